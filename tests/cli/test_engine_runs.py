@@ -13,7 +13,7 @@ from forebay.events.topics import DECISIONS
 from forebay.ingress.errors import Unusable
 from tests.core.worlds import BLOCK, PROMPTS, joined, pool, request
 from tests.replay.recorded import MemoryLog
-from tests.replay.recorder import Recorder, fleet, said, stored
+from tests.replay.recorder import Recorder, fleet, report_progress, stored
 
 
 async def told(made: Recorder, pool: str = "") -> EngineRuns:
@@ -33,7 +33,7 @@ def served(made: Recorder, name: str, first_after_us: int, gap_us: int, *, late_
         (FirstTokenEmitted, sent_us + first_after_us, {"cached_tokens": BLOCK}),
         (RequestFinished, sent_us + first_after_us + 2 * gap_us, {"finish_reason": "length", "output_tokens": 3}),
     ):
-        event = said(made, name, kind, at_us=at_us, **more)
+        event = report_progress(made, name, kind, at_us=at_us, **more)
         made("progress", event, after_us=at_us + late_us - made.now_us)
     return sent_us
 
@@ -56,9 +56,9 @@ async def test_times_are_the_owners_where_another_clock_cannot_be_right(late_us:
     made = fleet("a")
     made("requests", request("r", PROMPTS[0]))
     sent_us = made.now_us
-    early = said(made, "r", FirstTokenEmitted, at_us=sent_us - 1 if late_us < 0 else sent_us + late_us)
+    early = report_progress(made, "r", FirstTokenEmitted, at_us=sent_us - 1 if late_us < 0 else sent_us + late_us)
     made("progress", early, after_us=500)
-    done = said(made, "r", RequestFinished, finish_reason="stop", output_tokens=2, at_us=sent_us + 600)
+    done = report_progress(made, "r", RequestFinished, finish_reason="stop", output_tokens=2, at_us=sent_us + 600)
     made("progress", done, after_us=200)
     runs = await told(made)
     (one,) = runs.runs[0].requests
@@ -73,14 +73,14 @@ async def test_what_has_no_times_to_compare_says_why() -> None:
     served(made, "fine", 10, 10)
     made("requests", request("long", PROMPTS[0]))
     made("requests", request("embedded", task="embed"))
-    made("progress", said(made, "embedded", RequestFinished, finish_reason="stop"))
+    made("progress", report_progress(made, "embedded", RequestFinished, finish_reason="stop"))
     made("requests", request("cancelled"))
     made("requests", RequestCancelled(request_id="cancelled"))
     cancelled_us = made.now_us
     made("requests", request("stopped"))
-    made("progress", said(made, "stopped", RequestFinished, finish_reason="cancelled", output_tokens=1))
+    made("progress", report_progress(made, "stopped", RequestFinished, finish_reason="cancelled", output_tokens=1))
     made("requests", request("failed"))
-    made("progress", said(made, "failed", RequestFailed, error="broken"))
+    made("progress", report_progress(made, "failed", RequestFailed, error="broken"))
     found = (await told(made)).runs[0].requests
     reasons = ["", UNFINISHED, NOT_GENERATED, STOPPED, STOPPED, STOPPED]
     assert [one.left_out for one in found] == reasons
@@ -97,9 +97,12 @@ async def test_a_worker_that_was_lost_and_came_back_is_another_engine() -> None:
     first = one.worker_id
     epoch = one.worker_epoch
     made("fleet", WorkerLost(owner_epoch=0, worker_id=first, worker_epoch=epoch))
-    again = said(made, "r", FirstTokenEmitted, at_us=made.now_us)
+    again = report_progress(made, "r", FirstTokenEmitted, at_us=made.now_us)
     made("progress", again)
-    made("progress", said(made, "r", RequestFinished, finish_reason="stop", output_tokens=1, at_us=made.now_us))
+    made(
+        "progress",
+        report_progress(made, "r", RequestFinished, finish_reason="stop", output_tokens=1, at_us=made.now_us),
+    )
     made("fleet", joined(first, 0))
     for name in ("s", "t"):
         made("requests", request(name, PROMPTS[2]))

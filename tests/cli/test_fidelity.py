@@ -27,7 +27,7 @@ from tests.cli.test_record import at, made
 from tests.core.worlds import PROMPTS, request
 from tests.replay.mutations import replaced
 from tests.replay.recorded import write
-from tests.replay.recorder import Recorder, fleet, said
+from tests.replay.recorder import Recorder, fleet, report_progress
 from tests.replay.simulated import played
 from tests.replay.slices import journal_of, run
 from tests.simulate.traces import conversations
@@ -152,7 +152,7 @@ def test_worker_lost_in_the_recording_is_lost_in_the_simulation(tmp_path: Path) 
     lost = worker.worker_id
     made("fleet", WorkerLost(owner_epoch=0, worker_id=lost, worker_epoch=worker.worker_epoch))
     for kind, fields in ((FirstTokenEmitted, {}), (RequestFinished, {"finish_reason": "length", "output_tokens": 3})):
-        made("progress", said(made, "r1", kind, **fields), 10_000)
+        made("progress", report_progress(made, "r1", kind, **fields), 10_000)
     report = found("--against", file(made, tmp_path / "run.db"))
     for one in report["simulated"]:
         assert (one["compared"], one["failed"], one["placement"]["equal"]) == (1, 0, 1)
@@ -166,7 +166,7 @@ def test_requests_that_history_did_not_finish_are_played_and_not_compared(tmp_pa
             (FirstTokenEmitted, {}),
             (RequestFinished, {"finish_reason": "length", "output_tokens": tokens}),
         ):
-            made("progress", said(made, f"r{number}", kind, **fields), 10_000)
+            made("progress", report_progress(made, f"r{number}", kind, **fields), 10_000)
     made("requests", request("gone", PROMPTS[1]))
     made("requests", RequestCancelled(request_id="gone"), 30_000)
     made("requests", request("left", PROMPTS[2]))

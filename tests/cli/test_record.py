@@ -59,11 +59,11 @@ def made(*arguments: str | Path) -> dict[str, Any]:
     """What a recording that succeeds says, as JSON."""
     result = invoke("record", "--json", *arguments)
     assert result.exit_code == 0, result.output
-    told: dict[str, Any] = json.loads(result.stdout)
-    for report in told["verified"].values():
+    fields: dict[str, Any] = json.loads(result.stdout)
+    for report in fields["verified"].values():
         assert report["verified"] == report["decisions"] > 0
         assert report["divergence"] is None
-    return told
+    return fields
 
 
 def refused(*arguments: str | Path, code: int = 2) -> str:
@@ -83,13 +83,13 @@ def test_a_whole_log(source: Path, tmp_path: Path) -> None:
     result = invoke("record", source, tmp_path / "rec")
     assert result.exit_code == 0
     journal = journal_of(source)
-    told = dict(re.findall(r"^ *(\w+) +(.*)$", result.stdout, re.MULTILINE))
-    assert told["window"] == f"{utc(journal[0].at_us)} to {utc(journal[-1].at_us)}"
-    assert told["group"] == f"{MODEL}: control partition 0, pools default"
-    assert f"offsets 0 to {len(journal) - 1}, starting at the log's beginning" in told["journal"]
-    assert f"decisions {len(journal)}" in told["records"]
-    assert re.fullmatch(r"(\d+) of \1 decisions, digest [0-9a-f]{16}", told["verified"])
-    assert re.fullmatch(rf"{tmp_path}/rec, \d\.\d MB, digest [0-9a-f]{{32}}", told["recorded"])
+    fields = dict(re.findall(r"^ *(\w+) +(.*)$", result.stdout, re.MULTILINE))
+    assert fields["window"] == f"{utc(journal[0].at_us)} to {utc(journal[-1].at_us)}"
+    assert fields["group"] == f"{MODEL}: control partition 0, pools default"
+    assert f"offsets 0 to {len(journal) - 1}, starting at the log's beginning" in fields["journal"]
+    assert f"decisions {len(journal)}" in fields["records"]
+    assert re.fullmatch(r"(\d+) of \1 decisions, digest [0-9a-f]{16}", fields["verified"])
+    assert re.fullmatch(rf"{tmp_path}/rec, \d\.\d MB, digest [0-9a-f]{{32}}", fields["recorded"])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rec"]
     assert verified(tmp_path / "rec", 0) == verified(tmp_path / "rec", 12345)
     # What nobody had applied yet when the log ended was not recorded.
@@ -128,8 +128,8 @@ def test_the_last_of_a_log_is_counted_from_its_newest_decision(
     idle = Path(shutil.copy(source, tmp_path / "idle.db"))
     offsets = [one.offset for one in journal_of(idle) if isinstance(decode(DECISIONS, one.value), AnyDecision)]
     later(idle, offsets[-1] + 1, 3_600 * US)
-    told = made("--last", "30s", idle, tmp_path / "rec")
-    assert told["groups"][0]["decisions"] == len(offsets)
+    fields = made("--last", "30s", idle, tmp_path / "rec")
+    assert fields["groups"][0]["decisions"] == len(offsets)
     later(idle, 0, 1 << 62)
     assert "invalid append time" in refused("--last", "30s", idle, tmp_path / "again")
 
@@ -394,10 +394,10 @@ def test_a_log_that_another_process_writes(tmp_path: Path) -> None:
         log.close()
         return found
 
-    told = asyncio.run(scenario())
-    ends = [one["groups"][0]["end"] for one in told]
+    fields = asyncio.run(scenario())
+    ends = [one["groups"][0]["end"] for one in fields]
     assert ends == sorted(ends)
     assert ends[0] < ends[-1] < len(journal_of(path))
-    for one in told:
+    for one in fields:
         report = one["verified"][MODEL]
         assert report["verified"] == report["decisions"] >= one["groups"][0]["decisions"] > 0

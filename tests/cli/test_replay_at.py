@@ -54,17 +54,17 @@ def test_the_last_record_by_default_and_tables_for_people(path: Path) -> None:
         assert text in run.stdout
 
 
-def test_times_that_people_write(path: Path) -> None:
+def test_time_formats(path: Path) -> None:
     now_us = int(str(moment(str(path), "--offset", "20")["now_us"]))
     text = (datetime.fromtimestamp(0, UTC) + timedelta(microseconds=now_us)).isoformat()
-    for said in (text, text.replace("+00:00", "Z")):
-        assert moment(str(path), "--time", said)["now_us"] == now_us
+    for text_form in (text, text.replace("+00:00", "Z")):
+        assert moment(str(path), "--time", text_form)["now_us"] == now_us
     late_us = int(str(moment(str(path), "--time", "-0.02s")["now_us"]))
     assert 0 <= int(str(moment(str(path))["now_us"])) - 20_000 - late_us < 1_000_000
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["--offset", "100000"], "no journal record 100000: the recording has records 0 to "),
         (["--time", "1"], "the recording begins later, at "),
@@ -75,10 +75,10 @@ def test_times_that_people_write(path: Path) -> None:
         (["--time", "1", "--offset", "1"], "--time and --offset exclude each other; give one of them"),
     ],
 )
-def test_what_cannot_be_shown(path: Path, arguments: list[str], told: str) -> None:
+def test_what_cannot_be_shown(path: Path, arguments: list[str], message: str) -> None:
     run = at(str(path), *arguments)
     assert (run.exit_code, run.stdout) == (2, "")
-    assert told in run.stderr
+    assert message in run.stderr
     assert len(run.stderr.splitlines()) == 1
 
 

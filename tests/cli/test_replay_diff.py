@@ -42,35 +42,35 @@ def recording(history: MemoryLog, tmp_path_factory: pytest.TempPathFactory) -> P
     return path
 
 
-def told(*arguments: Any) -> tuple[int, str, str]:
+def run_diff(*arguments: Any) -> tuple[int, str, str]:
     run = CliRunner().invoke(app, [*COMMAND, *map(str, arguments)])
     assert run.exception is None or isinstance(run.exception, SystemExit), run.exception
     return run.exit_code, run.stdout, run.stderr
 
 
 def found(*arguments: Any) -> dict[str, Any]:
-    code, out, err = told(*arguments, "--json")
+    code, out, err = run_diff(*arguments, "--json")
     assert code == 0, err
     result: dict[str, Any] = json.loads(out)
     return result
 
 
 def refused(*arguments: Any) -> str:
-    code, out, err = told(*arguments)
+    code, out, err = run_diff(*arguments)
     assert (code, out) == (2, "")
     (line,) = err.splitlines()
     return line
 
 
-def test_a_table_says_who_moved_and_what_it_means(recording: Path) -> None:
-    code, out, _ = told(recording, "--policy", "round-robin")
+def test_table_shows_moved_requests_and_notes(recording: Path) -> None:
+    code, out, _ = run_diff(recording, "--policy", "round-robin")
     assert code == 0
     for text in ("--policy round-robin", "fork", "requests went to another worker", "Open loop", "--closed-loop"):
         assert text in out
     assert "w0/0" in out
 
 
-def test_other_processes_and_hash_seeds_say_the_same(recording: Path) -> None:
+def test_output_is_equal_in_other_processes_and_hash_seeds(recording: Path) -> None:
     program = Path(sys.executable).with_name("forebay")
     command: list[str | Path] = [
         program,
@@ -89,12 +89,12 @@ def test_other_processes_and_hash_seeds_say_the_same(recording: Path) -> None:
     assert json.loads(runs[0])["moved"]["moved"] > 0
 
 
-def test_a_set_that_changes_nothing_is_said_so(recording: Path) -> None:
+def test_set_without_effect_is_reported(recording: Path) -> None:
     report = found(recording, "--set", "router.temperature=0")
     assert report["idle"] == ["--set router.temperature=0"]
     assert report["identical"]
     assert report["state"] == report["other_state"]
-    _, out, _ = told(recording, "--set", "router.temperature=0", "--closed-loop")
+    _, out, _ = run_diff(recording, "--set", "router.temperature=0", "--closed-loop")
     assert "equal to the recorded configuration" in out
     assert "nothing to simulate" in out
 
@@ -134,7 +134,7 @@ def test_a_history_that_diverges_is_not_compared(history: MemoryLog, tmp_path: P
     log.topics = {**history.topics, DECISIONS.name: journal}
     path, page = tmp_path / "changed.db", tmp_path / "page.html"
     asyncio.run(write(log, path))
-    code, out, err = told(path, "--policy", "random", "--html", page)
+    code, out, err = run_diff(path, "--policy", "random", "--html", page)
     assert (code, out) == (1, "")
     assert f"diverges at journal offset {at}" in err
     assert not page.exists()
@@ -147,13 +147,13 @@ def test_events_that_nobody_here_knows_fail_it_unless_allowed(tmp_path: Path) ->
     path = tmp_path / "newer.db"
     asyncio.run(write(log_of(drive, undecodable=msgspec.msgpack.encode({"type": "kv.blocks_moved"})), path))
     page = tmp_path / "page.html"
-    code, _, err = told(path, "--policy", "random", "--html", page)
+    code, _, err = run_diff(path, "--policy", "random", "--html", page)
     assert code == 2
     assert "Not verified: 1 events of types that this version does not know" in Page(page.read_text()).text
     assert (
         "not verified: 1 unknown-events; use the version that wrote it, or accept that by --allow unknown-events" in err
     )
-    assert told(path, "--policy", "random", "--allow", "unknown-events")[0] == 0
+    assert run_diff(path, "--policy", "random", "--allow", "unknown-events")[0] == 0
 
 
 class Page(HTMLParser):
@@ -188,7 +188,7 @@ class Page(HTMLParser):
 
 def test_a_page_needs_nothing_else_and_says_everything(recording: Path, tmp_path: Path) -> None:
     path = tmp_path / "page.html"
-    code, _, err = told(recording, "--policy", "round-robin", "--closed-loop", "--html", path)
+    code, _, err = run_diff(recording, "--policy", "round-robin", "--closed-loop", "--html", path)
     assert code == 0, err
     page = Page(path.read_text())
     assert not {"src", "href", "srcset", "action"} & set(page.attributes)
@@ -205,7 +205,7 @@ def test_what_clients_named_is_text(tmp_path: Path) -> None:
     recording, path = tmp_path / "run.db", tmp_path / "page.html"
     asyncio.run(write(run.log, recording))
     for _ in range(2):  # a page may be written again
-        code, out, _ = told(recording, "--policy", "round-robin", "--html", path)
+        code, out, _ = run_diff(recording, "--policy", "round-robin", "--html", path)
         assert code == 0
     assert "[bold]" in out
     assert "\x1b" not in out

@@ -15,7 +15,7 @@ from tests.core.worlds import PROMPTS, request
 from tests.replay.recorded import write
 from tests.replay.simulated import played
 from tests.replay.test_diff_disagg import history
-from tests.replay.test_explain_disagg import apart, lose, said
+from tests.replay.test_explain_disagg import apart, lose, report_progress
 from tests.simulate.traces import conversations
 
 
@@ -26,7 +26,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made("requests", request("r", PROMPTS[0]))
     for name in "de":
         lose(made, name)
-    said(made, PrefillFinished)
+    report_progress(made, PrefillFinished)
     made.seal()
     path = tmp_path_factory.mktemp("disagg") / "apart.db"
     asyncio.run(made.log(path)).close()
@@ -51,7 +51,7 @@ def test_who_keeps_the_kv_is_shown_beside_who_fetches_it_in_disagg(tmp_path: Pat
     made = apart("p", disagg=DisaggConfig(enforce=True))
     made("requests", request("r", PROMPTS[0]))
     lose(made, "e")
-    said(made, PrefillFinished)
+    report_progress(made, PrefillFinished)
     made.seal()
     asyncio.run(made.log(tmp_path / "apart.db")).close()
     assert "r transfer d/0, KV at p" in shown("at", str(tmp_path / "apart.db"))
@@ -60,16 +60,16 @@ def test_who_keeps_the_kv_is_shown_beside_who_fetches_it_in_disagg(tmp_path: Pat
 def test_disagg_says_where_the_time_to_first_token_went(tmp_path: Path) -> None:
     made = apart("p")
     made("requests", request("r", PROMPTS[0]))
-    said(made, PrefillFinished, after_us=18_600)
-    said(made, FirstTokenEmitted, after_us=9_100, transferred_bytes=34_000, transfer_us=900)
+    report_progress(made, PrefillFinished, after_us=18_600)
+    report_progress(made, FirstTokenEmitted, after_us=9_100, transferred_bytes=34_000, transfer_us=900)
     made.seal()
     path = tmp_path / "apart.db"
     asyncio.run(made.log(path)).close()
     text = shown("explain", str(path), "r")
     parts = "of this: prefill 18.6 ms, KV transfer 900 us, network and first decode step 8.2 ms"
     assert f"time to first token 0.028 s on the owner's clock {parts}" in text
-    told = json.loads(shown("explain", str(path), "r", "--json"))
-    assert told["first_token"]["parts_us"] == {"prefill": 18_600, "transfer": 900, "decode": 8_200}
+    output = json.loads(shown("explain", str(path), "r", "--json"))
+    assert output["first_token"]["parts_us"] == {"prefill": 18_600, "transfer": 900, "decode": 8_200}
 
 
 def test_disagg_stages_are_explained(path: Path) -> None:
@@ -136,5 +136,5 @@ def test_disagg_choices_in_historys_own_state_keep_their_stage(by_hand: Path, tm
         assert report["stages_kept"], given
     assert not json.loads(shown("diff", str(by_hand), "--set", "router.temperature=1", "--json"))["stages_kept"]
     text = shown("diff", str(by_hand), "--set", "router.disagg.policy=always", "--html", str(page))
-    for told in (text, page.read_text()):
-        assert "Each repeated decision keeps its stage" in told
+    for output in (text, page.read_text()):
+        assert "Each repeated decision keeps its stage" in output

@@ -21,7 +21,7 @@ from forebay.events.topics import DECISIONS
 from forebay.replay.explain.explain import Explanation
 from forebay.transport.sqlite.schema import checksum
 from tests.core.worlds import PROMPTS, query, request
-from tests.replay.recorder import Recorder, said
+from tests.replay.recorder import Recorder, report_progress
 
 MANY = 300  # workers
 DEEP = 1_500  # blocks of a prompt
@@ -41,8 +41,8 @@ def log(tmp_path: Path) -> Path:
     made = Recorder()
     made.fleet("a", "b", temperature=0.5, queue=QueueConfig(threshold=0.25))
     made("requests", request("req-1", PROMPTS[0], at_us=100, routing=RoutingHints(worker_id="a", priority=3)))
-    made("progress", said(made, "req-1", FirstTokenEmitted, cached_tokens=0, at_us=900), after_us=500_000)
-    made("progress", said(made, "req-1", RequestFinished, finish_reason="stop", output_tokens=7))
+    made("progress", report_progress(made, "req-1", FirstTokenEmitted, cached_tokens=0, at_us=900), after_us=500_000)
+    made("progress", report_progress(made, "req-1", RequestFinished, finish_reason="stop", output_tokens=7))
     made("requests", request("req-2", PROMPTS[1]))
     made.snapshot()
     made("requests", request("req-3", PROMPTS[2]))
@@ -50,7 +50,7 @@ def log(tmp_path: Path) -> Path:
     made("requests", request("req-5", PROMPTS[2]))
     made("requests", RequestCancelled(request_id="req-5", reason="\x1b[2Jgone"))
     made("requests", query("ask", PROMPTS[0]))
-    made("progress", said(made, "req-2", FirstTokenEmitted))
+    made("progress", report_progress(made, "req-2", FirstTokenEmitted))
     return write(made, tmp_path / "log.db")
 
 
@@ -63,9 +63,9 @@ def write(made: Recorder, path: Path) -> Path:
 
 
 def test_a_timeline_for_people(log: Path) -> None:
-    told = explain(log, "req-1")
-    assert told.exit_code == 0, told.output
-    lines = told.stdout.splitlines()
+    output = explain(log, "req-1")
+    assert output.exit_code == 0, output.output
+    lines = output.stdout.splitlines()
     assert lines[0] == "request req-1: finished (stop) after 0.500 s, 7 output tokens"
     assert "34 prompt tokens in 8 full blocks, at most 2 tokens, deadline after 1 s" in lines[1]
     assert "hints: worker_id a, priority 3" in lines
@@ -78,7 +78,7 @@ def test_a_timeline_for_people(log: Path) -> None:
     assert lines[-1] == "verified: journal offsets 0 to 2 derived again, every record equal"
 
 
-def test_others_are_told_as_well(log: Path) -> None:
+def test_queries_and_aborted_requests_are_explained(log: Path) -> None:
     assert "held in queue class default, 0 requests ahead: " in explain(log, "req-5").stdout
     cancelled = explain(log, "req-5").stdout
     assert "aborted (cancelled): \\x1b[2Jgone" in cancelled
@@ -92,12 +92,12 @@ def test_others_are_told_as_well(log: Path) -> None:
 
 
 def test_one_json_object(log: Path) -> None:
-    told = explain(log, "req-3", "--json")
-    assert told.exit_code == 0
-    explanation = msgspec.json.decode(told.stdout, type=Explanation)
+    output = explain(log, "req-3", "--json")
+    assert output.exit_code == 0
+    explanation = msgspec.json.decode(output.stdout, type=Explanation)
     assert (explanation.request_id, explanation.state) == ("req-3", "prefill")
     assert explanation.derived_from > 0, "derived from the snapshot before it"
-    assert json.loads(told.stdout)["routings"][0]["candidates"][0]["seen"]["worker_id"] == "a"
+    assert json.loads(output.stdout)["routings"][0]["candidates"][0]["seen"]["worker_id"] == "a"
 
 
 def test_a_slice_of_the_log_explains_the_same(log: Path, tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_a_slice_of_the_log_explains_the_same(log: Path, tmp_path: Path) -> None
     assert explain(out, "req-3").stdout == explain(log, "req-3").stdout
 
 
-def test_what_is_not_there_or_makes_no_sense(log: Path, tmp_path: Path) -> None:
+def test_invalid_arguments_are_rejected(log: Path, tmp_path: Path) -> None:
     missing = explain(log, "req-")
     near = "req-5, req-4, req-3, req-2, req-1"
     assert (missing.exit_code, missing.stderr) == (
@@ -136,13 +136,13 @@ def rewrite(path: Path, offset: int, **changes: Any) -> None:
     db.close()
 
 
-def test_a_divergence_is_named_and_what_comes_after_it_is_not_told(log: Path) -> None:
+def test_explanation_ends_at_a_divergence(log: Path) -> None:
     rewrite(log, 1, table_digest="0" * 16)
-    told = explain(log, "req-1")
-    assert told.exit_code == 1
-    assert told.stdout.startswith("request req-1: unknown\n")
-    assert "DIVERGENCE at journal offset 1, before this request: differs in table_digest" in told.stdout
-    assert "routed to" not in told.stdout
+    output = explain(log, "req-1")
+    assert output.exit_code == 1
+    assert output.stdout.startswith("request req-1: unknown\n")
+    assert "DIVERGENCE at journal offset 1, before this request: differs in table_digest" in output.stdout
+    assert "routed to" not in output.stdout
     assert json.loads(explain(log, "req-1", "--json").stdout)["divergence"]["offset"] == 1
 
 
@@ -173,7 +173,7 @@ def test_an_id_that_was_used_before(tmp_path: Path) -> None:
     made.fleet("a")
     for number in range(2):
         made("requests", request("r", PROMPTS[0], nonce=number))
-        made("progress", said(made, "r", RequestFinished, finish_reason="stop"))
+        made("progress", report_progress(made, "r", RequestFinished, finish_reason="stop"))
         made.wait(200_000_000)
         made("requests", request(f"x{number}", PROMPTS[0]))
     assert "the ID was used once before; this is the last use" in explain(write(made, tmp_path / "l.db"), "r").stdout

@@ -93,9 +93,9 @@ def test_when_it_was_applied_and_by_what(path: Path, folder: Path) -> None:
             for run in record["consumed"]:
                 seen.setdefault(run["topic"], []).extend([(offset, run["now_us"])] * run["count"])
     for topic in ("requests", "kv-events", "metrics", "progress", "fleet", "control"):
-        told = [(line["applied_by"], line["applied_us"]) for line in lines(folder, topic)]
-        assert told[: len(seen[topic])] == seen[topic]
-        assert all(place == (None, None) for place in told[len(seen[topic]) :])
+        message = [(line["applied_by"], line["applied_us"]) for line in lines(folder, topic)]
+        assert message[: len(seen[topic])] == seen[topic]
+        assert all(place == (None, None) for place in message[len(seen[topic]) :])
 
 
 def test_void_and_undecodable_records_say_so(folder: Path) -> None:
@@ -137,7 +137,7 @@ def test_what_cannot_be_exported(path: Path, tmp_path: Path) -> None:
     db.execute("UPDATE fleet SET value = x'00' WHERE id = 1")
     db.commit()
     db.close()
-    for source, folder, told in (
+    for source, folder, message in (
         (path, full, "full is not empty"),
         (path, file, "file is a file"),
         (path, file / "below", "cannot write to"),
@@ -147,5 +147,5 @@ def test_what_cannot_be_exported(path: Path, tmp_path: Path) -> None:
     ):
         result = export(source, folder)
         assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1), result.stderr
-        assert told in result.stderr
+        assert message in result.stderr
     assert not (tmp_path / "half" / "fleet.ndjson").exists(), "what is not whole has not the name of what is"

@@ -72,7 +72,7 @@ async def end(processes: Processes, name: str, number: signal.Signals) -> str:
     return process.said()
 
 
-async def test_it_keeps_what_it_says_and_goes_on_after_it(tmp_path: Path, processes: Processes) -> None:
+async def test_events_are_stored_and_the_shadow_resumes(tmp_path: Path, processes: Processes) -> None:
     path, out, port = tmp_path / "run.db", tmp_path / "out.jsonl", free_ports(1)
     command = [FOREBAY, "shadow", str(path), "--policy", "round-robin", "--out", str(out), "--metrics-port", str(port)]
     log = SqliteLog.open(path)
@@ -101,7 +101,7 @@ async def test_it_keeps_what_it_says_and_goes_on_after_it(tmp_path: Path, proces
     assert [one.request_id for one in routed] == list("abcde")
 
 
-async def test_it_prints_what_it_says(recorded: Path, tmp_path: Path, processes: Processes) -> None:
+async def test_events_are_printed(recorded: Path, tmp_path: Path, processes: Processes) -> None:
     out = tmp_path / "stdout"
     command = [FOREBAY, "shadow", str(recorded), "--set", "router.temperature=0", "--from-start", "--json"]
     processes.start("shadow", command, output=out)
@@ -169,7 +169,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("arguments", "why"), REFUSED)
-def test_what_it_cannot_do_it_says(
+def test_invalid_options_are_rejected(
     recorded: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], why: str
 ) -> None:
     monkeypatch.chdir(recorded.parent)

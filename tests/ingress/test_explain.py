@@ -23,7 +23,7 @@ from forebay.transport.kafka.settings import KafkaSettings
 from forebay.transport.sqlite.log import SqliteLog
 from tests.core.worlds import PROMPTS, request
 from tests.ingress.conftest import Scene, make_scene
-from tests.replay.recorder import Recorder, said
+from tests.replay.recorder import Recorder, report_progress
 from tests.system import until
 
 LIMIT_S = 0.5  # for what never ends
@@ -38,7 +38,7 @@ async def written(path: Path, **router: Any) -> Path:
     made = Recorder()
     made.fleet("a", "b", **router)
     made("requests", request("r", PROMPTS[0]))
-    made("progress", said(made, "r", FirstTokenEmitted))
+    made("progress", report_progress(made, "r", FirstTokenEmitted))
     (await made.log(path)).close()
     return path
 

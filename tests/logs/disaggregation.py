@@ -1,4 +1,4 @@
-"""A recording of prefill and decode apart: workers that join, fail and are lost, under rules that change."""
+"""A recording of disaggregated prefill and decode: workers join, fail and are lost, while policies change."""
 
 from typing import Any
 

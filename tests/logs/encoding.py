@@ -1,4 +1,4 @@
-"""A recording of requests with images and videos: encode workers that succeed, fail, are lost and are cancelled."""
+"""A recording of requests with images and videos: encode workers succeed, fail, are lost and are cancelled."""
 
 from hashlib import sha256
 from typing import Any
@@ -15,7 +15,7 @@ ENCODERS = ("e0", "e1")
 
 
 def media(number: int, tokens: int = 12) -> Media:
-    """One that stands in the first block of a prompt."""
+    """Return a media item in the first block of a prompt."""
     kind: Any = "video" if number % 3 == 2 else "image"
     content = b"%d" % number
     return Media(
@@ -25,7 +25,7 @@ def media(number: int, tokens: int = 12) -> Media:
 
 @scenario
 async def encode_stage() -> Stage:
-    """Images are encoded first; what goes wrong is tried elsewhere, and given up in the end."""
+    """Encode images first; failures are retried on other workers and finally aborted."""
     stage = await Stage(queue=QueueConfig(threshold=4.0)).begin("w0", "w1")
     stage.put(CONTROL, PoolConfigured(pool="encoders", model=MODEL, block_size=BLOCK, role="encode"))
     await stage.settle()

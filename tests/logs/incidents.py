@@ -1,4 +1,4 @@
-"""Recordings of what happens to a group: lost events, workers and owners, deadlines, snapshots, overload."""
+"""Recordings of incidents: lost events, workers and owners, deadlines, snapshots, overload."""
 
 from forebay.core.step import advance
 from forebay.events.base import pack_u64
@@ -15,7 +15,7 @@ from tests.logs.stage import Stage, prompt
 
 @scenario
 async def resync() -> Stage:
-    """KV events that were lost: the worker says its cache anew."""
+    """Lost KV events: the worker re-announces its cache."""
     stage = await Stage().begin(*FLEET)
     await mixed(stage, 8)
     for worker in stage.workers.values():
@@ -26,7 +26,7 @@ async def resync() -> Stage:
 
 @scenario
 async def approximate() -> Stage:
-    """No KV events are used: what was routed is taken for cached, for a while, up to a number of blocks."""
+    """No KV events: routed blocks count as cached for a time, up to a maximum number."""
     stage = await Stage(use_kv_events=False, ttl_s=5.0, approximate_blocks_max=40).begin(*FLEET)
     await mixed(stage, 16)
     await stage.pass_time(6.0)
@@ -36,7 +36,7 @@ async def approximate() -> Stage:
 
 @scenario
 async def silent_workers() -> Stage:
-    """Workers without KV events beside others."""
+    """Workers without KV events beside other workers."""
     stage = await Stage(ttl_s=5.0).begin("w0", "w1")
     await stage.join("w2", kv_events=False)
     await stage.join("w3", kv_events=False)
@@ -46,7 +46,7 @@ async def silent_workers() -> Stage:
 
 @scenario
 async def predicted() -> Stage:
-    """What was routed counts as cached before KV events say so."""
+    """Routed blocks count as cached until KV events confirm them."""
     stage = await Stage(predicted_ttl_s=2.0).begin(*FLEET)
     for number in range(16):
         stage.submit(f"r{number}", prompt(number % 2, 5, number))
@@ -58,7 +58,7 @@ async def predicted() -> Stage:
 
 @scenario
 async def queries() -> Stage:
-    """Where would it go? Also where it would wait, and where nobody could take it."""
+    """Route queries, also for requests that would wait or have no eligible worker."""
     stage = Stage(temperature=0.5, queue=QueueConfig(threshold=0.2))
     await stage.begin()
     stage.ask("too-early", prompt(1, 3))
@@ -80,7 +80,7 @@ async def queries() -> Stage:
 
 @scenario
 async def cancels() -> Stage:
-    """Clients leave: while they wait, while their prompt is computed, while they are answered, and after."""
+    """Clients disconnect while queued, during prefill, during decode, and after the end."""
     stage = await Stage(queue=QueueConfig(threshold=0.2)).begin("w0", "w1", max_num_batched_tokens=128)
     for number in range(12):
         stage.submit(f"r{number}", prompt(number, 4), max_tokens=30)
@@ -98,7 +98,7 @@ async def cancels() -> Stage:
 
 @scenario
 async def deadlines() -> Stage:
-    """Nobody computes: requests that came at once are given up at once."""
+    """No worker computes: requests that arrived together are aborted together."""
     stage = await Stage().begin(*FLEET)
     for number in range(8):
         stage.submit(f"r{7 - number}", prompt(number, 2), timeout_us=1_000_000)
@@ -110,7 +110,7 @@ async def deadlines() -> Stage:
 
 @scenario
 async def redeliveries() -> Stage:
-    """The same request again is the same; another under its id is refused, until the id is forgotten."""
+    """A repeated request is ignored; another one with its ID is rejected until the ID is forgotten."""
     stage = await Stage().begin(*FLEET)
     stage.submit("again", prompt(1, 3), max_tokens=8)
     stage.submit("again", prompt(1, 3), max_tokens=8)
@@ -129,7 +129,7 @@ async def redeliveries() -> Stage:
 
 @scenario
 async def lost_workers() -> Stage:
-    """Requests move to other workers, until one has lost too many."""
+    """Requests move to other workers until their attempts are exhausted."""
     stage = await Stage(attempts_max=2, temperature=0.5).begin(*FLEET)
     await mixed(stage, 6)
     for number in range(8):
@@ -150,7 +150,7 @@ async def lost_workers() -> Stage:
 
 @scenario
 async def waiting_for_a_worker() -> Stage:
-    """All are lost: requests wait for whoever comes next."""
+    """All workers are lost: requests wait for the next worker that joins."""
     stage = await Stage(attempts_max=5).begin("w0")
     for number in range(4):
         stage.submit(f"r{number}", prompt(number, 4), max_tokens=40)
@@ -177,7 +177,7 @@ async def suspect_and_draining() -> Stage:
 
 @scenario
 async def take_over() -> Stage:
-    """Another owner goes on in the middle of requests, while the first has yet to notice."""
+    """Another owner takes over during requests, before the first one notices."""
     stage = await Stage(temperature=0.5).begin(*FLEET)
     await mixed(stage, 8)
     for number in range(6):
@@ -198,7 +198,7 @@ async def take_over() -> Stage:
 
 @scenario
 async def snapshots() -> Stage:
-    """States are sealed while requests are under way and wait, with sessions and what is remembered."""
+    """States are sealed while requests are active and queued, with sessions and remembered IDs."""
     stage = await Stage(session_ttl_s=60.0, queue=QueueConfig(threshold=0.4), predicted_ttl_s=1.0).begin(*FLEET)
     for life in range(2):
         await mixed(stage, 8, f"life{life}-", hints=RoutingHints(session_id=f"s{life}"))
@@ -213,13 +213,13 @@ async def snapshots() -> Stage:
 
 @scenario
 async def from_snapshot() -> Stage:
-    """What is recorded of this begins at its first snapshot."""
+    """The recording begins at the first snapshot."""
     return await snapshots()
 
 
 @scenario
 async def output_blocks() -> Stage:
-    """Workers report how their answers grow; clients say how long they will be."""
+    """Workers report growing output; clients announce the expected length."""
     stage = await Stage(track_output_blocks=True).begin(*FLEET)
     for number in range(16):
         hints = RoutingHints(expected_output_tokens=(0, 40, 80)[number % 3])
@@ -231,7 +231,7 @@ async def output_blocks() -> Stage:
 
 @scenario
 async def overload() -> Stage:
-    """More than the fleet can take: held, refused, given up, and then all is well again."""
+    """More load than the fleet can handle: requests are held, rejected and aborted, then the fleet recovers."""
     stage = await Stage(
         busy=BusyThresholds(active_decode_blocks_threshold=0.9),
         queue=QueueConfig(threshold=0.5, classes=(QueueClass(requests_per_worker_max=8),)),
@@ -249,7 +249,7 @@ async def overload() -> Stage:
 
 @scenario
 async def commands() -> Stage:
-    """Adapters come and go by command; workers refuse, leave, and are late; an owner takes over in between."""
+    """Adapters are loaded and unloaded by command; workers refuse, leave and are late; another owner takes over."""
     stage = await Stage().begin(*FLEET)
     await stage.serve(("too-early", prompt(1, 3)), lora_name="sql")
     stage.command("load", "load_lora", "sql", worker_ids=("w1", "w2"))
@@ -280,7 +280,7 @@ async def commands() -> Stage:
 
 @scenario
 async def undecodable() -> Stage:
-    """Records that are no events take their place in the order, and do nothing."""
+    """Records that do not decode keep their offsets and have no effect."""
     stage = await Stage().begin(*FLEET)
     await mixed(stage, 6)
     stage.put_bytes(REQUESTS, b"no event")
@@ -293,7 +293,7 @@ async def undecodable() -> Stage:
 
 @scenario
 async def foreign_records() -> Stage:
-    """Somebody else wrote into the journal: its verification must be told to accept that."""
+    """Another process wrote into the journal; verification must allow it explicitly."""
     stage = await Stage().begin(*FLEET)
     await mixed(stage, 6)
     stage.put_bytes(DECISIONS, b"of nobody")

@@ -1,4 +1,4 @@
-"""What scenarios have in common: where they are found, and some traffic."""
+"""Common parts of scenarios: registration and traffic."""
 
 import random
 from collections.abc import Awaitable, Callable
@@ -13,13 +13,13 @@ FLEET = ("w0", "w1", "w2", "w3")
 
 
 def scenario(play: Scenario) -> Scenario:
-    """Found by its name, with hyphens."""
+    """Register a scenario under its name, with hyphens."""
     SCENARIOS[play.__name__.replace("_", "-")] = play
     return play
 
 
 async def mixed(stage: Stage, count: int = 24, prefix: str = "r", **changes: Any) -> None:
-    """Requests of four families of prompts, some alone and some at once."""
+    """Send requests of four prompt families, some alone and some together."""
     draw = random.Random(prefix)
     for number in range(count):
         stage.submit(f"{prefix}{number}", prompt(draw.randrange(4), 2 + draw.randrange(5), number), **changes)
@@ -29,7 +29,7 @@ async def mixed(stage: Stage, count: int = 24, prefix: str = "r", **changes: Any
 
 
 async def routed(**router: Any) -> Stage:
-    """A pool of four workers under this configuration, with some traffic."""
+    """Return a pool of four workers with this router configuration after some traffic."""
     stage = await Stage(**router).begin(*FLEET)
     await mixed(stage)
     return stage

@@ -69,14 +69,14 @@ NEVER = 1 << 40  # journal records: snapshots are taken when a scenario says so
 
 @contextmanager
 def stopped_time() -> Iterator[None]:
-    """No turn of an owner takes any time, so that a busy machine cuts none short."""
+    """Make owner turns take no time, so that a busy machine does not cut them short."""
     stopped = SimpleNamespace(monotonic=lambda: 0.0, monotonic_ns=lambda: 0, time_ns=time.time_ns)
     with mock.patch.object(owner, "time", stopped), mock.patch.object(snapshots, "time", stopped):
         yield
 
 
 class StageWorker:
-    """One engine model a rank. It does what `forebay.workers` does, when it is told to."""
+    """One engine model per rank. It acts like `forebay.workers`, step by step."""
 
     def __init__(self, stage: "Stage", spec: WorkerSpec, epoch: int, slot: int) -> None:
         config = EngineConfig(
@@ -107,7 +107,7 @@ class StageWorker:
         topic = work_topic(self.spec.pool)
         records = self._stage.log.records(topic.name, self._slot, self._read, READ_MAX)
         for record in records:
-            self._obey(decode(topic, record.value))
+            self._handle_work(decode(topic, record.value))
         self._read += len(records)
         return bool(records)
 
@@ -120,11 +120,11 @@ class StageWorker:
     def stored(self, hashes: Sequence[int], parent: int | None = None, tier: Tier = "device", rank: int = 0) -> None:
         """Blocks entered a tier."""
         packed = pack_u64(hashes)
-        self._say_cache(BlocksStored, rank, sequence_hashes=packed, parent_hash=parent, tier=tier)
+        self._report_cache(BlocksStored, rank, sequence_hashes=packed, parent_hash=parent, tier=tier)
 
     def removed(self, hashes: Sequence[int], tier: Tier = "device", rank: int = 0) -> None:
         """Blocks left a tier."""
-        self._say_cache(BlocksRemoved, rank, sequence_hashes=pack_u64(hashes), tier=tier)
+        self._report_cache(BlocksRemoved, rank, sequence_hashes=pack_u64(hashes), tier=tier)
 
     def held(self, rank: int = 0) -> list[int]:
         """The blocks on its device."""
@@ -143,7 +143,7 @@ class StageWorker:
             self._fetched[request_id] = kept.bytes
             return
         engine.cancel(request_id)
-        self._say(TransferFailed, request_id, error="its memory is gone")
+        self._report(TransferFailed, request_id, error="its memory is gone")
         del self._items[request_id]
 
     def _keep(self, request_id: str, cached_tokens: int) -> None:
@@ -160,7 +160,7 @@ class StageWorker:
             checksum="0123456789abcdef",
             cached_tokens=cached_tokens,
         )
-        self._say(PrefillFinished, request_id, prefilled=kept)
+        self._report(PrefillFinished, request_id, prefilled=kept)
         del self._items[request_id]
 
     def _encode(self) -> bool:
@@ -169,9 +169,9 @@ class StageWorker:
                 if self._succeeds():
                     rows = sum(one.tokens for one in self._items[request_id].media)
                     lies = Encoded(descriptor=b"there", shape=(rows, 8), dtype="float32", checksum="0123456789abcdef")
-                    self._say(EncodeFinished, request_id, encoded=lies)
+                    self._report(EncodeFinished, request_id, encoded=lies)
                 else:
-                    self._say(EncodeFailed, request_id, error="out of memory")
+                    self._report(EncodeFailed, request_id, error="out of memory")
                 del self._items[request_id]
         encoded = bool(self._to_encode)
         self._to_encode.clear()
@@ -198,12 +198,12 @@ class StageWorker:
         for first in step.first_tokens:
             moved = self._fetched.pop(first.request_id, 0)
             facts = {"transferred_bytes": moved, "transfer_us": moved // 100}
-            self._say(FirstTokenEmitted, first.request_id, cached_tokens=first.cached_tokens, **facts)
-        for said in step.emitted:
-            if self._items[said.request_id].report_output and said.first_index % BLOCK == BLOCK - 1:
-                self._say(OutputGrown, said.request_id, output_tokens=said.first_index + 1)
+            self._report(FirstTokenEmitted, first.request_id, cached_tokens=first.cached_tokens, **facts)
+        for delta in step.emitted:
+            if self._items[delta.request_id].report_output and delta.first_index % BLOCK == BLOCK - 1:
+                self._report(OutputGrown, delta.request_id, output_tokens=delta.first_index + 1)
         for end in step.finished:
-            self._say(RequestFinished, end.request_id, finish_reason=end.reason, output_tokens=end.output_tokens)
+            self._report(RequestFinished, end.request_id, finish_reason=end.reason, output_tokens=end.output_tokens)
             del self._items[end.request_id]
         load = step.load
         report = LoadReported(
@@ -219,7 +219,7 @@ class StageWorker:
             self._stage.put(METRICS, report)
         return True
 
-    def _obey(self, event: AnyWorkEvent) -> None:
+    def _handle_work(self, event: AnyWorkEvent) -> None:
         if event.worker_epoch != self.epoch:
             return
         match event:
@@ -229,13 +229,13 @@ class StageWorker:
                     self._to_encode.append(event.request_id)
                     return
                 if event.encoded is not None and not self._succeeds():
-                    self._say(TransferFailed, event.request_id, error="its memory is gone")
+                    self._report(TransferFailed, event.request_id, error="its memory is gone")
                     del self._items[event.request_id]
                     return
                 if event.stage == "prefill" and (self.refuses or not self._succeeds()):
                     refused = {"status": 400, "code": "context_length_exceeded"} if self.refuses else {}
                     self.refuses -= self.refuses > 0
-                    self._say(PrefillFailed, event.request_id, error="no room", **refused)
+                    self._report(PrefillFailed, event.request_id, error="no room", **refused)
                     del self._items[event.request_id]
                     return
                 self._engines[event.rank].submit(
@@ -257,7 +257,7 @@ class StageWorker:
                 self.give_back(event.request_id)
             case ReannounceCache():
                 self._seqs[event.rank] = max(self._seqs[event.rank], event.above_seq)
-                self._say_cache(CacheCleared, event.rank)
+                self._report_cache(CacheCleared, event.rank)
                 self.stored(self.held(event.rank), rank=event.rank)
             case WorkerCommand() if self.obeys:
                 self._command(event)
@@ -277,7 +277,7 @@ class StageWorker:
             self.loras = (*others, command.lora_name) if command.action == "load_lora" else others
         self._stage.put(PROGRESS, CommandDone(**told, loras=self.loras))
 
-    def _say(self, kind: Any, request_id: str, **fields: Any) -> None:
+    def _report(self, kind: Any, request_id: str, **fields: Any) -> None:
         item = self._items[request_id]
         event = kind(
             request_id=request_id,
@@ -289,7 +289,7 @@ class StageWorker:
         )
         self._stage.put(PROGRESS, event)
 
-    def _say_cache(self, kind: Any, rank: int, **fields: Any) -> None:
+    def _report_cache(self, kind: Any, rank: int, **fields: Any) -> None:
         if not self.spec.kv_events:
             return
         self._seqs[rank] += 1
@@ -301,7 +301,7 @@ class StageWorker:
 
 
 class Stage:
-    """One group, played. `owner` is the one of now."""
+    """One simulated group. `owner` is the current owner."""
 
     owner: Owner
 
@@ -447,19 +447,19 @@ class Stage:
 
 
 def prompt(family: int, blocks: int, tail: int = 0) -> list[int]:
-    """A prompt of whole blocks, shared with all of its family, and a few tokens of its own."""
+    """Return a prompt of whole blocks shared within its family, and a few tokens of its own."""
     return [family * 10_000 + at for at in range(blocks * BLOCK)] + [tail * 100 + at for at in range(5)]
 
 
 def hashes(prompt: Sequence[int]) -> list[int]:
-    """The blocks of a prompt."""
+    """Return the block hashes of a prompt."""
     return unpack_u64(sequence_hashes(pack_u32(prompt), BLOCK))
 
 
 def submission(
     name: str, prompt: Sequence[int], max_tokens: int = 4, hints: RoutingHints = NO_HINTS, **changes: Any
 ) -> RequestSubmitted:
-    """A request as an ingress would put it."""
+    """Return a request as an ingress would submit it."""
     packed = pack_u32(prompt)
     seed = hash_seed(changes.get("lora_name", ""), changes.get("cache_namespace", ""))
     fields: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""DuckDB asked in a process of its own: as it ends it tells the whole terminal what its bindings leaked."""
+"""Run DuckDB queries in a separate process, because its bindings print leak warnings to the terminal at exit."""
 
 import json
 import subprocess
@@ -18,7 +18,10 @@ json.dump(answers, sys.stdout, default=str)
 
 
 def ask(folder: Path, *queries: str) -> list[list[list[Any]]]:
-    """The rows of each query to the views of an export; what is no number, text or list comes as text."""
+    """Return the rows of each query on the views of an export.
+
+    Values other than numbers, text and lists are returned as text.
+    """
     run = subprocess.run(
         [sys.executable, "-c", PROGRAM],
         cwd=folder,

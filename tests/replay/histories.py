@@ -1,4 +1,4 @@
-"""Histories that are drawn, as an owner would have put them on the log: inputs, journal, digests and snapshots."""
+"""Generated histories as an owner would write them to the log: inputs, journal, digests and snapshots."""
 
 import asyncio
 from collections import deque
@@ -24,7 +24,7 @@ Topics = dict[str, list[bytes]]
 
 
 class Written:
-    """What stands on each topic, while a history goes on."""
+    """The records of each topic while a history is generated."""
 
     def __init__(self) -> None:
         self.topics: Topics = {}
@@ -74,7 +74,7 @@ class Written:
 
 
 def written(history: Sequence[tuple[str, Any]]) -> Topics:
-    """A history on the log, sealed at its end."""
+    """Return the log of a history, sealed at its end."""
     happening = Written()
     for number, action in enumerate(history):
         happening.happen(number, action)
@@ -89,7 +89,11 @@ async def put(log: SqliteLog, topics: Mapping[str, Sequence[bytes]]) -> None:
 
 
 def verified(topics: Mapping[str, Sequence[bytes]]) -> VerifyReport:
-    """What verification says of topics. Raises LogError."""
+    """Return the verification report of these topics.
+
+    Raises:
+        LogError: the log is incomplete.
+    """
 
     async def run() -> VerifyReport:
         log = SqliteLog.open(None)
@@ -103,7 +107,7 @@ def verified(topics: Mapping[str, Sequence[bytes]]) -> VerifyReport:
 
 
 def follows(topics: Mapping[str, Sequence[bytes]]) -> bool:
-    """Whether the journal is what the events lead to, in the order that it says: a plain loop beside ours."""
+    """Return whether the journal follows from the events in the recorded order, checked by an independent loop."""
     world = World()
     ahead = {topic.name: deque(topics.get(topic.name, ())) for topic in INPUTS}
     expected: deque[AnyDecision] = deque()

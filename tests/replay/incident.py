@@ -1,4 +1,4 @@
-"""A recording with something of everything: what `replay at`, the export and the cookbook are asked about.
+"""A recording with every kind of event, for the tests of `replay at`, the export and the SQL cookbook.
 
 Conversations that find their prefixes again, caches that run full, a queue, refusals, a worker that is lost with work
 under way, and a second owner.
@@ -27,7 +27,7 @@ TURN_TOKENS = 60  # so that the caches of all workers together run full
 
 
 async def record(path: Path) -> None:
-    """Write the log at `path`, which is new."""
+    """Write a new log at `path`."""
     log = SqliteLog.open(path)
     async with System(log).started(workers=3) as system:
         async with system.owned(pool=POOL, snapshot_every=20, owner_id="first") as owner:

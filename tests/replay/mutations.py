@@ -1,4 +1,4 @@
-"""Recordings that somebody changed and sealed again: every checksum holds, and what is said is not what was."""
+"""Recordings that were edited and sealed again: every checksum matches, but the content differs."""
 
 import sqlite3
 from collections.abc import Callable
@@ -14,7 +14,7 @@ Values = list[bytes]
 
 
 def rewritten(path: Path, topic: Topic, change: Callable[[Values], Values]) -> None:
-    """Replace the records of a topic by others, with new offsets and checksums."""
+    """Replace the records of a topic, with new offsets and checksums."""
     db = sqlite3.connect(path)
     values = [value for (value,) in db.execute(f'SELECT value FROM "{topic.name}" ORDER BY id')]
     changed = change(list(values))
@@ -39,7 +39,7 @@ def replaced(path: Path, topic: Topic, offset: int, change: Callable[[bytes], by
 
 
 def find(path: Path, topic: Topic, wanted: Callable[[Any], bool]) -> tuple[int, Any]:
-    """The first event of a topic that is wanted, with its offset."""
+    """Return the first event of a topic that matches, with its offset."""
     log = SqliteLog.open(path, readonly=True)
     try:
         for record in log.records(topic.name, 0, 0, 100_000):

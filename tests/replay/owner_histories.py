@@ -1,4 +1,4 @@
-"""Drawn histories written to a log as their owners would write them: take-overs, crashes and snapshots too."""
+"""Generated histories written to a log as their owners would write them, including takeovers, crashes and snapshots."""
 
 import random
 from pathlib import Path
@@ -22,7 +22,7 @@ PARTS_A_CHUNK = 3
 
 
 class Sealed(NamedTuple):
-    """A snapshot on its way."""
+    """A snapshot that is being written."""
 
     first_offset: int
     chunks: int
@@ -31,7 +31,7 @@ class Sealed(NamedTuple):
 
 
 class WrittenDriver(Driver):
-    """A driver whose events and decisions are written down, to be put on a log."""
+    """A driver that records its events and decisions, to write them to a log."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ owner_histories = st.lists(
 
 
 def dense_history(seed: int, length: int = 250) -> list[tuple[str, Any]]:
-    """A long history, seeded: workers are there, and most of what happens is about requests."""
+    """Return a long seeded history with workers present and mostly request events."""
     draw = random.Random(seed)
     kinds = (
         *("request",) * 10,
@@ -137,7 +137,7 @@ def dense_history(seed: int, length: int = 250) -> list[tuple[str, Any]]:
 
 
 def played(history: list[tuple[str, Any]], drive: WrittenDriver | None = None) -> WrittenDriver:
-    """A driver after a history."""
+    """Return a driver that has applied a history."""
     drive = drive or WrittenDriver()
     drive.fleet("a", "b")
     for number, action in enumerate(history):
@@ -160,7 +160,7 @@ def played(history: list[tuple[str, Any]], drive: WrittenDriver | None = None) -
 
 
 async def on_a_log(drive: WrittenDriver, path: Path | None = None) -> SqliteLog:
-    """What was written, on a log."""
+    """Return a log with the recorded events and decisions."""
     log = SqliteLog.open(path)
     await log.append(drive.drafts)
     return log

@@ -1,4 +1,4 @@
-"""Recorded groups for tests, in memory: what a driver applied and decided, as the log that its owner would leave."""
+"""Recorded groups in memory: the log that an owner would write for a driver's events and decisions."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ GARBAGE = b"\xc1"
 
 
 class MemoryLog(ReadOnlyLog):
-    """Records to be read, one partition a topic."""
+    """Readable records with one partition per topic."""
 
     def __init__(self) -> None:
         self.topics: dict[str, list[bytes]] = {}
@@ -33,7 +33,7 @@ class MemoryLog(ReadOnlyLog):
 
 
 def log_of(drive: Driver, undecodable: bytes = GARBAGE) -> MemoryLog:
-    """The log of a driver that began with an empty world; its end is sealed."""
+    """Return the log of a driver that began with an empty world. Its end is sealed."""
     log = MemoryLog()
     for topic, event, _ in drive.applied:
         value = undecodable if event is None else encode(topic_named(topic), event)
@@ -45,7 +45,7 @@ def log_of(drive: Driver, undecodable: bytes = GARBAGE) -> MemoryLog:
 
 
 async def write(log: MemoryLog, path: Path) -> None:
-    """The same as a log file."""
+    """Write the same records to a log file."""
     file = SqliteLog.open(path)
     try:
         for topic, values in log.topics.items():

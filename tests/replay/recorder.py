@@ -1,4 +1,4 @@
-"""Recordings made without an owner: a history driven event by event, at clock readings that a test chooses."""
+"""Recordings made without an owner: a history applied event by event, at clock readings that the test chooses."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +19,7 @@ from tests.core.worlds import Driver
 
 
 class Recorder(Driver):
-    """A driver that keeps a log of what it does, as an owner would write it."""
+    """A driver that keeps a log of its actions, as an owner would write it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,8 +79,8 @@ class Recorder(Driver):
         return list(decided)
 
 
-def said(made: Driver, name: str, kind: type[Any], **fields: Any) -> Any:
-    """What the worker of a request under way says of it."""
+def report_progress(made: Driver, name: str, kind: type[Any], **fields: Any) -> Any:
+    """Apply a progress event from the worker of an active request."""
     one = made.world.requests.get(name)
     assert one is not None
     return kind(
@@ -94,14 +94,14 @@ def said(made: Driver, name: str, kind: type[Any], **fields: Any) -> Any:
 
 
 def fleet(*names: str, **router: Any) -> Recorder:
-    """A pool with workers, a, b and c unless others are named."""
+    """Return a pool with workers, by default a, b and c."""
     made = Recorder()
     made.fleet(*(names or ("a", "b", "c")), **router)
     return made
 
 
 def stored(made: Recorder, worker: str, blocks: list[int], seq: int = 1, tier: Tier = "device") -> None:
-    """A worker has these blocks in its cache."""
+    """Announce that a worker has cached these blocks."""
     event = BlocksStored(
         worker_id=worker, worker_epoch=made.epoch(worker), seq=seq, sequence_hashes=pack_u64(blocks), tier=tier
     )
@@ -109,5 +109,5 @@ def stored(made: Recorder, worker: str, blocks: list[int], seq: int = 1, tier: T
 
 
 def words(explanation: Explanation) -> list[str]:
-    """What happened, in order."""
+    """Return the identifiers of the timeline entries in order."""
     return [moment.what for moment in explanation.timeline]

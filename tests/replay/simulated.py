@@ -1,4 +1,4 @@
-"""A simulated run as its owner's log: a history whose engines are the simulator's own."""
+"""The log of a simulated run: a history whose engines are those of the simulator."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -32,7 +32,7 @@ TIMEOUT_US = 600_000_000
 
 
 class _Written(deque[tuple[Topic, InputEvent]]):
-    """What follows from a decision, written down when it is applied."""
+    """A queue of consequences that writes each event when it is applied."""
 
     def __init__(self, write: Callable[[Topic, InputEvent], None]) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class _Written(deque[tuple[Topic, InputEvent]]):
 
 
 class RecordedRun(SimulatedCluster):
-    """A cluster that writes down what its owner applies and decides."""
+    """A cluster that records what its owner applies and decides."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ def played(
     timing: EngineTiming = MOCKER,
     **apart: Any,
 ) -> RecordedRun:
-    """A run of a trace, and its log; ids of requests begin with `name`, `apart` is as for `RecordedRun`."""
+    """Return a run of a trace and its log. Request IDs begin with `name`; `apart` is as for `RecordedRun`."""
     run = RecordedRun(router, workers, blocks, timing, **apart)
     run.play(
         ListedArrivals(_arrival(f"{name}{number}", number, row) for number, row in enumerate(rows)), lambda _: None

@@ -1,4 +1,4 @@
-"""Runs to take slices of, and slices of them, for the tests of recordings."""
+"""Runs and slices of them, for the tests of recordings."""
 
 import asyncio
 import sqlite3
@@ -27,7 +27,7 @@ ASKED = {"source": "test"}
 
 
 async def run(path: Path, *, lives: int = 3, requests: int = 20, snapshot_every: int = 12) -> None:
-    """A run with several owners, snapshots that decisions overlap, and a worker that is lost."""
+    """Write a run with several owners, snapshots that overlap with decisions, and a lost worker."""
     log = SqliteLog.open(path)
     async with System(log).started(workers=3) as system:
         for life in range(lives):
@@ -44,19 +44,19 @@ async def run(path: Path, *, lives: int = 3, requests: int = 20, snapshot_every:
 
 
 async def sliced(log: SqliteLog, out: Path, window: Window = ALL, names: tuple[str, ...] = ()) -> Contents:
-    """A recording of a window of all groups, or of some."""
+    """Record a window of all groups, or of some."""
     return await written(log, RecordingWriter.create(out, await contents(log, window, names)))
 
 
 async def contents(log: SqliteLog, window: Window = ALL, names: tuple[str, ...] = ()) -> Contents:
-    """What a recording of a window would hold."""
+    """Return the contents that a recording of a window would have."""
     groups = await groups_of(log)
     slices = [await slice_of(log, name, groups[name], window) for name in names or groups]
     return await contents_of(log, slices, namespace=log.namespace, source="log", asked=ASKED)
 
 
 async def written(log: Log, writer: RecordingWriter, progress: OnProgress | None = None) -> Contents:
-    """Write a recording to its end, or to where `progress` raises, as a process would that dies there."""
+    """Write a recording to its end, or until `progress` raises, like a process that is killed there."""
     try:
         await copy(log, writer, progress)
         return writer.finish()
@@ -65,25 +65,25 @@ async def written(log: Log, writer: RecordingWriter, progress: OnProgress | None
 
 
 def opened(path: Path) -> "closing[SqliteLog]":
-    """A log or a recording, to be read."""
+    """Open a log or a recording for reading."""
     return closing(SqliteLog.open(path, readonly=True))
 
 
 def report_of(path: Path, partition: int = 0) -> VerifyReport:
-    """What the verification of a file finds, as the command does it."""
+    """Return the verification report of a file, as the command creates it."""
     with opened(path) as log:
         log.check()
         return asyncio.run(verify(log, partition))
 
 
 def journal_of(path: Path) -> list[Record]:
-    """The whole journal of the first group."""
+    """Return the whole journal of the first group."""
     with opened(path) as log:
         return log.records(DECISIONS.name, 0, 0, 100_000)
 
 
 def rows(path: Path) -> dict[str, list[tuple[object, ...]]]:
-    """All that a file says, table by table, but for when it was made and the seal that depends on that."""
+    """Return the content of a file by table, without its creation time and the seal that depends on it."""
     with closing(sqlite3.connect(path)) as db:
         query = "SELECT name FROM sqlite_master WHERE type = 'table' AND name != 'forebay_seal'"
         names = [name for (name,) in db.execute(query)]
@@ -93,7 +93,7 @@ def rows(path: Path) -> dict[str, list[tuple[object, ...]]]:
 
 
 def spread(path: Path, out: Path) -> list[Record]:
-    """The same log, but that each journal record was appended a second after the one before: its journal."""
+    """Copy a log so that journal records are one second apart, and return its journal."""
     out.write_bytes(path.read_bytes())
     journal = journal_of(path)
     spaced = [msgspec.structs.replace(one, at_us=journal[0].at_us + one.offset * 1_000_000) for one in journal]
@@ -104,7 +104,7 @@ def spread(path: Path, out: Path) -> list[Record]:
 
 
 async def join(first: Path, second: Path, out: Path) -> None:
-    """A log with two groups: one run in control partition 0, another in partition 1, as Kafka would hold them."""
+    """Write a log with two groups in control partitions 0 and 1, as on Kafka."""
     log = SqliteLog.open(out)
     placed = [GroupPlaced(group=MODEL, partition=0), GroupPlaced(group=OTHER, partition=1)]
     await log.append([Draft(GROUPS.name, 0, encode(GROUPS, event)) for event in placed])

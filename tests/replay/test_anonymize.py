@@ -1,4 +1,4 @@
-"""Anonymised recordings: nothing of the clients in them, and every decision as it was."""
+"""Anonymised recordings contain no client content, and their decisions are unchanged."""
 
 import asyncio
 import random
@@ -66,7 +66,7 @@ async def written(log: SqliteLog, out: Path, window: Window = WHOLE, key: bytes 
 
 
 def without_digests(report: VerifyReport) -> VerifyReport:
-    """Digests of the decision log and of states are over request ids, too; foreign progress names requests."""
+    """Remove what depends on request IDs: digests of the decision log and of states, and foreign progress."""
     foreign = [msgspec.structs.replace(one, about="") for one in report.foreign_progress]
     return msgspec.structs.replace(report, digest="", state="", unknown_event="", foreign_progress=foreign)
 
@@ -117,7 +117,7 @@ async def test_what_is_kept_of_choices_while_a_request_is_under_way(seed: int, m
     await assert_same(await on_a_log(drive))
 
 
-async def test_what_is_told_anew_can_only_be_read() -> None:
+async def test_anonymised_log_is_read_only() -> None:
     log = await on_a_log(telling(8))
     anonymous = await AnonymousLog.open(log, key=KEY)
     with pytest.raises(LogError, match="read-only"):
@@ -172,7 +172,7 @@ async def test_equal_stays_equal(tmp_path: Path) -> None:
 
 
 def classes(values: Iterable[Any]) -> list[int]:
-    """For each value, where its like came first."""
+    """Return for each value the index of its first occurrence."""
     listed = list(values)
     return [listed.index(value) for value in listed]
 
@@ -233,7 +233,7 @@ def finished(drive: WrittenDriver, name: str) -> Any:
 
 
 def secrets_of(log: SqliteLog) -> dict[str, bytes]:
-    """Whatever of a log's clients must not be found, as bytes that are unlikely to stand anywhere by chance."""
+    """Return the client content of a log as bytes that are unlikely to occur by chance."""
     found: dict[str, bytes] = {"garbage": GARBAGE, "a key": b"a key", "a header": b"a value"}
     for event in events(log, REQUESTS):
         if event is None:
@@ -269,7 +269,7 @@ def names_in(folder: Path) -> list[str]:
 
 
 def telling(seed: int) -> WrittenDriver:
-    """A history whose clients say much."""
+    """Return a history with much client content."""
     drive = WrittenDriver()
     drive.fleet("a", "b", session_ttl_s=10.0, temperature=1.0)
     for number in range(40):
@@ -384,21 +384,21 @@ async def test_what_is_anonymous_can_be_recorded_anonymously_again(tmp_path: Pat
 
 
 class BySmallSeed:
-    """A policy for which no other seed will do."""
+    """A policy that fits no other seed."""
 
     def decide(self, world: RoutingWorld, request: RoutingRequest) -> int:
         return int(request.tie_seed < 1_000)
 
 
 class BySession:
-    """A policy that looks at what is masked, after it looked at the seed."""
+    """A policy that uses masked fields after the seed."""
 
     def decide(self, world: RoutingWorld, request: RoutingRequest) -> int:
         return (len(request.hints.session_id) + request.tie_seed) % 2
 
 
 class ById:
-    """A policy that looks at what is masked."""
+    """A policy that uses masked fields."""
 
     def decide(self, world: RoutingWorld, request: RoutingRequest) -> int:
         return int(request.request_id.startswith("vip"))

@@ -1,4 +1,4 @@
-"""The world at a moment: what the journal sealed there, however it is reached."""
+"""The state at a moment equals the one sealed in the journal, from any starting point."""
 
 import asyncio
 import sqlite3
@@ -146,7 +146,7 @@ def test_owners_and_their_claims(log: SqliteLog) -> None:
     assert after.now_us == before.now_us, "a claim applies nothing"
 
 
-def test_a_dead_worker_is_there_while_it_lived_and_what_it_held_is_told(log: SqliteLog) -> None:
+def test_lost_worker_is_shown_before_and_after_its_loss(log: SqliteLog) -> None:
     stranded = the_first(log, RequestRouted, after=the_first(log, RequestHeld))
     facts = [decode(FLEET, record.value) for record in log.records(FLEET.name, 0, 0, 100)]
     (lost,) = [fact for fact in facts if isinstance(fact, WorkerLost) and fact.worker_id == incident.SLOW]
@@ -176,7 +176,7 @@ def test_a_dead_worker_is_there_while_it_lived_and_what_it_held_is_told(log: Sql
     assert (told.worker_id, told.reason, told.ranks) == (incident.SLOW, lost.reason, None)
 
 
-def test_a_loss_that_an_owner_without_the_group_told_of_is_none() -> None:
+def test_loss_reported_by_a_fenced_owner_is_ignored() -> None:
     made = fleet("a", "b")
     made("fleet", OwnershipAnnounced(owner_epoch=5))
     for name, owner_epoch in (("a", 4), ("b", 5)):
@@ -194,7 +194,7 @@ def test_a_loss_that_an_owner_without_the_group_told_of_is_none() -> None:
     assert run(lost()) == ["b"]
 
 
-def test_who_waits_and_what_is_under_way(log: SqliteLog) -> None:
+def test_queued_and_active_requests(log: SqliteLog) -> None:
     held = the_first(log, RequestHeld)
     moment = run(moment_at(log, held + 1))
     (kind,) = moment.queues

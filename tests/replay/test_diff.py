@@ -1,4 +1,4 @@
-"""History beside an alternative: equal where nothing differs, exact until the fork, and nobody is lost."""
+"""Comparison with an alternative: no difference for equal configurations, exact until the fork, no request lost."""
 
 import asyncio
 from typing import Any
@@ -44,15 +44,15 @@ def require_conservation(report: DiffReport) -> None:
 
 
 def require_all_heard(report: DiffReport, drive: Driver) -> None:
-    """All that history took as progress of requests became something in the alternative."""
-    said = sum(isinstance(event, RequestProgress) for _, event, _ in drive.applied)
+    """Require that every progress event that history accepted is accounted for in the alternative."""
+    progress_events = sum(isinstance(event, RequestProgress) for _, event, _ in drive.applied)
     became = msgspec.to_builtins(report.progress)
     del became["unknown_end"]  # of requests
-    assert sum(became.values()) == said - drive.world.counts["outdated_progress"]
+    assert sum(became.values()) == progress_events - drive.world.counts["outdated_progress"]
 
 
-def lived(history: list[Any], **router: Any) -> Driver:
-    """A history of a fleet of three."""
+def driver_of(history: list[Any], **router: Any) -> Driver:
+    """Return a driver that applied a history with three workers."""
     drive = Driver().fleet("a", "b", "c", **router)
     return perform_all(drive, history, 10)
 
@@ -62,7 +62,7 @@ lives = st.lists(actions(), min_size=40, max_size=120)
 
 @given(lives, st.sampled_from(CONFIGS))
 def test_an_alternative_equal_to_history_makes_no_difference_at_all(history: list[Any], router: dict[str, Any]) -> None:
-    report = compared(lived(history, **router), lambda pool: pool)
+    report = compared(driver_of(history, **router), lambda pool: pool)
     assert report.identical
     assert report.fork is None
     assert report.state == report.other_state
@@ -75,10 +75,10 @@ def test_an_alternative_equal_to_history_makes_no_difference_at_all(history: lis
 
 
 @given(lives, st.sampled_from(CONFIGS), st.sampled_from(CONFIGS))
-def test_nobody_is_lost_whatever_the_alternative(
+def test_every_request_is_accounted_for_under_any_alternative(
     history: list[Any], router: dict[str, Any], other: dict[str, Any]
 ) -> None:
-    drive = lived(history, **router)
+    drive = driver_of(history, **router)
     report = compared(drive, altered(**other))
     require_conservation(report)
     require_all_heard(report, drive)
@@ -182,7 +182,7 @@ def test_a_fork_may_be_the_second_of_the_decisions_that_an_event_leads_to() -> N
     assert report.fork.decisions_before == report.history.decisions - 1 == 6
 
 
-def test_what_is_held_longer_is_heard_of_later_by_as_much() -> None:
+def test_progress_is_delayed_like_its_request() -> None:
     drive = Driver().fleet("a")
     first = routed(drive("requests", request("r1", PROMPTS[0])))
     second = routed(drive("requests", request("r2", PROMPTS[1])))
@@ -201,7 +201,7 @@ def test_what_is_held_longer_is_heard_of_later_by_as_much() -> None:
     require_conservation(report)
 
 
-def test_what_a_request_finds_of_itself_by_coming_later_is_told_apart() -> None:
+def test_own_blocks_of_a_later_request_are_counted_separately() -> None:
     drive = Driver().fleet("a")
     first = routed(drive("requests", request("r1", PROMPTS[0])))
     second = routed(drive("requests", request("r2", PROMPTS[1])))
@@ -217,7 +217,7 @@ def test_what_a_request_finds_of_itself_by_coming_later_is_told_apart() -> None:
     assert any(note.startswith("Sent later than in history: 1 requests") for note in report.notes)
 
 
-def test_what_history_refused_and_the_alternative_takes_ends_nowhere() -> None:
+def test_request_rejected_only_in_history_has_unknown_end() -> None:
     busy = BusyThresholds(active_prefill_tokens_threshold=10)
     drive = Driver().fleet("a", busy=busy)
     drive("requests", request("r1", PROMPTS[0]))
@@ -244,7 +244,7 @@ def test_an_operators_thresholds_stand_unless_the_alternative_has_its_own(altere
     assert sum(report.other.rejected.values()) == refused
 
 
-def test_who_is_refused_may_ask_again_while_history_holds_it() -> None:
+def test_rejected_request_resubmitted_while_history_holds_it() -> None:
     drive = Driver().fleet("a", queue=QueueConfig(threshold=0.25))
     routed(drive("requests", request("x", PROMPTS[1])))
     (held,) = drive("requests", request("r", PROMPTS[0], nonce=1))
@@ -256,7 +256,7 @@ def test_who_is_refused_may_ask_again_while_history_holds_it() -> None:
     require_conservation(report)
 
 
-def test_who_is_under_way_at_the_fork_is_handed_over_and_who_comes_with_it_is_new() -> None:
+def test_handover_of_active_and_new_requests_at_the_fork() -> None:
     drive = Driver().fleet("a", "b")
     routed(drive("requests", request("x", PROMPTS[0], routing=RoutingHints(worker_id="a"))))
     routed(drive("requests", request("y", PROMPTS[1], routing=RoutingHints(worker_id="b"))))
@@ -294,7 +294,7 @@ def test_a_lost_worker_is_lost_in_both_worlds() -> None:
     require_conservation(report)
 
 
-def test_a_question_that_is_answered_otherwise_is_counted() -> None:
+def test_route_queries_with_another_result_are_counted() -> None:
     drive = Driver().fleet("a", "b")
     store(drive, "b", PROMPTS[0])
     store(drive, "a", PROMPTS[1])

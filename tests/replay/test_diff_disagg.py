@@ -1,4 +1,4 @@
-"""Prefill and decode apart beside another configuration: where prompts would have been computed, and by whom."""
+"""Comparison under disaggregated prefill and decode: where prompts would have been computed."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ def rule(policy: DisaggPolicy, **limits: Any) -> Alternative:
 
 
 def history(policy: DisaggPolicy, *, by_hand: DisaggPolicy | None = None, cached_by: str = "p") -> Recorder:
-    """Some requests, each answered before the next comes."""
+    """Return a history in which each request finishes before the next one arrives."""
     made = Recorder()
     made.disagg(("p", "q"), ("d", "e"), disagg=DisaggConfig(policy=policy))
     if by_hand is not None:
@@ -66,7 +66,7 @@ async def test_the_same_configuration_does_the_same(policy: DisaggPolicy) -> Non
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [("always", "never"), ("never", "always")])
-async def test_where_prompts_are_computed_is_another(ours: DisaggPolicy, theirs: DisaggPolicy) -> None:
+async def test_alternative_moves_prefills(ours: DisaggPolicy, theirs: DisaggPolicy) -> None:
     made = history(ours)
     handover = Handover()
     report = await compared(made, rule(theirs), handover)
@@ -86,7 +86,7 @@ def side(rank: Any, policy: str, ours: str) -> bool:
     return bool((rank.history if policy == ours else rank.alternative).prompt_tokens)
 
 
-async def test_what_an_operator_set_by_hand_is_not_undone_by_what_the_alternative_leaves() -> None:
+async def test_operator_changes_stay_unless_the_alternative_names_them() -> None:
     made = history("never", by_hand="always")
     same = await compared(made, lambda pool: pool)
     assert same.identical
@@ -96,7 +96,7 @@ async def test_what_an_operator_set_by_hand_is_not_undone_by_what_the_alternativ
     assert not local.identical
 
 
-async def test_a_history_is_lived_again_by_who_answered() -> None:
+async def test_observed_history_names_the_decode_workers() -> None:
     made = history("never", by_hand="always")
     log = await made.log()
     found = await observe_history(log, 0)
@@ -107,7 +107,7 @@ async def test_a_history_is_lived_again_by_who_answered() -> None:
     assert all(one.first_us and one.last_us for one in found.requests)
 
 
-async def test_a_word_of_a_stage_that_is_not_there_is_told_from_a_lost_worker() -> None:
+async def test_progress_of_a_missing_stage_is_counted_separately() -> None:
     report = await compared(history("always"), rule("never"))
     assert (report.progress.void, report.progress.other_stage) == (0, COUNT + 2)  # one transfer failed
     assert any("does not have in the alternative" in note for note in report.notes)

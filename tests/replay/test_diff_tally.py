@@ -1,4 +1,4 @@
-"""The sums of a comparison stay within their bounds and lose nothing."""
+"""The totals of a comparison are bounded and complete."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Whatever an event type says, or will say some day: what is the clients' goes, what is the system's stays."""
+"""Anonymisation of every event type removes client content and keeps system names."""
 
 from collections.abc import Iterator
 from typing import Any, get_args
@@ -63,7 +63,7 @@ NO_HASHES = {"due_us"}  # packed, and a time
 
 
 class Filled:
-    """Makes a struct that says something in every field, and keeps what must not be found."""
+    """Creates structs with a value in every field, and remembers the values that must not be found."""
 
     def __init__(self) -> None:
         self.kept: list[str] = []
@@ -129,7 +129,7 @@ class Filled:
         return pack_u64([number])
 
 
-def told(kind: type, event: Any) -> Any:
+def anonymised(kind: type, event: Any) -> Any:
     anonymizer = EventAnonymizer(Masks(KEY), 0)
     if kind in PARTS:
         return anonymizer.part(event)
@@ -137,19 +137,19 @@ def told(kind: type, event: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", [*INPUT_EVENTS, *RECORDS, *PARTS], ids=lambda kind: kind.__name__)
-def test_nothing_of_the_clients_is_left(kind: type) -> None:
+def test_no_client_content_is_left(kind: type) -> None:
     filled = Filled()
     event = filled.of(kind)
-    anew = told(kind, event)
-    said = msgspec.msgpack.encode(anew) + msgspec.json.encode(anew)
-    assert [secret for secret in filled.secrets if secret in said] == []
-    assert [text for text in filled.kept if text.encode() not in said] == []
+    anew = anonymised(kind, event)
+    encoded = msgspec.msgpack.encode(anew) + msgspec.json.encode(anew)
+    assert [secret for secret in filled.secrets if secret in encoded] == []
+    assert [text for text in filled.kept if text.encode() not in encoded] == []
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(anew), type=kind) == anew
     assert [name for name in numbers(event) if numbers(event)[name] != numbers(anew)[name]] == []
 
 
 def numbers(event: Any) -> dict[str, Any]:
-    """Lengths, times and all else that is no text or hash, by path."""
+    """Return lengths, times and all other values that are neither text nor hashes, by path."""
     return dict(_numbers("", msgspec.structs.asdict(event)))
 
 
@@ -188,20 +188,20 @@ def submitted(**hints: Any) -> RequestSubmitted:
 
 
 def test_the_length_of_a_prompt_stays() -> None:
-    anew = told(RequestSubmitted, submitted())
+    anew = anonymised(RequestSubmitted, submitted())
     assert (anew.prompt_tokens, anew.token_ids) == (10, b"")
 
 
 @pytest.mark.parametrize("task", get_args(Task))
-def test_what_is_asked_of_a_model_stays(task: Task) -> None:
+def test_task_of_a_request_is_kept(task: Task) -> None:
     event = msgspec.structs.replace(submitted(), task=task)
-    assert told(RequestSubmitted, event).task == task
+    assert anonymised(RequestSubmitted, event).task == task
 
 
 def test_a_nonce_is_no_hash_of_what_was_asked_for() -> None:
-    """Neither of the original, which could be guessed, nor of what is told anew."""
+    """Neither of the original, which could be guessed, nor of what is anonymised anew."""
     event = submitted()
-    assert told(RequestSubmitted, event).nonce not in {event.nonce, content_hash(event)}
+    assert anonymised(RequestSubmitted, event).nonce not in {event.nonce, content_hash(event)}
 
 
 def test_names_of_the_system_stay_where_a_client_says_them_and_what_somebody_typed_goes() -> None:
@@ -233,5 +233,5 @@ def test_an_adapter_is_the_same_for_workers_and_requests() -> None:
     joined = msgspec.structs.replace(joined, spec=msgspec.structs.replace(joined.spec, loras=("mine",)))
     anew = anonymizer.event(joined, 0)
     assert isinstance(anew, WorkerJoined)
-    asked = anonymizer.submitted(msgspec.structs.replace(submitted(), lora_name="mine"), 0)
-    assert anew.spec.loras == (asked.lora_name,)
+    request = anonymizer.submitted(msgspec.structs.replace(submitted(), lora_name="mine"), 0)
+    assert anew.spec.loras == (request.lora_name,)

@@ -1,4 +1,4 @@
-"""One request's life, explained: every way in which it may go on and end."""
+"""Explanations of a request in every course and outcome."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,40 +13,53 @@ from forebay.events.progress import FirstTokenEmitted, OutputGrown, RequestFaile
 from forebay.events.requests import RequestCancelled, RouterOverride, RoutingHints
 from forebay.replay.explain.explain import UnknownRequest
 from tests.core.worlds import PROMPTS, joined, pool, query, request
-from tests.replay.recorder import Recorder, fleet, said, stored, words
+from tests.replay.recorder import Recorder, fleet, report_progress, stored, words
 
 SHORT, LONG = PROMPTS[0][:2], PROMPTS[1]
 DAY_US = 86_400_000_000
 
 
 class Broken:
-    """One that fails."""
+    """A policy that raises an exception."""
 
     def decide(self, world: Any, request: Any) -> int:
         raise KeyError("nothing")
 
 
-async def test_a_life_from_submission_to_its_last_token() -> None:
+async def test_timeline_from_submission_to_finish() -> None:
     made = fleet(track_output_blocks=True)
     stored(made, "b", SHORT)
     made("requests", request("r", [*SHORT, 7], at_us=1_000))
-    made("progress", said(made, "r", FirstTokenEmitted, cached_tokens=8, at_us=1_500), after_us=400)
-    made("progress", said(made, "r", OutputGrown, output_tokens=4))
-    made("progress", said(made, "r", OutputGrown, output_tokens=8))
-    made("progress", said(made, "r", RequestFinished, finish_reason="stop", output_tokens=9, at_us=2_000))
+    made("progress", report_progress(made, "r", FirstTokenEmitted, cached_tokens=8, at_us=1_500), after_us=400)
+    made("progress", report_progress(made, "r", OutputGrown, output_tokens=4))
+    made("progress", report_progress(made, "r", OutputGrown, output_tokens=8))
+    made("progress", report_progress(made, "r", RequestFinished, finish_reason="stop", output_tokens=9, at_us=2_000))
     made.seal()
-    told = await made.explain("r")
-    assert words(told) == ["submitted", "routed", "first_token", "output_grown", "finished"]
-    assert (told.kind, told.state, told.output_tokens, told.earlier_uses) == ("request", "finished", 9, 0)
-    assert told.submitted is not None
-    assert (told.submitted.prompt_tokens, told.submitted.full_blocks, told.submitted.offset) == (14, 3, 0)
-    assert told.submitted.due_us == told.submitted.now_us + 1_000_000  # type: ignore[operator]
-    assert told.first_token is not None
-    assert (told.first_token.ttft_us, told.first_token.wall_ttft_us) == (400, 500)
-    assert (told.first_token.cached_tokens, told.first_token.predicted_tokens) == (8, 8)
-    assert told.ending is not None
-    assert (told.ending.reason, told.ending.duration_us, told.ending.wall_duration_us) == ("stop", 430, 1_000)
-    (routing,) = told.routings
+    explanation = await made.explain("r")
+    assert words(explanation) == ["submitted", "routed", "first_token", "output_grown", "finished"]
+    assert (explanation.kind, explanation.state, explanation.output_tokens, explanation.earlier_uses) == (
+        "request",
+        "finished",
+        9,
+        0,
+    )
+    assert explanation.submitted is not None
+    assert (explanation.submitted.prompt_tokens, explanation.submitted.full_blocks, explanation.submitted.offset) == (
+        14,
+        3,
+        0,
+    )
+    assert explanation.submitted.due_us == explanation.submitted.now_us + 1_000_000  # type: ignore[operator]
+    assert explanation.first_token is not None
+    assert (explanation.first_token.ttft_us, explanation.first_token.wall_ttft_us) == (400, 500)
+    assert (explanation.first_token.cached_tokens, explanation.first_token.predicted_tokens) == (8, 8)
+    assert explanation.ending is not None
+    assert (explanation.ending.reason, explanation.ending.duration_us, explanation.ending.wall_duration_us) == (
+        "stop",
+        430,
+        1_000,
+    )
+    (routing,) = explanation.routings
     assert (routing.attempt, routing.reason, routing.ties) == (1, "lowest_cost", 1)
     assert routing.candidates[routing.winner].seen.worker_id == "b"
     assert routing.runner_up == 0
@@ -57,7 +70,7 @@ async def test_a_life_from_submission_to_its_last_token() -> None:
         "lowest cost of 3 candidates: 4.5, 2 less than a "
         "(2 less to prefill; 2 blocks of the prompt are cached on b, 0 on a)"
     )
-    assert [moment.after_us for moment in told.timeline] == [0, 0, 400, 420, 430]
+    assert [moment.after_us for moment in explanation.timeline] == [0, 0, 400, 420, 430]
 
 
 async def test_it_waits_in_the_queue_and_is_routed_when_there_is_room() -> None:
@@ -68,23 +81,31 @@ async def test_it_waits_in_the_queue_and_is_routed_when_there_is_room() -> None:
     made("requests", request("s", SHORT))
     waits = await made.explain("s")
     assert (waits.state, waits.held and waits.held.ahead, waits.routings) == ("queued", 1, ())
-    made("progress", said(made, "x", FirstTokenEmitted), after_us=500)
-    told = await made.explain("r")
-    assert told.state == "prefill"
-    assert words(told) == ["submitted", "held", "routed"]
-    assert told.held is not None
-    assert (told.held.queue_class, told.held.ahead, told.held.uncached_tokens) == ("default", 0, 10)
-    assert (told.held.least, told.held.least_prefill_tokens, told.held.least_limit_tokens) == ("a/0", 34, 16)
-    (routing,) = told.routings
+    made("progress", report_progress(made, "x", FirstTokenEmitted), after_us=500)
+    explanation = await made.explain("r")
+    assert explanation.state == "prefill"
+    assert words(explanation) == ["submitted", "held", "routed"]
+    assert explanation.held is not None
+    assert (explanation.held.queue_class, explanation.held.ahead, explanation.held.uncached_tokens) == (
+        "default",
+        0,
+        10,
+    )
+    assert (explanation.held.least, explanation.held.least_prefill_tokens, explanation.held.least_limit_tokens) == (
+        "a/0",
+        34,
+        16,
+    )
+    (routing,) = explanation.routings
     assert (routing.waited_us, routing.after_us, routing.config["queue_threshold"]) == (510, 510, 0.25)
 
 
-async def test_another_use_of_its_id_while_it_waits_and_a_policy_that_fails_when_it_is_its_turn() -> None:
+async def test_id_reused_while_queued_and_policy_error_when_dequeued() -> None:
     made = fleet("a", queue=QueueConfig(threshold=0.25))
     for name, blocks in (("x", LONG), ("r", SHORT), ("s", SHORT)):
         made("requests", request(name, blocks))
     made("requests", request("r", LONG))
-    made("progress", said(made, "x", FirstTokenEmitted))
+    made("progress", report_progress(made, "x", FirstTokenEmitted))
     made("control", pool(mode=f"{__name__}.Broken"))
     routed, failed = await made.explain("r"), await made.explain("s")
     assert words(routed) == ["submitted", "held", "duplicate_refused", "routed"]
@@ -94,10 +115,10 @@ async def test_another_use_of_its_id_while_it_waits_and_a_policy_that_fails_when
     made("control", pool(queue=QueueConfig(threshold=0.25)))
     made("requests", request("u", SHORT))
     made("control", pool(mode=f"{__name__}.Broken"))
-    told = await made.explain("u")
-    assert (words(told), told.earlier_uses) == (["submitted", "held", "rejected"], 0)
-    assert told.ending is not None
-    assert (told.ending.reason, told.ending.left_out) == ("policy_failed", ())
+    explanation = await made.explain("u")
+    assert (words(explanation), explanation.earlier_uses) == (["submitted", "held", "rejected"], 0)
+    assert explanation.ending is not None
+    assert (explanation.ending.reason, explanation.ending.left_out) == ("policy_failed", ())
 
 
 async def test_a_lost_worker_and_the_next_attempt() -> None:
@@ -107,14 +128,14 @@ async def test_a_lost_worker_and_the_next_attempt() -> None:
     assert first is not None
     lost, epoch = first.worker_id, first.worker_epoch
     made("fleet", WorkerSuspect(owner_epoch=0, worker_id=lost, worker_epoch=epoch, reason="late"))
-    late = said(made, "r", RequestFinished, finish_reason="stop")
+    late = report_progress(made, "r", RequestFinished, finish_reason="stop")
     made("fleet", WorkerLost(owner_epoch=0, worker_id=lost, worker_epoch=epoch, reason="gone"), after_us=100)
     made("progress", late)
-    made("progress", said(made, "r", FirstTokenEmitted))
-    made("progress", said(made, "r", RequestFailed, error="out of memory"))
+    made("progress", report_progress(made, "r", FirstTokenEmitted))
+    made("progress", report_progress(made, "r", RequestFailed, error="out of memory"))
     made.seal()
-    told = await made.explain("r")
-    assert words(told) == [
+    explanation = await made.explain("r")
+    assert words(explanation) == [
         "submitted",
         "routed",
         "worker_suspect",
@@ -124,14 +145,18 @@ async def test_a_lost_worker_and_the_next_attempt() -> None:
         "first_token",
         "failed",
     ]
-    assert [one.counted for one in told.timeline].index(False) == 5
-    assert [one.attempt for one in told.routings] == [1, 2]
-    assert lost not in [one.seen.worker_id for one in told.routings[1].candidates]
-    assert told.ending is not None
-    assert (told.ending.state, told.ending.text, told.ending.attempt) == ("failed", "out of memory", 2)
+    assert [one.counted for one in explanation.timeline].index(False) == 5
+    assert [one.attempt for one in explanation.routings] == [1, 2]
+    assert lost not in [one.seen.worker_id for one in explanation.routings[1].candidates]
+    assert explanation.ending is not None
+    assert (explanation.ending.state, explanation.ending.text, explanation.ending.attempt) == (
+        "failed",
+        "out of memory",
+        2,
+    )
 
 
-async def test_nobody_is_left_to_take_it_until_its_attempts_are_used_up() -> None:
+async def test_no_worker_left_until_attempts_are_exhausted() -> None:
     made = fleet("a")
     made("requests", request("r", SHORT))
     for life in range(3):
@@ -140,10 +165,10 @@ async def test_nobody_is_left_to_take_it_until_its_attempts_are_used_up() -> Non
             made.seal()
             assert (await made.explain("r")).state == "waiting"
         made("fleet", joined("a"))
-    told = await made.explain("r")
-    assert words(told) == ["submitted", *["routed", "worker_lost"] * 3, "aborted"]
-    assert told.ending is not None
-    assert (told.ending.reason, told.ending.attempt) == ("attempts_exhausted", 3)
+    explanation = await made.explain("r")
+    assert words(explanation) == ["submitted", *["routed", "worker_lost"] * 3, "aborted"]
+    assert explanation.ending is not None
+    assert (explanation.ending.reason, explanation.ending.attempt) == ("attempts_exhausted", 3)
 
 
 def no_workers() -> Recorder:
@@ -194,41 +219,41 @@ def full() -> Recorder:
         (lambda: fleet(mode=f"{__name__}.Broken"), {}, "policy_failed", []),
     ],
 )
-async def test_each_refusal_says_who_was_kept_out_and_why(
+async def test_each_rejection_lists_excluded_ranks_with_reasons(
     make: Callable[[], Recorder], changes: dict[str, Any], reason: str, kept_out: list[tuple[str, ...]]
 ) -> None:
     made = make()
     made("requests", request("r", SHORT, **changes))
-    told = await made.explain("r")
-    assert (told.state, told.routings, words(told)) == ("rejected", (), ["submitted", "rejected"])
-    assert told.ending is not None
-    assert told.ending.reason == reason
-    assert [one.reasons for one in told.ending.left_out] == kept_out
-    assert all(one.text for one in told.ending.left_out)
+    explanation = await made.explain("r")
+    assert (explanation.state, explanation.routings, words(explanation)) == ("rejected", (), ["submitted", "rejected"])
+    assert explanation.ending is not None
+    assert explanation.ending.reason == reason
+    assert [one.reasons for one in explanation.ending.left_out] == kept_out
+    assert all(one.text for one in explanation.ending.left_out)
 
 
-async def test_thresholds_are_told_with_their_numbers() -> None:
+async def test_exceeded_thresholds_are_reported_with_values() -> None:
     made = busy()
     made("requests", request("r", SHORT))
-    told = await made.explain("r")
-    assert told.ending is not None
+    explanation = await made.explain("r")
+    assert explanation.ending is not None
     text = "it is busy: 34 tokens to prefill, limit 10, 34 tokens to prefill, limit 32"
-    assert [one.text for one in told.ending.left_out] == [text, text]
+    assert [one.text for one in explanation.ending.left_out] == [text, text]
     made("control", pool(busy=BusyThresholds(active_decode_blocks_threshold=0.1)))
     made("requests", request("s", SHORT))
-    told = await made.explain("s")
-    assert told.ending is not None
-    assert told.ending.left_out[0].text == "it is busy: 8 decode blocks, limit 6.4"
+    explanation = await made.explain("s")
+    assert explanation.ending is not None
+    assert explanation.ending.left_out[0].text == "it is busy: 8 decode blocks, limit 6.4"
 
 
-async def test_too_many_are_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_too_many_active_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "ACTIVE_REQUESTS_MAX", 1)
     made = fleet()
     for name in ("x", "r"):
         made("requests", request(name, SHORT))
-    told = await made.explain("r")
-    assert told.ending is not None
-    assert told.ending.reason == "overloaded"
+    explanation = await made.explain("r")
+    assert explanation.ending is not None
+    assert explanation.ending.reason == "overloaded"
 
 
 async def test_repeated_submissions_and_other_requests_of_the_same_id() -> None:
@@ -236,13 +261,13 @@ async def test_repeated_submissions_and_other_requests_of_the_same_id() -> None:
     made("requests", request("r", SHORT, nonce=1))
     made("requests", request("r", SHORT, nonce=1))
     made("requests", request("r", LONG, nonce=2))
-    made("progress", said(made, "r", RequestFinished, finish_reason="stop"))
+    made("progress", report_progress(made, "r", RequestFinished, finish_reason="stop"))
     made("requests", request("r", LONG, nonce=3))
     made("requests", request("r", SHORT, nonce=1))
     made("requests", RequestCancelled(request_id="r"))
     made("requests", request("s", SHORT))
-    told = await made.explain("r")
-    assert words(told) == [
+    explanation = await made.explain("r")
+    assert words(explanation) == [
         "submitted",
         "routed",
         "submitted_again",
@@ -250,26 +275,26 @@ async def test_repeated_submissions_and_other_requests_of_the_same_id() -> None:
         "finished",
         "duplicate_refused",
     ]
-    assert (told.state, told.earlier_uses) == ("finished", 0)
-    assert [one.counted for one in told.timeline] == [True, True, False, False, True, False]
+    assert (explanation.state, explanation.earlier_uses) == ("finished", 0)
+    assert [one.counted for one in explanation.timeline] == [True, True, False, False, True, False]
 
 
-async def test_what_nobody_may_say_any_more_has_no_effect() -> None:
-    """Output before the first token, and a loss that an owner without the group told of."""
+async def test_stale_events_have_no_effect() -> None:
+    """Output before the first token, and a loss that an owner without the group explanation of."""
     made = fleet("a", "b")
     made("requests", request("r", SHORT))
-    made("progress", said(made, "r", OutputGrown, output_tokens=3))
+    made("progress", report_progress(made, "r", OutputGrown, output_tokens=3))
     home = made.world.requests.get("r")
     assert home is not None
     made("fleet", OwnershipAnnounced(owner_epoch=5))
     lost = WorkerLost(owner_epoch=4, worker_id=home.worker_id, worker_epoch=made.epoch(home.worker_id))
     made("fleet", lost)
-    made("progress", said(made, "r", FirstTokenEmitted))
+    made("progress", report_progress(made, "r", FirstTokenEmitted))
     made.seal()
-    told = await made.explain("r")
-    assert words(told) == ["submitted", "routed", "outdated", "worker_lost", "first_token"]
-    assert [one.counted for one in told.timeline] == [True, True, False, False, True]
-    assert (told.state, told.output_tokens, len(told.routings)) == ("decode", None, 1)
+    explanation = await made.explain("r")
+    assert words(explanation) == ["submitted", "routed", "outdated", "worker_lost", "first_token"]
+    assert [one.counted for one in explanation.timeline] == [True, True, False, False, True]
+    assert (explanation.state, explanation.output_tokens, len(explanation.routings)) == ("decode", None, 1)
 
 
 async def test_a_search_that_saw_only_its_end_goes_back_to_its_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,24 +303,24 @@ async def test_a_search_that_saw_only_its_end_goes_back_to_its_beginning(monkeyp
     made("requests", request("x", LONG))
     made("requests", request("r", SHORT))
     made.snapshot()
-    made("progress", said(made, "x", FirstTokenEmitted))
-    told = await made.explain("r", thorough=False)
-    assert words(told) == ["submitted", "held", "routed"]
+    made("progress", report_progress(made, "x", FirstTokenEmitted))
+    explanation = await made.explain("r", thorough=False)
+    assert words(explanation) == ["submitted", "held", "routed"]
 
 
 async def test_an_id_is_used_again() -> None:
     made = fleet()
     for number in range(3):
         made("requests", request("r", PROMPTS[number], nonce=number))
-        made("progress", said(made, "r", RequestFinished, finish_reason="stop"))
+        made("progress", report_progress(made, "r", RequestFinished, finish_reason="stop"))
         made.wait(DAY_US)
         made("requests", request(f"between{number}", SHORT))
-    told = await made.explain("r")
-    assert told.earlier_uses == 2
-    assert told.submitted is not None
-    assert (told.submitted.offset, len(told.routings)) == (4, 1)
+    explanation = await made.explain("r")
+    assert explanation.earlier_uses == 2
+    assert explanation.submitted is not None
+    assert (explanation.submitted.offset, len(explanation.routings)) == (4, 1)
     live = await made.explain("r", thorough=False)
-    assert live == msgspec.structs.replace(told, earlier_uses=None)
+    assert live == msgspec.structs.replace(explanation, earlier_uses=None)
 
 
 @pytest.mark.parametrize("held", [False, True])
@@ -319,20 +344,20 @@ async def test_deadlines_and_clients_that_leave(held: bool) -> None:
     assert (given_up.ending.duration_us, given_up.timeline[-1].after_us) == (2_010, 2_010)
 
 
-async def test_what_is_not_journalled_yet_is_told_as_that() -> None:
+async def test_unjournaled_events_are_marked() -> None:
     made = fleet()
     made("requests", request("r", SHORT, at_us=5))
     routed = await made.explain("r")
     made("fleet", joined("d", 3))
-    made("progress", said(made, "r", FirstTokenEmitted, at_us=25))
+    made("progress", report_progress(made, "r", FirstTokenEmitted, at_us=25))
     made("requests", request("late", SHORT), journalled=False)
     made("requests", query("asked", SHORT), journalled=False)
-    told = await made.explain("r")
-    assert (routed.state, told.state) == ("prefill", "decode")
-    assert words(told) == ["submitted", "routed", "first_token"]
-    assert told.first_token is not None
-    assert (told.first_token.ttft_us, told.first_token.wall_ttft_us) == (None, 20)
-    assert (told.timeline[-1].now_us, told.timeline[-1].after_us) == (None, None)
+    explanation = await made.explain("r")
+    assert (routed.state, explanation.state) == ("prefill", "decode")
+    assert words(explanation) == ["submitted", "routed", "first_token"]
+    assert explanation.first_token is not None
+    assert (explanation.first_token.ttft_us, explanation.first_token.wall_ttft_us) == (None, 20)
+    assert (explanation.timeline[-1].now_us, explanation.timeline[-1].after_us) == (None, None)
     late, asked = await made.explain("late"), await made.explain("asked")
     assert (late.state, late.kind, words(late)) == ("submitted", "request", ["submitted"])
     assert (asked.state, asked.kind, asked.routings) == ("submitted", "query", ())
@@ -340,7 +365,7 @@ async def test_what_is_not_journalled_yet_is_told_as_that() -> None:
     assert (late.submitted.now_us, late.submitted.offset) == (None, 1)
 
 
-async def test_an_id_that_is_not_there() -> None:
+async def test_unknown_id_lists_similar_ids() -> None:
     made = fleet()
     for number in range(9):
         made("requests", request(f"chat-{number}", SHORT))
@@ -354,7 +379,7 @@ async def test_an_id_that_is_not_there() -> None:
         await Recorder().explain("r")
 
 
-async def test_a_query_says_where_one_would_go() -> None:
+async def test_route_query_is_explained() -> None:
     made = fleet("a", "b", queue=QueueConfig(threshold=0.1))
     made("requests", query("q1", SHORT))
     for name in ("x", "y"):

@@ -1,4 +1,4 @@
-"""Why a request went where it did: every mode, sessions, pins, ties, draws, and who was left out."""
+"""Routing reasons in every mode, with sessions, pins, ties, sampling and excluded ranks."""
 
 from typing import Any
 
@@ -12,13 +12,13 @@ from forebay.events.metrics import LoadReported
 from forebay.events.progress import FirstTokenEmitted, RequestFinished
 from forebay.events.requests import NO_HINTS, RouterOverride, RoutingHints, TaintWeight
 from tests.core.worlds import PROMPTS, joined, pool, request
-from tests.replay.recorder import Recorder, fleet, said, stored
+from tests.replay.recorder import Recorder, fleet, report_progress, stored
 
 SHORT, LONG = PROMPTS[0][:2], PROMPTS[1]
 
 
 class First:
-    """A policy of a user's own."""
+    """A custom policy."""
 
     def decide(self, world: Any, request: Any) -> int:
         return 0
@@ -26,12 +26,12 @@ class First:
 
 async def chosen(made: Recorder, hints: RoutingHints = NO_HINTS, blocks: list[int] = LONG) -> Any:
     made("requests", request("r", blocks, routing=hints))
-    told = await made.explain("r")
-    return told.routings[0]
+    explanation = await made.explain("r")
+    return explanation.routings[0]
 
 
 @pytest.mark.parametrize(
-    ("router", "reason", "says"),
+    ("router", "reason", "text"),
     [
         ({}, "tie_seed", "3 of 3 candidates have the lowest cost, 16.5; the request's tie seed selected this one"),
         ({"temperature": 1.0}, "drawn", "drawn at temperature 1 with probability 33.3 %; it has the lowest cost"),
@@ -50,14 +50,14 @@ async def chosen(made: Recorder, hints: RoutingHints = NO_HINTS, blocks: list[in
         ),
     ],
 )
-async def test_each_mode_says_why_among_equals(router: dict[str, Any], reason: str, says: str) -> None:
+async def test_reason_of_each_mode_with_equal_costs(router: dict[str, Any], reason: str, text: str) -> None:
     routing = await chosen(fleet(**router))
     assert (routing.mode, routing.reason) == (router.get("mode", "kv"), reason)
-    assert says in routing.why
+    assert text in routing.why
 
 
 @pytest.mark.parametrize(
-    ("router", "reason", "says"),
+    ("router", "reason", "text"),
     [
         ({}, "lowest_cost", "lowest cost of 3 candidates: 8.5, 8 less than c (8 less to prefill; 8 blocks"),
         (
@@ -76,17 +76,17 @@ async def test_each_mode_says_why_among_equals(router: dict[str, Any], reason: s
         ({"mode": f"{__name__}.First"}, "policy", "selected it, which also has the lowest cost, 8.5"),
     ],
 )
-async def test_each_mode_says_why_among_unequals(router: dict[str, Any], reason: str, says: str) -> None:
+async def test_reason_of_each_mode_with_different_costs(router: dict[str, Any], reason: str, text: str) -> None:
     made = fleet(**router)
     stored(made, "a", LONG)
     made("requests", request("x", SHORT, routing=RoutingHints(worker_id="b")))
-    made("progress", said(made, "x", FirstTokenEmitted))
+    made("progress", report_progress(made, "x", FirstTokenEmitted))
     routing = await chosen(made)
     assert routing.reason == reason
-    assert says in routing.why
+    assert text in routing.why
 
 
-async def test_more_ways_to_be_chosen() -> None:
+async def test_reasons_of_further_selections() -> None:
     made = fleet("a", "b", mode="least-loaded")
     made("requests", request("x", SHORT, routing=RoutingHints(worker_id="a")))
     assert (await chosen(made)).why == "fewest active requests: 0"
@@ -99,7 +99,7 @@ async def test_more_ways_to_be_chosen() -> None:
     assert (await chosen(made)).why.endswith(why)
 
 
-async def test_blocks_in_lower_tiers_are_told_by_their_place() -> None:
+async def test_blocks_in_lower_tiers_are_listed_separately() -> None:
     made = fleet("a", "b")
     stored(made, "a", LONG)
     stored(made, "a", LONG[2:], seq=2, tier="host")
@@ -113,20 +113,20 @@ async def test_blocks_in_lower_tiers_are_told_by_their_place() -> None:
     )
 
 
-async def test_a_tie_goes_to_who_computed_least() -> None:
+async def test_tie_goes_to_the_rank_with_fewest_computed_tokens() -> None:
     made = fleet("a", "b", "c")
     for number in range(2):
         made("requests", request(f"x{number}", PROMPTS[number]))
-        made("progress", said(made, f"x{number}", RequestFinished, finish_reason="stop"))
+        made("progress", report_progress(made, f"x{number}", RequestFinished, finish_reason="stop"))
     made("requests", request("y", PROMPTS[2][:1], routing=RoutingHints(worker_id=least_computed(made))))
-    made("progress", said(made, "y", RequestFinished, finish_reason="stop"))
+    made("progress", report_progress(made, "y", RequestFinished, finish_reason="stop"))
     routing = await chosen(made, blocks=[99])
     assert (routing.reason, routing.ties) == ("tie_computed_tokens", 3)
     assert routing.why.endswith("this one was sent the fewest tokens to compute so far: 6, the next 34")
     assert routing.candidates[routing.winner].seen.computed_tokens == 6
     made = fleet("a", "b", "c")
     made("requests", request("x", LONG))
-    made("progress", said(made, "x", RequestFinished, finish_reason="stop"))
+    made("progress", report_progress(made, "x", RequestFinished, finish_reason="stop"))
     routing = await chosen(made, blocks=[99])
     assert routing.reason == "tie_seed"
     assert "2 of them were sent the fewest tokens to compute" in routing.why
@@ -136,7 +136,7 @@ async def test_equal_costs_and_equally_many_tokens_computed() -> None:
     made = fleet()
     for name, blocks in zip("abc", PROMPTS, strict=False):
         made("requests", request(f"to-{name}", blocks, routing=RoutingHints(worker_id=name)))
-        made("progress", said(made, f"to-{name}", RequestFinished, finish_reason="stop"))
+        made("progress", report_progress(made, f"to-{name}", RequestFinished, finish_reason="stop"))
     routing = await chosen(made, blocks=[7_001, 7_002])
     assert routing.reason == "tie_seed"
     assert ", and were sent the same number of tokens to compute; the request's tie seed selected" in routing.why
@@ -198,9 +198,9 @@ async def test_a_hard_session_on_a_busy_worker_is_refused() -> None:
     made = fleet("a", "b", session_ttl_s=600.0, busy=BusyThresholds(active_decode_blocks_threshold=0.1))
     made("requests", request("first", LONG, routing=hints))
     made("requests", request("r", SHORT, routing=hints))
-    told = await made.explain("r")
-    assert told.ending is not None
-    assert sorted(one.reasons for one in told.ending.left_out) == [("busy",), ("other_session",)]
+    explanation = await made.explain("r")
+    assert explanation.ending is not None
+    assert sorted(one.reasons for one in explanation.ending.left_out) == [("busy",), ("other_session",)]
 
 
 async def test_taints_overrides_and_what_was_routed_count() -> None:
@@ -232,7 +232,7 @@ async def test_preferred_taints_multiply_each_part_of_a_cost() -> None:
     )
 
 
-async def test_who_was_accepted_before_is_kept_out_by_nothing_but_what_it_asks_for() -> None:
+async def test_second_attempt_ignores_session_and_thresholds() -> None:
     """Neither by a session nor by thresholds, which its second attempt passes by."""
     made = fleet("a", "b", "c", session_ttl_s=600.0, busy=BusyThresholds(active_prefill_tokens_threshold=1))
     hints = RoutingHints(session_id="s", allowed_workers=("a", "b"))
@@ -249,14 +249,14 @@ async def test_who_was_accepted_before_is_kept_out_by_nothing_but_what_it_asks_f
     assert [(one.seen.worker_id, one.reasons) for one in again.left_out] == [("c", ("not_allowed",))]
 
 
-async def test_a_rank_that_is_named_is_kept_out_by_what_it_lacks_alone() -> None:
+async def test_pinned_rank_is_excluded_only_by_missing_requirements() -> None:
     made = Recorder()
     made("control", pool())
     made("fleet", joined("a", dp_size=2))
     made("requests", request("r", SHORT, routing=RoutingHints(worker_id="a", rank=1, required_taints=("fast",))))
-    told = await made.explain("r")
-    assert told.ending is not None
-    assert [one.reasons for one in told.ending.left_out] == [("not_pinned", "missing_taint"), ("missing_taint",)]
+    explanation = await made.explain("r")
+    assert explanation.ending is not None
+    assert [one.reasons for one in explanation.ending.left_out] == [("not_pinned", "missing_taint"), ("missing_taint",)]
 
 
 async def test_chances_of_a_draw_add_up() -> None:
@@ -269,7 +269,7 @@ async def test_chances_of_a_draw_add_up() -> None:
     assert routing.config["predicted_ttl_s"] == 1.0
 
 
-async def test_ranks_without_room_are_told_with_their_numbers_and_the_end_of_a_wait() -> None:
+async def test_full_ranks_are_reported_with_values_and_end_of_wait() -> None:
     made = fleet("a", "b", queue=QueueConfig(run_ahead=0.0, timeout_s=0.5))
     for at in range(15):
         made("requests", request(f"x{at}", SHORT))
@@ -278,19 +278,19 @@ async def test_ranks_without_room_are_told_with_their_numbers_and_the_end_of_a_w
     made("requests", request("r", SHORT))
     made("requests", request("late", SHORT))
     made.wait(500_000)
-    told = await made.explain("r")
-    assert told.routings[0].config["queue_run_ahead"] == 0.0
+    explanation = await made.explain("r")
+    assert explanation.routings[0].config["queue_run_ahead"] == 0.0
     held = (await made.explain("late")).held
     assert held is not None
     assert (held.threshold, held.least_requests) == (None, 8)
-    assert [(one.seen.worker_id, one.reasons) for one in told.routings[0].left_out] == [(full, ("full",))]
-    assert told.routings[0].left_out[0].text == "it is full: 8 active requests, maximum 8"
+    assert [(one.seen.worker_id, one.reasons) for one in explanation.routings[0].left_out] == [(full, ("full",))]
+    assert explanation.routings[0].left_out[0].text == "it is full: 8 active requests, maximum 8"
     late = await made.explain("late")
     assert late.ending is not None
     assert (late.state, late.ending.reason) == ("aborted", "queue_timeout")
 
 
-async def test_a_rank_whose_engine_lets_requests_wait_is_told_as_full() -> None:
+async def test_rank_with_waiting_engine_requests_is_full() -> None:
     made = fleet("a", "b", queue=QueueConfig(run_ahead=0.0))
     for at in range(6):
         made("requests", request(f"x{at}", SHORT, routing=RoutingHints(worker_id="a")))
@@ -298,5 +298,7 @@ async def test_a_rank_whose_engine_lets_requests_wait_is_told_as_full() -> None:
     report = LoadReported(worker_id="a", worker_epoch=epoch, running=4, waiting=2, kv_blocks_used=1, kv_blocks_total=64)
     made("metrics", report)
     made("requests", request("r", SHORT))
-    told = await made.explain("r")
-    assert [one.text for one in told.routings[0].left_out] == ["it is full: 2 requests wait in its engine, maximum 0"]
+    explanation = await made.explain("r")
+    assert [one.text for one in explanation.routings[0].left_out] == [
+        "it is full: 2 requests wait in its engine, maximum 0"
+    ]

@@ -1,4 +1,4 @@
-"""A request whose prompt is computed elsewhere, explained: why there, what went wrong, what was fetched."""
+"""Explanations of requests with remote prefill: reason, failures and KV transfer."""
 
 from collections.abc import Callable
 from typing import Any
@@ -31,7 +31,7 @@ def apart(*prefillers: str, **router: Any) -> Recorder:
     return made
 
 
-def said(made: Recorder, kind: type[Any], name: str = "r", after_us: int = 10, **fields: Any) -> None:
+def report_progress(made: Recorder, kind: type[Any], name: str = "r", after_us: int = 10, **fields: Any) -> None:
     one = made.world.requests.get(name)
     assert one is not None
     if kind is PrefillFinished:
@@ -46,27 +46,27 @@ def lose(made: Recorder, name: str) -> None:
     made("fleet", WorkerLost(owner_epoch=0, worker_id=name, worker_epoch=made.epoch(name)))
 
 
-async def test_all_stages_of_a_prompt_that_is_computed_elsewhere_are_told() -> None:
+async def test_all_stages_of_a_remote_prefill_are_explained() -> None:
     made = apart()
     stored(made, "q", PROMPTS[0])
     made("requests", request("r", PROMPTS[0]))
-    said(made, PrefillFailed, error="no room")
-    said(made, PrefillFinished, cached_tokens=4)
-    said(made, TransferFailed, error="peer gone")
-    said(made, PrefillFinished)
-    said(made, FirstTokenEmitted, cached_tokens=33, transferred_bytes=34_000, transfer_us=2_500)
-    said(made, RequestFinished, finish_reason="stop", output_tokens=2)
+    report_progress(made, PrefillFailed, error="no room")
+    report_progress(made, PrefillFinished, cached_tokens=4)
+    report_progress(made, TransferFailed, error="peer gone")
+    report_progress(made, PrefillFinished)
+    report_progress(made, FirstTokenEmitted, cached_tokens=33, transferred_bytes=34_000, transfer_us=2_500)
+    report_progress(made, RequestFinished, finish_reason="stop", output_tokens=2)
     made.seal()
-    told = await made.explain("r")
-    assert told.divergence is None
-    assert words(told) == [
+    explanation = await made.explain("r")
+    assert explanation.divergence is None
+    assert words(explanation) == [
         *("submitted", "routed", "not_prefilled", "routed", "prefilled", "routed", "not_transferred"),
         *("kv_released", "routed", "prefilled", "routed", "first_token", "finished"),
     ]
-    assert [(one.stage, one.attempt) for one in told.routings] == [
+    assert [(one.stage, one.attempt) for one in explanation.routings] == [
         *(("prefill", 1), ("prefill", 2), ("decode", 1), ("prefill", 3), ("decode", 2)),
     ]
-    texts = [moment.text for moment in told.timeline]
+    texts = [moment.text for moment in explanation.timeline]
     assert texts[1].startswith("prefill sent to q: ")
     assert texts[1].endswith("; prompt computed by a prefill worker: the pool computes every prompt remotely")
     assert texts[2] == "q, attempt 1, could not compute its prompt: no room"
@@ -77,26 +77,26 @@ async def test_all_stages_of_a_prompt_that_is_computed_elsewhere_are_told() -> N
     assert "could not fetch its KV: peer gone" in texts[6]
     assert texts[7] == "p releases the KV of attempt 2: it could not be fetched"
     assert texts[-2].endswith(": 33 of 34 prompt tokens not computed here, 34,000 bytes of KV fetched in 2.5 ms")
-    (passed_over,) = told.routings[1].left_out
+    (passed_over,) = explanation.routings[1].left_out
     assert (passed_over.seen.worker_id, passed_over.reasons) == ("q", ("had_it_last",))
-    first = told.first_token
+    first = explanation.first_token
     assert first is not None
     assert (first.transferred_bytes, first.transfer_us, first.predicted_tokens) == (34_000, 2_500, None)
-    decode = told.routings[2]
+    decode = explanation.routings[2]
     assert (decode.overridden, decode.config["overlap_score_credit"]) == ((), 0.0), "the stage's, not the request's"
 
 
-async def test_where_the_time_to_its_first_token_went_is_told() -> None:
+async def test_parts_of_time_to_first_token() -> None:
     made = apart("p")
     made("control", prefill_pool(queue=QueueConfig(threshold=0.5)))
     made("requests", request("before", PROMPTS[0]))
     made("requests", request("r", PROMPTS[1]))
-    said(made, PrefillFinished, "before", after_us=7_000)
-    said(made, PrefillFinished, after_us=20_000)
-    said(made, TransferFailed, error="peer gone", after_us=3_000)
-    said(made, PrefillFailed, error="no room", after_us=4_000)
-    said(made, PrefillFinished, after_us=5_000)
-    said(made, FirstTokenEmitted, after_us=9_000, transferred_bytes=34_000, transfer_us=2_500)
+    report_progress(made, PrefillFinished, "before", after_us=7_000)
+    report_progress(made, PrefillFinished, after_us=20_000)
+    report_progress(made, TransferFailed, error="peer gone", after_us=3_000)
+    report_progress(made, PrefillFailed, error="no room", after_us=4_000)
+    report_progress(made, PrefillFinished, after_us=5_000)
+    report_progress(made, FirstTokenEmitted, after_us=9_000, transferred_bytes=34_000, transfer_us=2_500)
     made.seal()
     first = (await made.explain("r")).first_token
     assert first is not None
@@ -107,9 +107,9 @@ async def test_where_the_time_to_its_first_token_went_is_told() -> None:
 async def test_a_first_token_that_is_not_journalled_yet_ends_the_parts_by_its_own_clock() -> None:
     made = apart("p", "q")
     made("requests", request("r", PROMPTS[0], at_us=1))
-    said(made, PrefillFinished, after_us=20_000)
+    report_progress(made, PrefillFinished, after_us=20_000)
     now_us = made.world.now_us
-    said(made, FirstTokenEmitted, after_us=1, at_us=now_us + 8_000, transfer_us=3_000)
+    report_progress(made, FirstTokenEmitted, after_us=1, at_us=now_us + 8_000, transfer_us=3_000)
     first = (await made.explain("r")).first_token
     assert first is not None
     assert (first.ttft_us, first.parts_us) == (
@@ -123,37 +123,37 @@ async def test_a_wait_for_a_decode_worker_is_a_part_of_the_time_to_first_token()
     made("requests", request("r", PROMPTS[0]))
     for name in "de":
         lose(made, name)
-    said(made, PrefillFinished, after_us=1_000)
+    report_progress(made, PrefillFinished, after_us=1_000)
     made("fleet", joined("f", 2, role="decode"), 50_000)
-    said(made, FirstTokenEmitted, after_us=2_000)
+    report_progress(made, FirstTokenEmitted, after_us=2_000)
     made.seal()
     first = (await made.explain("r")).first_token
     assert first is not None
     assert first.parts_us == {"prefill": 1_020, "wait": 50_000, "decode": 2_000}
 
 
-async def test_why_a_prompt_is_computed_where_it_is_answered() -> None:
+async def test_reason_for_local_prefill() -> None:
     made = apart(disagg=DisaggConfig(policy="classic", max_local_prefill_length=99))
     made("requests", request("r", PROMPTS[0]))
     made("control", DisaggregationSet(model="m", disagg=DisaggConfig(policy="classic", max_local_prefill_length=9)))
     made("requests", query("q", PROMPTS[0]))
     made.seal()
-    told = await made.explain("r")
+    explanation = await made.explain("r")
     where = "prompt computed on the decode worker: only 34 tokens are not cached"
-    assert told.timeline[1].text.endswith(where)
-    assert told.routings[0].prefill is not None
-    assert (told.state, told.routings[0].prefill.prefill_waiting) == ("prefill", 0)
-    asked = await made.explain("q")
-    (would,) = asked.routings
+    assert explanation.timeline[1].text.endswith(where)
+    assert explanation.routings[0].prefill is not None
+    assert (explanation.state, explanation.routings[0].prefill.prefill_waiting) == ("prefill", 0)
+    query_explanation = await made.explain("q")
+    (would,) = query_explanation.routings
     assert (would.stage, would.pool, would.attempt) == ("prefill", "prefillers", 0)
     assert (
         "by a prefill worker: 34 tokens are not cached on the decode worker, which is above the limit"
-        in asked.timeline[1].text
+        in query_explanation.timeline[1].text
     )
 
 
 @pytest.mark.parametrize(
-    ("place", "says"),
+    ("place", "text"),
     [
         (PrefillPlace(remote=False, reason="short_prompt", uncached_tokens=0), "the whole prompt is cached"),
         (PrefillPlace(remote=False, reason="short_prompt", uncached_tokens=1), "only 1 token is not cached"),
@@ -164,17 +164,17 @@ async def test_why_a_prompt_is_computed_where_it_is_answered() -> None:
         ),
     ],
 )
-def test_numbers_read_as_people_say_them(place: PrefillPlace, says: str) -> None:
-    assert place_text(place) == f"prompt computed on the decode worker: {says}"
+def test_singular_and_plural_in_prefill_reasons(place: PrefillPlace, text: str) -> None:
+    assert place_text(place) == f"prompt computed on the decode worker: {text}"
 
 
-async def test_why_a_short_prompt_is_computed_remotely() -> None:
+async def test_reason_for_remote_prefill_of_a_short_prompt() -> None:
     made = apart(disagg=DisaggConfig(policy="isl_bounding"))
     made("requests", request("r", PROMPTS[0]))
     made.seal()
-    told = await made.explain("r")
+    explanation = await made.explain("r")
     why = "34 tokens are not cached on the decode worker, a share above the limit"
-    assert told.timeline[1].text.endswith(f"prompt computed by a prefill worker: {why}")
+    assert explanation.timeline[1].text.endswith(f"prompt computed by a prefill worker: {why}")
 
 
 async def test_where_it_is_while_its_kv_is_computed_kept_and_fetched() -> None:
@@ -184,7 +184,7 @@ async def test_where_it_is_while_its_kv_is_computed_kept_and_fetched() -> None:
     assert (await made.explain("r")).state == "remote_prefill"
     for name in "de":
         lose(made, name)
-    said(made, PrefillFinished)
+    report_progress(made, PrefillFinished)
     made.seal()
     assert (await made.explain("r")).state == "waiting"
     (facts,) = requests_of(made.world, {})
@@ -195,26 +195,26 @@ async def test_where_it_is_while_its_kv_is_computed_kept_and_fetched() -> None:
     assert (await made.explain("r")).state == "transfer"
 
 
-async def test_a_holder_that_is_lost_is_told_of_while_somebody_waits_for_what_it_keeps() -> None:
+async def test_loss_of_the_kv_holder_is_reported_while_waiting() -> None:
     made = apart("p")
     made("requests", request("r", PROMPTS[0]))
     for name in "de":
         lose(made, name)
-    said(made, PrefillFinished)
+    report_progress(made, PrefillFinished)
     lose(made, "p")
     made("fleet", joined("f", 2, role="decode"))
     made.seal()
-    told = await made.explain("r")
-    assert words(told)[2:] == ["prefilled", "holder_lost", "routed"]
-    assert told.routings[-1].stage == "aggregated"
+    explanation = await made.explain("r")
+    assert words(explanation)[2:] == ["prefilled", "holder_lost", "routed"]
+    assert explanation.routings[-1].stage == "aggregated"
 
 
 def fetching(kind: type[Any], **fields: Any) -> Callable[[Recorder], None]:
-    """What the worker says that is to fetch it."""
+    """What the worker text that is to fetch it."""
 
     def happens(made: Recorder) -> None:
-        said(made, PrefillFinished)
-        said(made, kind, **fields)
+        report_progress(made, PrefillFinished)
+        report_progress(made, kind, **fields)
 
     return happens
 
@@ -222,20 +222,20 @@ def fetching(kind: type[Any], **fields: Any) -> Callable[[Recorder], None]:
 def too_late(made: Recorder) -> None:
     for name in "de":
         lose(made, name)
-    said(made, PrefillFinished)
+    report_progress(made, PrefillFinished)
     made.wait(LEASE_US)
     made("fleet", joined("f", 2, role="decode"))
 
 
 def decoder_lost(made: Recorder) -> None:
-    said(made, PrefillFinished)
+    report_progress(made, PrefillFinished)
     one = made.world.requests.get("r")
     assert one is not None
     lose(made, one.worker_id)
 
 
 def another_model(made: Recorder) -> None:
-    said(made, PrefillFinished, model="another")
+    report_progress(made, PrefillFinished, model="another")
 
 
 RELEASED: tuple[tuple[Callable[[Recorder], None], str], ...] = (
@@ -249,61 +249,65 @@ RELEASED: tuple[tuple[Callable[[Recorder], None], str], ...] = (
 
 
 @pytest.mark.parametrize(("happens", "why"), RELEASED)
-async def test_who_gives_kv_back_and_why_is_told(happens: Callable[[Recorder], None], why: str) -> None:
+async def test_released_kv_is_explained_with_reason(happens: Callable[[Recorder], None], why: str) -> None:
     made = apart("p")
     made("requests", request("r", PROMPTS[0]))
     happens(made)
     made.seal()
-    told = await made.explain("r")
-    assert told.divergence is None
-    (moment,) = [one for one in told.timeline if one.what == "kv_released"]
+    explanation = await made.explain("r")
+    assert explanation.divergence is None
+    (moment,) = [one for one in explanation.timeline if one.what == "kv_released"]
     assert moment.text == f"p releases the KV of attempt 1: {why}"
     assert moment.counted
 
 
-async def test_what_a_worker_says_in_the_wrong_stage_counts_not() -> None:
+async def test_progress_of_the_wrong_stage_is_ignored() -> None:
     made = apart()
     made("requests", request("r", PROMPTS[0]))
-    said(made, RequestFinished, finish_reason="stop")
-    said(made, RequestFailed, error="?")
-    said(made, TransferFailed, error="?")
-    said(made, FirstTokenEmitted)
+    report_progress(made, RequestFinished, finish_reason="stop")
+    report_progress(made, RequestFailed, error="?")
+    report_progress(made, TransferFailed, error="?")
+    report_progress(made, FirstTokenEmitted)
     made.seal()
-    told = await made.explain("r")
-    assert words(told)[2:] == ["outdated"] * 4
-    assert told.state == "remote_prefill"
+    explanation = await made.explain("r")
+    assert words(explanation)[2:] == ["outdated"] * 4
+    assert explanation.state == "remote_prefill"
 
 
-def test_a_life_is_taken_up_where_the_log_begins() -> None:
+def test_timeline_starts_with_an_active_request() -> None:
     made = apart()
     made("requests", request("r", PROMPTS[0]))
-    said(made, PrefillFinished)
+    report_progress(made, PrefillFinished)
     timeline = Timeline("r", made.world)
     one = made.world.requests.get("r")
     assert one is not None
     of: Any = {"request_id": "r", "worker_id": one.worker_id, "worker_epoch": one.worker_epoch, "owner_epoch": 0}
     timeline.observe("progress", 9, FirstTokenEmitted(**of, attempt=1, at_us=700), 500)
-    told = timeline.explanation(diverged=False)
-    assert words(told) == ["taken_up", "first_token"]
-    assert told.first_token is not None
-    assert told.first_token.parts_us is None, "what came before is not known"
+    explanation = timeline.explanation(diverged=False)
+    assert words(explanation) == ["taken_up", "first_token"]
+    assert explanation.first_token is not None
+    assert explanation.first_token.parts_us is None, "what came before is not known"
     timeline = Timeline("r", made.world)
     timeline.observe("progress", 9, TransferFailed(**of, attempt=1, error="peer gone"), 500)
     assert words(timeline.explanation(diverged=False)) == ["taken_up", "not_transferred"]
 
 
-async def test_a_request_that_waits_for_prefill_workers_says_so() -> None:
+async def test_wait_for_prefill_workers_is_explained() -> None:
     made = apart("p")
     made("control", prefill_pool(queue=QueueConfig(threshold=0.5)))
     made("requests", request("r0", PROMPTS[0]))
     made("requests", request("r", PROMPTS[1]))
     made.seal()
-    told = await made.explain("r")
-    assert told.held is not None
-    assert (told.held.pool, told.held.least, told.held.least_prefill_tokens) == ("default", "p/0", 34)
+    explanation = await made.explain("r")
+    assert explanation.held is not None
+    assert (explanation.held.pool, explanation.held.least, explanation.held.least_prefill_tokens) == (
+        "default",
+        "p/0",
+        34,
+    )
 
 
-async def test_who_could_not_compute_a_refused_prompt_is_told() -> None:
+async def test_rejection_lists_excluded_prefill_workers() -> None:
     made = apart("p", disagg=ENFORCED)
     lose(made, "p")
     made("fleet", joined("p", 0, pool="prefillers", role="prefill", loras=()))

@@ -1,4 +1,4 @@
-"""A request with an image, explained: its two stages, what went wrong in each, and what it waited for."""
+"""Explanations of requests with an image: both stages, failures and waits."""
 
 from typing import Any
 
@@ -22,42 +22,42 @@ def staged() -> Recorder:
     return made
 
 
-def said(made: Recorder, kind: type[Any], **fields: Any) -> None:
+def report_progress(made: Recorder, kind: type[Any], **fields: Any) -> None:
     one = made.world.requests.get("r")
     assert one is not None
     of = {"worker_id": one.worker_id, "worker_epoch": one.worker_epoch, "owner_epoch": 0}
     made("progress", kind(request_id="r", attempt=one.stage_attempt, **of, **fields))
 
 
-async def test_both_stages_are_told() -> None:
+async def test_both_stages_are_explained() -> None:
     made = staged()
     made("requests", request("r", PROMPTS[0][:2], media=(MEDIA,)))
-    said(made, EncodeFailed, error="out of memory")
-    said(made, EncodeFinished, encoded=ENCODED)
-    said(made, TransferFailed, error="it is gone")
-    said(made, EncodeFinished, encoded=ENCODED)
-    said(made, FirstTokenEmitted, cached_tokens=0)
-    said(made, RequestFinished, finish_reason="stop", output_tokens=2)
+    report_progress(made, EncodeFailed, error="out of memory")
+    report_progress(made, EncodeFinished, encoded=ENCODED)
+    report_progress(made, TransferFailed, error="it is gone")
+    report_progress(made, EncodeFinished, encoded=ENCODED)
+    report_progress(made, FirstTokenEmitted, cached_tokens=0)
+    report_progress(made, RequestFinished, finish_reason="stop", output_tokens=2)
     made.seal()
-    told = await made.explain("r")
-    assert told.divergence is None
-    assert words(told) == [
+    explanation = await made.explain("r")
+    assert explanation.divergence is None
+    assert words(explanation) == [
         *("submitted", "routed", "not_encoded", "routed", "encoded", "routed"),
         *("not_transferred", "routed", "encoded", "routed", "first_token", "finished"),
     ]
-    assert [(one.stage, one.attempt) for one in told.routings] == [
+    assert [(one.stage, one.attempt) for one in explanation.routings] == [
         *(("encode", 1), ("encode", 2), ("aggregated", 1), ("encode", 3), ("aggregated", 2)),
     ]
-    first = told.routings[0]
+    first = explanation.routings[0]
     assert (first.pool, first.mode, first.reason) == ("encoders", "least-loaded", "least_loaded")
-    (before,) = told.routings[1].left_out
+    (before,) = explanation.routings[1].left_out
     assert (before.seen.worker_id, before.reasons) == (first.candidates[first.winner].seen.worker_id, ("had_it_last",))
-    texts = [moment.text for moment in told.timeline]
+    texts = [moment.text for moment in explanation.timeline]
     assert texts[1].startswith(f"encode sent to {first.candidates[first.winner].seen.worker_id}: ")
     assert any("could not encode its images and videos: out of memory" in text for text in texts)
     assert any("could not fetch its embeddings: it is gone" in text for text in texts)
-    assert told.first_token is not None
-    assert (told.first_token.attempt, told.state) == (2, "finished")
+    assert explanation.first_token is not None
+    assert (explanation.first_token.attempt, explanation.state) == (2, "finished")
 
 
 async def test_where_it_is_while_it_is_encoded() -> None:
@@ -68,18 +68,18 @@ async def test_where_it_is_while_it_is_encoded() -> None:
     name = made.world.requests.get("r").worker_id  # type: ignore[union-attr]
     made("fleet", WorkerLost(owner_epoch=0, worker_id=name, worker_epoch=made.epoch(name)))
     made.seal()
-    told = await made.explain("r")
-    assert (told.state, words(told)[-2:]) == ("encode", ["worker_lost", "routed"])
+    explanation = await made.explain("r")
+    assert (explanation.state, words(explanation)[-2:]) == ("encode", ["worker_lost", "routed"])
 
 
-async def test_what_a_worker_says_in_the_wrong_stage_counts_not() -> None:
+async def test_progress_of_the_wrong_stage_is_ignored() -> None:
     made = staged()
     made("requests", request("r", PROMPTS[0][:2], media=(MEDIA,)))
-    said(made, RequestFinished, finish_reason="stop")
-    said(made, TransferFailed, error="?")
-    said(made, FirstTokenEmitted)
+    report_progress(made, RequestFinished, finish_reason="stop")
+    report_progress(made, TransferFailed, error="?")
+    report_progress(made, FirstTokenEmitted)
     made.seal()
-    told = await made.explain("r")
-    assert words(told)[2:] == ["outdated"] * 3
-    assert not any(moment.counted for moment in told.timeline[2:])
-    assert told.state == "encode"
+    explanation = await made.explain("r")
+    assert words(explanation)[2:] == ["outdated"] * 3
+    assert not any(moment.counted for moment in explanation.timeline[2:])
+    assert explanation.state == "encode"

@@ -1,4 +1,4 @@
-"""Explanations of any history: their numbers add up, and they are the same from wherever they are derived."""
+"""Explanations of any history: the terms add up, and every starting point gives the same result."""
 
 import asyncio
 import json
@@ -28,7 +28,7 @@ from forebay.transport.history.groups import groups_of
 from forebay.transport.history.reader import decode_journal, journal_records
 from forebay.transport.sqlite.log import SqliteLog
 from tests.core.worlds import PROMPTS, histories, perform, request
-from tests.replay.recorder import Recorder, fleet, said, stored, words
+from tests.replay.recorder import Recorder, fleet, report_progress, stored, words
 from tests.system import System, submitted, until, until_ended
 
 SHORT = PROMPTS[0][:2]
@@ -39,7 +39,7 @@ EVERY = 5  # requests of a golden recording
 
 
 def cost_of(one: CandidateCost, config: RouterConfig) -> float:
-    """The formula of `forebay.core.routing.cost`, by the terms as they are told."""
+    """Return the cost computed from the reported terms, as in `forebay.core.routing.cost`."""
     left = max(one.prefill_blocks - one.overlap_credit, 0.0)
     if config.selection_policy == "lmetric":
         cost = left * (one.decode_blocks + 1.0)
@@ -75,8 +75,8 @@ def check_routing(routing: Routing, recorded: RequestRouted | RouteAnswered) -> 
         assert routing.candidates[routing.runner_up].seen.worker_id == recorded.runner_up.worker_id
 
 
-def same(told: Explanation) -> dict[str, Any]:
-    """All but where things stand in the journal, and where deriving began."""
+def same(explanation: Explanation) -> dict[str, Any]:
+    """Return an explanation without journal offsets and the start of the derivation."""
 
     def without(value: Any) -> Any:
         if isinstance(value, dict):
@@ -84,14 +84,14 @@ def same(told: Explanation) -> dict[str, Any]:
             return {name: without(one) for name, one in kept.items() if name not in ("derived_from", "derived_to")}
         return [without(one) for one in value] if isinstance(value, list) else value
 
-    plain = without(msgspec.to_builtins(told))
+    plain = without(msgspec.to_builtins(explanation))
     for part in (*plain["routings"], *([plain["held"]] if plain["held"] else [])):
         part["offset"] = None
     return dict(plain)
 
 
 def chosen_for(name: str, journal: Sequence[Any]) -> list[RequestRouted | RouteAnswered]:
-    """The records of its choices, the newest first: an id may have been used before."""
+    """Return the routing records of an ID, newest first, because the ID may have been used before."""
     kinds = RequestRouted | RouteAnswered
     found = [one for one in reversed(journal) if isinstance(one, kinds) and one.request_id == name]
     return [one for one in found if one.table_digest is not None]
@@ -115,19 +115,19 @@ async def check_all(plain: Recorder, sealed: Recorder) -> None:
     logs = [await made.log() for made in (plain, sealed)]
     names = dict.fromkeys(one.request_id for one in plain.decided if hasattr(one, "request_id"))
     for name in names:
-        told, again = [await explain(log, 0, name) for log in logs]
-        assert same(told) == same(again)
-        assert told.divergence is None
+        explanation, again = [await explain(log, 0, name) for log in logs]
+        assert same(explanation) == same(again)
+        assert explanation.divergence is None
         recorded = [one for one in plain.decided if getattr(one, "request_id", None) == name]
-        for routing, one in zip(reversed(told.routings), chosen_for(name, recorded), strict=False):
+        for routing, one in zip(reversed(explanation.routings), chosen_for(name, recorded), strict=False):
             check_routing(routing, one)
         under_way = plain.world.requests.get(name)
-        assert (told.ending is None) == (under_way is not None)
+        assert (explanation.ending is None) == (under_way is not None)
         if under_way is not None:
-            assert (told.state, len(told.routings)) == (under_way.phase, under_way.attempt)
+            assert (explanation.state, len(explanation.routings)) == (under_way.phase, under_way.attempt)
         if isinstance(recorded[-1], RequestAborted):
-            assert told.ending is not None
-            assert told.ending.reason == recorded[-1].reason
+            assert explanation.ending is not None
+            assert explanation.ending.reason == recorded[-1].reason
     for log in logs:
         log.close()
 
@@ -140,22 +140,22 @@ async def test_golden_recordings_are_explained(path: Path) -> None:
     journal = [decode_journal(record) async for record in journal_records(log, partition, begin, end)]
     names = list(dict.fromkeys(one.request_id for one in journal if isinstance(one, RequestRecord)))
     for name in names[::EVERY]:
-        told = await explain(log, partition, name)
-        assert told.divergence is None
-        assert told.ending is not None
-        for routing, one in zip(reversed(told.routings), chosen_for(name, journal), strict=False):
+        explanation = await explain(log, partition, name)
+        assert explanation.divergence is None
+        assert explanation.ending is not None
+        for routing, one in zip(reversed(explanation.routings), chosen_for(name, journal), strict=False):
             check_routing(routing, one)
     log.close()
 
 
-async def test_a_divergence_before_it_or_in_its_life_ends_the_story() -> None:
+async def test_divergence_ends_the_explanation() -> None:
     def recording() -> Recorder:
         made = fleet("a", "b")
         made("requests", request("x", SHORT))
-        made("progress", said(made, "x", FirstTokenEmitted))
+        made("progress", report_progress(made, "x", FirstTokenEmitted))
         stored(made, "a", PROMPTS[2])
         made("requests", request("r", PROMPTS[2]))
-        made("progress", said(made, "r", RequestFinished, finish_reason="stop"))
+        made("progress", report_progress(made, "r", RequestFinished, finish_reason="stop"))
         made("requests", request("y", SHORT))
         return made
 
@@ -165,33 +165,33 @@ async def test_a_divergence_before_it_or_in_its_life_ends_the_story() -> None:
     at = next(at for at, draft in enumerate(within.drafts) if draft.topic == KV_EVENTS.name)
     lie = msgspec.structs.replace(decode(KV_EVENTS, within.drafts[at].value), sequence_hashes=bytes(64))
     within.drafts[at] = Draft(KV_EVENTS.name, 0, encode(KV_EVENTS, lie))
-    told = await within.explain("r")
-    assert told.divergence is not None
-    assert (told.divergence.offset, "table_digest" in told.divergence.reason) == (2, True)
-    assert (told.state, told.routings, told.submitted) == ("unknown", (), None)
+    explanation = await within.explain("r")
+    assert explanation.divergence is not None
+    assert (explanation.divergence.offset, "table_digest" in explanation.divergence.reason) == (2, True)
+    assert (explanation.state, explanation.routings, explanation.submitted) == ("unknown", (), None)
     other = msgspec.structs.replace(before.journal[1], candidates=7)
     before.journal[1] = other
-    told = await before.explain("r")
-    assert told.divergence is not None
-    assert (told.divergence.offset, told.timeline, told.derived_to) == (1, (), 1)
+    explanation = await before.explain("r")
+    assert explanation.divergence is not None
+    assert (explanation.divergence.offset, explanation.timeline, explanation.derived_to) == (1, (), 1)
     late = await before.explain("x")
-    assert (late.divergence == told.divergence, late.state) == (True, "unknown")
+    assert (late.divergence == explanation.divergence, late.state) == (True, "unknown")
 
 
 async def test_a_divergence_between_two_attempts() -> None:
     made = fleet("a", "b")
     made("requests", request("r", SHORT))
     made("requests", request("x", SHORT))
-    made("progress", said(made, "r", RequestFinished, finish_reason="stop"))
+    made("progress", report_progress(made, "r", RequestFinished, finish_reason="stop"))
     made("requests", request("y", SHORT))
     made.journal[2] = msgspec.structs.replace(made.journal[2], ties=9)
-    told = await made.explain("r")
-    assert (told.state, words(told), len(told.routings)) == ("unknown", ["submitted", "routed"], 1)
-    assert told.divergence is not None
-    assert told.divergence.offset == 2
+    explanation = await made.explain("r")
+    assert (explanation.state, words(explanation), len(explanation.routings)) == ("unknown", ["submitted", "routed"], 1)
+    assert explanation.divergence is not None
+    assert explanation.divergence.offset == 2
 
 
-async def test_another_owner_takes_over_and_what_the_last_one_still_said_is_void() -> None:
+async def test_takeover_makes_events_of_the_previous_owner_stale() -> None:
     made = fleet("a", "b")
     made("requests", request("r", SHORT))
     epoch = len(made.journal)
@@ -199,17 +199,17 @@ async def test_another_owner_takes_over_and_what_the_last_one_still_said_is_void
     claim(made.world, epoch)
     stale = msgspec.structs.replace(made.journal[1], seq=1, consumed=(), attempt=1)
     made.journal.append(stale)
-    made("progress", said(made, "r", RequestFinished, finish_reason="stop"))
+    made("progress", report_progress(made, "r", RequestFinished, finish_reason="stop"))
     made.seal()
     for options in ({}, {"thorough": False}):
-        told = await made.explain("r", **options)
-        assert words(told) == ["submitted", "routed", "owner_claimed", "finished"]
-        assert told.timeline[2].text == "router second takes over the group"
+        explanation = await made.explain("r", **options)
+        assert words(explanation) == ["submitted", "routed", "owner_claimed", "finished"]
+        assert explanation.timeline[2].text == "router second takes over the group"
     assert (await made.explain("r")).earlier_uses == 0
 
 
 class Headless(SqliteLog):
-    """A log whose first records are gone, up to a snapshot."""
+    """A log whose first records were removed, up to a snapshot."""
 
     begins: dict[str, int]
 
@@ -222,13 +222,13 @@ async def test_a_request_that_began_before_the_log_does() -> None:
     made = fleet("a", "b")
     for name in ("gone", "r"):
         made("requests", request(name, SHORT))
-    made("progress", said(made, "gone", RequestFinished, finish_reason="stop"))
+    made("progress", report_progress(made, "gone", RequestFinished, finish_reason="stop"))
     made.snapshot()
     begin = len(made.journal) - 1
     view = dict(made.world.view)
     made("requests", request("x", SHORT))
-    made("progress", said(made, "r", FirstTokenEmitted))
-    made("progress", said(made, "r", RequestFinished, finish_reason="stop", output_tokens=3))
+    made("progress", report_progress(made, "r", FirstTokenEmitted))
+    made("progress", report_progress(made, "r", RequestFinished, finish_reason="stop", output_tokens=3))
     made.seal()
     made("requests", request("r", PROMPTS[1]))  # refused: it is remembered
     log = Headless.open(None)
@@ -236,14 +236,18 @@ async def test_a_request_that_began_before_the_log_does() -> None:
     whole = await made.log()
     for topic, _, end in whole.topics():
         await log.append([Draft(topic, 0, one.value) for one in whole.records(topic, 0, 0, end)])
-    told = await explain(log, 0, "r")
-    assert words(told) == ["taken_up", "first_token", "finished", "duplicate_refused"]
-    assert told.submitted is not None
-    assert (told.submitted.now_us, told.submitted.prompt_tokens, told.submitted.offset) == (None, 10, 1)
-    assert told.ending is not None
-    assert (told.ending.duration_us, told.ending.output_tokens) == (None, 3)
-    assert told.first_token is not None
-    assert told.first_token.predicted_tokens is None
+    explanation = await explain(log, 0, "r")
+    assert words(explanation) == ["taken_up", "first_token", "finished", "duplicate_refused"]
+    assert explanation.submitted is not None
+    assert (explanation.submitted.now_us, explanation.submitted.prompt_tokens, explanation.submitted.offset) == (
+        None,
+        10,
+        1,
+    )
+    assert explanation.ending is not None
+    assert (explanation.ending.duration_us, explanation.ending.output_tokens) == (None, 3)
+    assert explanation.first_token is not None
+    assert explanation.first_token.predicted_tokens is None
     whole.close()
     log.close()
 
@@ -260,7 +264,7 @@ async def test_a_damaged_record_is_named() -> None:
 
 @pytest.fixture
 def recording(tmp_path: Path) -> Path:
-    """Mock workers and two owners; a worker is lost under a request that does not end by itself."""
+    """Mock workers and two owners; a worker is lost while it runs an endless request."""
     path = tmp_path / "recording.db"
     asyncio.run(_record(path))
     return path
@@ -305,7 +309,7 @@ def command(recording: Path, name: str, hash_seed: int) -> dict[str, Any]:
     return dict(json.loads(ran.stdout))
 
 
-def test_mock_workers_lose_one_and_every_process_tells_the_same(recording: Path) -> None:
+def test_lost_mock_worker_is_explained_equally_in_every_process(recording: Path) -> None:
     moved, again = (command(recording, "moved", seed) for seed in (0, 12345))
     assert moved == again
     what = [moment["what"] for moment in moved["timeline"]]

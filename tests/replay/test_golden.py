@@ -1,4 +1,4 @@
-"""Every capability has a recording in `tests/logs`, which verifies and holds it; and what `check_recording` refuses."""
+"""Every capability has a verified recording in `tests/logs`; errors of `check_recording`."""
 
 import asyncio
 import sys
@@ -321,7 +321,7 @@ def rewritten(tmp_path: Path, name: str, change: Callable[[Any], Any]) -> Path:
     return out
 
 
-def test_a_divergence_is_told_with_what_differs_and_both_tables(tmp_path: Path) -> None:
+def test_divergence_message_has_differences_and_both_tables(tmp_path: Path) -> None:
     def dearer(record: Any) -> Any:
         if not isinstance(record, RequestRouted) or record.seq != 9:
             return record
@@ -338,7 +338,7 @@ def test_a_divergence_is_told_with_what_differs_and_both_tables(tmp_path: Path) 
     assert "applied before: requests" in text
 
 
-def test_other_rules_are_a_failure_that_says_what_to_do(tmp_path: Path) -> None:
+def test_other_rules_fail_with_a_remedy(tmp_path: Path) -> None:
     def newer(record: Any) -> Any:
         if isinstance(record, OwnerClaimed | SnapshotTaken):
             return msgspec.structs.replace(record, core_version=CORE_VERSION + 1)

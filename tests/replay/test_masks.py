@@ -1,4 +1,4 @@
-"""Masks: one to one under a key, with nothing left of what they stand for."""
+"""Masks are one-to-one under a key and reveal nothing else."""
 
 from collections import Counter
 
@@ -19,7 +19,7 @@ HALF = (1 << 32) - 1
 
 
 class Inverse(Permutation):
-    """Goes back through the rounds."""
+    """The inverse permutation."""
 
     def undo(self, value: int) -> int:
         right, left = value >> 32, value & HALF

@@ -1,4 +1,4 @@
-"""Slices of logs: each stands alone, says what it holds, and is the same however often its making was interrupted."""
+"""Slices of logs are self-contained, and interrupted copies give the same recording."""
 
 import asyncio
 import os
@@ -232,7 +232,7 @@ def test_a_window_without_a_decision(source: Path, choose: Callable[[int], Windo
 
 
 class Trimmed:
-    """A log of which retention removed the head of some topics."""
+    """A log from which retention removed the beginning of some topics."""
 
     def __init__(self, log: SqliteLog, begins: dict[str, int]) -> None:
         self._log = log
@@ -295,7 +295,7 @@ def record_of(number: int) -> Draft:
 
 
 class Stopped(Exception):
-    """The copy ends here."""
+    """Raised to stop a copy."""
 
 
 def test_a_copy_that_stops_anywhere_goes_on_to_the_same_recording(

@@ -1,4 +1,4 @@
-"""A recording as a file: no byte of it changes unseen, what is missing has a name, and it opens where nobody writes."""
+"""A recording as a file: changed bytes are detected, missing records are named, and read-only media work."""
 
 import asyncio
 import random
@@ -101,12 +101,12 @@ def test_missing_records_are_named_where_they_are_missing(rec: Path, which: str)
     with opened(rec) as log:
         first = asyncio.run(log.begin("progress", 0))
         assert asyncio.run(log.end("progress", 0)) == end
-        with pytest.raises(MissingRecords) as told:
+        with pytest.raises(MissingRecords) as message:
             log.records("progress", 0, first, 10_000)
-        assert (told.value.first, told.value.last) == (missing, missing)
-        with pytest.raises(MissingRecords) as told:
+        assert (message.value.first, message.value.last) == (missing, missing)
+        with pytest.raises(MissingRecords) as message:
             log.check()
-        assert (told.value.first, told.value.last) == (missing, missing)
+        assert (message.value.first, message.value.last) == (missing, missing)
 
 
 EDITS: list[tuple[str, str, str]] = [
@@ -138,10 +138,10 @@ EDITS: list[tuple[str, str, str]] = [
 @pytest.mark.parametrize(("statement", "text"), [case[1:] for case in EDITS], ids=[case[0] for case in EDITS])
 def test_an_edit_is_named(rec: Path, statement: str, text: str) -> None:
     edit(rec, statement)
-    with pytest.raises(LogUnusable, match=text) as told:
+    with pytest.raises(LogUnusable, match=text) as message:
         report_of(rec)
-    assert str(rec) in str(told.value)
-    assert "\n" not in str(told.value)
+    assert str(rec) in str(message.value)
+    assert "\n" not in str(message.value)
 
 
 def test_records_removed_and_added_again_with_checksums_of_their_own_are_named(rec: Path) -> None:
@@ -204,10 +204,10 @@ def test_what_is_no_recording_any_more_is_refused_in_one_line(
     rec: Path, spoil: Callable[[Path], object], text: str
 ) -> None:
     spoil(rec)
-    with pytest.raises(LogUnusable, match=text) as told:
+    with pytest.raises(LogUnusable, match=text) as message:
         report_of(rec)
-    assert str(told.value).startswith(f"{rec}: ")
-    assert "\n" not in str(told.value)
+    assert str(message.value).startswith(f"{rec}: ")
+    assert "\n" not in str(message.value)
 
 
 def test_it_opens_on_media_that_cannot_be_written_and_leaves_nothing_beside_it(rec: Path) -> None:
@@ -225,8 +225,8 @@ def test_it_opens_on_media_that_cannot_be_written_and_leaves_nothing_beside_it(r
             assert db.execute(f'SELECT count(*) FROM "{topic}"').fetchone() == (count,)
         meta = dict(db.execute("SELECT key, value FROM forebay_meta"))
     assert (meta["format"], meta["source"], meta["anonymized"], meta["complete"]) == ("2", "log", "no", "yes")
-    told = "anonymized asked complete content created forebay format from namespace source to"
-    assert sorted(meta) == told.split()
+    message = "anonymized asked complete content created forebay format from namespace source to"
+    assert sorted(meta) == message.split()
 
 
 def test_nothing_is_appended_to_a_recording(rec: Path, made: bytes) -> None:

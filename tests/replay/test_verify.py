@@ -1,4 +1,4 @@
-"""Verification of recorded logs: equal in another process and hash seed, and never blind to a change."""
+"""Verification gives the same result in other processes and hash seeds, and detects every change."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Every way to lie in a recording is found as the first divergence, and told in full."""
+"""Every edit of a recording is reported in full as the first divergence."""
 
 import asyncio
 import json
@@ -47,10 +47,10 @@ def verify(path: Path, *options: str) -> subprocess.CompletedProcess[str]:
 def divergence(path: Path) -> Divergence:
     run = verify(path, "--json")
     assert run.returncode == 1, run.stderr
-    report = json.loads(run.stdout)
-    told: Divergence = report["divergence"]
-    assert report["verified"] == report["decisions"] - (told["recorded"]["type"].startswith("request."))
-    return told
+    result = json.loads(run.stdout)
+    report: Divergence = result["divergence"]
+    assert result["verified"] == result["decisions"] - (report["recorded"]["type"].startswith("request."))
+    return report
 
 
 def routed(path: Path, after: int = 60) -> tuple[int, RequestRouted]:
@@ -77,20 +77,20 @@ def test_a_kv_event_that_alters_an_overlap(recording: Path) -> None:
         recording, KV_EVENTS, lambda event: isinstance(event, BlocksStored) and event.parent_hash is None
     )
     edit(recording, KV_EVENTS, offset, stored, sequence_hashes=stored.sequence_hashes[: 2 * U64_BYTES])
-    told = divergence(recording)
-    assert told["recorded"]["type"] == told["derived"]["type"] == "request.routed"
-    table = told["table"]
+    report = divergence(recording)
+    assert report["recorded"]["type"] == report["derived"]["type"] == "request.routed"
+    table = report["table"]
     assert table["digest"] != table["recorded_digest"]
     assert len(table["rows"]) == table["recorded_candidates"] == WORKERS
     differing = [row for row in table["rows"] if "device_overlap" in row["differs"]]
     assert [row["worker_id"] for row in differing] == [stored.worker_id]
     assert differing[0]["derived"]["device_overlap"] < differing[0]["recorded"]["device_overlap"]
-    suspects = [*told["suspicion"]["likely"], *told["suspicion"]["others"]]
+    suspects = [*report["suspicion"]["likely"], *report["suspicion"]["others"]]
     assert ("kv-events", offset) in [(one["topic"], one["offset"]) for one in suspects]
-    assert told["events"][-1]["type"] == "request.submitted"
-    assert told["events"][-1]["now_us"] == told["recorded"]["consumed"][-1]["now_us"]
-    assert told["previous"]["offset"] == told["offset"] - 1
-    assert told["held"]["since"]["kv-events"][0] <= offset < told["held"]["since"]["kv-events"][1]
+    assert report["events"][-1]["type"] == "request.submitted"
+    assert report["events"][-1]["now_us"] == report["recorded"]["consumed"][-1]["now_us"]
+    assert report["previous"]["offset"] == report["offset"] - 1
+    assert report["held"]["since"]["kv-events"][0] <= offset < report["held"]["since"]["kv-events"][1]
     shown = verify(recording)
     assert shown.returncode == 1
     for words in ("DIVERGENCE", "Cost table", "!=", "holds only the terms of the winner", "Suspected events"):
@@ -101,9 +101,9 @@ def test_a_weight_of_the_cost(recording: Path) -> None:
     offset, pool = find(recording, CONTROL, lambda event: isinstance(event, PoolConfigured))
     router = msgspec.structs.replace(pool.router, overlap_score_credit=0.5)
     edit(recording, CONTROL, offset, pool, router=router)
-    told = divergence(recording)
-    assert any("overlap_credit" in row["differs"] for row in told["table"]["rows"])
-    texts = [one["text"] for one in told["suspicion"]["others"]]
+    report = divergence(recording)
+    assert any("overlap_credit" in row["differs"] for row in report["table"]["rows"])
+    texts = [one["text"] for one in report["suspicion"]["others"]]
     assert any("overlap_score_credit 0.5" in text for text in texts)
 
 
@@ -111,18 +111,18 @@ def test_another_worker(recording: Path) -> None:
     offset, event = routed(recording)
     assert event.runner_up is not None
     edit(recording, DECISIONS, offset, event, worker_id=event.runner_up.worker_id)
-    told = divergence(recording)
-    assert told["offset"] == offset
-    assert list(told["differs"]) == ["worker_id"]
-    assert "equal digests" in told["hint"]
+    report = divergence(recording)
+    assert report["offset"] == offset
+    assert list(report["differs"]) == ["worker_id"]
+    assert "equal digests" in report["hint"]
 
 
 def test_a_table_digest(recording: Path) -> None:
     offset, event = routed(recording)
     edit(recording, DECISIONS, offset, event, table_digest="0" * 16)
-    told = divergence(recording)
-    assert (told["offset"], list(told["differs"])) == (offset, ["table_digest"])
-    assert "the digest or a candidate" in told["hint"]
+    report = divergence(recording)
+    assert (report["offset"], list(report["differs"])) == (offset, ["table_digest"])
+    assert "the digest or a candidate" in report["hint"]
 
 
 def test_a_removed_decision(recording: Path) -> None:
@@ -133,9 +133,9 @@ def test_a_removed_decision(recording: Path) -> None:
         return values
 
     rewritten(recording, DECISIONS, remove)
-    told = divergence(recording)
-    assert told["offset"] == offset
-    assert f"its seq is {event.seq + 1}, that of the previous record is {event.seq - 1}: 1 records" in told["hint"]
+    report = divergence(recording)
+    assert report["offset"] == offset
+    assert f"its seq is {event.seq + 1}, that of the previous record is {event.seq - 1}: 1 records" in report["hint"]
 
 
 @pytest.mark.parametrize("place", ["middle", "end"])
@@ -146,9 +146,9 @@ def test_one_decision_more(recording: Path, place: str) -> None:
         return [*values[: offset + 1], *values[offset:]] if place == "middle" else [*values, values[offset]]
 
     rewritten(recording, DECISIONS, repeat)
-    told = divergence(recording)
-    assert told["recorded"]["seq"] == event.seq
-    assert "the record was inserted, repeated or moved" in told["hint"]
+    report = divergence(recording)
+    assert report["recorded"]["seq"] == event.seq
+    assert "the record was inserted, repeated or moved" in report["hint"]
 
 
 def test_swapped_records(recording: Path) -> None:
@@ -159,9 +159,9 @@ def test_swapped_records(recording: Path) -> None:
         return values
 
     rewritten(recording, DECISIONS, swap)
-    told = divergence(recording)
-    assert told["offset"] == offset
-    assert "are missing or were moved" in told["hint"]
+    report = divergence(recording)
+    assert report["offset"] == offset
+    assert "are missing or were moved" in report["hint"]
 
 
 def test_a_clock_reading(recording: Path) -> None:
@@ -170,18 +170,18 @@ def test_a_clock_reading(recording: Path) -> None:
     *runs, last = event.consumed
     later = ConsumedRun(topic=last.topic, count=last.count, now_us=last.now_us + 1)
     edit(recording, DECISIONS, offset, event, consumed=(*runs, later))
-    told = divergence(recording)
-    assert told["offset"] > offset
-    assert told["recorded"]["type"] in {"advanced", "request.routed"}
-    assert "digest" in told["differs"] or "backwards" in told["reason"]
+    report = divergence(recording)
+    assert report["offset"] > offset
+    assert report["recorded"]["type"] in {"advanced", "request.routed"}
+    assert "digest" in report["differs"] or "backwards" in report["reason"]
 
 
 def test_a_digest_of_the_state(recording: Path) -> None:
     offset, event = find(recording, DECISIONS, lambda event: isinstance(event, Advanced))
     edit(recording, DECISIONS, offset, event, digest="0" * 16)
-    told = divergence(recording)
-    assert (told["offset"], list(told["differs"])) == (offset, ["digest"])
-    assert told["table"] is None
+    report = divergence(recording)
+    assert (report["offset"], list(report["differs"])) == (offset, ["digest"])
+    assert report["table"] is None
     shown = verify(recording)
     assert "differs from the sealed digest" in shown.stdout
 
@@ -190,9 +190,9 @@ def test_a_later_divergence_is_bracketed_by_the_digest_before(recording: Path) -
     digest, _ = find(recording, DECISIONS, lambda event: isinstance(event, Advanced))
     offset, event = routed(recording, after=digest + 5)
     edit(recording, DECISIONS, offset, event, ties=event.ties + 1)
-    told = divergence(recording)
-    assert told["held"]["sealed"]
-    assert told["held"]["journal_offset"] == digest
+    report = divergence(recording)
+    assert report["held"]["sealed"]
+    assert report["held"]["journal_offset"] == digest
 
 
 def test_a_flipped_byte_is_named_and_no_divergence(recording: Path) -> None:

@@ -1,4 +1,4 @@
-"""Files that were edited and sealed again, so that every decision still follows: what else they say must hold, too."""
+"""Edited and resealed files in which every decision still follows: other statements are checked, too."""
 
 import asyncio
 import json
@@ -123,10 +123,10 @@ def test_the_state_of_another_owner_or_number(recording: Path) -> None:
 
 def with_state(field: str, value: int) -> Callable[[bytes], bytes]:
     def change(chunk: bytes) -> bytes:
-        told: SnapshotChunk = decode(SNAPSHOTS, chunk)
-        parts = [replace(one, **{field: value}) if isinstance(one, WorldState) else one for one in told.parts]
-        assert tuple(parts) != told.parts
-        return encode(SNAPSHOTS, replace(told, parts=tuple(parts)))
+        report: SnapshotChunk = decode(SNAPSHOTS, chunk)
+        parts = [replace(one, **{field: value}) if isinstance(one, WorldState) else one for one in report.parts]
+        assert tuple(parts) != report.parts
+        return encode(SNAPSHOTS, replace(report, parts=tuple(parts)))
 
     return change
 

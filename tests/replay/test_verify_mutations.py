@@ -1,4 +1,4 @@
-"""One record of any recording is changed and sealed again: verification is never taken in, and never falls over."""
+"""One record of a recording is changed and sealed again: verification detects it and never crashes."""
 
 from collections.abc import Callable
 from random import Random

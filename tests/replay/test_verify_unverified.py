@@ -1,4 +1,4 @@
-"""What cannot be verified is counted by name and fails the run, unless it is allowed by that name."""
+"""Unverifiable items are counted by name and fail the run unless allowed."""
 
 import asyncio
 import json
@@ -51,7 +51,7 @@ def test_foreign_records_of_the_journal(recording: Path, value: bytes) -> None:
     assert "--allow foreign-records" in run.stderr
 
 
-def test_what_is_allowed_is_told(recording: Path) -> None:
+def test_allowed_names_are_reported(recording: Path) -> None:
     put(recording, DECISIONS, 110, b"not a record")
     allowed = command(recording, "--allow", "foreign-records")
     assert allowed.returncode == 0
@@ -80,7 +80,7 @@ def test_a_divergence_behind_events_of_a_newer_version_says_so(recording: Path) 
     assert "1 earlier events of unknown types had no effect here: they may be the cause" in run.stdout
 
 
-def test_malformed_events_do_nothing_and_are_told(recording: Path) -> None:
+def test_malformed_events_are_ignored_and_counted(recording: Path) -> None:
     end = len(SqliteLog.open(recording, readonly=True).records(KV_EVENTS.name, 0, 0, 100_000))
     offset = end - 1
     replaced(recording, KV_EVENTS, offset, lambda _: b"\xc1")
@@ -148,7 +148,7 @@ def test_a_gap_in_the_offsets_of_an_input(original: Path) -> None:
     log.close()
 
 
-def test_what_the_journal_does_not_have_yet_is_told(recording: Path) -> None:
+def test_pending_decisions_are_counted(recording: Path) -> None:
     """Its end is cut off, as where a writer died: what stands there is verified, the rest is said to be ahead."""
     rewritten(recording, DECISIONS, lambda values: values[:-10])
     run = command(recording, "--json")

@@ -13,7 +13,7 @@ from forebay.replay.record.slice import Window
 from forebay.simulate.reading import open_workload
 from forebay.simulate.workload import Turn, Workload, WorkloadOptions, WorkloadUnusable, sequence_hashes
 from tests.core.worlds import BLOCK, PROMPTS, request
-from tests.replay.recorder import Recorder, fleet, said
+from tests.replay.recorder import Recorder, fleet, report_progress
 from tests.replay.slices import journal_of, opened, run, sliced
 
 PLAIN = WorkloadOptions()
@@ -35,8 +35,10 @@ def ask(made: Recorder, name: str, prompt: list[int], tokens: int | None, **chan
     asked = request(name, prompt, **changes)
     made("requests", asked, 1_000)
     if tokens is not None:
-        made("progress", said(made, name, FirstTokenEmitted), 500)
-        made("progress", said(made, name, RequestFinished, finish_reason="length", output_tokens=tokens), 500)
+        made("progress", report_progress(made, name, FirstTokenEmitted), 500)
+        made(
+            "progress", report_progress(made, name, RequestFinished, finish_reason="length", output_tokens=tokens), 500
+        )
     return asked
 
 
@@ -89,8 +91,8 @@ def test_a_repeated_id_is_one_request_while_it_is_under_way_and_another_later(tm
     made("requests", first, 1_000)
     made("requests", first, 10)  # a redelivery
     made("requests", request("r", PROMPTS[1], nonce=7), 10)  # another with its id: refused
-    made("progress", said(made, "r", FirstTokenEmitted), 10)
-    made("progress", said(made, "r", RequestFinished, finish_reason="length", output_tokens=4), 10)
+    made("progress", report_progress(made, "r", FirstTokenEmitted), 10)
+    made("progress", report_progress(made, "r", RequestFinished, finish_reason="length", output_tokens=4), 10)
     assert [turn.output_tokens for turn in turns(made, tmp_path / "run.db")] == [4]
 
 
