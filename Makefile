@@ -1,5 +1,5 @@
-# Every target works on a bare machine: `make setup` builds .venv from the hashed requirements, and
-# `make setup-engines` .venv-engines, where vLLM runs without a GPU.
+# Every target works on a bare machine. `make setup` builds .venv from hashed requirements. `make setup-engines` builds
+# .venv-engines, in which vLLM runs without a GPU.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -7,7 +7,7 @@ SHELL := /bin/bash
 MAKEFLAGS += --no-print-directory
 export UV_PYTHON_DOWNLOADS := never
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
-# Tests start hundreds of processes: without bytecode each compiles all that it imports, half of its time and more.
+# Tests start hundreds of processes. Without cached bytecode, compiling imports takes more than half of their run time.
 unexport PYTHONDONTWRITEBYTECODE
 
 UV_VERSION := 0.13.8
@@ -25,7 +25,7 @@ ARGS ?=
 .PHONY: help setup setup-engines up test test-kafka test-engines kafka kafka-stop demo-kafka demo-disagg lint type fmt coverage bench \
     schemas golden report-picture lock lock-engines ci clean
 
-help: ## show this list
+help: ## show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
 
 setup: $(READY) ## build .venv from the hashed requirements
@@ -34,10 +34,10 @@ setup: $(READY) ## build .venv from the hashed requirements
 setup-engines: $(READY_ENGINES) ## build .venv-engines: vLLM on the CPU, torch, transformers (Linux x86-64)
 	@echo 'ready: $(VENV_ENGINES)'
 
-up: $(READY) ## run everything in one process; options in ARGS="..."
+up: $(READY) ## serve in one process with `forebay up`; options in ARGS="..."
 	@$(BIN)/forebay up $(ARGS)
 
-test: $(READY) ## run every test that needs nothing else; options in ARGS="..."
+test: $(READY) ## run the tests that need no Kafka, Redis or engine; options in ARGS="..."
 	@$(BIN)/pytest --ignore tests/integration --ignore tests/engines $(ARGS)
 
 test-kafka: $(READY) ## run the tests on real Kafka and Redis (Java 17, Maven); options in ARGS="..."
@@ -49,34 +49,34 @@ test-engines: $(READY_ENGINES) ## run the tests on real vLLM, Kafka and Redis; o
 kafka: $(READY) ## start Apache Kafka on the loopback address (Java 17, Maven); options in ARGS="..."
 	@$(BIN)/python infra/kafka/kafka.py start $(ARGS)
 
-kafka-stop: $(READY) ## stop what `make kafka` started
+kafka-stop: $(READY) ## stop the broker that `make kafka` started
 	@$(BIN)/python infra/kafka/kafka.py stop $(ARGS)
 
-demo-kafka: $(READY) ## a distributed system loses its owner under load; Kafka as in `kafka`; options in ARGS="..."
+demo-kafka: $(READY) ## kill the owner of a distributed system under load (Java 17, Maven); options in ARGS="..."
 	@$(BIN)/python -m tests.harness.demo_kafka $(ARGS)
 
-demo-disagg: $(READY) ## prefill and decode workers, scaled and killed under load; Kafka as in `kafka`; options in ARGS="..."
+demo-disagg: $(READY) ## scale and kill prefill and decode workers under load (Java 17, Maven); options in ARGS="..."
 	@$(BIN)/python -m tests.harness.demo_disagg $(ARGS)
 
-lint: $(READY) ## check style, layers and spelling
+lint: $(READY) ## check style, import layers and spelling
 	@$(BIN)/ruff check --quiet --output-format concise
 	@$(BIN)/ruff format --check --quiet
 	@$(BIN)/lint-imports --no-logo
 	@$(BIN)/typos
 
-type: $(READY) ## check types, strictly
+type: $(READY) ## check types with mypy --strict
 	@$(BIN)/mypy $(SOURCES) infra tests
 
-fmt: $(READY) ## format and fix what can be fixed
+fmt: $(READY) ## format the code and apply automatic fixes
 	@$(BIN)/ruff format --quiet
 	@$(BIN)/ruff check --fix --quiet
 
-coverage: $(READY) ## prove 100 % branch coverage of events and core
+coverage: $(READY) ## check that events and core have 100 % branch coverage
 	@$(BIN)/coverage erase
 	@$(BIN)/coverage run -m pytest --quiet tests/events tests/core
 	@$(BIN)/coverage report
 
-bench: $(READY) ## measure; results are printed, never asserted
+bench: $(READY) ## run a benchmark and print its results; names in ARGS="..."
 	@$(BIN)/python -m tests.benchmarks $(ARGS)
 
 schemas: $(READY) ## regenerate the schema registry and docs/events.md, add missing wire samples
@@ -84,27 +84,27 @@ schemas: $(READY) ## regenerate the schema registry and docs/events.md, add miss
 	@$(BIN)/python -m tests.harness.samples
 	@git status --short -- schemas docs/events.md tests/events/samples
 
-golden: $(READY) ## write the recordings of tests/logs anew, for other rules; names in ARGS="..."
+golden: $(READY) ## rewrite the recordings of tests/logs after a rule change; names in ARGS="..."
 	@$(BIN)/python -m tests.logs.record $(ARGS)
 
-report-picture: $(READY) ## make the README's picture of a report anew, of the trace in ARGS="..." (Chromium)
+report-picture: $(READY) ## render the README's report picture from the trace in ARGS="..." (Chromium)
 	@$(BIN)/python -m tests.harness.report_picture $(ARGS)
 
-cookbook: $(READY) ## run the commands of docs/cookbook.md and write down what they print
+cookbook: $(READY) ## run the commands of docs/cookbook.md and update their output
 	@$(BIN)/python -m tests.cli.cookbook
 
-lock: $(READY) lock-engines ## resolve all requirements anew, with hashes
+lock: $(READY) lock-engines ## update all locked requirements, with hashes
 	@$(UV) $(COMPILE) --group dev pyproject.toml -o requirements/base.txt
 	@$(UV) $(COMPILE) requirements/nixl.in --override requirements/nixl-overrides.txt -o requirements/nixl.txt
 
-lock-engines: $(READY) ## resolve the requirements of .venv-engines anew, with hashes
+lock-engines: $(READY) ## update the locked requirements of .venv-engines, with hashes
 	@$(UV) $(COMPILE) --group build --group test pyproject.toml requirements/engines.in \
 	    --override requirements/engines-overrides.txt -o requirements/engines.txt
 
-ci: ## what CI runs
+ci: ## run all CI checks
 	@.ci/run
 
-clean: ## remove everything that was built
+clean: ## remove everything that make targets built
 	@rm -rf $(VENV) $(VENV_ENGINES) .tools .kafka/lib .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .coverage htmlcov dist
 	@find $(SOURCES) infra tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -112,7 +112,7 @@ $(READY): requirements/base.txt requirements/nixl.txt pyproject.toml
 	@python=; for candidate in $(PYTHONS); do \
 	    if $$candidate -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
 	        python=$$(command -v $$candidate); break; fi; done; \
-	if [ -z "$$python" ]; then echo 'forebay needs Python 3.11 or newer: none of $(PYTHONS) is' >&2; exit 1; fi; \
+	if [ -z "$$python" ]; then echo 'forebay requires Python 3.11 or newer; found none among $(PYTHONS)' >&2; exit 1; fi; \
 	uv=$$(command -v uv || true); \
 	if [ -z "$$uv" ]; then \
 	    uv=.tools/bin/uv; \

@@ -51,7 +51,7 @@ def test_results_that_find_no_room_end_it_in_a_line(more: list[str]) -> None:
     with Path("/dev/full").open("wb") as full:
         ran = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert ran.returncode == 1
-    assert ran.stderr == "forebay: results cannot be written (No space left on device)\n"
+    assert ran.stderr == "forebay: cannot write results: No space left on device\n"
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["simulate", "--help"]])

@@ -195,9 +195,9 @@ def test_commands_need_the_token_of_the_ingress(
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (("--admin-api",), "--admin-api needs a token: set FOREBAY_ADMIN_TOKEN, or give --admin-token-file FILE"),
-        (("--admin-token-file", "x"), "--admin-token-file needs --admin-api"),
-        (("--admin-api", "--admin-token-file", "/none"), "--admin-token-file /none cannot be read"),
+        (("--admin-api",), "--admin-api requires a token; set FOREBAY_ADMIN_TOKEN or use --admin-token-file FILE"),
+        (("--admin-token-file", "x"), "--admin-token-file requires --admin-api"),
+        (("--admin-api", "--admin-token-file", "/none"), "cannot read --admin-token-file /none"),
         (("--admin-api", "--admin-token-file", "/dev/null"), "--admin-token-file /dev/null is empty"),
         (("--allow-host", "http://name:80"), "--allow-host 'http://name:80': give a host name"),
     ],

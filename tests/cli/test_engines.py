@@ -78,24 +78,27 @@ def test_a_real_engine_gets_its_settings(tmp_path: Path, form: str) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"engine": "llama"}, "--engine llama: there is mock, transformers, vllm, sglang, tensorrt-llm, and FILE.py:"),
-        ({"role": "boss"}, "--role boss: there is aggregated, prefill, decode, encode"),
-        ({"model": None}, "the vllm engine needs --model DIR"),
-        ({"speedup": 2.0}, "--speedup belongs to the mock engine"),
-        ({"engine_profile": "mocker"}, "--engine-profile belongs to the mock engine: vllm takes the time that"),
+        (
+            {"engine": "llama"},
+            "--engine llama: unknown engine; expected mock, transformers, vllm, sglang, tensorrt-llm, or FILE.py:",
+        ),
+        ({"role": "boss"}, "--role boss: unknown role; roles are aggregated, prefill, decode, encode"),
+        ({"model": None}, "the vllm engine requires --model DIR"),
+        ({"speedup": 2.0}, "--speedup requires --engine mock"),
+        ({"engine_profile": "mocker"}, "--engine-profile requires --engine mock: vllm runs at its own speed"),
         (
             {"engine": "mock", "engine_profile": "h100"},
             "--engine-profile: there is no engine profile h100: give mocker",
         ),
-        ({"engine": "mock", "engine_args": "{}"}, "--engine-args belongs to real engines"),
+        ({"engine": "mock", "engine_args": "{}"}, "--engine-args requires a real engine"),
         ({"engine": "mock", "speedup": float("nan")}, "--speedup must be a positive number, not nan"),
         ({"engine_args": "/nowhere.yaml"}, "/nowhere.yaml: No such file"),
         ({"engine_args": "{1}"}, "--engine-args: "),
-        ({"engine_args": "ARGS.yaml"}, "ARGS.yaml: must hold a mapping of the engine's arguments by name, not a list"),
-        ({"engine_args": "KEYS.yaml"}, "KEYS.yaml: must hold a mapping of the engine's arguments by name, not one"),
-        ({"lora": ["legal"]}, "--lora legal: a real engine needs NAME=DIR"),
-        ({"lora": ["legal=/nowhere"]}, "--lora legal=/nowhere: there is no directory /nowhere"),
-        ({"lora": ["a=.", "a=.."]}, "--lora a=..: the name a is given twice"),
+        ({"engine_args": "ARGS.yaml"}, "ARGS.yaml: expected a mapping of argument names to values, got a list"),
+        ({"engine_args": "KEYS.yaml"}, "KEYS.yaml: expected a mapping of argument names to values, got a mapping"),
+        ({"lora": ["legal"]}, "--lora legal: expected NAME=DIR"),
+        ({"lora": ["legal=/nowhere"]}, "--lora legal=/nowhere: no such directory /nowhere"),
+        ({"lora": ["a=.", "a=.."]}, "--lora a=..: the name a appears twice"),
     ],
 )
 def test_what_cannot_be_chosen_is_refused(
@@ -127,7 +130,7 @@ def test_sizes_that_do_not_fit_and_a_missing_package_are_refused(monkeypatch: py
     monkeypatch.setitem(engines.ADAPTERS, "sglang", Adapter("nowhere", "Nothing", ("no_such_package",)))
     with pytest.raises(Unusable) as refused:
         built(choose("sglang"), "w", pool="p")
-    expected = "the sglang engine needs the package no_such_package: pip install 'forebay[sglang]'"
+    expected = "the sglang engine requires the package no_such_package; install it with: pip install 'forebay[sglang]'"
     assert str(refused.value) == expected
 
 
@@ -185,7 +188,8 @@ def test_a_missing_package_ends_the_command_with_a_line() -> None:
     run = forebay("worker", "--engine", "tensorrt-llm", "--model", ".")
     assert run.returncode == 2
     assert run.stderr == (
-        "forebay: the tensorrt-llm engine needs the package tensorrt_llm: pip install 'forebay[tensorrt-llm]'\n"
+        "forebay: the tensorrt-llm engine requires the package tensorrt_llm; "
+        "install it with: pip install 'forebay[tensorrt-llm]'\n"
     )
 
 
@@ -208,7 +212,7 @@ def test_disagg_a_mock_engine_is_told_how_kv_moves() -> None:
 @pytest.mark.parametrize("option", [{"kv_transport": "tcp"}, {"kv_checksum": False}, {"kv_lease_s": 3.0}])
 def test_disagg_a_real_engine_moves_its_kv_by_itself(option: dict[str, Any]) -> None:
     flag = f"--{next(iter(option)).replace('_', '-')}"
-    with pytest.raises(Unusable, match=f"{flag} belongs to the mock engine: vllm moves its KV by itself"):
+    with pytest.raises(Unusable, match=f"{flag} requires --engine mock: vllm configures KV transfer in"):
         choose("vllm", **option)
 
 

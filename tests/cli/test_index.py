@@ -101,7 +101,7 @@ def test_one_worker_and_one_that_is_not_there(tmp_path: Path) -> None:
 def test_a_log_or_kafka_and_not_both(tmp_path: Path) -> None:
     for arguments in ([], [str(tmp_path / "log.db"), "--kafka", "127.0.0.1:1"]):
         run = forebay("index", "dump", *arguments)
-        assert (run.returncode, "give a log file or --kafka" in run.stderr) == (2, True)
+        assert (run.returncode, "expected either a log file or --kafka" in run.stderr) == (2, True)
 
 
 def test_an_empty_log_has_an_empty_index(tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ def test_nixl_is_on_the_interface_of_what_is_told_and_chooses_where_nothing_is(m
 
 @pytest.mark.parametrize(("role", "engine"), [("aggregated", "mock"), ("encode", "mock"), ("decode", "sglang")])
 def test_where_nothing_is_fetched_it_is_refused(role: str, engine: str) -> None:
-    with pytest.raises(Unusable, match="--kv-host is for --role prefill or decode of mock and vllm"):
+    with pytest.raises(Unusable, match="--kv-host requires --role prefill or decode and --engine mock or vllm"):
         reached_at(chosen(role, engine), "127.0.0.1", LOCAL_KAFKA)
 
 

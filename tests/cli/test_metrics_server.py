@@ -47,5 +47,8 @@ def test_a_port_that_is_taken_is_refused() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         serving = metrics_served("127.0.0.1", port, registry())
-        with pytest.raises(Unusable, match=f"no metrics on 127.0.0.1:{port} .*choose another --metrics-port"), serving:
+        with (
+            pytest.raises(Unusable, match=f"cannot serve metrics on 127.0.0.1:{port}: .*choose another --metrics-port"),
+            serving,
+        ):
             pass

@@ -154,12 +154,12 @@ def test_not_verified_at_once(source: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (["--last", "5"], "--last 5: no span; give a number above 0 with s, m, h or d"),
-        (["--last", "-5m"], "--last -5m: no span"),
-        (["--last", "0s"], "--last 0s: no span"),
+        (["--last", "5"], "--last 5: not a duration; expected a number above 0 with s, m, h or d"),
+        (["--last", "-5m"], "--last -5m: not a duration"),
+        (["--last", "0s"], "--last 0s: not a duration"),
         (["--last", "5m", "--from", "-1h"], "--last excludes --from and --to; give one or the other"),
-        (["--from", "yesterday"], "--from yesterday: no time; give 2026-01-31T12:00:00Z (local time"),
-        (["--to", "-5"], "--to 5: no span"),
+        (["--from", "yesterday"], "--from yesterday: not a time; expected 2026-01-31T12:00:00Z (local time"),
+        (["--to", "-5"], "--to 5: not a duration"),
         (["--from", "2026-01-02", "--to", "2026-01-01"], "--from 2026-01-02 is not before --to 2026-01-01"),
         (["--from", "-5m", "--to", "-5m"], "--from -5m is not before --to -5m"),
         (["--from", "2999-01-01"], "--from 2999-01-01 is in the future"),
@@ -215,7 +215,7 @@ def test_groups_and_pools(joined: Path, tmp_path: Path) -> None:
     repeated = made("--group", OTHER, "--group", MODEL, joined, tmp_path / "repeated")
     assert repeated["groups"] == both["groups"]
     # Where there are several the other commands want to know which, and a recording knows what it holds.
-    assert "say which --group: " in invoke("replay", "verify", tmp_path / "both").stderr
+    assert "--group is required; " in invoke("replay", "verify", tmp_path / "both").stderr
     for name in (MODEL, OTHER):
         assert invoke("replay", "verify", "--group", name, tmp_path / "both").exit_code == 0
     assert invoke("replay", "verify", tmp_path / "one").exit_code == 0

@@ -69,9 +69,9 @@ def test_time_formats(path: Path) -> None:
         (["--offset", "100000"], "no journal record 100000: the recording has records 0 to "),
         (["--time", "1"], "the recording begins later, at "),
         (["--time", "2999-01-01"], "the recording ends earlier, at "),
-        (["--time", "yesterday"], "--time yesterday: no time; give 2026-01-31T12:00:00Z"),
+        (["--time", "yesterday"], "--time yesterday: not a time; expected 2026-01-31T12:00:00Z"),
         (["--time", "9" * 19], "the recording ends earlier, at "),
-        (["--time", "9" * 20], "no time; give"),
+        (["--time", "9" * 20], "not a time; expected"),
         (["--time", "1", "--offset", "1"], "--time and --offset exclude each other; give one of them"),
     ],
 )

@@ -116,11 +116,11 @@ def test_what_cannot_be_compared_is_refused(recording: Path, tmp_path: Path) -> 
     assert "say what is to be different" in refused(recording)
     assert "unknown field" in refused(recording, "--set", "router.heat=1")
     assert "there is no pool p; there are default" in refused(recording, "--set", "p:router.temperature=1")
-    assert "there is no directory" in refused(recording, *policy, "--html", tmp_path / "no" / "page.html")
-    assert "there is no such name" in refused(recording, *policy, "--allow", "anything")
-    assert "is no page of this command" in refused(recording, *policy, "--html", recording)
+    assert "no such directory" in refused(recording, *policy, "--html", tmp_path / "no" / "page.html")
+    assert "unknown name" in refused(recording, *policy, "--allow", "anything")
+    assert "is not a report of this command" in refused(recording, *policy, "--html", recording)
     assert "it needs --closed-loop" in refused(recording, *policy, "--speedup", "2")
-    assert "give a log file or --kafka" in refused(*policy)
+    assert "expected either a log file or --kafka" in refused(*policy)
     assert str(tmp_path / "none.db") in refused(tmp_path / "none.db", *policy)
 
 
@@ -151,7 +151,7 @@ def test_events_that_nobody_here_knows_fail_it_unless_allowed(tmp_path: Path) ->
     assert code == 2
     assert "Not verified: 1 events of types that this version does not know" in Page(page.read_text()).text
     assert (
-        "not verified: 1 unknown-events; use the version that wrote it, or accept that by --allow unknown-events" in err
+        "not verified: 1 unknown-events; use the version that wrote it, or accept it with --allow unknown-events" in err
     )
     assert run_diff(path, "--policy", "random", "--allow", "unknown-events")[0] == 0
 

@@ -364,8 +364,8 @@ def test_a_report_is_never_written_over_something_else(tmp_path: Path, capsys: p
     os.mkfifo(pipe)
     for refused, reason in (
         (mine, "no page of this command"),
-        (tmp_path / "no" / "page.html", "there is no directory"),
-        (pipe, "is no plain file"),
+        (tmp_path / "no" / "page.html", "no such directory"),
+        (pipe, "not a regular file"),
     ):
         with pytest.raises(typer.Exit):
             require_report(refused)

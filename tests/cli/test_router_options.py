@@ -143,8 +143,10 @@ def test_a_mode_that_is_none_is_refused_with_those_there_are(mode: str) -> None:
 def test_the_old_name_of_the_prefill_weight() -> None:
     code, got, err = told("--router-kv-overlap-score-weight", "2")
     assert (code, got) == (0, msgspec.structs.replace(SERVING, prefill_load_scale=2.0))
-    assert err == "forebay: --router-kv-overlap-score-weight is the old name of --router-prefill-load-scale\n"
-    assert "give one of them" in refused("--router-kv-overlap-score-weight", "2", "--router-prefill-load-scale", "2")
+    assert err == "forebay: --router-kv-overlap-score-weight is the deprecated name of --router-prefill-load-scale\n"
+    assert "use only one of them" in refused(
+        "--router-kv-overlap-score-weight", "2", "--router-prefill-load-scale", "2"
+    )
 
 
 def test_load_aware_routes_by_load_alone() -> None:
@@ -152,7 +154,9 @@ def test_load_aware_routes_by_load_alone() -> None:
     assert config("--load-aware") == config("--load-aware", "--router-mode", "kv") == alone
     weighted = config("--load-aware", "--router-decode-active-request-weight", "2")
     assert weighted == msgspec.structs.replace(alone, decode_active_request_weight=2.0)
-    assert "--load-aware is the kv mode, not random" in refused("--load-aware", "--router-mode", "random")
+    assert "--load-aware implies router mode kv and cannot be combined with random" in refused(
+        "--load-aware", "--router-mode", "random"
+    )
 
 
 CONDITIONAL = "--router-conditional-disagg"
@@ -176,9 +180,9 @@ def test_disagg_is_conditional_by_dynamos_flags(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("{", '--router-conditional-disagg-config: { is no JSON; it must be an object, as {"policy": "classic"}'),
-        ("[]", "--router-conditional-disagg-config: must be an object, as"),
-        ('{"limit": 1}', "unknown field limit; there are policy, max_local_prefill_length"),
+        ("{", '--router-conditional-disagg-config: { is not JSON; expected an object such as {"policy": "classic"}'),
+        ("[]", "--router-conditional-disagg-config: expected an object such as"),
+        ('{"limit": 1}', "unknown field limit; fields are policy, max_local_prefill_length"),
         (
             '{"policy": "often"}',
             "-config: policy: must be one of always, classic, isl_bounding, isl_or_load",
@@ -193,7 +197,7 @@ def test_disagg_conditions_that_make_no_sense_are_refused(text: str, says: str) 
 
 
 def test_disagg_conditions_need_their_flag() -> None:
-    assert f"{CONDITIONAL}-config belongs to {CONDITIONAL}" in refused(f"{CONDITIONAL}-config", "{}")
+    assert f"{CONDITIONAL}-config requires {CONDITIONAL}" in refused(f"{CONDITIONAL}-config", "{}")
 
 
 def test_a_file_is_the_configuration_and_flags_win(tmp_path: Path) -> None:
@@ -256,7 +260,7 @@ def test_a_file_is_the_configuration_and_flags_win(tmp_path: Path) -> None:
         ("temperature: 2020-99-99", "policy.yaml: month must be in 1..12"),
         ("temperature: " + "9" * 5_000, "policy.yaml: Exceeds the limit"),
         ("a: " + "[" * 100_000 + "]" * 100_000, "policy.yaml: nested deeper"),
-        ("a: &a {mode: kv}\nb:\n  <<: [*a, *a]", "policy.yaml: aliases (*a) are not taken"),
+        ("a: &a {mode: kv}\nb:\n  <<: [*a, *a]", "policy.yaml: YAML aliases are not supported, got *a"),
         ("#" * (1 << 20) + "\nmode: kv", "larger than 1048576 bytes"),
     ],
 )
@@ -305,9 +309,9 @@ def test_variables_say_the_same_as_flags(tmp_path: Path) -> None:
     ("name", "value", "says"),
     [
         ("FOREBAY_ROUTER_MODE", "fastest", "unknown router mode 'fastest'"),
-        ("FOREBAY_ROUTER_TEMPERATURE", "warm", "is warm: must be a number"),
+        ("FOREBAY_ROUTER_TEMPERATURE", "warm", "got warm, must be a number"),
         ("FOREBAY_ROUTER_TEMPERATURE", "nan", "must be a number from 0 to 1e+06, not nan"),
-        ("FOREBAY_ROUTER_QUEUE_POLICY", "fair", "is fair: must be one of fcfs"),
+        ("FOREBAY_ROUTER_QUEUE_POLICY", "fair", "got fair, must be one of fcfs"),
     ],
 )
 def test_a_variable_with_a_fault_is_named(name: str, value: str, says: str) -> None:

@@ -149,7 +149,7 @@ STARTED = ShadowStarted(shadow="try", alternative="", alternative_digest="0" * 1
 REFUSED = [
     (("run.db",), "say what is to be different"),
     (("slice.rec", "--policy", "random"), "slice.rec is a recording, which does not grow"),
-    (("--policy", "random"), "give a log file or --kafka"),
+    (("--policy", "random"), "expected either a log file or --kafka"),
     (("nowhere.db", "--policy", "random"), "there is no such log"),
     (("run.db", "--set", "router.heat=1"), "unknown field router.heat"),
     (("run.db", "--set", "other:router.temperature=1"), "there is no pool other; there are default"),

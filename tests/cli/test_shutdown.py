@@ -46,5 +46,5 @@ def test_a_service_that_hangs_is_ended(hang: str, signals: int, stop_s: float, w
         finally:
             run.kill()
     assert run.returncode == 1
-    assert "ended by force" in errors
+    assert "killed: the process did not stop" in errors
     assert why in errors

@@ -36,7 +36,7 @@ def test_what_is_no_span(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(typer.Exit) as ended:
         span_us("--last", text)
     assert ended.value.exit_code == 2
-    assert capsys.readouterr().err.startswith(f"forebay: --last {text}: no span; give ")
+    assert capsys.readouterr().err.startswith(f"forebay: --last {text}: not a duration; expected ")
 
 
 @pytest.mark.parametrize(

@@ -256,15 +256,15 @@ def test_labels_adapters_ranks_and_hints_are_what_the_flags_say(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--taint", "mock-9:zone-a"], "there is no worker mock-9, only mock-0 to mock-3"),
-        (["--taint", "mock-1:"], "a label has at least one character"),
-        (["--taint", "a", "--taint", "a"], "--taint: a name is given twice"),
-        (["--lora", ""], "--lora '': a name has 1 to 256 characters, not 0"),
+        (["--taint", "mock-9:zone-a"], "unknown worker mock-9; workers are mock-0 to mock-3"),
+        (["--taint", "mock-1:"], "the label is empty"),
+        (["--taint", "a", "--taint", "a"], "--taint: a name appears twice"),
+        (["--lora", ""], "--lora '': a name has 1 to 256 characters, got 0"),
         (["--lora", "forebay-default"], "it is the name of the base model"),
         (["--router-temperature", "nan"], "--router-temperature must be a number"),
         (["--model", "/nowhere"], "no such model directory"),
         (["--log", "/nowhere/log.db"], "nowhere"),
-        (["--log-max-size", "10"], "--log-max-size 10: not a size; give a number with kB, MB, GB or TB"),
+        (["--log-max-size", "10"], "--log-max-size 10: not a size; expected a number with kB, MB, GB or TB"),
         (["--log-max-size", "9MB"], "--log-max-size 9MB: too small; the minimum is 10MB"),
         (["--log-max-age", "0d"], "--log-max-age 0d"),
         (["--speedup", "0"], "--speedup must be a positive number"),
@@ -354,5 +354,5 @@ def test_a_fleet_that_is_no_fleet_is_refused() -> None:
     refused = forebay("up", "--workers", "1024", "--dp-size", "5")
     assert (refused.returncode, refused.stderr) == (
         2,
-        "forebay: --workers 1024 with --dp-size 5: 5120 ranks are more than 4096\n",
+        "forebay: --workers 1024 with --dp-size 5 are 5120 ranks; maximum 4096\n",
     )

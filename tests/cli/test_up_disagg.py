@@ -249,20 +249,26 @@ def test_disagg_a_log_goes_on_with_the_other_kind_of_workers(tmp_path: Path, who
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (("--prefill-workers", "1"), "--prefill-workers and --decode-workers belong together"),
-        (("--decode-workers", "1"), "--prefill-workers and --decode-workers belong together"),
-        ((*APART, "--workers", "1"), "--workers are those that do all of a request"),
-        ((*APART, "--dp-size", "1024", "--workers", "1"), "--workers are those"),
+        (("--prefill-workers", "1"), "--prefill-workers and --decode-workers require each other"),
+        (("--decode-workers", "1"), "--prefill-workers and --decode-workers require each other"),
+        ((*APART, "--workers", "1"), "--workers cannot be combined with --decode-workers"),
+        ((*APART, "--dp-size", "1024", "--workers", "1"), "--workers cannot be combined"),
         (
             (*APART, "--dp-size", "1024", "--decode-workers", "8"),
-            "10 workers with --dp-size 1024: 10240 ranks are more",
+            "10 workers with --dp-size 1024 are 10240 ranks; maximum",
         ),
-        (("--workers", "2", "--enforce-disagg"), "--enforce-disagg needs --prefill-workers and --decode-workers"),
-        (("--router-conditional-disagg",), "--router-conditional-disagg needs --prefill-workers and --decode"),
-        (("--workers", "2", "--kv-transport", "tcp"), "--kv-transport needs --prefill-workers and --decode-workers"),
-        (("--kv-checksum",), "--kv-checksum needs --prefill-workers and --decode-workers"),
-        (("--role", "prefill"), "--role prefill is for forebay worker; here there are --prefill-workers"),
-        ((*APART, "--taint", "decode-2:x"), "no worker decode-2, only prefill-0 to prefill-1 and decode-0 to decode-1"),
+        (("--workers", "2", "--enforce-disagg"), "--enforce-disagg requires --prefill-workers and --decode-workers"),
+        (("--router-conditional-disagg",), "--router-conditional-disagg requires --prefill-workers and --decode"),
+        (("--workers", "2", "--kv-transport", "tcp"), "--kv-transport requires --prefill-workers and --decode-workers"),
+        (("--kv-checksum",), "--kv-checksum requires --prefill-workers and --decode-workers"),
+        (
+            ("--role", "prefill"),
+            "--role prefill: `forebay up` has no other role than aggregated; use --prefill-workers",
+        ),
+        (
+            (*APART, "--taint", "decode-2:x"),
+            "unknown worker decode-2; workers are prefill-0 to prefill-1 and decode-0 to decode-1",
+        ),
     ],
 )
 def test_disagg_a_fleet_that_makes_no_sense_is_refused(options: tuple[str, ...], says: str) -> None:
@@ -277,7 +283,7 @@ def test_disagg_of_a_policy_file_is_refused_where_it_would_do_nothing(tmp_path: 
     run = forebay("up", "--workers", "2", "--router-policy-config", str(tmp_path / "policy.yaml"))
     assert (run.returncode, run.stderr) == (
         2,
-        "forebay: disagg in the file of --router-policy-config needs --prefill-workers and --decode-workers\n",
+        "forebay: field disagg of the --router-policy-config file requires --prefill-workers and --decode-workers\n",
     )
 
 
@@ -286,7 +292,10 @@ def test_disagg_up_says_who_computes_prompts(tmp_path: Path) -> None:
     conditional = ("--router-conditional-disagg", "--router-conditional-disagg-config", limits, "--enforce-disagg")
     told = told_by(*APART, *conditional, "--log", str(tmp_path / "log.db"))
     assert "mock workers: 2 prefill, 2 decode" in told
-    assert "by prefill workers where the policy classic says so, KV moves by nixl; what they cannot is refused" in told
+    assert (
+        "by prefill workers if the policy classic requires it, KV transfer by nixl; requests that they cannot compute "
+        "are rejected" in told
+    )
 
 
 def told_by(*options: str, then: dict[str, Any] | None = None) -> str:
@@ -305,8 +314,8 @@ def test_disagg_up_says_who_computes_prompts_when_it_is_not_as_set(tmp_path: Pat
     nobody = ("--prefill-workers", "0", "--decode-workers", "1", *log)
     limits = json.dumps({"policy": "classic"})
     conditional = ("--router-conditional-disagg", "--router-conditional-disagg-config", limits, "--enforce-disagg")
-    assert "by decode workers themselves: there are no prefill workers\n" in told_by(*nobody)
+    assert "by decode workers, because there are no prefill workers\n" in told_by(*nobody)
     told = told_by(*nobody, *conditional)
-    assert "by decode workers where the policy classic says so; others are refused: no prefill workers\n" in told
-    assert "computed by prefill workers, KV moves by nixl\n" in told_by(*APART, *log, then={"policy": "never"})
-    assert "computed by decode workers themselves (as an operator said; `forebay control" in told_by(*APART, *log)
+    assert "by decode workers if the policy classic allows it; other requests are rejected\n" in told
+    assert "computed by prefill workers, KV transfer by nixl\n" in told_by(*APART, *log, then={"policy": "never"})
+    assert "computed by decode workers (set by `forebay control" in told_by(*APART, *log)

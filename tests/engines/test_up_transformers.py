@@ -39,7 +39,7 @@ def url(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         assert process.returncode == 0, output
         assert output.splitlines() == [
             "forebay: model tiny, 1 transformers worker, kv router",
-            "forebay: log in memory (nothing is kept; give --log FILE to keep it)",
+            "forebay: log in memory (lost at exit; use --log FILE to keep it)",
             f"forebay: OpenAI API on http://127.0.0.1:{port}/v1, stop with Ctrl-C",
         ]
     finally:

@@ -145,11 +145,10 @@ async def test_other_processes_and_hash_seeds_find_the_same_in_kafka_and_in_the_
     for command in (("replay", "verify"), ("record", tmp_path / "no.rec")):
         nowhere = await run(*command, "--kafka", kafka, "--namespace", f"{NAMESPACE}-nobodys")
         assert (nowhere.returncode, nowhere.stdout) == (2, "")
-        assert nowhere.stderr == (
-            f"forebay: {kafka} has no {NAMESPACE}-nobodys.groups; does --namespace say where the services write?\n"
-        )
+        assert nowhere.stderr == (f"forebay: {kafka} has no topic {NAMESPACE}-nobodys.groups; check --namespace\n")
     unknown = await run("replay", "verify", "--group", "nobodys-model", out)
-    assert (unknown.returncode, unknown.stderr) == (2, f"forebay: there is no group nobodys-model: {out} has {GROUP}\n")
+    error = f"forebay: --group nobodys-model: unknown group; groups of {out} are {GROUP}\n"
+    assert (unknown.returncode, unknown.stderr) == (2, error)
 
 
 @pytest.mark.usefixtures("cluster")

@@ -67,7 +67,7 @@ def test_a_decision_that_says_more_than_was_derived(recording: Path, change: Cal
     replaced(recording, DECISIONS, offset, change)
     ran = command(recording, "--json")
     assert (ran.returncode, json.loads(ran.stdout)["unverified"]) == (1, {"unread-fields": 1})
-    assert "accept that by --allow unread-fields" in ran.stderr
+    assert "accept it with --allow unread-fields" in ran.stderr
     assert command(recording, "--allow", "unread-fields").returncode == 0
 
 

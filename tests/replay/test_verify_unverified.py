@@ -69,7 +69,7 @@ def test_events_of_a_newer_version(recording: Path) -> None:
     report = json.loads(run.stdout)
     assert (run.returncode, report["divergence"], report["unverified"]) == (2, None, {"unknown-events": 1})
     assert "metrics/0 offset 0: load.forecast" in run.stderr
-    assert "use the version that wrote it, or accept that by --allow unknown-events" in run.stderr
+    assert "use the version that wrote it, or accept it with --allow unknown-events" in run.stderr
     assert command(recording, "--allow", "unknown-events").returncode == 0
 
 

@@ -1,6 +1,6 @@
-"""The command line: `forebay up`, its parts as processes, and the tools.
+"""The command line: `forebay up`, its parts as separate processes, and tools.
 
-A command's module is imported when the command is run: all of them take seconds, of which most need little.
+The module of a command is imported when that command runs, because importing all modules takes seconds.
 """
 
 import errno
@@ -17,7 +17,14 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Command(NamedTuple):
-    """A function, or an application of several commands, of a module below `forebay.cli`; and its line in `--help`."""
+    """Entry of the command table.
+
+    Attributes:
+        module: Module that implements the command, relative to `forebay.cli`.
+        name: Function in that module, or `typer.Typer` application with subcommands.
+        help: Line in `forebay --help`. Equals the summary of the command's own help.
+        settings: Context settings for the command-line parser.
+    """
 
     module: str
     name: str
@@ -25,40 +32,40 @@ class Command(NamedTuple):
     settings: dict[str, Any] | None = None
 
 
-# As their functions say themselves: a test holds the two together.
+# A test compares each help text with the docstring of the function.
 COMMANDS = {
     "up": Command(
-        "processes.up", "up", "Serve an OpenAI-compatible API with a KV-aware router and workers, in one process."
+        "processes.up", "up", "Serve an OpenAI-compatible API with a KV-aware router and workers in one process."
     ),
     "ingress": Command(
-        "processes.ingress", "ingress", "Serve the OpenAI API of a distributed system, and its Kafka API."
+        "processes.ingress", "ingress", "Serve the OpenAI API and the Kafka API of a distributed system."
     ),
     "router": Command(
         "processes.router",
         "router",
-        "Run one router of a distributed system: the first owns, others stand by or share the groups.",
+        "Run a router of a distributed system.",
     ),
-    "worker": Command("processes.worker", "worker", "Run one worker of a distributed system."),
+    "worker": Command("processes.worker", "worker", "Run a worker of a distributed system."),
     "serve": Command(
         "processes.serve",
         "serve",
-        "Run the workers of a service, each in a process of its own.",
+        "Run the workers of a service class, one process per worker.",
         {"allow_extra_args": True, "ignore_unknown_options": True},
     ),
     "control": Command(
         "control.command",
         "app",
-        "Command workers of a running system, or change by what it routes; exit 1 unless that was done.",
+        "Send commands to workers or change routing settings.",
     ),
     "produce": Command(
         "produce",
         "produce",
-        "Send requests through the Kafka API; with --wait exit 1 unless every one was answered well.",
+        "Send requests through the Kafka API.",
     ),
     "trace": Command(
         "trace",
         "trace",
-        "Play a recorded or invented workload into a running system; exit 1 unless every request was answered.",
+        "Play a recorded or synthetic workload into a running system.",
     ),
     "shadow": Command(
         "shadow",
@@ -68,21 +75,21 @@ COMMANDS = {
     "simulate": Command(
         "simulate.command",
         "simulate",
-        "Play a workload through the live router and modelled engines, in virtual time.",
+        "Simulate a workload on modelled engines with the live routing code, in virtual time.",
     ),
     "sweep": Command(
         "simulate.sweep",
         "sweep",
-        "Simulate every combination of settings, and mark those that no other is better than.",
+        "Simulate every combination of settings, and mark the Pareto-optimal ones.",
     ),
-    "fit": Command("simulate.fit", "fit", "Fit an engine profile to the times that are recorded of engines."),
-    "profile": Command("simulate.profile", "app", "Engine profiles from other people's measurements."),
+    "fit": Command("simulate.fit", "fit", "Fit an engine profile to the recorded times of engines."),
+    "profile": Command("simulate.profile", "app", "Create engine profiles from published measurements."),
     "record": Command(
         "record",
         "record",
         "Record a slice of a log into OUT, including everything needed to derive its decisions again.",
     ),
-    "workload": Command("simulate.workload", "app", "Workloads: what they are like, and as files."),
+    "workload": Command("simulate.workload", "app", "Inspect and convert workloads."),
     "replay": Command("replay.command", "app", "Verify, explain and compare recorded decisions."),
     "topics": Command("topics", "app", "Show the records of a log, and manage the topics of a broker."),
     "index": Command("index", "app", "Show the cached blocks of each worker, according to the log."),
@@ -90,24 +97,24 @@ COMMANDS = {
 
 
 class Commands(TyperGroup):
-    """The commands by what `--help` says of them; the one that is run is loaded."""
+    """Command group that imports only the command it runs."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
-        """Which command is meant, and its own arguments."""
+        """Return the name of the command, the command itself, and its arguments."""
         name, _, rest = super().resolve_command(ctx, args)
         return name, None if name is None else load(name), rest
 
 
 def load(name: str) -> Any:
-    """The command of this name, as the library that parses the command line has it."""
+    """Import a command and return it as a click command."""
     command = COMMANDS[name]
-    found = getattr(import_module(f"forebay.cli.{command.module}"), command.name)
+    target = getattr(import_module(f"forebay.cli.{command.module}"), command.name)
     alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-    if isinstance(found, typer.Typer):
-        alone.add_typer(found, name=name)
+    if isinstance(target, typer.Typer):
+        alone.add_typer(target, name=name)
         group: Any = typer.main.get_command(alone)
         return group.commands[name]
-    alone.command(name, context_settings=command.settings)(found)
+    alone.command(name, context_settings=command.settings)(target)
     return typer.main.get_command(alone)
 
 
@@ -120,7 +127,7 @@ def _show_version(wanted: bool) -> None:
 app = typer.Typer(
     name="forebay",
     cls=Commands,
-    help="Event-sourced serving of large language models: every fact and every decision is an event.",
+    help="Event-sourced serving of large language models. Every state change and every decision is an event.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -146,12 +153,15 @@ def _root(
 
 
 def main() -> None:
-    """Run the command line. Results that find no room end it in a line; a reader that leaves ends it quietly."""
+    """Run the command line.
+
+    A full disk ends the process with a one-line error and exit code 1. A closed pipe ends it without a message.
+    """
     try:
         app()
     except OSError as error:
         if error.errno not in NO_ROOM:
             raise
-        sys.stderr.write(f"forebay: results cannot be written ({error.strerror})\n")
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left of them goes nowhere
+        sys.stderr.write(f"forebay: cannot write results: {error.strerror}\n")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # discard buffered output
         sys.exit(1)

@@ -1,4 +1,4 @@
-"""The token of the admin API, which `forebay control` sends and an ingress demands."""
+"""Token of the admin API. `forebay control` sends it; an ingress requires it."""
 
 import os
 from pathlib import Path
@@ -13,15 +13,15 @@ TOKEN_CHARS_MAX = 4_096  # it travels in a header
 
 AdminTokenFileOption = Annotated[
     Path | None,
-    typer.Option(help=f"File with the token of the admin API; the environment variable {VARIABLE} when left out."),
+    typer.Option(help=f"File with the admin API token. Default: environment variable {VARIABLE}."),
 ]
 
 
 def admin_token(file: Path | None) -> str:
-    """Return the token of a file, else that of the environment; empty if there is none.
+    """Return the token from a file, or from the environment if `file` is None. Empty without a token.
 
     Raises:
-        Unusable: for a file that cannot be read, and for a token that no header can carry.
+        Unusable: The file cannot be read, or the token is not valid in a header.
     """
     if file is None:
         text, where = os.environ.get(VARIABLE, ""), VARIABLE
@@ -31,26 +31,28 @@ def admin_token(file: Path | None) -> str:
             with file.open(encoding="utf-8") as opened:
                 text = opened.read(TOKEN_CHARS_MAX + 2).removesuffix("\n").removesuffix("\r")
         except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is no text"
-            raise Unusable(f"{where} cannot be read ({reason})") from error
+            reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+            raise Unusable(f"cannot read {where}: {reason}") from error
         if not text:
-            raise Unusable(f"{where} is empty; write a token into it, for example of `openssl rand -hex 32`")
+            raise Unusable(f"{where} is empty; write a token to it, for example from `openssl rand -hex 32`")
     if len(text) > TOKEN_CHARS_MAX or not all("!" <= character <= "~" for character in text):
-        raise Unusable(f"{where}: a token has 1 to {TOKEN_CHARS_MAX} visible ASCII characters, and no spaces")
+        raise Unusable(
+            f"{where}: invalid token; expected 1 to {TOKEN_CHARS_MAX} visible ASCII characters without spaces"
+        )
     return text
 
 
 def required_token(file: Path | None, *, admin_api: bool) -> str:
-    """Return the token that an ingress demands, empty while its admin API is off.
+    """Return the token that an ingress requires, empty if its admin API is off.
 
     Raises:
-        Unusable: as `admin_token`, when there is none for an admin API, and for a file that would have no effect.
+        Unusable: The token is invalid or missing, or a file is named while the admin API is off.
     """
     if not admin_api:
         if file is not None:
-            raise Unusable("--admin-token-file needs --admin-api: without it there is no admin API")
+            raise Unusable("--admin-token-file requires --admin-api")
         return ""
     token = admin_token(file)
     if not token:
-        raise Unusable(f"--admin-api needs a token: set {VARIABLE}, or give --admin-token-file FILE")
+        raise Unusable(f"--admin-api requires a token; set {VARIABLE} or use --admin-token-file FILE")
     return token

@@ -1,4 +1,4 @@
-"""What the commands of a distributed system share: options, connections, signals, metrics."""
+"""Options, connections, signal handling and metrics of the commands that run a distributed system."""
 
 import asyncio
 import logging
@@ -29,21 +29,23 @@ from forebay.transport.redis.leases import LeaseKind, RedisLeases
 from forebay.workers.engine import EngineError
 from forebay.workers.runtime.worker import WorkerReplaced
 
-REDIS_TIMEOUT_S = 0.5  # a renewal that hangs is tried again long before the lease runs out
+REDIS_TIMEOUT_S = 0.5  # a renewal that hangs is retried long before the lease expires
 
-KafkaOption = Annotated[str, typer.Option("--kafka", help="Kafka or Redpanda: host:port, several with commas.")]
-KafkaSource = Annotated[str | None, typer.Option("--kafka", help="Read from this broker, host:port.")]
-RedisOption = Annotated[str, typer.Option("--redis", help="Redis: redis://host:port.")]
-NamespaceOption = Annotated[str, typer.Option("--namespace", help="Prefix of topics and Redis keys.")]
+KafkaOption = Annotated[
+    str, typer.Option("--kafka", help="Kafka bootstrap servers, as host:port, separated by commas.")
+]
+KafkaSource = Annotated[str | None, typer.Option("--kafka", help="Kafka bootstrap server to read from, as host:port.")]
+RedisOption = Annotated[str, typer.Option("--redis", help="Redis URL, as redis://host:port.")]
+NamespaceOption = Annotated[str, typer.Option("--namespace", help="Prefix of Kafka topics and Redis keys.")]
 PropertiesOption = Annotated[
     Path | None,
-    typer.Option("--kafka-config", help="Properties file for SASL and TLS, with the names of librdkafka."),
+    typer.Option("--kafka-config", help="Properties file with librdkafka settings for SASL and TLS."),
 ]
 MetricsPortOption = Annotated[
-    int | None, typer.Option("--metrics-port", min=1, max=65535, help="Prometheus metrics on this loopback port.")
+    int | None, typer.Option("--metrics-port", min=1, max=65535, help="Serve Prometheus metrics on this port.")
 ]
-MetricsHostOption = Annotated[str, typer.Option("--metrics-host", help="Address of the metrics.")]
-VerboseOption = Annotated[bool, typer.Option("--verbose", "-v", help="Log what the parts do.")]
+MetricsHostOption = Annotated[str, typer.Option("--metrics-host", help="Listen address of the metrics port.")]
+VerboseOption = Annotated[bool, typer.Option("--verbose", "-v", help="Write INFO messages to stderr.")]
 
 KAFKA = "127.0.0.1:19092"
 REDIS = "redis://127.0.0.1:16379"
@@ -53,7 +55,7 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Where the shared parts are, and what this process shows of itself."""
+    """Addresses of Kafka, Redis and the metrics port of one process."""
 
     kafka: KafkaSettings
     redis_url: str
@@ -62,7 +64,7 @@ class Cluster:
 
 
 def kafka_settings(bootstrap: str, namespace: str, properties: Path | None) -> KafkaSettings:
-    """The settings that the options name. Raises KafkaUnusable."""
+    """Return the Kafka settings of a command. Raises KafkaUnusable."""
     try:
         require_name("namespace", namespace)
     except NameInvalid as error:
@@ -71,7 +73,7 @@ def kafka_settings(bootstrap: str, namespace: str, properties: Path | None) -> K
 
 
 def start_logging(*, verbose: bool) -> None:
-    """Log to stderr, the chatter of client libraries only when asked for, and repeated problems once."""
+    """Log to stderr. Repeated problems are logged once, and client libraries log warnings only if `verbose`."""
     logging.basicConfig(
         handlers=[CountingHandler(sys.stderr)],
         level=logging.INFO if verbose else logging.WARNING,
@@ -81,7 +83,7 @@ def start_logging(*, verbose: bool) -> None:
 
 
 def leases_at(url: str, namespace: str, kind: LeaseKind = "worker") -> RedisLeases:
-    """Leases on the Redis of this URL; it need not answer yet."""
+    """Return the leases of a namespace in Redis, without connecting yet. An invalid URL ends the command."""
     try:
         client = redis.Redis.from_url(
             url,
@@ -95,7 +97,7 @@ def leases_at(url: str, namespace: str, kind: LeaseKind = "worker") -> RedisLeas
 
 
 def run_service(main: Coroutine[Any, Any, None]) -> None:
-    """Run a service until it ends, with what stops it explained in a line."""
+    """Run a service until it ends. An error ends the process with a one-line message."""
     with explained(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
             runner.run(main)
@@ -110,7 +112,11 @@ def run_service(main: Coroutine[Any, Any, None]) -> None:
 async def connected(
     cluster: Cluster, registry: CollectorRegistry, probes: Mapping[str, Probe] | None = None
 ) -> AsyncIterator[KafkaLog]:
-    """The log of a service, whose failure ends the body; and the service's metrics and probes. Raises LogError."""
+    """Open the log of a service, and serve its metrics and probes while the body runs.
+
+    Raises:
+        LogError: The log cannot be opened, or failed during the body, which is then cancelled.
+    """
     log = await KafkaLog.open(cluster.kafka)
     whole = asyncio.current_task()
     assert whole is not None
@@ -129,17 +135,22 @@ async def connected(
         raise log.failure from None
     finally:
         log.on_failure = None
-        with ending_within(FLUSH_S + CLOSE_S, "its work ended, because the broker does not answer"):
+        with ending_within(FLUSH_S + CLOSE_S, "the service ended, because the broker does not respond"):
             await log.close()
 
 
 async def until_signal(
     *parts: Awaitable[None], stop: Callable[[], Awaitable[None]] | None = None, stop_s: float = STOP_S
 ) -> None:
-    """Run the parts until SIGINT or SIGTERM, or until one ends; its error is raised.
+    """Run tasks until SIGINT or SIGTERM, or until one of them ends. The error of that task is raised.
 
-    `stop` tells one to end, for which it has `stop_s`; a second signal ends all at once. After the first signal the
-    process ends within `stop_s + CLOSE_S`, after the second within `AT_ONCE_S`, whatever hangs.
+    After the first signal the process ends within `stop_s + CLOSE_S`, after the second one within `AT_ONCE_S`. That
+    also holds if a task hangs.
+
+    Args:
+        parts: Tasks of the service.
+        stop: Called at the first signal to stop the service. None cancels the tasks at once.
+        stop_s: Seconds that the service has to stop.
     """
     signalled = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -168,7 +179,7 @@ async def until_signal(
 
 
 async def _first(tasks: "Sequence[asyncio.Future[None]]", waiting: "asyncio.Task[Any]", within_s: float | None) -> None:
-    """Wait for a signal, or for one of the tasks, whose error is raised."""
+    """Wait for a signal or for the end of one task. Raises the error of that task."""
     await asyncio.wait([*tasks, waiting], timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
     for task in tasks:
         if task.done():

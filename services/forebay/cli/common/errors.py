@@ -1,4 +1,4 @@
-"""What ends a command early: one line on stderr that says what to do, and exit code 2, or 1 for a broken engine."""
+"""Errors of commands: a one-line message on stderr, then exit code 2, or 1 after a failure of the engine."""
 
 import sys
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ BROKEN = 1
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Turn the errors that a user can mend into a line and exit code 2; what an engine died of ends with 1."""
+    """Report errors that a user can correct and exit with code 2; report engine failures and exit with code 1."""
     try:
         yield
     except (LogError, Unusable) as error:
@@ -29,19 +29,19 @@ def explained() -> Iterator[None]:
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """The first error of those that ended a group of tasks."""
+    """Return the first error of an exception group, or the error itself."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
 
 
 def fail(message: str) -> NoReturn:
-    """End the command. Raises typer.Exit."""
+    """Print an error and exit with code 2. Raises typer.Exit."""
     complain(message)
     raise typer.Exit(USAGE)
 
 
 def complain(message: str) -> None:
-    """Say on stderr what is wrong."""
+    """Print an error on stderr, with the prefix `forebay:`."""
     lines = "\n".join(printable(line) for line in message.split("\n"))
     sys.stderr.write(f"forebay: {lines}\n")

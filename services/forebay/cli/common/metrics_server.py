@@ -1,4 +1,4 @@
-"""Metrics over HTTP, and beside them what a supervisor asks: `/ready` and `/live`."""
+"""HTTP server for Prometheus metrics and the probes `/ready` and `/live`."""
 
 import socket
 import threading
@@ -20,7 +20,17 @@ App = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 def metrics_served(
     host: str, port: int | None, registry: CollectorRegistry, probes: Mapping[str, Probe] | None = None
 ) -> Iterator[None]:
-    """Show metrics while the body runs, if a port is given; `probes` by path. Raises Unusable when it is taken."""
+    """Serve metrics while the body runs.
+
+    Args:
+        host: Address to listen on.
+        port: Port to listen on. None serves nothing.
+        registry: Metrics to serve.
+        probes: Functions by path. Each returns whether the probe succeeds, and the text of the response.
+
+    Raises:
+        Unusable: The port cannot be opened.
+    """
     if port is None:
         yield
         return
@@ -29,7 +39,7 @@ def metrics_served(
         kind = type("Server", (ThreadingWSGIServer,), {"address_family": family})
         server: WSGIServer = make_server(host, port, _app(registry, probes or {}), kind, _Handler)
     except OSError as error:
-        text = f"no metrics on {host}:{port} ({error.strerror}); choose another --metrics-port"
+        text = f"cannot serve metrics on {host}:{port}: {error.strerror}; choose another --metrics-port"
         raise Unusable(text) from error
     threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()
     try:
@@ -56,4 +66,4 @@ def _app(registry: CollectorRegistry, probes: Mapping[str, Probe]) -> App:
 
 class _Handler(WSGIRequestHandler):
     def log_message(self, format: str, *arguments: object) -> None:  # noqa: A002 - the name of the base class
-        """A line for each scrape says nothing."""
+        """Log nothing: one line per scrape would fill the log."""

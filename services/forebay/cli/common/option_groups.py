@@ -1,4 +1,4 @@
-"""Options that several commands share: a frozen dataclass is a group, its fields are the options."""
+"""Options shared by several commands. A frozen dataclass is an option group; its fields are the options."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
@@ -8,7 +8,7 @@ from typing import Any, get_type_hints
 
 
 def spread(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command, for each parameter whose type is a dataclass, that dataclass's fields as options."""
+    """Replace each parameter that is a dataclass by the fields of that dataclass, as options of the command."""
     hints = get_type_hints(command, include_extras=True)
     flags: list[Parameter] = []
     groups: dict[str, type[Any]] = {}
@@ -33,7 +33,7 @@ def spread(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def options_of(group: type[Any]) -> Mapping[str, Parameter]:
-    """The fields of a group as parameters of a command, by name."""
+    """Return the fields of a group as parameters of a command, by name."""
     hints = get_type_hints(group, include_extras=True)
     return {
         one.name: Parameter(one.name, Parameter.KEYWORD_ONLY, default=_default_of(one), annotation=hints[one.name])
@@ -42,5 +42,5 @@ def options_of(group: type[Any]) -> Mapping[str, Parameter]:
 
 
 def _default_of(option: "Field[Any]") -> Any:
-    assert option.default is not MISSING, f"{option.name} is an option and needs a default"
+    assert option.default is not MISSING, f"option {option.name} requires a default"
     return option.default

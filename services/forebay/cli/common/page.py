@@ -1,7 +1,7 @@
-"""Pages: one file with everything in it, that asks the network for nothing.
+"""HTML reports: self-contained files that load nothing from the network.
 
-What users named is text here, never markup: templates escape it, charts get it as JSON, and the page's own policy
-forbids whatever would come from elsewhere.
+Names chosen by users are always text, never markup. Templates escape them, charts receive them as JSON, and the content
+security policy of the page blocks all external resources.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ LAYOUT: dict[str, Any] = {
 
 
 class Chart(msgspec.Struct, kw_only=True):
-    """A figure and what it shows; the first and the last of a pair stand side by side where there is room."""
+    """Chart of a report. The two charts of a pair are placed side by side if the page is wide enough."""
 
     id: str
     title: str
@@ -33,7 +33,13 @@ class Chart(msgspec.Struct, kw_only=True):
 
 
 def render(template: str, charts: list[Chart], **values: Any) -> str:
-    """The whole page; `template` is a file under `forebay/cli` that extends `common/page.html`."""
+    """Return a report as HTML.
+
+    Args:
+        template: Path under `forebay/cli` of a template that extends `common/page.html`.
+        charts: Charts of the page, in order.
+        values: Further variables of the template.
+    """
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("forebay.cli", "."),
         autoescape=True,
@@ -48,20 +54,20 @@ def render(template: str, charts: list[Chart], **values: Any) -> str:
 
 
 def in_script(json: str) -> str:
-    """JSON as the text of a script element, which ends at the first "</script" whatever the quotes around it."""
+    """Escape JSON for a script element, which would otherwise end at the first "</script", even inside a string."""
     return json.replace("<", "\\u003c")
 
 
 def plain(text: str) -> str:
-    """Text that plotly, which knows a few tags, takes for no markup."""
+    """Escape text for plotly, which interprets some HTML tags."""
     return printable(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
 def short(name: str) -> str:
-    """A name that fits below an axis."""
+    """Shorten a name to at most 16 characters, for axis labels."""
     return name if len(name) <= 16 else f"{name[:7]}…{name[-8:]}"
 
 
 def _visible(value: Any) -> Any:
-    """What a template shows: of a text every letter, none that turns the others around."""
+    """Replace unprintable characters of template values, such as marks that reverse the text direction."""
     return printable(value) if type(value) is str else value

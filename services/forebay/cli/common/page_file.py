@@ -1,4 +1,4 @@
-"""Where pages go: never over what is no page of the same command."""
+"""Output file of a report. A command overwrites only its own reports."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,31 +7,37 @@ import typer
 
 from forebay.cli.common.errors import BROKEN, complain, fail
 
-HEAD_BYTES = 1024  # of a page, which hold its title
+HEAD_BYTES = 1024  # of a report; they contain its title
 
 
 def require_writable(option: str, path: Path, title: str) -> None:
-    """Refuse, before any work is done, to write a page where something else is; a page's title begins with `title`.
+    """Check, before any work is done, that a report can be written to `path`.
 
-    Raises typer.Exit.
+    Args:
+        option: Option that names the file, for errors.
+        path: File that does not exist, or an earlier report of the same command.
+        title: Beginning of the title of the command's reports.
+
+    Raises:
+        typer.Exit: The file cannot be written, or is another file.
     """
     if not path.parent.is_dir():
-        fail(f"{option} {path}: there is no directory {path.parent}")
+        fail(f"{option} {path}: no such directory {path.parent}")
     if not path.exists():
         return
     if not path.is_file():  # reading a pipe or a terminal would wait
-        fail(f"{option} {path}: is no plain file; choose another name")
+        fail(f"{option} {path}: not a regular file; choose another name")
     try:
         with path.open("rb") as file:
             is_page = f"<title>{title}".encode() in file.read(HEAD_BYTES)
     except OSError as error:
         fail(f"{option} {path}: {error.strerror}")
     if not is_page:
-        fail(f"{option} {path}: is there, and is no page of this command; choose another name")
+        fail(f"{option} {path}: the file exists and is not a report of this command; choose another name")
 
 
 def write(option: str, path: Path, page: Callable[[], str]) -> None:
-    """Make a page and put it there, whole or not at all. Raises typer.Exit."""
+    """Render a report and write it atomically. Raises typer.Exit."""
     part = path.with_name(f"{path.name}.part")
     try:
         part.write_text(page(), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Plain data out of the YAML and JSON files that people write for a command."""
+"""Reader of YAML and JSON files that users write."""
 
 from pathlib import Path
 from typing import Any
@@ -8,14 +8,19 @@ import yaml
 
 from forebay.ingress.errors import Unusable
 
-FILE_BYTES_MAX = 1 << 20  # a thousand queue classes fit many times over; what is larger is another file
-DEPTH_MAX = 16  # a policy is four deep, an engine's arguments hardly more
+FILE_BYTES_MAX = 1 << 20  # far more than a thousand queue classes take
+DEPTH_MAX = 16  # a policy file has four levels, engine arguments hardly more
 
 
 def read_plain_file(path: Path, what: str) -> Any:
-    """Plain data from JSON, or from YAML where the name does not end in .json; `what` is such a file, for people.
+    """Decode a file as JSON if its name ends in .json, else as YAML.
 
-    Raises Unusable, naming the file.
+    Args:
+        path: File to read.
+        what: Kind of file, for errors.
+
+    Raises:
+        Unusable: The file cannot be read or decoded.
     """
     try:
         with path.open("rb") as file:
@@ -23,25 +28,25 @@ def read_plain_file(path: Path, what: str) -> Any:
     except OSError as error:
         raise Unusable(f"{path}: {error.strerror}") from None
     if len(content) > FILE_BYTES_MAX:
-        raise Unusable(f"{path}: larger than {FILE_BYTES_MAX} bytes, which no {what} is")
+        raise Unusable(f"{path}: the {what} is larger than {FILE_BYTES_MAX} bytes")
     try:
         if path.suffix == ".json":
             return msgspec.json.decode(content)
         _require_plain(path, content, what)
         return msgspec.yaml.decode(content)
-    except (msgspec.DecodeError, yaml.YAMLError, ValueError) as error:  # of dates and numbers that there are not
+    except (msgspec.DecodeError, yaml.YAMLError, ValueError) as error:  # ValueError: an invalid date or number
         raise Unusable(f"{path}: {' '.join(str(error).split())}") from None
     except RecursionError:
         raise Unusable(f"{path}: {_too_deep(what)}") from None
 
 
 def _require_plain(path: Path, content: bytes, what: str) -> None:
-    """Refuse what a few lines do to a YAML parser: aliases unfold to gigabytes, and nesting ends its stack."""
+    """Reject aliases, which can expand to gigabytes, and nesting that would overflow the parser's stack."""
     depth = 0
     for event in yaml.parse(content, Loader=yaml.CSafeLoader):
         match event:
             case yaml.AliasEvent():
-                raise Unusable(f"{path}: aliases (*{event.anchor}) are not taken; write it out")
+                raise Unusable(f"{path}: YAML aliases are not supported, got *{event.anchor}; repeat the value")
             case yaml.CollectionStartEvent():
                 depth += 1
             case yaml.CollectionEndEvent():
@@ -51,9 +56,9 @@ def _require_plain(path: Path, content: bytes, what: str) -> None:
 
 
 def _too_deep(what: str) -> str:
-    return f"nested deeper than any {what} is"
+    return f"the {what} has more than {DEPTH_MAX} levels"
 
 
 def kind_of(raw: Any) -> str:
-    """What plain data is, for people."""
+    """Describe the type of decoded data, for errors."""
     return {None: "nothing", list: "a list", dict: "a mapping"}.get(None if raw is None else type(raw), "one value")

@@ -1,4 +1,4 @@
-"""Records as JSON can show them, whatever their codec."""
+"""Conversion of records to JSON values, for every codec."""
 
 from typing import Any
 
@@ -9,12 +9,12 @@ from forebay.events.codec import DecodeError, decode
 from forebay.events.topics import topic_named
 from forebay.transport.base import Record
 
-OPAQUE_FIELDS = frozenset({"descriptor", "content", "vector"})  # of bytes that tell nobody anything
-HEX_FIELDS = frozenset({"parent_hash", "tie_seed", "nonce", "content"})  # 64 bits, which JSON readers round
+OPAQUE_FIELDS = frozenset({"descriptor", "content", "vector"})  # bytes without meaning for a reader
+HEX_FIELDS = frozenset({"parent_hash", "tie_seed", "nonce", "content"})  # 64-bit integers, which JSON readers round
 
 
 def readable(record: Record) -> dict[str, Any]:
-    """A record as JSON can show it: hashes as hex strings, token ids as numbers, pictures and descriptors as sizes."""
+    """Return a record as JSON values: hashes as hex strings, token ids as numbers, images and descriptors as sizes."""
     line: dict[str, Any] = {"offset": record.offset, "at_us": record.at_us}
     if record.key is not None:
         line["key"] = record.key.decode(errors="replace")
@@ -34,7 +34,13 @@ def readable(record: Record) -> dict[str, Any]:
 
 
 def plain(value: Any, name: str = "", *, token_ids: bool = True) -> Any:
-    """An event, or a value in its field `name`; without `token_ids` there is their `token_count` in their place."""
+    """Return an event, or a field of one, as JSON values.
+
+    Args:
+        value: Event or value of a field.
+        name: Name of the field, which selects the format of bytes and integers.
+        token_ids: Include token ids. Otherwise `token_count` replaces them.
+    """
     if isinstance(value, msgspec.Struct):
         tag = type(value).__struct_config__.tag
         fields = {} if tag is None else {"type": tag}

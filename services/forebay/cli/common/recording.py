@@ -1,4 +1,4 @@
-"""Where a command reads recorded events from: a log file, a recording or Kafka, and one group in it."""
+"""Source of recorded events: a log file, a recording or Kafka, and one group in it."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -19,15 +19,15 @@ from forebay.transport.sqlite.log import SqliteLog
 
 LogArgument = Annotated[
     Path | None,
-    typer.Argument(help="A log file of `forebay up`, which may be in use, or a recording. Not with --kafka."),
+    typer.Argument(help="Log file of `forebay up`, or a recording. Exclusive with --kafka."),
 ]
 
-GroupOption = Annotated[str, typer.Option(help="The model in question, if there are several.")]
+GroupOption = Annotated[str, typer.Option(help="Model to read, if the log has several.")]
 
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """What the options of a command name; either `log` or `kafka` is set."""
+    """Options that select a source of recorded events. Either `log` or `kafka` is set."""
 
     log: Path | None
     kafka: str | None
@@ -36,18 +36,18 @@ class Recording:
     group: str
 
     def require_one_source(self) -> None:
-        """Ends the command unless there is one."""
+        """End the command unless exactly one source is named."""
         if (self.log is None) == (self.kafka is None):
-            fail("give a log file or --kafka")
+            fail("expected either a log file or --kafka")
 
     @property
     def name(self) -> str:
-        """What errors call it."""
+        """Name of the source in errors."""
         return str(self.log) if self.log is not None else f"{self.namespace} on {self.kafka}"
 
     @asynccontextmanager
     async def source(self) -> AsyncIterator[SqliteLog | KafkaLog]:
-        """The log, to be read only. Raises LogError."""
+        """Open the log read-only. Raises LogError."""
         if self.log is not None:
             recording = SqliteLog.open(self.log, readonly=True)
             try:
@@ -59,8 +59,8 @@ class Recording:
         settings = kafka_settings(self.kafka, self.namespace, self.kafka_config)
         there = await partitions_of(settings)
         missing = [topic.name for topic in (GROUPS, DECISIONS, SNAPSHOTS, *INPUTS) if topic.name not in there]
-        if missing:  # the client would ask for them again and again
-            fail(f"{self.kafka} has no {settings.topic(missing[0])}; does --namespace say where the services write?")
+        if missing:  # the client would retry forever
+            fail(f"{self.kafka} has no topic {settings.topic(missing[0])}; check --namespace")
         log = await KafkaLog.open(settings)
         try:
             yield log
@@ -69,7 +69,7 @@ class Recording:
 
     @asynccontextmanager
     async def opened(self) -> AsyncIterator[tuple[Log, int]]:
-        """The log and the control partition of the group, to be read only. Raises LogError."""
+        """Open the log read-only and yield it with the control partition of the group. Raises LogError."""
         async with self.source() as log:
             yield log, self._partition(await groups_of(log))
 
@@ -79,5 +79,5 @@ class Recording:
         if not self.group and len(placed) == 1:
             return next(iter(placed.values()))
         known = ", ".join(sorted(placed)) or "none"
-        wanted = f"there is no group {self.group}" if self.group else "say which --group"
-        fail(f"{wanted}: {self.name} has {known}")
+        problem = f"--group {self.group}: unknown group" if self.group else "--group is required"
+        fail(f"{problem}; groups of {self.name} are {known}")

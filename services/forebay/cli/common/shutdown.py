@@ -1,6 +1,6 @@
-"""Ends a process in bounded time, also when a part of it hangs: a broker that is away holds up every client library.
+"""Process shutdown in bounded time, even if a client library hangs because its broker is unreachable.
 
-A thread of its own does it, because a library that joins its threads can block the event loop.
+A timer thread ends the process, because a library that joins its threads can block the event loop.
 """
 
 import os
@@ -12,14 +12,14 @@ from contextlib import contextmanager
 
 from forebay.cli.common.errors import BROKEN, complain
 
-STOP_S = 15.0  # for the work under way at the first signal, unless a service has a limit of its own
+STOP_S = 15.0  # for requests in flight after the first signal, unless a service has its own limit
 CLOSE_S = 4.0  # for connections after that; both together stay below the 20 s of `stop_grace_period` in compose.yaml
 AT_ONCE_S = 3.0  # for connections after a second signal
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def end_within(seconds: float, why: str) -> threading.Timer:
-    """End this process after so many seconds, unless it ends by itself or the timer is cancelled."""
+    """Start a timer that ends this process after `seconds`, with `why` in the error message."""
     timer = threading.Timer(seconds, _end, [seconds, why])
     timer.daemon = True
     timer.start()
@@ -28,7 +28,7 @@ def end_within(seconds: float, why: str) -> threading.Timer:
 
 @contextmanager
 def ending_within(seconds: float, why: str) -> Iterator[None]:
-    """End this process if the body takes longer."""
+    """End this process if the body takes longer than `seconds`."""
     timer = end_within(seconds, why)
     try:
         yield
@@ -39,15 +39,15 @@ def ending_within(seconds: float, why: str) -> Iterator[None]:
 def on_second_signal(then: Callable[[], object]) -> None:
     """End this process within `AT_ONCE_S` after the next SIGINT or SIGTERM, also while the event loop is blocked."""
 
-    def hear(_number: int, _frame: object) -> None:
+    def handle(_number: int, _frame: object) -> None:
         end_within(AT_ONCE_S, "a second signal")
         then()
 
     for number in SIGNALS:
-        signal.signal(number, hear)
+        signal.signal(number, handle)
 
 
 def _end(seconds: float, why: str) -> None:
-    complain(f"ended by force, because it did not stop within {seconds:g} s after {why}")
+    complain(f"killed: the process did not stop within {seconds:g} s after {why}")
     sys.stderr.flush()
     os._exit(BROKEN)

@@ -1,4 +1,4 @@
-"""Sizes as people type them: `500MB`, `10GB`."""
+"""Parser of sizes such as `500MB` and `10GB`."""
 
 import re
 
@@ -10,10 +10,10 @@ _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)(kB|MB|GB|TB)")
 
 
 def size(option: str, text: str, minimum: int) -> int:
-    """Return a size like `500MB` in bytes. Ends the command for text that is no size, or a size below a minimum."""
+    """Return a size such as `500MB` in bytes. An invalid size, or one below `minimum` bytes, ends the command."""
     found = _SIZE.fullmatch(text)
     if found is None:
-        fail(f"{option} {text}: not a size; give a number with kB, MB, GB or TB, as 500MB or 10GB")
+        fail(f"{option} {text}: not a size; expected a number with kB, MB, GB or TB, such as 500MB")
     count = int(float(found[1]) * UNITS[found[2]])
     if count < minimum:
         fail(f"{option} {text}: too small; the minimum is {minimum // UNITS['MB']}MB")

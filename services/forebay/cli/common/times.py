@@ -1,4 +1,4 @@
-"""Times and spans as people type them: `2026-01-31T12:00:00Z`, `12:30` of today, `-5m` before now, `90s`."""
+"""Parser of times such as `2026-01-31T12:00:00Z`, `12:30` or `-5m`, and of durations such as `90s`."""
 
 import re
 from datetime import datetime, time
@@ -8,20 +8,26 @@ from forebay.cli.common.errors import fail
 _SPAN = re.compile(r"(\d+(?:\.\d+)?)(s|m|h|d)")
 _CLOCK = re.compile(r"\d\d:\d\d(:\d\d(\.\d+)?)?")
 _UNIT_US = {"s": 1_000_000, "m": 60_000_000, "h": 3_600_000_000, "d": 86_400_000_000}
-TIMES_HELP = "2026-01-31T12:00:00Z (local time without a zone), 12:30[:05] for today, or -5m for before now"
+TIMES_HELP = "2026-01-31T12:00:00Z (local time without a zone), 12:30[:05] today, or -5m for 5 minutes ago"
 
 
 def span_us(option: str, text: str) -> int:
-    """A span like `90s`, `5m`, `2h` or `1d` in microseconds, more than none. Ends the command for what is none."""
+    """Return a duration such as `90s`, `5m`, `2h` or `1d` in microseconds. An invalid or zero one ends the command."""
     found = _SPAN.fullmatch(text)
     span = round(float(found[1]) * _UNIT_US[found[2]]) if found else 0
     if not span:
-        fail(f"{option} {text}: no span; give a number above 0 with s, m, h or d, as 90s, 5m or 2h")
+        fail(f"{option} {text}: not a duration; expected a number above 0 with s, m, h or d, such as 90s")
     return span
 
 
 def time_us(option: str, text: str, now_us: int) -> int:
-    """A point in time in microseconds since 1970, seen from `now_us`. Ends the command for what is none."""
+    """Return a point in time in microseconds since 1970. An invalid one ends the command.
+
+    Args:
+        option: Option that has the value, for errors.
+        text: Time, or negative duration relative to `now_us`.
+        now_us: Current time in microseconds since 1970.
+    """
     if text.startswith("-"):
         return now_us - span_us(option, text.removeprefix("-"))
     try:
@@ -32,4 +38,4 @@ def time_us(option: str, text: str, now_us: int) -> int:
             moment = datetime.fromisoformat(text)
         return round(moment.astimezone().timestamp() * 1e6)
     except (ValueError, OverflowError):
-        fail(f"{option} {text}: no time; give {TIMES_HELP}")
+        fail(f"{option} {text}: not a time; expected {TIMES_HELP}")

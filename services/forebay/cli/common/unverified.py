@@ -1,4 +1,4 @@
-"""What a derivation passed over: what of it a user allows, and how a command ends that may not pass over the rest."""
+"""Option `--allow`, and exit codes of replays that skipped checks."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -9,38 +9,43 @@ from forebay.cli.common.errors import USAGE, complain, fail
 from forebay.replay.verify.verify import UNVERIFIED
 from forebay.replay.walk import UNKNOWN_EVENTS
 
-DIVERGED = 1  # the exit code where the events do not lead to what the journal says, too
+DIVERGED = 1  # also the exit code if the replayed events contradict the journal
 
 
 def allow_option(names: Collection[str]) -> Any:
-    """The option `--allow` for these names of `UNVERIFIED`."""
-    return typer.Option(help=f"What may stay unverified, several times: {', '.join(names)}.", metavar="NAME")
+    """Return the option `--allow` for these names of `UNVERIFIED`."""
+    return typer.Option(help=f"Check to skip: {', '.join(names)}. Repeatable.", metavar="NAME")
 
 
 def allowed_of(given: Collection[str] | None, names: Collection[str]) -> frozenset[str]:
-    """What was given to `--allow`. Ends the command for a name that there is not."""
+    """Return the values of `--allow`. An unknown name ends the command."""
     allowed = frozenset(given or ())
     if unknown := sorted(allowed.difference(names)):
-        fail(f"--allow {unknown[0]}: there is no such name; there are {', '.join(names)}")
+        fail(f"--allow {unknown[0]}: unknown name; names are {', '.join(names)}")
     return allowed
 
 
 def complaint(failed: Mapping[str, int], unknown_event: str = "") -> str:
-    """Why a verification failed that found no divergence, and what to do; `unknown_event` is the first of its kind."""
+    """Return the error of a verification that found no divergence but skipped checks.
+
+    Args:
+        failed: Numbers of skipped checks that were not allowed, by name.
+        unknown_event: First event of an unknown type, if any.
+    """
     first = f" (the first: {unknown_event})" if unknown_event else ""
     parts = [f"{count} {name}{first if name == UNKNOWN_EVENTS else ''}" for name, count in failed.items()]
     ways = " ".join(f"--allow {name}" for name in failed)
     newer = "use the version that wrote it, or " if UNKNOWN_EVENTS in failed else ""
-    return f"not verified: {', '.join(parts)}; {newer}accept that by {ways}"
+    return f"not verified: {', '.join(parts)}; {newer}accept it with {ways}"
 
 
 def exit_code(failed: Mapping[str, int]) -> int:
-    """Of a verification that failed without a divergence: what this version cannot read is bad input."""
+    """Return the exit code of a verification that skipped checks: 2 for unknown events, which are bad input, else 1."""
     return USAGE if UNKNOWN_EVENTS in failed else DIVERGED
 
 
 def tell_unverified(unverified: Mapping[str, int]) -> None:
-    """Say on stderr what was passed over on the way to what is shown. Ends the command if that may have mattered."""
+    """Report skipped checks on stderr. Unknown events end the command, because they may change the result."""
     for name, count in unverified.items():
         complain(f"not verified: {count} {UNVERIFIED[name]}")
     if UNKNOWN_EVENTS in unverified:

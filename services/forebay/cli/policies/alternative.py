@@ -31,16 +31,16 @@ SetOption = Annotated[
     typer.Option(
         SET,
         metavar="[POOL:]PATH=VALUE",
-        help="A field of the pools' configuration, as router.temperature=0.2 or router.queue.threshold=2; repeatable.",
+        help="Change a field of the pool configuration, such as router.temperature=0.2. Repeatable.",
     ),
 ]
 PolicyOption = Annotated[
-    str | None, typer.Option(POLICY, metavar="MODE", help="A router mode, or a class of yours: module.Class.")
+    str | None, typer.Option(POLICY, metavar="MODE", help="Router mode, or policy class as module.Class.")
 ]
 PolicyConfigOption = Annotated[
     Path | None,
     typer.Option(
-        POLICY_CONFIG, help="A policy file in place of the recorded configuration; --set and --policy win over it."
+        POLICY_CONFIG, help="Policy file that replaces the recorded configuration. --set and --policy override it."
     ),
 ]
 

@@ -1,7 +1,7 @@
-"""The router's options: the same flags for every command that routes, and one `RouterConfig` out of them.
+"""Router options of every command that routes requests, and their conversion to a `RouterConfig`.
 
-Names are Dynamo's. What is not given comes from the policy file (`--router-policy-config`), else from the defaults of
-`RouterConfig`. A value is refused by the name under which it was given.
+The names are Dynamo's. An absent option takes its value from the file of `--router-policy-config`, else from the
+defaults of `RouterConfig`. An error names the option, variable or file that has the invalid value.
 """
 
 import sys
@@ -35,10 +35,16 @@ LOAD_ONLY = {"mode": "kv", "overlap_score_credit": 0.0, "use_kv_events": False}
 
 @dataclass(frozen=True, slots=True)
 class RouterOption:
-    """A flag. `field` is where its value goes in `RouterConfig`, parts joined by a dot; empty for none.
+    """Router option of the command line.
 
-    `serving` is the default of a router that serves, where that of `RouterConfig`, which old logs and simulations have,
-    sets no limit.
+    Attributes:
+        flag: Name on the command line, with `--`.
+        field: Path of the field in `RouterConfig`, with dots. Empty if the option sets no single field.
+        kind: Type of the value.
+        help: Line in `--help`.
+        hidden: Whether `--help` omits the option.
+        serving: Default of a router that serves, if the default of `RouterConfig` sets no limit. Logs of earlier
+            versions and simulations use the default of `RouterConfig`.
     """
 
     flag: str
@@ -50,17 +56,17 @@ class RouterOption:
 
     @property
     def parameter(self) -> str:
-        """Its name as a parameter of a command."""
+        """Name of the option as a Python parameter."""
         return self.flag.removeprefix("--").replace("-", "_")
 
     @property
     def variable(self) -> str:
-        """Its name in the environment, for a router that has no command line."""
+        """Environment variable of the option, for a router that Faust's own command line starts."""
         return f"FOREBAY_{self.parameter.upper()}"
 
     @property
     def default(self) -> str:
-        """What holds when it is not given, for people."""
+        """Default value as text. Empty if the option sets no single field."""
         if not self.field:
             return ""
         if self.serving is not None:
@@ -74,126 +80,139 @@ class RouterOption:
 
 
 OPTIONS = (
-    RouterOption(MODE, "mode", str, f"How requests are routed: {', '.join(MODES)}, or a class of yours: module.Class."),
-    RouterOption(POLICY_CONFIG, "", Path, "YAML or JSON file with fields of the configuration; flags win over it."),
-    RouterOption(LOAD_AWARE, "", bool, "Route by load alone: kv mode, no credit for cached blocks, no KV events."),
-    RouterOption("--router-temperature", "temperature", float, "0 takes the lowest cost; above, a draw by cost."),
+    RouterOption(MODE, "mode", str, f"Routing policy: {', '.join(MODES)}, or a class as module.Class."),
+    RouterOption(POLICY_CONFIG, "", Path, "YAML or JSON file with fields of the configuration. Options override it."),
+    RouterOption(LOAD_AWARE, "", bool, "Route by load only: kv mode without overlap credit and KV events."),
+    RouterOption(
+        "--router-temperature", "temperature", float, "Softmax temperature of the selection. 0 selects the lowest cost."
+    ),
     RouterOption(
         "--router-selection-policy",
         "selection_policy",
         Literal["default", "lmetric"],
-        "Add prefill and decode blocks, or multiply them.",
+        "Cost: sum (default) or product (lmetric) of prefill and decode blocks.",
     ),
     RouterOption(
         "--router-kv-overlap-score-credit",
         "overlap_score_credit",
         float,
-        "Blocks of prefill that a cached block saves.",
+        "Prefill blocks that one cached block saves.",
     ),
     RouterOption(
         "--router-kv-overlap-score-credit-decay",
         "overlap_score_credit_decay",
         float,
-        "Takes from the credit of workers with more to prefill than others.",
+        "Reduce the credit of workers that have more queued prefill than others.",
     ),
-    RouterOption("--router-host-cache-hit-weight", "host_cache_hit_weight", float, "Credit of a block in host memory."),
-    RouterOption("--router-disk-cache-hit-weight", "disk_cache_hit_weight", float, "Credit of a block on disk."),
+    RouterOption(
+        "--router-host-cache-hit-weight", "host_cache_hit_weight", float, "Credit of a block cached in host memory."
+    ),
+    RouterOption("--router-disk-cache-hit-weight", "disk_cache_hit_weight", float, "Credit of a block cached on disk."),
     RouterOption(SCALE, "prefill_load_scale", float, "Weight of prefill blocks in the cost."),
-    RouterOption(OLD_SCALE, "prefill_load_scale", float, f"The old name of {SCALE}.", hidden=True),
+    RouterOption(OLD_SCALE, "prefill_load_scale", float, f"Deprecated name of {SCALE}.", hidden=True),
     RouterOption(
         "--router-decode-active-request-weight",
         "decode_active_request_weight",
         float,
-        "Blocks that a request under way counts for.",
+        "Cost in blocks of one request in flight.",
     ),
-    RouterOption("--router-kv-events", "use_kv_events", bool, "Follow the workers' caches by their KV events."),
-    RouterOption("--router-track-prefill-tokens", "track_prefill_tokens", bool, "Prompts not computed yet are load."),
-    RouterOption("--router-track-active-blocks", "track_active_blocks", bool, "Blocks of running requests are load."),
-    RouterOption("--router-track-output-blocks", "track_output_blocks", bool, "Blocks of output are load."),
+    RouterOption("--router-kv-events", "use_kv_events", bool, "Use the KV events of workers."),
     RouterOption(
-        "--router-assume-kv-reuse", "assume_kv_reuse", bool, "Running requests with one prefix share its blocks."
+        "--router-track-prefill-tokens", "track_prefill_tokens", bool, "Count prompt tokens not yet computed as load."
+    ),
+    RouterOption(
+        "--router-track-active-blocks", "track_active_blocks", bool, "Count KV blocks of running requests as load."
+    ),
+    RouterOption(
+        "--router-track-output-blocks", "track_output_blocks", bool, "Count KV blocks of output tokens as load."
+    ),
+    RouterOption(
+        "--router-assume-kv-reuse", "assume_kv_reuse", bool, "Count a prefix shared by running requests once."
     ),
     RouterOption(
         "--router-ttl-secs",
         "ttl_s",
         float,
-        "What was routed to a worker without KV events is taken for cached this long.",
+        "Seconds that a routed prompt counts as cached on workers without KV events.",
     ),
     RouterOption(
         "--router-predicted-ttl-secs",
         "predicted_ttl_s",
         float,
-        "What was routed is taken for cached this long, until KV events say so; 0 is off.",
+        "Seconds that a routed prompt counts as cached until KV events arrive. 0: off.",
     ),
     RouterOption(
         "--router-queue-threshold",
         "queue.threshold",
         float,
-        "Hold requests while every worker has more than this many engine steps of prefill.",
+        "Queue requests while every worker has more than this many engine steps of prefill.",
     ),
-    RouterOption("--router-queue-policy", "queue.policy", QueuePolicy, "The order of held requests."),
+    RouterOption("--router-queue-policy", "queue.policy", QueuePolicy, "Order of queued requests."),
     RouterOption(
         "--router-queue-run-ahead",
         "queue.run_ahead",
         float,
-        "A worker rank is sent at most this share of its max_num_seqs beyond these; further requests are held.",
+        "Send a rank at most max_num_seqs times (1 + this fraction); queue further requests.",
         serving=0.25,  # measured: see docs/performance.md
     ),
     RouterOption(
         "--router-queue-depth",
         "queue.depth",
         float,
-        "Hold at most this multiple of the max_num_seqs of all ranks, 64 per rank at least; refuse others with 429.",
+        "Queue at most this multiple of max_num_seqs of all ranks, minimum 64 per rank; else respond 429.",
         serving=4.0,  # a full queue drains in four times the duration of a request: longer waits end by the timeout
     ),
     RouterOption(
         "--router-queue-timeout-secs",
         "queue.timeout_s",
         float,
-        "A request held for longer is given up with 503; 0 is off.",
+        "Seconds in the queue after which a request fails with 503. 0: off.",
         serving=10.0,  # longer than a burst takes, and shorter than most clients' patience
     ),
     RouterOption(
         "--router-session-affinity-ttl-secs",
         "session_ttl_s",
         float,
-        "A session keeps its worker this long after its last request; 0 is off.",
+        "Seconds that a session keeps its worker after its last request. 0: off.",
     ),
     RouterOption(
         "--router-session-affinity-mode",
         "session_mode",
         Literal["hard", "soft"],
-        "Whether a session must stay, or would rather.",
+        "Session affinity: required (hard) or preferred (soft).",
     ),
     RouterOption(
         "--active-decode-blocks-threshold",
         "busy.active_decode_blocks_threshold",
         float,
-        "A worker is busy above this share of its KV blocks, 0 to 1.",
+        "Fraction of KV blocks, 0 to 1, above which a worker is busy.",
     ),
     RouterOption(
         "--active-prefill-tokens-threshold",
         "busy.active_prefill_tokens_threshold",
         int,
-        "A worker is busy above this many tokens to prefill.",
+        "Queued prefill tokens above which a worker is busy.",
     ),
     RouterOption(
         "--active-prefill-tokens-threshold-frac",
         "busy.active_prefill_tokens_threshold_frac",
         float,
-        "A worker is busy above this many engine steps of prefill.",
+        "Queued engine steps of prefill above which a worker is busy.",
     ),
     RouterOption(
         CONDITIONAL,
         "",
         bool,
-        "Of a decode pool: leave prompts that are short and mostly cached where they are answered (isl_bounding).",
+        "Compute short, mostly cached prompts on the decode worker (isl_bounding).",
     ),
     RouterOption(
-        CONDITIONS, "", str, f"JSON with another policy and its limits: {', '.join(DisaggConfig.__struct_fields__)}."
+        CONDITIONS,
+        "",
+        str,
+        f"JSON object with the disaggregation policy and its limits: {', '.join(DisaggConfig.__struct_fields__)}.",
     ),
     RouterOption(
-        "--enforce-disagg", "disagg.enforce", bool, "Refuse a request whose prompt no prefill worker can compute."
+        "--enforce-disagg", "disagg.enforce", bool, "Reject a request if no prefill worker can compute its prompt."
     ),
 )
 
@@ -201,10 +220,10 @@ Named = Callable[[RouterOption], str]
 
 
 def router_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the router's flags; it takes them as one parameter `router: RouterConfig`.
+    """Add the router options to a command that has a parameter `router: RouterConfig`.
 
-    Before the command starts, what cannot be used ends it with a line and exit code 2, a policy that is not
-    deterministic included.
+    An invalid option or a nondeterministic policy ends the process with a one-line error and exit code 2 before the
+    command starts.
     """
 
     @wraps(command)
@@ -213,7 +232,7 @@ def router_options(command: Callable[..., None]) -> Callable[..., None]:
         with explained():
             router = router_config({option: value for option, value in given.items() if value is not None})
         if given[_option(OLD_SCALE)] is not None:
-            sys.stderr.write(f"forebay: {OLD_SCALE} is the old name of {SCALE}\n")
+            sys.stderr.write(f"forebay: {OLD_SCALE} is the deprecated name of {SCALE}\n")
         command(**arguments, router=router)
 
     others = [parameter for parameter in signature(command).parameters.values() if parameter.name != "router"]
@@ -224,23 +243,32 @@ def router_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def router_config(given: Mapping[RouterOption, Any], named: Named = lambda option: option.flag) -> RouterConfig:
-    """The configuration that these values make, its policy checked. `named` says how a user calls an option.
+    """Return the configuration that these values make.
 
-    Raises Unusable, naming the option or the file and what is wrong with it.
+    Args:
+        given: Values by option.
+        named: Return the name of an option in error messages.
+
+    Raises:
+        Unusable: An option or the policy file is invalid, or the policy is not deterministic.
     """
     add_current_directory()  # also for a built-in mode: a log that is continued may name an earlier policy
     by_flag = {option.flag: value for option, value in given.items()}
     if SCALE in by_flag and OLD_SCALE in by_flag:
-        raise Unusable(f"{named(_option(OLD_SCALE))} is the old name of {named(_option(SCALE))}: give one of them")
+        raise Unusable(
+            f"{named(_option(OLD_SCALE))} is the deprecated name of {named(_option(SCALE))}: use only one of them"
+        )
     path = by_flag.get(POLICY_CONFIG)
     config = RouterConfig() if path is None else read_policy_file(path)
     config = _serving(config, set() if path is None else set(named_fields(path, "")))
     if by_flag.get(LOAD_AWARE):
         if by_flag.get(MODE, "kv") != "kv":
-            raise Unusable(f"{named(_option(LOAD_AWARE))} is the kv mode, not {by_flag[MODE]}: leave one of them out")
+            raise Unusable(
+                f"{named(_option(LOAD_AWARE))} implies router mode kv and cannot be combined with {by_flag[MODE]}"
+            )
         config = msgspec.structs.replace(config, **LOAD_ONLY)
     if CONDITIONS in by_flag and not by_flag.get(CONDITIONAL):
-        raise Unusable(f"{named(_option(CONDITIONS))} belongs to {named(_option(CONDITIONAL))}: give both")
+        raise Unusable(f"{named(_option(CONDITIONS))} requires {named(_option(CONDITIONAL))}")
     if by_flag.get(CONDITIONAL):
         disagg = _conditional(config.disagg, by_flag.get(CONDITIONS), named(_option(CONDITIONS)))
         config = msgspec.structs.replace(config, disagg=disagg)
@@ -256,9 +284,10 @@ def router_config(given: Mapping[RouterOption, Any], named: Named = lambda optio
 
 
 def router_config_of(environment: Mapping[str, str]) -> RouterConfig:
-    """The configuration that environment variables make, for each option one: see `RouterOption.variable`.
+    """Return the configuration that environment variables make. See `RouterOption.variable`.
 
-    Raises Unusable, naming the variable and what is wrong with it.
+    Raises:
+        Unusable: The value of a variable is invalid.
     """
     given: dict[RouterOption, Any] = {}
     for option in OPTIONS:
@@ -269,12 +298,12 @@ def router_config_of(environment: Mapping[str, str]) -> RouterConfig:
             given[option] = Path(text) if option.kind is Path else msgspec.convert(text, option.kind, strict=False)
         except msgspec.ValidationError:
             meant = allowed_values(msgspec.inspect.type_info(option.kind))
-            raise Unusable(f"{option.variable} is {text}: must be {meant}") from None
+            raise Unusable(f"{option.variable}: got {text}, must be {meant}") from None
     return router_config(given, lambda option: option.variable)
 
 
 def _serving(config: RouterConfig, named: Container[str]) -> RouterConfig:
-    """The configuration with the defaults of a router that serves, where a file has not `named` the field."""
+    """Apply the serving defaults to each field that the policy file does not name."""
     for option in OPTIONS:
         if option.serving is not None and option.field not in named:
             config = _changed(config, option, option.serving, option.flag)
@@ -282,17 +311,17 @@ def _serving(config: RouterConfig, named: Container[str]) -> RouterConfig:
 
 
 def _conditional(disagg: DisaggConfig, text: str | None, name: str) -> DisaggConfig:
-    """What of a decode pool's prompts is computed where, as Dynamo's flags say it."""
-    example = 'an object, as {"policy": "classic"}'
+    """Return the disaggregation settings with the changes of Dynamo's flags."""
+    example = 'an object such as {"policy": "classic"}'
     try:
         changes = msgspec.json.decode(text or "{}")
     except (msgspec.DecodeError, RecursionError):
-        raise Unusable(f"{name}: {text} is no JSON; it must be {example}") from None
+        raise Unusable(f"{name}: {text} is not JSON; expected {example}") from None
     if not isinstance(changes, dict):
-        raise Unusable(f"{name}: must be {example}, not {text}")
+        raise Unusable(f"{name}: expected {example}, got {text}")
     if unknown := sorted(set(changes) - set(DisaggConfig.__struct_fields__)):
         known = ", ".join(DisaggConfig.__struct_fields__)
-        raise Unusable(f"{name}: unknown field {', '.join(unknown)}; there are {known}")
+        raise Unusable(f"{name}: unknown field {', '.join(unknown)}; fields are {known}")
     fields = {**msgspec.to_builtins(disagg), "policy": "isl_bounding", **changes}
     try:
         return msgspec.convert(fields, DisaggConfig)
@@ -308,7 +337,7 @@ def _changed(config: RouterConfig, option: RouterOption, value: Any, name: str) 
     except ValueError as error:
         raise Unusable(str(error).replace(field, name, 1)) from None
     except OverflowError:
-        raise Unusable(f"{name} is a number with more digits than anything has") from None
+        raise Unusable(f"{name}: the number is too large") from None
     return msgspec.structs.replace(config, **({group: part} if group else {field: value}))
 
 
@@ -321,6 +350,6 @@ def _parameter(option: RouterOption) -> Parameter:
     shown = typer.Option(
         flag, help=option.help, hidden=option.hidden, rich_help_panel=PANEL, show_default=option.default or False
     )
-    # None stands for what is not given, so that a file's value is not overridden by a default.
+    # None means absent, so that a default does not override the value of the policy file.
     annotation: Any = Annotated[Optional[option.kind], shown]  # noqa: UP045 - a value, not a type, for the checker
     return Parameter(option.parameter, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)

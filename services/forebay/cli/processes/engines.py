@@ -1,6 +1,6 @@
-"""Which engine a worker runs: options that commands share, and the engine and the worker's spec out of them.
+"""Engine options shared by several commands, and construction of the engine and the worker spec.
 
-Real engines are imported when one is built, and only that one: none of them is needed to run another.
+A real engine is imported when it is built, so the packages of the other engines need not be installed.
 """
 
 import math
@@ -49,16 +49,22 @@ from forebay.workers.service import load_service
 MOCK = "mock"
 DEFAULT_POOL = "default"
 MOCKER_PROFILE = load_profile(MOCKER)
-NOT_TOLD = {"speedup": "is as fast as it is", "engine_profile": "takes the time that it takes"}
-MOVES_ITS_OWN = "moves its KV by itself, as its own arguments say"
+MOCK_ONLY = {"speedup": "runs at its own speed", "engine_profile": "runs at its own speed"}
+OWN_KV_TRANSFER = "configures KV transfer in --engine-args"
 APART = ("prefill", "decode")
-REACHED = (MOCK, "vllm")  # engines whose KV is fetched at an address that the worker says
-NOT_KNOWN = 1  # a size that the engine says when it has started
+REACHED = (MOCK, "vllm")  # engines whose KV is fetched from an address that the worker reports
+NOT_KNOWN = 1  # placeholder for a size that the engine reports after its start
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """Where the class of a real engine is, and the packages that it needs; the extra has the engine's name."""
+    """Location of a real engine's class.
+
+    Attributes:
+        module: Module of the class.
+        name: Name of the class.
+        packages: Packages that the engine imports. The extra of forebay that installs them has the engine's name.
+    """
 
     module: str
     name: str
@@ -78,14 +84,14 @@ ENGINES = (MOCK, *ADAPTERS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineChoice:
-    """An engine and what it is told.
+    """Selected engine and its settings.
 
     Attributes:
-        engine: one of `ENGINES`, or FILE.py:Class, a service of the user's own.
-        settings: `model` is the default model's directory where none was given.
-        loras: the names of the adapters.
-        speedup: how much faster than the modelled GPU a mock engine runs.
-        profile: a mock engine's pace, and its sizes where none are given.
+        engine: One of `ENGINES`, or a user's service class as FILE.py:Class.
+        settings: Settings of the engine. `model` is the default model directory if no model was named.
+        loras: Names of LoRA adapters.
+        speedup: Speed of a mock engine relative to the modelled GPU.
+        profile: Timing of a mock engine, and its default sizes.
     """
 
     engine: str
@@ -96,36 +102,45 @@ class EngineChoice:
 
     @property
     def is_mock(self) -> bool:
-        """Whether it only pretends."""
+        """Whether this is the mock engine."""
         return self.engine == MOCK
 
     @property
     def label(self) -> str:
-        """What the engine is called: its name, or that of the user's class."""
+        """Name of the engine, or of the user's class."""
         return self.engine.rpartition(":")[2]
 
 
 def engine_choice(
     engine: Annotated[
-        str, typer.Option(help=f"What workers run: {', '.join(ENGINES)}, or a service of yours: FILE.py:Class.")
+        str, typer.Option(help=f"Engine: {', '.join(ENGINES)}, or a service class as FILE.py:Class.")
     ] = MOCK,
     model: Annotated[
-        Path | None, typer.Option(help="Model directory: tokenizer.json, chat template; weights for real engines.")
+        Path | None,
+        typer.Option(help="Model directory with tokenizer and chat template; with weights for real engines."),
     ] = None,
-    model_name: Annotated[str, typer.Option(help="Name in the API; the directory's name when empty.")] = "",
+    model_name: Annotated[str, typer.Option(help="Model name in the API. Default: the name of the directory.")] = "",
     engine_args: Annotated[
-        str | None, typer.Option(help="The engine's own arguments by its own names: YAML or JSON file, or JSON.")
+        str | None,
+        typer.Option(help="Engine arguments, by the engine's own names: a YAML or JSON file, or a JSON object."),
     ] = None,
-    role: Annotated[str, typer.Option(help=f"Part in a request: {', '.join(get_args(Role))}.")] = "aggregated",
-    speedup: Annotated[float | None, typer.Option(help="How much faster than the modelled GPU; mock only.")] = None,
+    role: Annotated[str, typer.Option(help=f"Worker role: {', '.join(get_args(Role))}.")] = "aggregated",
+    speedup: Annotated[float | None, typer.Option(help="Speed relative to the modelled GPU. Mock engine only.")] = None,
     engine_profile: Annotated[
-        str | None, typer.Option(help="Pace and sizes of the mock engine: a profile's file, or mocker (the default).")
+        str | None, typer.Option(help="Engine profile of the mock engine: a file, or mocker. Default: mocker.")
     ] = None,
-    block_size: Annotated[int | None, typer.Option(min=1, help="Tokens a KV block; mock: 64.")] = None,
-    kv_blocks: Annotated[int | None, typer.Option(min=1, help="KV blocks a rank; mock: 16384.")] = None,
-    max_num_seqs: Annotated[int | None, typer.Option(min=1, help="Sequences a rank runs at once; mock: 256.")] = None,
+    block_size: Annotated[
+        int | None, typer.Option(min=1, help="Tokens per KV block. Default with the mock engine: 64.")
+    ] = None,
+    kv_blocks: Annotated[
+        int | None, typer.Option(min=1, help="KV blocks per rank. Default with the mock engine: 16384.")
+    ] = None,
+    max_num_seqs: Annotated[
+        int | None,
+        typer.Option(min=1, help="Maximum concurrent sequences per rank. Default with the mock engine: 256."),
+    ] = None,
     max_num_batched_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of one engine step; mock: 8192.")
+        int | None, typer.Option(min=1, help="Maximum tokens per engine step. Default with the mock engine: 8192.")
     ] = None,
     dp_size: DpSizeOption = 1,
     lora: LorasOption = None,
@@ -134,7 +149,7 @@ def engine_choice(
     kv_checksum: KvChecksumOption = None,
     kv_lease_s: KvLeaseOption = None,
 ) -> EngineChoice:
-    """What the options say; sizes left out are the engine's own. Raises Unusable."""
+    """Return the engine that the options select. Absent sizes are chosen by the engine. Raises Unusable."""
     kv = {
         "kv_transport": kv_transport,
         "kv_bytes_per_token": kv_bytes_per_token,
@@ -145,7 +160,7 @@ def engine_choice(
     _require_engine(engine, model)
     _require_own(engine, {"speedup": speedup, "engine_profile": engine_profile, "engine_args": engine_args, **kv})
     if role not in get_args(Role):
-        raise Unusable(f"--role {role}: there is {', '.join(get_args(Role))}")
+        raise Unusable(f"--role {role}: unknown role; roles are {', '.join(get_args(Role))}")
     if speedup is not None and not (math.isfinite(speedup) and speedup > 0):
         raise Unusable(f"--speedup must be a positive number, not {speedup}")
     try:
@@ -179,25 +194,25 @@ def engine_choice(
 
 def _require_engine(engine: str, model: Path | None) -> None:
     if engine not in ENGINES and ":" not in engine:
-        raise Unusable(f"--engine {engine}: there is {', '.join(ENGINES)}, and FILE.py:Class for a service of yours")
+        raise Unusable(f"--engine {engine}: unknown engine; expected {', '.join(ENGINES)}, or FILE.py:Class")
     if engine in ADAPTERS and model is None:
-        raise Unusable(f"the {engine} engine needs --model DIR, a model directory with weights")
+        raise Unusable(f"the {engine} engine requires --model DIR, a model directory with weights")
 
 
 def _require_own(engine: str, given: Mapping[str, object]) -> None:
-    """Refuse options that another kind of engine has."""
+    """Reject options that the selected kind of engine does not support."""
     for name in [name for name, value in given.items() if value is not None]:
         flag = f"--{name.replace('_', '-')}"
         if engine == MOCK and name == "engine_args":
-            raise Unusable(f"{flag} belongs to real engines: the mock engine has none")
+            raise Unusable(f"{flag} requires a real engine, got --engine mock")
         if engine != MOCK and name != "engine_args":
-            raise Unusable(f"{flag} belongs to the mock engine: {engine} {NOT_TOLD.get(name, MOVES_ITS_OWN)}")
+            raise Unusable(f"{flag} requires --engine mock: {engine} {MOCK_ONLY.get(name, OWN_KV_TRANSFER)}")
 
 
 def engine_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options of `engine_choice`; it takes them as one parameter `engine: EngineChoice`.
+    """Add the engine options to a command that has a parameter `engine: EngineChoice`.
 
-    What cannot be used ends it with a line and exit code 2.
+    An invalid option ends the process with a one-line error and exit code 2.
     """
     options = signature(engine_choice).parameters
 
@@ -219,30 +234,36 @@ def engine_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def pool_of(role: Role) -> str:
-    """The pool of workers that are not told one: workers of different roles share none."""
+    """Return the default pool of a role. Workers of different roles never share a pool."""
     return DEFAULT_POOL if role == "aggregated" else role
 
 
 def playing(choice: EngineChoice, role: Role) -> EngineChoice:
-    """The same engine in another role."""
+    """Return the engine with another role."""
     return replace(choice, settings=replace(choice.settings, role=role))
 
 
 def ranked_from(choice: EngineChoice, dp_start_rank: int) -> EngineChoice:
-    """The same engine with its ranks numbered from another on."""
+    """Return the engine with `dp_start_rank` as its first data-parallel rank."""
     return replace(choice, settings=replace(choice.settings, dp_start_rank=dp_start_rank))
 
 
 def reached_at(choice: EngineChoice, kv_host: str | None, kafka: str) -> EngineChoice:
-    """The same engine with the address at which other workers fetch its KV.
+    """Return the engine with the address from which other workers fetch its KV.
 
-    The one that was asked for, else the one that it has on the way to `kafka`: on one machine that is loopback, and no
-    other machine reaches it; on several it is in the network that they share. Raises Unusable.
+    Args:
+        choice: Engine to configure.
+        kv_host: Address of --kv-host. None selects the local address of the route to `kafka`: loopback if Kafka runs on
+            this machine, else an address in the network that the machines share.
+        kafka: Bootstrap servers, separated by commas.
+
+    Raises:
+        Unusable: The address is invalid, or the engine is not fetched from.
     """
     settings = choice.settings
     apart = settings.role in APART
     if kv_host is not None and not (apart and choice.engine in REACHED):
-        raise Unusable(f"--kv-host is for --role {' or '.join(APART)} of {' and '.join(REACHED)}: nothing is fetched")
+        raise Unusable(f"--kv-host requires --role {' or '.join(APART)} and --engine {' or '.join(REACHED)}")
     if kv_host is None and not apart:
         return choice
     try:
@@ -332,11 +353,11 @@ def _mock(choice: EngineChoice, spec: WorkerSpec) -> tuple[Engine, WorkerSpec]:
 
 
 def _kv_at(settings: EngineSettings) -> str:
-    """Where a mock engine's KV is fetched: an address, or for NIXL the interface of the one that was asked for."""
+    """Return the address from which a mock engine's KV is fetched, or with NIXL the network interface."""
     if settings.kv_transport == "tcp":
         return settings.kv_host or settings.near_host
     if settings.kv_host is None or "UCX_NET_DEVICES" in os.environ:
-        return ""  # UCX chooses, or was told
+        return ""  # UCX chooses the interface, or reads UCX_NET_DEVICES
     try:
         return interface_of(settings.kv_host)
     except ValueError as error:
@@ -352,28 +373,30 @@ def _adapted(engine: str, settings: EngineSettings) -> Engine:
     adapter = ADAPTERS[engine]
     for package in adapter.packages:
         if find_spec(package) is None:
-            raise Unusable(f"the {engine} engine needs the package {package}: pip install 'forebay[{engine}]'")
+            raise Unusable(
+                f"the {engine} engine requires the package {package}; install it with: pip install 'forebay[{engine}]'"
+            )
     made: Callable[[EngineSettings], Engine] = getattr(import_module(adapter.module), adapter.name)
     return made(settings)
 
 
 def _directories(loras: Sequence[str]) -> dict[str, Path]:
-    """Adapter directories by name, each given as NAME=DIR."""
+    """Parse NAME=DIR values into adapter directories by name."""
     found: dict[str, Path] = {}
     for text in loras:
         name, equals, directory = text.partition("=")
         if not (name and equals and directory):
-            raise Unusable(f"--lora {text}: a real engine needs NAME=DIR, the adapter's name and its directory")
+            raise Unusable(f"--lora {text}: expected NAME=DIR, the name and the directory of the adapter")
         if name in found:
-            raise Unusable(f"--lora {text}: the name {name} is given twice")
+            raise Unusable(f"--lora {text}: the name {name} appears twice")
         if not Path(directory).is_dir():
-            raise Unusable(f"--lora {text}: there is no directory {directory}")
+            raise Unusable(f"--lora {text}: no such directory {directory}")
         found[name] = Path(directory)
     return found
 
 
 def _arguments(text: str) -> Mapping[str, Any]:
-    """An engine's own arguments from a file, or from JSON as it stands."""
+    """Read engine arguments from a file, or decode them if `text` is a JSON object."""
     if text.lstrip().startswith("{"):
         try:
             raw = msgspec.json.decode(text)
@@ -383,6 +406,6 @@ def _arguments(text: str) -> Mapping[str, Any]:
     else:
         raw, source = read_plain_file(Path(text), "file of arguments"), text
     if not isinstance(raw, dict) or not all(isinstance(name, str) for name in raw):
-        what = "one whose keys are no names" if isinstance(raw, dict) else kind_of(raw)
-        raise Unusable(f"{source}: must hold a mapping of the engine's arguments by name, not {what}")
+        what = "a mapping with other keys" if isinstance(raw, dict) else kind_of(raw)
+        raise Unusable(f"{source}: expected a mapping of argument names to values, got {what}")
     return raw

@@ -1,4 +1,4 @@
-"""The options of the HTTP API that `forebay up` and `forebay ingress` share."""
+"""HTTP API options of `forebay up` and `forebay ingress`."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpOptions:
-    """What an ingress allows its clients; each field is an option."""
+    """Options of the HTTP API. Each field is a command-line option."""
 
     routing_hints: RoutingHintsOption = False
     admin_api: AdminApiOption = False
@@ -39,10 +39,17 @@ class HttpOptions:
     media_allow_private: MediaAllowPrivateOption = False
     body_bytes_max: BodyBytesMaxOption = TEXT_BYTES_MAX
     media_body_bytes_max: MediaBodyBytesMaxOption = MEDIA_BYTES_MAX
-    timeout_s: Annotated[float, typer.Option(min=0.001, max=86_400, help="For a whole request.")] = 600.0
+    timeout_s: Annotated[float, typer.Option(min=0.001, max=86_400, help="Timeout of a request in seconds.")] = 600.0
 
     def settings(self, **others: Any) -> "IngressSettings":
-        """Return the settings of an ingress, with `others` for what these options leave open. Raises Unusable."""
+        """Return the settings of an ingress.
+
+        Args:
+            others: Settings that have no HTTP option, by field name.
+
+        Raises:
+            Unusable: The admin API has no token, or a host name is invalid.
+        """
         # Imported here, because no other command should wait for an HTTP server to load.
         from forebay.ingress.ingress import IngressSettings  # noqa: PLC0415
 

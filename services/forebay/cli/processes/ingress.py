@@ -34,30 +34,34 @@ def ingress(
     namespace: NamespaceOption = NAMESPACE,
     kafka_config: PropertiesOption = None,
     port: Annotated[int, typer.Option(min=1, max=65535, help="HTTP port.")] = 8000,
-    host: Annotated[str, typer.Option(help="Address to listen on. There is no authentication.")] = LOOPBACK,
-    ingress_id: Annotated[str, typer.Option(help="Unique; host and process when empty.")] = "",
-    model: Annotated[Path | None, typer.Option(help="Model directory; the default model when left out.")] = None,
-    model_name: Annotated[str, typer.Option(help="Name in the API; the directory's name when empty.")] = "",
+    host: Annotated[str, typer.Option(help="Address to listen on. Clients are not authenticated.")] = LOOPBACK,
+    ingress_id: Annotated[str, typer.Option(help="Unique ingress id. Default: host name and process id.")] = "",
+    model: Annotated[Path | None, typer.Option(help="Model directory. Default: the bundled mock model.")] = None,
+    model_name: Annotated[str, typer.Option(help="Model name in the API. Default: the name of the directory.")] = "",
     block_size: Annotated[
-        int | None, typer.Option(min=1, help="Tokens a KV block; what the model's pool has when left out.")
+        int | None, typer.Option(min=1, help="Tokens per KV block. Default: the block size of the model's pool.")
     ] = None,
     lora: LorasOption = None,
     reply_topic: Annotated[
         list[str] | None,
         typer.Option(
-            help="Topics that Kafka clients may name in reply-topic, * for any characters; repeatable. "
-            "NAMESPACE.replies.* when left out."
+            help="Topic pattern that Kafka clients may use as reply-topic; * matches any characters. Repeatable. "
+            "Default: NAMESPACE.replies.*."
         ),
     ] = None,
     drain_s: Annotated[
         float,
-        typer.Option(min=0.0, max=86_400.0, help="At SIGTERM, refuse new requests and wait this long for the others."),
+        typer.Option(
+            min=0.0,
+            max=86_400.0,
+            help="Seconds to wait for requests in flight after SIGTERM. New requests are rejected.",
+        ),
     ] = 60.0,
     verbose: VerboseOption = False,
     *,
     http: HttpOptions,
 ) -> None:
-    """Serve the OpenAI API of a distributed system, and its Kafka API."""
+    """Serve the OpenAI API and the Kafka API of a distributed system."""
     start_logging(verbose=verbose)
     # Imported here, because no other command should wait for an HTTP server to load.
     from forebay.cli.processes.ingress_process import serve  # noqa: PLC0415

@@ -1,4 +1,4 @@
-"""Options that `forebay up` shares with the processes of its parts: what workers offer, what an ingress allows."""
+"""Options of workers, ingresses and snapshots that `forebay up` shares with `worker`, `ingress` and `router`."""
 
 import re
 import string
@@ -13,80 +13,79 @@ from forebay.ingress.errors import Unusable
 NAME_CHARS_MAX = 256  # of a name on the wire
 
 TaintsOption = Annotated[
-    list[str] | None, typer.Option("--taint", help="Label of the worker that requests may ask for; repeatable.")
+    list[str] | None, typer.Option("--taint", help="Worker label that requests may require or prefer. Repeatable.")
 ]
 PlacedTaintsOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--taint", help="Label of every worker, or mock-2:LABEL of one, that requests may ask for; repeatable."
+        "--taint", help="Worker label that requests may require or prefer; mock-2:LABEL for one worker. Repeatable."
     ),
 ]
 LorasOption = Annotated[
     list[str] | None,
-    typer.Option("--lora", help="LoRA adapter, a model name of its own, =DIR for a real engine; repeatable."),
+    typer.Option(
+        "--lora", help="LoRA adapter, served under its own model name. NAME=DIR with a real engine. Repeatable."
+    ),
 ]
-KvEventsOption = Annotated[
-    bool, typer.Option("--kv-events/--no-kv-events", help="Whether workers tell what they have cached.")
-]
-DpSizeOption = Annotated[int, typer.Option(min=1, max=1024, help="Data-parallel ranks a worker.")]
-DpStartRankOption = Annotated[int, typer.Option(min=0, max=1 << 20, help="Number of the worker's first rank.")]
+KvEventsOption = Annotated[bool, typer.Option("--kv-events/--no-kv-events", help="Publish KV cache events.")]
+DpSizeOption = Annotated[int, typer.Option(min=1, max=1024, help="Data-parallel ranks per worker.")]
+DpStartRankOption = Annotated[int, typer.Option(min=0, max=1 << 20, help="First data-parallel rank of the worker.")]
 KvTransportOption = Annotated[
     Literal["nixl", "tcp"] | None,
-    typer.Option(help="What moves KV from mock prefill to decode workers: nixl (the default), or tcp, the plain path."),
+    typer.Option(help="Transport of KV blocks between mock workers. Default: nixl."),
 ]
 KvBytesPerTokenOption = Annotated[
-    int | None, typer.Option(min=1, max=1 << 20, help="Bytes of KV that a token has; mock only, 256.")
+    int | None, typer.Option(min=1, max=1 << 20, help="Bytes of KV per token. Mock engine only. Default: 256.")
 ]
 KvChecksumOption = Annotated[
     bool | None,
-    typer.Option("--kv-checksum/--no-kv-checksum", help="Check the KV that comes, byte by byte; mock only."),
+    typer.Option("--kv-checksum/--no-kv-checksum", help="Compare received KV byte by byte. Mock engine only."),
 ]
 KvLeaseOption = Annotated[
     float | None,
     typer.Option(
-        "--kv-lease-s", min=0.1, max=3_600.0, help="How long KV is kept for who does not fetch it; mock only, 30."
+        "--kv-lease-s", min=0.1, max=3_600.0, help="Seconds that unfetched KV is kept. Mock engine only. Default: 30."
     ),
 ]
 KvHostOption = Annotated[
     str | None,
-    typer.Option(
-        help="Address of this machine at which other workers fetch its KV; when left out, the one on the way to Kafka."
-    ),
+    typer.Option(help="Address from which other workers fetch KV. Default: the local address of the route to Kafka."),
 ]
 RoutingHintsOption = Annotated[
-    bool, typer.Option("--routing-hints", help="Let clients choose worker, priority, session and policy class.")
+    bool, typer.Option("--routing-hints", help="Accept worker, priority, session and policy class from clients.")
 ]
 AdminApiOption = Annotated[
     bool,
     typer.Option(
         "--admin-api/--no-admin-api",
         envvar="FOREBAY_ADMIN_API",
-        help="Serve commands, thresholds and disaggregation to clients that have the admin token.",
+        help="Serve the admin API: commands, busy thresholds and disaggregation. Requires a token.",
     ),
 ]
 AllowHostOption = Annotated[
     list[str] | None,
-    typer.Option(
-        "--allow-host", help="Name in the Host header of requests, beside localhost and the address; repeatable."
-    ),
+    typer.Option("--allow-host", help="Additional allowed value of the Host header. Repeatable."),
 ]
 ToolCallParserOption = Annotated[
-    str, typer.Option(help="Finds tool calls in answers: auto (by the chat template), none, or its name.")
+    str, typer.Option(help="Tool call parser: auto (by chat template), none, or a parser name.")
 ]
 ReasoningParserOption = Annotated[
-    str, typer.Option(help="Finds reasoning in answers: auto (by the chat template), none, or its name.")
+    str, typer.Option(help="Reasoning parser: auto (by chat template), none, or a parser name.")
 ]
 MediaAllowHostOption = Annotated[
     list[str] | None,
-    typer.Option("--media-allow-host", help="Host whose images may be fetched though it is private; repeatable."),
+    typer.Option("--media-allow-host", help="Private host from which images may be fetched. Repeatable."),
 ]
 MediaAllowPrivateOption = Annotated[
-    bool, typer.Option("--media-allow-private", help="Fetch images from private addresses, too: for tests and labs.")
+    bool, typer.Option("--media-allow-private", help="Fetch images from private addresses. For tests only.")
 ]
 BodyBytesMaxOption = Annotated[
     int,
     typer.Option(
-        "--body-bytes-max", min=1_024, max=1 << 30, help="Bytes of a request body beside images and videos; else 413."
+        "--body-bytes-max",
+        min=1_024,
+        max=1 << 30,
+        help="Maximum bytes of a request body without images and videos. Larger bodies get 413.",
     ),
 ]
 MediaBodyBytesMaxOption = Annotated[
@@ -95,39 +94,43 @@ MediaBodyBytesMaxOption = Annotated[
         "--media-body-bytes-max",
         min=1_024,
         max=1 << 30,
-        help="Bytes of a whole request body, if the model takes images or videos; else 413.",
+        help="Maximum bytes of a request body with images and videos. Larger bodies get 413.",
     ),
 ]
 
-SnapshotEveryOption = Annotated[int, typer.Option(min=1, help="Journal records between snapshots.")]
+SnapshotEveryOption = Annotated[int, typer.Option(min=1, help="Take a snapshot after this many journal records.")]
 SnapshotAgeOption = Annotated[
-    int, typer.Option(min=1, max=86_400, help="Seconds between snapshots, when fewer records come.")
+    int, typer.Option(min=1, max=86_400, help="Take a snapshot after this many seconds, if fewer records were written.")
 ]
 LogMaxSizeOption = Annotated[
     str | None,
     typer.Option(
-        help="Remove the oldest records, up to a snapshot, when they take more, as 500MB or 10GB; default 10GB for a"
-        " file, 1GB in memory."
+        help="Maximum log size, such as 500MB. The oldest records are removed, up to a snapshot. Default: 10GB for"
+        " a file, 1GB in memory."
     ),
 ]
 LogMaxAgeOption = Annotated[
-    str | None, typer.Option(help="Remove records that are older, as 12h or 7d; kept at any age when left out.")
+    str | None, typer.Option(help="Maximum age of records, such as 12h or 7d. Default: no limit.")
 ]
 
 
 def names(flag: str, given: Sequence[str] | None) -> tuple[str, ...]:
-    """The values of a repeated option. Raises Unusable for one that is no name or stands there twice."""
+    """Return the values of a repeated option.
+
+    Raises:
+        Unusable: A value has an invalid length, or appears twice.
+    """
     for name in given or ():
         if not 1 <= len(name) <= NAME_CHARS_MAX:
-            raise Unusable(f"{flag} {name[:32]!r}: a name has 1 to {NAME_CHARS_MAX} characters, not {len(name)}")
+            raise Unusable(f"{flag} {name[:32]!r}: a name has 1 to {NAME_CHARS_MAX} characters, got {len(name)}")
     values = tuple(dict.fromkeys(given or ()))
     if len(values) < len(given or ()):
-        raise Unusable(f"{flag}: a name is given twice")
+        raise Unusable(f"{flag}: a name appears twice; use each name once")
     return values
 
 
 def named(flag: str, kind: Kind, name: str) -> str:
-    """The name that an option gives. Raises Unusable."""
+    """Return `name` if it is valid for its kind. Raises Unusable with the option otherwise."""
     try:
         return require_name(kind, name)
     except NameInvalid as error:
@@ -135,7 +138,7 @@ def named(flag: str, kind: Kind, name: str) -> str:
 
 
 def adapters(loras: Sequence[str], model: str) -> tuple[str, ...]:
-    """The names of adapters of a model. Raises Unusable."""
+    """Return the adapter names of a model. Raises Unusable for an invalid one."""
     try:
         return tuple(require_adapter(name, model) for name in loras)
     except NameInvalid as error:
@@ -143,7 +146,15 @@ def adapters(loras: Sequence[str], model: str) -> tuple[str, ...]:
 
 
 def placed_taints(given: Sequence[str], workers: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """The labels of each worker. Raises Unusable for a label of a worker that is not there."""
+    """Return the labels of each worker.
+
+    Args:
+        given: Values of --taint, each LABEL for all workers or WORKER:LABEL for one.
+        workers: Worker ids.
+
+    Raises:
+        Unusable: A value names an unknown worker or has an empty label.
+    """
     labels: dict[str, dict[str, None]] = {worker: {} for worker in workers}
     kinds = {worker.rstrip(string.digits): worker for worker in workers}  # the last of each kind
     of_one = re.compile(rf"((?:{'|'.join(map(re.escape, kinds))})\d+):(.*)", re.DOTALL)
@@ -154,9 +165,9 @@ def placed_taints(given: Sequence[str], workers: Sequence[str]) -> dict[str, tup
                 every[text] = None
         elif one[1] not in labels:
             known = " and ".join(f"{kind}0 to {last}" for kind, last in kinds.items())
-            raise Unusable(f"--taint {text}: there is no worker {one[1]}, only {known}")
+            raise Unusable(f"--taint {text}: unknown worker {one[1]}; workers are {known}")
         elif not one[2]:
-            raise Unusable(f"--taint {text}: a label has at least one character")
+            raise Unusable(f"--taint {text}: the label is empty; expected WORKER:LABEL")
         else:
             labels[one[1]][one[2]] = None
     return {worker: tuple(own) for worker, own in labels.items()}

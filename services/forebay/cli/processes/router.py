@@ -36,14 +36,17 @@ def router(
     redis: RedisOption = REDIS,
     namespace: NamespaceOption = NAMESPACE,
     kafka_config: PropertiesOption = None,
-    router_id: Annotated[str, typer.Option(help="For people; host and process when empty.")] = "",
+    router_id: Annotated[str, typer.Option(help="Display name of the router. Default: host name and process id.")] = "",
     snapshot_every: SnapshotEveryOption = 5_000,
     snapshot_age_s: SnapshotAgeOption = 300,
     metrics_port: MetricsPortOption = None,
     metrics_host: MetricsHostOption = LOOPBACK,
     verbose: VerboseOption = False,
 ) -> None:
-    """Run one router of a distributed system: the first owns, others stand by or share the groups."""
+    """Run a router of a distributed system.
+
+    Further routers stand by or share the groups.
+    """
     start_logging(verbose=verbose)
     with explained():
         settings = kafka_settings(kafka, namespace, kafka_config)

@@ -41,14 +41,22 @@ class Share:
 
 def serve(
     context: typer.Context,
-    service: Annotated[str, typer.Argument(metavar="FILE.py:Class", help="A class with @service.")],
+    service: Annotated[str, typer.Argument(metavar="FILE.py:Class", help="Class decorated with @service.")],
     workers: Annotated[
-        int | None, typer.Option(min=1, max=PROCESSES_MAX, help="Processes; as the service says when left out.")
+        int | None,
+        typer.Option(
+            min=1,
+            max=PROCESSES_MAX,
+            help="Number of worker processes. Default: the number that the service class declares.",
+        ),
     ] = None,
-    worker_id: Annotated[str, typer.Option(help="What their ids begin with; host and process when empty.")] = "",
+    worker_id: Annotated[str, typer.Option(help="Prefix of the worker ids. Default: host name and process id.")] = "",
     metrics_port: MetricsPortOption = None,
 ) -> None:
-    """Run the workers of a service, each in a process of its own. All other options are those of `forebay worker`."""
+    """Run the workers of a service class, one process per worker.
+
+    Other options are passed to `forebay worker`.
+    """
     with explained():
         made = load_service(service)
         found = shares(

@@ -55,28 +55,31 @@ def up(
     engine: EngineChoice,
     http: HttpOptions,
     port: Annotated[int, typer.Option(min=1, max=65535, help="HTTP port.")] = 8000,
-    host: Annotated[str, typer.Option(help="Address to listen on. There is no authentication.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Address to listen on. Clients are not authenticated.")] = "127.0.0.1",
     workers: Annotated[
-        int | None, typer.Option(min=1, max=1024, help="Workers; 4 mock ones or 1 with a real engine when left out.")
+        int | None,
+        typer.Option(min=1, max=1024, help="Number of workers. Default: 4 with the mock engine, 1 with a real engine."),
     ] = None,
     prefill_workers: Annotated[
         int | None,
-        typer.Option(min=0, max=1024, help="Workers that compute prompts for others; with --decode-workers."),
+        typer.Option(min=0, max=1024, help="Number of prefill workers. Requires --decode-workers."),
     ] = None,
     decode_workers: Annotated[
-        int | None, typer.Option(min=1, max=1024, help="Workers that answer, and may have prompts computed elsewhere.")
+        int | None, typer.Option(min=1, max=1024, help="Number of decode workers. Requires --prefill-workers.")
     ] = None,
-    log: Annotated[Path | None, typer.Option(help="Log file; kept in memory when left out.")] = None,
+    log: Annotated[Path | None, typer.Option(help="Log file. Default: the log is kept in memory.")] = None,
     log_max_size: LogMaxSizeOption = None,
     log_max_age: LogMaxAgeOption = None,
     taint: PlacedTaintsOption = None,
     kv_events: KvEventsOption = True,
-    lease_ttl_s: Annotated[float, typer.Option(min=0.1, help="A worker without a renewal this long is lost.")] = 3.0,
+    lease_ttl_s: Annotated[
+        float, typer.Option(min=0.1, help="Seconds without a lease renewal after which a worker is lost.")
+    ] = 3.0,
     snapshot_every: SnapshotEveryOption = 5_000,
     snapshot_age_s: SnapshotAgeOption = 300,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what the parts do.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Write INFO messages to stderr.")] = False,
 ) -> None:
-    """Serve an OpenAI-compatible API with a KV-aware router and workers, in one process."""
+    """Serve an OpenAI-compatible API with a KV-aware router and workers in one process."""
     logging.basicConfig(
         stream=sys.stderr,
         level=logging.INFO if verbose else logging.WARNING,
@@ -113,14 +116,18 @@ def up(
 
 
 def _workers(engine: EngineChoice, whole: int | None, prefill: int | None, decode: int | None) -> Workers:
-    """How many of each there are; what makes no sense ends the command."""
+    """Return the number of workers per role. Contradictory options end the command."""
     if engine.settings.role != "aggregated":
         role = engine.settings.role
-        fail(f"--role {role} is for forebay worker; here there are --prefill-workers and --decode-workers")
+        fail(
+            f"--role {role}: `forebay up` has no other role than aggregated; use --prefill-workers and --decode-workers"
+        )
     if (prefill is None) != (decode is None):
-        fail("--prefill-workers and --decode-workers belong together: give both, --prefill-workers 0 for none")
+        fail(
+            "--prefill-workers and --decode-workers require each other; use --prefill-workers 0 for decode workers only"
+        )
     if decode is not None and whole is not None:
-        fail("--workers are those that do all of a request: leave it out beside --decode-workers")
+        fail("--workers cannot be combined with --decode-workers")
     if prefill is not None and decode is not None:
         workers = Workers(prefill=prefill, decode=decode)
     else:
@@ -128,8 +135,8 @@ def _workers(engine: EngineChoice, whole: int | None, prefill: int | None, decod
     count = workers.whole + workers.prefill + workers.decode
     ranks = count * engine.settings.dp_size
     if ranks > RANKS_MAX:
-        asked = f"{count} workers" if workers.apart else f"--workers {count}"
-        fail(f"{asked} with --dp-size {engine.settings.dp_size}: {ranks} ranks are more than {RANKS_MAX}")
+        workers_text = f"{count} workers" if workers.apart else f"--workers {count}"
+        fail(f"{workers_text} with --dp-size {engine.settings.dp_size} are {ranks} ranks; maximum {RANKS_MAX}")
     return workers
 
 
@@ -140,16 +147,16 @@ def _log_limits(log: Path | None, max_size: str | None, max_age: str | None) -> 
 
 
 def _refuse_of_apart(context: typer.Context, router: RouterConfig) -> None:
-    """Refuse what would do nothing where workers do all of a request."""
+    """Reject options that have no effect without disaggregation."""
     for name in OF_APART:
         if context.params.get(name) not in (None, False):
-            fail(f"--{name.replace('_', '-')} needs --prefill-workers and --decode-workers")
+            fail(f"--{name.replace('_', '-')} requires --prefill-workers and --decode-workers")
     if router.disagg != DisaggConfig():
-        fail("disagg in the file of --router-policy-config needs --prefill-workers and --decode-workers")
+        fail("field disagg of the --router-policy-config file requires --prefill-workers and --decode-workers")
 
 
 def _announce(settings: Embedded, disagg: DisaggConfig, host: str, port: int) -> None:
-    where = settings.log or "memory (nothing is kept; give --log FILE to keep it)"
+    where = settings.log or "memory (lost at exit; use --log FILE to keep it)"
     engine = settings.engine
     typer.echo(f"forebay: model {engine.settings.model_name}, {_fleet(settings)}, {settings.router.mode} router")
     if "decode" in settings.roles.values():
@@ -157,11 +164,13 @@ def _announce(settings: Embedded, disagg: DisaggConfig, host: str, port: int) ->
     typer.echo(f"forebay: log in {where}")
     typer.echo(f"forebay: OpenAI API on http://{host}:{port}/v1, stop with Ctrl-C")
     if host not in LOOPBACK:
-        typer.echo("forebay: WARNING: no authentication: everybody who reaches this address is served", err=True)
+        typer.echo(
+            "forebay: WARNING: no authentication: every client that reaches this address can send requests", err=True
+        )
 
 
 def _fleet(settings: Embedded) -> str:
-    """The workers, in words."""
+    """Describe the workers for the start message."""
     label, count = settings.engine.label, Counter(settings.roles.values())
     if not count["decode"]:
         return f"{count['aggregated']} {label} worker{'s' if count['aggregated'] > 1 else ''}"
@@ -169,22 +178,22 @@ def _fleet(settings: Embedded) -> str:
 
 
 def _where(settings: Embedded, disagg: DisaggConfig) -> str:
-    """By whom prompts are computed, in words. `disagg` is what holds: an operator may have changed what is set."""
-    said = "" if disagg == settings.router.disagg else " (as an operator said; `forebay control disaggregation`)"
-    return _by_whom(settings, disagg) + said
+    """Describe where prompts are computed. `disagg` is the current policy, which `forebay control` may have changed."""
+    source = "" if disagg == settings.router.disagg else " (set by `forebay control disaggregation`)"
+    return _prefill_place(settings, disagg) + source
 
 
-def _by_whom(settings: Embedded, disagg: DisaggConfig) -> str:
+def _prefill_place(settings: Embedded, disagg: DisaggConfig) -> str:
     engine = settings.engine
     if disagg.policy == "never":
-        return "by decode workers themselves"
+        return "by decode workers"
     if "prefill" not in settings.roles.values():
         if not disagg.enforce:
-            return "by decode workers themselves: there are no prefill workers"
+            return "by decode workers, because there are no prefill workers"
         if disagg.policy == "always":
-            return "by nobody: there are no prefill workers, and what they cannot compute is refused"
-        return f"by decode workers where the policy {disagg.policy} says so; others are refused: no prefill workers"
-    which = "" if disagg.policy == "always" else f" where the policy {disagg.policy} says so"
-    last = "; what they cannot is refused" if disagg.enforce else ""
-    how = f", KV moves by {engine.settings.kv_transport}" if engine.is_mock else ""
+            return "nowhere: every request is rejected, because there are no prefill workers"
+        return f"by decode workers if the policy {disagg.policy} allows it; other requests are rejected"
+    which = "" if disagg.policy == "always" else f" if the policy {disagg.policy} requires it"
+    last = "; requests that they cannot compute are rejected" if disagg.enforce else ""
+    how = f", KV transfer by {engine.settings.kv_transport}" if engine.is_mock else ""
     return f"by prefill workers{which}{how}{last}"

@@ -59,25 +59,27 @@ def worker(
     redis: RedisOption = REDIS,
     namespace: NamespaceOption = NAMESPACE,
     kafka_config: PropertiesOption = None,
-    worker_id: Annotated[str, typer.Option(help="Unique in its group; host and process when empty.")] = "",
+    worker_id: Annotated[
+        str, typer.Option(help="Worker id, unique in its group. Default: host name and process id.")
+    ] = "",
     pool: Annotated[
-        str, typer.Option(help="The pool that it joins; a service's own, its role, or default, when empty.")
+        str, typer.Option(help="Pool to join. Default: the pool of the service class, else the role, else 'default'.")
     ] = "",
     dp_start_rank: DpStartRankOption = 0,
     taint: TaintsOption = None,
     kv_events: KvEventsOption = True,
     kv_host: KvHostOption = None,
     drain_s: Annotated[
-        float, typer.Option(min=0.0, max=86_400.0, help="At SIGTERM, time to finish what is under way.")
+        float, typer.Option(min=0.0, max=86_400.0, help="Seconds to finish requests in flight after SIGTERM.")
     ] = 30.0,
     lease_ttl_s: Annotated[
-        float, typer.Option(min=0.1, help="The worker is lost after this long without a renewal of its lease.")
+        float, typer.Option(min=0.1, help="Seconds without a lease renewal after which the worker is lost.")
     ] = TTL_S,
     metrics_port: MetricsPortOption = None,
     metrics_host: MetricsHostOption = LOOPBACK,
     verbose: VerboseOption = False,
 ) -> None:
-    """Run one worker of a distributed system."""
+    """Run a worker of a distributed system."""
     start_logging(verbose=verbose)
     with explained():
         settings = kafka_settings(kafka, namespace, kafka_config)
