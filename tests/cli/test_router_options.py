@@ -259,7 +259,7 @@ def test_a_file_is_the_configuration_and_flags_win(tmp_path: Path) -> None:
         ("\x00", "policy.yaml: "),
         ("temperature: 2020-99-99", "policy.yaml: month must be in 1..12"),
         ("temperature: " + "9" * 5_000, "policy.yaml: Exceeds the limit"),
-        ("a: " + "[" * 100_000 + "]" * 100_000, "policy.yaml: nested deeper"),
+        ("a: " + "[" * 100_000 + "]" * 100_000, "policy.yaml: the policy file has more than 16 levels"),
         ("a: &a {mode: kv}\nb:\n  <<: [*a, *a]", "policy.yaml: YAML aliases are not supported, got *a"),
         ("#" * (1 << 20) + "\nmode: kv", "larger than 1048576 bytes"),
     ],
@@ -278,7 +278,7 @@ def test_a_file_that_is_not_there_or_no_json(tmp_path: Path) -> None:
     path.write_bytes(b"temperature: 1")
     assert f"{path}: JSON is malformed" in refused("--router-policy-config", str(path))
     path.write_bytes(b"[" * 100_000)
-    assert f"{path}: nested deeper" in refused("--router-policy-config", str(path))
+    assert f"{path}: the policy file has more than 16 levels" in refused("--router-policy-config", str(path))
     path.write_bytes(b"\xff")
     assert str(path) in refused("--router-policy-config", str(path))
 
