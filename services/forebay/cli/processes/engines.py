@@ -115,32 +115,21 @@ def engine_choice(
     engine: Annotated[
         str, typer.Option(help=f"Engine: {', '.join(ENGINES)}, or a service class as FILE.py:Class.")
     ] = MOCK,
-    model: Annotated[
-        Path | None,
-        typer.Option(help="Model directory with tokenizer and chat template; with weights for real engines."),
-    ] = None,
+    model: Annotated[Path | None, typer.Option(help="Model directory. Real engines read weights from it.")] = None,
     model_name: Annotated[str, typer.Option(help="Model name in the API. Default: the name of the directory.")] = "",
     engine_args: Annotated[
-        str | None,
-        typer.Option(help="Engine arguments, by the engine's own names: a YAML or JSON file, or a JSON object."),
+        str | None, typer.Option(help="Engine arguments: a YAML or JSON file, or a JSON object.")
     ] = None,
     role: Annotated[str, typer.Option(help=f"Worker role: {', '.join(get_args(Role))}.")] = "aggregated",
     speedup: Annotated[float | None, typer.Option(help="Speed relative to the modelled GPU. Mock engine only.")] = None,
     engine_profile: Annotated[
         str | None, typer.Option(help="Engine profile of the mock engine: a file, or mocker. Default: mocker.")
     ] = None,
-    block_size: Annotated[
-        int | None, typer.Option(min=1, help="Tokens per KV block. Default with the mock engine: 64.")
-    ] = None,
-    kv_blocks: Annotated[
-        int | None, typer.Option(min=1, help="KV blocks per rank. Default with the mock engine: 16384.")
-    ] = None,
-    max_num_seqs: Annotated[
-        int | None,
-        typer.Option(min=1, help="Maximum concurrent sequences per rank. Default with the mock engine: 256."),
-    ] = None,
+    block_size: Annotated[int | None, typer.Option(min=1, help="Tokens per KV block. Mock default: 64.")] = None,
+    kv_blocks: Annotated[int | None, typer.Option(min=1, help="KV blocks per rank. Mock default: 16384.")] = None,
+    max_num_seqs: Annotated[int | None, typer.Option(min=1, help="Sequences per rank. Mock default: 256.")] = None,
     max_num_batched_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Maximum tokens per engine step. Default with the mock engine: 8192.")
+        int | None, typer.Option(min=1, help="Maximum tokens per engine step. Mock default: 8192.")
     ] = None,
     dp_size: DpSizeOption = 1,
     lora: LorasOption = None,
