@@ -21,8 +21,13 @@ COMPILE := pip compile --quiet --upgrade --generate-hashes --universal --no-emit
 PYTHONS := python3.13 python3.12 python3.11 python3
 SOURCES := schemas streams services
 ARGS ?=
+# Processes of pytest: as many as there are cores.
+JOBS ?= auto
+PYTEST = $(BIN)/pytest --numprocesses $(JOBS) --dist worksteal
+# These need Kafka and Redis, or vLLM.
+UNLESS_REAL := --ignore tests/integration --ignore tests/engines
 
-.PHONY: help setup setup-engines up test test-kafka test-engines kafka kafka-stop demo-kafka demo-disagg lint type fmt coverage bench \
+.PHONY: help setup setup-engines up test test-all explore test-kafka test-engines kafka kafka-stop demo-kafka demo-disagg lint type fmt coverage bench \
     schemas golden report-picture lock lock-engines ci clean
 
 help: ## show this help
@@ -37,8 +42,16 @@ setup-engines: $(READY_ENGINES) ## build .venv-engines: vLLM on the CPU, torch, 
 up: $(READY) ## serve in one process with `forebay up`; options in ARGS="..."
 	@$(BIN)/forebay up $(ARGS)
 
-test: $(READY) ## run the tests that need no Kafka, Redis or engine; options in ARGS="..."
-	@$(BIN)/pytest --ignore tests/integration --ignore tests/engines $(ARGS)
+test: $(READY) ## run the tests that need no Kafka or engine, without slow ones; options in ARGS="..."
+	@$(PYTEST) $(UNLESS_REAL) -m 'not slow' $(ARGS)
+
+test-all: $(READY) ## run all of these tests at full depth, as CI does; options in ARGS="..."
+	@$(PYTEST) $(UNLESS_REAL) --hypothesis-profile full $(ARGS)
+
+explore: $(READY) ## search with new Hypothesis examples, many per test; SEED=N repeats a search, options in ARGS="..."
+	@seed=$${SEED:-$$(od -An -N4 -tu4 /dev/urandom | tr -d ' ')}; echo "explore: repeat with SEED=$$seed"; \
+	$(PYTEST) $(UNLESS_REAL) --hypothesis-profile explore --hypothesis-seed $$seed -m hypothesis $(ARGS) \
+	    || { echo "explore: failed with SEED=$$seed"; exit 1; }
 
 test-kafka: $(READY) ## run the tests on real Kafka and Redis (Java 17, Maven); options in ARGS="..."
 	@$(BIN)/pytest tests/integration $(ARGS)
@@ -73,7 +86,7 @@ fmt: $(READY) ## format the code and apply automatic fixes
 
 coverage: $(READY) ## check that events and core have 100 % branch coverage
 	@$(BIN)/coverage erase
-	@$(BIN)/coverage run -m pytest --quiet tests/events tests/core
+	@$(PYTEST) --quiet --hypothesis-profile full --cov --cov-report= tests/events tests/core $(ARGS)
 	@$(BIN)/coverage report
 
 bench: $(READY) ## run a benchmark and print its results; names in ARGS="..."

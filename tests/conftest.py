@@ -1,27 +1,23 @@
-"""Settings of the whole suite: Hypothesis draws the same examples everywhere unless asked to explore."""
+"""Settings of the whole suite: the depth of Hypothesis tests and how long they may take."""
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 
-# A busy machine makes drawing slow, which says nothing about the test.
-UNHURRIED = [HealthCheck.too_slow]
+from tests import depth
 
-settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True, suppress_health_check=UNHURRIED)
-settings.register_profile("explore", deadline=None, print_blob=True, max_examples=2_000)
-settings.load_profile("ci")
-
-DRAWN_S = 300
+depth.register()
 
 
 @pytest.hookimpl(trylast=True)  # Hypothesis marks its own in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests with many examples have more time: a timeout within one is taken for a strategy that draws otherwise."""
+    """Give Hypothesis tests more time: Hypothesis takes a timeout within an example for a flaky strategy."""
+    timeout = pytest.mark.timeout(depth.TIMEOUT_S[depth.profile()])
     for item in items:
-        if item.get_closest_marker("hypothesis") and not item.get_closest_marker("timeout"):
-            item.add_marker(pytest.mark.timeout(DRAWN_S))
+        has_own = item.get_closest_marker("timeout") and depth.profile() != "explore"
+        if item.get_closest_marker("hypothesis") and not has_own:
+            item.add_marker(timeout, append=False)
 
 
 def pytest_report_header() -> str:
-    profile = settings.get_current_profile_name()
-    seeded = "derandomised" if settings().derandomize else "random; failures print their seed"
-    return f"hypothesis: profile {profile} ({seeded}); --hypothesis-profile=explore draws new examples"
+    seeded = "the same in each run" if settings().derandomize else "new; --hypothesis-seed repeats them"
+    return f"depth: Hypothesis profile {depth.profile()}, {settings().max_examples} examples ({seeded})"

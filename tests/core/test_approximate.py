@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.core.state import holder_bits
@@ -11,6 +11,7 @@ from forebay.core.state import predicted_cache as approximate
 from forebay.core.state.predicted_cache import RoutedIndex
 from forebay.events.base import array_u64, pack_u64
 from forebay.events.snapshots import RoutedBlocks
+from tests.depth import examples
 
 KEYS = (("a", 0), ("a", 1), ("b", 0))
 NEVER_US = 1 << 62
@@ -113,7 +114,7 @@ def check(index: RoutedIndex, plain: Plain, queries: list[list[int]]) -> None:
     assert actual == {pair: due[0] for pair, due in plain.due.items()}
 
 
-@settings(max_examples=200)
+@examples(2)
 @given(st.lists(steps, max_size=30), st.lists(steps, max_size=15), prompts())
 def test_equals_a_dict_of_due_times_also_after_a_restore(before: list[Any], after: list[Any], query: list[int]) -> None:
     queries = [query, list(range(1, 51)), list(range(101, 151)), []]

@@ -3,10 +3,11 @@
 from array import array
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.core.state.block_sets import RUN_BLOCKS_MAX, BlockSets, split_bits
+from tests.depth import examples
 
 
 @st.composite
@@ -33,7 +34,7 @@ def blocks_of(sets: BlockSets, bit: int) -> list[int]:
     return sorted(seen)
 
 
-@settings(max_examples=200)
+@examples(2)
 @given(st.lists(changes, max_size=25), stretches())
 def test_block_sets_equal_plain_sets(operations: list[Any], query: list[int]) -> None:
     sets = BlockSets()

@@ -3,11 +3,12 @@
 from array import array
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.engine_model.chain_pool import ChainPool, ChainRun, PrefixMatch
 from tests.core.block_pool import BlockPool
+from tests.depth import examples
 
 NOTHING = PrefixMatch(0, [])
 
@@ -111,7 +112,7 @@ chains = st.tuples(st.integers(0, 2), st.lists(st.integers(0, 1), max_size=7)).m
 deeds = st.tuples(st.sampled_from(["take", "fill", "fill", "release", "grow"]), chains, st.integers(0, 5))
 
 
-@settings(max_examples=300)
+@examples(3)
 @given(st.integers(3, 24), st.lists(chains, max_size=3), st.lists(deeds, max_size=60))
 def test_chain_pool_equals_block_pool(
     total: int, warm: list["array[int]"], history: list[tuple[str, "array[int]", int]]

@@ -3,7 +3,7 @@
 from typing import Any
 
 import msgspec
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.core.routing.counterfactual import (
@@ -23,6 +23,7 @@ from forebay.events.fleet import WorkerLost
 from forebay.events.kv import BlocksStored
 from forebay.events.requests import RouterOverride, RoutingHints
 from tests.core.worlds import PROMPTS, Driver, histories, perform_all, pool, query, request
+from tests.depth import examples
 
 ONE_TOKEN = BusyThresholds(active_prefill_tokens_threshold=1)
 Seen = tuple[ActiveRequest, Counterfactual]
@@ -56,7 +57,7 @@ def store(drive: Driver, worker: str, seq: int = 1) -> None:
     drive("kv-events", BlocksStored(**fields, sequence_hashes=pack_u64(PROMPTS[0])))
 
 
-@settings(max_examples=60, deadline=None)
+@examples(0.6)
 @given(histories)
 def test_the_same_configuration_agrees_always_and_regrets_nothing(history: list[tuple[str, Any]]) -> None:
     drive = Driver().fleet("a", "b")
@@ -70,7 +71,7 @@ def test_the_same_configuration_agrees_always_and_regrets_nothing(history: list[
     assert [found.would_hold for _, found in seen] == [getattr(one, "would_wait", False) for one in chosen]
 
 
-@settings(max_examples=60, deadline=None)
+@examples(0.6)
 @given(histories, st.sampled_from([{"mode": "least-loaded"}, {"temperature": 3.0}, {"overlap_score_credit": 0.0}]))
 def test_evaluating_a_counterfactual_changes_nothing(history: list[tuple[str, Any]], router: dict[str, Any]) -> None:
     alone, watched = Driver().fleet("a", "b"), Driver().fleet("a", "b")

@@ -1,14 +1,15 @@
 """The engine model when its cache is cleared, whatever runs."""
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.engine_model.model import EngineModel
 from forebay.engine_model.sequence import generate_tokens
 from tests.core.engine_runs import VOCABULARY, answers, config, finished, replay_cache, request, run
+from tests.depth import examples
 
 
-@settings(max_examples=200)
+@examples(2)
 @given(
     prompts=st.lists(st.integers(1, 20), min_size=1, max_size=8),
     before=st.integers(0, 30),

@@ -3,7 +3,7 @@
 from array import array
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.core.block_hashes import HASH_SEED, hash_seed, sequence_hashes
@@ -33,6 +33,7 @@ from tests.core.engine_runs import (
     request,
     run,
 )
+from tests.depth import examples
 
 
 def test_one_request_from_prompt_to_end() -> None:
@@ -334,7 +335,7 @@ def drive(
     return steps + run(model), wanted, cancelled
 
 
-@settings(max_examples=300)
+@examples(3)
 @given(sizes=sizes, arrivals=arrivals)
 def test_any_history_conserves_requests_tokens_and_blocks(
     sizes: dict[str, int], arrivals: list[tuple[str, list[int], int]]
@@ -355,7 +356,7 @@ def test_any_history_conserves_requests_tokens_and_blocks(
     assert drive(again, arrivals)[0] == steps
 
 
-@settings(max_examples=300)
+@examples(3)
 @given(
     sizes=sizes,
     requests=st.lists(st.tuples(prompts, st.integers(1, 25)), max_size=12),
@@ -393,7 +394,7 @@ def answers_from(steps: list[EngineStep]) -> dict[tuple[str, int], list[int]]:
     return {(name, first): tokens for name, (first, tokens) in output.items()}
 
 
-@settings(max_examples=300)
+@examples(3)
 @given(
     sizes=sizes,
     actions=st.lists(

@@ -3,7 +3,7 @@
 from array import array
 
 import pytest
-from hypothesis import event, given, settings
+from hypothesis import event, given
 from hypothesis import strategies as st
 
 from forebay.core.block_hashes import sequence_hashes
@@ -31,6 +31,7 @@ from tests.core.engine_runs import (
     request,
     run,
 )
+from tests.depth import examples
 
 
 def hashes(prompt: list[int]) -> list[int]:
@@ -266,7 +267,7 @@ prompts = st.builds(lambda root, size: [root] * min(size, 3) + list(range(size))
 STAGES: tuple[EngineStage, ...] = ("aggregated", "prefill", "decode")
 
 
-@settings(max_examples=200)
+@examples(2)
 @given(
     lengths=st.lists(st.tuples(st.integers(0, 5), st.integers(1, 25)), min_size=1, max_size=8),
     before=st.integers(0, 4),
@@ -351,7 +352,7 @@ class Drive:
             self.release(0)
 
 
-@settings(max_examples=300)
+@examples(3)
 @given(
     sizes=sizes,
     actions=st.lists(

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.core.state import holder_bits, index_scan
@@ -16,6 +16,7 @@ from forebay.core.state.prefix_index import TIERS, PrefixIndex
 from forebay.events.base import pack_u64, unpack_u64
 from forebay.events.kv import BlocksRemoved, BlocksStored, CacheCleared
 from forebay.events.snapshots import IndexBlocks, IndexChanges, IndexCursor, SnapshotChunk
+from tests.depth import examples
 
 WORKERS = ("a", "b", "c")
 RECORD_BYTES_MAX = 1 << 20
@@ -105,7 +106,7 @@ def tallied(index: PrefixIndex, seen: list[IndexBlocks], kept: list[IndexChanges
     return tally.digest()
 
 
-@settings(max_examples=300)
+@examples(3)
 @given(st.lists(changes, max_size=12), st.lists(steps, max_size=40), stretches())
 def test_a_scan_and_its_changes_give_the_final_state(before: list[Any], during: list[Any], query: list[int]) -> None:
     with pytest.MonkeyPatch.context() as patch:

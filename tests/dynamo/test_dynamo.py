@@ -9,7 +9,7 @@ from itertools import count
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.core.block_hashes import block_hashes, extend_chain, hash_seed, sequence_hashes
@@ -20,6 +20,7 @@ from forebay.events.kv import BlocksRemoved, BlocksStored, CacheCleared
 from forebay.events.progress import FirstTokenEmitted, OutputGrown, RequestFinished
 from forebay.events.requests import RoutingHints
 from tests.core.worlds import BLOCK, Driver, query, request
+from tests.depth import examples
 from tests.dynamo.conftest import Dynamo, dynamo_with
 
 NUMBERS = count()
@@ -251,7 +252,7 @@ class Routers:
 def test_decisions(config: dict[str, Any], environment: dict[str, str]) -> None:
     with dynamo_with(DYN_ROUTER_USE_KV_EVENTS="false", **environment) as dynamo:
 
-        @settings(max_examples=400)
+        @examples(4)
         @given(st.lists(actions, min_size=3, max_size=30))
         def decide(history: list[tuple[str, int, int, int]]) -> None:
             routers = Routers(dynamo, config)

@@ -5,7 +5,7 @@ from typing import Any, get_args
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, example, given
 from hypothesis import strategies as st
 
 from forebay.events.base import Event
@@ -23,13 +23,14 @@ from forebay.events.topics import (
     topic_named,
     work_topic,
 )
+from tests.depth import examples
 from tests.events.strategies import instances
 from tests.harness.samples import event_types, samples, tag_of
 
 CARRYING = [topic for topic in TOPICS if topic.events is not None]
 EVENTS = [pytest.param(topic, cls, id=tag_of(cls)) for topic in CARRYING for cls in event_types(topic)]
 SAMPLES = {name: (topic, event) for name, topic, event, _ in samples()}
-HEAVY = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large], max_examples=50)
+HEAVY = examples(0.5, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
 
 def fields_of(topic: Topic, value: bytes) -> dict[str, Any]:
@@ -59,7 +60,7 @@ def test_every_snapshot_part_comes_back(part: type, data: st.DataObject) -> None
 
 
 @pytest.mark.parametrize("topic", TOPICS, ids=lambda topic: topic.name)
-@settings(max_examples=300)
+@examples(3)
 @given(value=st.binary())
 @example(value=b"")
 @example(value=b"\xff")
@@ -80,7 +81,6 @@ def test_a_null_value_is_refused_by_name(topic: Topic) -> None:
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-@settings(max_examples=100)
 @given(data=st.data())
 def test_a_damaged_record_decodes_or_is_refused_by_name(name: str, data: st.DataObject) -> None:
     topic, event = SAMPLES[name]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -19,6 +19,7 @@ from forebay.ingress.openai.embeddings import EmbeddingBody
 from forebay.ingress.openai.fields import Body
 from forebay.ingress.openai.requests import ChatBody, TextBody
 from forebay.ingress.streams import Stream
+from tests.depth import examples
 from tests.ingress import media_model
 from tests.ingress.conftest import BODY_MAX, NAME, Scene, make_scene
 
@@ -196,7 +197,7 @@ FIELDS = st.sampled_from(
 )
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(1.5, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(body=st.dictionaries(FIELDS, JSON, max_size=6), path=st.sampled_from([CHAT, TEXT]))
 async def test_no_body_breaks_the_server(body: dict[str, Any], path: str) -> None:
     """Whatever the fields hold: 4xx, unless it happens to be right (then nobody answers and the time is over)."""
@@ -208,7 +209,6 @@ async def test_no_body_breaks_the_server(body: dict[str, Any], path: str) -> Non
         assert response.json()["error"]["code"]
 
 
-@settings(max_examples=100)
 @given(raw=st.binary(max_size=64))
 async def test_no_bytes_break_the_server(raw: bytes) -> None:
     async with make_scene() as scene:

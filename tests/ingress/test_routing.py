@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.core.block_hashes import hash_seed, sequence_hashes
@@ -19,6 +19,7 @@ from forebay.ingress.openai.fields import parse
 from forebay.ingress.openai.nvext import Nvext
 from forebay.ingress.openai.requests import TextBody
 from forebay.ingress.openai.routing_hints import ROUTING_HEADERS, routing_headers, routing_of
+from tests.depth import examples
 from tests.ingress.conftest import NAME, Scene, make_scene
 from tests.system import submitted
 
@@ -341,7 +342,7 @@ VALUES = st.recursive(
 HEADERS = st.dictionaries(st.sampled_from(sorted(ROUTING_HEADERS)), st.text(max_size=12), max_size=3)
 
 
-@settings(max_examples=300)
+@examples(3)
 @given(nvext=st.dictionaries(st.sampled_from([*Nvext.model_fields, "odd"]), VALUES, max_size=4), headers=HEADERS)
 def test_whatever_a_client_sends_is_refused_or_an_event(nvext: dict[str, Any], headers: dict[str, str]) -> None:
     raw = json.dumps({"model": NAME, "prompt": [1, 2], "nvext": nvext}).encode()

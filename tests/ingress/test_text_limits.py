@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
@@ -21,6 +21,7 @@ from forebay.ingress.model import DEFAULT_MODEL, Model
 from forebay.ingress.token_bytes import BYTE_OF, text_chars_max
 from forebay.ingress.tokenizer import CHARS_PER_TOKEN, INLINE_CHARS_MAX, PIECE_CHARS, QUEUE_CHARS_MAX, TokenizerPool
 from forebay.transport.base import Record
+from tests.depth import examples
 from tests.ingress import media_model
 from tests.ingress.conftest import BODY_MAX, NAME, Scene, make_scene
 from tests.system import until
@@ -80,7 +81,7 @@ async def test_a_text_beyond_the_context_is_not_tokenised_whole(path: str, body:
         assert max(model.whole, default=0) <= CONTEXT * CHARS_PER_TOKEN
 
 
-@settings(deadline=None, max_examples=60)
+@examples(0.6)
 @given(
     parts=st.lists(st.tuples(st.text(min_size=1, max_size=30), st.integers(1, 3_000)), min_size=1, max_size=6),
     context=st.integers(200, 4_000),
@@ -289,7 +290,6 @@ def test_a_tokenizer_that_may_drop_text_has_no_such_bound(made: Tokenizer) -> No
     assert text_chars_max(truncates, 10) is None
 
 
-@settings(deadline=None, max_examples=100)
 @given(text=st.text(max_size=400), normalizer=st.sampled_from([None, normalizers.NFC()]))
 def test_no_text_is_longer_than_its_tokens_allow(text: str, normalizer: Any) -> None:
     made = byte_level(normalizer=normalizer)

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.core.block_hashes import sequence_hashes
@@ -147,7 +147,6 @@ EVENTS = st.one_of(
 )
 
 
-@settings(max_examples=100)
 @given(steps=st.lists(st.tuples(EVENTS, st.booleans()), max_size=12))
 async def test_whenever_it_is_asked_it_says_what_the_log_says(steps: list[tuple[ControlEvent, bool]]) -> None:
     log = SqliteLog.open(None)

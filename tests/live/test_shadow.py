@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 import pytest
 from hypothesis import given
-from hypothesis import settings as examples
 from prometheus_client import CollectorRegistry
 
 from forebay.core.routing.counterfactual import Alternative, Counterfactual, counterfactual
@@ -32,6 +31,7 @@ from forebay.transport.base import Draft, LogError, Record
 from forebay.transport.history.reader import OtherRules
 from forebay.transport.sqlite.log import SqliteLog
 from tests.core.worlds import PROMPTS, Driver, histories, perform_all, request
+from tests.depth import examples
 from tests.live.shared import SharedLog, valid
 from tests.live.test_standby import LyingLog, serve, serve_unsealed
 from tests.system import System, submitted, until
@@ -105,7 +105,7 @@ async def shadowed(log: SqliteLog, alternative: Alternative) -> list[DecisionSha
 # What it says
 
 
-@examples(max_examples=40, deadline=None)
+@examples(0.4)
 @given(histories)
 def test_the_same_configuration_agrees_always_and_regrets_nothing(history: list[tuple[str, Any]]) -> None:
     drive = perform_all(Driver().fleet("a", "b"), history)
@@ -123,7 +123,7 @@ def test_the_same_configuration_agrees_always_and_regrets_nothing(history: list[
     asyncio.run(run())
 
 
-@examples(max_examples=40, deadline=None)
+@examples(0.4)
 @given(histories)
 def test_another_policy_says_what_a_plain_evaluation_says(history: list[tuple[str, Any]]) -> None:
     alternative = routed_by(temperature=2.0, overlap_score_credit=0.2, busy=BUSY)

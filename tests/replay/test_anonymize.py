@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from xxhash import xxh3_64_intdigest
 
 from forebay.core.routing.policies import RoutingRequest, RoutingWorld
@@ -86,7 +86,6 @@ async def assert_same(log: SqliteLog) -> None:
     copy.close()
 
 
-@settings(max_examples=100)
 @given(owner_histories)
 async def test_every_decision_comes_out_the_same(history: list[tuple[str, Any]]) -> None:
     await assert_same(await on_a_log(played(history)))

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from forebay.core.step import claim
 from forebay.core.world import CORE_VERSION
@@ -29,6 +29,7 @@ from forebay.transport.history.reader import decode_journal, journal_records
 from forebay.transport.sqlite.log import SqliteLog
 from tests.core.worlds import PROMPTS, histories, perform, request
 from tests.replay.recorder import Recorder, fleet, report_progress, stored, words
+from tests.depth import examples
 from tests.system import System, submitted, until, until_ended
 
 SHORT = PROMPTS[0][:2]
@@ -98,7 +99,7 @@ def chosen_for(name: str, journal: Sequence[Any]) -> list[RequestRouted | RouteA
 
 
 @given(histories)
-@settings(max_examples=40)
+@examples(0.4)
 def test_any_history_is_explained_the_same_from_the_beginning_and_from_snapshots(history: list[Any]) -> None:
     plain, sealed = Recorder(), Recorder()
     for made in (plain, sealed):

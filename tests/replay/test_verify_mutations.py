@@ -5,13 +5,14 @@ from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.events.topics import SNAPSHOTS
 from forebay.replay.verify.verify import FOREIGN_PROGRESS
 from forebay.transport.base import LogError
 from tests.core.worlds import actions
+from tests.depth import examples
 from tests.replay.histories import Topics, follows, verified, written
 
 HISTORIES = st.lists(actions(), min_size=20, max_size=90)
@@ -53,7 +54,7 @@ MUTATIONS: tuple[Callable[[list[bytes], int, Random], None], ...] = (remove, rep
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
-@settings(max_examples=60)
+@examples(0.6)
 @given(history=HISTORIES, seed=st.integers(0, 1 << 32))
 def test_no_change_of_what_is_derived_is_verified(
     mutation: Callable[[list[bytes], int, Random], None], history: list[tuple[str, Any]], seed: int

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import event, given, settings
+from hypothesis import event, given
 from hypothesis import strategies as st
 
 from forebay.core.routing.policies import BUILT_IN
@@ -31,6 +31,7 @@ from forebay.simulate.settings import (
 )
 from forebay.simulate.simulation import Simulation
 from forebay.simulate.workload import Turn
+from tests.depth import examples
 from tests.simulate.fleets import Turns, fleet, split, turn
 
 MS = 1_000
@@ -127,7 +128,6 @@ def told(outcome: SimulationOutcome) -> Any:
     return list(outcome.requests), outcome.digest, outcome.gpu_s, outcome.timeline, outcome.routed, outcome.workers
 
 
-@settings(max_examples=100, deadline=None)
 @given(system=systems(), turns=workloads(), name=st.sampled_from(POLICIES))
 def test_every_request_ends_once_and_every_run_can_be_had_again(
     system: Settings, turns: tuple[Turn, ...], name: str
@@ -172,7 +172,7 @@ def test_every_request_ends_once_and_every_run_can_be_had_again(
     assert told(run(system, name, turns)) == told(outcome)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(0.6)
 @given(system=systems(), turns=workloads(), name=st.sampled_from(POLICIES[:-2]))
 def test_looking_ahead_changes_no_request(system: Settings, turns: tuple[Turn, ...], name: str) -> None:
     # Load reports are left out: they are made when a step ends, and a policy looks at them.

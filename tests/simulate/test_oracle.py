@@ -3,13 +3,14 @@
 from collections import deque
 from collections.abc import Sequence
 
-from hypothesis import event, given, settings
+from hypothesis import event, given
 from hypothesis import strategies as st
 
 from forebay.engine_model.timing import decode_us, prefill_us
 from forebay.simulate.settings import policy
 from forebay.simulate.simulation import Simulation
 from forebay.simulate.workload import Turn
+from tests.depth import examples
 from tests.simulate.fleets import Turns, fleet, turn
 
 BLOCK = 64
@@ -192,7 +193,7 @@ def workloads(draw: st.DrawFn) -> tuple[Turn, ...]:
     return tuple(turns)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(1.5)
 @given(
     turns=workloads(),
     blocks=st.sampled_from([10, 14, 20, 60]),

@@ -7,7 +7,7 @@ from itertools import count
 from math import ceil
 
 import pytest
-from hypothesis import assume, event, example, given, settings
+from hypothesis import assume, event, example, given
 from hypothesis import strategies as st
 
 from forebay.engine_model.timing import decode_us, prefill_us
@@ -15,6 +15,7 @@ from forebay.simulate.settings import Transfer, policy
 from forebay.simulate.simulation import Simulation
 from forebay.simulate.transfers import LEASE_US
 from forebay.simulate.workload import Turn
+from tests.depth import examples
 from tests.simulate.fleets import Turns, split, turn
 from tests.simulate.test_oracle import BLOCK, Asked, Cache, workloads
 
@@ -330,7 +331,7 @@ def blocked() -> tuple[Turn, ...]:
     return tuple(turns)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(1.5)
 @example(
     turns=blocked(),
     fleet=(1, 3),

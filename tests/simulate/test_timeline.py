@@ -1,6 +1,6 @@
 """Bins of a run: nothing is lost when they double, and the state is that at their end."""
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.engine_model.model import EngineLoad, EngineModel
@@ -19,7 +19,6 @@ def ranks(count: int) -> list[EngineRank]:
     return [EngineRank(number, spec(f"w{number}"), 0, 0, EngineModel(engine_config())) for number in range(count)]
 
 
-@settings(deadline=None)
 @given(gaps=st.lists(st.sampled_from([0, 3_000, 9_999, 10_000, 77_000, 5 * S, 300 * S]), max_size=120))
 def test_bins_match_the_list_of_all_events(gaps: list[int]) -> None:
     recorder, [rank] = Recorder(), ranks(1)

@@ -9,7 +9,7 @@ import cramjam
 import pytest
 from aiokafka import TopicPartition
 from aiokafka.codec import lz4_encode, snappy_encode, zstd_encode
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.events.codec import DecodeError
@@ -21,6 +21,7 @@ from forebay.transport.kafka.batches import DECOMPRESSED_BYTES_MAX
 from forebay.transport.kafka.consumer import Batches, DenseRecords
 from forebay.transport.kafka.tail import AT_MS_MAX, record_of
 from forebay.transport.kafka.writer import RECORD_BYTES_MAX, size_of
+from tests.depth import examples
 from tests.raw_batches import (
     CODECS,
     CONTROL,
@@ -174,7 +175,7 @@ def test_an_aborted_transaction_is_a_gap_for_who_reads_committed_records() -> No
 
 
 @pytest.mark.parametrize("topic", TOPICS, ids=lambda topic: topic.name)
-@settings(max_examples=25)
+@examples(0.25)
 @given(batch=raw_batches)
 def test_any_record_is_an_event_or_refused_by_name(topic: Any, batch: RawBatch) -> None:
     for record in read(batch.encoded()):

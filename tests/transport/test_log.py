@@ -6,12 +6,13 @@ from dataclasses import dataclass, field
 from typing import assert_never
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.transport.base import Draft, Record, Tail
 from forebay.transport.sqlite import tail as sqlite_tail
 from forebay.transport.sqlite.log import RECORD_BYTES_MAX, SqliteLog
+from tests.depth import examples
 from tests.transport.conftest import Wakes, drafts, drain, numbers, stored
 
 PLACES = [("a", 0), ("a", 1), ("b.with-dots-0", 0), ("b.with-dots-0", (1 << 23) - 1)]
@@ -317,7 +318,7 @@ async def play(log: SqliteLog, actions: list[Action]) -> None:
         assert log.next_offset(*place) == len(model.values[place])
 
 
-@settings(max_examples=150)
+@examples(1.5)
 @given(ACTIONS, st.integers(1, 8), st.integers(1, 10_000))
 def test_any_history_reads_as_a_plain_list_would(actions: list[Action], records_max: int, bytes_max: int) -> None:
     with pytest.MonkeyPatch.context() as patch:

@@ -11,12 +11,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from forebay.transport.base import Draft, LogError
 from forebay.transport.sqlite.log import MissingRecords, SqliteLog, TrimmedRecords
+from tests.depth import examples
 from tests.transport.conftest import Wakes, drafts, drain, numbers, stored
 
 PLACES = [("topic", 0), ("topic", 1), ("other", 0)]
@@ -229,4 +229,4 @@ class Trimmed(RuleBasedStateMachine):
 
 
 TestTrimmed = Trimmed.TestCase
-TestTrimmed.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)
+TestTrimmed.settings = examples(0.25, stateful_step_count=20)

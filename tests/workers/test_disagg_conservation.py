@@ -5,7 +5,7 @@ from collections import Counter
 from typing import Any
 
 import msgspec
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
@@ -184,7 +184,6 @@ def _nth(found: list[str], number: int) -> str | None:
 
 
 @given(st.lists(operations, min_size=1, max_size=40))
-@settings(deadline=None)
 def test_disagg_requests_end_once_and_everything_is_given_back(drawn: list[tuple[Any, ...]]) -> None:
     async def scenario() -> None:
         run = Run()

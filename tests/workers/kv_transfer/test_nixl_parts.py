@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 np = pytest.importorskip("numpy", reason="numpy is not installed")
@@ -23,7 +23,6 @@ from forebay.workers.kv_transfer.transport import open_transport  # noqa: E402
 FETCHES, BYTES = 3, 100
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["enter", "leave", "cancel"]), st.integers(0, 150)), max_size=60))
 def test_nixl_room_is_bounded_in_turn_and_never_lost(acts: list[tuple[str, int]]) -> None:
     async def run() -> None:

@@ -4,7 +4,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("numpy", reason="numpy is not installed")
@@ -14,6 +14,7 @@ from forebay.workers.kv_transfer import gate
 from forebay.workers.kv_transfer.api import Kind
 from forebay.workers.kv_transfer.nixl_agent import TransferError
 from forebay.workers.kv_transfer.transport import Transport
+from tests.depth import examples
 from tests.workers.conftest import until
 from tests.workers.kv_transfer.conftest import BLOCK_BYTES, BLOCKS, have, other, transport
 from tests.workers.kv_transfer.peer import prefilled
@@ -54,7 +55,7 @@ def test_nixl_any_list_arrives_from_any_block_on(kind: Kind) -> None:
             assert not any(reader.memory.view(block).any() for block in untouched)
             await until(lambda: given_back == [("a", "fetched")])
 
-        @settings(max_examples=60, deadline=None)
+        @examples(0.6)
         @given(lists, st.permutations(range(BLOCKS)), st.integers(0, BLOCKS), st.booleans())
         def any_list(blocks: list[int], into: list[int], first: int, checksum: bool) -> None:
             runner.run(move(blocks, into, min(first, len(blocks)), checksum))
