@@ -19,6 +19,7 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
+@pytest.mark.slow  # a minute of simulations; tests of each command cover what it prints
 @pytest.mark.parametrize("recipe", OTHERS, ids=[recipe.title for recipe in OTHERS])
 def test_a_recipe_prints_what_the_page_shows(given: Path, tmp_path: Path, recipe: Recipe) -> None:
     with folder_of(tmp_path, given) as folder:
