@@ -38,6 +38,11 @@ def profile() -> str:
     return name if name in EXAMPLES else "full"
 
 
+def is_quick() -> bool:
+    """Return whether the tests run at the depth of `make test`."""
+    return profile() == "quick"
+
+
 def examples(scale: float, **changes: Any) -> settings:
     """Return settings with `scale` times the examples of the profile, and with other changes."""
     return settings(max_examples=max(EXAMPLES_MIN, round(settings().max_examples * scale)), **changes)
@@ -45,7 +50,7 @@ def examples(scale: float, **changes: Any) -> settings:
 
 def sampled(cases: Sequence[Case], count: int) -> Sequence[Case]:
     """Return `count` evenly spaced cases under `quick`, the first and the last among them; otherwise all."""
-    if profile() != "quick" or len(cases) <= count:
+    if not is_quick() or len(cases) <= count:
         return cases
     last = len(cases) - 1
     return [cases[round(number * last / (count - 1))] for number in range(count)]

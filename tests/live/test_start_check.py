@@ -23,6 +23,7 @@ from forebay.transport.redis.leases import embedded_leases
 from forebay.transport.sqlite.log import LogUnusable, SqliteLog
 from forebay.transport.sqlite.schema import WriterLock
 from tests.benchmarks.recordings import Shape, write_recording
+from tests.depth import sampled
 
 PLACES = 150
 READ_MAX = 100_000
@@ -110,7 +111,8 @@ async def test_a_start_that_is_not_refused_trusts_only_what_was_written(intact: 
     with closing(SqliteLog.open(intact, readonly=True)) as whole:
         before = await trusted(whole, asked)
     refused = 0
-    for number in range(PLACES):
+    places = sampled(range(PLACES), 60)
+    for number in places:
         path = Path(shutil.copy(intact, tmp_path / f"{number}.db"))
         flip(path, chance)
         damaged = content_of(path)
@@ -123,7 +125,7 @@ async def test_a_start_that_is_not_refused_trusts_only_what_was_written(intact: 
             continue
         with closing(SqliteLog.open(path, readonly=True)) as log:
             assert await trusted(log, asked) == before
-    assert PLACES / 10 < refused < PLACES, "some places are trusted, and history is not read"
+    assert len(places) / 10 < refused < len(places), "some places are trusted, and history is not read"
 
 
 CASES = [

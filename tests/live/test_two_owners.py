@@ -21,6 +21,7 @@ from forebay.transport.faults import Crashed, FaultyLog
 from forebay.transport.history.reader import newest_snapshot, recorded_view
 from forebay.transport.sqlite import log as sqlite_log
 from forebay.transport.sqlite.log import SqliteLog
+from tests.depth import sampled
 from tests.live.shared import SharedLog, admit, proven, valid
 from tests.system import SLOT, System, settings, submitted, until, until_ended
 
@@ -267,7 +268,8 @@ async def test_of_two_owners_that_start_at_once_the_later_claim_wins(log: Sqlite
 async def test_death_at_every_append_beside_a_second_owner(lead: int) -> None:
     """The first owner dies at its k-th append, for every k, while a second one claimed `lead` appends before."""
     deaths = 0
-    for appends in range(lead + 1, APPENDS_MAX):
+    points = sampled(range(lead + 1, APPENDS_MAX), 7)
+    for appends in points:
         log = SqliteLog.open(None)
         async with System(log).started(workers=2) as system:
             await admit(system, 2)
@@ -275,7 +277,9 @@ async def test_death_at_every_append_beside_a_second_owner(lead: int) -> None:
             await require_each_once(system)
         await proven(log)
         log.close()
-    assert deaths > 3 or lead  # the earlier the second claims, the more often the first hears of it before it dies
+    assert (
+        deaths > len(points) // 6 or lead
+    )  # the earlier the second claims, the more often the first hears of it before it dies
 
 
 async def _beside_a_second(system: System, appends: int, second_at: int) -> bool:
