@@ -23,11 +23,11 @@ import uvloop
 
 from forebay.events.transfer import LEASE_US_MAX, Prefilled
 from forebay.workers.kv_transfer.api import Kind, KvTransport, Offer
-from forebay.workers.kv_transfer.descriptor import Place, place_of, slots_of
+from forebay.workers.kv_transfer.descriptor import BlockLocation, decode_location, slots_of
 from forebay.workers.kv_transfer.memory import Arena
 from forebay.workers.kv_transfer.nixl_agent import open_agent
 from forebay.workers.kv_transfer.nixl_peers import Peers
-from forebay.workers.kv_transfer.nixl_reads import FETCHED, Here, Read, tell
+from forebay.workers.kv_transfer.nixl_reads import FETCHED, LocalAgent, Read, notify
 from forebay.workers.kv_transfer.transport import open_transport
 
 CASES = ((16 << 10, 1000), (64 << 10, 256), (1 << 20, 16), (16 << 10, 16), (64 << 10, 2048), (1 << 20, 128))
@@ -53,7 +53,7 @@ def hold(kind: Kind, block_bytes: int, blocks: int, pipe: "Connection[Any, int]"
             block_bytes=block_bytes,
             blocks=2 * blocks,
             lease_s=LEASE_S,
-            on_given_back=lambda *_: None,
+            on_free=lambda *_: None,
         )
         for block in range(2 * blocks):
             transport.memory.view(block)[:] = block % 251
@@ -102,11 +102,11 @@ def prefilled(offer: Offer, kind: Kind) -> Prefilled:
 class Raw:
     """NIXL by hand, and our reads without their thread, with an agent and memory of their own."""
 
-    def __init__(self, block_bytes: int, blocks: int, place: Place) -> None:
+    def __init__(self, block_bytes: int, blocks: int, place: BlockLocation) -> None:
         self.agent = open_agent("raw@1")
         self.arena = Arena(2 * blocks, block_bytes)
         self.agent.register_memory([(self.arena.address, self.arena.bytes, 0, "")], mem_type="DRAM")
-        self.here = Here(self.agent, self.arena)
+        self.here = LocalAgent(self.agent, self.arena)
         self.peers = Peers(self.agent, "raw@1")
         self.peer = self.peers.of(place)
         self.theirs = slots_of(place)
@@ -120,11 +120,11 @@ class Raw:
             state = self.agent.check_xfer_state(handle)
         self.agent.release_xfer_handle(handle)
 
-    def steps(self, place: Place) -> None:
+    def steps(self, place: BlockLocation) -> None:
         """The list, by what our thread does with it."""
-        for _ in Read(place, self.theirs, self.ours, tell=True).steps(self.here, self.peers):
+        for _ in Read(place, self.theirs, self.ours, notify=True).steps(self.here, self.peers):
             pass
-        tell(self.agent, place, FETCHED)
+        notify(self.agent, place, FETCHED)
 
     def memmove(self) -> None:
         """As many bytes, from block to block within this process."""
@@ -152,11 +152,11 @@ async def case(block_bytes: int, blocks: int, rounds: int) -> dict[str, list[flo
     tcp = await open_transport("tcp", name="reader@1", blocks=2 * blocks, **options)
     apart = [[number + n * 2 * blocks for number in into] for n in range(TOGETHER)]
     with holder("nixl", block_bytes, blocks) as by_nixl, holder("tcp", block_bytes, blocks) as by_tcp:
-        raw = Raw(block_bytes, blocks, place_of(by_nixl(1)[0], "nixl", block_bytes))
+        raw = Raw(block_bytes, blocks, decode_location(by_nixl(1)[0], "nixl", block_bytes))
         for number in range(rounds + 2):
             one, other, *many = by_nixl(2 + TOGETHER)
             (plain,) = by_tcp(1)
-            other_place = place_of(other, "nixl", block_bytes)
+            other_place = decode_location(other, "nixl", block_bytes)
             sides: list[tuple[str, Callable[[], Any]]] = [
                 ("memmove", raw.memmove),
                 ("nixl", raw.nixl),

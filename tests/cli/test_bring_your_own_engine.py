@@ -118,14 +118,14 @@ def test_what_the_example_refuses_is_the_clients_error(example: str) -> None:
 @pytest.mark.parametrize(
     ("text", "target", "why"),
     [
-        ("x = 1", "Engine", "engine.py has no Engine"),
-        ("raise RuntimeError('no GPU here')", "Engine", "engine.py cannot be loaded: RuntimeError: no GPU here"),
+        ("x = 1", "Engine", "engine.py has no class Engine"),
+        ("raise RuntimeError('no GPU here')", "Engine", "engine.py: RuntimeError: no GPU here"),
         (
             "from forebay.workers.service import *\n@service(namespace='t')\nclass Engine:\n"
             "    async def start(self):\n        raise OSError('the weights are damaged')\n"
             "    @endpoint()\n    async def generate(self, request):\n        yield 1\n",
             "Engine",
-            "t.engine did not start: OSError: the weights are damaged",
+            "t.engine failed to start: OSError: the weights are damaged",
         ),
     ],
 )

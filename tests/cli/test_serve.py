@@ -109,7 +109,7 @@ def test_a_command_that_cannot_start_its_service_says_why(tmp_path: Path) -> Non
     assert (run.returncode, run.stdout) == (2, "")
     assert "test.engine: 2 workers with 1 GPUs each need 2, and 1 are visible" in run.stderr
     run = serve("nowhere.py:Engine")
-    assert (run.returncode, run.stderr) == (1, "forebay: nowhere.py: there is no such file\n")
+    assert (run.returncode, run.stderr) == (1, "forebay: nowhere.py: no such file\n")
 
 
 def test_the_exit_code_is_that_of_the_worst_process(tmp_path: Path) -> None:

@@ -145,7 +145,7 @@ def test_disagg_by_the_plain_path_when_told_so(whole: list[tuple[str, str]]) -> 
     with running(*APART, *ALIKE, "--kv-transport", "tcp") as up:
         assert texts(all_asked(up)) == whole
         ready = httpx.get(f"{up.url}/ready", timeout=10).json()
-        assert ready == {"status": "ready", "kv_transport": "tcp, the plain path without NIXL"}
+        assert ready == {"status": "ready", "kv_transport": "tcp (without NIXL)"}
         plain = 'forebay_kv_transport_info{plain="true",transport="tcp",worker_id='
         assert metric(up, plain) == 4
 

@@ -317,7 +317,7 @@ async def test_a_health_request_is_asked_when_it_is_quiet(vllm: Driven, monkeypa
     monkeypatch.setattr(async_engine, "CANARY_TIMEOUT_S", 0.0)
     # It hangs, and nobody ordered it to.
     await vllm.engine._llm.pause_generation(mode="keep", clear_cache=False)  # type: ignore[attr-defined]
-    with pytest.raises(EngineError, match="did not answer a health request"):
+    with pytest.raises(EngineError, match="did not respond to a health request"):
         async with asyncio.timeout(60):
             while True:
                 await vllm.engine.check()

@@ -61,7 +61,7 @@ async def refused(engine: VllmEngine) -> str:
 @pytest.mark.parametrize(
     ("breakage", "says"),
     [
-        (shutil.rmtree, "there is no model directory"),
+        (shutil.rmtree, "no such model directory"),
         (lambda directory: (directory / "config.json").unlink(), "no config.json"),
         (lambda directory: (directory / "model.safetensors").unlink(), "no weights"),
         (lambda directory: (directory / "model.safetensors").write_bytes(b"not weights"), "are broken"),

@@ -185,8 +185,8 @@ async def test_what_cannot_be_fetched_is_said_so(pair: Pair) -> None:
         return msgspec.json.encode({**told, **fields})
 
     for broken, says in (
-        ({"connector": "nixl"}, "moved by nixl"),
-        ({"model": "other"}, "of the model other"),
+        ({"connector": "nixl"}, "transferred by nixl"),
+        ({"model": "other"}, "of model other"),
         ({"descriptor": b"\xff"}, "broken"),
         ({"descriptor": changed(remote_port="x")}, "broken"),
         ({"descriptor": changed(remote_block_ids=[[-1, 2]])}, "broken"),

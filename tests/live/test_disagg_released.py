@@ -97,13 +97,11 @@ class Apart(System):
         event = kind(**{name: getattr(routed, name) for name in names}, **fields)
         self.log.append_soon([Draft(PROGRESS.name, 0, encode(PROGRESS, event))])
 
-    async def given_back(self, released: int) -> None:
+    async def freed(self, released: int) -> None:
         """So many were, by no lease; nothing is held any more."""
-        await until(lambda: self.engine.kv_stats().given_back.get("released") == released)
+        await until(lambda: self.engine.kv_stats().freed.get("released") == released)
         stats = self.engine.kv_stats()
-        assert stats.given_back == {"released": released} | {
-            reason: 0 for reason in stats.given_back if reason != "released"
-        }
+        assert stats.freed == {"released": released} | {reason: 0 for reason in stats.freed if reason != "released"}
         assert (stats.held_offers, stats.held_blocks, self.engine.kept()) == (0, 0, 0)
         await until(lambda: not self.engine._ranks[0].model.pool.used)
 
@@ -153,7 +151,7 @@ async def test_disagg_kv_of_an_answer_that_is_over_is_given_back_without_its_lea
         await until(lambda: len(owner.world.fleet) == 3)
         system.send(submitted("r", PROMPT))
         await way(system, await system.decoding(1))
-        await system.given_back(1)
+        await system.freed(1)
     assert [one.reason for one in system.decisions(KvReleased)] == [reason] * bool(reason)
     assert bool(system.decisions(RequestAborted)) == (way is cancelled)
     await proven(log)
@@ -170,7 +168,7 @@ async def test_disagg_kv_of_one_attempt_is_given_back_and_that_of_the_next_is_no
         first = await system.decoding(1)
         await way(system, first)
         second = await system.decoding(2)
-        assert system.engine.kv_stats().given_back["released"] == 1
+        assert system.engine.kv_stats().freed["released"] == 1
         assert second.worker_id != first.worker_id
         (released,) = system.decisions(KvReleased)
         async with taken_over(system, owner, running):
@@ -179,7 +177,7 @@ async def test_disagg_kv_of_one_attempt_is_given_back_and_that_of_the_next_is_no
             assert system.engine.kv_stats().held_offers == 2, "that of the second attempt is still there"
             for name in ("r", "beside"):
                 system.cancel(name)
-            await system.given_back(3)
+            await system.freed(3)
     assert released.reason == reason
     await proven(log)
 
@@ -209,7 +207,7 @@ async def test_disagg_all_that_one_event_has_given_back_is_said_again(
         lost = sorted(name for name, worker_id in system.decoders() if worker_id == "d")
         assert len(lost) > 1
         system.leave("d")
-        await until(lambda: system.engine.kv_stats().given_back.get("released") == len(lost))
+        await until(lambda: system.engine.kv_stats().freed.get("released") == len(lost))
         async with taken_over(system, owner, running):
             told = system.events(work_topic("prefill"), ReleaseKv, system.decisions(KvReleased)[0].holder.slot)
             assert sorted(one.request_id for one in told) == sorted(lost * 2)
@@ -225,7 +223,7 @@ async def test_disagg_what_was_given_back_of_an_earlier_request_of_that_id_is_no
         owner, running = await system.owner()
         system.send(submitted("r", PROMPT))
         await failed(system, await system.decoding(1))
-        await system.given_back(1)
+        await system.freed(1)
         system.send(submitted("r", list(range(200, 234)), reply_from=100))
         await until(lambda: len(system.decoders()) == 2)
         async with taken_over(system, owner, running):
@@ -241,7 +239,7 @@ async def test_disagg_a_request_for_a_lost_decode_worker_alone_ends_and_its_kv_i
         await until(lambda: len(owner.world.fleet) == 3)
         system.send(submitted("r", PROMPT, routing=RoutingHints(worker_id="d")))
         await lost(system, await system.decoding(1))
-        await system.given_back(1)
+        await system.freed(1)
         await until(lambda: "r" in system.ends())
     (ended,) = system.ends()["r"]
     assert ended.error is not None

@@ -15,7 +15,7 @@ from forebay.events.transfer import Prefilled
 from forebay.events.work import WorkCancelled, WorkItem
 from forebay.workers.engines.mock.engine import MockEngine
 from forebay.workers.engines.mock.kv import KvSettings, MockKv
-from forebay.workers.engines.mock.rank import Rank
+from forebay.workers.engines.mock.rank import MockRank
 from forebay.workers.runtime.worker import Worker
 from tests.workers.conftest import GROUP, PARTITION, Scene, engine_config, until, work_item
 
@@ -38,7 +38,7 @@ class Side:
     epoch: int = -1
 
     @property
-    def rank(self) -> Rank:
+    def rank(self) -> MockRank:
         return self.engine._ranks[0]
 
     @property
@@ -54,12 +54,12 @@ class Side:
     async def idle(self) -> None:
         """Nothing is under way, kept, fetched or referenced any more."""
         engine, rank = self.engine, self.rank
-        await until(lambda: not (self.worker.under_way or engine.kept() or self.used or rank._fetching))
+        await until(lambda: not (self.worker.active_requests or engine.kept() or self.used or rank._fetching))
         if engine._kv is not None:
             await until(lambda: not self.kv.slots.used)
             stats = engine.kv_stats()
             assert (stats.held_offers, stats.held_blocks, stats.in_flight) == (0, 0, 0)
-        kept = rank._prompts, rank._kept, rank._to_fetch, rank._fetched, rank._answers._asked
+        kept = rank._prompts, rank._kept, rank._to_fetch, rank._fetched, rank._answers._items
         assert not any(kept), kept
 
 

@@ -7,7 +7,7 @@ import sys
 import msgspec
 import numpy as np
 
-from forebay.workers.kv_transfer.embeddings import Offers
+from forebay.workers.kv_transfer.embeddings import EmbeddingOffers
 
 ARENA = 64 << 20
 
@@ -19,7 +19,7 @@ def array(seed: int, size: int) -> "np.ndarray[tuple[int, int], np.dtype[np.floa
 
 def main() -> None:
     """`offer SEED ROWS`, `waiting`, `spoil`: an answer each. Ends with its standard input."""
-    offers = Offers(sys.argv[1], arena_bytes=ARENA)
+    offers = EmbeddingOffers(sys.argv[1], arena_bytes=ARENA)
     while True:
         offers.poll()
         if not select.select([sys.stdin], [], [], 0.001)[0]:

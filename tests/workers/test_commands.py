@@ -141,7 +141,7 @@ async def test_a_refusal_says_why_and_changes_nothing(scene: Scene) -> None:
         engine.error = EngineRefused("")
         await scene.send(command("mute", epoch, "sleep"))
         await until(lambda: len(answers(scene)) == 2)
-    assert answers(scene) == [("long", "x" * ERROR_CHARS_MAX), ("mute", "the engine does not sleep")]
+    assert answers(scene) == [("long", "x" * ERROR_CHARS_MAX), ("mute", "the engine does not support sleep")]
 
 
 async def test_what_waited_too_long_is_not_done(scene: Scene) -> None:
@@ -156,7 +156,7 @@ async def test_what_waited_too_long_is_not_done(scene: Scene) -> None:
         engine.gate.set()
         await until(lambda: len(answers(scene)) == 3)
     assert engine.told == ["list_loras", "pause"]
-    assert dict(answers(scene))["late"] == "its time was over before the commands before it were done"
+    assert dict(answers(scene))["late"] == "it timed out while earlier commands were running"
 
 
 async def test_commands_that_wait_are_bounded(scene: Scene) -> None:
@@ -168,7 +168,9 @@ async def test_commands_that_wait_are_bounded(scene: Scene) -> None:
         for number in range(WAITING_MAX + 1):
             await scene.send(command(f"c{number}", epoch))
         await until(lambda: answers(scene))
-        assert answers(scene) == [(f"c{WAITING_MAX}", f"{WAITING_MAX} commands wait already")]
+        assert answers(scene) == [
+            (f"c{WAITING_MAX}", f"the worker's queue of commands is full: {WAITING_MAX} are waiting")
+        ]
         engine.gate.set()
         await until(lambda: len(answers(scene)) == WAITING_MAX + 2)
 
@@ -254,7 +256,7 @@ async def test_a_cache_in_use_is_not_cleared(scene: Scene) -> None:
         pause = command("p", epoch, "pause")
         refused = (await told(scene, pause, command("c", epoch, "clear_kv_blocks")))[1]
     assert isinstance(refused, CommandRefused)
-    assert "KV blocks are used by requests that run" in refused.error
+    assert "KV blocks are in use by running requests" in refused.error
 
 
 async def test_who_is_paused_keeps_what_it_has(scene: Scene) -> None:
@@ -292,9 +294,9 @@ async def test_who_wakes_up_has_no_cache_and_goes_on(scene: Scene) -> None:
 @pytest.mark.parametrize(
     ("sent", "error"),
     [
-        ({"action": "load_lora", "lora_name": "x", "lora_path": "/there/is/none"}, "there is no directory"),
+        ({"action": "load_lora", "lora_name": "x", "lora_path": "/there/is/none"}, "no such directory"),
         ({"action": "load_lora", "lora_name": "x"}, "an adapter needs a name and a directory"),
-        ({"action": "load_lora", "lora_name": "legal", "lora_path": "/"}, "another adapter legal is loaded already"),
+        ({"action": "load_lora", "lora_name": "legal", "lora_path": "/"}, "another adapter legal is already loaded"),
         ({"action": "unload_lora", "lora_name": "x"}, "the adapter x is not loaded"),
     ],
     ids=str,

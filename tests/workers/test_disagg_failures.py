@@ -114,7 +114,7 @@ async def test_a_disagg_lease_that_ends_gives_everything_back(scene: Scene) -> N
         prefilled = await both.compute("r")
         assert prefilled.lease_us == 20_000
         await both.idle()
-        assert both.prefill.engine.kv_stats().given_back == {"expired": 1}
+        assert both.prefill.engine.kv_stats().freed == {"expired": 1}
         await both.answer("r", prefilled)
         assert await both.not_fetched("r")
         assert both.decode.engine.kv_stats().failed == {"expired": 1}
@@ -233,13 +233,13 @@ async def test_disagg_kv_that_is_given_back_is_never_read_and_that_of_the_next_a
         first = await both.compute("r")
         await both.answer("r", first)
         await until(lambda: gate.waiting)
-        before = dict(both.prefill.engine.kv_stats().given_back)
+        before = dict(both.prefill.engine.kv_stats().freed)
         order = ReleaseKv(request_id="r", attempt=1, owner_epoch=0, worker_epoch=both.prefill.epoch)
         await scene.send(order, both.prefill.slot)
         await until(lambda: not both.prefill.engine.kept())
         stats = both.prefill.engine.kv_stats()
         assert (stats.held_offers, stats.held_blocks) == (0, 0)
-        assert stats.given_back == before | {"released": before.get("released", 0) + 1}
+        assert stats.freed == before | {"released": before.get("released", 0) + 1}
         await both.prefill.idle()
         await both.ask("r", attempt=2)
         await until(lambda: len([one for one in scene.progress(PrefillFinished) if one.request_id == "r"]) == 2)
@@ -332,4 +332,4 @@ async def test_a_disagg_prefill_worker_that_drains_waits_until_its_kv_was_fetche
         assert await both.said("r") == expected
         async with asyncio.timeout(20):
             await task
-    assert prefill.engine.kv_stats().given_back == {"fetched": 1}
+    assert prefill.engine.kv_stats().freed == {"fetched": 1}

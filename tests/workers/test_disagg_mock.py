@@ -238,7 +238,9 @@ async def test_a_disagg_worker_without_nixl_says_so_when_it_starts(
 ) -> None:
     monkeypatch.setitem(sys.modules, "nixl_cu12", None)
     one = side(scene, role, kv_settings())
-    with pytest.raises(EngineError, match="KV blocks travel by NIXL, which cannot be imported"):
+    with pytest.raises(
+        EngineError, match=r"halted; None in sys\.modules\): pip install numpy && pip install --no-deps nixl-cu"
+    ):
         await one.worker.run()
     monkeypatch.setattr("forebay.workers.engines.mock.engine.find_spec", lambda _: None)
     with pytest.raises(EngineError, match="numpy, which is not installed"):
@@ -264,7 +266,7 @@ async def test_a_disagg_transport_that_does_not_open_ends_the_worker_and_nothing
         monkeypatch.setattr(mock_kv, "open_transport", broken)
         await both.answer("r", prefilled)
         assert "no port is free" in await both.not_fetched("r")
-        with pytest.raises(EngineError, match="cannot travel by tcp: no port is free"):
+        with pytest.raises(EngineError, match="cannot transfer KV by tcp: no port is free"):
             await both.decode.engine.check()
     async with serving(scene, side(scene, "prefill", kv_settings(), name="prefill-2")) as one:
         both.prefill = one
@@ -319,7 +321,7 @@ async def test_a_disagg_prompt_that_cannot_be_kept_goes_elsewhere(
             assert "there is no room" in failed.error
         taken = both.prefill.kv.slots.take(64 - both.prefill.kv.slots.used)
         await both.ask("slots", [5, 6])
-        assert "1 slots are needed and 0 of 64 are free" in (await both.failed("slots")).error
+        assert "1 slots are needed, but only 0 of 64 are free" in (await both.failed("slots")).error
         both.prefill.kv.slots.free(taken)
         await both.cancel("first", both.prefill)
         await both.idle()
@@ -384,7 +386,7 @@ async def test_the_ranks_of_a_disagg_worker_share_one_way_to_others(scene: Scene
             await both.answer(f"apart.{name}", await both.computed(f"apart.{name}"), rank=at // 2)
         said = {name: await both.said(f"apart.{name}") for name in "abcd"}
         await both.idle()
-        assert both.prefill.engine.kv_stats().given_back == {"fetched": 4}
+        assert both.prefill.engine.kv_stats().freed == {"fetched": 4}
         assert not any(rank.model.pool.used for one in sides for rank in one.engine._ranks.values())
     assert said == expected
 

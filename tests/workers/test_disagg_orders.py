@@ -137,7 +137,7 @@ async def test_a_prompt_computed_for_another_is_said_to_the_owner_alone(scene: S
     assert said.prefilled == msgspec.structs.replace(prefilled(epoch), cached_tokens=4)
     assert (said.request_id, said.attempt, said.owner_epoch, said.worker_epoch) == ("r", 1, 7, epoch)
     assert not scene.tokens()
-    assert not worker.under_way
+    assert not worker.active_requests
 
 
 async def test_the_disagg_rank_that_computed_a_prompt_is_said(scene: Scene) -> None:
@@ -189,7 +189,7 @@ async def test_an_engine_that_keeps_no_kv_refuses_disagg_stages_by_name(scene: S
     assert (said.request_id, said.status, said.code) == ("p", 501, "stage_not_supported")
     (end,) = scene.tokens(ResponseEnded)
     assert (end.request_id, end.error.status) == ("d", 501)
-    assert "(Engine)" in end.error.message
+    assert "the engine Engine " in end.error.message
     assert [item.request_id for item in engine.items] == ["a"]
 
 
@@ -240,7 +240,7 @@ async def test_disagg_kv_that_cannot_be_fetched_goes_back_to_the_owner(scene: Sc
         await until(lambda: engine.items)
         engine.say(not_fetched=[NotFetched("r", 2, "another attempt"), NotFetched("r", 1, "w9 is gone" * 100)])
         await until(scene.progress)
-        assert not worker.under_way
+        assert not worker.active_requests
     (said,) = scene.progress()
     assert type(said) is TransferFailed
     assert said.error == ("w9 is gone" * 100)[:500]
@@ -317,7 +317,7 @@ async def test_a_disagg_answer_that_is_complete_needs_no_kv(scene: Scene, said: 
     async with scene.serving(worker) as epoch:
         await scene.send(item_of("r", "decode", epoch, attempt=2))
         await until(scene.progress)
-        assert not worker.under_way
+        assert not worker.active_requests
     assert engine.dropped == [b"here"]
     assert not engine.items
 
@@ -456,7 +456,7 @@ async def test_a_prefill_worker_that_drains_waits_for_its_disagg_readers(scene: 
         await scene.send(item_of("later", "prefill", epoch))
         await until(lambda: len(engine.items) == 2)
         engine.say(prefilled=[PromptPrefilled("later", 1, prefilled(epoch))])
-        await until(lambda: not worker.under_way)
+        await until(lambda: not worker.active_requests)
         assert not task.done()
         engine.holds.clear()
     async with asyncio.timeout(20):

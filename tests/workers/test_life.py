@@ -5,38 +5,38 @@ from itertools import product
 import pytest
 
 from forebay.core.state_machine import IllegalTransition
-from forebay.workers.runtime.life_cycle import TRANSITIONS, Life, Move, State
+from forebay.workers.runtime.life_cycle import TRANSITIONS, State, Transition, WorkerLifeCycle
 
-LEGAL: dict[tuple[State, Move], State] = {
-    (State.CREATED, Move.REGISTER): State.REGISTERED,
-    (State.REGISTERED, Move.ADMIT): State.RUNNING,
-    (State.RUNNING, Move.PASS): State.HEALTHY,
-    (State.RUNNING, Move.LOSE): State.REGISTERED,
-    (State.HEALTHY, Move.LOSE): State.REGISTERED,
-    (State.REGISTERED, Move.STOP): State.STOPPING,
-    (State.RUNNING, Move.STOP): State.STOPPING,
-    (State.HEALTHY, Move.STOP): State.STOPPING,
-    **{(state, Move.LEAVE): State.DEREGISTERED for state in State if state is not State.DEREGISTERED},
+LEGAL: dict[tuple[State, Transition], State] = {
+    (State.CREATED, Transition.REGISTER): State.REGISTERED,
+    (State.REGISTERED, Transition.ADMIT): State.RUNNING,
+    (State.RUNNING, Transition.PASS): State.HEALTHY,
+    (State.RUNNING, Transition.LOSE): State.REGISTERED,
+    (State.HEALTHY, Transition.LOSE): State.REGISTERED,
+    (State.REGISTERED, Transition.STOP): State.STOPPING,
+    (State.RUNNING, Transition.STOP): State.STOPPING,
+    (State.HEALTHY, Transition.STOP): State.STOPPING,
+    **{(state, Transition.LEAVE): State.DEREGISTERED for state in State if state is not State.DEREGISTERED},
 }
 
 
-@pytest.mark.parametrize(("state", "move"), list(product(State, Move)))
-def test_every_move_is_legal_or_changes_nothing(state: State, move: Move) -> None:
-    life = Life()
+@pytest.mark.parametrize(("state", "move"), list(product(State, Transition)))
+def test_every_move_is_legal_or_changes_nothing(state: State, move: Transition) -> None:
+    life = WorkerLifeCycle()
     life.state = state
     if (state, move) in LEGAL:
         life.move(move)
         assert life.state is LEGAL[state, move]
     else:
-        with pytest.raises(IllegalTransition, match=f"a worker that is {state} does not {move}"):
+        with pytest.raises(IllegalTransition, match=f"transition {move} is not allowed in state {state}"):
             life.move(move)
         assert life.state is state
 
 
 def test_the_way_of_a_worker_through_its_whole_life() -> None:
-    life = Life()
+    life = WorkerLifeCycle()
     seen = [life.state]
-    for move in (Move.REGISTER, Move.ADMIT, Move.PASS, Move.STOP, Move.LEAVE):
+    for move in (Transition.REGISTER, Transition.ADMIT, Transition.PASS, Transition.STOP, Transition.LEAVE):
         life.move(move)
         seen.append(life.state)
     assert seen == list(State)

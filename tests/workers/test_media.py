@@ -98,7 +98,7 @@ class MemoryReader:
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
     memory = Memory()
-    monkeypatch.setattr("forebay.workers.engines.encode.Offers", memory.offers)
+    monkeypatch.setattr("forebay.workers.engines.encode.EmbeddingOffers", memory.offers)
     monkeypatch.setattr("forebay.workers.engines.encode.load_nixl", lambda: None)
     monkeypatch.setattr(media_feed.MediaFeed.__init__, "__defaults__", (memory.reader,))
     return memory
@@ -159,7 +159,7 @@ async def test_what_is_encoded_is_told_to_the_owner_alone(scene: Scene, memory: 
         (told,) = scene.progress(EncodeFinished)
         assert (told.request_id, told.attempt, told.worker_epoch, told.encoded.shape) == ("r", 1, epoch, (6, WIDTH))
         assert told.encoded.descriptor.startswith(f"w1@{epoch}:".encode())
-        await until(lambda: not worker.under_way)
+        await until(lambda: not worker.active_requests)
     assert scene.tokens() == []
     assert not scene.kv()
 
@@ -194,7 +194,7 @@ async def test_what_nobody_can_encode_is_told_to_the_client(scene: Scene, memory
         await until(lambda: scene.progress(RequestFailed))
     (ended,) = scene.tokens(ResponseEnded)
     assert (ended.error.status, ended.error.code) == (400, "media_not_encoded")
-    assert ended.error.message.startswith("an image cannot be decoded")
+    assert ended.error.message.startswith("cannot decode an image")
 
 
 async def test_an_encoder_that_makes_too_little_is_broken(scene: Scene, memory: Memory) -> None:
@@ -203,7 +203,10 @@ async def test_an_encoder_that_makes_too_little_is_broken(scene: Scene, memory: 
     async with scene.serving(encode_worker(scene, encoder)) as epoch:
         await scene.send(encode_item("r", media(png()), epoch=epoch))
         await until(lambda: scene.progress(EncodeFailed))
-    assert scene.progress(EncodeFailed)[0].error == f"the encoder made 3 x {WIDTH} numbers for 4 placeholders"
+    assert (
+        scene.progress(EncodeFailed)[0].error
+        == f"the encoder returned an array of shape 3 x {WIDTH} for 4 placeholders"
+    )
 
 
 async def test_an_encode_worker_answers_nothing(scene: Scene, memory: Memory) -> None:
@@ -211,7 +214,7 @@ async def test_an_encode_worker_answers_nothing(scene: Scene, memory: Memory) ->
     async with scene.serving(worker) as epoch:
         await scene.send(work_item("r", [1, 2], 3, worker_epoch=epoch))
         await until(lambda: scene.progress(RequestFailed))
-        assert scene.tokens(ResponseEnded)[0].error.message == "this worker encodes images and videos only"
+        assert scene.tokens(ResponseEnded)[0].error.message == "this worker only encodes images and videos"
         with pytest.raises(EngineRefused, match="does not sleep"):
             await worker.engine.command(Command(action="sleep"))
         await worker.engine.check()
@@ -304,7 +307,7 @@ async def test_what_cannot_be_fetched_goes_back_to_the_owner(scene: Scene, memor
         await until(lambda: len(scene.progress(TransferFailed)) == 2)
         assert [failed.error for failed in scene.progress(TransferFailed)] == [
             "nobody is there",
-            "3 rows of embeddings came for 4 placeholders",
+            "fetched 3 rows of embeddings, expected 4, one per placeholder",
         ]
         again = offers.offer(StandInEncoder().encode_all([one]))
         await scene.send(answer_item("r", withheld(one), epoch=epoch, encoded=again, attempt=2))
@@ -338,7 +341,7 @@ async def test_who_leaves_while_it_is_fetched_gets_nothing(scene: Scene, memory:
             await scene.send(answer_item(name, withheld(one), epoch=epoch, encoded=encoded))
         await until(lambda: memory.reading == 2)
         await scene.send(WorkCancelled(request_id="r", attempt=1, owner_epoch=0, worker_epoch=epoch))
-        await until(lambda: "r" not in worker.under_way)
+        await until(lambda: "r" not in worker.active_requests)
         memory.gate.set()
         await until(lambda: scene.progress(RequestFinished))
         worker._leave()
@@ -371,7 +374,7 @@ async def test_an_engine_for_text_alone_refuses_images_by_name() -> None:
     failed: list[Any] = []
     feed = media_feed.MediaFeed(Blind(), "w", lambda item, error: failed.append(error))  # type: ignore[arg-type]
     feed.submit(answer_item("r", media(png()), epoch=1))
-    assert (failed[0].status, failed[0].message) == (501, "this worker's engine (Blind) takes no images or videos")
+    assert (failed[0].status, failed[0].message) == (501, "the engine Blind does not support images or videos")
 
 
 @pytest.mark.parametrize("places", [[(7, 4)], [(1, 4), (4, 2)], [(5, 2), (1, 2)]])
@@ -384,7 +387,7 @@ async def test_placeholders_that_do_not_lie_in_the_prompt_are_refused(
         await until(lambda: scene.tokens(ResponseEnded))
     (ended,) = scene.tokens(ResponseEnded)
     assert ended.error.status == 400
-    assert "do not lie in the prompt, or overlap" in ended.error.message
+    assert "lie outside the prompt or overlap" in ended.error.message
 
 
 async def test_a_mock_engine_that_cannot_see_it_says_why(scene: Scene) -> None:
@@ -449,7 +452,9 @@ def test_the_stand_in_sees_pixels_and_the_number_of_placeholders() -> None:
 
 def test_the_stand_in_refuses_what_is_no_image(monkeypatch: pytest.MonkeyPatch) -> None:
     for content in (b"", b"GIF89a", png()[:40]):
-        with pytest.raises(MediaUnusable, match="cannot be decoded"):
+        with pytest.raises(
+            MediaUnusable, match=r"cannot decode an image: cannot identify image file <_io\.BytesIO object at"
+        ):
             StandInEncoder().encode(media(content))
     monkeypatch.setattr("forebay.workers.engines.standin_encoder.IMAGE_PIXELS_MAX", 100)
     with pytest.raises(MediaUnusable, match="16 x 16 pixels is too large"):
@@ -465,5 +470,7 @@ def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch, missing
 
 def test_without_nixl_an_encode_worker_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "nixl_cu12", None)
-    with pytest.raises(EngineError, match="embeddings travel by NIXL, which cannot be imported"):
+    with pytest.raises(
+        EngineError, match=r"halted; None in sys\.modules\): pip install numpy && pip install --no-deps nixl-cu"
+    ):
         nixl_agent.load_nixl()

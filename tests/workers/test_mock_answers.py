@@ -96,4 +96,4 @@ async def test_what_was_dropped_is_forgotten() -> None:
     engine.cancel("a")
     engine.submit(item("b", range(10), task="embed"))
     engine.reset()
-    assert not engine._ranks[0]._answers._asked
+    assert not engine._ranks[0]._answers._items

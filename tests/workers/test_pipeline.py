@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from forebay.events.requests import Sampling
 from forebay.workers.engines.service.request import Refused, Request
-from forebay.workers.pipeline import Generate, Log, Pipeline, Retry, StopSequences, TokenLimit
+from forebay.workers.pipeline import Generate, Pipeline, ResponseLog, Retry, StopSequences, TokenLimit
 
 ASKED = Request(request_id="r", token_ids=(1, 2, 3), sampling=Sampling(max_tokens=100))
 
@@ -177,7 +177,7 @@ async def test_a_log_has_a_line_for_each_answer(caplog: pytest.LogCaptureFixture
         yield 1
         raise RuntimeError
 
-    log = Log(logging.getLogger("answers"))
+    log = ResponseLog(logging.getLogger("answers"))
     with caplog.at_level(logging.INFO, logger="answers"):
         await said(Pipeline(echo) | log)
         with pytest.raises(RuntimeError):
@@ -189,13 +189,13 @@ async def test_a_log_has_a_line_for_each_answer(caplog: pytest.LogCaptureFixture
 
 def test_operators_that_could_do_nothing_are_refused() -> None:
     for make in (lambda: TokenLimit(0), lambda: Retry(0), StopSequences, lambda: StopSequences([1], [])):
-        with pytest.raises(ValueError, match="at least"):
+        with pytest.raises(ValueError, match="tokens_max must be"):
             make()
 
 
 async def test_a_request_tells_whether_somebody_still_waits() -> None:
     assert not ASKED.cancelled
-    with pytest.raises(Refused, match="knows no tokenizer"):
+    with pytest.raises(Refused, match="this request has no tokenizer"):
         _ = ASKED.text
     asked = Request(request_id="r", token_ids=(1, 2), sampling=Sampling(max_tokens=1), detokenize=str)
     assert asked.text == "(1, 2)"

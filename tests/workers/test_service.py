@@ -63,17 +63,17 @@ def test_a_component_is_named_after_its_class(name: str, component: str) -> None
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"namespace": "Demo"}, "namespace 'Demo': a name is 1 to 63 of a-z, 0-9"),
+        ({"namespace": "Demo"}, ", - and _, from a letter to a letter or digit"),
         ({"namespace": "a.b"}, "namespace 'a.b'"),
         ({"namespace": "x" * 64}, "1 to 63"),
         ({"component": "two words"}, "component 'two words'"),
         ({"pool": "-"}, "pool '-'"),
-        ({"workers": 0}, "workers must be a number from 1 to 256, not 0"),
-        ({"workers": True}, "workers must be a number"),
-        ({"max_num_seqs": 2.5}, "max_num_seqs must be a number from 1 to 65536, not 2.5"),
-        ({"resources": {"memory": "1Gi"}}, "resources has 'memory'; known are cpu and gpu"),
-        ({"resources": {"gpu": 0.5}}, "gpu must be a whole number from 0 to 256, not 0.5"),
-        ({"resources": {"gpu": "nan"}}, "gpu must be a whole number"),
+        ({"workers": 0}, "workers must be an integer from"),
+        ({"workers": True}, "workers must be an integer from"),
+        ({"max_num_seqs": 2.5}, "max_num_seqs must be an integer from"),
+        ({"resources": {"memory": "1Gi"}}, ": expected cpu or gpu"),
+        ({"resources": {"gpu": 0.5}}, "gpu must be an integer from"),
+        ({"resources": {"gpu": "nan"}}, "gpu must be an integer from"),
         ({"resources": {"cpu": "many"}}, "resources must be numbers"),
         ({"resources": {"cpu": 0}}, "cpu must be a number of cores above 0"),
     ],
@@ -102,13 +102,16 @@ def marked(function: Callable[..., Any], name: str = "") -> Callable[..., Any]:
 @pytest.mark.parametrize(
     ("methods", "why"),
     [
-        ({}, "Broken has no endpoint generate"),
+        ({}, r"Broken has no generate endpoint: put @endpoint\(\) on an async generator"),
         ({"x": marked(coroutine, "generate")}, "generate must be an async generator: `async def` with `yield`"),
         ({"x": marked(stream, "embed")}, "the endpoint embed must be a coroutine"),
         ({"x": marked(greedy, "embed")}, "the endpoint embed must take self and one argument"),
         ({"x": marked(coroutine, "embed"), "y": marked(coroutine, "embed")}, "two endpoints embed: x and y"),
         ({"x": marked(coroutine, "No Name")}, r"Broken\.x: endpoint 'No Name'"),
-        ({"x": marked(coroutine, "reboot")}, "nobody can ask for an endpoint reboot; known are generate, embed"),
+        (
+            {"x": marked(coroutine, "reboot")},
+            r"Broken\.coroutine: unknown endpoint reboot; endpoints are generate, embed, clear_kv_blocks,",
+        ),
         (
             {"generate": Plain.generate, "start": greedy},
             r"Broken\.start must be a coroutine: `async def start\(self\)`",
@@ -122,7 +125,7 @@ def test_a_class_that_makes_no_service_is_refused(methods: dict[str, Callable[..
 
 
 def test_an_endpoint_needs_its_parentheses() -> None:
-    with pytest.raises(ServiceInvalid, match=r"written with parentheses: @endpoint\(\)"):
+    with pytest.raises(ServiceInvalid, match=r"write the decorator with parentheses: @endpoint\(\)"):
         endpoint(coroutine)  # type: ignore[arg-type]
 
 
@@ -130,7 +133,7 @@ def test_two_classes_of_a_module_cannot_share_a_name() -> None:
     made(component="taken")
     made(component="taken")  # the same class, defined anew
     other = type("Other", (Plain,), {"__module__": "tests.taken"})
-    with pytest.raises(ServiceInvalid, match=r"test\.taken is Plain already: give Other another component"):
+    with pytest.raises(ServiceInvalid, match=r"test\.taken is already Plain: set a component for Other"):
         service(namespace="test", component="taken")(other)
 
 
@@ -161,15 +164,19 @@ def test_a_service_comes_from_a_file_which_runs_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "target", "why"),
     [
-        (GOOD.replace("import beside", ""), "Bad", r"has no Bad; services there: Good"),
-        (GOOD.replace("import beside", ""), "Other", r"Other of .* is no service: decorate the class .*there: Good"),
-        ("x = 1", "x", r"x of .* is no service: decorate the class with @service\(\.\.\.\)$"),
-        ("def f(:", "F", r"cannot be loaded: SyntaxError: .*line 1"),
-        ("import nothing_like_this", "F", "cannot be loaded: ModuleNotFoundError: No module named"),
+        (GOOD.replace("import beside", ""), "Bad", r"engine\.py has no class Bad; services in the file: Good"),
+        (
+            GOOD.replace("import beside", ""),
+            "Other",
+            r"is not a service: decorate the class with @service\(\.\.\.\); services in the file: Good",
+        ),
+        ("x = 1", "x", r"is not a service: decorate the class with @service\(\.\.\.\)"),
+        ("def f(:", "F", r"SyntaxError: invalid syntax"),
+        ("import nothing_like_this", "F", "ModuleNotFoundError: No module named"),
         (
             GOOD.replace('"filed"', '"No"').replace("import beside", ""),
             "Good",
-            "cannot be loaded: ServiceInvalid: namespace 'No'",
+            ", - and _, from a letter to a letter or digit",
         ),
     ],
 )
@@ -182,7 +189,7 @@ def test_a_file_without_the_service_is_refused_in_a_line(tmp_path: Path, text: s
 
 @pytest.mark.parametrize(
     ("target", "why"),
-    [("engine.py", "a service is named FILE.py:Class"), ("nowhere.py:X", "nowhere.py: there is no such file")],
+    [("engine.py", "invalid service"), ("nowhere.py:X", r"nowhere\.py: no such file")],
 )
 def test_a_target_that_names_nothing_is_refused(target: str, why: str) -> None:
     with pytest.raises(EngineError, match=why):

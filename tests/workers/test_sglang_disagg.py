@@ -118,14 +118,14 @@ async def test_a_prompt_that_nobody_comes_for_is_taken_back(pair: Pair, monkeypa
 async def test_what_cannot_be_fetched_is_said_so(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     prefilled = await pair.prefilled(PROMPT)
     for changes, says in (
-        ({"connector": "nixl"}, "moved by nixl"),
-        ({"model": "other"}, "of the model other"),
+        ({"connector": "nixl"}, "its KV is transferred by nixl"),
+        ({"model": "other"}, "of model other"),
         ({"tokens": 3}, "3 tokens"),
         ({"descriptor": b'{"host":"h","port":0,"room":1}'}, "broken"),
     ):
         answer = await pair.decoded(PROMPT, msgspec.structs.replace(prefilled, **changes))
         assert says in (answer.not_fetched or ""), answer
-    assert "nothing says" in ((await pair.decoded(PROMPT, None)).not_fetched or "")
+    assert "the request has no KV descriptor" in ((await pair.decoded(PROMPT, None)).not_fetched or "")
     monkeypatch.setattr(sglang_engine, "LEASE_S", 0.01)
     pair.there.deaf = pair.here.deaf = True
     assert "nobody came" in ((await pair.decoded(PROMPT, prefilled)).not_fetched or "")

@@ -318,8 +318,8 @@ async def test_a_broken_engine_ends_the_worker_and_gives_its_requests_back(
     assert isinstance(error, EngineError)
     expected = {
         "sick": "the engine core is dead",
-        "hangs": "the engine did not answer a health check within 0.05 s",
-        "ends": "the engine stopped serving by itself",
+        "hangs": "the engine did not reply to a health check within 0.05 s",
+        "ends": "the engine stopped serving on its own",
     }
     assert str(error) == expected[how]
     (failed,) = failures(scene)

@@ -81,8 +81,8 @@ async def test_a_decode_worker_computes_prompts_itself_where_it_is_told_to(pair:
 async def test_what_cannot_be_fetched_is_said_so(pair: Pair) -> None:
     prefilled = await pair.prefilled(PROMPT)
     for changes, says in (
-        ({"connector": "nixl"}, "moved by nixl"),
-        ({"model": "other"}, "of the model other"),
+        ({"connector": "nixl"}, "its KV is transferred by nixl"),
+        ({"model": "other"}, "of model other"),
         ({"tokens": 3}, "3 tokens"),
         ({"descriptor": b"\xc1"}, "broken"),
         ({"descriptor": msgspec.msgpack.encode({"unknown": 1})}, "unknown"),
@@ -90,7 +90,7 @@ async def test_what_cannot_be_fetched_is_said_so(pair: Pair) -> None:
     ):
         answer = await pair.decoded(PROMPT, msgspec.structs.replace(prefilled, **changes))
         assert says in (answer.not_fetched or ""), answer
-    assert "nothing says" in ((await pair.decoded(PROMPT, None)).not_fetched or "")
+    assert "the request has no KV descriptor" in ((await pair.decoded(PROMPT, None)).not_fetched or "")
     refused = await pair.decoded(PROMPT, prefilled, top_p=1.5)
     assert refused.error is not None and refused.error.status == 400
     assert (await pair.decoded(PROMPT, prefilled)).tokens == answer_of(PROMPT, 6)

@@ -315,7 +315,7 @@ async def test_what_is_released_or_dropped_is_said_to_vllm(
         assert 0 < within_s < 20.0
         assert drop == "drop-r1-abcd"
         assert (params["do_remote_prefill"], params["remote_block_ids"]) == (True, [[4, 5]])
-        assert "of the model other" in caplog.text
+        assert "of model other" in caplog.text
         assert one.engine.kept() == 0
 
         await one.end(item("prefill"))
@@ -390,8 +390,8 @@ def test_what_a_descriptor_says_is_of_its_type_and_of_this_prompt(name: str, val
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"connector": "nixl"}, "moved by nixl"),
-        ({"model": "n"}, "of the model n"),
+        ({"connector": "nixl"}, "its KV is transferred by nixl"),
+        ({"model": "n"}, "its KV is of model n, this worker runs m"),
         ({"descriptor": b"{}"}, "broken"),
     ],
 )
@@ -404,7 +404,7 @@ def test_prompts_of_other_lengths_are_not_fetched() -> None:
     for tokens, block, says in ((39, BLOCK, "40 tokens"), (PROMPT, 16, "2 blocks, the prompt has 3")):
         with pytest.raises(Unfetchable, match=says):
             transfer_params(kept(), "m", tokens, block)
-    with pytest.raises(Unfetchable, match="nothing says"):
+    with pytest.raises(Unfetchable, match="the request has no KV descriptor"):
         transfer_params(None, "m", PROMPT, BLOCK)
 
 

@@ -55,7 +55,9 @@ def test_images_are_decoded_and_videos_are_not() -> None:
     prompt = raw_prompt(work_item("r", [1, 99, 99], 2, media=(media(1, 2, content=png()),)))
     (image,) = prompt["multi_modal_data"]["image"]
     assert (image.mode, image.size, prompt["prompt_token_ids"]) == ("RGB", (16, 16), [1, 99])
-    with pytest.raises(MediaUnusable, match="cannot be decoded"):
+    with pytest.raises(
+        MediaUnusable, match=r"cannot decode an image: cannot identify image file <_io\.BytesIO object at"
+    ):
         raw_prompt(work_item("r", [1, 99], 2, media=(media(1, 1, content=b"no"),)))
     with pytest.raises(MediaUnusable, match="by an encode worker alone"):
         raw_prompt(work_item("r", [1, 99], 2, media=(media(1, 1, "video"),)))
@@ -102,7 +104,12 @@ async def test_media_that_cannot_be_had_are_refused() -> None:
     item = work_item("r", [1, 99, 99], 2, media=(media(1, 2, content=b"no"),))
     refusals = {
         "takes no images": (Rendering(multimodal=False), None, 501, "media_not_supported"),
-        "cannot be decoded": (Rendering(), None, 400, "media_not_encoded"),
+        r"cannot decode an image: cannot identify image file <_io\.BytesIO object at": (
+            Rendering(),
+            None,
+            400,
+            "media_not_encoded",
+        ),
         "3 numbers wide, the model's are 4": (Rendering(), np.zeros((2, 3)), 500, "media_not_encoded"),
     }
     for text, (llm, embeddings, status, code) in refusals.items():

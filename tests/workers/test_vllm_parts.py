@@ -18,12 +18,12 @@ from forebay.events.tokens import ResponseError, TokenLogprob, TopLogprob
 from forebay.events.work import WorkItem
 from forebay.workers.engine import CacheChange, Cleared, EngineError, EngineRefused, Failed
 from forebay.workers.engines import metrics as engine_metrics
-from forebay.workers.engines.loras import Adapter, Loras
+from forebay.workers.engines.loras import LoraAdapter, Loras
 from forebay.workers.engines.metrics import PrefixedMetrics
 from forebay.workers.engines.model_directory import check_model
 from forebay.workers.engines.settings import EngineSettings
 from forebay.workers.engines.vllm.core import engine_arguments
-from forebay.workers.engines.vllm.metrics import PREFIXES, StepStats
+from forebay.workers.engines.vllm.metrics import PREFIXES, VllmStepStats
 from forebay.workers.engines.vllm.requests import (
     engine_priority,
     prompt_of,
@@ -158,7 +158,7 @@ def test_a_model_directory_is_looked_at(tmp_path: Path) -> None:
             check_model(EngineSettings(model=tmp_path / "m", model_name="m", arguments=arguments))
         return str(caught.value)
 
-    assert "there is no model directory" in says()
+    assert "no such model directory" in says()
     (tmp_path / "m").mkdir()
     assert "no config.json" in says()
     (tmp_path / "m" / "config.json").write_text("{}")
@@ -190,9 +190,9 @@ def test_a_rank_says_everything_once() -> None:
     error = ResponseError(status=500, code="engine_error", message="no")
     rank.changed([stored])
     rank.began(item(), 32)
-    rank.said(item(), 4, [7])
-    rank.said(item(), 5, [8, 9], (TokenLogprob(logprob=-1.0),))
-    rank.said(item(2), 0, [1])
+    rank.add_tokens(item(), 4, [7])
+    rank.add_tokens(item(), 5, [8, 9], (TokenLogprob(logprob=-1.0),))
+    rank.add_tokens(item(2), 0, [1])
     rank.finished(Finished("r1", 2, "stop", 3, 7, 32))
     rank.failed(item(2), error)
     rank.embedded(item(3), b"\0\0\x80?")
@@ -237,7 +237,7 @@ def test_a_clear_is_told_at_once_and_the_engine_s_own_word_ends_the_silence() ->
 def test_a_reset_drops_what_was_not_told() -> None:
     rank = RankBuffer(0, 10)
     rank.report(4, 0, 0.4)
-    rank.said(item(), 0, [7])
+    rank.add_tokens(item(), 0, [7])
     rank.changed([Stored(None, (1,))])
     rank.reset()
     rank.changed([Stored(None, (2,))])
@@ -311,13 +311,13 @@ def test_adapters(tmp_path: Path) -> None:
     directory.mkdir()
     (directory / "adapter_config.json").write_text("{}")
     adapter = loras.offered("a", str(directory))
-    assert adapter == Adapter("a", 1, str(directory))
+    assert adapter == LoraAdapter("a", 1, str(directory))
     assert not loras.is_reused("a")
     loras.add(adapter)
     assert loras.offered("a", str(directory)) is None
     with pytest.raises(EngineRefused, match="unload it first"):
         loras.offered("a", "/elsewhere")
-    with pytest.raises(EngineRefused, match="both are needed"):
+    with pytest.raises(EngineRefused, match="lora_name and lora_path are both required to load an adapter"):
         loras.offered("b", "")
     with pytest.raises(EngineRefused, match="busy"), loras.removing("a") as going:
         assert going == adapter
@@ -350,7 +350,7 @@ def test_metrics_of_others_stay_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_step_s_statistics() -> None:
     told: list[tuple[int, int, int, float]] = []
-    stats = StepStats(1, lambda *said: told.append(said))
+    stats = VllmStepStats(1, lambda *said: told.append(said))
     stats.record(None, None, engine_idx=1)
     stats.record(
         SimpleNamespace(num_running_reqs=3, num_waiting_reqs=2, num_skipped_waiting_reqs=1, kv_cache_usage=0.25), None

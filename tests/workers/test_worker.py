@@ -110,7 +110,7 @@ async def test_only_events_for_the_own_group_name_and_epoch_are_run(
     registry.register(WorkerMetrics(worker))
     async with scene.serving(worker) as epoch:
         await scene.send(work_item("under-way", [1], 200, worker_epoch=epoch))
-        await until(lambda: "under-way" in worker.under_way)
+        await until(lambda: "under-way" in worker.active_requests)
         strangers = work_of_every_kind(**{"worker_epoch": epoch, **to})
         await scene.log.append([Draft(WORK.name, WORK_SLOT, encode(WORK, event)) for event in strangers])
         await scene.send(work_item("last", [1], 1, worker_epoch=epoch))
@@ -327,8 +327,8 @@ async def test_ranks_have_the_numbers_of_the_spec(scene: Scene) -> None:
     assert {event.rank for event in scene.loads()} == {4, 5}
     failed = {failed.request_id: failed.error for failed in scene.progress(RequestFailed)}
     assert failed == {
-        "c": "rank 0 does not exist: worker w1 has 4 to 5",
-        "d": "rank 6 does not exist: worker w1 has 4 to 5",
+        "c": "rank 0 does not exist: worker w1 has ranks 4 to 5",
+        "d": "rank 6 does not exist: worker w1 has ranks 4 to 5",
     }
 
 

@@ -1,1 +1,1 @@
-"""One object per engine instance: takes work from the log, runs it, and writes what came of it."""
+"""Worker processes: they take work from the log, run it on an engine and append the results."""

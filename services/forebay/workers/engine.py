@@ -1,4 +1,4 @@
-"""The seam to engines: what a worker asks of one, and what it gets back. An engine never sees the log."""
+"""Interface between a worker and its engine. Engines never see the log."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
@@ -17,7 +17,7 @@ from forebay.workers.kv_transfer.api import Stats
 
 
 class Failed(msgspec.Struct, frozen=True):
-    """A request ended without (the rest of) its answer; refused ones end so too."""
+    """Failed request: it ended without a response or with a partial one. Also reported for rejected requests."""
 
     request_id: str
     attempt: int
@@ -25,22 +25,22 @@ class Failed(msgspec.Struct, frozen=True):
 
 
 class EngineError(Exception):
-    """The engine cannot start, or is broken. The text says what is wrong and what to do, fit for an operator."""
+    """The engine cannot start, or it broke. The message tells an operator what is wrong and what to do."""
 
 
 class EngineRefused(Exception):
-    """The engine does not do what a command asks; the text says why, fit for an operator."""
+    """The engine does not support or cannot run a command. The message tells an operator why."""
 
 
 class Cleared(msgspec.Struct, frozen=True, gc=False):
-    """Every tier of the rank is empty."""
+    """Cache change: every tier of the rank is empty."""
 
 
 CacheChange = Stored | Removed | Cleared
 
 
 class Vector(msgspec.Struct, frozen=True):
-    """The embedding of a whole prompt, packed little-endian f32; its request is `Finished` in the same batch."""
+    """Embedding of a whole prompt, as packed little-endian f32. Its request is `Finished` in the same batch."""
 
     request_id: str
     attempt: int
@@ -48,7 +48,7 @@ class Vector(msgspec.Struct, frozen=True):
 
 
 class MediaEncoded(msgspec.Struct, frozen=True):
-    """The images and videos of a request are encoded: its part here is done."""
+    """Encode stage done: the images and videos of a request are encoded."""
 
     request_id: str
     attempt: int
@@ -56,7 +56,7 @@ class MediaEncoded(msgspec.Struct, frozen=True):
 
 
 class PromptPrefilled(msgspec.Struct, frozen=True):
-    """The prompt of a request is computed and its KV kept for another worker: its part here is done."""
+    """Prefill stage done: the prompt's KV is computed and kept for another worker."""
 
     request_id: str
     attempt: int
@@ -65,7 +65,7 @@ class PromptPrefilled(msgspec.Struct, frozen=True):
 
 
 class NotFetched(msgspec.Struct, frozen=True):
-    """The KV of a request's prompt could not be fetched; nothing of it runs here. `error` is fit for the log."""
+    """Failed KV fetch: the request does not run on this worker. `error` is a message for the log."""
 
     request_id: str
     attempt: int
@@ -73,7 +73,10 @@ class NotFetched(msgspec.Struct, frozen=True):
 
 
 class EngineBatch(msgspec.Struct, frozen=True, kw_only=True):
-    """What happened on one rank since its last batch. Cache changes are in order; a request has one chunk."""
+    """Events of one rank since its previous batch.
+
+    Cache changes are in order. Each request has at most one chunk of output tokens.
+    """
 
     rank: int
     load: EngineLoad
@@ -92,78 +95,84 @@ Publish = Callable[[EngineBatch], None]
 
 
 class Engine(Protocol):
-    """An engine instance with one or more ranks. Everything is called on the event loop of its worker."""
+    """Engine instance with one or more ranks. All methods are called on the event loop of its worker."""
 
     async def start(self, spec: WorkerSpec) -> WorkerSpec:
-        """Load the model and warm up; returns when requests can be served.
+        """Load the model and warm up. Return once requests can be served.
 
-        What comes back is `spec` as it turned out: sizes, tasks and adapters are the engine's to say.
-        Raises EngineError.
+        Returns:
+            `spec` with the engine's actual sizes, tasks and adapters.
+
+        Raises:
+            EngineError: the engine cannot start.
         """
 
     async def run(self, publish: Publish) -> None:
-        """Serve until cancelled, handing over a batch whenever there is something to say.
+        """Serve until cancelled. Call `publish` whenever there are events.
 
-        An exception from here (EngineError, if it knows why) means that the engine is broken; the worker goes down
-        with it.
+        Any exception, preferably an EngineError with the cause, means that the engine is broken. It stops the worker.
         """
 
     async def stop(self) -> None:
-        """Free what `start` took."""
+        """Release the resources that `start` acquired."""
 
     def held(self, rank: int) -> Sequence[int]:
-        """The blocks in a rank's device cache, announced when a new epoch begins; none when it cannot tell.
+        """Return the blocks in a rank's device cache, or nothing if the engine does not know.
 
-        What is asked for later is told from the batches: they must have every change, once, in order.
+        The worker announces them when a new epoch begins. Later re-announcements are derived from batches, which must
+        therefore contain every cache change once, in order.
         """
 
     def submit(self, item: WorkItem) -> None:
-        """Queue a request whose id is not under way. Refusals come as `Failed` in a batch.
+        """Queue a request whose id is not in flight. Rejections are reported as `Failed` in a batch.
 
-        `item.priority` is for engines that can order their own queue by it.
+        Engines that can order their own queue use `item.priority`.
         """
 
     def cancel(self, request_id: str) -> None:
-        """Drop a request, if it is under way, and free its blocks. The next batch may still name it."""
+        """Drop a request, if it is in flight, and free its blocks. The next batch may still contain it."""
 
     async def command(self, command: Command) -> tuple[str, ...]:
-        """Do what an operator asks; the names of the adapters that are loaded then. Raises EngineRefused.
+        """Run an operator's command and return the names of the adapters loaded afterwards. Raises EngineRefused.
 
-        What changes in the cache comes as batches, like every other change.
+        Changes of the cache are reported in batches, like all others.
         """
 
     async def check(self) -> None:
-        """Return soon if the engine is alive; asked every two seconds. Raises EngineError if it is not."""
+        """Return promptly if the engine is alive; called every two seconds. Raises EngineError if it is not."""
 
     def collectors(self) -> Sequence[Collector]:
-        """The engine's own Prometheus metrics, shown beside the worker's; asked for at any time, each time anew."""
+        """Return the collectors of the engine's own Prometheus metrics. Called for every scrape of the worker."""
 
     def reset(self) -> None:
-        """Drop every request and the cache. Nothing from before is published after this returns."""
+        """Drop every request and the cache. Publish no earlier event after this returns."""
 
 
 @runtime_checkable
 class KvEngine(Protocol):
-    """An engine that computes prompts for others, or answers with what others computed.
+    """Engine that computes prompts for other workers, or decodes from KV that other workers computed.
 
-    Its `submit` also takes items of the stages `prefill`, answered by `PromptPrefilled` or `Failed`, and `decode`,
-    whose KV it fetches first: `NotFetched` when that cannot be had. What it keeps for others it keeps until that is
-    fetched, released, or its lease has ended. `start` says how its blocks lie in `WorkerSpec.kv_layout`.
+    Its `submit` also accepts items of two more stages. `prefill` ends with `PromptPrefilled` or `Failed`. `decode`
+    first fetches the KV, and ends with `NotFetched` if that fails. KV kept for other workers is freed when it is
+    fetched or released, or when its lease ends. `start` describes the block layout in `WorkerSpec.kv_layout`.
     """
 
     def release(self, request_id: str) -> None:
-        """Nobody will fetch what is kept for this request; nothing may be. `Engine.cancel` does this, too."""
+        """Free the KV kept for this request, if any, because no worker will fetch it. `Engine.cancel` does the same."""
 
     def drop(self, prefilled: Prefilled) -> None:
-        """Nobody here will fetch what another keeps: tell it, if that can be told; else its lease will end."""
+        """Notify the holder of `prefilled` that this worker will not fetch it, if possible.
+
+        Otherwise its lease ends.
+        """
 
     def kept(self) -> int:
-        """Requests whose KV is kept for others."""
+        """Return the number of requests whose KV is kept for other workers."""
 
 
 @runtime_checkable
 class KvMover(Protocol):
-    """An engine that moves KV by the project's own transport, and counts what came of it."""
+    """Engine that moves KV through forebay's own transport and counts the transfers."""
 
     def kv_stats(self) -> Stats:
-        """Of all KV that travelled since the start, over every epoch."""
+        """Return the transfer statistics since the start, over all epochs."""

@@ -1,8 +1,8 @@
-"""Operators around `generate`: each sees the request on its way in and the tokens on their way out.
+"""Operators around `generate`, which can change the request on its way in and the tokens on their way out.
 
-An operator is any callable that takes a request and the next `Generate` inwards, and returns the tokens. The first
-one after `generate` is the innermost. Whatever was opened is closed when the answer ends, innermost first, so that an
-operator need not close what it iterates over.
+An operator is a callable that takes a request and the next inner `Generate`, and returns the tokens. The first operator
+is the innermost. When the response ends, the pipeline closes all generators, innermost first. Operators therefore need
+not close the generators that they iterate over.
 """
 
 import logging
@@ -18,25 +18,28 @@ Generate = Callable[[Request], Tokens]
 
 
 class Operator(Protocol):
-    """One stage of a pipeline."""
+    """Stage of a pipeline."""
 
     def __call__(self, request: Request, generate: Generate, /) -> Tokens:
-        """The tokens of an answer, usually those of `generate(request)`, which may be asked again or not at all."""
+        """Return the output tokens, usually those of `generate(request)`, which may be called any number of times."""
 
 
 class Pipeline:
-    """`Pipeline(generate) | operator | operator`: a `Generate` itself. Immutable: `|` makes a new one."""
+    """Composition of `generate` and operators: `Pipeline(generate) | operator | operator`.
+
+    A pipeline is a `Generate` itself. It is immutable: `|` returns a new one.
+    """
 
     def __init__(self, generate: Generate, operators: Sequence[Operator] = ()) -> None:
         self._generate = generate
         self._operators = tuple(operators)
 
     def __or__(self, operator: Operator) -> "Pipeline":
-        """Put an operator around all that is there."""
+        """Return a pipeline with `operator` as the new outermost stage."""
         return Pipeline(self._generate, (*self._operators, operator))
 
     async def __call__(self, request: Request) -> AsyncGenerator[int]:
-        """The tokens of an answer as the outermost operator gives them."""
+        """Yield the tokens of the outermost operator."""
         async with AsyncExitStack() as opened:
             stage = _kept(self._generate, opened)
             for operator in self._operators:
@@ -60,15 +63,15 @@ def _kept(generate: Generate, opened: AsyncExitStack) -> Generate:
 
 
 class TokenLimit:
-    """At most so many tokens, whatever the request asks for."""
+    """Operator that limits the output to `tokens_max` tokens, in addition to the request's limit."""
 
     def __init__(self, tokens_max: int) -> None:
         if tokens_max < 1:
-            raise ValueError(f"a limit is at least 1 token, not {tokens_max}")
+            raise ValueError(f"tokens_max must be 1 or more, got {tokens_max}")
         self._tokens_max = tokens_max
 
     async def __call__(self, request: Request, generate: Generate) -> AsyncGenerator[int]:
-        """Pass tokens on until the limit."""
+        """Yield tokens up to the limit."""
         left = self._tokens_max
         async for token in generate(request):
             yield token
@@ -78,15 +81,18 @@ class TokenLimit:
 
 
 class StopSequences:
-    """The answer ends before any of these sequences of tokens; what may be the begin of one is held back."""
+    """Operator that ends the response before any of the given token sequences.
+
+    It delays tokens that may be the beginning of a stop sequence.
+    """
 
     def __init__(self, *sequences: Sequence[int]) -> None:
         self._sequences = tuple(tuple(sequence) for sequence in sequences)
         if not self._sequences or not all(self._sequences):
-            raise ValueError("a stop sequence has at least one token, and there is at least one sequence")
+            raise ValueError("expected at least one stop sequence with at least one token each")
 
     async def __call__(self, request: Request, generate: Generate) -> AsyncGenerator[int]:
-        """Pass on what is certain to stand before any stop sequence."""
+        """Yield the tokens before the first stop sequence."""
         held: list[int] = []
         async for token in generate(request):
             held.append(token)
@@ -104,44 +110,44 @@ class StopSequences:
 
     @staticmethod
     def _begun(held: list[int], sequence: tuple[int, ...]) -> int:
-        """How many of the last tokens are the begin of a sequence that is not whole."""
+        """Return how many of the last tokens are an incomplete prefix of the sequence."""
         most = min(len(held), len(sequence) - 1)
         return next((n for n in range(most, 0, -1) if tuple(held[-n:]) == sequence[:n]), 0)
 
 
 class Retry:
-    """Ask again when an answer fails before its first token; after that it fails: what was said stays said."""
+    """Operator that retries a response that fails before its first token. Later failures are raised."""
 
     def __init__(self, attempts: int) -> None:
         if attempts < 1:
-            raise ValueError(f"there is at least 1 attempt, not {attempts}")
+            raise ValueError(f"attempts must be 1 or more, got {attempts}")
         self._attempts = attempts
 
     async def __call__(self, request: Request, generate: Generate) -> AsyncGenerator[int]:
-        """Pass on the tokens of the first attempt that has any, or ends well."""
+        """Yield the tokens of the first attempt that emits any or succeeds without."""
         for attempt in range(1, self._attempts + 1):
-            said = False
+            emitted = False
             try:
                 async for token in generate(request):
-                    said = True
+                    emitted = True
                     yield token
             except Refused:
                 raise
             except Exception:
-                if said or attempt == self._attempts:
+                if emitted or attempt == self._attempts:
                     raise
             else:
                 return
 
 
-class Log:
-    """A line at INFO for each answer: its request, tokens and seconds, and how it ended."""
+class ResponseLog:
+    """Operator that logs each response at level INFO: request id, tokens, seconds and how it ended."""
 
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger
 
     async def __call__(self, request: Request, generate: Generate) -> AsyncGenerator[int]:
-        """Pass on the tokens."""
+        """Yield the tokens unchanged."""
         tokens, began_s, end = 0, time.monotonic(), "closed"
         try:
             async for token in generate(request):

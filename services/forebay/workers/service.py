@@ -1,7 +1,8 @@
-"""Bring your own engine: `@service` on a class, `@endpoint()` on its coroutines.
+"""Custom engines: `@service` on a class and `@endpoint()` on its coroutines.
 
-A service has a name `namespace.component`, each endpoint `namespace.component.endpoint`: in logs, metrics and errors.
-What is wrong with it is said where it is written. `forebay.workers.engines.service.engine` runs it as an `Engine`.
+A service is named `namespace.component`, its endpoints `namespace.component.endpoint`; logs, metrics and errors use
+these names. Invalid definitions raise when the class is defined. `forebay.workers.engines.service.engine` runs a
+service.
 """
 
 import importlib.util
@@ -42,7 +43,7 @@ PROCESSES_MAX = 256  # of one command
 MAX_NUM_SEQS = 64
 TASKS: dict[str, Task] = {"generate": "generate", "embed": "embed"}
 CONTROLS = ("clear_kv_blocks", "load_lora", "unload_lora", "sleep", "wake_up", "pause", "resume")
-HOOKS = {"start": (1, 2), "stop": (1,), "check": (1,)}  # how many parameters each may have, self included
+HOOKS = {"start": (1, 2), "stop": (1,), "check": (1,)}  # allowed numbers of parameters of each hook, including self
 _ENDPOINT = "__forebay_endpoint__"
 _SERVICE = "__forebay_service__"
 _FILE = re.compile(r"(?P<file>.+\.py):(?P<name>[A-Za-z_][A-Za-z0-9_]*)")
@@ -52,12 +53,12 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class ServiceInvalid(TypeError):
-    """A class, or what it was decorated with, makes no service; the text says why."""
+    """A class or its decorator's arguments do not define a valid service; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What one process of a service gets: CPU cores, whole GPUs. None leaves the number of threads alone."""
+    """CPU cores and whole GPUs per process of a service. With None cores the number of threads is not set."""
 
     cpu: float | None = None
     gpu: int = 0
@@ -65,15 +66,15 @@ class Resources:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
-    """A class that was decorated, and what is known of it.
+    """Definition of a service, made by `@service`.
 
     Attributes:
-        pool: the pool that its workers join.
-        workers: how many processes one `forebay serve` starts.
-        max_num_seqs: how many requests run at once in each; others wait.
-        kv_events: whether the class tells what it has cached.
-        pipeline: operators around `generate`, the innermost first.
-        endpoints: the methods by the names of their endpoints.
+        pool: pool that its workers join.
+        workers: processes that one `forebay serve` starts.
+        max_num_seqs: maximum concurrent requests per process; further ones wait.
+        kv_events: whether the class reports its cache.
+        pipeline: operators around `generate`, innermost first.
+        endpoints: method names by endpoint name.
     """
 
     cls: type
@@ -89,34 +90,37 @@ class Service:
 
     @property
     def name(self) -> str:
-        """`namespace.component`."""
+        """Full name, `namespace.component`."""
         return f"{self.namespace}.{self.component}"
 
     @property
     def tasks(self) -> tuple[Task, ...]:
-        """What it can be asked for."""
+        """Tasks that the service supports."""
         return tuple(task for name, task in TASKS.items() if name in self.endpoints)
 
     def endpoint_name(self, endpoint: str) -> str:
-        """`namespace.component.endpoint`."""
+        """Return the full name of an endpoint, `namespace.component.endpoint`."""
         return f"{self.name}.{endpoint}"
 
     def engine(self, settings: EngineSettings) -> Engine:
-        """One instance of it, not started."""
+        """Return a new engine, not started, with one instance of the service."""
         from forebay.workers.engines.service.engine import ServiceEngine  # noqa: PLC0415 - what runs services knows them
 
         return ServiceEngine(self, settings)
 
 
 def endpoint(name: str = "") -> Callable[[Function], Function]:
-    """Make a coroutine an endpoint of its service, under its own name unless another is given. Raises ServiceInvalid.
+    """Make a coroutine an endpoint of its service. Raises ServiceInvalid.
 
-    `generate(self, request)` yields token ids, or text. `embed(self, request)` returns the numbers of a vector.
-    Every other one is a control endpoint, `(self, command)`: `clear_kv_blocks`, `load_lora`, `unload_lora`, `sleep`,
-    `wake_up`, `pause` and `resume` do what an operator asks.
+    `generate(self, request)` yields token ids or text. `embed(self, request)` returns the numbers of a vector. All
+    others are control endpoints, `(self, command)`: `clear_kv_blocks`, `load_lora`, `unload_lora`, `sleep`, `wake_up`,
+    `pause` and `resume` run the command of an operator.
+
+    Args:
+        name: name of the endpoint; the name of the coroutine if empty.
     """
     if not isinstance(name, str):
-        raise ServiceInvalid("@endpoint is written with parentheses: @endpoint()")
+        raise ServiceInvalid("write the decorator with parentheses: @endpoint()")
 
     def mark(function: Function) -> Function:
         setattr(function, _ENDPOINT, name or function.__name__)
@@ -136,25 +140,25 @@ def service(
     kv_events: bool = False,
     pipeline: Sequence[Operator] = (),
 ) -> Callable[[Class], Class]:
-    """Make a class a service; the class itself stays as it is. Raises ServiceInvalid.
+    """Make a class a service, without changing its behaviour. Raises ServiceInvalid.
 
-    It may have coroutines `start(self)` or `start(self, settings)`, awaited before anything else; `stop(self)`; and
-    `check(self)`, awaited every two seconds, whose exception says that the service is broken.
+    The class may define these coroutines: `start(self)` or `start(self, settings)`, awaited first; `stop(self)`; and
+    `check(self)`, awaited every two seconds, which raises if the service is broken.
 
     Args:
-        namespace: the first part of its name.
-        pool: the pool that its workers join.
-        component: the second part of its name; the name of the class when empty, `MyEngine` as `my-engine`.
+        namespace: first part of the service's name.
+        pool: pool that its workers join.
+        component: second part of its name; default is the class name in kebab case, `my-engine` for `MyEngine`.
         workers: processes that one `forebay serve` starts.
-        resources: for each of them, `{"cpu": "2", "gpu": 1}`: cores become OMP_NUM_THREADS, GPUs a slice of
-            CUDA_VISIBLE_DEVICES.
-        max_num_seqs: requests that run at once in one process.
-        kv_events: it tells what it has cached through `self.cache`, a `Cache` that it is given before `start`.
-        pipeline: operators around `generate`, the innermost first.
+        resources: resources per process, for example `{"cpu": "2", "gpu": 1}`. Cores set OMP_NUM_THREADS, GPUs a slice
+            of CUDA_VISIBLE_DEVICES.
+        max_num_seqs: maximum concurrent requests per process.
+        kv_events: whether the class reports its cache through `self.cache`, a `Cache` that is set before `start`.
+        pipeline: operators around `generate`, innermost first.
     """
 
     def decorate(cls: Class) -> Class:
-        made = Service(
+        definition = Service(
             cls=cls,
             namespace=_part("namespace", namespace),
             component=_part("component", component or _kebab(cls.__name__)),
@@ -167,40 +171,40 @@ def service(
             endpoints=MappingProxyType(_endpoints(cls)),
         )
         _check_hooks(cls)
-        _check_name(made)
-        setattr(cls, _SERVICE, made)
+        _check_name(definition)
+        setattr(cls, _SERVICE, definition)
         return cls
 
     return decorate
 
 
 def service_of(cls: type) -> Service | None:
-    """What `@service` made of this very class; None for every other."""
+    """Return the definition of a class decorated with `@service`; None for other classes and subclasses."""
     return vars(cls).get(_SERVICE)
 
 
 def load_service(target: str) -> Service:
-    """The service that `FILE.py:Class` names; the file is run. Raises EngineError."""
+    """Execute the file of `FILE.py:Class` and return the service. Raises EngineError."""
     match = _FILE.fullmatch(target)
     if match is None:
-        raise EngineError(f"{target}: a service is named FILE.py:Class")
+        raise EngineError(f"invalid service {target!r}: expected FILE.py:Class")
     module, name = _run_file(Path(match["file"])), match["name"]
     found = getattr(module, name, None)
-    made = service_of(found) if isinstance(found, type) else None
-    if made is not None:
-        return made
+    definition = service_of(found) if isinstance(found, type) else None
+    if definition is not None:
+        return definition
     others = [key for key, value in vars(module).items() if isinstance(value, type) and service_of(value)]
-    known = f"; services there: {', '.join(others)}" if others else ""
+    known = f"; services in the file: {', '.join(others)}" if others else ""
     if found is None:
-        raise EngineError(f"{match['file']} has no {name}{known}")
-    raise EngineError(f"{name} of {match['file']} is no service: decorate the class with @service(...){known}")
+        raise EngineError(f"{match['file']} has no class {name}{known}")
+    raise EngineError(f"{name} of {match['file']} is not a service: decorate the class with @service(...){known}")
 
 
 def _run_file(path: Path) -> ModuleType:
     if not path.is_file():
-        raise EngineError(f"{path}: there is no such file")
+        raise EngineError(f"{path}: no such file")
     whole = path.resolve()
-    # Once a process: each of its workers has the same class.
+    # Executed once per process, so that all its workers share the class.
     name = f"forebay_service_{whole.stem}_{xxh3_64_hexdigest(str(whole).encode())}"
     if name in sys.modules:
         return sys.modules[name]
@@ -210,40 +214,42 @@ def _run_file(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     if str(whole.parent) not in sys.path:
-        sys.path.append(str(whole.parent))  # what lies beside it can be imported, and hides nothing that is installed
+        sys.path.append(
+            str(whole.parent)
+        )  # Appended, so that modules beside the file can be imported without hiding installed ones.
     try:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
-        raise EngineError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
+        raise EngineError(f"cannot load {path}: {type(error).__name__}: {error}") from error
     return module
 
 
 _TAKEN: dict[str, type] = {}
 
 
-def _check_name(made: Service) -> None:
-    """Two classes of one module cannot share a name; the same class may be defined anew."""
-    other = _TAKEN.get(made.name)
-    same_module = other is not None and other.__module__ == made.cls.__module__
-    if other is not None and same_module and other.__qualname__ != made.cls.__qualname__:
+def _check_name(definition: Service) -> None:
+    """Reject a name that another class of the same module has. Redefining the same class is allowed."""
+    other = _TAKEN.get(definition.name)
+    same_module = other is not None and other.__module__ == definition.cls.__module__
+    if other is not None and same_module and other.__qualname__ != definition.cls.__qualname__:
         raise ServiceInvalid(
-            f"{made.name} is {other.__qualname__} already: give {made.cls.__qualname__} another component"
+            f"{definition.name} is already {other.__qualname__}: set a component for {definition.cls.__qualname__}"
         )
-    _TAKEN[made.name] = made.cls
+    _TAKEN[definition.name] = definition.cls
 
 
 def _part(what: str, text: str) -> str:
     if not isinstance(text, str) or PART.fullmatch(text) is None:
         raise ServiceInvalid(
-            f"{what} {text!r}: a name is 1 to 63 of a-z, 0-9, - and _, from a letter to a letter or digit"
+            f"invalid {what} {text!r}: expected 1 to 63 of a-z, 0-9, - and _, from a letter to a letter or digit"
         )
     return text
 
 
 def _count(what: str, value: int, most: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-        raise ServiceInvalid(f"{what} must be a number from 1 to {most}, not {value!r}")
+        raise ServiceInvalid(f"{what} must be an integer from 1 to {most}, got {value!r}")
     return value
 
 
@@ -251,20 +257,20 @@ def _kebab(name: str) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "-", name).strip("_").lower()
 
 
-def _resources(asked: Mapping[str, str | float]) -> Resources:
-    unknown = sorted(set(asked) - {"cpu", "gpu"})
+def _resources(requested: Mapping[str, str | float]) -> Resources:
+    unknown = sorted(set(requested) - {"cpu", "gpu"})
     if unknown:
-        raise ServiceInvalid(f"resources has {unknown[0]!r}; known are cpu and gpu")
-    cpu, gpu = asked.get("cpu"), asked.get("gpu", 0)
+        raise ServiceInvalid(f"unknown resource {unknown[0]!r}: expected cpu or gpu")
+    cpu, gpu = requested.get("cpu"), requested.get("gpu", 0)
     try:
         cores = None if cpu is None else float(cpu)
         devices = float(gpu)
     except (TypeError, ValueError):
-        raise ServiceInvalid(f"resources must be numbers, not {dict(asked)}") from None
+        raise ServiceInvalid(f"resources must be numbers, got {dict(requested)}") from None
     if cores is not None and not 0 < cores <= 65_536:
-        raise ServiceInvalid(f"resources: cpu must be a number of cores above 0, not {cpu}")
+        raise ServiceInvalid(f"cpu must be a number of cores above 0, got {cpu}")
     if not 0 <= devices <= PROCESSES_MAX or not devices.is_integer():
-        raise ServiceInvalid(f"resources: gpu must be a whole number from 0 to {PROCESSES_MAX}, not {gpu}")
+        raise ServiceInvalid(f"gpu must be an integer from 0 to {PROCESSES_MAX}, got {gpu}")
     return Resources(cores, int(devices))
 
 
@@ -280,7 +286,7 @@ def _endpoints(cls: type) -> dict[str, str]:
         found[name] = method
         _check_endpoint(cls, name, function)
     if not found.keys() & TASKS.keys():
-        raise ServiceInvalid(f"{cls.__qualname__} has no endpoint generate: put @endpoint() on an async generator")
+        raise ServiceInvalid(f"{cls.__qualname__} has no generate endpoint: put @endpoint() on an async generator")
     return found
 
 
@@ -292,7 +298,7 @@ def _check_endpoint(cls: type, name: str, function: Callable[..., Any]) -> None:
         raise ServiceInvalid(f"{where}: the endpoint {name} must be a coroutine: `async def` without `yield`")
     if name not in TASKS and name not in CONTROLS:
         known = ", ".join((*TASKS, *CONTROLS))
-        raise ServiceInvalid(f"{where}: nobody can ask for an endpoint {name}; known are {known}")
+        raise ServiceInvalid(f"{where}: unknown endpoint {name}; endpoints are {known}")
     try:
         inspect.signature(function).bind(None, None)
     except TypeError:

@@ -26,7 +26,7 @@ from forebay.workers.kv_events.engine_events import (
 )
 from forebay.workers.kv_events.resident import ResidentBlocks
 from forebay.workers.kv_events.sglang_wire import decode_sglang
-from forebay.workers.kv_events.tracker import CONTRADICTIONS_MAX, KvTracker, Outcome
+from forebay.workers.kv_events.tracker import CONTRADICTIONS_MAX, KvTracker, TrackerResult
 from forebay.workers.kv_events.vllm_wire import VllmDecoder
 from forebay.workers.runtime.cache_events import CacheEvents
 from tests.workers.kv_events.captured import (
@@ -310,25 +310,25 @@ def test_a_block_after_one_that_nobody_told_of_is_a_loss() -> None:
     tracker = KvTracker(resident())
     tracker.batch(of(stored([1], [1, 2])))
     outcome = tracker.batch(of(stored([3], [3, 4], 2)))
-    assert outcome.changes == (Cleared(),) and "nobody told of" in outcome.lost
+    assert outcome.changes == (Cleared(),) and "unknown block" in outcome.lost
     assert tracker.resident.held() == () and tracker.lost
-    assert tracker.batch(of(stored([3], [3, 4], 2))) == Outcome(), "it is known that more is there than we know"
+    assert tracker.batch(of(stored([3], [3, 4], 2))) == TrackerResult(), "it is known that more is there than we know"
     assert tracker.batch(of(stored([5], [5, 6]))).changes == (Stored(None, names([5, 6]), "device", (5,)),)
-    assert tracker.batch(of(ClearedBlocks())) == Outcome((Cleared(),)) and not tracker.lost
+    assert tracker.batch(of(ClearedBlocks())) == TrackerResult((Cleared(),)) and not tracker.lost
 
 
 def test_in_a_lower_tier_a_block_may_outlive_the_one_before_it() -> None:
     tracker = KvTracker(resident())
-    assert tracker.batch(of(stored([3], [3, 4], 2, "host"))) == Outcome()
+    assert tracker.batch(of(stored([3], [3, 4], 2, "host"))) == TrackerResult()
     assert tracker.resident.counts["orphans"] == 1
 
 
 def test_what_is_missed_empties_the_rank_and_is_said_once() -> None:
     tracker = KvTracker(resident())
     tracker.batch(of(stored([1], [1, 2])))
-    assert tracker.missed("gone") == Outcome((Cleared(),), "gone")
-    assert tracker.missed("more gone") == Outcome((Cleared(),))
-    assert tracker.restarted() == Outcome((Cleared(),)) and not tracker.lost
+    assert tracker.missed("gone") == TrackerResult((Cleared(),), "gone")
+    assert tracker.missed("more gone") == TrackerResult((Cleared(),))
+    assert tracker.restarted() == TrackerResult((Cleared(),)) and not tracker.lost
     assert tracker.missed("again").lost == "again"
 
 

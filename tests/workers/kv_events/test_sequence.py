@@ -5,7 +5,7 @@ from collections import deque
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from forebay.workers.kv_events.sequence import FAILURES_MAX, Ask, Deliver, Lost, Restarted, Sequence, Step
+from forebay.workers.kv_events.sequence import FAILURES_MAX, Deliver, Lost, RequestReplay, Restarted, Sequence, Step
 
 
 def batch(seq: int, publisher: int = 0) -> tuple[int, bytes]:
@@ -20,7 +20,7 @@ def started(*live: int, replays: bool = True, held_max: int = 8) -> Sequence:
     """One that has these batches, after an empty answer at the start."""
     sequence = Sequence(replays=replays, held_max=held_max)
     if replays:
-        assert sequence.check() == [Ask(0)]
+        assert sequence.check() == [RequestReplay(0)]
         assert sequence.answered() == []
     for seq in live:
         assert sequence.live(*batch(seq)) == deliver(seq)
@@ -34,7 +34,7 @@ def answer(sequence: Sequence, *seqs: int, publisher: int = 0) -> list[Step]:
 
 def test_at_the_start_everything_is_asked_for_and_live_batches_wait() -> None:
     sequence = Sequence(replays=True)
-    assert sequence.check() == [Ask(0)]
+    assert sequence.check() == [RequestReplay(0)]
     assert sequence.live(*batch(2)) == [] == sequence.live(*batch(3))
     assert answer(sequence, 0, 1, 2) == deliver(0, 1, 2, 3)
     assert sequence.late == 1 and not sequence.gaps and not sequence.asking
@@ -50,7 +50,7 @@ def test_what_the_publisher_no_longer_has_at_the_start_is_lost() -> None:
 
 def test_a_gap_is_asked_for_from_the_last_batch_that_is_known() -> None:
     sequence = started(0, 1)
-    assert sequence.live(*batch(4)) == [Ask(1)]
+    assert sequence.live(*batch(4)) == [RequestReplay(1)]
     assert sequence.live(*batch(5)) == []
     assert answer(sequence, 1, 2, 3, 4) == deliver(2, 3, 4, 5)
     assert sequence.gaps == 1
@@ -58,10 +58,10 @@ def test_a_gap_is_asked_for_from_the_last_batch_that_is_known() -> None:
 
 def test_a_gap_that_nobody_can_fill_is_lost() -> None:
     sequence = started(0)
-    assert sequence.live(*batch(3)) == [Ask(0)]
+    assert sequence.live(*batch(3)) == [RequestReplay(0)]
     [lost, *rest] = answer(sequence, 0)
     assert isinstance(lost, Lost) and "batches 1 to 2" in lost.reason and rest == deliver(3)
-    assert sequence.check() == [Ask(3)], "the publisher is known by its last batch again"
+    assert sequence.check() == [RequestReplay(3)], "the publisher is known by its last batch again"
 
 
 def test_an_answer_that_starts_after_what_is_known_is_a_loss() -> None:
@@ -75,7 +75,7 @@ def test_without_anybody_to_ask_a_gap_is_lost_at_once() -> None:
     sequence = started(0, replays=False)
     assert sequence.check() == []
     [lost, *rest] = sequence.live(*batch(2))
-    assert isinstance(lost, Lost) and "nobody to ask" in lost.reason and rest == deliver(2)
+    assert isinstance(lost, Lost) and "replays are not available" in lost.reason and rest == deliver(2)
     [restarted, *rest] = sequence.live(*batch(0, 1))
     assert restarted == Restarted() and rest == deliver(0, publisher=1)
 
@@ -84,36 +84,36 @@ def test_an_answer_older_than_the_batches_that_waited_is_asked_for_again() -> No
     sequence = Sequence(replays=True)
     sequence.check()
     sequence.live(*batch(2))  # subscribed after 1
-    assert answer(sequence, 0) == [*deliver(0), Ask(0)]
+    assert answer(sequence, 0) == [*deliver(0), RequestReplay(0)]
     assert answer(sequence, 0, 1) == deliver(1, 2)
 
 
 def test_numbers_that_start_again_are_another_publishers() -> None:
     sequence = started(0, 1)
-    assert sequence.live(*batch(0, 1)) == [Restarted(), Ask(0)]
+    assert sequence.live(*batch(0, 1)) == [Restarted(), RequestReplay(0)]
     assert sequence.live(*batch(1, 1)) == []
     assert answer(sequence, 0, 1, publisher=1) == deliver(0, 1, publisher=1)
 
 
 def test_an_answer_with_another_batch_is_another_publishers() -> None:
     sequence = started(0, 1)
-    assert sequence.check() == [Ask(1)]
-    assert sequence.replayed(*batch(1, 1)) == [Restarted(), Ask(0)]
+    assert sequence.check() == [RequestReplay(1)]
+    assert sequence.replayed(*batch(1, 1)) == [Restarted(), RequestReplay(0)]
     assert answer(sequence, 0, 1, 2, publisher=1) == deliver(0, 1, 2, publisher=1)
 
 
 def test_an_answer_without_the_last_batch_is_another_publishers() -> None:
     sequence = started(0, 1)
     sequence.check()
-    assert sequence.answered() == [Restarted(), Ask(0)]
+    assert sequence.answered() == [Restarted(), RequestReplay(0)]
     assert answer(sequence, 0, publisher=1) == deliver(0, publisher=1)
 
 
 def test_who_does_not_answer_is_asked_a_few_times() -> None:
     sequence = started(0)
-    assert sequence.live(*batch(2)) == [Ask(0)]
+    assert sequence.live(*batch(2)) == [RequestReplay(0)]
     for _ in range(FAILURES_MAX - 1):
-        assert sequence.failed() == [Ask(0)]
+        assert sequence.failed() == [RequestReplay(0)]
     [lost, *rest] = sequence.failed()
     assert isinstance(lost, Lost) and rest == deliver(2) and not sequence.asking
 
@@ -121,7 +121,7 @@ def test_who_does_not_answer_is_asked_a_few_times() -> None:
 def test_silence_alone_loses_nothing() -> None:
     sequence = started(0)
     sequence.check()
-    assert [sequence.failed() for _ in range(FAILURES_MAX)] == [[Ask(0)]] * (FAILURES_MAX - 1) + [[]]
+    assert [sequence.failed() for _ in range(FAILURES_MAX)] == [[RequestReplay(0)]] * (FAILURES_MAX - 1) + [[]]
     assert sequence.live(*batch(1)) == deliver(1)
 
 
@@ -129,7 +129,7 @@ def test_what_there_is_no_room_for_is_asked_for() -> None:
     sequence = started(0, held_max=1)
     sequence.live(*batch(2))
     assert sequence.live(*batch(3)) == [] == sequence.live(*batch(4))
-    assert answer(sequence, 0, 1, 2) == [*deliver(1, 2), Ask(2)]
+    assert answer(sequence, 0, 1, 2) == [*deliver(1, 2), RequestReplay(2)]
     assert answer(sequence, 2, 3, 4) == deliver(3, 4)
 
 
@@ -137,7 +137,7 @@ def test_what_there_was_no_room_for_and_nobody_has_is_lost() -> None:
     sequence = started(0, held_max=0)
     sequence.check()
     sequence.live(*batch(1))
-    assert answer(sequence, 0) == [Ask(0)]
+    assert answer(sequence, 0) == [RequestReplay(0)]
     [lost] = answer(sequence, 0)
     assert isinstance(lost, Lost) and "batches 1 to 1" in lost.reason
     assert sequence.live(*batch(2)) == deliver(2)
@@ -148,7 +148,7 @@ def test_a_question_while_one_is_answered_is_asked_after_it() -> None:
     sequence.check()
     sequence.live(*batch(1))
     assert sequence.check() == []
-    assert answer(sequence, 0) == [Ask(0)]
+    assert answer(sequence, 0) == [RequestReplay(0)]
     assert answer(sequence, 0, 1) == deliver(1)
 
 
@@ -192,7 +192,7 @@ class Reader:
 
     def do(self, steps: list[Step]) -> None:
         for step in steps:
-            if isinstance(step, Ask):
+            if isinstance(step, RequestReplay):
                 self.asked = step.from_seq
                 self.publisher.answer.clear()
             else:

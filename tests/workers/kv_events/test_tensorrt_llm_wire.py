@@ -11,7 +11,7 @@ from forebay.engine_model.model import Removed, Stored
 from forebay.events.base import U64_MASK, unpack_u32
 from forebay.workers.kv_events.engine_events import KvEventError, RemovedBlocks, StoredBlocks
 from forebay.workers.kv_events.resident import ResidentBlocks
-from forebay.workers.kv_events.tensorrt_llm_wire import TensorRtLlmReader, Told
+from forebay.workers.kv_events.tensorrt_llm_wire import RankEvent, TensorRtLlmReader
 from forebay.workers.kv_events.tracker import KvTracker
 from tests.workers.kv_events.captured import ours
 
@@ -40,7 +40,7 @@ def removed(event_id: int, *names: int, **more: Any) -> dict[str, Any]:
     return event(event_id, "removed", block_hashes=list(names), **more)
 
 
-def read(*events: dict[str, Any]) -> list[Told]:
+def read(*events: dict[str, Any]) -> list[RankEvent]:
     reader = TensorRtLlmReader(2)
     return [reader.read(one) for one in events]
 
@@ -106,7 +106,7 @@ def test_a_missing_number_is_a_loss_of_its_rank_even_before_what_is_left_out() -
         event(6, "updated", window=3),
     )
     assert [bool(one.missed) for one in told] == [False, False, False, True, False, False, True]
-    assert told[3].missed == "KV event 2 was due, 3 came" and told[3].rank == 0
+    assert told[3].missed == "expected KV event 2, got 3" and told[3].rank == 0
     assert told[5].batch.events == (), "partial blocks of after the gap are remembered"
     assert told[6].batch.skipped == {"unknown_event": 1}
 

@@ -88,12 +88,12 @@ async def other(
 @asynccontextmanager
 async def transport(kind: Kind, name: str, **changes: Any) -> AsyncIterator[tuple[KvTransport, list[tuple[str, str]]]]:
     """A transport of this process, and what it has given back."""
-    given_back: list[tuple[str, str]] = []
+    freed: list[tuple[str, str]] = []
     options: dict[str, Any] = {"block_bytes": BLOCK_BYTES, "blocks": BLOCKS, "fetch_s": PATIENCE_S, **changes}
-    one = await open_transport(kind, name=name, on_given_back=lambda *what: given_back.append(what), **options)
+    one = await open_transport(kind, name=name, on_free=lambda *what: freed.append(what), **options)
     try:
         fill(one, 2)
-        yield one, given_back
+        yield one, freed
     finally:
         await one.close()
 

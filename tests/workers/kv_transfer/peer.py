@@ -70,13 +70,13 @@ class Peer:
 
     def __init__(self) -> None:
         self.transport: KvTransport
-        self.given_back: Counter[str] = Counter()
+        self.freed: Counter[str] = Counter()
         self.versions: dict[str, int] = {}
         self.begun: asyncio.Task[str]
 
-    def on_given_back(self, request_id: str, why: str) -> None:
+    def on_free(self, request_id: str, why: str) -> None:
         """Count; what was offered for a race is written over at once, as an engine would."""
-        self.given_back[why] += 1
+        self.freed[why] += 1
         if request_id in self.versions:
             for block in range(self.transport.memory.blocks):
                 self.transport.memory.view(block)[:] = 0xEE
@@ -97,7 +97,7 @@ class Peer:
                 self.transport = await open_transport(
                     kind,  # type: ignore[arg-type]
                     name=name,
-                    on_given_back=self.on_given_back,
+                    on_free=self.on_free,
                     **options,
                 )
                 fill(self.transport, 1)
@@ -129,7 +129,7 @@ class Peer:
             case ["spoil", block]:
                 self.transport.memory.view(int(block))[5] ^= 1
             case ["stats"]:
-                return packed((self.transport.stats, dict(self.given_back)))
+                return packed((self.transport.stats, dict(self.freed)))
             case _:
                 return "what?"
         return "done"

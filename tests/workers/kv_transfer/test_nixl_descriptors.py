@@ -15,7 +15,7 @@ from forebay.events.base import hex_digest, pack_u32, pack_u64
 from forebay.events.transfer import Prefilled
 from forebay.workers.kv_transfer import nixl_peers
 from forebay.workers.kv_transfer.api import Kind
-from forebay.workers.kv_transfer.descriptor import Place, encode_place, place_of, slots_of
+from forebay.workers.kv_transfer.descriptor import BlockLocation, decode_location, encode_location, slots_of
 from forebay.workers.kv_transfer.nixl_agent import TransferError
 from forebay.workers.kv_transfer.nixl_carrier import NixlCarrier
 from forebay.workers.kv_transfer.transport import Transport
@@ -24,7 +24,7 @@ from tests.workers.kv_transfer.conftest import BLOCK_BYTES, have, transport
 from tests.workers.kv_transfer.peer import prefilled
 
 SUMS = pack_u64([11, 22, 33])
-PLACE = Place(
+PLACE = BlockLocation(
     agent="p@7",
     route=b"somewhere",
     address=1 << 40,
@@ -37,13 +37,13 @@ PLACE = Place(
 )
 
 
-def offered(place: Place = PLACE, **changes: Any) -> Prefilled:
+def offered(place: BlockLocation = PLACE, **changes: Any) -> Prefilled:
     said: dict[str, Any] = {
         "worker_id": "p",
         "worker_epoch": 7,
         "model": "m",
         "connector": "nixl",
-        "descriptor": encode_place(place),
+        "descriptor": encode_location(place),
         "tokens": 3,
         "lease_us": 1,
         "checksum": hex_digest(xxh3_64_intdigest(SUMS)),
@@ -57,7 +57,7 @@ def changed(**changes: Any) -> Prefilled:
 
 
 def test_nixl_a_descriptor_says_what_was_offered() -> None:
-    place = place_of(offered(), "nixl", BLOCK_BYTES)
+    place = decode_location(offered(), "nixl", BLOCK_BYTES)
     assert place == PLACE
     assert slots_of(place).tolist() == [5, 1, 63]
     assert place.count == 3
@@ -68,7 +68,7 @@ def test_nixl_a_descriptor_in_which_anything_flipped_is_refused(where: int, mask
     descriptor = bytearray(offered().descriptor)
     descriptor[where % len(descriptor)] ^= mask
     with pytest.raises(TransferError, match="the descriptor of p is damaged") as caught:
-        place_of(offered(descriptor=bytes(descriptor)), "nixl", BLOCK_BYTES)
+        decode_location(offered(descriptor=bytes(descriptor)), "nixl", BLOCK_BYTES)
     assert caught.value.reason == "refused"
 
 
@@ -76,7 +76,7 @@ def test_nixl_a_descriptor_in_which_anything_flipped_is_refused(where: int, mask
 def test_nixl_garbage_is_refused_sealed_or_not(garbage: bytes) -> None:
     for descriptor in (garbage, garbage + xxh3_64_digest(garbage)):
         with pytest.raises(TransferError, match="the descriptor of p is"):
-            place_of(offered(descriptor=descriptor), "nixl", BLOCK_BYTES)
+            decode_location(offered(descriptor=descriptor), "nixl", BLOCK_BYTES)
 
 
 @pytest.mark.parametrize(
@@ -103,18 +103,18 @@ def test_nixl_garbage_is_refused_sealed_or_not(garbage: bytes) -> None:
 )
 def test_nixl_what_cannot_be_is_refused_before_anybody_is_asked(bad: Prefilled, text: str) -> None:
     with pytest.raises(TransferError, match=text) as caught:
-        place_of(bad, "nixl", BLOCK_BYTES)
+        decode_location(bad, "nixl", BLOCK_BYTES)
     assert caught.value.reason == "refused"
 
 
 async def test_nixl_a_place_made_to_harm_is_an_error_and_the_next_is_fetched() -> None:
     async with (
-        transport("nixl", "p@1") as (holder, given_back),
+        transport("nixl", "p@1") as (holder, freed),
         transport("nixl", "d@1") as (reader, _),
         transport("nixl", "f@1") as (stranger, _),
     ):
         good, strange = prefilled(holder, "a", [1, 2]), prefilled(stranger, "a", [1])
-        place, their_place = (place_of(one, "nixl", BLOCK_BYTES) for one in (good, strange))
+        place, their_place = (decode_location(one, "nixl", BLOCK_BYTES) for one in (good, strange))
         for reason, changes in (
             ("refused", {"route": b"garbage"}),
             ("refused", {"route": their_place.route}),
@@ -123,21 +123,21 @@ async def test_nixl_a_place_made_to_harm_is_an_error_and_the_next_is_fetched() -
             ("expired", {"word": place.word - 1}),
             ("expired", {"generation": place.generation ^ 1}),
         ):
-            descriptor = encode_place(msgspec.structs.replace(place, **changes))
+            descriptor = encode_location(msgspec.structs.replace(place, **changes))
             with pytest.raises(TransferError, match="p@1") as caught:
                 await reader.fetch(msgspec.structs.replace(good, descriptor=descriptor), 0, [0, 3])
             assert caught.value.reason == reason
         assert reader.stats.failed == {"refused": 4, "expired": 2}
-        assert given_back == []
+        assert freed == []
         await reader.fetch(good, 0, [0, 3])
         assert have(reader, [0, 3], [1, 2], seed=2)
-        await until(lambda: given_back == [("a", "fetched")])
+        await until(lambda: freed == [("a", "fetched")])
 
 
 async def test_nixl_plain_sockets_give_no_other_blocks_than_those_offered() -> None:
-    async with transport("tcp", "p@2") as (holder, given_back), transport("tcp", "d@2") as (reader, _):
+    async with transport("tcp", "p@2") as (holder, freed), transport("tcp", "d@2") as (reader, _):
         good = prefilled(holder, "a", [1, 2])
-        place = place_of(good, "tcp", BLOCK_BYTES)
+        place = decode_location(good, "tcp", BLOCK_BYTES)
         for reason, changes in (
             ("expired", {"blocks": pack_u32([1, 3])}),
             ("expired", {"blocks": pack_u32([1, 2, 1])}),
@@ -148,12 +148,12 @@ async def test_nixl_plain_sockets_give_no_other_blocks_than_those_offered() -> N
             bad = msgspec.structs.replace(place, **changes)
             with pytest.raises(TransferError) as caught:
                 await reader.fetch(
-                    msgspec.structs.replace(good, descriptor=encode_place(bad)), 0, list(range(len(bad.blocks) // 4))
+                    msgspec.structs.replace(good, descriptor=encode_location(bad)), 0, list(range(len(bad.blocks) // 4))
                 )
             assert caught.value.reason == reason
         await reader.fetch(good, 0, [0, 3])
         assert have(reader, [0, 3], [1, 2], seed=2)
-        await until(lambda: given_back == [("a", "fetched")])
+        await until(lambda: freed == [("a", "fetched")])
 
 
 async def test_nixl_a_worker_does_not_fetch_from_itself() -> None:
@@ -163,7 +163,7 @@ async def test_nixl_a_worker_does_not_fetch_from_itself() -> None:
 
 
 async def test_nixl_notifications_that_are_none_do_no_harm(kind: Kind) -> None:
-    async with transport(kind, "p@4") as (holder, given_back):
+    async with transport(kind, "p@4") as (holder, freed):
         holder.offer("a", [1])
         assert isinstance(holder, Transport)
         carrier = holder._carrier
@@ -173,7 +173,7 @@ async def test_nixl_notifications_that_are_none_do_no_harm(kind: Kind) -> None:
         else:
             assert not holder._offers.end(99, "fetched")
         assert holder.release("a")
-        assert given_back == [("a", "released")]
+        assert freed == [("a", "released")]
 
 
 async def test_nixl_the_holder_not_asked_for_longest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

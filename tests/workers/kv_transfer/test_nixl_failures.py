@@ -115,7 +115,7 @@ async def test_nixl_a_holder_that_hangs_is_given_up_and_what_it_owes_is_kept_apa
 async def test_nixl_a_holder_whose_readers_wait_too_long_for_their_turn_is_not_taken_for_silent(
     kind: Kind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gate.Gate.__init__, "__kwdefaults__", {"fetches_max": 0, "bytes_max": 0})
+    monkeypatch.setattr(gate.FetchLimiter.__init__, "__kwdefaults__", {"fetches_max": 0, "bytes_max": 0})
     async with transport(kind, "p@13") as (holder, _), transport(kind, "d@13") as (reader, _):
         assert isinstance(reader, Transport)
         await reader.fetch(prefilled(holder, "a", [1]), 0, [0])
@@ -147,34 +147,34 @@ async def test_nixl_a_transport_closes_while_a_holder_hangs(by_socket: Kind) -> 
 
 
 async def test_nixl_what_nobody_fetches_is_given_back_when_its_lease_ends(kind: Kind) -> None:
-    async with transport(kind, "p@7", lease_s=0.05) as (holder, given_back), transport(kind, "d@7") as (reader, _):
+    async with transport(kind, "p@7", lease_s=0.05) as (holder, freed), transport(kind, "d@7") as (reader, _):
         offer = prefilled(holder, "a", [1])
         holder.offer("b", [2])
-        await until(lambda: len(given_back) == 2)
-        assert given_back == [("a", "expired"), ("b", "expired")]
-        assert (holder.stats.held_offers, holder.stats.given_back) == (0, {"expired": 2})
+        await until(lambda: len(freed) == 2)
+        assert freed == [("a", "expired"), ("b", "expired")]
+        assert (holder.stats.held_offers, holder.stats.freed) == (0, {"expired": 2})
         with pytest.raises(TransferError, match="p@7 holds these blocks no longer") as caught:
             await reader.fetch(offer, 0, [0])
         assert caught.value.reason == "expired"
         reader.drop(offer)
         await until(lambda: not holder.stats.held_offers)
         holder.offer("c", [1])
-        await until(lambda: len(given_back) == 3)
+        await until(lambda: len(freed) == 3)
 
 
 async def test_nixl_a_reader_that_dies_leaves_its_blocks_to_the_lease(kind: Kind) -> None:
-    async with transport(kind, "p@8") as (holder, given_back), transport(kind, "d@8") as (reader, _):
+    async with transport(kind, "p@8") as (holder, freed), transport(kind, "d@8") as (reader, _):
         async with other(kind, "e@8") as far:
             assert await far.fetch(prefilled(holder, "a", [1]), [0]) == "done"
-            await until(lambda: given_back == [("a", "fetched")])
+            await until(lambda: freed == [("a", "fetched")])
             held_for(holder, 0.2)
             holder.offer("b", [2])
             await far.kill()
         held_for(holder, PATIENCE_S)
         await reader.fetch(prefilled(holder, "c", [3]), 0, [0])
         assert have(reader, [0], [3], seed=2), "others are served"
-        await until(lambda: ("b", "expired") in given_back)
-        assert ("c", "fetched") in given_back
+        await until(lambda: ("b", "expired") in freed)
+        assert ("c", "fetched") in freed
 
 
 @pytest.mark.parametrize("block_bytes", [64 << 10, 1 << 20])

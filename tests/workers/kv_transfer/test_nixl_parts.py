@@ -14,8 +14,8 @@ np = pytest.importorskip("numpy", reason="numpy is not installed")
 
 from forebay.workers.engine import EngineError  # noqa: E402 - numpy first
 from forebay.workers.kv_transfer import gate, nixl_thread, offers  # noqa: E402
-from forebay.workers.kv_transfer.api import GivenBack, Stats  # noqa: E402
-from forebay.workers.kv_transfer.gate import Gate  # noqa: E402
+from forebay.workers.kv_transfer.api import FreeReason, Stats  # noqa: E402
+from forebay.workers.kv_transfer.gate import FetchLimiter  # noqa: E402
 from forebay.workers.kv_transfer.memory import Arena, words_offset  # noqa: E402
 from forebay.workers.kv_transfer.nixl_agent import TransferError  # noqa: E402
 from forebay.workers.kv_transfer.transport import open_transport  # noqa: E402
@@ -27,7 +27,7 @@ FETCHES, BYTES = 3, 100
 def test_nixl_room_is_bounded_in_turn_and_never_lost(acts: list[tuple[str, int]]) -> None:
     async def run() -> None:
         stats = Stats()
-        room = Gate(stats, fetches_max=FETCHES, bytes_max=BYTES)
+        room = FetchLimiter(stats, fetches_max=FETCHES, bytes_max=BYTES)
         inside: list[tuple[int, int]] = []
         waiting: deque[tuple[int, asyncio.Task[None]]] = deque()
 
@@ -64,7 +64,7 @@ def test_nixl_room_is_bounded_in_turn_and_never_lost(acts: list[tuple[str, int]]
 
 async def test_nixl_too_many_waiting_fetches_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gate, "WAITING_MAX", 2)
-    room = Gate(Stats(), fetches_max=1)
+    room = FetchLimiter(Stats(), fetches_max=1)
     await room.enter(1)
     tasks = [asyncio.create_task(room.enter(1)) for _ in range(2)]
     await asyncio.sleep(0)
@@ -86,15 +86,15 @@ def test_nixl_no_two_blocks_ever_share_memory(data: st.DataObject) -> None:
             data.draw(st.lists(st.integers(0, blocks - 1), min_size=1, max_size=blocks, unique=True))
         )
         try:
-            arena.promise(len(chosen))
+            arena.reserve(len(chosen))
         except TransferError as error:
             assert error.reason == "full"
             assert sum(map(len, apart)) + len(chosen) > blocks
             if apart:
-                arena.give_back(apart.pop(0))
+                arena.restore_spares(apart.pop(0))
             continue
-        apart.append(arena.set_apart(chosen))
-        arena.unpromise(len(chosen))
+        apart.append(arena.quarantine(chosen))
+        arena.unreserve(len(chosen))
         slots = [*arena.slots_of(arena.numbers(range(blocks))).tolist(), *(s for kept in apart for s in kept.tolist())]
         assert len(slots) == len(set(slots))
         for block in range(blocks):
@@ -122,13 +122,15 @@ def test_nixl_generation_words_lie_behind_the_slots() -> None:
 @pytest.mark.parametrize(("blocks", "block_bytes"), [(0, 16), (1, 0), (1 << 20, 1), (1 << 19, 1 << 45)])
 async def test_nixl_memory_that_cannot_be_is_told_at_the_start(blocks: int, block_bytes: int) -> None:
     with pytest.raises(EngineError, match=f"{blocks}|{2 * blocks} KV blocks of {block_bytes} bytes"):
-        await open_transport("nixl", name="p@1", blocks=blocks, block_bytes=block_bytes, on_given_back=lambda *_: None)
+        await open_transport("nixl", name="p@1", blocks=blocks, block_bytes=block_bytes, on_free=lambda *_: None)
 
 
 async def test_nixl_that_is_not_installed_is_told_and_nothing_else_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "nixl_cu12", None)
-    with pytest.raises(EngineError, match="KV blocks travel by NIXL, which cannot be imported"):
-        await open_transport("nixl", name="p@1", blocks=1, block_bytes=16, on_given_back=lambda *_: None)
+    with pytest.raises(
+        EngineError, match=r"halted; None in sys\.modules\): pip install numpy && pip install --no-deps nixl-cu"
+    ):
+        await open_transport("nixl", name="p@1", blocks=1, block_bytes=16, on_free=lambda *_: None)
 
 
 async def test_nixl_that_does_not_start_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,12 +139,12 @@ async def test_nixl_that_does_not_start_is_told(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(nixl_thread, "open_agent", broken)
     with pytest.raises(EngineError, match="NIXL does not start: no device for p@1"):
-        await open_transport("nixl", name="p@1", blocks=1, block_bytes=16, on_given_back=lambda *_: None)
+        await open_transport("nixl", name="p@1", blocks=1, block_bytes=16, on_free=lambda *_: None)
 
 
 async def test_nixl_sockets_that_cannot_listen_are_told() -> None:
     with pytest.raises(OSError, match="assign requested address"):
-        await open_transport("tcp", name="p@1", blocks=1, block_bytes=16, at="192.0.2.1", on_given_back=lambda *_: None)
+        await open_transport("tcp", name="p@1", blocks=1, block_bytes=16, at="192.0.2.1", on_free=lambda *_: None)
 
 
 class Clock:
@@ -170,18 +172,18 @@ class Clock:
 
 def test_nixl_each_lease_ends_at_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    given_back: list[tuple[str, GivenBack]] = []
+    freed: list[tuple[str, FreeReason]] = []
     monkeypatch.setattr(offers, "asyncio", SimpleNamespace(get_running_loop=lambda: clock))
     arena = Arena(4, 64)
-    held = offers.Offers(arena, Stats(), 1.0, lambda name, why: given_back.append((name, why)))
+    held = offers.KvOffers(arena, Stats(), 1.0, lambda name, why: freed.append((name, why)))
     for number, name in enumerate("abc"):
         clock.until(number * 0.4)
         held.add(name, [number], agent="p@1", route=b"x", checksum=False)
     for now_s, gone in ((0.99, 0), (1.0, 1), (1.39, 1), (1.4, 2), (1.79, 2)):
         clock.until(now_s)
-        assert given_back == [(name, "expired") for name in "abc"[:gone]]
+        assert freed == [(name, "expired") for name in "abc"[:gone]]
         assert int((arena.words != 0).sum()) == len(held) == 3 - gone
     assert held.release("c")
     clock.until(9.0)
-    assert given_back[-1] == ("c", "released")
+    assert freed[-1] == ("c", "released")
     assert not arena.words.any()

@@ -41,19 +41,19 @@ def test_nixl_any_list_arrives_from_any_block_on(kind: Kind) -> None:
     lists = st.lists(st.integers(0, BLOCKS - 1), min_size=1, max_size=BLOCKS, unique=True)
     with asyncio.Runner() as runner:
         holding, reading = transport(kind, "p@2", blocks=BLOCKS), transport(kind, "d@2", blocks=BLOCKS)
-        holder, given_back = runner.run(holding.__aenter__())
+        holder, freed = runner.run(holding.__aenter__())
         reader, _ = runner.run(reading.__aenter__())
 
         async def move(blocks: list[int], into: list[int], first: int, checksum: bool) -> None:
             for block in range(BLOCKS):
                 reader.memory.view(block)[:] = 0
-            given_back.clear()
+            freed.clear()
             offer = prefilled(holder, "a", blocks, checksum=checksum)
             await reader.fetch(offer, first, into[: len(blocks) - first])
             assert have(reader, into[: len(blocks) - first], blocks[first:], seed=2)
             untouched = set(range(BLOCKS)) - set(into[: len(blocks) - first])
             assert not any(reader.memory.view(block).any() for block in untouched)
-            await until(lambda: given_back == [("a", "fetched")])
+            await until(lambda: freed == [("a", "fetched")])
 
         @examples(0.6)
         @given(lists, st.permutations(range(BLOCKS)), st.integers(0, BLOCKS), st.booleans())
@@ -103,7 +103,7 @@ async def test_nixl_a_corrupt_block_is_read_again_and_counted(kind: Kind) -> Non
 async def test_nixl_a_block_that_was_corrupt_for_once_costs_a_retry(
     kind: Kind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with transport(kind, "p@5") as (holder, given_back), transport(kind, "d@5") as (reader, _):
+    async with transport(kind, "p@5") as (holder, freed), transport(kind, "d@5") as (reader, _):
         assert isinstance(reader, Transport)
         honest = reader._wrong
         asked: list[int] = []
@@ -118,11 +118,11 @@ async def test_nixl_a_block_that_was_corrupt_for_once_costs_a_retry(
         fetched = await reader.fetch(prefilled(holder, "a", [5, 6, 7], checksum=True), 0, [0, 1, 2])
         assert (fetched.retries, asked) == (1, [3, 1]), "only what was wrong is read again"
         assert have(reader, [0, 1, 2], [5, 6, 7], seed=2)
-        await until(lambda: given_back == [("a", "fetched")])
+        await until(lambda: freed == [("a", "fetched")])
 
 
 async def test_nixl_fetches_are_bounded_and_in_turn(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gate.Gate.__init__, "__kwdefaults__", {"fetches_max": 3, "bytes_max": 6 * BLOCK_BYTES})
+    monkeypatch.setattr(gate.FetchLimiter.__init__, "__kwdefaults__", {"fetches_max": 3, "bytes_max": 6 * BLOCK_BYTES})
     async with transport(kind, "p@6", blocks=256) as (holder, _), transport(kind, "d@6", blocks=256) as (reader, _):
         offers = [prefilled(holder, str(n), range(4 * n, 4 * n + 4)) for n in range(40)]
         most, order = [0, 0, 0], []
@@ -169,20 +169,20 @@ async def test_nixl_who_leaves_gets_its_slots_back_and_nobody_writes_to_them(kin
 
 
 async def test_nixl_a_holder_hears_that_nobody_will_fetch(kind: Kind) -> None:
-    async with transport(kind, "p@8") as (holder, given_back), transport(kind, "d@8") as (reader, _):
+    async with transport(kind, "p@8") as (holder, freed), transport(kind, "d@8") as (reader, _):
         dropped, kept = prefilled(holder, "a", [1]), prefilled(holder, "b", [2])
         reader.drop(dropped)
-        await until(lambda: given_back == [("a", "released")])
+        await until(lambda: freed == [("a", "released")])
         assert holder.release("b")
         assert not holder.release("b")
         with pytest.raises(TransferError, match="p@8 holds these blocks no longer") as caught:
             await reader.fetch(kept, 0, [0])
         assert caught.value.reason == "expired"
-        assert holder.stats.given_back == {"released": 2}
+        assert holder.stats.freed == {"released": 2}
 
 
 async def test_nixl_offers_are_checked_and_bounded(kind: Kind) -> None:
-    async with transport(kind, "p@9", blocks=8) as (holder, given_back):
+    async with transport(kind, "p@9", blocks=8) as (holder, freed):
         holder.offer("a", [1, 2])
         for request_id, blocks, text in (
             ("a", [3], "blocks of a are offered already"),
@@ -200,17 +200,17 @@ async def test_nixl_offers_are_checked_and_bounded(kind: Kind) -> None:
         assert holder.release("a")
         holder.offer("b", [1])
         assert (holder.stats.held_offers, holder.stats.held_blocks) == (4096, 4096)
-        assert given_back == [("a", "released")]
+        assert freed == [("a", "released")]
         for block in (-1, 8):
             with pytest.raises(IndexError):
                 holder.memory.view(block)
 
 
 async def test_nixl_a_closed_transport_does_nothing_and_has_given_back(kind: Kind) -> None:
-    async with transport(kind, "p@10") as (holder, given_back), transport(kind, "d@10") as (reader, _):
+    async with transport(kind, "p@10") as (holder, freed), transport(kind, "d@10") as (reader, _):
         offer = prefilled(holder, "a", [1])
         await holder.close()
-        assert given_back == [("a", "released")]
+        assert freed == [("a", "released")]
         with pytest.raises(TransferError, match="p@10"):
             await reader.fetch(offer, 0, [0])
         with pytest.raises(TransferError, match="the transport is closed"):

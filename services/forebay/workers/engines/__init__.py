@@ -1,1 +1,1 @@
-"""Engine adapters, one package per engine, and what they share."""
+"""Engine adapters, one package per engine, and their common parts."""

@@ -1,8 +1,8 @@
-"""What the adapters of vLLM, SGLang and TensorRT-LLM share: requests as tasks, batches, health requests, adapters.
+"""Common base of the engine adapters: requests as tasks, batches, health requests, LoRA adapters.
 
-Theory of operation. A task a request takes the engine's answer as it comes; what all of them got in one turn of the
-event loop is one batch. Beside the tasks run the subclass's followers, of KV events and of loads. What ends wrong
-without anybody having asked for it, a follower or a task, ends `run`: the worker goes down with its engine.
+Theory of operation. Each request runs in its own task. All events of one turn of the event loop form one batch. The
+subclass's followers of KV events and loads run beside the tasks. An unexpected end of a follower or task ends `run`,
+and the worker stops with its engine.
 """
 
 import asyncio
@@ -24,17 +24,20 @@ from forebay.workers.engines.settings import EngineSettings
 from forebay.workers.runtime.rank_buffer import RankBuffer
 
 CANARY_TOKENS = 16  # of a health request
-CANARY_EVERY_S = 60.0  # without an answer to anything
+CANARY_EVERY_S = 60.0  # interval between health requests while the engine is idle
 CANARY_TIMEOUT_S = 30.0
 WARM_UP_TIMEOUT_S = 600.0  # the first step may compile
 WATCH_S = 0.5
 REASONS: dict[str, Literal["stop", "length"]] = {"stop": "stop", "length": "length", "repetition": "stop"}
 Answering = Callable[[WorkItem, list[int], RankBuffer], Awaitable[None]]
-"""Asks the engine for an item, with its prompt's tokens, and notes what it says."""
+"""Function that runs an item, with its prompt's tokens, and adds the events to the buffer."""
 
 
 class AsyncEngine(ABC):
-    """One engine with `settings.dp_size` ranks, numbered from `settings.dp_start_rank` on; the engine counts from 0."""
+    """Engine with `settings.dp_size` ranks.
+
+    Ranks are numbered from `settings.dp_start_rank` on, in the engine from 0.
+    """
 
     NAME: ClassVar[str]  # of the engine, in messages
     TAKES_MEDIA: ClassVar[bool] = False
@@ -46,45 +49,45 @@ class AsyncEngine(ABC):
         self._ranks: dict[int, RankBuffer] = {}
         self._loras = Loras()
         self._requests: dict[str, asyncio.Task[None]] = {}
-        self._ending: set[asyncio.Task[None]] = set()  # cancelled, not over yet
+        self._ending: set[asyncio.Task[None]] = set()  # cancelled, not ended yet
         self._wake = asyncio.Event()
         self._dead = asyncio.Event()
-        self._fault: BaseException | None = None  # of this program; without one the engine died
+        self._fault: BaseException | None = None  # unexpected error of forebay; None if the engine died
         self._commands = asyncio.Lock()
-        self._resting: set[str] = set()  # asleep, paused: nothing is answered then
+        self._resting: set[str] = set()  # "asleep" or "paused"; requests then make no progress
         self._answered_s = 0.0
         self._canary: asyncio.Task[None] | None = None
         self._canary_due_s = 0.0
 
     @abstractmethod
     def _is_dead(self) -> bool:
-        """Whether the engine is known to be gone."""
+        """Return whether the engine is known to be dead."""
 
     @abstractmethod
     async def _ask_canary(self, rank: int) -> None:
-        """A small request such as this engine's role is for, answered here. Raises whatever the engine does."""
+        """Run a small request suited to this engine's role. Raises the exceptions of the engine."""
 
     @abstractmethod
     async def _answer(self, item: WorkItem, prompt: list[int], rank: RankBuffer) -> None:
-        """Ask the engine, and note what it says. Cancelled, it takes the request back."""
+        """Run a request and add its events to `rank`. On cancellation, abort it in the engine."""
 
     @abstractmethod
     def _answer_error(self, error: Exception) -> ResponseError | None:
-        """What a request is told whose answer failed so; None when the engine is dead, and others go on with it."""
+        """Return the error for a failed request; None if the engine died, so that other workers continue it."""
 
     @abstractmethod
     def _followers(self) -> Sequence[Coroutine[Any, Any, None]]:
-        """What runs beside the requests until cancelled."""
+        """Return the coroutines that run beside the requests until cancelled."""
 
     @abstractmethod
     def _drop_cache(self) -> None:
-        """A reset: the requests are gone; begin to empty the cache, or see to it that `held` tells what is in it."""
+        """Begin to clear the cache after a reset, or make `held` report its content."""
 
     async def _ready(self) -> None:  # noqa: B027 - for those that cannot be asked at any time
-        """Wait until the engine may be given a request."""
+        """Wait until the engine accepts requests."""
 
     async def run(self, publish: Publish) -> None:
-        """Publish batches until cancelled, or until the engine is dead (EngineError)."""
+        """Publish batches until cancelled. Raises EngineError when the engine dies."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 for follower in self._followers():
@@ -115,7 +118,7 @@ class AsyncEngine(ABC):
         raise EngineError(self._death())
 
     def _death(self) -> str:
-        return f"{self.NAME} died; its log says why"
+        return f"{self.NAME} died; see its log for the cause"
 
     def _on_changes(self, rank: int, changes: Sequence[CacheChange]) -> None:
         self._ranks[rank].changed(changes)
@@ -126,14 +129,14 @@ class AsyncEngine(ABC):
         self._dead.set()
 
     async def _end_tasks(self, *others: "asyncio.Task[None] | None") -> None:
-        """End every request, the health request, and what else there is."""
+        """Cancel all requests, the health request and `others`, and wait for their end."""
         tasks = {*self._requests.values(), *self._ending, *filter(None, (self._canary, *others))}
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def submit(self, item: WorkItem) -> None:
-        """Give the engine a request."""
+        """Queue a request."""
         self._begin(item, self._answer)
 
     def _begin(self, item: WorkItem, answering: Answering) -> None:
@@ -157,7 +160,7 @@ class AsyncEngine(ABC):
         self._wake.set()
 
     def cancel(self, request_id: str) -> None:
-        """Drop a request; the engine frees its blocks with one of its next steps."""
+        """Drop a request; the engine frees its blocks in one of its next steps."""
         if (task := self._requests.pop(request_id, None)) is not None:
             self._end(task)
             if not self._requests:
@@ -168,7 +171,7 @@ class AsyncEngine(ABC):
         task.cancel()
 
     def reset(self) -> None:
-        """Drop every request; what becomes of the cache is `_drop_cache`'s."""
+        """Drop every request and call `_drop_cache`."""
         for task in self._requests.values():
             self._end(task)
         self._requests.clear()
@@ -183,28 +186,30 @@ class AsyncEngine(ABC):
             try:
                 await answering(item, prompt, rank)
             except Exception as failure:  # noqa: BLE001 - engines raise what they like
-                told = self._answer_error(failure)
-                if told is None:
-                    self._dead.set()  # others go on with what this engine had
+                error = self._answer_error(failure)
+                if error is None:
+                    self._dead.set()  # other workers continue the requests of this engine
                 else:
-                    rank.failed(item, told)
+                    rank.failed(item, error)
         self._answered_s = time.monotonic()
         self._wake.set()
 
     def _refusal(self, item: WorkItem, prompt_tokens: int) -> ResponseError | None:
-        """What the engine need not be asked."""
+        """Return the reason to reject a request without the engine, None if there is none."""
         if item.task not in self._tasks:
             does = ", ".join(self._tasks)
-            return ResponseError(status=400, code="invalid_request", message=f"the model does {does}, not {item.task}")
+            return ResponseError(
+                status=400, code="invalid_request", message=f"the model supports the tasks {does}, not {item.task}"
+            )
         if item.media and not self.TAKES_MEDIA:
-            message = f"the {self.NAME} adapter takes text only"
+            message = f"the {self.NAME} adapter supports text only"
             return ResponseError(status=400, code="invalid_request", message=message)
         if item.lora_name and item.lora_name not in self._loras.loaded:
-            message = f"the adapter {item.lora_name} is not loaded here"
+            message = f"the adapter {item.lora_name} is not loaded on this worker"
             return ResponseError(status=404, code="model_not_found", message=message)
         room = self._context_tokens - (item.task == "generate")
         if prompt_tokens > room:
-            message = f"the prompt has {prompt_tokens} tokens: at most {room} fit into the model's context"
+            message = f"the prompt has {prompt_tokens} tokens, but the model's context allows at most {room}"
             return ResponseError(status=400, code="context_length_exceeded", message=message)
         return None
 
@@ -212,24 +217,27 @@ class AsyncEngine(ABC):
         return rank - self._settings.dp_start_rank
 
     def _finish(self, item: WorkItem, rank: RankBuffer, why: str, tokens: tuple[int, int, int]) -> None:
-        """The end of an answer; `tokens` are the prompt's, the answer's and the cached ones."""
+        """Add the end of a response. `tokens` are the numbers of prompt, output and cached tokens."""
         if (reason := REASONS.get(why)) is not None:
             rank.finished(Finished(item.request_id, item.attempt, reason, *tokens))
         else:
             rank.failed(
-                item, ResponseError(status=500, code="engine_error", message=f"{self.NAME} ended the answer: {why}")
+                item,
+                ResponseError(
+                    status=500, code="engine_error", message=f"{self.NAME} ended the response with reason {why}"
+                ),
             )
 
     async def _warm_up(self) -> None:
-        """A first answer on each rank. Raises EngineError."""
+        """Run a small request on each rank. Raises EngineError."""
         try:
             async with asyncio.timeout(WARM_UP_TIMEOUT_S):
                 await self._ask_canaries()
         except TimeoutError:
-            text = f"{self.NAME} did not answer a first prompt within {WARM_UP_TIMEOUT_S:.0f} s"
+            text = f"{self.NAME} did not respond to its first prompt within {WARM_UP_TIMEOUT_S:.0f} s"
             raise EngineError(text) from None
         except Exception as error:
-            raise EngineError(f"{self.NAME} does not answer a first prompt: {one_line(error)}") from error
+            raise EngineError(f"{self.NAME} failed on its first prompt: {one_line(error)}") from error
         self._answered_s = time.monotonic()
 
     async def _ask_canaries(self) -> None:
@@ -237,18 +245,18 @@ class AsyncEngine(ABC):
             await self._ask_canary(rank)
 
     async def check(self) -> None:
-        """Whether the engine lives; a health request is on its way now and then while there is nothing else to do."""
+        """Raise EngineError if the engine is dead. While idle, run a health request from time to time."""
         if self._dead.is_set() or self._is_dead():
             raise EngineError(self._death())
         now = time.monotonic()
         if self._canary is not None and self._canary.done():
             if not self._canary.cancelled() and (error := self._canary.exception()) is not None:
-                raise EngineError(f"{self.NAME} does not answer a health request: {one_line(error)}")
+                raise EngineError(f"{self.NAME} failed on a health request: {one_line(error)}")
             self._canary = None
             self._answered_s = now
         if self._canary is not None:
             if now > self._canary_due_s:
-                raise EngineError(f"{self.NAME} did not answer a health request within {CANARY_TIMEOUT_S:.0f} s")
+                raise EngineError(f"{self.NAME} did not respond to a health request within {CANARY_TIMEOUT_S:.0f} s")
         elif not self._requests and not self._resting and now - self._answered_s > CANARY_EVERY_S:
             self._canary_due_s = now + CANARY_TIMEOUT_S
             self._canary = asyncio.create_task(self._ask_canaries(), name=f"{self.NAME} canary")

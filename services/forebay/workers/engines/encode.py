@@ -1,4 +1,4 @@
-"""The engine of an encode worker: images and videos in, embeddings kept in its memory for whoever answers the request.
+"""Engine of an encode worker: encodes images and videos, and keeps the embeddings for the worker that runs the request.
 
 Theory of operation. An encoder runs in its own thread, one request at a time, because it may need the whole device. Its
 embeddings are offered through NIXL (`forebay.workers.kv_transfer.embeddings`) under the worker epoch of the work event.
@@ -23,7 +23,7 @@ from forebay.events.tokens import ResponseError
 from forebay.events.work import WorkItem
 from forebay.workers.engine import EngineBatch, EngineRefused, Failed, MediaEncoded, Publish
 from forebay.workers.engines.standin_encoder import MediaUnusable
-from forebay.workers.kv_transfer.embeddings import ARENA_BYTES, LEASE_S, Offers
+from forebay.workers.kv_transfer.embeddings import ARENA_BYTES, LEASE_S, EmbeddingOffers
 from forebay.workers.kv_transfer.nixl_agent import TransferError, agent_name, load_nixl
 
 if TYPE_CHECKING:
@@ -31,22 +31,25 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-POLL_S = 0.001  # while offers wait; a reader over TCP is served only by a poll
-WAITING_MAX = 4_096  # more are refused, and tried elsewhere
+POLL_S = 0.001  # while offers are open; a reader over TCP is served only by a poll
+WAITING_MAX = 4_096  # more are rejected and tried on other workers
 
 
 class Encoder(Protocol):
-    """What computes embeddings. Called in a thread, one call at a time."""
+    """Encoder that computes embeddings. Called in a thread, one call at a time."""
 
     def load(self) -> None:
         """Load the weights. Raises EngineError."""
 
     def encode_all(self, media: Sequence[Media]) -> "Array":
-        """The embeddings of all, [placeholders, width], in order. Raises MediaUnusable for what nobody can encode."""
+        """Return the embeddings of all media, [placeholders, width], in order.
+
+        Raises MediaUnusable for invalid media.
+        """
 
 
 class EncodeEngine:
-    """Encodes for the requests of one worker; `encoder` does the work."""
+    """Engine that encodes the media of requests with `encoder`."""
 
     def __init__(self, encoder: Encoder, *, arena_bytes: int = ARENA_BYTES, lease_s: float = LEASE_S) -> None:
         self._encoder = encoder
@@ -57,13 +60,13 @@ class EncodeEngine:
         self._wake_poll = asyncio.Event()
         self._waiting: deque[WorkItem] = deque()
         self._running: WorkItem | None = None
-        self._offers: Offers | None = None
+        self._offers: EmbeddingOffers | None = None
         self._refused: list[tuple[int, Failed]] = []
         self._worker_id = ""
-        self._life = 0  # counts resets: what was begun in an earlier life is not published
+        self._life = 0  # number of resets: results from before a reset are not published
 
     async def start(self, spec: WorkerSpec) -> WorkerSpec:
-        """Load the encoder. It has no KV cache, so sizes of one are nominal. Raises EngineError."""
+        """Load the encoder. There is no KV cache, so the sizes in the spec are nominal. Raises EngineError."""
         load_nixl()
         self._worker_id = spec.worker_id
         await asyncio.get_running_loop().run_in_executor(self._thread, self._encoder.load)
@@ -79,12 +82,12 @@ class EncodeEngine:
         )
 
     async def run(self, publish: Publish) -> None:
-        """Encode what comes, one request after the other."""
+        """Encode queued requests one after another, until cancelled."""
         polling = asyncio.create_task(self._poll())
         try:
             while True:
                 self._wake.clear()
-                self._say_refused(publish)
+                self._report_rejections(publish)
                 if not self._waiting:
                     await self._wake.wait()
                     continue
@@ -99,21 +102,21 @@ class EncodeEngine:
             await asyncio.gather(polling, return_exceptions=True)
 
     async def stop(self) -> None:
-        """Take back what is offered."""
+        """Free all offers."""
         self._forget()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def held(self, rank: int) -> Sequence[int]:
-        """It has no KV cache."""
+        """Return no blocks: there is no KV cache."""
         return ()
 
     def submit(self, item: WorkItem) -> None:
-        """Queue a request to be encoded."""
+        """Queue a request for encoding."""
         error = None
         if item.stage != "encode" or not item.media:
-            error = ResponseError(status=500, code="encode_only", message="this worker encodes images and videos only")
+            error = ResponseError(status=500, code="encode_only", message="this worker only encodes images and videos")
         elif len(self._waiting) >= WAITING_MAX:
-            message = f"{WAITING_MAX} requests wait to be encoded here"
+            message = f"{WAITING_MAX} requests are already waiting to be encoded"
             error = ResponseError(status=503, code="engine_overloaded", message=message)
         if error is None:
             self._waiting.append(item)
@@ -122,24 +125,24 @@ class EncodeEngine:
         self._wake.set()
 
     def cancel(self, request_id: str) -> None:
-        """Drop a request; one that is being encoded is so in vain."""
+        """Drop a request. If it is being encoded, its result is discarded."""
         self._waiting = deque(item for item in self._waiting if item.request_id != request_id)
         if self._running is not None and self._running.request_id == request_id:
             self._running = None
 
     async def command(self, command: Command) -> tuple[str, ...]:
-        """There is nothing to command."""
-        raise EngineRefused(f"an encode worker does not {command.action}")
+        """Raise EngineRefused: an encode worker supports no commands."""
+        raise EngineRefused(f"an encode worker does not support {command.action}")
 
     async def check(self) -> None:
-        """It lives as long as its process."""
+        """Do nothing: the engine lives as long as its process."""
 
     def collectors(self) -> Sequence[Collector]:
-        """It has no metrics of its own."""
+        """Return no collectors."""
         return ()
 
     def reset(self) -> None:
-        """Drop every request, and take back what is offered."""
+        """Drop every request and free all offers."""
         self._life += 1
         self._waiting.clear()
         self._refused.clear()
@@ -149,13 +152,13 @@ class EncodeEngine:
     def _load(self) -> EngineLoad:
         return EngineLoad(int(self._running is not None), len(self._waiting), 0, 1)
 
-    def _say_refused(self, publish: Publish) -> None:
+    def _report_rejections(self, publish: Publish) -> None:
         refused, self._refused = self._refused, []
         for rank, failed in refused:
             publish(EngineBatch(rank=rank, load=self._load(), failed=[failed]))
 
     async def _encode(self, item: WorkItem) -> EngineBatch:
-        """What came of it. A reset meanwhile makes it void, and the caller drops it."""
+        """Encode a request and return the batch. The caller discards it if a reset happened meanwhile."""
         failed: list[Failed] = []
         encoded: list[MediaEncoded] = []
         try:
@@ -163,8 +166,8 @@ class EncodeEngine:
         except MediaUnusable as error:
             refused = ResponseError(status=400, code="media_not_encoded", message=str(error))
             failed.append(Failed(item.request_id, item.attempt, refused))
-        except Exception as error:  # an encoder may fail in any way: the request goes elsewhere
-            logger.warning("%s is not encoded", item.request_id, exc_info=not isinstance(error, TransferError))
+        except Exception as error:  # an encoder may fail in any way: another worker tries the request
+            logger.warning("cannot encode %s", item.request_id, exc_info=not isinstance(error, TransferError))
             text = str(error) if isinstance(error, TransferError) else f"{type(error).__name__}: {error}"
             broken = ResponseError(status=500, code="encode_failed", message=text)
             failed.append(Failed(item.request_id, item.attempt, broken))
@@ -174,11 +177,11 @@ class EncodeEngine:
         life, loop = self._life, asyncio.get_running_loop()
         if self._offers is None:
             name = agent_name(self._worker_id, item.worker_epoch)
-            made = await loop.run_in_executor(self._thread, self._make_offers, name)
+            result = await loop.run_in_executor(self._thread, self._make_offers, name)
             if life != self._life:
-                made.close()
+                result.close()
                 raise TransferError("it was dropped")
-            self._offers = made
+            self._offers = result
         array = await loop.run_in_executor(self._thread, self._encoder.encode_all, item.media)
         if life != self._life:
             raise TransferError("it was dropped")
@@ -186,15 +189,15 @@ class EncodeEngine:
         self._wake_poll.set()
         return encoded
 
-    def _make_offers(self, name: str) -> Offers:
-        return Offers(name, arena_bytes=self._arena_bytes, lease_s=self._lease_s)
+    def _make_offers(self, name: str) -> EmbeddingOffers:
+        return EmbeddingOffers(name, arena_bytes=self._arena_bytes, lease_s=self._lease_s)
 
     def _offer(self, item: WorkItem, array: "Array") -> Encoded:
         assert self._offers is not None
         rows = sum(one.tokens for one in item.media)
         if array.ndim != 2 or len(array) != rows:
             shape = " x ".join(map(str, array.shape))
-            raise TransferError(f"the encoder made {shape} numbers for {rows} placeholders")
+            raise TransferError(f"the encoder returned an array of shape {shape} for {rows} placeholders")
         return self._offers.offer(array)
 
     async def _poll(self) -> None:

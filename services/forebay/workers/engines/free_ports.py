@@ -1,16 +1,16 @@
-"""Ports for engines that want to be told where to listen, on loopback or at an address of this machine."""
+"""Free ports for engines that need a port to listen on."""
 
 import itertools
 import os
 import socket
 from contextlib import ExitStack, suppress
 
-FIRST, LAST = 15_000, 19_999  # below what systems hand out to clients, who could take one before the engine does
+FIRST, LAST = 15_000, 19_999  # below the ephemeral range, from which a client could take a port before the engine does
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> int | None:
-    """The first of so many ports in a row at which nobody listens now; None where there are none."""
-    # Workers that start together begin at different places.
+    """Return the first of `count` consecutive free ports at `host`, None if there are none."""
+    # Workers that start together search from different ports.
     begin = FIRST + os.getpid() * 8 % (LAST - FIRST)
     for first in itertools.chain(range(begin, LAST - count, count), range(FIRST, begin, count)):
         with ExitStack() as held, suppress(OSError):

@@ -1,4 +1,4 @@
-"""An engine's own Prometheus metrics, as they are."""
+"""Prometheus metrics of an engine, passed on unchanged."""
 
 import os
 from collections.abc import Iterator
@@ -8,22 +8,21 @@ from prometheus_client.core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
-MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"  # where an engine's other processes write theirs, if they do
+MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"  # directory in which other processes of an engine write their metrics
 
 
 class PrefixedMetrics(Collector):
-    """What an engine's processes write to their folder, and what it keeps in this process's default registry alone.
+    """Collector of an engine's metrics from its multiprocess directory and from this process's default registry.
 
-    The folder comes first: it has the sum over processes, where this one may have a part. A process that read the
-    variable before the engine set it keeps its own metrics in memory, so both are looked at. What begins with none of
-    `prefixes` is not the engine's and stays out.
+    The directory has precedence, because it contains the sum over processes. The registry is needed for a process that
+    read the variable before the engine set it. Only metrics whose name starts with one of `prefixes` are yielded.
     """
 
     def __init__(self, *prefixes: str) -> None:
         self._prefixes = prefixes
 
     def collect(self) -> Iterator[Metric]:
-        """The metrics as they are now."""
+        """Yield the current metrics."""
         registries: list[CollectorRegistry] = [REGISTRY]
         if os.environ.get(MULTIPROCESS):
             written = CollectorRegistry()

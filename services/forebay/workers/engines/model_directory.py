@@ -1,4 +1,4 @@
-"""A model directory that an engine is to load, looked at before the engine does: engines tell only their logs."""
+"""Validation of a model directory before the engine loads it, because engines report errors only in their logs."""
 
 import importlib.util
 
@@ -11,22 +11,22 @@ WEIGHTS = (SAFETENSORS, "*.bin", "*.pt", "*.pth", "*.gguf")
 
 
 def one_line(error: BaseException) -> str:
-    """An error's text as one short line."""
+    """Return an exception's message as one short line."""
     return " ".join(str(error).split())[:TEXT_CHARS_MAX] or type(error).__name__
 
 
 def check_model(settings: EngineSettings) -> None:
-    """Find what is wrong with the directory. Raises EngineError."""
+    """Validate the directory. Raises EngineError."""
     directory = settings.model
     if not directory.is_dir():
-        raise EngineError(f"there is no model directory {directory}")
+        raise EngineError(f"no such model directory: {directory}")
     if not (directory / "config.json").is_file():
-        raise EngineError(f"{directory} is no model directory: it has no config.json")
+        raise EngineError(f"{directory} is not a model directory: it has no config.json")
     if settings.arguments.get("load_format", "auto") != "auto":
         return
     if not any(True for pattern in WEIGHTS for _ in directory.glob(pattern)):
-        raise EngineError(f"the model directory {directory} has no weights: no {', '.join(WEIGHTS)}")
-    if importlib.util.find_spec("safetensors") is None:  # every engine brings it along
+        raise EngineError(f"the model directory {directory} has no weights: expected {', '.join(WEIGHTS)}")
+    if importlib.util.find_spec("safetensors") is None:  # a dependency of every engine
         return
     from safetensors import SafetensorError, safe_open  # noqa: PLC0415 - comes with the engines
 

@@ -1,4 +1,4 @@
-"""What every adapter of a real engine is told; what only one of them knows goes through as `arguments`."""
+"""Settings common to all engine adapters. Engine-specific ones are passed through as `arguments`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,23 +10,23 @@ from forebay.events.control import Role
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """Sizes are None where the engine's own default stands.
+    """Settings of an engine. Sizes of None use the engine's own default.
 
     Attributes:
-        model: the model directory, with weights.
-        model_name: its name in the API.
-        block_size: tokens a KV block.
-        kv_blocks: KV blocks a rank.
-        max_num_seqs: sequences that run at once.
-        max_num_batched_tokens: tokens of one engine step.
-        kv_transport: what moves KV between the mock engine's prefill and decode workers; `tcp` is the plain path.
-        kv_bytes_per_token: of the mock engine's KV.
-        kv_checksum: whether the mock engine's KV is sent with a checksum, and that checked.
-        kv_lease_s: how long the mock engine keeps KV for a reader that does not come.
-        kv_host: the address of this machine at which others fetch its KV, where one was asked for.
-        near_host: the one where none was.
-        loras: adapters to load at the start, directories by name.
-        arguments: the engine's own, by its own names; they win over the rest.
+        model: model directory with weights.
+        model_name: name of the model in the API.
+        block_size: tokens per KV block.
+        kv_blocks: KV blocks per rank.
+        max_num_seqs: maximum concurrent sequences.
+        max_num_batched_tokens: maximum tokens per engine step.
+        kv_transport: transport of KV between the mock engine's prefill and decode workers.
+        kv_bytes_per_token: size of the mock engine's KV in bytes per token.
+        kv_checksum: whether the mock engine's KV transfers are verified by checksums.
+        kv_lease_s: seconds for which the mock engine keeps KV that is not fetched.
+        kv_host: configured address at which other workers fetch KV from this one.
+        near_host: address used if `kv_host` is None.
+        loras: directories of the adapters to load at the start, by name.
+        arguments: the engine's own arguments by their own names; they override the other settings.
     """
 
     model: Path

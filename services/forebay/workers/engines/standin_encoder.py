@@ -1,7 +1,7 @@
-"""A stand-in for a vision encoder: embeddings on any CPU without a model. They mean nothing.
+"""Stand-in for a vision encoder: deterministic embeddings on any CPU, without a model and without meaning.
 
-They depend on every pixel of a small copy of the image, are the same on every machine, and have the right shape: enough
-to prove that the right bytes arrive where they should. Of a video it sees the bytes of the file alone.
+They depend on every pixel of a small copy of the image, are equal on every machine, and have the right shape. Tests can
+therefore verify that the right bytes arrive. For a video they depend on the bytes of the file only.
 """
 
 import io
@@ -22,18 +22,18 @@ CHANNELS = 3
 PIXELS = SIDE * SIDE * CHANNELS
 WEIGHTS_SEED = 1337
 WEIGHT_MAX = 8
-IMAGE_PIXELS_MAX = 64 << 20  # as at the ingress: what is larger when it is unpacked is no image to look at
+IMAGE_PIXELS_MAX = 64 << 20  # the same limit as at the ingress, after decompression
 
 
 class MediaUnusable(Exception):
-    """An image or a video that cannot be encoded, whoever tries; the text is fit for the client."""
+    """Image or video that no worker can encode. The message is for the client."""
 
 
 class StandInEncoder:
-    """Deterministic projections of pixels, as float32 of shape [placeholders, WIDTH]."""
+    """Encoder by deterministic projections of pixels, as float32 of shape [placeholders, WIDTH]."""
 
     def load(self) -> None:
-        """Check that what it needs is installed. Raises EngineError."""
+        """Check that the required packages are installed. Raises EngineError."""
         try:
             import numpy  # noqa: F401, PLC0415 - an extra
             import PIL.Image  # noqa: F401, PLC0415 - an extra
@@ -42,17 +42,17 @@ class StandInEncoder:
             raise EngineError(text) from error
 
     def encode(self, media: Media) -> "Array":
-        """The embeddings of one image or video. Raises MediaUnusable."""
+        """Return the embeddings of one image or video. Raises MediaUnusable."""
         import numpy as np  # noqa: PLC0415 - an extra
 
         pixels = _pixels(media.content) if media.kind == "image" else shake_128(media.content).digest(PIXELS)
         seen = np.frombuffer(pixels, dtype=np.uint8).astype(np.int32)
         shifted = np.stack([np.roll(seen, at) for at in range(media.tokens)])
-        # Whole numbers that float32 holds exactly: no machine rounds them otherwise.
+        # Integers that float32 represents exactly, so rounding is the same on every machine.
         return (shifted @ _weights()).astype(np.float32)
 
     def encode_all(self, media: Sequence[Media]) -> "Array":
-        """Those of several, one after the other. Raises MediaUnusable, EngineError."""
+        """Return the embeddings of several media, in order. Raises MediaUnusable, EngineError."""
         self.load()
         import numpy as np  # noqa: PLC0415 - an extra
 
@@ -77,4 +77,4 @@ def _pixels(content: bytes) -> bytes:
             pixels: bytes = image.convert("RGB").resize((SIDE, SIDE), Image.Resampling.BOX).tobytes()
             return pixels
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise MediaUnusable(f"an image cannot be decoded: {error}") from error
+        raise MediaUnusable(f"cannot decode an image: {error}") from error

@@ -1,1 +1,1 @@
-"""KV events of real engines: what they say on their own wires, as cache changes in canonical hashes."""
+"""KV events of real engines, decoded from their wire formats into cache changes with canonical hashes."""

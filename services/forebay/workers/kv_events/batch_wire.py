@@ -1,7 +1,7 @@
-"""The msgpack of a batch of KV events, as vLLM made it and SGLang took it over: in all encodings that releases had.
+"""Msgpack decoder of KV event batches, in every encoding of vLLM and SGLang releases.
 
-A batch is an array [time, events, rank] or, in some releases of vLLM, a map. Its events are maps with `type`, or arrays
-that begin with the type, in releases before 0.27. What follows the fields that are known is left alone.
+A batch is an array [time, events, rank] or, in some vLLM releases, a map. Its events are maps with a `type`, or, before
+vLLM 0.27, arrays that begin with the type. Additional fields are ignored.
 """
 
 from collections import Counter
@@ -15,11 +15,11 @@ from forebay.workers.kv_events.engine_events import KvEventError
 T = TypeVar("T", bound=msgspec.Struct)
 
 ARRAYS = frozenset({*range(0x90, 0xA0), 0xDC, 0xDD})  # first bytes of msgpack arrays
-MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # the last: deep nesting
+MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # RecursionError: deep nesting
 
 
 class BatchDecoder(Generic[T]):
-    """Decodes batches to structs of `kinds`, whose tags are the types on the wire and whose order is the arrays'."""
+    """Decoder to structs of `kinds`. Their tags are the types on the wire, their field order is that of arrays."""
 
     def __init__(self, kinds: Sequence[type[T]]) -> None:
         self._types = {str(kind.__struct_config__.tag) for kind in kinds}
@@ -28,11 +28,11 @@ class BatchDecoder(Generic[T]):
         self._arrays: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(_union(rows))
 
     def decode(self, payload: bytes) -> tuple[list[T], Counter[str]]:
-        """The events of known types, and how many there are of others, by `unknown_event`. Raises KvEventError."""
+        """Return the events of known types and the number of others under `unknown_event`. Raises KvEventError."""
         try:
             raw = (_ARRAY if payload[:1] and payload[0] in ARRAYS else _MAP).decode(payload).events
         except MALFORMED as error:
-            raise KvEventError(f"no batch: {error}") from error
+            raise KvEventError(f"cannot decode the batch: {error}") from error
         events: list[T] = []
         skipped: Counter[str] = Counter()
         for at, event in enumerate(raw):
@@ -40,7 +40,7 @@ class BatchDecoder(Generic[T]):
                 events.append(self._event(event))
             except MALFORMED as error:
                 if self._is_known(event):
-                    raise KvEventError(f"event {at}: {error}") from error
+                    raise KvEventError(f"cannot decode event {at}: {error}") from error
                 skipped["unknown_event"] += 1
         return events, skipped
 
@@ -48,7 +48,7 @@ class BatchDecoder(Generic[T]):
         return (self._arrays if bytes(event)[0] in ARRAYS else self._maps).decode(event)
 
     def _is_known(self, event: msgspec.Raw) -> bool:
-        """Whether it is of a known type, or so odd that nobody can tell."""
+        """Return whether an event has a known type, or a form whose type cannot be determined."""
         try:
             if bytes(event)[0] not in ARRAYS:
                 return _TAGGED.decode(event).type in self._types

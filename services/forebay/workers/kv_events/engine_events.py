@@ -1,6 +1,6 @@
-"""What engines say of their KV caches, one form for all of them. Pure.
+"""Common form of the KV events of all engines. Pure.
 
-Hashes are the engine's own, as u64: opaque, and never compared between workers or ranks.
+Block hashes are the engine's own, as u64. They are opaque and never compared between workers or ranks.
 """
 
 from collections import Counter
@@ -23,19 +23,24 @@ MEDIA: Mapping[str, Tier] = {
     "NVME": "disk",
     "STORAGE": "disk",
 }
-SHARED_MEDIA = frozenset({"EXTERNAL", "NETWORK", "REMOTE", "SHARED"})  # not the worker's own: no reason to choose it
+SHARED_MEDIA = frozenset(
+    {"EXTERNAL", "NETWORK", "REMOTE", "SHARED"}
+)  # storage shared by workers: no reason to select one of them
 
 
 class KvEventError(ValueError):
-    """An engine said something that cannot be understood. The text names the place."""
+    """Invalid KV event of an engine. The message names the position."""
 
 
 class StoredBlocks(msgspec.Struct, frozen=True, kw_only=True):
-    """A chain of full blocks entered a tier; it continues `parent`, or starts a sequence when that is None.
+    """A chain of full blocks entered a tier.
 
-    `token_ids` is packed u32, `block_size` tokens a block. `lora_name` and `cache_salt` are of the whole sequence; a
-    salt is only asked for where the sequence starts. `mm_hashes` holds `forebay.core.block_hashes.mm_hash` per block
-    of this event.
+    Attributes:
+        parent: block before the chain, None at the start of a sequence.
+        token_ids: packed u32, `block_size` tokens per block.
+        lora_name: adapter of the whole sequence.
+        cache_salt: salt of the whole sequence, used only at its start.
+        mm_hashes: `forebay.core.block_hashes.mm_hash` of each block of this event.
     """
 
     hashes: tuple[int, ...]
@@ -63,18 +68,18 @@ EngineEvent = StoredBlocks | RemovedBlocks | ClearedBlocks
 
 
 class Batch(msgspec.Struct, frozen=True):
-    """Events that were said at once, in order; `skipped` counts by reason those that do not concern an index."""
+    """Events published together, in order. `skipped` counts events that are irrelevant to an index, by reason."""
 
     events: tuple[EngineEvent, ...]
     skipped: Counter[str] = msgspec.field(default_factory=Counter)
 
 
 Decode = Callable[[bytes], Batch]
-"""A payload of an engine's socket to what it says; raises KvEventError, and nothing else, for other bytes."""
+"""Decoder of the payloads of an engine's socket. Raises only KvEventError, for any bytes."""
 
 
 def tier_of(medium: str | None, locality: str | None, skipped: Counter[str]) -> Tier | None:
-    """Where a medium is; None, and counted, where that is no tier of the worker's own. No medium is the device."""
+    """Return the tier of a medium, the device if it is None. Count other media in `skipped` and return None."""
     if medium in SHARED_MEDIA or locality == "REMOTE":
         skipped["shared"] += 1
         return None
@@ -85,7 +90,10 @@ def tier_of(medium: str | None, locality: str | None, skipped: Counter[str]) -> 
 
 
 def as_u64(engine_hash: int | bytes) -> int:
-    """An engine's hash as u64: signed ones bit-cast, longer ones by their low 64 bits (as vLLM shortens them)."""
+    """Return an engine's hash as u64.
+
+    Signed hashes are bit-cast, longer ones truncated to the low 64 bits, as in vLLM.
+    """
     if isinstance(engine_hash, int):
         return engine_hash & U64_MASK
     if not engine_hash:
@@ -94,10 +102,13 @@ def as_u64(engine_hash: int | bytes) -> int:
 
 
 def packed_tokens(token_ids: Sequence[int], blocks: int, block_size: int) -> bytes:
-    """Packed u32 of the tokens of `blocks` full blocks; raises KvEventError for other lengths and ids."""
+    """Return the tokens of `blocks` full blocks as packed u32.
+
+    Raises KvEventError for other lengths and invalid ids.
+    """
     if block_size < 1 or len(token_ids) != blocks * block_size:
         raise KvEventError(f"{len(token_ids)} tokens do not fill {blocks} blocks of {block_size}")
     try:
         return pack_u32(token_ids)
     except OverflowError as error:
-        raise KvEventError(f"a token id is no u32: {error}") from error
+        raise KvEventError(f"a token id is not a u32: {error}") from error

@@ -1,4 +1,4 @@
-"""What a worker counts of its engine's KV events, shown to Prometheus."""
+"""Prometheus metrics of an engine's KV events."""
 
 from collections.abc import Callable, Iterator, Mapping
 
@@ -7,17 +7,17 @@ from prometheus_client.registry import Collector
 
 
 class KvEventMetrics(Collector):
-    """Batches and what was odd about them or their blocks, by rank and kind; `totals` gives those of each rank."""
+    """Numbers of batches and of anomalies, by rank and kind; `totals` returns those of each rank."""
 
     def __init__(self, worker_id: str, totals: Mapping[int, Callable[[], Mapping[str, int]]]) -> None:
         self._worker_id = worker_id
         self._totals = totals
 
     def collect(self) -> Iterator[Metric]:
-        """The metrics as they are now."""
+        """Yield the current metrics."""
         found = CounterMetricFamily(
             "forebay_worker_kv_events",
-            "batches of the engine's KV events, and what was odd in them, by kind",
+            "Batches of the engine's KV events, and anomalies in them, by kind.",
             labels=["worker_id", "rank", "kind"],
         )
         for rank, totals in self._totals.items():

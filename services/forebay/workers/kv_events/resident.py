@@ -1,9 +1,9 @@
-"""The blocks that a rank holds, by the engine's names and by ours: engine events to cache changes. Pure.
+"""Blocks that a rank holds, by the engine's hash and by canonical hash. Maps engine events to cache changes. Pure.
 
-Theory of operation. Our names follow from tokens, adapter, cache namespace and media alone, so a chain is named from
-its events; where it goes on, the name of the block before it is needed, and the seed that its sequence began with. So
-as many names are kept as blocks are resident, in any tier. An engine may hold a block twice, and may have two names
-for what is one block to us: it is gone when its last copy is.
+Theory of operation. A canonical hash depends only on tokens, adapter, cache namespace and media, so a chain is hashed
+from its events. To continue a chain, the canonical hash of the parent and the seed of the sequence are needed. One
+entry is therefore kept per resident block, in any tier. An engine may hold a block twice, and may have two hashes for
+one canonical block. A block is removed with its last copy.
 """
 
 from collections import Counter
@@ -19,7 +19,7 @@ TIERS: tuple[Tier, ...] = get_args(Tier)
 
 
 class _Block:
-    """One name of the engine: ours, the seed of its sequence, and how many copies are in each of `TIERS`."""
+    """Entry of one engine hash: canonical hash, seed of the sequence, and number of copies in each of `TIERS`."""
 
     __slots__ = ("canonical", "copies", "seed")
 
@@ -30,11 +30,15 @@ class _Block:
 
 
 class ResidentBlocks:
-    """One rank's blocks. `block_size` is the pool's, in tokens; blocks of other sizes have no name in it.
+    """Blocks of one rank.
 
-    `counts_copies`: whether the engine holds copies of a block and says each of them (vLLM), or has every block once
-    a tier and may say so again (SGLang, TensorRT-LLM). `counts` are of blocks: `orphans` whose parent is not known,
-    `unknown_removed`, `other_block_size`, and `renamed`: said again to be another block than before.
+    Blocks of another size than the pool's `block_size`, in tokens, have no canonical hash. `counts` has the numbers of
+    `orphans`, whose parent is unknown, `unknown_removed`, `other_block_size`, and `renamed`: stored again with another
+    canonical hash.
+
+    Args:
+        counts_copies: whether the engine reports each copy of a block (vLLM). Otherwise it has each block once per
+            tier, and may report it repeatedly (SGLang, TensorRT-LLM).
     """
 
     def __init__(self, block_size: int, *, counts_copies: bool) -> None:
@@ -46,15 +50,15 @@ class ResidentBlocks:
         self._held: dict[Tier, dict[int, int]] = {tier: {} for tier in TIERS}
 
     def held(self, tier: Tier = "device") -> tuple[int, ...]:
-        """Our names of the blocks in a tier, as they came."""
+        """Return the canonical hashes of the blocks in a tier, in the order of their arrival."""
         return tuple(self._held[tier])
 
     def __len__(self) -> int:
-        """Names of the engine that are kept."""
+        """Return the number of engine hashes with an entry."""
         return len(self._blocks)
 
     def apply(self, event: EngineEvent) -> list[CacheChange]:
-        """What an event means for an index; nothing where it only tells of a further copy."""
+        """Return the cache changes for an event; none for an additional copy."""
         match event:
             case StoredBlocks():
                 return self._store(event)
@@ -65,7 +69,7 @@ class ResidentBlocks:
                 return [Cleared()]
 
     def clear(self) -> None:
-        """Forget all blocks."""
+        """Remove all blocks."""
         self._blocks.clear()
         for held in self._held.values():
             held.clear()
@@ -85,7 +89,7 @@ class ResidentBlocks:
             before, seed = parent.canonical, parent.seed
         chain = extend_chain(before, block_hashes(event.token_ids, self._block_size, seed, event.mm_hashes))
         changes: list[CacheChange] = []
-        new: list[tuple[int, int]] = []  # names of blocks that follow each other: the engine's, ours
+        new: list[tuple[int, int]] = []  # (engine hash, canonical hash) of consecutive blocks
         new_parent = before
         for engine_hash, canonical in zip(event.hashes, chain, strict=True):
             if self._add(engine_hash, canonical, seed, event.tier):
@@ -100,7 +104,7 @@ class ResidentBlocks:
         return changes
 
     def _add(self, engine_hash: int, canonical: int, seed: int, tier: Tier) -> bool:
-        """A copy of a block came; whether the block is new in the tier."""
+        """Add a copy of a block and return whether the block is new in the tier."""
         block = self._blocks.get(engine_hash)
         if block is None:
             block = self._blocks[engine_hash] = _Block(canonical, seed)

@@ -1,10 +1,11 @@
-"""The order of a publisher's numbered batches: gaps, what to ask again, late ones, another publisher. Pure.
+"""Ordering of a publisher's numbered batches: gaps, replay requests, late batches and publisher restarts. Pure.
 
-Theory of operation. A publisher numbers its batches from 0, sends each once, and answers from a buffer what is asked
-for by number. Its live batches come in order, so a number that does not rise is another publisher's, which began at 0.
-Every question but the first begins with the last batch that is known: an answer that has another one there, or none,
-is another publisher's, too. While an answer is awaited live batches wait; what they show to be missing after it is
-asked for once more, for the answer may be older than they are, and is then lost.
+Theory of operation. A publisher numbers its batches from 0 and publishes each once. It replays buffered batches by
+number on request. Live batches arrive in order, so a number that does not increase belongs to a new publisher, which
+began at 0. Every replay request but the first begins with the last known batch. If the replay lacks that batch or has a
+different one, it comes from a new publisher, too. During a replay, live batches are queued. If they show a gap after
+the replay, it is requested once more, because the replay may have been read before they were published. If it is still
+there, the batches are lost.
 """
 
 from collections import deque
@@ -12,41 +13,44 @@ from collections import deque
 import msgspec
 from xxhash import xxh3_64_intdigest
 
-HELD_MAX = 4_096  # live batches that wait for an answer: half a minute of a busy engine
+HELD_MAX = 4_096  # live batches queued during a replay: half a minute of a busy engine
 FAILURES_MAX = 3
 
 
 class Deliver(msgspec.Struct, frozen=True):
-    """The next batch."""
+    """Step: deliver the next batch."""
 
     seq: int
     payload: bytes
 
 
-class Ask(msgspec.Struct, frozen=True):
-    """Ask the publisher for its batches from this number on; an answer under way is not wanted any more."""
+class RequestReplay(msgspec.Struct, frozen=True):
+    """Step: request a replay from this number on, which supersedes a replay in flight."""
 
     from_seq: int
 
 
 class Lost(msgspec.Struct, frozen=True):
-    """Batches before the next one are missing, and cannot be had. The reason is fit for a log."""
+    """Step: the batches before the next one are lost. `reason` is a message for the log."""
 
     reason: str
 
 
 class Restarted(msgspec.Struct, frozen=True):
-    """The next batch is another publisher's first, or whatever it still has."""
+    """Step: the next batch is the first one that a new publisher still has."""
 
 
-Step = Deliver | Ask | Lost | Restarted
+Step = Deliver | RequestReplay | Lost | Restarted
 
 
 class Sequence:
-    """One publisher's numbers. Every method returns what to do, in order.
+    """State machine over the numbers of one publisher. Every method returns the steps to take, in order.
 
-    `replays` is whether anybody answers; without that every gap is a loss. `next_seq` is the number that is due;
-    `gaps` and `late` count what came out of turn.
+    Attributes:
+        replays: whether replays are available; without them every gap is a loss.
+        next_seq: number that is due.
+        gaps: number of gaps seen.
+        late: number of batches that arrived late.
     """
 
     def __init__(self, *, replays: bool, held_max: int = HELD_MAX) -> None:
@@ -57,24 +61,24 @@ class Sequence:
         self._replays = replays
         self._held: deque[tuple[int, bytes]] = deque()
         self._held_max = held_max
-        self._live_seq = -1  # the highest that came live
-        self._known: int | None = None  # a digest of the batch before the one that is due
+        self._live_seq = -1  # highest number of a live batch
+        self._known: int | None = None  # digest of the batch before the one that is due
         self._known_awaited = False
         self._again = False
-        self._asked_for = -1  # what was due when a gap was last asked for
+        self._requested_from = -1  # number that was due when a gap was last requested
         self._failures = 0
 
     def check(self) -> list[Step]:
-        """Ask whether there is more than what came: at the start, after a reconnection, and when it is quiet."""
+        """Request missed batches: at the start, after a reconnection, and during silence."""
         if not self._replays:
             return []
         if self.asking:
-            self._again = True  # the answer under way may have been given before
+            self._again = True  # the replay in flight may have been read before this call
             return []
-        return [self._ask()]
+        return [self._request_replay()]
 
     def live(self, seq: int, payload: bytes) -> list[Step]:
-        """A batch that was just published."""
+        """Handle a newly published batch."""
         steps: list[Step] = []
         if seq <= self._live_seq:
             steps += self._restart()
@@ -86,33 +90,33 @@ class Sequence:
         return steps
 
     def replayed(self, seq: int, payload: bytes) -> list[Step]:
-        """A batch of the answer; the feed drops those of answers that are not wanted."""
+        """Handle a replayed batch. The feed drops batches of superseded replays."""
         steps: list[Step] = []
         if self._known_awaited:
             self._known_awaited = False
             if seq < self.next_seq:
                 return [] if seq == self.next_seq - 1 and _digest(payload) == self._known else self._restart()
-            # It could be another publisher's just as well.
-            steps.append(self._lose(seq, "it answered without the last batch that is known"))
+            # It may also be a new publisher.
+            steps.append(self._lose(seq, "the replay does not begin with the last known batch"))
         if seq < self.next_seq:
             return steps
         if seq > self.next_seq:
             self.gaps += 1
-            steps.append(self._lose(seq, "the publisher has them no more"))
+            steps.append(self._lose(seq, "the publisher no longer has them"))
         return [*steps, self._deliver(seq, payload)]
 
     def answered(self) -> list[Step]:
-        """The answer has ended."""
+        """Handle the end of a replay."""
         if self._known_awaited:
             return self._restart()
         self._failures = 0
-        return [self._ask()] if self._again else self._go_on()
+        return [self._request_replay()] if self._again else self._go_on()
 
     def failed(self) -> list[Step]:
-        """No answer, or no end of it, came in time."""
+        """Handle a replay that timed out."""
         self._failures += 1
         if self._failures < FAILURES_MAX:
-            return [self._ask()]
+            return [self._request_replay()]
         self._failures = 0
         return self._go_on()
 
@@ -124,7 +128,7 @@ class Sequence:
             steps += self._take(*held.popleft())
         if self.asking:
             self._held.extend(held)
-        elif self._live_seq >= self.next_seq:  # there was no room for it
+        elif self._live_seq >= self.next_seq:  # the queue was full
             steps += self._missing(self._live_seq + 1)
         return steps
 
@@ -142,10 +146,10 @@ class Sequence:
         return [*steps, self._deliver(seq, payload)]
 
     def _missing(self, seq: int) -> list[Step]:
-        if self._replays and self._asked_for != self.next_seq:
-            self._asked_for = self.next_seq
-            return [self._ask()]
-        return [self._lose(seq, "the publisher does not have them" if self._replays else "there is nobody to ask")]
+        if self._replays and self._requested_from != self.next_seq:
+            self._requested_from = self.next_seq
+            return [self._request_replay()]
+        return [self._lose(seq, "the publisher does not have them" if self._replays else "replays are not available")]
 
     def _deliver(self, seq: int, payload: bytes) -> Deliver:
         self.next_seq = seq + 1
@@ -158,20 +162,20 @@ class Sequence:
         which = f"{first} to {seq - 1}" if seq > first else f"around {seq}"
         return Lost(f"KV events are missing, batches {which}: {why}")
 
-    def _ask(self) -> Ask:
+    def _request_replay(self) -> RequestReplay:
         self.asking = True
         self._again = False
         self._known_awaited = self._known is not None
-        return Ask(self.next_seq - self._known_awaited)
+        return RequestReplay(self.next_seq - self._known_awaited)
 
     def _restart(self) -> list[Step]:
         self.next_seq = 0
         self._known = None
         self._live_seq = -1
-        self._asked_for = -1
+        self._requested_from = -1
         self._failures = 0
         self._held.clear()
-        return [Restarted(), self._ask()] if self._replays else [Restarted()]
+        return [Restarted(), self._request_replay()] if self._replays else [Restarted()]
 
 
 def _digest(payload: bytes) -> int:

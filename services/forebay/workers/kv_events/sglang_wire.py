@@ -1,8 +1,8 @@
-"""SGLang's KV events: batches of its PUB socket to engine events. Pure.
+"""Decoder of SGLang's KV events from its PUB socket. Pure.
 
-The wire is vLLM's, with signed hashes, other names of media, and the salt as a field of each event. Pages that a
-sequence ends within are told of as smaller blocks. With speculation by EAGLE a page's tokens are pairs, each token with
-the one after it: the block is named by the first ones.
+The format is vLLM's, with signed hashes, other names of media, and the salt as a field of each event. Partially filled
+pages are reported as smaller blocks. With EAGLE speculation the tokens of a page are pairs of a token and its
+successor; the first ones identify the block.
 """
 
 import msgspec
@@ -47,10 +47,10 @@ class _Cleared(_Event, tag="AllBlocksCleared"):
 
 
 def decode_sglang(payload: bytes) -> Batch:
-    """A `Decode`; skipped are, by reason, events of an `unknown_event` type, `unknown_medium` or `shared` storage."""
-    told, skipped = _BATCHES.decode(payload)
+    """Decode a payload. Skipped events are counted as `unknown_event`, `unknown_medium` or `shared` (storage)."""
+    reported, skipped = _BATCHES.decode(payload)
     events: list[EngineEvent] = []
-    for one in told:
+    for one in reported:
         match one:
             case _Stored():
                 tier = tier_of(one.medium, None, skipped)

@@ -1,9 +1,9 @@
-"""TensorRT-LLM's KV events, polled as dicts, to engine events. Pure; one reader for all ranks of an engine.
+"""Decoder of TensorRT-LLM's KV events, which are polled as dicts. Pure; one reader for all ranks of an engine.
 
-Theory of operation. Each rank counts its events; nothing can be asked for again, so a number that is missing is a loss.
-Models with attention windows tell of each window's blocks: only the largest, which sees the whole prompt, says whether
-a prefix can be reused. The last block of a sequence is told of before it is full, and has no identity then. Tiers are
-not told apart.
+Theory of operation. Each rank numbers its events. They cannot be requested again, so a missing number is a loss. Models
+with attention windows report the blocks of each window. Only the largest window, which covers the whole prompt,
+determines whether a prefix can be reused. The last block of a sequence is reported before it is full, and has no
+identity then. Tiers are not distinguished.
 """
 
 from collections import Counter
@@ -57,8 +57,8 @@ class _Event(msgspec.Struct):
     window_size: int | None = None
 
 
-class Told(msgspec.Struct, frozen=True):
-    """What one event says of a rank; `missed` is why events before it are lost, mostly empty."""
+class RankEvent(msgspec.Struct, frozen=True):
+    """Content of one event of a rank. `missed` is the reason why earlier events are lost; empty if none are."""
 
     rank: int
     batch: Batch
@@ -66,30 +66,33 @@ class Told(msgspec.Struct, frozen=True):
 
 
 class TensorRtLlmReader:
-    """Skipped are, by reason, events of an `unknown_event` type and of an `other_window`, and `partial_blocks`."""
+    """Decoder that counts skipped events as `unknown_event`, `other_window` and `partial_blocks`."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._next_ids: dict[int, int] = {}
-        self._window: int | None = None  # the largest of those that were created before anything was stored
+        self._window: int | None = None  # the largest window created before anything was stored
         self._settled = False
         self._partial: dict[int, set[int]] = {}
 
-    def read(self, event: object) -> Told:
-        """One event, as `get_kv_cache_events` gives them. Raises KvEventError; its number counts as missing then."""
+    def read(self, event: object) -> RankEvent:
+        """Decode one event of `get_kv_cache_events`.
+
+        Raises KvEventError; the number of that event then counts as missing.
+        """
         try:
             one = msgspec.convert(event, _Event)
         except (msgspec.ValidationError, RecursionError) as error:
-            raise KvEventError(f"no KV event: {error}") from error
+            raise KvEventError(f"cannot decode the KV event: {error}") from error
         rank = one.attention_dp_rank or 0
         due = self._next_ids.get(rank, one.event_id)
-        missed = f"KV event {due} was due, {one.event_id} came" if one.event_id != due else ""
+        missed = f"expected KV event {due}, got {one.event_id}" if one.event_id != due else ""
         if missed:
             self._partial.pop(rank, None)
         skipped: Counter[str] = Counter()
         events = self._events(one, rank, skipped)
         self._next_ids[rank] = one.event_id + 1
-        return Told(rank, Batch(tuple(events), skipped), missed)
+        return RankEvent(rank, Batch(tuple(events), skipped), missed)
 
     def _events(self, one: _Event, rank: int, skipped: Counter[str]) -> list[EngineEvent]:
         kind = one.data.get("type")
@@ -115,7 +118,7 @@ class TensorRtLlmReader:
     def _stored(self, one: _Stored, partial: set[int], skipped: Counter[str]) -> list[EngineEvent]:
         full = [block for block in one.blocks if len(block.tokens) >= self._block_size]
         if full != one.blocks[: len(full)]:
-            raise KvEventError("blocks follow one that is not full")
+            raise KvEventError("blocks follow a block that is not full")
         rest = {as_u64(block.block_hash) for block in one.blocks[len(full) :]}
         hashes = tuple(as_u64(block.block_hash) for block in full)
         token_ids = [token.token_id for block in full for token in block.tokens]
@@ -141,7 +144,7 @@ class TensorRtLlmReader:
 
 
 def _removed(one: _Removed, partial: set[int]) -> list[EngineEvent]:
-    told = [as_u64(block) for block in one.block_hashes]
-    hashes = tuple(block for block in told if block not in partial)
-    partial.difference_update(told)
+    content = [as_u64(block) for block in one.block_hashes]
+    hashes = tuple(block for block in content if block not in partial)
+    partial.difference_update(content)
     return [RemovedBlocks(hashes=hashes)] if hashes else []

@@ -1,9 +1,9 @@
-"""What a rank's events come to, and what to do when some were missed. Pure.
+"""Cache changes of a rank, and recovery after lost events. Pure.
 
-Theory of operation. Engines keep no list of their blocks that could be asked for. So once events are lost for good the
-rank is said to be empty, and its engine should drop its prefix cache: then engine and index agree again. Until it says
-that it did, what it stores is told as usual and what it removes unknown to us is left alone: an index may know less
-than is there, never more.
+Theory of operation. Engines cannot list their blocks. Once events are lost, the rank is therefore reported as empty and
+its engine should drop its prefix cache, so that engine and index agree again. Until the engine reports an empty cache,
+stored blocks are reported as usual and removals of unknown blocks are ignored. The index may know fewer blocks than the
+engine holds, never more.
 """
 
 import msgspec
@@ -12,31 +12,34 @@ from forebay.workers.engine import CacheChange, Cleared
 from forebay.workers.kv_events.engine_events import Batch, ClearedBlocks, StoredBlocks
 from forebay.workers.kv_events.resident import ResidentBlocks
 
-CONTRADICTIONS_MAX = 3  # an engine that goes on to say what cannot be should not lose its cache each time
+CONTRADICTIONS_MAX = 3  # an engine that repeatedly reports invalid events should not lose its cache each time
 
 
-class Outcome(msgspec.Struct, frozen=True):
-    """Changes to publish, in order. `lost` says why the engine should drop its prefix cache now; mostly it is empty."""
+class TrackerResult(msgspec.Struct, frozen=True):
+    """Changes to publish, in order.
+
+    `lost` is the reason why the engine should drop its prefix cache now, mostly empty.
+    """
 
     changes: tuple[CacheChange, ...] = ()
     lost: str = ""
 
 
 class KvTracker:
-    """One rank's blocks, and whether they are all that there are."""
+    """Blocks of one rank, and whether they are complete."""
 
     def __init__(self, resident: ResidentBlocks) -> None:
         self.resident = resident
-        self._lost = False  # until the engine says that its cache is empty
+        self._lost = False  # until the engine reports an empty cache
         self._contradictions = 0
 
     @property
     def lost(self) -> bool:
-        """Whether the engine may hold blocks that nobody knows of."""
+        """Whether the engine may hold unknown blocks."""
         return self._lost
 
-    def batch(self, batch: Batch) -> Outcome:
-        """A batch in its turn."""
+    def batch(self, batch: Batch) -> TrackerResult:
+        """Apply the next batch, in sequence order."""
         changes: list[CacheChange] = []
         orphaned = False
         for event in batch.events:
@@ -44,32 +47,32 @@ class KvTracker:
             changes += self.resident.apply(event)
             match event:
                 case StoredBlocks():
-                    # In a lower tier a block may outlive the one before it; on the device nothing can be computed so.
+                    # In lower tiers a block may outlive its parent. On the device it cannot be computed without one.
                     orphaned |= event.tier == "device" and self.resident.counts["orphans"] > orphans
                 case ClearedBlocks():
                     self._lost = orphaned = False
         if orphaned and not self._lost:
-            return self._contradicted("blocks were stored after a block that nobody told of", changes)
-        return Outcome(tuple(changes))
+            return self._contradicted("blocks were stored after an unknown block", changes)
+        return TrackerResult(tuple(changes))
 
-    def undecodable(self, reason: str) -> Outcome:
-        """A batch came in its turn and says something that nobody understands."""
-        return self._contradicted(f"a batch of KV events cannot be understood: {reason}", [])
+    def undecodable(self, reason: str) -> TrackerResult:
+        """Handle a batch, in sequence order, that cannot be decoded."""
+        return self._contradicted(f"cannot decode a batch of KV events: {reason}", [])
 
-    def missed(self, reason: str) -> Outcome:
-        """Batches are missing and nobody has them any more."""
+    def missed(self, reason: str) -> TrackerResult:
+        """Handle a loss of batches that cannot be replayed."""
         self.resident.clear()
         already, self._lost = self._lost, True
-        return Outcome((Cleared(),), "" if already else reason)
+        return TrackerResult((Cleared(),), "" if already else reason)
 
-    def restarted(self) -> Outcome:
-        """Another engine speaks now, from its beginning."""
+    def restarted(self) -> TrackerResult:
+        """Handle a new publisher, that is, a restarted engine."""
         self.resident.clear()
         self._lost = False
-        return Outcome((Cleared(),))
+        return TrackerResult((Cleared(),))
 
-    def _contradicted(self, reason: str, changes: list[CacheChange]) -> Outcome:
+    def _contradicted(self, reason: str, changes: list[CacheChange]) -> TrackerResult:
         self._contradictions += 1
         outcome = self.missed(reason)
         dropped = outcome.lost if self._contradictions <= CONTRADICTIONS_MAX else ""
-        return Outcome((*changes, *outcome.changes), dropped)
+        return TrackerResult((*changes, *outcome.changes), dropped)

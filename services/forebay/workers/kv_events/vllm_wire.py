@@ -1,8 +1,8 @@
-"""vLLM's KV events: batches of its PUB socket to engine events. Pure; one decoder a rank.
+"""Decoder of vLLM's KV events from its PUB socket. Pure; one decoder per rank.
 
-Hybrid models tell of several groups of layers. Only those that attend to the whole prompt decide whether a prefix can
-be reused; the others are left out, as Dynamo does. Removals name nothing but the group, so what kind it is of is
-learned from what was stored in it; until then group 0 is taken to be one that counts.
+Hybrid models report several groups of layers. Only groups that attend to the whole prompt determine whether a prefix
+can be reused. The others are skipped, as in Dynamo. Removals name only the group, so its kind is learned from stored
+blocks. Until then only group 0 is assumed to count.
 """
 
 from collections import Counter
@@ -26,7 +26,7 @@ from forebay.workers.kv_events.engine_events import (
 )
 
 MAIN_ATTENTION = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
-GROUPS_MAX = 1_024  # of layers; models have a few
+GROUPS_MAX = 1_024  # groups of layers; models have a few
 
 
 class _Event(msgspec.Struct):
@@ -60,20 +60,20 @@ class _Cleared(_Event, tag="AllBlocksCleared"):
 
 
 class VllmDecoder:
-    """A `Decode` with a memory of groups.
+    """Decoder that remembers the kinds of layer groups.
 
-    Skipped are, by reason, events of an `unknown_event` type, an `unknown_medium`, `shared` storage, an `other_group`
-    of layers, with `no_tokens` (offloaded blocks whose content is not told), and of an `unnamed_lora`.
+    Skipped events are counted as `unknown_event`, `unknown_medium`, `shared` (storage), `other_group` (of layers),
+    `no_tokens` (offloaded blocks without content) or `unnamed_lora`.
     """
 
     def __init__(self) -> None:
         self._main_groups: dict[int, bool] = {}
 
     def __call__(self, payload: bytes) -> Batch:
-        """One payload. Raises KvEventError."""
-        told, skipped = _BATCHES.decode(payload)
+        """Decode one payload. Raises KvEventError."""
+        reported, skipped = _BATCHES.decode(payload)
         events: list[EngineEvent] = []
-        for one in told:
+        for one in reported:
             event: EngineEvent | None
             match one:
                 case _Stored():
@@ -129,17 +129,17 @@ class VllmDecoder:
 
 
 def _extra(one: _Stored, *, starts: bool) -> tuple[str, dict[int, list[int]]]:
-    """The cache salt of a sequence that starts here, and what stands in blocks besides tokens.
+    """Return the cache salt of a sequence that starts here, and the media hashes of each block.
 
-    An entry of a block has the adapter's name, pairs of a medium's name and offset, the salt (in a sequence's first
-    block), and digests of prompt embeddings; before pairs there were bare names of media.
+    The keys of a block are the adapter's name, pairs of a medium's name and offset, the salt (in the first block of a
+    sequence), and digests of prompt embeddings. Older releases have bare names of media instead of pairs.
     """
     salt = ""
     objects: dict[int, list[int]] = {}
     if one.extra_keys is None:
         return salt, objects
     if len(one.extra_keys) != len(one.block_hashes):
-        raise KvEventError(f"{len(one.extra_keys)} extra keys for {len(one.block_hashes)} blocks")
+        raise KvEventError(f"got {len(one.extra_keys)} extra keys for {len(one.block_hashes)} blocks")
     bare_media = one.__struct_config__.array_like
     for block, keys in enumerate(one.extra_keys):
         lora_due = bool(one.lora_name)
@@ -156,7 +156,7 @@ def _extra(one: _Stored, *, starts: bool) -> tuple[str, dict[int, list[int]]]:
                 case bytes():
                     content = int.from_bytes(key[:U64_BYTES], "big")
                 case _:
-                    # Whatever it is, it tells the block apart from those that tokens alone name.
+                    # An unknown key still distinguishes the block from blocks that have tokens only.
                     content = mm_hash(repr(key))
             objects.setdefault(block, []).append(content)
     return salt, objects

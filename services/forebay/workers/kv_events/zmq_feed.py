@@ -1,8 +1,8 @@
-"""The KV events of one rank from its engine's ZMQ sockets: every batch once, in order, as cache changes.
+"""KV events of one rank from its engine's ZMQ sockets, delivered once and in order as cache changes.
 
-The wire is vLLM's, which SGLang shares: a PUB socket with frames (topic, number as 8 bytes big-endian, payload), and a
-ROUTER socket that a DEALER asks for batches from a number on. The rank follows from the socket: what payloads say of it
-differs between engines. Needs `pyzmq`, which both engines bring along.
+The protocol is vLLM's, which SGLang shares. A PUB socket sends frames (topic, number as 8 bytes big-endian, payload). A
+ROUTER socket replays batches from a number on, requested by a DEALER. The rank follows from the socket, because
+payloads differ between engines. Needs `pyzmq`, which both engines depend on.
 """
 
 import asyncio
@@ -20,8 +20,8 @@ from zmq.utils.monitor import recv_monitor_message
 from forebay.workers.engine import CacheChange, EngineError
 from forebay.workers.kv_events.engine_events import Decode, KvEventError
 from forebay.workers.kv_events.resident import ResidentBlocks
-from forebay.workers.kv_events.sequence import Ask, Deliver, Lost, Restarted, Sequence, Step
-from forebay.workers.kv_events.tracker import KvTracker, Outcome
+from forebay.workers.kv_events.sequence import Deliver, Lost, RequestReplay, Restarted, Sequence, Step
+from forebay.workers.kv_events.tracker import KvTracker, TrackerResult
 
 logger = logging.getLogger(__name__)
 
@@ -29,38 +29,38 @@ SEQ_BYTES = 8
 LIVE_FRAMES = 3
 ANSWER_FRAMES_MIN = 3
 END_OF_ANSWER = (-1).to_bytes(SEQ_BYTES, "big", signed=True)
-RECEIVE_HWM = 10_000  # batches; what the publisher drops beyond that is asked for again
-ANSWER_TIMEOUT_S = 2.0  # publishers answer within a tenth of a second
-QUIET_S = 5.0  # after this long without a batch, ask whether there is one
+RECEIVE_HWM = 10_000  # batches; a replay fetches what the publisher drops beyond that
+ANSWER_TIMEOUT_S = 2.0  # publishers reply within a tenth of a second
+QUIET_S = 5.0  # request a replay after this long without a batch
 
 
 class KvSource(msgspec.Struct, frozen=True):
-    """Where an engine publishes. Without `replay_endpoint` every gap is a loss."""
+    """Sockets on which an engine publishes. Without `replay_endpoint` every gap is a loss."""
 
     endpoint: str
     replay_endpoint: str | None = None
     topic: str = ""
 
     def at_rank(self, rank: int) -> "KvSource":
-        """The sockets of a data parallel rank: engines add its number to the ports. Raises EngineError."""
+        """Return the sockets of a data parallel rank; engines add its number to the ports. Raises EngineError."""
         replay = self.replay_endpoint
         return KvSource(_at_rank(self.endpoint, rank), None if replay is None else _at_rank(replay, rank), self.topic)
 
 
 PublishChanges = Callable[[int, Items[CacheChange]], None]
-"""Gets the rank and its changes, in order, on the event loop."""
+"""Callback with a rank and its changes, in order, on the event loop."""
 OnLost = Callable[[int, str], None]
-"""Gets the rank whose events are lost and why: its engine should drop its prefix cache, until that succeeds.
+"""Callback with a rank and the reason of a loss. It should make the engine drop its prefix cache, with retries.
 
-The rank was said to be empty before this is called.
+The rank was reported as empty before this is called.
 """
 
 
 class KvFeed:
-    """The feed of one rank. `source` is that rank's.
+    """KV events of one rank, read from `source`.
 
-    `counts` of batches: `live`, `replayed`, `lost` (losses, not batches), `restarted`, `undecodable`, `frames`
-    (messages that are none), `unanswered`; and of events that were skipped, by the decoder's reasons.
+    `counts` has the numbers of batches `live`, `replayed`, `lost` (losses, not batches), `restarted`, `undecodable`,
+    `frames` (malformed messages) and `unanswered` (replay requests), and of skipped events, by the decoder's reasons.
     """
 
     def __init__(
@@ -84,23 +84,25 @@ class KvFeed:
         self._quiet_s = quiet_s
         self._publish: PublishChanges | None = None
         self._on_lost: OnLost | None = None
-        self._asked: Ask | None = None
+        self._requested: RequestReplay | None = None
         self._wake = asyncio.Event()
-        self._waiting: list[asyncio.Future[bool]] = []  # for an answer to a question not yet asked
-        self._served: list[asyncio.Future[bool]] = []  # for the one under way
+        self._waiting: list[asyncio.Future[bool]] = []  # waits for a replay that was not requested yet
+        self._served: list[asyncio.Future[bool]] = []  # waits for the replay in flight
 
     def held(self) -> Items[int]:
-        """The blocks on the device, by our names: what `Engine.held` gives."""
+        """Return the canonical hashes of the blocks on the device, for `Engine.held`."""
         return self.resident.held()
 
     def totals(self) -> Mapping[str, int]:
-        """Everything that is counted, for `KvEventMetrics`."""
+        """Return all counters, for `KvEventMetrics`."""
         return self.counts + self.resident.counts + Counter(gaps=self.sequence.gaps, late=self.sequence.late)
 
     async def run(self, publish: PublishChanges, on_lost: OnLost) -> None:
         """Follow the sockets until cancelled, from the first batch that the publisher still has.
 
-        Raises EngineError for an endpoint that is none; an exception of `publish` or `on_lost` ends it, in a group.
+        Raises:
+            EngineError: an endpoint is invalid.
+            BaseExceptionGroup: contains an exception of `publish` or `on_lost`.
         """
         self._publish, self._on_lost = publish, on_lost
         context = zmq.asyncio.Context()
@@ -108,19 +110,17 @@ class KvFeed:
             live = context.socket(zmq.SUB)
             live.set(zmq.RCVHWM, RECEIVE_HWM)
             live.subscribe(self._source.topic.encode())
-            # Before the connection, or its success could be missed.
+            # Before connecting: the event of the connection could be missed otherwise.
             monitor = live.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
             _connect(live, self._source.endpoint)
             if self._source.replay_endpoint is not None:
-                with context.socket(
-                    zmq.DEALER
-                ) as probe:  # an endpoint that is none is refused now, not at the first gap
+                with context.socket(zmq.DEALER) as probe:  # reject an invalid endpoint now instead of at the first gap
                     _connect(probe, self._source.replay_endpoint)
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._receive(live))
                 tasks.create_task(self._on_connections(monitor))
                 tasks.create_task(self._on_quiet())
-                tasks.create_task(self._ask(context))
+                tasks.create_task(self._run_replays(context))
         finally:
             self._publish = None
             self._answered(ok=False, of=self._served + self._waiting)
@@ -128,7 +128,10 @@ class KvFeed:
             context.destroy(linger=0)
 
     async def catch_up(self) -> bool:
-        """Wait until all that the engine has published before now is told; False if nobody answers, or nothing runs."""
+        """Wait until all batches published so far are delivered.
+
+        Return False on a timeout, or if the feed does not run.
+        """
         if self._publish is None or self._source.replay_endpoint is None:
             return False
         answered: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
@@ -144,31 +147,31 @@ class KvFeed:
                 self._do(self.sequence.live(int.from_bytes(frames[1], "big"), frames[2]))
             else:
                 self._no_batch(frames)
-            await asyncio.sleep(0)  # what is there is received without letting others run
+            await asyncio.sleep(0)  # receives available messages without letting other tasks run
 
     async def _on_connections(self, monitor: zmq.asyncio.Socket) -> None:
-        """What was published before a connection did not come."""
+        """Request a replay after each connection, because batches published before were missed."""
         while True:
             await recv_monitor_message(monitor)
             self._do(self.sequence.check())
 
     async def _on_quiet(self) -> None:
-        """A gap shows when something comes after it; if nothing does, it has to be looked for."""
+        """Request a replay during silence: a gap at the end shows only when another batch follows."""
         while True:
             before = self.counts["live"]
             await asyncio.sleep(self._quiet_s)
             if self.counts["live"] == before:
                 self._do(self.sequence.check())
 
-    async def _ask(self, context: zmq.asyncio.Context) -> None:
+    async def _run_replays(self, context: zmq.asyncio.Context) -> None:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            while (asked := self._asked) is not None:
-                await self._answer(context, asked)
+            while (request := self._requested) is not None:
+                await self._replay(context, request)
 
-    async def _answer(self, context: zmq.asyncio.Context, asked: Ask) -> None:
-        """One question, on a socket of its own: a late answer to an earlier one cannot be mistaken for its."""
+    async def _replay(self, context: zmq.asyncio.Context, request: RequestReplay) -> None:
+        """Run one replay on its own socket, so that a late reply to an earlier request cannot be taken for it."""
         assert self._source.replay_endpoint is not None
         self._served += self._waiting
         self._waiting = []
@@ -177,18 +180,18 @@ class KvFeed:
             dealer.set(zmq.LINGER, 0)
             dealer.set(zmq.RCVHWM, RECEIVE_HWM)
             _connect(dealer, self._source.replay_endpoint)
-            await dealer.send_multipart([b"", asked.from_seq.to_bytes(SEQ_BYTES, "big")])
-            while self._asked is asked:
+            await dealer.send_multipart([b"", request.from_seq.to_bytes(SEQ_BYTES, "big")])
+            while self._requested is request:
                 try:
                     async with asyncio.timeout(self._answer_timeout_s):
                         frames = await dealer.recv_multipart()
                 except TimeoutError:
                     ok = False
                     self.counts["unanswered"] += 1
-                    self._asked = None
+                    self._requested = None
                     self._do(self.sequence.failed())
                     break
-                self._on_answer(frames)
+                self._on_reply(frames)
                 await asyncio.sleep(0)
         if not self.sequence.asking:
             served, self._served = self._served, []
@@ -196,21 +199,23 @@ class KvFeed:
             if self._waiting:
                 self._do(self.sequence.check())
 
-    def _on_answer(self, frames: list[bytes]) -> None:
-        """A delimiter and a batch, without its topic from older engines; or the end."""
+    def _on_reply(self, frames: list[bytes]) -> None:
+        """Handle a reply: a delimiter and a batch (without topic from older engines), or the end of the replay."""
         if len(frames) < ANSWER_FRAMES_MIN or len(frames[-2]) != SEQ_BYTES:
             self._no_batch(frames)
         elif frames[-2] == END_OF_ANSWER:
-            self._asked = None
+            self._requested = None
             self._do(self.sequence.answered())
         else:
             self.counts["replayed"] += 1
             self._do(self.sequence.replayed(int.from_bytes(frames[-2], "big"), frames[-1]))
 
     def _no_batch(self, frames: list[bytes]) -> None:
-        # If it was one, its number will be missing.
+        # If it was a batch, its number will be missing.
         self.counts["frames"] += 1
-        logger.warning("rank %s: a message of %s frames is no batch of KV events", self._rank, len(frames))
+        logger.warning(
+            "rank %s: got a message of %s frames, which is not a batch of KV events", self._rank, len(frames)
+        )
 
     def _answered(self, *, ok: bool, of: list["asyncio.Future[bool]"]) -> None:
         for one in of:
@@ -223,8 +228,8 @@ class KvFeed:
         lost = ""
         for step in steps:
             match step:
-                case Ask():
-                    self._asked = step
+                case RequestReplay():
+                    self._requested = step
                     self._wake.set()
                     continue
                 case Deliver():
@@ -235,7 +240,7 @@ class KvFeed:
                     outcome = self._tracker.missed(step.reason)
                 case Restarted():
                     self.counts["restarted"] += 1
-                    logger.warning("rank %s: another publisher of KV events", self._rank)
+                    logger.warning("rank %s: another publisher of KV events took over", self._rank)
                     outcome = self._tracker.restarted()
                 case _:
                     assert_never(step)
@@ -246,7 +251,7 @@ class KvFeed:
         if lost and self._tracker.lost:
             self._on_lost(self._rank, lost)
 
-    def _deliver(self, step: Deliver) -> Outcome:
+    def _deliver(self, step: Deliver) -> TrackerResult:
         try:
             batch = self._decode(step.payload)
         except KvEventError as error:

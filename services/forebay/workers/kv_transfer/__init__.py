@@ -1,1 +1,1 @@
-"""KV blocks from one worker's memory into another's: offered under a lease, fetched once, verified, given back."""
+"""Transfer of KV blocks between workers: offered under a lease, fetched once, verified, freed."""

@@ -1,7 +1,7 @@
-"""What a worker asks of the layer that moves KV blocks, all of it on the event loop of `open_transport`.
+"""Interface of the KV transports. All methods are called on the event loop of `open_transport`.
 
-A transport has the memory of its worker's KV blocks: slots of `block_bytes`, numbered from 0. Whoever has computed a
-prompt offers its blocks; one reader fetches some or all of them into slots of its own, and tells the holder.
+A transport owns the memory of its worker's KV blocks: slots of `block_bytes`, numbered from 0. The worker that computed
+a prompt offers its blocks. One reader fetches some or all of them into its own slots and notifies the holder.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,25 +15,25 @@ if TYPE_CHECKING:
     import numpy as np
 
     Array = np.ndarray[Any, np.dtype[np.uint8]]
-    Numbers = np.ndarray[Any, np.dtype[np.int64]]  # of blocks
+    Numbers = np.ndarray[Any, np.dtype[np.int64]]  # in blocks
 
-# Upper bounds in seconds of what fetches took: `fetch_s` ends a fetch after 10 s.
+# Upper bounds of fetch durations in seconds; `fetch_s` ends a fetch after 10 s.
 BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
 Kind = Literal["nixl", "tcp"]
-GivenBack = Literal["fetched", "expired", "released"]
-OnGivenBack = Callable[[str, GivenBack], None]
+FreeReason = Literal["fetched", "expired", "released"]
+OnFree = Callable[[str, FreeReason], None]
 
-# Why a fetch failed, in one word: what was offered is no longer held; the holder is gone, or does not answer in time;
-# the bytes are not those offered; the descriptor is refused; this side is full or closed; anything else.
+# Reasons of failed fetches: the offer is no longer held; the holder is gone; it did not reply in time;
+# the bytes differ; the descriptor is refused; this side is full or closed; any other error.
 REASONS = ("expired", "gone", "deadline", "corrupt", "refused", "full", "closed", "failed")
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True):
-    """Where blocks lie, for `Prefilled.descriptor`.
+    """Location of offered blocks, for `Prefilled.descriptor`.
 
-    `checksum`, for `Prefilled.checksum`, is the XXH3-64 of the blocks' own XXH3-64s, in order, as little-endian u64,
-    so that whoever fetches a part can check that part. None where no checksum was asked for.
+    `checksum`, for `Prefilled.checksum`, is the XXH3-64 of the blocks' own XXH3-64s, in order, as little-endian u64. A
+    reader of some of the blocks can therefore verify them. None if no checksum was requested.
     """
 
     descriptor: bytes
@@ -41,8 +41,8 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int
 
 
-class Fetched(msgspec.Struct, frozen=True, kw_only=True):
-    """Blocks that have come. `us` runs from the call to the end, waiting for other fetches included."""
+class FetchedKv(msgspec.Struct, frozen=True, kw_only=True):
+    """Result of a completed fetch. `us` is its duration, including time in the queue."""
 
     bytes: int
     blocks: int
@@ -51,10 +51,13 @@ class Fetched(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Stats(msgspec.Struct, kw_only=True):
-    """Counters of one transport since it was opened, and what is so at the moment.
+    """Counters of one transport since it was opened, and its current state.
 
-    `failed` is by reason (REASONS). `read_us` are the microseconds that fetches which came took, waiting included;
-    `took` counts them by the place in BUCKETS_S of the first bound that is not below, its length for none.
+    Attributes:
+        failed: failed fetches by reason (`REASONS`).
+        read_us: total microseconds of completed fetches, including time in the queue.
+        took: completed fetches by the index of the first bound in `BUCKETS_S` that is not below their duration; the
+            length of `BUCKETS_S` for longer ones.
     """
 
     bytes: int = 0
@@ -68,7 +71,7 @@ class Stats(msgspec.Struct, kw_only=True):
     failed: dict[str, int] = msgspec.field(default_factory=dict)
     offered: int = 0
     offered_bytes: int = 0
-    given_back: dict[str, int] = msgspec.field(default_factory=dict)  # by GivenBack
+    freed: dict[str, int] = msgspec.field(default_factory=dict)  # by FreeReason
     in_flight: int = 0
     in_flight_bytes: int = 0
     waiting: int = 0
@@ -78,25 +81,25 @@ class Stats(msgspec.Struct, kw_only=True):
 
 
 class KvMemory(Protocol):
-    """The slots of this worker's KV blocks."""
+    """Slots of this worker's KV blocks."""
 
     block_bytes: int
     blocks: int
 
     def view(self, block: int) -> "Array":
-        """The bytes of a slot, writable. Ask anew each time: after a failed fetch other memory stands for a slot.
+        """Return the writable bytes of a slot. Do not keep the view: a failed fetch may replace the slot's memory.
 
-        Memory that was never written to costs nothing. Raises IndexError for a slot that is none.
+        Memory that was never written to uses no RAM. Raises IndexError for an invalid slot.
         """
 
 
 class KvTransport(Protocol):
-    """Offers blocks of this worker to others and fetches theirs.
+    """Transport that offers blocks of this worker and fetches blocks of other workers.
 
     Attributes:
-        kind: what moves the bytes; goes into `Prefilled.connector` and `KvLayout.connector`.
+        kind: what moves the bytes; value of `Prefilled.connector` and `KvLayout.connector`.
         name: `agent_name(worker_id, epoch)`.
-        lease_s: how long an offer is held at most; `Prefilled.lease_us` must not be longer.
+        lease_s: maximum duration of an offer in seconds; `Prefilled.lease_us` must not be longer.
         stats: live counters.
     """
 
@@ -107,35 +110,40 @@ class KvTransport(Protocol):
 
     @property
     def memory(self) -> KvMemory:
-        """This worker's blocks."""
+        """Blocks of this worker."""
 
     def offer(self, request_id: str, blocks: Sequence[int], *, checksum: bool = False) -> Offer:
-        """Hold blocks, in the order of the prompt, for one reader, for `lease_s` from now.
+        """Offer blocks, in the order of the prompt, to one reader for `lease_s` seconds.
 
-        They must not be written to until they are given back: `on_given_back(request_id, why)` says so, once for every
-        offer, never from within this call; the blocks may be reused from within that callback on. With `checksum` all
-        of them are hashed before this returns. A block may be in several offers.
+        The blocks must not be written to until `on_free(request_id, why)` is called. This happens once per offer,
+        never within this call. A block may be in several offers. With `checksum`, all blocks are hashed before this
+        returns.
 
-        Raises TransferError when there are no blocks, more than a descriptor holds, one that is not there, too many
-        offers, an offer of that request already, or the transport is closed.
+        Raises:
+            TransferError: there are no blocks, more than a descriptor holds, an invalid one, too many offers, another
+                offer of this request, or the transport is closed.
         """
 
     def release(self, request_id: str) -> bool:
-        """Give back what is held for a request, now; whether anything was. A reader in the middle of it will fail."""
+        """Free the offer of a request now. Return whether there was one. A fetch of it in progress will fail."""
 
-    async def fetch(self, prefilled: Prefilled, first: int, into: Sequence[int]) -> Fetched:
-        """Read the offered blocks from number `first` on into the own slots `into`, one each, and tell the holder.
+    async def fetch(self, prefilled: Prefilled, first: int, into: Sequence[int]) -> FetchedKv:
+        """Read the offered blocks from index `first` on into the own slots `into`, and notify the holder.
 
-        `first` may be the number of all blocks: nothing is read then, and the holder is told. Waits, first come first
-        served, for fetches before it; the deadline of `fetch_s` counts that too. When this returns or raises,
-        cancelled or not, nobody writes to those slots any more.
+        If `first` is the number of blocks, nothing is read and the holder is only notified. The fetch waits its turn in
+        arrival order; its deadline of `fetch_s` seconds includes the wait. After it ends, in any way, nobody writes to
+        those slots any more.
 
-        Raises TransferError, with a `reason`: what is in the slots is worth nothing then. The holder still holds the
-        blocks, as far as it can be known: call again, `drop`, or leave it to the lease.
+        Raises:
+            TransferError: with a `reason`. The slots have no valid content. As far as known, the holder still holds the
+                blocks: fetch again, call `drop`, or let the lease end.
         """
 
     def drop(self, prefilled: Prefilled) -> None:
-        """Tell a holder that nobody will fetch; best effort, in the background. A bad descriptor is ignored."""
+        """Notify a holder that nobody will fetch, in the background and without retries.
+
+        Ignores invalid descriptors.
+        """
 
     async def close(self) -> None:
-        """Fail what is under way (`closed`), give back everything that is held, end. May be called again."""
+        """Fail fetches in flight (`closed`), free all offers and end. May be called repeatedly."""

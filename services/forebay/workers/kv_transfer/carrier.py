@@ -1,8 +1,8 @@
-"""What differs between the ways that bytes go: the seam between a transport and NIXL or plain sockets."""
+"""Interface between a transport and what moves the bytes: NIXL or plain sockets."""
 
 from typing import TYPE_CHECKING, Protocol
 
-from forebay.workers.kv_transfer.descriptor import Place
+from forebay.workers.kv_transfer.descriptor import BlockLocation
 
 if TYPE_CHECKING:
     from forebay.workers.kv_transfer.api import Numbers
@@ -10,31 +10,31 @@ if TYPE_CHECKING:
 
 
 class Carrier(Protocol):
-    """Brings blocks from holders, and lets others come for this worker's.
+    """What reads blocks from holders and serves this worker's blocks to readers.
 
     Attributes:
-        route: the way to this worker, for `Place.route`.
+        route: address of this worker, for `BlockLocation.route`.
     """
 
     route: bytes
 
     async def start(self) -> None:
-        """Be ready for both. Raises EngineError or OSError."""
+        """Start to read and serve. Raises EngineError or OSError."""
 
-    async def read(self, place: Place, theirs: "Slots", into: "Numbers", *, tell: bool) -> None:
-        """Read a holder's slots into own blocks, make sure that they are still held then, and tell the holder if asked.
+    async def read(self, place: BlockLocation, theirs: "Slots", into: "Numbers", *, notify: bool) -> None:
+        """Read a holder's slots into own blocks, verify that they were still held, and notify the holder if `tell`.
 
-        Raises TransferError. However it ends, nobody writes to those blocks afterwards.
+        However this ends, nobody writes to those blocks afterwards. Raises TransferError.
         """
 
-    def tell(self, place: Place, *, fetched: bool) -> None:
-        """Tell a holder that its blocks were fetched, or will not be: best effort, in the background."""
+    def notify(self, place: BlockLocation, *, fetched: bool) -> None:
+        """Notify a holder that its blocks were fetched or will not be, in the background and without retries."""
 
-    def unanswered(self, place: Place) -> None:
-        """A read from this holder has just ended by its deadline."""
+    def unanswered(self, place: BlockLocation) -> None:
+        """Handle a read from this holder that has just timed out."""
 
     def holding(self, offers: int) -> None:
-        """How many offers wait now."""
+        """Set the number of pending offers."""
 
     async def close(self) -> None:
-        """End; reads have ended before."""
+        """Close after all reads have ended."""

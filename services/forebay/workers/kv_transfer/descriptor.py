@@ -1,7 +1,7 @@
-"""The descriptor: where offered blocks lie, in plain numbers, closed by a checksum of its own.
+"""Descriptor with the location of offered blocks, in plain numbers with a checksum.
 
-NIXL takes metadata in which a bit has flipped, and its own form of a list is a pickle; so everything is looked at here
-before NIXL, or a socket, sees any of it.
+NIXL accepts metadata with flipped bits, and its own list format is a pickle. All fields are therefore checked here
+before NIXL or a socket uses them.
 """
 
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,25 +19,25 @@ if TYPE_CHECKING:
 
     Slots = np.ndarray[Any, np.dtype[np.int32]]
 
-SLOTS_MAX = 1 << 20  # a reader prepares a list of all of a holder's slots: some 64 MB at that many
+SLOTS_MAX = 1 << 20  # a reader prepares a list of all slots of a holder: about 64 MB at this number
 OFFERS_MAX = 4096  # at once; each has a generation word
 U63 = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 _DIGEST_BYTES = 8
 
 
-class Place(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """What `Prefilled.descriptor` holds, besides its checksum.
+class BlockLocation(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Content of `Prefilled.descriptor` without its checksum.
 
     Attributes:
         agent: the holder, `worker@epoch`.
-        route: the way to it: NIXL's metadata, or `host:port`.
-        address: of the holder's first slot; the generation words follow the last. 0 where the path has no use for it.
-        slots: how many slots the holder's memory has.
-        block_bytes: bytes of a slot.
-        blocks: the offered slots in the order of the prompt, packed u32.
-        word: which generation word.
-        generation: its value as long as the blocks are held; never seen there before or after.
-        sums: XXH3-64 of each block, packed u64; empty where not asked for.
+        route: address of the holder: NIXL metadata, or `host:port`.
+        address: memory address of the holder's first slot; generation words follow the last slot. 0 for TCP.
+        slots: number of slots in the holder's memory.
+        block_bytes: bytes per slot.
+        blocks: offered slots in the order of the prompt, packed u32.
+        word: index of the generation word.
+        generation: its value while the blocks are held; never used before or after.
+        sums: XXH3-64 of each block, packed u64; empty if no checksum was requested.
     """
 
     agent: Name
@@ -52,12 +52,12 @@ class Place(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     @property
     def count(self) -> int:
-        """How many blocks are offered."""
+        """Number of offered blocks."""
         return len(self.blocks) // 4
 
 
-def encode_place(place: Place) -> bytes:
-    """The descriptor. Raises TransferError when there are more blocks than one may name."""
+def encode_location(place: BlockLocation) -> bytes:
+    """Return the descriptor. Raises TransferError for more blocks than it can hold."""
     body = msgspec.msgpack.encode(place)
     if len(body) + _DIGEST_BYTES > DESCRIPTOR_BYTES_MAX:
         raise TransferError(
@@ -67,61 +67,62 @@ def encode_place(place: Place) -> bytes:
 
 
 def pack_slots(slots: "Slots") -> bytes:
-    """Slot numbers as packed u32."""
+    """Return slot numbers as packed u32."""
     return pack_u32(slots.tolist())
 
 
-def slots_of(place: Place) -> "Slots":
-    """The offered slots, in order: 1 x `place.count`."""
+def slots_of(place: BlockLocation) -> "Slots":
+    """Return the offered slots, in order: 1 x `place.count`."""
     import numpy  # noqa: PLC0415 - an extra
 
     return numpy.frombuffer(place.blocks, dtype="<u4").astype(numpy.int32)
 
 
-def place_of(prefilled: Prefilled, kind: Kind, block_bytes: int) -> Place:
-    """The place that a descriptor names, checked against what is said of it and against this worker's own layout.
+def decode_location(prefilled: Prefilled, kind: Kind, block_bytes: int) -> BlockLocation:
+    """Decode a descriptor and validate it against its envelope and this worker's layout.
 
-    Raises TransferError (`refused`), naming both sides, when it is of another path, worker, epoch or block size, is
-    damaged, or names slots that cannot be.
+    Raises:
+        TransferError: (`refused`) it has another connector, worker, epoch or block size, is damaged, or names
+            impossible slots. The message names both sides.
     """
     if prefilled.connector != kind:
-        raise _refused(f"the blocks of {prefilled.worker_id} travel by {prefilled.connector}, this worker's by {kind}")
+        raise _refused(f"{prefilled.worker_id} transfers KV by {prefilled.connector}, this worker by {kind}")
     body, digest = prefilled.descriptor[:-_DIGEST_BYTES], prefilled.descriptor[-_DIGEST_BYTES:]
     if xxh3_64_digest(body) != digest:
         raise _refused(f"the descriptor of {prefilled.worker_id} is damaged")
     try:
-        place = msgspec.msgpack.decode(body, type=Place)
+        place = msgspec.msgpack.decode(body, type=BlockLocation)
     except msgspec.MsgspecError as error:
-        raise _refused(f"the descriptor of {prefilled.worker_id} is none: {error}") from error
+        raise _refused(f"cannot decode the descriptor of {prefilled.worker_id}: {error}") from error
     expected = agent_name(prefilled.worker_id, prefilled.worker_epoch)
     if place.agent != expected:
-        raise _refused(f"the descriptor is of {place.agent}, not of {expected}")
+        raise _refused(f"the descriptor is of {place.agent}, expected {expected}")
     if place.block_bytes != block_bytes:
-        raise _refused(f"a block of {place.agent} has {place.block_bytes} bytes, one of this worker {block_bytes}")
+        raise _refused(f"a block of {place.agent} has {place.block_bytes} bytes, a block of this worker {block_bytes}")
     _check_blocks(place)
     _check_sums(place, prefilled)
     return place
 
 
-def _check_blocks(place: Place) -> None:
+def _check_blocks(place: BlockLocation) -> None:
     if not place.blocks or len(place.blocks) % 4:
-        raise _refused(f"{place.agent} offers no list of blocks")
+        raise _refused(f"{place.agent} offers an invalid list of blocks")
     if int(slots_of(place).view("u4").max()) >= place.slots:
-        raise _refused(f"{place.agent} offers a block beyond its {place.slots}")
+        raise _refused(f"{place.agent} offers a block beyond its {place.slots} slots")
     if place.address + place.slots * place.block_bytes >= 1 << 63:
         raise _refused(
-            f"{place.slots} blocks of {place.block_bytes} bytes at {place.address} of {place.agent} cannot be"
+            f"{place.agent} has impossible memory: {place.slots} blocks of {place.block_bytes} bytes at {place.address}"
         )
 
 
-def _check_sums(place: Place, prefilled: Prefilled) -> None:
+def _check_sums(place: BlockLocation, prefilled: Prefilled) -> None:
     if prefilled.checksum is None and not place.sums:
         return
     if len(place.sums) != 2 * len(place.blocks):
-        raise _refused(f"{place.agent} offers {place.count} blocks and {len(place.sums) // 8} checksums")
+        raise _refused(f"{place.agent} offers {place.count} blocks but {len(place.sums) // 8} checksums")
     found = hex_digest(xxh3_64_intdigest(place.sums))
     if prefilled.checksum is not None and found != prefilled.checksum:
-        raise _refused(f"the checksums of {place.agent} are not those of {prefilled.checksum}")
+        raise _refused(f"the checksums of {place.agent} do not match {prefilled.checksum}")
 
 
 def _refused(text: str) -> TransferError:

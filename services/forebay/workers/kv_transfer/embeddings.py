@@ -1,11 +1,11 @@
-"""Embeddings from one worker's memory into another's, by NIXL: offered, read once, told to be done with, given back.
+"""Transfer of embeddings between workers by NIXL: offered, read once, acknowledged, freed.
 
-Theory of operation. Who offers has one arena, registered once, so that what others know of its memory stays true for
-its life; an offer is a piece of it, kept until its reader's notification or the end of its lease. Who reads takes a
-piece with one READ. NIXL has no time limit of its own: whoever does not answer stays "in progress" for ever, and may
-still write. So what was being read into is then kept for good, and nothing more is read from that agent. Agents are
-called `worker@epoch`: what an earlier life of a worker offered can be mistaken for nothing else. There is no progress
-thread, which would spin: whoever offers must call `poll`, more often than its readers' patience.
+Theory of operation. A holder has one arena, registered once, so that metadata known to others stays valid. An offer is
+a piece of the arena, kept until the reader's notification or the end of its lease. A reader copies it with one READ.
+NIXL has no timeout: a READ from an unresponsive holder stays "in progress" and may still write. The memory of such a
+read is therefore never reused, and nothing more is read from that agent. Agents are named `worker@epoch`, so offers of
+an earlier epoch cannot be confused with later ones. There is no progress thread, which would spin. Holders must
+therefore call `poll` more often than the timeout of their readers.
 """
 
 import asyncio
@@ -22,24 +22,24 @@ from xxhash import xxh3_64_intdigest
 
 from forebay.events.base import Name, hex_digest
 from forebay.events.media import DESCRIPTOR_BYTES_MAX, Encoded
-from forebay.workers.kv_transfer.nixl_agent import TransferError, open_agent, said_name
+from forebay.workers.kv_transfer.nixl_agent import TransferError, open_agent, remote_name
 
 if TYPE_CHECKING:
     import numpy as np
 
     Array = np.ndarray[Any, np.dtype[Any]]
 
-ARENA_BYTES = 256 << 20  # of an encode worker: thousands of images of a thousand tokens; untouched memory costs nothing
-LEASE_S = 60.0  # a reader that has not come by then was lost, or sent elsewhere
-READ_S = 10.0  # a read takes milliseconds, its first one a connection
-READ_BYTES_MAX = 256 << 20  # what a descriptor may make a reader allocate
-READERS_MAX = 256  # agents that are known at once; the one not asked for longest is forgotten
+ARENA_BYTES = 256 << 20  # per encode worker: thousands of images of a thousand tokens; untouched memory uses no RAM
+LEASE_S = 60.0  # a reader that has not come by then was lost, or the request was routed elsewhere
+READ_S = 10.0  # a read takes milliseconds; the first one also connects
+READ_BYTES_MAX = 256 << 20  # limit of the memory that a descriptor can make a reader allocate
+READERS_MAX = 256  # known agents; the least recently used one is removed
 POLL_S = 0.001
 DTYPES = frozenset({"float32", "float16", "uint8"})  # numpy has no bfloat16
 
 
-class _Place(msgspec.Struct, frozen=True, kw_only=True):
-    """What the descriptor of an `Encoded` holds. Plain numbers: NIXL's own form is a pickle."""
+class _ArrayLocation(msgspec.Struct, frozen=True, kw_only=True):
+    """Content of the descriptor of an `Encoded`, in plain numbers, because NIXL's own format is a pickle."""
 
     agent: Name
     metadata: Annotated[bytes, msgspec.Meta(max_length=DESCRIPTOR_BYTES_MAX)]
@@ -56,8 +56,8 @@ class _Offer:
     until_s: float
 
 
-class Offers:
-    """The embeddings that wait in this worker's memory. Not for several threads."""
+class EmbeddingOffers:
+    """Embeddings in this worker's memory that wait for readers. Not thread-safe."""
 
     def __init__(
         self,
@@ -77,32 +77,32 @@ class Offers:
         self._address: int = self._arena.ctypes.data
         self._registered = self._agent.register_memory([(self._address, arena_bytes, 0, "")], mem_type="DRAM")
         self._metadata: bytes = self._agent.get_agent_metadata()
-        self._offers: list[_Offer] = []  # by place
+        self._offers: list[_Offer] = []  # by offset
         self._numbers = count()
         self.expired = 0
 
     @property
     def waiting(self) -> int:
-        """How many were not fetched yet."""
+        """Number of offers that were not fetched yet."""
         return len(self._offers)
 
     def offer(self, array: "Array") -> Encoded:
-        """Keep a copy of an array until it is fetched or its lease ends, and say where.
+        """Keep a copy of an array until it is fetched or its lease ends, and return its descriptor.
 
-        Raises TransferError when the array is empty or of a type that does not travel, or when there is no room.
+        Raises TransferError when the array is empty or has an unsupported dtype, or when there is no room.
         """
         import numpy  # noqa: PLC0415 - an extra
 
         dtype = array.dtype.name
         if not array.nbytes or dtype not in DTYPES:
-            raise TransferError(f"{array.nbytes} bytes of {dtype} cannot be offered")
+            raise TransferError(f"cannot offer {array.nbytes} bytes of dtype {dtype}")
         self.poll()
         raw = numpy.ascontiguousarray(array).view(numpy.uint8).reshape(-1)
         start = self._room(raw.nbytes)
         self._arena[start : start + raw.nbytes] = raw
         number = next(self._numbers)
         insort(self._offers, _Offer(start, raw.nbytes, number, self._now_s() + self._lease_s))
-        place = _Place(
+        place = _ArrayLocation(
             agent=self._name, metadata=self._metadata, address=self._address + start, bytes=raw.nbytes, offer=number
         )
         checksum = hex_digest(xxh3_64_intdigest(raw.data))
@@ -111,19 +111,19 @@ class Offers:
         )
 
     def poll(self) -> None:
-        """Give back what was fetched or has waited too long."""
+        """Free offers that were fetched or whose lease has ended."""
         done = {int(note) for notes in self._agent.get_new_notifs().values() for note in notes if note.isdigit()}
         now_s = self._now_s()
         self.expired += sum(one.number not in done and one.until_s <= now_s for one in self._offers)
         self._offers = [one for one in self._offers if one.number not in done and one.until_s > now_s]
 
     def close(self) -> None:
-        """Nothing is offered any more; readers find it gone."""
+        """Free all offers; later reads of them fail."""
         self._offers.clear()
         self._agent.deregister_memory(self._registered)
 
     def _room(self, size: int) -> int:
-        """The first gap that is large enough."""
+        """Return the offset of the first sufficient gap."""
         start = 0
         for one in self._offers:
             if one.start - start >= size:
@@ -131,35 +131,35 @@ class Offers:
             start = one.start + one.size
         if self._arena.nbytes - start < size:
             raise TransferError(
-                f"{size} bytes of embeddings do not fit: {self.waiting} wait in {self._arena.nbytes} bytes for readers"
+                f"no room for {size} bytes of embeddings: {self.waiting} offers wait in {self._arena.nbytes} bytes"
             )
         return start
 
 
 class Reader:
-    """Fetches embeddings. NIXL is called from one thread of its own, as finding a peer may block."""
+    """Fetches embeddings. Calls NIXL on a thread of its own, because connecting may block."""
 
     def __init__(self, name: str, *, read_s: float = READ_S) -> None:
         self._name = name
         self._read_s = read_s
-        self._agent: Any = None  # made by its first read
+        self._agent: Any = None  # created by the first read
         self._thread = ThreadPoolExecutor(1, "nixl")
-        self._known: dict[str, bytes] = {}  # metadata by agent, the least lately asked first
+        self._known: dict[str, bytes] = {}  # metadata by agent, least recently used first
         self._silent: set[str] = set()
-        self._kept: list[_Reading] = []  # their memory may still be written to by somebody silent
+        self._kept: list[_Reading] = []  # an unresponsive holder may still write to their memory
         self._tasks: set[asyncio.Task[Array]] = set()
         self._closed = False
 
     async def read(self, encoded: Encoded) -> "Array":
-        """The array that was offered. Raises TransferError when it cannot be had, or is not what was offered."""
-        # Whoever is cancelled does not wait; what is being written to must stay until it is written.
+        """Return the offered array. Raises TransferError when it cannot be read or differs from the offer."""
+        # A cancelled caller does not wait, but memory that is being written to must stay allocated.
         task = asyncio.create_task(self._read(encoded))
         self._tasks.add(task)
         task.add_done_callback(self._read_is_over)
         return await asyncio.shield(task)
 
     async def _read(self, encoded: Encoded) -> "Array":
-        place = _place_of(encoded)
+        place = _decode_location(encoded)
         loop = asyncio.get_running_loop()
         reading = _Reading(place)
         try:
@@ -169,20 +169,20 @@ class Reader:
                     await asyncio.sleep(POLL_S)
                     done = await loop.run_in_executor(self._thread, self._guarded, reading, reading.poll)
         except TimeoutError as error:
-            raise TransferError(f"{place.agent} did not answer within {self._read_s:g} s") from error
+            raise TransferError(f"{place.agent} did not reply within {self._read_s:g} s") from error
         finally:
-            # In the order of calls, so after a beginning that nobody waits for any more.
+            # Calls run in order, so this follows a `begin` that nobody awaits any more.
             self._thread.submit(self._end, reading)
         return _checked(encoded, reading.local)
 
     def _read_is_over(self, task: "asyncio.Task[Array]") -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            task.exception()  # else it is said to be missed where the one who asked is gone
+            task.exception()  # avoids a warning about an unretrieved exception if the caller is gone
         self._end_thread()
 
     def close(self) -> None:
-        """Nothing more is read; what is being read is read to its end, as somebody writes to its memory."""
+        """Start no more reads. Reads in progress run to their end, because their memory is being written to."""
         self._closed = True
         self._end_thread()
 
@@ -194,33 +194,33 @@ class Reader:
         place = reading.place
         self._agent = self._agent or open_agent(self._name)
         if place.agent in self._silent:
-            raise TransferError(f"{place.agent} did not answer an earlier read, and is asked no more")
+            raise TransferError(f"{place.agent} did not reply to an earlier read and is not read from any more")
         known = self._known.pop(place.agent, None)
         if known is not None and known != place.metadata:
-            raise TransferError(f"two agents are called {place.agent}")
+            raise TransferError(f"two agents have the name {place.agent}")
         if known is None:
             self._guarded(reading, lambda: self._learn(place))
         self._known[place.agent] = place.metadata
         return bool(self._guarded(reading, lambda: reading.begin(self._agent)))
 
-    def _learn(self, place: _Place) -> None:
+    def _learn(self, place: _ArrayLocation) -> None:
         if len(self._known) >= READERS_MAX:
             oldest = next(iter(self._known))
             self._forget(oldest)
-        said = said_name(self._agent.add_remote_agent(place.metadata))
-        if said != place.agent:
-            self._agent.remove_remote_agent(said)
-            raise TransferError(f"the metadata of {place.agent} is of {said}")
+        owner = remote_name(self._agent.add_remote_agent(place.metadata))
+        if owner != place.agent:
+            self._agent.remove_remote_agent(owner)
+            raise TransferError(f"the metadata of {place.agent} belongs to {owner}")
 
     def _guarded(self, reading: "_Reading", act: Callable[[], Any]) -> Any:
-        """What NIXL raises, told as ours; its agent is learned anew by the next read."""
+        """Run a NIXL call and convert its exceptions to TransferError. The next read then loads the metadata again."""
         try:
             return act()
         except TransferError:
             raise
-        except Exception as error:  # the bindings' own classes, of which there is no common one to import lazily
+        except Exception as error:  # the bindings' own classes, which have no common base class to import lazily
             self._forget(reading.place.agent)
-            raise TransferError(f"NIXL could not read from {reading.place.agent}: {error}") from error
+            raise TransferError(f"NIXL cannot read from {reading.place.agent}: {error}") from error
 
     def _forget(self, agent: str) -> None:
         self._known.pop(agent, None)
@@ -233,9 +233,9 @@ class Reader:
 
 
 class _Reading:
-    """One READ, into memory of its own."""
+    """READ into its own memory."""
 
-    def __init__(self, place: _Place) -> None:
+    def __init__(self, place: _ArrayLocation) -> None:
         import numpy  # noqa: PLC0415 - an extra
 
         self.place = place
@@ -246,7 +246,7 @@ class _Reading:
         self._in_progress = False
 
     def begin(self, agent: Any) -> bool:
-        """Start; whether it is done already."""
+        """Start. Return whether it is already done."""
         self._agent, place = agent, self.place
         address = self.local.ctypes.data
         self._registered = agent.register_memory([(address, place.bytes, 0, "")], mem_type="DRAM")
@@ -256,11 +256,11 @@ class _Reading:
         return self._is_done(agent.transfer(self._handle))
 
     def poll(self) -> bool:
-        """Whether it is done."""
+        """Return whether it is done."""
         return self._is_done(self._agent.check_xfer_state(self._handle))
 
     def end(self) -> bool:
-        """Give back what it took; whether somebody may still write, so that its memory must be kept."""
+        """Release its handles. Return whether the holder may still write, so that its memory must be kept."""
         if self._handle is not None:
             self._agent.release_xfer_handle(self._handle)
         if self._registered is not None and not self._in_progress:
@@ -274,25 +274,29 @@ class _Reading:
         return state == "DONE"
 
 
-def _place_of(encoded: Encoded) -> _Place:
+def _decode_location(encoded: Encoded) -> _ArrayLocation:
     try:
-        place = msgspec.msgpack.decode(encoded.descriptor, type=_Place)
+        place = msgspec.msgpack.decode(encoded.descriptor, type=_ArrayLocation)
     except msgspec.MsgspecError as error:
-        raise TransferError(f"the descriptor is none: {error}") from error
+        raise TransferError(f"cannot decode the descriptor: {error}") from error
     import numpy  # noqa: PLC0415 - an extra
 
     if encoded.dtype not in DTYPES:
-        raise TransferError(f"arrays of {encoded.dtype} do not travel")
+        raise TransferError(f"unsupported dtype {encoded.dtype}")
     size = numpy.dtype(encoded.dtype).itemsize
     for extent in encoded.shape:
         size *= extent
     if size != place.bytes:
-        raise TransferError(f"{' x '.join(map(str, encoded.shape))} {encoded.dtype} are not {place.bytes} bytes")
+        raise TransferError(
+            f"an array of {' x '.join(map(str, encoded.shape))} {encoded.dtype} does not have {place.bytes} bytes"
+        )
     return place
 
 
 def _checked(encoded: Encoded, raw: "Array") -> "Array":
     found = hex_digest(xxh3_64_intdigest(raw.data))
     if found != encoded.checksum:
-        raise TransferError(f"what was read has the checksum {found}, not {encoded.checksum}: it was given back before")
+        raise TransferError(
+            f"got checksum {found}, expected {encoded.checksum}: the embeddings were freed before they were read"
+        )
     return raw.view(encoded.dtype).reshape(encoded.shape)

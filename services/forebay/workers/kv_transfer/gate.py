@@ -1,4 +1,4 @@
-"""How many fetches run at once: so many, of so many bytes together, first come first served."""
+"""Limits of concurrent fetches, by number and total bytes, in arrival order."""
 
 import asyncio
 from collections import deque
@@ -6,13 +6,13 @@ from collections import deque
 from forebay.workers.kv_transfer.api import Stats
 from forebay.workers.kv_transfer.nixl_agent import TransferError
 
-FETCHES_MAX = 16  # more of them share one thread and one memory bus, and each ends later
-BYTES_MAX = 1 << 30  # a larger one goes alone
-WAITING_MAX = 4096  # far beyond what may end within a deadline
+FETCHES_MAX = 16  # more fetches would share one thread and memory bus, and each would end later
+BYTES_MAX = 1 << 30  # a larger fetch runs alone
+WAITING_MAX = 4096  # far more than can end within the deadline
 
 
-class Gate:
-    """Room for fetches. On one event loop only."""
+class FetchLimiter:
+    """Limiter of concurrent fetches. Use it on one event loop only."""
 
     def __init__(self, stats: Stats, *, fetches_max: int = FETCHES_MAX, bytes_max: int = BYTES_MAX) -> None:
         self._stats = stats
@@ -21,21 +21,21 @@ class Gate:
         self._waiting: deque[tuple[asyncio.Future[None], int]] = deque()
 
     async def enter(self, size: int) -> None:
-        """Have room for a fetch of `size` bytes, waiting for it. Raises TransferError (`full`) when too many wait."""
+        """Wait until a fetch of `size` bytes may run. Raises TransferError (`full`) when too many are waiting."""
         if self._waiting or not self._fits(size):
             await self._wait(size)
         else:
             self._take(size)
 
     def leave(self, size: int) -> None:
-        """Give the room to others."""
+        """End a fetch of `size` bytes and admit waiting ones."""
         self._stats.in_flight -= 1
         self._stats.in_flight_bytes -= size
         self._admit()
 
     async def _wait(self, size: int) -> None:
         if len(self._waiting) >= WAITING_MAX:
-            raise TransferError(f"{WAITING_MAX} fetches wait already", "full")
+            raise TransferError(f"{WAITING_MAX} fetches are already waiting", "full")
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         entry = (turn, size)
         self._waiting.append(entry)
@@ -43,7 +43,7 @@ class Gate:
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # its turn came while it was being cancelled
+            if turn.done() and not turn.cancelled():  # admitted while it was being cancelled
                 self.leave(size)
             elif entry in self._waiting:
                 self._waiting.remove(entry)
@@ -64,6 +64,6 @@ class Gate:
         while self._waiting and self._fits(self._waiting[0][1]):
             turn, size = self._waiting.popleft()
             self._stats.waiting -= 1
-            if not turn.cancelled():  # else whoever waited has yet to hear of it
+            if not turn.cancelled():  # otherwise it is admitted and not resumed yet
                 self._take(size)
                 turn.set_result(None)

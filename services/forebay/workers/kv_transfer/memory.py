@@ -1,8 +1,8 @@
-"""The memory of a worker's KV blocks: one mapping, registered once, with as many spare slots as there are blocks.
+"""Memory of a worker's KV blocks: one registered mapping with a spare slot for each block.
 
-Theory of operation. A transfer that was given up may still be written to, so the slots it was for are taken out and
-spare ones stand in for them until it is known to be over: whoever fetches never sees that, but for the contents. Behind
-the slots lie the generation words, one for each offer there may be, and words that a reader reads others' into.
+Theory of operation. An abandoned transfer may still be written to. Its slots are therefore quarantined and replaced by
+spare slots until the transfer is known to be over. Readers of `view` notice only that the content changed. The slots
+are followed by the generation words, one per possible offer, and by words that receive generations of other workers.
 """
 
 import mmap
@@ -21,24 +21,24 @@ if TYPE_CHECKING:
     from forebay.workers.kv_transfer.descriptor import Slots
 
 WORD_BYTES = 8
-READS_MAX = 256  # at once, those that were given up included
+READS_MAX = 256  # at once, including abandoned ones
 PAGE_BYTES = 4096
 
 
 def words_offset(slots: int, block_bytes: int) -> int:
-    """Where the generation words begin, in bytes from the first slot: on a page of their own."""
+    """Return the byte offset of the generation words from the first slot; they have pages of their own."""
     return -(-slots * block_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 class Arena:
-    """Slots for `blocks` blocks of `block_bytes` each; untouched ones cost nothing. Raises EngineError."""
+    """Slots for `blocks` blocks of `block_bytes` each; untouched ones use no RAM. Raises EngineError."""
 
     def __init__(self, blocks: int, block_bytes: int) -> None:
         import numpy  # noqa: PLC0415 - an extra
 
         if blocks < 1 or block_bytes < 1 or 2 * blocks > SLOTS_MAX:
             raise EngineError(
-                f"{blocks} KV blocks of {block_bytes} bytes: there must be 1 to {SLOTS_MAX // 2}, of at least one byte"
+                f"{blocks} KV blocks of {block_bytes} bytes: expected 1 to {SLOTS_MAX // 2} blocks of 1 byte or more"
             )
         self.blocks = blocks
         self.block_bytes = block_bytes
@@ -49,7 +49,9 @@ class Arena:
         try:
             mapped = mmap.mmap(-1, self.bytes, flags=flags)
         except (OSError, ValueError, OverflowError) as error:
-            raise EngineError(f"{self.slots} KV blocks of {block_bytes} bytes cannot be mapped: {error}") from error
+            raise EngineError(
+                f"cannot map memory for {self.slots} KV blocks of {block_bytes} bytes: {error}"
+            ) from error
         memory = numpy.frombuffer(mapped, dtype=numpy.uint8)
         self.address: int = memory.ctypes.data
         self._rows = memory[: self.slots * block_bytes].reshape(self.slots, block_bytes)
@@ -61,29 +63,29 @@ class Arena:
         self._promised = 0
 
     def view(self, block: int) -> "Array":
-        """The bytes of a block's slot, writable. Raises IndexError for a block that is none."""
+        """Return the writable bytes of a block's slot. Raises IndexError for an invalid block."""
         if block < 0:
-            raise IndexError(f"there is no block {block}")
+            raise IndexError(f"block {block} does not exist")
         row: Array = self._rows[self._slot_of[block]]
         return row
 
     def row(self, slot: int) -> "Array":
-        """The bytes of a slot by its own number, spare ones included."""
+        """Return the bytes of a slot by slot number, including spare slots."""
         row: Array = self._rows[slot]
         return row
 
     def numbers(self, blocks: Sequence[int]) -> "Numbers":
-        """Block numbers as an array. Raises TransferError (`refused`) for blocks that are none."""
+        """Return block numbers as an array. Raises TransferError (`refused`) for invalid blocks."""
         import numpy  # noqa: PLC0415 - an extra
 
-        packed = array("q", blocks)  # twice as fast as numpy is with lists
+        packed = array("q", blocks)  # twice as fast as numpy with lists
         numbers: Numbers = numpy.frombuffer(packed, dtype=numpy.int64) if packed else numpy.empty(0, dtype=numpy.int64)
         if packed and (int(numbers.min()) < 0 or int(numbers.max()) >= self.blocks):
-            raise TransferError(f"there are blocks 0 to {self.blocks - 1} here, and others were named", "refused")
+            raise TransferError(f"invalid block number: this worker has blocks 0 to {self.blocks - 1}", "refused")
         return numbers
 
     def distinct(self, numbers: "Numbers") -> bool:
-        """Whether no block is named twice."""
+        """Return whether all blocks differ."""
         import numpy  # noqa: PLC0415 - an extra
 
         places = numpy.arange(len(numbers), dtype=numpy.int32)
@@ -91,27 +93,29 @@ class Arena:
         return bool((self._marks[numbers] == places).all())
 
     def slots_of(self, numbers: "Numbers") -> "Slots":
-        """The slots that stand for blocks at the moment."""
+        """Return the slots that currently back the blocks."""
         slots: Slots = self._slot_of[numbers]
         return slots
 
-    def promise(self, count: int) -> None:
-        """Keep as many spare slots ready as a transfer may come to need. Raises TransferError (`full`)."""
+    def reserve(self, count: int) -> None:
+        """Reserve spare slots for a transfer. Raises TransferError (`full`)."""
         if len(self._spare) - self._promised < count:
             kept = self.blocks - len(self._spare)
-            raise TransferError(f"{kept} blocks are kept for transfers that do not end: there is no room", "full")
+            raise TransferError(
+                f"{kept} blocks are quarantined for transfers that do not end: no spare slots are left", "full"
+            )
         self._promised += count
 
-    def unpromise(self, count: int) -> None:
-        """What was promised was not needed, or was taken."""
+    def unreserve(self, count: int) -> None:
+        """Cancel a reservation that is not needed any more."""
         self._promised -= count
 
-    def set_apart(self, numbers: "Numbers") -> "Slots":
-        """Let spare slots, promised before, stand for blocks; those that did until now are the caller's."""
+    def quarantine(self, numbers: "Numbers") -> "Slots":
+        """Back the blocks by reserved spare slots. Return their previous slots, now owned by the caller."""
         kept = self.slots_of(numbers)
         self._slot_of[numbers] = [self._spare.pop() for _ in range(len(numbers))]
         return kept
 
-    def give_back(self, slots: "Slots") -> None:
-        """Slots that were set apart, and that nobody writes to any more, are spare ones."""
+    def restore_spares(self, slots: "Slots") -> None:
+        """Make quarantined slots that nobody writes to any more spare again."""
         self._spare += slots.tolist()

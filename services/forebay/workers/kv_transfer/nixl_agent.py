@@ -1,4 +1,4 @@
-"""NIXL agents of workers: how they are made and called, and what is raised where one cannot give what it holds."""
+"""Creation of NIXL agents, and the exception for failed transfers."""
 
 import logging
 import os
@@ -6,14 +6,14 @@ from typing import Any
 
 from forebay.workers.engine import EngineError
 
-LOCAL = "NIXL_INIT_AGENT"  # NIXL's name for whoever calls it
+LOCAL = "NIXL_INIT_AGENT"  # NIXL's name for the calling agent
 
 
 class TransferError(Exception):
-    """What lies in another worker's memory cannot be offered or fetched. The text says why, fit for the log.
+    """Failed offer or fetch of another worker's memory. The message is for the log.
 
     Attributes:
-        reason: one word of a few, which failures are counted by: see `forebay.workers.kv_transfer.api.REASONS`.
+        reason: one of `forebay.workers.kv_transfer.api.REASONS`, for counters.
     """
 
     def __init__(self, text: str, reason: str = "failed") -> None:
@@ -22,30 +22,30 @@ class TransferError(Exception):
 
 
 def agent_name(worker_id: str, worker_epoch: int) -> str:
-    """What the agent of one life of a worker is called."""
+    """Return the name of the agent of a worker epoch."""
     return f"{worker_id}@{worker_epoch}"
 
 
-def load_nixl(what: str = "embeddings travel") -> Any:
-    """The NIXL bindings. Raises EngineError where they are not installed, saying `what` goes by NIXL."""
+def load_nixl(what: str = "embedding transfers") -> Any:
+    """Return the NIXL bindings. Raises EngineError for `what`, the feature that needs them, if they are missing."""
     try:
         import nixl_cu12  # noqa: PLC0415 - half a second, and an extra
         import numpy  # noqa: F401, PLC0415 - likewise
     except ImportError as error:
         raise EngineError(
-            f"{what} by NIXL, which cannot be imported ({error}): pip install numpy && pip install --no-deps nixl-cu12"
+            f"cannot import NIXL for {what} ({error}): pip install numpy && pip install --no-deps nixl-cu12"
         ) from error
-    logging.getLogger("nixl").setLevel(logging.WARNING)  # it tells of every agent that starts
+    logging.getLogger("nixl").setLevel(logging.WARNING)  # it logs every agent that starts
     return nixl_cu12
 
 
 def open_agent(name: str, interface: str = "") -> Any:
-    """An agent with the backend UCX and no progress thread, which would spin: whoever has it must poll.
+    """Return an agent with the UCX backend and no progress thread, which would spin. The caller must poll it.
 
-    With `interface` it goes by that one's network alone; else UCX chooses, or UCX_NET_DEVICES says.
+    UCX uses only the network of `interface`, if given; otherwise it chooses, or UCX_NET_DEVICES determines the network.
     """
     nixl = load_nixl()
-    # Else UCX waits for a host that is switched off, minutes long, and whoever polls does nothing else meanwhile.
+    # By default UCX waits minutes for an unreachable host, and blocks the polling thread meanwhile.
     settings = [] if "UCX_TCP_CONN_NB" in os.environ else ["TCP_CONN_NB=y"]
     if interface:
         settings.append(f"NET_DEVICES={interface}")
@@ -54,6 +54,6 @@ def open_agent(name: str, interface: str = "") -> Any:
     return agent
 
 
-def said_name(name: str | bytes) -> str:
-    """The name that `add_remote_agent` found in metadata: bytes in some releases."""
+def remote_name(name: str | bytes) -> str:
+    """Return the name that `add_remote_agent` found in metadata; some releases return bytes."""
     return name.decode(errors="replace") if isinstance(name, bytes) else name

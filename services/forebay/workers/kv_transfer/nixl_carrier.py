@@ -1,4 +1,4 @@
-"""Blocks by NIXL, seen from the event loop: what the thread is asked, and what becomes of slots that were given up."""
+"""NIXL carrier on the event loop: passes reads to the NIXL thread and replaces slots of abandoned reads."""
 
 import asyncio
 import contextlib
@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from forebay.workers.engine import EngineError
-from forebay.workers.kv_transfer.api import GivenBack, Stats
-from forebay.workers.kv_transfer.descriptor import Place
+from forebay.workers.kv_transfer.api import FreeReason, Stats
+from forebay.workers.kv_transfer.descriptor import BlockLocation
 from forebay.workers.kv_transfer.memory import Arena
 from forebay.workers.kv_transfer.nixl_agent import TransferError, load_nixl
 from forebay.workers.kv_transfer.nixl_reads import DROPPED, FETCHED, Read
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from forebay.workers.kv_transfer.api import Numbers
     from forebay.workers.kv_transfer.descriptor import Slots
 
-_WHYS: dict[str, GivenBack] = {FETCHED.decode(): "fetched", DROPPED.decode(): "released"}
+_WHYS: dict[str, FreeReason] = {FETCHED.decode(): "fetched", DROPPED.decode(): "released"}
 _NOTE_CHARS_MAX = 20  # a letter and 63 bits
 
 
 class _Reading:
-    """A read that an event loop waits for, until it is over or given up; its slots are `kept` then."""
+    """Read that the event loop awaits until it ends or is abandoned; its slots are then `kept`."""
 
     def __init__(self, read: Read) -> None:
         self.read = read
@@ -32,12 +32,12 @@ class _Reading:
 
 
 class NixlCarrier:
-    """See `Carrier`."""
+    """`Carrier` that uses NIXL."""
 
     route = b""
 
     def __init__(
-        self, name: str, arena: Arena, stats: Stats, end: Callable[[int, GivenBack], bool], interface: str = ""
+        self, name: str, arena: Arena, stats: Stats, end: Callable[[int, FreeReason], bool], interface: str = ""
     ) -> None:
         self._arena = arena
         self._stats = stats
@@ -46,52 +46,52 @@ class NixlCarrier:
         self._thread = NixlThread(name, arena, self._note, interface)
 
     async def start(self) -> None:
-        """Have an agent, its memory registered."""
-        load_nixl("KV blocks travel")
+        """Create the agent and register its memory."""
+        load_nixl("KV transfers")
         try:
             await asyncio.to_thread(self._thread.start)
         except Exception as error:  # the bindings' own classes
-            raise EngineError(f"NIXL does not start: {error}") from error
+            raise EngineError(f"cannot start NIXL: {error}") from error
         self.route = self._thread.metadata
 
-    async def read(self, place: Place, theirs: "Slots", into: "Numbers", *, tell: bool) -> None:
-        """One READ of a list of blocks, and one of the generation word."""
-        self._arena.promise(len(into))
-        reading = _Reading(Read(place, theirs, self._arena.slots_of(into), tell=tell))
+    async def read(self, place: BlockLocation, theirs: "Slots", into: "Numbers", *, notify: bool) -> None:
+        """Read a list of blocks with one READ, then the generation word with another."""
+        self._arena.reserve(len(into))
+        reading = _Reading(Read(place, theirs, self._arena.slots_of(into), notify=notify))
         try:
             self._thread.read(reading.read, lambda error: self._call(lambda: self._over(reading, error)))
             await reading.over
         except asyncio.CancelledError:
             if not reading.ended:
                 reading.read.abandoned = True
-                reading.kept = self._arena.set_apart(into)
+                reading.kept = self._arena.quarantine(into)
                 self._stats.quarantined_blocks += len(into)
             raise
         finally:
-            self._arena.unpromise(len(into))
+            self._arena.unreserve(len(into))
 
-    def tell(self, place: Place, *, fetched: bool) -> None:
-        """By a notification."""
-        self._thread.tell(place, FETCHED if fetched else DROPPED)
+    def notify(self, place: BlockLocation, *, fetched: bool) -> None:
+        """Notify a holder with a NIXL notification."""
+        self._thread.notify(place, FETCHED if fetched else DROPPED)
 
-    def unanswered(self, place: Place) -> None:
-        """It is asked no more as long as it owes anything."""
+    def unanswered(self, place: BlockLocation) -> None:
+        """Read no more from this holder until its reads in progress have ended."""
         self._thread.silence(place.agent)
 
     def holding(self, offers: int) -> None:
-        """The thread polls as long as any wait."""
+        """Make the thread poll while any offers are pending."""
         if self._thread.holding != bool(offers):
             self._thread.holding = bool(offers)
             self._thread.wake()
 
     async def close(self) -> None:
-        """End the thread. What others may still write to is kept for the life of the process."""
+        """End the thread. Memory that others may still write to is kept for the life of the process."""
         await asyncio.to_thread(self._thread.stop)
 
     def _over(self, reading: _Reading, error: TransferError | None) -> None:
         reading.ended = True
         if reading.kept is not None:
-            self._arena.give_back(reading.kept)
+            self._arena.restore_spares(reading.kept)
             self._stats.quarantined_blocks -= len(reading.kept)
         elif not reading.over.done():
             if error is None:
@@ -105,5 +105,5 @@ class NixlCarrier:
             self._call(lambda: self._end(int(number), why))
 
     def _call(self, act: Callable[[], object]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop was closed: there is nobody to tell
+        with contextlib.suppress(RuntimeError):  # the loop was closed: nothing awaits the result
             self._loop.call_soon_threadsafe(act)

@@ -1,18 +1,18 @@
-"""The holders that a NIXL agent knows: learned from their metadata, with lists of their slots and words prepared."""
+"""Holders known to a NIXL agent by their metadata, with prepared lists of their slots and generation words."""
 
 from dataclasses import dataclass
 from typing import Any
 
-from forebay.workers.kv_transfer.descriptor import OFFERS_MAX, Place
+from forebay.workers.kv_transfer.descriptor import OFFERS_MAX, BlockLocation
 from forebay.workers.kv_transfer.memory import WORD_BYTES, words_offset
-from forebay.workers.kv_transfer.nixl_agent import TransferError, said_name
+from forebay.workers.kv_transfer.nixl_agent import TransferError, remote_name
 
-PEERS_MAX = 256  # known at once; the one not asked for longest is forgotten
+PEERS_MAX = 256  # known holders; the least recently used one is removed
 
 
 @dataclass(slots=True, eq=False)
 class Peer:
-    """A holder. `broken`: NIXL has raised for it, or another has taken its name; it is forgotten when nothing runs."""
+    """Known holder. `broken` after a NIXL error or a name conflict: it is removed once nothing reads from it."""
 
     name: str
     metadata: bytes
@@ -24,21 +24,21 @@ class Peer:
     silent: bool = False
     broken: bool = False
 
-    def is_of(self, place: Place) -> bool:
-        """Whether a descriptor speaks of this very memory."""
+    def is_of(self, place: BlockLocation) -> bool:
+        """Return whether a descriptor refers to this very memory."""
         return (self.metadata, self.address, self.slots) == (place.route, place.address, place.slots)
 
 
 def prepare(agent: Any, whose: str, address: int, length: int, count: int) -> Any:
-    """A prepared list of `count` places of `length` bytes, one after another."""
+    """Return a prepared list of `count` consecutive pieces of `length` bytes."""
     import numpy  # noqa: PLC0415 - an extra
 
     strided = numpy.array([[address, length, 0, length, count]], dtype=numpy.uint64)
     return agent.prep_xfer_dlist(whose, strided, mem_type="DRAM")
 
 
-def told(text: str, error: Exception) -> TransferError:
-    """What the bindings raise, told as ours: their classes have no common one, and are known by name."""
+def transfer_error(text: str, error: Exception) -> TransferError:
+    """Convert an exception of the bindings to TransferError by its class name; the classes have no common base."""
     kind = type(error).__name__
     gone = "Disconnect" in kind or "Backend" in kind
     refused = any(word in kind for word in ("Mismatch", "InvalidParam", "NotFound", "NotAllowed"))
@@ -46,29 +46,34 @@ def told(text: str, error: Exception) -> TransferError:
 
 
 class Peers:
-    """In the thread of its agent only."""
+    """Known holders. Use it on the thread of its agent only."""
 
     def __init__(self, agent: Any, name: str) -> None:
         self._agent = agent
         self._name = name
-        self._known: dict[str, Peer] = {}  # the least lately asked first
+        self._known: dict[str, Peer] = {}  # least recently used first
 
-    def of(self, place: Place) -> Peer:
-        """The holder that a place is of, learned if need be. Raises TransferError when it cannot be asked."""
+    def of(self, place: BlockLocation) -> Peer:
+        """Return the holder of a location; load its metadata if needed.
+
+        Raises TransferError when it cannot be read from.
+        """
         peer = self._known.pop(place.agent, None)
         if peer is not None:
             self._known[place.agent] = peer
             if peer.silent:
-                raise TransferError(f"{peer.name} owes an earlier read, and is asked no more", "deadline")
+                raise TransferError(
+                    f"{peer.name} did not reply to an earlier read and is not read from any more", "deadline"
+                )
             if peer.broken or not peer.is_of(place):
                 if peer.reads:
-                    raise TransferError(f"{peer.name} broke off, or two agents are called so", "gone")
+                    raise TransferError(f"{peer.name} disconnected, or two agents have this name", "gone")
                 self.forget(peer)
                 peer = None
         return peer or self._learn(place)
 
     def ended(self, peer: Peer) -> None:
-        """A read from a holder is over."""
+        """Handle the end of a read from a holder."""
         peer.reads -= 1
         if not peer.reads:
             peer.silent = False
@@ -76,36 +81,36 @@ class Peers:
                 self.forget(peer)
 
     def silence(self, name: str) -> None:
-        """Ask a holder, from which something is being read, no more until all of that has ended."""
+        """Start no new reads from a holder until the ones in progress have ended."""
         self._known[name].silent = True
 
     def close(self) -> None:
-        """Forget all; nothing is being read."""
+        """Remove all holders; no reads may be in progress."""
         for peer in list(self._known.values()):
             self.forget(peer)
 
     def forget(self, peer: Peer) -> None:
-        """Disconnect from a holder from which nothing is read."""
+        """Disconnect from a holder without reads in progress."""
         self._known.pop(peer.name, None)
         self._agent.release_dlist_handle(peer.blocks)
         self._agent.release_dlist_handle(peer.words)
         self._agent.remove_remote_agent(peer.name)
 
-    def _learn(self, place: Place) -> Peer:
+    def _learn(self, place: BlockLocation) -> Peer:
         if place.agent == self._name:
-            raise TransferError(f"the blocks are those of {place.agent} itself", "refused")
+            raise TransferError(f"the blocks belong to {place.agent} itself", "refused")
         if len(self._known) >= PEERS_MAX:
             idle = next((peer for peer in self._known.values() if not peer.reads), None)
             if idle is None:
-                raise TransferError(f"{PEERS_MAX} holders are being read from", "full")
+                raise TransferError(f"reads from {PEERS_MAX} holders are already in progress", "full")
             self.forget(idle)
         try:
-            name = said_name(self._agent.add_remote_agent(place.route))
+            name = remote_name(self._agent.add_remote_agent(place.route))
         except Exception as error:
-            raise told(f"NIXL could not connect to {place.agent}", error) from error
+            raise transfer_error(f"NIXL cannot connect to {place.agent}", error) from error
         try:
             if name != place.agent:
-                raise TransferError(f"the metadata of {place.agent} is of {name}", "refused")
+                raise TransferError(f"the metadata of {place.agent} belongs to {name}", "refused")
             words = place.address + words_offset(place.slots, place.block_bytes)
             peer = Peer(
                 name,
@@ -120,6 +125,6 @@ class Peers:
             raise
         except Exception as error:
             self._agent.remove_remote_agent(name)
-            raise told(f"NIXL finds no such memory of {place.agent}", error) from error
+            raise transfer_error(f"NIXL does not find the memory of {place.agent}", error) from error
         self._known[name] = peer
         return peer

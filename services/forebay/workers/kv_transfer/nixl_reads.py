@@ -1,24 +1,24 @@
-"""One read by NIXL: pieces of the block list, then the generation word, then what the holder is told."""
+"""One read by NIXL: pieces of the block list, then the generation word, then the notification of the holder."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from forebay.workers.kv_transfer.descriptor import Place
+from forebay.workers.kv_transfer.descriptor import BlockLocation
 from forebay.workers.kv_transfer.memory import READS_MAX, WORD_BYTES, Arena
 from forebay.workers.kv_transfer.nixl_agent import LOCAL, TransferError
-from forebay.workers.kv_transfer.nixl_peers import Peer, Peers, prepare, told
+from forebay.workers.kv_transfer.nixl_peers import Peer, Peers, prepare, transfer_error
 
 if TYPE_CHECKING:
     from forebay.workers.kv_transfer.descriptor import Slots
 
-# Through shared memory a post copies all of its list before it returns: 32 MiB are some 4 ms, in which the thread
-# serves nobody else.
+# With shared memory, posting copies the whole list before it returns: about 4 ms for 32 MiB, during which the
+# thread does nothing else.
 PIECE_BYTES = 32 << 20
-FETCHED, DROPPED = b"f", b"d"  # what a notification begins with; the generation follows
+FETCHED, DROPPED = b"f", b"d"  # prefix of a notification; the generation follows
 
 
-class Here:
-    """This side of all reads: lists of the own slots, and of the words that generations are read into."""
+class LocalAgent:
+    """Reader side of all reads: prepared lists of the own slots and of words for generations."""
 
     def __init__(self, agent: Any, arena: Arena) -> None:
         self.agent = agent
@@ -28,69 +28,69 @@ class Here:
         self.free_words = list(range(READS_MAX))
 
     def close(self) -> None:
-        """Release the lists. Nothing is being read."""
+        """Release the lists; no reads may be in progress."""
         self.agent.release_dlist_handle(self.slots)
         self.agent.release_dlist_handle(self.words)
 
 
 class Read:
-    """Slots `theirs` of a place into the own slots `ours`, one each, in the thread of the agent.
+    """Read of the slots `theirs` of a holder into the own slots `ours`, on the thread of the agent.
 
-    `abandoned` may be set by another thread: the read ends when NIXL is through with what was posted. `tell`: the
-    holder is to be told, after all `steps`.
+    `abandoned` may be set by another thread: the read then ends once NIXL has finished the posted transfers. `tell`
+    requests a notification of the holder after all `steps`.
     """
 
-    def __init__(self, place: Place, theirs: "Slots", ours: "Slots", *, tell: bool) -> None:
+    def __init__(self, place: BlockLocation, theirs: "Slots", ours: "Slots", *, notify: bool) -> None:
         self.place = place
         self.abandoned = False
         self._theirs = theirs
         self._ours = ours
-        self.tell = tell
+        self.notify = notify
 
-    def steps(self, here: Here, peers: Peers) -> Iterator[None]:
-        """Go on whenever NIXL may have got further, to the end.
+    def steps(self, local: LocalAgent, peers: Peers) -> Iterator[None]:
+        """Run the read to its end; resume it whenever NIXL may have progressed.
 
-        Raises TransferError: what was read is worth nothing; NIXL is through with the slots all the same.
+        Raises TransferError. The read data is then invalid, but NIXL no longer writes to the slots.
         """
         if self.abandoned:
-            raise TransferError("given up before it began")
+            raise TransferError("abandoned before it began")
         peer = peers.of(self.place)
         peer.reads += 1
         try:
-            yield from self._through(here, peer)
+            yield from self._through(local, peer)
         except TransferError:
             raise
         except Exception as error:
             peer.broken = True
-            raise told(f"NIXL could not read from {peer.name}", error) from error
+            raise transfer_error(f"NIXL cannot read from {peer.name}", error) from error
         finally:
             peers.ended(peer)
 
-    def _through(self, here: Here, peer: Peer) -> Iterator[None]:
-        piece = max(1, PIECE_BYTES // here.arena.block_bytes)
+    def _through(self, local: LocalAgent, peer: Peer) -> Iterator[None]:
+        piece = max(1, PIECE_BYTES // local.arena.block_bytes)
         for start in range(0, len(self._theirs), piece):
             ours, theirs = self._ours[start : start + piece], self._theirs[start : start + piece]
-            yield from _transfer(here.agent, here.slots, ours, peer.blocks, theirs)
+            yield from _transfer(local.agent, local.slots, ours, peer.blocks, theirs)
             if self.abandoned:
-                raise TransferError("given up")
-        if not here.free_words:
-            raise TransferError(f"{READS_MAX} reads are under way", "full")
-        word = here.free_words.pop()
+                raise TransferError("abandoned")
+        if not local.free_words:
+            raise TransferError(f"{READS_MAX} reads are already in progress", "full")
+        word = local.free_words.pop()
         try:
-            yield from _transfer(here.agent, here.words, [word], peer.words, [self.place.word])
-            found = int(here.arena.scratch[word])
+            yield from _transfer(local.agent, local.words, [word], peer.words, [self.place.word])
+            found = int(local.arena.scratch[word])
         finally:
-            here.free_words.append(word)
+            local.free_words.append(word)
         if found != self.place.generation:
-            raise TransferError(f"{peer.name} holds these blocks no longer", "expired")
+            raise TransferError(f"{peer.name} no longer holds these blocks", "expired")
 
 
-def tell(agent: Any, place: Place, what: bytes) -> None:
-    """Say to a known holder that its blocks were fetched, or will not be. It has the lease to go by, if this fails."""
+def notify(agent: Any, place: BlockLocation, what: bytes) -> None:
+    """Notify a known holder that its blocks were fetched or will not be. If this fails, its lease ends the offer."""
     try:
         agent.send_notif(place.agent, what + b"%d" % place.generation)
     except Exception as error:
-        raise told(f"NIXL could not tell {place.agent}", error) from error
+        raise transfer_error(f"NIXL cannot notify {place.agent}", error) from error
 
 
 def _transfer(agent: Any, ours: Any, our_numbers: Any, theirs: Any, their_numbers: Any) -> Iterator[None]:
@@ -101,6 +101,6 @@ def _transfer(agent: Any, ours: Any, our_numbers: Any, theirs: Any, their_number
             yield
             state = agent.check_xfer_state(handle)
         if state != "DONE":
-            raise TransferError(f"the transfer ended as {state}")
+            raise TransferError(f"the transfer ended in state {state}")
     finally:
         agent.release_xfer_handle(handle)

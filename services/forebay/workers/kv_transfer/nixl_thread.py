@@ -1,10 +1,10 @@
-"""The thread that calls NIXL, and nobody else does: begins reads, sees them through, hears what readers say.
+"""The only thread that calls NIXL: starts reads, advances them and receives notifications.
 
-Theory of operation. NIXL gives up the interpreter's lock while it copies, so the event loop goes on meanwhile. It has
-no progress thread here, which would spin: whatever is under way goes on when it is polled. Naps between polls are a
-part of the time since anything last happened, so that waiting costs a share of what it waited for; a command ends one
-at once. Whoever offers must poll as long as offers wait: notifications, and reads without shared memory, need it.
-Whoever has ever offered or read goes on polling at leisure: its late readers must not take it for silent.
+Theory of operation. NIXL releases the interpreter's lock while it copies, so the event loop continues. NIXL has no
+progress thread here, because it would spin; polling makes progress. The thread sleeps between polls for a fraction of
+the time since the last event, so idle polling stays cheap. Commands end the sleep. Holders must poll while offers are
+pending, because notifications and reads without shared memory depend on it. A worker that ever offered or read keeps
+polling slowly, so that late readers do not find it unresponsive.
 """
 
 import atexit
@@ -15,35 +15,35 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from forebay.workers.kv_transfer.descriptor import Place
+from forebay.workers.kv_transfer.descriptor import BlockLocation
 from forebay.workers.kv_transfer.memory import Arena
 from forebay.workers.kv_transfer.nixl_agent import TransferError, open_agent
 from forebay.workers.kv_transfer.nixl_peers import Peers
-from forebay.workers.kv_transfer.nixl_reads import FETCHED, Here, Read, tell
+from forebay.workers.kv_transfer.nixl_reads import FETCHED, LocalAgent, Read, notify
 
 LOG = logging.getLogger(__name__)
 
-SPIN_S = 0.0002  # of polling without naps: what most transfers take
+SPIN_S = 0.0002  # of polling without sleep: as long as most transfers take
 NAP_SHARE = 0.25
-NAP_S = 0.001  # at most, with anything under way or on offer
+NAP_S = 0.001  # maximum sleep while anything is in flight or offered
 IDLE_NAP_S = 0.02
 STOP_S = 5.0
-GRACE_S = 0.3  # for what is under way when the thread ends
-LINGER_S = 0.01  # for the last notifications to leave
+GRACE_S = 0.3  # for transfers in flight when the thread ends
+LINGER_S = 0.01  # for the last notifications to be sent
 
 Report = Callable[[TransferError | None], None]
 Note = Callable[[str], None]
 
-# Agents and memory that may still be written to when their transport is closed: kept for the life of the process.
+# Agents and memory that may still be written to after their transport closed: kept for the life of the process.
 _left: list[object] = []
 
 
 class NixlThread:
-    """An agent and its memory, registered. `start` returns when both are there."""
+    """Thread with an agent and its registered memory. `start` returns when both exist."""
 
     def __init__(self, name: str, arena: Arena, on_note: Note, interface: str = "") -> None:
         self.metadata = b""
-        self.holding = False  # anybody may set it, then call `wake`
+        self.holding = False  # may be set on any thread, followed by `wake`
         self._name = name
         self._interface = interface
         self._arena = arena
@@ -58,8 +58,8 @@ class NixlThread:
         self._error: Exception | None = None
 
     def start(self) -> None:
-        """Blocks, for some 0.1 s. Raises what NIXL raises."""
-        # A thread that is within NIXL when the interpreter goes away aborts the process.
+        """Start the thread; blocks for about 0.1 s. Raises the exceptions of NIXL."""
+        # A thread inside NIXL at interpreter exit would abort the process.
         atexit.register(self.stop)
         self._thread.start()
         self._opened.wait()
@@ -67,29 +67,32 @@ class NixlThread:
             raise self._error
 
     def wake(self) -> None:
-        """End a nap."""
+        """End the current sleep."""
         self._commands.put(None)
 
     def read(self, read: Read, report: Report) -> None:
-        """Begin a read; `report` is called from the thread when it is over."""
+        """Begin a read. `report` is called on this thread when it ends."""
         self._commands.put(lambda: self._begin(read, report))
 
-    def tell(self, place: Place, what: bytes) -> None:
-        """Tell a holder; a failure is logged and forgotten."""
-        self._commands.put(lambda: self._tell(place, what))
+    def notify(self, place: BlockLocation, what: bytes) -> None:
+        """Notify a holder; failures are logged only."""
+        self._commands.put(lambda: self._notify(place, what))
 
     def silence(self, agent: str) -> None:
-        """Ask a holder no more, if a read that was given up is still under way there, until all have ended."""
+        """Start no reads from a holder until all reads in progress have ended, if an abandoned one is among them."""
         self._commands.put(lambda: self._silence(agent))
 
     def stop(self) -> None:
-        """Blocks until the thread has ended: some 0.3 s after what NIXL is at, which is left alone after `STOP_S`."""
+        """Wait for the thread's end, about 0.3 s after its current NIXL call.
+
+        A call longer than `STOP_S` is abandoned.
+        """
         atexit.unregister(self.stop)
         self._stopping = True
         self.wake()
         self._thread.join(STOP_S)
         if self._thread.is_alive():
-            LOG.warning("NIXL does not return; its agent %s is left alone", self._name)
+            LOG.warning("NIXL does not return; abandoning its agent %s", self._name)
             _left.append(self)
 
     def _run(self) -> None:
@@ -98,7 +101,7 @@ class NixlThread:
             self._registered = self._agent.register_memory(
                 [(self._arena.address, self._arena.bytes, 0, "")], mem_type="DRAM"
             )
-            self._here = Here(self._agent, self._arena)
+            self._local = LocalAgent(self._agent, self._arena)
             self._peers = Peers(self._agent, self._name)
             self.metadata = self._agent.get_agent_metadata()
         except Exception as error:  # noqa: BLE001 - it is raised by `start`
@@ -136,7 +139,7 @@ class NixlThread:
         try:
             notes = self._agent.get_new_notifs()
         except Exception as error:  # noqa: BLE001 - the bindings' own classes; a reader's fault must not end the others
-            LOG.warning("NIXL could not be asked for notifications: %s", error)
+            LOG.warning("cannot get notifications from NIXL: %s", error)
             return
         for texts in notes.values():
             self._active_s = time.monotonic()
@@ -144,21 +147,21 @@ class NixlThread:
                 self._on_note(text.decode(errors="replace"))
 
     def _begin(self, read: Read, report: Report) -> None:
-        entry = (read, read.steps(self._here, self._peers), report)
+        entry = (read, read.steps(self._local, self._peers), report)
         if self._advance(*entry):
             self._reads.append(entry)
 
     def _advance(self, read: Read, steps: Iterator[None], report: Report) -> bool:
-        """Whether it still goes on; else it has been reported."""
+        """Advance a read. Return False once it has ended and was reported."""
         try:
             next(steps)
         except StopIteration:
             report(None)
-            if read.tell:  # afterwards: whoever waits for the blocks need not wait for this
-                self._tell(read.place, FETCHED)
+            if read.notify:  # after the report, so that the reader does not wait for the notification
+                self._notify(read.place, FETCHED)
         except TransferError as error:
             report(error)
-        except Exception as error:  # whatever it is, whoever waits must hear of it
+        except Exception as error:  # any error must reach the waiting reader
             LOG.exception("a read from %s failed", read.place.agent)
             report(TransferError(f"the read from {read.place.agent} failed: {error!r}"))
         else:
@@ -169,12 +172,12 @@ class NixlThread:
         if any(read.abandoned and read.place.agent == agent for read, _, _ in self._reads):
             self._peers.silence(agent)
 
-    def _tell(self, place: Place, what: bytes) -> None:
+    def _notify(self, place: BlockLocation, what: bytes) -> None:
         try:
             self._peers.of(place)
-            tell(self._agent, place, what)
+            notify(self._agent, place, what)
         except TransferError as error:
-            LOG.info("%s is left to its lease: %s", place.agent, error)
+            LOG.info("cannot notify %s, its lease will end: %s", place.agent, error)
 
     def _end(self) -> None:
         until_s = time.monotonic() + GRACE_S
@@ -190,9 +193,9 @@ class NixlThread:
         if self._reads:
             for _, _, report in self._reads:
                 report(TransferError("the transport was closed", "closed"))
-            _left.append((self._agent, self._here, self._reads))
+            _left.append((self._agent, self._local, self._reads))
             return
         self._peers.close()
-        self._here.close()
+        self._local.close()
         self._agent.deregister_memory(self._registered)
-        del self._agent, self._here, self._peers
+        del self._agent, self._local, self._peers

@@ -1,9 +1,9 @@
-"""Blocks by plain sockets, for where NIXL is not to be used: the same leases, generations and checksums.
+"""Transfer of blocks by plain sockets, without NIXL, with the same leases, generations and checksums.
 
-Theory of operation. A reader has one connection a fetch. It names a generation, which only the descriptor told it, a
-verb and block numbers; the holder answers with their bytes, and with the generation word as it is after the last byte
-was handed to the kernel: bytes of a lease that ended meanwhile end with another word. Whoever leaves closes the
-connection, and nobody writes to its slots any more.
+Theory of operation. A reader opens one connection per fetch. It sends a generation, which it knows only from the
+descriptor, a verb and block numbers. The holder replies with the bytes, followed by the generation word after the last
+byte was passed to the kernel. If the lease ends meanwhile, that word differs. After the connection is closed, nobody
+writes to the reader's slots.
 """
 
 import asyncio
@@ -16,10 +16,10 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from forebay.events.base import pack_u32
-from forebay.workers.kv_transfer.descriptor import Place
+from forebay.workers.kv_transfer.descriptor import BlockLocation
 from forebay.workers.kv_transfer.memory import Arena
 from forebay.workers.kv_transfer.nixl_agent import TransferError
-from forebay.workers.kv_transfer.offers import Held, Offers
+from forebay.workers.kv_transfer.offers import HeldOffer, KvOffers
 
 if TYPE_CHECKING:
     from forebay.workers.kv_transfer.api import Numbers
@@ -27,21 +27,21 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 
-CONNECTIONS_MAX = 64  # of readers at once; more are turned away, and try elsewhere
-PATIENCE_S = 30.0  # for a reader to ask, or to take what it asked for
+CONNECTIONS_MAX = 64  # concurrent readers; further ones are rejected, and their requests run elsewhere
+PATIENCE_S = 30.0  # for a reader to send its request, or to receive the reply
 ACCEPT_PAUSE_S = 1.0
-TELL_S = 5.0
-TELLS_MAX = 256  # under way; more are left to the lease
-_ASK = struct.Struct("<QBI")  # generation, verb, how many block numbers follow as u32
+NOTIFY_S = 5.0
+NOTIFICATIONS_MAX = 256  # notifications in flight; for further ones the lease ends the offer
+_HEADER = struct.Struct("<QBI")  # generation, verb, number of u32 block numbers that follow
 _WORD = struct.Struct("<Q")
 _READ, _FETCHED, _DROPPED = 1, 2, 3
 _MIB = 1 << 20
 
 
 class TcpCarrier:
-    """See `Carrier`."""
+    """`Carrier` that uses plain sockets."""
 
-    def __init__(self, arena: Arena, offers: Offers, host: str) -> None:
+    def __init__(self, arena: Arena, offers: KvOffers, host: str) -> None:
         self.route = b""
         self._arena = arena
         self._offers = offers
@@ -54,7 +54,7 @@ class TcpCarrier:
         self._telling = 0
 
     async def start(self) -> None:
-        """Listen on a port of the kernel's choice."""
+        """Listen on a port chosen by the kernel."""
         found = await self._loop.getaddrinfo(self._host, 0, type=socket.SOCK_STREAM)
         family, kind, protocol, _, address = found[0]
         self._listener = socket.socket(family, kind, protocol)
@@ -66,40 +66,40 @@ class TcpCarrier:
             self._listener.close()
             raise
         self.route = f"{self._host}:{self._listener.getsockname()[1]}".encode()
-        LOG.info("KV is fetched at %s", self.route.decode())
+        LOG.info("serving KV at %s", self.route.decode())
         self._loop.add_reader(self._listener, self._accept, self._listener)
 
-    async def read(self, place: Place, theirs: "Slots", into: "Numbers", *, tell: bool) -> None:
-        """Ask for blocks, and look at the word behind them."""
+    async def read(self, place: BlockLocation, theirs: "Slots", into: "Numbers", *, notify: bool) -> None:
+        """Request blocks, then check the generation word that follows them."""
         rows = [self._arena.view(block).data for block in into.tolist()]
-        with _told(place):
+        with _as_transfer_errors(place):
             async with self._connected(place) as connection:
                 numbers = pack_u32(theirs.tolist())
-                await self._loop.sock_sendall(connection, _ASK.pack(place.generation, _READ, len(theirs)) + numbers)
+                await self._loop.sock_sendall(connection, _HEADER.pack(place.generation, _READ, len(theirs)) + numbers)
                 (size,) = _WORD.unpack(await self._receive(connection, _WORD.size))
                 if size != len(theirs) * self._arena.block_bytes:
-                    raise TransferError(f"{place.agent} holds these blocks no longer", "expired")
+                    raise TransferError(f"{place.agent} no longer holds these blocks", "expired")
                 for row in rows:
                     await self._receive_into(connection, row)
                 (word,) = _WORD.unpack(await self._receive(connection, _WORD.size))
                 if word != place.generation:
-                    raise TransferError(f"{place.agent} holds these blocks no longer", "expired")
-                if tell:
-                    await self._loop.sock_sendall(connection, _ASK.pack(place.generation, _FETCHED, 0))
+                    raise TransferError(f"{place.agent} no longer holds these blocks", "expired")
+                if notify:
+                    await self._loop.sock_sendall(connection, _HEADER.pack(place.generation, _FETCHED, 0))
 
-    def tell(self, place: Place, *, fetched: bool) -> None:
-        """By a connection of its own."""
-        if self._telling < TELLS_MAX:
-            _ = self._spawn(self._tell(place, _FETCHED if fetched else _DROPPED))
+    def notify(self, place: BlockLocation, *, fetched: bool) -> None:
+        """Notify the holder on a separate connection."""
+        if self._telling < NOTIFICATIONS_MAX:
+            _ = self._spawn(self._notify(place, _FETCHED if fetched else _DROPPED))
 
-    def unanswered(self, place: Place) -> None:
-        """Nothing is owed: the connection was closed."""
+    def unanswered(self, place: BlockLocation) -> None:
+        """Do nothing: the connection was closed."""
 
     def holding(self, offers: int) -> None:
-        """Whoever comes is heard anyway."""
+        """Do nothing: readers can always connect."""
 
     async def close(self) -> None:
-        """Listen no more and hang up."""
+        """Stop listening and close all connections."""
         if self._pause is not None:
             self._pause.cancel()
         if self._listener is not None:
@@ -110,18 +110,18 @@ class TcpCarrier:
                 task.cancel()
             await asyncio.wait(self._tasks)
 
-    async def _tell(self, place: Place, verb: int) -> None:
+    async def _notify(self, place: BlockLocation, verb: int) -> None:
         self._telling += 1
         try:
-            async with asyncio.timeout(TELL_S), self._connected(place) as connection:
-                await self._loop.sock_sendall(connection, _ASK.pack(place.generation, verb, 0))
+            async with asyncio.timeout(NOTIFY_S), self._connected(place) as connection:
+                await self._loop.sock_sendall(connection, _HEADER.pack(place.generation, verb, 0))
         except (OSError, TimeoutError, ValueError) as error:
-            LOG.info("%s is left to its lease: %s", place.agent, error)
+            LOG.info("cannot notify %s, its lease will end: %s", place.agent, error)
         finally:
             self._telling -= 1
 
     @asynccontextmanager
-    async def _connected(self, place: Place) -> AsyncIterator[socket.socket]:
+    async def _connected(self, place: BlockLocation) -> AsyncIterator[socket.socket]:
         host, _, port = place.route.decode().rpartition(":")
         found = await self._loop.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
         family, kind, protocol, _, address = found[0]
@@ -138,7 +138,7 @@ class TcpCarrier:
             return
         except OSError as error:
             LOG.warning("no reader can connect: %s", error)
-            self._loop.remove_reader(listener)  # out of file descriptors, most likely: trying at once would spin
+            self._loop.remove_reader(listener)  # most likely out of file descriptors: an immediate retry would spin
             self._pause = self._loop.call_later(ACCEPT_PAUSE_S, self._loop.add_reader, listener, self._accept, listener)
             return
         if self._serving >= CONNECTIONS_MAX:
@@ -149,20 +149,20 @@ class TcpCarrier:
 
     def _served(self, connection: socket.socket) -> None:
         self._serving -= 1
-        connection.close()  # here, as a task that is cancelled before it begins does nothing
+        connection.close()  # here, because a task that is cancelled before it starts runs none of its code
 
     async def _serve(self, connection: socket.socket) -> None:
-        """What one reader asks, until it leaves."""
+        """Serve the requests of one reader until it disconnects."""
         with contextlib.suppress(OSError, TimeoutError):
             connection.setblocking(False)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            while await self._answer(connection):
+            while await self._reply(connection):
                 pass
 
-    async def _answer(self, connection: socket.socket) -> bool:
+    async def _reply(self, connection: socket.socket) -> bool:
         async with asyncio.timeout(PATIENCE_S):
-            asked = await self._receive(connection, _ASK.size)
-        generation, verb, count = _ASK.unpack(asked)
+            request = await self._receive(connection, _HEADER.size)
+        generation, verb, count = _HEADER.unpack(request)
         if verb != _READ:
             self._offers.end(generation, "fetched" if verb == _FETCHED else "released")
             return verb in (_FETCHED, _DROPPED)
@@ -174,11 +174,11 @@ class TcpCarrier:
             numbers = await self._receive(connection, 4 * count)
         return await self._send(connection, held, numbers)
 
-    async def _send(self, connection: socket.socket, held: Held, numbers: bytes) -> bool:
+    async def _send(self, connection: socket.socket, held: HeldOffer, numbers: bytes) -> bool:
         import numpy  # noqa: PLC0415 - an extra
 
         slots = numpy.frombuffer(numbers, dtype="<u4")
-        if not numpy.isin(slots, held.slots).all():  # others of this worker's blocks are not for this reader
+        if not numpy.isin(slots, held.slots).all():  # readers may not read other blocks of this worker
             await self._loop.sock_sendall(connection, _WORD.pack(0))
             return False
         await self._loop.sock_sendall(connection, _WORD.pack(len(slots) * self._arena.block_bytes))
@@ -199,7 +199,7 @@ class TcpCarrier:
         while into:
             got = await self._loop.sock_recv_into(connection, into)
             if not got:
-                raise ConnectionResetError("the other side left")
+                raise ConnectionResetError("the other side disconnected")
             into = into[got:]
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
@@ -210,11 +210,11 @@ class TcpCarrier:
 
 
 @contextlib.contextmanager
-def _told(place: Place) -> Iterator[None]:
-    """What sockets raise, told as ours."""
+def _as_transfer_errors(place: BlockLocation) -> Iterator[None]:
+    """Convert socket exceptions to TransferError."""
     try:
         yield
     except OSError as error:
-        raise TransferError(f"{place.agent} could not be read from: {error}", "gone") from error
+        raise TransferError(f"cannot read from {place.agent}: {error}", "gone") from error
     except ValueError as error:
-        raise TransferError(f"the way to {place.agent} is none: {error}", "refused") from error
+        raise TransferError(f"{place.agent} has an invalid address: {error}", "refused") from error

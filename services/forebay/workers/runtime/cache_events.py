@@ -1,8 +1,8 @@
-"""What a worker says of its caches: KV events without a hole in their numbers, and all of it again when asked.
+"""KV events of a worker, numbered without gaps, and complete re-announcements of its cache.
 
-Theory of operation. Each rank's events are numbered from 1 as they are made, and made only to be appended at once,
-in order; a worker whose append fails ends. So a number that is missing on the log is a record that did not reach it.
-What was said is remembered here, not asked of the engine: its cache may already be ahead of what it has told.
+Theory of operation. Each rank's events are numbered from 1 when they are created, and appended at once and in order. A
+worker whose append fails exits. A missing number on the log is therefore a lost record. Re-announcements use the
+changes remembered here, because the engine's cache may be ahead of the events it has reported.
 """
 
 from collections.abc import Container, Iterable, Sequence
@@ -18,7 +18,7 @@ from forebay.events.topics import KV_EVENTS
 from forebay.transport.base import Draft
 from forebay.workers.engine import CacheChange, Cleared
 
-EVENT_HASHES_MAX = 4_096  # the owner applies a record at once: a millisecond in which it decides nothing
+EVENT_HASHES_MAX = 4_096  # the owner applies one record without interruption: a millisecond without decisions
 
 
 TIERS: tuple[Tier, ...] = get_args(Tier)
@@ -26,9 +26,11 @@ TIERS: tuple[Tier, ...] = get_args(Tier)
 
 @dataclass(slots=True)
 class _Tier:
-    """`parents` has every block that is said to be there, with the block before it where that is known.
+    """Announced blocks of one tier of one rank.
 
-    `engine_hashes` has the engine's names of those that it named.
+    Attributes:
+        parents: sequence hash of each block to that of the preceding block, None if unknown.
+        engine_hashes: sequence hash to the engine's own block hash, for blocks that have one.
     """
 
     parents: dict[int, int | None] = field(default_factory=dict)
@@ -44,7 +46,7 @@ class _Tier:
             self.engine_hashes.pop(block, None)
 
     def named(self, chain: Stored, tier: Tier) -> Stored:
-        """A chain of this tier, with the engine's names if it has them all."""
+        """Return a chain of this tier, with the engine's hashes if all of them are known."""
         names = tuple(self.engine_hashes[block] for block in chain.hashes if block in self.engine_hashes)
         return Stored(chain.parent, chain.hashes, tier, names if len(names) == len(chain.hashes) else ())
 
@@ -56,7 +58,7 @@ class _Rank:
 
 
 class CacheEvents:
-    """The KV events of one epoch of one worker; a spec without `kv_events` has none."""
+    """KV events of one epoch of one worker. Creates none if `spec.kv_events` is False."""
 
     def __init__(self, spec: WorkerSpec, worker_epoch: int, partition: int) -> None:
         self._worker_id = spec.worker_id
@@ -66,11 +68,11 @@ class CacheEvents:
         self._ranks = {rank: _Rank() for rank in spec.ranks}
 
     def announcement(self, rank: int, hashes: Sequence[int]) -> list[Draft]:
-        """What a rank's cache holds as its epoch begins."""
+        """Return the events that announce a rank's cache at the start of the epoch."""
         return self.changes(rank, [Stored(None, tuple(hashes))])
 
     def changes(self, rank: int, changes: Iterable[CacheChange]) -> list[Draft]:
-        """The events of changes, in their order."""
+        """Return the events of cache changes, in order."""
         if self._silent:
             return []
         one = self._ranks[rank]
@@ -89,20 +91,20 @@ class CacheEvents:
         return drafts
 
     def reannouncement(self, rank: int, above_seq: int) -> list[Draft]:
-        """All that a rank holds as of its last event, from nothing on. To be appended in one piece.
+        """Return events that clear a rank and store all its announced blocks. Append them as one batch.
 
-        Numbers go on above `above_seq` too: somebody else may have used them.
+        Their numbers exceed `above_seq`, in case another process used numbers up to it.
         """
         if self._silent:
             return []
         one = self._ranks[rank]
         one.seq = max(one.seq, above_seq)
         drafts = [self._cleared(rank, one)]
-        said: set[int] = set()
+        announced: set[int] = set()
         for tier, held in one.tiers.items():
-            for chain in chains(held.parents, said):
+            for chain in chains(held.parents, announced):
                 drafts += self._events(rank, one, held.named(chain, tier))
-            said.update(held.parents)
+            announced.update(held.parents)
         return drafts
 
     def _cleared(self, rank: int, one: _Rank) -> Draft:
@@ -148,14 +150,17 @@ class CacheEvents:
 
 
 def chains(parents: dict[int, int | None], before: Container[int] = ()) -> list[Stored]:
-    """Blocks by parent as chains that hold each block once, every chain after the one that it continues.
+    """Split blocks into chains that contain each block once, every chain after the one it continues.
 
-    A parent that is neither among the blocks nor in `before`, or not before them because they were said to go round in
-    a circle, is left out.
+    The parent of a chain is None if it is neither in `before` nor in an earlier chain, for example in a reported cycle.
+
+    Args:
+        parents: sequence hash of each block to that of its parent.
+        before: sequence hashes of blocks that are already announced.
     """
     found: list[Stored] = []
     done: set[int] = set()
-    # Children are mostly younger than their parents: from the youngest on, chains get long.
+    # Children are mostly newer than their parents, so starting with the newest block gives long chains.
     for youngest in reversed(parents):
         path: dict[int, None] = {}
         block: int | None = youngest

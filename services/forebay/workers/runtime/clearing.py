@@ -1,11 +1,11 @@
-"""A cache that is to be emptied soon: by one task at a time, once more if that is asked for meanwhile."""
+"""Background clearing of a cache, by one task at a time."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
 
 
 class Clearing:
-    """`clear` empties the cache; `on_fault` gets what it fails by."""
+    """Runs `clear` in a task, and once more if requested meanwhile. Passes exceptions to `on_fault`."""
 
     def __init__(self, clear: Callable[[], Awaitable[None]], on_fault: Callable[[BaseException], None]) -> None:
         self.task: asyncio.Task[None] | None = None
@@ -14,14 +14,14 @@ class Clearing:
         self._again = False
 
     def soon(self) -> None:
-        """Begin, if that has not been done."""
+        """Request a clearing; start the task unless it runs."""
         self._again = True
         if self.task is None:
             self.task = asyncio.create_task(self._all(), name="clear the cache")
             self.task.add_done_callback(self._ended)
 
     async def over(self) -> None:
-        """Wait while it is emptied."""
+        """Wait until no clearing runs."""
         while self.task is not None:
             await asyncio.wait([self.task])
 

@@ -1,9 +1,9 @@
-"""What operators command, done by the engine one after another.
+"""Operator commands, executed by the engine one after another.
 
-Theory of operation. Commands run in the order in which they came, so that a list of adapters includes what was loaded
-before it was asked for. Each is done once: a new owner may send it again, and is told what came of it. The adapters
-that are loaded belong to the engine and outlive an epoch, so an answer that an epoch's end overtook is said in the
-next one: whoever routes by adapters must know of it.
+Theory of operation. Commands run in arrival order, so `list_loras` includes every adapter loaded before it. Each
+command runs once. If a new owner sends it again, it gets the same result. Loaded adapters belong to the engine and
+outlive an epoch. If the epoch ends during a command, its result is therefore sent in the next epoch, because the router
+selects workers by adapter.
 """
 
 import asyncio
@@ -22,14 +22,22 @@ from forebay.workers.runtime.outbox import Outbox
 
 logger = logging.getLogger(__name__)
 
-WAITING_MAX = 64  # as many as an owner has under way
-SEEN_MAX = 1_024  # remembered: an owner that takes over sends again what is under way, which is less
+WAITING_MAX = 64  # the owner's limit of commands in flight
+SEEN_MAX = 1_024  # more than a new owner sends again after a takeover
 ERROR_CHARS_MAX = 500
 
 
 @dataclass(slots=True)
-class Given:
-    """A command that came, on whose order, and what became of it: `error` is why it was not done."""
+class ReceivedCommand:
+    """Received command and its result.
+
+    Attributes:
+        owner_epoch: epoch of the latest owner that sent it.
+        begin_by_s: deadline for its start, on the monotonic clock.
+        over: whether it has a result.
+        loras: adapters loaded afterwards.
+        error: why it was not executed, None on success.
+    """
 
     command_id: str
     command: Command
@@ -41,11 +49,11 @@ class Given:
 
 
 class CommandRunner:
-    """Has `engine`, which serves `model`, do what is commanded, and says what came of it through `send`.
+    """Executes commands on `engine`, which serves `model`, and appends their results with `send`.
 
     Attributes:
         loras: the adapters that are loaded now.
-        repeated: commands that came again.
+        repeated: number of commands received more than once.
     """
 
     def __init__(self, engine: Engine, model: str, send: Callable[[Sequence[Draft]], object]) -> None:
@@ -55,88 +63,90 @@ class CommandRunner:
         self._outbox: Outbox | None = None
         self._joined = asyncio.Event()
         self._wake = asyncio.Event()
-        self._waiting: deque[Given] = deque()
-        self._obeying = False
-        self._seen: OrderedDict[tuple[str, int], Given] = OrderedDict()
+        self._waiting: deque[ReceivedCommand] = deque()
+        self._executing = False
+        self._seen: OrderedDict[tuple[str, int], ReceivedCommand] = OrderedDict()
         self.loras: tuple[str, ...] = ()
         self.repeated = 0
 
     @property
     def busy(self) -> bool:
-        """Whether something is not answered yet."""
-        return self._obeying or bool(self._waiting)
+        """Whether any command has no result yet."""
+        return self._executing or bool(self._waiting)
 
     def join(self, outbox: Outbox) -> None:
-        """An epoch begins: answers are said by `outbox`."""
+        """Begin an epoch; results are encoded by `outbox`."""
         self._outbox = outbox
         self._joined.set()
 
     def leave(self) -> None:
-        """The epoch is over: the owner gave up what waited, and it is not done any more."""
+        """End the epoch and drop the queued commands, which the owner has already given up."""
         self._outbox = None
         self._joined.clear()
         self._waiting.clear()
         self._seen.clear()
 
     def add(self, event: WorkerCommand) -> None:
-        """A command came, perhaps again."""
-        key = event.command_id, event.nonce  # an id may be used again, long after
+        """Queue a command, or send its result again if it has already run."""
+        key = event.command_id, event.nonce  # an id may be reused much later
         known = self._seen.get(key)
         if known is not None:
             self.repeated += 1
             known.owner_epoch = max(known.owner_epoch, event.owner_epoch)
             if known.over:
-                self._tell(known)
+                self._send_result(known)
             return
         begin_by_s = time.monotonic() + event.timeout_us / 1e6
-        given = Given(event.command_id, event.command, event.owner_epoch, begin_by_s)
-        self._seen[key] = given
+        received = ReceivedCommand(event.command_id, event.command, event.owner_epoch, begin_by_s)
+        self._seen[key] = received
         if len(self._seen) > SEEN_MAX:
             self._seen.popitem(last=False)
         if len(self._waiting) >= WAITING_MAX:
-            self._end(given, f"{len(self._waiting)} commands wait already")
+            self._end(received, f"the worker's queue of commands is full: {len(self._waiting)} are waiting")
             return
-        self._waiting.append(given)
+        self._waiting.append(received)
         self._wake.set()
 
     async def run(self) -> None:
-        """Do what comes until cancelled. Raises what the engine raises when it breaks."""
+        """Execute queued commands until cancelled. Raises the exceptions of a broken engine."""
         while True:
             while not self._waiting:
                 self._wake.clear()
                 await self._wake.wait()
-            given = self._waiting.popleft()
-            self._obeying = True
-            error = await self._obey(given)
+            received = self._waiting.popleft()
+            self._executing = True
+            error = await self._execute(received)
             while self._outbox is None:
                 await self._joined.wait()
-            self._obeying = False
-            self._end(given, error)
+            self._executing = False
+            self._end(received, error)
 
-    async def _obey(self, given: Given) -> str | None:
-        """Why it is not done; None if it is."""
-        if time.monotonic() > given.begin_by_s:
-            return "its time was over before the commands before it were done"
-        action = given.command.action
+    async def _execute(self, received: ReceivedCommand) -> str | None:
+        """Execute a command. Return the reason for a failure, None on success."""
+        if time.monotonic() > received.begin_by_s:
+            return "it timed out while earlier commands were running"
+        action = received.command.action
         try:
             if action == "load_lora":
-                require_adapter(given.command.lora_name, self._model)
-            given.loras = await self._engine.command(given.command)
+                require_adapter(received.command.lora_name, self._model)
+            received.loras = await self._engine.command(received.command)
         except (EngineRefused, NameInvalid) as refusal:
-            logger.warning("the engine does not %s: %s", action, refusal)
-            return str(refusal)[:ERROR_CHARS_MAX] or f"the engine does not {action}"
+            logger.warning("engine command %s failed: %s", action, refusal)
+            return str(refusal)[:ERROR_CHARS_MAX] or f"the engine does not support {action}"
         if action in LORA_CHANGES:
-            self.loras = given.loras
-        logger.info("the engine was told to %s, and did", action)
+            self.loras = received.loras
+        logger.info("engine command %s done", action)
         return None
 
-    def _end(self, given: Given, error: str | None) -> None:
-        given.over, given.error = True, error
-        self._tell(given)
+    def _end(self, received: ReceivedCommand, error: str | None) -> None:
+        received.over, received.error = True, error
+        self._send_result(received)
 
-    def _tell(self, given: Given) -> None:
-        assert self._outbox is not None, "commands come to members"
-        # A change that came later is part of what is loaded: the newest answer is what others go by.
-        loras = self.loras if given.command.action in LORA_CHANGES else given.loras
-        answer = self._outbox.command_answer(given.command_id, given.command, given.owner_epoch, loras, given.error)
+    def _send_result(self, received: ReceivedCommand) -> None:
+        assert self._outbox is not None, "commands are only sent to members"
+        # A later change may have succeeded meanwhile; the router uses the list of the newest result.
+        loras = self.loras if received.command.action in LORA_CHANGES else received.loras
+        answer = self._outbox.command_answer(
+            received.command_id, received.command, received.owner_epoch, loras, received.error
+        )
         self._send([answer])

@@ -1,4 +1,4 @@
-"""What a worker shows to Prometheus of KV that travels between workers."""
+"""Prometheus metrics of KV transfers between workers."""
 
 from collections.abc import Iterator
 from itertools import accumulate
@@ -8,25 +8,27 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 
 from forebay.events.transfer import KvLayout
 from forebay.workers.engine import KvMover
-from forebay.workers.kv_transfer.api import BUCKETS_S, REASONS, GivenBack, Stats
+from forebay.workers.kv_transfer.api import BUCKETS_S, REASONS, FreeReason, Stats
 from forebay.workers.runtime.worker import Worker
 
-PLAIN = "tcp"  # the path without NIXL
+PLAIN = "tcp"  # TCP without NIXL
 
 
 def kv_path(layout: KvLayout) -> str:
-    """What moves KV blocks, in words: plainly so where it is not what one would expect."""
-    return f"{layout.connector}, the plain path without NIXL" if layout.connector == PLAIN else layout.connector
+    """Return the name of what moves KV blocks; it points out TCP, because NIXL is the normal path."""
+    return f"{layout.connector} (without NIXL)" if layout.connector == PLAIN else layout.connector
 
 
 def kv_metrics(worker: Worker) -> Iterator[Metric]:
-    """The metrics as they are now; none where KV does not travel."""
+    """Yield the current metrics; none for an engine without KV transfers."""
     layout = worker.spec.kv_layout
     if layout is None:
         return
     labels = [worker.spec.worker_id]
     info = GaugeMetricFamily(
-        "forebay_kv_transport_info", "1 for what moves KV blocks", labels=["worker_id", "transport", "plain"]
+        "forebay_kv_transport_info",
+        "Transport that moves KV blocks; the value is always 1.",
+        labels=["worker_id", "transport", "plain"],
     )
     info.add_metric([*labels, layout.connector, str(layout.connector == PLAIN).lower()], 1)
     yield info
@@ -39,31 +41,37 @@ def kv_metrics(worker: Worker) -> Iterator[Metric]:
 
 def _counters(labels: list[str], stats: Stats) -> Iterator[Metric]:
     counted = {
-        "fetches": ("transfers of a prompt's KV that came", stats.fetched),
-        "bytes": ("bytes of KV fetched", stats.bytes),
-        "blocks": ("KV blocks fetched", stats.blocks),
-        "retries": ("transfers repeated because a checksum was wrong", stats.retries),
-        "corrupt_blocks": ("KV blocks that came with a wrong checksum", stats.corrupt),
-        "cancelled": ("transfers that were given up", stats.cancelled),
-        "offers": ("prompts whose KV was kept for another worker", stats.offered),
+        "fetches": ("KV transfers completed.", stats.fetched),
+        "bytes": ("Bytes of KV fetched.", stats.bytes),
+        "blocks": ("KV blocks fetched.", stats.blocks),
+        "retries": ("KV transfers repeated because of a wrong checksum.", stats.retries),
+        "corrupt_blocks": ("KV blocks received with a wrong checksum.", stats.corrupt),
+        "cancelled": ("KV transfers given up.", stats.cancelled),
+        "offers": ("Prompts whose KV was kept for another worker.", stats.offered),
     }
     for name, (text, count) in counted.items():
         counter = CounterMetricFamily(f"forebay_kv_transfer_{name}", text, labels=["worker_id"])
         counter.add_metric(labels, count)
         yield counter
     by_reason = {
-        "failures": ("transfers that failed, by reason", REASONS, stats.failed),
-        "given_back": ("prompts whose KV is kept no longer, by what ended that", get_args(GivenBack), stats.given_back),
+        "failures": ("Failed KV transfers, by reason.", REASONS, stats.failed),
+        "given_back": (
+            "Prompts whose KV is no longer kept, by the reason for freeing it.",
+            get_args(FreeReason),
+            stats.freed,
+        ),
     }
     for name, (text, reasons, counts) in by_reason.items():
         counter = CounterMetricFamily(f"forebay_kv_transfer_{name}", text, labels=["worker_id", "reason"])
-        for reason in sorted({*reasons, *counts}):  # from the start, so that the first event is seen as a rise
+        for reason in sorted(
+            {*reasons, *counts}
+        ):  # exported from the start, so that the first event shows as an increase
             counter.add_metric([*labels, reason], counts.get(reason, 0))
         yield counter
 
 
 def _seconds(labels: list[str], stats: Stats) -> Metric:
-    text = "time that fetches which came took, waiting for others included"
+    text = "Total time of completed fetches, including time in the queue, in seconds."
     histogram = HistogramMetricFamily("forebay_kv_transfer_seconds", text, labels=["worker_id"])
     counts = accumulate(stats.took.get(at, 0) for at in range(len(BUCKETS_S) + 1))
     bounds = [*map(str, BUCKETS_S), "+Inf"]
@@ -73,13 +81,13 @@ def _seconds(labels: list[str], stats: Stats) -> Metric:
 
 def _gauges(labels: list[str], stats: Stats) -> Iterator[Metric]:
     now = {
-        "held": ("prompts whose KV is kept for another worker", stats.held_offers),
-        "held_blocks": ("KV blocks that are kept for other workers", stats.held_blocks),
-        "in_flight": ("transfers under way", stats.in_flight),
-        "in_flight_bytes": ("bytes of KV under way", stats.in_flight_bytes),
-        "waiting": ("transfers that wait for others", stats.waiting),
+        "held": ("Prompts whose KV is currently kept for another worker.", stats.held_offers),
+        "held_blocks": ("KV blocks currently kept for other workers.", stats.held_blocks),
+        "in_flight": ("KV transfers in flight.", stats.in_flight),
+        "in_flight_bytes": ("Bytes of KV in flight.", stats.in_flight_bytes),
+        "waiting": ("KV transfers waiting in the queue.", stats.waiting),
         "quarantined_blocks": (
-            "KV blocks that a worker that does not answer may still write to",
+            "KV blocks that an unresponsive worker may still write to.",
             stats.quarantined_blocks,
         ),
     }

@@ -1,7 +1,7 @@
-"""Keeps the leases of a process's workers, in one thread: a busy event loop must not look like a dead worker.
+"""Lease renewal on a separate thread, so that a busy event loop does not look like a dead worker.
 
-A lease is a sensor, not the truth. One that vanished is taken again; only when another incarnation
-of the same worker holds it the worker is told, since it was replaced. A store that fails is tried again.
+A lease is a hint, not the truth: the log decides. A vanished lease is acquired again. If another incarnation of the
+same worker holds it, the worker is notified that it was replaced. Store errors are retried.
 """
 
 import asyncio
@@ -16,9 +16,9 @@ from forebay.transport.base import LeaseError, Leases
 logger = logging.getLogger(__name__)
 
 TTL_S = 3.0
-RENEWALS_PER_TTL = 3  # two renewals may be missed before the lease runs out
-RENEW_S_MAX = 1.0  # a lease that vanished is taken again this soon, however long its TTL is
-RETRY_S_MAX = 1.0  # after an error, long before the next renewal would be
+RENEWALS_PER_TTL = 3  # two renewals may fail before the lease expires
+RENEW_S_MAX = 1.0  # a vanished lease is acquired again this soon, independent of its TTL
+RETRY_S_MAX = 1.0  # after an error, well before the next renewal
 
 
 @dataclass(slots=True, kw_only=True)
@@ -33,14 +33,14 @@ class _Hold:
     due: float = 0.0
 
     def tokens_of_successor(self) -> frozenset[str]:
-        """What the hold that comes after this one has as predecessors: none when this never held anything."""
+        """Return the tokens that a successor of this hold may take the lease from; empty if it never held the lease."""
         if self.acquired:
             return frozenset({self.token})
         return self.predecessors and self.predecessors | {self.token}
 
 
 class LeaseKeeper:
-    """Takes, renews and gives up leases. `hold` and `release` return at once; the thread does the work."""
+    """Acquires, renews and releases leases. `hold` and `release` return at once; the thread does the work."""
 
     def __init__(self, leases: Leases, *, ttl_s: float = TTL_S) -> None:
         assert ttl_s > 0
@@ -56,7 +56,7 @@ class LeaseKeeper:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self) -> None:
-        """Start the thread, once; called on the event loop that is told about replaced workers."""
+        """Start the thread, once. Call it on the event loop that runs the `on_replaced` callbacks."""
         assert self._thread is None
         assert not self._stopping
         self._loop = asyncio.get_running_loop()
@@ -64,7 +64,7 @@ class LeaseKeeper:
         self._thread.start()
 
     async def stop(self) -> None:
-        """Give up every lease and end the thread."""
+        """Release every lease and end the thread."""
         if self._thread is None:
             return
         self._stopping = True
@@ -73,10 +73,10 @@ class LeaseKeeper:
         self._thread = None
 
     def hold(self, group: str, worker_id: str, token: str, payload: bytes, on_replaced: Callable[[str], None]) -> None:
-        """Take the lease, from whoever has it, and keep it until released.
+        """Acquire the lease, from any holder, and keep it until it is released.
 
-        It succeeds what this keeper held for the worker; then a stranger that took that over keeps it.
-        `on_replaced` is called on the event loop with the token of the incarnation that has the lease.
+        A new hold succeeds the earlier holds of this keeper for the worker. If another process has taken the lease from
+        one of those, that process keeps it. `on_replaced` is then called on the event loop with the holder's token.
         """
         with self._lock:
             before = self._holds.get((group, worker_id))
@@ -91,7 +91,7 @@ class LeaseKeeper:
         self._wake.set()
 
     def release(self, group: str, worker_id: str) -> None:
-        """Give the worker's lease up, if it is held."""
+        """Release the worker's lease, if this keeper holds it."""
         with self._lock:
             hold = self._holds.pop((group, worker_id), None)
             if hold is not None:
@@ -123,13 +123,13 @@ class LeaseKeeper:
         try:
             self._leases.release(hold.group, hold.worker_id, hold.token)
         except LeaseError as error:
-            logger.warning("lease of %s not released, it will run out: %s", hold.worker_id, error)
+            logger.warning("cannot release the lease of %s, it will expire: %s", hold.worker_id, error)
 
     def _tend(self, hold: _Hold) -> None:
         try:
             if hold.acquired:
                 if not self._leases.renew(hold.group, hold.worker_id, hold.token, self._ttl_ms):
-                    logger.warning("lease of %s was gone", hold.worker_id)
+                    logger.warning("the lease of %s vanished; acquiring it again", hold.worker_id)
                     self._retake(hold)
             elif hold.predecessors:
                 self._retake(hold)
@@ -137,7 +137,7 @@ class LeaseKeeper:
                 self._take(hold)
             hold.due = time.monotonic() + self._period_s
         except LeaseError as error:
-            logger.warning("lease of %s not renewed, trying again: %s", hold.worker_id, error)
+            logger.warning("cannot renew the lease of %s, will retry: %s", hold.worker_id, error)
             hold.due = time.monotonic() + min(RETRY_S_MAX, self._period_s)
 
     def _take(self, hold: _Hold) -> None:
@@ -145,7 +145,10 @@ class LeaseKeeper:
         hold.acquired = True
 
     def _retake(self, hold: _Hold) -> None:
-        """Take it unless a stranger lives on it: two that took it from each other would go on for ever."""
+        """Acquire the lease, unless another process holds it.
+
+        Two processes would otherwise take it from each other forever.
+        """
         ours = hold.predecessors | {hold.token}
         for lease in self._leases.poll(hold.group):
             if lease.worker_id == hold.worker_id and lease.token not in ours and lease.expires_in_ms > 0:

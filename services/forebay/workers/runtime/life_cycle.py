@@ -1,7 +1,7 @@
-"""The life of a worker: where it is, and where it may go from there.
+"""Life cycle of a worker as a state machine.
 
-Theory of operation. A worker moves by the table below and by nothing else; a move that the table does not list raises
-and changes nothing.
+Theory of operation. A worker changes its state only by the transitions below. Any other transition raises and leaves
+the state unchanged.
 
     created --register--> registered --admit--> running --pass--> healthy       any member --lose--> registered
     registered, running, healthy --stop--> stopping                                any --leave--> deregistered
@@ -12,22 +12,22 @@ from enum import StrEnum
 
 from forebay.core.state_machine import IllegalTransition
 
-FACT_S = 5.0  # an owner looks at the leases twice a second; without one nothing new comes anyway
+FACT_S = 5.0  # the owner polls the leases twice per second; without an owner no new work arrives anyway
 
 
 class State(StrEnum):
-    """Where a worker is."""
+    """State of a worker."""
 
-    CREATED = "created"  # its engine starts
-    REGISTERED = "registered"  # its lease is taken: the owner may admit it
-    RUNNING = "running"  # a member of the fleet, whose engine was not asked yet
-    HEALTHY = "healthy"  # a member, whose engine answered
-    STOPPING = "stopping"  # it finishes what it has
-    DEREGISTERED = "deregistered"  # its lease is given up
+    CREATED = "created"  # the engine is starting
+    REGISTERED = "registered"  # the lease is held; the owner may admit the worker
+    RUNNING = "running"  # member of the fleet, without a health check so far
+    HEALTHY = "healthy"  # member of the fleet, and a health check succeeded
+    STOPPING = "stopping"  # draining its requests
+    DEREGISTERED = "deregistered"  # the lease is released
 
 
-class Move(StrEnum):
-    """What happens to a worker."""
+class Transition(StrEnum):
+    """Transition of a worker."""
 
     REGISTER = "register"
     ADMIT = "admit"
@@ -37,39 +37,47 @@ class Move(StrEnum):
     LEAVE = "leave"
 
 
-TRANSITIONS: dict[State, dict[Move, State]] = {
-    State.CREATED: {Move.REGISTER: State.REGISTERED, Move.LEAVE: State.DEREGISTERED},
-    State.REGISTERED: {Move.ADMIT: State.RUNNING, Move.STOP: State.STOPPING, Move.LEAVE: State.DEREGISTERED},
-    State.RUNNING: {
-        Move.PASS: State.HEALTHY,
-        Move.LOSE: State.REGISTERED,
-        Move.STOP: State.STOPPING,
-        Move.LEAVE: State.DEREGISTERED,
+TRANSITIONS: dict[State, dict[Transition, State]] = {
+    State.CREATED: {Transition.REGISTER: State.REGISTERED, Transition.LEAVE: State.DEREGISTERED},
+    State.REGISTERED: {
+        Transition.ADMIT: State.RUNNING,
+        Transition.STOP: State.STOPPING,
+        Transition.LEAVE: State.DEREGISTERED,
     },
-    State.HEALTHY: {Move.LOSE: State.REGISTERED, Move.STOP: State.STOPPING, Move.LEAVE: State.DEREGISTERED},
-    State.STOPPING: {Move.LEAVE: State.DEREGISTERED},
+    State.RUNNING: {
+        Transition.PASS: State.HEALTHY,
+        Transition.LOSE: State.REGISTERED,
+        Transition.STOP: State.STOPPING,
+        Transition.LEAVE: State.DEREGISTERED,
+    },
+    State.HEALTHY: {
+        Transition.LOSE: State.REGISTERED,
+        Transition.STOP: State.STOPPING,
+        Transition.LEAVE: State.DEREGISTERED,
+    },
+    State.STOPPING: {Transition.LEAVE: State.DEREGISTERED},
     State.DEREGISTERED: {},
 }
 
 
-class Life:
-    """Where one worker is."""
+class WorkerLifeCycle:
+    """State machine of one worker."""
 
     def __init__(self) -> None:
         self.state = State.CREATED
 
-    def move(self, move: Move) -> None:
-        """Go where the table says. Raises IllegalTransition, and then stays."""
+    def move(self, move: Transition) -> None:
+        """Apply a transition. Raises IllegalTransition, without any change, if the table does not list it."""
         state = TRANSITIONS[self.state].get(move)
         if state is None:
-            raise IllegalTransition(f"a worker that is {self.state} does not {move}")
+            raise IllegalTransition(f"transition {move} is not allowed in state {self.state}")
         self.state = state
 
 
-class Drain:
-    """A stop that waits for what is under way until `ends_s`, on the monotonic clock.
+class WorkerDrain:
+    """Stop that waits for requests in flight until `ends_s`, on the monotonic clock.
 
-    `announced` once the owner knows of it; it is waited for until `fact_ends_s`.
+    `announced` is True once the owner has recorded the drain, which is awaited until `fact_ends_s`.
     """
 
     def __init__(self, within_s: float) -> None:
@@ -79,5 +87,5 @@ class Drain:
         self.announced = False
 
     def left_s(self, now: float) -> float | None:
-        """Until the next of both; None when they are over."""
+        """Return the seconds until the earlier of the two deadlines that is still ahead; None if both have passed."""
         return min((end - now for end in (self.fact_ends_s, self.ends_s) if end > now), default=None)

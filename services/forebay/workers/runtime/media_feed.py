@@ -1,9 +1,9 @@
-"""What stands between the log and an engine for requests that it may not be able to take, or not yet.
+"""Checks and preparation of requests before they reach the engine.
 
-An engine that takes no images or videos, or whose KV cannot be had by others, refuses such requests by name, and never
-answers as if nothing were asked. Where an encode worker made the embeddings they are fetched first; the engine gets the
-request once they are here. What cannot be fetched goes back to the owner, which has it encoded anew. KV is the engine's
-to fetch, and comes with what the media were: neither they nor their embeddings are looked at then.
+Engines that cannot process images or videos, or cannot transfer KV, must not ignore them: such requests fail with a
+specific error. If an encode worker made the embeddings, they are fetched first and the engine gets the request
+afterwards. If the fetch fails, the owner has the media encoded again. The engine itself fetches KV. Media and their
+embeddings are ignored in that case, because the KV already covers them.
 """
 
 import asyncio
@@ -30,16 +30,16 @@ OnFailed = Callable[[WorkItem, ResponseError | TransferError], None]
 
 @runtime_checkable
 class MediaEngine(Protocol):
-    """An engine that takes images and videos: their bytes by `Engine.submit`, or their embeddings."""
+    """Engine that accepts images and videos, as bytes (`Engine.submit`) or as embeddings."""
 
     def submit_embedded(self, item: WorkItem, embeddings: "Array") -> None:
-        """As `submit`, with the embeddings of all of `item.media`, one row a placeholder, in their order."""
+        """Queue a request with the embeddings of `item.media`, in their order, one row per placeholder token."""
 
 
 class MediaFeed:
-    """Gives requests to the engine of one worker, those with media when they are whole.
+    """Passes requests to the engine of one worker, after their embeddings were fetched.
 
-    `on_failed` is told of those that the engine never gets: for good, or because embeddings cannot be fetched.
+    `on_failed` is called for requests that never reach the engine, with the error for the client or the failed fetch.
     """
 
     def __init__(self, engine: Engine, worker_id: str, on_failed: OnFailed, make_reader: MakeReader = Reader) -> None:
@@ -54,10 +54,10 @@ class MediaFeed:
         self.not_fetched = 0
 
     def submit(self, item: WorkItem) -> None:
-        """As of an engine."""
+        """Queue a request; see `Engine.submit`."""
         if item.stage in ("prefill", "decode") and self._kv is None:
             name = type(self._engine).__name__
-            message = f"this worker's engine ({name}) neither computes prompts for others nor fetches their KV"
+            message = f"the engine {name} does not support prefill and decode stages"
             self._on_failed(item, ResponseError(status=501, code="stage_not_supported", message=message))
         elif not item.media or item.stage == "encode":
             self._engine.submit(item)
@@ -70,7 +70,7 @@ class MediaFeed:
             self._fetching[item.request_id] = task
 
     def cancel(self, request_id: str) -> None:
-        """As of an engine."""
+        """Drop a request; see `Engine.cancel`."""
         task = self._fetching.pop(request_id, None)
         if task is None:
             self._engine.cancel(request_id)
@@ -78,21 +78,21 @@ class MediaFeed:
             task.cancel()
 
     def release(self, request_id: str) -> None:
-        """As of an engine, if it is one that keeps KV for others."""
+        """Free KV kept for another worker; see `KvEngine.release`. Does nothing for other engines."""
         if self._kv is not None:
             self._kv.release(request_id)
 
     def drop(self, prefilled: Prefilled) -> None:
-        """As of an engine, if it is one that fetches KV of others."""
+        """Notify the holder of unneeded KV; see `KvEngine.drop`. Does nothing for other engines."""
         if self._kv is not None:
             self._kv.drop(prefilled)
 
     def kept(self) -> int:
-        """As of an engine: none, if it keeps none."""
+        """Return the number of requests whose KV is kept; 0 for engines that keep none."""
         return 0 if self._kv is None else self._kv.kept()
 
     def reset(self) -> None:
-        """As of an engine: nothing from before is fetched any more."""
+        """Drop every request and cancel every fetch; see `Engine.reset`."""
         for task in self._fetching.values():
             task.cancel()
         self._fetching.clear()
@@ -109,13 +109,15 @@ class MediaFeed:
         try:
             embeddings = await self._reader.read(item.encoded)
             if len(embeddings) != (rows := sum(one.tokens for one in item.media)):
-                raise TransferError(f"{len(embeddings)} rows of embeddings came for {rows} placeholders")
+                raise TransferError(
+                    f"fetched {len(embeddings)} rows of embeddings, expected {rows}, one per placeholder"
+                )
             self._engine.submit_embedded(item, embeddings)
         except Exception as error:
-            # Whatever it is: nobody awaits this task, so a request whose end it does not tell would never end.
+            # Nothing awaits this task, so an unreported failure would leave the request without an end.
             self.not_fetched += 1
             known = isinstance(error, TransferError | EngineError)
-            logger.warning("%s: the engine does not get embeddings: %s", item.request_id, error, exc_info=not known)
+            logger.warning("%s: cannot fetch embeddings: %s", item.request_id, error, exc_info=not known)
             del self._fetching[item.request_id]
             self._on_failed(item, TransferError(str(error) or type(error).__name__))
             return
@@ -124,15 +126,15 @@ class MediaFeed:
 
 
 def _problem(engine: Engine, item: WorkItem) -> ResponseError | None:
-    """Why this engine cannot take an item with media."""
+    """Return the reason why this engine cannot run an item with media, or None."""
     if not isinstance(engine, MediaEngine):
         name = type(engine).__name__
-        message = f"this worker's engine ({name}) takes no images or videos"
+        message = f"the engine {name} does not support images or videos"
         return ResponseError(status=501, code="media_not_supported", message=message)
     end = len(item.token_ids) // U32_BYTES
     for number, one in enumerate(reversed(item.media)):
         if one.first_token + one.tokens > end:
-            message = f"placeholders of {one.kind} {len(item.media) - number} do not lie in the prompt, or overlap"
+            message = f"placeholders of {one.kind} {len(item.media) - number} lie outside the prompt or overlap others"
             return ResponseError(status=400, code="invalid_request", message=message)
         end = one.first_token
     return None

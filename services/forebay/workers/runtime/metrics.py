@@ -1,4 +1,4 @@
-"""What a worker shows to Prometheus, read from its counters when asked."""
+"""Prometheus metrics of a worker, collected from its counters."""
 
 from collections.abc import Iterator
 
@@ -11,26 +11,32 @@ from forebay.workers.runtime.worker import Worker
 
 
 class WorkerMetrics(Collector):
-    """Where it is in its life, what it did not run or went on with, and its engine's own."""
+    """State and counters of one worker, and the metrics of its engine."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
 
     def collect(self) -> Iterator[Metric]:
-        """The metrics as they are now."""
+        """Yield the current metrics."""
         worker, counters = self._worker, self._worker.counters
         labels = [worker.spec.worker_id]
-        member = GaugeMetricFamily("forebay_worker_member", "1 while the worker is in the fleet", labels=["worker_id"])
+        member = GaugeMetricFamily(
+            "forebay_worker_member", "1 while the worker is a member of the fleet.", labels=["worker_id"]
+        )
         member.add_metric(labels, worker.worker_epoch is not None)
         yield member
         state = GaugeMetricFamily(
-            "forebay_worker_state", "1 for where the worker is in its life", labels=["worker_id", "state"]
+            "forebay_worker_state",
+            "1 for the current state of the worker, 0 for the others.",
+            labels=["worker_id", "state"],
         )
         for one in State:
             state.add_metric([*labels, one], one is worker.life.state)
         yield state
         skipped = CounterMetricFamily(
-            "forebay_worker_items_skipped", "work items that were not run, by reason", labels=["worker_id", "reason"]
+            "forebay_worker_items_skipped",
+            "Work items that the worker skipped, by reason.",
+            labels=["worker_id", "reason"],
         )
         reasons = {
             "dead_letter": counters.dead_letters,
@@ -46,19 +52,19 @@ class WorkerMetrics(Collector):
             skipped.add_metric([*labels, reason], count)
         yield skipped
         continued = CounterMetricFamily(
-            "forebay_worker_continued", "answers that went on from an earlier attempt", labels=["worker_id"]
+            "forebay_worker_continued", "Responses continued from an earlier attempt.", labels=["worker_id"]
         )
         continued.add_metric(labels, counters.continued)
         yield continued
         reannounced = CounterMetricFamily(
             "forebay_worker_caches_reannounced",
-            "caches said anew because the owner missed events",
+            "Complete re-announcements of a rank's cache after the owner missed events.",
             labels=["worker_id"],
         )
         reannounced.add_metric(labels, counters.reannounced)
         yield reannounced
         handed_back = CounterMetricFamily(
-            "forebay_worker_handed_back", "requests that a drain left to other workers", labels=["worker_id"]
+            "forebay_worker_handed_back", "Requests that a drain handed over to other workers.", labels=["worker_id"]
         )
         handed_back.add_metric(labels, counters.handed_back)
         yield handed_back

@@ -1,7 +1,7 @@
-"""What an engine's batch means on the log: the records to append, in their order. No I/O here.
+"""Log records for the batches of an engine, in their order. No I/O.
 
-Cache changes come first, then tokens and ends, then progress: who reads that a request is over finds its
-blocks and its answer before that.
+Cache changes come first, then tokens and ends of responses, then progress events. A reader that sees the end of a
+request has therefore already seen its blocks and its response.
 """
 
 import time
@@ -51,20 +51,23 @@ from forebay.workers.engine import EngineBatch, Failed, MediaEncoded, NotFetched
 from forebay.workers.runtime.cache_events import CacheEvents
 
 REQUEST_ERROR, STATUS_MAX = 400, 599
-SERVER_ERROR = 500  # from here on an HTTP status says that nothing is wrong with the request
-ERROR_CHARS_MAX = 500  # of what the owner is told, and may tell the client
+SERVER_ERROR = 500  # errors with this HTTP status or above are not the fault of the request
+ERROR_CHARS_MAX = 500  # limits of error texts sent to the owner, which may forward them to the client
 CODE_CHARS_MAX = 256
-LOAD_INTERVAL_S = 0.1  # ten reports a second and rank are enough for routing
+LOAD_INTERVAL_S = 0.1  # per rank; ten reports a second are enough for routing
 
 
 @dataclass(slots=True)
 class Active:
-    """A request under way: which attempt, on whose order, answered where.
+    """Request in flight.
 
-    `said` counts the tokens of earlier attempts that this one goes on from; the engine has them as its prompt's end.
-    `blocks` is how many KV blocks of prompt and output the owner knows of, 0 when it does not want to know.
-    `fetched` is whose KV this one goes on from, unless that is not wanted any more (`unfetched`); `began` is whether
-    its first token was said.
+    Attributes:
+        owner_epoch: epoch of the owner whose order produces the output.
+        reply_slot: partition of the response on the `tokens` topic.
+        earlier_tokens: output tokens of earlier attempts; the engine gets them as the end of its prompt.
+        blocks: KV blocks of prompt and output last reported to the owner, 0 if it needs no reports.
+        fetched: descriptor of the fetched KV, None if there is none or it is unneeded (`unfetched`).
+        began: whether the first token was emitted.
     """
 
     request_id: str
@@ -73,7 +76,7 @@ class Active:
     reply_slot: int
     rank: int = 0
     stage: Stage = "aggregated"
-    said: int = 0
+    earlier_tokens: int = 0
     prompt_tokens: int = 0
     blocks: int = 0
     fetched: Prefilled | None = None
@@ -82,7 +85,7 @@ class Active:
 
 
 class Outbox:
-    """Makes the records of one epoch of one worker. `partition` is that of the worker's `group`."""
+    """Encoder of the records of one worker epoch. `partition` is the control partition of `group`."""
 
     def __init__(self, spec: WorkerSpec, worker_epoch: int, group: str, partition: int) -> None:
         self._group = group
@@ -95,7 +98,7 @@ class Outbox:
         self._held: dict[int, EngineLoad] = {}
 
     def active(self, item: WorkItem) -> Active:
-        """A request that begins."""
+        """Return the state of a new request."""
         prompt_tokens = len(item.token_ids) // U32_BYTES
         blocks = self._blocks(prompt_tokens) if item.report_output else 0
         return Active(
@@ -111,7 +114,7 @@ class Outbox:
         )
 
     def attempt_started(self, active: Active) -> Draft:
-        """A later attempt begins: what earlier ones say after this is void."""
+        """Return the record that begins a later attempt and fences off further output of earlier ones."""
         event = AttemptStarted(
             request_id=active.request_id,
             attempt=active.attempt,
@@ -122,10 +125,10 @@ class Outbox:
         return _draft(TOKENS, active.reply_slot, event)
 
     def failure(self, active: Active, error: ResponseError) -> list[Draft]:
-        """The end of a request that did not go well: to the client, then to the owner.
+        """Return the records of a failed request, first for the client, then for the owner.
 
-        Why its prompt is not computed here is for the owner alone; likewise that it could not be encoded here, with
-        nothing wrong with the request.
+        Failures of the prefill stage go to the owner only. So do failures of the encode stage that are not the fault
+        of the request.
         """
         if active.stage == "prefill":
             status = error.status if REQUEST_ERROR <= error.status <= STATUS_MAX else SERVER_ERROR
@@ -144,28 +147,33 @@ class Outbox:
         return [_draft(TOKENS, active.reply_slot, ended), self._failed(active, error.message)]
 
     def not_fetched(self, active: Active, error: str) -> list[Draft]:
-        """Embeddings or KV could not be had: it ends here, and the owner has them made anew."""
+        """Return the record of a failed fetch of embeddings or KV, after which the owner has them computed again."""
         return [self._for_owner(TransferFailed, active, error=error[:ERROR_CHARS_MAX])]
 
     def prefilled(self, active: Active, prefilled: Prefilled, cached_tokens: int) -> Draft:
-        """A prompt is computed, and its KV kept."""
+        """Return the record of a prefilled prompt whose KV is kept."""
         kept = msgspec.structs.replace(prefilled, cached_tokens=cached_tokens, rank=active.rank)
         return self._for_owner(PrefillFinished, active, prefilled=kept)
 
     def complete(self, active: Active) -> list[Draft]:
-        """The end of a request whose earlier attempts said all it may say."""
-        usage = Usage(prompt_tokens=active.prompt_tokens, output_tokens=active.said)
+        """Return the records that end a request whose earlier attempts already generated `max_tokens`."""
+        usage = Usage(prompt_tokens=active.prompt_tokens, output_tokens=active.earlier_tokens)
         return [self._ended(active, "length", usage), self._finished(active, "length", usage, _now_us())]
 
     def ended_before(self, active: Active, ended: ResponseEnded) -> list[Draft]:
-        """What the owner did not hear: an earlier attempt gave the client the whole answer."""
+        """Return the progress record for a response that an earlier attempt completed without the owner's knowledge."""
         if ended.usage is None or ended.finish_reason == "error":
-            message = "an earlier attempt ended" if ended.error is None else ended.error.message
+            message = "an earlier attempt failed" if ended.error is None else ended.error.message
             return [self._failed(active, message)]
         return [self._finished(active, ended.finish_reason, ended.usage, _now_us())]
 
     def batch(self, batch: EngineBatch, active: dict[str, Active]) -> list[Draft]:
-        """All records of a batch. Requests that ended leave `active`; those not in it are left out."""
+        """Return all records of a batch.
+
+        Args:
+            batch: events of the engine; those of requests that are not in `active` are skipped.
+            active: requests in flight by id; ended ones are removed.
+        """
         at_us = _now_us()
         drafts = self.cache.changes(batch.rank, batch.cache_changes)
         drafts += self._tokens(batch, active, at_us)
@@ -190,7 +198,7 @@ class Outbox:
         return drafts + self._load(batch.rank, batch.load, at_us)
 
     def _parts(self, batch: EngineBatch, active: dict[str, Active]) -> list[Draft]:
-        """Of requests whose part here is done, or ended badly."""
+        """Return the records of finished encode and prefill stages, and of failed requests."""
         drafts = [
             self._for_owner(EncodeFinished, one, encoded=encoded.encoded)
             for encoded in batch.encoded
@@ -212,7 +220,7 @@ class Outbox:
     def command_answer(
         self, command_id: str, command: Command, owner_epoch: int, loras: tuple[str, ...], error: str | None
     ) -> Draft:
-        """What came of a command: the adapters that are loaded now, or why it was not done."""
+        """Return the record with the result of a command: the loaded adapters, or the error."""
         fields: dict[str, Any] = {
             "command_id": command_id,
             "action": command.action,
@@ -289,13 +297,13 @@ class Outbox:
         return _draft(PROGRESS, self._partition, event)
 
     def _grown(self, emitted: Sequence[Emitted], active: dict[str, Active], at_us: int) -> list[Draft]:
-        """Of requests that go on: their output reached another KV block. What is over has no use for it."""
+        """Return records for requests in flight whose output has reached another KV block."""
         drafts: list[Draft] = []
-        for said in emitted:
-            one = active.get(said.request_id)
-            if one is None or not one.blocks or one.attempt != said.attempt:
+        for output in emitted:
+            one = active.get(output.request_id)
+            if one is None or not one.blocks or one.attempt != output.attempt:
                 continue
-            output_tokens = one.said + said.first_index + len(said.token_ids) // U32_BYTES
+            output_tokens = one.earlier_tokens + output.first_index + len(output.token_ids) // U32_BYTES
             blocks = self._blocks(one.prompt_tokens + output_tokens)
             if blocks > one.blocks:
                 one.blocks = blocks
@@ -315,19 +323,21 @@ class Outbox:
         return -(-tokens // self._block_size)
 
     def _tokens(self, batch: EngineBatch, active: dict[str, Active], at_us: int) -> list[Draft]:
-        """One record for each reply slot, and owner while a new one takes over."""
+        """Return one record per reply slot, and per owner epoch during a takeover."""
         chunks: dict[tuple[int, int], list[TokenChunk]] = {}
-        for said in batch.emitted:
-            one = active.get(said.request_id)
-            if one is None or one.attempt != said.attempt:
+        for output in batch.emitted:
+            one = active.get(output.request_id)
+            if one is None or one.attempt != output.attempt:
                 continue
             chunk = TokenChunk(
-                request_id=said.request_id,
-                attempt=said.attempt,
-                first_index=one.said + said.first_index,
-                token_ids=said.token_ids,
-                logprobs=said.logprobs,
-                prefilled=None if one.fetched is None or said.first_index else _prefilled_by(one.fetched, said, batch),
+                request_id=output.request_id,
+                attempt=output.attempt,
+                first_index=one.earlier_tokens + output.first_index,
+                token_ids=output.token_ids,
+                logprobs=output.logprobs,
+                prefilled=None
+                if one.fetched is None or output.first_index
+                else _prefilled_by(one.fetched, output, batch),
             )
             chunks.setdefault((one.reply_slot, one.owner_epoch), []).append(chunk)
         return [
@@ -367,11 +377,11 @@ class Outbox:
 
     @property
     def holds_load(self) -> bool:
-        """Whether a load is held back that `held_load` gives."""
+        """Whether `held_load` has load reports to return."""
         return bool(self._held)
 
     def held_load(self) -> list[Draft]:
-        """The loads that came too soon after the ones before."""
+        """Return the latest load of each rank whose report was delayed by the rate limit."""
         held, self._held = self._held, {}
         at_us = _now_us()
         return [draft for rank, load in held.items() for draft in self._report(rank, load, at_us)]
@@ -399,23 +409,23 @@ class Outbox:
 
 
 def _usage(active: Active, end: Finished) -> Usage:
-    """Of the whole answer, whoever said it: to the engine, what was said before is prompt.
+    """Return the usage of the whole response, including output of earlier attempts.
 
-    What was fetched from a prefill worker was cached as far as that had it in its cache.
+    For the engine, that output is part of the prompt. For fetched KV, `cached_tokens` is that of the prefill worker.
     """
-    prompt_tokens = end.prompt_tokens - active.said
+    prompt_tokens = end.prompt_tokens - active.earlier_tokens
     cached_tokens = end.cached_tokens if active.fetched is None else active.fetched.cached_tokens
     return Usage(
         prompt_tokens=prompt_tokens,
-        output_tokens=active.said + end.output_tokens,
+        output_tokens=active.earlier_tokens + end.output_tokens,
         cached_tokens=min(cached_tokens, prompt_tokens),
     )
 
 
-def _prefilled_by(kept: Prefilled, said: Emitted, batch: EngineBatch) -> PrefilledBy:
-    """Whose KV the first tokens of an answer follow."""
+def _prefilled_by(kept: Prefilled, output: Emitted, batch: EngineBatch) -> PrefilledBy:
+    """Return the prefill worker whose KV precedes the first output tokens."""
     for first in batch.first_tokens:
-        if (first.request_id, first.attempt) == (said.request_id, said.attempt):
+        if (first.request_id, first.attempt) == (output.request_id, output.attempt):
             return PrefilledBy(
                 worker_id=kept.worker_id,
                 rank=kept.rank,
@@ -425,10 +435,10 @@ def _prefilled_by(kept: Prefilled, said: Emitted, batch: EngineBatch) -> Prefill
     return PrefilledBy(worker_id=kept.worker_id, rank=kept.rank)
 
 
-def _taken(active: dict[str, Active], said: MediaEncoded | PromptPrefilled | NotFetched | Failed) -> Active | None:
-    """Whose end is said, taken out of `active`; None if it is not there in that attempt."""
-    one = active.get(said.request_id)
-    return active.pop(said.request_id) if one is not None and one.attempt == said.attempt else None
+def _taken(active: dict[str, Active], output: MediaEncoded | PromptPrefilled | NotFetched | Failed) -> Active | None:
+    """Remove and return the request whose end is reported; None if it is not in flight in that attempt."""
+    one = active.get(output.request_id)
+    return active.pop(output.request_id) if one is not None and one.attempt == output.attempt else None
 
 
 def _draft(topic: Topic, partition: int, event: Event) -> Draft:

@@ -1,4 +1,4 @@
-"""Whether a worker may be sent to, and whether its process should be started anew: for whoever supervises it."""
+"""Readiness and liveness of a worker process, for its supervisor."""
 
 import time
 
@@ -6,23 +6,23 @@ from forebay.workers.runtime.kv_metrics import kv_path
 from forebay.workers.runtime.life_cycle import State
 from forebay.workers.runtime.worker import Worker
 
-LIVE_S = 30.0  # several health checks, each with its timeout
+LIVE_S = 30.0  # longer than several health checks with their timeouts
 
 
 class Probes:
-    """Answers from any thread; `worker` is set once there is one."""
+    """Probes that can be called from any thread. `worker` is None until it is created."""
 
     def __init__(self) -> None:
         self.worker: Worker | None = None
 
     def ready(self) -> tuple[bool, str]:
-        """True while the worker is a member of the fleet and its engine answers; its state, and what moves its KV."""
+        """Return whether the worker is a healthy member of the fleet, with its state and KV transport."""
         state = self._state()
         layout = None if self.worker is None else self.worker.spec.kv_layout
-        return state is State.HEALTHY, state if layout is None else f"{state}, KV by {kv_path(layout)}"
+        return state is State.HEALTHY, state if layout is None else f"{state}, KV transport {kv_path(layout)}"
 
     def live(self) -> tuple[bool, str]:
-        """False once the worker ended, or when its event loop did not get round to a health check for long."""
+        """Return False once the worker has exited, or if its event loop has not run a health check for too long."""
         state = self._state()
         late = self._late_s()
         if late > LIVE_S:
@@ -33,7 +33,7 @@ class Probes:
         return State.CREATED if self.worker is None else self.worker.life.state
 
     def _late_s(self) -> float:
-        """Since the last health check, where there are any: a model may load for long and hold up everything."""
+        """Return the seconds since the last health check; 0 while the engine loads, which may block the event loop."""
         if self.worker is None or self._state() is State.CREATED:
             return 0.0
         return time.monotonic() - self.worker.health.checked_s

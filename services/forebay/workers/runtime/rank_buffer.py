@@ -1,4 +1,4 @@
-"""What one rank did since its last batch, gathered from its engine's answers, KV events and statistics."""
+"""Events of one rank, collected between two batches from responses, KV events and statistics."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from forebay.workers.engine import CacheChange, Cleared, EngineBatch, Failed, No
 
 
 class _Chunk:
-    """A request's tokens since the last batch."""
+    """Output tokens of a request since the last batch."""
 
     def __init__(self, first_index: int) -> None:
         self.first_index = first_index
@@ -20,14 +20,14 @@ class _Chunk:
 
 
 class RankBuffer:
-    """One rank between two batches. `kv_blocks_total` is without what the engine keeps to itself."""
+    """Events of one rank between two batches. `kv_blocks_total` excludes blocks that the engine reserves for itself."""
 
     def __init__(self, rank: int, kv_blocks_total: int) -> None:
         self.rank = rank
         self.load = self._idle = EngineLoad(0, 0, 0, kv_blocks_total)
-        self.clears = 0  # how often the engine said that its cache is empty
-        self._told: EngineLoad | None = None
-        self._muted = False  # until the engine says that its cache is empty, which the index knows by then
+        self.clears = 0  # number of times the engine reported an empty cache
+        self._published_load: EngineLoad | None = None
+        self._muted = False  # until the engine reports an empty cache; the index already knows that it is empty
         self._forget()
 
     def _forget(self) -> None:
@@ -42,27 +42,27 @@ class RankBuffer:
 
     @property
     def muted(self) -> bool:
-        """Whether the engine's word on its cache is not worth telling."""
+        """Whether cache changes from the engine are currently ignored."""
         return self._muted
 
     def reset(self, *, clears: bool = True) -> None:
-        """Drop all that was not told; of a cache that the engine `clears` nothing is told until it is empty."""
+        """Drop all unpublished events. If `clears`, ignore cache changes until the engine reports an empty cache."""
         self._forget()
-        self._told = None
+        self._published_load = None
         self._muted = clears
         self.idle()
 
     def idle(self) -> None:
-        """No request is under way; the engine says so only with its next step."""
+        """Report an idle rank at once, because the engine reports it only with its next step."""
         self.load = self._idle
 
     def report(self, running: int, waiting: int, usage: float) -> None:
-        """The statistics of a step; `usage` is the share of KV blocks in use."""
+        """Set the load after a step. `usage` is the share of KV blocks in use, from 0 to 1."""
         total = self._idle.kv_blocks_total
         self.load = EngineLoad(running, waiting, round(usage * total), total)
 
     def changed(self, changes: Sequence[CacheChange]) -> None:
-        """Changes of the cache, in order."""
+        """Add changes of the cache, in order."""
         for change in changes:
             if isinstance(change, Cleared):
                 self.clears += 1
@@ -73,56 +73,59 @@ class RankBuffer:
                 self._changes.append(change)
 
     def cleared(self, clears_before: int) -> None:
-        """The engine's cache was emptied on our order, given when `clears` stood at `clears_before`.
+        """Report a cache that was cleared by command as empty, and ignore the changes before that.
 
-        The engine says so only with its next step. The index is told at once, and nothing from before after that.
+        The engine reports it only with its next step.
+
+        Args:
+            clears_before: value of `clears` when the command was sent.
         """
         if self.clears == clears_before and not self._muted:
             self._changes.append(Cleared())
             self._muted = True
 
-    def held_told(self) -> None:
-        """What the rank holds was told as a whole."""
+    def discard_changes(self) -> None:
+        """Drop pending cache changes, because the whole cache content was just announced."""
         self._changes.clear()
 
-    def said(
+    def add_tokens(
         self, item: WorkItem, first_index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] = ()
     ) -> None:
-        """New output tokens; `first_index` counts the request's output tokens from 0."""
+        """Add output tokens; `first_index` is the index of the first one in the request's output."""
         chunk = self._chunks.setdefault((item.request_id, item.attempt), _Chunk(first_index))
         chunk.token_ids += token_ids
         chunk.logprobs += logprobs
 
     def began(self, item: WorkItem, cached_tokens: int) -> None:
-        """The prompt was computed."""
+        """Report that the prompt was computed."""
         self._first_tokens.append(FirstTokenStep(item.request_id, item.attempt, cached_tokens))
 
     def embedded(self, item: WorkItem, packed: bytes) -> None:
-        """The prompt's vector, packed f32."""
+        """Add the prompt's embedding, as packed f32."""
         self._vectors.append(Vector(item.request_id, item.attempt, packed))
 
     def finished(self, end: Finished) -> None:
-        """A request got its last token."""
+        """Report the end of a response."""
         self._finished.append(end)
 
     def failed(self, item: WorkItem, error: ResponseError) -> None:
-        """A request has no, or no whole, answer."""
+        """Report a failed request."""
         self._failed.append(Failed(item.request_id, item.attempt, error))
 
     def prefilled(self, item: WorkItem, prefilled: Prefilled, cached_tokens: int) -> None:
-        """The prompt is computed, and its KV kept for another worker."""
+        """Report a prompt whose KV is computed and kept for another worker."""
         self._prefilled.append(PromptPrefilled(item.request_id, item.attempt, prefilled, cached_tokens))
 
     def not_fetched(self, item: WorkItem, error: str) -> None:
-        """The KV of the prompt could not be had from where it is kept."""
+        """Report that the prompt's KV could not be fetched."""
         self._not_fetched.append(NotFetched(item.request_id, item.attempt, error))
 
     def take(self) -> EngineBatch | None:
-        """All of it, once; None when there is nothing to say."""
-        said = (self._changes, self._chunks, self._vectors, self._first_tokens, self._finished, self._failed)
-        if not any((*said, self._prefilled, self._not_fetched)) and self.load == self._told:
+        """Return the events since the last call as one batch; None if there are none."""
+        events = (self._changes, self._chunks, self._vectors, self._first_tokens, self._finished, self._failed)
+        if not any((*events, self._prefilled, self._not_fetched)) and self.load == self._published_load:
             return None
-        self._told = self.load
+        self._published_load = self.load
         batch = EngineBatch(
             rank=self.rank,
             load=self.load,

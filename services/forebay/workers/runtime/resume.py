@@ -1,8 +1,8 @@
-"""Later attempts: what was said is read back from the reply slot, so that the answer goes on from there.
+"""Continuation of responses: output of earlier attempts is read back from the reply slot.
 
-Theory of operation. A later attempt begins with `AttemptStarted`, which voids what earlier ones say after it: what
-stands on the slot up to that record stays as it is. The requests of a lost worker move together and share few slots,
-so all that wait for a slot share one pass over it: its cost does not grow with their number.
+Theory of operation. A later attempt begins with `AttemptStarted`, which fences off output of earlier attempts after
+that record. Output before it stays valid. Requests of a lost worker move at the same time and share few slots. All
+requests that wait for one slot therefore share one read of it, so its cost does not grow with their number.
 """
 
 import asyncio
@@ -24,16 +24,16 @@ from forebay.workers.runtime.outbox import Active, Outbox
 
 logger = logging.getLogger(__name__)
 
-PAGE_RECORDS = 512  # each page is a round trip to a broker, and some milliseconds for the embedded log
-SLICE_BYTES = 256 << 10  # some milliseconds of decoding between two chances for others to run
+PAGE_RECORDS = 512  # each page costs a round trip to a broker, or a few milliseconds on the embedded log
+SLICE_BYTES = 256 << 10  # a few milliseconds of decoding before other tasks may run
 
 Spawn = Callable[[Coroutine[None, None, None]], asyncio.Task[None]]
-OnFound = Callable[["Later", ResponseState], None]
+OnFound = Callable[["LaterAttempt", ResponseState], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Later:
-    """A later attempt that was ordered and does not run yet."""
+class LaterAttempt:
+    """Later attempt that is waiting for the output of earlier ones."""
 
     item: WorkItem
     active: Active
@@ -41,7 +41,7 @@ class Later:
 
 @dataclass(slots=True)
 class SlotReading:
-    """What it took to find where answers go on."""
+    """Counters of the reads of reply slots."""
 
     passes: int = 0
     bytes_read: int = 0
@@ -49,7 +49,7 @@ class SlotReading:
 
 
 class Resumer:
-    """Announces later attempts of one epoch and finds what was said before them; `found` is told of each."""
+    """Starts later attempts of one epoch and finds the output before them. Calls `found` for each."""
 
     def __init__(
         self, log: Log, group: str, outbox: Outbox, reading: SlotReading, spawn: Spawn, found: OnFound
@@ -60,11 +60,11 @@ class Resumer:
         self._reading = reading
         self._spawn = spawn
         self._found = found
-        self._waiting: dict[int, list[Later]] = {}
+        self._waiting: dict[int, list[LaterAttempt]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def add(self, later: Later) -> None:
-        """Look it up with the next pass over its slot. A log that fails ends the task that was spawned."""
+    def add(self, later: LaterAttempt) -> None:
+        """Start an attempt with the next read of its slot. A failing log ends the spawned task."""
         slot = later.item.reply_slot
         if slot in self._waiting:
             self._waiting[slot].append(later)
@@ -75,7 +75,7 @@ class Resumer:
         task.add_done_callback(self._tasks.discard)
 
     def close(self) -> None:
-        """Stop: nothing is found any more."""
+        """Cancel all reads; `found` is not called any more."""
         for task in self._tasks:
             task.cancel()
 
@@ -87,24 +87,26 @@ class Resumer:
                 self._found(later, replies[later.item.request_id])
         del self._waiting[slot]
 
-    async def _read(self, slot: int, asked: list[Later]) -> dict[str, ResponseState]:
-        """The answers as they stand once the attempts began, by request id."""
-        offsets = await self._log.append([self._outbox.attempt_started(later.active) for later in asked])
-        # Only from its own start on is a request's: the same id may have been used before.
-        coming = sorted((later.item.reply_from, later.item.request_id) for later in asked)
+    async def _read(self, slot: int, attempts: list[LaterAttempt]) -> dict[str, ResponseState]:
+        """Append the attempt starts and return the responses as of those records, by request id."""
+        offsets = await self._log.append([self._outbox.attempt_started(later.active) for later in attempts])
+        # Records before `reply_from` belong to an earlier request with the same id.
+        coming = sorted((later.item.reply_from, later.item.request_id) for later in attempts)
         coming.reverse()
-        replies = {later.item.request_id: ResponseState() for later in asked}
+        replies = {later.item.request_id: ResponseState() for later in attempts}
         begun: dict[str, ResponseState] = {}
         begin, end = await self._log.begin(TOKENS.name, slot), offsets[-1] + 1
-        for later in asked:
-            # Retention took what may have been the start of its answer: that is a gap like any other.
+        for later in attempts:
+            # Retention may have deleted the start of the response: treat it as a gap.
             replies[later.item.request_id].gap = later.item.reply_from < begin
         position = max(begin, coming[-1][0])
         self._reading.passes += 1
         while position < end:
             page = await self._log.read(TOKENS.name, slot, position, min(PAGE_RECORDS, end - position))
             if not page:
-                raise LogError(f"reply slot {slot} ends at {position}, but a record was acknowledged at {end - 1}")
+                raise LogError(
+                    f"reply slot {slot} ends at offset {position}, but a record at {end - 1} was acknowledged"
+                )
             held_bytes = 0
             for record in page:
                 while coming and coming[-1][0] <= record.offset:
@@ -124,18 +126,18 @@ class Resumer:
         try:
             event: TokenEvent = decode(TOKENS, record.value)
         except DecodeError as error:
-            # Its readers pass it over too, so the answer is the same for all.
+            # All other readers skip the record, too, so they agree on the response.
             self._reading.undecodable += 1
             logger.warning("record %s of reply slot %s does not decode: %s", record.offset, record.partition, error)
             return
         apply(replies, event, self._group)
 
 
-def continued(item: WorkItem, said: list[int], block_size: int) -> WorkItem:
-    """The item whose answer is the rest of `item`'s, of which `said` is known; fewer than it asks for."""
+def continued(item: WorkItem, output: list[int], block_size: int) -> WorkItem:
+    """Return an item that generates the rest of the response of `item` after the output tokens `said`."""
     sampling = item.sampling
-    assert len(said) < sampling.max_tokens
-    token_ids = item.token_ids + pack_u32(said)
+    assert len(output) < sampling.max_tokens
+    token_ids = item.token_ids + pack_u32(output)
     salt, media = hash_seed(item.lora_name, item.cache_namespace), mm_hashes(item.media, block_size)
     return msgspec.structs.replace(
         item,
@@ -143,7 +145,7 @@ def continued(item: WorkItem, said: list[int], block_size: int) -> WorkItem:
         sequence_hashes=sequence_hashes(token_ids, block_size, salt, media),
         sampling=msgspec.structs.replace(
             sampling,
-            max_tokens=sampling.max_tokens - len(said),
-            min_tokens=max(0, sampling.min_tokens - len(said)),
+            max_tokens=sampling.max_tokens - len(output),
+            min_tokens=max(0, sampling.min_tokens - len(output)),
         ),
     )

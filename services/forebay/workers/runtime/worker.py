@@ -1,10 +1,10 @@
-"""A worker: one engine instance as the log knows it. It never decides; it obeys the items of its own epoch.
+"""Worker: runs one engine instance for the log. It makes no decisions; it runs the items of its own epoch.
 
-Theory of operation. The worker takes a lease and follows the fleet until the owner admits that incarnation;
-the offset of the admission is its epoch. Then it reads its slot of the pool's work topic. When the log says
-that the epoch is lost, everything is dropped and a new incarnation takes the lease: the log is the truth.
+Theory of operation. The worker acquires a lease and follows the fleet topic until the owner admits this incarnation.
+The offset of the admission is its epoch. It then reads its slot of the pool's work topic. When the log says that the
+epoch is lost, the worker drops everything and acquires the lease as a new incarnation.
 `forebay.workers.runtime.requests` runs the work events. A worker that has to stop marks its lease as draining. Once the
-owner has recorded that, it sends no new work, and requests that do not finish in time continue on other workers.
+owner has recorded that, it sends no new work. Requests that do not finish in time continue on other workers.
 """
 
 import asyncio
@@ -40,37 +40,37 @@ from forebay.transport.decoding import event_of
 from forebay.workers.engine import Engine, EngineBatch, EngineError
 from forebay.workers.kv_transfer.nixl_agent import TransferError
 from forebay.workers.runtime.commands import CommandRunner
-from forebay.workers.runtime.health import HealthWatch, tell_failure
+from forebay.workers.runtime.health import HealthWatch, report_failure
 from forebay.workers.runtime.lease_keeper import LeaseKeeper
-from forebay.workers.runtime.life_cycle import Drain, Life, Move, State
+from forebay.workers.runtime.life_cycle import State, Transition, WorkerDrain, WorkerLifeCycle
 from forebay.workers.runtime.media_feed import MediaFeed
 from forebay.workers.runtime.outbox import LOAD_INTERVAL_S, Outbox
-from forebay.workers.runtime.requests import Orders, WorkerCounters, no_such_rank
+from forebay.workers.runtime.requests import WorkerCounters, WorkItems, no_such_rank
 from forebay.workers.runtime.resume import Spawn
 
 logger = logging.getLogger(__name__)
 
-READ_MAX = 256  # records taken before the event loop is given back
+READ_MAX = 256  # records processed before other tasks may run
 ENGINE_STOP_S = 30.0
-KEPT_S = 0.1  # who drains looks this often whether what it keeps was fetched: no engine has to tell
+KEPT_S = 0.1  # poll interval of a drain for KV to be fetched; engines do not report it
 
 
 class WorkerReplaced(Exception):
-    """Another incarnation of the same worker id holds the lease; two cannot serve."""
+    """Another incarnation of the same worker id holds the lease, so this one must not serve."""
 
 
 @dataclass(slots=True)
 class _Epoch:
-    """One membership of the fleet."""
+    """State of one membership of the fleet."""
 
     number: int
     work: Tail
     outbox: Outbox
-    orders: Orders
+    items: WorkItems
 
 
 class Worker:
-    """Runs `engine` for the group at `partition`. `token` is unique to this worker in this process."""
+    """Worker that runs `engine` for the group at `partition`. `token` must be unique among workers of this process."""
 
     def __init__(
         self,
@@ -84,8 +84,8 @@ class Worker:
         partition: int = 0,
     ) -> None:
         self.spec = spec
-        self.started = False  # the engine runs, and `spec` is what it made of it
-        self.life = Life()
+        self.started = False  # the engine runs, and `spec` has its actual sizes
+        self.life = WorkerLifeCycle()
         self.health = HealthWatch(engine)
         self.counters = WorkerCounters()
         self._log = log
@@ -99,63 +99,65 @@ class Worker:
         self._replaced_by: str | None = None
         self._wake = asyncio.Event()
         self._stopping = asyncio.Event()
-        self._drain: Drain | None = None
+        self._drain: WorkerDrain | None = None
         self._owner_epoch = -1
         self._epoch: _Epoch | None = None
         self._load_timer: asyncio.TimerHandle | None = None
         self.media = MediaFeed(engine, spec.worker_id, self._on_media_failed)
-        self.commands = CommandRunner(engine, spec.model, self._answer)
+        self.commands = CommandRunner(engine, spec.model, self._append_result)
 
     @property
     def worker_epoch(self) -> int | None:
-        """The epoch in which the worker is a member; None when it is not."""
+        """Epoch of the current membership; None if the worker is not a member."""
         return None if self._epoch is None else self._epoch.number
 
     @property
-    def under_way(self) -> Collection[str]:
-        """The ids of the requests that it has."""
-        return () if self._epoch is None else self._epoch.orders.active
+    def active_requests(self) -> Collection[str]:
+        """Ids of the requests in flight."""
+        return () if self._epoch is None else self._epoch.items.active
 
     @property
     def engine(self) -> Engine:
-        """What it runs."""
+        """The engine of this worker."""
         return self._engine
 
     async def run(self) -> None:
-        """Serve until cancelled, or until a drain is over.
+        """Serve until cancelled or until a drain ends.
 
-        Raises EngineError when the engine cannot start; else a group with WorkerReplaced, LogError or its error.
+        Raises:
+            EngineError: the engine cannot start.
+            BaseExceptionGroup: contains WorkerReplaced, LogError or the engine's error.
         """
         try:
-            # An engine that dies on its way up may have left processes behind.
+            # An engine that fails during its start may leave processes behind.
             if await self._start_engine():
                 async with asyncio.TaskGroup() as tasks:
-                    parts = self._run_engine(), self.health.run(self._passed), self.commands.run()
+                    parts = self._run_engine(), self.health.run(self._on_health_check), self.commands.run()
                     others = [tasks.create_task(part) for part in parts]
                     await self._follow(tasks.create_task)
                     self._leave()
                     for task in others:
                         task.cancel()
         except (EngineError, BaseExceptionGroup) as error:
-            # Before anything that waits for the log: the owner moves the requests as soon as it sees the release.
+            # Release first, before waiting for the log: the owner moves the requests as soon as it sees the release.
             self._keeper.release(self._group, self.spec.worker_id)
-            await tell_failure(self._log, self._partition, self.spec, self.worker_epoch, error)
+            await report_failure(self._log, self._partition, self.spec, self.worker_epoch, error)
             raise
         finally:
             self._leave()
             self._keeper.release(self._group, self.spec.worker_id)
-            self.life.move(Move.LEAVE)
+            self.life.move(Transition.LEAVE)
             await self._stop_engine()
 
     def drain(self, within_s: float) -> None:
-        """Take nothing new and let `run` end when what is under way has, or after so long; the rest is handed back."""
+        """Accept no new work. End `run` once all requests have finished, or hand them over after `within_s` seconds."""
         if self._drain is None:
-            self._drain = Drain(within_s)
+            self._drain = WorkerDrain(within_s)
             self._stopping.set()
             self._wake.set()
 
     async def _start_engine(self) -> bool:
-        """False when the worker was told to stop before the engine had started."""
+        """Start the engine. Return False if the worker was stopped before the engine had started."""
         starting = asyncio.create_task(self._engine.start(self.spec))
         stopping = asyncio.create_task(self._stopping.wait())
         try:
@@ -174,12 +176,12 @@ class Worker:
 
     async def _run_engine(self) -> None:
         await self._engine.run(self._publish)
-        raise EngineError("the engine stopped serving by itself")
+        raise EngineError("the engine stopped serving on its own")
 
-    def _passed(self) -> None:
-        """The engine is well."""
+    def _on_health_check(self) -> None:
+        """Apply a successful health check."""
         if self.life.state is State.RUNNING:
-            self.life.move(Move.PASS)
+            self.life.move(Transition.PASS)
 
     async def _stop_engine(self) -> None:
         try:
@@ -189,17 +191,17 @@ class Worker:
             logger.error("the engine did not stop within %g s", ENGINE_STOP_S)  # noqa: TRY400
 
     async def _follow(self, spawn: Spawn) -> None:
-        # The end is read before the lease is taken, so the admission cannot be missed.
+        # The end is read before the lease is acquired, so the admission cannot be missed.
         end = await self._log.end(FLEET.name, self._partition)
         fleet = self._log.tail(FLEET.name, self._partition, end, self._wake)
         self._take_lease()
-        self.life.move(Move.REGISTER)
+        self.life.move(Transition.REGISTER)
         try:
             while True:
                 self._wake.clear()
                 if self._replaced_by is not None:
                     raise WorkerReplaced(
-                        f"worker {self.spec.worker_id}: incarnation {self._replaced_by} holds the lease now"
+                        f"worker {self.spec.worker_id} was replaced: incarnation {self._replaced_by} holds its lease"
                     )
                 for record in fleet.take(READ_MAX):
                     self._on_fleet(record, spawn)
@@ -223,22 +225,22 @@ class Worker:
             async with asyncio.timeout(left_s):
                 await self._wake.wait()
 
-    def _drained(self, drain: Drain) -> bool:
-        """Whether nothing is left to wait for; says that the worker stops when it is asked for the first time."""
+    def _drained(self, drain: WorkerDrain) -> bool:
+        """Return whether the drain is over. The first call marks the lease as draining."""
         if self.life.state is not State.STOPPING:
-            self.life.move(Move.STOP)
+            self.life.move(Transition.STOP)
             if self._epoch is not None:
-                under_way, kept = len(self.under_way), self.media.kept()
-                logger.info(
-                    "%s is draining: %d requests under way, KV of %d kept", self.spec.worker_id, under_way, kept
-                )
+                active, kept = len(self.active_requests), self.media.kept()
+                logger.info("%s is draining: %d requests in flight, KV of %d kept", self.spec.worker_id, active, kept)
                 self._hold_lease(draining=True)
         now = time.monotonic()
         if self._epoch is None:
             return True
         if now >= drain.ends_s:
-            self.counters.handed_back += len(self.under_way)
-            logger.warning("worker %s hands back %d requests", self.spec.worker_id, len(self.under_way))
+            self.counters.handed_back += len(self.active_requests)
+            logger.warning(
+                "worker %s hands over %d unfinished requests", self.spec.worker_id, len(self.active_requests)
+            )
             return True
         return not self._busy and (drain.announced or now >= drain.fact_ends_s)
 
@@ -262,7 +264,7 @@ class Worker:
             event: AnyFleetEvent = event_of(FLEET, record)
         except DecodeError as error:
             self.counters.fleet_undecodable += 1
-            logger.warning("fleet record %s not understood: %s", record.offset, error)
+            logger.warning("cannot decode fleet record %s: %s", record.offset, error)
             return
         if event.owner_epoch < self._owner_epoch:
             return
@@ -277,13 +279,13 @@ class Worker:
                     logger.warning("worker %s lost its epoch: %s", event.worker_id, event.reason)
                     self._leave()
                     if self.life.state is not State.STOPPING:
-                        self.life.move(Move.LOSE)
+                        self.life.move(Transition.LOSE)
                         self._take_lease()
             case WorkerDraining():
                 if self._drain is not None and event.worker_epoch == self.worker_epoch:
                     self._drain.announced |= event.worker_id == self.spec.worker_id
             case WorkerSuspect() | WorkerRecovered() | IngressJoined() | IngressLost():
-                pass  # the owner's business: it sends nothing new meanwhile, or cancels work
+                pass  # handled by the owner, which sends no new work meanwhile, or cancels it
             case _:
                 assert_never(event)
 
@@ -292,28 +294,31 @@ class Worker:
             return
         if self._epoch is not None:
             self._leave()
-            self.life.move(Move.LOSE)
+            self.life.move(Transition.LOSE)
         work = self._log.tail(self._work_topic.name, event.slot, event.from_offset, self._wake)
         outbox = Outbox(self.spec, worker_epoch, self._group, self._partition)
-        orders = Orders(self._log, self._group, self.spec, outbox, self.media, self.counters, spawn, self._settled)
-        self._epoch = _Epoch(worker_epoch, work, outbox, orders)
+        items = WorkItems(self._log, self._group, self.spec, outbox, self.media, self.counters, spawn, self._settled)
+        self._epoch = _Epoch(worker_epoch, work, outbox, items)
         self.commands.join(outbox)
         held = [draft for rank in self.spec.ranks for draft in outbox.cache.announcement(rank, self._engine.held(rank))]
         if held:
             self._log.append_soon(held)
-        self.life.move(Move.ADMIT)
-        self.health.ask()
+        self.life.move(Transition.ADMIT)
+        self.health.check_now()
         logger.info("worker %s serves slot %s in epoch %s", self.spec.worker_id, event.slot, worker_epoch)
 
     def _leave(self) -> None:
-        """Drop everything of the epoch: others have its requests now, the owner forgot its cache."""
+        """End the epoch and drop its state.
+
+        Its requests have moved, and the owner has removed its cache from the index.
+        """
         if self._epoch is None:
             return
         if self._load_timer is not None:
             self._load_timer.cancel()
             self._load_timer = None
         self._epoch.work.close()
-        self._epoch.orders.close()
+        self._epoch.items.close()
         self._epoch = None
         self.commands.leave()
 
@@ -327,12 +332,12 @@ class Worker:
             return
         match event:
             case WorkItem():
-                epoch.orders.start(event)
+                epoch.items.start(event)
             case WorkCancelled():
-                epoch.orders.cancel(event)
+                epoch.items.cancel(event)
                 self._settled()
             case ReleaseKv():
-                epoch.orders.release(event)
+                epoch.items.release(event)
                 self._settled()
             case ReannounceCache():
                 self._reannounce(event, epoch)
@@ -342,7 +347,7 @@ class Worker:
                 assert_never(event)
 
     def _is_addressed(self, event: AnyWorkEvent, epoch: _Epoch) -> bool:
-        """Whether an event is for this worker in this epoch. Anything else on its slot is counted and not run."""
+        """Return whether an event is for this worker and epoch. Other events are counted and skipped."""
         counters = self.counters
         if event.group != self._group:
             counters.other_group += 1
@@ -351,12 +356,12 @@ class Worker:
             counters.other_worker += 1
             first = counters.other_worker == 1
         else:
-            # An epoch before: what was sent before the worker was lost and joined again.
+            # Work for an earlier epoch was sent before the worker was lost and rejoined.
             counters.other_epoch += event.worker_epoch != epoch.number
             return event.worker_epoch == epoch.number
         if first:
             logger.error(
-                "%s is addressed to worker %r of group %r, but arrived at worker %r of group %r, which does not run "
+                "%s is addressed to worker %r of group %r, but arrived at worker %r of group %r, which does not run"
                 "it: two workers share a slot of %s; forebay_worker_items_skipped_total counts further ones",
                 type(event).__struct_config__.tag,
                 event.worker_id,
@@ -367,30 +372,30 @@ class Worker:
             )
         return False
 
-    def _reannounce(self, asked: ReannounceCache, epoch: _Epoch) -> None:
-        if asked.rank not in self.spec.ranks:
+    def _reannounce(self, event: ReannounceCache, epoch: _Epoch) -> None:
+        if event.rank not in self.spec.ranks:
             self.counters.unknown_rank += 1
-            logger.warning("a cache cannot be announced: %s", no_such_rank(self.spec, asked.rank))
+            logger.warning("cannot re-announce a cache: %s", no_such_rank(self.spec, event.rank))
             return
         self.counters.reannounced += 1
-        if drafts := epoch.outbox.cache.reannouncement(asked.rank, asked.above_seq):
+        if drafts := epoch.outbox.cache.reannouncement(event.rank, event.above_seq):
             self._log.append_soon(drafts)
 
     def _on_media_failed(self, item: WorkItem, error: ResponseError | TransferError) -> None:
         if self._epoch is not None:
-            self._epoch.orders.not_submitted(item, error)
+            self._epoch.items.not_submitted(item, error)
 
-    def _answer(self, drafts: Sequence[Draft]) -> None:
-        """Say what came of a command."""
+    def _append_result(self, drafts: Sequence[Draft]) -> None:
+        """Append the result of a command."""
         self._log.append_soon(drafts)
         self._settled()
 
     @property
     def _busy(self) -> bool:
-        return (self._epoch is not None and self._epoch.orders.busy) or self.commands.busy
+        return (self._epoch is not None and self._epoch.items.busy) or self.commands.busy
 
     def _settled(self) -> None:
-        """A drain ends with the last request, or command."""
+        """Wake up a drain after the last request or command has ended."""
         if self._drain is not None and not self._busy:
             self._wake.set()
 
@@ -403,16 +408,16 @@ class Worker:
         if self._epoch is None:
             return
         outbox = self._epoch.outbox
-        if drafts := self._epoch.orders.batch(batch):
+        if drafts := self._epoch.items.batch(batch):
             self._log.append_soon(drafts)
         self._settled()
         if outbox.holds_load and self._load_timer is None:
             self._load_timer = asyncio.get_running_loop().call_later(LOAD_INTERVAL_S, self._publish_load)
 
     def _publish_load(self) -> None:
-        """The last word on a load is said, if late."""
+        """Append load reports that the rate limit delayed."""
         self._load_timer = None
         if self._epoch is not None:
-            # A log that failed ends the worker at its next token, or at its next look at the fleet.
+            # A failed log ends the worker at its next token, or at its next read of the fleet topic.
             with contextlib.suppress(LogError):
                 self._log.append_soon(self._epoch.outbox.held_load())

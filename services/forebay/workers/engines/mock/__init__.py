@@ -1,1 +1,1 @@
-"""The mock engine: modelled time, real KV bytes, words that depend on every byte."""
+"""Mock engine: modelled step times, real KV bytes, output tokens that depend on every byte."""

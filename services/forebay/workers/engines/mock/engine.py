@@ -1,8 +1,8 @@
-"""An engine without a GPU: `EngineModel` in real time, or faster; never sooner than the model says.
+"""Engine without a GPU: runs `EngineModel` in real time or faster, never ahead of the model's time.
 
-Probabilities and embeddings are made up from hashes; a structure that is asked of an answer is not kept to. With the
-role prefill or decode it has KV of real bytes, which travels: the way there is opened with the first item of an epoch,
-which names it; items wait for that.
+Logprobs and embeddings are derived from hashes. Structured outputs are not enforced. With the role prefill or decode it
+has KV of real bytes that are transferred. The transport is opened with the first item of an epoch, because its agent
+name contains the epoch. Items wait until it is open.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from forebay.events.work import WorkItem
 from forebay.workers.engine import EngineError, EngineRefused, Publish
 from forebay.workers.engines.mock.kv import KvSettings, MockKv, summed
 from forebay.workers.engines.mock.outputs import TASKS
-from forebay.workers.engines.mock.rank import Rank
+from forebay.workers.engines.mock.rank import MockRank
 from forebay.workers.engines.standin_encoder import MediaUnusable, StandInEncoder
 from forebay.workers.kv_transfer.api import Stats
 from forebay.workers.kv_transfer.nixl_agent import load_nixl
@@ -40,10 +40,10 @@ KV_ROLES = frozenset(("prefill", "decode"))
 
 
 class MockEngine:
-    """`dp_size` independent ranks of `config` from `dp_start_rank` on, `speedup` times as fast as the real thing.
+    """Engine with `dp_size` independent ranks of `config`, numbered from `dp_start_rank` on.
 
-    `kv` is how KV travels, where the worker's role is prefill or decode. Like vLLM with its default scheduling policy
-    it serves first come, first served, whatever an item's priority.
+    It runs `speedup` times as fast as the modelled GPU. `kv` configures KV transfers for the roles prefill and decode.
+    Like vLLM with its default scheduling policy, it serves in arrival order and ignores priorities.
     """
 
     def __init__(
@@ -56,33 +56,33 @@ class MockEngine:
         kv: KvSettings | None = None,
     ) -> None:
         if not 0 < speedup < float("inf"):
-            raise ValueError(f"speedup must be a positive number, not {speedup}")
+            raise ValueError(f"speedup must be a positive number, got {speedup}")
         ranks = range(dp_start_rank, dp_start_rank + dp_size)
         self._config = config
-        self._ranks = {rank: Rank(rank, config, speedup) for rank in ranks}
-        self._loras: dict[str, str] = {}  # the directories of adapters; none of those that were there at the start
+        self._ranks = {rank: MockRank(rank, config, speedup) for rank in ranks}
+        self._loras: dict[str, str] = {}  # directories of adapters loaded after the start
         self._kv_settings = kv or KvSettings()
         self._spec: WorkerSpec | None = None
         self._kv: MockKv | None = None  # of this epoch, once it is open
-        self._life = 0  # counts resets
+        self._life = 0  # number of resets
         self._opening = False
-        self._held: dict[str, tuple[WorkItem, int]] = {}  # until it is
+        self._held: dict[str, tuple[WorkItem, int]] = {}  # items that wait for the transport
         self._ending: set[asyncio.Task[None]] = set()
         self._broken: EngineError | None = None
-        self._past = Stats()  # of epochs that are over
+        self._past = Stats()  # of earlier epochs
         self._closing: list[Stats] = []
 
     async def start(self, spec: WorkerSpec) -> WorkerSpec:
-        """There is no model to load. Raises EngineError when KV is to travel, and cannot."""
+        """Set up KV transfers, if configured; there is no model to load. Raises EngineError."""
         self._loras = dict.fromkeys(spec.loras, "")
         spec = self._spec = msgspec.structs.replace(spec, tasks=TASKS)
         if spec.role not in KV_ROLES:
             return spec
         layout = self._kv_settings.layout(self._config.block_size)
         if self._kv_settings.transport == "nixl":
-            await asyncio.to_thread(load_nixl, "KV blocks travel")
+            await asyncio.to_thread(load_nixl, "KV transfers")
         elif find_spec("numpy") is None:
-            raise EngineError("KV blocks are kept in arrays of numpy, which is not installed: pip install numpy")
+            raise EngineError("KV transfers need numpy: pip install numpy")
         return msgspec.structs.replace(spec, kv_layout=layout)
 
     async def run(self, publish: Publish) -> None:
@@ -92,21 +92,21 @@ class MockEngine:
                 group.create_task(rank.run(publish))
 
     async def stop(self) -> None:
-        """Give back memory."""
+        """Free the memory."""
         if self._kv is not None or self._opening:
             self.reset()
         await asyncio.gather(*self._ending)
 
     def warm(self, hashes: Sequence[int], rank: int = 0) -> None:
-        """Start a rank with these blocks in its cache."""
+        """Fill a rank's cache with these blocks before the start."""
         self._ranks[rank].model.warm(hashes)
 
     def held(self, rank: int) -> list[int]:
-        """The blocks in a rank's cache."""
+        """Return the blocks in a rank's cache."""
         return self._ranks[rank].model.held()
 
     def submit(self, item: WorkItem) -> None:
-        """Queue an item on the rank that it names, which must be one of this engine's."""
+        """Queue an item on its rank, which must belong to this engine."""
         rank, lora = self._ranks[item.rank], item.lora_name
         if lora and lora not in self._loras:
             rank.refuse(item, ResponseError(status=404, code="adapter_not_loaded", message=_not_loaded(lora)))
@@ -120,44 +120,47 @@ class MockEngine:
             self._submit(item, 0)
 
     def submit_embedded(self, item: WorkItem, embeddings: "Array") -> None:
-        """As `submit`: what it says depends on every byte of the embeddings."""
+        """Queue an item with embeddings. Its output depends on every byte of them."""
         self._submit(item, xxh3_64_intdigest(embeddings.tobytes()))
 
     def cancel(self, request_id: str) -> None:
-        """Drop a request, if it is under way, and what is kept for it."""
+        """Drop a request, if it is in flight, and free KV kept for it."""
         self._held.pop(request_id, None)
         for rank in self._ranks.values():
             rank.cancel(request_id)
 
     def release(self, request_id: str) -> None:
-        """Nobody will fetch what is kept for a request, if anything is."""
+        """Free the KV kept for a request, if any."""
         if self._kv is not None:
             self._kv.release(request_id)
 
     def drop(self, prefilled: Prefilled) -> None:
-        """Tell who keeps it that nobody here will fetch; its lease does where nothing is open yet."""
+        """Notify the holder that nobody here will fetch its KV; without an open transport its lease ends."""
         if self._kv is not None:
             self._kv.drop(prefilled)
 
     def kept(self) -> int:
-        """Requests whose KV is kept for others."""
+        """Return the number of requests whose KV is kept for other workers."""
         return 0 if self._kv is None else self._kv.kept
 
     def kv_stats(self) -> Stats:
-        """Of all KV that travelled since the start."""
+        """Return the KV transfer statistics since the start."""
         return reduce(summed, (*self._closing, Stats() if self._kv is None else self._kv.transport.stats), self._past)
 
     async def command(self, command: Command) -> tuple[str, ...]:
-        """As vLLM does it: the cache can be cleared while nothing runs; who is paused or asleep keeps its requests.
+        """Run a command as vLLM does.
 
-        Asleep it has no cache, so requests that ran are computed again when it wakes up.
+        The cache can be cleared only while no request runs. Pausing keeps the requests in flight. Sleeping drops the
+        cache, so running requests are computed again after waking up.
         """
         ranks = self._ranks.values()
         match command.action:
             case "clear_kv_blocks":
                 used = sum(rank.model.pool.used for rank in ranks)
                 if used:
-                    raise EngineRefused(f"{used} KV blocks are used by requests that run; try again when they are done")
+                    raise EngineRefused(
+                        f"{used} KV blocks are in use by running requests; retry when they have finished"
+                    )
                 for rank in ranks:
                     rank.clear()
             case "load_lora":
@@ -186,26 +189,26 @@ class MockEngine:
         return tuple(self._loras)
 
     def _load(self, name: str, path: str) -> None:
-        """Nothing is read from the adapter's directory, but it must be there."""
+        """Load an adapter. Its directory must exist but is not read."""
         if not name or not path:
             raise EngineRefused("an adapter needs a name and a directory")
         if name in self._loras and self._loras[name] != path:
-            raise EngineRefused(f"another adapter {name} is loaded already; unload it first")
+            raise EngineRefused(f"another adapter {name} is already loaded: unload it first")
         if not Path(path).is_dir():
-            raise EngineRefused(f"there is no directory {path}")
+            raise EngineRefused(f"no such directory: {path}")
         self._loras[name] = path
 
     async def check(self) -> None:
-        """It lives as long as its process, unless KV is to travel and cannot."""
+        """Do nothing, or raise EngineError if KV transfers are configured and failed."""
         if self._broken is not None:
             raise self._broken
 
     def collectors(self) -> Sequence[Collector]:
-        """It has no metrics of its own."""
+        """Return no collectors."""
         return ()
 
     def reset(self) -> None:
-        """Drop every request and the caches, and what is kept for others."""
+        """Drop every request, the caches and all kept KV."""
         self._life += 1
         self._held.clear()
         self._opening = False
@@ -216,12 +219,12 @@ class MockEngine:
             self._spawn(self._close(kv, fetching))
 
     def _submit(self, item: WorkItem, seen: int) -> None:
-        """To its rank, at once or when KV can travel."""
+        """Queue an item on its rank, as soon as the transport is open if it needs KV transfers."""
         rank = self._ranks[item.rank]
         if item.stage not in KV_ROLES or self._kv is not None:
             rank.submit(item, seen)
         elif self._spec is None or self._spec.role not in KV_ROLES:
-            message = "this mock engine has neither the role prefill nor decode: its KV does not travel"
+            message = "this mock engine has neither role prefill nor decode and cannot transfer KV"
             rank.refuse(item, ResponseError(status=501, code="stage_not_supported", message=message))
         else:
             self._held[item.request_id] = item, seen
@@ -233,10 +236,10 @@ class MockEngine:
         broken: EngineError | None = None
         kv = MockKv(self._kv_settings, spec.model, spec.worker_id, worker_epoch, self._config.block_size)
         try:
-            await kv.open(len(self._ranks) * self._config.kv_blocks_total, self._given_back)
-        except Exception as error:  # NIXL raises its own kinds
-            logger.error("KV cannot travel", exc_info=not isinstance(error, EngineError))  # noqa: TRY400
-            broken = EngineError(f"KV cannot travel by {self._kv_settings.transport}: {error}")
+            await kv.open(len(self._ranks) * self._config.kv_blocks_total, self._on_free)
+        except Exception as error:  # NIXL raises its own classes
+            logger.error("KV transfers failed to start", exc_info=not isinstance(error, EngineError))  # noqa: TRY400
+            broken = EngineError(f"cannot transfer KV by {self._kv_settings.transport}: {error}")
         if life != self._life:
             await kv.close()
             return
@@ -263,9 +266,9 @@ class MockEngine:
         self._closing.remove(kv.transport.stats)
         self._past = summed(self._past, kv.transport.stats)
 
-    def _given_back(self, request_id: str, _: str) -> None:
+    def _on_free(self, request_id: str, _: str) -> None:
         for rank in self._ranks.values():
-            rank.given_back(request_id)
+            rank.freed(request_id)
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

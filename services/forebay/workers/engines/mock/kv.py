@@ -1,10 +1,10 @@
-"""The KV of a mock engine as bytes: written where a prompt is computed, moved for real, read where it is answered.
+"""KV of the mock engine as real bytes: written by the prefill worker, transferred, read by the decode worker.
 
-Theory of operation. A block's bytes are one 8-byte word over and over: the block's name, which is a hash of all tokens
-up to its end, xor what the model was shown beside text. Equal words share a slot. Who fetches knows the names, so each
-block gives that xor back; a byte that is wrong gives another number, and the answer is made from it. Slots are held as
-long as the engine's model holds the blocks, so there are enough; with images beside equal text there may be too few,
-and a request fails. There is one transport, and one of these, for each epoch of a worker.
+Theory of operation. A block consists of one 8-byte word, repeated: the hash of all tokens up to its end, xor a hash of
+the media. Equal words share a slot. The reader knows the token hashes, so each block yields the xor again. A wrong byte
+yields another number, and the output tokens are derived from it. Slots are held as long as the engine model holds the
+blocks, so there are enough of them. With different images beside equal text there may be too few, and a request fails.
+There is one transport and one `MockKv` for each epoch of a worker.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from forebay.events.base import U32_BYTES, U64_BYTES, array_u64, pack_u64
 from forebay.events.transfer import KvLayout, Prefilled
 from forebay.events.work import WorkItem
 from forebay.workers.engine import EngineError
-from forebay.workers.kv_transfer.api import Fetched, GivenBack, Kind, KvMemory, KvTransport, OnGivenBack, Stats
+from forebay.workers.kv_transfer.api import FetchedKv, FreeReason, Kind, KvMemory, KvTransport, OnFree, Stats
 from forebay.workers.kv_transfer.nixl_agent import TransferError, agent_name
 from forebay.workers.kv_transfer.transport import LEASE_S, open_transport
 
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
     from forebay.workers.kv_transfer.api import Array
 
 NOW = frozenset(("in_flight", "in_flight_bytes", "waiting", "held_offers", "held_blocks", "quarantined_blocks"))
-BYTES_PER_TOKEN = 256  # a block of 64 tokens is 16 KiB; real models have 100 times as much
+BYTES_PER_TOKEN = 256  # a block of 64 tokens has 16 KiB; real models need 100 times as much
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvSettings:
-    """How a mock engine's KV travels.
+    """Settings of a mock engine's KV transfers.
 
     Attributes:
-        transport: what moves it; `tcp` is the plain path.
-        bytes_per_token: its size; a block's must be a multiple of eight bytes.
-        checksum: whether it is sent with one, and that checked.
-        lease_s: how long it is kept for a reader that does not come.
-        at: the address at which others fetch it by `tcp`, or the network interface for `nixl`; see `open_transport`.
+        transport: what moves the bytes, `nixl` or `tcp`.
+        bytes_per_token: KV bytes per token; those of a block must be a multiple of eight.
+        checksum: whether transfers are verified by checksums.
+        lease_s: seconds for which KV is kept that is not fetched.
+        at: listening address for `tcp`, or network interface for `nixl`; see `open_transport`.
     """
 
     transport: Kind = "nixl"
@@ -48,45 +48,47 @@ class KvSettings:
     at: str = ""
 
     def layout(self, block_size: int) -> KvLayout:
-        """How blocks of so many tokens lie. Raises EngineError for sizes that cannot be."""
+        """Return the layout of blocks of `block_size` tokens. Raises EngineError for impossible sizes."""
         block_bytes = self.bytes_per_token * block_size
         if block_bytes < U64_BYTES or block_bytes % U64_BYTES:
             raise EngineError(
-                f"{self.bytes_per_token} bytes of KV a token are {block_bytes} a block of {block_size} tokens: "
+                f"{self.bytes_per_token} bytes of KV per token are {block_bytes} per block of {block_size} tokens:"
                 f"that must be a multiple of {U64_BYTES}"
             )
         return KvLayout(connector=self.transport, dtype="uint8", block_bytes=block_bytes, layers=1)
 
 
 class Slots:
-    """The slots of one memory, by what is written in them."""
+    """Slots of one memory, by the word written in them."""
 
     def __init__(self, memory: KvMemory) -> None:
         self._memory = memory
-        # Taken from the end, and put back there: memory that was touched is used again first.
+        # Taken from and returned to the end, so that memory that is already mapped is reused first.
         self._free = list(range(memory.blocks - 1, -1, -1))
         self._slot_of: dict[int, int] = {}
         self._holders: dict[int, int] = {}
 
     @property
     def used(self) -> int:
-        """How many are not free."""
+        """Number of slots that are not free."""
         return self._memory.blocks - len(self._free)
 
     def take(self, count: int) -> list[int]:
-        """Slots to fetch into; `free` them. Raises TransferError when there are too few."""
+        """Return slots to fetch into, to be returned with `free`. Raises TransferError when there are too few."""
         if count > len(self._free):
-            raise TransferError(f"{count} slots are needed and {len(self._free)} of {self._memory.blocks} are free")
+            raise TransferError(
+                f"{count} slots are needed, but only {len(self._free)} of {self._memory.blocks} are free"
+            )
         taken = self._free[len(self._free) - count :]
         del self._free[len(self._free) - count :]
         return taken
 
     def free(self, slots: Sequence[int]) -> None:
-        """What `take` gave is not needed any more."""
+        """Return slots that `take` returned and that are not needed any more."""
         self._free += slots
 
     def hold(self, words: Sequence[int]) -> list[int]:
-        """Slots with these words in them, written if they are in none; `let_go` of them. Raises TransferError."""
+        """Return slots with these words, written if needed, to be returned with `let_go`. Raises TransferError."""
         new = [word for word in dict.fromkeys(words) if word not in self._slot_of]
         for word, slot in zip(new, self.take(len(new)), strict=True):
             self._slot_of[word] = slot
@@ -97,7 +99,7 @@ class Slots:
         return [self._slot_of[word] for word in words]
 
     def let_go(self, words: Sequence[int]) -> None:
-        """One who held these does not any more."""
+        """Release one hold of each of these words."""
         for word in words:
             self._holders[word] -= 1
             if not self._holders[word]:
@@ -106,9 +108,9 @@ class Slots:
 
 
 class MockKv:
-    """What one epoch of a worker keeps for others, and fetches from them. On one event loop.
+    """KV that one epoch of a worker keeps for others and fetches from them. Use it on one event loop.
 
-    `on_given_back` is told which request's blocks are kept no longer.
+    `on_free` is called with the request whose blocks are no longer kept.
     """
 
     def __init__(self, settings: KvSettings, model: str, worker_id: str, worker_epoch: int, block_size: int) -> None:
@@ -121,17 +123,17 @@ class MockKv:
         self._words: dict[str, list[int]] = {}
         self._transport: KvTransport | None = None
         self._slots: Slots | None = None
-        self._on_given_back: OnGivenBack | None = None
+        self._free_callback: OnFree | None = None
 
-    async def open(self, blocks: int, on_given_back: OnGivenBack) -> None:
-        """Have memory for so many blocks, and a way to others. Raises EngineError, OSError."""
-        self._on_given_back = on_given_back
+    async def open(self, blocks: int, on_free: OnFree) -> None:
+        """Allocate memory for `blocks` blocks and open the transport. Raises EngineError, OSError."""
+        self._free_callback = on_free
         self._transport = await open_transport(
             self._settings.transport,
             name=agent_name(self._worker_id, self._worker_epoch),
             block_bytes=self._block_bytes,
             blocks=blocks,
-            on_given_back=self._given_back,
+            on_free=self._on_free,
             lease_s=self._settings.lease_s,
             at=self._settings.at,
         )
@@ -139,23 +141,23 @@ class MockKv:
 
     @property
     def transport(self) -> KvTransport:
-        """What moves it, once that is open."""
+        """The open transport."""
         assert self._transport is not None
         return self._transport
 
     @property
     def slots(self) -> Slots:
-        """Where it lies, once that is open."""
+        """The slots of the open transport."""
         assert self._slots is not None
         return self._slots
 
     @property
     def kept(self) -> int:
-        """Of how many requests KV is kept."""
+        """Return the number of requests whose KV is kept."""
         return len(self._words)
 
     def offer(self, item: WorkItem, seen: int) -> Prefilled:
-        """Write the KV of a prompt and keep it. Raises TransferError; nothing is kept then."""
+        """Write and keep the KV of a prompt. Raises TransferError without keeping any."""
         words = [name ^ seen for name in block_names(item, self._block_size)]
         slots = self.slots.hold(words)
         try:
@@ -177,13 +179,13 @@ class MockKv:
         )
 
     def release(self, request_id: str) -> bool:
-        """Nobody will fetch what is kept for a request; whether anything was."""
+        """Free the KV kept for a request. Return whether there was any."""
         return self.transport.release(request_id)
 
-    async def fetch(self, item: WorkItem, first: int) -> tuple[int, Fetched]:
-        """Fetch the blocks of a prompt from number `first` on: what the model was shown beside text, as they have it.
+    async def fetch(self, item: WorkItem, first: int) -> tuple[int, FetchedKv]:
+        """Fetch the blocks of a prompt from index `first` on. Return the media hash found in them, and the transfer.
 
-        Raises TransferError. Who keeps them is told that they are not wanted, unless they came.
+        On failure the holder is notified that they are not wanted. Raises TransferError.
         """
         prefilled, names = item.prefilled, block_names(item, self._block_size)
         assert prefilled is not None, "engines refuse such items"
@@ -195,36 +197,36 @@ class MockKv:
                 return seen_in([self.transport.memory.view(slot) for slot in slots], names[first:]), fetched
             finally:
                 self.slots.free(slots)
-        except BaseException:  # cancelled, too
+        except BaseException:  # also after a cancellation
             self.drop(prefilled)
             raise
 
     def drop(self, prefilled: Prefilled) -> None:
-        """Tell who keeps it that nobody will fetch."""
+        """Notify the holder that nobody will fetch."""
         self.transport.drop(prefilled)
 
     async def close(self) -> None:
-        """Keep nothing, fetch nothing; nobody is told any more."""
-        self._on_given_back = None
+        """Free all KV and end all transfers; nobody is notified."""
+        self._free_callback = None
         if self._transport is not None:
             await self._transport.close()
 
-    def _given_back(self, request_id: str, why: GivenBack) -> None:
+    def _on_free(self, request_id: str, why: FreeReason) -> None:
         self.slots.let_go(self._words.pop(request_id))
-        if self._on_given_back is not None:
-            self._on_given_back(request_id, why)
+        if self._free_callback is not None:
+            self._free_callback(request_id, why)
 
     def _check(self, item: WorkItem, prefilled: Prefilled) -> None:
         tokens = len(item.token_ids) // U32_BYTES
         if prefilled.model != self._model or prefilled.tokens != tokens:
             raise TransferError(
-                f"{prefilled.worker_id} keeps {prefilled.tokens} tokens for {prefilled.model}; "
+                f"{prefilled.worker_id} keeps {prefilled.tokens} tokens for {prefilled.model};"
                 f"this is a prompt of {tokens} for {self._model}"
             )
 
 
 def block_names(item: WorkItem, block_size: int) -> list[int]:
-    """A name for each block of a prompt, the last one, perhaps not full, included."""
+    """Return a hash for each block of a prompt, including a last block that is not full."""
     names = list(array_u64(item.sequence_hashes))
     tail = item.token_ids[len(names) * block_size * U32_BYTES :]
     if tail:
@@ -235,17 +237,17 @@ def block_names(item: WorkItem, block_size: int) -> list[int]:
 
 
 def seen_in(blocks: Sequence["Array"], names: Sequence[int]) -> int:
-    """What the model was shown beside text, as the bytes of blocks say it; some other number if any byte is wrong."""
-    told = []
+    """Return the hash of the media that the bytes of blocks contain; another number if any byte is wrong."""
+    media_hashes = []
     for block, name in zip(blocks, names, strict=True):
         words = block.view("<u8")
         uniform = bool((words == words[0]).all())
-        told.append(int(words[0]) ^ name if uniform else xxh3_64_intdigest(block.tobytes(), name))
-    return told[0] if len(set(told)) == 1 else xxh3_64_intdigest(pack_u64(told))
+        media_hashes.append(int(words[0]) ^ name if uniform else xxh3_64_intdigest(block.tobytes(), name))
+    return media_hashes[0] if len(set(media_hashes)) == 1 else xxh3_64_intdigest(pack_u64(media_hashes))
 
 
 def summed(past: Stats, current: Stats) -> Stats:
-    """What both counted; what is so at the moment is so of the current one alone."""
+    """Return the sums of both counters, with the current state of `current`."""
     total = Stats()
     for name in Stats.__struct_fields__:
         before, now = getattr(past, name), getattr(current, name)

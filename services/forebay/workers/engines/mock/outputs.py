@@ -1,4 +1,4 @@
-"""What a mock engine makes up beside tokens: probabilities of tokens, and vectors of prompts, out of hashes."""
+"""Outputs of a mock engine besides tokens: logprobs and embeddings, derived from hashes."""
 
 from array import array
 from collections.abc import Sequence
@@ -20,37 +20,37 @@ HALF = 1 << 63
 
 
 class MockAnswers:
-    """Of the requests of one rank that ask for more than tokens; `vocabulary` is what it could have said."""
+    """Extra outputs of the requests of one rank; `vocabulary` has the possible tokens."""
 
     def __init__(self, vocabulary: Sequence[int]) -> None:
         self._vocabulary = vocabulary
-        self._asked: dict[str, WorkItem] = {}
+        self._items: dict[str, WorkItem] = {}
 
     def begin(self, item: WorkItem) -> None:
-        """A request is under way."""
+        """Add a request."""
         if item.task == "embed" or item.sampling.logprobs is not None:
-            self._asked[item.request_id] = item
+            self._items[item.request_id] = item
 
     def end(self, request_id: str) -> None:
-        """It is not, any more."""
-        self._asked.pop(request_id, None)
+        """Remove a request."""
+        self._items.pop(request_id, None)
 
     def clear(self) -> None:
-        """None is."""
-        self._asked.clear()
+        """Remove all requests."""
+        self._items.clear()
 
     def worded(self, batch: EngineBatch) -> EngineBatch:
-        """The batch with what was asked for; an embedding takes a prompt's time and says no token."""
-        if not self._asked:
+        """Return the batch with the requested outputs. An embedding takes a prompt's time and emits no token."""
+        if not self._items:
             return batch
         vectors = [
-            Vector(end.request_id, end.attempt, vector_of(self._asked[end.request_id].token_ids))
+            Vector(end.request_id, end.attempt, vector_of(self._items[end.request_id].token_ids))
             for end in batch.finished
             if self._embeds(end.request_id)
         ]
         worded = msgspec.structs.replace(
             batch,
-            emitted=[self._emitted(said) for said in batch.emitted if not self._embeds(said.request_id)],
+            emitted=[self._emitted(chunk) for chunk in batch.emitted if not self._embeds(chunk.request_id)],
             first_tokens=[first for first in batch.first_tokens if not self._embeds(first.request_id)],
             finished=[self._finished(end) for end in batch.finished],
             vectors=vectors,
@@ -60,7 +60,7 @@ class MockAnswers:
         return worded
 
     def _embeds(self, request_id: str) -> bool:
-        item = self._asked.get(request_id)
+        item = self._items.get(request_id)
         return item is not None and item.task == "embed"
 
     def _finished(self, end: Finished) -> Finished:
@@ -68,16 +68,16 @@ class MockAnswers:
             return end
         return msgspec.structs.replace(end, reason="stop", output_tokens=0)
 
-    def _emitted(self, said: Emitted) -> Emitted:
-        item = self._asked.get(said.request_id)
+    def _emitted(self, chunk: Emitted) -> Emitted:
+        item = self._items.get(chunk.request_id)
         if item is None or item.sampling.logprobs is None:
-            return said
+            return chunk
         count = item.sampling.logprobs
-        told = tuple(self._told(token_id, count) for token_id in unpack_u32(said.token_ids))
-        return msgspec.structs.replace(said, logprobs=told)
+        logprobs = tuple(self._logprob(token_id, count) for token_id in unpack_u32(chunk.token_ids))
+        return msgspec.structs.replace(chunk, logprobs=logprobs)
 
-    def _told(self, token_id: int, count: int) -> TokenLogprob:
-        """The token was the likeliest; behind it come others of the vocabulary, each half as likely."""
+    def _logprob(self, token_id: int, count: int) -> TokenLogprob:
+        """Return the logprob of a token as the most likely one, followed by others, each half as likely."""
         others = (other for other in self._vocabulary if other != token_id)
         likeliest = [token_id, *(other for other, _ in zip(others, range(count - 1), strict=False))][:count]
         top = tuple(TopLogprob(token_id=other, logprob=-0.7 * (at + 1)) for at, other in enumerate(likeliest))
@@ -85,7 +85,7 @@ class MockAnswers:
 
 
 def vector_of(token_ids: bytes) -> bytes:
-    """A vector of length 1 that belongs to these tokens alone, packed little-endian f32."""
+    """Return a vector of length 1 derived from the tokens, as packed little-endian f32."""
     seed = xxh3_64_digest(token_ids)
     values = [xxh3_64_intdigest(seed, at) / HALF - 1.0 for at in range(DIMENSIONS)]
     length = sqrt(sum(value * value for value in values))

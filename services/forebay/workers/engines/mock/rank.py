@@ -1,8 +1,8 @@
-"""One rank of a mock engine: its model in real time, and the KV that it keeps for others or fetches from them.
+"""One rank of a mock engine: its model in real time, and KV that it keeps for others or fetches from them.
 
-Theory of operation. Virtual time runs against one deadline that is moved by each step's scaled duration, so that what
-one sleep is late the next one makes good. Steps far shorter than a timer's resolution are published together. A prompt
-computed for another is offered when its batch is due. KV is fetched in real time, while others go on.
+Theory of operation. Virtual time is mapped to one deadline that each step moves by its scaled duration, so a late sleep
+shortens the next one. Steps much shorter than the timer resolution are published together. A prompt computed for
+another worker is offered when its batch is due. KV is fetched in real time while other requests run.
 """
 
 import asyncio
@@ -43,20 +43,20 @@ from forebay.workers.engine import (
 )
 from forebay.workers.engines.mock.kv import MockKv
 from forebay.workers.engines.mock.outputs import MockAnswers
-from forebay.workers.kv_transfer.api import Fetched
+from forebay.workers.kv_transfer.api import FetchedKv
 from forebay.workers.kv_transfer.nixl_agent import TransferError
 
 US_PER_S = 1_000_000
-QUANTUM_US = 1_000  # real time that a batch should cover: the resolution of an event loop's timers
-BATCH_TOKENS_MAX = 4_096  # at any speedup the event loop is given back after some milliseconds
-LAG_S_MAX = 0.1  # a machine that cannot keep up is late, and does not run faster later to make up for more
+QUANTUM_US = 1_000  # minimum real time per batch: the timer resolution of an event loop
+BATCH_TOKENS_MAX = 4_096  # other tasks run after a few milliseconds at any speedup
+LAG_S_MAX = 0.1  # maximum backlog: a machine that is slower than this does not run faster later to catch up
 
 
 logger = logging.getLogger(__name__)
 
 
-class Rank:
-    """`speedup` times as fast as `config` says. `kv` is set once KV can travel, and None while it cannot."""
+class MockRank:
+    """Rank that runs `speedup` times as fast as `config` says. `kv` is None while KV transfers are unavailable."""
 
     def __init__(self, number: int, config: EngineConfig, speedup: float) -> None:
         self.model = EngineModel(config)
@@ -69,17 +69,17 @@ class Rank:
         self._not_fetched: list[NotFetched] = []
         self._answers = MockAnswers(config.vocabulary or ())
         self._published = self.model.load()
-        self._life = 0  # counts resets: a batch of an earlier life is not published
+        self._life = 0  # number of resets: batches from before a reset are not published
         self._changes: list[CacheChange] = []
         self._paused = self._asleep = False
-        self._prompts: dict[str, tuple[WorkItem, int]] = {}  # to be computed for others
+        self._prompts: dict[str, tuple[WorkItem, int]] = {}  # prompts to compute for other workers
         self._kept: set[str] = set()
-        self._to_fetch: dict[str, WorkItem] = {}  # until it was
+        self._to_fetch: dict[str, WorkItem] = {}  # requests whose KV is being fetched
         self._fetching: dict[str, asyncio.Task[None]] = {}
-        self._fetched: dict[str, Fetched] = {}  # until the first token
+        self._fetched: dict[str, FetchedKv] = {}  # fetched KV until the first token
 
     def submit(self, item: WorkItem, seen: int = 0) -> None:
-        """`seen` is a checksum of what it is shown beside the text; KV that is fetched brings it along."""
+        """Queue an item. `seen` is a hash of its media; fetched KV contains it."""
         block_size = self.model.config.block_size
         last = len(item.token_ids) // U32_BYTES // block_size
         media = mm_hashes(item.media, block_size)
@@ -97,13 +97,13 @@ class Rank:
             stage=stage,
         )
         if stage == "decode" and item.prefilled is None:
-            message = "its KV is to be fetched, but nobody says from where"
+            message = "the request has no KV descriptor"
             self.refuse(item, ResponseError(status=500, code="nothing_to_fetch", message=message))
             return
         try:
-            # The model's pool takes them for chains; whoever writes to the log can say anything.
+            # The model's pool requires hash chains, but the log may contain anything.
             if item.sequence_hashes != sequence_hashes(item.token_ids, block_size, seed, media):
-                raise RequestMalformed("the block hashes are not those of the prompt")
+                raise RequestMalformed("the block hashes do not match the prompt")
             self.model.submit(request)
         except RequestRefused as refusal:
             self.refuse(item, _answer(refusal))
@@ -117,27 +117,30 @@ class Rank:
         self._wake.set()
 
     def refuse(self, item: WorkItem, error: ResponseError) -> None:
-        """The item is not taken."""
+        """Reject an item."""
         self._failed.append(Failed(item.request_id, item.attempt, error))
         self._wake.set()
 
     def lose(self, item: WorkItem, error: str) -> None:
-        """Its KV cannot be had."""
+        """Report that the KV of an item cannot be fetched."""
         self._not_fetched.append(NotFetched(item.request_id, item.attempt, error))
         self._wake.set()
 
     def hold(self, *, paused: bool | None = None, asleep: bool | None = None) -> None:
-        """Whether nothing is computed; what is None stays as it is."""
+        """Pause or put to sleep, or end either; None leaves the state unchanged."""
         self._paused = self._paused if paused is None else paused
         self._asleep = self._asleep if asleep is None else asleep
         self._wake.set()
 
     def clear(self) -> None:
-        """Empty the cache. What runs has to be computed again; what was to be fetched into it, elsewhere."""
+        """Clear the cache.
+
+        Running requests are computed again; requests whose KV is being fetched fail with NotFetched.
+        """
         for request_id in list(self._fetching):
             item = self._to_fetch[request_id]
             self.cancel(request_id)
-            self.lose(item, "the cache was cleared meanwhile")
+            self.lose(item, "the cache was cleared during the fetch")
         self.model.clear_cache()
         for request_id in list(self._kept):
             self._release(request_id)
@@ -145,7 +148,7 @@ class Rank:
         self._wake.set()
 
     def cancel(self, request_id: str) -> None:
-        """Drop a request, and what is kept for it."""
+        """Drop a request and the KV kept for it."""
         self._release(request_id)
         self._forget(request_id)
         task = self._fetching.pop(request_id, None)
@@ -154,14 +157,14 @@ class Rank:
         if self.model.cancel(request_id):
             self._wake.set()
 
-    def given_back(self, request_id: str) -> None:
-        """What was kept for a request is not any longer."""
+    def freed(self, request_id: str) -> None:
+        """Handle the end of an offer: the model may evict the blocks."""
         self._kept.discard(request_id)
         if self.model.release(request_id):
             self._wake.set()
 
     def reset(self) -> list[asyncio.Task[None]]:
-        """Drop everything; what is being fetched may still take a moment to end."""
+        """Drop everything. Return the tasks of fetches that are still ending."""
         self._life += 1
         fetching = list(self._fetching.values())
         for task in fetching:
@@ -179,7 +182,7 @@ class Rank:
         return fetching
 
     async def run(self, publish: Publish) -> None:
-        """Compute what is there to be computed, until cancelled."""
+        """Run the model until cancelled."""
         due = time.monotonic()
         while True:
             life = self._life
@@ -197,7 +200,7 @@ class Rank:
                 publish(self._with_kept(batch, computed) if computed else batch)
 
     def _collect(self) -> tuple[EngineBatch | None, list[Computed], int]:
-        """Steps for about a quantum, prompts computed for others, and their time; None when there is nothing to say."""
+        """Return a batch of about a quantum (None if empty), the prompts computed for others, and its time."""
         steps: list[EngineStep] = []
         span_us = tokens = 0
         cache_changes, self._changes = self._changes, []
@@ -219,10 +222,14 @@ class Rank:
         batch = EngineBatch(
             rank=self._number, load=load, cache_changes=cache_changes, failed=failed, not_fetched=not_fetched
         )
-        return self._answers.worded(self._told(batch, steps)), [one for step in steps for one in step.computed], span_us
+        return (
+            self._answers.worded(self._with_outputs(batch, steps)),
+            [one for step in steps for one in step.computed],
+            span_us,
+        )
 
-    def _told(self, batch: EngineBatch, steps: list[EngineStep]) -> EngineBatch:
-        """The batch with what was said in the steps."""
+    def _with_outputs(self, batch: EngineBatch, steps: list[EngineStep]) -> EngineBatch:
+        """Return the batch with the outputs of the steps."""
         if not steps:
             return batch
         cache_changes = list(batch.cache_changes)
@@ -247,28 +254,28 @@ class Rank:
         return msgspec.structs.replace(first, transferred_bytes=fetched.bytes, transfer_us=fetched.us)
 
     def _with_kept(self, batch: EngineBatch, computed: list[Computed]) -> EngineBatch:
-        """The batch with the prompts that were computed for others; what cannot be kept failed."""
+        """Return the batch with prompts computed for other workers; those that cannot be kept have failed."""
         prefilled: list[PromptPrefilled] = []
         failed = list(batch.failed)
         for one in computed:
             item, seen = self._prompts.get(one.request_id, (None, 0))
             if item is None or item.attempt != one.attempt or self.kv is None:
-                continue  # it was cancelled meanwhile
+                continue  # cancelled in the meantime
             del self._prompts[one.request_id]
             try:
                 kept = self.kv.offer(item, seen)
             except TransferError as error:
                 self.model.release(one.request_id)
-                refused = ResponseError(status=503, code="kv_not_kept", message=f"its KV cannot be kept: {error}")
+                refused = ResponseError(status=503, code="kv_not_kept", message=f"cannot keep its KV: {error}")
                 failed.append(Failed(one.request_id, one.attempt, refused))
                 continue
             self._kept.add(one.request_id)
             prefilled.append(PromptPrefilled(one.request_id, one.attempt, kept, one.cached_tokens))
         return msgspec.structs.replace(batch, prefilled=prefilled, failed=failed)
 
-    def _fetch_all(self, asked: list[Fetch]) -> None:
+    def _fetch_all(self, fetches: list[Fetch]) -> None:
         assert self.kv is not None
-        for fetch in asked:
+        for fetch in fetches:
             item = self._to_fetch[fetch.request_id]
             fetching = self._fetch(self.kv, item, fetch.first_block)
             self._fetching[fetch.request_id] = asyncio.get_running_loop().create_task(fetching)
@@ -278,9 +285,9 @@ class Rank:
         try:
             seen, fetched = await kv.fetch(item, first)
         except Exception as error:
-            # Whatever it is: nobody awaits this task, so a request whose end it does not tell would never end.
+            # Nothing awaits this task, so an unreported failure would leave the request without an end.
             known = isinstance(error, TransferError)
-            logger.warning("the KV of %s is not fetched: %s", request_id, error, exc_info=not known)
+            logger.warning("cannot fetch the KV of %s: %s", request_id, error, exc_info=not known)
             del self._fetching[request_id]
             self.cancel(request_id)
             self.lose(item, str(error) or type(error).__name__)
@@ -302,12 +309,12 @@ class Rank:
 
 
 def _token_seed(item: WorkItem, seen: int) -> int:
-    """What an answer is made from."""
+    """Return the seed of the output tokens."""
     return xxh3_64_intdigest(item.token_ids, ((item.sampling.seed or 0) + seen) & U64_MASK)
 
 
 def _merge(steps: list[EngineStep]) -> list[Emitted]:
-    """One chunk for each request, in the order in which they first spoke."""
+    """Return one chunk per request, ordered by their first token."""
     chunks: dict[str, list[Emitted]] = {}
     for step in steps:
         for chunk in step.emitted:
@@ -332,4 +339,4 @@ def _answer(refusal: RequestRefused) -> ResponseError:
         case QueueFull():
             return ResponseError(status=503, code="engine_overloaded", message=str(refusal))
         case _:
-            raise AssertionError(f"a new kind of refusal: {refusal!r}")
+            raise AssertionError(f"unknown kind of rejection: {refusal!r}")

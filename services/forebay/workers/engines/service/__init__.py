@@ -1,1 +1,1 @@
-"""Engines written by users: classes with `@service`, run as any other engine."""
+"""Custom engines: classes with `@service`, run like any other engine."""

@@ -1,4 +1,4 @@
-"""What a service tells of its KV cache, collected for the next batch."""
+"""KV cache reports of a service, collected for the next batch."""
 
 from collections.abc import Callable, Iterable
 
@@ -9,9 +9,9 @@ from forebay.workers.engines.service.request import Request
 
 
 class Cache:
-    """Given to a service as `self.cache`. Blocks are named by their sequence hashes, as in `Request`.
+    """Reporter of the cache, set as `self.cache` of a service. Blocks are identified by sequence hash.
 
-    Used on the event loop alone. What is told after a worker left the fleet is kept for when it joins again.
+    Use it on the event loop only. Reports made while the worker is not a member are kept for its next epoch.
     """
 
     def __init__(self, on_change: Callable[[], None]) -> None:
@@ -21,14 +21,14 @@ class Cache:
         self._hits: dict[str, int] = {}
 
     def stored(self, hashes: Iterable[int], parent: int | None = None) -> None:
-        """Blocks that follow one another entered the cache, after `parent` or as the first of a sequence."""
+        """Report that consecutive blocks entered the cache, after `parent` or at the start of a sequence."""
         blocks = _checked(hashes)
         if blocks:
             self._held.update(dict.fromkeys(blocks))
             self._changed(Stored(parent, blocks))
 
     def removed(self, hashes: Iterable[int]) -> None:
-        """Blocks left the cache."""
+        """Report that blocks left the cache."""
         blocks = _checked(hashes)
         if blocks:
             for block in blocks:
@@ -36,25 +36,25 @@ class Cache:
             self._changed(Removed(blocks))
 
     def cleared(self) -> None:
-        """The cache is empty."""
+        """Report that the cache is empty."""
         self._held.clear()
         self._changed(Cleared())
 
     def hit(self, request: Request, tokens: int) -> None:
-        """So many tokens of the prompt were found in the cache; told before the first token is yielded."""
+        """Report the number of prompt tokens found in the cache. Call it before the first token is yielded."""
         self._hits[request.request_id] = max(0, min(tokens, len(request.token_ids)))
 
     def held(self) -> tuple[int, ...]:
-        """The blocks that are in the cache."""
+        """Return the blocks in the cache."""
         return tuple(self._held)
 
     def take_changes(self) -> list[CacheChange]:
-        """What changed since the last call, in order."""
+        """Return the changes since the last call, in order."""
         changes, self._changes = self._changes, []
         return changes
 
     def take_hit(self, request_id: str) -> int:
-        """The cached tokens of a request, 0 when nothing was said of it."""
+        """Return and remove the cached tokens of a request, 0 if none were reported."""
         return self._hits.pop(request_id, 0)
 
     def _changed(self, change: CacheChange) -> None:
@@ -66,5 +66,5 @@ def _checked(hashes: Iterable[int]) -> tuple[int, ...]:
     blocks = tuple(hashes)
     for block in blocks:
         if not isinstance(block, int) or not 0 <= block <= U64_MASK:
-            raise ValueError(f"a block's hash is an unsigned 64-bit integer, not {block!r}")
+            raise ValueError(f"a block hash must be an unsigned 64-bit integer, got {block!r}")
     return blocks

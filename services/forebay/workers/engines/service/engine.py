@@ -1,7 +1,7 @@
-"""A service as an engine: every request is a task that iterates over `generate`, so many at once.
+"""Engine that runs a service: each request is a task that iterates over `generate`.
 
-What tasks say between two turns of the event loop is one batch. A service tells its blocks by itself, or tells none;
-then its load in blocks is what its requests would take.
+All events of one turn of the event loop form one batch. If a service does not report its blocks, its load is the number
+of blocks that its requests would need.
 """
 
 import asyncio
@@ -37,22 +37,22 @@ logger = logging.getLogger(__name__)
 BLOCK_SIZE = 64
 KV_BLOCKS = 16_384
 MAX_NUM_BATCHED_TOKENS = 8_192
-WAITING_MAX = 65_536  # beyond any router's queue bound; more means that nobody limits the callers
-SLICE_S = 0.001  # a generator that awaits nothing must not keep the others waiting
+WAITING_MAX = 65_536  # beyond the queue limit of any router; reached only if nothing limits the callers
+SLICE_S = 0.001  # a generator without awaits must not block the other requests
 TOKEN_END = 1 << 32
-MESSAGE_CHARS_MAX = 500  # what a client reads of an exception
+MESSAGE_CHARS_MAX = 500  # of an exception, for the client
 
 Outcome = Literal["ok", "failed", "refused", "cancelled"]
 
 
 @dataclass(slots=True, eq=False)
 class _Answer:
-    """A request that waits or runs. `new` are the tokens since the last batch, `said` counts all."""
+    """Waiting or running request. `new` has the tokens since the last batch, `emitted` counts all."""
 
     item: WorkItem
     request: Request
     task: "asyncio.Task[None] | None" = None
-    said: int = 0
+    emitted: int = 0
     begun: bool = False
     cached_tokens: int = 0
     new: list[int] = field(default_factory=list)
@@ -64,7 +64,7 @@ class _Answer:
 
 @dataclass(slots=True)
 class _Ends:
-    """What ended since the last batch."""
+    """Ends since the last batch."""
 
     answers: list[_Answer] = field(default_factory=list)
     finished: list[Finished] = field(default_factory=list)
@@ -73,14 +73,14 @@ class _Ends:
 
 
 class ServiceEngine:
-    """Runs one instance of a service's class, on one rank."""
+    """Engine that runs one instance of a service's class on one rank."""
 
     def __init__(self, service: Service, settings: EngineSettings) -> None:
         self._service = service
         self._settings = settings
         self._instance: Any = None
         self._tokenizer: Tokenizer | None = None
-        self._pipeline = Pipeline(self._spoken, service.pipeline)
+        self._pipeline = Pipeline(self._generated_tokens, service.pipeline)
         self._wake = asyncio.Event()
         self._cache = Cache(self._wake.set)
         self._running: dict[str, _Answer] = {}
@@ -92,24 +92,24 @@ class ServiceEngine:
         self._block_size = settings.block_size or BLOCK_SIZE
         self._kv_blocks = settings.kv_blocks or KV_BLOCKS
         self._rank = settings.dp_start_rank
-        self._told: EngineLoad | None = None
+        self._describe: EngineLoad | None = None
         self._count = Counter(
             "forebay_endpoint_requests",
-            "what endpoints were asked for, by outcome",
+            "Requests and commands by endpoint and outcome.",
             ["endpoint", "outcome"],
             registry=None,
         )
 
     async def start(self, spec: WorkerSpec) -> WorkerSpec:
-        """Make the instance and await its `start`. Raises EngineError."""
+        """Create the instance and await its `start`. Raises EngineError."""
         name = self._service.name
         if spec.dp_size != 1:
-            raise EngineError(f"{name}: a service has one rank, not {spec.dp_size}; start more workers instead")
+            raise EngineError(f"{name}: a service has one rank, got {spec.dp_size}: start more workers instead")
         path = self._settings.model / "tokenizer.json"
         try:
             self._tokenizer = Tokenizer.from_file(str(path)) if path.is_file() else None
         except Exception as error:  # the library raises bare Exception
-            raise EngineError(f"{path}: is no tokenizer ({error})") from error
+            raise EngineError(f"{path} is not a valid tokenizer: {error}") from error
         try:
             self._instance = self._service.cls()
             if self._service.kv_events:
@@ -118,7 +118,7 @@ class ServiceEngine:
             for lora_name, path in self._settings.loras.items():
                 await self._control(Command(action="load_lora", lora_name=lora_name, lora_path=str(path)))
         except Exception as error:
-            raise EngineError(f"{name} did not start: {_told(error)}") from error
+            raise EngineError(f"{name} failed to start: {_describe(error)}") from error
         logger.info("%s started", name)
         return msgspec.structs.replace(
             spec,
@@ -133,7 +133,7 @@ class ServiceEngine:
         )
 
     async def run(self, publish: Publish) -> None:
-        """Publish what the tasks say, until cancelled."""
+        """Publish the events of all requests until cancelled."""
         while True:
             self._wake.clear()
             batch = self._collect()
@@ -149,15 +149,15 @@ class ServiceEngine:
             try:
                 await self._hook("stop")
             except Exception:
-                logger.exception("%s did not stop well", self._service.name)
+                logger.exception("%s failed to stop", self._service.name)
 
     def held(self, rank: int) -> Sequence[int]:
-        """What the service says it has cached."""
+        """Return the blocks that the service has reported as cached."""
         assert rank == self._rank
         return self._cache.held()
 
     def submit(self, item: WorkItem) -> None:
-        """Start a request, or let it wait while too many run."""
+        """Start a request, or queue it if too many are running."""
         request = Request(
             request_id=item.request_id,
             token_ids=tuple(unpack_u32(item.token_ids)),
@@ -177,14 +177,14 @@ class ServiceEngine:
         self._wake.set()
 
     def cancel(self, request_id: str) -> None:
-        """Close the generator of a request, if it is under way."""
+        """Close the generator of a request, if it is in flight."""
         answer = self._waiting.pop(request_id, None) or self._running.pop(request_id, None)
         if answer is not None:
             self._abort(answer)
             self._wake.set()
 
     async def command(self, command: Command) -> tuple[str, ...]:
-        """Await the control endpoint of that name; the adapters that are loaded. Raises EngineRefused."""
+        """Await the control endpoint of that name and return the loaded adapters. Raises EngineRefused."""
         if command.action != "list_loras":
             try:
                 await self._control(command)
@@ -194,7 +194,7 @@ class ServiceEngine:
                 name = self._service.endpoint_name(command.action)
                 if not isinstance(error, Refused):
                     logger.exception("%s failed", name)
-                raise EngineRefused(f"{name}: {_told(error)}") from error
+                raise EngineRefused(f"{name}: {_describe(error)}") from error
         return tuple(self._loras)
 
     async def check(self) -> None:
@@ -202,20 +202,20 @@ class ServiceEngine:
         try:
             await self._hook("check")
         except Exception as error:
-            raise EngineError(f"{self._service.name} is broken: {_told(error)}") from error
+            raise EngineError(f"{self._service.name} is broken: {_describe(error)}") from error
 
     def collectors(self) -> Sequence[Collector]:
-        """Requests by endpoint and outcome."""
+        """Return the counter of requests by endpoint and outcome."""
         return (self._count,)
 
     def reset(self) -> None:
-        """Drop every request. What the service has cached it still has, and `held` says it."""
+        """Drop every request. The service's cache is unchanged, and `held` returns it."""
         dropped = [*self._waiting.values(), *self._running.values()]
         self._waiting.clear()
         self._running.clear()
         self._ends = _Ends()
         self._cache.take_changes()
-        self._told = None
+        self._describe = None
         for answer in dropped:
             self._abort(answer)
 
@@ -224,12 +224,12 @@ class ServiceEngine:
         if item.task not in self._service.tasks:
             return ResponseError(status=400, code="unsupported_task", message=f"{name} has no endpoint {item.task}")
         if item.lora_name and item.lora_name not in self._loras:
-            message = f"{name} has no adapter {item.lora_name} loaded"
+            message = f"{name} has not loaded the adapter {item.lora_name}"
             return ResponseError(status=404, code="adapter_not_loaded", message=message)
         if item.sampling.logprobs is not None:
-            return ResponseError(status=400, code="unsupported_parameter", message=f"{name} tells no logprobs")
+            return ResponseError(status=400, code="unsupported_parameter", message=f"{name} does not support logprobs")
         if len(self._waiting) >= WAITING_MAX:
-            message = f"{name}: {WAITING_MAX} requests wait already"
+            message = f"{name}: {WAITING_MAX} requests are already waiting"
             return ResponseError(status=503, code="engine_overloaded", message=message)
         return None
 
@@ -245,7 +245,7 @@ class ServiceEngine:
         self._wake.set()
 
     def _begin_waiting(self) -> None:
-        """Start what waits; a generator that is being closed still takes its place."""
+        """Start queued requests. A generator that is being closed still counts as running."""
         while self._waiting and len(self._tasks) < self._max_num_seqs:
             self._begin(self._waiting.pop(next(iter(self._waiting))))
 
@@ -261,12 +261,14 @@ class ServiceEngine:
         try:
             await serve(answer)
         except Refused as error:
-            self._end_badly(answer, ResponseError(status=400, code="invalid_request", message=_told(error)), "refused")
+            self._end_badly(
+                answer, ResponseError(status=400, code="invalid_request", message=_describe(error)), "refused"
+            )
         except Exception as error:
             where = self._service.endpoint_name(answer.item.task)
             if self._under_way(answer):
                 logger.exception("%s failed on %s", where, answer.item.request_id)
-            message = f"{where} failed: {_told(error)}"
+            message = f"{where} failed: {_describe(error)}"
             self._end_badly(answer, ResponseError(status=500, code="engine_error", message=message), "failed")
 
     async def _generate(self, answer: _Answer) -> None:
@@ -277,12 +279,12 @@ class ServiceEngine:
             async for token in tokens:
                 if not self._under_way(answer):
                     return
-                if token in stops and answer.said >= sampling.min_tokens:
+                if token in stops and answer.emitted >= sampling.min_tokens:
                     break
                 answer.new.append(token)
-                answer.said += 1
+                answer.emitted += 1
                 self._wake.set()
-                if answer.said >= sampling.max_tokens:
+                if answer.emitted >= sampling.max_tokens:
                     reason = "length"
                     break
                 if time.monotonic() - began_s > SLICE_S:
@@ -290,8 +292,8 @@ class ServiceEngine:
                     began_s = time.monotonic()
         self._end_well(answer, reason)
 
-    async def _spoken(self, request: Request) -> AsyncGenerator[int]:
-        """The tokens of `generate`, whatever it yields."""
+    async def _generated_tokens(self, request: Request) -> AsyncGenerator[int]:
+        """Yield the tokens of `generate`, whichever type it yields."""
         generate = getattr(self._instance, self._service.endpoints["generate"])
         async with contextlib.aclosing(generate(request)) as pieces:
             async for piece in pieces:
@@ -302,17 +304,17 @@ class ServiceEngine:
         if isinstance(piece, int) and not isinstance(piece, bool):
             if 0 <= piece < TOKEN_END:
                 return (piece,)
-            raise ValueError(f"{piece} is no token id")
+            raise ValueError(f"{piece} is not a token id")
         if not isinstance(piece, str):
-            raise TypeError(f"it yielded {type(piece).__name__}; token ids (int) or text (str) are wanted")
+            raise TypeError(f"expected token ids (int) or text (str), got {type(piece).__name__}")
         if self._tokenizer is None:
-            raise TypeError(f"it yielded text, but there is no tokenizer.json in {self._settings.model}")
+            raise TypeError(f"got text, but there is no tokenizer.json in {self._settings.model}")
         encoded: list[int] = self._tokenizer.encode(piece, add_special_tokens=False).ids
         return encoded
 
     def _detokenize(self, token_ids: Sequence[int]) -> str:
         if self._tokenizer is None:
-            raise Refused(f"{self._service.name} has no tokenizer: its model directory holds no tokenizer.json")
+            raise Refused(f"{self._service.name} has no tokenizer: there is no tokenizer.json in its model directory")
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
         return text
 
@@ -320,7 +322,7 @@ class ServiceEngine:
         embed = getattr(self._instance, self._service.endpoints["embed"])
         vector = [float(number) for number in await embed(answer.request)]
         if not vector:
-            raise ValueError("it returned an empty vector")
+            raise ValueError("got an empty vector")
         if self._under_way(answer):
             item = answer.item
             self._ends.vectors.append(Vector(item.request_id, item.attempt, struct.pack(f"<{len(vector)}f", *vector)))
@@ -333,7 +335,7 @@ class ServiceEngine:
         if self._left(answer):
             item, cached = answer.item, self._hit(answer)
             self._ends.finished.append(
-                Finished(item.request_id, item.attempt, reason, answer.prompt_tokens, answer.said, cached)
+                Finished(item.request_id, item.attempt, reason, answer.prompt_tokens, answer.emitted, cached)
             )
             self._counted(answer, "ok")
 
@@ -344,7 +346,7 @@ class ServiceEngine:
             self._wake.set()
 
     def _left(self, answer: _Answer) -> bool:
-        """Take it from those that run; False when it was cancelled before."""
+        """Remove a running request. Return False if it was already cancelled."""
         if not self._under_way(answer):
             return False
         del self._running[answer.item.request_id]
@@ -371,11 +373,11 @@ class ServiceEngine:
                 if not answer.begun:
                     answer.begun = True
                     first_tokens.append(FirstTokenStep(item.request_id, item.attempt, self._hit(answer)))
-                emitted.append(Emitted(item.request_id, item.attempt, answer.said - len(new), pack_u32(new)))
+                emitted.append(Emitted(item.request_id, item.attempt, answer.emitted - len(new), pack_u32(new)))
         changes, load = self._cache.take_changes(), self._load()
-        if not (changes or emitted or ends.finished or ends.failed) and load == self._told:
+        if not (changes or emitted or ends.finished or ends.failed) and load == self._describe:
             return None
-        self._told = load
+        self._describe = load
         return EngineBatch(
             rank=self._rank,
             load=load,
@@ -391,7 +393,7 @@ class ServiceEngine:
         if self._service.kv_events:
             used = len(self._cache.held())
         else:
-            used = sum(-(-(one.prompt_tokens + one.said) // self._block_size) for one in self._running.values())
+            used = sum(-(-(one.prompt_tokens + one.emitted) // self._block_size) for one in self._running.values())
         return EngineLoad(
             running=len(self._running),
             waiting=len(self._waiting),
@@ -405,11 +407,11 @@ class ServiceEngine:
             await (hook(self._settings) if inspect.signature(hook).parameters else hook())
 
     async def _control(self, command: Command) -> None:
-        """Await a control endpoint, and note what it did to the adapters."""
+        """Await a control endpoint and update the list of adapters."""
         method = self._service.endpoints.get(command.action)
         if method is None:
             known = ", ".join(self._service.endpoints)
-            raise EngineRefused(f"{self._service.name} has no endpoint {command.action}; it has {known}")
+            raise EngineRefused(f"{self._service.name} has no endpoint {command.action}; endpoints are {known}")
         await getattr(self._instance, method)(command)
         if command.action == "load_lora" and command.lora_name not in self._loras:
             self._loras.append(command.lora_name)
@@ -417,8 +419,8 @@ class ServiceEngine:
             self._loras.remove(command.lora_name)
 
 
-def _told(error: Exception) -> str:
-    """An exception in a line."""
+def _describe(error: Exception) -> str:
+    """Return an exception as one line."""
     text = " ".join(str(error).split())[:MESSAGE_CHARS_MAX]
     if isinstance(error, Refused | EngineRefused):
         return text

@@ -1,4 +1,4 @@
-"""What an endpoint of a service gets: one request, and the one error by which it is refused."""
+"""Request passed to the endpoints of a service, and the exception that rejects it."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -8,24 +8,24 @@ from forebay.events.requests import Sampling
 
 
 class Refused(Exception):
-    """An endpoint does not do what it is asked; the text goes to whoever asked. A request's status is 400."""
+    """Raised by an endpoint to reject a request (with status 400) or a command. The message goes to the caller."""
 
 
 def _unknown(_: Sequence[int]) -> str:
-    raise Refused("this request knows no tokenizer")
+    raise Refused("this request has no tokenizer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One attempt to answer a prompt; an operator makes another one with `dataclasses.replace`.
+    """One attempt at a request. Operators derive another one with `dataclasses.replace`.
 
     Attributes:
-        token_ids: the prompt; of an answer that goes on from a lost worker, also what was said already.
-        sampling: how to generate. More than `max_tokens` is cut off, and what ends at `stop_token_ids` ends there.
-        sequence_hashes: one for each full KV block of the prompt, already salted by the next two.
-        lora_name: the adapter to use; empty for none.
-        cache_namespace: caches may be shared only within one.
-        priority: higher is sooner.
+        token_ids: the prompt, followed by the output so far if a lost worker's response is continued.
+        sampling: sampling parameters. The output is cut at `max_tokens` and before `stop_token_ids`.
+        sequence_hashes: one per full KV block of the prompt, salted with the next two fields.
+        lora_name: adapter to use; empty for none.
+        cache_namespace: requests may share cached blocks only within one namespace.
+        priority: higher values run sooner.
     """
 
     request_id: str
@@ -45,7 +45,7 @@ class Request:
 
     @property
     def cancelled(self) -> bool:
-        """Whether nobody waits for the answer any more; a thread that computes it may look here."""
+        """Whether the request was cancelled. May be read on any thread."""
         return self.stopped.is_set()
 
     async def until_cancelled(self) -> None:

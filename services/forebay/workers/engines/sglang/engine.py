@@ -197,7 +197,7 @@ class SglangEngine(AsyncEngine):
         feed = self._feeds.get(rank)
         if feed is None or self._ranks[rank].muted:
             return ()
-        self._ranks[rank].held_told()
+        self._ranks[rank].discard_changes()
         return feed.held()
 
     def _drop_cache(self) -> None:
@@ -354,7 +354,7 @@ class SglangEngine(AsyncEngine):
                         logprobs = (
                             () if sampling.logprobs is None else sglang_requests.token_logprobs(meta, sampling.logprobs)
                         )
-                        rank.said(item, said, token_ids, logprobs)
+                        rank.add_tokens(item, said, token_ids, logprobs)
                         said += len(token_ids)
                     if reason is not None:
                         self._finish(item, rank, reason["type"], (len(prompt), said, cached))

@@ -26,7 +26,7 @@ from forebay.events.work import WorkItem
 from forebay.workers.engine import EngineError, EngineRefused
 from forebay.workers.engines.async_engine import CANARY_TOKENS, AsyncEngine
 from forebay.workers.engines.kv_descriptor import Unfetchable, offered
-from forebay.workers.engines.loras import Adapter
+from forebay.workers.engines.loras import LoraAdapter
 from forebay.workers.engines.metrics import PrefixedMetrics
 from forebay.workers.engines.model_directory import check_model, one_line
 from forebay.workers.engines.settings import EngineSettings
@@ -51,7 +51,7 @@ from forebay.workers.kv_events.engine_events import KvEventError
 from forebay.workers.kv_events.metrics import KvEventMetrics
 from forebay.workers.kv_events.resident import ResidentBlocks
 from forebay.workers.kv_events.tensorrt_llm_wire import TensorRtLlmReader
-from forebay.workers.kv_events.tracker import KvTracker, Outcome
+from forebay.workers.kv_events.tracker import KvTracker, TrackerResult
 from forebay.workers.runtime.rank_buffer import RankBuffer
 
 logger = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ class TensorRtLlmEngine(AsyncEngine):
         self._reader: TensorRtLlmReader | None = None
         self._trackers: dict[int, KvTracker] = {}
         self._counts: dict[int, Counter[str]] = {}
-        self._adapters: dict[str, Adapter] = {}  # all that ever were
+        self._adapters: dict[str, LoraAdapter] = {}  # all that ever were
         self._worker_id = ""
         self._kept: dict[str, float] = {}  # prompts for others, until when
         self._log_step: Callable[[dict[str, Any]], None] | None = None
@@ -222,7 +222,7 @@ class TensorRtLlmEngine(AsyncEngine):
             self._apply(rank, tracker.missed(told.missed))
         self._apply(rank, tracker.batch(told.batch))
 
-    def _apply(self, rank: int, outcome: Outcome) -> None:
+    def _apply(self, rank: int, outcome: TrackerResult) -> None:
         if outcome.lost:
             logger.warning("rank %s: KV events are lost, so its cache is said to be empty: %s", rank, outcome.lost)
         if outcome.changes:
@@ -233,7 +233,7 @@ class TensorRtLlmEngine(AsyncEngine):
         tracker = self._trackers.get(rank)
         if tracker is None:
             return ()
-        self._ranks[rank].held_told()
+        self._ranks[rank].discard_changes()
         return tracker.resident.held()
 
     def _drop_cache(self) -> None:
@@ -364,7 +364,7 @@ class TensorRtLlmEngine(AsyncEngine):
                     if sampling.logprobs is not None:
                         places = one.logprobs[said : said + len(token_ids)]
                         logprobs = token_logprobs(token_ids, places, sampling.logprobs)
-                    rank.said(item, said, token_ids, logprobs)
+                    rank.add_tokens(item, said, token_ids, logprobs)
                     said += len(token_ids)
                 why = one.finish_reason or why
                 self._wake.set()

@@ -110,7 +110,7 @@ class _Batching(msgspec.Struct, frozen=True, rename="camel"):
     num_queued_gen_requests: int = 0
 
 
-class StepStats(msgspec.Struct, frozen=True, rename="camel"):
+class TrtLlmStepStats(msgspec.Struct, frozen=True, rename="camel"):
     """One step's statistics, as `get_stats_async` gives them."""
 
     kv_cache_stats: _KvCache
@@ -142,10 +142,10 @@ class StepStats(msgspec.Struct, frozen=True, rename="camel"):
         return min(1.0, cache.used_num_blocks / cache.max_num_blocks) if cache.max_num_blocks else 0.0
 
 
-def step_stats(told: object) -> StepStats | None:
+def step_stats(told: object) -> TrtLlmStepStats | None:
     """A step's statistics; None for those without a word on the KV cache, and for what are none."""
     try:
-        return msgspec.convert(told, StepStats)
+        return msgspec.convert(told, TrtLlmStepStats)
     except msgspec.ValidationError:
         return None
 

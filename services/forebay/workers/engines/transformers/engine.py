@@ -143,7 +143,7 @@ class TransformersEngine(AsyncEngine):
                 if not count:
                     rank.began(item, cached_tokens=0)
                     self._report_load(rank)
-                rank.said(item, count, [token])
+                rank.add_tokens(item, count, [token])
                 count += 1
                 self._wake.set()
             self._finish(item, rank, "stop" if job.result() else "length", (len(prompt), count, 0))

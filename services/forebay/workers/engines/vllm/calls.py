@@ -11,7 +11,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from forebay.events.requests import Sampling
 from forebay.events.tokens import ResponseError
-from forebay.workers.engines.loras import Adapter
+from forebay.workers.engines.loras import LoraAdapter
 from forebay.workers.engines.model_directory import one_line
 from forebay.workers.engines.vllm.media import MediaRefused
 from forebay.workers.engines.vllm.requests import sampling_arguments, structured_arguments
@@ -34,7 +34,7 @@ def pooling_params() -> PoolingParams:
     return PoolingParams(task="embed")
 
 
-def lora_request(adapter: Adapter) -> LoRARequest:
+def lora_request(adapter: LoraAdapter) -> LoRARequest:
     """The adapter of a request."""
     return LoRARequest(adapter.name, adapter.number, adapter.directory)
 

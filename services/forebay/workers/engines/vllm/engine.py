@@ -37,7 +37,7 @@ from forebay.workers.engines.model_directory import check_model, one_line
 from forebay.workers.engines.settings import EngineSettings
 from forebay.workers.engines.vllm.core import VllmCore, engine_arguments, require_nixl, side_channel
 from forebay.workers.engines.vllm.media import engine_prompt
-from forebay.workers.engines.vllm.metrics import PREFIXES, StepStats
+from forebay.workers.engines.vllm.metrics import PREFIXES, VllmStepStats
 from forebay.workers.engines.vllm.requests import engine_priority, prompt_of, token_logprobs
 from forebay.workers.engines.vllm.transfer import PREFILL, PREFILL_SAMPLING, KvTransfers
 from forebay.workers.kv_events.metrics import KvEventMetrics
@@ -88,7 +88,7 @@ class VllmEngine(AsyncEngine):
         self._sockets = Path(tempfile.mkdtemp(prefix="forebay-vllm-"))
         arguments = engine_arguments(settings, kv_events=spec.kv_events, sockets=self._sockets)
         channel = side_channel(settings)
-        self._llm = await self._core.start(arguments, lambda _, index: StepStats(index, self._on_step), channel)
+        self._llm = await self._core.start(arguments, lambda _, index: VllmStepStats(index, self._on_step), channel)
         self._calls = import_module("forebay.workers.engines.vllm.calls")
         config = self._llm.vllm_config
         self._scheduling_policy = config.scheduler_config.policy
@@ -175,7 +175,7 @@ class VllmEngine(AsyncEngine):
         feed = self._feeds.get(rank)
         if feed is None or self._ranks[rank].muted:
             return ()
-        self._ranks[rank].held_told()
+        self._ranks[rank].discard_changes()
         return feed.held()
 
     def submit_embedded(self, item: WorkItem, embeddings: "Array") -> None:
@@ -332,7 +332,7 @@ class VllmEngine(AsyncEngine):
                     logprobs: tuple[TokenLogprob, ...] = ()
                     if top is not None:
                         logprobs = token_logprobs(one.token_ids, one.logprobs, top)
-                    rank.said(item, said, one.token_ids, logprobs)
+                    rank.add_tokens(item, said, one.token_ids, logprobs)
                     said += len(one.token_ids)
                 if output.finished:
                     if item.stage == "decode" and not said and one.finish_reason == LOAD_FAILED:

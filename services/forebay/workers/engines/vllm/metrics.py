@@ -6,7 +6,7 @@ from typing import Any
 PREFIXES = ("vllm:", "lmcache:")  # LMCache registers its own where vLLM uses it
 
 
-class StepStats:
+class VllmStepStats:
     """A `StatLoggerBase` of one rank: tells `report` its index, running and waiting requests, and the use of KV blocks.
 
     That use is a share of the blocks that requests can have. Duck-typed: vLLM's base class is only there with vLLM.
