@@ -271,5 +271,5 @@ def test_nobody_listening_is_a_lease_error() -> None:
 
 def test_what_redis_refuses_is_a_lease_error(leases: RedisLeases, client: redis.Redis) -> None:
     client.set("test:leases:model", "no sorted set")
-    with pytest.raises(LeaseError, match="refused"):
+    with pytest.raises(LeaseError, match="rejected"):
         leases.poll(GROUP)
