@@ -28,8 +28,8 @@ from forebay.transport.history.groups import groups_of
 from forebay.transport.history.reader import decode_journal, journal_records
 from forebay.transport.sqlite.log import SqliteLog
 from tests.core.worlds import PROMPTS, histories, perform, request
-from tests.replay.recorder import Recorder, fleet, report_progress, stored, words
 from tests.depth import examples
+from tests.replay.recorder import Recorder, fleet, report_progress, stored, words
 from tests.system import System, submitted, until, until_ended
 
 SHORT = PROMPTS[0][:2]
