@@ -29,7 +29,6 @@ from forebay.workers.service import Cache, Refused, Request, endpoint, service, 
 from tests.workers.conftest import Scene, until, work_item
 
 NOWHERE = Path("no-model-directory")
-Send = Callable[..., Any]
 
 
 def engine_of(
@@ -46,7 +45,7 @@ def engine_of(
 
 
 @asynccontextmanager
-async def serving(scene: Scene, engine: ServiceEngine, **spec: Any) -> AsyncIterator[tuple[Worker, Send]]:
+async def serving(scene: Scene, engine: ServiceEngine, **spec: Any) -> AsyncIterator[tuple[Worker, Callable[..., Any]]]:
     worker = scene.worker(engine=engine, **spec)
     async with scene.serving(worker) as epoch:
 
