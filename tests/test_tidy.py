@@ -111,6 +111,16 @@ def test_nothing_lies_loose_in_the_namespace() -> None:
     check([shown(path) for path in SOURCES if path.parent.name == "forebay"], "every module belongs to a layer")
 
 
+def test_public_class_names_are_unique() -> None:
+    """One name means one thing."""
+    places: dict[str, list[str]] = {}
+    for path in SOURCES:
+        for name, node in public_definitions(parsed(path)):
+            if isinstance(node, ast.ClassDef) and "." not in name:
+                places.setdefault(name, []).append(shown(path))
+    check([f"{name}: {', '.join(found)}" for name, found in places.items() if len(found) > 1], "class names used twice")
+
+
 def test_functions_are_short() -> None:
     faults = []
     for path in MODULES:

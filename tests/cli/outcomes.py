@@ -11,7 +11,7 @@ from forebay.simulate.outcome import (
     RequestOutcome,
     RequestOutcomes,
     SimulationOutcome,
-    Timeline,
+    UtilizationTimeline,
     summary,
 )
 from forebay.simulate.settings import engine_config, one_pool
@@ -104,9 +104,9 @@ def _routed(one: RequestOutcome, number: int, names: list[str], mode: str, held:
     )
 
 
-def _timeline(served: Sequence[RequestOutcome], workers: int, held: bool) -> Timeline:
+def _timeline(served: Sequence[RequestOutcome], workers: int, held: bool) -> UtilizationTimeline:
     bins = max((one.last_us for one in served), default=-1) // BIN_US + 1
-    line = Timeline(BIN_US)
+    line = UtilizationTimeline(BIN_US)
     for name in ("arrived", "finished", "prompt_tokens", "cached_tokens", "queued", "workers"):
         setattr(line, name, [0] * bins)
     for name in ("computed", "running", "waiting", "blocks_used"):

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.engine_model.model import EngineLoad, EngineModel
-from forebay.simulate.outcome import Timeline
+from forebay.simulate.outcome import UtilizationTimeline
 from forebay.simulate.rank import EngineRank
 from forebay.simulate.settings import engine_config, policy
 from forebay.simulate.simulation import Simulation
@@ -33,7 +33,7 @@ def test_bins_match_the_list_of_all_events(gaps: list[int]) -> None:
         recorder.count_prompt(0, number + 10, number)
         events.append(now_us)
         rank.load = EngineLoad(len(events), 0, 0, 1)
-    found: Timeline = recorder.end(len(events), 1, {0: rank})
+    found: UtilizationTimeline = recorder.end(len(events), 1, {0: rank})
     width = found.bin_us
     assert width % FIRST_BIN_US == 0
     assert len(found.arrived) == now_us // width + 1 <= BINS_MAX

@@ -16,7 +16,7 @@ from typer.core import TyperGroup
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-class Command(NamedTuple):
+class CommandEntry(NamedTuple):
     """Entry of the command table.
 
     Attributes:
@@ -34,65 +34,65 @@ class Command(NamedTuple):
 
 # A test compares each help text with the docstring of the function.
 COMMANDS = {
-    "up": Command(
+    "up": CommandEntry(
         "processes.up", "up", "Serve an OpenAI-compatible API with a KV-aware router and workers in one process."
     ),
-    "ingress": Command(
+    "ingress": CommandEntry(
         "processes.ingress", "ingress", "Serve the OpenAI API and the Kafka API of a distributed system."
     ),
-    "router": Command(
+    "router": CommandEntry(
         "processes.router",
         "router",
         "Run a router of a distributed system.",
     ),
-    "worker": Command("processes.worker", "worker", "Run a worker of a distributed system."),
-    "serve": Command(
+    "worker": CommandEntry("processes.worker", "worker", "Run a worker of a distributed system."),
+    "serve": CommandEntry(
         "processes.serve",
         "serve",
         "Run the workers of a service class, one process per worker.",
         {"allow_extra_args": True, "ignore_unknown_options": True},
     ),
-    "control": Command(
+    "control": CommandEntry(
         "control.command",
         "app",
         "Send commands to workers or change routing settings.",
     ),
-    "produce": Command(
+    "produce": CommandEntry(
         "produce",
         "produce",
         "Send requests through the Kafka API.",
     ),
-    "trace": Command(
+    "trace": CommandEntry(
         "trace",
         "trace",
         "Play a recorded or synthetic workload into a running system.",
     ),
-    "shadow": Command(
+    "shadow": CommandEntry(
         "shadow",
         "shadow",
         "Report for every decision of a running system what another policy or configuration would decide.",
     ),
-    "simulate": Command(
+    "simulate": CommandEntry(
         "simulate.command",
         "simulate",
         "Simulate a workload on modelled engines with the live routing code, in virtual time.",
     ),
-    "sweep": Command(
+    "sweep": CommandEntry(
         "simulate.sweep",
         "sweep",
         "Simulate every combination of settings, and mark the Pareto-optimal ones.",
     ),
-    "fit": Command("simulate.fit", "fit", "Fit an engine profile to the recorded times of engines."),
-    "profile": Command("simulate.profile", "app", "Create engine profiles from published measurements."),
-    "record": Command(
+    "fit": CommandEntry("simulate.fit", "fit", "Fit an engine profile to the recorded times of engines."),
+    "profile": CommandEntry("simulate.profile", "app", "Create engine profiles from published measurements."),
+    "record": CommandEntry(
         "record",
         "record",
         "Record a slice of a log into OUT, including everything needed to derive its decisions again.",
     ),
-    "workload": Command("simulate.workload", "app", "Inspect and convert workloads."),
-    "replay": Command("replay.command", "app", "Verify, explain and compare recorded decisions."),
-    "topics": Command("topics", "app", "Show the records of a log, and manage the topics of a broker."),
-    "index": Command("index", "app", "Show the cached blocks of each worker, according to the log."),
+    "workload": CommandEntry("simulate.workload", "app", "Inspect and convert workloads."),
+    "replay": CommandEntry("replay.command", "app", "Verify, explain and compare recorded decisions."),
+    "topics": CommandEntry("topics", "app", "Show the records of a log, and manage the topics of a broker."),
+    "index": CommandEntry("index", "app", "Show the cached blocks of each worker, according to the log."),
 }
 
 

@@ -38,9 +38,9 @@ from forebay.events.topics import DECISIONS, KV_EVENTS, METRICS, PROGRESS, REQUE
 from forebay.events.transfer import Prefilled
 from forebay.simulate.arrivals import FOREVER_US, Arrival, Arrivals
 from forebay.simulate.delays import NO_HOPS, Hop, Hops
-from forebay.simulate.outcome import EXPLAINED_MAX, RequestOutcomes, Timeline
+from forebay.simulate.outcome import EXPLAINED_MAX, RequestOutcomes, UtilizationTimeline
 from forebay.simulate.rank import LOAD_INTERVAL_US, EngineRank
-from forebay.simulate.requests import ActiveRequest
+from forebay.simulate.requests import SimulatedRequest
 from forebay.simulate.scheduled_events import EventQueue
 from forebay.simulate.settings import Transfer
 from forebay.simulate.timeline import Recorder
@@ -97,7 +97,7 @@ class SimulatedCluster:
         self._ready: dict[int, EngineRank] = {}
         self._blocked: set[int] = set()  # prefill ranks that wait for cache space; a fetch frees some
         self._expired_leases: set[str] = set()  # requests whose KV lease expired before the decode worker noticed
-        self._active: dict[str, ActiveRequest] = {}
+        self._active: dict[str, SimulatedRequest] = {}
         self._records: deque[tuple[Topic, InputEvent]] = deque()  # written, but not applied yet
         self.now_us = world.now_us
         self._opened_us = -1  # time of the last clock reading of the world
@@ -171,7 +171,7 @@ class SimulatedCluster:
         self._seal(advance(self.world))
         return self._digest.hexdigest()
 
-    def timeline(self) -> Timeline:
+    def timeline(self) -> UtilizationTimeline:
         """Return the development of the run over time. Call once, at the end."""
         return self._recorder.end(*self._state())
 
@@ -185,7 +185,7 @@ class SimulatedCluster:
             hop = self._hops.submit if arrival.topic == REQUESTS else None
             self._deliver(hop, arrival.topic, [event], self._work_events)
             return
-        request = ActiveRequest.of(event, len(self.requests), arrival.number, self.now_us)
+        request = SimulatedRequest.of(event, len(self.requests), arrival.number, self.now_us)
         self.requests.append(request.served)
         self._active[event.request_id] = request
         self._recorder.arrived += 1
@@ -336,7 +336,7 @@ class SimulatedCluster:
         request.served.failure = reason
         self._end(request_id, request, self._arrival_us(self._hops))
 
-    def _end(self, request_id: str, request: ActiveRequest, at_us: int) -> None:
+    def _end(self, request_id: str, request: SimulatedRequest, at_us: int) -> None:
         """End a request. Its client gets nothing after `at_us`."""
         del self._active[request_id]
         self._expired_leases.discard(request_id)

@@ -120,7 +120,7 @@ def _value(served: RequestOutcome, name: str) -> int:
 
 
 @dataclass(slots=True)
-class Timeline:
+class UtilizationTimeline:
     """Development of a run over time, in at most 400 bins of equal width.
 
     The width of a bin grows with the length of the run. Per-worker lists are indexed by worker number, then by bin.
@@ -173,7 +173,7 @@ class SimulationOutcome:
     prefill_workers: tuple[int, ...] = ()
     gpu_s: float = 0.0
     lasted_us: int = 0
-    timeline: Timeline = field(default_factory=Timeline)
+    timeline: UtilizationTimeline = field(default_factory=UtilizationTimeline)
     routed: dict[int, RequestRouted] = field(default_factory=dict)
 
 

@@ -17,7 +17,7 @@ from forebay.simulate.transfers import RetainedKv
 
 
 @dataclass(slots=True, eq=False)
-class ActiveRequest:
+class SimulatedRequest:
     """Request that has not ended yet.
 
     Attributes:
@@ -43,7 +43,7 @@ class ActiveRequest:
     prefill_attempt: int = 0
 
     @classmethod
-    def of(cls, submitted: RequestSubmitted, place: int, number: int, now_us: int) -> "ActiveRequest":
+    def of(cls, submitted: RequestSubmitted, place: int, number: int, now_us: int) -> "SimulatedRequest":
         """Create the state of a request that arrives at `now_us`. Only the number of its tokens is kept."""
         served = RequestOutcome(now_us, submitted.prompt_tokens, submitted.sampling.max_tokens, number=number)
         return cls(place, number, served, submitted.sequence_hashes)

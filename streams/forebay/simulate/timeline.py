@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from forebay.engine_model.model import EngineLoad
-from forebay.simulate.outcome import Timeline
+from forebay.simulate.outcome import UtilizationTimeline
 from forebay.simulate.rank import EngineRank
 
 BINS_MAX = 400  # the maximum width of a chart; even, so that bins can be merged in pairs
@@ -28,7 +28,7 @@ class Recorder:
     def __init__(self) -> None:
         self.end_us = FIRST_BIN_US
         self.arrived = self.finished = 0
-        self._timeline = Timeline(bin_us=FIRST_BIN_US)
+        self._timeline = UtilizationTimeline(bin_us=FIRST_BIN_US)
         self._prompt_tokens = self._cached_tokens = 0
         self._computed: dict[int, int] = {}
 
@@ -52,7 +52,7 @@ class Recorder:
         while self.end_us <= now_us:
             self._close(queued, members, ranks)
 
-    def end(self, queued: int, members: int, ranks: Mapping[int, EngineRank]) -> Timeline:
+    def end(self, queued: int, members: int, ranks: Mapping[int, EngineRank]) -> UtilizationTimeline:
         """Close the last bin and return the timeline of the whole run."""
         self._close(queued, members, ranks)
         return self._timeline
@@ -99,5 +99,5 @@ class Recorder:
         self.end_us = (len(timeline.arrived) + 1) * timeline.bin_us
 
 
-def _lists(timeline: Timeline, names: Sequence[str]) -> list[list[int]]:
+def _lists(timeline: UtilizationTimeline, names: Sequence[str]) -> list[list[int]]:
     return [one for name in names for one in getattr(timeline, name)]

@@ -20,7 +20,7 @@ from prometheus_client.registry import Collector
 
 from forebay.cli.common.errors import cause_of
 from forebay.cli.processes.engines import built, playing, pool_of
-from forebay.cli.processes.settings import Embedded
+from forebay.cli.processes.settings import EmbeddedSettings
 from forebay.core.state.fleet import WorkerPhase
 from forebay.core.world import World
 from forebay.events.base import unpack_u64
@@ -70,7 +70,7 @@ class _System:
     disagg: DisaggConfig  # as it holds: an operator's word of an earlier process stands
 
 
-def run(settings: Embedded, host: str, port: int, on_ready: OnReady) -> None:
+def run(settings: EmbeddedSettings, host: str, port: int, on_ready: OnReady) -> None:
     """Serve until SIGINT or SIGTERM.
 
     Raises Unusable for what cannot be started with, EngineError when an engine fails, LogError when the log does.
@@ -86,7 +86,7 @@ def run(settings: Embedded, host: str, port: int, on_ready: OnReady) -> None:
 
 
 async def _serve(
-    settings: Embedded,
+    settings: EmbeddedSettings,
     engines: Engines,
     model: Model,
     listener: socket.socket,
@@ -145,7 +145,7 @@ async def _serve_until(stop: asyncio.Event, system: _System, listener: socket.so
 
 
 @asynccontextmanager
-async def _running(settings: Embedded, engines: Engines, model: Model, hosts: Hosts) -> AsyncIterator[_System]:
+async def _running(settings: EmbeddedSettings, engines: Engines, model: Model, hosts: Hosts) -> AsyncIterator[_System]:
     """Start every part but the HTTP listener, wait until requests can be served, and stop them in turn."""
     async with AsyncExitStack() as stack:
         log, standby = await open_checked(settings.log, PARTITION)
@@ -324,13 +324,13 @@ def why_not_ready(world: World, model: str) -> str | None:
     return NO_PREFILL_WORKER if needs_prefill and world.prefillers_of(pool) is None else None
 
 
-def _disagg(world: World, settings: Embedded) -> DisaggConfig:
+def _disagg(world: World, settings: EmbeddedSettings) -> DisaggConfig:
     pool = world.pool_of(settings.engine.settings.model_name)
     configured = settings.router.disagg
     return configured if pool is None else world.disagg.get(pool.pool, configured)
 
 
-def _group(settings: Embedded, block_size: int) -> GroupSettings:
+def _group(settings: EmbeddedSettings, block_size: int) -> GroupSettings:
     name = settings.engine.settings.model_name
     return GroupSettings(
         group=name,
@@ -347,7 +347,7 @@ def _group(settings: Embedded, block_size: int) -> GroupSettings:
 
 
 async def _ingress(
-    settings: Embedded, block_size: int, log: SqliteLog, model: Model, owner: Owner, registry: CollectorRegistry
+    settings: EmbeddedSettings, block_size: int, log: SqliteLog, model: Model, owner: Owner, registry: CollectorRegistry
 ) -> Ingress:
     name = settings.ingress.model_name
     ingress_settings = replace(settings.ingress, block_size=block_size)

@@ -36,7 +36,7 @@ class Workers:
 
 
 @dataclass(frozen=True, slots=True)
-class Embedded:
+class EmbeddedSettings:
     """The settings of a system in one process.
 
     Attributes:

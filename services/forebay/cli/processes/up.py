@@ -26,7 +26,7 @@ from forebay.cli.processes.options import (
     names,
     placed_taints,
 )
-from forebay.cli.processes.settings import Embedded, Workers
+from forebay.cli.processes.settings import EmbeddedSettings, Workers
 from forebay.events.control import DisaggConfig, RouterConfig
 from forebay.live.owner.retention import RetentionLimits
 
@@ -94,7 +94,7 @@ def up(
         ingress = http.settings(
             model_name=engine.settings.model_name, ingress_id=f"embedded-{os.getpid()}", loras=engine.loras
         )
-    settings = Embedded(
+    settings = EmbeddedSettings(
         log=log,
         engine=engine,
         router=router,
@@ -155,7 +155,7 @@ def _refuse_of_apart(context: typer.Context, router: RouterConfig) -> None:
         fail("field disagg of the --router-policy-config file requires --prefill-workers and --decode-workers")
 
 
-def _announce(settings: Embedded, disagg: DisaggConfig, host: str, port: int) -> None:
+def _announce(settings: EmbeddedSettings, disagg: DisaggConfig, host: str, port: int) -> None:
     where = settings.log or "memory (lost at exit; use --log FILE to keep it)"
     engine = settings.engine
     typer.echo(f"forebay: model {engine.settings.model_name}, {_fleet(settings)}, {settings.router.mode} router")
@@ -169,7 +169,7 @@ def _announce(settings: Embedded, disagg: DisaggConfig, host: str, port: int) ->
         )
 
 
-def _fleet(settings: Embedded) -> str:
+def _fleet(settings: EmbeddedSettings) -> str:
     """Describe the workers for the start message."""
     label, count = settings.engine.label, Counter(settings.roles.values())
     if not count["decode"]:
@@ -177,13 +177,13 @@ def _fleet(settings: Embedded) -> str:
     return f"{label} workers: {count['prefill']} prefill, {count['decode']} decode"
 
 
-def _where(settings: Embedded, disagg: DisaggConfig) -> str:
+def _where(settings: EmbeddedSettings, disagg: DisaggConfig) -> str:
     """Describe where prompts are computed. `disagg` is the current policy, which `forebay control` may have changed."""
     source = "" if disagg == settings.router.disagg else " (set by `forebay control disaggregation`)"
     return _prefill_place(settings, disagg) + source
 
 
-def _prefill_place(settings: Embedded, disagg: DisaggConfig) -> str:
+def _prefill_place(settings: EmbeddedSettings, disagg: DisaggConfig) -> str:
     engine = settings.engine
     if disagg.policy == "never":
         return "by decode workers"

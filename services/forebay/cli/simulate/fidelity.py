@@ -58,7 +58,7 @@ class FidelitySettings:
     link: Mapping[str, float] = field(default_factory=dict)
 
 
-class Comparison(msgspec.Struct, frozen=True):
+class FidelityMetric(msgspec.Struct, frozen=True):
     """One metric, observed and simulated.
 
     Attributes:
@@ -73,7 +73,7 @@ class Comparison(msgspec.Struct, frozen=True):
     error: float | None
 
 
-EXACT = Comparison(0.0, 0.0, 0.0)  # metric that is 0 on both sides
+EXACT = FidelityMetric(0.0, 0.0, 0.0)  # metric that is 0 on both sides
 
 
 class ErrorSpread(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,13 +118,13 @@ class SimulatedRun(msgspec.Struct, frozen=True, kw_only=True):
     draw: int
     compared: int
     failed: int
-    times: dict[str, dict[str, Comparison]]
-    prefix_reuse: Comparison
-    load_max_over_mean: Comparison
+    times: dict[str, dict[str, FidelityMetric]]
+    prefix_reuse: FidelityMetric
+    load_max_over_mean: FidelityMetric
     placement: PlacementAgreement
     stages: dict[str, PlacementAgreement]
-    prefilled_remotely: Comparison | None
-    transferred_bytes: Comparison | None
+    prefilled_remotely: FidelityMetric | None
+    transferred_bytes: FidelityMetric | None
     single: dict[str, ErrorSpread]
     failures: list[str]
     digest: str
@@ -336,26 +336,26 @@ _MS: dict[str, Callable[[RequestOutcome], float | None]] = {
 }
 
 
-def of_time(time: str, of: str) -> Callable[[SimulatedRun], Comparison]:
+def of_time(time: str, of: str) -> Callable[[SimulatedRun], FidelityMetric]:
     """Return a getter for one of `TIMES` and one of `OF`."""
     return lambda one: one.times[time].get(of, EXACT)
 
 
-_BOUNDED: dict[str, list[tuple[str, str, Callable[[SimulatedRun], Comparison]]]] = {
+_BOUNDED: dict[str, list[tuple[str, str, Callable[[SimulatedRun], FidelityMetric]]]] = {
     **{time.removesuffix("_ms"): [(f"{time} {of}", "%", of_time(time, of)) for of in ("p50", "p90")] for time in TIMES},
     "reuse": [("prefix_reuse", "points", lambda one: one.prefix_reuse)],
     "load": [("load_max_over_mean", "%", lambda one: one.load_max_over_mean)],
 }
 
 
-def _percent(ours: float, theirs: float) -> Comparison:
+def _percent(ours: float, theirs: float) -> FidelityMetric:
     if ours:
-        return Comparison(ours, theirs, 100 * (theirs - ours) / ours)
-    return Comparison(ours, theirs, None if theirs else 0.0)
+        return FidelityMetric(ours, theirs, 100 * (theirs - ours) / ours)
+    return FidelityMetric(ours, theirs, None if theirs else 0.0)
 
 
-def _points(ours: float, theirs: float) -> Comparison:
-    return Comparison(ours, theirs, 100 * (theirs - ours))
+def _points(ours: float, theirs: float) -> FidelityMetric:
+    return FidelityMetric(ours, theirs, 100 * (theirs - ours))
 
 
 def _spread(pairs: Sequence[_Pair], of: Callable[[RequestOutcome], float | None]) -> ErrorSpread | None:

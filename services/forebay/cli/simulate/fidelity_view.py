@@ -12,7 +12,7 @@ from forebay.cli.simulate.fidelity import (
     EXACT,
     PLACED,
     STATISTICS,
-    Comparison,
+    FidelityMetric,
     FidelityReport,
     SimulatedRun,
     of_time,
@@ -56,7 +56,7 @@ def _show_runs(console: Console, name: str, runs: Sequence[SimulatedRun]) -> Non
     for column in columns + (["all simulated", f"{other}s"] if len(runs) > 1 else []):
         grid.add_column(column, justify="right" if column else "left")
 
-    def add(label: str, unit: str, width: str, of: Callable[[SimulatedRun], Comparison]) -> None:
+    def add(label: str, unit: str, width: str, of: Callable[[SimulatedRun], FidelityMetric]) -> None:
         one, all_ = of(first), [of(run) for run in runs]
         cells = [label, f"{one.observed:{width}}", f"{one.simulated:{width}}", _sized([one], unit)]
         if len(runs) > 1:
@@ -90,11 +90,11 @@ def _show_runs(console: Console, name: str, runs: Sequence[SimulatedRun]) -> Non
         )
 
 
-def _in_mb(moved: Comparison) -> Comparison:
-    return Comparison(moved.observed / 1e6, moved.simulated / 1e6, moved.error)
+def _in_mb(moved: FidelityMetric) -> FidelityMetric:
+    return FidelityMetric(moved.observed / 1e6, moved.simulated / 1e6, moved.error)
 
 
-def _sized(found: Sequence[Comparison], unit: str) -> str:
+def _sized(found: Sequence[FidelityMetric], unit: str) -> str:
     """Return the range of the errors."""
     errors = sorted(one.error for one in found if one.error is not None)
     ends = [errors[0], errors[-1]] if len(errors) > 1 else errors

@@ -7,7 +7,7 @@ from plotly.subplots import make_subplots
 from forebay.cli.common.page import LAYOUT, Chart, plain, short
 from forebay.cli.simulate.report.heat import Heat
 from forebay.cli.simulate.report.measures import US_PER_S, Measured, group_size, most, ratios
-from forebay.simulate.outcome import Timeline
+from forebay.simulate.outcome import UtilizationTimeline
 
 REUSE_POINTS, DEPTH_POINTS = 60, 240
 PANEL_PX, AXIS_PX = 150, 90
@@ -69,7 +69,7 @@ def over_time(runs: Sequence[Measured]) -> Iterator[Chart]:
 def _panels(runs: Sequence[Measured]) -> Iterator[tuple[str, str, int, Series, Sequence[Measured]]]:
     """Yield title, number format, maximum number of points, series and runs of each panel."""
 
-    def timeline(one: Measured) -> Timeline:
+    def timeline(one: Measured) -> UtilizationTimeline:
         return one.run.outcome.timeline
 
     def rate(counts: Sequence[int], one: Measured) -> list[float | None]:
