@@ -27,7 +27,7 @@ PYTEST = $(BIN)/pytest --numprocesses $(JOBS) --dist worksteal
 # These need Kafka and Redis, or vLLM.
 UNLESS_REAL := --ignore tests/integration --ignore tests/engines
 
-.PHONY: help setup setup-engines up test test-all explore test-kafka test-engines kafka kafka-stop demo-kafka demo-disagg lint type fmt coverage bench \
+.PHONY: help setup setup-engines up test test-all explore test-kafka test-engines kafka kafka-stop demo-kafka demo-disagg lint type fmt mutations coverage bench \
     schemas golden report-picture lock lock-engines ci clean
 
 help: ## show this help
@@ -83,6 +83,9 @@ type: $(READY) ## check types with mypy --strict
 fmt: $(READY) ## format the code and apply automatic fixes
 	@$(BIN)/ruff format --quiet
 	@$(BIN)/ruff check --fix --quiet
+
+mutations: $(READY) ## check that the tests notice each bug of tests/mutations; a name in ARGS="..." selects
+	@$(BIN)/python -m tests.mutations $(ARGS)
 
 coverage: $(READY) ## check that events and core have 100 % branch coverage
 	@$(BIN)/coverage erase
