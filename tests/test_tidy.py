@@ -209,9 +209,16 @@ def test_every_tag_has_a_golden_sample() -> None:
     check(missing, "tags without a wire sample; run `make schemas` and commit it")
 
 
-@pytest.mark.parametrize("command", ["make up", "make test"])
-def test_the_readme_says_how_to_start(command: str) -> None:
-    assert command in (ROOT / "README.md").read_text(), f"README.md does not name `{command}`"
+def test_every_make_target_that_a_page_names_exists() -> None:
+    targets = set(re.findall(r"^([a-z][\w-]*):(?!=)", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    pages = [path for path in FILES if path.suffix == ".md" and path.name != "CHANGELOG.md"]
+    named = [
+        (path, name) for path in pages for name in re.findall(r"(?:^|`)make ([a-z][\w-]*)", path.read_text(), re.M)
+    ]
+    assert {"up", "test"} <= {name for path, name in named if path.name == "README.md"}
+    check(
+        [f"{shown(path)}: make {name}" for path, name in named if name not in targets], "make targets that do not exist"
+    )
 
 
 def test_every_make_target_is_explained() -> None:
