@@ -147,7 +147,7 @@ async def case(block_bytes: int, blocks: int, rounds: int) -> dict[str, list[flo
     """Seconds of every round, by side, and of CPU time."""
     into = scattered(blocks, SEED + 1)
     taken: dict[str, list[float]] = {}
-    options: dict[str, Any] = {"block_bytes": block_bytes, "on_given_back": lambda *_: None}
+    options: dict[str, Any] = {"block_bytes": block_bytes, "on_free": lambda *_: None}
     nixl = await open_transport("nixl", name="reader@1", blocks=2 * blocks * TOGETHER, **options)
     tcp = await open_transport("tcp", name="reader@1", blocks=2 * blocks, **options)
     apart = [[number + n * 2 * blocks for number in into] for n in range(TOGETHER)]

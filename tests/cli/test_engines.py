@@ -88,7 +88,7 @@ def test_a_real_engine_gets_its_settings(tmp_path: Path, form: str) -> None:
         ({"engine_profile": "mocker"}, "--engine-profile requires --engine mock: vllm runs at its own speed"),
         (
             {"engine": "mock", "engine_profile": "h100"},
-            "--engine-profile: there is no engine profile h100: give mocker",
+            "--engine-profile: unknown engine profile 'h100'; use 'mocker'",
         ),
         ({"engine": "mock", "engine_args": "{}"}, "--engine-args requires a real engine"),
         ({"engine": "mock", "speedup": float("nan")}, "--speedup must be a positive number, not nan"),

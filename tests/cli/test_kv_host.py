@@ -44,15 +44,15 @@ def test_a_name_is_a_number_to_others() -> None:
 @pytest.mark.parametrize(
     ("host", "says"),
     [
-        ("nobody.invalid", "the name does not resolve"),
-        ("", "the name does not resolve"),
-        ("a..b", "the name does not resolve"),
-        ("0.0.0.0", "0.0.0.0 is every address: name one"),
-        ("::", ":: is every address: name one"),
-        ("224.0.0.1", "224.0.0.1 is no address that other machines can connect to"),
-        ("fe80::1", "fe80::1 is no address that other machines can connect to"),
-        ("127.255.255.255", "127.255.255.255 is the address of a whole network"),
-        (NOBODYS, f"{NOBODYS} is no address of this machine"),
+        ("nobody.invalid", "cannot resolve the name"),
+        ("", "cannot resolve the name"),
+        ("a..b", "cannot resolve the name"),
+        ("0.0.0.0", "0.0.0.0 is a wildcard"),
+        ("::", ":: is a wildcard"),
+        ("224.0.0.1", "other machines cannot connect to 224.0.0.1"),
+        ("fe80::1", "other machines cannot connect to fe80::1"),
+        ("127.255.255.255", "127.255.255.255 is a network address"),
+        (NOBODYS, f"{NOBODYS} is not an address of this machine"),
     ],
 )
 def test_what_others_cannot_reach_is_refused(host: str, says: str) -> None:
@@ -64,7 +64,7 @@ def test_what_others_cannot_reach_is_refused(host: str, says: str) -> None:
 def test_it_is_an_error_of_usage() -> None:
     done = forebay("worker", "--role", "prefill", "--kv-host", "0.0.0.0", "--kafka", "127.0.0.1:1")
     assert done.returncode == 2
-    assert "--kv-host 0.0.0.0: 0.0.0.0 is every address" in done.stderr
+    assert "--kv-host 0.0.0.0: 0.0.0.0 is a wildcard" in done.stderr
 
 
 def test_where_nothing_is_told_it_is_the_address_on_the_way_to_kafka() -> None:
@@ -89,7 +89,7 @@ def test_nixl_is_on_the_interface_of_what_is_told_and_chooses_where_nothing_is(m
     assert kv_of(reached_at(choice, None, LOCAL_KAFKA)).at == ""
     told = reached_at(choice, "127.0.0.1", LOCAL_KAFKA)
     assert kv_of(told).at == interface_of("127.0.0.1")
-    with pytest.raises(Unusable, match=r"--kv-host: 127.0.0.3 is not the first IPv4 address of an interface: name"):
+    with pytest.raises(Unusable, match=r"--kv-host: 127.0.0.3 is not the first IPv4 address of any interface"):
         kv_of(reached_at(choice, "127.0.0.3", LOCAL_KAFKA))
     monkeypatch.setenv("UCX_NET_DEVICES", "mlx5_0:1")
     assert kv_of(told).at == "", "UCX was told by its own name for it"
@@ -109,7 +109,7 @@ def test_a_real_engine_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_what_is_offered_by_plain_sockets_names_the_address() -> None:
     pytest.importorskip("numpy", reason="numpy is not installed")
-    options: Any = {"name": "p@1", "blocks": 1, "block_bytes": 16, "on_given_back": lambda *_: None}
+    options: Any = {"name": "p@1", "blocks": 1, "block_bytes": 16, "on_free": lambda *_: None}
     for at, host in (("", b"127.0.0.1"), ("127.0.0.3", b"127.0.0.3")):
         transport = await open_transport("tcp", at=at, **options)
         try:

@@ -179,7 +179,7 @@ def test_bad_places(source: Path, tmp_path: Path) -> None:
     assert refused("--kafka", "127.0.0.1:1", source, tmp_path / "rec") == "expected LOG and OUT, or OUT and --kafka"
     assert "cannot be used" in refused("--kafka", "127.0.0.1:1", tmp_path / "rec")
     assert refused(tmp_path / "none.db", tmp_path / "rec") == f"{tmp_path}/none.db: there is no such log"
-    assert "no such directory" in refused(source, tmp_path / "deeper" / "rec")
+    assert "there is no directory" in refused(source, tmp_path / "deeper" / "rec")
     assert "is a directory" in refused(source, tmp_path)
     (tmp_path / "text").write_text("hello, world\n" * 99)
     assert "is not a forebay log" in refused(tmp_path / "text", tmp_path / "rec")
@@ -222,7 +222,7 @@ def test_groups_and_pools(joined: Path, tmp_path: Path) -> None:
     result = invoke("replay", "verify", "--group", MODEL, tmp_path / "one")
     assert (result.exit_code, result.stderr) == (
         2,
-        f"forebay: unknown group {MODEL}; groups in {tmp_path}/one: {OTHER}\n",
+        f"forebay: --group {MODEL}: unknown group; groups of {tmp_path}/one are {OTHER}\n",
     )
 
 

@@ -124,7 +124,8 @@ def test_disagg_a_closed_loop_moves_kv_as_it_was_moved(tmp_path: Path) -> None:
     assert (never["prefilled_remotely"], never["transferred_bytes"], never["failed"]) == (0, 0, 0)
     for text in (" ".join(closed["notes"]), page.read_text()):
         assert (
-            "KV transfer times are fitted to the recording: 5,000 us and no time for bytes, 1,000 bytes a token" in text
+            "KV transfer times are fitted to the recording: 5,000 us and no time per byte, 1,000 bytes per token"
+            in text
         )
     assert "prefilled remotely, MB moved" in page.read_text()
 

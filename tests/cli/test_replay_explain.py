@@ -67,13 +67,13 @@ def test_a_timeline_for_people(log: Path) -> None:
     assert output.exit_code == 0, output.output
     lines = output.stdout.splitlines()
     assert lines[0] == "request req-1: finished (stop) after 0.500 s, 7 output tokens"
-    assert "34 prompt tokens in 8 full blocks, at most 2 tokens, deadline after 1 s" in lines[1]
+    assert "34 prompt tokens in 8 full blocks, at most 2 output tokens, deadline after 1 s" in lines[1]
     assert "hints: worker_id a, priority 3" in lines
     assert "    +0.000 s  routed to a: the request is pinned to it" in lines
     assert "              kv: temperature 0.5, queue_threshold 0.25" in lines
     assert any(line.split()[:3] == ["*", "a", "16.50"] for line in lines)
-    assert "              left out b/0: the request names a" in lines
-    assert "    +0.500 s  finished (stop) with 7 tokens" in lines
+    assert "              excluded b/0: the request is pinned to a" in lines
+    assert "    +0.500 s  finished (stop) with 7 output tokens" in lines
     assert "time to first token 0.500 s on the owner's clock (0.001 s on the clocks of ingress and worker)" in lines
     assert lines[-1] == "verified: journal offsets 0 to 2 derived again, every record equal"
 
@@ -83,7 +83,7 @@ def test_queries_and_aborted_requests_are_explained(log: Path) -> None:
     cancelled = explain(log, "req-5").stdout
     assert "aborted (cancelled): \\x1b[2Jgone" in cancelled
     assert "\x1b" not in cancelled
-    assert "left out a/0, b/0: the request names nobody" in explain(log, "req-4").stdout
+    assert "excluded a/0, b/0: the request is pinned to nobody" in explain(log, "req-4").stdout
     assert "would be held, then routed to" in explain(log, "ask").stdout
     last = explain(log, "req-2").stdout
     assert last.startswith("request req-2: decode\n")

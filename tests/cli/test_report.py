@@ -363,7 +363,7 @@ def test_a_report_is_never_written_over_something_else(tmp_path: Path, capsys: p
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     for refused, reason in (
-        (mine, "no page of this command"),
+        (mine, "is not a report of this command"),
         (tmp_path / "no" / "page.html", "no such directory"),
         (pipe, "not a regular file"),
     ):
@@ -393,7 +393,7 @@ def test_the_command_refuses_before_it_simulates(tmp_path: Path) -> None:
     trace = write(tmp_path / "trace.jsonl", conversations(sessions=2, turns=1))
     done = CliRunner().invoke(app, ["simulate", str(trace), "--report", str(mine), "--json"])
     assert (done.exit_code, done.stdout) == (2, "")
-    assert "no page of this command" in done.stderr
+    assert "is not a report of this command" in done.stderr
     both = CliRunner().invoke(app, ["simulate", "--against", "some.rec", "--report", str(tmp_path / "page.html")])
     assert both.exit_code == 2
     assert "--report" in both.stderr

@@ -153,7 +153,7 @@ REFUSED = [
     (("nowhere.db", "--policy", "random"), "there is no such log"),
     (("run.db", "--set", "router.heat=1"), "unknown field router.heat"),
     (("run.db", "--set", "other:router.temperature=1"), "there is no pool other; there are default"),
-    (("run.db", "--policy", "lucky.Policy"), "calls random.randrange()"),
+    (("run.db", "--policy", "lucky.Policy"), "is not deterministic"),
     (("run.db", "--policy", "random", "--name", "a/b"), "1 to 64 letters, digits, dots"),
     (("run.db", "--policy", "random", "--out", "run.db"), "does not contain shadow events"),
     (("run.db", "--policy", "random", "--out", "nowhere/out"), "cannot be opened: No such file or directory"),

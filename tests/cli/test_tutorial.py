@@ -15,7 +15,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs/tutorial.md"
 BLOCK = re.compile(r"^```sh\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 TIMEOUT_S = 900  # less than a minute where nothing else runs
 
-pytestmark = pytest.mark.timeout(TIMEOUT_S + 30)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(TIMEOUT_S + 30)]
 
 
 @pytest.fixture

@@ -242,7 +242,7 @@ async def test_an_adapter_is_loaded_used_and_unloaded(vllm: Driven, lora: Path, 
     await engine.command(load)
     assert (await vllm.ask(prompt, lora_name="tiny-lora")).cached == 0
     assert await engine.command(Command(action="unload_lora", lora_name="tiny-lora")) == ()
-    with pytest.raises(EngineRefused, match="no adapter 'tiny-lora' to unload"):
+    with pytest.raises(EngineRefused, match="the adapter 'tiny-lora' is not loaded"):
         await engine.command(Command(action="unload_lora", lora_name="tiny-lora"))
 
 

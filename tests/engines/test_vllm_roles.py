@@ -196,7 +196,7 @@ async def test_what_cannot_be_fetched_is_said_so(pair: Pair) -> None:
     ):
         answer = await pair.decoded(prompt, msgspec.structs.replace(prefilled, **broken))
         assert says in (answer.not_fetched or ""), answer
-    assert "nothing says" in ((await pair.decode.ask(prompt, stage="decode")).not_fetched or "")
+    assert "no KV descriptor" in ((await pair.decode.ask(prompt, stage="decode")).not_fetched or "")
     assert (await pair.decoded(prompt, prefilled)).finished is not None, "it still lay there"
 
 

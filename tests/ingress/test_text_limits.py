@@ -144,7 +144,7 @@ async def test_a_template_that_multiplies_its_messages_is_stopped(tmp_path: Path
         body = {"model": NAME, "messages": [{"role": "user", "content": words(100_000)}]}
         response = await scene.client.post(CHAT, json=body)
         assert (response.status_code, response.json()["error"]["code"]) == (400, "context_length_exceeded")
-        assert "chat template" in response.json()["error"]["message"]
+        assert "rendered prompt exceeds" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

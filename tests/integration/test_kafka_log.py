@@ -237,7 +237,7 @@ async def test_what_was_removed_by_retention_is_named(log: KafkaLog, settings: K
     with pytest.raises(LogError, match="no longer holds offset 2"):
         await log.read(TOPIC, 0, 2, 1)
     gone = Reader(log, TOPIC, offset=1)
-    with pytest.raises(LogError, match="not in the log"):
+    with pytest.raises(LogError, match="missing from the log"):
         await gone.take(1)
 
 

@@ -273,7 +273,7 @@ async def test_engines_refuse_and_the_rest_goes_on(log: SqliteLog) -> None:
         system.command("load", "load_lora", lora_name="x", lora_path="/there/is/none")
         await until(lambda: system.told("load"))
         (refused,) = system.events(PROGRESS, CommandRefused)
-        assert refused.error == "no such directory /there/is/none"
+        assert refused.error == "no such directory: /there/is/none"
         system.send(submitted("r", PROMPT))
         await until_ended(system, "r")
     (outcome,) = system.told("load")[0].outcomes

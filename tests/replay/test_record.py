@@ -173,7 +173,7 @@ def test_a_slice_of_a_slice(source: Path, tmp_path: Path) -> None:
     assert inner.groups[0].end == group.end
     with (
         opened(tmp_path / "inner.rec") as log,
-        pytest.raises(LogError, match="begins before what can be recorded") as told,
+        pytest.raises(LogError, match="the window begins too early") as told,
     ):
         asyncio.run(contents(log, Window(journal[early].at_us)))
     assert utc(journal[inner.groups[0].start].at_us) in str(told.value)
@@ -187,7 +187,7 @@ def test_a_window_of_a_slice_that_ends_before_its_snapshot_was_written(source: P
         taken, seal = asyncio.run(seals_of(log, len(journal)))[1]
         held = asyncio.run(sliced(log, tmp_path / "rec", Window(journal[taken].at_us)))
         assert held.groups[0].start == seal.journal_offset <= taken == held.groups[0].first
-    with opened(tmp_path / "rec") as log, pytest.raises(LogError, match="nothing up to there can be recorded"):
+    with opened(tmp_path / "rec") as log, pytest.raises(LogError, match="no part of this window can be recorded"):
         asyncio.run(contents(log, Window(None, journal[taken].at_us)))
 
 
@@ -227,7 +227,7 @@ def test_an_embedded_log_names_its_group_by_its_model(source: Path, tmp_path: Pa
 @pytest.mark.parametrize("choose", [lambda at: Window(at + 1), lambda at: Window(None, 1), lambda _: Window(1, 2)])
 def test_a_window_without_a_decision(source: Path, choose: Callable[[int], Window]) -> None:
     journal = journal_of(source)
-    with opened(source) as log, pytest.raises(NothingDecided, match="decided nothing in the window") as told:
+    with opened(source) as log, pytest.raises(NothingDecided, match="made no decision in the window") as told:
         asyncio.run(contents(log, choose(journal[-1].at_us)))
     assert utc(journal[0].at_us) in str(told.value)
 
@@ -266,7 +266,7 @@ def test_what_retention_removed_is_named_with_the_time_from_which_all_is_there(s
         assert asyncio.run(slice_of(trimmed, MODEL, 0, Window(journal[earliest.start].at_us))).group == earliest
         nothing: Log = Trimmed(log, {PROGRESS.name: 1_000})  # type: ignore[assignment]
         with pytest.raises(
-            LogError, match=r"nothing up to there can be recorded: .* no progress before offset 1000, nor"
+            LogError, match=r"no part of this window can be recorded: .* no progress before offset 1000, nor"
         ):
             asyncio.run(slice_of(nothing, MODEL, 0, Window()))
 

@@ -243,7 +243,7 @@ async def test_a_disagg_worker_without_nixl_says_so_when_it_starts(
     ):
         await one.worker.run()
     monkeypatch.setattr("forebay.workers.engines.mock.engine.find_spec", lambda _: None)
-    with pytest.raises(EngineError, match="numpy, which is not installed"):
+    with pytest.raises(EngineError, match="KV transfers need numpy"):
         await side(scene, role, kv_settings(transport="tcp")).engine.start(one.worker.spec)
 
 
@@ -344,7 +344,7 @@ async def test_disagg_metrics_and_readiness_say_what_moves_kv(scene: Scene, kind
         probes.worker = both.decode.worker
         await until(lambda: probes.ready()[0])
         plain = kind == "tcp"
-        assert probes.ready()[1] == f"healthy, KV by {kind}{', the plain path without NIXL' if plain else ''}"
+        assert probes.ready()[1] == f"healthy, KV transport {kind}{' (without NIXL)' if plain else ''}"
         prefilled = await both.compute("r")
         assert metrics(both.prefill)["forebay_kv_transfer_held"] == 1
         await both.answer("r", prefilled)

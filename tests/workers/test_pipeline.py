@@ -188,8 +188,13 @@ async def test_a_log_has_a_line_for_each_answer(caplog: pytest.LogCaptureFixture
 
 
 def test_operators_that_could_do_nothing_are_refused() -> None:
-    for make in (lambda: TokenLimit(0), lambda: Retry(0), StopSequences, lambda: StopSequences([1], [])):
-        with pytest.raises(ValueError, match="tokens_max must be"):
+    for make, text in (
+        (lambda: TokenLimit(0), "tokens_max must be 1 or more, got 0"),
+        (lambda: Retry(0), "attempts must be 1 or more, got 0"),
+        (StopSequences, "at least one stop sequence"),
+        (lambda: StopSequences([1], []), "at least one token"),
+    ):
+        with pytest.raises(ValueError, match=text):
             make()
 
 

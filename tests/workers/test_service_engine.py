@@ -496,5 +496,5 @@ async def test_what_cannot_be_started_with_is_said(scene: Scene, tmp_path: Path)
         await engine_of(Echo, tmp_path).start(scene.spec())
     with pytest.raises(EngineError, match="a service has one rank, got 2: start more workers instead"):
         await engine_of(Echo).start(scene.spec(dp_size=2))
-    with pytest.raises(EngineError, match=r"did not start: test\.it has no endpoint load_lora"):
+    with pytest.raises(EngineError, match=r"failed to start: test\.it has no endpoint load_lora"):
         await engine_of(Echo, loras={"poet": Path("x")}).start(scene.spec())

@@ -251,7 +251,7 @@ async def test_a_health_request_that_is_not_answered(started: Start, monkeypatch
     monkeypatch.setattr(async_engine, "CANARY_TIMEOUT_S", -1.0)
     async with started() as one:
         llm().deaf = True
-        with pytest.raises(EngineError, match="SGLang did not respond to a health request within -"):
+        with pytest.raises(EngineError, match="TensorRT-LLM did not respond to a health request within -"):
             for _ in range(2):
                 await one.engine.check()
                 await asyncio.sleep(0)

@@ -75,30 +75,30 @@ def test_nixl_a_descriptor_in_which_anything_flipped_is_refused(where: int, mask
 @given(st.binary(max_size=200))
 def test_nixl_garbage_is_refused_sealed_or_not(garbage: bytes) -> None:
     for descriptor in (garbage, garbage + xxh3_64_digest(garbage)):
-        with pytest.raises(TransferError, match="the descriptor of p is"):
+        with pytest.raises(TransferError, match="the descriptor of p( is damaged|: )"):
             decode_location(offered(descriptor=descriptor), "nixl", BLOCK_BYTES)
 
 
 @pytest.mark.parametrize(
     ("bad", "text"),
     [
-        (offered(connector="tcp"), "the blocks of p travel by tcp, this worker's by nixl"),
-        (offered(worker_id="q"), "the descriptor is of p@7, not of q@7"),
-        (offered(worker_epoch=8), "the descriptor is of p@7, not of p@8"),
-        (offered(checksum="0" * 16), "the checksums of p@7 are not those of 0000000000000000"),
-        (changed(sums=b""), "p@7 offers 3 blocks and 0 checksums"),
-        (changed(sums=SUMS[:16]), "p@7 offers 3 blocks and 2 checksums"),
-        (changed(block_bytes=512), "a block of p@7 has 512 bytes, one of this worker 4096"),
-        (changed(blocks=b""), "p@7 offers no list of blocks"),
-        (changed(blocks=b"12345"), "p@7 offers no list of blocks"),
-        (changed(blocks=pack_u32([5, 1, 64])), "p@7 offers a block beyond its 64"),
-        (changed(blocks=pack_u32([5, 1, (1 << 32) - 1])), "p@7 offers a block beyond its 64"),
-        (changed(address=(1 << 63) - 1), "p@7 cannot have 64 blocks of 4096 bytes|64 blocks of 4096 bytes at"),
-        (changed(slots=1 << 30), "the descriptor of p is none"),
-        (changed(word=4096), "the descriptor of p is none"),
-        (changed(generation=0), "the descriptor of p is none"),
-        (changed(agent=""), "the descriptor of p is none"),
-        (changed(route=b""), "the descriptor of p is none"),
+        (offered(connector="tcp"), "p transfers KV by tcp, this worker by nixl"),
+        (offered(worker_id="q"), "the descriptor is of p@7, expected q@7"),
+        (offered(worker_epoch=8), "the descriptor is of p@7, expected p@8"),
+        (offered(checksum="0" * 16), "the checksums of p@7 do not match 0000000000000000"),
+        (changed(sums=b""), "p@7 offers 3 blocks but 0 checksums"),
+        (changed(sums=SUMS[:16]), "p@7 offers 3 blocks but 2 checksums"),
+        (changed(block_bytes=512), "a block of p@7 has 512 bytes, a block of this worker 4096"),
+        (changed(blocks=b""), "p@7 offers an invalid list of blocks"),
+        (changed(blocks=b"12345"), "p@7 offers an invalid list of blocks"),
+        (changed(blocks=pack_u32([5, 1, 64])), "p@7 offers a block beyond its 64 slots"),
+        (changed(blocks=pack_u32([5, 1, (1 << 32) - 1])), "p@7 offers a block beyond its 64 slots"),
+        (changed(address=(1 << 63) - 1), "p@7 has impossible memory: 64 blocks of 4096 bytes at"),
+        (changed(slots=1 << 30), "cannot decode the descriptor of p: "),
+        (changed(word=4096), "cannot decode the descriptor of p: "),
+        (changed(generation=0), "cannot decode the descriptor of p: "),
+        (changed(agent=""), "cannot decode the descriptor of p: "),
+        (changed(route=b""), "cannot decode the descriptor of p: "),
     ],
 )
 def test_nixl_what_cannot_be_is_refused_before_anybody_is_asked(bad: Prefilled, text: str) -> None:
@@ -158,7 +158,7 @@ async def test_nixl_plain_sockets_give_no_other_blocks_than_those_offered() -> N
 
 async def test_nixl_a_worker_does_not_fetch_from_itself() -> None:
     async with transport("nixl", "p@3") as (holder, _):
-        with pytest.raises(TransferError, match="the blocks are those of p@3 itself"):
+        with pytest.raises(TransferError, match="the blocks belong to p@3 itself"):
             await holder.fetch(prefilled(holder, "a", [1]), 0, [2])
 
 

@@ -92,14 +92,14 @@ async def test_nixl_a_holder_that_hangs_is_given_up_and_what_it_owes_is_kept_apa
         offers = [await hung.offer(name, range(32)) for name in ("b", "c")]
         hung.signal(signal.SIGSTOP)
         within(reader, HANG_S)
-        with pytest.raises(TransferError, match=f"the blocks of p@5 did not come in {HANG_S:g} s") as caught:
+        with pytest.raises(TransferError, match=f"the blocks of p@5 did not arrive within {HANG_S:g} s") as caught:
             await reader.fetch(offers[0], 0, range(32))
         within(reader, PATIENCE_S)
         assert caught.value.reason == "deadline"
         owed = reader.stats.quarantined_blocks
         assert owed == (32 if by_socket == "nixl" else 0), "a socket that was closed writes nothing more"
         if owed:
-            with pytest.raises(TransferError, match="p@5 owes an earlier read, and is asked no more"):
+            with pytest.raises(TransferError, match="p@5 did not reply to an earlier read"):
                 await reader.fetch(offers[1], 0, range(32))
         for block in range(32):
             reader.memory.view(block)[:] = 0x55
@@ -121,7 +121,7 @@ async def test_nixl_a_holder_whose_readers_wait_too_long_for_their_turn_is_not_t
         await reader.fetch(prefilled(holder, "a", [1]), 0, [0])
         await reader._gate.enter(1)
         within(reader, 0.2)
-        with pytest.raises(TransferError, match="the blocks of p@13 did not come in"):
+        with pytest.raises(TransferError, match="the blocks of p@13 did not arrive"):
             await reader.fetch(prefilled(holder, "b", [2]), 0, [0])
         within(reader, PATIENCE_S)
         reader._gate.leave(1)
@@ -153,7 +153,7 @@ async def test_nixl_what_nobody_fetches_is_given_back_when_its_lease_ends(kind: 
         await until(lambda: len(freed) == 2)
         assert freed == [("a", "expired"), ("b", "expired")]
         assert (holder.stats.held_offers, holder.stats.freed) == (0, {"expired": 2})
-        with pytest.raises(TransferError, match="p@7 holds these blocks no longer") as caught:
+        with pytest.raises(TransferError, match="p@7 no longer holds these blocks") as caught:
             await reader.fetch(offer, 0, [0])
         assert caught.value.reason == "expired"
         reader.drop(offer)
@@ -222,7 +222,7 @@ async def test_nixl_a_lease_that_ends_between_the_data_and_the_word_is_seen(monk
             holder.memory.view(1)[:] = 0xEE
 
         monkeypatch.setattr(nixl_reads, "_transfer", late)
-        with pytest.raises(TransferError, match="p@10 holds these blocks no longer"):
+        with pytest.raises(TransferError, match="p@10 no longer holds these blocks"):
             await reader.fetch(offer, 0, [0])
         assert posted == [1, 1]
 
@@ -238,11 +238,11 @@ async def test_nixl_spare_slots_are_bounded(monkeypatch: pytest.MonkeyPatch) -> 
         offer = await hung.offer("b", range(24))
         hung.signal(signal.SIGSTOP)
         within(reader, HANG_S)
-        with pytest.raises(TransferError, match="did not come"):
+        with pytest.raises(TransferError, match="did not arrive"):
             await reader.fetch(offer, 0, range(24))
         within(reader, PATIENCE_S)
         fits, too_many = await well.offer("c", range(8)), await well.offer("d", range(9))
-        with pytest.raises(TransferError, match="24 blocks are kept for transfers that do not end") as caught:
+        with pytest.raises(TransferError, match="24 blocks are quarantined for transfers that do not end") as caught:
             await reader.fetch(too_many, 0, range(9))
         assert caught.value.reason == "full"
         await reader.fetch(fits, 0, range(8))
@@ -257,17 +257,17 @@ async def test_nixl_one_block_is_not_for_two(kind: Kind) -> None:
     async with transport(kind, "p@12") as (holder, _), transport(kind, "d@12") as (reader, _):
         offer = prefilled(holder, "a", [1, 2])
         for first, into, text in (
-            (0, [3, 3], "two blocks cannot be fetched into one"),
-            (0, [3], "p@12 offers 2 blocks; those from 0 on do not go into 1"),
+            (0, [3, 3], "same slot for two blocks"),
+            (0, [3], "p@12 offers 2 blocks; those from 0 on do not fit into 1 slots"),
             (3, [], "p@12 offers 2 blocks; those from 3 on"),
             (-1, [1, 2, 3], "p@12 offers 2 blocks; those from -1 on"),
-            (0, [3, 64], "there are blocks 0 to 63 here"),
+            (0, [3, 64], "this worker has blocks 0 to 63"),
         ):
             with pytest.raises(TransferError, match=text) as caught:
                 await reader.fetch(offer, first, into)
             assert caught.value.reason == "refused"
         longer = msgspec.structs.replace(offer, worker_epoch=13)
-        with pytest.raises(TransferError, match="the descriptor is of p@12, not of p@13"):
+        with pytest.raises(TransferError, match="the descriptor is of p@12, expected p@13"):
             await reader.fetch(longer, 0, [1, 2])
         assert holder.stats.held_blocks * BLOCK_BYTES == 2 * BLOCK_BYTES
 
@@ -278,7 +278,7 @@ atexit.register(lambda: print([thread.name for thread in threading.enumerate() i
 from forebay.workers.kv_transfer.transport import open_transport
 
 async def opened():
-    transport = await open_transport("nixl", name="w@1", block_bytes=8, blocks=1, on_given_back=lambda *_: None)
+    transport = await open_transport("nixl", name="w@1", block_bytes=8, blocks=1, on_free=lambda *_: None)
     transport.offer("r", [0], checksum=False)  # who keeps something polls
     print([thread.name for thread in threading.enumerate() if thread.name.startswith("nixl")])
 

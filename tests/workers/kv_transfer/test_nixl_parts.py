@@ -68,7 +68,7 @@ async def test_nixl_too_many_waiting_fetches_are_refused(monkeypatch: pytest.Mon
     await room.enter(1)
     tasks = [asyncio.create_task(room.enter(1)) for _ in range(2)]
     await asyncio.sleep(0)
-    with pytest.raises(TransferError, match="2 fetches wait already") as caught:
+    with pytest.raises(TransferError, match="2 fetches are already waiting") as caught:
         await room.enter(1)
     assert caught.value.reason == "full"
     for task in tasks:
@@ -138,7 +138,7 @@ async def test_nixl_that_does_not_start_is_told(monkeypatch: pytest.MonkeyPatch)
         raise RuntimeError(f"no device for {name}")
 
     monkeypatch.setattr(nixl_thread, "open_agent", broken)
-    with pytest.raises(EngineError, match="NIXL does not start: no device for p@1"):
+    with pytest.raises(EngineError, match="cannot start NIXL: no device for p@1"):
         await open_transport("nixl", name="p@1", blocks=1, block_bytes=16, on_free=lambda *_: None)
 
 

@@ -90,7 +90,7 @@ async def test_nixl_a_corrupt_block_is_read_again_and_counted(kind: Kind) -> Non
     async with other(kind, "p@4") as holder, transport(kind, "d@4") as (reader, _):
         offer = await holder.offer("a", [3, 4, 5], checksum=True)
         await holder.ask("spoil 4")
-        with pytest.raises(TransferError, match="1 blocks of p@4 have other checksums than those offered") as caught:
+        with pytest.raises(TransferError, match="1 blocks of p@4 still have wrong checksums") as caught:
             await reader.fetch(offer, 0, [0, 1, 2])
         assert caught.value.reason == "corrupt"
         assert (reader.stats.corrupt, reader.stats.retries, reader.stats.failed) == (3, 2, {"corrupt": 1})
@@ -175,7 +175,7 @@ async def test_nixl_a_holder_hears_that_nobody_will_fetch(kind: Kind) -> None:
         await until(lambda: freed == [("a", "released")])
         assert holder.release("b")
         assert not holder.release("b")
-        with pytest.raises(TransferError, match="p@8 holds these blocks no longer") as caught:
+        with pytest.raises(TransferError, match="p@8 no longer holds these blocks") as caught:
             await reader.fetch(kept, 0, [0])
         assert caught.value.reason == "expired"
         assert holder.stats.freed == {"released": 2}
@@ -185,17 +185,17 @@ async def test_nixl_offers_are_checked_and_bounded(kind: Kind) -> None:
     async with transport(kind, "p@9", blocks=8) as (holder, freed):
         holder.offer("a", [1, 2])
         for request_id, blocks, text in (
-            ("a", [3], "blocks of a are offered already"),
+            ("a", [3], "blocks of a are already offered"),
             ("b", [], "b has no blocks to offer"),
-            ("b", [8], "there are blocks 0 to 7 here"),
-            ("b", [-1], "there are blocks 0 to 7 here"),
+            ("b", [8], "this worker has blocks 0 to 7"),
+            ("b", [-1], "this worker has blocks 0 to 7"),
             ("b", [0] * 70_000, "70000 blocks do not fit into a descriptor"),
         ):
             with pytest.raises(TransferError, match=text):
                 holder.offer(request_id, blocks)
         for number in range(4095):
             holder.offer(f"n{number}", [number % 8])
-        with pytest.raises(TransferError, match="4096 offers wait for readers already"):
+        with pytest.raises(TransferError, match="4096 offers are already waiting"):
             holder.offer("b", [1])
         assert holder.release("a")
         holder.offer("b", [1])

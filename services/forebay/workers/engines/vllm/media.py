@@ -114,4 +114,4 @@ def _image(media: Media) -> Any:
         image.load()
         return image.convert("RGB")
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise MediaUnusable(f"an image cannot be decoded: {error}") from error
+        raise MediaUnusable(f"cannot decode an image: {error}") from error
