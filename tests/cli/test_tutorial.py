@@ -43,11 +43,11 @@ def test_the_commands_of_the_tutorial_show_what_the_page_describes(folder: Path)
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     shown = dict(enumerate(re.split(r"^== \d+\n", done.stdout, flags=re.MULTILINE)[1:]))
-    assert "60 requests answered, 0 failed" in shown[1]
+    assert "60 requests completed, 0 failed" in shown[1]
     assert '"cached_tokens":896' in shown[2]
     assert "14 less to prefill" in " ".join(shown[3].split())
     assert "attempt 2" in shown[6]
-    assert "400 tokens" in shown[6]
+    assert "400 output tokens" in shown[6]
     assert re.search(r"decisions\s+64, verified 64", shown[7]), "60 of the trace, 3 by curl, one of them twice"
     assert "request.routed tutorial-2" in shown[8]
     assert shown[9].count("verified 64") == 3

@@ -178,7 +178,7 @@ def test_looking_ahead_changes_no_request(system: Settings, turns: tuple[Turn, .
     # Load reports are left out: they are made when a step ends, and a policy looks at them.
     outcome = run(system, name, turns)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cluster.SimulatedCluster, "_calm_us", lambda self, *, alone: 0)
+        patch.setattr(cluster.SimulatedCluster, "_lookahead_us", lambda self, *, alone: 0)
         step_by_step = run(system, name, turns)
     assert list(outcome.requests) == list(step_by_step.requests)
 
@@ -198,7 +198,7 @@ def test_looking_ahead_changes_no_request_where_caches_are_full(seed: int) -> No
     system = fleet(2, sizes={"blocks": rng.choice([14, 20, 30])}, delays=delays)
     outcome = run(system, "kv", tuple(turns))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cluster.SimulatedCluster, "_calm_us", lambda self, *, alone: 0)
+        patch.setattr(cluster.SimulatedCluster, "_lookahead_us", lambda self, *, alone: 0)
         assert list(run(system, "kv", tuple(turns)).requests) == list(outcome.requests)
 
 

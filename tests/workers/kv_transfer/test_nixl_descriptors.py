@@ -75,7 +75,7 @@ def test_nixl_a_descriptor_in_which_anything_flipped_is_refused(where: int, mask
 @given(st.binary(max_size=200))
 def test_nixl_garbage_is_refused_sealed_or_not(garbage: bytes) -> None:
     for descriptor in (garbage, garbage + xxh3_64_digest(garbage)):
-        with pytest.raises(TransferError, match="the descriptor of p( is damaged|: )"):
+        with pytest.raises(TransferError, match=r"the descriptor of p( is damaged|: )"):
             decode_location(offered(descriptor=descriptor), "nixl", BLOCK_BYTES)
 
 
