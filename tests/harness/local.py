@@ -16,6 +16,7 @@ from infra.kafka.kafka import HOST, ROOT, Broker, BrokerError, is_free, start, s
 
 REDIS_CONF = ROOT / "infra" / "redis" / "redis.conf"
 PORT_FIRST, PORT_LAST = 20_000, 32_000  # below what systems hand out to clients
+PORTS_APART = 752
 PATIENCE_S = 30.0
 
 
@@ -25,8 +26,8 @@ class Missing(Exception):
 
 def free_ports(count: int, host: str = HOST) -> int:
     """First of `count` ports in a row on which nobody listens, of loopback unless told otherwise. Raises Missing."""
-    # Runs side by side begin at different places.
-    begin = PORT_FIRST + os.getpid() * 16 % (PORT_LAST - PORT_FIRST)
+    # A port is checked and not reserved, so processes of one run begin far apart: their pids are neighbours.
+    begin = PORT_FIRST + os.getpid() * PORTS_APART % (PORT_LAST - PORT_FIRST)
     for first in itertools.chain(range(begin, PORT_LAST, count), range(PORT_FIRST, begin, count)):
         if all(is_free(port, host) for port in range(first, first + count)):
             return first
