@@ -39,7 +39,7 @@ KvBytesPerTokenOption = Annotated[
 ]
 KvChecksumOption = Annotated[
     bool | None,
-    typer.Option("--kv-checksum/--no-kv-checksum", help="Compare received KV byte by byte. Mock engine only."),
+    typer.Option("--kv-checksum/--no-kv-checksum", help="Verify checksums of received KV blocks. Mock engine only."),
 ]
 KvLeaseOption = Annotated[
     float | None,
