@@ -253,7 +253,10 @@ async def accounted(cluster: Cluster, log: KafkaLog, produced: Produced) -> None
     }
     for topic in BURIED:
         for partition in range(PARTITIONS[topic]):
-            assert wanted >= {(topic.name, partition, offset) for offset in produced[topic.name, partition]}
+            # Retention may already have removed records with ancient timestamps.
+            begin = await log.begin(topic.name, partition)
+            kept = [offset for offset in produced[topic.name, partition] if offset >= begin]
+            assert wanted >= {(topic.name, partition, offset) for offset in kept}
     await until(lambda: letters(log), lambda found: found >= wanted)
     asked = {
         f"kafka-api-{at}-{offset}" for at in range(PLAN.kafka_api) for offset in produced[OPENAI_REQUESTS.name, at]
