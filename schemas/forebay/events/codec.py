@@ -9,6 +9,9 @@ import msgspec
 from forebay.events.base import Event
 from forebay.events.topics import Topic
 
+# All errors that a msgspec decoder may raise for foreign bytes; RecursionError is for deep nesting.
+MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
 
 class DecodeError(ValueError):
     """The record is not an event of its topic. The text names the position and is fit for a dead letter."""
@@ -29,7 +32,7 @@ def decode(topic: Topic, value: bytes | None) -> Any:
         raise DecodeError(f"{topic.name}: its value is null")
     try:
         return _decoder(topic.codec, topic.events).decode(value)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:  # the last: deep nesting
+    except MALFORMED as error:
         raise DecodeError(f"{topic.name}: {error}") from error
 
 
@@ -43,7 +46,7 @@ def unknown_tag(topic: Topic, value: bytes) -> str | None:
     decoder = _TAGGED_JSON if topic.codec == "json" else _TAGGED_MSGPACK
     try:
         tag = decoder.decode(value).type
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except MALFORMED:
         return None
     return None if tag in _tags(topic.events) else tag
 

@@ -10,6 +10,7 @@ import msgspec
 from xxhash import xxh3_64_digest, xxh3_64_intdigest
 
 from forebay.events.base import Name, hex_digest, pack_u32
+from forebay.events.codec import MALFORMED
 from forebay.events.transfer import DESCRIPTOR_BYTES_MAX, Prefilled
 from forebay.workers.kv_transfer.api import Kind
 from forebay.workers.kv_transfer.nixl_agent import TransferError, agent_name
@@ -92,7 +93,7 @@ def decode_location(prefilled: Prefilled, kind: Kind, block_bytes: int) -> Block
         raise _refused(f"the descriptor of {prefilled.worker_id} is damaged")
     try:
         place = msgspec.msgpack.decode(body, type=BlockLocation)
-    except msgspec.MsgspecError as error:
+    except MALFORMED as error:
         raise _refused(f"cannot decode the descriptor of {prefilled.worker_id}: {error}") from error
     expected = agent_name(prefilled.worker_id, prefilled.worker_epoch)
     if place.agent != expected:

@@ -21,6 +21,7 @@ import msgspec
 from xxhash import xxh3_64_intdigest
 
 from forebay.events.base import Name, hex_digest
+from forebay.events.codec import MALFORMED
 from forebay.events.media import DESCRIPTOR_BYTES_MAX, Encoded
 from forebay.workers.kv_transfer.nixl_agent import TransferError, open_agent, remote_name
 
@@ -277,7 +278,7 @@ class _Reading:
 def _decode_location(encoded: Encoded) -> _ArrayLocation:
     try:
         place = msgspec.msgpack.decode(encoded.descriptor, type=_ArrayLocation)
-    except msgspec.MsgspecError as error:
+    except MALFORMED as error:
         raise TransferError(f"cannot decode the descriptor: {error}") from error
     import numpy  # noqa: PLC0415 - an extra
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import msgspec
 
 from forebay.core.state.fleet import Fleet, WorkerPhase
-from forebay.events.codec import encode
+from forebay.events.codec import MALFORMED, encode
 from forebay.events.control import PoolConfigured, RouterConfig
 from forebay.events.fleet import (
     FleetEvent,
@@ -351,7 +351,7 @@ class _Unfit(Exception):
 def _decode_lease(lease: Lease) -> WorkerLease:
     try:
         description = msgspec.msgpack.decode(lease.payload, type=WorkerLease)
-    except msgspec.MsgspecError as error:
+    except MALFORMED as error:
         raise _Unfit(f"the payload of its lease does not decode as WorkerLease: {error}") from error
     if description.spec.worker_id != lease.worker_id:
         raise _Unfit(f"the payload of its lease names another worker, {printable(description.spec.worker_id)}")

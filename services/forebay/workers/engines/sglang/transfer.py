@@ -9,6 +9,7 @@ from typing import Annotated
 
 import msgspec
 
+from forebay.events.codec import MALFORMED
 from forebay.events.transfer import Prefilled
 from forebay.workers.engines.kv_descriptor import Unfetchable, fetchable
 
@@ -40,5 +41,5 @@ def rendezvous(prefilled: Prefilled | None, model: str, prompt_tokens: int) -> R
     packed = fetchable(prefilled, CONNECTOR, model, prompt_tokens).descriptor
     try:
         return msgspec.json.decode(packed, type=Rendezvous)
-    except msgspec.DecodeError as error:
+    except MALFORMED as error:
         raise Unfetchable(f"the descriptor of its KV is broken: {error}") from error

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from forebay.events.codec import MALFORMED
 from forebay.events.transfer import Prefilled
 from forebay.workers.engines.kv_descriptor import Unfetchable, fetchable
 
@@ -42,7 +43,7 @@ def transfer_fields(
     try:
         fields = msgspec.msgpack.decode(packed, type=dict[str, Any])
         places = msgspec.convert(fields.get(LOGPROBS, []), list[list[tuple[int, float, int | None]]])
-    except msgspec.DecodeError as error:
+    except MALFORMED as error:
         raise Unfetchable(f"the descriptor of its KV is broken: {error}") from error
     if places:
         fields[LOGPROBS] = [{token_id: logprob(value, rank) for token_id, value, rank in place} for place in places]

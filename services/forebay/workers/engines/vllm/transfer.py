@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from forebay.events.codec import MALFORMED
 from forebay.events.transfer import KvLayout, Prefilled
 from forebay.events.work import WorkItem
 from forebay.workers.engine import EngineError
@@ -179,5 +180,5 @@ def _read(prefilled: Prefilled) -> tuple[TransferParams, dict[str, Any]]:
     try:
         told = msgspec.json.decode(prefilled.descriptor, type=TransferParams)
         return told, msgspec.json.decode(prefilled.descriptor)
-    except msgspec.DecodeError as error:
+    except MALFORMED as error:
         raise Unfetchable(f"the descriptor of its KV is broken: {error}") from error
