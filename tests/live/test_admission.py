@@ -297,7 +297,7 @@ async def test_a_slot_that_cannot_be_looked_at_is_asked_for_again_after_a_while(
 
 
 @pytest.mark.parametrize(
-    "payload", [b"\xc1", b"\x81\xa4spe\xff\xc0", b"\x91" * 100_000], ids=["type", "utf-8", "depth"]
+    "payload", [b"\xc1", b"\x81\xa4spec\x81\xa9worker_id\xa1\xff", b"\x91" * 100_000], ids=["type", "utf-8", "depth"]
 )
 async def test_a_lease_that_holds_no_description_is_refused(log: SqliteLog, payload: bytes) -> None:
     polled = admission(log)
