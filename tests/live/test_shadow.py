@@ -12,7 +12,7 @@ from hypothesis import given
 from prometheus_client import CollectorRegistry
 
 from forebay.core.routing.counterfactual import Alternative, Counterfactual, counterfactual
-from forebay.core.routing.router import Selection
+from forebay.core.routing.plan import Selection
 from forebay.core.state.active_request import ActiveRequest
 from forebay.core.world import CORE_VERSION
 from forebay.events.codec import encode

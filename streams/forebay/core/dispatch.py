@@ -20,9 +20,9 @@ from forebay.core.routing.disaggregation import (
 )
 from forebay.core.routing.eligibility import Ineligible
 from forebay.core.routing.encoding import encode_failure_message, find_encode_candidates, select_encoder
+from forebay.core.routing.plan import Selection
 from forebay.core.routing.router import (
     NO_BLOCKS,
-    Selection,
     count_uncached_tokens,
     find_retry_candidates,
     find_suspect_candidates,

@@ -6,11 +6,12 @@ same digest, and makes the same decisions from there on.
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, TypedDict, assert_never
+from typing import TypedDict, assert_never
 
 from xxhash import xxh3_64_intdigest
 
 from forebay.core.routing.eligibility import requirements_key
+from forebay.core.routing.plan import Selection
 from forebay.core.state.active_request import ActiveRequest
 from forebay.core.state.commands import PendingCommands
 from forebay.core.state.fleet import Fleet, FleetWorker
@@ -47,9 +48,6 @@ from forebay.events.snapshots import (
     WorkerState,
     WorldState,
 )
-
-if TYPE_CHECKING:
-    from forebay.core.routing.router import Selection
 
 NO_QUEUE_LIMITS = ", run_ahead=None, depth=None, timeout_s=0.0"
 NO_DISAGG = f", disagg={DisaggConfig()!r}"

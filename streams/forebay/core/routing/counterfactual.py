@@ -20,7 +20,8 @@ from forebay.core.routing.disaggregation import (
     was_dispatched,
 )
 from forebay.core.routing.eligibility import Ineligible
-from forebay.core.routing.router import Selection, evaluate, find_candidates, find_retry_candidates, must_queue
+from forebay.core.routing.plan import Selection
+from forebay.core.routing.router import evaluate, find_candidates, find_retry_candidates, must_queue
 from forebay.core.state.active_request import ActiveRequest
 from forebay.core.state.roster import CandidateRank, Roster
 from forebay.core.world import World

@@ -15,7 +15,8 @@ import msgspec
 
 from forebay.core.routing.eligibility import Ineligible
 from forebay.core.routing.encoding import shorten_cause
-from forebay.core.routing.router import Selection, evaluate, find_candidates, find_retry_candidates
+from forebay.core.routing.plan import Selection
+from forebay.core.routing.router import evaluate, find_candidates, find_retry_candidates
 from forebay.core.state.active_request import ActiveRequest
 from forebay.core.state.roster import Roster
 from forebay.core.world import World

@@ -9,7 +9,8 @@ from dataclasses import replace
 
 import msgspec
 
-from forebay.core.routing.router import Selection, apply_override, select
+from forebay.core.routing.plan import Selection
+from forebay.core.routing.router import apply_override, select
 from forebay.core.state.active_request import ActiveRequest
 from forebay.core.state.roster import Roster
 from forebay.core.world import World

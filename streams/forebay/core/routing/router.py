@@ -4,7 +4,6 @@ This module only reads the world. `forebay.core.dispatch` changes it.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import overload
 
@@ -12,48 +11,18 @@ import msgspec
 
 from forebay.core.routing.cost import CostTable, Demand, cost_table
 from forebay.core.routing.eligibility import Ineligible, all_above_threshold, filter_eligible, filter_not_busy
+from forebay.core.routing.plan import Selection
 from forebay.core.routing.policies import Candidate, PolicyUnusable, RoutingRequest, RoutingWorld, policy_class
 from forebay.core.state.active_request import ActiveRequest
 from forebay.core.state.holder_bits import HolderKey
 from forebay.core.state.prefix_index import NO_OVERLAP, Overlap
 from forebay.core.state.roster import Roster, session_roster, suspect_roster_of
 from forebay.core.world import World
-from forebay.events import decisions
 from forebay.events.control import BusyThresholds, PoolConfigured, RouterConfig
 from forebay.events.requests import RouterOverride
 
 NO_BLOCKS: Sequence[int] = ()
 NO_READY_WORKER = frozenset(("no_workers", "no_eligible_worker"))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Selection:
-    """Selected candidate and the data that explains it.
-
-    Attributes:
-        config: router configuration in effect, including the request's override.
-        table: cost table over all candidates.
-        at: position of the selected candidate in the table.
-    """
-
-    config: RouterConfig
-    table: CostTable
-    at: int
-
-    @property
-    def ties(self) -> int:
-        """How many candidates share the lowest cost; 1 if the lowest cost did not decide."""
-        if self.config.mode != "kv" or self.config.temperature > 0.0:
-            return 1
-        return self.table.costs.count(self.table.costs[self.at])
-
-    def runner_up(self) -> decisions.ScoredCandidate | None:
-        """Return the candidate with the lowest cost among the others, or None if there is no other."""
-        others = self.table.costs[: self.at] + self.table.costs[self.at + 1 :]
-        if not others:
-            return None
-        best = others.index(min(others))
-        return self.table.candidate(best + (best >= self.at))
 
 
 def find_candidates(

@@ -26,7 +26,7 @@ from forebay.core.routing.counterfactual import (
     counterfactual,
     selected_rank,
 )
-from forebay.core.routing.router import Selection
+from forebay.core.routing.plan import Selection
 from forebay.core.state.active_request import ActiveRequest
 from forebay.core.world import World
 from forebay.events.base import hex_digest

@@ -12,8 +12,9 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from forebay.core.routing.eligibility import Ineligible
+from forebay.core.routing.plan import Selection
 from forebay.core.routing.policies import BUILT_IN, RoutingRequest, RoutingWorld
-from forebay.core.routing.router import Selection, policy_input, run_policy
+from forebay.core.routing.router import policy_input, run_policy
 from forebay.core.state.active_request import ActiveRequest
 from forebay.core.world import World
 from forebay.events.control import PoolConfigured

@@ -17,7 +17,7 @@ import msgspec
 from forebay.core.dispatch import drain_queues, reroute
 from forebay.core.phases import Phase
 from forebay.core.routing.counterfactual import Alternative, merge_runtime_settings
-from forebay.core.routing.router import Selection
+from forebay.core.routing.plan import Selection
 from forebay.core.state.active_request import ActiveRequest
 from forebay.core.state.prefix_index import NO_OVERLAP
 from forebay.core.step import CLOCK, AnyDecision, InputEvent, claim, open_run, step

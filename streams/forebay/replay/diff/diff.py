@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 
 from forebay.core.routing.counterfactual import Alternative, Counterfactual, changed_booking_fields, counterfactual
-from forebay.core.routing.router import Selection
+from forebay.core.routing.plan import Selection
 from forebay.core.state.active_request import ActiveRequest
 from forebay.core.state.holder_bits import HolderKey
 from forebay.core.step import AnyDecision, InputEvent

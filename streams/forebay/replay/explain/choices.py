@@ -10,8 +10,9 @@ import msgspec
 
 from forebay.core.routing.cost import CostTable
 from forebay.core.routing.eligibility import is_busy
+from forebay.core.routing.plan import Selection
 from forebay.core.routing.policies import BUILT_IN
-from forebay.core.routing.router import Selection, find_overlaps
+from forebay.core.routing.router import find_overlaps
 from forebay.core.routing.selection import softmax_weights
 from forebay.core.state.active_request import ActiveRequest
 from forebay.core.state.fleet import FleetWorker, WorkerPhase

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from forebay.core.routing.router import Selection
+from forebay.core.routing.plan import Selection
 from forebay.core.state.active_request import ActiveRequest
 from forebay.core.world import World
 from forebay.events.control import PoolConfigured

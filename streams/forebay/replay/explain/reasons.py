@@ -4,8 +4,8 @@ from collections.abc import Collection, Iterator
 
 from forebay.core.routing.cost import CostTable
 from forebay.core.routing.eligibility import Ineligible, filter_eligible
+from forebay.core.routing.plan import Selection
 from forebay.core.routing.policies.power_of_two import draw_two
-from forebay.core.routing.router import Selection
 from forebay.core.routing.selection import softmax_weights
 from forebay.core.state.active_request import ActiveRequest
 from forebay.core.state.holder_bits import HolderKey

@@ -11,7 +11,7 @@ from typing import Any, get_args
 import msgspec
 
 from forebay.core.phases import Phase
-from forebay.core.routing.router import Selection
+from forebay.core.routing.plan import Selection
 from forebay.core.state.active_request import ActiveRequest
 from forebay.core.step import CLOCK
 from forebay.core.ttft_parts import Part, TimeByPart

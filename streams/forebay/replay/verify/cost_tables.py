@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import msgspec
 
 from forebay.core.routing.cost import CostTable
-from forebay.core.routing.router import Selection
+from forebay.core.routing.plan import Selection
 from forebay.events.base import hex_digest
 from forebay.events.decisions import CostTerms, JournalRecord, RequestRouted, RouteAnswered, ScoredCandidate
 

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from forebay.core.rederive import Divergence
-from forebay.core.routing.router import Selection
+from forebay.core.routing.plan import Selection
 from forebay.core.state.active_request import ActiveRequest
 from forebay.core.step import CLOCK, InputEvent
 from forebay.events.control import PoolConfigured
