@@ -23,7 +23,7 @@ from forebay.ingress.model import Model  # noqa: E402
 from forebay.transport.base import Draft  # noqa: E402
 from forebay.workers.engines.encode import EncodeEngine  # noqa: E402
 from forebay.workers.engines.standin_encoder import StandInEncoder  # noqa: E402
-from forebay.workers.kv_transfer.embeddings import Reader  # noqa: E402
+from forebay.workers.kv_transfer.embeddings import EmbeddingTransfer  # noqa: E402
 from forebay.workers.runtime.worker import Worker  # noqa: E402
 from tests.ingress import media_model  # noqa: E402
 from tests.ingress.conftest import Scene, make_scene  # noqa: E402
@@ -112,14 +112,14 @@ async def test_nixl_an_encoder_that_dies_with_the_embeddings_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate, waiting = asyncio.Event(), asyncio.Event()
-    read = Reader.read
+    read = EmbeddingTransfer.read
 
-    async def slow(reader: Reader, encoded: Any) -> Any:
+    async def slow(reader: EmbeddingTransfer, encoded: Any) -> Any:
         waiting.set()
         await gate.wait()
         return await read(reader, encoded)
 
-    monkeypatch.setattr(Reader, "read", slow)
+    monkeypatch.setattr(EmbeddingTransfer, "read", slow)
     async with whole(tmp_path) as all_of_it:
         await all_of_it.encoder("e0")
         answer = asyncio.create_task(all_of_it.ask(10))

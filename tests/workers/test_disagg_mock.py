@@ -203,7 +203,7 @@ async def test_a_disagg_prompt_whose_images_another_worker_encoded(scene: Scene)
     memory = Memory()
     async with pair(scene) as both:
         both.prefill.worker.media._make_reader = memory.reader
-        encoded = memory.offers("e@1").offer(StandInEncoder().encode_all([image]))
+        encoded = memory.offers("e@1").offer_now(StandInEncoder().encode_all([image]))
         fields["media"] = (msgspec.structs.replace(image, content=b""),)
         prefilled = await both.compute("apart", encoded=encoded, **fields)
         # What was encoded is in the KV: the decode worker needs neither it nor the image.

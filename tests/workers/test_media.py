@@ -68,13 +68,13 @@ class MemoryOffers:
     def __init__(self, memory: Memory, name: str) -> None:
         self.memory, self.name, self.waiting = memory, name, 0
 
-    def offer(self, array: Any) -> Encoded:
+    async def offer(self, array: Any) -> Encoded:
+        return self.offer_now(array)
+
+    def offer_now(self, array: Any) -> Encoded:
         place = f"{self.name}:{len(self.memory.arrays)}".encode()
         self.memory.arrays[place] = array.copy()
         return Encoded(descriptor=place, shape=array.shape, dtype=array.dtype.name, checksum="0" * 16)
-
-    def poll(self) -> None:
-        """Nothing is fetched by itself."""
 
     def close(self) -> None:
         self.memory.closed.append(self.name)
@@ -98,7 +98,7 @@ class MemoryReader:
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
     memory = Memory()
-    monkeypatch.setattr("forebay.workers.engines.encode.EmbeddingOffers", memory.offers)
+    monkeypatch.setattr("forebay.workers.engines.encode.EmbeddingTransfer", memory.offers)
     monkeypatch.setattr("forebay.workers.engines.encode.load_nixl", lambda: None)
     monkeypatch.setattr(media_feed.MediaFeed.__init__, "__defaults__", (memory.reader,))
     return memory
@@ -288,7 +288,7 @@ async def test_an_answer_depends_on_every_byte_that_was_fetched(scene: Scene, me
         right, wrong = StandInEncoder().encode_all([one]), StandInEncoder().encode_all([one])
         wrong[3, 7] += 1.0
         for name, array in (("right", right), ("wrong", wrong)):
-            item = answer_item(name, withheld(one), epoch=epoch, encoded=offers.offer(array))
+            item = answer_item(name, withheld(one), epoch=epoch, encoded=offers.offer_now(array))
             await scene.send(item)
         await scene.send(answer_item("itself", one, epoch=epoch))
         await until(lambda: len(scene.progress(RequestFinished)) == 3)
@@ -304,14 +304,14 @@ async def test_what_cannot_be_fetched_goes_back_to_the_owner(scene: Scene, memor
         encoded = Encoded(descriptor=b"elsewhere", shape=(4, WIDTH), dtype="float32", checksum="0" * 16)
         await scene.send(answer_item("r", withheld(one), epoch=epoch, encoded=encoded))
         await until(lambda: scene.progress(TransferFailed))
-        few = offers.offer(np.zeros((3, WIDTH), dtype=np.float32))
+        few = offers.offer_now(np.zeros((3, WIDTH), dtype=np.float32))
         await scene.send(answer_item("s", withheld(one), epoch=epoch, encoded=few))
         await until(lambda: len(scene.progress(TransferFailed)) == 2)
         assert [failed.error for failed in scene.progress(TransferFailed)] == [
             "nobody is there",
             "fetched 3 rows of embeddings, expected 4, one per placeholder",
         ]
-        again = offers.offer(StandInEncoder().encode_all([one]))
+        again = offers.offer_now(StandInEncoder().encode_all([one]))
         await scene.send(answer_item("r", withheld(one), epoch=epoch, encoded=again, attempt=2))
         await until(lambda: scene.progress(RequestFinished))
     assert worker.media.not_fetched == 2
@@ -328,7 +328,7 @@ async def test_an_engine_that_breaks_at_embeddings_leaves_no_request_without_an_
     monkeypatch.setattr(MockEngine, "submit_embedded", broken)
     one, offers, worker = media(png()), memory.offers("e@1"), scene.worker()
     async with scene.serving(worker) as epoch:
-        encoded = offers.offer(StandInEncoder().encode_all([one]))
+        encoded = offers.offer_now(StandInEncoder().encode_all([one]))
         await scene.send(answer_item("r", withheld(one), epoch=epoch, encoded=encoded))
         await until(lambda: scene.progress(TransferFailed))
     assert [failed.error for failed in scene.progress(TransferFailed)] == ["no such shape"]
@@ -339,7 +339,7 @@ async def test_who_leaves_while_it_is_fetched_gets_nothing(scene: Scene, memory:
     one, offers, worker = media(png()), memory.offers("e@1"), scene.worker()
     async with scene.serving(worker) as epoch:
         for name in ("r", "s"):
-            encoded = offers.offer(StandInEncoder().encode_all([one]))
+            encoded = offers.offer_now(StandInEncoder().encode_all([one]))
             await scene.send(answer_item(name, withheld(one), epoch=epoch, encoded=encoded))
         await until(lambda: memory.reading == 2)
         await scene.send(WorkCancelled(request_id="r", attempt=1, owner_epoch=0, worker_epoch=epoch))
@@ -355,7 +355,7 @@ async def test_what_is_fetched_is_dropped_with_its_epoch(scene: Scene, memory: M
     memory.gate.clear()
     one, offers, worker = media(png()), memory.offers("e@1"), scene.worker()
     async with scene.serving(worker) as epoch:
-        encoded = offers.offer(StandInEncoder().encode_all([one]))
+        encoded = offers.offer_now(StandInEncoder().encode_all([one]))
         await scene.send(answer_item("r", withheld(one), epoch=epoch, encoded=encoded))
         await until(lambda: memory.reading == 1)
         (task,) = worker.media._fetching.values()

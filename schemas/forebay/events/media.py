@@ -41,7 +41,7 @@ class Encoded(Part, frozen=True, kw_only=True):
         descriptor: location, readable by the transfer layer alone.
         shape: dimensions of the tensor.
         dtype: element type.
-        checksum: XXH3-64 of the bytes.
+        checksum: XXH3-64 of the XXH3-64s of the transferred blocks, in order, as little-endian u64.
     """
 
     descriptor: Annotated[bytes, msgspec.Meta(max_length=DESCRIPTOR_BYTES_MAX)]

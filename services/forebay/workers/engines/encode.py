@@ -2,7 +2,7 @@
 
 Theory of operation. An encoder runs in its own thread, one request at a time, because it may need the whole device. Its
 embeddings are offered through NIXL (`forebay.workers.kv_transfer.embeddings`) under the worker epoch of the work event.
-This engine polls open offers itself. An offer that nobody fetches is released when its lease expires.
+An offer that nobody fetches is released when its lease expires.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from forebay.events.tokens import ResponseError
 from forebay.events.work import WorkItem
 from forebay.workers.engine import EngineBatch, EngineRefused, Failed, MediaEncoded, Publish
 from forebay.workers.engines.standin_encoder import MediaUnusable
-from forebay.workers.kv_transfer.embeddings import ARENA_BYTES, LEASE_S, EmbeddingOffers
+from forebay.workers.kv_transfer.embeddings import ARENA_BYTES, LEASE_S, EmbeddingTransfer
 from forebay.workers.kv_transfer.nixl_agent import TransferError, agent_name, load_nixl
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-POLL_S = 0.001  # while offers are open; a reader over TCP is served only by a poll
 WAITING_MAX = 4_096  # more are rejected and tried on other workers
 
 
@@ -57,13 +56,12 @@ class EncodeEngine:
         self._lease_s = lease_s
         self._thread = ThreadPoolExecutor(1, "encode")
         self._wake = asyncio.Event()
-        self._wake_poll = asyncio.Event()
         self._waiting: deque[WorkItem] = deque()
         self._running: WorkItem | None = None
-        self._offers: EmbeddingOffers | None = None
+        self._offers: EmbeddingTransfer | None = None
         self._refused: list[tuple[int, Failed]] = []
         self._worker_id = ""
-        self._life = 0  # number of resets: results from before a reset are not published
+        self._generation = 0  # number of resets: results of an earlier generation are not published
 
     async def start(self, spec: WorkerSpec) -> WorkerSpec:
         """Load the encoder. There is no KV cache, so the sizes in the spec are nominal. Raises EngineError."""
@@ -83,23 +81,18 @@ class EncodeEngine:
 
     async def run(self, publish: Publish) -> None:
         """Encode queued requests one after another, until cancelled."""
-        polling = asyncio.create_task(self._poll())
-        try:
-            while True:
-                self._wake.clear()
-                self._report_rejections(publish)
-                if not self._waiting:
-                    await self._wake.wait()
-                    continue
-                item = self._running = self._waiting.popleft()
-                publish(EngineBatch(rank=item.rank, load=self._load()))
-                life, batch = self._life, await self._encode(item)
-                cancelled, self._running = self._running is None, None
-                if life == self._life and not cancelled:
-                    publish(msgspec.structs.replace(batch, load=self._load()))
-        finally:
-            polling.cancel()
-            await asyncio.gather(polling, return_exceptions=True)
+        while True:
+            self._wake.clear()
+            self._report_rejections(publish)
+            if not self._waiting:
+                await self._wake.wait()
+                continue
+            item = self._running = self._waiting.popleft()
+            publish(EngineBatch(rank=item.rank, load=self._load()))
+            generation, batch = self._generation, await self._encode(item)
+            cancelled, self._running = self._running is None, None
+            if generation == self._generation and not cancelled:
+                publish(msgspec.structs.replace(batch, load=self._load()))
 
     async def stop(self) -> None:
         """Free all offers."""
@@ -143,7 +136,7 @@ class EncodeEngine:
 
     def reset(self) -> None:
         """Drop every request and free all offers."""
-        self._life += 1
+        self._generation += 1
         self._waiting.clear()
         self._refused.clear()
         self._running = None
@@ -174,40 +167,18 @@ class EncodeEngine:
         return EngineBatch(rank=item.rank, load=self._load(), failed=failed, encoded=encoded)
 
     async def _encoded(self, item: WorkItem) -> Encoded:
-        life, loop = self._life, asyncio.get_running_loop()
-        if self._offers is None:
-            name = agent_name(self._worker_id, item.worker_epoch)
-            result = await loop.run_in_executor(self._thread, self._make_offers, name)
-            if life != self._life:
-                result.close()
-                raise TransferError("it was dropped")
-            self._offers = result
+        generation, loop = self._generation, asyncio.get_running_loop()
         array = await loop.run_in_executor(self._thread, self._encoder.encode_all, item.media)
-        if life != self._life:
-            raise TransferError("it was dropped")
-        encoded = self._offer(item, array)
-        self._wake_poll.set()
-        return encoded
-
-    def _make_offers(self, name: str) -> EmbeddingOffers:
-        return EmbeddingOffers(name, arena_bytes=self._arena_bytes, lease_s=self._lease_s)
-
-    def _offer(self, item: WorkItem, array: "Array") -> Encoded:
-        assert self._offers is not None
         rows = sum(one.tokens for one in item.media)
         if array.ndim != 2 or len(array) != rows:
             shape = " x ".join(map(str, array.shape))
             raise TransferError(f"the encoder returned an array of shape {shape} for {rows} placeholders")
-        return self._offers.offer(array)
-
-    async def _poll(self) -> None:
-        while True:
-            if self._offers is None or not self._offers.waiting:
-                await self._wake_poll.wait()
-                self._wake_poll.clear()
-                continue
-            self._offers.poll()
-            await asyncio.sleep(POLL_S)
+        if generation != self._generation:
+            raise TransferError("the request was dropped by a reset")
+        if self._offers is None:
+            name = agent_name(self._worker_id, item.worker_epoch)
+            self._offers = EmbeddingTransfer(name, arena_bytes=self._arena_bytes, lease_s=self._lease_s)
+        return await self._offers.offer(array)
 
     def _forget(self) -> None:
         if self._offers is not None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import msgspec
 
+from forebay.events.media import Encoded
 from forebay.events.transfer import Prefilled
 
 if TYPE_CHECKING:
@@ -127,7 +128,7 @@ class KvTransport(Protocol):
     def release(self, request_id: str) -> bool:
         """Free the offer of a request now. Return whether there was one. A fetch of it in progress will fail."""
 
-    async def fetch(self, prefilled: Prefilled, first: int, into: Sequence[int]) -> FetchedKv:
+    async def fetch(self, offered: Prefilled | Encoded, first: int, into: Sequence[int]) -> FetchedKv:
         """Read the offered blocks from index `first` on into the own slots `into`, and notify the holder.
 
         If `first` is the number of blocks, nothing is read and the holder is only notified. The fetch waits its turn in
@@ -139,7 +140,7 @@ class KvTransport(Protocol):
                 blocks: fetch again, call `drop`, or let the lease end.
         """
 
-    def drop(self, prefilled: Prefilled) -> None:
+    def drop(self, offered: Prefilled | Encoded) -> None:
         """Notify a holder that nobody will fetch, in the background and without retries.
 
         Ignores invalid descriptors.

@@ -22,7 +22,7 @@ class Carrier(Protocol):
         """Start to read and serve. Raises EngineError or OSError."""
 
     async def read(self, place: BlockLocation, theirs: "Slots", into: "Numbers", *, notify: bool) -> None:
-        """Read a holder's slots into own blocks, verify that they were still held, and notify the holder if `tell`.
+        """Read a holder's slots into own blocks, verify that they were still held, and notify the holder if `notify`.
 
         However this ends, nobody writes to those blocks afterwards. Raises TransferError.
         """

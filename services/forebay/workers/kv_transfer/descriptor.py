@@ -1,4 +1,4 @@
-"""Descriptor with the location of offered blocks, in plain numbers with a checksum.
+"""Descriptor with the location of offered blocks (KV or embeddings), in plain numbers with a checksum.
 
 NIXL accepts metadata with flipped bits, and its own list format is a pickle. All fields are therefore checked here
 before NIXL or a socket uses them.
@@ -11,6 +11,7 @@ from xxhash import xxh3_64_digest, xxh3_64_intdigest
 
 from forebay.events.base import Name, hex_digest, pack_u32
 from forebay.events.codec import MALFORMED
+from forebay.events.media import Encoded
 from forebay.events.transfer import DESCRIPTOR_BYTES_MAX, Prefilled
 from forebay.workers.kv_transfer.api import Kind
 from forebay.workers.kv_transfer.nixl_agent import TransferError, agent_name
@@ -27,7 +28,7 @@ _DIGEST_BYTES = 8
 
 
 class BlockLocation(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """Content of `Prefilled.descriptor` without its checksum.
+    """Content of `Prefilled.descriptor` and `Encoded.descriptor` without its checksum.
 
     Attributes:
         agent: the holder, `worker@epoch`.
@@ -79,29 +80,31 @@ def slots_of(place: BlockLocation) -> "Slots":
     return numpy.frombuffer(place.blocks, dtype="<u4").astype(numpy.int32)
 
 
-def decode_location(prefilled: Prefilled, kind: Kind, block_bytes: int) -> BlockLocation:
+def decode_location(offered: Prefilled | Encoded, kind: Kind, block_bytes: int) -> BlockLocation:
     """Decode a descriptor and validate it against its envelope and this worker's layout.
 
     Raises:
         TransferError: (`refused`) it has another connector, worker, epoch or block size, is damaged, or names
             impossible slots. The message names both sides.
     """
-    if prefilled.connector != kind:
-        raise _refused(f"{prefilled.worker_id} transfers KV by {prefilled.connector}, this worker by {kind}")
-    body, digest = prefilled.descriptor[:-_DIGEST_BYTES], prefilled.descriptor[-_DIGEST_BYTES:]
+    holder, expected = "the encode worker", None
+    if isinstance(offered, Prefilled):
+        holder, expected = offered.worker_id, agent_name(offered.worker_id, offered.worker_epoch)
+        if offered.connector != kind:
+            raise _refused(f"{holder} transfers KV by {offered.connector}, this worker by {kind}")
+    body, digest = offered.descriptor[:-_DIGEST_BYTES], offered.descriptor[-_DIGEST_BYTES:]
     if xxh3_64_digest(body) != digest:
-        raise _refused(f"the descriptor of {prefilled.worker_id} is damaged")
+        raise _refused(f"the descriptor of {holder} is damaged")
     try:
         place = msgspec.msgpack.decode(body, type=BlockLocation)
     except MALFORMED as error:
-        raise _refused(f"cannot decode the descriptor of {prefilled.worker_id}: {error}") from error
-    expected = agent_name(prefilled.worker_id, prefilled.worker_epoch)
-    if place.agent != expected:
+        raise _refused(f"cannot decode the descriptor of {holder}: {error}") from error
+    if expected is not None and place.agent != expected:
         raise _refused(f"the descriptor is of {place.agent}, expected {expected}")
     if place.block_bytes != block_bytes:
         raise _refused(f"a block of {place.agent} has {place.block_bytes} bytes, a block of this worker {block_bytes}")
     _check_blocks(place)
-    _check_sums(place, prefilled)
+    _check_sums(place, offered.checksum)
     return place
 
 
@@ -116,14 +119,14 @@ def _check_blocks(place: BlockLocation) -> None:
         )
 
 
-def _check_sums(place: BlockLocation, prefilled: Prefilled) -> None:
-    if prefilled.checksum is None and not place.sums:
+def _check_sums(place: BlockLocation, checksum: str | None) -> None:
+    if checksum is None and not place.sums:
         return
     if len(place.sums) != 2 * len(place.blocks):
         raise _refused(f"{place.agent} offers {place.count} blocks but {len(place.sums) // 8} checksums")
     found = hex_digest(xxh3_64_intdigest(place.sums))
-    if prefilled.checksum is not None and found != prefilled.checksum:
-        raise _refused(f"the checksums of {place.agent} do not match {prefilled.checksum}")
+    if checksum is not None and found != checksum:
+        raise _refused(f"the checksums of {place.agent} do not match {checksum}")
 
 
 def _refused(text: str) -> TransferError:

@@ -36,7 +36,7 @@ class LocalAgent:
 class Read:
     """Read of the slots `theirs` of a holder into the own slots `ours`, on the thread of the agent.
 
-    `abandoned` may be set by another thread: the read then ends once NIXL has finished the posted transfers. `tell`
+    `abandoned` may be set by another thread: the read then ends once NIXL has finished the posted transfers. `notify`
     requests a notification of the holder after all `steps`.
     """
 

@@ -63,12 +63,12 @@ def address_towards(servers: Iterable[str]) -> str:
 def interface_of(address: str) -> str:
     """Return the network interface with this first IPv4 address. Linux only. Raises ValueError if there is none."""
     if isinstance(wanted := ip_address(address), IPv4Address):
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             for _, name in socket.if_nameindex():
                 try:
-                    told = fcntl.ioctl(asking, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                    reply = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
                 except OSError:
                     continue  # no IPv4 address
-                if told[_ADDRESS_AT : _ADDRESS_AT + 4] == wanted.packed:
+                if reply[_ADDRESS_AT : _ADDRESS_AT + 4] == wanted.packed:
                     return name
     raise ValueError(f"{address} is not the first IPv4 address of any interface: set UCX_NET_DEVICES to its interface")

@@ -51,7 +51,7 @@ class TcpCarrier:
         self._tasks: set[asyncio.Task[None]] = set()
         self._pause: asyncio.TimerHandle | None = None
         self._serving = 0
-        self._telling = 0
+        self._notifying = 0
 
     async def start(self) -> None:
         """Listen on a port chosen by the kernel."""
@@ -89,7 +89,7 @@ class TcpCarrier:
 
     def notify(self, place: BlockLocation, *, fetched: bool) -> None:
         """Notify the holder on a separate connection."""
-        if self._telling < NOTIFICATIONS_MAX:
+        if self._notifying < NOTIFICATIONS_MAX:
             _ = self._spawn(self._notify(place, _FETCHED if fetched else _DROPPED))
 
     def unanswered(self, place: BlockLocation) -> None:
@@ -111,14 +111,14 @@ class TcpCarrier:
             await asyncio.wait(self._tasks)
 
     async def _notify(self, place: BlockLocation, verb: int) -> None:
-        self._telling += 1
+        self._notifying += 1
         try:
             async with asyncio.timeout(NOTIFY_S), self._connected(place) as connection:
                 await self._loop.sock_sendall(connection, _HEADER.pack(place.generation, verb, 0))
         except (OSError, TimeoutError, ValueError) as error:
             LOG.info("cannot notify %s, its lease will end: %s", place.agent, error)
         finally:
-            self._telling -= 1
+            self._notifying -= 1
 
     @asynccontextmanager
     async def _connected(self, place: BlockLocation) -> AsyncIterator[socket.socket]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from xxhash import xxh3_64_intdigest
 
 from forebay.events.base import unpack_u64
+from forebay.events.media import Encoded
 from forebay.events.transfer import Prefilled
 from forebay.workers.kv_transfer.api import (
     BUCKETS_S,
@@ -92,14 +93,14 @@ class Transport:
         """End the offer of a request."""
         return self._offers.release(request_id)
 
-    async def fetch(self, prefilled: Prefilled, first: int, into: Sequence[int]) -> FetchedKv:
+    async def fetch(self, offered: Prefilled | Encoded, first: int, into: Sequence[int]) -> FetchedKv:
         """Fetch blocks that another worker holds."""
         began_s = time.monotonic()
         place: BlockLocation | None = None
         try:
             if self._closed:
                 raise _closed()
-            place = decode_location(prefilled, self.kind, self.memory.block_bytes)
+            place = decode_location(offered, self.kind, self.memory.block_bytes)
             retries = await self._within_deadline(place, first, self._checked(place, first, into))
         except TransferError as error:
             self.stats.failed[error.reason] = self.stats.failed.get(error.reason, 0) + 1
@@ -117,12 +118,12 @@ class Transport:
         self.stats.took[bucket] = self.stats.took.get(bucket, 0) + 1
         return FetchedKv(bytes=size, blocks=len(into), us=us, retries=retries)
 
-    def drop(self, prefilled: Prefilled) -> None:
+    def drop(self, offered: Prefilled | Encoded) -> None:
         """Notify a holder that nobody will fetch its blocks."""
         if self._closed:
             return
         try:
-            place = decode_location(prefilled, self.kind, self.memory.block_bytes)
+            place = decode_location(offered, self.kind, self.memory.block_bytes)
         except TransferError:
             return
         self._carrier.notify(place, fetched=False)

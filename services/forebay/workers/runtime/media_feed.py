@@ -16,7 +16,7 @@ from forebay.events.tokens import ResponseError
 from forebay.events.transfer import Prefilled
 from forebay.events.work import WorkItem
 from forebay.workers.engine import Engine, EngineError, KvEngine
-from forebay.workers.kv_transfer.embeddings import Reader
+from forebay.workers.kv_transfer.embeddings import EmbeddingTransfer
 from forebay.workers.kv_transfer.nixl_agent import TransferError, agent_name
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MakeReader = Callable[[str], Reader]
+MakeReader = Callable[[str], EmbeddingTransfer]
 OnFailed = Callable[[WorkItem, ResponseError | TransferError], None]
 
 
@@ -42,13 +42,15 @@ class MediaFeed:
     `on_failed` is called for requests that never reach the engine, with the error for the client or the failed fetch.
     """
 
-    def __init__(self, engine: Engine, worker_id: str, on_failed: OnFailed, make_reader: MakeReader = Reader) -> None:
+    def __init__(
+        self, engine: Engine, worker_id: str, on_failed: OnFailed, make_reader: MakeReader = EmbeddingTransfer
+    ) -> None:
         self._engine = engine
         self._kv = engine if isinstance(engine, KvEngine) else None
         self._worker_id = worker_id
         self._on_failed = on_failed
         self._make_reader = make_reader
-        self._reader: Reader | None = None
+        self._reader: EmbeddingTransfer | None = None
         self._fetching: dict[str, asyncio.Task[None]] = {}
         self.fetched = 0
         self.not_fetched = 0
