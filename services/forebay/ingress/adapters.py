@@ -9,9 +9,9 @@ is cached until the next change.
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Sequence
 
+from forebay import runtime
 from forebay.events.codec import DecodeError, decode
 from forebay.events.control import LORA_CHANGES, Command, WorkerCommanded
 from forebay.events.fleet import WorkerJoined, WorkerLost, WorkerRecovered
@@ -81,7 +81,7 @@ class Adapters:
         if partition is not None:
             async with self._lock:
                 await self._catch_up(partition)
-                if self._changes > self._listed_changes and time.monotonic() >= self._retry_at_s:
+                if self._changes > self._listed_changes and runtime.monotonic_s() >= self._retry_at_s:
                     await self._list()
         return (*self._static, *self._loaded)
 
@@ -92,12 +92,12 @@ class Adapters:
             result = await self._commands.run(Command(action="list_loras"), timeout_s=LIST_S)
         except ApiError as error:
             logger.warning("cannot list the adapters of %s, trying again: %s", self._model, error)
-            self._retry_at_s = time.monotonic() + RETRY_S
+            self._retry_at_s = runtime.monotonic_s() + RETRY_S
             return
         found = {name for outcome in result.outcomes for name in outcome.loras}
         if any(outcome.status == "timed_out" for outcome in result.outcomes):
             found.update(self._loaded)  # the workers that did not respond may have them
-            self._retry_at_s = time.monotonic() + RETRY_S
+            self._retry_at_s = runtime.monotonic_s() + RETRY_S
         else:
             self._listed_changes = changes
         self._loaded = tuple(sorted(found.difference((self._model, *self._static))))

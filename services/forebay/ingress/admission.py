@@ -12,12 +12,12 @@ Theory of operation. Two resources can run out.
 
 import asyncio
 import math
-import time
 from collections import deque
 from collections.abc import Callable
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from forebay import runtime
 from forebay.ingress.errors import RETRY_AFTER_S, ApiError
 from forebay.ingress.metrics import IngressMetrics
 
@@ -44,7 +44,7 @@ class IngressAdmission:
         in_flight: admitted requests that have not ended.
     """
 
-    def __init__(self, metrics: IngressMetrics, now_s: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, metrics: IngressMetrics, now_s: Callable[[], float] = runtime.monotonic_s) -> None:
         self.in_flight = 0
         self._metrics = metrics
         self._now_s = now_s

@@ -1,11 +1,9 @@
 """Client for commands to workers: appends a command to the log and waits for the outcomes. Independent of HTTP."""
 
 import asyncio
-import os
-import time
-import uuid
 from collections.abc import Callable
 
+from forebay import runtime
 from forebay.events.codec import encode
 from forebay.events.control import Command, WorkerCommanded
 from forebay.events.tokens import CommandResponse
@@ -60,7 +58,7 @@ class CommandClient:
             ApiError: the command was rejected, or no result arrived.
         """
         partition = self._require_partition()
-        command_id = command_id or f"command-{uuid.uuid4().hex}"
+        command_id = command_id or f"command-{runtime.random_id()}"
         if self._replies.has_command(command_id):
             raise ApiError(
                 409, "duplicate_command_id", f"the command id {command_id} is already in flight; use another id"
@@ -73,8 +71,8 @@ class CommandClient:
             timeout_us=max(1, round(timeout_s * 1e6)),
             pool=pool,
             worker_ids=worker_ids,
-            nonce=int.from_bytes(os.urandom(NONCE_BYTES), "little"),
-            at_us=time.time_ns() // 1000,
+            nonce=runtime.random_int(NONCE_BYTES),
+            at_us=runtime.wall_us(),
         )
         future = self._replies.open_command(command_id)
         try:

@@ -2,8 +2,6 @@
 
 import asyncio
 import logging
-import os
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -11,6 +9,7 @@ from typing import Any
 
 from xxhash import xxh3_64_intdigest
 
+from forebay import runtime
 from forebay.core.block_hashes import hash_seed, mm_hashes, sequence_hashes
 from forebay.events.base import Event, pack_u32
 from forebay.events.codec import encode
@@ -294,7 +293,7 @@ class Ingress:
             nonce=nonce,
             reply_from=reply_from,
             ingress_id=settings.ingress_id,
-            at_us=time.time_ns() // 1000,
+            at_us=runtime.wall_us(),
             lora_name=prompt.lora_name,
             cache_namespace=prompt.cache_namespace,
             routing=prepared.routing,
@@ -312,7 +311,7 @@ class Ingress:
             prepared,
             reply_slot=self.settings.reply_slot,
             reply_from=self.replies.position,
-            nonce=int.from_bytes(os.urandom(8), "little"),
+            nonce=runtime.random_int(8),
             incarnation=self.settings.incarnation,
         )
         stream = self.replies.open(request_id)
@@ -336,7 +335,7 @@ class Ingress:
             sequence_hashes=prompt.sequence_hashes,
             reply_slot=self.settings.reply_slot,
             tie_seed=xxh3_64_intdigest(request_id.encode()),
-            at_us=time.time_ns() // 1000,
+            at_us=runtime.wall_us(),
             lora_name=prompt.lora_name,
             routing=prepared.routing,
         )
@@ -367,7 +366,7 @@ class Ingress:
 
     def cancel(self, request_id: str, reason: str) -> None:
         """Append the cancellation of a request."""
-        event = RequestCancelled(request_id=request_id, reason=reason, at_us=time.time_ns() // 1000)
+        event = RequestCancelled(request_id=request_id, reason=reason, at_us=runtime.wall_us())
         try:
             self._log.append_soon([_draft(self.require_partition(), request_id, event)])
         except LogError as error:

@@ -12,9 +12,9 @@ The count decides nothing else: an accepted text is tokenised whole, so its toke
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from forebay import runtime
 from forebay.ingress.errors import ApiError, invalid
 from forebay.ingress.model import Model
 
@@ -42,7 +42,7 @@ class TokenizerPool:
     def __init__(self, model: Model) -> None:
         self.chars_queued = 0
         self._model = model
-        self._threads = ThreadPoolExecutor(THREADS, "tokenise")
+        self._threads = runtime.executor(THREADS, "tokenise")
 
     def close(self) -> None:
         """Drop queued work that has not started."""

@@ -6,11 +6,11 @@ not close the generators that they iterate over.
 """
 
 import logging
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import Protocol
 
+from forebay import runtime
 from forebay.workers.engines.service.request import Refused, Request
 
 Tokens = AsyncIterator[int]
@@ -148,7 +148,7 @@ class ResponseLog:
 
     async def __call__(self, request: Request, generate: Generate) -> AsyncGenerator[int]:
         """Yield the tokens unchanged."""
-        tokens, began_s, end = 0, time.monotonic(), "closed"
+        tokens, began_s, end = 0, runtime.monotonic_s(), "closed"
         try:
             async for token in generate(request):
                 tokens += 1
@@ -158,5 +158,5 @@ class ResponseLog:
             end = "failed"
             raise
         finally:
-            took_s = time.monotonic() - began_s
+            took_s = runtime.monotonic_s() - began_s
             self._logger.info("%s %s: %d tokens in %.3f s", request.request_id, end, tokens, took_s)

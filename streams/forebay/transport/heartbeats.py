@@ -5,12 +5,12 @@ Ages are measured with this process's monotonic clock from the arrival of a hear
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Iterator
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from forebay import runtime
 from forebay.events.codec import DecodeError, decode
 from forebay.events.heartbeats import RouterHeartbeat
 from forebay.events.topics import HEARTBEATS
@@ -32,7 +32,7 @@ class RouterHeartbeats:
         undecodable: Number of records that do not decode as heartbeats.
     """
 
-    def __init__(self, log: Log, group: str, clock_s: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, log: Log, group: str, clock_s: Callable[[], float] = runtime.monotonic_s) -> None:
         self.group = group
         self.owner: RouterHeartbeat | None = None
         self.undecodable = 0

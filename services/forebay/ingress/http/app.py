@@ -1,6 +1,5 @@
 """The HTTP routes of an ingress."""
 
-import time
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -10,6 +9,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.routing import Match, Route
 
+from forebay import runtime
 from forebay.ingress.admission import AdmissionMiddleware
 from forebay.ingress.errors import ApiError, internal_error
 from forebay.ingress.explainer import Explainer
@@ -71,7 +71,7 @@ def _add_completions(app: FastAPI, ingress: Ingress) -> None:
 
 
 async def _complete(request: Request, ingress: Ingress, kind: type[ChatBody] | type[TextBody]) -> Response:
-    began_s = time.perf_counter()
+    began_s = runtime.monotonic_s()
     ingress.require_owner()
     with ingress.bodies.one() as held:
         raw = await held.read(request)
@@ -92,7 +92,11 @@ async def _complete(request: Request, ingress: Ingress, kind: type[ChatBody] | t
     )
     text = prepared.output.composer(ingress.model, ingress.parsers, request_id)
     shape = ResponseFormatter(
-        chat=chat, response_id=request_id, model=body.model, created=int(time.time()), names_worker=body.names_worker
+        chat=chat,
+        response_id=request_id,
+        model=body.model,
+        created=int(runtime.wall_s()),
+        names_worker=body.names_worker,
     )
     return CompletionResponse(ingress, asked, await ingress.submit(request_id, prepared), shape, text)
 
@@ -116,7 +120,7 @@ def _add_models(app: FastAPI, ingress: Ingress) -> None:
     card = {
         "id": settings.model_name,
         "object": "model",
-        "created": int(time.time()),
+        "created": int(runtime.wall_s()),
         "owned_by": "forebay",
         "max_model_len": ingress.model.context_tokens,
     }

@@ -1,10 +1,10 @@
 """Bodies of HTTP requests, bounded, and the ids that requests go by."""
 
-import uuid
 from types import TracebackType
 
 from fastapi import Request
 
+from forebay import runtime
 from forebay.ingress.errors import ApiError, invalid
 from forebay.ingress.http.body_limits import SMALL_BYTES, BodyLimits
 from forebay.ingress.openai.requests import REQUEST_ID
@@ -76,7 +76,7 @@ def request_id_of(request: Request, prefix: str) -> str:
     """The client's, or a new one. Raises ApiError for one that is of no use."""
     given = request.headers.get("x-request-id")
     if given is None:
-        return prefix + uuid.uuid4().hex
+        return prefix + runtime.random_id()
     if not REQUEST_ID.fullmatch(given):
         raise invalid("x-request-id takes 1 to 128 letters, digits, dots, dashes and underscores", "x-request-id")
     return given

@@ -1,11 +1,11 @@
 """The vectors of one HTTP request on their way: its parts are submitted, awaited, and dropped when the client goes."""
 
 import asyncio
-import time
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from forebay import runtime
 from forebay.ingress.errors import ApiError
 from forebay.ingress.http.response import DISCONNECTED, TIMED_OUT
 from forebay.ingress.ingress import GRACE_S, Ingress, PreparedRequest
@@ -31,7 +31,7 @@ class EmbeddingResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the answer; whatever happens, nothing is left running."""
-        metrics, began_s = self._ingress.metrics, time.perf_counter()
+        metrics, began_s = self._ingress.metrics, runtime.monotonic_s()
         prompt_tokens = sum(part.prompt.tokens for part in self._parts)
         metrics.inflight.inc()
         status = "error"
@@ -43,7 +43,7 @@ class EmbeddingResponse(Response):
                 return
             await self._send(send, embeddings(self._body, vectors, prompt_tokens))
             status = "success"
-            metrics.duration.observe(time.perf_counter() - began_s)
+            metrics.duration.observe(runtime.monotonic_s() - began_s)
             metrics.input_tokens.observe(prompt_tokens)
         except ApiError as error:
             metrics.refused.labels(error.code).inc()

@@ -6,12 +6,12 @@ changes a setting. So the topic is read on demand instead of being followed.
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
 
+from forebay import runtime
 from forebay.events.codec import DecodeError, decode, encode
 from forebay.events.control import (
     BusyThresholds,
@@ -73,7 +73,7 @@ class PoolConfigurator:
 
     async def block_size(self, model: str) -> int:
         """Return the tokens per KV block, at most `REFRESH_S` old. Raises ApiError while no pool serves the model."""
-        if time.monotonic() - self._refreshed_s >= REFRESH_S or model not in self._block_sizes:
+        if runtime.monotonic_s() - self._refreshed_s >= REFRESH_S or model not in self._block_sizes:
             await self._refresh()
         if model not in self._block_sizes:
             raise _no_pool(model)
@@ -90,7 +90,7 @@ class PoolConfigurator:
             event = BusyThresholdsSet(
                 model=model,
                 thresholds=msgspec.structs.replace(current, **changes),
-                at_us=time.time_ns() // 1000,
+                at_us=runtime.wall_us(),
             )
             await self._append(partition, event)
         return await self.busy_threshold_of(model)
@@ -101,7 +101,7 @@ class PoolConfigurator:
         async with self._lock:
             await self._catch_up(partition)
             disagg = msgspec.structs.replace(self._disagg_of(model)[1], **changes)
-            await self._append(partition, DisaggregationSet(model=model, disagg=disagg, at_us=time.time_ns() // 1000))
+            await self._append(partition, DisaggregationSet(model=model, disagg=disagg, at_us=runtime.wall_us()))
         return await self.disaggregation(model)
 
     def _disagg_of(self, model: str) -> tuple[str, DisaggConfig]:
@@ -139,7 +139,7 @@ class PoolConfigurator:
                 for record in records:
                     self._apply_record(record.value)
                 self._position = records[-1].offset + 1 if records else end
-            self._refreshed_s = time.monotonic()
+            self._refreshed_s = runtime.monotonic_s()
         except LogError as error:
             raise _unavailable(error) from error
 

@@ -4,12 +4,12 @@ Status and headers wait for the first token, so a refusal by the router or an en
 """
 
 import asyncio
-import time
 from dataclasses import dataclass
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from forebay import runtime
 from forebay.events.tokens import ResponseEnded, Usage
 from forebay.ingress.errors import ApiError
 from forebay.ingress.ingress import GRACE_S, Ingress
@@ -126,7 +126,7 @@ class CompletionResponse(Response):
         stream = self._stream
         await stream.ready()
         if stream.tokens:
-            now_s = time.perf_counter()
+            now_s = runtime.monotonic_s()
             if not self._first_s:
                 self._first_s = now_s
                 self._metrics.ttft.observe(now_s - self._asked.began_s)
@@ -192,7 +192,7 @@ class CompletionResponse(Response):
         metrics.ended(asked.endpoint, stream=asked.stream, status=status)
         if status != "success":
             return
-        now_s = time.perf_counter()
+        now_s = runtime.monotonic_s()
         metrics.duration.observe(now_s - asked.began_s)
         metrics.input_tokens.observe(asked.prompt_tokens)
         metrics.output_tokens.observe(tokens)

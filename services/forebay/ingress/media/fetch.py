@@ -13,7 +13,6 @@ import io
 import socket
 import ssl
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from hashlib import sha256
 from http.cookiejar import CookieJar, DefaultCookiePolicy
@@ -22,6 +21,7 @@ from urllib.parse import unquote_to_bytes
 
 import httpx
 
+from forebay import runtime
 from forebay.events.media import MEDIA_BYTES_MAX
 from forebay.ingress.errors import ApiError, invalid
 from forebay.ingress.media.refs import FetchedMedia, MediaRef, MediaSettings
@@ -45,8 +45,8 @@ class MediaFetcher:
 
     def __init__(self, settings: MediaSettings) -> None:
         self._settings = settings
-        self._resolving = ThreadPoolExecutor(FETCHES_MAX, "resolve")
-        self._looking = ThreadPoolExecutor(LOOKING_THREADS, "look")
+        self._resolving = runtime.executor(FETCHES_MAX, "resolve")
+        self._looking = runtime.executor(LOOKING_THREADS, "look")
         self._free = asyncio.Semaphore(FETCHES_MAX)
         self._client: httpx.AsyncClient | None = None
 

@@ -6,12 +6,12 @@ and the worker stops with its engine.
 """
 
 import asyncio
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar, Literal
 
+from forebay import runtime
 from forebay.engine_model.model import Finished
 from forebay.events.base import unpack_u32
 from forebay.events.requests import Task
@@ -191,7 +191,7 @@ class AsyncEngine(ABC):
                     self._dead.set()  # other workers continue the requests of this engine
                 else:
                     rank.failed(item, error)
-        self._answered_s = time.monotonic()
+        self._answered_s = runtime.monotonic_s()
         self._wake.set()
 
     def _refusal(self, item: WorkItem, prompt_tokens: int) -> ResponseError | None:
@@ -238,7 +238,7 @@ class AsyncEngine(ABC):
             raise EngineError(text) from None
         except Exception as error:
             raise EngineError(f"{self.NAME} failed on its first prompt: {one_line(error)}") from error
-        self._answered_s = time.monotonic()
+        self._answered_s = runtime.monotonic_s()
 
     async def _ask_canaries(self) -> None:
         for rank in self._ranks:
@@ -248,7 +248,7 @@ class AsyncEngine(ABC):
         """Raise EngineError if the engine is dead. While idle, run a health request from time to time."""
         if self._dead.is_set() or self._is_dead():
             raise EngineError(self._death())
-        now = time.monotonic()
+        now = runtime.monotonic_s()
         if self._canary is not None and self._canary.done():
             if not self._canary.cancelled() and (error := self._canary.exception()) is not None:
                 raise EngineError(f"{self.NAME} failed on a health request: {one_line(error)}")

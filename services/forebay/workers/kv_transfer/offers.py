@@ -6,13 +6,13 @@ guaranteed on x86. Elsewhere the interpreter's locks between the two stores guar
 """
 
 import asyncio
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from xxhash import xxh3_64_intdigest
 
+from forebay import runtime
 from forebay.events.base import hex_digest, pack_u64
 from forebay.workers.kv_transfer.api import FreeReason, Offer, OnFree, Stats
 from forebay.workers.kv_transfer.descriptor import OFFERS_MAX, BlockLocation, encode_location, pack_slots
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from forebay.workers.kv_transfer.descriptor import Slots
 
 _COUNTER_BITS = 31
-_RANDOM_BITS = 32
+_RANDOM_BYTES = 4
 
 
 @dataclass(slots=True)
@@ -113,7 +113,7 @@ class KvOffers:
     def _generation(self) -> int:
         # The counter prevents repetition within a process; random bits prevent guesses and repetition after a restart.
         self._made += 1
-        return (secrets.randbits(_RANDOM_BITS) << _COUNTER_BITS) | (self._made & ((1 << _COUNTER_BITS) - 1))
+        return (runtime.random_int(_RANDOM_BYTES) << _COUNTER_BITS) | (self._made & ((1 << _COUNTER_BITS) - 1))
 
     def _hold(self, held: HeldOffer) -> None:
         self._words.pop()

@@ -5,13 +5,13 @@ every block and reads wrong ones again. The holder is notified at the end. One d
 """
 
 import asyncio
-import time
 from bisect import bisect_left
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from xxhash import xxh3_64_intdigest
 
+from forebay import runtime
 from forebay.events.base import unpack_u64
 from forebay.events.media import Encoded
 from forebay.events.transfer import Prefilled
@@ -95,7 +95,7 @@ class Transport:
 
     async def fetch(self, offered: Prefilled | Encoded, first: int, into: Sequence[int]) -> FetchedKv:
         """Fetch blocks that another worker holds."""
-        began_s = time.monotonic()
+        began_s = runtime.monotonic_s()
         place: BlockLocation | None = None
         try:
             if self._closed:
@@ -108,7 +108,7 @@ class Transport:
         except asyncio.CancelledError:
             self.stats.cancelled += 1
             raise
-        us = int((time.monotonic() - began_s) * 1e6)
+        us = int((runtime.monotonic_s() - began_s) * 1e6)
         size = len(into) * self.memory.block_bytes
         self.stats.fetched += 1
         self.stats.blocks += len(into)
@@ -188,7 +188,7 @@ class Transport:
         sums = unpack_u64(place.sums)[first:]
         for retry in range(RETRIES_MAX + 1):
             await self._carrier.read(place, theirs, into, notify=False)
-            wrong = await asyncio.to_thread(self._wrong, self.memory.slots_of(into), sums)
+            wrong = await runtime.offload(self._wrong, self.memory.slots_of(into), sums)
             if not wrong:
                 self._carrier.notify(place, fetched=True)
                 return retry

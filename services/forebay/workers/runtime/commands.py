@@ -8,11 +8,11 @@ selects workers by adapter.
 
 import asyncio
 import logging
-import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from forebay import runtime
 from forebay.events.control import LORA_CHANGES, Command
 from forebay.events.names import NameInvalid, require_adapter
 from forebay.events.work import WorkerCommand
@@ -96,7 +96,7 @@ class CommandRunner:
             if known.over:
                 self._send_result(known)
             return
-        begin_by_s = time.monotonic() + event.timeout_us / 1e6
+        begin_by_s = runtime.monotonic_s() + event.timeout_us / 1e6
         received = ReceivedCommand(event.command_id, event.command, event.owner_epoch, begin_by_s)
         self._seen[key] = received
         if len(self._seen) > SEEN_MAX:
@@ -123,7 +123,7 @@ class CommandRunner:
 
     async def _execute(self, received: ReceivedCommand) -> str | None:
         """Execute a command. Return the reason for a failure, None on success."""
-        if time.monotonic() > received.begin_by_s:
+        if runtime.monotonic_s() > received.begin_by_s:
             return "it timed out while earlier commands were running"
         action = received.command.action
         try:

@@ -2,9 +2,9 @@
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Callable
 
+from forebay import runtime
 from forebay.events.codec import encode
 from forebay.events.fleet import WorkerSpec
 from forebay.events.progress import EngineFailed
@@ -34,7 +34,7 @@ async def report_failure(
         engine=spec.engine,
         error=str(error)[:ERROR_CHARS_MAX],
         worker_epoch=worker_epoch,
-        at_us=time.time_ns() // 1000,
+        at_us=runtime.wall_us(),
     )
     # Whoever awaits the append elsewhere reports a failing log.
     with contextlib.suppress(LogError, TimeoutError):
@@ -46,7 +46,7 @@ class HealthWatch:
     """Health checks of one engine. `checked_s` is the time of the last success, on the monotonic clock."""
 
     def __init__(self, engine: Engine) -> None:
-        self.checked_s = time.monotonic()
+        self.checked_s = runtime.monotonic_s()
         self._engine = engine
         self._wanted = asyncio.Event()
 
@@ -63,7 +63,7 @@ class HealthWatch:
             except TimeoutError:
                 text = f"the engine did not reply to a health check within {CHECK_TIMEOUT_S:g} s"
                 raise EngineError(text) from None
-            self.checked_s = time.monotonic()
+            self.checked_s = runtime.monotonic_s()
             passed()
             self._wanted.clear()
             with contextlib.suppress(TimeoutError):

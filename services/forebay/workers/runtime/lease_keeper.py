@@ -7,10 +7,10 @@ same worker holds it, the worker is notified that it was replaced. Store errors 
 import asyncio
 import logging
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from forebay import runtime
 from forebay.transport.base import LeaseError, Leases
 
 logger = logging.getLogger(__name__)
@@ -50,27 +50,25 @@ class LeaseKeeper:
         self._lock = threading.Lock()
         self._holds: dict[tuple[str, str], _Hold] = {}
         self._released: list[_Hold] = []
-        self._wake = threading.Event()
         self._stopping = False
-        self._thread: threading.Thread | None = None
+        self._ticker: runtime.Ticker | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self) -> None:
         """Start the thread, once. Call it on the event loop that runs the `on_replaced` callbacks."""
-        assert self._thread is None
+        assert self._ticker is None
         assert not self._stopping
         self._loop = asyncio.get_running_loop()
-        self._thread = threading.Thread(target=self._run, name="lease-keeper", daemon=True)
-        self._thread.start()
+        self._ticker = runtime.start_ticker(self._step, "lease-keeper")
 
     async def stop(self) -> None:
         """Release every lease and end the thread."""
-        if self._thread is None:
+        if self._ticker is None:
             return
         self._stopping = True
-        self._wake.set()
-        await asyncio.to_thread(self._thread.join)
-        self._thread = None
+        self._ticker.wake()
+        await self._ticker.ended()
+        self._ticker = None
 
     def hold(self, group: str, worker_id: str, token: str, payload: bytes, on_replaced: Callable[[str], None]) -> None:
         """Acquire the lease, from any holder, and keep it until it is released.
@@ -88,7 +86,7 @@ class LeaseKeeper:
                 on_replaced=on_replaced,
                 predecessors=frozenset() if before is None else before.tokens_of_successor(),
             )
-        self._wake.set()
+        self._tick()
 
     def release(self, group: str, worker_id: str) -> None:
         """Release the worker's lease, if this keeper holds it."""
@@ -96,36 +94,39 @@ class LeaseKeeper:
             hold = self._holds.pop((group, worker_id), None)
             if hold is not None:
                 self._released.append(hold)
-        self._wake.set()
+        self._tick()
 
-    def _run(self) -> None:
-        while True:
-            self._wake.clear()
-            with self._lock:
-                stopping = self._stopping
-                if stopping:
-                    self._released += self._holds.values()
-                    self._holds.clear()
-                released, self._released = self._released, []
-                holds = list(self._holds.values())
-            for hold in released:
-                self._give_up(hold)
+    def _tick(self) -> None:
+        if self._ticker is not None:
+            self._ticker.wake()
+
+    def _step(self) -> float | None:
+        """Release and renew what is due. Return the seconds until the next step, or None after `stop`."""
+        with self._lock:
+            stopping = self._stopping
             if stopping:
-                return
-            now = time.monotonic()
-            for hold in holds:
-                if hold.due <= now:
-                    self._tend(hold)
-            wait_s = min((hold.due for hold in holds), default=now + self._period_s) - time.monotonic()
-            self._wake.wait(max(0.0, wait_s))
+                self._released += self._holds.values()
+                self._holds.clear()
+            released, self._released = self._released, []
+            holds = list(self._holds.values())
+        for hold in released:
+            self._release(hold)
+        if stopping:
+            return None
+        now = runtime.monotonic_s()
+        for hold in holds:
+            if hold.due <= now:
+                self._renew(hold)
+        wait_s = min((hold.due for hold in holds), default=now + self._period_s) - runtime.monotonic_s()
+        return max(0.0, wait_s)
 
-    def _give_up(self, hold: _Hold) -> None:
+    def _release(self, hold: _Hold) -> None:
         try:
             self._leases.release(hold.group, hold.worker_id, hold.token)
         except LeaseError as error:
             logger.warning("cannot release the lease of %s, it will expire: %s", hold.worker_id, error)
 
-    def _tend(self, hold: _Hold) -> None:
+    def _renew(self, hold: _Hold) -> None:
         try:
             if hold.acquired:
                 if not self._leases.renew(hold.group, hold.worker_id, hold.token, self._ttl_ms):
@@ -135,10 +136,10 @@ class LeaseKeeper:
                 self._retake(hold)
             else:
                 self._take(hold)
-            hold.due = time.monotonic() + self._period_s
+            hold.due = runtime.monotonic_s() + self._period_s
         except LeaseError as error:
             logger.warning("cannot renew the lease of %s, will retry: %s", hold.worker_id, error)
-            hold.due = time.monotonic() + min(RETRY_S_MAX, self._period_s)
+            hold.due = runtime.monotonic_s() + min(RETRY_S_MAX, self._period_s)
 
     def _take(self, hold: _Hold) -> None:
         self._leases.acquire(hold.group, hold.worker_id, hold.token, hold.payload, self._ttl_ms)

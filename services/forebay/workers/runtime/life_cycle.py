@@ -7,9 +7,9 @@ the state unchanged.
     registered, running, healthy --stop--> stopping                                any --leave--> deregistered
 """
 
-import time
 from enum import StrEnum
 
+from forebay import runtime
 from forebay.core.state_machine import IllegalTransition
 
 FACT_S = 5.0  # the owner polls the leases twice per second; without an owner no new work arrives anyway
@@ -81,7 +81,7 @@ class WorkerDrain:
     """
 
     def __init__(self, within_s: float) -> None:
-        now = time.monotonic()
+        now = runtime.monotonic_s()
         self.ends_s = now + within_s
         self.fact_ends_s = now + min(within_s, FACT_S)
         self.announced = False

@@ -4,13 +4,13 @@ Cache changes come first, then tokens and ends of responses, then progress event
 request has therefore already seen its blocks and its response.
 """
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
+from forebay import runtime
 from forebay.engine_model.model import Emitted, EngineLoad, Finished, FirstTokenStep
 from forebay.events.base import U32_BYTES, Event
 from forebay.events.codec import encode
@@ -158,14 +158,14 @@ class Outbox:
     def complete(self, active: Active) -> list[Draft]:
         """Return the records that end a request whose earlier attempts already generated `max_tokens`."""
         usage = Usage(prompt_tokens=active.prompt_tokens, output_tokens=active.earlier_tokens)
-        return [self._ended(active, "length", usage), self._finished(active, "length", usage, _now_us())]
+        return [self._ended(active, "length", usage), self._finished(active, "length", usage, runtime.wall_us())]
 
     def ended_before(self, active: Active, ended: ResponseEnded) -> list[Draft]:
         """Return the progress record for a response that an earlier attempt completed without the owner's knowledge."""
         if ended.usage is None or ended.finish_reason == "error":
             message = "an earlier attempt failed" if ended.error is None else ended.error.message
             return [self._failed(active, message)]
-        return [self._finished(active, ended.finish_reason, ended.usage, _now_us())]
+        return [self._finished(active, ended.finish_reason, ended.usage, runtime.wall_us())]
 
     def batch(self, batch: EngineBatch, active: dict[str, Active]) -> list[Draft]:
         """Return all records of a batch.
@@ -174,7 +174,7 @@ class Outbox:
             batch: events of the engine; those of requests that are not in `active` are skipped.
             active: requests in flight by id; ended ones are removed.
         """
-        at_us = _now_us()
+        at_us = runtime.wall_us()
         drafts = self.cache.changes(batch.rank, batch.cache_changes)
         drafts += self._tokens(batch, active, at_us)
         drafts += self._vectors(batch, active)
@@ -227,7 +227,7 @@ class Outbox:
             "worker_id": self._worker_id,
             "worker_epoch": self._worker_epoch,
             "owner_epoch": owner_epoch,
-            "at_us": _now_us(),
+            "at_us": runtime.wall_us(),
         }
         answer = CommandDone(**fields, loras=loras) if error is None else CommandRefused(**fields, error=error)
         return _draft(PROGRESS, self._partition, answer)
@@ -239,7 +239,7 @@ class Outbox:
             worker_id=self._worker_id,
             worker_epoch=self._worker_epoch,
             owner_epoch=active.owner_epoch,
-            at_us=_now_us(),
+            at_us=runtime.wall_us(),
             **fields,
         )
         return _draft(PROGRESS, self._partition, event)
@@ -291,7 +291,7 @@ class Outbox:
             worker_id=self._worker_id,
             worker_epoch=self._worker_epoch,
             owner_epoch=active.owner_epoch,
-            at_us=_now_us(),
+            at_us=runtime.wall_us(),
             error=message,
         )
         return _draft(PROGRESS, self._partition, event)
@@ -383,18 +383,18 @@ class Outbox:
     def held_load(self) -> list[Draft]:
         """Return the latest load of each rank whose report was delayed by the rate limit."""
         held, self._held = self._held, {}
-        at_us = _now_us()
+        at_us = runtime.wall_us()
         return [draft for rank, load in held.items() for draft in self._report(rank, load, at_us)]
 
     def _load(self, rank: int, load: EngineLoad, at_us: int) -> list[Draft]:
-        if time.monotonic() - self._load_at_s[rank] < LOAD_INTERVAL_S:
+        if runtime.monotonic_s() - self._load_at_s[rank] < LOAD_INTERVAL_S:
             self._held[rank] = load
             return []
         self._held.pop(rank, None)
         return self._report(rank, load, at_us)
 
     def _report(self, rank: int, load: EngineLoad, at_us: int) -> list[Draft]:
-        self._load_at_s[rank] = time.monotonic()
+        self._load_at_s[rank] = runtime.monotonic_s()
         event = LoadReported(
             worker_id=self._worker_id,
             worker_epoch=self._worker_epoch,
@@ -443,7 +443,3 @@ def _taken(active: dict[str, Active], output: MediaEncoded | PromptPrefilled | N
 
 def _draft(topic: Topic, partition: int, event: Event) -> Draft:
     return Draft(topic.name, partition, encode(topic, event))
-
-
-def _now_us() -> int:
-    return time.time_ns() // 1000

@@ -1,7 +1,6 @@
 """Readiness and liveness of a worker process, for its supervisor."""
 
-import time
-
+from forebay import runtime
 from forebay.workers.runtime.kv_metrics import kv_path
 from forebay.workers.runtime.life_cycle import State
 from forebay.workers.runtime.worker import Worker
@@ -36,4 +35,4 @@ class Probes:
         """Return the seconds since the last health check; 0 while the engine loads, which may block the event loop."""
         if self.worker is None or self._state() is State.CREATED:
             return 0.0
-        return time.monotonic() - self.worker.health.checked_s
+        return runtime.monotonic_s() - self.worker.health.checked_s

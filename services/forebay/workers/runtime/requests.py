@@ -7,13 +7,13 @@ owner may request a result again that the log already contains.
 """
 
 import logging
-import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
 
+from forebay import runtime
 from forebay.core.state.reply_slot import ResponseState
 from forebay.events.fleet import WorkerSpec
 from forebay.events.tokens import ResponseError
@@ -147,7 +147,7 @@ class WorkItems:
 
     def batch(self, batch: EngineBatch) -> list[Draft]:
         """Return the log records for an engine batch."""
-        now_s = time.monotonic()
+        now_s = runtime.monotonic_s()
         for result in batch.prefilled:
             active = self.active.get(result.request_id)
             if active is None:
@@ -175,7 +175,7 @@ class WorkItems:
 
     def _resend_result(self, item: WorkItem) -> None:
         kept = self._kept.get(item.request_id)
-        left_us = 0 if kept is None else int((kept.until_s - time.monotonic()) * 1e6)
+        left_us = 0 if kept is None else int((kept.until_s - runtime.monotonic_s()) * 1e6)
         if kept is None or kept.active.attempt != item.attempt or left_us <= 0:
             return  # the result is on the log
         kept.active.owner_epoch = max(kept.active.owner_epoch, item.owner_epoch)

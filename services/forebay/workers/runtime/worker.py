@@ -10,13 +10,13 @@ owner has recorded that, it sends no new work. Requests that do not finish in ti
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
 import msgspec
 
+from forebay import runtime
 from forebay.events.codec import DecodeError
 from forebay.events.fleet import (
     AnyFleetEvent,
@@ -167,7 +167,7 @@ class Worker:
             self.spec = starting.result()
             self.commands.loras = self.spec.loras
             self.started = True
-            self.health.checked_s = time.monotonic()
+            self.health.checked_s = runtime.monotonic_s()
             return True
         finally:
             for task in (starting, stopping):
@@ -218,7 +218,7 @@ class Worker:
             fleet.close()
 
     async def _sleep(self) -> None:
-        left_s = None if self._drain is None else self._drain.left_s(time.monotonic())
+        left_s = None if self._drain is None else self._drain.left_s(runtime.monotonic_s())
         if left_s is not None and self.media.kept():
             left_s = min(left_s, KEPT_S)
         with contextlib.suppress(TimeoutError):
@@ -233,7 +233,7 @@ class Worker:
                 active, kept = len(self.active_requests), self.media.kept()
                 logger.info("%s is draining: %d requests in flight, KV of %d kept", self.spec.worker_id, active, kept)
                 self._hold_lease(draining=True)
-        now = time.monotonic()
+        now = runtime.monotonic_s()
         if self._epoch is None:
             return True
         if now >= drain.ends_s:

@@ -11,12 +11,12 @@ number is p modulo n. Two owners therefore never assign the same slot, and need 
 """
 
 import logging
-import time
 from collections import Counter
 from dataclasses import dataclass
 
 import msgspec
 
+from forebay import runtime
 from forebay.core.state.fleet import Fleet, WorkerPhase
 from forebay.events.codec import MALFORMED, encode
 from forebay.events.control import PoolConfigured, RouterConfig
@@ -135,7 +135,7 @@ class WorkerAdmission:
         self._ended = {name: token for name, token in self._ended.items() if name in held}
         self._refused = {name: token for name, token in self._refused.items() if name in held}
         self._unusable_slots = {
-            token: until_s for token, until_s in self._unusable_slots.items() if until_s > time.monotonic()
+            token: until_s for token, until_s in self._unusable_slots.items() if until_s > runtime.monotonic_s()
         }
         losses: dict[str, str] = {}
         for worker_id, member in self._members.items():
@@ -189,7 +189,7 @@ class WorkerAdmission:
         await self._write(
             WorkerRecovered(
                 owner_epoch=self._owner_epoch,
-                at_us=_now_us(),
+                at_us=runtime.wall_us(),
                 worker_id=worker_id,
                 worker_epoch=member.worker_epoch,
                 reason=verdict.reason,
@@ -202,7 +202,7 @@ class WorkerAdmission:
         await self._write(
             WorkerDraining(
                 owner_epoch=self._owner_epoch,
-                at_us=_now_us(),
+                at_us=runtime.wall_us(),
                 worker_id=worker_id,
                 worker_epoch=member.worker_epoch,
                 reason="its lease is marked as draining",
@@ -228,7 +228,7 @@ class WorkerAdmission:
         await self._write(
             WorkerSuspect(
                 owner_epoch=self._owner_epoch,
-                at_us=_now_us(),
+                at_us=runtime.wall_us(),
                 worker_id=worker_id,
                 worker_epoch=member.worker_epoch,
                 reason=reason,
@@ -242,7 +242,7 @@ class WorkerAdmission:
         await self._write(
             WorkerLost(
                 owner_epoch=self._owner_epoch,
-                at_us=_now_us(),
+                at_us=runtime.wall_us(),
                 worker_id=worker_id,
                 worker_epoch=member.worker_epoch,
                 reason=reason,
@@ -280,12 +280,12 @@ class WorkerAdmission:
             from_offset = await self._log.end(work_topic(spec.pool).name, slot)
         except LogError as error:
             # A lease may name any pool. Retrying at every poll would delay the leases of all other workers.
-            self._unusable_slots[lease.token] = time.monotonic() + SLOT_RETRY_S
+            self._unusable_slots[lease.token] = runtime.monotonic_s() + SLOT_RETRY_S
             self._refuse(lease, "work_topic", f"slot {slot} of its pool {spec.pool} cannot be used: {error}")
             return
         joined = WorkerJoined(
             owner_epoch=self._owner_epoch,
-            at_us=_now_us(),
+            at_us=runtime.wall_us(),
             spec=spec,
             lease=lease.token,
             slot=slot,
@@ -309,7 +309,7 @@ class WorkerAdmission:
             model=spec.model,
             block_size=spec.block_size,
             router=by_lease.router,
-            at_us=_now_us(),
+            at_us=runtime.wall_us(),
             role=spec.role,
         )
         await self._log.append([Draft(CONTROL.name, self._partition, encode(CONTROL, pool))])
@@ -416,7 +416,3 @@ def _misfit(spec: WorkerSpec, pools: dict[str, PoolConfigured]) -> str | None:
             " pool"
         )
     return None
-
-
-def _now_us() -> int:
-    return time.time_ns() // 1000

@@ -4,8 +4,9 @@ After a takeover from a machine whose clock was ahead, max(wall clock, last read
 until the wall clock had caught up, and no deadline would expire meanwhile.
 """
 
-import time
 from collections.abc import Callable
+
+from forebay import runtime
 
 
 def steady_clock() -> Callable[[], int]:
@@ -13,8 +14,8 @@ def steady_clock() -> Callable[[], int]:
 
     Later steps of the wall clock do not affect it.
     """
-    offset_ns = time.time_ns() - time.monotonic_ns()
-    return lambda: (offset_ns + time.monotonic_ns()) // 1000
+    offset_ns = runtime.wall_ns() - runtime.monotonic_ns()
+    return lambda: (offset_ns + runtime.monotonic_ns()) // 1000
 
 
 class RunClock:

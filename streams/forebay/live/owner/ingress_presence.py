@@ -5,9 +5,9 @@ An ingress that never had a lease is not a member. It cannot be lost, so none of
 """
 
 import logging
-import time
 from collections import Counter
 
+from forebay import runtime
 from forebay.core.state.fleet import Fleet
 from forebay.events.codec import encode
 from forebay.events.fleet import FleetEvent, IngressJoined, IngressLost
@@ -75,7 +75,7 @@ class IngressPresence:
         await self._write(
             IngressJoined(
                 owner_epoch=self._owner_epoch,
-                at_us=_now_us(),
+                at_us=runtime.wall_us(),
                 ingress_id=name,
                 incarnation=token,
                 lease_ttl_ms=lease.ttl_ms,
@@ -92,7 +92,7 @@ class IngressPresence:
         await self._write(
             IngressLost(
                 owner_epoch=self._owner_epoch,
-                at_us=_now_us(),
+                at_us=runtime.wall_us(),
                 ingress_id=name,
                 incarnation=incarnation,
                 reason=reason,
@@ -102,7 +102,3 @@ class IngressPresence:
     async def _write(self, event: FleetEvent) -> None:
         (offset,) = await self._log.append([Draft(FLEET.name, self._partition, encode(FLEET, event))])
         self._written_end = offset + 1
-
-
-def _now_us() -> int:
-    return time.time_ns() // 1000

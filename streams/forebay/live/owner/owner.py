@@ -11,12 +11,12 @@ anything back, because the next owner rebuilds the state from the log.
 
 import asyncio
 import logging
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
+from forebay import runtime
 from forebay.core.phases import Phase
 from forebay.core.step import CONSUMED_RUNS_MAX, AnyDecision, InputEvent, advance, open_run, step
 from forebay.core.world import CORE_VERSION, World
@@ -134,10 +134,10 @@ class Owner:
         """
         settings = self._settings
         await self.journal.claim(
-            OwnerClaimed(owner_id=settings.owner_id, core_version=CORE_VERSION, at_us=_wall_clock_us())
+            OwnerClaimed(owner_id=settings.owner_id, core_version=CORE_VERSION, at_us=runtime.wall_us())
         )
         epoch = self.journal.epoch
-        await self._append(FLEET, [OwnershipAnnounced(owner_epoch=epoch, at_us=_wall_clock_us())])
+        await self._append(FLEET, [OwnershipAnnounced(owner_epoch=epoch, at_us=runtime.wall_us())])
         recovered = await recover(self._log, settings.partition, epoch + 1, standby)
         self.world = recovered.world
         self._start_clock()
@@ -243,16 +243,16 @@ class Owner:
         letters: list[Draft],
     ) -> None:
         world, tail = self.world, self._tails[topic.name]
-        ends_ns = time.monotonic_ns() + RUN_US_MAX * 1000
+        ends_ns = runtime.monotonic_ns() + RUN_US_MAX * 1000
         while len(tail):
             now_us = self._clock.now_us()
             decisions = self._open_run(now_us)
-            run_ends_ns = time.monotonic_ns() + RUN_US_MAX * 1000
+            run_ends_ns = runtime.monotonic_ns() + RUN_US_MAX * 1000
             for record in tail.take(RUN_SLICE):
-                if time.monotonic_ns() > run_ends_ns:
+                if runtime.monotonic_ns() > run_ends_ns:
                     now_us = self._clock.now_us()
                     decisions += self._open_run(now_us)
-                    run_ends_ns = time.monotonic_ns() + RUN_US_MAX * 1000
+                    run_ends_ns = runtime.monotonic_ns() + RUN_US_MAX * 1000
                 event = self._decode(topic, record, letters)
                 if isinstance(event, RequestSubmitted):
                     submitted[record.offset] = event
@@ -263,7 +263,7 @@ class Owner:
             records += decisions
             if len(world.consumed) >= CONSUMED_RUNS_MAX:
                 records.append(advance(world))
-            if time.monotonic_ns() > ends_ns:
+            if runtime.monotonic_ns() > ends_ns:
                 return
 
     def _apply_time(self, decided: list[AnyDecision], records: list[JournalRecord]) -> None:
@@ -457,12 +457,12 @@ class Owner:
 
     async def _read_leases(self, leases: Leases, observed: ObservedTime) -> tuple[list[Lease], int, int]:
         """Return the leases of the group, the milliseconds observed since the last poll, and the `fleet` offset."""
-        polled = await asyncio.to_thread(leases.poll, self._settings.group)
-        return polled, observed.read(time.monotonic()), self.world.view.get(FLEET.name, 0)
+        polled = await runtime.offload(leases.poll, self._settings.group)
+        return polled, observed.read(runtime.monotonic_s()), self.world.view.get(FLEET.name, 0)
 
     async def _forget_leases(self, leases: Leases, ended: Sequence[Lease]) -> None:
         for lease in ended:
-            await asyncio.to_thread(leases.forget, self._settings.group, lease.worker_id, lease.token)
+            await runtime.offload(leases.forget, self._settings.group, lease.worker_id, lease.token)
 
     def _any_ready(self, topics: Sequence[Topic] = INPUTS) -> bool:
         return any(len(self._tails[topic.name]) for topic in topics)
@@ -483,7 +483,3 @@ class Owner:
     async def _append(self, topic: Topic, events: Sequence[Event]) -> list[int]:
         partition = self._settings.partition
         return await self._log.append([Draft(topic.name, partition, encode(topic, event)) for event in events])
-
-
-def _wall_clock_us() -> int:
-    return time.time_ns() // 1000

@@ -12,11 +12,11 @@ one such transaction.
 
 import asyncio
 import logging
-import time
 from collections import Counter
 
 import msgspec
 
+from forebay import runtime
 from forebay.events.decisions import SnapshotTaken
 from forebay.events.requests import RequestSubmitted
 from forebay.events.snapshots import WorldState
@@ -90,9 +90,9 @@ class Retention:
                 if not await self._trim_to_next():
                     self._request_snapshot()
                     break
-            if self.limits.age_s is not None and time.monotonic() - self._age_checked_s >= AGE_CHECK_S:
-                self._age_checked_s = time.monotonic()
-                while await self._trim_to_next(time.time_ns() // 1000 - int(self.limits.age_s * 1e6)):
+            if self.limits.age_s is not None and runtime.monotonic_s() - self._age_checked_s >= AGE_CHECK_S:
+                self._age_checked_s = runtime.monotonic_s()
+                while await self._trim_to_next(runtime.wall_us() - int(self.limits.age_s * 1e6)):
                     pass
         except LogError as error:
             if self._log.failure is not None:
@@ -223,9 +223,9 @@ class Retention:
         """Delete the records of a partition before offset `floor` in small transactions."""
         waits = 0
         while waits < WAITS_MAX and await self._log.begin(topic, partition) < floor:
-            began_s = time.perf_counter()
+            began_s = runtime.monotonic_s()
             count = self._log.trim(topic, partition, floor, self._slice)
-            took_s = time.perf_counter() - began_s
+            took_s = runtime.monotonic_s() - began_s
             waits = 0 if count else waits + 1
             self.trimmed[topic] += count
             if took_s > SLICE_S:

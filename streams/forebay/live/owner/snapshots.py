@@ -12,13 +12,13 @@ chunks of its owner from the first chunk on, with increasing numbers.
 
 import asyncio
 import gc
-import time
 from collections import deque
 from collections.abc import Sequence
 from typing import get_args
 
 import msgspec
 
+from forebay import runtime
 from forebay.core.step import AnyDecision, advance
 from forebay.core.world import CORE_VERSION, World
 from forebay.events.codec import encode
@@ -55,7 +55,7 @@ class Snapshots:
         self._wake = wake
         self._current: _Snapshot | None = None
         self._requested = False
-        self._sealed_s = time.monotonic()
+        self._sealed_s = runtime.monotonic_s()
         self._since_seal = 0
         self._since_digest = 0
         self._frozen_pairs = FREEZE_PAIRS // 2
@@ -65,7 +65,7 @@ class Snapshots:
     @property
     def age_s(self) -> float:
         """Seconds since the newest complete snapshot was sealed, or since the start if there is none."""
-        return time.monotonic() - self._sealed_s
+        return runtime.monotonic_s() - self._sealed_s
 
     @property
     def eager(self) -> bool:
@@ -94,7 +94,7 @@ class Snapshots:
         if self._current is None and self._is_due():
             self.begin(world)
         if self._current is not None:
-            self._current.work(time.monotonic_ns() + SLICE_NS)
+            self._current.work(runtime.monotonic_ns() + SLICE_NS)
 
     def records(self, world: World) -> list[JournalRecord]:
         """Return the seal, the `SnapshotTaken` or the digest to journal after the decisions of this turn, if any."""
@@ -134,7 +134,7 @@ class Snapshots:
                 self._since_digest += 1
         if self._current is not None and records[-1] is self._current.sealed:
             self._current.journal_offset = end
-            self._sealed_s = time.monotonic()
+            self._sealed_s = runtime.monotonic_s()
             self._since_seal = 0
 
     async def settle(self) -> None:
@@ -188,7 +188,7 @@ class _Snapshot:
     def work(self, ends_ns: int) -> None:
         """Walk, gather and write until `ends_ns`, at least one step. Raises LogError."""
         self._take_offset()
-        while self._do_one() and time.monotonic_ns() < ends_ns:
+        while self._do_one() and runtime.monotonic_ns() < ends_ns:
             pass
 
     def seal(self, world: World) -> Advanced:

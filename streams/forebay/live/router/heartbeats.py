@@ -1,10 +1,10 @@
 """Write the heartbeats of a router for one group, so that ingresses and operators see its owner and standbys."""
 
 import asyncio
-import time
 from collections import Counter
 from collections.abc import Callable
 
+from forebay import runtime
 from forebay.core.state.fleet import WorkerPhase
 from forebay.core.world import World
 from forebay.events.codec import encode
@@ -34,7 +34,7 @@ class HeartbeatWriter:
 
     def due_in_s(self) -> float:
         """Return the seconds until the next heartbeat."""
-        return max(0.0, self._due_s - time.monotonic())
+        return max(0.0, self._due_s - runtime.monotonic_s())
 
     def beat_as_owner(self, world: World, position: int) -> None:
         """Append a heartbeat if one is due, or if the fleet changed. Call after every turn of the deciding loop."""
@@ -42,7 +42,7 @@ class HeartbeatWriter:
         if self.due_in_s() and fleet_read == self._fleet_read:
             return
         if self._is_appending():
-            self._due_s = time.monotonic() + OWNER_EVERY_S  # the loop sleeps until then
+            self._due_s = runtime.monotonic_s() + OWNER_EVERY_S  # the loop sleeps until then
             return
         self._fleet_read = fleet_read
         ready = Counter(worker.spec.role for worker in world.fleet.workers() if worker.phase is WorkerPhase.READY)
@@ -56,7 +56,7 @@ class HeartbeatWriter:
                 ready_aggregated=ready["aggregated"],
                 ready_prefill=ready["prefill"],
                 ready_decode=ready["decode"],
-                at_us=time.time_ns() // 1000,
+                at_us=runtime.wall_us(),
             ),
             OWNER_EVERY_S,
         )
@@ -72,7 +72,7 @@ class HeartbeatWriter:
                         role="standby",
                         owner_epoch=standby.world.owner_epoch,
                         position=standby.position,
-                        at_us=time.time_ns() // 1000,
+                        at_us=runtime.wall_us(),
                     ),
                     STANDBY_EVERY_S,
                 )
@@ -87,7 +87,7 @@ class HeartbeatWriter:
         return self._appending is not None and not self._appending.done()
 
     def _append(self, heartbeat: RouterHeartbeat, every_s: float) -> None:
-        self._due_s = time.monotonic() + every_s
+        self._due_s = runtime.monotonic_s() + every_s
         draft = Draft(HEARTBEATS.name, self._partition, encode(HEARTBEATS, heartbeat), self._router_id.encode())
         self._appending = asyncio.create_task(self._appended(draft), name="heartbeat")
 

@@ -4,10 +4,9 @@ Only the router that is assigned control partition 0 does this. Two such routers
 pause, because readers use the first placement of a group (see `forebay.core.state.groups`).
 """
 
-import asyncio
 import logging
-import time
 
+from forebay import runtime
 from forebay.events.codec import encode
 from forebay.events.groups import GroupPlaced
 from forebay.events.names import NameInvalid, require_name
@@ -37,7 +36,7 @@ class GroupPlacement:
     async def update(self) -> None:
         """Read the groups of the leases once, and place each group that has no partition. Raises LogError."""
         try:
-            groups = await asyncio.to_thread(self._leases.groups)
+            groups = await runtime.offload(self._leases.groups)
         except LeaseError as error:
             if self._readable:
                 logger.warning("the groups of the leases cannot be read, retrying: %s", error)
@@ -58,7 +57,7 @@ class GroupPlacement:
                 taken = f"all {self._partitions} control partitions are in use; raise the partition count"
                 self._refuse(group, f"the group {group} gets no partition: {taken}")
                 continue
-            placed = GroupPlaced(group=group, partition=partition, at_us=time.time_ns() // 1000)
+            placed = GroupPlaced(group=group, partition=partition, at_us=runtime.wall_us())
             draft = Draft(GROUPS.name, PARTITION, encode(GROUPS, placed), group.encode())
             (offset,) = await self._log.append([draft])
             await self._directory.reach(offset + 1)

@@ -11,7 +11,6 @@ therefore reads partitions without a consumer group. It commits offsets only for
 
 import asyncio
 import logging
-import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
@@ -19,6 +18,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 from xxhash import xxh3_64_intdigest
 
+from forebay import runtime
 from forebay.core.routing.counterfactual import (
     Alternative,
     Counterfactual,
@@ -164,7 +164,7 @@ class Shadow:
             alternative=settings.text,
             alternative_digest=settings.digest,
             from_offset=self.from_offset,
-            at_us=time.time_ns() // 1000,
+            at_us=runtime.wall_us(),
         )
         await self._sink.write([started])
         logger.info("shadow %s: evaluating decisions from journal offset %d", settings.name, self.from_offset)

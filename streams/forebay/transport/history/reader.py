@@ -13,6 +13,7 @@ from typing import NamedTuple, TypeGuard
 
 import msgspec
 
+from forebay import runtime
 from forebay.core.rederive import RecordedEvents
 from forebay.core.step import CLOCK, InputEvent
 from forebay.core.world import CORE_VERSION, World, digest_of_snapshot, restore
@@ -405,7 +406,7 @@ async def check_snapshot_beside(log: Log, partition: int, taken: SnapshotTaken) 
         with _of_state(taken):
             return digest_of_snapshot(parts)
 
-    _require_sealed(taken, await asyncio.to_thread(digest))
+    _require_sealed(taken, await runtime.offload(digest))
     return next(part for part in parts if isinstance(part, WorldState))
 
 

@@ -5,12 +5,12 @@ forebay never reads the committed offset back. A failed commit is logged once an
 
 import asyncio
 import logging
-import time
 from typing import Self
 
 from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.errors import KafkaError
 
+from forebay import runtime
 from forebay.transport.kafka.settings import KafkaSettings
 from forebay.transport.kafka.topics import unreachable
 from forebay.transport.kafka.writer import explain
@@ -53,8 +53,8 @@ class KafkaPosition:
     async def update(self, offset: int) -> None:
         """Set the next offset to read, and commit it if the last commit is older than `COMMIT_EVERY_S`."""
         self._offset = offset
-        if time.monotonic() >= self._due_s:
-            self._due_s = time.monotonic() + COMMIT_EVERY_S
+        if runtime.monotonic_s() >= self._due_s:
+            self._due_s = runtime.monotonic_s() + COMMIT_EVERY_S
             await self._commit()
 
     async def close(self) -> None:

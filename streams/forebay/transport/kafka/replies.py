@@ -6,7 +6,6 @@ because one topic that rejects records would break the idempotent sequence of al
 """
 
 import asyncio
-import time
 from collections.abc import Callable, Mapping
 
 import msgspec
@@ -14,6 +13,7 @@ from aiokafka import AIOKafkaProducer
 from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.errors import KafkaError
 
+from forebay import runtime
 from forebay.transport.base import LogError
 from forebay.transport.kafka.group import query_with_retry
 from forebay.transport.kafka.settings import KafkaSettings
@@ -97,9 +97,9 @@ class KafkaReplies:
         admin = self._admin
         async with self._looking:
             # Query an unknown name again, but not more often than every TOPICS_S for a client that repeats it.
-            if topic not in self._topics and time.monotonic() - self._looked_s >= TOPICS_S:
+            if topic not in self._topics and runtime.monotonic_s() - self._looked_s >= TOPICS_S:
                 self._topics = set(await query_with_retry(admin.list_topics, "the topics of Kafka cannot be listed"))
-                self._looked_s = time.monotonic()
+                self._looked_s = runtime.monotonic_s()
         return topic in self._topics
 
     async def send(self, reply: Reply, on_done: OnDone) -> None:

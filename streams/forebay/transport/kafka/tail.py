@@ -5,13 +5,13 @@ therefore moved into the buffers of the tails immediately. A full buffer pauses 
 """
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
 from aiokafka import ConsumerRecord, TopicPartition
 from aiokafka.errors import KafkaError, OffsetOutOfRangeError
 
+from forebay import runtime
 from forebay.transport.base import LogError, Record, Wake
 from forebay.transport.kafka.consumer import AbsentRecord, DenseConsumer
 from forebay.transport.kafka.settings import KafkaSettings
@@ -202,7 +202,7 @@ class KafkaTails:
                 raise
             await asyncio.sleep(RETRY_S)
             return
-        now_s = time.time()
+        now_s = runtime.wall_s()
         for place, messages in fetched.items():
             if not messages or place not in self._tails:
                 continue

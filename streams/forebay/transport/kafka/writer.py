@@ -7,7 +7,6 @@ replicas. The first failure ends all writing, because the writer cannot know whi
 
 import asyncio
 import logging
-import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from aiokafka import AIOKafkaProducer
 from aiokafka.errors import KafkaError
 
+from forebay import runtime
 from forebay.events.topics import KV_EVENTS, METRICS, PROGRESS
 from forebay.transport.base import Draft, LogError, LogFull
 
@@ -112,7 +112,7 @@ class KafkaWriter:
                 " check the broker"
             )
         self._buffered += sum(sizes)
-        at_ms = time.time_ns() // 1_000_000
+        at_ms = runtime.wall_ns() // 1_000_000
         if waiter is not None:
             self._waiters.add(waiter)
             waiter.future.add_done_callback(lambda _: self._waiters.discard(waiter))

@@ -9,9 +9,10 @@ import logging
 import sqlite3
 from asyncio import AbstractEventLoop
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 
+from forebay import runtime
 from forebay.transport.sqlite import schema
 
 CHECKPOINT_BYTES = 16 << 20  # WAL growth between checkpoints: rare enough, and quick to replay at start
@@ -35,7 +36,7 @@ class Checkpointer:
         self._path = path
         self._growth = 0
         self._running: Future[tuple[int, int]] | None = None
-        self._executor = ThreadPoolExecutor(1, "forebay-checkpoint")
+        self._executor = runtime.executor(1, "forebay-checkpoint")
 
     def grew(self, value_bytes: int, tables: int) -> None:
         """Record a commit, with the bytes of its values and the number of tables it wrote to."""

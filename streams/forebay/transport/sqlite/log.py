@@ -10,11 +10,11 @@ import asyncio
 import contextlib
 import logging
 import sqlite3
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Self
 
+from forebay import runtime
 from forebay.transport.base import Draft, LogError, Record, Wake
 from forebay.transport.recording.manifest import Contents, Extent, require_sealed
 from forebay.transport.sqlite import schema
@@ -428,7 +428,7 @@ class SqliteLog:
     def _commit(self) -> None:
         pending, self._pending = self._pending, []
         waiters, self._waiters = self._waiters, []
-        at_us = time.time_ns() // 1000
+        at_us = runtime.wall_us()
         size = 0
         rows: dict[str, list[schema.Row]] = {}
         for place, offset, draft, headers in pending:

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import xxhash
 
+from forebay import runtime
 from forebay.events.topics import topic_named
 from forebay.transport.base import LogError, Record
 
@@ -367,7 +368,7 @@ def create_meta(db: sqlite3.Connection, version: int, meta: Mapping[str, str]) -
     The name of the meta table contains an underscore, so it cannot be a topic name.
     """
     db.execute("CREATE TABLE forebay_meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID")
-    created = datetime.now(UTC).isoformat(timespec="seconds")
+    created = datetime.fromtimestamp(runtime.wall_s(), UTC).isoformat(timespec="seconds")
     db.executemany(
         "INSERT INTO forebay_meta VALUES (?, ?)", {"format": str(version), "created": created, **meta}.items()
     )

@@ -17,6 +17,7 @@ import msgspec
 from prometheus_client.registry import Collector
 from xxhash import xxh3_64_intdigest
 
+from forebay import runtime
 from forebay.engine_model.model import EngineConfig
 from forebay.events.control import Command
 from forebay.events.fleet import WorkerSpec
@@ -80,7 +81,7 @@ class MockEngine:
             return spec
         layout = self._kv_settings.layout(self._config.block_size)
         if self._kv_settings.transport == "nixl":
-            await asyncio.to_thread(load_nixl, "KV transfers")
+            await runtime.offload(load_nixl, "KV transfers")
         elif find_spec("numpy") is None:
             raise EngineError("KV transfers need numpy: pip install numpy")
         return msgspec.structs.replace(spec, kv_layout=layout)

@@ -7,11 +7,11 @@ another worker is offered when its batch is due. KV is fetched in real time whil
 
 import asyncio
 import logging
-import time
 
 import msgspec
 from xxhash import xxh3_64_intdigest
 
+from forebay import runtime
 from forebay.core.block_hashes import hash_seed, mm_hashes, sequence_hashes
 from forebay.engine_model.model import (
     Computed,
@@ -183,16 +183,16 @@ class MockRank:
 
     async def run(self, publish: Publish) -> None:
         """Run the model until cancelled."""
-        due = time.monotonic()
+        due = runtime.monotonic_s()
         while True:
             life = self._life
             batch, computed, span_us = self._collect()
             if batch is None:
                 self._wake.clear()
                 await self._wake.wait()
-                due = time.monotonic()
+                due = runtime.monotonic_s()
                 continue
-            now = time.monotonic()
+            now = runtime.monotonic_s()
             due = max(due, now - LAG_S_MAX) + span_us / (self._speedup * US_PER_S)
             await asyncio.sleep(max(0.0, due - now))
             if life == self._life:

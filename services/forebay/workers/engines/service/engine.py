@@ -9,7 +9,6 @@ import contextlib
 import inspect
 import logging
 import struct
-import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -19,6 +18,7 @@ from prometheus_client import Counter
 from prometheus_client.registry import Collector
 from tokenizers import Tokenizer
 
+from forebay import runtime
 from forebay.engine_model.model import Emitted, EngineLoad, Finished, FirstTokenStep
 from forebay.events.base import U32_BYTES, pack_u32, unpack_u32, unpack_u64
 from forebay.events.control import Command
@@ -274,7 +274,7 @@ class ServiceEngine:
     async def _generate(self, answer: _Answer) -> None:
         sampling, stops = answer.item.sampling, frozenset(answer.item.sampling.stop_token_ids)
         reason: Literal["length", "stop"] = "stop"
-        began_s = time.monotonic()
+        began_s = runtime.monotonic_s()
         async with contextlib.aclosing(self._pipeline(answer.request)) as tokens:
             async for token in tokens:
                 if not self._under_way(answer):
@@ -287,9 +287,9 @@ class ServiceEngine:
                 if answer.emitted >= sampling.max_tokens:
                     reason = "length"
                     break
-                if time.monotonic() - began_s > SLICE_S:
+                if runtime.monotonic_s() - began_s > SLICE_S:
                     await asyncio.sleep(0)
-                    began_s = time.monotonic()
+                    began_s = runtime.monotonic_s()
         self._end_well(answer, reason)
 
     async def _generated_tokens(self, request: Request) -> AsyncGenerator[int]:
