@@ -31,9 +31,10 @@ from forebay.ingress.errors import Unusable
 from forebay.ingress.http.app import build_app
 from forebay.ingress.http.protocol import ConnectionLimits
 from forebay.ingress.http.server import Server, build_server, listen
-from forebay.ingress.ingress import Ingress, IngressSettings
+from forebay.ingress.ingress import Ingress
 from forebay.ingress.metrics import IngressMetrics
 from forebay.ingress.model import DEFAULT_MODEL, Model
+from forebay.ingress.settings import IngressSettings
 from forebay.transport.base import Draft
 from forebay.transport.sqlite.log import SqliteLog
 from tests.system import until

@@ -12,7 +12,6 @@ from forebay.events.requests import RoutingHints
 from forebay.events.topics import FIXED_TOPICS, OPENAI_RESPONSES, TOKENS
 from forebay.ingress.errors import ApiError, Unusable
 from forebay.ingress.http.body_limits import BodyLimits
-from forebay.ingress.ingress import IngressSettings
 from forebay.ingress.kafka_api.request import ReplyAddress, address, body_of, nonce_of, slot_of
 from forebay.ingress.kafka_api.response import PendingCompletion, RequestOrigin, ResponseRecord, WindowEntry
 from forebay.ingress.kafka_api.topics import ReplyTopics
@@ -20,6 +19,7 @@ from forebay.ingress.openai.render import ResponseFormatter
 from forebay.ingress.openai.requests import ChatBody, TextBody
 from forebay.ingress.parsers.composer import Composer
 from forebay.ingress.parsers.text import TextAssembler
+from forebay.ingress.settings import IngressSettings
 from forebay.ingress.streams import was_rejected
 from forebay.transport.base import Draft, Record
 from tests.ingress.conftest import NAME, SLOT, Scene, make_scene
@@ -145,7 +145,7 @@ def chat_of(body: dict[str, Any]) -> ChatBody:
 async def test_an_adapter_may_be_asked_for_and_another_model_may_not() -> None:
     async with make_scene(loras=("sql",)) as scene:
         prepared = await scene.ingress.prepare(chat_of({**CHAT, "model": "sql"}), ())
-        assert prepared.prompt.lora_name == "sql"
+        assert prepared.lora_name == "sql"
         with pytest.raises(ApiError) as caught:
             await scene.ingress.prepare(chat_of({**CHAT, "model": "other"}), ())
         assert (caught.value.status, caught.value.code) == (404, "model_not_found")
@@ -158,7 +158,7 @@ async def test_the_headers_of_a_record_are_routing_hints() -> None:
         body = body_of(asked, BOUNDS)
         assert isinstance(body, ChatBody)
         prepared = await scene.ingress.prepare(body, headers.items())
-        submission = scene.ingress.submission("a", prepared, reply_slot=1, reply_from=2, nonce=3)
+        submission = prepared.submission("a", reply_slot=1, reply_from=2, nonce=3, at_us=4, ingress_id="i")
         assert submission.routing == RoutingHints(worker_id="w1", rank=2)
 
 

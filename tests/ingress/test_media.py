@@ -15,12 +15,12 @@ from forebay.core.block_hashes import mm_hashes, sequence_hashes
 from forebay.events.base import unpack_u32
 from forebay.events.media import MEDIA_BYTES_MAX
 from forebay.ingress.errors import ApiError
-from forebay.ingress.ingress import PreparedRequest
 from forebay.ingress.media import fetch as media_module
 from forebay.ingress.media.tokens import media_tokens_of
 from forebay.ingress.model import DEFAULT_MODEL, Model
 from forebay.ingress.openai.fields import parse
 from forebay.ingress.openai.requests import ChatBody
+from forebay.ingress.prepare import PreparedRequest
 from tests.ingress import media_model
 from tests.ingress.conftest import NAME, Scene, make_scene
 from tests.ingress.media_model import IMAGE_TOKENS, VIDEO_TOKENS
@@ -92,7 +92,7 @@ async def test_an_image_stands_in_the_prompt_for_as_many_tokens_as_the_model_has
 
 async def test_other_pixels_are_another_prompt_and_the_same_ones_the_same(scene: Scene) -> None:
     one, again, other = [
-        (await prepare(scene, text("see"), image(png(color)))).prompt for color in ((1, 2, 3), (1, 2, 3), (1, 2, 4))
+        await prepare(scene, text("see"), image(png(color))) for color in ((1, 2, 3), (1, 2, 3), (1, 2, 4))
     ]
     assert one.token_ids == again.token_ids == other.token_ids
     assert one.sequence_hashes == again.sequence_hashes != other.sequence_hashes
@@ -101,21 +101,21 @@ async def test_other_pixels_are_another_prompt_and_the_same_ones_the_same(scene:
 async def test_templates_that_write_text_get_the_placeholder_in_it(tmp_path: Path) -> None:
     async with make_scene(Model(media_model.make(tmp_path / "plain", media_model.PLAIN))) as scene:
         assert not scene.model.media.listed
-        prompt = (await prepare(scene, text("a"), image(png()), text("b"))).prompt
+        prompt = await prepare(scene, text("a"), image(png()), text("b"))
         (place,) = prompt.media
         assert place.first_token == len(scene.model.encode("<|user|>a"))
-        assert prompt.tokens == len(scene.model.encode("<|user|>ab")) + IMAGE_TOKENS
+        assert prompt.prompt_tokens == len(scene.model.encode("<|user|>ab")) + IMAGE_TOKENS
 
 
 async def test_models_with_lists_get_them_for_text_alone_too(scene: Scene) -> None:
     assert scene.model.media.listed
-    prompt = (await prepare(scene, text("hello"))).prompt
+    prompt = await prepare(scene, text("hello"))
     assert (unpack_u32(prompt.token_ids), prompt.media) == (scene.model.encode("<|user|>hello"), ())
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF"])
 async def test_images_are_told_by_their_bytes(scene: Scene, kind: str) -> None:
-    (place,) = (await prepare(scene, image(png(kind=kind)))).prompt.media
+    (place,) = (await prepare(scene, image(png(kind=kind)))).media
     assert place.mime == f"image/{kind.lower()}"
 
 
@@ -129,7 +129,7 @@ async def test_images_are_told_by_their_bytes(scene: Scene, kind: str) -> None:
     ],
 )
 async def test_videos_are_told_by_their_containers(scene: Scene, head: bytes, mime: str) -> None:
-    (place,) = (await prepare(scene, video(head + bytes(30)))).prompt.media
+    (place,) = (await prepare(scene, video(head + bytes(30)))).media
     assert place.mime == mime
 
 
@@ -229,14 +229,14 @@ async def test_without_pillow_images_are_refused_with_the_line_to_install_it(
     with pytest.raises(ApiError, match=r"takes no images: pip install 'forebay\[media\]'") as refused:
         await prepare(scene, image(content))
     assert (refused.value.status, refused.value.code) == (501, "media_not_installed")
-    assert (await prepare(scene, video(MP4))).prompt.media
+    assert (await prepare(scene, video(MP4))).media
 
 
 async def test_a_model_for_text_alone_takes_none() -> None:
     async with make_scene() as scene:
         with pytest.raises(ApiError, match=r"messages\[0\].content\[0\].image_url.url: this model takes no images"):
             await prepare(scene, image(png()))
-        assert (await prepare(scene, text("a"), text("b"))).prompt.media == ()
+        assert (await prepare(scene, text("a"), text("b"))).media == ()
 
 
 @pytest.mark.parametrize(
@@ -256,7 +256,7 @@ async def test_models_whose_images_have_no_fixed_size_are_refused_with_the_reaso
         with pytest.raises(ApiError, match="how many tokens an image is depends on its size in this model") as refused:
             await prepare(scene, image(png()))
         assert refused.value.status == 501
-        assert (await prepare(scene, text("but text is served"))).prompt.tokens
+        assert (await prepare(scene, text("but text is served"))).prompt_tokens
 
 
 async def test_placeholders_and_images_must_be_as_many(tmp_path: Path, scene: Scene) -> None:

@@ -13,11 +13,11 @@ from pydantic import ValidationError
 
 from forebay.events.base import unpack_u32
 from forebay.ingress.errors import ApiError
-from forebay.ingress.ingress import PreparedRequest
 from forebay.ingress.model import Model
 from forebay.ingress.openai.embeddings import EmbeddingBody
 from forebay.ingress.openai.fields import Body
 from forebay.ingress.openai.requests import ChatBody, TextBody
+from forebay.ingress.prepare import PreparedRequest
 from forebay.ingress.streams import Stream
 from tests.depth import examples
 from tests.ingress import media_model
@@ -279,7 +279,7 @@ async def test_a_prompt_that_does_not_fit_is_refused_before_it_is_hashed(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, path: str, field: str
 ) -> None:
     """Hashing millions of tokens holds up everybody."""
-    monkeypatch.setattr("forebay.ingress.ingress.sequence_hashes", lambda *_: 1 // 0)
+    monkeypatch.setattr("forebay.ingress.prepare.sequence_hashes", lambda *_: 1 // 0)
     scene.model.context_tokens = 8
     answer = await scene.client.post(path, json={"model": NAME, field: [1] * 9})
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")

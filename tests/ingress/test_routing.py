@@ -14,11 +14,11 @@ from forebay.events.codec import decode, encode
 from forebay.events.requests import RequestSubmitted, RouterOverride, RoutingHints, TaintWeight
 from forebay.events.topics import REQUESTS
 from forebay.ingress.errors import ApiError, Unusable
-from forebay.ingress.ingress import IngressSettings
 from forebay.ingress.openai.fields import parse
 from forebay.ingress.openai.nvext import Nvext
 from forebay.ingress.openai.requests import TextBody
 from forebay.ingress.openai.routing_hints import ROUTING_HEADERS, routing_headers, routing_of
+from forebay.ingress.settings import IngressSettings
 from tests.depth import examples
 from tests.ingress.conftest import NAME, Scene, make_scene
 from tests.system import submitted

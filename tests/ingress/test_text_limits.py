@@ -19,7 +19,7 @@ from forebay.ingress.http.body_limits import SMALL_BYTES, BodyLimits
 from forebay.ingress.kafka_api.request import body_of
 from forebay.ingress.model import DEFAULT_MODEL, Model
 from forebay.ingress.token_bytes import BYTE_OF, text_chars_max
-from forebay.ingress.tokenizer import CHARS_PER_TOKEN, INLINE_CHARS_MAX, PIECE_CHARS, QUEUE_CHARS_MAX, TokenizerPool
+from forebay.ingress.tokenizer import CHARS_PER_TOKEN, INLINE_CHARS_MAX, PIECE_CHARS, QUEUE_CHARS_MAX, encode_prompt
 from forebay.transport.base import Record
 from tests.depth import examples
 from tests.ingress import media_model
@@ -90,15 +90,12 @@ def test_only_texts_beyond_the_context_are_refused(parts: list[tuple[str, int]],
     """Whatever is refused before it is tokenised has more tokens than the context, and the tokens are the model's."""
     text = "".join(part * often for part, often in parts)
     COUNTED.context_tokens, COUNTED.text_chars_max = context, None
-    tokeniser = TokenizerPool(COUNTED)
     whole = COUNTED.encode(text)
     try:
-        assert tokeniser.encode(text, "prompt", "prompt") == whole
+        assert encode_prompt(COUNTED, text, "prompt", "prompt") == whole
     except ApiError as error:
         assert error.code == "context_length_exceeded"
         assert len(whole) > context
-    finally:
-        tokeniser.close()
 
 
 async def test_a_long_prompt_that_fits_has_the_tokens_of_the_whole_text() -> None:

@@ -20,11 +20,12 @@ from forebay.events.codec import decode, encode
 from forebay.events.requests import RequestCancelled, RequestSubmitted
 from forebay.events.tokens import ResponseEnded, TokenChunk, TokenEvent, TokensEmitted, Usage
 from forebay.events.topics import OPENAI_REQUESTS, OPENAI_RESPONSES, REQUESTS, TOKENS
-from forebay.ingress.ingress import Ingress, IngressSettings
+from forebay.ingress.ingress import Ingress
 from forebay.ingress.kafka_api.api import KafkaApi
 from forebay.ingress.kafka_api.metrics import KafkaApiMetrics
 from forebay.ingress.metrics import IngressMetrics
 from forebay.ingress.model import DEFAULT_MODEL, Model
+from forebay.ingress.settings import IngressSettings
 from forebay.transport.base import Draft
 from forebay.transport.kafka.log import KafkaLog
 from forebay.transport.kafka.settings import KafkaSettings

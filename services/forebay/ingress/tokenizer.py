@@ -39,9 +39,8 @@ class TokenizerPool:
         chars_queued: characters submitted to the threads and not finished.
     """
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self) -> None:
         self.chars_queued = 0
-        self._model = model
         self._threads = runtime.executor(THREADS, "tokenise")
 
     def close(self) -> None:
@@ -71,23 +70,25 @@ class TokenizerPool:
         future.add_done_callback(lambda _: _call(loop, lambda: self._done(chars)))
         return await asyncio.wrap_future(future)
 
-    def encode(self, text: str, what: str, param: str, *, special: bool = False) -> list[int]:
-        """Return the token ids of a text.
-
-        Args:
-            text: the text.
-            what: name of the text in an error message.
-            param: parameter of the request that contains the text.
-            special: whether to add the special tokens around a prompt.
-
-        Raises:
-            ApiError: the text cannot fit the context.
-        """
-        require_fits(self._model, text, what, param)
-        return self._model.encode(text, special=special)
-
     def _done(self, chars: int) -> None:
         self.chars_queued -= chars
+
+
+def encode_prompt(model: Model, text: str, what: str, param: str, *, special: bool = False) -> list[int]:
+    """Return the token ids of a text.
+
+    Args:
+        model: the model directory.
+        text: the text.
+        what: name of the text in an error message.
+        param: parameter of the request that contains the text.
+        special: whether to add the special tokens around a prompt.
+
+    Raises:
+        ApiError: the text cannot fit the context.
+    """
+    require_fits(model, text, what, param)
+    return model.encode(text, special=special)
 
 
 def require_fits(model: Model, text: str, what: str, param: str) -> None:

@@ -22,7 +22,7 @@ from forebay.ingress.http.body_limits import MEDIA_BYTES_MAX, TEXT_BYTES_MAX
 from forebay.ingress.media.refs import MediaSettings
 
 if TYPE_CHECKING:
-    from forebay.ingress.ingress import IngressSettings
+    from forebay.ingress.settings import IngressSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ class HttpOptions:
             Unusable: The admin API has no token, or a host name is invalid.
         """
         # Imported here, because no other command should wait for an HTTP server to load.
-        from forebay.ingress.ingress import IngressSettings  # noqa: PLC0415
+        from forebay.ingress.settings import IngressSettings  # noqa: PLC0415
 
         return IngressSettings(
             routing_hints=self.routing_hints,

@@ -24,11 +24,12 @@ from forebay.ingress.http.drain import IngressDrain
 from forebay.ingress.http.origin_guard import allowed_hosts
 from forebay.ingress.http.protocol import ConnectionLimits, connections_allowed
 from forebay.ingress.http.server import build_server, listen, serve_until_drained
-from forebay.ingress.ingress import NO_OWNER, NO_PREFILL_WORKER, NO_WORKER, Ingress, IngressSettings
+from forebay.ingress.ingress import NO_OWNER, NO_PREFILL_WORKER, NO_WORKER, Ingress
 from forebay.ingress.kafka_api.api import KafkaApi
 from forebay.ingress.kafka_api.metrics import KafkaApiMetrics
 from forebay.ingress.metrics import IngressMetrics
 from forebay.ingress.model import DEFAULT_MODEL, Model
+from forebay.ingress.settings import IngressSettings
 from forebay.transport.directory import Directory
 from forebay.transport.heartbeats import HeartbeatMetrics, RouterHeartbeats
 from forebay.transport.kafka.topics import count_topics

@@ -9,7 +9,7 @@ from forebay.events.control import Role, RouterConfig
 from forebay.live.owner.retention import RetentionLimits
 
 if TYPE_CHECKING:
-    from forebay.ingress.ingress import IngressSettings
+    from forebay.ingress.settings import IngressSettings
 
 
 @dataclass(frozen=True, slots=True)

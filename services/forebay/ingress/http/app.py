@@ -85,7 +85,7 @@ async def _complete(request: Request, ingress: Ingress, kind: type[ChatBody] | t
     asked = ResponseContext(
         endpoint="chat_completions" if chat else "completions",
         request_id=request_id,
-        prompt_tokens=prepared.prompt.tokens,
+        prompt_tokens=prepared.prompt_tokens,
         stream=bool(body.stream),
         usage_chunk=body.includes_usage,
         began_s=began_s,

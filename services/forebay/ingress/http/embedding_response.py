@@ -8,8 +8,9 @@ from starlette.types import Receive, Scope, Send
 from forebay import runtime
 from forebay.ingress.errors import ApiError
 from forebay.ingress.http.response import DISCONNECTED, TIMED_OUT
-from forebay.ingress.ingress import GRACE_S, Ingress, PreparedRequest
+from forebay.ingress.ingress import GRACE_S, Ingress
 from forebay.ingress.openai.embeddings import EmbeddingBody, embeddings, part_id, vector_of
+from forebay.ingress.prepare import PreparedRequest
 from forebay.ingress.streams import interruption, was_rejected
 
 ENDPOINT = "embeddings"
@@ -32,7 +33,7 @@ class EmbeddingResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the answer; whatever happens, nothing is left running."""
         metrics, began_s = self._ingress.metrics, runtime.monotonic_s()
-        prompt_tokens = sum(part.prompt.tokens for part in self._parts)
+        prompt_tokens = sum(part.prompt_tokens for part in self._parts)
         metrics.inflight.inc()
         status = "error"
         try:

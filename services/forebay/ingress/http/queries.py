@@ -52,7 +52,7 @@ async def answer_route(request: Request, ingress: Ingress, body: ChatBody | Text
         status = "success"
     finally:
         ingress.metrics.ended("route", stream=False, status=status)
-    content = msgspec.json.encode(route_of(told, body.model, prepared.prompt.tokens))
+    content = msgspec.json.encode(route_of(told, body.model, prepared.prompt_tokens))
     return Response(content, headers={"x-request-id": request_id}, media_type="application/json")
 
 

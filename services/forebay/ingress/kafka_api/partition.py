@@ -17,12 +17,13 @@ import re
 from collections import deque
 from dataclasses import replace
 
+from forebay import runtime
 from forebay.core.state.reply_slot import apply
 from forebay.events.codec import DecodeError, decode, encode
 from forebay.events.tokens import TokenEvent
 from forebay.events.topics import REQUESTS, TOKENS
 from forebay.ingress.errors import ApiError, internal_error, invalid, retry_headers
-from forebay.ingress.ingress import GRACE_S, Ingress, PreparedRequest
+from forebay.ingress.ingress import GRACE_S, Ingress
 from forebay.ingress.kafka_api.metrics import KafkaApiMetrics
 from forebay.ingress.kafka_api.request import ReplyAddress, address, body_of, nonce_of, slot_of
 from forebay.ingress.kafka_api.response import (
@@ -38,6 +39,7 @@ from forebay.ingress.kafka_api.topics import ReplyTopics
 from forebay.ingress.openai.embeddings import EmbeddingBody, part_id
 from forebay.ingress.openai.render import ResponseFormatter
 from forebay.ingress.openai.requests import ChatBody, TextBody
+from forebay.ingress.prepare import PreparedRequest
 from forebay.ingress.streams import was_rejected
 from forebay.transport.base import Draft, LogError, Record, Tail
 from forebay.transport.kafka.group import Committed, KafkaGroup
@@ -314,7 +316,7 @@ class PartitionServer:
             shared = EmbeddingBatch(body)
             origin = replace(origin, endpoint="embeddings")
             for index, part in enumerate(await ingress.prepare_embedding(body, headers, is_patient=True)):
-                reply = PendingEmbedding(part_id(request_id, index), origin, part.prompt.tokens, shared)
+                reply = PendingEmbedding(part_id(request_id, index), origin, part.prompt_tokens, shared)
                 opened.append((reply, part))
         else:
             prepared = await ingress.prepare(body, headers, is_patient=True)
@@ -327,12 +329,13 @@ class PartitionServer:
                     f"the request id {waiting.request_id} is already in flight; use another id",
                 )
         for waiting, prepared in opened:
-            waiting.submission = ingress.submission(
+            waiting.submission = prepared.submission(
                 waiting.request_id,
-                prepared,
                 reply_slot=self._slot,
                 reply_from=origin.entry.slot_from,
                 nonce=nonce_of(record),
+                at_us=runtime.wall_us(),
+                ingress_id=ingress.settings.ingress_id,
                 patient=True,  # a client would only send it again, and the topic keeps it anyway
             )
             self._pending[waiting.request_id] = waiting
@@ -350,7 +353,7 @@ class PartitionServer:
         return PendingCompletion(
             request_id,
             replace(origin, endpoint="chat_completions" if chat else "completions"),
-            prepared.prompt.tokens,
+            prepared.prompt_tokens,
             shape,
             prepared.output.composer(ingress.model, ingress.parsers, request_id),
             stream=bool(body.stream),

@@ -25,17 +25,16 @@ ROUTING_HEADERS = frozenset(
 )
 INTEGER = re.compile(r"-?[0-9]{1,10}")  # longer integers exceed every field
 
-
 RANK_MAX = (1 << 32) - 1
 PRIORITY_MAX = (1 << 31) - 1
 STRICT_PRIORITY_MAX = (1 << 32) - 1
 
-Found = dict[str, list[str]]
+RoutingHeaders = dict[str, list[str]]
 
 
-def routing_headers(headers: Iterable[tuple[str, str]]) -> Found:
+def routing_headers(headers: Iterable[tuple[str, str]]) -> RoutingHeaders:
     """Return the values of the routing headers by lower-case name. Blank values are ignored."""
-    found: Found = {}
+    found: RoutingHeaders = {}
     for name, value in headers:
         key = name.lower()
         if key in ROUTING_HEADERS and (text := value.strip()):
@@ -51,7 +50,7 @@ def refuse_hints(nvext: Nvext | None) -> None:
         raise invalid(text, name, "routing_hints_disabled")
 
 
-def routing_of(nvext: Nvext | None, found: Found) -> RoutingHints:
+def routing_of(nvext: Nvext | None, found: RoutingHeaders) -> RoutingHints:
     """Return the routing hints of a request. Raises ApiError for invalid or contradictory hints."""
     if nvext is None and not found:
         return NO_HINTS
@@ -117,7 +116,7 @@ def _contradiction(message: str, param: str) -> ApiError:
     return invalid(message, param, "contradictory_routing")
 
 
-def _text(found: Found, name: str) -> str:
+def _text(found: RoutingHeaders, name: str) -> str:
     values = found.get(name)
     if values is None:
         return ""
@@ -128,7 +127,7 @@ def _text(found: Found, name: str) -> str:
     return values[0]
 
 
-def _integer(found: Found, name: str, least: int, most: int, otherwise: int | None) -> int | None:
+def _integer(found: RoutingHeaders, name: str, least: int, most: int, otherwise: int | None) -> int | None:
     text = _text(found, name)
     if not text:
         return otherwise

@@ -1,0 +1,297 @@
+"""Prepare a request: turn a validated body into an immutable request for the log. Performs no I/O.
+
+Theory of operation. `Ingress.prepare` runs the steps of `Preparer` in the order of this module. Between them it does
+what needs I/O: resolve the adapter, run the CPU-bound steps in the tokenizer pool, fetch media, read the block size.
+
+    routing -> media_refs -> render -> tokenize -> complete -> submission or query
+
+An embedding request takes another path in the middle: `tokenize_inputs`, then `embed` for each input. Clock readings
+and random numbers are arguments, so equal arguments give an equal event.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from xxhash import xxh3_64_intdigest
+
+from forebay.core.block_hashes import hash_seed, mm_hashes, sequence_hashes
+from forebay.events.base import pack_u32
+from forebay.events.media import Media
+from forebay.events.requests import NO_HINTS, RequestSubmitted, RouteQueried, RoutingHints, Sampling, Task
+from forebay.ingress.errors import invalid
+from forebay.ingress.media.refs import FetchedMedia, MediaRef
+from forebay.ingress.media.tokens import ExpandedPrompt
+from forebay.ingress.model import RENDERED_CHARS_MAX, Model
+from forebay.ingress.openai.embeddings import EmbeddingBody
+from forebay.ingress.openai.nvext import Nvext
+from forebay.ingress.openai.requests import ChatBody, CompletionBody, TextBody
+from forebay.ingress.openai.routing_hints import RoutingHeaders, refuse_hints, routing_of
+from forebay.ingress.openai.sampling import sampling_of
+from forebay.ingress.parsers.composer import OutputPlan
+from forebay.ingress.parsers.selection import ParseOptions, ParserFactory
+from forebay.ingress.settings import IngressSettings
+from forebay.ingress.tokenizer import encode_prompt
+
+PLAIN = OutputPlan()
+EMBEDDING = Sampling(max_tokens=1, temperature=0.0)  # no tokens are generated, so sampling has no effect
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Adapter and pool that a request is prepared for.
+
+    Attributes:
+        lora_name: the adapter, empty for the base model.
+        routing: routing hints of the client.
+        block_size: tokens per KV block of the pool.
+    """
+
+    lora_name: str
+    routing: RoutingHints
+    block_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizedPrompt:
+    """Tokens of a prompt without its media.
+
+    Attributes:
+        token_ids: token ids, with one placeholder per image or video.
+        parsing: options for parsing the response, None for a text completion.
+    """
+
+    token_ids: list[int]
+    parsing: ParseOptions | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRequest:
+    """A valid request without its id and reply slot.
+
+    Attributes:
+        model: name of the base model.
+        token_ids: the prompt as packed u32.
+        sequence_hashes: packed u64, one per full block, salted by adapter and cache namespace.
+        prompt_tokens: number of prompt tokens.
+        lora_name: the adapter, empty for the base model.
+        cache_namespace: salt of the KV cache, empty for the shared cache.
+        media: images and videos, in order.
+        sampling: sampling parameters.
+        routing: routing hints.
+        timeout_us: time for the whole request, in microseconds.
+        output: how output tokens become deltas.
+        task: `generate` or `embed`.
+    """
+
+    model: str
+    token_ids: bytes
+    sequence_hashes: bytes
+    prompt_tokens: int
+    lora_name: str
+    cache_namespace: str
+    media: tuple[Media, ...]
+    sampling: Sampling
+    routing: RoutingHints
+    timeout_us: int
+    output: OutputPlan = PLAIN
+    task: Task = "generate"
+
+    def submission(
+        self,
+        request_id: str,
+        *,
+        reply_slot: int,
+        reply_from: int,
+        nonce: int,
+        at_us: int,
+        ingress_id: str,
+        incarnation: str = "",
+        patient: bool = False,
+    ) -> RequestSubmitted:
+        """Return the event that submits the request. The arguments are fields of `RequestSubmitted`."""
+        return RequestSubmitted(
+            request_id=request_id,
+            model=self.model,
+            token_ids=self.token_ids,
+            sequence_hashes=self.sequence_hashes,
+            reply_slot=reply_slot,
+            timeout_us=self.timeout_us,
+            tie_seed=xxh3_64_intdigest(request_id.encode()),
+            sampling=self.sampling,
+            nonce=nonce,
+            reply_from=reply_from,
+            ingress_id=ingress_id,
+            at_us=at_us,
+            lora_name=self.lora_name,
+            cache_namespace=self.cache_namespace,
+            routing=self.routing,
+            task=self.task,
+            media=self.media,
+            ingress_incarnation=incarnation,
+            patient=patient,
+        )
+
+    def query(self, request_id: str, *, reply_slot: int, at_us: int) -> RouteQueried:
+        """Return the event that queries the route of the request. The arguments are fields of `RouteQueried`."""
+        return RouteQueried(
+            request_id=request_id,
+            model=self.model,
+            prompt_tokens=self.prompt_tokens,
+            sequence_hashes=self.sequence_hashes,
+            reply_slot=reply_slot,
+            tie_seed=xxh3_64_intdigest(request_id.encode()),
+            at_us=at_us,
+            lora_name=self.lora_name,
+            routing=self.routing,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Preparer:
+    """Steps that turn a body into prepared requests. Every step raises ApiError for an invalid request.
+
+    Attributes:
+        model: the model directory.
+        parsers: parsers of the ingress.
+        settings: settings of the ingress.
+    """
+
+    model: Model
+    parsers: ParserFactory
+    settings: IngressSettings
+
+    def routing(self, nvext: Nvext | None, headers: RoutingHeaders) -> RoutingHints:
+        """Return the routing hints. Without `--routing-hints`, reject hints in the body and ignore headers."""
+        if self.settings.routing_hints:
+            return routing_of(nvext, headers)
+        refuse_hints(nvext)
+        return NO_HINTS
+
+    def media_refs(self, body: ChatBody | TextBody) -> list[MediaRef]:
+        """Return the images and videos of a request, in order."""
+        refs = body.media() if isinstance(body, ChatBody) else []
+        self.model.media.require(refs)
+        return refs
+
+    def render(self, body: ChatBody | TextBody) -> str | list[int]:
+        """Return the prompt as text, or as token ids if the client sent token ids."""
+        if isinstance(body, TextBody):
+            return body.prompt
+        arguments: dict[str, Any] = dict(body.chat_template_kwargs or {})
+        if body.reasoning_effort is not None:
+            if not self.model.uses_template_argument("reasoning_effort"):
+                text = "reasoning_effort is not supported by the chat template of this model; leave it out"
+                raise invalid(text, "reasoning_effort", "unsupported_parameter")
+            arguments["reasoning_effort"] = body.reasoning_effort
+        chars_max = max(RENDERED_CHARS_MAX, 4 * self.settings.body_bytes_max)
+        return self.model.render(body.chat(self.model.media), body.choice.plain(), arguments, chars_max)
+
+    def tokenize(self, body: ChatBody | TextBody, rendered: str | list[int]) -> TokenizedPrompt:
+        """Return the tokens of a rendered prompt, at most as many as the context has."""
+        if isinstance(body, ChatBody):
+            assert isinstance(rendered, str), "a chat is rendered to text"
+            self.parsers.require(body.choice)
+            token_ids = encode_prompt(self.model, rendered, "prompt", "messages")
+            parsing = ParseOptions(body.choice, self.parsers.is_open(rendered), prompt_ids=token_ids)
+            prompt = TokenizedPrompt(token_ids, parsing)
+        elif isinstance(rendered, str):
+            special = body.add_special_tokens
+            prompt = TokenizedPrompt(encode_prompt(self.model, rendered, "prompt", "prompt", special=special))
+        else:
+            prompt = TokenizedPrompt(rendered)
+        if len(prompt.token_ids) > self.model.context_tokens:  # reject the request before its media are fetched
+            self._output_tokens_max(body, len(prompt.token_ids))
+        return prompt
+
+    def complete(
+        self,
+        body: ChatBody | TextBody,
+        prompt: TokenizedPrompt,
+        refs: Sequence[MediaRef],
+        fetched: Sequence[FetchedMedia],
+        target: Target,
+    ) -> PreparedRequest:
+        """Return the prepared request of a chat or text completion.
+
+        Args:
+            body: the body.
+            prompt: result of `tokenize`.
+            refs: result of `media_refs`.
+            fetched: the media of `refs`, in the same order.
+            target: adapter, hints and block size.
+        """
+        expanded, parsing = ExpandedPrompt(prompt.token_ids), prompt.parsing
+        if self.model.media.ids:
+            expanded = self.model.media.expand(prompt.token_ids, refs, fetched)
+        max_tokens = self._output_tokens_max(body, len(expanded.token_ids))
+        packed, hashes = self._pack(expanded, body.cache_namespace, target, "prompt")
+        sampling = sampling_of(body, max_tokens, self.model.vocabulary_size)
+        if parsing is not None and sampling.structured is not None:
+            parsing = replace(parsing, structured=True)
+        return PreparedRequest(
+            model=self.settings.model_name,
+            token_ids=packed,
+            sequence_hashes=hashes,
+            prompt_tokens=len(expanded.token_ids),
+            lora_name=target.lora_name,
+            cache_namespace=body.cache_namespace,
+            media=expanded.media,
+            sampling=sampling,
+            routing=target.routing,
+            timeout_us=self._timeout_us,
+            output=OutputPlan(body.stop_strings, parsing, sampling.logprobs, special=not body.skip_special_tokens),
+        )
+
+    def tokenize_inputs(self, inputs: Sequence[str | list[int]]) -> list[list[int]]:
+        """Return the token ids of each input of an embedding request."""
+        return [
+            one if isinstance(one, list) else encode_prompt(self.model, one, f"input[{index}]", "input", special=True)
+            for index, one in enumerate(inputs)
+        ]
+
+    def embed(self, body: EmbeddingBody, index: int, token_ids: list[int], target: Target) -> PreparedRequest:
+        """Return the prepared request of one input of an embedding request; `index` counts from 0."""
+        context = self.model.context_tokens
+        if len(token_ids) > context:
+            text = f"input[{index}] has {len(token_ids)} tokens, more than the context of {context} tokens; shorten it"
+            raise invalid(text, "input", "context_length_exceeded")
+        packed, hashes = self._pack(ExpandedPrompt(token_ids), body.cache_namespace, target, "input")
+        return PreparedRequest(
+            model=self.settings.model_name,
+            token_ids=packed,
+            sequence_hashes=hashes,
+            prompt_tokens=len(token_ids),
+            lora_name=target.lora_name,
+            cache_namespace=body.cache_namespace,
+            media=(),
+            sampling=EMBEDDING,
+            routing=target.routing,
+            timeout_us=self._timeout_us,
+            task="embed",
+        )
+
+    @property
+    def _timeout_us(self) -> int:
+        return max(1, round(self.settings.timeout_s * 1e6))
+
+    def _output_tokens_max(self, body: CompletionBody, prompt_tokens: int) -> int:
+        """Return the maximum number of output tokens. Raises ApiError if they do not fit into the context."""
+        context, max_tokens = self.model.context_tokens, body.tokens_max
+        if max_tokens is None:
+            max_tokens = max(1, min(self.settings.max_tokens_default, context - prompt_tokens))
+        if prompt_tokens + max_tokens > context:
+            text = f"{prompt_tokens} prompt tokens and max_tokens {max_tokens} exceed the context of {context} tokens"
+            raise invalid(text, "max_tokens", "context_length_exceeded")
+        return max_tokens
+
+    def _pack(self, prompt: ExpandedPrompt, cache_namespace: str, target: Target, where: str) -> tuple[bytes, bytes]:
+        """Return packed token ids and block hashes. Raises ApiError for an empty prompt and for unknown token ids."""
+        token_ids, vocabulary = prompt.token_ids, self.model.vocabulary_size
+        if not token_ids:
+            raise invalid(f"the {where} is empty", where, "empty_prompt")
+        if (highest := max(token_ids)) >= vocabulary:
+            raise invalid(f"token id {highest} is not in the vocabulary; ids must be below {vocabulary}", where)
+        packed, size = pack_u32(token_ids), target.block_size
+        seed = hash_seed(target.lora_name, cache_namespace)
+        return packed, sequence_hashes(packed, size, seed, mm_hashes(prompt.media, size))
