@@ -3,8 +3,6 @@
 import ast
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,10 +12,10 @@ import httpx
 import openai
 import pytest
 
+from tests.harness import fork_server
 from tests.harness.local import free_ports
 
 README = Path(__file__).parents[2] / "README.md"
-FOREBAY = [sys.executable, "-m", "forebay.cli"]
 PATIENCE_S = 60.0
 LINES_MAX = 30
 PROMPT = "the log is the truth and the log is"
@@ -38,9 +36,7 @@ def blocks() -> tuple[str, str]:
 def up(*options: str) -> Iterator[str]:
     """A running `forebay up`: its address."""
     port = free_ports(1)
-    process = subprocess.Popen(
-        [*FOREBAY, "up", "--port", str(port), *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    process = fork_server.start("up", "--port", str(port), *options)
     url = f"http://127.0.0.1:{port}"
     try:
         ends_s = time.monotonic() + PATIENCE_S
@@ -48,7 +44,7 @@ def up(*options: str) -> Iterator[str]:
             assert process.poll() is None, process.communicate()[0]
             assert time.monotonic() < ends_s, "not ready"
             try:
-                if httpx.get(f"{url}/ready", timeout=5).status_code == httpx.codes.OK:
+                if httpx.get(f"{url}/ready", timeout=5, verify=False).status_code == httpx.codes.OK:
                     break
             except httpx.TransportError:
                 pass
@@ -134,13 +130,8 @@ def test_an_engine_that_does_not_start_ends_the_command_with_a_line(
 ) -> None:
     file = tmp_path / "engine.py"
     file.write_text(text)
-    run = subprocess.run(
-        [*FOREBAY, "up", "--port", str(free_ports(1)), "--engine", f"{file}:{target}"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=PATIENCE_S,
-    )
+    command = ["up", "--port", str(free_ports(1)), "--engine", f"{file}:{target}"]
+    run = fork_server.run(*command, timeout_s=PATIENCE_S)
     assert run.returncode == 1
     assert run.stderr.startswith("forebay: ")
     assert run.stderr.count("\n") == 1

@@ -14,8 +14,7 @@ from forebay.cli.policies.cases import CASES
 from forebay.cli.policies.check import require_policy
 from forebay.cli.policies.trial import FAULT_CHARS_MAX, Trial
 from forebay.ingress.errors import Unusable
-
-FOREBAY = str(Path(sys.executable).with_name("forebay"))
+from tests.harness import fork_server
 
 
 @pytest.fixture
@@ -196,7 +195,7 @@ def test_check_uses_the_search_path_of_its_caller(here: Path, monkeypatch: pytes
 )
 def test_commands_reject_a_nondeterministic_policy(here: Path, command: list[str], named: str) -> None:
     write(here, "self.count += 1\nreturn self.count % len(world.candidates)")
-    run = subprocess.run([FOREBAY, *command, "mine.Policy"], capture_output=True, text=True, check=False, timeout=60)
+    run = fork_server.run(*command, "mine.Policy", timeout_s=60)
     assert (run.returncode, run.stdout) == (2, "")
     assert run.stderr.startswith(f"forebay: {named}mine.Policy is not deterministic: ")
     assert len(run.stderr.splitlines()) == 1

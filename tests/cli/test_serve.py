@@ -17,9 +17,9 @@ import pytest
 from forebay.cli.processes.serve import Share, _run, devices, shares
 from forebay.ingress.errors import Unusable
 from forebay.workers.service import Request, Service, endpoint, service, service_of
+from tests.harness import fork_server
 from tests.harness.local import free_ports
 
-FOREBAY = [sys.executable, "-m", "forebay.cli"]
 PATIENCE_S = 60.0
 ENGINE = """
 from forebay.workers.service import endpoint, service
@@ -94,14 +94,7 @@ def engine(folder: Path, resources: str = "None") -> str:
 
 
 def serve(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [*FOREBAY, "serve", *arguments],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=PATIENCE_S,
-    )
+    return fork_server.run("serve", *arguments, environment={**os.environ, **environment}, timeout_s=PATIENCE_S)
 
 
 def test_a_command_that_cannot_start_its_service_says_why(tmp_path: Path) -> None:
@@ -134,10 +127,8 @@ def silent_broker() -> Iterator[socket.socket]:
 def test_a_signal_ends_every_process(tmp_path: Path, number: signal.Signals) -> None:
     with silent_broker() as broker:
         address = f"127.0.0.1:{broker.getsockname()[1]}"
-        process = subprocess.Popen(
-            [*FOREBAY, "serve", engine(tmp_path), "--worker-id", "w", "--kafka", address],
-            stderr=subprocess.PIPE,
-            text=True,
+        process = fork_server.start(
+            "serve", engine(tmp_path), "--worker-id", "w", "--kafka", address, stderr=subprocess.PIPE
         )
         connections = [broker.accept()[0] for _ in range(2)]
         process.send_signal(number)
@@ -164,12 +155,10 @@ async def test_a_process_that_was_being_started_when_the_signal_came_is_ended(mo
 def test_the_processes_end_with_the_command_that_is_killed(tmp_path: Path) -> None:
     with silent_broker() as broker:
         address = f"127.0.0.1:{broker.getsockname()[1]}"
-        process = subprocess.Popen(
-            [*FOREBAY, "serve", engine(tmp_path), "--workers", "1", "--kafka", address], stderr=subprocess.DEVNULL
-        )
+        process = fork_server.start("serve", engine(tmp_path), "--workers", "1", "--kafka", address)
         connection = broker.accept()[0]
         process.kill()
-        process.wait()
+        process.communicate()
         connection.settimeout(PATIENCE_S)
         ends_s = time.monotonic() + PATIENCE_S
         while connection.recv(4096):

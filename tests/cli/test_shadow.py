@@ -19,6 +19,7 @@ from forebay.transport.sqlite.log import SqliteLog
 from infra.kafka.kafka import HOST
 from tests.cli.in_process import forebay
 from tests.cli.test_up import forebay as process
+from tests.harness import fork_server
 from tests.harness.cluster import FOREBAY
 from tests.harness.local import free_ports
 from tests.harness.processes import Processes
@@ -31,7 +32,7 @@ PREFIX = list(range(12))
 
 @pytest.fixture
 def processes(tmp_path: Path) -> Iterator[Processes]:
-    running = Processes(tmp_path)
+    running = Processes(tmp_path, fork_server.spawn)
     yield running
     running.end_all()
 

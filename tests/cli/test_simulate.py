@@ -1,9 +1,6 @@
 """`forebay simulate` from a shell: the same answer from every process, and what it does not take."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +9,9 @@ from typer.testing import CliRunner
 
 from forebay.cli.app import app
 from forebay.simulate.mooncake import MooncakeRow
+from tests.cli.in_process import forebay
+from tests.harness import fork_server
 from tests.simulate.traces import conversations, write
-
-COMMAND = (sys.executable, "-c", "from forebay.cli.app import main; main()", "simulate")
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -24,16 +21,14 @@ def trace(tmp_path: Path) -> Path:
     return write(tmp_path / "trace.jsonl", conversations(sessions=5, turns=4))
 
 
-def printed(trace: Path, *arguments: str, hash_seed: int = 0, cwd: Path | None = None) -> str:
-    environment = {**os.environ, "PYTHONHASHSEED": str(hash_seed)}
-    command = [*COMMAND, str(trace), "--json", *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True, cwd=cwd).stdout
+def printed(trace: Path, *arguments: str) -> str:
+    run = forebay("simulate", str(trace), "--json", *arguments)
+    assert run.returncode == 0, run.stderr
+    return run.stdout
 
 
-def test_output_is_independent_of_hash_seed_and_processes(trace: Path) -> None:
-    both = printed(trace, "--workers", "4", hash_seed=1)
-    assert printed(trace, "--workers", "4", hash_seed=2) == both
-    result: dict[str, Any] = json.loads(both)
+def test_output_is_independent_of_processes(trace: Path) -> None:
+    result: dict[str, Any] = json.loads(printed(trace, "--workers", "4"))
     assert list(result["policies"]) == ["kv", "round-robin"]
     settings = result["settings"]
     assert (settings["workload"], settings["workload_options"]["speed"]) == ("trace.jsonl", 1.0)
@@ -44,14 +39,15 @@ def test_output_is_independent_of_hash_seed_and_processes(trace: Path) -> None:
     assert alone["digest"] != result["digest"]
 
 
-def test_a_policy_of_the_user_is_found_where_the_user_stands(trace: Path) -> None:
+def test_a_policy_of_the_user_is_found_where_the_user_stands(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = (
         "class Last:\n    def decide(self, world, request):\n        return len(world.candidates) - 1\n"
         "class First:\n    def decide(self, world, request):\n        return 0\n"
     )
     (trace.parent / "mine.py").write_text(source)
     names = ("mine.Last", "mine.First")
-    result = json.loads(printed(trace, "--policy", names[0], "--policy", names[1], "--workers", "2", cwd=trace.parent))
+    monkeypatch.chdir(trace.parent)
+    result = json.loads(printed(trace, "--policy", names[0], "--policy", names[1], "--workers", "2"))
     count = len(conversations(sessions=5, turns=4))
     requests = [[worker["requests"] for worker in result["policies"][name]["workers"]] for name in names]
     assert requests == [[0, count], [count, 0]]
@@ -282,7 +278,7 @@ def test_a_process_that_is_killed_ends_it_in_one_line(trace: Path) -> None:
         "        return 0\n"
     )
     (trace.parent / "mine.py").write_text(source)
-    command = [*COMMAND, str(trace), "--policy", "mine.Gone", "--policy", "mine.Gone:temperature=1"]
-    run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=trace.parent)
+    command = ("simulate", str(trace), "--policy", "mine.Gone", "--policy", "mine.Gone:temperature=1")
+    run = fork_server.run(*command, folder=trace.parent, timeout_s=60)
     assert run.returncode == 1
     assert run.stderr == "forebay: a simulation process was killed, possibly because it ran out of memory\n"

@@ -4,7 +4,6 @@ import asyncio
 import io
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,11 @@ from forebay.cli.common.terminal import WIDTH, in_markup, printable, results
 from forebay.events.decisions import RequestRouted
 from forebay.events.topics import DECISIONS
 from tests.core.worlds import PROMPTS, Driver, request
+from tests.harness import fork_server
 from tests.replay.recorded import GARBAGE, log_of, write
 from tests.replay.recorder import Recorder
 
+PATIENCE_S = 60.0
 HOSTILE = "[bold]\x1b[2J\u202er\r\n"
 NOISY = """
 print("import")
@@ -146,10 +147,9 @@ def test_what_a_policy_prints_is_not_among_the_results(tmp_path: Path, monkeypat
         ("at", path),
         ("diff", path, "--set", "attempts_max=7"),
     ):
-        program = (Path(sys.executable).with_name("forebay"), "replay", *command, "--json")
-        run = subprocess.run(
-            program, capture_output=True, text=True, check=False, cwd=tmp_path, env={**os.environ, "NO_COLOR": "1"}
-        )
+        arguments = map(str, ("replay", *command, "--json"))
+        environment = {**os.environ, "NO_COLOR": "1"}
+        run = fork_server.run(*arguments, folder=tmp_path, environment=environment, timeout_s=PATIENCE_S)
         assert run.returncode == 0, run.stderr
         assert "decide" in run.stderr
         assert isinstance(json.loads(run.stdout), dict)

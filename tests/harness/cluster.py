@@ -31,7 +31,7 @@ from forebay.transport.kafka.topics import TopicPlan, create_topics, partitions_
 from infra.kafka.kafka import HOST, tail
 from tests.harness.hosts import Host
 from tests.harness.local import free_ports
-from tests.harness.processes import STOP_S, ProcessError, Processes
+from tests.harness.processes import STOP_S, ProcessError, Processes, Spawn, spawn
 
 __all__ = ["GROUP", "Cluster", "Ownership", "ProcessError", "remove_topics"]
 
@@ -105,9 +105,18 @@ class Cluster:
     started is ended.
     """
 
-    def __init__(self, kafka: str, redis_url: str, namespace: str, folder: Path, plan: TopicPlan = PLAN) -> None:
+    def __init__(
+        self,
+        kafka: str,
+        redis_url: str,
+        namespace: str,
+        folder: Path,
+        plan: TopicPlan = PLAN,
+        *,
+        spawn: Spawn = spawn,
+    ) -> None:
         self.namespace = namespace
-        self.processes = Processes(folder)
+        self.processes = Processes(folder, spawn)
         self.admin_token = secrets.token_hex(16)
         token_file = folder / "admin-token"
         token_file.write_text(self.admin_token)

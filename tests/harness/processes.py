@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from infra.kafka.kafka import tail, tie
 
@@ -20,6 +20,38 @@ PATIENCE_S = 60.0
 POLL_S = 0.05
 STOP_S = 20.0  # a service finishes what is under way; then it is killed
 Found = TypeVar("Found")
+
+
+class Started(Protocol):
+    """A process that was started: the part of `subprocess.Popen` that is used here."""
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit code, None until `poll` or `wait` has seen the end."""
+
+    def poll(self) -> int | None:
+        """Return the exit code, None while the process runs."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end and return the exit code. Raises subprocess.TimeoutExpired."""
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+
+
+# Starts a command as the leader of a process group of its own: the command, and file descriptors for stdout and stderr.
+Spawn = Callable[[Sequence[str], int, int], Started]
+
+
+def spawn(command: Sequence[str], stdout: int, stderr: int) -> Started:
+    """Start a command that is killed when this process ends."""
+    return subprocess.Popen(
+        [*tie(), *command], stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, start_new_session=True
+    )
 
 
 class ProcessError(Exception):
@@ -37,7 +69,7 @@ class Process:
     """
 
     name: str
-    process: "subprocess.Popen[bytes]"
+    process: Started
     log: Path
     begin: int
     ends: bool
@@ -67,10 +99,11 @@ class Process:
 
 
 class Processes:
-    """The processes that run, by name; logs lie in `folder`."""
+    """The processes that run, by name; logs lie in `folder`, and `spawn` starts a command."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, spawn: Spawn = spawn) -> None:
         self.folder = folder
+        self._spawn = spawn
         self._running: dict[str, Process] = {}
 
     def __getitem__(self, name: str) -> Process:
@@ -88,9 +121,7 @@ class Processes:
         assert name not in self._running, f"{name} runs already"
         log = self.folder / f"{name}.log"
         with log.open("ab") as errors, (output or log).open("ab") as out:
-            process = subprocess.Popen(
-                [*tie(), *command], stdin=subprocess.DEVNULL, stdout=out, stderr=errors, start_new_session=True
-            )
+            process = self._spawn(command, out.fileno(), errors.fileno())
             started = self._running[name] = Process(name, process, log, errors.tell(), ends)
         return started
 

@@ -4,18 +4,17 @@ import asyncio
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import uvloop
 from fastapi import FastAPI
 
 from forebay.ingress.http.server import NotListening, PortTaken, build_server, listen
+from tests.harness import fork_server
+from tests.harness.fork_server import ForkedProcess
 from tests.harness.local import free_ports
 
-FOREBAY = str(Path(sys.executable).with_name("forebay"))
 PATIENCE_S = 120.0
 ROUNDS = 2
 LOOPS = [asyncio.new_event_loop, uvloop.new_event_loop]
@@ -71,11 +70,8 @@ def test_a_server_ends_when_its_listening_socket_fails() -> None:
 def test_of_two_services_started_at_once_on_one_port_one_serves_and_one_ends() -> None:
     for _ in range(ROUNDS):
         port = free_ports(1)
-        command = [FOREBAY, "up", "--port", str(port), "--workers", "1"]
-        pair = [
-            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1)
-            for _ in range(2)
-        ]
+        command = ["up", "--port", str(port), "--workers", "1"]
+        pair = [fork_server.start(*command, stderr=subprocess.PIPE) for _ in range(2)]
         try:
             # Each ends its output: the loser by its exit, the winner by the last line of its announcement.
             ends = [last_line(process) for process in pair]
@@ -92,7 +88,7 @@ def test_of_two_services_started_at_once_on_one_port_one_serves_and_one_ends() -
                 process.communicate()
 
 
-def last_line(process: "subprocess.Popen[str]") -> str:
+def last_line(process: ForkedProcess) -> str:
     """The announcement of a service, empty if its process ended without one."""
     assert process.stdout is not None
     return next((line for line in process.stdout if "stop with Ctrl-C" in line), "")

@@ -11,6 +11,7 @@ import pytest_asyncio
 from forebay.core.state.fleet import FleetWorker
 from forebay.events.fleet import WorkerLost
 from forebay.events.topics import FLEET
+from tests.harness import fork_server
 from tests.harness.cluster import GROUP, Cluster, Ownership
 from tests.integration.conftest import RUN
 from tests.integration.listeners import BLOCK, Heard, Listeners, listeners, post, problems, prompt
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def running(kafka: str, redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
     folder = tmp_path_factory.mktemp("cluster")
-    async with Cluster(kafka, redis_url, f"{RUN}-cluster", folder) as cluster:
+    async with Cluster(kafka, redis_url, f"{RUN}-cluster", folder, spawn=fork_server.spawn) as cluster:
         for name in WORKERS:
             cluster.worker(name, *SLOW)
         for name in ("i1", "i2"):

@@ -7,6 +7,7 @@ import pytest
 import pytest_asyncio
 
 from forebay.transport.kafka.topics import TopicPlan
+from tests.harness import fork_server
 from tests.harness.cluster import GROUP, Cluster
 from tests.integration.conftest import RUN
 from tests.integration.listeners import listeners, problems, prompt
@@ -23,7 +24,7 @@ async def cluster(kafka: str, redis_url: str, tmp_path_factory: pytest.TempPathF
     """Two models with a worker and an ingress each; a third model has an ingress only."""
     folder = tmp_path_factory.mktemp("groups")
     plan = TopicPlan(groups=2, slots=4, replies=2, kafka_api=2)
-    async with Cluster(kafka, redis_url, f"{RUN}-groups", folder, plan) as running:
+    async with Cluster(kafka, redis_url, f"{RUN}-groups", folder, plan, spawn=fork_server.spawn) as running:
         running.router("r1")
         running.worker("w1", "--speedup", "100")
         running.worker("w2", "--speedup", "100", "--model-name", OTHER)

@@ -18,6 +18,7 @@ from forebay.events.topics import DECISIONS, KV_EVENTS
 from forebay.transport.base import Draft
 from forebay.transport.kafka.log import KafkaLog
 from forebay.transport.kafka.settings import KafkaSettings
+from tests.harness import fork_server
 from tests.harness.cluster import GROUP, Cluster
 from tests.integration import kafka_api
 from tests.integration.conftest import RUN
@@ -53,7 +54,7 @@ async def cluster(kafka: str, redis_url: str, tmp_path_factory: pytest.TempPathF
     (folder / "mine.py").write_text(POLICY)
     with pytest.MonkeyPatch.context() as patched:
         patched.chdir(folder)  # where a policy of one's own is looked for
-        async with Cluster(kafka, redis_url, NAMESPACE, folder) as running:
+        async with Cluster(kafka, redis_url, NAMESPACE, folder, spawn=fork_server.spawn) as running:
             running.router("r1", "--router-policy-config", "router.yaml")
             for name in WORKERS:
                 running.worker(name, "--speedup", str(SPEEDUP), "--max-num-batched-tokens", "100000")

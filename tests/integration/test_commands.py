@@ -11,6 +11,7 @@ import pytest
 import pytest_asyncio
 
 from forebay.events.topics import DECISIONS
+from tests.harness import fork_server
 from tests.harness.cluster import GROUP, Cluster
 from tests.integration.conftest import RUN
 from tests.integration.listeners import TIMEOUT_S, prompt
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 async def cluster(kafka: str, redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
     """Two routers, two workers, two ingresses."""
     folder = tmp_path_factory.mktemp("commands")
-    async with Cluster(kafka, redis_url, f"{RUN}-commands", folder) as running:
+    async with Cluster(kafka, redis_url, f"{RUN}-commands", folder, spawn=fork_server.spawn) as running:
         running.router("r1")
         running.router("r2")
         for name in WORKERS:

@@ -18,6 +18,7 @@ import pytest_asyncio
 
 from forebay.events.decisions import RequestRouted
 from forebay.events.topics import DECISIONS, REQUESTS
+from tests.harness import fork_server
 from tests.harness.cluster import GROUP, Cluster
 from tests.harness.mock_words import Words, begins_of
 from tests.integration.conftest import RUN
@@ -44,7 +45,9 @@ def worker(cluster: Cluster, name: str, *options: str) -> None:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(kafka: str, redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
     """Two routers, an ingress and the decode workers; prefill workers come later."""
-    async with Cluster(kafka, redis_url, f"{RUN}-disagg", tmp_path_factory.mktemp("disagg")) as running:
+    async with Cluster(
+        kafka, redis_url, f"{RUN}-disagg", tmp_path_factory.mktemp("disagg"), spawn=fork_server.spawn
+    ) as running:
         for name in ("r1", "r2"):
             running.router(name)
         for name in DECODE:

@@ -12,6 +12,7 @@ import redis
 from forebay.events.decisions import RequestAborted
 from forebay.events.fleet import IngressLost, WorkerLost
 from forebay.events.topics import DECISIONS, FLEET
+from tests.harness import fork_server
 from tests.harness.cluster import Cluster
 from tests.harness.local import local_redis
 from tests.integration.conftest import RUN, had_or_skipped
@@ -34,7 +35,7 @@ def own_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(kafka: str, own_redis: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
     folder = tmp_path_factory.mktemp("leases")
-    async with Cluster(kafka, own_redis, f"{RUN}-leases", folder) as running:
+    async with Cluster(kafka, own_redis, f"{RUN}-leases", folder, spawn=fork_server.spawn) as running:
         for name in WORKERS:
             running.worker(name)
         running.router("r1")

@@ -43,6 +43,7 @@ from forebay.transport.kafka.batches import DECOMPRESSED_BYTES_MAX
 from forebay.transport.kafka.log import KafkaLog
 from forebay.transport.kafka.topics import TopicPlan
 from tests.cli.in_process import forebay
+from tests.harness import fork_server
 from tests.harness.cluster import GROUP, INGRESSES_MAX, POOL, Cluster
 from tests.harness.local import free_ports
 from tests.harness.samples import samples
@@ -128,7 +129,9 @@ def large() -> list[tuple[str, bytes]]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(kafka: str, redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
-    async with Cluster(kafka, redis_url, f"{RUN}-odd", tmp_path_factory.mktemp("odd"), PLAN) as cluster:
+    async with Cluster(
+        kafka, redis_url, f"{RUN}-odd", tmp_path_factory.mktemp("odd"), PLAN, spawn=fork_server.spawn
+    ) as cluster:
         # Behind those that the cluster keeps for ingresses.
         first = free_ports(INGRESSES_MAX + len(ROUTERS)) + INGRESSES_MAX
         for port, name in enumerate(ROUTERS, first):

@@ -14,6 +14,7 @@ import pytest
 import pytest_asyncio
 
 from infra.kafka.kafka import Broker, BrokerError, pid_of, start
+from tests.harness import fork_server
 from tests.harness.cluster import GROUP, Cluster
 from tests.harness.local import local_kafka
 from tests.integration.conftest import RUN, had_or_skipped
@@ -126,7 +127,7 @@ async def away(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Away]:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(away: Away, redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
     folder = tmp_path_factory.mktemp("outage")
-    async with Cluster(away.broker.address, redis_url, f"{RUN}-outage", folder) as running:
+    async with Cluster(away.broker.address, redis_url, f"{RUN}-outage", folder, spawn=fork_server.spawn) as running:
         for name in ("r1", "r2"):
             running.router(name)
         for name in ("w1", "w2"):

@@ -17,6 +17,7 @@ from confluent_kafka.admin import AdminClient
 
 from forebay.events.fleet import WorkerLost
 from forebay.events.topics import FLEET, METRICS
+from tests.harness import fork_server
 from tests.harness.cluster import FOREBAY, GROUP, Cluster
 from tests.integration.conftest import RUN
 from tests.integration.listeners import Listeners, listeners, problems
@@ -37,7 +38,9 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(kafka: str, redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
     """Two routers that take snapshots often, three workers and an ingress."""
-    async with Cluster(kafka, redis_url, NAMESPACE, tmp_path_factory.mktemp("record")) as running:
+    async with Cluster(
+        kafka, redis_url, NAMESPACE, tmp_path_factory.mktemp("record"), spawn=fork_server.spawn
+    ) as running:
         for name in ROUTERS:
             running.router(name, *EVERY)
         for name in WORKERS:

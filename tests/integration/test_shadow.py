@@ -20,6 +20,7 @@ from forebay.transport.history.reader import Validity, journal
 from forebay.transport.kafka.log import KafkaLog
 from forebay.transport.kafka.settings import KafkaSettings
 from forebay.transport.kafka.topics import TopicPlan, create_topics, partitions_of
+from tests.harness import fork_server
 from tests.harness.cluster import GROUP, Cluster
 from tests.integration import kafka_api
 from tests.integration.conftest import RUN
@@ -38,7 +39,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(kafka: str, redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
     folder = tmp_path_factory.mktemp("shadow")
-    async with Cluster(kafka, redis_url, NAMESPACE, folder) as running:
+    async with Cluster(kafka, redis_url, NAMESPACE, folder, spawn=fork_server.spawn) as running:
         for name in ("r1", "r2"):
             running.router(name, "--snapshot-every", "50")
         for name in WORKERS:

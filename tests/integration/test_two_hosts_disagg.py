@@ -17,6 +17,7 @@ pytest.importorskip("nixl_cu12", reason="NIXL (nixl-cu12) is not installed")
 
 from forebay.events.progress import FirstTokenEmitted
 from forebay.events.topics import PROGRESS
+from tests.harness import fork_server
 from tests.harness.cluster import Cluster
 from tests.harness.hosts import Host, two_hosts
 from tests.harness.local import Missing, local_kafka, local_redis
@@ -62,7 +63,9 @@ async def cluster(
     """The prefill worker is on the first host, a decode worker on the second; nobody is told an address."""
     kind = str(request.param)
     folder = tmp_path_factory.mktemp(kind)
-    async with Cluster(place.kafka, place.redis_url, f"hosts-{kind}-{uuid.uuid4().hex[:8]}", folder) as running:
+    async with Cluster(
+        place.kafka, place.redis_url, f"hosts-{kind}-{uuid.uuid4().hex[:8]}", folder, spawn=fork_server.spawn
+    ) as running:
         running.router("r1")
         running.worker("p1", "--role", "prefill", "--kv-transport", kind, *SIZES, on=place.one)
         running.worker("d1", "--role", "decode", "--kv-transport", kind, *SIZES, on=place.two)

@@ -12,6 +12,7 @@ from forebay.events.progress import CommandDone, CommandRefused
 from forebay.events.tokens import TokensEmitted
 from forebay.events.topics import PROGRESS
 from forebay.transport.kafka.topics import TopicPlan
+from tests.harness import fork_server
 from tests.harness.cluster import GROUP, Cluster
 from tests.integration.conftest import RUN
 from tests.integration.listeners import Heard, listeners, problems, prompt
@@ -33,7 +34,7 @@ async def cluster(kafka: str, redis_url: str, tmp_path_factory: pytest.TempPathF
     """Two models with two workers and an ingress each; one reply slot, so that both ingresses read all answers."""
     folder = tmp_path_factory.mktemp("two-models")
     plan = TopicPlan(groups=2, slots=4, replies=1, kafka_api=2)
-    async with Cluster(kafka, redis_url, f"{RUN}-two-models", folder, plan) as running:
+    async with Cluster(kafka, redis_url, f"{RUN}-two-models", folder, plan, spawn=fork_server.spawn) as running:
         running.router("r1")
         for model, workers in WORKERS.items():
             running.ingress(INGRESSES[model], "--model-name", model)

@@ -15,6 +15,7 @@ import pytest_asyncio
 
 from forebay.events.fleet import WorkerDraining, WorkerFact, WorkerLost
 from forebay.events.topics import FLEET
+from tests.harness import fork_server
 from tests.harness.cluster import FOREBAY, GROUP, Cluster
 from tests.harness.local import free_ports
 from tests.integration.conftest import RUN
@@ -53,7 +54,9 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(kafka: str, redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
     """A router and an ingress; each test brings its workers, and ends them."""
-    async with Cluster(kafka, redis_url, f"{RUN}-workers", tmp_path_factory.mktemp("workers")) as cluster:
+    async with Cluster(
+        kafka, redis_url, f"{RUN}-workers", tmp_path_factory.mktemp("workers"), spawn=fork_server.spawn
+    ) as cluster:
         cluster.router("r1")
         cluster.ingress("i1")
         yield cluster
