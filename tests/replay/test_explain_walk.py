@@ -2,9 +2,6 @@
 
 import asyncio
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +24,7 @@ from forebay.transport.base import Draft, LogError
 from forebay.transport.history.groups import groups_of
 from forebay.transport.history.reader import decode_journal, journal_records
 from forebay.transport.sqlite.log import SqliteLog
+from tests.cli.in_process import forebay
 from tests.core.worlds import PROMPTS, histories, perform, request
 from tests.depth import examples
 from tests.replay.recorder import Recorder, fleet, report_progress, stored, words
@@ -297,22 +295,14 @@ async def _record(path: Path) -> None:
     log.close()
 
 
-def command(recording: Path, name: str, hash_seed: int) -> dict[str, Any]:
-    program = Path(sys.executable).with_name("forebay")
-    environment = {**os.environ, "PYTHONHASHSEED": str(hash_seed)}
-    ran = subprocess.run(
-        [program, "replay", "explain", str(recording), name, "--json"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+def command(recording: Path, name: str) -> dict[str, Any]:
+    ran = forebay("replay", "explain", str(recording), name, "--json")
+    assert ran.returncode == 0, ran.stderr
     return dict(json.loads(ran.stdout))
 
 
-def test_lost_mock_worker_is_explained_equally_in_every_process(recording: Path) -> None:
-    moved, again = (command(recording, "moved", seed) for seed in (0, 12345))
-    assert moved == again
+def test_lost_mock_worker_is_explained(recording: Path) -> None:
+    moved = command(recording, "moved")
     what = [moment["what"] for moment in moved["timeline"]]
     assert what[:3] == ["submitted", "routed", "worker_lost"]
     assert [one for one in what if one in ("owner_claimed", "routed", "first_token", "finished")] == [

@@ -1,11 +1,7 @@
 """Whatever happens on the way, every request has one end, and every run can be had again."""
 
-import os
 import pickle
 import random
-import subprocess
-import sys
-from hashlib import sha256
 from typing import Any
 
 import msgspec
@@ -15,7 +11,7 @@ from hypothesis import strategies as st
 
 from forebay.core.routing.policies import BUILT_IN
 from forebay.simulate import cluster
-from forebay.simulate.outcome import SimulationOutcome, summary
+from forebay.simulate.outcome import summary
 from forebay.simulate.settings import (
     DELAYS,
     Delay,
@@ -26,13 +22,12 @@ from forebay.simulate.settings import (
     Transfer,
     WorkerFault,
     WorkerStart,
-    policy,
     validate_settings,
 )
-from forebay.simulate.simulation import Simulation
 from forebay.simulate.workload import Turn
 from tests.depth import examples
-from tests.simulate.fleets import Turns, fleet, split, turn
+from tests.simulate.eventful import comparable, run
+from tests.simulate.fleets import fleet, split, turn
 
 MS = 1_000
 TIMES = st.integers(0, 20_000).map(lambda ms: ms * MS)
@@ -120,14 +115,6 @@ def systems(draw: st.DrawFn) -> Settings:
     return chosen
 
 
-def run(system: Settings, name: str, turns: tuple[Turn, ...]) -> SimulationOutcome:
-    return Simulation(system, policy(name)).run(Turns(*turns), lambda _: None)
-
-
-def told(outcome: SimulationOutcome) -> Any:
-    return list(outcome.requests), outcome.digest, outcome.gpu_s, outcome.timeline, outcome.routed, outcome.workers
-
-
 @given(system=systems(), turns=workloads(), name=st.sampled_from(POLICIES))
 def test_every_request_ends_once_and_every_run_can_be_had_again(
     system: Settings, turns: tuple[Turn, ...], name: str
@@ -169,7 +156,7 @@ def test_every_request_ends_once_and_every_run_can_be_had_again(
     assert {*map(len, (timeline.queued, timeline.workers, *timeline.computed, *timeline.running))} == {
         len(timeline.arrived)
     }
-    assert told(run(system, name, turns)) == told(outcome)
+    assert comparable(run(system, name, turns)) == comparable(outcome)
 
 
 @examples(0.6)
@@ -202,64 +189,7 @@ def test_looking_ahead_changes_no_request_where_caches_are_full(seed: int) -> No
         assert list(run(system, "kv", tuple(turns)).requests) == list(outcome.requests)
 
 
-def eventful() -> str:
-    """A run in which all of it happens; its digest and a hash of what became of the requests."""
-    life = LifeCycleSettings(
-        faults=(WorkerFault(worker="mock-1", at_us=900 * MS, back_us=2_000 * MS),),
-        starts=(WorkerStart(at_us=1_500 * MS, pool="elsewhere"),),
-        mtbf_s=9.0,
-        repair_s=1.0,
-        cold_start_s=0.5,
-        lease_ttl_s=1.0,
-    )
-    [pool] = fleet(2).pools
-    apart = split(2, 2).pools
-    system = Settings(
-        pools=(
-            pool,
-            msgspec.structs.replace(pool, name="elsewhere", model="other"),
-            *(msgspec.structs.replace(one, name=one.role, model="apart") for one in apart),
-        ),
-        delays=DELAYS["kafka"],
-        life=life,
-        timeout_s=20.0,
-    )
-    turns = [
-        turn(
-            number,
-            300 + number,
-            40,
-            block_ids=tuple(range(5 + number % 3)),
-            at_us=number * 40 * MS,
-            after=(number - 1,) if number % 3 else (),
-            delay_us=MS,
-            session_id="abc"[number % 3],
-            model=("other", "simulated", "apart", "simulated", "apart")[number % 5],
-        )
-        for number in range(150)
-    ]
-    outcome = run(system, "kv:temperature=0.4,session_ttl_s=2,session_mode=soft", tuple(turns))
-    assert {one.attempts for one in outcome.requests} >= {1, 2}
-    assert any(one.transferred_bytes for one in outcome.requests)
-    return f"{outcome.digest} {sha256(repr(told(outcome)).encode()).hexdigest()}"
-
-
-def test_processes_with_other_hash_seeds_say_the_same() -> None:
-    code = "from tests.simulate.test_conservation import eventful; print(eventful(), end='')"
-    said = [
-        subprocess.run(
-            [sys.executable, "-c", code],
-            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)},
-            check=True,
-            capture_output=True,
-            text=True,
-        ).stdout
-        for seed in ("1", "2")
-    ]
-    assert said == [eventful()] * 2
-
-
 def test_settings_that_went_to_another_process_say_the_same() -> None:
     turns = (turn(0), turn(1, at_us=5 * MS))
     for system in (fleet(2, delays=DELAYS["kafka"]), split(1, 1, delays=DELAYS["kafka"])):
-        assert told(run(pickle.loads(pickle.dumps(system)), "kv", turns)) == told(run(system, "kv", turns))
+        assert comparable(run(pickle.loads(pickle.dumps(system)), "kv", turns)) == comparable(run(system, "kv", turns))

@@ -1,0 +1,98 @@
+"""Everything that must not depend on the order of sets and on hashes of strings, as jobs of one process.
+
+`main` runs each job and prints a JSON object with what it returned. `tests/test_hash_seeds.py` calls it under two
+values of PYTHONHASHSEED.
+"""
+
+import asyncio
+import json
+import os
+import random
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import chdir
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+
+from forebay.events.control import RouterConfig
+from tests.cli.in_process import forebay
+from tests.cli.warm_pools import fork_from_a_server
+from tests.core.worlds import Driver, perform_all
+from tests.logs.record import FOLDER, SUFFIX
+from tests.replay.recorded import write as write_log
+from tests.replay.simulated import played
+from tests.simulate.eventful import eventful
+from tests.simulate.traces import conversations, write
+
+Job = Callable[[], str]
+EXPLAINED = "request-a3351a1657d485b9"
+FLEET = ("--prefill-workers", "2", "--decode-workers", "1")
+SWEEP = ("--set", "workers=1,2", "--set", "temperature=0,0.5", "--policy", "kv", "--policy", "round-robin")
+
+
+def command(*arguments: str) -> Job:
+    """Return a job that runs `forebay` in a folder with a trace and a log, and returns the output."""
+
+    def run() -> str:
+        ran = forebay(*arguments)
+        assert ran.returncode == 0, ran.stderr
+        return str(ran.stdout)
+
+    return run
+
+
+def verified() -> str:
+    """Verify each recording of `tests/logs`."""
+    found = {}
+    for path in sorted(FOLDER.glob(f"*{SUFFIX}")):
+        verify = command("replay", "verify", str(path), "--json", "--allow", "foreign-records")
+        found[path.name] = json.loads(verify())
+    return json.dumps(found)
+
+
+def world() -> str:
+    """Apply a random history to a world: its digest and its decisions."""
+    rng = random.Random(5)
+    kinds = ["first", "finish", "stored", "stored", "removed", "report", "cancel", "wait", "join", "lose"]
+    kinds += ["request"] * 6
+    history = [(rng.choice(kinds), (rng.randrange(10), rng.randrange(9), rng.randrange(3))) for _ in range(3000)]
+    drive = perform_all(Driver().fleet("a", "b"), history)
+    assert len(drive.decided) > 500
+    return f"{drive.world.digest()} {sha256(repr(drive.decided).encode()).hexdigest()}"
+
+
+JOBS: dict[str, Job] = {
+    "world": world,
+    "verify": verified,
+    "explain": command("replay", "explain", str(FOLDER / f"disaggregation{SUFFIX}"), EXPLAINED, "--json"),
+    "diff": command("replay", "diff", "run.db", "--set", "router.temperature=0.4", "--closed-loop", "--json"),
+    "fidelity": command("simulate", "--against", "run.db", "--json"),
+    "simulation": eventful,
+    "simulate": command("simulate", "trace.jsonl", "--json", "--workers", "4"),
+    "simulate with prefill workers and faults": command(
+        *("simulate", "trace.jsonl", "--json", *FLEET, "--delays", "kafka"),
+        *("--mtbf-s", "2", "--repair-s", "1", "--lease-ttl-s", "1"),
+    ),
+    "sweep": command("sweep", "trace.jsonl", *SWEEP, "--json", "--slo", "ttft=80"),
+}
+
+
+def prepare() -> None:
+    """Write `trace.jsonl` and `run.db` into the current folder."""
+    write(Path("trace.jsonl"), conversations(sessions=5, turns=4))
+    router = RouterConfig()
+    simulated = played(conversations(sessions=11, turns=6, every_ms=2_000), router, workers=3, blocks=1_024)
+    asyncio.run(write_log(simulated.log, Path("run.db")))
+
+
+def main() -> None:
+    """Run every job and print the results."""
+    with tempfile.TemporaryDirectory() as folder, chdir(folder):
+        prepare()
+        with pytest.MonkeyPatch.context() as patch:
+            fork_from_a_server(patch)
+            found = {name: job() for name, job in JOBS.items()}
+    json.dump({"hash seed": os.environ["PYTHONHASHSEED"], **found}, sys.stdout)
