@@ -11,6 +11,6 @@ from forebay.cli.app import app
 
 
 def forebay(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """As `tests.cli.test_up.forebay`; an exception that the command does not handle is raised."""
+    """As `tests.cli.up.forebay`; an exception that the command does not handle is raised."""
     run = CliRunner().invoke(app, arguments, catch_exceptions=False)
     return subprocess.CompletedProcess(arguments, run.exit_code, run.stdout, run.stderr)

@@ -12,8 +12,8 @@ import pytest
 
 from forebay.events.control import Action
 from tests.cli.in_process import forebay
-from tests.cli.test_up import ADMIN, ADMIN_TOKEN, Up, running, verified
-from tests.cli.test_up import forebay as process
+from tests.cli.up import ADMIN, ADMIN_TOKEN, Up, running, verified
+from tests.cli.up import forebay as process
 from tests.harness.local import free_ports
 
 pytestmark = pytest.mark.timeout(180)

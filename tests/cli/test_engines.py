@@ -18,7 +18,7 @@ from forebay.ingress.errors import Unusable
 from forebay.ingress.model import DEFAULT_MODEL
 from forebay.workers.engines.mock.engine import MockEngine
 from tests.cli.fake_engine import CALLS, FakeEngine
-from tests.cli.test_up import Up, forebay
+from tests.cli.up import Up, forebay
 from tests.harness.local import free_ports
 
 ROOT = Path(__file__).parents[2]

@@ -17,7 +17,7 @@ from forebay.events.control import DisaggConfig, DisaggPolicy, RouterConfig
 from forebay.simulate.outcome import RequestOutcome
 from forebay.simulate.settings import Transfer
 from forebay.simulate.transfer_fit import FITTED_MIN
-from tests.cli.test_up import running
+from tests.cli.up import running
 from tests.replay.recorded import write
 from tests.replay.simulated import played
 from tests.replay.test_diff_disagg import COUNT, history

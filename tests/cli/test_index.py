@@ -16,7 +16,7 @@ from forebay.events.topics import KV_EVENTS
 from forebay.transport.base import Draft
 from forebay.transport.sqlite.log import SqliteLog
 from tests.cli.in_process import forebay
-from tests.cli.test_up import forebay as process
+from tests.cli.up import forebay as process
 from tests.system import BLOCK, System, submitted, until, until_ended
 
 PROMPT = list(range(4 * BLOCK))

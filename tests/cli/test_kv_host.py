@@ -14,7 +14,7 @@ from forebay.workers.engines.mock.kv import KvSettings
 from forebay.workers.kv_transfer.own_address import address_towards, interface_of, own_address
 from forebay.workers.kv_transfer.transport import open_transport
 from tests.cli.test_engines import FAKE
-from tests.cli.test_up import forebay
+from tests.cli.up import forebay
 
 LOCAL_KAFKA = "127.0.0.1:19092"
 NOBODYS = "203.0.113.7"

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.cli.test_up import Up, running
+from tests.cli.up import Up, running
 
 PATIENCE_S = 120.0
 OFFERED = 150

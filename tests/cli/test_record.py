@@ -26,7 +26,7 @@ from forebay.transport.recording.manifest import utc
 from forebay.transport.recording.writer import part_of
 from forebay.transport.sqlite.log import SqliteLog
 from forebay.transport.sqlite.schema import checksum
-from tests.cli.test_up import forebay, verified
+from tests.cli.up import forebay, verified
 from tests.replay.slices import OTHER, join, journal_of, rows, run
 from tests.system import BLOCK, MODEL, System, submitted, until, until_ended
 

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from tests.cli.in_process import forebay
-from tests.cli.test_up import PATIENCE_S, Up, running, verified
+from tests.cli.up import PATIENCE_S, Up, running, verified
 
 WORKERS, PREFIXES = 8, 40
 BLOCK = 64  # tokens, as workers have it by default

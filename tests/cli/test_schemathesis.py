@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.test_up import ADMIN_TOKEN, running
+from tests.cli.up import ADMIN_TOKEN, running
 
 SCHEMATHESIS = str(Path(sys.executable).with_name("schemathesis"))
 SEED = 15

@@ -18,7 +18,7 @@ from forebay.events.topics import DECISIONS
 from forebay.transport.sqlite.log import SqliteLog
 from infra.kafka.kafka import HOST
 from tests.cli.in_process import forebay
-from tests.cli.test_up import forebay as process
+from tests.cli.up import forebay as process
 from tests.harness import fork_server
 from tests.harness.cluster import FOREBAY
 from tests.harness.local import free_ports

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from tests.cli.in_process import forebay
-from tests.cli.test_up import Up, running
+from tests.cli.up import Up, running
 from tests.harness.local import free_ports
 
 REQUESTS = 20

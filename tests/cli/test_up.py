@@ -2,14 +2,10 @@
 
 import asyncio
 import json
-import os
 import signal
 import sqlite3
-import subprocess
-import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 
 import httpx
@@ -18,93 +14,10 @@ import pytest
 
 from tests.benchmarks.recordings import Shape, write_recording
 from tests.cli import in_process
-from tests.harness import fork_server
-from tests.harness.fork_server import ForkedProcess
+from tests.cli.up import ADMIN, LONG_PREFIX, PATIENCE_S, Up, forebay, running, verified
 from tests.harness.local import free_ports
 
-FOREBAY = str(Path(sys.executable).with_name("forebay"))
-PATIENCE_S = 60.0
-ADMIN_TOKEN = "token-of-tests"
-ADMIN = {"authorization": f"Bearer {ADMIN_TOKEN}"}
-LONG_PREFIX = "The log is the truth, and every decision on it can be derived again. " * 40
-
 pytestmark = pytest.mark.timeout(180)
-
-
-class Up:
-    """A running `forebay up`."""
-
-    def __init__(self, *options: str, program: Sequence[str] | None = None) -> None:
-        self.port = free_ports(1)
-        self.url = f"http://127.0.0.1:{self.port}"
-        speed = [] if "--engine" in options else ["--speedup", "50"]
-        command = ["up", "--port", str(self.port), *speed, *options]
-        environment = {**os.environ, "FOREBAY_ADMIN_TOKEN": ADMIN_TOKEN}
-        self.process: ForkedProcess | subprocess.Popen[str]
-        if program is None:
-            self.process = fork_server.start(*command, environment=environment)
-        else:
-            self.process = subprocess.Popen(
-                [*program, *command], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-            )
-
-    def wait_ready(self) -> None:
-        ends_s = time.monotonic() + PATIENCE_S
-        with httpx.Client(base_url=self.url, timeout=5, verify=False) as client:  # certificates take 50 ms to load
-            while time.monotonic() < ends_s:
-                assert self.process.poll() is None, self.process.communicate()[0]
-                try:
-                    if client.get("/ready").status_code == httpx.codes.OK:
-                        return
-                except httpx.TransportError:
-                    pass
-                time.sleep(0.02)
-        raise AssertionError("not ready")
-
-    def banner(self) -> str:
-        """What it says once it serves; the last line of it has the address."""
-        assert self.process.stdout is not None
-        said = ""
-        while "stop with Ctrl-C" not in said:
-            line = self.process.stdout.readline()
-            assert line, said
-            said += line
-        return said
-
-    def client(self) -> openai.OpenAI:
-        plain = openai.DefaultHttpxClient(verify=False)
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, http_client=plain)
-
-    def end(self, number: signal.Signals) -> int:
-        self.process.send_signal(number)
-        self.process.communicate(timeout=PATIENCE_S)
-        assert self.process.returncode is not None
-        return self.process.returncode
-
-
-@contextmanager
-def running(*options: str) -> Iterator[Up]:
-    up = Up(*options)
-    try:
-        up.wait_ready()
-        yield up
-    finally:
-        if up.process.poll() is None:
-            up.end(signal.SIGKILL)
-
-
-def forebay(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return fork_server.run(*arguments, timeout_s=PATIENCE_S)
-
-
-def verified(log: Path) -> dict[str, object]:
-    """What verification says of a log that holds, in this process: whoever wrote the log had another hash seed."""
-    run = in_process.forebay("replay", "verify", str(log), "--json")
-    assert run.returncode == 0, run.stdout + run.stderr
-    report: dict[str, object] = json.loads(run.stdout)
-    assert report["decisions"] == report["verified"]
-    assert report["divergence"] is None
-    return report
 
 
 def ask(client: openai.OpenAI, text: str) -> tuple[str, int]:

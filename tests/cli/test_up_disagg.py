@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from forebay.ingress.ingress import NO_PREFILL_WORKER
 from tests import dashboard
 from tests.cli.in_process import forebay
-from tests.cli.test_up import ADMIN, Up, running, verified
+from tests.cli.up import ADMIN, Up, running, verified
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.cli.test_up import LONG_PREFIX, PATIENCE_S, Up, forebay, running
+from tests.cli.up import LONG_PREFIX, PATIENCE_S, Up, forebay, running
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -28,6 +28,7 @@ CONTEXT_TOKENS = 1024
 LORA_RANK_MAX = 8
 LEASE_TTL_S = 5.0  # two cores may be busy for a second or two
 TIMEOUT_S = 120.0
+STARTED_WITHIN_S = 240.0  # two vLLM side by side on two cores
 PORTS = 2  # of each worker: the replay of its KV events, its metrics
 READ_MAX = 1_000
 

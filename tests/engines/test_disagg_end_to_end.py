@@ -21,8 +21,7 @@ from forebay.events.progress import FirstTokenEmitted, PrefillFinished, Progress
 from forebay.events.topics import DECISIONS, FLEET, PROGRESS
 from forebay.ingress.model import Model
 from tests.engines.oracle import GREEDY, Transformers
-from tests.engines.serving import BLOCK, MODEL, Serving, ports_of, served, vllm_options
-from tests.engines.test_end_to_end import STARTED_WITHIN_S
+from tests.engines.serving import BLOCK, MODEL, STARTED_WITHIN_S, Serving, ports_of, served, vllm_options
 from tests.harness.cluster import Cluster
 from tests.harness.processes import still_running
 from tests.integration import kafka_api

@@ -22,7 +22,18 @@ from forebay.events.topics import FLEET, KV_EVENTS
 from forebay.ingress.model import Model
 from tests.engines.oracle import Transformers
 from tests.engines.replayed import canonical, digest_of, replayed
-from tests.engines.serving import BLOCK, BLOCKS, LORA_RANK_MAX, MODEL, Answer, Serving, ports_of, served, vllm_options
+from tests.engines.serving import (
+    BLOCK,
+    BLOCKS,
+    LORA_RANK_MAX,
+    MODEL,
+    STARTED_WITHIN_S,
+    Answer,
+    Serving,
+    ports_of,
+    served,
+    vllm_options,
+)
 from tests.harness.cluster import Cluster
 from tests.harness.models import make_tiny_model
 from tests.harness.processes import still_running
@@ -39,7 +50,6 @@ LORA = "tiny-lora"
 SYSTEM = {"role": "system", "content": "you are a helpful assistant. the quick brown fox jumps over the lazy dog. " * 6}
 COMMAND_WITHIN_S = 60.0
 DRAINED_WITHIN_S = 60.0  # the answer is finished, then vLLM ended
-STARTED_WITHIN_S = 240.0  # two vLLM side by side on two cores
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

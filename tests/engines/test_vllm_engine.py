@@ -3,7 +3,6 @@
 import asyncio
 import re
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,33 +12,18 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from forebay.engine_model.model import EngineLoad
 from forebay.events.control import Command
-from forebay.events.fleet import WorkerSpec
 from forebay.events.requests import StructuredOutput, TokenBias
 from forebay.workers.engine import EngineError, EngineRefused
 from forebay.workers.engines import async_engine
-from forebay.workers.engines.settings import EngineSettings
 from forebay.workers.engines.vllm.engine import VllmEngine
 from tests.engines.driven import Driven, driven
 from tests.engines.oracle import GREEDY
+from tests.engines.vllm_settings import ARGUMENTS, BLOCK, KV_BLOCKS, SPEC, settings
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.filterwarnings("ignore"),  # vLLM's and torch's own; those of forebay are errors in every other test
 ]
-
-BLOCK = 32
-KV_BLOCKS = 40
-ARGUMENTS: dict[str, Any] = {"dtype": "float32", "enforce_eager": True, "max_model_len": 1024}
-SPEC = WorkerSpec(
-    worker_id="w1", model="tiny", block_size=1, kv_blocks_total=1, max_num_seqs=1, max_num_batched_tokens=1
-)
-
-
-def settings(model: Path, **options: Any) -> EngineSettings:
-    base = EngineSettings(
-        model=model, model_name="tiny", block_size=BLOCK, kv_blocks=KV_BLOCKS, max_num_seqs=8, arguments=ARGUMENTS
-    )
-    return replace(base, **options)
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")

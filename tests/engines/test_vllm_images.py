@@ -24,7 +24,7 @@ from forebay.ingress.media.tokens import MediaTokens, media_tokens_of
 from forebay.workers.engines.vllm.engine import VllmEngine
 from forebay.workers.runtime.media_feed import MediaEngine
 from tests.engines.driven import Answer, Driven, driven
-from tests.engines.test_vllm_engine import BLOCK, SPEC, settings
+from tests.engines.vllm_settings import BLOCK, SPEC, settings
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),

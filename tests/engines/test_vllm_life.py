@@ -16,7 +16,7 @@ import pytest
 from forebay.workers.engine import EngineError
 from forebay.workers.engines.vllm.engine import VllmEngine
 from tests.engines.driven import driven
-from tests.engines.test_vllm_engine import ARGUMENTS, SPEC, settings
+from tests.engines.vllm_settings import ARGUMENTS, SPEC, settings
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # as in test_vllm_engine
 
@@ -129,7 +129,7 @@ WORKER = """
 import asyncio, sys
 from pathlib import Path
 from tests.engines.driven import driven
-from tests.engines.test_vllm_engine import SPEC, settings
+from tests.engines.vllm_settings import SPEC, settings
 from forebay.workers.engines.vllm.engine import VllmEngine
 
 async def main():

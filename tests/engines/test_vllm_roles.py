@@ -27,7 +27,7 @@ from forebay.workers.engines.vllm.engine import VllmEngine
 from forebay.workers.engines.vllm.transfer import CONNECTOR, UNREAD_S
 from tests.engines.driven import Answer, Driven, driven
 from tests.engines.oracle import GREEDY, Transformers
-from tests.engines.test_vllm_engine import ARGUMENTS, BLOCK, KV_BLOCKS, SPEC, settings
+from tests.engines.vllm_settings import ARGUMENTS, BLOCK, KV_BLOCKS, SPEC, settings
 from tests.harness.local import free_ports
 
 pytestmark = [

@@ -16,7 +16,7 @@ from forebay.replay.verify.verify import verify
 from forebay.transport.history import reader as recorded
 from forebay.transport.history.reader import OtherRules
 from forebay.transport.sqlite.log import SqliteLog
-from tests.cli.test_up import forebay
+from tests.cli.up import forebay
 from tests.live.shared import proven
 from tests.system import System, settings, submitted, until, until_ended
 

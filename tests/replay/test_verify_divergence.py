@@ -20,7 +20,7 @@ from forebay.events.kv import BlocksStored
 from forebay.events.topics import CONTROL, DECISIONS, KV_EVENTS, Topic
 from tests.benchmarks.recordings import Shape, write_recording
 from tests.cli.in_process import forebay
-from tests.cli.test_up import forebay as process
+from tests.cli.up import forebay as process
 from tests.replay.mutations import find, replaced, rewritten
 
 WORKERS, DECISIONS_MADE = 4, 200

@@ -20,7 +20,7 @@ from forebay.replay.record.slice import Window
 from forebay.transport.base import Draft, LogError
 from forebay.transport.recording.writer import RecordingWriter
 from forebay.transport.sqlite.log import SqliteLog
-from tests.cli.test_up import forebay as process
+from tests.cli.up import forebay as process
 from tests.replay.mutations import find, replaced, rewritten
 from tests.replay.slices import contents, journal_of, opened, report_of, run
 from tests.replay.test_verify_divergence import verify as command
