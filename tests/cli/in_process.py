@@ -1,9 +1,13 @@
-"""`forebay …` in the process of the tests, which spares a start and all its imports.
+"""`forebay` in the process of the tests, which saves the start of a process and its imports.
 
-For what a command says and how it ends. Each command is run as a process of its own at least once elsewhere.
+For tests of the output and the exit code of a command. Each command has one test that starts a process.
 """
 
 import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 from typer.testing import CliRunner
 
@@ -11,6 +15,20 @@ from forebay.cli.app import app
 
 
 def forebay(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """As `tests.cli.up.forebay`; an exception that the command does not handle is raised."""
-    run = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    """Run a command. An exception that the command does not handle is raised."""
+    with imports_undone():
+        run = CliRunner().invoke(app, arguments, catch_exceptions=False)
     return subprocess.CompletedProcess(arguments, run.exit_code, run.stdout, run.stderr)
+
+
+@contextmanager
+def imports_undone() -> Iterator[None]:
+    """Forget the modules that were imported from the current directory, and that it was searched."""
+    path, modules = list(sys.path), set(sys.modules)
+    try:
+        yield
+    finally:
+        sys.path[:] = path
+        for name in set(sys.modules) - modules:
+            if Path(getattr(sys.modules[name], "__file__", None) or "/").parent == Path.cwd():
+                del sys.modules[name]

@@ -1,4 +1,4 @@
-"""A running `forebay up` as a process of its own, and what tests of it share."""
+"""A running `forebay up` in a process of its own, for tests that send it requests."""
 
 import json
 import os
@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import httpx
@@ -34,6 +34,7 @@ class Up:
         speed = [] if "--engine" in options else ["--speedup", "50"]
         command = ["up", "--port", str(self.port), *speed, *options]
         environment = {**os.environ, "FOREBAY_ADMIN_TOKEN": ADMIN_TOKEN}
+        self.clients = ExitStack()
         self.process: ForkedProcess | subprocess.Popen[str]
         if program is None:
             self.process = fork_server.start(*command, environment=environment)
@@ -56,17 +57,19 @@ class Up:
         raise AssertionError("not ready")
 
     def banner(self) -> str:
-        """What it says once it serves; the last line of it has the address."""
+        """Return the output up to the line that contains the address."""
         assert self.process.stdout is not None
-        said = ""
-        while "stop with Ctrl-C" not in said:
+        output = ""
+        while "stop with Ctrl-C" not in output:
             line = self.process.stdout.readline()
-            assert line, said
-            said += line
-        return said
+            assert line, output
+            output += line
+        return output
 
     def client(self) -> openai.OpenAI:
+        """Return a client of the OpenAI API. `running` closes it."""
         plain = openai.DefaultHttpxClient(verify=False)
+        self.clients.callback(plain.close)
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, http_client=plain)
 
     def end(self, number: signal.Signals) -> int:
@@ -83,6 +86,7 @@ def running(*options: str) -> Iterator[Up]:
         up.wait_ready()
         yield up
     finally:
+        up.clients.close()
         if up.process.poll() is None:
             up.end(signal.SIGKILL)
 
@@ -92,7 +96,7 @@ def forebay(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def verified(log: Path) -> dict[str, object]:
-    """What verification says of a log that holds, in this process: whoever wrote the log had another hash seed."""
+    """Return the report of a log that verifies here; the process that wrote the log had another hash seed."""
     run = in_process.forebay("replay", "verify", str(log), "--json")
     assert run.returncode == 0, run.stdout + run.stderr
     report: dict[str, object] = json.loads(run.stdout)
