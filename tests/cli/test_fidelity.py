@@ -184,7 +184,7 @@ def test_requests_that_history_did_not_finish_are_played_and_not_compared(tmp_pa
 def test_nothing_to_compare(tmp_path: Path) -> None:
     made = fleet("a")
     made("requests", request("r1", PROMPTS[0]))
-    assert refused("--against", file(made, tmp_path / "run.db")).startswith("history finished no request")
+    assert refused("--against", file(made, tmp_path / "run.db")).startswith("no recorded request finished")
 
 
 def test_other_policies_stand_beside_and_are_not_held_to_the_bar(recording: Path) -> None:

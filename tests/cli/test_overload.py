@@ -43,7 +43,7 @@ def test_every_request_is_answered_or_refused_with_a_time_to_come_back() -> None
         refused = [answer for answer in answers if answer.status_code != 200]
         assert {answer.json()["error"]["code"] for answer in refused} <= {"pool_full", "queue_timeout", "overloaded"}
         assert all(int(answer.headers["retry-after"]) >= 1 for answer in refused)
-        assert metric(up, "forebay_owner_requests_under_way") == 0
+        assert metric(up, "forebay_owner_requests_in_flight") == 0
         assert metric(up, "forebay_ingress_requests_in_flight") == 0
         assert metric(up, "forebay_router_requests_aborted_total") == sum(
             answer.json()["error"]["code"] == "queue_timeout" for answer in refused

@@ -16,7 +16,7 @@ WORKERS, PREFIXES = 8, 40
 BLOCK = 64  # tokens, as workers have it by default
 BLOCKS = 6  # of a prompt
 TOKEN_IDS = 1_000  # every vocabulary has the lowest ids
-IDLE = 'forebay_owner_requests_under_way{model="forebay-default"} 0.0'
+IDLE = 'forebay_owner_requests_in_flight{model="forebay-default"} 0.0'
 
 pytestmark = pytest.mark.timeout(180)
 

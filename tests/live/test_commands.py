@@ -230,7 +230,7 @@ async def test_what_became_of_commands_is_counted(log: SqliteLog) -> None:
     for line in (
         f'forebay_owner_commands_total{{model="{MODEL}",reason="timed_out"}} 1.0',
         f'forebay_owner_commands_total{{model="{MODEL}",reason="unknown_worker"}} 1.0',
-        f'forebay_owner_commands_under_way{{model="{MODEL}"}} 1.0',
+        f'forebay_owner_commands_in_flight{{model="{MODEL}"}} 1.0',
     ):
         assert line in text
     assert 'reason="command_' not in text

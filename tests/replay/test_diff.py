@@ -266,7 +266,7 @@ def test_handover_of_active_and_new_requests_at_the_fork() -> None:
     report = asyncio.run(diff(log_of(drive), 0, alter, handover=handover))
     assert report.fork is not None
     assert report.fork.request_id == "z"
-    assert [(one.request_id, one.under_way) for one in handover.requests] == [("x", True), ("y", True), ("z", False)]
+    assert [(one.request_id, one.in_flight) for one in handover.requests] == [("x", True), ("y", True), ("z", False)]
 
 
 def test_what_was_booked_by_historys_rule_is_named() -> None:

@@ -120,10 +120,10 @@ async def check_all(plain: Recorder, sealed: Recorder) -> None:
         recorded = [one for one in plain.decided if getattr(one, "request_id", None) == name]
         for routing, one in zip(reversed(explanation.routings), chosen_for(name, recorded), strict=False):
             check_routing(routing, one)
-        under_way = plain.world.requests.get(name)
-        assert (explanation.ending is None) == (under_way is not None)
-        if under_way is not None:
-            assert (explanation.state, len(explanation.routings)) == (under_way.phase, under_way.attempt)
+        in_flight = plain.world.requests.get(name)
+        assert (explanation.ending is None) == (in_flight is not None)
+        if in_flight is not None:
+            assert (explanation.state, len(explanation.routings)) == (in_flight.phase, in_flight.attempt)
         if isinstance(recorded[-1], RequestAborted):
             assert explanation.ending is not None
             assert explanation.ending.reason == recorded[-1].reason

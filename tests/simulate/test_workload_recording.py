@@ -113,7 +113,7 @@ def test_requests_match_those_of_a_walk(tmp_path: Path) -> None:
         asyncio.run(sliced(log, tmp_path / "rec", Window(from_us=middle.at_us)))
     for where, least in ((path, 60), (tmp_path / "rec", 10)):
         with opened(where) as log:
-            asked = [one for one in asyncio.run(observe_history(log, 0)).requests if not one.under_way]
+            asked = [one for one in asyncio.run(observe_history(log, 0)).requests if not one.in_flight]
         found = list(open_workload(str(where), WorkloadOptions()).turns())
         assert len(found) == len(asked) >= least
         for turn, one in zip(found, asked, strict=True):

@@ -4,19 +4,16 @@ History's policy is simulated, too. The difference between its simulation and it
 smaller difference between the two simulations is not significant.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
-from forebay.cli.common.recorded_requests import RecordedRequests, answered, transfers_of
-from forebay.core.state.holder_bits import HolderKey
+from forebay.cli.common.recorded_simulation import RecordedSimulation
 from forebay.events.snapshots import WorkerState
 from forebay.ingress.errors import Unusable
-from forebay.replay.diff.handover import Handover, RecordedRequest
-from forebay.simulate.outcome import RequestOutcomes, SimulationOutcome, summary
-from forebay.simulate.resumed import NotSimulable, rank_keys, resume
-from forebay.simulate.settings import Transfer
+from forebay.replay.diff.handover import Handover
+from forebay.simulate.resumed import rank_keys
 from forebay.simulate.transfer_fit import TransferFit
 
 RECORDED, HISTORY, ALTERNATIVE = "history, recorded", "history, simulated", "alternative, simulated"
@@ -30,7 +27,7 @@ class ClosedLoop(msgspec.Struct, kw_only=True):
     Attributes:
         after_s: seconds from the fork to the end of the recording.
         requests: requests that arrived after the fork and that history finished. The statistics cover these requests.
-        under_way: requests active at the fork. They restart there and are not part of the statistics.
+        in_flight: requests active at the fork. They restart there and are not part of the statistics.
         assumed: requests that history did not finish. Their responses are assumed to have the median length.
         speedup: factor by which engines are faster than the modelled GPU.
         runs: statistics by name of the run, as `forebay simulate` prints them.
@@ -39,7 +36,7 @@ class ClosedLoop(msgspec.Struct, kw_only=True):
 
     after_s: float
     requests: int
-    under_way: int
+    in_flight: int
     assumed: int
     speedup: float
     runs: dict[str, dict[str, Any]]
@@ -58,59 +55,38 @@ def closed_loop(handover: Handover, end_us: int, speedup: float, progress: OnRun
     Raises:
         Unusable: the rest of the recording cannot be simulated.
     """
+    workers = [chunk.spec for chunk in handover.states[0] if isinstance(chunk, WorkerState)]
     try:
-        requests = RecordedRequests(handover.requests)
+        simulation = RecordedSimulation.of(handover.requests, rank_keys(handover.states[0]), workers)
     except Unusable as error:
         raise Unusable(f"--closed-loop: after the fork, {error}") from None
-    compared = requests.comparable
-    keys = rank_keys(handover.states[0])
-    workers = [chunk.spec for chunk in handover.states[0] if isinstance(chunk, WorkerState)]
-    prefilling = {spec.worker_id for spec in workers if spec.role == "prefill"}
-    prefill_workers = tuple(number for number, key in enumerate(keys) if key[0] in prefilling)
-    fit = transfers_of(handover.requests, workers)
-    transfer = Transfer() if fit is None else fit.transfer
-    runs = {RECORDED: _recorded(compared.values(), keys, prefill_workers)}
+    requests, compared = simulation.requests, simulation.observed()
+    runs = {RECORDED: simulation.summarize(compared.values())}
     for name, state, operator_events in zip(
         (HISTORY, ALTERNATIVE), handover.states, handover.operator_events, strict=True
     ):
 
         def on_arrived(done: int, run: str = name) -> None:
-            progress(run, done, len(requests.asked))
+            progress(run, done, len(requests.by_id))
 
         try:
-            resumed = resume(state, requests.arrivals(operator_events), on_arrived, speedup=speedup, transfer=transfer)
-        except NotSimulable as error:
+            resumed = simulation.run(state, requests.arrivals(operator_events), on_arrived, speedup=speedup)
+        except Unusable as error:
             raise Unusable(f"--closed-loop: {error}") from None
-        served = RequestOutcomes(resumed.served[request_id] for request_id in compared)
-        outcome = SimulationOutcome(served, resumed.digest, prefill_workers=prefill_workers)
-        runs[name] = summary(outcome, len(keys))
+        runs[name] = simulation.summarize((resumed.served[request_id] for request_id in compared), resumed.digest)
     return ClosedLoop(
         after_s=(end_us - handover.at_us) / 1e6,
         requests=len(compared),
-        under_way=sum(one.under_way for one in handover.requests),
+        in_flight=sum(one.in_flight for one in handover.requests),
         assumed=requests.assumed,
         speedup=speedup,
         runs=runs,
-        notes=_notes(handover, len(compared), requests.assumed, speedup, fit),
+        notes=_notes(handover, len(compared), requests.assumed, speedup, simulation.fit),
     )
 
 
-def _recorded(
-    requests: Iterable[RecordedRequest], keys: Sequence[HolderKey], prefill_workers: tuple[int, ...]
-) -> dict[str, Any]:
-    """Return the statistics of history as its workers reported them. Some workers may have joined after the fork."""
-    places = {key: number for number, key in enumerate(keys)}
-    served = []
-    for one in requests:
-        for worker in (one.worker, one.prefiller):
-            if worker is not None:
-                places.setdefault(worker, len(places))
-        served.append(answered(one, places))
-    return summary(SimulationOutcome(RequestOutcomes(served), prefill_workers=prefill_workers), len(places))
-
-
 def _notes(handover: Handover, compared: int, assumed: int, speedup: float, fit: TransferFit | None) -> list[str]:
-    again = sum(one.under_way for one in handover.requests)
+    again = sum(one.in_flight for one in handover.requests)
     lines = [
         f"Statistics cover the {compared:,} requests that arrived after the fork and that history finished, with the "
         "arrival times, prompts and output lengths of the recording.",

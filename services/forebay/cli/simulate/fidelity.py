@@ -13,7 +13,7 @@ from functools import partial
 import msgspec
 from xxhash import xxh3_64_intdigest
 
-from forebay.cli.common.recorded_requests import RecordedRequests, answered, transfers_of
+from forebay.cli.common.recorded_simulation import RecordedRequests, RecordedSimulation
 from forebay.cli.simulate.fidelity_stages import PlacementAgreement, agreement, placeable, specs, stages
 from forebay.cli.simulate.simulations import OnDone, Work, run_all
 from forebay.core.state.holder_bits import HolderKey
@@ -23,9 +23,9 @@ from forebay.events.fleet import WorkerJoined, WorkerLost
 from forebay.events.snapshots import Chunk, WorldState
 from forebay.ingress.errors import Unusable
 from forebay.replay.observed import ExternalEvent, ObservedHistory
-from forebay.simulate.outcome import RequestOutcome, RequestOutcomes, SimulationOutcome, percentiles, summary
-from forebay.simulate.resumed import MOCKER, NO_DELAYS, NotSimulable, rank_keys, resume
-from forebay.simulate.settings import Delays, Transfer
+from forebay.simulate.outcome import RequestOutcome, percentiles
+from forebay.simulate.resumed import MOCKER, NO_DELAYS, rank_keys
+from forebay.simulate.settings import Delays
 from forebay.simulate.transfer_fit import TransferFit
 
 AS_RECORDED = "as recorded"
@@ -192,27 +192,27 @@ def fidelity(
     Raises:
         Unusable: the history cannot be simulated.
     """
-    requests = RecordedRequests(history.requests)
-    fit = transfers_of(history.requests, list(specs(history)), playing.link)
+    simulation = RecordedSimulation.of(history.requests, _ranks(history), list(specs(history)), playing.link)
+    requests, fit = simulation.requests, simulation.fit
     idle = [name for name in routers if "disagg." in name]
     if fit is None and idle:
         raise Unusable(f"{idle[0]}: disagg settings need prefill and decode workers, but the recording has none")
     if fit is None and playing.link:
         raise Unusable("the recording has no KV transfers; omit the --kv-transfer-* options")
-    played = partial(_FidelityRun, history, requests, playing, Transfer() if fit is None else fit.transfer)
+    played = partial(_FidelityRun, history, simulation, playing)
     runs = [played(AS_RECORDED, draw=draw) for draw in range(playing.repeat)]
     runs.append(played(PLACED, placed=True))
     for name, router in routers.items():
         runs += [played(name, router, draw) for draw in range(playing.repeat)]
     simulated = []
-    for one in run_all([Work(run.label, len(requests.asked), run) for run in runs]):
+    for one in run_all([Work(run.label, len(requests.by_id), run) for run in runs]):
         if isinstance(one, Exception):
             raise one
         simulated.append(one)
     return FidelityReport(
         span_s=(history.end_us - history.begin_us) / 1e6,
-        requests=len(requests.asked),
-        workers=len(_ranks(history)),
+        requests=len(requests.by_id),
+        workers=len(simulation.ranks),
         left_out=_left_out(requests),
         hops_ms=_hops(requests),
         speedup=playing.speedup,
@@ -233,9 +233,8 @@ class _FidelityRun:
     """
 
     history: ObservedHistory
-    requests: RecordedRequests
+    simulation: RecordedSimulation
     playing: FidelitySettings
-    transfer: Transfer
     name: str
     router: RouterConfig | None = None
     draw: int = 0
@@ -254,38 +253,27 @@ class _FidelityRun:
         """
         state, events = placeable(self.history) if self.placed else (self.history.state, self.history.external_events)
         state, events = _routed_by(self.router, state, events, over_operators="disagg." in self.name)
-        playing = self.playing
-        try:
-            resumed = resume(
-                state,
-                self.requests.arrivals(events, _arrival_shift(self.draw), placed=self.placed),
-                on_done,
-                speedup=playing.speedup,
-                delays=msgspec.structs.replace(playing.delays, submit=NO_DELAYS.submit, tokens=playing.delays.progress),
-                timing=playing.timing,
-                transfer=self.transfer,
-            )
-        except NotSimulable as error:
-            raise Unusable(str(error)) from None
-        places = {key: number for number, key in enumerate(_ranks(self.history))}
+        playing, simulation = self.playing, self.simulation
+        resumed = simulation.run(
+            state,
+            simulation.requests.arrivals(events, _arrival_shift(self.draw), placed=self.placed),
+            on_done,
+            speedup=playing.speedup,
+            delays=msgspec.structs.replace(playing.delays, submit=NO_DELAYS.submit, tokens=playing.delays.progress),
+            timing=playing.timing,
+        )
         pairs = []
         failures: Counter[str] = Counter()
-        for request_id, recorded in self.requests.comparable.items():
+        for request_id, recorded in simulation.observed().items():
             served = resumed.served[request_id]
             if served.failure:
                 failures[served.failure] += 1
-                continue
-            if served.worker is not None:
-                served.worker = places[resumed.ranks[served.worker]]
-            if served.prefiller is not None:
-                served.prefiller = places[resumed.ranks[served.prefiller]]
-            pairs.append(_Pair(answered(recorded, places), served))
+            else:
+                pairs.append(_Pair(recorded, served))
         if not pairs:
             reasons = f": {failures.most_common(1)[0][0]}" if failures else ""
             raise Unusable(f"{self.name}: no request completed both in the recording and in the simulation{reasons}")
-        prefilling = {spec.worker_id for spec in specs(self.history) if spec.role == "prefill"}
-        numbers = tuple(number for key, number in places.items() if key[0] in prefilling)
-        return _compare(self, pairs, failures, numbers, resumed.digest)
+        return _compare(self, pairs, failures, resumed.digest)
 
 
 def _arrival_shift(draw: int) -> Callable[[int], int]:
@@ -295,14 +283,10 @@ def _arrival_shift(draw: int) -> Callable[[int], int]:
     return lambda number: xxh3_64_intdigest(b"%d" % number, draw) % LATER_US
 
 
-def _compare(
-    run: _FidelityRun, pairs: Sequence[_Pair], failures: Counter[str], prefill_workers: tuple[int, ...], digest: str
-) -> SimulatedRun:
-    workers = len(_ranks(run.history))
-    ours, theirs = (
-        summary(SimulationOutcome(RequestOutcomes(side), prefill_workers=prefill_workers), workers)
-        for side in ([pair.observed for pair in pairs], [pair.simulated for pair in pairs])
-    )
+def _compare(run: _FidelityRun, pairs: Sequence[_Pair], failures: Counter[str], digest: str) -> SimulatedRun:
+    ours = run.simulation.summarize(pair.observed for pair in pairs)
+    theirs = run.simulation.summarize(pair.simulated for pair in pairs)
+    prefill_workers = run.simulation.prefill_workers
     moved = {of: _percent(ours[of], theirs[of]) if of in ours else None for of in MOVED}
     times = TIMES + STAGE_TIMES if prefill_workers else TIMES
     return SimulatedRun(
@@ -417,8 +401,8 @@ def _ranks(history: ObservedHistory) -> list[HolderKey]:
 
 def _left_out(requests: RecordedRequests) -> dict[str, int]:
     found: Counter[str] = Counter()
-    for one in requests.asked.values():
-        if one.under_way:
+    for one in requests.by_id.values():
+        if one.in_flight:
             found["in flight at the beginning"] += 1
         elif one.output_tokens is not None:
             continue
@@ -432,7 +416,7 @@ def _left_out(requests: RecordedRequests) -> dict[str, int]:
 
 
 def _hops(requests: RecordedRequests) -> dict[str, dict[str, float]]:
-    recorded = requests.asked.values()
+    recorded = requests.by_id.values()
     hops = {
         "submit": [(one.at_us - one.stamped_us) / 1e3 for one in recorded if one.stamped_us],
         "progress": [(one.first_us - one.first_stamped_us) / 1e3 for one in recorded if one.first_stamped_us],

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import msgspec
 
-from forebay.cli.common.recorded_requests import placed_at
+from forebay.cli.common.recorded_simulation import placement_taint
 from forebay.events.fleet import WorkerJoined, WorkerSpec
 from forebay.events.snapshots import Chunk, WorkerState
 from forebay.replay.observed import ExternalEvent, ObservedHistory
@@ -70,7 +70,7 @@ def placeable(history: ObservedHistory) -> tuple[Sequence[Chunk], Sequence[tuple
     Each prefill worker gets a taint of its own, and all decode workers get all of these taints. The taint is needed
     because a request can name only its decode worker, and required taints apply to both stages.
     """
-    taints = tuple(dict.fromkeys(placed_at(spec.worker_id) for spec in specs(history) if spec.role == "prefill"))
+    taints = tuple(dict.fromkeys(placement_taint(spec.worker_id) for spec in specs(history) if spec.role == "prefill"))
 
     def labelled(one: T) -> T:
         return msgspec.structs.replace(one, spec=_labelled(one.spec, taints))
@@ -83,5 +83,5 @@ def placeable(history: ObservedHistory) -> tuple[Sequence[Chunk], Sequence[tuple
 
 
 def _labelled(spec: WorkerSpec, taints: Iterable[str]) -> WorkerSpec:
-    own = {"prefill": (placed_at(spec.worker_id),), "decode": taints}.get(spec.role, ())
+    own = {"prefill": (placement_taint(spec.worker_id),), "decode": taints}.get(spec.role, ())
     return msgspec.structs.replace(spec, taints=(*spec.taints, *own))

@@ -77,7 +77,7 @@ class OwnerMetrics(Collector):
         world = self._owner.world
         counts = world.counts
         yield self._counter("dynamo_component_router_requests", "requests routed", sum(world.turns.values()))
-        yield self._gauge("forebay_owner_requests_under_way", "requests in flight", len(world.requests))
+        yield self._gauge("forebay_owner_requests_in_flight", "requests in flight", len(world.requests))
         yield from self._stage_metrics()
         ignored = {name: count for name, count in counts.items() if not name.startswith(OUTCOMES)}
         yield self._counts("forebay_owner_events", "events without effect, by reason", ignored)
@@ -87,7 +87,7 @@ class OwnerMetrics(Collector):
         yield self._counts("forebay_router_requests_aborted", text, _with_prefix(counts, "aborted_"))
         text = "releases of prefilled KV that no decode worker will fetch, by reason"
         yield self._counts("forebay_router_kv_released", text, _with_prefix(counts, "kv_released_"))
-        yield self._gauge("forebay_owner_commands_under_way", "worker commands in flight", len(world.commands))
+        yield self._gauge("forebay_owner_commands_in_flight", "worker commands in flight", len(world.commands))
         yield self._counts(
             "forebay_owner_commands", "commands by what became of them", _with_prefix(counts, "command_")
         )

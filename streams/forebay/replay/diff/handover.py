@@ -35,7 +35,7 @@ class RecordedRequest:
         timeout_us: time limit of the request.
         hints: routing hints.
         lora_name: LoRA adapter; empty for none.
-        under_way: whether the request arrived before the fork and restarts there.
+        in_flight: whether the request arrived before the fork and restarts there.
         worker: worker ID and rank of the last attempt in history; None if there was no attempt.
         attempts: number of attempts.
         first_us: when the router received the first-token event; 0 if it received none.
@@ -62,7 +62,7 @@ class RecordedRequest:
     timeout_us: int
     hints: RoutingHints
     lora_name: str
-    under_way: bool
+    in_flight: bool
     worker: tuple[str, int] | None = None
     attempts: int = 0
     first_us: int = 0
@@ -233,7 +233,7 @@ def _submitted(event: RequestSubmitted, now_us: int) -> RecordedRequest:
         event.timeout_us,
         event.routing,
         event.lora_name,
-        under_way=False,
+        in_flight=False,
         stamped_us=event.at_us,
     )
 
@@ -249,5 +249,5 @@ def _restarted(request: ActiveRequest, model: str, now_us: int) -> RecordedReque
         max(1, request.due_us - now_us),
         request.hints,
         request.lora_name,
-        under_way=True,
+        in_flight=True,
     )
