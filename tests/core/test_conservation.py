@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.core.rederive import Rederivation
-from forebay.core.routing.disaggregation import decide_prefill, prefill_candidates
+from forebay.core.routing.candidates import find_candidates, must_queue
+from forebay.core.routing.disaggregation import locate_prompt
 from forebay.core.routing.eligibility import Ineligible
-from forebay.core.routing.router import find_candidates, must_queue
 from forebay.core.routing.selection import WEIGHT_ONE, softmax_weights
 from forebay.core.state.active_request import ActiveRequest
 from forebay.core.step import CLOCK, InputEvent, advance
@@ -162,8 +162,8 @@ def may_go(world: World, request: ActiveRequest) -> bool:
     config = world.pools[request.pool]
     try:
         roster = find_candidates(world, config, request)
-        prefill = decide_prefill(world, config, request, roster) if config.role == "decode" else None
-        return not must_queue(*prefill_candidates(config, roster, prefill))
+        computing = locate_prompt(world, config, request, roster)
+        return not must_queue(computing.pool, computing.roster)
     except Ineligible:
         return False
 

@@ -13,7 +13,7 @@ from forebay.core.routing.counterfactual import (
     counterfactual,
     merge_runtime_settings,
 )
-from forebay.core.routing.plan import Selection
+from forebay.core.routing.plan import Plan
 from forebay.core.state.active_request import ActiveRequest
 from forebay.core.world import World
 from forebay.events.base import pack_u64
@@ -38,10 +38,10 @@ def looking(driver: Driver, alternative: Alternative) -> list[Seen]:
     seen: list[Seen] = []
     world: World = driver.world
 
-    def on_selection(pool: PoolConfigured, request: ActiveRequest, choice: Selection) -> None:
-        seen.append((request, counterfactual(world, alternative(pool), request, choice)))
+    def on_plan(plan: Plan) -> None:
+        seen.append((plan.request, counterfactual(world, alternative(plan.pool), plan)))
 
-    world.on_selection = on_selection
+    world.on_plan = on_plan
     return seen
 
 

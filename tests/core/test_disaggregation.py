@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.core.phases import Phase
-from forebay.core.routing.disaggregation import as_decode_request, as_prefill_request
+from forebay.core.routing.stages import as_decode_request, as_prefill_request
 from forebay.core.state.active_request import request_from_event
 from forebay.core.world import restore
 from forebay.events.base import pack_u64

@@ -12,15 +12,13 @@ from hypothesis import given, note
 from hypothesis import strategies as st
 
 from forebay.core.phases import Phase
+from forebay.core.routing.candidates import find_candidates, find_retry_candidates, must_queue
 from forebay.core.routing.disaggregation import (
-    as_prefill_request,
-    decide_prefill,
-    has_kept_kv,
-    prefill_candidates,
+    locate_prompt,
     requires_remote_prefill,
 )
 from forebay.core.routing.eligibility import Ineligible
-from forebay.core.routing.router import find_candidates, find_retry_candidates, must_queue
+from forebay.core.routing.stages import as_prefill_request
 from forebay.core.state.active_request import ActiveRequest
 from forebay.core.step import AnyDecision, InputEvent
 from forebay.core.world import restore
@@ -182,7 +180,8 @@ class Books(Driver):
         world, config = self.world, self.world.pools[one.pool]
         try:
             roster = find_candidates(world, config, one)
-            return not must_queue(*prefill_candidates(config, roster, decide_prefill(world, config, one, roster)))
+            computing = locate_prompt(world, config, one, roster)
+            return not must_queue(computing.pool, computing.roster)
         except Ineligible:
             return False
 
@@ -190,7 +189,7 @@ class Books(Driver):
         world, config = self.world, self.world.pools[one.pool]
         try:
             find_retry_candidates(world, config, one)
-            if has_kept_kv(one, world.now_us) or not requires_remote_prefill(world, config, one):
+            if one.has_kept_kv(world.now_us) or not requires_remote_prefill(world, config, one):
                 return True
             found = world.prefillers_of(config)
             if found is not None:

@@ -1,11 +1,10 @@
 """What another configuration would have chosen at the stages of a request, in history's own state."""
 
-from typing import Any
-
 import msgspec
 
 from forebay.core.routing.counterfactual import Counterfactual, counterfactual
-from forebay.events.control import PoolConfigured, RouterConfig
+from forebay.core.routing.plan import Plan
+from forebay.events.control import RouterConfig
 from forebay.events.progress import TransferFailed
 from tests.core.test_disaggregation import prefilled, progress_fields
 from tests.core.worlds import PROMPTS, Driver, request
@@ -15,12 +14,12 @@ def test_history_agrees_with_itself_at_every_stage() -> None:
     drive = Driver().disagg(("p", "q"), ("d", "e"), session_ttl_s=10.0)
     found: list[tuple[str, Counterfactual, Counterfactual]] = []
 
-    def look(pool: PoolConfigured, request: Any, choice: Any) -> None:
-        other = msgspec.structs.replace(pool, router=RouterConfig(mode="round-robin", session_ttl_s=10.0))
-        ours, theirs = (counterfactual(drive.world, one, request, choice) for one in (pool, other))
-        found.append((request.stage, ours, theirs))
+    def look(plan: Plan) -> None:
+        other = msgspec.structs.replace(plan.pool, router=RouterConfig(mode="round-robin", session_ttl_s=10.0))
+        ours, theirs = (counterfactual(drive.world, one, plan) for one in (plan.pool, other))
+        found.append((plan.stage, ours, theirs))
 
-    drive.world.on_selection = look
+    drive.world.on_plan = look
     for number in range(4):
         (first,) = drive("requests", request(f"r{number}", PROMPTS[0]))
         (then,) = prefilled(drive, first)
@@ -37,8 +36,8 @@ def test_a_prefill_worker_has_no_active_blocks_under_another_configuration_eithe
     drive = Driver().disagg(("p",), ("d",))
     drive("requests", request("r0", PROMPTS[0]))
     found: list[Counterfactual] = []
-    drive.world.on_selection = lambda pool, one, choice: found.append(
-        counterfactual(drive.world, msgspec.structs.replace(pool, router=RouterConfig()), one, choice)
+    drive.world.on_plan = lambda plan: found.append(
+        counterfactual(drive.world, msgspec.structs.replace(plan.pool, router=RouterConfig()), plan)
     )
     drive("requests", request("r1", PROMPTS[1]))
     (one,) = found

@@ -239,8 +239,8 @@ def test_another_configuration_changes_no_encoder() -> None:
     drive = staged("e", "f")
     found: list[Counterfactual] = []
     world = drive.world
-    world.on_selection = lambda of, request, choice: found.append(
-        counterfactual(world, msgspec.structs.replace(of, router=RouterConfig(mode="direct")), request, choice)
+    world.on_plan = lambda plan: found.append(
+        counterfactual(world, msgspec.structs.replace(plan.pool, router=RouterConfig(mode="direct")), plan)
     )
     encoded(drive, ask(drive))
     assert [(one.agrees, one.refusal is None) for one in found] == [(True, True), (False, False)]

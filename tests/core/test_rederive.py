@@ -36,11 +36,11 @@ def test_a_clock_reading_that_is_none() -> None:
     assert (found.reason, found.derived) == (f"the clock reading is above {CLOCK_US_MAX}", None)
 
 
-def test_on_selection_is_called_before_booking() -> None:
+def test_on_plan_is_called_before_booking() -> None:
     drive = Driver().fleet("a", "b")
     seen: list[tuple[str, str, int]] = []
-    drive.world.on_selection = lambda pool, request, choice: seen.append(
-        (request.request_id, hex_digest(choice.table.digest()), len(drive.world.requests))
+    drive.world.on_plan = lambda plan: seen.append(
+        (plan.request.request_id, hex_digest(plan.table.digest()), len(drive.world.requests))
     )
     for name in ("r1", "r2"):
         drive("requests", request(name, PROMPTS[0]))

@@ -2,12 +2,14 @@
 
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.core.phases import Phase
 from forebay.core.world import restore
-from forebay.events.control import QueueConfig
+from forebay.events.base import pack_u64
+from forebay.events.control import DisaggConfig, QueueConfig
 from forebay.events.decisions import (
     RequestAborted,
     RequestHeld,
@@ -16,10 +18,21 @@ from forebay.events.decisions import (
     RouteAnswered,
 )
 from forebay.events.fleet import WorkerLost
+from forebay.events.kv import BlocksStored
 from forebay.events.metrics import LoadReported
 from forebay.events.progress import FirstTokenEmitted, PrefillFinished, RequestFinished
 from forebay.events.requests import RequestCancelled, RoutingHints
-from tests.core.worlds import Driver, decode_pool, joined, prefill_pool, prefilled_by, prefiller, query, request
+from tests.core.worlds import (
+    PROMPTS,
+    Driver,
+    decode_pool,
+    joined,
+    prefill_pool,
+    prefilled_by,
+    prefiller,
+    query,
+    request,
+)
 
 SEQS = 8  # of each worker of `tests.core.worlds`
 LIMITED = QueueConfig(run_ahead=0.25, depth=2.0, timeout_s=0.5)
@@ -223,6 +236,22 @@ def test_prefill_workers_that_are_full_hold_requests_though_decode_workers_have_
     drive("fleet", joined("d2", 1, role="decode"))
     made = [submit(drive, f"r{at}") for at in range(11)]
     assert [type(one) for one in made] == [RequestRouted] * 10 + [RequestHeld]
+
+
+@pytest.mark.parametrize("policy", ["always", "prefill_load"])
+def test_a_full_prefill_worker_is_no_candidate_even_if_the_disaggregation_policy_compared_its_load(policy: Any) -> None:
+    drive = Driver()
+    drive("control", decode_pool(disagg=DisaggConfig(policy=policy, prefill_busy_threshold=100.0)))
+    drive("control", prefill_pool(queue=LIMITED))
+    drive("fleet", joined("d", 0, role="decode"))
+    for slot, name in enumerate("pq"):
+        drive("fleet", prefiller(name, slot))
+    cached = BlocksStored(worker_id="p", worker_epoch=drive.epoch("p"), seq=1, sequence_hashes=pack_u64(PROMPTS[0]))
+    drive("kv-events", cached)
+    assert [submit(drive, f"r{at}", blocks=PROMPTS[0]).worker_id for at in range(4)] == ["p"] * 4
+    report(drive, "p", waiting=4)
+    sent = submit(drive, "last", blocks=PROMPTS[0])
+    assert (sent.worker_id, sent.candidates, sent.prefill.remote) == ("q", 1, True)
 
 
 moves = st.lists(

@@ -12,8 +12,7 @@ from hypothesis import given
 from prometheus_client import CollectorRegistry
 
 from forebay.core.routing.counterfactual import Alternative, Counterfactual, counterfactual
-from forebay.core.routing.plan import Selection
-from forebay.core.state.active_request import ActiveRequest
+from forebay.core.routing.plan import Plan
 from forebay.core.world import CORE_VERSION
 from forebay.events.codec import encode
 from forebay.events.control import BusyThresholds, PoolConfigured
@@ -130,11 +129,11 @@ def test_another_policy_says_what_a_plain_evaluation_says(history: list[tuple[st
     drive = Driver().fleet("a", "b")
     found: dict[tuple[str, int], Counterfactual] = {}
 
-    def on_selection(pool: PoolConfigured, request: ActiveRequest, choice: Selection) -> None:
-        key = request.request_id, request.attempt + 1
-        found[key] = counterfactual(drive.world, alternative(pool), request, choice)
+    def on_plan(plan: Plan) -> None:
+        key = plan.request.request_id, plan.request.attempt + 1
+        found[key] = counterfactual(drive.world, alternative(plan.pool), plan)
 
-    drive.world.on_selection = on_selection
+    drive.world.on_plan = on_plan
     perform_all(drive, history)
 
     async def run() -> None:

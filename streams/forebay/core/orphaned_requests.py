@@ -1,6 +1,7 @@
 """Abort requests whose ingress is lost, because no process reads their responses any more."""
 
-from forebay.core.dispatch import AnyDecision, abort
+from forebay.core.dispatch import AnyDecision
+from forebay.core.execute import abort
 from forebay.core.world import World
 from forebay.events.fleet import IngressLost
 

@@ -10,14 +10,13 @@ from typing import assert_never
 
 from forebay.core.dispatch import (
     AnyDecision,
-    abort,
     drain_queues,
     handle_worker_loss,
     query,
-    release_kv,
     reroute,
     submit,
 )
+from forebay.core.execute import abort, release_kv
 from forebay.core.foreign_progress import is_foreign
 from forebay.core.orphaned_requests import abort_orphans
 from forebay.core.phases import Phase

@@ -11,7 +11,7 @@ from typing import TypedDict, assert_never
 from xxhash import xxh3_64_intdigest
 
 from forebay.core.routing.eligibility import requirements_key
-from forebay.core.routing.plan import Selection
+from forebay.core.routing.plan import Plan
 from forebay.core.state.active_request import ActiveRequest
 from forebay.core.state.commands import PendingCommands
 from forebay.core.state.fleet import Fleet, FleetWorker
@@ -85,10 +85,10 @@ class World:
         owner_epoch: offset of the owner's claim; -1 before the first.
         seq: sequence number of the next decision.
         counts: counters for diagnostics; not part of the state.
-        on_selection: called with every selection before it is booked. It may read the world and must not change it. Not
-            part of the state.
-        on_loss: called with every lost worker while its requests and cache are still in the state; otherwise as the
-            selection callback.
+        on_plan: called with every plan before it is booked. It may read the world and must not change it. Not part of
+            the state.
+        on_loss: called with every lost worker while its requests and cache are still in the state; otherwise as
+            `on_plan`.
     """
 
     def __init__(self) -> None:
@@ -111,7 +111,7 @@ class World:
         self.owner_epoch = -1
         self.seq = 0
         self.counts: Counter[str] = Counter()
-        self.on_selection: Callable[[PoolConfigured, ActiveRequest, Selection], None] | None = None
+        self.on_plan: Callable[[Plan], None] | None = None
         self.on_loss: Callable[[WorkerLost, FleetWorker], None] | None = None
         self._rosters: dict[str, Roster] = {}
 

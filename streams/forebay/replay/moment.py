@@ -7,7 +7,6 @@ from typing import Any
 
 import msgspec
 
-from forebay.core.routing.disaggregation import has_kept_kv
 from forebay.core.state.active_request import ActiveRequest
 from forebay.core.state.fleet import FleetWorker
 from forebay.core.state.holder_bits import HolderKey
@@ -375,7 +374,7 @@ def _rank(world: World, cursor: IndexCursor) -> RankFacts:
 
 def _request(world: World, request: ActiveRequest, timeout_us: int | None) -> RequestFacts:
     due_in_us = request.due_us - world.now_us
-    kept = request.prefilled if has_kept_kv(request, world.now_us) else None
+    kept = request.prefilled if request.has_kept_kv(world.now_us) else None
     return RequestFacts(
         request_id=request.request_id,
         phase=request.phase.value,

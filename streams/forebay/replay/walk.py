@@ -58,7 +58,7 @@ class Walk:
     """The steps from a start up to a journal offset, exclusive. A walk can be iterated once.
 
     Attributes:
-        world: the state after the last step. `world.on_selection` may be set before the first step.
+        world: the state after the last step. `world.on_plan` may be set before the first step.
         followed: derives the decisions. Its `on_applied` may be set before the first step.
         start: journal offset of the first step.
         end: journal offset at which the walk ends, for progress reports.

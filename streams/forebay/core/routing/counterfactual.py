@@ -1,6 +1,6 @@
 """Evaluate another router configuration in the recorded state of each decision (open loop).
 
-`World.on_selection` reports each selection before it is booked. At that moment this module applies the same
+`World.on_plan` reports each plan before it is booked. At that moment this module applies the same
 eligibility, costs and policy under an alternative configuration. It only reads the world. The world keeps following the
 recorded decisions, so the next evaluation also starts from the recorded state and errors do not accumulate. Bookings
 always follow the recorded configuration.
@@ -12,18 +12,11 @@ from typing import TypeVar
 
 import msgspec
 
-from forebay.core.routing.disaggregation import (
-    as_prefill_pool,
-    find_decode_candidates,
-    find_prefill_candidates,
-    has_kept_kv,
-    was_dispatched,
-)
+from forebay.core.routing.candidates import find_candidates, find_retry_candidates, must_queue
 from forebay.core.routing.eligibility import Ineligible
-from forebay.core.routing.plan import Selection
-from forebay.core.routing.router import evaluate, find_candidates, find_retry_candidates, must_queue
-from forebay.core.state.active_request import ActiveRequest
-from forebay.core.state.roster import CandidateRank, Roster
+from forebay.core.routing.evaluation import evaluate
+from forebay.core.routing.plan import Plan, StageCandidates
+from forebay.core.routing.stages import find_decode_candidates, find_prefill_candidates
 from forebay.core.world import World
 from forebay.events.control import BusyThresholds, DisaggConfig, PoolConfigured
 
@@ -50,22 +43,22 @@ class Counterfactual:
     """Selection under an alternative configuration, beside the recorded one.
 
     Attributes:
-        history: recorded selection, with its own cost table.
-        choice: selection under the alternative; None if the alternative would have rejected the request.
+        history: recorded plan, with its own cost table.
+        choice: plan under the alternative; None if the alternative would have rejected the request.
         refusal: reason for that rejection.
-        would_hold: whether the alternative would have queued the request. `choice` is then the selection it would have
+        would_hold: whether the alternative would have queued the request. `choice` is then the plan it would have
             made without queueing.
     """
 
-    history: Selection
-    choice: Selection | None
+    history: Plan
+    choice: Plan | None
     refusal: Ineligible | None
     would_hold: bool
 
     @property
     def agrees(self) -> bool:
         """Whether both selected the same rank."""
-        return self.choice is not None and selected_rank(self.choice).key == selected_rank(self.history).key
+        return self.choice is not None and self.choice.selected.key == self.history.selected.key
 
     @property
     def regret_blocks(self) -> float | None:
@@ -77,7 +70,7 @@ class Counterfactual:
         if self.choice is None:
             return None
         table = self.choice.table
-        at = table.roster.positions.get(selected_rank(self.history).key)
+        at = table.roster.positions.get(self.history.selected.key)
         return None if at is None else table.costs[at] - table.costs[self.choice.at]
 
     @property
@@ -91,45 +84,43 @@ class Counterfactual:
         return self.history.table.overlap(self.history.at).device
 
 
-def counterfactual(world: World, pool: PoolConfigured, request: ActiveRequest, history: Selection) -> Counterfactual:
-    """Return the selection that `pool`, an alternative configuration, would lead to.
+def counterfactual(world: World, pool: PoolConfigured, history: Plan) -> Counterfactual:
+    """Return the plan that `pool`, an alternative configuration, would lead to.
 
     The stage is not reconsidered: if the prompt was sent to a prefill pool, only the rank in that pool is selected
     again.
 
     Args:
-        world: state in which the recorded selection was made.
-        pool: alternative configuration of the pool that made the selection.
-        request: request as that pool saw it.
-        history: recorded selection.
+        world: state in which the recorded plan was made.
+        pool: alternative configuration of the pool that made the plan.
+        history: recorded plan.
     """
-    if pool.role == "encode":  # no configuration changes the selection of an encode worker
+    if history.stage == "encode":  # no configuration changes the selection of an encode worker
         return Counterfactual(history, history, None, would_hold=False)
+    request = history.request
     # A prefill worker's view of a request counts prefill attempts only, so look at the request itself.
-    again = was_dispatched(world.requests.get(request.request_id) or request)
+    again = (world.requests.get(request.request_id) or request).was_dispatched
     try:
-        pool, roster = _candidates(world, pool, request, again=again)
-        choice = evaluate(world, pool, request, roster)
+        candidates = _candidates(world, pool, history, again=again)
+        choice = evaluate(world, candidates)
     except Ineligible as ineligible:
         return Counterfactual(history, None, ineligible, would_hold=False)
-    return Counterfactual(history, choice, None, would_hold=not again and must_queue(pool, roster))
+    would_hold = not again and must_queue(candidates.pool, candidates.roster)
+    return Counterfactual(history, choice, None, would_hold=would_hold)
 
 
-def _candidates(
-    world: World, pool: PoolConfigured, request: ActiveRequest, *, again: bool
-) -> tuple[PoolConfigured, Roster]:
-    """Return the effective pool and its candidates, as `forebay.core.dispatch` does. Raises Ineligible."""
-    busy = _busy(world, pool)
-    if pool.role == "prefill":
-        return as_prefill_pool(pool), find_prefill_candidates(world, pool, request, busy, again=again)
-    if pool.role == "decode" and request.stage == "decode" and has_kept_kv(request, world.now_us):
-        return pool, find_decode_candidates(world, pool, request, busy)
-    return pool, find_retry_candidates(world, pool, request) if again else find_candidates(world, pool, request, busy)
-
-
-def selected_rank(choice: Selection) -> CandidateRank:
-    """Return the selected rank."""
-    return choice.table.roster.ranks[choice.at]
+def _candidates(world: World, pool: PoolConfigured, history: Plan, *, again: bool) -> StageCandidates:
+    """Return the candidates of the same stage in `pool`, as the planner does. Raises Ineligible."""
+    busy, request = _busy(world, pool), history.request
+    if history.stage == "prefill":
+        return find_prefill_candidates(world, pool, request, busy, again=again)
+    if history.stage == "decode":
+        roster = find_decode_candidates(world, pool, request, busy)
+    elif again:
+        roster = find_retry_candidates(world, pool, request)
+    else:
+        roster = find_candidates(world, pool, request, busy)
+    return StageCandidates(history.stage, pool, roster, request)
 
 
 def merge_runtime_settings(

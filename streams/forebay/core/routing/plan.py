@@ -1,25 +1,69 @@
-"""Values that a routing decision results in, before anything is booked."""
+"""Values of a routing decision, before anything is booked.
+
+`forebay.core.routing.planner` reads the world and returns them. `forebay.core.execute` applies them. The journal and
+`replay explain` show them.
+"""
 
 from dataclasses import dataclass
 
 from forebay.core.routing.cost import CostTable
-from forebay.events.control import RouterConfig
-from forebay.events.decisions import ScoredCandidate
+from forebay.core.routing.eligibility import Ineligible
+from forebay.core.state.active_request import ActiveRequest
+from forebay.core.state.roster import CandidateRank, Roster
+from forebay.events.control import PoolConfigured, RouterConfig
+from forebay.events.decisions import PrefillPlace, ScoredCandidate, Stage
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Selection:
-    """Selected candidate and the data that explains it.
+class StageCandidates:
+    """Ranks that may take the next stage of a request.
 
     Attributes:
+        stage: next stage.
+        pool: configuration of the pool that selects.
+        roster: the candidates, at least one.
+        request: request as that pool sees it.
+        place: where the prompt is computed, and why; None if the pool always computes it, or no longer.
+    """
+
+    stage: Stage
+    pool: PoolConfigured
+    roster: Roster
+    request: ActiveRequest
+    place: PrefillPlace | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """Candidate that is selected for the next stage of a request, and the data that explains it.
+
+    Attributes:
+        stage: next stage.
+        pool: configuration of the pool that selects.
+        request: request as that pool sees it.
         config: router configuration in effect, including the request's override.
         table: cost table over all candidates.
         at: position of the selected candidate in the table.
+        place: as in `StageCandidates`.
     """
 
+    stage: Stage
+    pool: PoolConfigured
+    request: ActiveRequest
     config: RouterConfig
     table: CostTable
     at: int
+    place: PrefillPlace | None = None
+
+    @property
+    def roster(self) -> Roster:
+        """All candidates."""
+        return self.table.roster
+
+    @property
+    def selected(self) -> CandidateRank:
+        """Selected candidate."""
+        return self.table.roster.ranks[self.at]
 
     @property
     def ties(self) -> int:
@@ -35,3 +79,20 @@ class Selection:
             return None
         best = others.index(min(others))
         return self.table.candidate(best + (best >= self.at))
+
+
+@dataclass(frozen=True, slots=True)
+class QueuePlan:
+    """Place in the router's queue of a new request that must wait.
+
+    Attributes:
+        queue_class: class in which the request is queued.
+        uncached_tokens: prompt tokens that even the candidate with the largest overlap must compute.
+        ahead: requests of the class that are already queued.
+        full: why the queue does not take the request; None if it does.
+    """
+
+    queue_class: str
+    uncached_tokens: int
+    ahead: int
+    full: Ineligible | None

@@ -120,6 +120,15 @@ class ActiveRequest:
         return self.phase in ON_WORKER
 
     @property
+    def was_dispatched(self) -> bool:
+        """Whether it was ever sent to a worker, at any stage."""
+        return self.attempt > 0 or self.encodings > 0 or self.prefills > 0
+
+    def has_kept_kv(self, now_us: int) -> bool:
+        """Return whether a worker still keeps the KV of the prompt, as far as the owner knows."""
+        return self.prefilled is not None and now_us < self.prefilled_due_us
+
+    @property
     def stage_attempt(self) -> int:
         """Last attempt at the current or most recent stage."""
         return self.attempts(self.stage)

@@ -24,10 +24,8 @@ from forebay.core.routing.counterfactual import (
     Counterfactual,
     changed_booking_fields,
     counterfactual,
-    selected_rank,
 )
-from forebay.core.routing.plan import Selection
-from forebay.core.state.active_request import ActiveRequest
+from forebay.core.routing.plan import Plan
 from forebay.core.world import World
 from forebay.events.base import hex_digest
 from forebay.events.control import PoolConfigured
@@ -260,7 +258,7 @@ class _ChoiceObserver:
         self._world = world
         self._evaluated.clear()
         self._events.clear()
-        world.on_selection = self._chosen
+        world.on_plan = self._evaluate
 
     def on_record(self, offset: int, record: JournalRecord) -> None:
         """Emit the evaluation of the choice that was journalled at `offset`."""
@@ -277,10 +275,10 @@ class _ChoiceObserver:
         events, self._events = self._events, []
         return events
 
-    def _chosen(self, pool: PoolConfigured, request: ActiveRequest, choice: Selection) -> None:
+    def _evaluate(self, plan: Plan) -> None:
         world = self._world
-        result = counterfactual(world, self._changed(pool), request, choice)
-        self._evaluated.append(_Evaluated(request.request_id, pool.pool, world.now_us, result))
+        result = counterfactual(world, self._changed(plan.pool), plan)
+        self._evaluated.append(_Evaluated(plan.request.request_id, plan.pool.pool, world.now_us, result))
 
     def _changed(self, pool: PoolConfigured) -> PoolConfigured:
         known = self._pools.get(pool.pool)
@@ -297,8 +295,8 @@ class _ChoiceObserver:
 
 def _event(settings: ShadowSettings, offset: int, attempt: int, evaluated: _Evaluated) -> DecisionShadowed:
     found = evaluated.result
-    history = selected_rank(found.history)
-    ours = None if found.choice is None else selected_rank(found.choice)
+    history = found.history.selected
+    ours = None if found.choice is None else found.choice.selected
     return DecisionShadowed(
         shadow=settings.name,
         alternative_digest=settings.digest,

@@ -265,7 +265,7 @@ async def _learn_choices(log: Log, anonymizer: EventAnonymizer, progress: OnProg
         lambda *place: anonymizer.masks.tie_seed(partition, *place),
         anonymizer.policy_request,
     )
-    walk.world.on_selection = search.observe
+    walk.world.on_plan = search.observe
     overdue: set[str] = set()
     records = 0
     async for offset, record, _, divergence in walk:

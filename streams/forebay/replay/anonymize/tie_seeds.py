@@ -12,12 +12,10 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from forebay.core.routing.eligibility import Ineligible
-from forebay.core.routing.plan import Selection
+from forebay.core.routing.evaluation import policy_input, run_policy
+from forebay.core.routing.plan import Plan
 from forebay.core.routing.policies import BUILT_IN, RoutingRequest, RoutingWorld
-from forebay.core.routing.router import policy_input, run_policy
-from forebay.core.state.active_request import ActiveRequest
 from forebay.core.world import World
-from forebay.events.control import PoolConfigured
 from forebay.events.topics import REQUESTS
 from forebay.replay.anonymize.masks import NotAnonymizable
 
@@ -70,7 +68,7 @@ class SeedNumbers:
 
 
 class SeedSearch:
-    """Observes the routing decisions of a world (`World.on_selection`) and fills `numbers`.
+    """Observes the routing decisions of a world (`World.on_plan`) and fills `numbers`.
 
     Args:
         world: the world to observe.
@@ -96,20 +94,21 @@ class SeedSearch:
         self._seen: dict[int, list[_RecordedChoice]] = {}
         self._failed_tries = 0
 
-    def observe(self, pool: PoolConfigured, request: ActiveRequest, choice: Selection) -> None:
+    def observe(self, plan: Plan) -> None:
         """Observe a decision before it is booked.
 
         Raises:
             NotAnonymizable: the decision depends on masked values, so not even the original seed leads to it.
         """
-        if _needs_no_seed(choice):
+        request = plan.request
+        if _needs_no_seed(plan):
             return
         is_query = not request.due_us  # queries have no deadline
         offset = self._world.view[REQUESTS.name] - 1 if is_query else request.offset
         number = self._numbers.get(offset)
         if number < 0:
             return
-        seen = [*self._seen.get(offset, ()), self._keep(pool, request, choice)]
+        seen = [*self._seen.get(offset, ()), self._keep(plan)]
         if not self._suits(offset, number, seen[-1:]):
             self._numbers.set(offset, self._next(offset, number + 1, seen, request.tie_seed))
         if not is_query:
@@ -134,14 +133,14 @@ class SeedSearch:
         seed = self._seed(offset, number)
         return all(_chooses(one, seed) for one in seen)
 
-    def _keep(self, pool: PoolConfigured, request: ActiveRequest, choice: Selection) -> _RecordedChoice:
+    def _keep(self, plan: Plan) -> _RecordedChoice:
         """Return the decision in a form that can be repeated later, because the world's candidates change."""
-        world, policy_request = policy_input(self._world, pool, request, choice.config, choice.table)
-        mode = choice.config.mode
+        world, policy_request = policy_input(self._world, plan.pool, plan.request, plan.config, plan.table)
+        mode = plan.config.mode
         if mode not in BUILT_IN:
             policy_request = self._anonymize(policy_request)  # a custom policy may read all fields
         return _RecordedChoice(
-            replace(world, candidates=() if mode in COSTS_ONLY else tuple(world.candidates)), policy_request, choice.at
+            replace(world, candidates=() if mode in COSTS_ONLY else tuple(world.candidates)), policy_request, plan.at
         )
 
     def _tidy(self) -> None:
@@ -150,11 +149,11 @@ class SeedSearch:
             self._seen = {one.offset: self._seen[one.offset] for one in requests.active() if one.offset in self._seen}
 
 
-def _needs_no_seed(choice: Selection) -> bool:
-    mode, costs = choice.config.mode, choice.table.costs
+def _needs_no_seed(plan: Plan) -> bool:
+    mode, costs = plan.config.mode, plan.table.costs
     if mode not in BUILT_IN:
         return False
-    drawn = mode not in COSTS_ONLY or (choice.config.temperature > 0.0 and mode == "kv")
+    drawn = mode not in COSTS_ONLY or (plan.config.temperature > 0.0 and mode == "kv")
     return mode == "round-robin" or len(costs) == 1 or (not drawn and costs.count(min(costs)) == 1)
 
 

@@ -17,7 +17,7 @@ import msgspec
 from forebay.core.dispatch import drain_queues, reroute
 from forebay.core.phases import Phase
 from forebay.core.routing.counterfactual import Alternative, merge_runtime_settings
-from forebay.core.routing.plan import Selection
+from forebay.core.routing.plan import Plan
 from forebay.core.state.active_request import ActiveRequest
 from forebay.core.state.prefix_index import NO_OVERLAP
 from forebay.core.step import CLOCK, AnyDecision, InputEvent, claim, open_run, step
@@ -53,7 +53,7 @@ class CounterfactualWorld:
 
     Attributes:
         world: the state.
-        choices: routing decisions at the last event, by request ID.
+        plans: routing decisions at the last event, by request ID.
         counts: how progress that history accepted was handled, by field of `report.ProgressOutcome`.
         landed: whether prompts were cached on the selected rank when their requests ended.
         operator_event: the operator's change as applied here, if the last event was one.
@@ -71,7 +71,7 @@ class CounterfactualWorld:
                 them unchanged.
         """
         self.world = restore(start.snapshot())
-        self.choices: dict[str, tuple[ActiveRequest, Selection]] = {}
+        self.plans: dict[str, Plan] = {}
         self.counts: Counter[str] = Counter()
         self.landed = PlacementHits()
         self.operator_event: PoolConfigured | BusyThresholdsSet | DisaggregationSet | None = None
@@ -84,7 +84,7 @@ class CounterfactualWorld:
         self._unsent: dict[str, deque[tuple[int, RequestProgress]]] = {}  # progress of requests that wait here
         self._late: list[tuple[int, int, RequestProgress]] = []
         self._numbered = 0
-        self.world.on_selection = self._on_selection
+        self.world.on_plan = self._on_plan
 
     def configure(self) -> list[AnyDecision]:
         """Change the configuration at the start, and return the resulting decisions.
@@ -122,7 +122,7 @@ class CounterfactualWorld:
             now_us: the owner's clock.
             accepted: whether history accepted a progress event, or ignored it as stale.
         """
-        self.choices.clear()
+        self.plans.clear()
         if topic == CLOCK:
             return self._after(open_run(self.world, now_us), now_us) + self._apply_late(now_us)
         match event:
@@ -148,8 +148,8 @@ class CounterfactualWorld:
         """Return the number of delayed progress events that are not due yet."""
         return len(self._late) + sum(map(len, self._unsent.values()))
 
-    def _on_selection(self, _: PoolConfigured, request: ActiveRequest, choice: Selection) -> None:
-        self.choices[request.request_id] = (request, choice)
+    def _on_plan(self, plan: Plan) -> None:
+        self.plans[plan.request.request_id] = plan
 
     def _progress(self, topic: str, event: RequestProgress | None, now_us: int) -> list[AnyDecision]:
         """Apply a progress event now, later or never; None if history ignored it.

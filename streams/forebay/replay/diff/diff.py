@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 
 from forebay.core.routing.counterfactual import Alternative, Counterfactual, changed_booking_fields, counterfactual
-from forebay.core.routing.plan import Selection
+from forebay.core.routing.plan import Plan
 from forebay.core.state.active_request import ActiveRequest
 from forebay.core.state.holder_bits import HolderKey
 from forebay.core.step import AnyDecision, InputEvent
@@ -138,7 +138,7 @@ class Comparison:
         self._sums = PairTally()
         self._series: Series | None = None
         self._ranks: dict[HolderKey, None] = {}
-        self._chosen: dict[str, tuple[ActiveRequest, Counterfactual]] = {}  # history's decisions at the last event
+        self._evaluated: dict[str, Counterfactual] = {}  # history's decisions at the last event
         self._sent: dict[str, tuple[array[int], str, int]] = {}  # history's requests sent since the start
         self._landed = PlacementHits()
         self._outdated = walk.world.counts["outdated_progress"]
@@ -152,8 +152,8 @@ class Comparison:
         self._compare([], self._other.configure(), walk.world.now_us)
         if handover is not None and self.report.fork is not None:
             self._hand_over(handover, None, walk.world.now_us, forked=False)
-        self._previous_on_selection = walk.world.on_selection
-        walk.world.on_selection = self._on_selection
+        self._previous_on_plan = walk.world.on_plan
+        walk.world.on_plan = self._on_plan
         walk.followed.on_applied = self._on_applied
 
     def follow(self, offset: int, record: JournalRecord) -> None:
@@ -190,17 +190,17 @@ class Comparison:
         report.notes = notes(report)
         return report
 
-    def _on_selection(self, pool: PoolConfigured, request: ActiveRequest, choice: Selection) -> None:
+    def _on_plan(self, plan: Plan) -> None:
         """Repeat a decision with the alternative's configuration, right before history books it."""
-        if self._previous_on_selection is not None:
-            self._previous_on_selection(pool, request, choice)
+        if self._previous_on_plan is not None:
+            self._previous_on_plan(plan)
+        pool = plan.pool
         known = self._altered.get(pool.pool)
         if known is None or known[0] is not pool:
             known = self._altered[pool.pool] = (pool, self._alter(pool))
             self.report.booked = sorted({*self.report.booked, *changed_booking_fields(*known)})
             self.report.stages_kept |= known[0].router.disagg != known[1].router.disagg
-        evaluated = counterfactual(self._worlds[HISTORY], known[1], request, choice)
-        self._chosen[request.request_id] = (request, evaluated)
+        self._evaluated[plan.request.request_id] = counterfactual(self._worlds[HISTORY], known[1], plan)
 
     def _on_applied(self, topic: str, event: InputEvent | None, now_us: int, decided: Sequence[AnyDecision]) -> None:
         """Apply an event to the alternative world that history's world has just applied."""
@@ -250,7 +250,7 @@ class Comparison:
                 case _:
                     pass
         self._settle({one.request_id: None for one in (*decided, *others) if isinstance(one, RequestDecision)}, now_us)
-        self._chosen.clear()
+        self._evaluated.clear()
 
     def _find_fork(self, decided: Sequence[AnyDecision], others: Sequence[AnyDecision], now_us: int) -> None:
         ours = [decision for decision in decided if isinstance(decision, RequestDecision)]
@@ -259,8 +259,7 @@ class Comparison:
             if _key(one) == _key(other):
                 continue
             assert self._series is not None, "a decision has a time"
-            history = {key: evaluated.history for key, (_, evaluated) in self._chosen.items()}
-            chosen = {key: choice for key, (_, choice) in self._other.choices.items()}
+            history = {key: evaluated.history for key, evaluated in self._evaluated.items()}
             self._fork_key = _key(one)
             self.report.fork = Fork(
                 offset=-1,
@@ -269,7 +268,7 @@ class Comparison:
                 decisions_before=self._tallies[HISTORY].decisions + at,
                 request_id=(one or other).request_id,
                 history=_outcome(one, other, history),
-                alternative=_outcome(other, one, chosen),
+                alternative=_outcome(other, one, self._other.plans),
             )
             return
 
@@ -325,7 +324,7 @@ class Comparison:
             pair.prompt_tokens, pair.blocks = request.prompt_tokens, len(request.blocks)
         if number == HISTORY:
             self._sent[routed.request_id] = (request.blocks, *key)
-            evaluated = self._chosen[routed.request_id][1]
+            evaluated = self._evaluated[routed.request_id]
             self._count_evaluation(evaluated)
             if routed.attempt == 1:
                 self._pairs[routed.request_id].by_choice = not evaluated.agrees
@@ -344,7 +343,7 @@ class Comparison:
             if request.queue_class:
                 self._tallies[number].waits_us.append(routed.waited_us)
         if number == HISTORY:
-            self._count_evaluation(self._chosen[routed.request_id][1])
+            self._count_evaluation(self._evaluated[routed.request_id])
 
     def _count_prefill(self, number: int, routed: RequestRouted, request: ActiveRequest, now_us: int) -> None:
         """Count a prompt that a rank gets to compute, except for its cached part."""
@@ -356,7 +355,9 @@ class Comparison:
         self._series.route(number, now_us, key, request.prompt_tokens, cached_tokens)
 
     def _request_of(self, number: int, routed: RequestRouted) -> ActiveRequest:
-        return (self._chosen if number == HISTORY else self._other.choices)[routed.request_id][0]
+        if number == HISTORY:
+            return self._evaluated[routed.request_id].history.request
+        return self._other.plans[routed.request_id].request
 
     def _count_evaluation(self, evaluated: Counterfactual) -> None:
         """Count the alternative's decision on history's own state."""
@@ -442,14 +443,14 @@ def _key(decision: AnyDecision | JournalRecord | None) -> Key | None:
 
 
 def _outcome(
-    decision: RequestDecision | None, beside: RequestDecision | None, choices: dict[str, Selection]
+    decision: RequestDecision | None, beside: RequestDecision | None, plans: dict[str, Plan]
 ) -> DecisionOutcome:
     """Return a decision for the report, with this world's cost of the rank that the other world selected."""
     match decision:
         case RequestRouted():
             there = None
             if isinstance(beside, RequestRouted) and beside.request_id == decision.request_id:
-                table = choices[decision.request_id].table
+                table = plans[decision.request_id].table
                 at = table.roster.positions.get((beside.worker_id, beside.rank))
                 there = None if at is None else table.terms(at)
             return DecisionOutcome(

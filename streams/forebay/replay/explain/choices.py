@@ -10,9 +10,9 @@ import msgspec
 
 from forebay.core.routing.cost import CostTable
 from forebay.core.routing.eligibility import is_busy
-from forebay.core.routing.plan import Selection
+from forebay.core.routing.evaluation import find_overlaps
+from forebay.core.routing.plan import Plan
 from forebay.core.routing.policies import BUILT_IN
-from forebay.core.routing.router import find_overlaps
 from forebay.core.routing.selection import softmax_weights
 from forebay.core.state.active_request import ActiveRequest
 from forebay.core.state.fleet import FleetWorker, WorkerPhase
@@ -44,19 +44,20 @@ COST_SETTINGS = (
 BY_LOAD_OR_TURN = frozenset({"round-robin", "random", "power-of-two", "least-loaded"})  # modes that ignore the cost
 
 
-def routing_of(world: World, pool: PoolConfigured, request: ActiveRequest, choice: Selection) -> Routing:
+def routing_of(world: World, plan: Plan) -> Routing:
     """Return the explanation of a routing decision.
 
     The caller fills in the journal offset, the stage and the time since the submission.
     """
-    table, at, hints = choice.table, choice.at, request.hints
+    pool, request, table, at = plan.pool, plan.request, plan.table, plan.at
     costs = table.costs
     rank_states = _RankStates(world, pool, request.blocks)
-    chances = _chances(choice)
-    own = world.requests.get(request.request_id)  # stage `decode` changes hints; these are not overrides
-    override = hints.override if own is None else own.hints.override
+    chances = _chances(plan)
+    # The stage `decode` changes hints; these are not overrides.
+    own = world.requests.get(request.request_id) if plan.stage == "decode" else None
+    override = (own or request).hints.override
     changed = () if override is None else override.__struct_fields__
-    reason, text = why(world, pool, request, choice)
+    reason, text = why(world, plan)
     others = [other for other in range(len(costs)) if other != at]
     return Routing(
         offset=-1,
@@ -66,12 +67,12 @@ def routing_of(world: World, pool: PoolConfigured, request: ActiveRequest, choic
         waited_us=0,
         pool=pool.pool,
         block_size=pool.block_size,
-        mode=choice.config.mode,
-        config=_settings(world, pool, request, choice),
+        mode=plan.config.mode,
+        config=_settings(world, plan),
         overridden=tuple(name for name in changed if getattr(override, name) is not None),
         winner=at,
         runner_up=min(others, key=lambda other: (costs[other], other), default=None),
-        ties=choice.ties,
+        ties=plan.ties,
         reason=reason,
         why=text,
         candidates=tuple(_candidate(rank_states, table, position, chances) for position in range(len(costs))),
@@ -152,18 +153,18 @@ def _candidate(rank_states: _RankStates, table: CostTable, at: int, chances: Seq
     )
 
 
-def _chances(choice: Selection) -> list[float] | None:
+def _chances(plan: Plan) -> list[float] | None:
     """Return the selection probability of each candidate if the decision was sampled by cost, else None."""
-    if choice.config.mode != "kv" or not choice.config.temperature:
+    if plan.config.mode != "kv" or not plan.config.temperature:
         return None
-    weights = softmax_weights(choice.table.costs, choice.config.temperature)
+    weights = softmax_weights(plan.table.costs, plan.config.temperature)
     whole = sum(weights)
     return [weight / whole for weight in weights]
 
 
-def _settings(world: World, pool: PoolConfigured, request: ActiveRequest, choice: Selection) -> dict[str, Any]:
+def _settings(world: World, plan: Plan) -> dict[str, Any]:
     """Return the settings that this decision used."""
-    config = choice.config
+    config = plan.config
     found: dict[str, Any] = {}
     if config.mode not in BY_LOAD_OR_TURN:
         drawn = config.mode != "direct"
@@ -172,9 +173,9 @@ def _settings(world: World, pool: PoolConfigured, request: ActiveRequest, choice
         found["ttl_s"] = config.ttl_s
     elif config.predicted_ttl_s:
         found["predicted_ttl_s"] = config.predicted_ttl_s
-    if request.hints.session_id:
+    if plan.request.hints.session_id:
         found |= {"session_ttl_s": config.session_ttl_s, "session_mode": config.session_mode}
-    busy = world.busy.get(pool.pool, config.busy)
+    busy = world.busy.get(plan.pool.pool, config.busy)
     if busy != BusyThresholds():
         found["busy"] = msgspec.to_builtins(busy)
     if config.queue.threshold is not None:
@@ -208,7 +209,7 @@ def _unmet(worker: FleetWorker, rank: int, request: ActiveRequest) -> Iterator[t
 def _exclusion_by_policy(
     candidate: CandidateRank, busy: BusyThresholds, session: Binding | None, *, hard: bool
 ) -> dict[ExclusionReason, str]:
-    """Return why an eligible rank was excluded, as `forebay.core.routing.router.find_candidates` decides."""
+    """Return why an eligible rank was excluded, as `forebay.core.routing.candidates.find_candidates` decides."""
     elsewhere = session is not None and candidate.key != (session.worker_id, session.rank)
     if is_busy(candidate, busy) and not (elsewhere and hard):
         return {"busy": f"it is busy: {', '.join(_exceeded(candidate, busy))}"}

@@ -9,10 +9,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from forebay.core.routing.plan import Selection
-from forebay.core.state.active_request import ActiveRequest
+from forebay.core.routing.plan import Plan
 from forebay.core.world import World
-from forebay.events.control import PoolConfigured
 from forebay.events.fleet import WorkerFact
 from forebay.events.progress import ProgressEvent
 from forebay.events.requests import RequestCancelled, RouteQueried
@@ -28,7 +26,7 @@ from forebay.transport.history.reader import PAGE_RECORDS, decode_or_none
 
 __all__ = ["Explanation", "UnknownRequest", "explain"]
 
-OnChoice = Callable[[PoolConfigured, ActiveRequest, Selection], None]
+OnPlan = Callable[[Plan], None]
 
 BREATHE_EVERY = 64  # journal records between yields to the event loop, for time limits and signals
 
@@ -60,7 +58,7 @@ async def explain(
     start = await _start(log, partition, request_id, found)
     walk = Walk(log, partition, start, await log.end(DECISIONS.name, partition))
     timeline, trail = Timeline(request_id, start.world), DivergenceTrail(walk)
-    _add_choice_listener(walk.world, timeline.on_selection)
+    _add_plan_listener(walk.world, timeline.on_plan)
     done, divergence = start.offset, None
     async for step in walk:
         if step.divergence is not None:
@@ -90,16 +88,16 @@ async def explain(
     )
 
 
-def _add_choice_listener(world: World, also: OnChoice) -> None:
+def _add_plan_listener(world: World, also: OnPlan) -> None:
     """Call `also` for each routing decision, after the existing listener."""
-    first = world.on_selection
+    first = world.on_plan
     assert first is not None, "DivergenceTrail sets a listener"
 
-    def both(pool: PoolConfigured, request: ActiveRequest, choice: Selection) -> None:
-        first(pool, request, choice)
-        also(pool, request, choice)
+    def both(plan: Plan) -> None:
+        first(plan)
+        also(plan)
 
-    world.on_selection = both
+    world.on_plan = both
 
 
 async def _start(log: Log, partition: int, request_id: str, found: RequestLocation) -> Start:

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterator
 
 from forebay.core.routing.cost import CostTable
 from forebay.core.routing.eligibility import Ineligible, filter_eligible
-from forebay.core.routing.plan import Selection
+from forebay.core.routing.plan import Plan
 from forebay.core.routing.policies.power_of_two import draw_two
 from forebay.core.routing.selection import softmax_weights
 from forebay.core.state.active_request import ActiveRequest
@@ -16,22 +16,22 @@ from forebay.events.control import PoolConfigured, RouterConfig
 from forebay.replay.explain.explanation import SelectionReason
 
 
-def why(world: World, pool: PoolConfigured, request: ActiveRequest, choice: Selection) -> tuple[SelectionReason, str]:
+def why(world: World, plan: Plan) -> tuple[SelectionReason, str]:
     """Return what decided between the candidates: an identifier and a sentence.
 
     Call this function before the decision is booked, because it reads the world's current state.
     """
-    table, at = choice.table, choice.at
+    table, at = plan.table, plan.at
     count = len(table.costs)
-    hints = request.hints
+    hints = plan.request.hints
     if count == 1:
-        return _only(world, pool, request, choice)
+        return _only(world, plan)
     among = f"among the {count} ranks of {hints.worker_id}, to which the request is pinned: " if hints.worker_id else ""
-    match choice.config.mode:
-        case "kv" if choice.config.temperature:
-            reason, text = _drawn(choice)
-        case "kv" if choice.ties > 1:
-            reason, text = _tie(request, choice)
+    match plan.config.mode:
+        case "kv" if plan.config.temperature:
+            reason, text = _drawn(plan)
+        case "kv" if plan.ties > 1:
+            reason, text = _tie(plan)
         case "direct" if table.costs.count(table.costs[at]) > 1:
             tied = table.costs.count(table.costs[at])
             reason, text = (
@@ -39,25 +39,25 @@ def why(world: World, pool: PoolConfigured, request: ActiveRequest, choice: Sele
                 f"{tied} candidates have the lowest cost; the request's tie seed selected this one",
             )
         case "kv" | "direct":
-            reason, text = "lowest_cost", _lowest(choice)
+            reason, text = "lowest_cost", _lowest(plan)
         case "round-robin":
-            turn = world.turns.get(pool.pool, 0)
+            turn = world.turns.get(plan.pool.pool, 0)
             reason, text = "round_robin", f"its turn: request number {turn + 1:,} of the pool, over {count} candidates"
         case "random":
             reason, text = "random", f"drawn by the request's tie seed from {count} equally likely candidates"
         case "power-of-two":
-            reason, text = "power_of_two", _of_two(request, choice)
+            reason, text = "power_of_two", _of_two(plan)
         case "least-loaded":
-            reason, text = "least_loaded", _least_loaded(request, choice)
+            reason, text = "least_loaded", _least_loaded(plan)
         case mode:
-            reason, text = "policy", _policy(mode, choice)
+            reason, text = "policy", _policy(mode, plan)
     return reason, among + text
 
 
 def limiting_session(
     world: World, pool: PoolConfigured, request: ActiveRequest, candidates: Collection[HolderKey]
 ) -> Binding | None:
-    """Return the session binding that excluded all ranks but one, as `router.find_candidates` applies it, or None."""
+    """Return the session binding that excluded all ranks but one, as `find_candidates` applies it, or None."""
     hints = request.hints
     if not hints.session_id or not pool.router.session_ttl_s or hints.worker_id:
         return None
@@ -85,24 +85,24 @@ def number(value: float) -> str:
     return f"{value:,.2f}".rstrip("0").rstrip(".")
 
 
-def _only(world: World, pool: PoolConfigured, request: ActiveRequest, choice: Selection) -> tuple[SelectionReason, str]:
-    table, hints = choice.table, request.hints
+def _only(world: World, plan: Plan) -> tuple[SelectionReason, str]:
+    pool, request, hints = plan.pool, plan.request, plan.request.hints
     if hints.worker_id:
         return "pinned", "the request is pinned to it"
-    session = limiting_session(world, pool, request, table.roster.positions)
+    session = limiting_session(world, pool, request, plan.roster.positions)
     if session is not None:
         return "session", f"the session {hints.session_id} is bound to it ({pool.router.session_mode} affinity)"
     return "only_candidate", "it was the only candidate"
 
 
-def _lowest(choice: Selection) -> str:
-    table, at = choice.table, choice.at
+def _lowest(plan: Plan) -> str:
+    table, at = plan.table, plan.at
     costs = table.costs
     other = min((one for one in range(len(costs)) if one != at), key=lambda one: (costs[one], one))
     theirs = name_of(table, other)
     less = costs[other] - costs[at]
     text = f"lowest cost of {len(costs)} candidates: {number(costs[at])}, {number(less)} less than {theirs}"
-    details = "; ".join(_differences(choice.config, table, at, other))
+    details = "; ".join(_differences(plan.config, table, at, other))
     return f"{text} ({details})" if details else text
 
 
@@ -148,8 +148,8 @@ def _parts(config: RouterConfig, table: CostTable, at: int) -> dict[str, float]:
     return parts
 
 
-def _tie(request: ActiveRequest, choice: Selection) -> tuple[SelectionReason, str]:
-    table, at = choice.table, choice.at
+def _tie(plan: Plan) -> tuple[SelectionReason, str]:
+    table, at = plan.table, plan.at
     costs = table.costs
     tied = [one for one, cost in enumerate(costs) if cost == costs[at]]
     computed = [table.roster.loads[one].computed_tokens for one in tied]
@@ -167,8 +167,8 @@ def _tie(request: ActiveRequest, choice: Selection) -> tuple[SelectionReason, st
     return "tie_seed", f"{text}; {equal} of them were sent the fewest tokens to compute, and {seed}"
 
 
-def _drawn(choice: Selection) -> tuple[SelectionReason, str]:
-    table, at, temperature = choice.table, choice.at, choice.config.temperature
+def _drawn(plan: Plan) -> tuple[SelectionReason, str]:
+    table, at, temperature = plan.table, plan.at, plan.config.temperature
     weights = softmax_weights(table.costs, temperature)
     cheaper = sum(cost < table.costs[at] for cost in table.costs)
     rank = "has the lowest cost" if not cheaper else f"costs more than {cheaper} of {len(table.costs)} candidates"
@@ -176,9 +176,9 @@ def _drawn(choice: Selection) -> tuple[SelectionReason, str]:
     return "drawn", f"drawn at temperature {temperature:g} with probability {chance:.1f} %; it {rank}"
 
 
-def _of_two(request: ActiveRequest, choice: Selection) -> str:
-    table = choice.table
-    first, second = draw_two(request.tie_seed, len(table.costs))
+def _of_two(plan: Plan) -> str:
+    table = plan.table
+    first, second = draw_two(plan.request.tie_seed, len(table.costs))
     counts = table.active_requests
     drew = f"the request's tie seed drew {name_of(table, first)} and {name_of(table, second)}"
     active = f"{counts[first]} and {counts[second]} active requests"
@@ -187,17 +187,17 @@ def _of_two(request: ActiveRequest, choice: Selection) -> str:
     return f"{drew}, with {active}: the smaller number"
 
 
-def _least_loaded(request: ActiveRequest, choice: Selection) -> str:
-    counts = choice.table.active_requests
-    least = counts[choice.at]
+def _least_loaded(plan: Plan) -> str:
+    counts = plan.table.active_requests
+    least = counts[plan.at]
     tied = counts.count(least)
     if tied == 1:
         return f"fewest active requests: {least}"
     return f"{tied} candidates have the fewest active requests, {least}; the request's tie seed selected this one"
 
 
-def _policy(mode: str, choice: Selection) -> str:
-    table, at = choice.table, choice.at
+def _policy(mode: str, plan: Plan) -> str:
+    table, at = plan.table, plan.at
     costs = table.costs
     best = costs.index(min(costs))
     cheaper = sum(cost < costs[at] for cost in costs)

@@ -11,12 +11,11 @@ from typing import Any, get_args
 import msgspec
 
 from forebay.core.phases import Phase
-from forebay.core.routing.plan import Selection
+from forebay.core.routing.plan import Plan
 from forebay.core.state.active_request import ActiveRequest
 from forebay.core.step import CLOCK
 from forebay.core.ttft_parts import Part, TimeByPart
 from forebay.core.world import World
-from forebay.events.control import PoolConfigured
 from forebay.events.decisions import (
     KvReleased,
     OwnerClaimed,
@@ -80,7 +79,7 @@ TimelineEvent = ProgressEvent | WorkerFact | RequestCancelled
 class Timeline:
     """Consumes the steps of a walk and explains the last use of a request ID.
 
-    Register `on_selection` with the walk's world. If the request is already active where the walk begins, the timeline
+    Register `on_plan` with the walk's world. If the request is already active where the walk begins, the timeline
     starts there, without the submission.
     """
 
@@ -106,10 +105,10 @@ class Timeline:
         """Whether the request has ended."""
         return self._ending is not None
 
-    def on_selection(self, pool: PoolConfigured, request: ActiveRequest, choice: Selection) -> None:
+    def on_plan(self, plan: Plan) -> None:
         """Keep a routing decision if it is for this request."""
-        if request.request_id == self.request_id:
-            self._choices.append(routing_of(self._world, pool, request, choice))
+        if plan.request.request_id == self.request_id:
+            self._choices.append(routing_of(self._world, plan))
 
     def apply(self, step: Step, offsets: Mapping[str, int]) -> None:
         """Apply one step: first the consumed events, then the decision.

@@ -2,10 +2,10 @@
 
 import msgspec
 
-from forebay.core.routing.capacity import find_options
-from forebay.core.routing.disaggregation import as_prefill_request, prefill_candidates
+from forebay.core.routing.candidates import find_candidates, find_suspect_candidates, must_queue
 from forebay.core.routing.eligibility import Ineligible
-from forebay.core.routing.router import find_candidates, find_suspect_candidates, must_queue
+from forebay.core.routing.planner import find_options
+from forebay.core.routing.stages import as_prefill_request
 from forebay.core.state.active_request import ActiveRequest, request_from_event, request_from_query
 from forebay.core.state.roster import Roster
 from forebay.core.world import World
@@ -71,20 +71,19 @@ def queue_wait_of(world: World, offset: int, now_us: int, record: RequestHeld) -
     pool = world.pools[record.pool]
     assert request is not None, "a held request is active"
     try:
-        placement = find_options(world, pool, request)
+        among = find_options(world, pool, request).computing
     except Ineligible as ineligible:
         suspects = find_suspect_candidates(world, pool, request, ineligible)
         return _waiting_for_suspects(suspects, offset, now_us, record)
-    computing, among = prefill_candidates(pool, placement.roster, placement.prefill)
-    threshold = computing.router.queue.threshold
-    if threshold is not None and must_queue(computing, among):
+    ranks, threshold = among.roster.ranks, among.pool.router.queue.threshold
+    if threshold is not None and must_queue(among.pool, among.roster):
         least = min(
-            among.ranks,
+            ranks,
             key=lambda candidate: candidate.load.prefill_tokens / candidate.worker.spec.max_num_batched_tokens,
         )
     else:
         threshold = None
-        least = min(among.ranks, key=lambda candidate: candidate.load.active_requests)
+        least = min(ranks, key=lambda candidate: candidate.load.active_requests)
     return QueueWait(
         offset=offset,
         now_us=now_us,

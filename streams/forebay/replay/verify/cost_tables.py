@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import msgspec
 
 from forebay.core.routing.cost import CostTable
-from forebay.core.routing.plan import Selection
+from forebay.core.routing.plan import Plan
 from forebay.events.base import hex_digest
 from forebay.events.decisions import CostTerms, JournalRecord, RequestRouted, RouteAnswered, ScoredCandidate
 
@@ -64,16 +64,16 @@ class CostTables(msgspec.Struct, kw_only=True):
     recorded_candidates: int | None
 
 
-def tables(pool: str, request_id: str, choice: Selection, record: JournalRecord) -> CostTables:
+def tables(plan: Plan, record: JournalRecord) -> CostTables:
     """Return the derived table of a routing decision beside the recorded terms."""
-    derived = choice.table
-    next_best = choice.runner_up()
+    derived, request_id = plan.table, plan.request.request_id
+    next_best = plan.runner_up()
     second = None if next_best is None else (next_best.worker_id, next_best.rank)
     rows: dict[tuple[str, int], CostTableRow] = {}
     for at in range(len(derived.costs)):
         one = derived.candidate(at)
         key = one.worker_id, one.rank
-        place = WINNER if at == choice.at else RUNNER_UP if key == second else ""
+        place = WINNER if at == plan.at else RUNNER_UP if key == second else ""
         rows[key] = CostTableRow(worker_id=key[0], rank=key[1], derived=one.terms, recorded=None, place=place)
     about = record if isinstance(record, RequestRouted | RouteAnswered) and record.request_id == request_id else None
     for place, known in () if about is None else _recorded(about):
@@ -86,8 +86,8 @@ def tables(pool: str, request_id: str, choice: Selection, record: JournalRecord)
         row.differs = _differing(row.derived, known.terms)
     return CostTables(
         request_id=request_id,
-        pool=pool,
-        mode=choice.config.mode,
+        pool=plan.pool.pool,
+        mode=plan.config.mode,
         digest=digest_of(derived),
         rows=list(rows.values()),
         comparable=about is not None,

@@ -11,10 +11,8 @@ from typing import Any
 import msgspec
 
 from forebay.core.rederive import Divergence
-from forebay.core.routing.plan import Selection
-from forebay.core.state.active_request import ActiveRequest
+from forebay.core.routing.plan import Plan
 from forebay.core.step import CLOCK, InputEvent
-from forebay.events.control import PoolConfigured
 from forebay.events.decisions import Advanced, JournalRecord, OwnerClaimed, RequestRouted, RouteAnswered
 from forebay.events.topics import INPUTS
 from forebay.replay.explain.event_text import EventSummary, describe_event, event_tag
@@ -24,7 +22,7 @@ from forebay.replay.walk import Step, Walk
 from forebay.transport.base import Log
 
 EVENTS_SHOWN = 50  # the last consumed events, which are nearest to the decision
-CHOICES_KEPT = 1_024  # derived from the events of one record and not in the journal yet
+PLANS_KEPT = 1_024  # derived from the events of one record and not in the journal yet
 
 
 class LastVerifiedState(msgspec.Struct, kw_only=True):
@@ -82,13 +80,13 @@ class DivergenceTrail:
 
     def __init__(self, walk: Walk) -> None:
         self._walk = walk
-        self._choices: deque[tuple[PoolConfigured, ActiveRequest, Selection]] = deque(maxlen=CHOICES_KEPT)
+        self._plans: deque[Plan] = deque(maxlen=PLANS_KEPT)
         self._previous: tuple[int, JournalRecord] | None = None
         self._consuming: Step | None = None
         self._seq = walk.world.seq - 1
         self._held, self._sealed = walk.start, False
         self._view = dict(walk.world.view)
-        walk.world.on_selection = lambda pool, request, choice: self._choices.append((pool, request, choice))
+        walk.world.on_plan = self._plans.append
 
     def add_verified(self, step: Step) -> None:
         """Add a step whose record equals the derived decision."""
@@ -97,7 +95,7 @@ class DivergenceTrail:
         if record.consumed:
             self._consuming = step
         if not self._walk.pending:
-            self._choices.clear()
+            self._plans.clear()
         if not isinstance(record, OwnerClaimed):
             self._seq = record.seq
         if isinstance(record, Advanced):
@@ -110,9 +108,9 @@ class DivergenceTrail:
             LogError: the log is damaged.
         """
         recorded, derived = divergence.recorded, divergence.derived
-        made = self._choice_of(derived)
-        table = None if made is None else tables(made[0].pool, made[1].request_id, made[2], recorded)
-        blocks = frozenset() if made is None else frozenset(made[1].blocks)
+        made = self._plan_of(derived)
+        table = None if made is None else tables(made, recorded)
+        blocks = frozenset() if made is None else frozenset(made.request.blocks)
         consuming = step if step.record.consumed or self._consuming is None else self._consuming
         events, count = self._events(consuming)
         since = self._since()
@@ -133,12 +131,12 @@ class DivergenceTrail:
             suspicion=await suspicion_of(log, partition, (recorded, derived), table, blocks, since),
         )
 
-    def _choice_of(self, derived: JournalRecord | None) -> tuple[PoolConfigured, ActiveRequest, Selection] | None:
+    def _plan_of(self, derived: JournalRecord | None) -> Plan | None:
         """Return the routing decision behind a derived record, or None for records of another kind."""
         if not isinstance(derived, RequestRouted | RouteAnswered):
             return None
-        for made in reversed(self._choices):
-            if made[1].request_id == derived.request_id and digest_of(made[2].table) == derived.table_digest:
+        for made in reversed(self._plans):
+            if made.request.request_id == derived.request_id and digest_of(made.table) == derived.table_digest:
                 return made
         return None
 

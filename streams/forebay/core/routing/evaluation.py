@@ -1,7 +1,4 @@
-"""Select a candidate for a request: filter by eligibility, compute costs, apply the policy.
-
-This module only reads the world. `forebay.core.dispatch` changes it.
-"""
+"""Select one of the candidates of a request: compute their costs, then apply the policy. Only reads the world."""
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -10,89 +7,23 @@ from typing import overload
 import msgspec
 
 from forebay.core.routing.cost import CostTable, Demand, cost_table
-from forebay.core.routing.eligibility import Ineligible, all_above_threshold, filter_eligible, filter_not_busy
-from forebay.core.routing.plan import Selection
+from forebay.core.routing.eligibility import Ineligible
+from forebay.core.routing.plan import Plan, StageCandidates
 from forebay.core.routing.policies import Candidate, PolicyUnusable, RoutingRequest, RoutingWorld, policy_class
 from forebay.core.state.active_request import ActiveRequest
 from forebay.core.state.holder_bits import HolderKey
 from forebay.core.state.prefix_index import NO_OVERLAP, Overlap
-from forebay.core.state.roster import Roster, session_roster, suspect_roster_of
+from forebay.core.state.roster import Roster
 from forebay.core.world import World
-from forebay.events.control import BusyThresholds, PoolConfigured, RouterConfig
+from forebay.events.control import PoolConfigured, RouterConfig
 from forebay.events.requests import RouterOverride
 
 NO_BLOCKS: Sequence[int] = ()
-NO_READY_WORKER = frozenset(("no_workers", "no_eligible_worker"))
 
 
-def find_candidates(
-    world: World, pool: PoolConfigured, request: ActiveRequest, busy: BusyThresholds | None = None
-) -> Roster:
-    """Return the ranks that may take a new request: eligible, in the request's session, and not busy.
-
-    Args:
-        world: current state.
-        pool: pool that serves the request.
-        request: new request.
-        busy: busy thresholds to apply instead of those in force; None applies those in force.
-
-    Raises:
-        Ineligible: no worker may take the request.
-    """
-    hints = request.hints
-    roster = filter_eligible(world.roster(pool.pool), world.fleet, pool, hints, request.lora_name, request.task)
-    sticky = hints.session_id and pool.router.session_ttl_s
-    bound = world.sessions.find(pool.pool, hints.session_id) if sticky else None
-    mine = None if bound is None or hints.worker_id else session_roster(roster, bound)
-    thresholds = busy or world.busy.get(pool.pool, pool.router.busy)
-    if mine is None:
-        return filter_not_busy(roster, thresholds, pool.pool)
-    if pool.router.session_mode == "hard":
-        return filter_not_busy(mine, thresholds, pool.pool)
-    others = filter_not_busy(roster, thresholds, pool.pool)
-    threshold = pool.router.queue.threshold
-    mine = session_roster(others, bound) if bound is not None else None
-    if mine is None or (threshold is not None and all_above_threshold(mine, threshold)):
-        return others
-    return mine
-
-
-def find_suspect_candidates(world: World, pool: PoolConfigured, request: ActiveRequest, refusal: Ineligible) -> Roster:
-    """Return the ranks of suspect workers that could take a request once they renew their leases.
-
-    Raises:
-        Ineligible: `refusal`, if there is no such rank or if it has another reason than missing workers.
-    """
-    if refusal.reason not in NO_READY_WORKER:
-        raise refusal
-    roster = suspect_roster_of(pool.pool, world.fleet, world.load)
-    try:
-        return filter_eligible(roster, world.fleet, pool, request.hints, request.lora_name, request.task)
-    except Ineligible:
-        raise refusal from None
-
-
-def find_retry_candidates(world: World, pool: PoolConfigured, request: ActiveRequest) -> Roster:
-    """Return the ranks that may take an accepted request again, regardless of load and session. Raises Ineligible."""
-    return filter_eligible(world.roster(pool.pool), world.fleet, pool, request.hints, request.lora_name, request.task)
-
-
-def must_queue(pool: PoolConfigured, roster: Roster) -> bool:
-    """Return whether every rank has too many prefill tokens to be sent another request."""
-    threshold = pool.router.queue.threshold
-    return threshold is not None and all_above_threshold(roster, threshold)
-
-
-def select(world: World, pool: PoolConfigured, request: ActiveRequest, roster: Roster) -> Selection:
-    """Select one of the ranks, at least one, and report it to `on_selection`. Raises Ineligible if the policy fails."""
-    selection = evaluate(world, pool, request, roster)
-    if world.on_selection is not None:
-        world.on_selection(pool, request, selection)
-    return selection
-
-
-def evaluate(world: World, pool: PoolConfigured, request: ActiveRequest, roster: Roster) -> Selection:
-    """Return the selection without reporting it. Raises Ineligible if the policy fails."""
+def evaluate(world: World, candidates: StageCandidates) -> Plan:
+    """Compute the cost table of the candidates, and apply the policy. Raises Ineligible if the policy fails."""
+    pool, request, roster = candidates.pool, candidates.request, candidates.roster
     override = request.hints.override
     config = pool.router if override is None else apply_override(pool.router, override)
     blocks = request.blocks if config.track_active_blocks else NO_BLOCKS
@@ -104,7 +35,8 @@ def evaluate(world: World, pool: PoolConfigured, request: ActiveRequest, roster:
         preferred_taints=request.hints.preferred_taints,
     )
     table = cost_table(config, pool.block_size, roster, demand)
-    return Selection(config, table, run_policy(*policy_input(world, pool, request, config, table)))
+    at = run_policy(*policy_input(world, pool, request, config, table))
+    return Plan(candidates.stage, pool, request, config, table, at, candidates.place)
 
 
 def find_overlaps(world: World, pool: PoolConfigured, blocks: Sequence[int]) -> dict[HolderKey, Overlap]:

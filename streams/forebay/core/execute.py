@@ -1,0 +1,207 @@
+"""Apply decisions to the world, and return their journal records.
+
+A decision is booked in the world at once. The owner writes the record to the journal and reads it back.
+"""
+
+from forebay.core.phases import Phase
+from forebay.core.routing.eligibility import Ineligible
+from forebay.core.routing.evaluation import NO_BLOCKS
+from forebay.core.routing.plan import Plan, QueuePlan
+from forebay.core.state.active_request import ActiveRequest
+from forebay.core.world import World, queued_request
+from forebay.events.base import hex_digest
+from forebay.events.control import PoolConfigured
+from forebay.events.decisions import (
+    AbortReason,
+    CommandTarget,
+    KvReleased,
+    RequestAborted,
+    RequestHeld,
+    RequestRejected,
+    RequestRouted,
+    RouteAnswered,
+)
+from forebay.events.requests import RouteQueried
+
+
+def dispatch(world: World, request: ActiveRequest, plan: Plan) -> RequestRouted:
+    """Send a new or active request to the selected rank, and book its load there."""
+    _report(world, plan)
+    decided = _routed(world, request, plan)
+    if request.phase is Phase.SUBMITTED:
+        world.requests.add(request)
+    stage, view, config, candidate = plan.stage, plan.request, plan.config, plan.selected
+    responds = stage in ("aggregated", "decode")
+    cached_tokens = _count_reused(world, plan) if stage in ("aggregated", "prefill") else 0
+    world.requests.route(request, stage, candidate.worker.spec.worker_id, candidate.worker.worker_epoch, candidate.rank)
+    world.load.book(
+        request.request_id,
+        candidate.key,
+        # An encode worker always computes its media; a decode worker is sent no prefill by its configuration.
+        prefill_tokens=view.prompt_tokens - cached_tokens if config.track_prefill_tokens or stage == "encode" else 0,
+        blocks=view.blocks if config.track_active_blocks else NO_BLOCKS,
+        prompt_tokens=view.prompt_tokens,
+        reuse=responds and config.assume_kv_reuse,
+        expected_output_tokens=view.hints.expected_output_tokens if responds else 0,
+    )
+    if stage != "encode":
+        world.book_routing(plan.pool.router, candidate, view)
+    return decided
+
+
+def answer_query(world: World, event: RouteQueried, plan: Plan, *, would_wait: bool) -> RouteAnswered:
+    """Return the plan for a route query. Nothing is booked; only the journal records the query."""
+    _report(world, plan)
+    table = plan.table
+    return RouteAnswered(
+        **world.stamp(),
+        request_id=event.request_id,
+        reply_slot=event.reply_slot,
+        pool=plan.pool.pool,
+        mode=plan.config.mode,
+        choice=table.candidate(plan.at),
+        candidates=tuple(table.candidate(at) for at in range(len(table.costs))),
+        table_digest=hex_digest(table.digest()),
+        ties=plan.ties,
+        would_wait=would_wait,
+        stage=plan.stage,
+        prefill=plan.place,
+    )
+
+
+def enqueue(
+    world: World, pool: PoolConfigured, request: ActiveRequest, plan: QueuePlan
+) -> RequestHeld | RequestRejected:
+    """Put a new request into the queue of its pool, or reject it if the queue is full."""
+    wanted = request.hints.policy_class
+    world.counts["unknown_queue_class"] += wanted not in ("", plan.queue_class)
+    if plan.full is not None:
+        return reject(world, request.request_id, request.reply_slot, plan.full)
+    timeout_us = 0 if request.patient else round(pool.router.queue.timeout_s * 1e6)
+    world.requests.add(request)
+    world.requests.enqueue(request, plan.queue_class, plan.uncached_tokens, world.now_us, timeout_us)
+    world.queues.push(pool.pool, queued_request(request, pool))
+    return RequestHeld(
+        **world.stamp(),
+        request_id=request.request_id,
+        pool=pool.pool,
+        queue_class=plan.queue_class,
+        uncached_tokens=plan.uncached_tokens,
+        ahead=plan.ahead,
+    )
+
+
+def reject(world: World, request_id: str, reply_slot: int, ineligible: Ineligible) -> RequestRejected:
+    """Reject a request that no worker may take."""
+    world.counts[f"rejected_{ineligible.reason}"] += 1
+    return RequestRejected(
+        **world.stamp(),
+        request_id=request_id,
+        reply_slot=reply_slot,
+        reason=ineligible.reason,
+        message=str(ineligible),
+    )
+
+
+def abort(
+    world: World, request: ActiveRequest, reason: AbortReason, message: str, status: int = 0, code: str = ""
+) -> RequestAborted:
+    """Abort an accepted request; `status` and `code` are those of a worker that rejected it."""
+    world.counts[f"aborted_{reason}"] += 1
+    worker = world.fleet.get(request.worker_id) if request.on_worker else None
+    if worker is not None:
+        world.load.free(request.request_id)
+    kept = request.prefilled
+    holder = None if kept is None else _keeper(world, kept.worker_id, kept.worker_epoch)
+    if kept is not None:
+        world.requests.forget_prefilled(request)  # the record itself names the worker that releases the KV
+    world.queues.remove(request.request_id)
+    world.requests.end(request, world.now_us)
+    return RequestAborted(
+        **world.stamp(),
+        request_id=request.request_id,
+        reply_slot=request.reply_slot,
+        reason=reason,
+        message=message,
+        # The highest attempt of any stage: no output of an earlier attempt may follow this record, and both the
+        # worker that has the request and the one that keeps its KV must stop.
+        attempt=max(request.attempt, request.stage_attempt, 0 if holder is None else request.prefills),
+        pool=request.pool if worker is None else worker.spec.pool,
+        worker_id=request.worker_id if worker is not None else "",
+        worker_epoch=request.worker_epoch,
+        slot=worker.slot if worker is not None else 0,
+        status=status,
+        code=code,
+        holder=holder,
+    )
+
+
+def release_kv(world: World) -> list[KvReleased]:
+    """Tell each worker that is still alive to release KV that no worker will fetch."""
+    unfetched = world.requests.unfetched
+    released: list[KvReleased] = []
+    for kept in unfetched:
+        holder = _keeper(world, kept.worker_id, kept.worker_epoch)
+        if holder is not None:
+            world.counts[f"kv_released_{kept.reason}"] += 1
+            released.append(
+                KvReleased(
+                    **world.stamp(),
+                    request_id=kept.request_id,
+                    attempt=kept.attempt,
+                    holder=holder,
+                    reason=kept.reason,
+                )
+            )
+    unfetched.clear()
+    return released
+
+
+def _report(world: World, plan: Plan) -> None:
+    if world.on_plan is not None:
+        world.on_plan(plan)
+
+
+def _routed(world: World, request: ActiveRequest, plan: Plan) -> RequestRouted:
+    stage, table, candidate, pool = plan.stage, plan.table, plan.selected, plan.pool.pool
+    sent = request.attempt + request.encodings + request.prefills
+    world.turns[pool] = world.turns.get(pool, 0) + 1
+    return RequestRouted(
+        **world.stamp(),
+        request_id=request.request_id,
+        attempt=request.next_encoding if stage == "encode" else request.attempts(stage) + 1,
+        pool=pool,
+        worker_id=candidate.worker.spec.worker_id,
+        worker_epoch=candidate.worker.worker_epoch,
+        slot=candidate.worker.slot,
+        rank=candidate.rank,
+        mode=plan.config.mode,
+        candidates=len(table.costs),
+        table_digest=hex_digest(table.digest()),
+        terms=table.terms(plan.at),
+        ties=plan.ties,
+        runner_up=plan.runner_up(),
+        stage=stage,
+        waited_us=world.now_us - request.queued_at_us if request.queue_class and not sent else 0,
+        earlier_attempts=sent - request.attempts(stage),
+        prefill=plan.place,
+    )
+
+
+def _count_reused(world: World, plan: Plan) -> int:
+    """Return the prompt tokens on the selected rank's device, and count selections below the best overlap."""
+    device = plan.table.overlap(plan.at).device
+    most = max((overlap.device for overlap in plan.table.overlaps.values()), default=0)
+    if device < most:
+        world.counts["non_max_overlap_selections"] += 1
+        world.counts["overlap_blocks_lost"] += most - device
+    return min(device * plan.pool.block_size, plan.request.prompt_tokens)
+
+
+def _keeper(world: World, worker_id: str, worker_epoch: int) -> CommandTarget | None:
+    """Return an epoch of a worker that keeps KV, or None if that epoch is no longer in the fleet."""
+    worker = world.fleet.get(worker_id)
+    if worker is None or worker.worker_epoch != worker_epoch:
+        return None
+    spec = worker.spec
+    return CommandTarget(worker_id=spec.worker_id, worker_epoch=worker.worker_epoch, pool=spec.pool, slot=worker.slot)

@@ -1,0 +1,67 @@
+"""Find the ranks that may take a request, by eligibility, session, load and stage. Only reads the world."""
+
+from forebay.core.routing.eligibility import Ineligible, all_above_threshold, filter_eligible, filter_not_busy
+from forebay.core.state.active_request import ActiveRequest
+from forebay.core.state.roster import Roster, session_roster, suspect_roster_of
+from forebay.core.world import World
+from forebay.events.control import BusyThresholds, PoolConfigured
+
+NO_READY_WORKER = frozenset(("no_workers", "no_eligible_worker"))
+
+
+def find_candidates(
+    world: World, pool: PoolConfigured, request: ActiveRequest, busy: BusyThresholds | None = None
+) -> Roster:
+    """Return the ranks that may take a new request: eligible, in the request's session, and not busy.
+
+    Args:
+        world: current state.
+        pool: pool that serves the request.
+        request: new request.
+        busy: busy thresholds to apply instead of those in force; None applies those in force.
+
+    Raises:
+        Ineligible: no worker may take the request.
+    """
+    hints = request.hints
+    roster = filter_eligible(world.roster(pool.pool), world.fleet, pool, hints, request.lora_name, request.task)
+    sticky = hints.session_id and pool.router.session_ttl_s
+    bound = world.sessions.find(pool.pool, hints.session_id) if sticky else None
+    mine = None if bound is None or hints.worker_id else session_roster(roster, bound)
+    thresholds = busy or world.busy.get(pool.pool, pool.router.busy)
+    if mine is None:
+        return filter_not_busy(roster, thresholds, pool.pool)
+    if pool.router.session_mode == "hard":
+        return filter_not_busy(mine, thresholds, pool.pool)
+    others = filter_not_busy(roster, thresholds, pool.pool)
+    threshold = pool.router.queue.threshold
+    mine = session_roster(others, bound) if bound is not None else None
+    if mine is None or (threshold is not None and all_above_threshold(mine, threshold)):
+        return others
+    return mine
+
+
+def find_suspect_candidates(world: World, pool: PoolConfigured, request: ActiveRequest, refusal: Ineligible) -> Roster:
+    """Return the ranks of suspect workers that could take a request once they renew their leases.
+
+    Raises:
+        Ineligible: `refusal`, if there is no such rank or if it has another reason than missing workers.
+    """
+    if refusal.reason not in NO_READY_WORKER:
+        raise refusal
+    roster = suspect_roster_of(pool.pool, world.fleet, world.load)
+    try:
+        return filter_eligible(roster, world.fleet, pool, request.hints, request.lora_name, request.task)
+    except Ineligible:
+        raise refusal from None
+
+
+def find_retry_candidates(world: World, pool: PoolConfigured, request: ActiveRequest) -> Roster:
+    """Return the ranks that may take an accepted request again, regardless of load and session. Raises Ineligible."""
+    return filter_eligible(world.roster(pool.pool), world.fleet, pool, request.hints, request.lora_name, request.task)
+
+
+def must_queue(pool: PoolConfigured, roster: Roster) -> bool:
+    """Return whether every rank has too many prefill tokens to be sent another request."""
+    threshold = pool.router.queue.threshold
+    return threshold is not None and all_above_threshold(roster, threshold)

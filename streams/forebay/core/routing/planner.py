@@ -1,0 +1,144 @@
+"""Plan the next step of a request: the worker rank for its next stage, or its place in the router's queue.
+
+Every function only reads the world. `forebay.core.execute` books what they return. A plan has one cost table, that of
+the pool that selects. Conditional disaggregation compares the tables of a decode pool and its prefill pool, and the
+plan keeps the one that it needs.
+"""
+
+from dataclasses import dataclass
+
+from forebay.core.routing.candidates import find_candidates, find_retry_candidates, find_suspect_candidates, must_queue
+from forebay.core.routing.capacity import is_room_reserved, queue_capacity, ranks_with_room
+from forebay.core.routing.disaggregation import locate_prompt, must_compute_locally, requires_remote_prefill
+from forebay.core.routing.eligibility import Ineligible
+from forebay.core.routing.evaluation import count_uncached_tokens, evaluate
+from forebay.core.routing.plan import Plan, QueuePlan, StageCandidates
+from forebay.core.routing.stages import as_decode_request, find_decode_candidates, find_encode_candidates
+from forebay.core.state.active_request import ActiveRequest
+from forebay.core.state.queue import class_of
+from forebay.core.state.roster import Roster
+from forebay.core.world import World
+from forebay.events.control import PoolConfigured
+from forebay.events.decisions import AbortReason
+
+CAUSE_CHARS_MAX = 500  # of a worker's error text in a journal record
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Options:
+    """Candidates for a new request at this moment.
+
+    Attributes:
+        roster: ranks that may generate the response. If the request must be queued, all eligible ranks.
+        computing: ranks that may compute the prompt.
+        should_queue: whether the request must be queued, because no candidate has room.
+    """
+
+    roster: Roster
+    computing: StageCandidates | Plan
+    should_queue: bool
+
+
+def plan_new(world: World, pool: PoolConfigured, request: ActiveRequest) -> Plan | QueuePlan:
+    """Plan the first stage of a new request, or its place in the queue. Raises Ineligible to reject the request."""
+    try:
+        options = find_options(world, pool, request)
+    except Ineligible as ineligible:
+        suspects = find_suspect_candidates(world, pool, request, ineligible)
+        return _plan_queueing(world, pool, request, suspects)
+    if options.should_queue:
+        return _plan_queueing(world, pool, request, options.roster)
+    return plan_first_stage(world, pool, request, options)
+
+
+def find_options(world: World, pool: PoolConfigured, request: ActiveRequest) -> Options:
+    """Return the candidates for a new request, and whether the request must be queued.
+
+    Raises:
+        Ineligible: no worker may take the request.
+    """
+    eligible = find_candidates(world, pool, request)
+    roster = ranks_with_room(pool, eligible)
+    if roster is None or is_room_reserved(world, pool):
+        return Options(eligible, locate_prompt(world, pool, request, eligible), should_queue=True)
+    computing = locate_prompt(world, pool, request, roster)
+    should_queue = must_queue(computing.pool, computing.roster)
+    if computing.stage == "prefill":
+        room = ranks_with_room(computing.pool, computing.roster)
+        should_queue = should_queue or room is None
+        if room is not None and room is not computing.roster:
+            computing = StageCandidates("prefill", computing.pool, room, computing.request, computing.place)
+    return Options(roster, computing, should_queue)
+
+
+def plan_first_stage(world: World, pool: PoolConfigured, request: ActiveRequest, options: Options) -> Plan:
+    """Select a worker for the first stage of a request. Raises Ineligible if the policy fails."""
+    return _plan_encode_or(options.computing, world, pool, request)
+
+
+def plan_retry(world: World, pool: PoolConfigured, request: ActiveRequest) -> Plan:
+    """Select a worker for the next stage of an accepted request. Raises Ineligible if no worker may take it."""
+    if request.has_kept_kv(world.now_us):
+        roster = find_decode_candidates(world, pool, request)
+        roster = ranks_with_room(pool, roster) or roster
+        return evaluate(world, StageCandidates("decode", pool, roster, as_decode_request(request)))
+    roster = find_retry_candidates(world, pool, request)
+    computing = locate_prompt(world, pool, request, ranks_with_room(pool, roster) or roster)
+    return _plan_encode_or(computing, world, pool, request)
+
+
+def find_exhausted_attempts(
+    world: World, pool: PoolConfigured, request: ActiveRequest, cause: str | None
+) -> tuple[AbortReason, str] | None:
+    """Return the reason and the message to abort an accepted request with, or None if it may be tried again.
+
+    `cause` is the error of the worker that failed, or None if no worker failed.
+    """
+    most = pool.attempts_max
+    if request.attempt >= most and cause is None:
+        return "attempts_exhausted", f"{request.attempt} workers were lost one after another"
+    not_elsewhere = request.prefills >= most and requires_remote_prefill(world, pool, request)
+    if request.attempt < most:
+        if request.has_kept_kv(world.now_us) or must_compute_locally(world, pool, request):
+            return None
+        if not not_elsewhere and (request.encodings < most or find_encode_candidates(world, pool, request) is None):
+            return None
+    if not_elsewhere or request.stage in ("prefill", "decode"):
+        attempts = max(request.attempt, request.prefills)
+        why = "prefill workers were lost, or nobody came in time" if cause is None else _shorten(cause)
+        return "prefill_failed", f"its prompt could not be computed and fetched in {attempts} attempts: {why}"
+    attempts = max(request.attempt, request.encodings)
+    why = "encode workers were lost" if cause is None else _shorten(cause)
+    return "encode_failed", f"its images or videos could not be encoded and fetched in {attempts} attempts: {why}"
+
+
+def _plan_encode_or(
+    computing: StageCandidates | Plan, world: World, pool: PoolConfigured, request: ActiveRequest
+) -> Plan:
+    """Select an encode worker if the request has media to encode, otherwise a worker that computes the prompt."""
+    encode = None if must_compute_locally(world, pool, request) else find_encode_candidates(world, pool, request)
+    candidates = encode or computing
+    return candidates if isinstance(candidates, Plan) else evaluate(world, candidates)
+
+
+def _plan_queueing(world: World, pool: PoolConfigured, request: ActiveRequest, roster: Roster) -> QueuePlan:
+    """Return the place of a request in the queue, or why the queue does not take it."""
+    tokens = count_uncached_tokens(world, pool, request, roster)
+    kind = class_of(pool.router.queue, request.hints.policy_class, tokens)
+    ahead = world.queues.length(pool.pool, kind)
+    ready = world.roster(pool.pool)
+    serving = ready if ready.ranks else roster  # without a ready rank, suspect ranks may serve the request later
+    workers = len({candidate.worker.spec.worker_id: None for candidate in serving.ranks})
+    bound, waiting = queue_capacity(pool, serving), world.queues.waiting(pool.pool)
+    full = None
+    if ahead >= kind.requests_per_worker_max * workers:
+        full = Ineligible("queue_full", f"{ahead} requests of the class {kind.name} wait already")
+    elif bound is not None and waiting >= bound and not request.patient:
+        text = f"every worker is full, and {waiting} requests wait already, as many as may"
+        full = Ineligible("pool_full", text if bound else "every worker is full, and requests may not wait")
+    return QueuePlan(kind.name, tokens, ahead, full)
+
+
+def _shorten(cause: str) -> str:
+    """Return a worker's error text, shortened for a journal record."""
+    return cause[:CAUSE_CHARS_MAX] or "no reason is told"
