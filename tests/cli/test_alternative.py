@@ -65,7 +65,7 @@ def test_one_pool_may_be_meant() -> None:
     assert one.of(POOL) == POOL
     assert one.of(other).router.temperature == 0.1
     one.require_pools([POOL, other])
-    with pytest.raises(Unusable, match="there is no pool a:b; there are default"):
+    with pytest.raises(Unusable, match="unknown pool a:b; pools are: default"):
         one.require_pools([POOL])
 
 
@@ -78,23 +78,23 @@ def test_what_changes_nothing_is_named() -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("router.temperature", "must be PATH=VALUE"),
-        ("=1", r"unknown field \(none\); there are router.mode, .*attempts_max"),
-        ("router.x=1", "unknown field router.x; there are router.mode, "),
+        ("router.temperature", "expected PATH=VALUE"),
+        ("=1", r"unknown field \(none\); fields are: router.mode, .*attempts_max"),
+        ("router.x=1", "unknown field router.x; fields are: router.mode, "),
         ("temperature=1", "did you mean router.temperature"),
-        ("router.busy=1", "is made of router.busy.active_decode_blocks_threshold, "),
+        ("router.busy=1", "is a group of fields; set one of router.busy.active_decode_blocks_threshold, "),
         ("block_size=1", "unknown field block_size"),
-        ("router.temperature=-1", "must be a number from 0 to 1000000$"),
-        ("router.temperature=nan", "must be a number from 0 to 1000000$"),
-        ("router.ttl_s=1e999", "must be a number from 0 to 31536000$"),
-        ("router.queue.threshold=x", "must be a number from 0 to 1000000 or null$"),
-        ("router.approximate_blocks_max=0", "must be a whole number from 1 to 1073741824$"),
-        ("attempts_max=0", "must be a whole number of at least 1$"),
-        ("router.track_prefill_tokens=maybe", "must be true or false$"),
-        ("router.selection_policy=x", "must be one of default, lmetric$"),
+        ("router.temperature=-1", "expected a number from 0 to 1000000$"),
+        ("router.temperature=nan", "expected a number from 0 to 1000000$"),
+        ("router.ttl_s=1e999", "expected a number from 0 to 31536000$"),
+        ("router.queue.threshold=x", "expected a number from 0 to 1000000 or null$"),
+        ("router.approximate_blocks_max=0", "expected a whole number from 1 to 1073741824$"),
+        ("attempts_max=0", "expected a whole number of at least 1$"),
+        ("router.track_prefill_tokens=maybe", "expected true or false$"),
+        ("router.selection_policy=x", "expected one of default, lmetric$"),
         ("router.mode=kw", "unknown router mode 'kw'"),
-        ("router.queue.classes=3", "must be a JSON list of objects"),
-        ('router.queue.classes=[{"name": "default", "size": 1}]', r"unknown field \[0\].size; there are name, "),
+        ("router.queue.classes=3", "expected a JSON list of objects"),
+        ('router.queue.classes=[{"name": "default", "size": 1}]', r"unknown field \[0\].size; fields are: name, "),
         ('router.queue.classes=[{"name": "default", "quantum": 0}]', r"`int` >= 1 - at `\$\[0\].quantum`"),
         ('router.queue.classes=[{"name": "a"}]', "missing queue class"),
     ],
@@ -106,8 +106,8 @@ def test_what_cannot_be_set_is_refused(text: str, told: str) -> None:
 
 
 def test_nothing_given_twice_given_or_unusable_is_refused(tmp_path: Path) -> None:
-    assert "say what is to be different" in refused()
-    assert "are the same field" in refused("router.mode=kv", policy="kv")
+    assert "no change; pass" in refused()
+    assert "set the same field" in refused("router.mode=kv", policy="kv")
     assert refused(policy="no.such.Policy").startswith("--policy no.such.Policy: ")
     file = tmp_path / "policy.json"
     file.write_text('{"mode": "no.such.Policy"}')

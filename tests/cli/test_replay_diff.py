@@ -91,9 +91,9 @@ def test_closed_loop_stands_beside_what_was_recorded(recording: Path) -> None:
 
 def test_what_cannot_be_compared_is_refused(recording: Path, tmp_path: Path) -> None:
     policy = ("--policy", "random")
-    assert "say what is to be different" in refused(recording)
+    assert "no change; pass" in refused(recording)
     assert "unknown field" in refused(recording, "--set", "router.heat=1")
-    assert "there is no pool p; there are default" in refused(recording, "--set", "p:router.temperature=1")
+    assert "unknown pool p; pools are: default" in refused(recording, "--set", "p:router.temperature=1")
     assert "no such directory" in refused(recording, *policy, "--html", tmp_path / "no" / "page.html")
     assert "unknown name" in refused(recording, *policy, "--allow", "anything")
     assert "is not a report of this command" in refused(recording, *policy, "--html", recording)

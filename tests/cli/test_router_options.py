@@ -236,12 +236,12 @@ def test_a_file_is_the_configuration_and_flags_win(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("heat: 1", "unknown field heat; there are mode, selection_policy"),
+        ("heat: 1", "unknown field heat; fields are: mode, selection_policy"),
         (
             "queue: {classes: [{name: default}, {label: x}]}",
-            "unknown field queue.classes[1].label; there are name, quantum",
+            "unknown field queue.classes[1].label; fields are: name, quantum",
         ),
-        ("busy: {decode: 1}", "unknown field busy.decode; there are active_decode_blocks_threshold"),
+        ("busy: {decode: 1}", "unknown field busy.decode; fields are: active_decode_blocks_threshold"),
         ("temperature: hot", "temperature: Expected `float`, got `str`"),
         ("temperature: -1", "temperature: Expected `float` >= 0.0"),
         ("temperature: .nan", "temperature: Expected `float` >= 0.0"),
@@ -252,9 +252,9 @@ def test_a_file_is_the_configuration_and_flags_win(tmp_path: Path) -> None:
         ("queue: {classes: [{quantum: 0}]}", "queue.classes[0].quantum: Expected `int` >= 1"),
         ("queue: 7", "queue: Expected `object`, got `int`"),
         ("mode: fastest", "unknown router mode 'fastest'; expected one of kv, "),
-        ("[1]", "must hold fields of the router's configuration, not a list"),
-        ("", "must hold fields of the router's configuration, not nothing"),
-        ("kv", "must hold fields of the router's configuration, not one value"),
+        ("[1]", "expected fields of the router configuration, got a list"),
+        ("", "expected fields of the router configuration, got nothing"),
+        ("kv", "expected fields of the router configuration, got one value"),
         ("{", "policy.yaml: "),
         ("\x00", "policy.yaml: "),
         ("temperature: 2020-99-99", "policy.yaml: month must be in 1..12"),

@@ -83,7 +83,7 @@ def test_the_gpus_are_the_visible_ones_or_those_of_the_machine(
 def test_too_few_gpus_or_ports_are_refused() -> None:
     with pytest.raises(Unusable, match=r"test\.engine: 3 workers with 2 GPUs each need 6, and 5 are visible"):
         shares(made("gpus", resources={"gpu": 2}), 3, "w", None, list("01234"))
-    with pytest.raises(Unusable, match="--metrics-port 65535: 2 workers need as many ports from there on"):
+    with pytest.raises(Unusable, match="--metrics-port 65535: 2 workers need ports above the maximum of 65535"):
         shares(made("ports"), 2, "w", 65_535, [])
 
 

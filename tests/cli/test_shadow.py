@@ -148,12 +148,12 @@ def recorded(original: Path, tmp_path: Path) -> Path:
 
 STARTED = ShadowStarted(shadow="try", alternative="", alternative_digest="0" * 16, from_offset=0)
 REFUSED = [
-    (("run.db",), "say what is to be different"),
+    (("run.db",), "no change; pass"),
     (("slice.rec", "--policy", "random"), "slice.rec is a recording, which does not grow"),
     (("--policy", "random"), "expected either a log file or --kafka"),
     (("nowhere.db", "--policy", "random"), "there is no such log"),
     (("run.db", "--set", "router.heat=1"), "unknown field router.heat"),
-    (("run.db", "--set", "other:router.temperature=1"), "there is no pool other; there are default"),
+    (("run.db", "--set", "other:router.temperature=1"), "unknown pool other; pools are: default"),
     (("run.db", "--policy", "lucky.Policy"), "is not deterministic"),
     (("run.db", "--policy", "random", "--name", "a/b"), "1 to 64 letters, digits, dots"),
     (("run.db", "--policy", "random", "--out", "run.db"), "does not contain shadow events"),

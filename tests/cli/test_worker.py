@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from forebay.cli.processes.worker import LOOKS, say_if_not_admitted
+from forebay.cli.processes.worker import CHECKS, warn_if_not_admitted
 from forebay.workers.runtime.life_cycle import State
 from forebay.workers.runtime.probes import Probes
 from forebay.workers.runtime.worker import Worker
@@ -34,21 +34,21 @@ def watched(*states: State) -> tuple[Probes, Looked]:
 
 @pytest.mark.asyncio
 async def test_a_worker_that_nobody_admits_says_so(capfd: pytest.CaptureFixture[str]) -> None:
-    said = "forebay: worker w is not admitted, and goes on asking: either no router is there, or one turned it away"
-    await say_if_not_admitted(Probes(), "w", look_s=0.0)  # no router has placed its model
-    starts, joins = [State.CREATED] * 9, [State.REGISTERED] * LOOKS
+    warning = "forebay: worker w is not admitted and keeps trying"
+    await warn_if_not_admitted(Probes(), "w", check_s=0.0)  # no router has placed its model
+    starts, joins = [State.CREATED] * 9, [State.REGISTERED] * CHECKS
     probes, life = watched(*starts, *joins[1:], State.RUNNING, State.HEALTHY, *joins)
-    await say_if_not_admitted(probes, "w", look_s=0.0)
+    await warn_if_not_admitted(probes, "w", check_s=0.0)
     assert life.looks == len(life.states), "not for an engine that starts, and not for one that waited a moment"
-    told = capfd.readouterr().err.splitlines()
-    assert [line.startswith(said) for line in told] == [True, True]
+    lines = capfd.readouterr().err.splitlines()
+    assert [line.startswith(warning) for line in lines] == [True, True]
 
 
 @pytest.mark.asyncio
 async def test_a_member_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     probes, life = watched(State.REGISTERED, State.HEALTHY)
-    watching = asyncio.create_task(say_if_not_admitted(probes, "w", look_s=0.0))
-    await until(lambda: life.looks > 10 * LOOKS)
+    watching = asyncio.create_task(warn_if_not_admitted(probes, "w", check_s=0.0))
+    await until(lambda: life.looks > 10 * CHECKS)
     watching.cancel()
     await asyncio.gather(watching, return_exceptions=True)
     assert capfd.readouterr() == ("", "")

@@ -10,14 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TextIO
 
-SUMMARY_S = 30.0  # between two lines about the same problem
-KINDS_MAX = 256  # problems that are remembered; a process has a few dozen
+SUMMARY_S = 30.0  # minimum time between two lines about the same problem
+KINDS_MAX = 256  # maximum number of problems kept; a process has a few dozen
 NUMBERS = re.compile(r"\d+")
 
 
 @dataclass(slots=True)
-class _Shown:
-    """One problem: when it was shown last, as which record, and how often it came since."""
+class _Problem:
+    """A problem: when it was last written, its newest record, and the number of repetitions since."""
 
     at_s: float
     record: logging.LogRecord
@@ -34,12 +34,12 @@ class CountingHandler(logging.StreamHandler[TextIO]):
     def __init__(self, stream: TextIO, clock_s: Callable[[], float] = time.monotonic) -> None:
         super().__init__(stream)
         self._clock_s = clock_s
-        self._shown: dict[tuple[str, int, str], _Shown] = {}
+        self._shown: dict[tuple[str, int, str], _Problem] = {}
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write the record, or count it."""
         now_s = self._clock_s()
-        self._summarise(now_s - SUMMARY_S)
+        self._write_summaries(now_s - SUMMARY_S)
         if record.levelno < logging.WARNING:
             super().emit(record)
             return
@@ -51,25 +51,25 @@ class CountingHandler(logging.StreamHandler[TextIO]):
             shown.record = record
             return
         if len(self._shown) >= KINDS_MAX:
-            self._summary(self._shown.pop(next(iter(self._shown))))
-        self._shown[kind] = _Shown(now_s, record)
+            self._write_summary(self._shown.pop(next(iter(self._shown))))
+        self._shown[kind] = _Problem(now_s, record)
         super().emit(record)
 
     def close(self) -> None:
-        """Write what was counted since the last lines."""
-        self._summarise(self._clock_s())
+        """Write the pending summaries."""
+        self._write_summaries(self._clock_s())
         super().close()
 
-    def _summarise(self, until_s: float) -> None:
-        """Count the problems that were shown last before `until_s`; forget those that did not come again."""
+    def _write_summaries(self, until_s: float) -> None:
+        """Write summaries of problems last written before `until_s`, and forget those without repetitions."""
         for kind in [kind for kind, shown in self._shown.items() if shown.at_s <= until_s]:
             shown = self._shown.pop(kind)
             if shown.hidden:
-                self._summary(shown)
-                # Still the same outage: what follows is counted again, and not shown once more.
-                self._shown[kind] = _Shown(self._clock_s(), shown.record)
+                self._write_summary(shown)
+                # The outage continues, so further repetitions are only counted.
+                self._shown[kind] = _Problem(self._clock_s(), shown.record)
 
-    def _summary(self, shown: _Shown) -> None:
+    def _write_summary(self, shown: _Problem) -> None:
         if shown.hidden:
             seconds = max(1, round(self._clock_s() - shown.at_s))
             text = f"{shown.record.getMessage()} (repeated {shown.hidden} times in {seconds} s)"

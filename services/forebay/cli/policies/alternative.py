@@ -1,7 +1,7 @@
-"""Another configuration than the recorded one: `--set PATH=VALUE`, `--policy`, `--router-policy-config`.
+"""Changes of the recorded configuration: `--set PATH=VALUE`, `--policy`, `--router-policy-config`.
 
-An alternative says what is different in a pool as it was configured on the log; all else stays as it was there, and
-goes on changing as it did. Whatever cannot be used is refused in the user's terms before anything is read.
+An alternative changes some fields of the pool configurations on the log. All other fields keep their recorded values
+and later changes. Options are checked before the log is read.
 """
 
 from collections.abc import Iterable, Iterator, Set
@@ -49,15 +49,22 @@ _ANY_POOL = PoolConfigured(pool="any", model="any", block_size=1)
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One field of the pools' configuration, by its path, and its value. `pool` is empty for all of them."""
+    """Value of one configuration field.
+
+    Attributes:
+        pool: name of the pool; empty for all pools.
+        path: path of the field, such as `router.temperature`.
+        value: the new value.
+        text: the option as the user wrote it, for messages.
+    """
 
     pool: str
     path: str
     value: Any
-    text: str  # as the user gave it
+    text: str
 
     def of(self, pool: PoolConfigured) -> PoolConfigured:
-        """A pool's configuration with it; itself when it is of another pool. Raises Unusable."""
+        """Return a pool's configuration with this change. Raises Unusable if the value violates a constraint."""
         if self.pool not in ("", pool.pool):
             return pool
         try:
@@ -69,34 +76,41 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """What is different. `base` takes the place of the whole recorded router configuration, where it is given."""
+    """Changes of recorded pool configurations.
+
+    Attributes:
+        changes: fields to change.
+        base: configuration that replaces the recorded router configuration; None keeps it.
+        base_text: the option that names `base`, for messages.
+        base_named: paths of the fields in the file of `base`.
+    """
 
     changes: tuple[Change, ...]
     base: RouterConfig | None = None
     base_text: str = ""
-    base_named: frozenset[str] = frozenset()  # what the file names, as `router.temperature`
+    base_named: frozenset[str] = frozenset()
 
     def of(self, pool: PoolConfigured) -> PoolConfigured:
-        """The configuration of a pool that has this one on the log."""
+        """Return the changed configuration of a recorded pool."""
         if self.base is not None:
             pool = msgspec.structs.replace(pool, router=self.base)
         return reduce(lambda changed, change: change.of(changed), self.changes, pool)
 
     def named(self, pool: PoolConfigured) -> Set[str]:
-        """The paths of a pool's fields that were given, whatever their values."""
+        """Return the paths of the fields that the options name for a pool."""
         return self.base_named | {change.path for change in self.changes if change.pool in ("", pool.pool)}
 
     def require_pools(self, pools: Iterable[PoolConfigured]) -> None:
-        """Refuse changes of pools that there are not (Unusable)."""
+        """Raise Unusable if a change names an unknown pool."""
         known = sorted({pool.pool for pool in pools})
         for change in self.changes:
             if change.pool and change.pool not in known:
-                raise Unusable(f"{change.text}: there is no pool {change.pool}; there are {', '.join(known) or 'none'}")
+                raise Unusable(f"{change.text}: unknown pool {change.pool}; pools are: {', '.join(known) or 'none'}")
 
     def idle(self, pools: Iterable[PoolConfigured], undone: Iterable[str] = ()) -> list[str]:
-        """What was given and changes nothing of any of these configurations, as the user gave it.
+        """Return the options that change none of these configurations.
 
-        Paths that are `undone` an operator had set otherwise: giving such a field does change something.
+        `undone` has paths that an operator changed at run time. An option for such a path has an effect.
         """
         paths = set(undone)
         configured = list(pools)
@@ -107,15 +121,15 @@ class Alternative:
         return [self.base_text, *same] if idle else same
 
     def __str__(self) -> str:
-        """What was given, as the user gave it."""
+        """Return the options as the user wrote them."""
         given = [self.base_text] if self.base is not None else []
         return " ".join(given + [change.text for change in self.changes])
 
 
 def alternative(sets: list[str] | None, policy: str | None, policy_config: Path | None) -> Alternative:
-    """What the options of a command stand for, a policy of the user's tried for determinism.
+    """Parse the options of a command. A custom policy is checked for determinism.
 
-    Raises Unusable, naming the option, what is wrong with it, and what there is.
+    Raises Unusable with the option, the problem and the valid values.
     """
     add_current_directory()  # a log may name policies of the user's, too
     changes = [_change(text) for text in sets or ()]
@@ -123,14 +137,14 @@ def alternative(sets: list[str] | None, policy: str | None, policy_config: Path 
         changes.append(Change("", MODE, policy, f"{POLICY} {policy}"))
     base = None if policy_config is None else read_policy_file(policy_config)
     if not changes and base is None:
-        raise Unusable(f"say what is to be different: {SET} PATH=VALUE, {POLICY} MODE or {POLICY_CONFIG} FILE")
+        raise Unusable(f"no change; pass {SET} PATH=VALUE, {POLICY} MODE or {POLICY_CONFIG} FILE")
     if len(changes) > CHANGES_MAX:
-        raise Unusable(f"{SET} is given {len(changes)} times: at most {CHANGES_MAX}; use {POLICY_CONFIG}")
+        raise Unusable(f"{len(changes)} changes by {SET} exceed the maximum of {CHANGES_MAX}; use {POLICY_CONFIG}")
     first: dict[tuple[str, str], Change] = {}
     for change in changes:
         other = first.setdefault((change.pool, change.path), change)
         if other is not change:
-            raise Unusable(f"{other.text} and {change.text} are the same field: give one of them")
+            raise Unusable(f"{other.text} and {change.text} set the same field; pass one of them")
         if change.path == MODE:
             _require_policy(change.value, change.text)
     if base is not None:
@@ -147,32 +161,32 @@ def _require_policy(mode: str, given: str) -> None:
 
 
 def _change(text: str) -> Change:
-    """The change that `[POOL:]PATH=VALUE` stands for."""
+    """Parse `[POOL:]PATH=VALUE`."""
     given = f"{SET} {text}"
     where, equals, raw = text.partition("=")
     if not equals:
-        raise Unusable(f"{given}: must be PATH=VALUE, as router.temperature=0.2")
+        raise Unusable(f"{given}: expected PATH=VALUE, for example router.temperature=0.2")
     pool, _, path = where.rpartition(":")
     kind = FIELDS.get(path)
     if kind is None:
         raise Unusable(f"{given}: {_no_such_field(path)}")
     value = _value(given, kind, raw)
-    Change("", path, value, given).of(_ANY_POOL)  # each field has limits of its own, whatever the others say
+    Change("", path, value, given).of(_ANY_POOL)  # check the limits of this field alone
     return Change(pool, path, value, given)
 
 
 def _no_such_field(path: str) -> str:
     inside = [name for name in FIELDS if name.startswith(f"{path}.")]
     if path and inside:
-        return f"{path} is made of {', '.join(inside)}: set these"
+        return f"{path} is a group of fields; set one of {', '.join(inside)}"
     meant = [name for name in FIELDS if path and name.endswith(f".{path}")]
     if meant:
         return f"unknown field {path}; did you mean {' or '.join(meant)}?"
-    return f"unknown field {path or '(none)'}; there are {', '.join(FIELDS)}"
+    return f"unknown field {path or '(none)'}; fields are: {', '.join(FIELDS)}"
 
 
 def _value(given: str, kind: Any, raw: str) -> Any:
-    """The value of a field, from JSON where it is JSON, else from the text itself."""
+    """Parse a value as JSON, or as a string if it is not JSON."""
     try:
         value = msgspec.json.decode(raw)
     except (msgspec.DecodeError, RecursionError):
@@ -180,12 +194,12 @@ def _value(given: str, kind: Any, raw: str) -> Any:
     unknown = next(unknown_field(value, inspect.type_info(kind)), None)
     if unknown is not None:
         where, known = unknown
-        raise Unusable(f"{given}: unknown field {where}; there are {', '.join(known)}")
+        raise Unusable(f"{given}: unknown field {where}; fields are: {', '.join(known)}")
     try:
         return msgspec.convert(value, kind, strict=False)
     except msgspec.ValidationError as error:
         why = f" ({error})" if isinstance(value, list) else ""
-        raise Unusable(f"{given}: must be {allowed_values(inspect.type_info(kind))}{why}") from None
+        raise Unusable(f"{given}: expected {allowed_values(inspect.type_info(kind))}{why}") from None
 
 
 def _replaced(part: Any, path: list[str], value: Any) -> Any:
@@ -195,7 +209,7 @@ def _replaced(part: Any, path: list[str], value: Any) -> Any:
 
 
 def _fields(kind: type[msgspec.Struct], prefix: str) -> Iterator[tuple[str, Any]]:
-    """The paths of all fields that are no structs, with their types."""
+    """Yield the paths and types of all fields, with those of nested structs in place of the structs."""
     for name, field in get_type_hints(kind, include_extras=True).items():
         if isinstance(field, type) and issubclass(field, msgspec.Struct):
             yield from _fields(field, f"{prefix}{name}.")
@@ -203,7 +217,7 @@ def _fields(kind: type[msgspec.Struct], prefix: str) -> Iterator[tuple[str, Any]
             yield f"{prefix}{name}", field
 
 
-# The pool's name, model and block size are what its caches were filled under: another one is another history.
+# A pool's name, model and block size cannot change, because the recorded caches depend on them.
 FIELDS: dict[str, Any] = {
     **dict(_fields(RouterConfig, "router.")),
     "attempts_max": get_type_hints(PoolConfigured, include_extras=True)["attempts_max"],

@@ -1,4 +1,4 @@
-"""The file of `--router-policy-config`: the fields of `RouterConfig` as YAML or JSON, nothing else in it."""
+"""Read the file of `--router-policy-config`: fields of `RouterConfig` as YAML or JSON."""
 
 import re
 from collections.abc import Iterator
@@ -15,14 +15,14 @@ AT = re.compile(r"(?P<what>.*) - at `\$\.?(?P<where>.*)`", re.DOTALL)
 
 
 def read_policy_file(path: Path) -> RouterConfig:
-    """The configuration that a file describes. Raises Unusable, naming the file and the field."""
+    """Read a router configuration. Raises Unusable with the file and the field."""
     raw = read_plain_file(path, "policy file")
     if not isinstance(raw, dict):
-        raise Unusable(f"{path}: must hold fields of the router's configuration, not {kind_of(raw)}")
+        raise Unusable(f"{path}: expected fields of the router configuration, got {kind_of(raw)}")
     unknown = next(unknown_field(raw, msgspec.inspect.type_info(RouterConfig)), None)
     if unknown is not None:
         where, fields = unknown
-        raise Unusable(f"{path}: unknown field {where}; there are {', '.join(fields)}")
+        raise Unusable(f"{path}: unknown field {where}; fields are: {', '.join(fields)}")
     try:
         return msgspec.convert(raw, RouterConfig)
     except msgspec.ValidationError as error:
@@ -32,7 +32,7 @@ def read_policy_file(path: Path) -> RouterConfig:
 
 
 def named_fields(path: Path, prefix: str) -> Iterator[str]:
-    """The paths of the fields that a file names, after `prefix`. Call it after `read_policy_file`; raises Unusable."""
+    """Yield the paths of the fields in a file that `read_policy_file` accepted, with `prefix`. Raises Unusable."""
     parts = [(prefix, read_plain_file(path, "policy file"))]
     for where, part in parts:
         for key, value in part.items():
@@ -43,9 +43,9 @@ def named_fields(path: Path, prefix: str) -> Iterator[str]:
 
 
 def unknown_field(raw: Any, info: msgspec.inspect.Type, where: str = "") -> Iterator[tuple[str, list[str]]]:
-    """Keys in plain data that no field has, with the fields that there are; `where` is the path of the data.
+    """Yield the path of each unknown key in plain data, with the known fields. `where` is the path of the data.
 
-    The wire ignores them; a person mistyped them.
+    Decoding ignores unknown keys, but in a file they are typing errors.
     """
     match info:
         case msgspec.inspect.StructType(fields=fields) if isinstance(raw, dict):

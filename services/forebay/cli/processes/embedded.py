@@ -1,4 +1,4 @@
-"""The whole system in one process: log, leases, owner, workers and ingress on one event loop."""
+"""The main system in one process: log, leases, owner, workers and ingress on one event loop."""
 
 import asyncio
 import logging
@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 PARTITION = 0  # of the control topics: one process serves one group
 DRAIN_S = 7.0  # with CLOSE_S, CUT_S and no more than 10 s in all: Ctrl-C must not seem to do nothing
 
-OnReady = Callable[[DisaggConfig], None]  # told who computes prompts
+OnReady = Callable[[DisaggConfig], None]  # called with the disaggregation settings in effect
 Caches = dict[tuple[str, int], list[int]]
 Engines = Sequence[tuple[Engine, WorkerSpec]]
 Hosts = frozenset[str] | None  # as `allowed_hosts` returns them
@@ -67,13 +67,16 @@ class _System:
     ingress: Ingress
     app: FastAPI
     explainer: Explainer
-    disagg: DisaggConfig  # as it holds: an operator's word of an earlier process stands
+    disagg: DisaggConfig  # in effect: includes what an operator set in an earlier process on the same log
 
 
 def run(settings: EmbeddedSettings, host: str, port: int, on_ready: OnReady) -> None:
     """Serve until SIGINT or SIGTERM.
 
-    Raises Unusable for what cannot be started with, EngineError when an engine fails, LogError when the log does.
+    Raises:
+        Unusable: the system cannot start with these settings.
+        EngineError: an engine failed.
+        LogError: the log failed.
     """
     model = Model(settings.engine.settings.model)
     engines = [
@@ -95,15 +98,15 @@ async def _serve(
 ) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    whole = asyncio.current_task()
-    assert whole is not None
+    main = asyncio.current_task()
+    assert main is not None
 
-    def leave_at_once() -> None:
+    def stop_at_once() -> None:
         stop.set()
-        whole.cancel()
+        main.cancel()
 
-    # Until requests can be served there is nothing to finish; a large log or fleet takes its time.
-    _on_signals(loop, leave_at_once)
+    # Before requests can be served nothing has to finish. Start-up may take long with a large log or fleet.
+    _on_signals(loop, stop_at_once)
     try:
         async with _running(settings, engines, model, hosts) as system:
             _on_signals(loop, stop.set)
@@ -111,7 +114,7 @@ async def _serve(
     except asyncio.CancelledError:
         if not stop.is_set():
             raise
-        whole.uncancel()
+        main.uncancel()
 
 
 def _on_signals(loop: asyncio.AbstractEventLoop, act: Callable[[], None]) -> None:
@@ -146,7 +149,7 @@ async def _serve_until(stop: asyncio.Event, system: _System, listener: socket.so
 
 @asynccontextmanager
 async def _running(settings: EmbeddedSettings, engines: Engines, model: Model, hosts: Hosts) -> AsyncIterator[_System]:
-    """Start every part but the HTTP listener, wait until requests can be served, and stop them in turn."""
+    """Start everything except the HTTP listener, wait until requests can be served, and stop in reverse order."""
     async with AsyncExitStack() as stack:
         log, standby = await open_checked(settings.log, PARTITION)
         stack.callback(log.close)
@@ -154,14 +157,14 @@ async def _running(settings: EmbeddedSettings, engines: Engines, model: Model, h
         keeper = LeaseKeeper(leases, ttl_s=settings.lease_ttl_s)
         keeper.start()
         stack.push_async_callback(keeper.stop)
-        parts = await stack.enter_async_context(_parts())
+        tasks = await stack.enter_async_context(_tasks())
         workers = [
             Worker(log, keeper, spec, engine, token=uuid.uuid4().hex, group=spec.model) for engine, spec in engines
         ]
         for worker in workers:
-            parts.run(worker.run(), worker.spec.worker_id)
-        # Real engines say their sizes when they have started, and the pool has those.
-        await parts.until(lambda: all(worker.started for worker in workers))
+            tasks.run(worker.run(), worker.spec.worker_id)
+        # Real engines report their sizes only after their start, and the pool is configured with these.
+        await tasks.until(lambda: all(worker.started for worker in workers))
         block_size = _block_size(workers)
         owner = Owner(log, leases, _group(settings, block_size))
         registry = CollectorRegistry()
@@ -169,16 +172,16 @@ async def _running(settings: EmbeddedSettings, engines: Engines, model: Model, h
         registry.register(_KvMetrics(workers))
         await owner.start(standby)
         caches = _warmed(owner, engines)
-        parts.own(owner)
+        tasks.own(owner)
         retention = Retention(log, owner, PARTITION, settings.log_limits)
         registry.register(RetentionMetrics(log, retention))
-        parts.run(retention.run(), "retention")
+        tasks.run(retention.run(), "retention")
         ingress = await _ingress(settings, block_size, log, model, owner, registry)
         layout = next((worker.spec.kv_layout for worker in workers if worker.spec.kv_layout is not None), None)
-        if layout is not None:  # all have the same, or would not be admitted
+        if layout is not None:  # a worker with another layout is not admitted
             ingress.ready_details["kv_transport"] = kv_path(layout)
-        parts.run(ingress.run(), "ingress")
-        await parts.until(lambda: all(_admitted(owner, worker, caches) for worker in workers))
+        tasks.run(ingress.run(), "ingress")
+        await tasks.until(lambda: all(_admitted(owner, worker, caches) for worker in workers))
         explainer = Explainer(None if settings.log is None else LogSource(path=str(settings.log.absolute())))
         stack.push_async_callback(explainer.close)
         disagg = _disagg(owner.world, settings)
@@ -186,13 +189,13 @@ async def _running(settings: EmbeddedSettings, engines: Engines, model: Model, h
 
 
 class _KvMetrics(Collector):
-    """What all workers of this process show of KV that travels, each metric once."""
+    """KV transfer metrics of all workers of this process, merged by name."""
 
     def __init__(self, workers: Sequence[Worker]) -> None:
         self._workers = workers
 
     def collect(self) -> Iterator[Metric]:
-        """The metrics as they are now."""
+        """Yield the current metrics."""
         found: dict[str, Metric] = {}
         for worker in self._workers:
             for metric in kv_metrics(worker):
@@ -203,44 +206,43 @@ class _KvMetrics(Collector):
         yield from found.values()
 
 
-class _Parts:
-    """The tasks of the system; when one breaks the whole is cancelled and its error raised."""
+class _Tasks:
+    """Tasks of the system. If one fails, the main task is cancelled and the error is raised there."""
 
-    def __init__(self, whole: "asyncio.Task[Any]") -> None:
-        self.broken: BaseException | None = None
-        self._whole = whole
-        self._others: list[asyncio.Task[None]] = []
+    def __init__(self, main: "asyncio.Task[Any]") -> None:
+        self.error: BaseException | None = None
+        self._main = main
+        self._tasks: list[asyncio.Task[None]] = []
         self._owner: tuple[Owner, asyncio.Task[None]] | None = None
 
     def run(self, part: Coroutine[Any, Any, None], name: str) -> None:
-        """Run one until the end."""
-        self._others.append(self._task(part, name))
+        """Start a task."""
+        self._tasks.append(self._task(part, name))
 
     def own(self, owner: Owner) -> None:
-        """Run the owner, which ends after all others."""
+        """Start the owner, which is stopped last."""
         self._owner = owner, self._task(owner.run(), "owner")
 
     async def until(self, reached: Callable[[], bool]) -> None:
-        """Wait for a state of the parts."""
-        while not reached():  # noqa: ASYNC110 - their states set no event
+        """Wait until `reached` returns true."""
+        while not reached():  # noqa: ASYNC110 - these states set no event
             await asyncio.sleep(0.01)
 
     async def stop(self) -> None:
-        """End them all; a real engine takes its time, and by then the owner must not take its worker for lost."""
-        for other in self._others:
-            other.cancel()
+        """Stop all tasks, the owner first, so that it does not report workers as lost while their engines stop."""
+        for task in self._tasks:
+            task.cancel()
         if self._owner is not None:
             owner, task = self._owner
             await owner.stop()
             await task
             await owner.close()
-        await asyncio.gather(
-            *self._others, return_exceptions=True
-        )  # cancelled again they would leave engines half ended
+        # Without a second cancel, which would interrupt engines that are stopping.
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def abandon(self) -> None:
-        """End what is left of them at once."""
-        await _ended([*self._others, *([] if self._owner is None else [self._owner[1]])])
+        """Cancel the remaining tasks."""
+        await _ended([*self._tasks, *([] if self._owner is None else [self._owner[1]])])
 
     def _task(self, part: Coroutine[Any, Any, None], name: str) -> "asyncio.Task[None]":
         task = asyncio.create_task(part, name=name)
@@ -248,25 +250,25 @@ class _Parts:
         return task
 
     def _on_done(self, task: "asyncio.Task[None]") -> None:
-        if not task.cancelled() and self.broken is None and (error := task.exception()) is not None:
-            self.broken = error
-            self._whole.cancel()
+        if not task.cancelled() and self.error is None and (error := task.exception()) is not None:
+            self.error = error
+            self._main.cancel()
 
 
 @asynccontextmanager
-async def _parts() -> AsyncIterator[_Parts]:
-    whole = asyncio.current_task()
-    assert whole is not None
-    parts = _Parts(whole)
+async def _tasks() -> AsyncIterator[_Tasks]:
+    main = asyncio.current_task()
+    assert main is not None
+    tasks = _Tasks(main)
     try:
-        yield parts
-        await parts.stop()
+        yield tasks
+        await tasks.stop()
     except asyncio.CancelledError:
-        if parts.broken is None:
+        if tasks.error is None:
             raise
-        raise cause_of(parts.broken) from None
+        raise cause_of(tasks.error) from None
     finally:
-        await parts.abandon()
+        await tasks.abandon()
 
 
 async def _ended(tasks: "Sequence[asyncio.Task[None]]") -> None:
@@ -276,7 +278,7 @@ async def _ended(tasks: "Sequence[asyncio.Task[None]]") -> None:
 
 
 def _block_size(workers: Sequence[Worker]) -> int:
-    """That of every worker. Raises Unusable when they differ."""
+    """Return the block size of all workers. Raises Unusable if they differ."""
     sizes = sorted({worker.spec.block_size for worker in workers})
     if len(sizes) > 1:
         raise Unusable(f"the workers have KV blocks of {' and '.join(map(str, sizes))} tokens, but share one pool")
@@ -284,10 +286,10 @@ def _block_size(workers: Sequence[Worker]) -> int:
 
 
 def _warmed(owner: Owner, engines: Engines) -> Caches:
-    """Give mock engines the caches that those of an earlier process had: by worker and rank.
+    """Restore the caches of mock engines from the log, and return their blocks by worker and rank.
 
-    A mock engine's cache is bookkeeping without bytes, and its log holds all of it. So it outlives the process
-    as an engine process of its own would outlive a restart of what is around it.
+    A mock engine's cache holds no bytes, so the log has all of it. Restoring it imitates engine processes that survive
+    a restart of the router.
     """
     caches: Caches = {}
     mocks = {spec.worker_id: engine for engine, spec in engines if isinstance(engine, MockEngine)}
@@ -302,7 +304,7 @@ def _warmed(owner: Owner, engines: Engines) -> Caches:
 
 
 def _admitted(owner: Owner, worker: Worker, caches: Caches) -> bool:
-    """Whether a worker of this process, not its namesake of an earlier one, may get requests and is known warm."""
+    """Return whether this process's incarnation of a worker is ready and its restored cache is in the index."""
     spec = worker.spec
     member = owner.world.fleet.get(spec.worker_id)
     if member is None or member.worker_epoch != worker.worker_epoch or member.phase is not WorkerPhase.READY:
@@ -315,7 +317,7 @@ def _admitted(owner: Owner, worker: Worker, caches: Caches) -> bool:
 
 
 def why_not_ready(world: World, model: str) -> str | None:
-    """Why no request of a model would be served now; None if at least some would."""
+    """Return why no request of a model can be served now, or None."""
     pool = world.pool_of(model)
     if pool is None or not world.roster(pool.pool).ranks:
         return NO_WORKER

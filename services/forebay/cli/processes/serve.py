@@ -1,6 +1,6 @@
 """`forebay serve`: the worker processes of one service, each with its share of the machine.
 
-Nothing is restarted: that is for whoever supervises the machine. A process that ends leaves the others alone.
+A process that ends is not restarted, because that is the task of the machine's supervisor. The others continue.
 """
 
 import asyncio
@@ -26,13 +26,13 @@ from forebay.ingress.errors import Unusable
 from forebay.workers.service import PROCESSES_MAX, Service, load_service
 
 GPU = re.compile(r"nvidia\d+")
-SIGNALS = (signal.SIGTERM, signal.SIGTERM, signal.SIGKILL)  # to finish, at once, and when even that does not help
+SIGNALS = (signal.SIGTERM, signal.SIGTERM, signal.SIGKILL)  # drain, stop at once, and kill
 SIGNALLED = 128  # plus the number of the signal, as in a shell
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """One process: the options of its worker, and what its environment has beside this one's."""
+    """Worker id, options and additional environment variables of one process."""
 
     worker_id: str
     options: tuple[str, ...]
@@ -71,7 +71,7 @@ def serve(
 
 
 def devices(environment: Mapping[str, str], folder: Path) -> list[str]:
-    """The GPUs that this process may use, as CUDA names them."""
+    """Return the names of the GPUs that this process may use, as CUDA names them."""
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [name.strip() for name in visible.split(",") if name.strip()]
@@ -81,15 +81,15 @@ def devices(environment: Mapping[str, str], folder: Path) -> list[str]:
 def shares(
     service: Service, workers: int, worker_id: str, metrics_port: int | None, gpus: Sequence[str]
 ) -> list[Share]:
-    """What each of so many processes gets. Raises Unusable when there are too few GPUs or ports."""
+    """Divide GPUs and ports among the processes. Raises Unusable if there are too few."""
     each = service.resources.gpu
     if workers * each > len(gpus):
         raise Unusable(
             f"{service.name}: {workers} workers with {each} GPUs each need {workers * each}, and {len(gpus)} are "
-            "visible; take fewer workers, or name GPUs in CUDA_VISIBLE_DEVICES"
+            "visible; start fewer workers, or list more GPUs in CUDA_VISIBLE_DEVICES"
         )
     if metrics_port is not None and metrics_port + workers > 65_536:
-        raise Unusable(f"--metrics-port {metrics_port}: {workers} workers need as many ports from there on")
+        raise Unusable(f"--metrics-port {metrics_port}: {workers} workers need ports above the maximum of 65535")
     found = []
     for number in range(workers):
         environment = {}
@@ -105,32 +105,32 @@ def shares(
 
 
 async def _run(shares: Sequence[Share], options: Sequence[str]) -> int:
-    """Run them all until they ended; the exit code of the worst."""
+    """Run all processes until they ended, and return the highest exit code."""
     running: dict[str, Process] = {}
-    asked = 0
+    signals = 0
 
-    def tell(process: Process) -> None:
+    def notify(process: Process) -> None:
         if process.returncode is None:
-            # Not `send_signal`: it looks whether the process is there, and takes the exit code from who waits for it.
+            # Not `send_signal`: it polls the process, which would take the exit code from the task that waits for it.
             with suppress(ProcessLookupError):
-                os.kill(process.pid, SIGNALS[min(asked, len(SIGNALS)) - 1])
+                os.kill(process.pid, SIGNALS[min(signals, len(SIGNALS)) - 1])
 
     def stop() -> None:
-        nonlocal asked
-        asked += 1
+        nonlocal signals
+        signals += 1
         for process in running.values():
-            tell(process)
+            notify(process)
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop)
     try:
         for share in shares:
-            if not asked:
+            if not signals:
                 process = running[share.worker_id] = await _start(share, options)
-                if asked:  # while it was being started
-                    tell(process)
-        ends = [_ended(name, process, lambda: asked > 0) for name, process in running.items()]
+                if signals:  # a signal arrived while the process was starting
+                    notify(process)
+        ends = [_ended(name, process, lambda: signals > 0) for name, process in running.items()]
         return max(await asyncio.gather(*ends), default=0)
     finally:
         for process in running.values():
@@ -140,7 +140,8 @@ async def _run(shares: Sequence[Share], options: Sequence[str]) -> int:
 
 
 async def _start(share: Share, options: Sequence[str]) -> Process:
-    # In a session of its own: Ctrl-C reaches it through this process alone, once. It stops when this process is killed.
+    # A separate session, so that Ctrl-C reaches the worker only through this process. The worker ends if this process
+    # is killed.
     tie = ["setpriv", "--pdeathsig", "TERM"] if shutil.which("setpriv") else []
     return await asyncio.create_subprocess_exec(
         *(*tie, sys.executable, "-m", "forebay.cli", "worker", *share.options, *options),
@@ -153,7 +154,7 @@ async def _start(share: Share, options: Sequence[str]) -> Process:
 async def _ended(worker_id: str, process: Process, stopping: Callable[[], bool]) -> int:
     code = await process.wait()
     if code == -signal.SIGTERM and stopping():
-        return 0  # it had nothing to finish yet, or any more: it minds signals only in between
+        return 0  # outside of `drain` the worker has nothing to finish, so the signal ends it
     if code:
         how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
         complain(f"worker {worker_id} {how}")

@@ -1,4 +1,4 @@
-"""What `forebay up` is told, apart from the code that does it: other commands start without an HTTP server."""
+"""Settings of `forebay up`, separate from its code, so that other commands do not import an HTTP server."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,21 +14,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Workers:
-    """How many workers one process has: `whole` ones, or `prefill` and `decode` ones."""
+    """Number of workers of one process.
 
-    whole: int = 0
+    Attributes:
+        aggregated: workers that compute prompts and responses.
+        prefill: workers that compute prompts only.
+        decode: workers that generate responses, after a prefill worker or alone.
+    """
+
+    aggregated: int = 0
     prefill: int = 0
     decode: int = 0
 
     @property
-    def apart(self) -> bool:
-        """Whether prompts may be computed by others than who answers."""
+    def is_disaggregated(self) -> bool:
+        """Whether prefill workers may compute the prompts."""
         return self.decode > 0
 
     def roles(self, engine: EngineChoice) -> dict[str, Role]:
-        """The role of each by its name."""
+        """Return the role of each worker by its id."""
         kinds: tuple[tuple[str, Role, int], ...] = (
-            (engine.label.lower(), "aggregated", self.whole),
+            (engine.label.lower(), "aggregated", self.aggregated),
             ("prefill", "prefill", self.prefill),
             ("decode", "decode", self.decode),
         )
@@ -37,20 +43,21 @@ class Workers:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddedSettings:
-    """The settings of a system in one process.
+    """Settings of a system in one process.
 
     Attributes:
-        log: its file, None for memory.
-        engine: what every worker runs; the ingress serves its model and adapters.
-        roles: the role of each worker, by its name.
-        taints: the labels of each worker, by its name.
-        kv_events: whether workers tell what they have cached.
+        log: file of the log; None for memory.
+        engine: engine of every worker; the ingress serves its model and adapters.
+        router: configuration of the router.
+        roles: role of each worker by its id.
+        taints: labels of each worker by its id.
+        kv_events: whether workers report the contents of their caches.
         ingress: settings of the ingress, without the block size, which the engine reports.
-        allow_hosts: names that the header `Host` of a request may have beside those of the loopback address.
-        lease_ttl_s: a worker silent for this long is lost.
+        allow_hosts: names accepted in the header `Host`, in addition to those of the loopback address.
+        lease_ttl_s: seconds without a lease renewal after which a worker is lost.
         snapshot_every: journal records between snapshots.
-        snapshot_age_s: between snapshots, when fewer records come.
-        log_limits: the size and age of the log, beyond which old records are removed.
+        snapshot_age_s: maximum seconds between snapshots while records arrive.
+        log_limits: maximum size and age of the log.
     """
 
     log: Path | None

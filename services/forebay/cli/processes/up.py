@@ -32,7 +32,7 @@ from forebay.live.owner.retention import RetentionLimits
 
 RANKS_MAX = 4_096  # each is an engine of this process, and a candidate of every decision
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
-OF_APART = (
+DISAGG_OPTIONS = (
     "enforce_disagg",
     "router_conditional_disagg",
     "kv_transport",
@@ -86,8 +86,8 @@ def up(
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
     counts = _workers(engine, workers, prefill_workers, decode_workers)
-    if not counts.apart:
-        _refuse_of_apart(context, router)
+    if not counts.is_disaggregated:
+        _reject_disagg_options(context, router)
     roles = counts.roles(engine)
     with explained():
         taints = placed_taints(names("--taint", taint), list(roles))
@@ -115,7 +115,7 @@ def up(
         run(settings, host, port, lambda disagg: _announce(settings, disagg, host, port))
 
 
-def _workers(engine: EngineChoice, whole: int | None, prefill: int | None, decode: int | None) -> Workers:
+def _workers(engine: EngineChoice, aggregated: int | None, prefill: int | None, decode: int | None) -> Workers:
     """Return the number of workers per role. Contradictory options end the command."""
     if engine.settings.role != "aggregated":
         role = engine.settings.role
@@ -126,16 +126,16 @@ def _workers(engine: EngineChoice, whole: int | None, prefill: int | None, decod
         fail(
             "--prefill-workers and --decode-workers require each other; use --prefill-workers 0 for decode workers only"
         )
-    if decode is not None and whole is not None:
+    if decode is not None and aggregated is not None:
         fail("--workers cannot be combined with --decode-workers")
     if prefill is not None and decode is not None:
         workers = Workers(prefill=prefill, decode=decode)
     else:
-        workers = Workers(whole=whole or (MOCK_WORKERS if engine.is_mock else 1))
-    count = workers.whole + workers.prefill + workers.decode
+        workers = Workers(aggregated=aggregated or (MOCK_WORKERS if engine.is_mock else 1))
+    count = workers.aggregated + workers.prefill + workers.decode
     ranks = count * engine.settings.dp_size
     if ranks > RANKS_MAX:
-        workers_text = f"{count} workers" if workers.apart else f"--workers {count}"
+        workers_text = f"{count} workers" if workers.is_disaggregated else f"--workers {count}"
         fail(f"{workers_text} with --dp-size {engine.settings.dp_size} are {ranks} ranks; maximum {RANKS_MAX}")
     return workers
 
@@ -146,9 +146,9 @@ def _log_limits(log: Path | None, max_size: str | None, max_age: str | None) -> 
     return RetentionLimits(size("--log-max-size", text, LOG_BYTES_MIN), age_s)
 
 
-def _refuse_of_apart(context: typer.Context, router: RouterConfig) -> None:
+def _reject_disagg_options(context: typer.Context, router: RouterConfig) -> None:
     """Reject options that have no effect without disaggregation."""
-    for name in OF_APART:
+    for name in DISAGG_OPTIONS:
         if context.params.get(name) not in (None, False):
             fail(f"--{name.replace('_', '-')} requires --prefill-workers and --decode-workers")
     if router.disagg != DisaggConfig():

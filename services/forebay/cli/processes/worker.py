@@ -1,4 +1,4 @@
-"""`forebay worker`: one engine, as a process of its own."""
+"""`forebay worker`: one engine in one process."""
 
 import asyncio
 import contextlib
@@ -47,9 +47,9 @@ from forebay.workers.runtime.worker import ENGINE_STOP_S, Worker
 
 logger = logging.getLogger(__name__)
 
-ASK_TTL_MS = 6_000
-LOOK_S = 5.0
-LOOKS = 3  # a take-over takes six seconds, and an owner looks at the leases twice a second
+ANNOUNCEMENT_TTL_MS = 6_000
+CHECK_S = 5.0
+CHECKS = 3  # a takeover takes six seconds, and an owner reads the leases twice per second
 
 
 @engine_options
@@ -104,9 +104,9 @@ async def _run(cluster: Cluster, spec: WorkerSpec, engine: Engine, *, lease_ttl_
     async with connected(cluster, registry, {"/ready": probes.ready, "/live": probes.live}) as log:
         directory = Directory(log)
         await directory.start()
-        typer.echo(f"forebay: worker {spec.worker_id} asks to join {spec.model}, pool {spec.pool}")
-        waiting = asyncio.create_task(say_if_not_admitted(probes, spec.worker_id))
-        partition = await _placed(directory, leases, spec.model)
+        typer.echo(f"forebay: worker {spec.worker_id} requests to join {spec.model}, pool {spec.pool}")
+        waiting = asyncio.create_task(warn_if_not_admitted(probes, spec.worker_id))
+        partition = await _partition_of(directory, leases, spec.model)
         directory.close()
         keeper = LeaseKeeper(leases, ttl_s=lease_ttl_s)
         keeper.start()
@@ -116,7 +116,9 @@ async def _run(cluster: Cluster, spec: WorkerSpec, engine: Engine, *, lease_ttl_
         registry.register(WorkerMetrics(worker))
 
         async def stop() -> None:
-            typer.echo(f"forebay: worker {spec.worker_id} finishes what is under way; a second signal stops it at once")
+            typer.echo(
+                f"forebay: worker {spec.worker_id} finishes its requests in flight; a second signal stops it at once"
+            )
             worker.drain(drain_s)
 
         try:
@@ -126,28 +128,28 @@ async def _run(cluster: Cluster, spec: WorkerSpec, engine: Engine, *, lease_ttl_
             await keeper.stop()
 
 
-async def say_if_not_admitted(probes: Probes, name: str, *, look_s: float = LOOK_S) -> None:
-    """Say so when three looks in a row find a worker, while its engine does not start, outside of the fleet."""
-    looks = 0
-    while looks < LOOKS:
-        await asyncio.sleep(look_s)
-        alone = probes.worker is None or probes.worker.life.state is State.REGISTERED
-        looks = looks + 1 if alone else 0
-    why = "either no router is there, or one turned it away and says why in its log"
-    typer.echo(f"forebay: worker {name} is not admitted, and goes on asking: {why}", err=True)
+async def warn_if_not_admitted(probes: Probes, name: str, *, check_s: float = CHECK_S) -> None:
+    """Print a warning if `CHECKS` checks in a row find the worker outside of the fleet, with its engine running."""
+    checks = 0
+    while checks < CHECKS:
+        await asyncio.sleep(check_s)
+        is_waiting = probes.worker is None or probes.worker.life.state is State.REGISTERED
+        checks = checks + 1 if is_waiting else 0
+    why = "either no router is running, or the router rejected the worker and logged the reason"
+    typer.echo(f"forebay: worker {name} is not admitted and keeps trying: {why}", err=True)
 
 
-async def _placed(directory: Directory, leases: Leases, group: str) -> int:
-    """The partition of the group, asked for until a router has given it one."""
-    asked = True
+async def _partition_of(directory: Directory, leases: Leases, group: str) -> int:
+    """Announce the group until a router has assigned a partition to it, and return the partition."""
+    is_first_error = True
     while (partition := directory.partition_of(group)) is None:
         try:
-            await asyncio.to_thread(leases.announce, group, ASK_TTL_MS)
+            await asyncio.to_thread(leases.announce, group, ANNOUNCEMENT_TTL_MS)
         except LeaseError as error:
-            if asked:
-                logger.warning("the group %s cannot be asked for, trying again: %s", group, error)
-            asked = False
+            if is_first_error:
+                logger.warning("cannot announce the group %s, will retry: %s", group, error)
+            is_first_error = False
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(ASK_TTL_MS / 3000):
+            async with asyncio.timeout(ANNOUNCEMENT_TTL_MS / 3000):
                 await directory.placed(group)
     return partition
