@@ -201,7 +201,7 @@ async def test_a_gap_is_an_error_and_never_a_short_answer(scene: Scene, stream: 
     scene.end(name, said=len(tokens))
     response = await asking
     error = events(response)[-1]["error"] if stream else response.json()["error"]
-    assert (error["code"], error["message"]) == ("tokens_missing", "the answer has a gap after 2 tokens")
+    assert (error["code"], error["message"]) == ("tokens_missing", "the response has a gap after 2 tokens")
     assert response.status_code == (200 if stream else 502)
     assert (await scene.cancelled()).request_id == name
 

@@ -17,15 +17,10 @@ from forebay.events.requests import RequestCancelled, RequestSubmitted
 from forebay.events.tokens import Embedded, ResponseEnded, ResponseError, TokenEvent, Usage
 from forebay.ingress.http.server import build_server
 from forebay.ingress.kafka_api.request import ReplyAddress
-from forebay.ingress.kafka_api.response import (
-    EmbeddingBatch,
-    PendingEmbedding,
-    RequestOrigin,
-    ResponseRecord,
-    WindowEntry,
-)
+from forebay.ingress.kafka_api.response import PendingRequest, RecordResponse, ResponseRecord, WindowEntry
 from forebay.ingress.openai.embeddings import INPUTS_MAX, EmbeddingBody
 from forebay.ingress.openai.fields import parse
+from forebay.ingress.response_fold import EmbeddingFold
 from tests.ingress.conftest import NAME, Scene, make_scene
 from tests.system import until
 
@@ -190,9 +185,9 @@ async def test_the_official_client_gets_vectors_and_a_leaver_cancels(scene: Scen
 def folded(records: list[TokenEvent], inputs: int) -> list[ResponseRecord]:
     """Return the Kafka API response to these records, for a request with this many inputs."""
     body = parse(EmbeddingBody, msgspec.json.encode({"model": NAME, "input": ["a"] * inputs}))
-    shared, place = EmbeddingBatch(body), RequestOrigin(WindowEntry(0, 0), ReplyAddress("e", ""), "embeddings")
-    parts = {f"e-{at}": PendingEmbedding(f"e-{at}", place, 2, shared) for at in range(inputs)}
-    return [piece for event in records for part in apply(parts, event, NAME) for piece in part.pieces()]
+    response = RecordResponse(WindowEntry(0, 0), ReplyAddress("e", ""), EmbeddingFold("e", body, 2 * inputs, inputs))
+    parts = {f"e-{at}": PendingRequest(f"e-{at}", response, at) for at in range(inputs)}
+    return [piece for event in records for part in apply(parts, event, NAME) for piece in response.step(part)]
 
 
 @given(order=st.permutations(range(5)), failing=st.sets(st.integers(0, 4), max_size=2), often=st.integers(1, 3))

@@ -13,14 +13,13 @@ from forebay.events.topics import FIXED_TOPICS, OPENAI_RESPONSES, TOKENS
 from forebay.ingress.errors import ApiError, Unusable
 from forebay.ingress.http.body_limits import BodyLimits
 from forebay.ingress.kafka_api.request import ReplyAddress, address, body_of, nonce_of, slot_of
-from forebay.ingress.kafka_api.response import PendingCompletion, RequestOrigin, ResponseRecord, WindowEntry
+from forebay.ingress.kafka_api.response import PendingRequest, RecordResponse, ResponseRecord, WindowEntry
 from forebay.ingress.kafka_api.topics import ReplyTopics
-from forebay.ingress.openai.render import ResponseFormatter
 from forebay.ingress.openai.requests import ChatBody, TextBody
 from forebay.ingress.parsers.composer import Composer
 from forebay.ingress.parsers.text import TextAssembler
+from forebay.ingress.response_fold import CompletionFold, was_rejected
 from forebay.ingress.settings import IngressSettings
-from forebay.ingress.streams import was_rejected
 from forebay.transport.base import Draft, Record
 from tests.ingress.conftest import NAME, SLOT, Scene, make_scene
 
@@ -28,7 +27,6 @@ CHAT: dict[str, Any] = {"model": NAME, "messages": [{"role": "user", "content": 
 NAMESPACE = "shop"
 ALLOWED = ReplyTopics(NAMESPACE)
 BOUNDS = BodyLimits(text_bytes_max=1_000)
-PLACE = RequestOrigin(WindowEntry(0, 0), ReplyAddress("a", ""), "chat_completions")
 
 
 def record(body: Any = CHAT, partition: int = 3, offset: int = 41, **headers: str) -> Record:
@@ -187,10 +185,11 @@ class Fold:
         stop: str = "",
         prompt_tokens: int = 5,
     ) -> None:
-        shape = ResponseFormatter(chat=True, response_id=request_id, model=NAME, created=7)
-        text = Composer(TextAssembler(scene.model.decoder(), [stop] if stop else []))
+        options: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": usage}} if stream else {}
+        composer = Composer(TextAssembler(scene.model.decoder(), [stop] if stop else []))
+        fold = CompletionFold(request_id, chat_of({**CHAT, **options}), prompt_tokens, composer, created_s=7)
         self.scene = scene
-        self.answer = PendingCompletion(request_id, PLACE, prompt_tokens, shape, text, stream=stream, usage_chunk=usage)
+        self.request = PendingRequest(request_id, RecordResponse(WindowEntry(0, 0), ReplyAddress("a", ""), fold))
         self.pieces: list[ResponseRecord] = []
 
     async def read(self, times: int = 1) -> list[ResponseRecord]:
@@ -198,8 +197,8 @@ class Fold:
         await self.scene.log.append([Draft(TOKENS.name, SLOT + 1, b"what was sent before this is there")])
         for one in self.scene.log.records(TOKENS.name, SLOT, 0, 1000):
             for _ in range(times):
-                for changed in apply({self.answer.request_id: self.answer}, decode(TOKENS, one.value), NAME):
-                    self.pieces += changed.pieces()
+                for changed in apply({self.request.request_id: self.request}, decode(TOKENS, one.value), NAME):
+                    self.pieces += changed.response.step(changed)
         return self.pieces
 
     def text(self) -> str:
@@ -268,7 +267,7 @@ async def test_a_stop_string_ends_the_answer(scene: Scene) -> None:
     fold = Fold(scene, "a", stream=True, stop=" three")
     pieces = await fold.read()
     assert fold.text() == "one two"
-    assert fold.answer.stopped
+    assert fold.request.response.fold.cancel_reason == "stop"
     assert pieces[-1].last
     assert msgspec.json.decode(pieces[-1].value)["choices"][0]["finish_reason"] == "stop"
 
@@ -284,9 +283,9 @@ async def test_a_refusal_is_one_piece_with_its_status(scene: Scene) -> None:
 async def test_only_what_no_worker_could_take_is_a_rejection(scene: Scene, status: int, rejected: bool) -> None:
     scene.refuse("a", status, "because")
     fold = Fold(scene, "a", stream=True)
-    assert not was_rejected(fold.answer)
+    assert not was_rejected(fold.request)
     await fold.read()
-    assert was_rejected(fold.answer) is rejected
+    assert was_rejected(fold.request) is rejected
 
 
 async def test_what_had_begun_is_none(scene: Scene) -> None:
@@ -294,7 +293,7 @@ async def test_what_had_begun_is_none(scene: Scene) -> None:
     scene.refuse("a", 503, "workers_lost", attempt=1)
     fold = Fold(scene, "a", stream=True)
     await fold.read()
-    assert not was_rejected(fold.answer)
+    assert not was_rejected(fold.request)
 
 
 async def test_an_error_ends_a_stream_that_has_begun(scene: Scene) -> None:

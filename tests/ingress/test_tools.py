@@ -17,10 +17,9 @@ from forebay.events.requests import RequestSubmitted
 from forebay.events.topics import TOKENS
 from forebay.ingress.http.server import build_server
 from forebay.ingress.kafka_api.request import ReplyAddress
-from forebay.ingress.kafka_api.response import PendingCompletion, RequestOrigin, WindowEntry
+from forebay.ingress.kafka_api.response import PendingRequest, RecordResponse, WindowEntry
 from forebay.ingress.model import DEFAULT_MODEL, Model
 from forebay.ingress.openai.fields import parse
-from forebay.ingress.openai.render import ResponseFormatter
 from forebay.ingress.openai.requests import ChatBody
 from tests.ingress.conftest import NAME, SLOT, Scene, make_scene
 from tests.system import until
@@ -251,20 +250,14 @@ async def test_the_kafka_api_sends_the_same(tools: Scene, stream: bool) -> None:
     request = await tools.next_request()
     say(tools, request, f"<think>a</think>b{CALL}")
     given = (await asking).text
-    prepared = await tools.ingress.prepare(parse(ChatBody, msgspec.json.encode(body)), ())
-    answer = PendingCompletion(
-        "same",
-        RequestOrigin(WindowEntry(0, 0), ReplyAddress("same", ""), "chat_completions"),
-        request.prompt_tokens,
-        ResponseFormatter(chat=True, response_id="same", model=NAME, created=0),
-        prepared.output.composer(tools.model, tools.ingress.parsers, "same"),
-        stream=stream,
-        usage_chunk=False,
-    )
+    parsed = parse(ChatBody, msgspec.json.encode(body))
+    prepared = await tools.ingress.prepare(parsed, ())
+    fold = tools.ingress.completion("same", parsed, prepared, created_s=0)
+    waiting = PendingRequest("same", RecordResponse(WindowEntry(0, 0), ReplyAddress("same", ""), fold))
     pieces = []
     for record in tools.log.records(TOKENS.name, SLOT, 0, 1000):
-        for changed in apply({"same": answer}, decode(TOKENS, record.value), NAME):
-            pieces += changed.pieces()
+        for changed in apply({"same": waiting}, decode(TOKENS, record.value), NAME):
+            pieces += changed.response.step(changed)
     events = [line.removeprefix("data: ") for line in given.split("\n\n") if line not in ("", "data: [DONE]")]
     assert deltas([piece.value.decode() for piece in pieces]) == deltas(events)
 

@@ -50,7 +50,8 @@ async def listening(log: SqliteLog, name: str) -> AsyncIterator[Client]:
         while client.ended is None:
             await stream.ready()
             assert stream.interrupt_reason is None
-            client.tokens += stream.take()[0]
+            client.tokens += stream.tokens
+            stream.tokens = []
             client.ended = stream.ended
 
     tasks = [asyncio.create_task(reader.run()), asyncio.create_task(take())]

@@ -70,6 +70,11 @@ def internal_error() -> ApiError:
     return ApiError(500, "internal_error", "an internal error; the server's log has the details")
 
 
+def deadline_exceeded(timeout_s: float) -> ApiError:
+    """Return the error 504 for a request without a response in time."""
+    return ApiError(504, "deadline_exceeded", f"no response within {timeout_s:g} s")
+
+
 def invalid(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
     """Return the error 400 for an invalid request."""
     return ApiError(400, code, message, param)

@@ -9,12 +9,12 @@ from forebay import runtime
 from forebay.events.base import Event
 from forebay.events.codec import encode
 from forebay.events.requests import RequestCancelled
-from forebay.events.tokens import ResponseError, RouteResponse
+from forebay.events.tokens import RouteResponse
 from forebay.events.topics import REQUESTS
 from forebay.ingress.adapters import Adapters
 from forebay.ingress.admission import POOL_FULL, IngressAdmission
 from forebay.ingress.commands import CommandClient
-from forebay.ingress.errors import RETRY_AFTER_S, ApiError
+from forebay.ingress.errors import ApiError
 from forebay.ingress.http.body import BodyMemory
 from forebay.ingress.http.body_limits import VALUES_MAX, BodyLimits
 from forebay.ingress.http.drain import IngressDrain
@@ -27,6 +27,7 @@ from forebay.ingress.openai.requests import ChatBody, TextBody
 from forebay.ingress.openai.routing_hints import RoutingHeaders, routing_headers
 from forebay.ingress.parsers.selection import ParserFactory
 from forebay.ingress.prepare import PreparedRequest, Preparer, Target
+from forebay.ingress.response_fold import CompletionFold
 from forebay.ingress.settings import IngressSettings
 from forebay.ingress.streams import ReplyReader, Stream, interruption
 from forebay.ingress.tokenizer import TokenizerPool
@@ -149,6 +150,13 @@ class Ingress:
             prepared.append(steps.embed(body, index, token_ids, target))
         return prepared
 
+    def completion(
+        self, request_id: str, body: ChatBody | TextBody, prepared: PreparedRequest, created_s: int
+    ) -> CompletionFold:
+        """Return the empty response of a chat or text completion; `created_s` is its Unix time in seconds."""
+        composer = prepared.output.composer(self.model, self.parsers, request_id)
+        return CompletionFold(request_id, body, prepared.prompt_tokens, composer, created_s)
+
     async def submit(self, request_id: str, prepared: PreparedRequest) -> Stream:
         """Append a request to the log and return the stream of its response. Raises ApiError."""
         partition = self._require_free(request_id)
@@ -191,14 +199,13 @@ class Ingress:
             raise ApiError(result.error.status, result.error.code, result.error.message)
         return result
 
-    def to_api_error(self, error: ResponseError) -> ApiError:
-        """Return the response for an error on the reply slot, and update admission if a queue is full."""
-        after_s = RETRY_AFTER_S
+    def observe(self, error: ApiError) -> ApiError:
+        """Update admission if a queue of the router is full, and return the error with the time of the next attempt."""
         if error.code == POOL_FULL:
             self.admission.mark_queue_full()
         if error.code in QUEUE_CODES:
-            after_s = self.admission.retry_after_s
-        return ApiError(error.status, error.code, error.message, retry_after_s=after_s)
+            error.retry_after_s = self.admission.retry_after_s
+        return error
 
     def cancel(self, request_id: str, reason: str) -> None:
         """Append the cancellation of a request."""

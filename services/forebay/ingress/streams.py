@@ -9,16 +9,15 @@ from collections.abc import Callable
 
 from forebay.core.state.reply_slot import ResponseState, apply
 from forebay.events.codec import DecodeError, decode
-from forebay.events.tokens import CommandResponse, RouteResponse, TokenEvent, TokenLogprob
+from forebay.events.tokens import CommandResponse, RouteResponse, TokenEvent
 from forebay.events.topics import TOKENS
-from forebay.ingress.errors import RETRY_STATUSES, ApiError
+from forebay.ingress.errors import ApiError
 from forebay.ingress.http.drain import SHUTTING_DOWN
 from forebay.transport.base import Log, LogError
 
 logger = logging.getLogger(__name__)
 
 READ_MAX = 256  # records per iteration of the event loop
-TOKENS_MISSING = "tokens are missing"
 
 
 class Stream(ResponseState):
@@ -40,15 +39,9 @@ class Stream(ResponseState):
         self.interrupt_reason = self.interrupt_reason or reason
         self.notify()
 
-    def take(self) -> tuple[list[int], list[TokenLogprob]]:
-        """Return the tokens since the previous call, and their log probabilities if the engine reported them."""
-        taken = self.tokens, self.logprobs
-        self.tokens, self.logprobs = [], []
-        return taken
-
     async def ready(self) -> None:
-        """Wait for tokens, the end, or an interruption."""
-        if self.tokens or self.ended is not None or self.interrupt_reason is not None:
+        """Wait for tokens, a gap, the end, or an interruption."""
+        if self.tokens or self.gap or self.ended is not None or self.interrupt_reason is not None:
             return
         self._waiter = asyncio.get_running_loop().create_future()
         try:
@@ -58,8 +51,6 @@ class Stream(ResponseState):
 
     def notify(self) -> None:
         """Wake the reader after the reply changed."""
-        if self.gap:
-            self.interrupt_reason = self.interrupt_reason or TOKENS_MISSING
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -179,12 +170,6 @@ class ReplyReader:
             return
         for stream in apply(self._streams, event, self._group):
             stream.notify()
-
-
-def was_rejected(reply: ResponseState) -> bool:
-    """Return whether the request was rejected because no worker had capacity."""
-    error = None if reply.ended is None else reply.ended.error
-    return error is not None and error.status in RETRY_STATUSES and not reply.next_index
 
 
 def interruption(reason: str | None) -> ApiError:

@@ -21,12 +21,12 @@ from forebay.ingress.http.embedding_response import EmbeddingResponse
 from forebay.ingress.http.openapi import RUNS, body_of, describe, errors, streamed, text
 from forebay.ingress.http.origin_guard import OriginGuard
 from forebay.ingress.http.queries import add_queries, answer_route
-from forebay.ingress.http.response import CompletionResponse, ResponseContext
+from forebay.ingress.http.response import CompletionResponse
 from forebay.ingress.ingress import Ingress
 from forebay.ingress.openai.embeddings import EmbeddingBody
 from forebay.ingress.openai.fields import parse
-from forebay.ingress.openai.render import ResponseFormatter
 from forebay.ingress.openai.requests import ChatBody, TextBody
+from forebay.ingress.response_fold import EmbeddingFold
 from forebay.transport.base import LogError
 
 
@@ -79,26 +79,10 @@ async def _complete(request: Request, ingress: Ingress, kind: type[ChatBody] | t
         body = parse(kind, raw)
         if body.queries_route:
             return await answer_route(request, ingress, body)
-        chat = isinstance(body, ChatBody)
-        request_id = request_id_of(request, "chatcmpl-" if chat else "cmpl-")
+        request_id = request_id_of(request, "chatcmpl-" if isinstance(body, ChatBody) else "cmpl-")
         prepared = await ingress.prepare(body, request.headers.items())
-    asked = ResponseContext(
-        endpoint="chat_completions" if chat else "completions",
-        request_id=request_id,
-        prompt_tokens=prepared.prompt_tokens,
-        stream=bool(body.stream),
-        usage_chunk=body.includes_usage,
-        began_s=began_s,
-    )
-    text = prepared.output.composer(ingress.model, ingress.parsers, request_id)
-    shape = ResponseFormatter(
-        chat=chat,
-        response_id=request_id,
-        model=body.model,
-        created=int(runtime.wall_s()),
-        names_worker=body.names_worker,
-    )
-    return CompletionResponse(ingress, asked, await ingress.submit(request_id, prepared), shape, text)
+    response = ingress.completion(request_id, body, prepared, created_s=int(runtime.wall_s()))
+    return CompletionResponse(ingress, response, await ingress.submit(request_id, prepared), began_s)
 
 
 def _add_embeddings(app: FastAPI, ingress: Ingress) -> None:
@@ -111,8 +95,9 @@ def _add_embeddings(app: FastAPI, ingress: Ingress) -> None:
             await ingress.admission.turn()
             body = parse(EmbeddingBody, raw)
             request_id = request_id_of(request, "embd-")
-            parts = await ingress.prepare_embedding(body, request.headers.items())
-        return EmbeddingResponse(ingress, request_id, body, parts)
+            inputs = await ingress.prepare_embedding(body, request.headers.items())
+        prompt_tokens = sum(one.prompt_tokens for one in inputs)
+        return EmbeddingResponse(ingress, EmbeddingFold(request_id, body, prompt_tokens, len(inputs)), inputs)
 
 
 def _add_models(app: FastAPI, ingress: Ingress) -> None:

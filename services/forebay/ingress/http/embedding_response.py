@@ -1,4 +1,4 @@
-"""The vectors of one HTTP request on their way: its parts are submitted, awaited, and dropped when the client goes."""
+"""Send the vectors of one embedding request to an HTTP client."""
 
 import asyncio
 
@@ -6,112 +6,109 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from forebay import runtime
-from forebay.ingress.errors import ApiError
-from forebay.ingress.http.response import DISCONNECTED, TIMED_OUT
+from forebay.ingress.errors import ApiError, deadline_exceeded
+from forebay.ingress.http.response import DISCONNECTED, TIMED_OUT, wait_for_disconnect
 from forebay.ingress.ingress import GRACE_S, Ingress
-from forebay.ingress.openai.embeddings import EmbeddingBody, embeddings, part_id, vector_of
+from forebay.ingress.openai.embeddings import part_id
 from forebay.ingress.prepare import PreparedRequest
-from forebay.ingress.streams import interruption, was_rejected
+from forebay.ingress.response_fold import EmbeddingFold, was_rejected
+from forebay.ingress.streams import interruption
 
-ENDPOINT = "embeddings"
-AT_ONCE = 64  # parts of one request under way: the others' requests come between them
+INPUTS_IN_FLIGHT_MAX = 64  # per client request, so that other requests are interleaved
 
 
 class EmbeddingResponse(Response):
-    """Sends one list of vectors."""
+    """ASGI response with a list of vectors.
 
-    def __init__(self, ingress: Ingress, request_id: str, body: EmbeddingBody, parts: list[PreparedRequest]) -> None:
+    Args:
+        ingress: the ingress.
+        fold: the response, still empty.
+        inputs: one prepared request per input, in order.
+    """
+
+    def __init__(self, ingress: Ingress, fold: EmbeddingFold, inputs: list[PreparedRequest]) -> None:
         self.status_code = 200
         self.background = None
         self._ingress = ingress
-        self._request_id = request_id
-        self._body = body
-        self._parts = parts
-        self._room = asyncio.Semaphore(AT_ONCE)
-        self._reason = DISCONNECTED
+        self._fold = fold
+        self._inputs = inputs
+        self._body = b""
+        self._capacity = asyncio.Semaphore(INPUTS_IN_FLIGHT_MAX)
+        self._interrupt_reason = DISCONNECTED
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the answer; whatever happens, nothing is left running."""
-        metrics, began_s = self._ingress.metrics, runtime.monotonic_s()
-        prompt_tokens = sum(part.prompt_tokens for part in self._parts)
+        """Send the response. Cancel requests in flight if the client gets no complete response."""
+        metrics, fold, began_s = self._ingress.metrics, self._fold, runtime.monotonic_s()
         metrics.inflight.inc()
         status = "error"
         try:
-            vectors = await self._gather(receive)
-            if vectors is None:
+            if not await self._wait(receive):
                 status = "cancelled"
                 metrics.disconnected.inc()
                 return
-            await self._send(send, embeddings(self._body, vectors, prompt_tokens))
+            await self._send(send)
             status = "success"
             metrics.duration.observe(runtime.monotonic_s() - began_s)
-            metrics.input_tokens.observe(prompt_tokens)
+            metrics.input_tokens.observe(fold.prompt_tokens)
         except ApiError as error:
             metrics.refused.labels(error.code).inc()
-            await error.send(send, self._request_id)
+            await error.send(send, fold.request_id)
         finally:
             metrics.inflight.dec()
-            metrics.ended(ENDPOINT, stream=False, status=status)
+            metrics.ended(fold.endpoint, stream=False, status=status)
 
-    async def _gather(self, receive: Receive) -> list[bytes] | None:
-        """The vectors, None when the client left. Raises ApiError."""
-        loop = asyncio.get_running_loop()
-        working = loop.create_task(self._vectors())
-        leaving = loop.create_task(_left(receive))
-        wait_s = self._ingress.settings.timeout_s + GRACE_S
+    async def _wait(self, receive: Receive) -> bool:
+        """Wait for the complete response. Return False if the client disconnected. Raises ApiError."""
+        loop, timeout_s = asyncio.get_running_loop(), self._ingress.settings.timeout_s
+        work = loop.create_task(self._run_inputs())
+        watch = loop.create_task(wait_for_disconnect(receive, lambda _: None))
         try:
-            done, _ = await asyncio.wait((working, leaving), timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
-            if working in done:
-                return working.result()
-            if leaving in done:
-                return None
-            self._reason = TIMED_OUT
-            raise ApiError(504, "deadline_exceeded", f"no answer within {self._ingress.settings.timeout_s:g} s")
+            await asyncio.wait((work, watch), timeout=timeout_s + GRACE_S, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()
+            elif not watch.done():
+                self._interrupt_reason = TIMED_OUT
+                raise deadline_exceeded(timeout_s)
+            return work.done()
         finally:
-            for task in (working, leaving):
+            for task in (work, watch):
                 task.cancel()
-            await asyncio.gather(working, leaving, return_exceptions=True)
+            await asyncio.gather(work, watch, return_exceptions=True)
 
-    async def _vectors(self) -> list[bytes]:
-        tasks: list[asyncio.Task[bytes]] = []
+    async def _run_inputs(self) -> None:
         try:
             async with asyncio.TaskGroup() as group:
-                tasks += [group.create_task(self._one(index)) for index in range(len(self._parts))]
+                for index in range(len(self._inputs)):
+                    group.create_task(self._run_input(index))
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
-        return [task.result() for task in tasks]
 
-    async def _one(self, index: int) -> bytes:
-        ingress, request_id = self._ingress, part_id(self._request_id, index)
-        async with self._room:
-            stream = await ingress.submit(request_id, self._parts[index])
+    async def _run_input(self, index: int) -> None:
+        ingress, fold = self._ingress, self._fold
+        request_id = part_id(fold.request_id, index)
+        async with self._capacity:
+            stream = await ingress.submit(request_id, self._inputs[index])
             try:
-                while stream.ended is None and stream.interrupt_reason is None:
+                while stream.ended is None and fold.error is None:
                     await stream.ready()
-                    stream.take()  # an embedding says no tokens; those of a wrong engine are not waited for
-                if stream.ended is None:
-                    self._reason = stream.interrupt_reason or self._reason
-                    raise interruption(stream.interrupt_reason)
+                    self._body = b"".join(fold.step(stream, index)) or self._body
+                    if stream.ended is None and stream.interrupt_reason is not None:
+                        self._interrupt_reason = stream.interrupt_reason
+                        raise interruption(stream.interrupt_reason)
                 if was_rejected(stream):
-                    ingress.metrics.rejected(ENDPOINT)
-                if stream.ended.error is not None:
-                    raise ingress.to_api_error(stream.ended.error)
-                return vector_of(stream)
+                    ingress.metrics.rejected(fold.endpoint)
+                if fold.error is not None:
+                    raise ingress.observe(fold.error)
             finally:
                 ingress.replies.close(request_id)
                 if stream.ended is None:
-                    ingress.cancel(request_id, self._reason)
+                    ingress.cancel(request_id, fold.cancel_reason or self._interrupt_reason)
 
-    async def _send(self, send: Send, body: bytes) -> None:
+    async def _send(self, send: Send) -> None:
         headers = [
             (b"content-type", b"application/json"),
-            (b"content-length", str(len(body)).encode()),
-            (b"x-request-id", self._request_id.encode()),
+            (b"content-length", str(len(self._body)).encode()),
+            (b"x-request-id", self._fold.request_id.encode()),
         ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
-
-
-async def _left(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+        await send({"type": "http.response.body", "body": self._body})

@@ -1,87 +1,76 @@
-"""An answer on its way to an HTTP client, streamed or whole.
+"""Send a chat or text completion to an HTTP client, as server-sent events or as one object.
 
-Status and headers wait for the first token, so a refusal by the router or an engine is a real HTTP status.
+Status and headers wait for the first token, so a request that the router or an engine rejects gets a real HTTP status.
 """
 
 import asyncio
-from dataclasses import dataclass
+from collections.abc import Callable
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from forebay import runtime
-from forebay.events.tokens import ResponseEnded, Usage
-from forebay.ingress.errors import ApiError
+from forebay.ingress.errors import ApiError, deadline_exceeded
 from forebay.ingress.ingress import GRACE_S, Ingress
-from forebay.ingress.openai.render import ResponseFormatter, ServingInfo
-from forebay.ingress.parsers.composer import Composer
-from forebay.ingress.parsers.deltas import OutputDelta, merge_deltas
-from forebay.ingress.streams import TOKENS_MISSING, Stream, interruption, was_rejected
+from forebay.ingress.response_fold import CompletionFold, was_rejected
+from forebay.ingress.streams import Stream, interruption
 
 DISCONNECTED = "client disconnected"
 TIMED_OUT = "deadline"
+BEGIN, END = b"data: ", b"\n\n"  # of a server-sent event
 DONE = b"data: [DONE]\n\n"
 
 
-@dataclass(frozen=True, slots=True)
-class ResponseContext:
-    """What a client asked for, as far as its answer depends on it."""
-
-    endpoint: str
-    request_id: str
-    prompt_tokens: int
-    stream: bool
-    usage_chunk: bool
-    began_s: float
-
-
 class CompletionResponse(Response):
-    """Sends one answer. A Response of its own, because Starlette's streaming one costs a task group each."""
+    """ASGI response of one completion. It does not use Starlette's streaming response, which costs a task group each.
 
-    def __init__(
-        self, ingress: Ingress, asked: ResponseContext, stream: Stream, shape: ResponseFormatter, text: Composer
-    ) -> None:
+    Args:
+        ingress: the ingress.
+        fold: the response, still empty.
+        stream: events of the request.
+        began_s: monotonic clock when the request arrived, in seconds.
+    """
+
+    def __init__(self, ingress: Ingress, fold: CompletionFold, stream: Stream, began_s: float) -> None:
         self.status_code = 200
         self.background = None
         self._ingress = ingress
         self._metrics = ingress.metrics
-        self._asked = asked
+        self._fold = fold
         self._stream = stream
-        self._shape = shape
-        self._text = text
-        self._reason: str | None = None
-        self._cached_tokens = 0
+        self._began_s = began_s
         self._first_s = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the answer; whatever happens, nothing is left running."""
-        stream, asked = self._stream, self._asked
-        watch = asyncio.get_running_loop().create_task(_until_disconnect(receive, stream))
+        """Send the response. Cancel the request if the client gets no complete response."""
+        stream, fold = self._stream, self._fold
+        watch = asyncio.get_running_loop().create_task(wait_for_disconnect(receive, stream.interrupt))
         self._metrics.inflight.inc()
         status = "error"
         try:
             status = await self._send(send)
-        except (_Gone, TimeoutError):
+        except (_ClientGone, TimeoutError):
             status = "cancelled"
             self._metrics.disconnected.inc()
         finally:
             watch.cancel()
-            self._ingress.replies.close(asked.request_id)
+            self._ingress.replies.close(fold.request_id)
             if stream.ended is None:
-                self._ingress.cancel(asked.request_id, self._reason or stream.interrupt_reason or DISCONNECTED)
+                reason = fold.cancel_reason or stream.interrupt_reason or DISCONNECTED
+                self._ingress.cancel(fold.request_id, reason)
             self._metrics.inflight.dec()
             self._count(status)
 
     async def _send(self, send: Send) -> str:
-        """Send the answer or an error; the status to count. Raises TimeoutError when the client takes neither."""
+        """Send the response or an error; return the status for metrics. Raises TimeoutError if the client stalls."""
         wait_s = self._ingress.settings.timeout_s + GRACE_S
         async with asyncio.timeout(None) as limit:
             deadline = asyncio.get_running_loop().call_later(wait_s, self._expire, limit)
             try:
-                await (self._send_stream(send) if self._asked.stream else self._send_whole(send))
+                await (self._send_stream(send) if self._fold.stream else self._send_whole(send))
             except ApiError as error:
                 self._metrics.refused.labels(error.code).inc()
-                await error.send(send, self._asked.request_id)
+                await error.send(send, self._fold.request_id)
                 return "error"
             finally:
                 deadline.cancel()
@@ -89,96 +78,58 @@ class CompletionResponse(Response):
 
     def _expire(self, limit: asyncio.Timeout) -> None:
         self._stream.interrupt(TIMED_OUT)
-        # A client that does not read holds the answer up in `send`, where an interruption is not seen.
+        # If the client does not read, the response blocks in `send`, which an interruption does not end.
         limit.reschedule(asyncio.get_running_loop().time() + GRACE_S)
 
     async def _send_stream(self, send: Send) -> None:
-        piece = await self._next()
+        chunks = await self._next()
         await send(self._start(b"text/event-stream; charset=utf-8"))
-        first = True
         try:
             while True:
-                body = b""
-                if piece or first:
-                    body = self._shape.delta(piece, first=first)
-                    first = False
-                if self._reason is not None:
-                    await send({"type": "http.response.body", "body": body + self._closing()})
+                body = BEGIN + (END + BEGIN).join(chunks) + END
+                if self._fold.is_over and self._fold.error is None:
+                    await send({"type": "http.response.body", "body": body + DONE})
                     return
-                if body:
-                    await send({"type": "http.response.body", "body": body, "more_body": True})
-                piece = await self._next()
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+                chunks = await self._next()
         except ApiError as error:
-            # The status is out already: the error is an event of the stream, which then ends.
+            # The status was sent already, so the error is the last event of the stream.
             self._metrics.refused.labels(error.code).inc()
-            await send({"type": "http.response.body", "body": b"data: " + error.encoded() + b"\n\n"})
+            await send({"type": "http.response.body", "body": BEGIN + error.encoded() + END})
 
     async def _send_whole(self, send: Send) -> None:
-        pieces = []
-        while self._reason is None:
-            pieces.append(await self._next())
-        body = self._shape.whole(merge_deltas(pieces), self._reason, self._usage(), self._served())
+        (body,) = await self._next()
         await send(self._start(b"application/json", len(body)))
         await send({"type": "http.response.body", "body": body})
 
-    async def _next(self) -> OutputDelta:
-        """What is said next, perhaps nothing; sets the finish reason with the last. Raises ApiError or _Gone."""
-        stream = self._stream
-        await stream.ready()
-        if stream.tokens:
-            now_s = runtime.monotonic_s()
-            if not self._first_s:
-                self._first_s = now_s
-                self._metrics.ttft.observe(now_s - self._asked.began_s)
-            piece = self._text.push(*stream.take())
-            if self._text.stopped:
-                self._reason = self._text.reason("stop")
-                return piece
-            if stream.ended is None or stream.ended.error is not None:
-                return piece
-            end = self._finish(stream.ended)
-            return merge_deltas([piece, end]) if end else piece
-        if stream.ended is not None:
-            return self._finish(stream.ended)
-        if stream.interrupt_reason == DISCONNECTED:
-            raise _Gone
-        if stream.interrupt_reason == TIMED_OUT:
-            raise ApiError(504, "deadline_exceeded", f"no answer within {self._ingress.settings.timeout_s:g} s")
-        if stream.interrupt_reason == TOKENS_MISSING:
-            raise ApiError(502, "tokens_missing", f"the answer has a gap after {stream.next_index} tokens")
-        raise interruption(stream.interrupt_reason)
+    async def _next(self) -> list[bytes]:
+        """Return the next JSON objects of the response, at least one. Raises ApiError or _ClientGone."""
+        stream, fold = self._stream, self._fold
+        while True:
+            if fold.error is not None:
+                if was_rejected(stream):
+                    self._metrics.rejected(fold.endpoint)
+                raise self._ingress.observe(fold.error)
+            await stream.ready()
+            if stream.tokens and not self._first_s:
+                self._first_s = runtime.monotonic_s()
+                self._metrics.ttft.observe(self._first_s - self._began_s)
+            if objects := fold.step(stream):
+                return objects
+            if fold.error is None and stream.interrupt_reason is not None:
+                raise self._interruption(stream.interrupt_reason)
 
-    def _finish(self, ended: ResponseEnded) -> OutputDelta:
-        if ended.error is not None:
-            if was_rejected(self._stream):
-                self._metrics.rejected(self._asked.endpoint)
-            raise self._ingress.to_api_error(ended.error)
-        assert ended.usage is not None, "a response ends with its usage or an error"
-        self._cached_tokens = ended.usage.cached_tokens
-        said = self._text.finish()
-        self._reason = self._text.reason(ended.finish_reason)
-        return said
-
-    def _closing(self) -> bytes:
-        assert self._reason is not None
-        usage = self._shape.usage(self._usage()) if self._asked.usage_chunk else b""
-        return self._shape.last(self._reason, self._served()) + usage + DONE
-
-    def _usage(self) -> Usage:
-        return Usage(
-            prompt_tokens=self._asked.prompt_tokens,
-            output_tokens=self._stream.next_index,
-            cached_tokens=self._cached_tokens,
-        )
-
-    def _served(self) -> ServingInfo:
-        stream = self._stream
-        return ServingInfo(self._asked.request_id, stream.worker_id, stream.rank, stream.attempt, stream.prefilled)
+    def _interruption(self, reason: str) -> Exception:
+        if reason == DISCONNECTED:
+            return _ClientGone()
+        if reason == TIMED_OUT:
+            return deadline_exceeded(self._ingress.settings.timeout_s)
+        return interruption(reason)
 
     def _start(self, content_type: bytes, length: int | None = None) -> dict[str, object]:
         headers = [
             (b"content-type", content_type),
-            (b"x-request-id", self._asked.request_id.encode()),
+            (b"x-request-id", self._fold.request_id.encode()),
             (b"x-forebay-worker", self._stream.worker_id.encode()),
         ]
         if length is not None:
@@ -188,24 +139,25 @@ class CompletionResponse(Response):
         return {"type": "http.response.start", "status": 200, "headers": headers}
 
     def _count(self, status: str) -> None:
-        metrics, asked, tokens = self._metrics, self._asked, self._stream.next_index
-        metrics.ended(asked.endpoint, stream=asked.stream, status=status)
+        metrics, fold, tokens = self._metrics, self._fold, self._stream.next_index
+        metrics.ended(fold.endpoint, stream=fold.stream, status=status)
         if status != "success":
             return
         now_s = runtime.monotonic_s()
-        metrics.duration.observe(now_s - asked.began_s)
-        metrics.input_tokens.observe(asked.prompt_tokens)
+        metrics.duration.observe(now_s - self._began_s)
+        metrics.input_tokens.observe(fold.prompt_tokens)
         metrics.output_tokens.observe(tokens)
-        metrics.cached_tokens.observe(self._cached_tokens)
+        metrics.cached_tokens.observe(fold.cached_tokens)
         if tokens > 1:
             metrics.itl.observe((now_s - self._first_s) / (tokens - 1))
 
 
-class _Gone(Exception):
-    """The client left."""
+class _ClientGone(Exception):
+    """The client disconnected."""
 
 
-async def _until_disconnect(receive: Receive, stream: Stream) -> None:
+async def wait_for_disconnect(receive: Receive, on_disconnect: Callable[[str], None]) -> None:
+    """Wait until the client disconnects, then call `on_disconnect` with the reason."""
     while (await receive())["type"] != "http.disconnect":
         pass
-    stream.interrupt(DISCONNECTED)
+    on_disconnect(DISCONNECTED)

@@ -15,32 +15,20 @@ import asyncio
 import logging
 import re
 from collections import deque
-from dataclasses import replace
 
 from forebay import runtime
 from forebay.core.state.reply_slot import apply
 from forebay.events.codec import DecodeError, decode, encode
 from forebay.events.tokens import TokenEvent
 from forebay.events.topics import REQUESTS, TOKENS
-from forebay.ingress.errors import ApiError, internal_error, invalid, retry_headers
+from forebay.ingress.errors import ApiError, deadline_exceeded, internal_error, invalid, retry_headers
 from forebay.ingress.ingress import GRACE_S, Ingress
 from forebay.ingress.kafka_api.metrics import KafkaApiMetrics
 from forebay.ingress.kafka_api.request import ReplyAddress, address, body_of, nonce_of, slot_of
-from forebay.ingress.kafka_api.response import (
-    EmbeddingBatch,
-    PendingCompletion,
-    PendingEmbedding,
-    PendingResponse,
-    RequestOrigin,
-    ResponseRecord,
-    WindowEntry,
-)
+from forebay.ingress.kafka_api.response import PendingRequest, RecordResponse, ResponseRecord, WindowEntry
 from forebay.ingress.kafka_api.topics import ReplyTopics
 from forebay.ingress.openai.embeddings import EmbeddingBody, part_id
-from forebay.ingress.openai.render import ResponseFormatter
-from forebay.ingress.openai.requests import ChatBody, TextBody
-from forebay.ingress.prepare import PreparedRequest
-from forebay.ingress.streams import was_rejected
+from forebay.ingress.response_fold import EmbeddingFold, ResponseFold, was_rejected
 from forebay.transport.base import Draft, LogError, Record, Tail
 from forebay.transport.kafka.group import Committed, KafkaGroup
 from forebay.transport.kafka.log import KafkaLog
@@ -133,7 +121,7 @@ class PartitionServer:
         self._submit_before = 0
         self._window_end = 0
         self._window: deque[WindowEntry] = deque()
-        self._pending: dict[str, PendingResponse] = {}
+        self._pending: dict[str, PendingRequest] = {}
         self._deadlines: deque[tuple[float, str, WindowEntry]] = (
             deque()
         )  # ordered, because all requests have the same timeout
@@ -273,7 +261,7 @@ class PartitionServer:
         self._queued_bytes -= len(record.value)
         return record if record.offset >= self._next_offset else None
 
-    async def _take(self, record: Record) -> list[PendingResponse]:
+    async def _take(self, record: Record) -> list[PendingRequest]:
         """Add a record to the window, and open its requests or reject it."""
         entry = WindowEntry(record.offset, self._position)
         self._window.append(entry)
@@ -286,7 +274,7 @@ class PartitionServer:
                 text = f"unknown reply-topic {where.reply_topic!r}; create the topic first"
                 where = ReplyAddress(where.request_id, "")
                 raise invalid(text, "reply-topic", "unknown_reply_topic")
-            return await self._open(record, RequestOrigin(entry, where, ""))
+            return await self._open(record, entry, where)
         except ApiError as error:
             await self._refuse(entry, where, error)
         except LogError:
@@ -306,63 +294,42 @@ class PartitionServer:
         self._shared.metrics.requests.labels("malformed" if malformed else "error").inc()
         await self._send(entry, where, ResponseRecord(0, error.status, True, error.encoded()))
 
-    async def _open(self, record: Record, origin: RequestOrigin) -> list[PendingResponse]:
-        ingress = self._shared.ingress
+    async def _open(self, record: Record, entry: WindowEntry, where: ReplyAddress) -> list[PendingRequest]:
+        """Open the requests of a record, one per input. Raises ApiError if one is invalid."""
+        ingress, request_id = self._shared.ingress, where.request_id
         body = body_of(record, ingress.bodies.limits)
         headers = (record.headers or {}).items()
-        request_id = origin.where.request_id
-        opened: list[tuple[PendingResponse, PreparedRequest]] = []
+        fold: ResponseFold
         if isinstance(body, EmbeddingBody):
-            shared = EmbeddingBatch(body)
-            origin = replace(origin, endpoint="embeddings")
-            for index, part in enumerate(await ingress.prepare_embedding(body, headers, is_patient=True)):
-                reply = PendingEmbedding(part_id(request_id, index), origin, part.prompt_tokens, shared)
-                opened.append((reply, part))
+            inputs = await ingress.prepare_embedding(body, headers, is_patient=True)
+            fold = EmbeddingFold(request_id, body, sum(one.prompt_tokens for one in inputs), len(inputs))
+            ids = [part_id(request_id, index) for index in range(len(inputs))]
         else:
-            prepared = await ingress.prepare(body, headers, is_patient=True)
-            opened.append((self._answer(body, prepared, origin, record.at_us // 1_000_000), prepared))
-        for waiting, _ in opened:
-            if waiting.request_id in self._shared.ids:
-                raise ApiError(
-                    409,
-                    "duplicate_request_id",
-                    f"the request id {waiting.request_id} is already in flight; use another id",
-                )
-        for waiting, prepared in opened:
-            waiting.submission = prepared.submission(
-                waiting.request_id,
+            inputs = [await ingress.prepare(body, headers, is_patient=True)]
+            fold = ingress.completion(request_id, body, inputs[0], created_s=record.at_us // 1_000_000)
+            ids = [request_id]
+        for name in ids:
+            if name in self._shared.ids:
+                text = f"the request id {name} is already in flight; use another id"
+                raise ApiError(409, "duplicate_request_id", text)
+        response = RecordResponse(entry, where, fold)
+        for index, (name, prepared) in enumerate(zip(ids, inputs, strict=True)):
+            submission = prepared.submission(
+                name,
                 reply_slot=self._slot,
-                reply_from=origin.entry.slot_from,
+                reply_from=entry.slot_from,
                 nonce=nonce_of(record),
                 at_us=runtime.wall_us(),
                 ingress_id=ingress.settings.ingress_id,
                 patient=True,  # a client would only send it again, and the topic keeps it anyway
             )
-            self._pending[waiting.request_id] = waiting
-            self._shared.ids.add(waiting.request_id)
-        return [waiting for waiting, _ in opened]
+            self._pending[name] = PendingRequest(name, response, index, submission)
+            self._shared.ids.add(name)
+        return response.requests
 
-    def _answer(
-        self, body: ChatBody | TextBody, prepared: PreparedRequest, origin: RequestOrigin, created: int
-    ) -> PendingCompletion:
-        ingress, request_id = self._shared.ingress, origin.where.request_id
-        chat = isinstance(body, ChatBody)
-        shape = ResponseFormatter(
-            chat=chat, response_id=request_id, model=body.model, created=created, names_worker=body.names_worker
-        )
-        return PendingCompletion(
-            request_id,
-            replace(origin, endpoint="chat_completions" if chat else "completions"),
-            prepared.prompt_tokens,
-            shape,
-            prepared.output.composer(ingress.model, ingress.parsers, request_id),
-            stream=bool(body.stream),
-            usage_chunk=body.includes_usage,
-        )
-
-    async def _submit(self, waiting: PendingResponse) -> None:
+    async def _submit(self, waiting: PendingRequest) -> None:
         """Append a request to the log, unless it is complete."""
-        if waiting.over or waiting.submission is None:
+        if waiting.response.fold.is_over or waiting.submission is None:
             return
         ingress = self._shared.ingress
         value = encode(REQUESTS, waiting.submission)
@@ -370,14 +337,14 @@ class PartitionServer:
             partition = ingress.require_partition()
             self._shared.log.append_soon([Draft(REQUESTS.name, partition, value, waiting.request_id.encode())])
         except ValueError as error:
-            await self._deliver(waiting, [waiting.fail(ApiError(413, "request_too_large", str(error)))])
+            await self._fail(waiting, ApiError(413, "request_too_large", str(error)))
             return
         except ApiError as error:
-            await self._deliver(waiting, [waiting.fail(error)])
+            await self._fail(waiting, error)
             return
         waiting.submission = None
         due_s = asyncio.get_running_loop().time() + ingress.settings.timeout_s + GRACE_S
-        self._deadlines.append((due_s, waiting.request_id, waiting.origin.entry))
+        self._deadlines.append((due_s, waiting.request_id, waiting.response.entry))
         self._shared.count(1)
 
     async def _read_slot(self) -> None:
@@ -401,12 +368,13 @@ class PartitionServer:
             logger.warning("cannot decode a record of the reply slot: %s", error)
             return
         for waiting in apply(self._pending, event, self._shared.ingress.settings.model_name):
-            pieces = waiting.pieces()
-            if waiting.over and waiting.submission is not None:
+            records = waiting.response.step(waiting)
+            is_over = waiting.response.fold.is_over
+            if is_over and waiting.submission is not None:
                 self._shared.metrics.repeated.inc()
-            await self._deliver(waiting, pieces)
-            if waiting.ended is not None and not waiting.over:
-                self._drop(waiting)  # other parts of its record may need the capacity
+            await self._deliver(waiting, records)
+            if waiting.ended is not None and not is_over:
+                self._drop(waiting)  # other inputs of the record may need the capacity
 
     async def _tidy(self) -> None:
         """Fail requests past their deadline, and send undeliverable responses to the default topic."""
@@ -415,60 +383,63 @@ class PartitionServer:
             _, request_id, entry = self._deadlines.popleft()
             waiting = self._awaited(request_id, entry)
             if waiting is not None:
-                text = f"no response within {self._shared.ingress.settings.timeout_s:g} s"
-                await self._deliver(waiting, [waiting.fail(ApiError(504, "deadline_exceeded", text))])
+                await self._fail(waiting, deadline_exceeded(self._shared.ingress.settings.timeout_s))
         while self._undeliverable:
             entry, where, trouble = self._undeliverable.popleft()
             diverted = self._awaited(where.request_id, entry)
             error = invalid(str(trouble), "reply-topic", "reply_topic_unusable")
             if diverted is not None:
-                diverted.fail(error)
+                diverted.response.fail(error)
                 self._close(diverted)
             await self._send(
                 entry, ReplyAddress(where.request_id, ""), ResponseRecord(0, error.status, True, error.encoded())
             )
 
-    def _awaited(self, request_id: str, entry: WindowEntry) -> PendingResponse | None:
+    def _awaited(self, request_id: str, entry: WindowEntry) -> PendingRequest | None:
         """Return the request of this record, None if it is complete."""
         waiting = self._pending.get(request_id)
-        return waiting if waiting is not None and waiting.origin.entry is entry else None
+        return waiting if waiting is not None and waiting.response.entry is entry else None
 
-    async def _deliver(self, waiting: PendingResponse, pieces: list[ResponseRecord]) -> None:
-        if waiting.over:
+    async def _fail(self, waiting: PendingRequest, error: ApiError) -> None:
+        await self._deliver(waiting, [waiting.response.fail(error)])
+
+    async def _deliver(self, waiting: PendingRequest, records: list[ResponseRecord]) -> None:
+        response = waiting.response
+        if response.fold.is_over:
             self._close(waiting)
-        for piece in pieces:
-            await self._send(waiting.origin.entry, waiting.origin.where, piece)
+        for record in records:
+            await self._send(response.entry, response.where, record)
 
-    def _close(self, waiting: PendingResponse) -> None:
+    def _close(self, waiting: PendingRequest) -> None:
         """Complete a response and remove its requests."""
-        shared, error = self._shared, waiting.error
-        dropped = [self._drop(part) for part in waiting.parts]
+        shared, fold = self._shared, waiting.response.fold
+        dropped = [self._drop(request) for request in waiting.response.requests]
         if not any(dropped):
             return
-        shared.metrics.requests.labels("answered" if error is None else "error").inc()
-        status = "success" if error is None else "error"
+        shared.metrics.requests.labels("answered" if fold.error is None else "error").inc()
+        status = "success" if fold.error is None else "error"
         if was_rejected(waiting):
-            shared.ingress.metrics.rejected(waiting.origin.endpoint)
-        shared.ingress.metrics.ended(waiting.origin.endpoint, stream=waiting.stream, status=status)
+            shared.ingress.metrics.rejected(fold.endpoint)
+        shared.ingress.metrics.ended(fold.endpoint, stream=fold.stream, status=status)
 
-    def _drop(self, waiting: PendingResponse) -> bool:
+    def _drop(self, waiting: PendingRequest) -> bool:
         """Remove a request and return whether it was registered. Cancel it if it has not ended."""
-        shared, error = self._shared, waiting.error
+        shared = self._shared
         if self._pending.pop(waiting.request_id, None) is None:
             return False
         shared.ids.discard(waiting.request_id)
         if waiting.submission is None:
             shared.count(-1)
             if waiting.ended is None:
-                shared.ingress.cancel(waiting.request_id, "stop" if error is None else error.code)
+                shared.ingress.cancel(waiting.request_id, waiting.response.fold.cancel_reason)
         return True
 
-    async def _send(self, entry: WindowEntry, where: ReplyAddress, piece: ResponseRecord) -> None:
+    async def _send(self, entry: WindowEntry, where: ReplyAddress, record: ResponseRecord) -> None:
         """Send a record of a response. The last record completes the request once the broker acknowledges it."""
 
         def on_done(trouble: LogError | TopicUnusable | None) -> None:
             if trouble is None:
-                entry.answered = entry.answered or piece.last
+                entry.answered = entry.answered or record.last
             elif isinstance(trouble, LogError):
                 self._shared.fail(trouble)
             elif not entry.diverted:
@@ -479,12 +450,12 @@ class PartitionServer:
 
         headers = {
             "request-id": where.request_id,
-            "status": str(piece.status),
-            "last": "1" if piece.last else "0",
-            "index": str(piece.index),
-            **retry_headers(piece.status),
+            "status": str(record.status),
+            "last": "1" if record.last else "0",
+            "index": str(record.index),
+            **retry_headers(record.status),
         }
-        reply = Reply(where.reply_topic, where.request_id.encode(), headers, piece.value)
+        reply = Reply(where.reply_topic, where.request_id.encode(), headers, record.value)
         await self._shared.replies.send(reply, on_done)
 
 

@@ -11,9 +11,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import Field, model_validator
 
-from forebay.core.state.reply_slot import ResponseState
 from forebay.events.base import U32_BYTES
-from forebay.ingress.errors import ApiError, invalid
+from forebay.ingress.errors import invalid
 from forebay.ingress.model import Model
 from forebay.ingress.openai.fields import Body, Neutral, refuse_extra
 from forebay.ingress.openai.nvext import NAME_CHARS_MAX, Nvext
@@ -98,17 +97,6 @@ class EmbeddingBody(Body):
 def part_id(request_id: str, index: int) -> str:
     """Return the request id of one input on the log."""
     return f"{request_id}-{index}"
-
-
-def vector_of(reply: ResponseState) -> bytes:
-    """Return the vector of a complete reply, as packed f32. Raises ApiError if the request failed."""
-    assert reply.ended is not None
-    error = reply.ended.error
-    if error is not None:
-        raise ApiError(error.status, error.code, error.message)
-    if not reply.vector:
-        raise ApiError(502, "embedding_missing", f"worker {reply.worker_id or 'unknown'} returned no embedding")
-    return reply.vector
 
 
 def embeddings(body: EmbeddingBody, vectors: list[bytes], prompt_tokens: int) -> bytes:

@@ -76,14 +76,14 @@ class ResponseFormatter:
         self._head = {"id": response_id, "object": kind, "created": created, "model": model}
         chunk_head = dict(self._head, object="chat.completion.chunk" if chat else kind)
         opened = _encode(chunk_head)[:-1] + b',"choices":[{"index":0,'
-        self._open = b"data: " + opened + (b'"delta":{"content":' if chat else b'"text":')
-        self._first = b"data: " + opened + b'"delta":{"role":"assistant","content":' if chat else self._open
-        self._shut = (b"}" if chat else b"") + b',"logprobs":null,"finish_reason":null}]}\n\n'
+        self._open = opened + (b'"delta":{"content":' if chat else b'"text":')
+        self._first = opened + b'"delta":{"role":"assistant","content":' if chat else self._open
+        self._shut = (b"}" if chat else b"") + b',"logprobs":null,"finish_reason":null}]}'
         self._chunk_head = chunk_head
         self._offset = 0  # of the next token in the text, for `text_offset`
 
     def delta(self, delta: OutputDelta, *, first: bool) -> bytes:
-        """Return the chunk of a delta as a server-sent event."""
+        """Return the chunk of a delta."""
         if not (delta.reasoning or delta.calls or delta.logprobs):
             return (self._first if first else self._open) + _encode(delta.content) + self._shut
         content: dict[str, Any] = {"text": delta.content}
@@ -95,17 +95,17 @@ class ResponseFormatter:
                 fields["tool_calls"] = [_call_delta(call) for call in delta.calls]
             content = {"delta": fields | _reasoning(delta)}
         choice = {"index": 0, **content, "logprobs": self._logprobs(delta), "finish_reason": None}
-        return b"data: " + _encode({**self._chunk_head, "choices": [choice]}) + b"\n\n"
+        return _encode({**self._chunk_head, "choices": [choice]})
 
     def last(self, reason: str, served: ServingInfo) -> bytes:
         """Return the chunk with the finish reason and the extensions."""
         content: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
         choice = {"index": 0, **content, "logprobs": None, "finish_reason": reason}
-        return b"data: " + _encode({**self._chunk_head, "choices": [choice], **self._extensions(served)}) + b"\n\n"
+        return _encode({**self._chunk_head, "choices": [choice], **self._extensions(served)})
 
     def usage(self, usage: Usage) -> bytes:
         """Return the usage chunk of `stream_options.include_usage`."""
-        return b"data: " + _encode({**self._chunk_head, "choices": [], "usage": usage_of(usage)}) + b"\n\n"
+        return _encode({**self._chunk_head, "choices": [], "usage": usage_of(usage)})
 
     def whole(self, delta: OutputDelta, reason: str, usage: Usage, served: ServingInfo) -> bytes:
         """Return the response to a request without streaming."""
