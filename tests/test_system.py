@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from forebay.transport.faults import Crashed, FaultyLog
 from forebay.transport.sqlite.log import SqliteLog
+from tests.harness.faulty_log import Crashed, FaultyLog
 from tests.system import System
 
 

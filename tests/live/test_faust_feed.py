@@ -9,8 +9,8 @@ import pytest
 from forebay.live.router import faust_feed
 from forebay.live.router.faust_feed import FaustLog, FedTail, Feed
 from forebay.transport.base import Draft, LogError, Record
-from forebay.transport.faults import Crashed
 from forebay.transport.sqlite.log import SqliteLog
+from tests.harness.faulty_log import Crashed
 from tests.system import until
 
 FED, PLAIN = "kv-events", "requests"

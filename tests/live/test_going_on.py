@@ -18,10 +18,10 @@ from forebay.events.tokens import AttemptStarted, ResponseEnded, TokensEmitted
 from forebay.events.topics import FLEET, PROGRESS, TOKENS
 from forebay.ingress.streams import ReplyReader
 from forebay.transport.base import Record, Tail, Wake
-from forebay.transport.faults import FaultyLog
 from forebay.transport.sqlite.log import SqliteLog
 from forebay.workers.engines.mock.engine import MockEngine
 from forebay.workers.runtime.worker import Worker
+from tests.harness.faulty_log import FaultyLog
 from tests.live.shared import proven
 from tests.system import BLOCK, MODEL, SLOT, System, submitted, until
 

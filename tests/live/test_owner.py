@@ -17,9 +17,9 @@ from forebay.events.decisions import (
 from forebay.events.topics import DEAD_LETTERS, REQUESTS, work_topic
 from forebay.live.owner.owner import Owner
 from forebay.transport.base import Draft
-from forebay.transport.faults import Crashed, FaultyLog
 from forebay.transport.sqlite.log import SqliteLog
 from tests.depth import is_quick
+from tests.harness.faulty_log import Crashed, FaultyLog
 from tests.live.shared import admit, proven
 from tests.system import System, settings, submitted, until, until_ended
 

@@ -17,11 +17,11 @@ from forebay.live.owner.metrics import OwnerMetrics
 from forebay.live.owner.owner import Owner, OwnershipLost
 from forebay.live.router.standby import Standby
 from forebay.transport.base import Draft
-from forebay.transport.faults import Crashed, FaultyLog
 from forebay.transport.history.reader import newest_snapshot, recorded_view
 from forebay.transport.sqlite import log as sqlite_log
 from forebay.transport.sqlite.log import SqliteLog
 from tests.depth import sampled
+from tests.harness.faulty_log import Crashed, FaultyLog
 from tests.live.shared import SharedLog, admit, proven, valid
 from tests.system import SLOT, System, settings, submitted, until, until_ended
 

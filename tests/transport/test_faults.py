@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 
 from forebay.transport.base import Log
-from forebay.transport.faults import Crashed, FaultyLog
 from forebay.transport.sqlite.log import SqliteLog
+from tests.harness.faulty_log import Crashed, FaultyLog
 from tests.transport.conftest import Wakes, drafts, numbers, stored
 
 

@@ -14,9 +14,9 @@ from forebay.events.progress import RequestFinished
 from forebay.events.topics import KV_EVENTS
 from forebay.events.work import ReannounceCache
 from forebay.transport.base import Draft, LogError
-from forebay.transport.faults import FaultyLog
 from forebay.transport.sqlite.log import SqliteLog
 from forebay.workers.runtime.worker import Worker
+from tests.harness.faulty_log import FaultyLog
 from tests.workers.conftest import Scene, until, work_item
 
 

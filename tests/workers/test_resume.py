@@ -21,10 +21,10 @@ from forebay.events.tokens import AttemptStarted, ResponseEnded, ResponseError, 
 from forebay.events.topics import FLEET, TOKENS
 from forebay.events.work import WorkCancelled, WorkItem
 from forebay.transport.base import Draft, LogError, Record
-from forebay.transport.faults import FaultyLog
 from forebay.transport.sqlite.log import SqliteLog
 from forebay.workers.runtime.resume import PAGE_RECORDS, continued
 from forebay.workers.runtime.worker import Worker
+from tests.harness.faulty_log import FaultyLog
 from tests.workers.conftest import GROUP, PARTITION, VOCABULARY, WORK, WORK_SLOT, Scene, until, work_item
 
 SLOT = 3

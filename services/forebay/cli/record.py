@@ -29,7 +29,7 @@ from forebay.transport.sqlite.log import SqliteLog
 
 
 class RecordOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What to record, as given on the command line. Empty values mean no restriction."""
+    """Selection of records to record, from the command line. Empty values mean no restriction."""
 
     start: str
     end: str

@@ -1,1 +1,1 @@
-"""What commands share: errors, terminals, clusters, recordings, pages."""
+"""Helpers of several commands: errors, terminals, clusters, recordings, pages."""

@@ -1,1 +1,1 @@
-"""What serves: everything in one process, or each part in its own."""
+"""Commands that serve: everything in one process, or one service per process."""

@@ -272,7 +272,7 @@ def built(
     taints: Sequence[str] = (),
     kv_events: bool = True,
 ) -> tuple[Engine, WorkerSpec]:
-    """An engine, not started, and its worker's spec; sizes that only the engine knows are 1 until it has started.
+    """Return an engine, not started, and its worker's spec. Sizes that only the engine knows are 1 until its start.
 
     Raises Unusable: the engine's package is missing, or the user's service cannot be loaded.
     """
@@ -306,7 +306,7 @@ def built(
 
 
 def _encoder(choice: EngineChoice) -> Encoder:
-    """What an encode worker encodes with."""
+    """Return the encoder of an encode worker."""
     if choice.is_mock:
         return StandInEncoder()
     raise Unusable(f"--role encode: the {choice.label} engine has no encoder; there is {MOCK}, a stand-in")

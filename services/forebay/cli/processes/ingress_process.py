@@ -54,7 +54,7 @@ def serve(
 
 
 class Readiness:
-    """Whether requests would be served: the group is placed, has an owner, and its fleet a ready worker that answers.
+    """Readiness of an ingress: its group has a partition, an owner and a ready worker that generates responses.
 
     The owner's heartbeats carry how many workers of each role are ready, as of the events on `fleet` that it applied.
     Where prompts must be computed by prefill workers (`enforced` returns that), one of them has to be ready, too.
@@ -106,7 +106,7 @@ class Readiness:
 
 
 async def _enforced(ingress: Ingress) -> bool:
-    """Whether every request is refused while there is no prefill worker."""
+    """Return whether requests are rejected while no prefill worker is ready."""
     model = ingress.settings.model_name
     pools = await ingress.pools.disaggregation_settings()
     return any(disagg.enforce and disagg.policy == "always" for _, served, disagg in pools if served == model)

@@ -56,7 +56,7 @@ async def start_router(
     registry: CollectorRegistry,
     is_member: Callable[[], bool],
 ) -> Router:
-    """A router that reads its state topics from `feed`, and knows where groups live."""
+    """Return a started router that reads its state topics from `feed` and knows the partition of each group."""
     log = FaustLog(kafka_log, feed, [topic.name for topic in STATE_TOPICS])
     directory = Directory(log)
     await directory.start()

@@ -50,7 +50,7 @@ class Window(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """What is needed to derive one group's decisions of a window.
+    """Input from which one group's decisions of a window can be derived.
 
     Attributes:
         group: the group and its journal range.

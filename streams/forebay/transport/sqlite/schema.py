@@ -132,7 +132,7 @@ def encode_headers(headers: Mapping[str, str] | None) -> bytes | None:
 
 
 def decode_headers(headers: bytes | None) -> dict[str, str] | None:
-    """The inverse of `encode_headers`. Raises msgspec.MsgspecError."""
+    """Decode headers that `encode_headers` encoded. Raises msgspec.MsgspecError."""
     return None if headers is None else _DECODER.decode(headers)
 
 

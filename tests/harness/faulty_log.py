@@ -22,32 +22,27 @@ class FaultyLog:
         self._appends_left = crash_after
 
     async def append(self, drafts: Sequence[Draft]) -> list[int]:
-        """As the log behind, until the crash."""
         self._spend_append()
         return await self._log.append(drafts)
 
     def append_soon(self, drafts: Sequence[Draft]) -> None:
-        """As the log behind, until the crash."""
         self._spend_append()
         self._log.append_soon(drafts)
 
     def tail(self, topic: str, partition: int, offset: int, wake: Wake) -> Tail:
-        """As the log behind, until the crash; the tail dies with the log."""
+        """Return a tail of the underlying log, which fails after the crash."""
         self.require_alive()
         return _FaultyTail(self, self._log.tail(topic, partition, offset, wake))
 
     async def read(self, topic: str, partition: int, offset: int, limit: int) -> list[Record]:
-        """As the log behind, until the crash."""
         self.require_alive()
         return await self._log.read(topic, partition, offset, limit)
 
     async def begin(self, topic: str, partition: int) -> int:
-        """As the log behind, until the crash."""
         self.require_alive()
         return await self._log.begin(topic, partition)
 
     async def end(self, topic: str, partition: int) -> int:
-        """As the log behind, until the crash."""
         self.require_alive()
         return await self._log.end(topic, partition)
 
