@@ -39,9 +39,7 @@ def engine_of(
     made = service_of(service(**{"namespace": "test", "component": "it", **options})(cls))
     assert made is not None
     settings = EngineSettings(model=model, model_name="model", block_size=4, kv_blocks=64, loras=loras or {})
-    engine = made.engine(settings)
-    assert isinstance(engine, ServiceEngine)
-    return engine
+    return ServiceEngine(made, settings)
 
 
 @asynccontextmanager

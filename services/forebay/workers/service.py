@@ -19,10 +19,9 @@ from xxhash import xxh3_64_hexdigest
 
 from forebay.events.control import Command
 from forebay.events.requests import Task
-from forebay.workers.engine import Engine, EngineError
+from forebay.workers.engine import EngineError
 from forebay.workers.engines.service.cache import Cache
 from forebay.workers.engines.service.request import Refused, Request
-from forebay.workers.engines.settings import EngineSettings
 from forebay.workers.pipeline import Operator
 
 __all__ = [
@@ -101,12 +100,6 @@ class Service:
     def endpoint_name(self, endpoint: str) -> str:
         """Return the full name of an endpoint, `namespace.component.endpoint`."""
         return f"{self.name}.{endpoint}"
-
-    def engine(self, settings: EngineSettings) -> Engine:
-        """Return a new engine, not started, with one instance of the service."""
-        from forebay.workers.engines.service.engine import ServiceEngine  # noqa: PLC0415 - what runs services knows them
-
-        return ServiceEngine(self, settings)
 
 
 def endpoint(name: str = "") -> Callable[[Function], Function]:

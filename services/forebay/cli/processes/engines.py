@@ -41,6 +41,7 @@ from forebay.workers.engine import Engine
 from forebay.workers.engines.encode import EncodeEngine, Encoder
 from forebay.workers.engines.mock.engine import MockEngine
 from forebay.workers.engines.mock.kv import KvSettings
+from forebay.workers.engines.service.engine import ServiceEngine
 from forebay.workers.engines.settings import EngineSettings
 from forebay.workers.engines.standin_encoder import StandInEncoder
 from forebay.workers.kv_transfer.own_address import address_towards, interface_of, own_address
@@ -80,6 +81,7 @@ ADAPTERS = {
     "tensorrt-llm": Adapter("forebay.workers.engines.tensorrt_llm.engine", "TensorRtLlmEngine", ("tensorrt_llm",)),
 }
 ENGINES = (MOCK, *ADAPTERS)
+EXPERIMENTAL = ("sglang", "tensorrt-llm")  # their adapters say why in a log line at the start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +115,11 @@ class EngineChoice:
 
 def engine_choice(
     engine: Annotated[
-        str, typer.Option(help=f"Engine: {', '.join(ENGINES)}, or a service class as FILE.py:Class.")
+        str,
+        typer.Option(
+            help=f"Engine: {', '.join(ENGINES)}, or a service class as FILE.py:Class. "
+            f"Experimental: {' and '.join(EXPERIMENTAL)}."
+        ),
     ] = MOCK,
     model: Annotated[Path | None, typer.Option(help="Model directory. Real engines read weights from it.")] = None,
     model_name: Annotated[str, typer.Option(help="Model name in the API. Default: the name of the directory.")] = "",
@@ -302,7 +308,7 @@ def built(
     service = load_service(choice.engine)
     if settings.role != "aggregated":
         raise Unusable(f"{choice.label} is a service, which does all of a request: it makes no {settings.role} worker")
-    return service.engine(settings), msgspec.structs.replace(spec, pool=pool or service.pool)
+    return ServiceEngine(service, settings), msgspec.structs.replace(spec, pool=pool or service.pool)
 
 
 def _encoder(choice: EngineChoice) -> Encoder:
