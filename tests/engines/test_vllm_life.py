@@ -65,7 +65,7 @@ async def refused(engine: VllmEngine) -> str:
         (lambda directory: (directory / "config.json").unlink(), "no config.json"),
         (lambda directory: (directory / "model.safetensors").unlink(), "no weights"),
         (lambda directory: (directory / "model.safetensors").write_bytes(b"not weights"), "are broken"),
-        (lambda directory: (directory / "config.json").write_text("{"), "does not take these arguments"),
+        (lambda directory: (directory / "config.json").write_text("{"), "rejects these arguments"),
     ],
 )
 async def test_a_broken_model_directory(

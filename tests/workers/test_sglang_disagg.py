@@ -111,7 +111,7 @@ async def test_a_prompt_that_nobody_comes_for_is_taken_back(pair: Pair, monkeypa
     monkeypatch.setattr(sglang_engine, "LEASE_S", 0.01)
     await pair.prefilled(PROMPT)
     await pair.nothing_kept()
-    assert [name for name, *_ in pair.there.calls].count("abort") == 2
+    await until(lambda: [name for name, *_ in pair.there.calls].count("abort") == 2)
     assert not pair.there.rid_to_state
 
 
@@ -121,28 +121,31 @@ async def test_what_cannot_be_fetched_is_said_so(pair: Pair, monkeypatch: pytest
         ({"connector": "nixl"}, "its KV is transferred by nixl"),
         ({"model": "other"}, "of model other"),
         ({"tokens": 3}, "3 tokens"),
-        ({"descriptor": b'{"host":"h","port":0,"room":1}'}, "broken"),
+        ({"descriptor": b'{"host":"h","port":0,"room":1}'}, "cannot decode"),
     ):
         answer = await pair.decoded(PROMPT, msgspec.structs.replace(prefilled, **changes))
         assert says in (answer.not_fetched or ""), answer
     assert "the request has no KV descriptor" in ((await pair.decoded(PROMPT, None)).not_fetched or "")
     monkeypatch.setattr(sglang_engine, "LEASE_S", 0.01)
     pair.there.deaf = pair.here.deaf = True
-    assert "nobody came" in ((await pair.decoded(PROMPT, prefilled)).not_fetched or "")
+    assert "no token before the lease" in ((await pair.decoded(PROMPT, prefilled)).not_fetched or "")
     assert not pair.here.rid_to_state
 
 
-async def test_a_transfer_that_fails_and_a_request_that_is_wrong(pair: Pair) -> None:
+@pytest.mark.parametrize(("status", "fetched"), [(500, False), (400, True)])
+async def test_aborted_decode_request_was_not_fetched_unless_it_is_invalid(
+    pair: Pair, status: int, fetched: bool
+) -> None:
     prefilled = await pair.prefilled(PROMPT)
-    rank = next(iter(pair.decode.engine._ranks.values()))  # type: ignore[attr-defined]
     item = pair.decode.item(PROMPT, stage="decode", prefilled=prefilled)
-    answer = pair.decode.expect(item)
-    failed = {"type": "abort", "status_code": 500, "message": "KVTransferError: peer is gone"}
-    pair.decode.engine._aborted(item, rank, failed, fetching=True)  # type: ignore[attr-defined]
-    pair.decode.engine._wake.set()  # type: ignore[attr-defined]
+    reason = {"type": "abort", "status_code": status, "message": "KVTransferError: peer is gone"}
+    pair.here.abort_before[item.request_id] = reason
+    answer = pair.decode.submit(item)
     await pair.decode.until(lambda: answer.over)
-    assert "peer is gone" in (answer.not_fetched or "")
-    refused = await pair.decoded(PROMPT, prefilled, top_p=1.5)
+    text = answer.not_fetched if answer.error is None else answer.error.message
+    assert "peer is gone" in (text or "")
+    assert (answer.error is not None) == fetched
+    refused = await pair.decoded(PROMPT, await pair.prefilled(PROMPT), top_p=1.5)
     assert refused.error is not None and refused.error.status == 400
 
 

@@ -84,7 +84,7 @@ async def test_what_cannot_be_fetched_is_said_so(pair: Pair) -> None:
         ({"connector": "nixl"}, "its KV is transferred by nixl"),
         ({"model": "other"}, "of model other"),
         ({"tokens": 3}, "3 tokens"),
-        ({"descriptor": b"\xc1"}, "broken"),
+        ({"descriptor": b"\xc1"}, "cannot decode"),
         ({"descriptor": msgspec.msgpack.encode({"unknown": 1})}, "unknown"),
         ({"descriptor": msgspec.msgpack.encode({"first_gen_tokens": [1], "opaque_state": b"x"})}, "transfer failed"),
     ):
@@ -100,7 +100,7 @@ async def test_a_transfer_that_hangs_ends_with_its_lease(pair: Pair, monkeypatch
     prefilled = await pair.prefilled(PROMPT)
     monkeypatch.setattr(tensorrt_llm_engine, "LEASE_S", 0.01)
     pair.here.deaf = True
-    assert "could not go on" in ((await pair.decoded(PROMPT, prefilled)).not_fetched or "")
+    assert "could not continue" in ((await pair.decoded(PROMPT, prefilled)).not_fetched or "")
     assert pair.here.aborted
 
 

@@ -23,10 +23,10 @@ from forebay.events.tokens import ResponseError
 from forebay.events.transfer import DESCRIPTOR_BYTES_MAX, KvLayout, Prefilled
 from forebay.events.work import WorkItem
 from forebay.workers.engine import EngineBatch, EngineError, KvEngine
+from forebay.workers.engines import model_engine
 from forebay.workers.engines.kv_descriptor import Unfetchable
 from forebay.workers.engines.settings import EngineSettings
 from forebay.workers.engines.vllm import core as vllm_core
-from forebay.workers.engines.vllm import engine as vllm_engine
 from forebay.workers.engines.vllm import transfer as vllm_transfer
 from forebay.workers.engines.vllm.core import VllmCore, require_nixl
 from forebay.workers.engines.vllm.engine import VllmEngine
@@ -196,11 +196,11 @@ async def running(llm: Llm, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Ru
     calls = SimpleNamespace(
         EngineDeadError=type("EngineDeadError", (Exception,), {}),
         VLLMError=VLLMError,
-        answer_error=lambda error: ResponseError(status=500, code="engine_error", message=str(error)),
+        response_error=lambda error: ResponseError(status=500, code="engine_error", message=str(error)),
         sampling_params=lambda sampling, transfer=None: (sampling, transfer),
     )
     monkeypatch.setattr(VllmCore, "start", start)
-    monkeypatch.setattr(vllm_engine, "check_model", lambda _: None)
+    monkeypatch.setattr(model_engine, "check_model", lambda _: None)
     monkeypatch.setattr(vllm_core, "find_spec", lambda name: name)
     monkeypatch.setitem(sys.modules, "forebay.workers.engines.vllm.calls", calls)
     engine = VllmEngine(EngineSettings(model=Path("/m"), model_name="m", role="prefill"))
@@ -249,10 +249,10 @@ async def test_a_prompt_is_offered_with_what_is_left_of_its_lease(llm: Llm, monk
 @pytest.mark.parametrize(
     ("fields", "age_s", "says"),
     [
-        ({"remote_port": None}, 0.0, "not known here"),
-        ({"remote_block_ids": "all"}, 0.0, "not known here"),
+        ({"remote_port": None}, 0.0, "unknown kv_transfer_params"),
+        ({"remote_block_ids": "all"}, 0.0, "unknown kv_transfer_params"),
         ({"more": "x" * DESCRIPTOR_BYTES_MAX}, 0.0, "bytes"),
-        ({}, 16.0, "when its lease was over"),
+        ({}, 16.0, "its lease had already expired"),
     ],
 )
 async def test_what_cannot_be_offered_is_not(
@@ -338,7 +338,7 @@ async def test_kept_until_no_block_is_in_use(llm: Llm, monkeypatch: pytest.Monke
 
 async def test_a_lease_in_which_nothing_is_read(llm: Llm, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TransferConfig, "lease_s", 5.0)
-    with pytest.raises(EngineError, match="kv_lease_duration must be over 5 s"):
+    with pytest.raises(EngineError, match="kv_lease_duration must be above 5 s"):
         async with running(llm, monkeypatch):
             pass
 
@@ -350,11 +350,11 @@ async def test_another_extension_of_vllm(
     with caplog.at_level(logging.WARNING):
         async with running(llm, monkeypatch) as one:
             assert one.spec.kv_layout is None
-    assert "does not say how its KV lies" in caplog.text
+    assert "cannot read the KV layout" in caplog.text
 
 
 async def test_without_nixl_there_is_no_such_role(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_engine, "check_model", lambda _: None)
+    monkeypatch.setattr(model_engine, "check_model", lambda _: None)
     monkeypatch.setattr(vllm_core, "find_spec", lambda _: None)
     engine = VllmEngine(EngineSettings(model=Path("/m"), model_name="m", role="decode"))
     with pytest.raises(EngineError, match="pip install nixl"):
@@ -392,7 +392,7 @@ def test_what_a_descriptor_says_is_of_its_type_and_of_this_prompt(name: str, val
     [
         ({"connector": "nixl"}, "its KV is transferred by nixl"),
         ({"model": "n"}, "its KV is of model n, this worker runs m"),
-        ({"descriptor": b"{}"}, "broken"),
+        ({"descriptor": b"{}"}, "cannot decode"),
     ],
 )
 def test_what_another_engine_or_model_made_is_not_fetched(fields: dict[str, Any], says: str) -> None:

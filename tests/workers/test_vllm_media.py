@@ -59,7 +59,7 @@ def test_images_are_decoded_and_videos_are_not() -> None:
         MediaUnusable, match=r"cannot decode an image: cannot identify image file <_io\.BytesIO object at"
     ):
         raw_prompt(work_item("r", [1, 99], 2, media=(media(1, 1, content=b"no"),)))
-    with pytest.raises(MediaUnusable, match="by an encode worker alone"):
+    with pytest.raises(MediaUnusable, match="only from an encode worker"):
         raw_prompt(work_item("r", [1, 99], 2, media=(media(1, 1, "video"),)))
 
 
@@ -92,9 +92,9 @@ async def test_a_prompt_is_the_ingress_s_or_none() -> None:
     prompt = await engine_prompt(llm, item, None)
     assert (prompt["prompt_token_ids"], prompt["cache_salt"]) == ([1, 99, 99, 2], "tenant")
     assert llm.asked[0]["prompt_token_ids"] == [1, 99, 2]
-    with pytest.raises(MediaRefused, match="3 tokens of a prompt with images that has 4") as caught:
+    with pytest.raises(MediaRefused, match="expands the prompt to 3 tokens") as caught:
         await engine_prompt(Rendering(spans=1), item, None)
-    assert caught.value.answer.status == 501
+    assert caught.value.error.status == 501
     text = await engine_prompt(Rendering(multimodal=False), work_item("r", [1, 2], 2), None)
     assert text == {"type": "token", "prompt_token_ids": [1, 2]}
 
@@ -103,7 +103,7 @@ async def test_media_that_cannot_be_had_are_refused() -> None:
     pytest.importorskip("PIL", reason="Pillow is not installed")
     item = work_item("r", [1, 99, 99], 2, media=(media(1, 2, content=b"no"),))
     refusals = {
-        "takes no images": (Rendering(multimodal=False), None, 501, "media_not_supported"),
+        "does not support images": (Rendering(multimodal=False), None, 501, "media_not_supported"),
         r"cannot decode an image: cannot identify image file <_io\.BytesIO object at": (
             Rendering(),
             None,
@@ -115,5 +115,5 @@ async def test_media_that_cannot_be_had_are_refused() -> None:
     for text, (llm, embeddings, status, code) in refusals.items():
         with pytest.raises(MediaRefused, match=text) as caught:
             await engine_prompt(llm, item, embeddings)
-        assert (caught.value.answer.status, caught.value.answer.code) == (status, code)
+        assert (caught.value.error.status, caught.value.error.code) == (status, code)
         assert not llm.asked

@@ -15,8 +15,8 @@ from forebay.events.requests import Sampling
 from forebay.events.tokens import ResponseError
 from forebay.events.work import WorkItem
 from forebay.workers.engine import EngineBatch
+from forebay.workers.engines import model_engine
 from forebay.workers.engines.settings import EngineSettings
-from forebay.workers.engines.vllm import engine as vllm_engine
 from forebay.workers.engines.vllm.core import VllmCore
 from forebay.workers.engines.vllm.engine import VllmEngine
 
@@ -75,10 +75,10 @@ async def test_a_request_that_fails_oddly_fails_alone(monkeypatch: pytest.Monkey
         EngineDeadError=EOFError,
         VLLMError=OverflowError,
         sampling_params=lambda *_: None,
-        answer_error=lambda error: ResponseError(status=500, code="engine_error", message=str(error)),
+        response_error=lambda error: ResponseError(status=500, code="engine_error", message=str(error)),
     )
     monkeypatch.setattr(VllmCore, "start", start)
-    monkeypatch.setattr(vllm_engine, "check_model", lambda _: None)
+    monkeypatch.setattr(model_engine, "check_model", lambda _: None)
     monkeypatch.setitem(sys.modules, "forebay.workers.engines.vllm.calls", calls)
     engine = VllmEngine(EngineSettings(model=Path("/models/m"), model_name="m"))
     await engine.start(SPEC)

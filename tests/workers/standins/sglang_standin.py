@@ -147,6 +147,7 @@ class TokenizerManager:
         self.asked_with: list[dict[str, Any]] = []
         self.seen: list[str] = []  # ids, in the order in which the scheduler took them
         self.abort_after: dict[str, dict[str, Any]] = {}  # finish reasons, by what a prompt begins with
+        self.abort_before: dict[str, dict[str, Any]] = {}  # finish reasons before the first token, by request id
         self.broken: BaseException | None = None
         self.deaf = False  # answers nothing any more
         self.step = asyncio.Event()
@@ -187,6 +188,9 @@ class TokenizerManager:
                 await self._publish(asked.rank, cache.store(asked, asked.prompt))
             if state.vector:
                 self._tell(name, state, {"embedding": [float(len(asked.prompt)), 0.5]}, {"type": "stop"})
+                continue
+            if (abort := self.abort_before.get(name.partition(":")[2])) is not None:
+                self._tell(name, state, {"output_ids": []}, abort)
                 continue
             abort = self.abort_after.get(name.partition(":")[2])
             if abort is not None and asked.said:

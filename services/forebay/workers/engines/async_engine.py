@@ -29,7 +29,7 @@ CANARY_TIMEOUT_S = 30.0
 WARM_UP_TIMEOUT_S = 600.0  # the first step may compile
 WATCH_S = 0.5
 REASONS: dict[str, Literal["stop", "length"]] = {"stop": "stop", "length": "length", "repetition": "stop"}
-Answering = Callable[[WorkItem, list[int], RankBuffer], Awaitable[None]]
+RunRequest = Callable[[WorkItem, list[int], RankBuffer], Awaitable[None]]
 """Function that runs an item, with its prompt's tokens, and adds the events to the buffer."""
 
 
@@ -55,7 +55,7 @@ class AsyncEngine(ABC):
         self._fault: BaseException | None = None  # unexpected error of forebay; None if the engine died
         self._commands = asyncio.Lock()
         self._resting: set[str] = set()  # "asleep" or "paused"; requests then make no progress
-        self._answered_s = 0.0
+        self._last_response_s = 0.0
         self._canary: asyncio.Task[None] | None = None
         self._canary_due_s = 0.0
 
@@ -64,15 +64,15 @@ class AsyncEngine(ABC):
         """Return whether the engine is known to be dead."""
 
     @abstractmethod
-    async def _ask_canary(self, rank: int) -> None:
+    async def _run_canary(self, rank: int) -> None:
         """Run a small request suited to this engine's role. Raises the exceptions of the engine."""
 
     @abstractmethod
-    async def _answer(self, item: WorkItem, prompt: list[int], rank: RankBuffer) -> None:
+    async def _run_request(self, item: WorkItem, prompt: list[int], rank: RankBuffer) -> None:
         """Run a request and add its events to `rank`. On cancellation, abort it in the engine."""
 
     @abstractmethod
-    def _answer_error(self, error: Exception) -> ResponseError | None:
+    def _request_error(self, error: Exception) -> ResponseError | None:
         """Return the error for a failed request; None if the engine died, so that other workers continue it."""
 
     @abstractmethod
@@ -83,7 +83,7 @@ class AsyncEngine(ABC):
     def _drop_cache(self) -> None:
         """Begin to clear the cache after a reset, or make `held` report its content."""
 
-    async def _ready(self) -> None:  # noqa: B027 - for those that cannot be asked at any time
+    async def _ready(self) -> None:  # noqa: B027 - most engines accept requests at any time
         """Wait until the engine accepts requests."""
 
     async def run(self, publish: Publish) -> None:
@@ -137,15 +137,15 @@ class AsyncEngine(ABC):
 
     def submit(self, item: WorkItem) -> None:
         """Queue a request."""
-        self._begin(item, self._answer)
+        self._begin(item, self._run_request)
 
-    def _begin(self, item: WorkItem, answering: Answering) -> None:
-        serving = self._serve(item, self._ranks[item.rank], answering)
+    def _begin(self, item: WorkItem, run_request: RunRequest) -> None:
+        serving = self._serve(item, self._ranks[item.rank], run_request)
         task = asyncio.create_task(serving, name=f"{self.NAME} {item.request_id}")
         self._requests[item.request_id] = task
-        task.add_done_callback(lambda done: self._served(item.request_id, done))
+        task.add_done_callback(lambda done: self._on_request_end(item.request_id, done))
 
-    def _served(self, request_id: str, task: "asyncio.Task[None]") -> None:
+    def _on_request_end(self, request_id: str, task: "asyncio.Task[None]") -> None:
         self._ending.discard(task)
         if self._requests.get(request_id) is task:
             del self._requests[request_id]
@@ -177,21 +177,21 @@ class AsyncEngine(ABC):
         self._requests.clear()
         self._drop_cache()
 
-    async def _serve(self, item: WorkItem, rank: RankBuffer, answering: Answering) -> None:
+    async def _serve(self, item: WorkItem, rank: RankBuffer, run_request: RunRequest) -> None:
         await self._ready()
         prompt = unpack_u32(item.token_ids)
         if error := self._refusal(item, len(prompt)):
             rank.failed(item, error)
         else:
             try:
-                await answering(item, prompt, rank)
+                await run_request(item, prompt, rank)
             except Exception as failure:  # noqa: BLE001 - engines raise what they like
-                error = self._answer_error(failure)
+                error = self._request_error(failure)
                 if error is None:
                     self._dead.set()  # other workers continue the requests of this engine
                 else:
                     rank.failed(item, error)
-        self._answered_s = runtime.monotonic_s()
+        self._last_response_s = runtime.monotonic_s()
         self._wake.set()
 
     def _refusal(self, item: WorkItem, prompt_tokens: int) -> ResponseError | None:
@@ -232,17 +232,17 @@ class AsyncEngine(ABC):
         """Run a small request on each rank. Raises EngineError."""
         try:
             async with asyncio.timeout(WARM_UP_TIMEOUT_S):
-                await self._ask_canaries()
+                await self._run_canaries()
         except TimeoutError:
             text = f"{self.NAME} did not respond to its first prompt within {WARM_UP_TIMEOUT_S:.0f} s"
             raise EngineError(text) from None
         except Exception as error:
             raise EngineError(f"{self.NAME} failed on its first prompt: {one_line(error)}") from error
-        self._answered_s = runtime.monotonic_s()
+        self._last_response_s = runtime.monotonic_s()
 
-    async def _ask_canaries(self) -> None:
+    async def _run_canaries(self) -> None:
         for rank in self._ranks:
-            await self._ask_canary(rank)
+            await self._run_canary(rank)
 
     async def check(self) -> None:
         """Raise EngineError if the engine is dead. While idle, run a health request from time to time."""
@@ -253,13 +253,13 @@ class AsyncEngine(ABC):
             if not self._canary.cancelled() and (error := self._canary.exception()) is not None:
                 raise EngineError(f"{self.NAME} failed on a health request: {one_line(error)}")
             self._canary = None
-            self._answered_s = now
+            self._last_response_s = now
         if self._canary is not None:
             if now > self._canary_due_s:
                 raise EngineError(f"{self.NAME} did not respond to a health request within {CANARY_TIMEOUT_S:.0f} s")
-        elif not self._requests and not self._resting and now - self._answered_s > CANARY_EVERY_S:
+        elif not self._requests and not self._resting and now - self._last_response_s > CANARY_EVERY_S:
             self._canary_due_s = now + CANARY_TIMEOUT_S
-            self._canary = asyncio.create_task(self._ask_canaries(), name=f"{self.NAME} canary")
+            self._canary = asyncio.create_task(self._run_canaries(), name=f"{self.NAME} canary")
 
 
 def _first(group: BaseExceptionGroup[EngineError]) -> EngineError:

@@ -21,11 +21,15 @@ class LoraAdapter(msgspec.Struct, frozen=True):
 
 
 class Loras:
-    """Registry of the loaded adapters. The engine does the loading."""
+    """Registry of the loaded adapters. The engine does the loading.
 
-    def __init__(self) -> None:
+    With `keeps_numbers` a name keeps its directory and number for ever, for an engine that cannot clear its cache.
+    """
+
+    def __init__(self, *, keeps_numbers: bool = False) -> None:
+        self._keeps_numbers = keeps_numbers
         self._loaded: dict[str, LoraAdapter] = {}
-        self._names: set[str] = set()  # of all adapters ever loaded: their blocks may still be cached under their names
+        self._past: dict[str, LoraAdapter] = {}  # all adapters ever loaded: their blocks may still be cached
         self._numbers = 0
 
     @property
@@ -43,17 +47,22 @@ class Loras:
             raise EngineRefused(f"the adapter {name} is already loaded from {known.directory}: unload it first")
         if not (Path(directory) / CONFIG).is_file():
             raise EngineRefused(f"{directory} is not an adapter: it has no {CONFIG}")
+        past = self._past.get(name) if self._keeps_numbers else None
+        if past is not None:
+            if past.directory != directory:
+                raise EngineRefused(f"the adapter {name} was loaded from {past.directory}: use another name")
+            return past
         self._numbers += 1
         return LoraAdapter(name, self._numbers, directory)
 
     def is_reused(self, name: str) -> bool:
         """Return whether blocks of another adapter may be cached under this name."""
-        return name in self._names
+        return name in self._past and not self._keeps_numbers
 
     def add(self, adapter: LoraAdapter) -> None:
         """Register a loaded adapter."""
         self._loaded[adapter.name] = adapter
-        self._names.add(adapter.name)
+        self._past[adapter.name] = adapter
 
     @contextmanager
     def removing(self, name: str) -> Iterator[LoraAdapter]:

@@ -1,10 +1,10 @@
-"""SGLang's start and end: its arguments, its processes, and the signals that it would take from this one.
+"""Start and end of SGLang: its arguments, its processes, and the signals that it would handle.
 
-Theory of operation. `Engine` takes seconds to minutes to build, so that is done in a thread; the thread lives as long
-as the engine, for SGLang's processes ask the kernel to die with the thread that started them. Left to itself SGLang
-handles SIGTERM and SIGQUIT of this process, and kills it with all its children when something fails. So its loop of
-answers is run as a task of ours, its watchdog is stopped, and its processes, which say by SIGQUIT that they failed,
-are watched and ended from here. SGLang keeps its state in globals: there can be one engine in a process.
+Theory of operation. `Engine` takes seconds to minutes to start, so it is built in a thread. The thread lives as long as
+the engine, because SGLang's processes request to be killed with the thread that started them. By default SGLang handles
+SIGTERM and SIGQUIT of this process, and kills it with all its children on a failure. Its response loop therefore runs
+as a task of forebay, its watchdog is stopped, and its processes, which report failures by SIGQUIT, are watched and
+killed here. SGLang keeps its state in globals, so a process can run only one engine.
 """
 
 import asyncio
@@ -33,17 +33,17 @@ logger = logging.getLogger(__name__)
 KILLED_S = 10.0
 DISAGGREGATION = ("prefill", "decode")
 PORT = "disaggregation_bootstrap_port"
-FOLLOWERS_RETURN = "SGLANG_BLOCK_NONZERO_RANK_CHILDREN"  # 0: `Engine` of a node that is not the first comes back
+FOLLOWERS_RETURN = "SGLANG_BLOCK_NONZERO_RANK_CHILDREN"  # 0: `Engine` returns on nodes that are not the first
 _TAKEN = threading.Lock()
 
 
 def engine_arguments(settings: EngineSettings, sources: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The keyword arguments of `Engine`; `sources` is the configuration of KV events. Raises EngineError."""
+    """Return the keyword arguments of `Engine`; `sources` configures its KV events. Raises EngineError."""
     block_size = settings.arguments.get("page_size", settings.block_size)
     if settings.kv_blocks is not None and block_size is None:
-        raise EngineError("SGLang counts its KV cache in tokens: the number of KV blocks needs a block size, too")
+        raise EngineError("SGLang sizes its KV cache in tokens: set --block-size, too, with --kv-blocks")
     if settings.role == "encode":
-        raise EngineError("the SGLang adapter is for text: it makes no encode worker")
+        raise EngineError("the SGLang engine supports text only, so it cannot have the role encode")
     arguments: dict[str, Any] = {
         "model_path": str(settings.model),
         "served_model_name": settings.model_name,
@@ -52,7 +52,7 @@ def engine_arguments(settings: EngineSettings, sources: Mapping[str, Any] | None
         "max_running_requests": settings.max_num_seqs,
         "chunked_prefill_size": settings.max_num_batched_tokens,
         "max_prefill_tokens": settings.max_num_batched_tokens,
-        "incremental_streaming_output": True,  # an answer comes in pieces; else each comes with all before it
+        "incremental_streaming_output": True,  # otherwise each output contains all previous tokens
         "enable_metrics": True,
     }
     if settings.dp_size > 1:
@@ -66,18 +66,19 @@ def engine_arguments(settings: EngineSettings, sources: Mapping[str, Any] | None
         arguments["disaggregation_mode"] = settings.role
         arguments["disaggregation_transfer_backend"] = "nixl"
     if settings.role == "prefill":
-        # SGLang's own is one for all workers of a machine.
+        # SGLang's default is the same for all workers of a machine.
         arguments[PORT] = settings.arguments.get(PORT) or _free_ports(1)
     arguments |= settings.arguments
     if not arguments.get("incremental_streaming_output"):
-        raise EngineError("the SGLang adapter needs incremental_streaming_output: leave it out of the arguments")
+        raise EngineError("the SGLang engine needs incremental_streaming_output: remove it from the engine arguments")
     return {name: value for name, value in arguments.items() if value is not None}
 
 
 def own_sources(dp_size: int, sockets: Path) -> dict[str, Any]:
-    """Where SGLang is to publish KV events: they hold prompts, so nobody else should read them.
+    """Return the configuration of KV events. They contain prompts, so other users must not be able to read them.
 
-    One rank has sockets in the private directory `sockets`; more need TCP on loopback, a port each. Raises EngineError.
+    A single rank uses sockets in the private directory `sockets`. More ranks need TCP on loopback, with one port each.
+    Raises EngineError.
     """
     if dp_size == 1:
         endpoints = (f"ipc://{sockets}/events", f"ipc://{sockets}/replay")
@@ -88,7 +89,7 @@ def own_sources(dp_size: int, sockets: Path) -> dict[str, Any]:
 
 
 def kv_sources(arguments: Mapping[str, Any], ranks: Sequence[int]) -> dict[int, KvSource]:
-    """Where each rank publishes, by our number, as SGLang was told. Raises EngineError."""
+    """Return the KV event source of each rank from SGLang's arguments. Raises EngineError."""
     try:
         config = json.loads(arguments.get("kv_events_config") or "{}")
         if config.get("publisher") != "zmq":
@@ -97,16 +98,16 @@ def kv_sources(arguments: Mapping[str, Any], ranks: Sequence[int]) -> dict[int, 
             config.get("endpoint", "tcp://*:5557"), config.get("replay_endpoint"), config.get("topic", "")
         )
     except (ValueError, AttributeError) as error:
-        raise EngineError(f"kv_events_config is no JSON object: {error}") from None
+        raise EngineError(f"kv_events_config must be a JSON object: {error}") from None
     return {rank: source.at_rank(index) for index, rank in enumerate(ranks)}
 
 
 def bootstrap_host(arguments: Mapping[str, Any]) -> str:
-    """Where decode engines find a prefill engine: at its first node, or at this machine's address."""
+    """Return the host of a prefill engine for decode engines: its first node, or this machine."""
     if given := arguments.get("dist_init_addr"):
         return str(given).rpartition(":")[0]
     try:
-        from sglang.srt.utils.network import get_local_ip_auto  # noqa: PLC0415 - where there is an engine, it is
+        from sglang.srt.utils.network import get_local_ip_auto  # noqa: PLC0415 - available once an engine runs
     except ImportError:
         from sglang.srt.utils import get_local_ip_auto  # noqa: PLC0415 - older releases
     host: str = get_local_ip_auto()
@@ -115,27 +116,27 @@ def bootstrap_host(arguments: Mapping[str, Any]) -> str:
 
 def _free_ports(count: int) -> int:
     if (first := free_ports(count)) is None:
-        raise EngineError(f"no {count} free ports in a row for SGLang: name them in its arguments")
+        raise EngineError(f"no {count} consecutive free ports for SGLang: set them in --engine-args")
     return first
 
 
 class SglangCore:
-    """One `Engine`, its loop of answers and its processes; `on_death` is called when one says that it failed."""
+    """One `Engine`, its response loop and its processes. `on_death` is called when a process reports a failure."""
 
     def __init__(self, on_death: Callable[[], None]) -> None:
         self.engine: Any = None
         self._on_death = on_death
         self._thread: ThreadPoolExecutor | None = None
         self._building: asyncio.Future[Any] | None = None
-        self._others: set[int | None] = set()  # children of this process that are not the engine's
+        self._others: set[int | None] = set()  # children of this process that do not belong to the engine
         self._expected: set[int | None] = set()
-        self._answers: asyncio.Task[None] | None = None
+        self._responses: asyncio.Task[None] | None = None
         self._signalled = False
 
     async def start(self, arguments: dict[str, Any], on_fault: Callable[[BaseException], None]) -> Any:
-        """The engine, ready for requests; `on_fault` is told what its loop of answers fails by. Raises EngineError."""
+        """Start and return the engine. `on_fault` receives an exception of its response loop. Raises EngineError."""
         if not _TAKEN.acquire(blocking=False):
-            raise EngineError("SGLang can run once in a process: give each worker a process of its own")
+            raise EngineError("a process can run only one SGLang engine: start each worker in its own process")
         loop = asyncio.get_running_loop()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="sglang")
         self._others = {process.pid for process in multiprocessing.active_children()}
@@ -143,79 +144,79 @@ class SglangCore:
             loop.add_signal_handler(signal.SIGQUIT, self._on_death)
             self._signalled = True
         self._building = loop.run_in_executor(self._thread, _build, arguments)
-        # A cancelled start goes on in its thread; `stop` ends it.
+        # A cancelled start continues in its thread; `stop` ends it.
         self.engine = await asyncio.shield(self._building)
         self._expected = {process.pid for process in self.processes()}
         if (manager := self.engine.tokenizer_manager) is not None:
-            if manager._subprocess_watchdog is not None:  # its answer to a dead child is to kill this process
+            if manager._subprocess_watchdog is not None:  # it would kill this process if a child died
                 await asyncio.to_thread(manager._subprocess_watchdog.stop)
-            manager.event_loop = loop  # with one set, it starts no loop and takes no signals
-            self._answers = asyncio.create_task(manager.handle_loop(), name="sglang answers")
-            self._answers.add_done_callback(lambda task: _told(task, on_fault))
+            manager.event_loop = loop  # otherwise it would start its own loop and handle signals
+            self._responses = asyncio.create_task(manager.handle_loop(), name="sglang responses")
+            self._responses.add_done_callback(lambda task: _report_end(task, on_fault))
         return self.engine
 
     def processes(self) -> Sequence[BaseProcess]:
-        """Those of the engine that live."""
+        """Return the living processes of the engine."""
         return [process for process in multiprocessing.active_children() if process.pid not in self._others]
 
     @property
     def is_dead(self) -> bool:
-        """Whether one of its processes is gone."""
+        """Whether one of its processes has died."""
         return self.engine is None or not self._expected <= {process.pid for process in self.processes()}
 
     async def stop(self) -> None:
-        """End the engine and its processes."""
+        """Stop the engine and its processes."""
         if self._thread is None:
             return
-        if self._answers is not None:
-            self._answers.cancel()
-            await asyncio.gather(self._answers, return_exceptions=True)
+        if self._responses is not None:
+            self._responses.cancel()
+            await asyncio.gather(self._responses, return_exceptions=True)
         if self._building is not None:
             while not self._building.done():
-                await asyncio.to_thread(self._kill)  # what it waits for is gone then
+                await asyncio.to_thread(self._kill)  # the start fails once its processes are dead
                 await asyncio.wait([self._building], timeout=0.1)
-            with suppress(Exception):  # what it fails with was told by `start`, or nobody waits for it
+            with suppress(Exception):  # `start` has raised it, or was cancelled
                 self.engine = await self._building
         if (rpc := getattr(self.engine, "send_to_rpc", None)) is not None:
             rpc.close(linger=0)
             self.engine.send_to_rpc = None
         if self.engine is not None:
-            atexit.unregister(self.engine.shutdown)  # it kills every child of this process
+            atexit.unregister(self.engine.shutdown)  # it would kill every child of this process
         await asyncio.to_thread(self._kill)
         if self._signalled:
             asyncio.get_running_loop().remove_signal_handler(signal.SIGQUIT)
         self._thread.shutdown(wait=False)
-        self._thread = self.engine = self._answers = self._building = None
+        self._thread = self.engine = self._responses = self._building = None
         _TAKEN.release()
 
     def _kill(self) -> None:
         processes = self.processes()
         if not processes:
             return
-        from sglang.srt.utils import kill_process_tree  # noqa: PLC0415 - there are processes: it was imported
+        from sglang.srt.utils import kill_process_tree  # noqa: PLC0415 - available once an engine runs
 
         for process in processes:
             try:
                 kill_process_tree(process.pid, wait_timeout=KILLED_S)
             except RuntimeError:
-                logger.exception("process %s of SGLang does not end", process.pid)
+                logger.exception("process %s of SGLang cannot be killed", process.pid)
             process.join(KILLED_S)
 
 
-def _told(task: "asyncio.Task[None]", on_fault: Callable[[BaseException], None]) -> None:
+def _report_end(task: "asyncio.Task[None]", on_fault: Callable[[BaseException], None]) -> None:
     if not task.cancelled():
-        on_fault(task.exception() or RuntimeError("SGLang's loop of answers ended by itself"))
+        on_fault(task.exception() or RuntimeError("the response loop of SGLang ended by itself"))
 
 
 def _build(arguments: dict[str, Any]) -> Any:
     os.environ.setdefault(FOLLOWERS_RETURN, "0")
     try:
-        from sglang.srt.entrypoints.engine import Engine  # noqa: PLC0415 - seconds to import, and only here
-    except Exception as error:  # a build that does not fit this machine fails by anything
-        raise EngineError(f"SGLang cannot be imported: {one_line(error)}") from error
+        from sglang.srt.entrypoints.engine import Engine  # noqa: PLC0415 - takes seconds to import
+    except Exception as error:  # a build for another machine may raise anything
+        raise EngineError(f"cannot import SGLang: {one_line(error)}") from error
     try:
         return Engine(**arguments)
     except (TypeError, ValueError) as error:
-        raise EngineError(f"SGLang does not take these arguments: {one_line(error)}") from error
+        raise EngineError(f"SGLang rejects these arguments: {one_line(error)}") from error
     except Exception as error:
-        raise EngineError(f"SGLang died at its start, its log says why: {one_line(error)}") from error
+        raise EngineError(f"SGLang died while it started; see its log for the cause: {one_line(error)}") from error

@@ -1,6 +1,6 @@
-"""Work items in SGLang's terms, and its answers in ours. Pure: SGLang is not imported here.
+"""Conversion of work items to SGLang's arguments, and of its results to events. Pure: SGLang is not imported here.
 
-What an item says is handed over as it is; what SGLang does not take it refuses itself, in its own words.
+Parameters are passed on unchanged; SGLang rejects those that it does not support with its own messages.
 """
 
 import re
@@ -12,7 +12,7 @@ import msgspec
 from forebay.events.requests import Sampling, StructuredOutput
 from forebay.events.tokens import ResponseError, TokenLogprob, TopLogprob
 
-LOGPROB_MIN = -9999.0  # what servers say for minus infinity, which JSON does not have
+LOGPROB_MIN = -9999.0  # replaces minus infinity, which JSON does not have
 ANY_OBJECT = '{"type": "object"}'
 
 _AS_IS = (
@@ -27,7 +27,7 @@ _AS_IS = (
 
 
 def sampling_arguments(sampling: Sampling) -> dict[str, Any]:
-    """The fields of SGLang's `SamplingParams`; raises ValueError for a structure that it has no word for."""
+    """Return the fields of SGLang's `SamplingParams`. Raises ValueError for invalid structured output."""
     arguments: dict[str, Any] = {name: getattr(sampling, name) for name in _AS_IS}
     arguments["max_new_tokens"] = sampling.max_tokens
     arguments["min_new_tokens"] = sampling.min_tokens
@@ -59,30 +59,30 @@ def _structure(structured: StructuredOutput) -> tuple[str, str]:
 
 
 def choice_regex(text: str) -> str:
-    """A regular expression of a JSON list of strings; raises ValueError for anything else."""
+    """Return a regular expression that matches the strings of a JSON list. Raises ValueError for an invalid list."""
     try:
         choices = msgspec.json.decode(text, type=list[str])
     except msgspec.MsgspecError as error:
         raise ValueError(f"the choices must be a JSON list of strings: {error}") from None
     if not choices:
-        raise ValueError("the choices must be a JSON list of strings, of one at least")
+        raise ValueError("the choices must be a JSON list of strings, got an empty list")
     return f"({'|'.join(map(re.escape, choices))})"
 
 
 def logprob_arguments(sampling: Sampling) -> dict[str, Any]:
-    """What `async_generate` is told to get the probabilities of output tokens."""
+    """Return the arguments of `async_generate` for log probabilities of output tokens."""
     if sampling.logprobs is None:
         return {}
     return {"return_logprob": True, "top_logprobs_num": sampling.logprobs, "logprob_start_len": -1}
 
 
 def token_logprobs(meta: Mapping[str, Any], top: int) -> tuple[TokenLogprob, ...]:
-    """What a chunk's `meta_info` says of each of its tokens, with the `top` likeliest, the likeliest first."""
+    """Return the log probabilities of a chunk's tokens, each with the `top` likeliest tokens in descending order."""
     likeliest: Sequence[Any] = meta.get("output_top_logprobs") or ()
-    told = []
+    converted = []
     for at, (logprob, _, _) in enumerate(meta["output_token_logprobs"]):
         others = (likeliest[at] if at < len(likeliest) else None) or ()
-        told.append(
+        converted.append(
             TokenLogprob(
                 logprob=max(logprob, LOGPROB_MIN),
                 top=tuple(
@@ -91,25 +91,25 @@ def token_logprobs(meta: Mapping[str, Any], top: int) -> tuple[TokenLogprob, ...
                 ),
             )
         )
-    return tuple(told)
+    return tuple(converted)
 
 
 def abort_error(reason: Mapping[str, Any]) -> ResponseError:
-    """What a request is told that SGLang ended: `finish_reason` of the type `abort`."""
-    return status_error(reason.get("status_code"), reason.get("message") or "no reason is given")
+    """Return the error for a `finish_reason` of type `abort`."""
+    return status_error(reason.get("status_code"), reason.get("message") or "no reason given")
 
 
 def status_error(status: Any, message: str) -> ResponseError:
-    """By the HTTP status that SGLang would give; without one it dropped the request, which can be asked again."""
+    """Return the error for SGLang's HTTP status. Without one, SGLang dropped the request, and clients may retry."""
     number = 503 if status is None else int(status)
     if 400 <= number < 500:
         return ResponseError(status=number, code="invalid_request", message=message)
     code = "engine_overloaded" if number == 503 else "engine_error"
-    return ResponseError(status=number, code=code, message=f"SGLang ended it: {message}")
+    return ResponseError(status=number, code=code, message=f"SGLang ended the request: {message}")
 
 
 def engine_priority(priority: int, arguments: Mapping[str, Any]) -> int | None:
-    """An item's priority for SGLang, where higher is sooner unless told otherwise; None without an order."""
+    """Return a priority for SGLang, or None if it does not schedule by priority. Its order is configurable."""
     if not arguments.get("enable_priority_scheduling"):
         return None
     return -priority if arguments.get("schedule_low_priority_values_first") else priority

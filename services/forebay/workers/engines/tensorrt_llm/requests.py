@@ -1,4 +1,4 @@
-"""Work items in TensorRT-LLM's terms, and its statistics in ours. Pure: TensorRT-LLM is not imported here."""
+"""Conversion of work items to TensorRT-LLM's arguments, and of its statistics. Pure: it is not imported here."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,16 +9,16 @@ from forebay.events.requests import Sampling, StructuredOutput
 from forebay.workers.engines.settings import EngineSettings
 from forebay.workers.engines.sglang.requests import choice_regex
 
-EVENTS_MAX = 100_000  # that the engine keeps until they are read; a step of a busy engine has some hundred
+EVENTS_MAX = 100_000  # unread events that the engine keeps; a step of a busy engine has some hundred
 DEFAULT_PRIORITY = 0.5
 CACHE = "kv_cache_config"
-APART = ("prefill", "decode")
+DISAGGREGATED = ("prefill", "decode")
 
 _AS_IS = ("top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "ignore_eos")
 
 
 def engine_arguments(settings: EngineSettings, *, kv_events: bool) -> dict[str, Any]:
-    """The keyword arguments of `LLM`, configurations of their own as dictionaries; those of the operator win."""
+    """Return the keyword arguments of `LLM`, nested configurations as dictionaries. The operator's override ours."""
     given = dict(settings.arguments)
     own_cache = dict(given.pop(CACHE, {}))
     block_size = own_cache.get("tokens_per_block", settings.block_size)
@@ -39,26 +39,26 @@ def engine_arguments(settings: EngineSettings, *, kv_events: bool) -> dict[str, 
         arguments["enable_attention_dp"] = True
     if settings.loras:
         arguments["lora_config"] = {"lora_dir": [str(directory) for directory in settings.loras.values()]}
-    if settings.role in APART:
+    if settings.role in DISAGGREGATED:
         arguments["cache_transceiver_config"] = {"backend": "DEFAULT"}
     if settings.role == "prefill":
-        arguments["disable_overlap_scheduler"] = True  # which does not know prompts without an answer
+        arguments["disable_overlap_scheduler"] = True  # it does not support prompts without output
     arguments |= given
-    arguments[CACHE] = _told(cache | own_cache)
-    return _told(arguments)
+    arguments[CACHE] = _present(cache | own_cache)
+    return _present(arguments)
 
 
-def _told(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def _present(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if value is not None}
 
 
 def sampling_arguments(sampling: Sampling) -> dict[str, Any]:
-    """The keyword arguments of `SamplingParams`, without `guided_decoding`; text stays with the ingress.
+    """Return the keyword arguments of `SamplingParams`, without `guided_decoding`. The ingress handles text.
 
-    Raises ValueError for what the adapter has no word for.
+    Raises ValueError for unsupported parameters.
     """
     if sampling.logit_bias:
-        raise ValueError("the TensorRT-LLM adapter has no logit_bias")
+        raise ValueError("the TensorRT-LLM engine does not support logit_bias")
     arguments: dict[str, Any] = {name: getattr(sampling, name) for name in _AS_IS}
     arguments |= {"max_tokens": sampling.max_tokens, "detokenize": False}
     if sampling.temperature == 0.0:  # a temperature must be above 0
@@ -79,7 +79,7 @@ def sampling_arguments(sampling: Sampling) -> dict[str, Any]:
 
 
 def guided_arguments(structured: StructuredOutput) -> dict[str, Any]:
-    """The keyword arguments of `GuidedDecodingParams`; raises ValueError for choices that are no list of texts."""
+    """Return the keyword arguments of `GuidedDecodingParams`. Raises ValueError for invalid choices."""
     match structured.kind:
         case "json_object":
             return {"json_object": True}
@@ -92,7 +92,7 @@ def guided_arguments(structured: StructuredOutput) -> dict[str, Any]:
 
 
 def engine_priority(priority: int) -> float:
-    """An item's priority for TensorRT-LLM: from 0 to 1, higher is sooner; above some thousand they are as one."""
+    """Return a priority from 0 to 1 for TensorRT-LLM; higher runs sooner. Magnitudes above some thousand are equal."""
     return DEFAULT_PRIORITY * (1.0 + priority / (1.0 + abs(priority)))
 
 
@@ -111,7 +111,7 @@ class _Batching(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class TrtLlmStepStats(msgspec.Struct, frozen=True, rename="camel"):
-    """One step's statistics, as `get_stats_async` gives them."""
+    """Statistics of one step, from `get_stats_async`."""
 
     kv_cache_stats: _KvCache
     inflight_batching_stats: _Batching = _Batching()
@@ -120,36 +120,36 @@ class TrtLlmStepStats(msgspec.Struct, frozen=True, rename="camel"):
 
     @property
     def rank(self) -> int:
-        """Counted from 0."""
+        """Index of the rank in the engine, from 0."""
         return self.attention_dp_rank or 0
 
     @property
     def running(self) -> int:
-        """Requests that have KV blocks."""
+        """Number of requests that have KV blocks."""
         batch = self.inflight_batching_stats
         return batch.num_context_requests + batch.num_gen_requests + batch.num_paused_requests
 
     @property
     def waiting(self) -> int:
-        """Requests in the queue, whichever of the two counts knows of them."""
+        """Number of queued requests: the larger of two counts, because a release fills in only one of them."""
         batch = self.inflight_batching_stats
         return max(self.num_queued_requests, batch.num_queued_context_requests + batch.num_queued_gen_requests)
 
     @property
     def usage(self) -> float:
-        """The share of KV blocks in use."""
+        """Share of KV blocks in use, from 0 to 1."""
         cache = self.kv_cache_stats
         return min(1.0, cache.used_num_blocks / cache.max_num_blocks) if cache.max_num_blocks else 0.0
 
 
-def step_stats(told: object) -> TrtLlmStepStats | None:
-    """A step's statistics; None for those without a word on the KV cache, and for what are none."""
+def step_stats(raw: object) -> TrtLlmStepStats | None:
+    """Decode the statistics of a step; None if they are invalid or lack the KV cache."""
     try:
-        return msgspec.convert(told, TrtLlmStepStats)
+        return msgspec.convert(raw, TrtLlmStepStats)
     except msgspec.ValidationError:
         return None
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether the engine refused a request: its `RequestError` is named so, and validation errors are Python's own."""
+    """Return whether the engine rejected an invalid request, by `RequestError` or an exception of Python."""
     return isinstance(error, ValueError | TypeError | NotImplementedError) or type(error).__name__ == "RequestError"

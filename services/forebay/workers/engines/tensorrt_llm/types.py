@@ -1,4 +1,4 @@
-"""What TensorRT-LLM is called with. Imports it: only to be imported where it runs."""
+"""Types of TensorRT-LLM's API. Imports it, so import this module only in a worker that runs it."""
 
 from tensorrt_llm import LLM, SamplingParams
 from tensorrt_llm.executor.request import LoRARequest

@@ -97,12 +97,12 @@ class TransformersEngine(AsyncEngine):
         for rank in self._ranks.values():
             rank.reset(clears=False)
 
-    async def _ask_canary(self, rank: int) -> None:
+    async def _run_canary(self, rank: int) -> None:
         generate, cancelled = self._model.generate, threading.Event()
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(self._thread, generate, [0], CANARY_SAMPLING, lambda *_: None, cancelled)
 
-    def _answer_error(self, error: Exception) -> ResponseError:
+    def _request_error(self, error: Exception) -> ResponseError:
         if isinstance(error, ValueError):
             return ResponseError(status=400, code="invalid_request", message=one_line(error))
         return ResponseError(status=500, code="engine_error", message=f"transformers failed: {one_line(error)}")
@@ -119,7 +119,7 @@ class TransformersEngine(AsyncEngine):
             return ResponseError(status=400, code="context_length_exceeded", message=message)
         return super()._refusal(item, prompt_tokens)
 
-    async def _answer(self, item: WorkItem, prompt: list[int], rank: RankBuffer) -> None:
+    async def _run_request(self, item: WorkItem, prompt: list[int], rank: RankBuffer) -> None:
         self._report_load(rank)
         highest = max(*prompt, *(bias.token_id for bias in item.sampling.logit_bias), 0)
         if highest > (last := self._model.vocabulary_size - 1):

@@ -1,4 +1,4 @@
-"""What vLLM is called with, in its own types. Imports vLLM: only to be imported where one runs."""
+"""Arguments for vLLM in its own types. Imports vLLM, so import this module only in a worker that runs it."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,11 +16,11 @@ from forebay.workers.engines.model_directory import one_line
 from forebay.workers.engines.vllm.media import MediaRefused
 from forebay.workers.engines.vllm.requests import sampling_arguments, structured_arguments
 
-__all__ = ["EngineDeadError", "VLLMError", "answer_error", "lora_request", "pooling_params", "sampling_params"]
+__all__ = ["EngineDeadError", "VLLMError", "lora_request", "pooling_params", "response_error", "sampling_params"]
 
 
 def sampling_params(sampling: Sampling, transfer: Mapping[str, Any] | None = None) -> SamplingParams:
-    """How to generate, in pieces as they come. Raises ValueError or VLLMError for what vLLM does not take."""
+    """Return parameters for output in deltas. Raises ValueError or VLLMError for parameters that vLLM refuses."""
     arguments = sampling_arguments(sampling)
     if transfer is not None:
         arguments["extra_args"] = {"kv_transfer_params": dict(transfer)}
@@ -30,21 +30,21 @@ def sampling_params(sampling: Sampling, transfer: Mapping[str, Any] | None = Non
 
 
 def pooling_params() -> PoolingParams:
-    """One vector of the whole prompt."""
+    """Return parameters for one embedding of the whole prompt."""
     return PoolingParams(task="embed")
 
 
 def lora_request(adapter: LoraAdapter) -> LoRARequest:
-    """The adapter of a request."""
+    """Return the adapter of a request in vLLM's type."""
     return LoRARequest(adapter.name, adapter.number, adapter.directory)
 
 
-def answer_error(error: Exception) -> ResponseError:
-    """What a request is told that vLLM refused, or did not bring to an end."""
+def response_error(error: Exception) -> ResponseError:
+    """Return the error of a request that vLLM refused or failed on."""
     if isinstance(error, GracefulHTTPError):
         return ResponseError(status=int(error.http_status), code="engine_overloaded", message=one_line(error))
     if isinstance(error, MediaRefused):
-        return error.answer
+        return error.error
     cause = error.__cause__ or error
     if isinstance(error, VLLMClientError) or isinstance(cause, ValueError | VLLMClientError):
         return ResponseError(status=400, code="invalid_request", message=one_line(cause))

@@ -1,7 +1,7 @@
-"""vLLM's start and end: its arguments, its engine core in a child process, and what is wrong in an operator's words.
+"""Start and end of vLLM: its arguments, its processes, and its errors as messages for an operator.
 
-The engine is built in a thread, because that takes seconds to minutes. Its child processes are known as soon as they
-are there, so that they can be ended whatever state vLLM is in: while it starts, or when it hangs.
+The engine is built in a thread, because that takes seconds to minutes. Its child processes are recorded as they start,
+so they can be killed in every state of vLLM, including during its start and when it hangs.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from forebay.workers.engines.vllm.transfer import LEASE_S
 
 logger = logging.getLogger(__name__)
 
-SHUTDOWN_S = 5.0  # for vLLM to end by itself; it has nothing to save
+SHUTDOWN_S = 5.0  # for vLLM to stop by itself; it has no state to save
 KILLED_S = 5.0
 KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 NIXL = ("nixl", "nixl_rocm")  # packages of vLLM's connector
@@ -32,19 +32,19 @@ HOST, PORT = "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT"
 
 
 def engine_arguments(settings: EngineSettings, *, kv_events: bool, sockets: Path) -> dict[str, Any]:
-    """The keyword arguments of `AsyncEngineArgs`, configurations of their own as dictionaries.
+    """Return the keyword arguments of `AsyncEngineArgs`, nested configurations as dictionaries.
 
-    KV events go over sockets in the private directory `sockets`: they hold prompts. Ranks beyond the first need TCP.
+    KV events contain prompts, so they are sent over sockets in the private directory `sockets`. Several ranks need TCP.
     """
     arguments: dict[str, Any] = {
         "model": str(settings.model),
         "served_model_name": settings.model_name,
         "block_size": settings.block_size,
-        # vLLM keeps one of its blocks to itself.
+        # vLLM reserves one block for itself.
         "num_gpu_blocks_override": None if settings.kv_blocks is None else settings.kv_blocks + 1,
         "max_num_seqs": settings.max_num_seqs,
         "max_num_batched_tokens": settings.max_num_batched_tokens,
-        "enable_mm_embeds": True,  # from encode workers alone; models for text do not look at it
+        "enable_mm_embeds": True,  # only from encode workers; text models ignore it
     }
     if settings.dp_size > 1:
         arguments["data_parallel_size"] = settings.dp_size
@@ -62,7 +62,7 @@ def engine_arguments(settings: EngineSettings, *, kv_events: bool, sockets: Path
         arguments["kv_transfer_config"] = {
             "kv_connector": "NixlConnector",
             "kv_role": KV_ROLES[settings.role],
-            "kv_load_failure_policy": "fail",  # so that it is known, and counted, that KV was not to be had
+            "kv_load_failure_policy": "fail",  # so that failed fetches are reported and counted
             "kv_connector_extra_config": {"kv_lease_duration": LEASE_S},
         }
         arguments["worker_extension_cls"] = EXTENSION
@@ -72,20 +72,20 @@ def engine_arguments(settings: EngineSettings, *, kv_events: bool, sockets: Path
 
 @contextmanager
 def side_channel(settings: EngineSettings) -> Iterator[None]:
-    """Where the NIXL connector of each rank of a vLLM that is built meanwhile listens; as told, or at a free port.
+    """Set the address of vLLM's NIXL connector for an engine that is built in this context.
 
-    The address is the `kv_host` of the settings, else what vLLM's own variables say, else `near_host`: who can reach
-    it can read the KV cache. Raises EngineError.
+    The host is `kv_host` of the settings, else that of vLLM's own variables, else `near_host`. The port is that of
+    vLLM's variable, else a free one. Anyone who can connect can read the KV cache. Raises EngineError.
     """
     given: dict[str, str] = {}
     if settings.role in KV_ROLES:
-        told = os.environ.get(HOST) or os.environ.get("VLLM_HOST_IP")
-        host = given[HOST] = settings.kv_host or told or settings.near_host
+        own = os.environ.get(HOST) or os.environ.get("VLLM_HOST_IP")
+        host = given[HOST] = settings.kv_host or own or settings.near_host
         if PORT not in os.environ:
             if (first := free_ports(settings.dp_size, host)) is None:
-                raise EngineError(f"no {settings.dp_size} free ports in a row for NIXL: name the first one in {PORT}")
+                raise EngineError(f"no {settings.dp_size} consecutive free ports for NIXL: set the first one in {PORT}")
             given[PORT] = str(first)
-        logger.info("KV is fetched at %s:%s", host, given.get(PORT) or os.environ[PORT])
+        logger.info("serving KV at %s:%s", host, given.get(PORT) or os.environ[PORT])
     before = {name: os.environ.get(name) for name in given}
     os.environ.update(given)
     try:
@@ -99,10 +99,10 @@ def side_channel(settings: EngineSettings) -> Iterator[None]:
 
 
 def require_nixl(settings: EngineSettings) -> None:
-    """Raises EngineError where the connector that a role is given cannot work."""
+    """Check that NIXL is installed if the role needs it. Raises EngineError."""
     own = "kv_transfer_config" in settings.arguments
     if settings.role in KV_ROLES and not own and not any(map(find_spec, NIXL)):
-        raise EngineError(f"the role {settings.role} moves KV by NIXL: pip install nixl")
+        raise EngineError(f"the role {settings.role} needs NIXL: pip install nixl")
 
 
 class VllmCore:
@@ -114,25 +114,25 @@ class VllmCore:
         self._built: asyncio.Future[Any] | None = None
 
     async def start(self, arguments: dict[str, Any], stat_logger: Any, channel: AbstractContextManager[None]) -> Any:
-        """The engine, ready for requests; `stat_logger` makes a `StatLoggerBase`. It is built in `channel`.
+        """Start and return the engine, built in the context `channel`. `stat_logger` constructs a `StatLoggerBase`.
 
         Raises EngineError.
         """
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-        # A fork would share locks and sockets with threads of the worker that are not in the child.
+        # A forked child would share locks and sockets with threads that exist only in the worker.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
         loop = asyncio.get_running_loop()
         self._built = loop.run_in_executor(None, _build, arguments, stat_logger, self._started, channel)
-        # A cancelled start goes on in its thread; `stop` ends it.
+        # A cancelled start continues in its thread; `stop` ends it.
         self.llm = await asyncio.shield(self._built)
         return self.llm
 
     def processes(self) -> Sequence[BaseProcess]:
-        """Those of the engine that live."""
+        """Return the living processes of the engine."""
         return [process for process in tuple(self._started) if process.is_alive()]
 
     async def stop(self) -> None:
-        """End the engine and its processes, by force if need be; when cancelled, at once."""
+        """Stop the engine and its processes, by force if necessary; immediately if cancelled."""
         if self._built is not None:
             try:
                 await self._stop(self._built)
@@ -144,11 +144,11 @@ class VllmCore:
         while not built.done():
             self._kill()
             await asyncio.wait([built], timeout=0.1)
-        with suppress(Exception):  # what it fails with was told by `start`, or nobody waits for it
+        with suppress(Exception):  # `start` has raised it, or was cancelled
             self.llm = await built
         if self.llm is not None:
             if self.llm.output_handler is not None:
-                self.llm.output_handler.cancel()  # or it takes the end for a death, and says so at length
+                self.llm.output_handler.cancel()  # otherwise it logs the stop as a crash
             with suppress(TimeoutError):
                 async with asyncio.timeout(SHUTDOWN_S + KILLED_S):
                     await asyncio.to_thread(self.llm.shutdown, timeout=SHUTDOWN_S)
@@ -168,7 +168,7 @@ class VllmCore:
 def _build(
     arguments: dict[str, Any], stat_logger: Any, started: list[BaseProcess], channel: AbstractContextManager[None]
 ) -> Any:
-    from vllm.config import KVEventsConfig, KVTransferConfig  # noqa: PLC0415 - seconds to import, and only here
+    from vllm.config import KVEventsConfig, KVTransferConfig  # noqa: PLC0415 - takes seconds to import
     from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: PLC0415
     from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415
 
@@ -181,11 +181,11 @@ def _build(
         engine_args = AsyncEngineArgs(**made)
         vllm_config = engine_args.create_engine_config()
     except Exception as error:
-        raise EngineError(f"vLLM does not take these arguments: {one_line(error)}") from error
+        raise EngineError(f"vLLM rejects these arguments: {one_line(error)}") from error
     try:
         with channel, owning(started):
             return AsyncLLM.from_vllm_config(vllm_config, stat_loggers=[stat_logger])
     except EngineError:
         raise
     except Exception as error:
-        raise EngineError(f"vLLM died at its start, its log says why: {one_line(error)}") from error
+        raise EngineError(f"vLLM died while it started; see its log for the cause: {one_line(error)}") from error

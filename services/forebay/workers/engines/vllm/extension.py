@@ -1,8 +1,8 @@
-"""What is asked of vLLM's own workers, by `collective_rpc`, about KV blocks on their way to another vLLM.
+"""Extension of vLLM's workers for KV leases, called through `collective_rpc`.
 
-vLLM has no call that gives back what it keeps for others, and looks at the end of a lease only where blocks go both
-ways. So this reaches into its NixlConnector (0.32), and says whether what it looks for was there. It becomes a base of
-vLLM's worker class, by the argument `worker_extension_cls`.
+vLLM has no call that releases KV kept for others, and checks the end of a lease only if blocks are transferred in both
+directions. This class therefore accesses private attributes of its NixlConnector (0.32), and reports whether they
+exist. The argument `worker_extension_cls` makes it a base of vLLM's worker class.
 """
 
 import time
@@ -12,28 +12,28 @@ EXTENSION = f"{__name__}.KvLeases"
 
 
 class KvLeases:
-    """Each call is for all workers of an engine, and answered by each."""
+    """Calls that run in every worker of an engine, each with its own result."""
 
     def forebay_block_bytes(self) -> tuple[int, int, bool]:
-        """The bytes of one KV block in this worker, its regions, and whether reads begin only while a lease lasts."""
+        """Return the bytes of a KV block in this worker, its regions, and whether reads check the lease."""
         worker = _connector_worker()
         lengths = getattr(worker, "block_len_per_layer", ())
         guarded = hasattr(worker, "_bidirectional_kv_xfer_enabled") and hasattr(worker, "_is_turn2_read_expired")
         if guarded:
-            # Of the worker's side alone, where it is for nothing but this.
+            # In the worker, this flag affects only the check of leases.
             worker._bidirectional_kv_xfer_enabled = True
         return sum(lengths), len(lengths), guarded
 
     def forebay_release(self, kept: list[str], within_s: float) -> int:
-        """Let the lease of what is kept under these ids end so soon, if nobody renews it; how many there were."""
+        """Shorten the leases of these requests to `within_s` seconds unless renewed. Return how many were found."""
         leases = getattr(_connector_worker(), "_reqs_to_send", {})
         found = [one for one in kept if one in leases]
-        ends_s = time.perf_counter() + within_s  # vLLM's clock for them
+        ends_s = time.perf_counter() + within_s  # the clock of vLLM's leases
         leases.update({one: min(leases[one], ends_s) for one in found})
         return len(found)
 
 
 def _connector_worker() -> Any:
-    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group  # noqa: PLC0415 - vLLM's
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group  # noqa: PLC0415 - runs inside vLLM
 
     return getattr(get_kv_transfer_group(), "connector_worker", None) if has_kv_transfer_group() else None

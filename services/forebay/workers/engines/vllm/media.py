@@ -1,9 +1,9 @@
-"""Images and videos as vLLM takes them: work items to prompts. vLLM itself is not imported.
+"""Prompts with images and videos for vLLM. vLLM itself is not imported.
 
-vLLM's processor puts in the placeholders by itself, one token for each image standing for as many as it needs; in a
-`WorkItem` they are there already. So each run of them is one token again, and what vLLM makes of it must be the prompt
-that the ingress hashed. Items are named by their digests, so that vLLM's KV events carry the names that
-`forebay.core.block_hashes.mm_hash` knows. Embeddings need `enable_mm_embeds=True`.
+vLLM's processor expands one placeholder token per image into as many as it needs; a `WorkItem` contains them expanded.
+Each run of placeholders is therefore collapsed to one token, and vLLM's expansion must equal the prompt that the
+ingress hashed. Items are identified by their digests, so that the hashes in vLLM's KV events equal
+`forebay.core.block_hashes.mm_hash`. Embeddings need `enable_mm_embeds=True`.
 """
 
 import asyncio
@@ -23,24 +23,24 @@ if TYPE_CHECKING:
 
 
 class MediaRefused(ValueError):
-    """A request whose images or videos this engine cannot have; `answer` is for the client."""
+    """Images or videos that this engine cannot process; `error` is for the client."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
         super().__init__(message)
-        self.answer = ResponseError(status=status, code=code, message=message)
+        self.error = ResponseError(status=status, code=code, message=message)
 
 
 async def engine_prompt(llm: Any, item: WorkItem, embeddings: "Array | None") -> dict[str, Any]:
-    """What an `AsyncLLM` takes for an item, with its media or their `embeddings`, [placeholders, width].
+    """Return the prompt of an item for an `AsyncLLM`, with its media or their `embeddings`, [placeholders, width].
 
-    Raises MediaRefused, and ValueError for what vLLM's processor does not take. Work on images is done in threads.
+    Images are decoded in threads. Raises MediaRefused, and ValueError for a prompt that vLLM's processor rejects.
     """
     token_ids = unpack_u32(item.token_ids)
     if not item.media:
         return prompt_of(token_ids, item.cache_namespace)
     config = llm.vllm_config.model_config
     if not config.supports_multimodal_inputs:
-        raise MediaRefused(501, "media_not_supported", "the model of this worker takes no images or videos")
+        raise MediaRefused(501, "media_not_supported", "the model of this worker does not support images or videos")
     if embeddings is None:
         try:
             fields = await asyncio.to_thread(raw_prompt, item)
@@ -48,28 +48,28 @@ async def engine_prompt(llm: Any, item: WorkItem, embeddings: "Array | None") ->
             raise MediaRefused(400, "media_not_encoded", str(error)) from error
     else:
         if (width := embeddings.shape[1]) != (wanted := config.get_inputs_embeds_size()):
-            message = f"the encode worker's embeddings are {width} numbers wide, the model's are {wanted}"
+            message = f"the encode worker's embeddings have width {width}, the model's have {wanted}"
             raise MediaRefused(500, "media_not_encoded", message)
         fields = _as_tensors(embedded_prompt(item, embeddings))
     if item.cache_namespace:
         fields["cache_salt"] = item.cache_namespace
-    # vLLM's cache of items takes for granted that what was rendered is asked, and fails who asks after a cancelled one.
+    # vLLM's item cache assumes that every rendered prompt is submitted; after a cancelled one, later requests fail.
     (prompt,) = await llm.renderer.render_cmpl_async([fields], skip_mm_cache=True)
     if (made := prompt["prompt_token_ids"]) != token_ids:
-        message = f"vLLM makes {len(made)} tokens of a prompt with images that has {len(token_ids)} by config.json"
-        raise MediaRefused(501, "media_not_supported", f"{message}: the model lays them out in another way")
+        message = f"vLLM expands the prompt to {len(made)} tokens, the ingress by config.json to {len(token_ids)}"
+        raise MediaRefused(501, "media_not_supported", f"{message}: the layout of this model's images is not supported")
     return dict(prompt)
 
 
 def _as_tensors(fields: dict[str, Any]) -> dict[str, Any]:
-    import torch  # noqa: PLC0415 - vLLM's
+    import torch  # noqa: PLC0415 - a dependency of vLLM
 
     data = {kind: [torch.tensor(one) for one in arrays] for kind, arrays in fields["multi_modal_data"].items()}
     return {**fields, "multi_modal_data": data}
 
 
 def collapsed(token_ids: Sequence[int], media: Sequence[Media]) -> list[int]:
-    """A prompt in which each image or video is one placeholder; `media` are in the order in which they stand."""
+    """Return a prompt with one placeholder per image or video; `media` are in the order of the prompt."""
     found: list[int] = []
     end = 0
     for one in media:
@@ -79,9 +79,9 @@ def collapsed(token_ids: Sequence[int], media: Sequence[Media]) -> list[int]:
 
 
 def embedded_prompt(item: WorkItem, embeddings: "Array") -> dict[str, Any]:
-    """The fields of vLLM's `TokensPrompt` for an item with embeddings, [placeholders, width], of all of its media.
+    """Return the fields of vLLM's `TokensPrompt` for an item with the embeddings of all its media.
 
-    Values under `multi_modal_data` are numpy arrays of shape [placeholders, width]; vLLM wants torch tensors of them.
+    `embeddings` and the values of `multi_modal_data` are numpy arrays [placeholders, width]; vLLM needs torch tensors.
     """
     data: dict[str, list[Any]] = {}
     start = 0
@@ -92,7 +92,7 @@ def embedded_prompt(item: WorkItem, embeddings: "Array") -> dict[str, Any]:
 
 
 def raw_prompt(item: WorkItem) -> dict[str, Any]:
-    """As `embedded_prompt`, with images for vLLM to encode by itself. Raises MediaUnusable."""
+    """Return the same fields with images, which vLLM encodes itself. Raises MediaUnusable."""
     return _prompt(item, {"image": [_image(one) for one in item.media]})
 
 
@@ -106,7 +106,9 @@ def _prompt(item: WorkItem, data: dict[str, list[Any]]) -> dict[str, Any]:
 
 def _image(media: Media) -> Any:
     if media.kind != "image":
-        raise MediaUnusable(f"a {media.kind} reaches vLLM by an encode worker alone: its frames are not decoded here")
+        raise MediaUnusable(
+            f"vLLM gets a {media.kind} only from an encode worker: this worker does not decode its frames"
+        )
     from PIL import Image  # noqa: PLC0415 - an extra
 
     try:

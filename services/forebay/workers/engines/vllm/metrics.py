@@ -1,15 +1,15 @@
-"""The statistics of vLLM's steps, and what its metrics are called."""
+"""Statistics of vLLM's steps, and the prefixes of its metrics."""
 
 from collections.abc import Callable
 from typing import Any
 
-PREFIXES = ("vllm:", "lmcache:")  # LMCache registers its own where vLLM uses it
+PREFIXES = ("vllm:", "lmcache:")  # LMCache registers metrics, too, if vLLM uses it
 
 
 class VllmStepStats:
-    """A `StatLoggerBase` of one rank: tells `report` its index, running and waiting requests, and the use of KV blocks.
+    """`StatLoggerBase` of one rank, duck-typed because vLLM may not be installed.
 
-    That use is a share of the blocks that requests can have. Duck-typed: vLLM's base class is only there with vLLM.
+    `report` receives the index of the engine, the running and waiting requests, and the share of KV blocks in use.
     """
 
     def __init__(self, engine_index: int, report: Callable[[int, int, int, float], None]) -> None:
@@ -17,16 +17,16 @@ class VllmStepStats:
         self._report = report
 
     def record(self, scheduler_stats: Any, _iteration_stats: Any, **_others: Any) -> None:
-        """A step was taken; some answers come without its statistics."""
+        """Report the load after a step. Some outputs have no statistics."""
         if scheduler_stats is not None:
             waiting = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
             self._report(self._engine_index, scheduler_stats.num_running_reqs, waiting, scheduler_stats.kv_cache_usage)
 
     def log_engine_initialized(self) -> None:
-        """Nothing to say."""
+        """Do nothing."""
 
     def log(self) -> None:
-        """Nothing to say: the worker reports loads."""
+        """Do nothing: the worker reports loads."""
 
     def record_sleep_state(self, _is_awake: int, _level: int) -> None:
-        """Nothing to say."""
+        """Do nothing."""

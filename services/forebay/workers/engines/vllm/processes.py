@@ -1,10 +1,9 @@
-"""The processes that vLLM starts for a worker: known to it, and gone when it is.
+"""Processes that vLLM starts for a worker: recorded by the worker, and killed when it dies.
 
-vLLM's processes outlive a frontend that was killed: its engine core waits for requests for ever, with the model's
-memory, one that is still starting waits for minutes, and a coordinator of ranks for ever. An interrupt from a terminal
-reaches them as soon as the worker, which would still finish what it has. So what is started under `owning`, and what
-that starts, watches its parent and leaves the terminal's process group; it does so before it imports vLLM, which may
-take a minute. Others' processes are as ever.
+vLLM's processes outlive a killed frontend. Its engine core and its coordinator of ranks wait for ever, with the model's
+memory. An interrupt from a terminal reaches them at the same time as the worker, which would first finish its requests.
+Processes started in the context `owning`, and their children, therefore watch their parent and leave the terminal's
+process group. They do this before they import vLLM, which may take a minute. Other processes are not affected.
 """
 
 import multiprocessing
@@ -25,12 +24,12 @@ _owned: ContextVar[list[BaseProcess] | None] = ContextVar("owned", default=None)
 
 
 class OwnedProcess(SpawnProcess):
-    """A process that ends with its parent if it was started under `owning`."""
+    """Process that dies with its parent if it was started in the context `owning`."""
 
     is_owned = False
 
     def start(self) -> None:
-        """Start it, and say so to who owns it."""
+        """Start the process and record it."""
         owned = _owned.get()
         self.is_owned = owned is not None
         super().start()
@@ -38,19 +37,19 @@ class OwnedProcess(SpawnProcess):
             owned.append(self)
 
     def run(self) -> None:
-        """What the process does."""
+        """Run in the new process."""
         if self.is_owned:
-            _own([])  # so is what it starts
+            _own([])  # own its children, too
         super().run()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """How it gets to its own side: what is called there first is called before all that it needs is imported."""
-        return _on_its_side, (os.getpid(), self.is_owned), self.__dict__
+        """Return the pickled form. `_restore_in_child` runs in the new process before it imports anything else."""
+        return _restore_in_child, (os.getpid(), self.is_owned), self.__dict__
 
 
 @contextmanager
 def owning(started: list[BaseProcess]) -> Iterator[None]:
-    """Own the processes that this thread spawns meanwhile: `started` has each as soon as it is there."""
+    """Own the processes that this context spawns, and append each to `started` at once."""
     token = _own(started)
     try:
         yield
@@ -59,12 +58,12 @@ def owning(started: list[BaseProcess]) -> Iterator[None]:
 
 
 def _own(started: list[BaseProcess]) -> "Token[list[BaseProcess] | None]":
-    # Everybody gets the one context of a start method, and its class from it.
+    # All callers share the context of a start method, and its process class.
     setattr(multiprocessing.get_context("spawn"), "Process", OwnedProcess)  # noqa: B010
     return _owned.set(started)
 
 
-def _on_its_side(parent: int, is_owned: bool) -> SpawnProcess:
+def _restore_in_child(parent: int, is_owned: bool) -> SpawnProcess:
     if is_owned:
         os.setpgid(0, 0)
         Thread(target=_end_with, args=[parent], name="end-with-parent", daemon=True).start()

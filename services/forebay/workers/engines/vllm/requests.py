@@ -1,6 +1,6 @@
-"""Work items in vLLM's terms, and its answers in ours. Pure: vLLM is not imported here.
+"""Conversion of work items to vLLM's arguments, and of its results to events. Pure: vLLM is not imported here.
 
-What an item says is handed over as it is; what vLLM does not take it refuses itself, in its own words.
+Parameters are passed on unchanged; vLLM rejects those that it does not support with its own messages.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ import msgspec
 from forebay.events.requests import Sampling, StructuredOutput
 from forebay.events.tokens import TokenLogprob, TopLogprob
 
-LOGPROB_MIN = -9999.0  # what vLLM's own server says for minus infinity, which JSON does not have
+LOGPROB_MIN = -9999.0  # replaces minus infinity, which JSON does not have, as in vLLM's own server
 
 _AS_IS = (
     "max_tokens",
@@ -30,14 +30,14 @@ _AS_IS = (
 
 
 class Logprob(Protocol):
-    """vLLM's `Logprob`: of one token in one place; `rank` counts from 1, the likeliest."""
+    """vLLM's `Logprob` of one token at one position; `rank` is 1 for the likeliest token."""
 
     logprob: float
     rank: int | None
 
 
 def prompt_of(token_ids: list[int], cache_namespace: str = "") -> dict[str, Any]:
-    """A prompt that needs no tokenizer: vLLM's `TokensInput`."""
+    """Return a prompt of token ids, vLLM's `TokensInput`."""
     prompt: dict[str, Any] = {"type": "token", "prompt_token_ids": token_ids}
     if cache_namespace:
         prompt["cache_salt"] = cache_namespace
@@ -45,7 +45,7 @@ def prompt_of(token_ids: list[int], cache_namespace: str = "") -> dict[str, Any]
 
 
 def sampling_arguments(sampling: Sampling) -> dict[str, Any]:
-    """The keyword arguments of `SamplingParams`, without `structured_outputs`; text stays with the ingress."""
+    """Return the keyword arguments of `SamplingParams`, without `structured_outputs`. The ingress handles text."""
     arguments: dict[str, Any] = {name: getattr(sampling, name) for name in _AS_IS}
     arguments["detokenize"] = False
     if sampling.stop_token_ids:
@@ -56,7 +56,7 @@ def sampling_arguments(sampling: Sampling) -> dict[str, Any]:
 
 
 def structured_arguments(structured: StructuredOutput) -> dict[str, Any]:
-    """The keyword arguments of `StructuredOutputsParams`; raises ValueError for choices that are no list of texts."""
+    """Return the keyword arguments of `StructuredOutputsParams`. Raises ValueError for invalid choices."""
     match structured.kind:
         case "json_object":
             return {"json_object": True}
@@ -72,19 +72,19 @@ def structured_arguments(structured: StructuredOutput) -> dict[str, Any]:
 
 
 def engine_priority(priority: int, scheduling_policy: str) -> int:
-    """An item's priority for vLLM, where lower is sooner; without the policy `priority` it takes none but 0."""
+    """Return a priority for vLLM, where lower values run sooner. Without the policy `priority` it must be 0."""
     return -priority if scheduling_policy == "priority" else 0
 
 
 def token_logprobs(
     token_ids: Sequence[int], places: Sequence[Mapping[int, Logprob]], top: int
 ) -> tuple[TokenLogprob, ...]:
-    """What vLLM says of each token's place, with the `top` likeliest, the likeliest first."""
-    told = []
+    """Return the log probability of each token, with the `top` likeliest tokens at its position in descending order."""
+    converted = []
     for token_id, place in zip(token_ids, places, strict=True):
         ranked = sorted((one.rank, other, one.logprob) for other, one in place.items() if one.rank is not None)
         likeliest = tuple(
             TopLogprob(token_id=other, logprob=max(logprob, LOGPROB_MIN)) for _, other, logprob in ranked[:top]
         )
-        told.append(TokenLogprob(logprob=max(place[token_id].logprob, LOGPROB_MIN), top=likeliest))
-    return tuple(told)
+        converted.append(TokenLogprob(logprob=max(place[token_id].logprob, LOGPROB_MIN), top=likeliest))
+    return tuple(converted)

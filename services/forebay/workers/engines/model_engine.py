@@ -1,0 +1,322 @@
+"""Common base of the vLLM, SGLang and TensorRT-LLM adapters.
+
+Theory of operation. `start` and `stop` have the same steps for every engine. KV events arrive separately from
+responses. The index may know fewer blocks than the engine holds, never more: a cache that is being cleared is reported
+as empty at once, and its changes are ignored until the engine confirms it. A decode request first fetches KV; if that
+fails before the first token, the owner has the prompt computed again.
+"""
+
+import asyncio
+import logging
+import shutil
+import tempfile
+from abc import abstractmethod
+from collections.abc import Coroutine, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import msgspec
+from prometheus_client.registry import Collector
+
+from forebay import runtime
+from forebay.events.base import U32_BYTES
+from forebay.events.control import Command
+from forebay.events.fleet import WorkerSpec
+from forebay.events.tokens import TokenLogprob
+from forebay.events.transfer import Prefilled
+from forebay.events.work import WorkItem
+from forebay.workers.engine import EngineError, EngineRefused
+from forebay.workers.engines.async_engine import AsyncEngine
+from forebay.workers.engines.kept_kv import KeptKv
+from forebay.workers.engines.kv_descriptor import Unfetchable
+from forebay.workers.engines.loras import LoraAdapter
+from forebay.workers.engines.metrics import PrefixedMetrics
+from forebay.workers.engines.model_directory import check_model
+from forebay.workers.engines.settings import EngineSettings
+from forebay.workers.kv_events.metrics import KvEventMetrics
+from forebay.workers.kv_events.zmq_feed import KvFeed
+from forebay.workers.runtime.clearing import Clearing
+from forebay.workers.runtime.rank_buffer import RankBuffer
+
+logger = logging.getLogger(__name__)
+
+DROPS_WEIGHTS = 2  # sleep level that frees the weights, too
+
+
+class RankCache(Protocol):
+    """Blocks of one rank, from the engine's KV events."""
+
+    def held(self) -> Sequence[int]:
+        """Return the blocks on the device."""
+
+    def totals(self) -> Mapping[str, int]:
+        """Return the counters, for `KvEventMetrics`."""
+
+
+class GeneratedResponse:
+    """Response of one request. Passes its tokens to the buffer of its rank; `lease` ends with the first one."""
+
+    def __init__(self, item: WorkItem, rank: RankBuffer) -> None:
+        self.item = item
+        self.rank = rank
+        self.prompt_tokens = len(item.token_ids) // U32_BYTES
+        self.tokens = 0
+        self.cached_tokens = 0
+        self.lease: asyncio.Timeout | None = None
+
+    def add(self, token_ids: Sequence[int], cached_tokens: int, logprobs: Sequence[TokenLogprob] = ()) -> None:
+        """Add output tokens, if any. `cached_tokens` counts only with the first ones."""
+        if not token_ids:
+            return
+        if not self.tokens:
+            if self.lease is not None:
+                self.lease.reschedule(None)
+            self.cached_tokens = cached_tokens
+            self.rank.began(self.item, cached_tokens)
+        self.rank.add_tokens(self.item, self.tokens, token_ids, logprobs)
+        self.tokens += len(token_ids)
+
+
+class ModelEngine(AsyncEngine):
+    """Engine with a model directory, KV events, LoRA adapters, and prefill and decode stages.
+
+    Attributes:
+        METRICS: prefixes of the engine's own metrics.
+        LORA_ARGUMENT: engine argument that enables LoRA.
+        EXPERIMENTAL: why the adapter is experimental; empty for others.
+    """
+
+    METRICS: ClassVar[tuple[str, ...]]
+    LORA_ARGUMENT: ClassVar[str]
+    EXPERIMENTAL: ClassVar[str] = ""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        super().__init__(settings)
+        self._worker_id = ""
+        self._caches: dict[int, RankCache] = {}  # empty without KV events
+        self._sockets: Path | None = None
+        self._clearing = Clearing(self._clear_in_background, self._fail)
+        self._kept = KeptKv()
+        self._slept_level = 0
+
+    @abstractmethod
+    async def _launch(self, spec: WorkerSpec) -> None:
+        """Start the engine and set tasks, context length, ranks and caches."""
+
+    @abstractmethod
+    async def _sized(self, spec: WorkerSpec) -> WorkerSpec:
+        """Return the spec with the sizes of the started engine."""
+
+    @abstractmethod
+    async def _shut_down(self) -> None:
+        """Stop the engine. Its start may have failed or been cancelled."""
+
+    @abstractmethod
+    async def _prefill(self, item: WorkItem, prompt: Any, rank: RankBuffer) -> None:
+        """Compute a prompt and report the descriptor of its KV."""
+
+    @abstractmethod
+    async def _generate(self, prompt: Any, response: GeneratedResponse, transfer: Any) -> None:
+        """Generate a response. `transfer`, from `_transfer`, describes the KV to fetch first; None for no KV."""
+
+    @abstractmethod
+    def _transfer(self, item: WorkItem, prompt_tokens: int) -> Any:
+        """Return what the engine needs to fetch the KV of a prompt. Raises Unfetchable."""
+
+    @abstractmethod
+    def _lease_s(self, item: WorkItem) -> float | None:
+        """Return the maximum seconds from a decode request to its first token; None for no limit."""
+
+    @abstractmethod
+    def _has_lora(self) -> bool:
+        """Return whether the engine was started with LoRA."""
+
+    @abstractmethod
+    async def _add_lora(self, adapter: LoraAdapter) -> None:
+        """Load an adapter into the engine. Raises EngineRefused."""
+
+    async def _remove_lora(self, adapter: LoraAdapter) -> None:
+        """Unload an adapter from the engine. Raises EngineRefused."""
+
+    async def start(self, spec: WorkerSpec) -> WorkerSpec:
+        """Start the engine, load the adapters, and run a first prompt on each rank. Raises EngineError."""
+        if self.EXPERIMENTAL:
+            logger.warning("the %s engine is experimental: %s", self.NAME, self.EXPERIMENTAL)
+        self._worker_id = spec.worker_id
+        await runtime.offload(check_model, self._settings)
+        await self._launch(spec)
+        for name, directory in self._settings.loras.items():
+            try:
+                await self._load_configured_lora(name, str(directory))
+            except EngineRefused as refusal:
+                raise EngineError(f"cannot load the adapter {name}: {refusal}") from None
+        await self._warm_up()
+        return msgspec.structs.replace(
+            await self._sized(spec),
+            tasks=self._tasks,
+            loras=tuple(self._loras.loaded),
+            kv_events=bool(self._caches),
+        )
+
+    async def stop(self) -> None:
+        """Cancel every request and stop the engine."""
+        await self._end_tasks(self._clearing.task)
+        await self._shut_down()
+        if self._sockets is not None:
+            await runtime.offload(shutil.rmtree, self._sockets, ignore_errors=True)
+
+    def _make_sockets(self) -> Path:
+        """Return a new private directory for sockets, removed by `stop`."""
+        self._sockets = Path(tempfile.mkdtemp(prefix="forebay-engine-"))
+        return self._sockets
+
+    # KV events
+
+    def _followers(self) -> Sequence[Coroutine[Any, Any, None]]:
+        feeds = [cache for cache in self._caches.values() if isinstance(cache, KvFeed)]
+        return [feed.run(self._on_changes, self._on_lost) for feed in feeds]
+
+    def _on_lost(self, _rank: int, _reason: str) -> None:
+        self._clearing.soon()  # blocks that the index does not know are dropped, so that engine and index agree again
+
+    def held(self, rank: int) -> Sequence[int]:
+        """Return the blocks in a rank's device cache that KV events reported. No later batch repeats them."""
+        cache = self._caches.get(rank)
+        if cache is None or self._ranks[rank].muted:
+            return ()
+        self._ranks[rank].discard_changes()
+        return cache.held()
+
+    def _drop_cache(self) -> None:
+        for rank in self._ranks.values():
+            rank.reset(clears=rank.rank in self._caches)
+        self._clearing.soon()
+
+    async def _clear_in_background(self) -> None:
+        await self._clear()
+
+    def _clears(self) -> dict[int, int]:
+        """Return the number of clears that each rank reported, for `_report_cleared`."""
+        return {rank: self._ranks[rank].clears for rank in self._caches}
+
+    def _report_cleared(self, clears_before: Mapping[int, int]) -> None:
+        """Report the caches as empty, unless the engine reported it since `_clears`."""
+        for rank, clears in clears_before.items():
+            self._ranks[rank].cleared(clears)
+        self._wake.set()
+
+    async def _ready(self) -> None:
+        await self._clearing.over()
+
+    # Requests
+
+    async def _run_request(self, item: WorkItem, prompt: Any, rank: RankBuffer) -> None:
+        if item.task == "embed":
+            await self._embed(item, prompt, rank)
+        elif item.stage == "prefill":
+            await self._prefill(item, prompt, rank)
+        else:
+            await self._respond(item, prompt, GeneratedResponse(item, rank))
+
+    async def _respond(self, item: WorkItem, prompt: Any, response: GeneratedResponse) -> None:
+        """Generate a response. Report KV that cannot be fetched, or not before its lease ends."""
+        transfer: Any = None
+        try:
+            if item.stage == "decode":
+                transfer = self._transfer(item, response.prompt_tokens)
+            async with asyncio.timeout(self._lease_s(item) if transfer is not None else None) as response.lease:
+                await self._generate(prompt, response, transfer)
+        except Exception as error:
+            reason = self._fetch_failure(error) if item.stage == "decode" and not response.tokens else None
+            if reason is None:
+                raise
+            response.rank.not_fetched(item, reason)
+
+    def _fetch_failure(self, error: Exception) -> str | None:
+        """Return why a decode request without output could not fetch its KV; None if that is not its error."""
+        if isinstance(error, TimeoutError):
+            return f"{self.NAME} emitted no token before the lease of the KV ended"
+        return str(error) if isinstance(error, Unfetchable) else None
+
+    async def _embed(self, item: WorkItem, prompt: Any, rank: RankBuffer) -> None:
+        """Compute an embedding. Only called if the task is in `_tasks`."""
+        raise NotImplementedError
+
+    def _end_response(self, response: GeneratedResponse, reason: str) -> None:
+        tokens = response.prompt_tokens, response.tokens, response.cached_tokens
+        self._finish(response.item, response.rank, reason, tokens)
+
+    def release(self, request_id: str) -> None:
+        """Forget KV kept for a request. The engine frees it when its lease ends."""
+        self._kept.pop(request_id)
+
+    def drop(self, prefilled: Prefilled) -> None:
+        """Do nothing: the engine cannot notify the holder."""
+
+    def kept(self) -> int:
+        """Return the number of requests whose KV may be kept. It is 0 when no block is in use."""
+        if not self._requests and not any(rank.load.kv_blocks_used for rank in self._ranks.values()):
+            self._kept.clear()
+        return len(self._kept)
+
+    # Commands
+
+    async def command(self, command: Command) -> tuple[str, ...]:
+        """Run commands one after another. `sleep` waits for requests in flight; new ones wait for `wake_up`."""
+        async with self._commands:
+            match command.action:
+                case "load_lora":
+                    await self._load_lora(command.lora_name, command.lora_path)
+                case "unload_lora":
+                    with self._loras.removing(command.lora_name) as adapter:
+                        await self._remove_lora(adapter)
+                case "clear_kv_blocks":
+                    await self._clear()
+                case "sleep":
+                    await self._sleep(command.level)
+                case "wake_up":
+                    await self._wake_up()
+                case "pause":
+                    await self._pause()
+                    self._resting.add("pause")
+                case "resume":
+                    await self._resume()
+                    self._resting.discard("pause")
+                case "list_loras":
+                    pass
+            return tuple(self._loras.loaded)
+
+    async def _load_configured_lora(self, name: str, directory: str) -> None:
+        """Load an adapter of the settings. Raises EngineRefused."""
+        await self._load_lora(name, directory)
+
+    async def _load_lora(self, name: str, directory: str) -> None:
+        if not self._has_lora():
+            raise EngineRefused(f"{self.NAME} was started without LoRA: set its argument {self.LORA_ARGUMENT}")
+        if (adapter := self._loras.offered(name, directory)) is None:
+            return
+        await self._add_lora(adapter)
+        if self._loras.is_reused(name):
+            await self._clear()
+        self._loras.add(adapter)
+
+    async def _clear(self) -> None:
+        """Clear the prefix cache. Raises EngineRefused."""
+        raise EngineRefused(f"{self.NAME} has no call that clears its KV cache")
+
+    async def _sleep(self, _level: int) -> None:
+        raise EngineRefused(f"{self.NAME} has no call for sleep")
+
+    async def _wake_up(self) -> None:
+        raise EngineRefused(f"{self.NAME} has no call for wake_up")
+
+    async def _pause(self) -> None:
+        raise EngineRefused(f"{self.NAME} has no call for pause")
+
+    async def _resume(self) -> None:
+        raise EngineRefused(f"{self.NAME} has no call for resume")
+
+    def collectors(self) -> Sequence[Collector]:
+        """Return collectors of the engine's own metrics and of its KV events."""
+        totals = {rank: cache.totals for rank, cache in self._caches.items()}
+        return (PrefixedMetrics(*self.METRICS), KvEventMetrics(self._worker_id, totals))
