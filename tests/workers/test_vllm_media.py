@@ -110,7 +110,7 @@ async def test_media_that_cannot_be_had_are_refused() -> None:
             400,
             "media_not_encoded",
         ),
-        "3 numbers wide, the model's are 4": (Rendering(), np.zeros((2, 3)), 500, "media_not_encoded"),
+        "have width 3, the model's have 4": (Rendering(), np.zeros((2, 3)), 500, "media_not_encoded"),
     }
     for text, (llm, embeddings, status, code) in refusals.items():
         with pytest.raises(MediaRefused, match=text) as caught:

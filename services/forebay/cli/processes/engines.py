@@ -81,7 +81,9 @@ ADAPTERS = {
     "tensorrt-llm": Adapter("forebay.workers.engines.tensorrt_llm.engine", "TensorRtLlmEngine", ("tensorrt_llm",)),
 }
 ENGINES = (MOCK, *ADAPTERS)
-EXPERIMENTAL = ("sglang", "tensorrt-llm")  # their adapters say why in a log line at the start
+ENGINE_HELP = (
+    f"Engine: {', '.join(ENGINES)}, or a service class as FILE.py:Class. Experimental: sglang and tensorrt-llm."
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,10 +118,7 @@ class EngineChoice:
 def engine_choice(
     engine: Annotated[
         str,
-        typer.Option(
-            help=f"Engine: {', '.join(ENGINES)}, or a service class as FILE.py:Class. "
-            f"Experimental: {' and '.join(EXPERIMENTAL)}."
-        ),
+        typer.Option(help=ENGINE_HELP),
     ] = MOCK,
     model: Annotated[Path | None, typer.Option(help="Model directory. Real engines read weights from it.")] = None,
     model_name: Annotated[str, typer.Option(help="Model name in the API. Default: the name of the directory.")] = "",
