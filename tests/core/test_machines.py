@@ -7,14 +7,16 @@ from typing import Any
 import pytest
 
 from forebay.core.block_hashes import block_hashes, extend_chain
-from forebay.core.phases import TRANSITIONS, Phase, RequestTransition
+from forebay.core.phases import Phase
 from forebay.core.state.active_request import ActiveRequest, request_from_event
 from forebay.core.state.fleet import TRANSITIONS as FLEET_TABLE
 from forebay.core.state.fleet import Fleet, WorkerPhase
 from forebay.core.state.requests import ActiveRequests
+from forebay.core.state.transitions import TRANSITIONS, RequestTransition
 from forebay.core.state_machine import IllegalTransition
 from forebay.events.base import pack_u32
-from forebay.events.decisions import Stage
+from forebay.events.control import QueueConfig
+from forebay.events.decisions import RequestHeld, Stage
 from forebay.events.fleet import (
     OwnershipAnnounced,
     WorkerDraining,
@@ -27,13 +29,16 @@ from forebay.events.progress import (
     EncodeFailed,
     EncodeFinished,
     FirstTokenEmitted,
+    OutputGrown,
     PrefillFailed,
     PrefillFinished,
+    RequestFailed,
     RequestFinished,
     TransferFailed,
 )
+from forebay.events.requests import RequestCancelled
 from forebay.events.snapshots import WorkerState
-from tests.core.worlds import ENCODED, joined, prefilled_by, request
+from tests.core.worlds import ENCODED, PROMPTS, Driver, joined, prefilled_by, request
 
 # Block identity
 
@@ -140,7 +145,7 @@ def progress_event(kind: type[Any], one: ActiveRequest, **fields: Any) -> Any:
     return kind(
         request_id="r",
         attempt=one.stage_attempt,
-        worker_id=one.worker_id or "w",
+        worker_id=one.worker_id,
         worker_epoch=one.worker_epoch,
         owner_epoch=0,
         **fields,
@@ -177,19 +182,29 @@ def test_the_request_transition_table(phase: Phase, move: RequestTransition) -> 
         RequestTransition.NOT_TRANSFERRED: lambda: requests.progress(
             progress_event(TransferFailed, one, error="gone"), 3_000
         ),
+        RequestTransition.KV_EXPIRED: lambda: requests.expire_prefilled(one),
+        RequestTransition.OUTPUT_GROWN: lambda: requests.progress(
+            progress_event(OutputGrown, one, output_tokens=3), 3_000
+        ),
+        RequestTransition.FINISHED: lambda: requests.progress(
+            progress_event(RequestFinished, one, finish_reason="stop"), 3_000
+        ),
+        RequestTransition.FAILED: lambda: requests.progress(progress_event(RequestFailed, one, error="broken"), 3_000),
         RequestTransition.FIRST_TOKEN: lambda: requests.progress(first_token(one), 3_000),
         RequestTransition.WORKER_LOST: lambda: requests.lose_worker(one),
         RequestTransition.ENDED: lambda: requests.end(one, 3_000),
     }
     perform = moves[move]
-    if move not in TRANSITIONS[phase]:
+    rule = TRANSITIONS[move]
+    if phase not in rule.sources or (rule.guard is not None and not rule.guard(one)):
         with pytest.raises(IllegalTransition):
             perform()
         assert (requests.digest(), list(requests.snapshot())) == before
         return
     perform()
-    assert requests.digest() != before[0]
-    assert (requests.get("r") is None) == (move is RequestTransition.ENDED)
+    assert (requests.digest() == before[0]) == (move is RequestTransition.OUTPUT_GROWN)
+    assert (requests.get("r") is None) == (rule.target is None)
+    assert one.phase is (rule.target or phase)
     restored = ActiveRequests()
     for chunk in requests.snapshot():
         restored.restore(chunk)
@@ -226,3 +241,16 @@ def test_ended_requests_leave_no_deadline_behind() -> None:
     requests.expired(200_000_000)
     requests.add(request_from_event(request("again", timeout_us=10**9), "default", 901, 200_000_000))
     assert requests.expired(200_000_001) == []
+
+
+def test_progress_of_a_queued_request_without_a_worker_is_stale() -> None:
+    drive = Driver().fleet("a", queue=QueueConfig(threshold=0.0))
+    drive("requests", request("r0", PROMPTS[0]))
+    (held,) = drive("requests", request("r1", PROMPTS[0]))
+    assert isinstance(held, RequestHeld)
+    event = RequestFinished(
+        request_id="r1", attempt=0, worker_id="", worker_epoch=0, owner_epoch=0, finish_reason="stop"
+    )
+    assert drive("progress", event) == []
+    assert drive.world.counts["outdated_progress"] == 1
+    assert drive("requests", RequestCancelled(request_id="r1"))[0].request_id == "r1"

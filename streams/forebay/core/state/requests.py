@@ -1,6 +1,6 @@
 """Life cycle of a request, from its submission until its id is forgotten.
 
-Active requests follow the transition table of `forebay.core.phases`. A worker's progress event counts only for the
+Active requests follow the table of `forebay.core.state.transitions`. A worker's progress event counts only for the
 attempt and the worker epoch that the request is on. Any other progress event is stale: it raises and has no effect.
 When a request ends, only hashes of its id and content are kept, for as long as a producer may resend it.
 """
@@ -9,10 +9,11 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any, assert_never
 
-from forebay.core.phases import BEFORE_RESPONSE, TRANSITIONS, Phase, RequestTransition
+from forebay.core.phases import BEFORE_RESPONSE, Phase
 from forebay.core.state.active_request import ActiveRequest, id_hash, request_term
 from forebay.core.state.deadlines import Deadline, Deadlines
 from forebay.core.state.recent_ids import RecentIds
+from forebay.core.state.transitions import DISPATCHED, REPORTED, TRANSITIONS, RequestTransition
 from forebay.core.state.unfetched_kv import UnfetchedKv
 from forebay.core.state_machine import IllegalTransition
 from forebay.events.base import U64_MASK, array_u64
@@ -33,12 +34,6 @@ from forebay.events.snapshots import Remembered, RequestState
 
 ACTIVE_REQUESTS_MAX = 100_000  # active requests per group: bounds memory, far above what workers can run
 REMEMBER_US = 120_000_000  # a Kafka producer stops retrying after 120 s by default
-DISPATCH_TRANSITIONS: dict[Stage, RequestTransition] = {
-    "aggregated": RequestTransition.ROUTED,
-    "encode": RequestTransition.TO_BE_ENCODED,
-    "prefill": RequestTransition.TO_BE_PREFILLED,
-    "decode": RequestTransition.TO_BE_DECODED,
-}
 COPIED_FIELDS = [name for name in RequestState.__struct_fields__ if name not in ("sequence_hashes", "routing")]
 
 
@@ -85,7 +80,7 @@ class ActiveRequests:
 
     def route(self, request: ActiveRequest, stage: Stage, worker_id: str, worker_epoch: int, rank: int) -> None:
         """Start the next attempt at a stage, on this worker rank."""
-        self._move(request, DISPATCH_TRANSITIONS[stage])
+        self._move(request, DISPATCHED[stage])
         match stage:
             case "aggregated":
                 request.attempt += 1
@@ -133,13 +128,8 @@ class ActiveRequests:
         ]
 
     def lose_worker(self, request: ActiveRequest) -> None:
-        """Move a request of a lost worker to `waiting`.
-
-        Embeddings and KV can be fetched only once, so they are lost, too.
-        """
+        """Move a request of a lost worker to `waiting`."""
         self._move(request, RequestTransition.WORKER_LOST)
-        request.encoded = None
-        self._drop_prefilled(request, "worker_lost")
         if request.stage == "decode":
             request.prefiller_id = ""  # its prefill worker is not at fault and has the prompt cached
         self._sum_up(request)
@@ -151,7 +141,7 @@ class ActiveRequests:
 
     def expire_prefilled(self, request: ActiveRequest) -> None:
         """Drop the KV of a request whose lease expired before a worker was sent to fetch it."""
-        self._drop_prefilled(request, "lease_over")
+        self._move(request, RequestTransition.KV_EXPIRED)
         self._sum_up(request)
 
     def drop_unusable_prefilled(self, request: ActiveRequest) -> None:
@@ -172,7 +162,9 @@ class ActiveRequests:
     def end(self, request: ActiveRequest, now_us: int) -> None:
         """End a request; its id is remembered for a while."""
         self._move(request, RequestTransition.ENDED)
-        self._drop_prefilled(request, "request_ended")
+        self._remove(request, now_us)
+
+    def _remove(self, request: ActiveRequest, now_us: int) -> None:
         del self._active[request.request_id]
         self._sum -= request.term
         self._remembered.add(id_hash(request.request_id), request.content, now_us + REMEMBER_US)
@@ -189,57 +181,26 @@ class ActiveRequests:
         attempt = request.stage_attempt
         if (event.attempt, event.worker_id, event.worker_epoch) != (attempt, request.worker_id, request.worker_epoch):
             raise IllegalTransition(f"request {event.request_id} is on attempt {attempt} at {request.worker_id}")
+        self._move(request, REPORTED[type(event)])
         match event:
-            case OutputGrown():
-                if request.phase is not Phase.DECODE:
-                    raise IllegalTransition(f"request {event.request_id} has no first token yet")
+            case RequestFinished() | RequestFailed():
+                self._remove(request, now_us)
+                return request
             case FirstTokenEmitted():
-                self._move(request, RequestTransition.FIRST_TOKEN)
                 if event.unfetched:
                     self._drop_prefilled(request, "not_needed")
                 request.prefilled = None  # the KV was fetched, so no worker keeps it any more
-                self._sum_up(request)
-            case RequestFinished() if request.stage in ("encode", "prefill"):
-                raise IllegalTransition(f"{event.worker_id} does not generate the response to {event.request_id}")
-            case RequestFailed() if request.stage == "prefill":
-                raise IllegalTransition(f"{event.worker_id} does not generate the response to {event.request_id}")
-            case RequestFinished() | RequestFailed():
-                self.end(request, now_us)
-            case EncodeFinished() | EncodeFailed() | PrefillFinished() | PrefillFailed() | TransferFailed():
-                self._apply_stage_progress(event, request, now_us)
-            case _:
-                assert_never(event)
-        return request
-
-    def _apply_stage_progress(
-        self,
-        event: EncodeFinished | EncodeFailed | PrefillFinished | PrefillFailed | TransferFailed,
-        request: ActiveRequest,
-        now_us: int,
-    ) -> None:
-        match event:
             case EncodeFinished():
-                self._move(request, RequestTransition.ENCODED)
                 request.encoded = event.encoded
-            case EncodeFailed():
-                self._move(request, RequestTransition.NOT_ENCODED)
             case PrefillFinished():
-                self._move(request, RequestTransition.PREFILLED)
-                # The embeddings were consumed by this prefill.
-                request.encoded, request.prefilled = None, event.prefilled
+                request.prefilled = event.prefilled
                 request.prefilled_due_us = now_us + event.prefilled.lease_us
-            case PrefillFailed():
-                self._move(request, RequestTransition.NOT_PREFILLED)
-                request.encoded = None
-            case TransferFailed() if request.encoded is None and request.prefilled is None:
-                raise IllegalTransition(f"request {event.request_id} has no embeddings and no KV to fetch")
-            case TransferFailed():
-                self._move(request, RequestTransition.NOT_TRANSFERRED)
-                request.encoded = None
-                self._drop_prefilled(request, "not_fetched")
+            case OutputGrown() | EncodeFailed() | PrefillFailed() | TransferFailed():
+                pass
             case _:
                 assert_never(event)
         self._sum_up(request)
+        return request
 
     def of_worker(self, worker_id: str, worker_epoch: int) -> list[ActiveRequest]:
         """Return the requests that a worker has, in order of submission."""
@@ -298,13 +259,17 @@ class ActiveRequests:
             case _:
                 assert_never(chunk)
 
-    def _move(self, request: ActiveRequest, move: RequestTransition) -> None:
-        table = TRANSITIONS[request.phase]
-        if move not in table:
-            raise IllegalTransition(f"request {request.request_id} is in {request.phase}: {move} does not apply")
-        after = table[move]
+    def _move(self, request: ActiveRequest, transition: RequestTransition) -> None:
+        rule = TRANSITIONS[transition]
+        if request.phase not in rule.sources or (rule.guard is not None and not rule.guard(request)):
+            raise IllegalTransition(f"request {request.request_id} is in {request.phase}: {transition} does not apply")
+        after = rule.target
         self._before_response[request.pool] += (after in BEFORE_RESPONSE) - (request.phase in BEFORE_RESPONSE)
         request.phase = after or request.phase
+        if rule.drops_embeddings:
+            request.encoded = None
+        if rule.releases_kv is not None:
+            self._drop_prefilled(request, rule.releases_kv)
 
     def _drop_prefilled(self, request: ActiveRequest, reason: KvReleaseReason) -> None:
         """Record that the KV of a request, if kept, will not be fetched."""
