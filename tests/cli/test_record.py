@@ -16,6 +16,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from forebay.cli.app import app
+from forebay.core.routing.policies.round_robin import RoundRobin
 from forebay.core.step import AnyDecision
 from forebay.events.codec import decode
 from forebay.events.control import PoolConfigured, RouterConfig
@@ -332,10 +333,11 @@ def test_policies_of_users_are_found_in_the_snapshot_when_control_no_longer_name
 
     async def scenario() -> None:
         pool = PoolConfigured(pool="default", model=MODEL, block_size=BLOCK, router=RouterConfig(mode="no.Policy"))
+        policies = {"no.Policy": RoundRobin}
         log = SqliteLog.open(path)
         async with System(log).started(workers=1) as system:
             for life in range(2):
-                async with system.owned(pool=pool) as owner:
+                async with system.owned(pool=pool, policies=policies) as owner:
                     await until(functools.partial(has_worker, owner))
                     system.send(submitted(f"r{life}", [1, 2, 3]))
                     await until(functools.partial(has_decided, system, life + 1))

@@ -177,11 +177,3 @@ def test_an_id_that_was_used_before(tmp_path: Path) -> None:
         made.wait(200_000_000)
         made("requests", request(f"x{number}", PROMPTS[0]))
     assert "the ID was used once before; this is the last use" in explain(write(made, tmp_path / "l.db"), "r").stdout
-
-
-def test_a_policy_that_is_not_here(tmp_path: Path) -> None:
-    made = Recorder()
-    made.fleet("a", "b", mode="nowhere.Policy")
-    made("requests", request("r", PROMPTS[0]))
-    refused = explain(write(made, tmp_path / "log.db"), "r")
-    assert (refused.exit_code, "nowhere" in refused.stderr) == (2, True)

@@ -15,6 +15,7 @@ from typer.testing import CliRunner, Result
 
 from forebay.cli.app import app
 from forebay.cli.common.terminal import WIDTH, in_markup, printable, results
+from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
 from forebay.events.decisions import RequestRouted
 from forebay.events.topics import DECISIONS
 from tests.core.worlds import PROMPTS, Driver, request
@@ -45,8 +46,15 @@ def write_log(made: Recorder, path: Path) -> Path:
     return path
 
 
-def routed(*names: str, **router: Any) -> Recorder:
-    made = Recorder()
+class First:
+    """Decides as the policy of `NOISY`, silently."""
+
+    def decide(self, world: Any, request: Any) -> int:
+        return 0
+
+
+def routed(*names: str, custom: CustomPolicies = ONLY_BUILT_IN, **router: Any) -> Recorder:
+    made = Recorder(custom)
     made.fleet("a", "b", **router)
     for number, name in enumerate(names):
         made("requests", request(name, PROMPTS[number]))
@@ -140,14 +148,15 @@ def test_at_says_what_it_passed_over(tmp_path: Path) -> None:
 def test_what_a_policy_prints_is_not_among_the_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "noisy.py").write_text(NOISY)
     monkeypatch.syspath_prepend(str(tmp_path))
-    path = write_log(routed("r0", "r1", mode="noisy.Noisy"), tmp_path / "log.db")
+    made = routed("r0", "r1", custom={"noisy.Noisy": First}, mode="noisy.Noisy")
+    path = write_log(made, tmp_path / "log.db")
     for command in (
         ("verify", path),
         ("explain", path, "r1"),
         ("at", path),
         ("diff", path, "--set", "attempts_max=7"),
     ):
-        arguments = map(str, ("replay", *command, "--json"))
+        arguments = map(str, ("replay", *command, "--allow-policy", "noisy.Noisy", "--json"))
         environment = {**os.environ, "NO_COLOR": "1"}
         run = fork_server.run(*arguments, folder=tmp_path, environment=environment, timeout_s=PATIENCE_S)
         assert run.returncode == 0, run.stderr

@@ -121,15 +121,18 @@ def test_a_policy_of_the_users_own_decides_and_its_decisions_are_derived_again(
     with running("--log", str(log), "--router-mode", "mine.Last") as up:
         assert {ask(up.client(), f"{number}")[0] for number in range(3)} == {"mock-3"}
         assert up.end(signal.SIGKILL) == -signal.SIGKILL
-    with running("--log", str(log), "--router-mode", "round-robin") as up:
+    refused = forebay("up", "--log", str(log), "--router-mode", "round-robin")
+    assert (refused.returncode, "pass --allow-policy mine.Last" in refused.stderr) == (2, True)
+    with running("--log", str(log), "--router-mode", "round-robin", "--allow-policy", "mine.Last") as up:
         assert len({ask(up.client(), f"{number}")[0] for number in range(4)}) == 4
         assert up.end(signal.SIGTERM) == 0
-    assert verified(log)["decisions"] == 7
+    allowed = ("replay", "verify", str(log), "--allow-policy", "mine.Last")
+    assert json.loads(forebay(*allowed, "--json").stdout)["verified"] == 7
     (here / "mine.py").write_text(f"import time\n\n\nclass Last:\n{decide.replace('1', '1 - time.time_ns() % 2')}")
-    refused = forebay("replay", "verify", str(log))
-    assert (refused.returncode, "forebay: mine.Last " in refused.stderr) == (2, True)
+    refused = forebay(*allowed)
+    assert (refused.returncode, "mine.Last is not deterministic" in refused.stderr) == (2, True)
     monkeypatch.chdir(elsewhere)
-    refused = forebay("replay", "verify", str(log))
+    refused = forebay(*allowed)
     assert (refused.returncode, "the policy mine.Last cannot be imported" in refused.stderr) == (2, True)
 
 

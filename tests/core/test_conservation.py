@@ -14,6 +14,7 @@ from forebay.core.rederive import Rederivation
 from forebay.core.routing.candidates import find_candidates, must_queue
 from forebay.core.routing.disaggregation import locate_prompt
 from forebay.core.routing.eligibility import Ineligible
+from forebay.core.routing.policies import BUILT_IN
 from forebay.core.routing.selection import WEIGHT_ONE, softmax_weights
 from forebay.core.state.active_request import ActiveRequest
 from forebay.core.step import CLOCK, InputEvent, advance
@@ -247,7 +248,7 @@ def disaggregate(drive: Driver) -> None:
 
 
 def eventful_world() -> World:
-    drive = Driver()
+    drive = Driver(custom={"mine.Kv": BUILT_IN["kv"]})
     drive("control", pool(predicted_ttl_s=10.0, session_ttl_s=10.0, queue=QUEUE, track_output_blocks=True))
     drive("fleet", joined("a", 0))
     drive("fleet", joined("b", 1, kv_events=False))

@@ -7,6 +7,7 @@ import msgspec
 from hypothesis import strategies as st
 
 from forebay.core.block_hashes import extend_chain
+from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
 from forebay.core.state.active_request import ActiveRequest
 from forebay.core.state.prefix_index import TIERS
 from forebay.core.step import AnyDecision, InputEvent, claim, open_run, step
@@ -229,13 +230,13 @@ def declined(name: str, worker_id: str, epoch: int, error: str = "no") -> Comman
 class Driver:
     """Applies events to a world and keeps the order, as an owner would journal it."""
 
-    def __init__(self, world: World | None = None) -> None:
-        self.world = world or World()
+    def __init__(self, world: World | None = None, custom: CustomPolicies = ONLY_BUILT_IN) -> None:
+        self.world = world or World(custom)
         self.now_us = self.world.now_us
         self.applied: list[Applied] = []
         self.decided: list[AnyDecision] = []
         if world is None:
-            claim(self.world, 0)
+            claim(self.world, 0, tuple(sorted(custom)))
 
     def __call__(self, topic: str, event: InputEvent | None, after_us: int = 10) -> list[Any]:
         self.now_us += after_us

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
+from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
 from forebay.events.progress import FirstTokenEmitted
 from forebay.ingress.explain_worker import LogSource
 from forebay.ingress.explainer import CALLERS_MAX, Explainer
@@ -34,8 +35,8 @@ async def log(tmp_path: Path) -> Path:
     return await written(tmp_path / "log.db")
 
 
-async def written(path: Path, **router: Any) -> Path:
-    made = Recorder()
+async def written(path: Path, custom: CustomPolicies = ONLY_BUILT_IN, **router: Any) -> Path:
+    made = Recorder(custom)
     made.fleet("a", "b", **router)
     made("requests", request("r", PROMPTS[0]))
     made("progress", report_progress(made, "r", FirstTokenEmitted))
@@ -115,22 +116,14 @@ async def test_a_log_that_cannot_be_read_and_a_policy_of_a_users_own(scene: Scen
         refused = await ask("r")
         assert code(refused) == (503, "log_unavailable")
         assert "none.db" in refused.json()["error"]["message"]
-    log = await written(tmp_path / "log.db", mode=f"{__name__}.Here")
-    async with asking(scene, LogSource(path=str(log))) as (_, ask):
-        assert (await ask("r")).json()["routings"][0]["reason"] == "policy"
-
-
-async def test_a_policy_that_is_not_here_is_no_divergence(
-    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "gone_by_now.py").write_text("class Last:\n    def decide(self, world, request):\n        return 1\n")
-    with monkeypatch.context() as patched:
-        patched.syspath_prepend(str(tmp_path))
-        log = await written(tmp_path / "log.db", mode="gone_by_now.Last")
+    mode = f"{__name__}.Here"
+    log = await written(tmp_path / "log.db", {mode: Here}, mode=mode)
     async with asking(scene, LogSource(path=str(log))) as (_, ask):
         refused = await ask("r")
         assert code(refused) == (501, "policy_not_here")
-        assert "gone_by_now.Last cannot be imported" in refused.json()["error"]["message"]
+        assert f"pass --allow-policy {mode}; restart the ingress" in refused.json()["error"]["message"]
+    async with asking(scene, LogSource(path=str(log), policies=(mode,))) as (_, ask):
+        assert (await ask("r")).json()["routings"][0]["reason"] == "policy"
 
 
 class Here:

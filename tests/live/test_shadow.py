@@ -370,10 +370,17 @@ async def test_a_journal_whose_beginning_is_gone(log: SqliteLog) -> None:
         await shadow_of(Headless(log), from_start=True).start()
 
 
+class Failing:
+    """A custom policy that never decides."""
+
+    def decide(self, world: Any, request: Any) -> int:
+        raise ValueError
+
+
 async def test_a_policy_that_fails_is_counted_and_said(log: SqliteLog) -> None:
     async with System(log).started(workers=2) as system:
         await serve_unsealed(system, "a", "b")
-    shadow = shadow_of(log, routed_by(mode="nowhere.Policy"), from_start=True)
+    shadow = shadow_of(log, routed_by(mode="mine.Failing"), from_start=True, custom={"mine.Failing": Failing})
     async with running(log, shadow):
         pass
     assert [one.failure.partition(":")[0] for one in said(log)] == ["policy_failed"] * 2

@@ -9,3 +9,6 @@ class CheapestTwo:
     def decide(self, world: RoutingWorld, request: RoutingRequest) -> int:
         order = sorted(range(len(world.candidates)), key=lambda at: world.costs[at])
         return order[request.tie_seed % min(2, len(order))]
+
+
+CUSTOM = {f"{__name__}.CheapestTwo": CheapestTwo}

@@ -11,11 +11,12 @@ from pathlib import Path
 from forebay.events.topics import DECISIONS
 from forebay.replay.anonymize.anonymize import record_anonymized
 from forebay.replay.record.slice import Window, contents_of, slice_of
+from forebay.runtime import use
 from forebay.transport.history.reader import snapshots_taken
 from forebay.transport.sqlite.log import SqliteLog
 from tests.logs import disaggregation, encoding, incidents, routing  # noqa: F401 - they put their scenarios into the list
 from tests.logs.playing import SCENARIOS
-from tests.logs.stage import MODEL, stopped_time
+from tests.logs.stage import MODEL, StoppedTime
 
 __all__ = ["FOLDER", "SCENARIOS", "SUFFIX", "record"]
 
@@ -26,7 +27,7 @@ FROM_SNAPSHOT = frozenset({"from-snapshot"})  # they begin there, not at the beg
 
 async def record(name: str, out: Path) -> int:
     """Play one scenario and write its recording; how many requests keep their tie seed."""
-    with stopped_time():
+    with use(StoppedTime()):
         stage = await SCENARIOS[name]()
         await stage.owner.close()  # seals the state: what was applied after the last decision is recorded, too
     try:
@@ -35,7 +36,7 @@ async def record(name: str, out: Path) -> int:
         contents = await contents_of(
             stage.log, slices, namespace=stage.log.namespace, source="log", asked={}, anonymized=True
         )
-        return (await record_anonymized(stage.log, out, contents)).seeds_kept
+        return (await record_anonymized(stage.log, out, contents, custom=stage.owner.world.custom)).seeds_kept
     finally:
         stage.log.close()
 

@@ -5,12 +5,8 @@ times at which the log took its records are of the wall clock.
 """
 
 import asyncio
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from types import SimpleNamespace
+from collections.abc import Sequence
 from typing import Any
-from unittest import mock
 
 from forebay.core.block_hashes import hash_seed, sequence_hashes
 from forebay.core.state.active_request import id_hash
@@ -49,8 +45,9 @@ from forebay.events.topics import (
 )
 from forebay.events.transfer import Prefilled
 from forebay.events.work import AnyWorkEvent, ReannounceCache, WorkCancelled, WorkerCommand, WorkItem
-from forebay.live.owner import owner, snapshots
 from forebay.live.owner.owner import GroupSettings, Owner
+from forebay.replay.policies import load_policies
+from forebay.runtime.system import SystemRuntime
 from forebay.transport.base import Draft, Log
 from forebay.transport.redis.leases import embedded_leases
 from forebay.transport.sqlite.log import SqliteLog
@@ -67,12 +64,11 @@ LEASE_US = 500_000
 NEVER = 1 << 40  # journal records: snapshots are taken when a scenario says so
 
 
-@contextmanager
-def stopped_time() -> Iterator[None]:
-    """Make owner turns take no time, so that a busy machine does not cut them short."""
-    stopped = SimpleNamespace(monotonic=lambda: 0.0, monotonic_ns=lambda: 0, time_ns=time.time_ns)
-    with mock.patch.object(owner, "time", stopped), mock.patch.object(snapshots, "time", stopped):
-        yield
+class StoppedTime(SystemRuntime):
+    """Makes owner turns take no time, so that a busy machine does not cut them short."""
+
+    def monotonic_ns(self) -> int:
+        return 0
 
 
 class StageWorker:
@@ -327,6 +323,7 @@ class Stage:
             partition=0,
             owner_id="owner",
             pools=(self._pool,),
+            policies=load_policies([self._pool.router.mode]),
             snapshot_every=NEVER,
             snapshot_age_s=float(NEVER),
         )

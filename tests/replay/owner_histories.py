@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import msgspec
 from hypothesis import strategies as st
 
+from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
 from forebay.core.step import InputEvent, advance, claim
 from forebay.core.world import CORE_VERSION
 from forebay.events.codec import encode
@@ -33,14 +34,14 @@ class Sealed(NamedTuple):
 class WrittenDriver(Driver):
     """A driver that records its events and decisions, to write them to a log."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, custom: CustomPolicies = ONLY_BUILT_IN) -> None:
+        super().__init__(custom=custom)
         self.drafts: list[Draft] = []
         self.crashes = False
         self._journalled = 0
         self._chunks = 0
         self._sealed: Sealed | None = None
-        self.write(OwnerClaimed(owner_id="owner", core_version=CORE_VERSION))
+        self.write(OwnerClaimed(owner_id="owner", core_version=CORE_VERSION, policies=tuple(sorted(custom))))
 
     def __call__(self, topic: str, event: InputEvent | None, after_us: int = 10) -> list[Any]:
         value = GARBAGE if event is None else encode(topic_named(topic), event)

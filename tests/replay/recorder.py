@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
 from forebay.core.step import InputEvent, advance
 from forebay.core.world import CORE_VERSION
 from forebay.events.base import pack_u64
@@ -21,9 +22,10 @@ from tests.core.worlds import Driver
 class Recorder(Driver):
     """A driver that keeps a log of its actions, as an owner would write it."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.journal: list[JournalRecord] = [OwnerClaimed(owner_id="test", core_version=CORE_VERSION)]
+    def __init__(self, custom: CustomPolicies = ONLY_BUILT_IN) -> None:
+        super().__init__(custom=custom)
+        claimed = OwnerClaimed(owner_id="test", core_version=CORE_VERSION, policies=tuple(sorted(custom)))
+        self.journal: list[JournalRecord] = [claimed]
         self.drafts: list[Draft] = []
 
     def __call__(
@@ -93,9 +95,9 @@ def report_progress(made: Driver, name: str, kind: type[Any], **fields: Any) -> 
     )
 
 
-def fleet(*names: str, **router: Any) -> Recorder:
+def fleet(*names: str, custom: CustomPolicies = ONLY_BUILT_IN, **router: Any) -> Recorder:
     """Return a pool with workers, by default a, b and c."""
-    made = Recorder()
+    made = Recorder(custom)
     made.fleet(*(names or ("a", "b", "c")), **router)
     return made
 

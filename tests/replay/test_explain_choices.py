@@ -24,9 +24,12 @@ class First:
         return 0
 
 
+CUSTOM = {f"{__name__}.First": First}
+
+
 async def chosen(made: Recorder, hints: RoutingHints = NO_HINTS, blocks: list[int] = LONG) -> Any:
     made("requests", request("r", blocks, routing=hints))
-    explanation = await made.explain("r")
+    explanation = await made.explain("r", custom=made.world.custom)
     return explanation.routings[0]
 
 
@@ -51,7 +54,7 @@ async def chosen(made: Recorder, hints: RoutingHints = NO_HINTS, blocks: list[in
     ],
 )
 async def test_reason_of_each_mode_with_equal_costs(router: dict[str, Any], reason: str, text: str) -> None:
-    routing = await chosen(fleet(**router))
+    routing = await chosen(fleet(custom=CUSTOM, **router))
     assert (routing.mode, routing.reason) == (router.get("mode", "kv"), reason)
     assert text in routing.why
 
@@ -77,7 +80,7 @@ async def test_reason_of_each_mode_with_equal_costs(router: dict[str, Any], reas
     ],
 )
 async def test_reason_of_each_mode_with_different_costs(router: dict[str, Any], reason: str, text: str) -> None:
-    made = fleet(**router)
+    made = fleet(custom=CUSTOM, **router)
     stored(made, "a", LONG)
     made("requests", request("x", SHORT, routing=RoutingHints(worker_id="b")))
     made("progress", report_progress(made, "x", FirstTokenEmitted))
@@ -93,7 +96,7 @@ async def test_reasons_of_further_selections() -> None:
     made = fleet("a", "b", mode="power-of-two")
     made("requests", request("x", SHORT, routing=RoutingHints(worker_id="a")))
     assert (await chosen(made)).why.endswith("active requests: the smaller number")
-    made = fleet("a", "b", mode=f"{__name__}.First")
+    made = fleet("a", "b", custom=CUSTOM, mode=f"{__name__}.First")
     stored(made, "b", LONG)
     why = "First selected it, although 1 of 2 candidates cost less: 16.5 against 8.5 of b"
     assert (await chosen(made)).why.endswith(why)
@@ -198,7 +201,7 @@ async def test_a_hard_session_on_a_busy_worker_is_refused() -> None:
     made = fleet("a", "b", session_ttl_s=600.0, busy=BusyThresholds(active_decode_blocks_threshold=0.1))
     made("requests", request("first", LONG, routing=hints))
     made("requests", request("r", SHORT, routing=hints))
-    explanation = await made.explain("r")
+    explanation = await made.explain("r", custom=made.world.custom)
     assert explanation.ending is not None
     assert sorted(one.reasons for one in explanation.ending.left_out) == [("busy",), ("other_session",)]
 
@@ -254,7 +257,7 @@ async def test_pinned_rank_is_excluded_only_by_missing_requirements() -> None:
     made("control", pool())
     made("fleet", joined("a", dp_size=2))
     made("requests", request("r", SHORT, routing=RoutingHints(worker_id="a", rank=1, required_taints=("fast",))))
-    explanation = await made.explain("r")
+    explanation = await made.explain("r", custom=made.world.custom)
     assert explanation.ending is not None
     assert [one.reasons for one in explanation.ending.left_out] == [("not_pinned", "missing_taint"), ("missing_taint",)]
 
@@ -278,7 +281,7 @@ async def test_full_ranks_are_reported_with_values_and_end_of_wait() -> None:
     made("requests", request("r", SHORT))
     made("requests", request("late", SHORT))
     made.wait(500_000)
-    explanation = await made.explain("r")
+    explanation = await made.explain("r", custom=made.world.custom)
     assert explanation.routings[0].config["queue_run_ahead"] == 0.0
     held = (await made.explain("late")).held
     assert held is not None
@@ -298,7 +301,7 @@ async def test_rank_with_waiting_engine_requests_is_full() -> None:
     report = LoadReported(worker_id="a", worker_epoch=epoch, running=4, waiting=2, kv_blocks_used=1, kv_blocks_total=64)
     made("metrics", report)
     made("requests", request("r", SHORT))
-    explanation = await made.explain("r")
+    explanation = await made.explain("r", custom=made.world.custom)
     assert [one.text for one in explanation.routings[0].left_out] == [
         "it is full: 2 requests wait in its engine, maximum 0"
     ]

@@ -27,6 +27,7 @@ from forebay.transport.sqlite.log import SqliteLog
 from tests.cli.in_process import forebay
 from tests.core.worlds import PROMPTS, histories, perform, request
 from tests.depth import examples
+from tests.logs.own_policy import CUSTOM
 from tests.replay.recorder import Recorder, fleet, report_progress, stored, words
 from tests.system import System, submitted, until, until_ended
 
@@ -139,7 +140,7 @@ async def test_golden_recordings_are_explained(path: Path) -> None:
     journal = [decode_journal(record) async for record in journal_records(log, partition, begin, end)]
     names = list(dict.fromkeys(one.request_id for one in journal if isinstance(one, RequestRecord)))
     for name in names[::EVERY]:
-        explanation = await explain(log, partition, name)
+        explanation = await explain(log, partition, name, custom=CUSTOM)
         assert explanation.divergence is None
         assert explanation.ending is not None
         for routing, one in zip(reversed(explanation.routings), chosen_for(name, journal), strict=False):

@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from forebay.core.routing.policies import policy_class
 from forebay.core.world import CORE_VERSION
 from forebay.events.base import Event, hex_digest
 from forebay.events.codec import decode, encode
@@ -48,6 +47,7 @@ from forebay.transport.history.reader import OtherRules, decode_or_none
 from forebay.transport.recording.writer import RecordingWriter
 from forebay.transport.sqlite.log import SqliteLog
 from tests.logs.encoding import DIGESTS
+from tests.logs.own_policy import CUSTOM, CheapestTwo
 from tests.logs.record import FOLDER, SCENARIOS, SUFFIX, record
 
 RECORDINGS = sorted(FOLDER.glob(f"*{SUFFIX}"))
@@ -280,7 +280,7 @@ def test_every_capability_has_a_recording() -> None:
 @pytest.mark.parametrize("path", RECORDINGS, ids=lambda path: path.stem)
 def test_recorded_decisions(path: Path) -> None:
     allowed = {"foreign-records"} & {path.stem}
-    (report,) = check_recording(path, allowed).values()
+    (report,) = check_recording(path, allowed, CUSTOM).values()
     assert report.verified == report.decisions > 0
     seen = Seen(path, report)
     assert seen.contents.anonymized
@@ -358,13 +358,11 @@ def test_what_cannot_be_verified_fails_unless_it_is_allowed() -> None:
     check_recording(path, {"foreign-records"})
 
 
-def test_a_policy_that_is_not_here_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "tests.logs.own_policy", raising=False)
-    monkeypatch.setitem(sys.modules, "tests.logs.own_policy", None)
-    policy_class.cache_clear()
-    with pytest.raises(AssertionError, match=r"uses a custom policy: the policy tests\.logs\.own_policy\.CheapestTwo"):
+def test_a_policy_that_is_not_allowed_is_named_and_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, CheapestTwo.__module__)
+    with pytest.raises(AssertionError, match=r"pass --allow-policy tests\.logs\.own_policy\.CheapestTwo, or its class"):
         check_recording(FOLDER / f"own-policy{SUFFIX}")
-    policy_class.cache_clear()
+    assert CheapestTwo.__module__ not in sys.modules
 
 
 def test_a_changed_byte_is_no_failed_decision(tmp_path: Path) -> None:

@@ -41,11 +41,13 @@ class OwnerClaimed(Decision, tag="owner.claimed", frozen=True, kw_only=True):
         owner_id: id of the owner.
         core_version: version of the decision rules.
         at_us: wall clock in microseconds.
+        policies: custom policies that the owner's operator allowed; it rejects requests of pools that name another one.
     """
 
     owner_id: Name
     core_version: Count
     at_us: int = 0
+    policies: tuple[str, ...] = ()
 
 
 class CostTerms(Part, frozen=True, kw_only=True):

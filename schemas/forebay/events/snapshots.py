@@ -300,6 +300,7 @@ class WorldState(Part, tag_field="type", tag="world_state", frozen=True, kw_only
         seq: sequence number of the next decision.
         busy: busy thresholds that an operator changed.
         disagg: disaggregation that an operator changed.
+        owner_policies: custom policies that the owner's operator allowed.
     """
 
     now_us: int
@@ -311,6 +312,7 @@ class WorldState(Part, tag_field="type", tag="world_state", frozen=True, kw_only
     seq: Count
     busy: tuple[PoolBusy, ...] = ()
     disagg: tuple[PoolDisagg, ...] = ()
+    owner_policies: tuple[str, ...] = ()
 
 
 Chunk = (

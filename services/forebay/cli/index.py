@@ -13,12 +13,15 @@ from forebay.cli.common.cluster import NAMESPACE, KafkaSource, NamespaceOption, 
 from forebay.cli.common.errors import explained, fail
 from forebay.cli.common.recording import LogArgument, Recording
 from forebay.cli.common.terminal import bar
+from forebay.cli.policies.allowed import AllowPolicyOption, allowed_policies
+from forebay.core.routing.policies import CustomPolicies
 from forebay.core.state.prefix_index import PrefixIndex
 from forebay.events.base import U64_BYTES
 from forebay.events.kv import BlocksStored, Tier
 from forebay.events.snapshots import IndexBlocks
 from forebay.events.topics import DECISIONS
 from forebay.live.router.standby import Standby
+from forebay.replay.policies import require_allowed
 
 app = typer.Typer(help="Show the cached blocks of each worker, according to the log.", no_args_is_help=True)
 
@@ -40,6 +43,7 @@ def dump(
     kafka_config: PropertiesOption = None,
     group: Annotated[str, typer.Option(help="Model whose index is printed, if there are several.")] = "",
     worker: Annotated[str, typer.Option(help="Only this worker's blocks.")] = "",
+    allow_policy: AllowPolicyOption = None,
 ) -> None:
     """Print the prefix index at the journal's end as `kv.blocks_stored` events, one JSON object per line.
 
@@ -50,8 +54,10 @@ def dump(
     recording = Recording(log, kafka, namespace, kafka_config, group)
     recording.require_one_source()
     with explained():
+        custom = allowed_policies(allow_policy)
         with bar() as progress:
-            index = asyncio.run(_index_of(recording, progress, progress.add_task("following the journal", total=None)))
+            task = progress.add_task("following the journal", total=None)
+            index = asyncio.run(_index_of(recording, progress, task, custom))
         names = sorted({name for name, _ in index.holders()})
         if worker and worker not in names:
             fail(f"unknown worker {worker}; workers are: {', '.join(names) or 'none'}")
@@ -59,11 +65,12 @@ def dump(
             typer.echo(msgspec.json.encode(event))
 
 
-async def _index_of(recording: Recording, progress: Progress, task: TaskID) -> PrefixIndex:
+async def _index_of(recording: Recording, progress: Progress, task: TaskID, custom: CustomPolicies) -> PrefixIndex:
     """Return the index that recovery would restore."""
     async with recording.opened() as (log, partition):
         end = await log.end(DECISIONS.name, partition)
-        standby = Standby(log, partition)
+        await require_allowed(log, partition, custom)
+        standby = Standby(log, partition, custom=custom)
         following = asyncio.create_task(standby.catch_up(end))
         while not following.done():
             progress.update(task, completed=standby.position, total=end)

@@ -16,8 +16,10 @@ from forebay.cli.common.recording import Recording
 from forebay.cli.common.terminal import bar, own_stdout, printable
 from forebay.cli.common.times import TIMES_HELP, span_us, time_us
 from forebay.cli.common.unverified import DIVERGED, complaint
-from forebay.cli.policies.recorded import require_policies
+from forebay.cli.policies.allowed import AllowPolicyOption, allowed_policies
+from forebay.core.routing.policies import CustomPolicies
 from forebay.replay.anonymize.anonymize import Anonymized, record_anonymized
+from forebay.replay.policies import require_allowed
 from forebay.replay.record.slice import NothingDecided, Slice, Window, contents_of, copy, newest_us, slice_of
 from forebay.replay.verify.verify import VerifyReport, verify
 from forebay.transport.base import Log
@@ -110,6 +112,7 @@ def record(
     anonymize: Annotated[
         bool, typer.Option("--anonymize", help="Remove client content; every decision stays the same.")
     ] = False,
+    allow_policy: AllowPolicyOption = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
 ) -> None:
     """Record a slice of a log into OUT, including everything needed to derive its decisions again.
@@ -130,13 +133,11 @@ def record(
     window = _window(options)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with explained(), bar(*columns) as progress, own_stdout():
-        result = asyncio.run(_record(source, Path(where[-1]), options, window, progress))
-        for name in result.left_out:
-            progress.console.print(
-                f"skipped: {printable(name)} made no decision in the window", markup=False, highlight=False
-            )
+        custom = allowed_policies(allow_policy)
+        result = asyncio.run(_record(source, Path(where[-1]), options, window, progress, custom))
+        _show_left_out(result, progress)
         if check and not anonymize:
-            asyncio.run(_verify(result, progress))
+            asyncio.run(_verify(result, progress, custom))
     if json:
         typer.echo(msgspec.json.encode(_plain(result)).decode())
     else:
@@ -146,6 +147,13 @@ def record(
             complain(complaint(report.failed, report.unknown_event))
     if any(report.divergence is not None or report.failed for report in result.verified.values()):
         raise typer.Exit(DIVERGED)
+
+
+def _show_left_out(result: RecordResult, progress: Progress) -> None:
+    for name in result.left_out:
+        progress.console.print(
+            f"skipped: {printable(name)} made no decision in the window", markup=False, highlight=False
+        )
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -168,7 +176,12 @@ def _window(options: RecordOptions) -> Window:
 
 
 async def _record(
-    source: Recording, out: Path, options: RecordOptions, window: Window, progress: Progress
+    source: Recording,
+    out: Path,
+    options: RecordOptions,
+    window: Window,
+    progress: Progress,
+    custom: CustomPolicies,
 ) -> RecordResult:
     require_free(out)
     task = progress.add_task("selecting records", total=None)
@@ -178,7 +191,7 @@ async def _record(
         if options.anonymize:
             slices = await _slices(source, log, options, window, left_out)
             contents = msgspec.structs.replace(await _contents(log, slices, identity), anonymized=True)
-            written = await _anonymize(log, out, contents, progress, task)
+            written = await _anonymize(log, out, contents, progress, task, custom)
             contents, verified, seeds_kept = written
         else:
             writer = RecordingWriter.resume(out, identity)
@@ -210,14 +223,16 @@ async def _copy(log: Log, writer: RecordingWriter, progress: Progress, task: Tas
         writer.close()
 
 
-async def _anonymize(log: Log, out: Path, contents: Contents, progress: Progress, task: TaskID) -> Anonymized:
+async def _anonymize(
+    log: Log, out: Path, contents: Contents, progress: Progress, task: TaskID, custom: CustomPolicies
+) -> Anonymized:
     for group in contents.groups:
-        await require_policies(log, group.partition)
+        await require_allowed(log, group.partition, custom)
 
     def on_step(name: str, done: int, total: int) -> None:
         progress.update(task, description=name, completed=done, total=total)
 
-    return await record_anonymized(log, out, contents, on_step)
+    return await record_anonymized(log, out, contents, on_step, custom=custom)
 
 
 async def _slices(
@@ -286,7 +301,7 @@ async def _pools(out: Path) -> dict[str, list[str]]:
         log.close()
 
 
-async def _verify(result: RecordResult, progress: Progress) -> None:
+async def _verify(result: RecordResult, progress: Progress, custom: CustomPolicies) -> None:
     log = SqliteLog.open(result.out, readonly=True)
     try:
         log.check()
@@ -296,8 +311,8 @@ async def _verify(result: RecordResult, progress: Progress) -> None:
             def on_progress(done: int, total: int, _decisions: int, task: TaskID = task) -> None:
                 progress.update(task, completed=done, total=total)
 
-            await require_policies(log, group.partition)
-            result.verified[group.name] = await verify(log, group.partition, on_progress)
+            await require_allowed(log, group.partition, custom)
+            result.verified[group.name] = await verify(log, group.partition, on_progress, custom=custom)
             progress.remove_task(task)
     finally:
         log.close()

@@ -33,8 +33,8 @@ from forebay.cli.common.metrics_server import metrics_served
 from forebay.cli.common.recording import GroupOption, LogArgument, Recording
 from forebay.cli.common.terminal import own_stdout
 from forebay.cli.common.unverified import DIVERGED
+from forebay.cli.policies.allowed import AllowPolicyOption, allowed_policies
 from forebay.cli.policies.alternative import Alternative, PolicyConfigOption, PolicyOption, SetOption, alternative
-from forebay.cli.policies.recorded import require_policies
 from forebay.cli.shadow_lines import PrintingSink, file_sink
 from forebay.events.base import hex_digest
 from forebay.events.topics import DECISIONS
@@ -42,6 +42,7 @@ from forebay.live.router.standby import RecoveryDiverged
 from forebay.live.shadow.metrics import ShadowMetrics
 from forebay.live.shadow.shadow import Shadow, ShadowSettings
 from forebay.live.shadow.topic import TopicSink
+from forebay.replay.policies import require_allowed
 from forebay.transport.kafka.position import KafkaPosition
 from forebay.transport.kafka.topics import count_topics
 from forebay.transport.sqlite.log import SqliteLog
@@ -75,6 +76,7 @@ def shadow(
         bool, typer.Option("--from-start", help="Begin a new shadow at the first decision, not the next one.")
     ] = False,
     out: Annotated[Path | None, typer.Option(help="With LOG: append its events to this file as JSON lines.")] = None,
+    allow_policy: AllowPolicyOption = None,
     json: Annotated[bool, typer.Option("--json", help="Print its events on stdout as JSON lines.")] = False,
     kafka: KafkaSource = None,
     namespace: NamespaceOption = NAMESPACE,
@@ -101,12 +103,14 @@ def shadow(
     start_logging(verbose=verbose)
     with explained():
         chosen = alternative(sets, policy, policy_config)
+        custom = allowed_policies(allow_policy, chosen.modes)
     text = _text(chosen)
     settings = ShadowSettings(
         name=name or hex_digest(xxh3_64_intdigest(text.encode()))[:8],
         text=text,
         alternative=chosen.of,
         from_start=from_start,
+        custom=custom,
     )
     options = _Options(recording, settings, chosen, out, sys.stdout if json else None, metrics_host, metrics_port)
     with own_stdout() if json else nullcontext():
@@ -182,13 +186,13 @@ async def _opened(options: _Options) -> AsyncIterator[Shadow]:
             if isinstance(log, SqliteLog) and log.recording is not None:
                 fail(f"{recording.name} is a recording, which does not grow; use forebay replay diff instead")
             kept = None if options.out is None else stack.enter_context(file_sink(options.out, settings.name))
-            await require_policies(log, partition)
+            await require_allowed(log, partition, settings.custom)
             yield Shadow(log, partition, settings, PrintingSink(kept, options.printed_to))
             return
         kafka = kafka_settings(recording.kafka, recording.namespace, recording.kafka_config)
         await count_topics(kafka)  # a cluster of an earlier version may lack topic `shadow`
         log, partition = await stack.enter_async_context(recording.opened())
-        await require_policies(log, partition)
+        await require_allowed(log, partition, settings.custom)
         sink = PrintingSink(TopicSink(log, partition, settings.name), options.printed_to)
         position = await KafkaPosition.open(kafka, DECISIONS.name, partition, SHADOW_GROUP + settings.name)
         stack.push_async_callback(position.close)

@@ -15,10 +15,9 @@ from typing import BinaryIO
 
 import msgspec
 
-from forebay.core.routing.policies import PolicyUnusable, policy_class
 from forebay.replay.explain.explain import UnknownRequest, explain
-from forebay.transport.base import Log, LogError
-from forebay.transport.history.groups import pools_of
+from forebay.replay.policies import PolicyUnusable, load_policies, require_allowed
+from forebay.transport.base import Log, LogError, PolicyNotAllowed
 from forebay.transport.kafka.log import KafkaLog
 from forebay.transport.kafka.settings import KafkaSettings
 from forebay.transport.sqlite.log import SqliteLog
@@ -28,10 +27,17 @@ LENGTH_BYTES = 8
 
 
 class LogSource(msgspec.Struct, frozen=True):
-    """Location of the log: the file of an embedded log, or Kafka."""
+    """Location of the log: the file of an embedded log, or Kafka.
+
+    Attributes:
+        path: file of the log; None for Kafka.
+        kafka: how to connect to Kafka; None for a file.
+        policies: custom policies that the ingress's operator allowed.
+    """
 
     path: str | None = None
     kafka: KafkaSettings | None = None
+    policies: tuple[str, ...] = ()
 
 
 class ExplainRequest(msgspec.Struct, frozen=True):
@@ -92,15 +98,14 @@ async def _serve(source: LogSource, output: BinaryIO) -> None:
 async def _explain(source: LogSource, request: ExplainRequest) -> ExplainResponse:
     try:
         async with _opened(source) as log:
-            explanation = await explain(log, request.partition, request.request_id, thorough=False)
-            if explanation.divergence is not None:  # the policy may not be installed here
-                for pool in await pools_of(log, request.partition):
-                    policy_class(pool.router.mode)
+            custom = load_policies(source.policies)
+            await require_allowed(log, request.partition, custom)
+            explanation = await explain(log, request.partition, request.request_id, thorough=False, custom=custom)
     except UnknownRequest as unknown:
         return ExplainResponse(status=404, code="request_not_found", message=str(unknown))
-    except PolicyUnusable as unusable:
+    except (PolicyNotAllowed, PolicyUnusable) as unusable:
         return ExplainResponse(
-            status=501, code="policy_not_here", message=f"{unusable}; start the ingress where the policy is installed"
+            status=501, code="policy_not_here", message=f"{unusable}; restart the ingress with the option"
         )
     except LogError as error:
         return ExplainResponse(status=503, code="log_unavailable", message=str(error))

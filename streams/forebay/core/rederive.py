@@ -68,13 +68,17 @@ class Rederivation:
         self._seals_from: int | None = None  # seals up to this offset are unknown
 
     def apply(self, offset: int, record: JournalRecord, events: RecordedEvents) -> Divergence | None:
-        """Apply the record at `offset`; `events` has, by topic, exactly the events that its `consumed` counts."""
+        """Apply the record at `offset`; `events` has, by topic, exactly the events that its `consumed` counts.
+
+        Raises:
+            PolicyMissing: the owner ran a custom policy that the world does not have.
+        """
         if self._seals_from is None:
             self._seals_from = offset
         if isinstance(record, OwnerClaimed):
             if record.consumed:
                 return Divergence(offset, "an ownership claim must not consume events", record, None)
-            claim(self.world, offset)
+            claim(self.world, offset, record.policies)
             self.pending = deque(msgspec.structs.replace(decided, owner_epoch=offset) for decided in self.pending)
             return None
         times = [self.world.now_us, *(run.now_us for run in record.consumed)]

@@ -73,9 +73,10 @@ CONSUMED_RUNS_MAX = 256  # keeps the `consumed` part of an `Advanced` below abou
 InputEvent = RequestEvent | AnyKvEvent | MetricEvent | AnyProgressEvent | AnyFleetEvent | ControlEvent
 
 
-def claim(world: World, offset: int) -> None:
-    """Start the ownership claimed by the `OwnerClaimed` at `offset` of the journal."""
+def claim(world: World, offset: int, policies: tuple[str, ...] = ()) -> None:
+    """Start the ownership claimed by the `OwnerClaimed` at `offset` of the journal, which names these policies."""
     world.owner_epoch = offset
+    world.owner_policies = policies
 
 
 def open_run(world: World, now_us: int) -> list[AnyDecision]:

@@ -8,10 +8,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypedDict, assert_never
 
-from xxhash import xxh3_64_intdigest
-
-from forebay.core.routing.eligibility import requirements_key
+from forebay.core.routing.eligibility import Ineligible, requirements_key
 from forebay.core.routing.plan import Plan
+from forebay.core.routing.policies import BUILT_IN, ONLY_BUILT_IN, CustomPolicies, Policy, PolicyMissing
 from forebay.core.state.active_request import ActiveRequest
 from forebay.core.state.commands import PendingCommands
 from forebay.core.state.fleet import Fleet, FleetWorker
@@ -23,7 +22,7 @@ from forebay.core.state.queue import QueuedRequest, Queues
 from forebay.core.state.requests import ActiveRequests
 from forebay.core.state.roster import CandidateRank, Roster, roster_of, session_roster
 from forebay.core.state.sessions import Binding, SessionAffinity
-from forebay.core.state_machine import Digested
+from forebay.core.state_machine import Digested, digest_of, plain
 from forebay.events.control import BusyThresholds, DisaggConfig, PoolConfigured, RouterConfig
 from forebay.events.decisions import ConsumedRun
 from forebay.events.fleet import WorkerLost
@@ -49,9 +48,7 @@ from forebay.events.snapshots import (
     WorldState,
 )
 
-NO_QUEUE_LIMITS = ", run_ahead=None, depth=None, timeout_s=0.0"
-NO_DISAGG = f", disagg={DisaggConfig()!r}"
-CORE_VERSION = 5  # raised whenever the same events lead to different decisions
+CORE_VERSION = 6  # raised whenever the same events lead to different decisions
 
 
 class Stamp(TypedDict):
@@ -83,6 +80,9 @@ class World:
         now_us: the owner's clock, in microseconds.
         turns: number of routings per pool.
         owner_epoch: offset of the owner's claim; -1 before the first.
+        owner_policies: custom policies that the owner's operator allowed, sorted. Other custom policies make no
+            decision.
+        custom: classes of custom policies that this process may run. Not part of the state.
         seq: sequence number of the next decision.
         counts: counters for diagnostics; not part of the state.
         on_plan: called with every plan before it is booked. It may read the world and must not change it. Not part of
@@ -91,7 +91,8 @@ class World:
             `on_plan`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, custom: CustomPolicies = ONLY_BUILT_IN) -> None:
+        self.custom = custom
         self.fleet = Fleet()
         self.index = PrefixIndex()
         self.load = FleetLoad()
@@ -109,6 +110,7 @@ class World:
         self.now_us = 0
         self.turns: dict[str, int] = {}
         self.owner_epoch = -1
+        self.owner_policies: tuple[str, ...] = ()
         self.seq = 0
         self.counts: Counter[str] = Counter()
         self.on_plan: Callable[[Plan], None] | None = None
@@ -138,6 +140,30 @@ class World:
         """Return the fields of the next journal record that do not depend on the decision."""
         self.seq += 1
         return {"owner_epoch": self.owner_epoch, "seq": self.seq - 1, "consumed": self.take_consumed()}
+
+    def policy(self, mode: str, *, as_owner: bool = True) -> type[Policy]:
+        """Return the policy class of a router mode.
+
+        Args:
+            mode: name of a built-in policy, or dotted path of a custom one.
+            as_owner: whether the decision is the owner's. Otherwise any policy of this process may decide.
+
+        Raises:
+            Ineligible: the owner's operator did not allow the policy.
+            PolicyMissing: the owner may run the policy, but this process does not have the class.
+        """
+        if (built_in := BUILT_IN.get(mode)) is not None:
+            return built_in
+        if as_owner and mode not in self.owner_policies:
+            text = (
+                f"the policy {mode} is not allowed on this router; its operator can start it with --allow-policy {mode}"
+            )
+            raise Ineligible("policy_failed", text)
+        if mode not in self.custom:
+            raise PolicyMissing(
+                f"the log names the policy {mode}; to import and run this class, pass --allow-policy {mode}"
+            )
+        return self.custom[mode]
 
     def pool_of(self, model: str) -> PoolConfigured | None:
         """Return the first pool, by name, that generates responses for `model`.
@@ -279,24 +305,22 @@ class World:
         )
 
     def digest(self) -> int:
-        """Return a 64-bit digest over the machines, the pools, the clock and the view."""
+        """Return a 64-bit digest over the machines, the pools, the owner's policies, the clock and the view."""
         return self.digest_with(self.index)
 
     def digest_with(self, index: Digested) -> int:
         """Return the digest that the world would have with `index` in place of its own index."""
         digests = [(index if machine is self.index else machine).digest() for machine in self.machines()]
-        if not digests[-1]:
-            digests.pop()  # without commands the digest equals that of logs from before commands existed
-        text = "\n".join(
-            (
-                str(digests),
-                f"[{', '.join(_pool_text(self.pools[name], self.busy.get(name)) for name in sorted(self.pools))}]",
-                str(sorted(self.view.items())),
-                str((self.now_us, sorted(self.turns.items()))),
-                *([str(sorted(self.disagg.items()))] if self.disagg else ()),
-            )
+        return digest_of(
+            digests,
+            plain(tuple(self.pools[name] for name in sorted(self.pools))),
+            plain(tuple(sorted(self.busy.items()))),
+            plain(tuple(sorted(self.disagg.items()))),
+            sorted(self.view.items()),
+            sorted(self.turns.items()),
+            self.owner_policies,
+            self.now_us,
         )
-        return xxh3_64_intdigest(text.encode())
 
     def snapshot(self) -> Iterator[Chunk]:
         """Yield the state as facts. `consumed` must be empty."""
@@ -316,6 +340,7 @@ class World:
             busy=tuple(PoolBusy(pool=pool, thresholds=busy) for pool, busy in sorted(self.busy.items())),
             disagg=tuple(PoolDisagg(pool=pool, disagg=disagg) for pool, disagg in sorted(self.disagg.items())),
             owner_epoch=self.owner_epoch,
+            owner_policies=self.owner_policies,
             fleet_epoch=self.fleet.owner_epoch,
             seq=self.seq,
         )
@@ -330,9 +355,9 @@ class World:
         yield from self.commands.snapshot()
 
 
-def restore(chunks: Iterable[Chunk]) -> World:
+def restore(chunks: Iterable[Chunk], custom: CustomPolicies = ONLY_BUILT_IN) -> World:
     """Return the world of a snapshot, whose blocks may come before the other facts; its digest is the sealed one."""
-    world = World()
+    world = World(custom)
     _restore(world, world.index, chunks)
     return world
 
@@ -407,12 +432,6 @@ def queued_request(request: ActiveRequest, pool: PoolConfigured) -> QueuedReques
     )
 
 
-def _pool_text(pool: PoolConfigured, busy: BusyThresholds | None) -> str:
-    # Fields that were added later are left out at their defaults, so digests of older logs do not change.
-    text = repr(pool).replace(", role='aggregated')", ")").replace(NO_DISAGG, "").replace(NO_QUEUE_LIMITS, "")
-    return f"({text}, {busy})"
-
-
 def _restore_state(world: World, chunk: WorldState) -> None:
     world.now_us, world.seq = chunk.now_us, chunk.seq
     world.turns = {pool.pool: pool.turns for pool in chunk.turns}
@@ -422,4 +441,5 @@ def _restore_state(world: World, chunk: WorldState) -> None:
     world.busy = {pool.pool: pool.thresholds for pool in chunk.busy}
     world.disagg = {pool.pool: pool.disagg for pool in chunk.disagg}
     world.owner_epoch = chunk.owner_epoch
+    world.owner_policies = chunk.owner_policies
     world.fleet.restore_owner(chunk.fleet_epoch)

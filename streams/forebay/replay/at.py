@@ -9,6 +9,7 @@ from collections import deque
 import msgspec
 
 from forebay.core.rederive import Divergence
+from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
 from forebay.core.state.fleet import FleetWorker
 from forebay.events.decisions import OwnerClaimed
 from forebay.events.fleet import OwnershipAnnounced, WorkerLost
@@ -153,7 +154,7 @@ class Position:
         return known
 
 
-async def seek(log: Log, partition: int, offset: int | None = None) -> Position:
+async def seek(log: Log, partition: int, offset: int | None = None, custom: CustomPolicies = ONLY_BUILT_IN) -> Position:
     """Return the position at the journal record at `offset`, by default the last one.
 
     If that record is stale or foreign, the position is at the previous valid one.
@@ -167,7 +168,7 @@ async def seek(log: Log, partition: int, offset: int | None = None) -> Position:
     wanted = end - 1 if offset is None else offset
     if not begin <= wanted < end:
         raise NoSuchRecord(f"no journal record {wanted}: the recording has records {begin} to {end - 1}")
-    start = await before(log, partition, wanted)
+    start = await before(log, partition, wanted, custom)
     last = -1
     async for at, _ in journal(log, partition, start.offset, wanted + 1, Validity(start.world.owner_epoch)):
         last = at

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from forebay.core.rederive import Divergence
+from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
 from forebay.core.step import AnyDecision, InputEvent
 from forebay.events.control import BusyThresholdsSet, DisaggregationSet, PoolConfigured, WorkerCommanded
 from forebay.events.fleet import WorkerDraining, WorkerJoined, WorkerLost, WorkerRecovered, WorkerSuspect
@@ -83,19 +84,22 @@ class _HistoryCollector:
         return counts["outdated_progress"], counts["void_fleet_fact"]
 
 
-async def observe_history(log: Log, partition: int, progress: OnProgress | None = None) -> ObservedHistory:
+async def observe_history(
+    log: Log, partition: int, progress: OnProgress | None = None, custom: CustomPolicies = ONLY_BUILT_IN
+) -> ObservedHistory:
     """Derive the recorded history of a group from its earliest state, and collect its inputs.
 
     Args:
         log: the log to read.
         partition: control partition of the group.
         progress: as for `forebay.replay.verify.verify.verify`.
+        custom: custom policies that may run.
 
     Raises:
         OtherRules: the journal was written by another version of the rules.
         LogError: the log is damaged, or lacks events that the journal consumed.
     """
-    walk = await walk_all(log, partition)
+    walk = await walk_all(log, partition, custom)
     found = _HistoryCollector(walk).found
     verified = 0
     async for step in walk:

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from forebay.core.rederive import Divergence, RecordedEvents, Rederivation
+from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies, PolicyMissing
 from forebay.core.step import CLOCK, AnyDecision
 from forebay.core.world import World
 from forebay.events.codec import encode
 from forebay.events.decisions import JournalRecord, OwnerClaimed, SnapshotTaken
 from forebay.events.topics import DECISIONS, INPUTS, SNAPSHOTS
-from forebay.transport.base import Log, LogError
+from forebay.transport.base import Log, LogError, PolicyNotAllowed
 from forebay.transport.history.reader import (
     RecordedOrder,
     Validity,
@@ -110,6 +111,7 @@ class Walk:
 
         Raises:
             OtherRules: the journal was written by another version of the rules.
+            PolicyNotAllowed: the owner ran a custom policy that this walk does not have.
             LogError: the log is damaged, or lacks events that the journal consumed.
         """
         read_up_to = self.start
@@ -130,7 +132,10 @@ class Walk:
                     raise
                 yield Step(offset, record, {}, Divergence(offset, "its seq is not the next one", record, None))
                 return
-            divergence = self.followed.apply(offset, record, events)
+            try:
+                divergence = self.followed.apply(offset, record, events)
+            except PolicyMissing as missing:
+                raise PolicyNotAllowed(str(missing)) from missing
             yield Step(offset, record, events, divergence)
             if divergence is not None:
                 return
@@ -138,17 +143,17 @@ class Walk:
             raise LogError(f"the journal of control partition {self._partition} ends at {read_up_to}, not {self.end}")
 
 
-async def walk_all(log: Log, partition: int) -> Walk:
+async def walk_all(log: Log, partition: int, custom: CustomPolicies = ONLY_BUILT_IN) -> Walk:
     """Return a walk from the earliest complete state to the journal's current end.
 
     Raises:
         LogError: the log holds no complete state.
     """
     end = await log.end(DECISIONS.name, partition)
-    return Walk(log, partition, await oldest(log, partition, end), end)
+    return Walk(log, partition, await oldest(log, partition, end, custom), end)
 
 
-async def oldest(log: Log, partition: int, end: int) -> Start:
+async def oldest(log: Log, partition: int, end: int, custom: CustomPolicies = ONLY_BUILT_IN) -> Start:
     """Return the earliest state after which the log is complete.
 
     Raises:
@@ -156,7 +161,7 @@ async def oldest(log: Log, partition: int, end: int) -> Start:
     """
     begins = await _begins(log, partition)
     if not any(begins.values()):
-        return Start(World(), 0)
+        return Start(World(custom), 0)
     epoch = -1
     async for record in journal_records(log, partition, begins[DECISIONS.name], end):
         decision = decode_journal(record)
@@ -164,14 +169,14 @@ async def oldest(log: Log, partition: int, end: int) -> Start:
             epoch = record.offset
         if not isinstance(decision, SnapshotTaken) or decision.owner_epoch < epoch:
             continue
-        start = await _start_of(log, partition, decision, begins)
+        start = await _start_of(log, partition, decision, begins, custom)
         if start is not None:
             return start
     text = f"control partition {partition} holds neither its beginning nor a snapshot with all events after it"
     raise LogError(text)
 
 
-async def before(log: Log, partition: int, offset: int) -> Start:
+async def before(log: Log, partition: int, offset: int, custom: CustomPolicies = ONLY_BUILT_IN) -> Start:
     """Return the newest state at or before the journal record at `offset`.
 
     Raises:
@@ -181,10 +186,10 @@ async def before(log: Log, partition: int, offset: int) -> Start:
     end = await log.end(DECISIONS.name, partition)
     taken = await newest_snapshot(log, partition, min(offset + 1, end))
     if taken is not None:
-        start = await _start_of(log, partition, taken, begins)
+        start = await _start_of(log, partition, taken, begins, custom)
         if start is not None:
             return start
-    start = await oldest(log, partition, end)
+    start = await oldest(log, partition, end, custom)
     if start.offset > offset:
         text = f"journal offset {offset} is before the oldest state that can be restored, which is at {start.offset}"
         raise LogError(text)
@@ -195,11 +200,13 @@ async def _begins(log: Log, partition: int) -> dict[str, int]:
     return {topic.name: await log.begin(topic.name, partition) for topic in (*INPUTS, DECISIONS, SNAPSHOTS)}
 
 
-async def _start_of(log: Log, partition: int, taken: SnapshotTaken, begins: dict[str, int]) -> Start | None:
+async def _start_of(
+    log: Log, partition: int, taken: SnapshotTaken, begins: dict[str, int], custom: CustomPolicies
+) -> Start | None:
     """Return the state of a snapshot, or None if events after it are gone."""
     if taken.journal_offset < begins[DECISIONS.name] or taken.first_offset < begins[SNAPSHOTS.name]:
         return None
-    world = await load_snapshot(log, partition, taken)
+    world = await load_snapshot(log, partition, taken, custom)
     if all(world.view.get(topic.name, 0) >= begins[topic.name] for topic in INPUTS):
         return Start(world, taken.journal_offset)
     return None

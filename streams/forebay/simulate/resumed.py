@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
 from forebay.core.state.holder_bits import HolderKey
 from forebay.core.step import claim
 from forebay.core.world import World, restore
@@ -59,6 +60,7 @@ def resume(
     delays: Delays = NO_DELAYS,
     timing: EngineTiming = MOCKER,
     transfer: Transfer = NO_TRANSFER,
+    custom: CustomPolicies = ONLY_BUILT_IN,
 ) -> ResumedOutcome:
     """Play all arrivals on the state, until every request has ended.
 
@@ -72,14 +74,14 @@ def resume(
         delays: latencies between clients, router and engines.
         timing: step timing of the engines.
         transfer: cost of moving KV; used only if there are prefill workers.
+        custom: custom policies that may run.
 
     Raises:
         NotSimulable: there is no worker, or the sizes of a worker contradict each other.
     """
     fitting = list(_fitting(state))
-    world = restore(fitting)
-    if world.owner_epoch < 0:
-        claim(world, 0)
+    world = restore(fitting, custom)
+    claim(world, max(world.owner_epoch, 0), tuple(sorted(custom)))
     configured = [arrival.event for arrival in arrivals if isinstance(arrival.event, PoolConfigured)]
     reports = any(needs_reports(pool.router) for pool in (*world.pools.values(), *configured))
     joining = [arrival.event.spec for arrival in arrivals if isinstance(arrival.event, WorkerJoined)]

@@ -8,6 +8,7 @@ from typing import cast
 
 from xxhash import xxh3_64_intdigest
 
+from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
 from forebay.core.step import claim
 from forebay.core.world import World
 from forebay.events.base import U32_BYTES, U64_MASK
@@ -31,12 +32,13 @@ ALLOCATIONS_PER_COLLECTION = 70_000  # 100 times the default of CPython
 class Simulation:
     """Simulation of one policy on one workload. Create a new instance for each run."""
 
-    def __init__(self, settings: Settings, router: RouterConfig) -> None:
+    def __init__(self, settings: Settings, router: RouterConfig, custom: CustomPolicies = ONLY_BUILT_IN) -> None:
         """Build the cluster and schedule the configured starts and faults.
 
         Args:
             settings: the fleet, its delays and its life cycle.
             router: the policy of every pool that has no `router` of its own.
+            custom: custom policies that the routers name.
 
         Raises:
             SettingsUnusable: the settings contradict each other.
@@ -50,13 +52,13 @@ class Simulation:
         roles = [_role(pool) for pool in settings.pools]
         self._block_sizes = {model: pool.groups[0].engine.block_size for pool, _, model in names}
         self._model = names[0][2]
-        world = World()
+        world = World(custom)
         routers = [pool.router or router for pool in settings.pools]
         hops = Hops(settings.delays, settings.seed, ROUTER)
         reports = any(map(needs_reports, routers))
         self._cluster = SimulatedCluster(world, reports=reports, hops=hops, transfer=settings.transfer)
         self._processes = WorkerProcesses(settings, self._cluster, OWNER_EPOCH)
-        claim(world, OWNER_EPOCH)
+        claim(world, OWNER_EPOCH, tuple(sorted(custom)))
         for (pool, name, model), role, chosen in zip(names, roles, routers, strict=True):
             block_size = self._block_sizes[model]
             configured = PoolConfigured(pool=name, model=model, block_size=block_size, router=chosen, role=role)

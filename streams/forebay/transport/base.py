@@ -15,6 +15,10 @@ class LogError(Exception):
     """A log operation failed. The text says what to do. After a failed append, the log stays failed."""
 
 
+class PolicyNotAllowed(LogError):
+    """The recorded owner ran a custom policy that this process may not run; the text names the option to allow it."""
+
+
 class LogFull(LogError):
     """Too many bytes wait to be written. This append was rejected as a whole; a later append may succeed."""
 

@@ -14,7 +14,7 @@ import msgspec
 import typer
 from msgspec import inspect
 
-from forebay.cli.policies.check import add_current_directory, require_policy
+from forebay.cli.policies.check import require_policy
 from forebay.cli.policies.file import named_fields, read_policy_file, unknown_field
 from forebay.cli.policies.router_options import POLICY_CONFIG
 from forebay.events.control import PoolConfigured, RouterConfig
@@ -96,6 +96,13 @@ class Alternative:
             pool = msgspec.structs.replace(pool, router=self.base)
         return reduce(lambda changed, change: change.of(changed), self.changes, pool)
 
+    @property
+    def modes(self) -> list[str]:
+        """The router modes that were given."""
+        return [change.value for change in self.changes if change.path == MODE] + (
+            [] if self.base is None else [self.base.mode]
+        )
+
     def named(self, pool: PoolConfigured) -> Set[str]:
         """Return the paths of the fields that the options name for a pool."""
         return self.base_named | {change.path for change in self.changes if change.pool in ("", pool.pool)}
@@ -131,7 +138,6 @@ def alternative(sets: list[str] | None, policy: str | None, policy_config: Path 
 
     Raises Unusable with the option, the problem and the valid values.
     """
-    add_current_directory()  # a log may name policies of the user's, too
     changes = [_change(text) for text in sets or ()]
     if policy is not None:
         changes.append(Change("", MODE, policy, f"{POLICY} {policy}"))

@@ -12,7 +12,8 @@ from pathlib import Path
 import msgspec
 
 from forebay.cli.policies.cases import CASES, case
-from forebay.core.routing.policies import Policy, PolicyUnusable, policy_class
+from forebay.core.routing.policies import Policy
+from forebay.replay.policies import PolicyUnusable, load_policy
 
 FAULT_CHARS_MAX = 500  # the text of an exception raised by a policy may have any length and several lines
 RULE = "a policy may use only its world and its request: no state, clock, randomness or file"
@@ -43,7 +44,7 @@ def run_trial(path: str, *, backwards: bool) -> Trial:
     """
     order = range(CASES)[::-1] if backwards else range(CASES)
     try:
-        policy = policy_class(path)
+        policy = load_policy(path)
         chosen = {number: _decide(path, number, policy) for number in order}
         instances: list[Policy] = []
         for number in reversed(order):

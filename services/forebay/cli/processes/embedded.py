@@ -151,7 +151,7 @@ async def _serve_until(stop: asyncio.Event, system: _System, listener: socket.so
 async def _running(settings: EmbeddedSettings, engines: Engines, model: Model, hosts: Hosts) -> AsyncIterator[_System]:
     """Start everything except the HTTP listener, wait until requests can be served, and stop in reverse order."""
     async with AsyncExitStack() as stack:
-        log, standby = await open_checked(settings.log, PARTITION)
+        log, standby = await open_checked(settings.log, PARTITION, settings.policies)
         stack.callback(log.close)
         leases = embedded_leases()
         keeper = LeaseKeeper(leases, ttl_s=settings.lease_ttl_s)
@@ -182,7 +182,9 @@ async def _running(settings: EmbeddedSettings, engines: Engines, model: Model, h
             ingress.ready_details["kv_transport"] = kv_path(layout)
         tasks.run(ingress.run(), "ingress")
         await tasks.until(lambda: all(_admitted(owner, worker, caches) for worker in workers))
-        explainer = Explainer(None if settings.log is None else LogSource(path=str(settings.log.absolute())))
+        allowed = tuple(settings.policies)
+        source = None if settings.log is None else LogSource(path=str(settings.log.absolute()), policies=allowed)
+        explainer = Explainer(source)
         stack.push_async_callback(explainer.close)
         disagg = _disagg(owner.world, settings)
         yield _System(ingress, build_app(ingress, registry, explainer, hosts), explainer, disagg)
@@ -342,6 +344,7 @@ def _group(settings: EmbeddedSettings, block_size: int) -> GroupSettings:
             PoolConfigured(pool=pool_of(role), model=name, block_size=block_size, router=settings.router, role=role)
             for role in dict.fromkeys(settings.roles.values())
         ),
+        policies=settings.policies,
         snapshot_every=settings.snapshot_every,
         snapshot_age_s=settings.snapshot_age_s,
         poll_s=min(0.5, settings.lease_ttl_s / 6),

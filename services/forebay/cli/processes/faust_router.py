@@ -3,9 +3,10 @@
     export FOREBAY_KAFKA=host:9092 FOREBAY_REDIS=redis://host:6379
     faust -A forebay.cli.processes.faust_router worker -l warning
 
-Also read: FOREBAY_NAMESPACE, FOREBAY_KAFKA_CONFIG, FOREBAY_ROUTER_ID, and a variable for each option of the router:
-FOREBAY_ROUTER_MODE for `--router-mode`, FOREBAY_ROUTER_KV_EVENTS=false for `--no-router-kv-events`. Importing this
-module makes the app and nothing else; the router runs as a task of it.
+Also read: FOREBAY_NAMESPACE, FOREBAY_KAFKA_CONFIG, FOREBAY_ROUTER_ID, FOREBAY_ALLOW_POLICY with policy classes
+separated by spaces, and a variable for each option of the router: FOREBAY_ROUTER_MODE for `--router-mode`,
+FOREBAY_ROUTER_KV_EVENTS=false for `--no-router-kv-events`. Importing this module makes the app and nothing else; the
+router runs as a task of it.
 """
 
 import asyncio
@@ -17,6 +18,7 @@ from prometheus_client import CollectorRegistry
 
 from forebay.cli.common.cluster import KAFKA, LOOPBACK, NAMESPACE, REDIS, Cluster, connected, kafka_settings
 from forebay.cli.common.shutdown import STOP_S
+from forebay.cli.policies.allowed import allowed_policies
 from forebay.cli.policies.router_options import router_config_of
 from forebay.cli.processes.router_process import start_router
 from forebay.live.router.faust_app import Assignments, RouterApp
@@ -37,6 +39,7 @@ def _cluster() -> Cluster:
 
 cluster = _cluster()
 config = router_config_of(os.environ)
+policies = allowed_policies(os.environ.get("FOREBAY_ALLOW_POLICY", "").split(), [config.mode])
 assignments = Assignments()
 feed = Feed()
 app = RouterApp(cluster.kafka, feed, assignments.publish)
@@ -52,6 +55,7 @@ async def route() -> None:
         partitions=counts.groups,
         slots_max=min(counts.pools.values(), default=0),
         config=config,
+        policies=policies,
     )
     async with connected(cluster, registry) as log:
         router = await start_router(cluster, log, feed, settings, registry, lambda: app.is_member)

@@ -23,6 +23,7 @@ from forebay.cli.common.cluster import (
 )
 from forebay.cli.common.errors import explained
 from forebay.cli.common.option_groups import spread
+from forebay.cli.policies.allowed import AllowPolicyOption, allowed_policies
 from forebay.cli.processes.http_options import HttpOptions
 from forebay.cli.processes.options import LorasOption, adapters, named, names
 
@@ -49,6 +50,7 @@ def ingress(
             "Default: NAMESPACE.replies.*."
         ),
     ] = None,
+    allow_policy: AllowPolicyOption = None,
     drain_s: Annotated[
         float,
         typer.Option(
@@ -77,4 +79,5 @@ def ingress(
             loras=adapters(names("--lora", lora), called),
             reply_topics=tuple(reply_topic or ()),
         )
-        serve(cluster, (host, port), model, settings, drain_s, http.allow_host or ())
+        policies = tuple(allowed_policies(allow_policy))
+        serve(cluster, (host, port), model, settings, drain_s, http.allow_host or (), policies)

@@ -45,12 +45,14 @@ def serve(
     settings: IngressSettings,
     drain_s: float,
     allow_hosts: Sequence[str],
+    policies: tuple[str, ...],
 ) -> None:
     """Serve until SIGINT or SIGTERM. Raises Unusable for what cannot be started with, LogError when the log fails."""
     loaded = Model(model or DEFAULT_MODEL)
+    source = LogSource(kafka=cluster.kafka, policies=policies)
     with listen(*address) as listener:
         hosts = allowed_hosts(address[0], listener.getsockname()[0], allow_hosts)
-        run_service(_run(cluster, loaded, settings, listener, drain_s, hosts))
+        run_service(_run(cluster, loaded, settings, listener, drain_s, hosts, Explainer(source)))
 
 
 class Readiness:
@@ -152,6 +154,7 @@ async def _run(
     listener: socket.socket,
     drain_s: float,
     hosts: frozenset[str] | None,
+    explainer: Explainer,
 ) -> None:
     registry = CollectorRegistry()
     counts = await count_topics(cluster.kafka)
@@ -169,7 +172,6 @@ async def _run(
         ready.enforced = partial(_enforced, ingress)
         ingress.not_ready_reason = ready.why_not
         ingress.has_owner = lambda: heartbeats.has_owner
-        explainer = Explainer(LogSource(kafka=cluster.kafka))
         address, port = listener.getsockname()[:2]
         text = f"forebay: ingress {settings.ingress_id} serves {settings.model_name} on http://{address}:{port}/v1"
         limits = ConnectionLimits(ingress.metrics.reject, connections_allowed())

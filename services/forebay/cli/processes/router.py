@@ -24,6 +24,7 @@ from forebay.cli.common.cluster import (
     start_logging,
 )
 from forebay.cli.common.errors import explained
+from forebay.cli.policies.allowed import AllowPolicyOption, allowed_policies
 from forebay.cli.policies.router_options import router_options
 from forebay.cli.processes.options import SnapshotAgeOption, SnapshotEveryOption, named
 from forebay.events.control import RouterConfig
@@ -36,6 +37,7 @@ def router(
     redis: RedisOption = REDIS,
     namespace: NamespaceOption = NAMESPACE,
     kafka_config: PropertiesOption = None,
+    allow_policy: AllowPolicyOption = None,
     router_id: Annotated[str, typer.Option(help="Display name of the router. Default: host name and process id.")] = "",
     snapshot_every: SnapshotEveryOption = 5_000,
     snapshot_age_s: SnapshotAgeOption = 300,
@@ -50,10 +52,10 @@ def router(
     start_logging(verbose=verbose)
     with explained():
         settings = kafka_settings(kafka, namespace, kafka_config)
+        custom = allowed_policies(allow_policy, [router.mode])
         name = named("--router-id", "router", router_id or f"{socket.gethostname()}-{os.getpid()}")
     # Imported here, because no other command should wait for Faust to load.
     from forebay.cli.processes.router_process import serve  # noqa: PLC0415
 
-    run_service(
-        serve(Cluster(settings, redis, metrics_host, metrics_port), name, router, snapshot_every, snapshot_age_s)
-    )
+    cluster = Cluster(settings, redis, metrics_host, metrics_port)
+    run_service(serve(cluster, name, router, custom, snapshot_every, snapshot_age_s))

@@ -7,6 +7,7 @@ from prometheus_client import CollectorRegistry
 
 from forebay.cli.common.cluster import Cluster, connected, leases_at, until_signal
 from forebay.cli.common.shutdown import CLOSE_S, ending_within
+from forebay.core.routing.policies import CustomPolicies
 from forebay.events.control import RouterConfig
 from forebay.live.router.faust_app import STATE_TOPICS, Assignments, RouterApp
 from forebay.live.router.faust_feed import FaustLog, Feed
@@ -19,7 +20,12 @@ LEAVE_S = 10.0  # Faust's consumer commits and leaves within a second if the bro
 
 
 async def serve(
-    cluster: Cluster, router_id: str, config: RouterConfig, snapshot_every: int, snapshot_age_s: float
+    cluster: Cluster,
+    router_id: str,
+    config: RouterConfig,
+    policies: CustomPolicies,
+    snapshot_every: int,
+    snapshot_age_s: float,
 ) -> None:
     """Own groups, or stand by, until SIGINT or SIGTERM. Raises LogError when the log fails."""
     counts = await count_topics(cluster.kafka)
@@ -28,6 +34,7 @@ async def serve(
         partitions=counts.groups,
         slots_max=min(counts.pools.values(), default=0),
         config=config,
+        policies=policies,
         snapshot_every=snapshot_every,
         snapshot_age_s=snapshot_age_s,
     )

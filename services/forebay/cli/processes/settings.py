@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forebay.cli.processes.engines import EngineChoice
+from forebay.core.routing.policies import CustomPolicies
 from forebay.events.control import Role, RouterConfig
 from forebay.live.owner.retention import RetentionLimits
 
@@ -49,6 +50,7 @@ class EmbeddedSettings:
         log: file of the log; None for memory.
         engine: engine of every worker; the ingress serves its model and adapters.
         router: configuration of the router.
+        policies: custom policies that may run.
         roles: role of each worker by its id.
         taints: labels of each worker by its id.
         kv_events: whether workers report the contents of their caches.
@@ -63,6 +65,7 @@ class EmbeddedSettings:
     log: Path | None
     engine: EngineChoice
     router: RouterConfig
+    policies: CustomPolicies
     roles: dict[str, Role]
     taints: dict[str, tuple[str, ...]]
     kv_events: bool

@@ -13,6 +13,7 @@ from forebay.cli.common.errors import explained, fail
 from forebay.cli.common.option_groups import spread
 from forebay.cli.common.sizes import size
 from forebay.cli.common.times import span_us
+from forebay.cli.policies.allowed import AllowPolicyOption, allowed_policies
 from forebay.cli.policies.router_options import router_options
 from forebay.cli.processes.engines import EngineChoice, engine_options
 from forebay.cli.processes.http_options import HttpOptions
@@ -71,6 +72,7 @@ def up(
     log_max_size: LogMaxSizeOption = None,
     log_max_age: LogMaxAgeOption = None,
     taint: PlacedTaintsOption = None,
+    allow_policy: AllowPolicyOption = None,
     kv_events: KvEventsOption = True,
     lease_ttl_s: Annotated[
         float, typer.Option(min=0.1, help="Seconds without a lease renewal after which a worker is lost.")
@@ -90,6 +92,7 @@ def up(
         _reject_disagg_options(context, router)
     roles = counts.roles(engine)
     with explained():
+        policies = allowed_policies(allow_policy, [router.mode])
         taints = placed_taints(names("--taint", taint), list(roles))
         ingress = http.settings(
             model_name=engine.settings.model_name, ingress_id=f"embedded-{os.getpid()}", loras=engine.loras
@@ -98,6 +101,7 @@ def up(
         log=log,
         engine=engine,
         router=router,
+        policies=policies,
         roles=roles,
         taints=taints,
         kv_events=kv_events,

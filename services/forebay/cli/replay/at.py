@@ -13,7 +13,7 @@ from forebay.cli.common.recording import GroupOption, LogArgument, Recording
 from forebay.cli.common.terminal import own_stdout, results
 from forebay.cli.common.times import time_us
 from forebay.cli.common.unverified import DIVERGED, tell_unverified
-from forebay.cli.policies.recorded import require_policies
+from forebay.cli.policies.allowed import AllowPolicyOption, allowed_policies
 from forebay.cli.replay.at_view import (
     facts_sheet,
     lost_sheet,
@@ -24,8 +24,10 @@ from forebay.cli.replay.at_view import (
     summary,
     workers_sheet,
 )
+from forebay.core.routing.policies import CustomPolicies
 from forebay.replay.at import JournalDiverged, Position, last_clock, offset_at, seek
 from forebay.replay.moment import Moment
+from forebay.replay.policies import require_allowed
 from forebay.transport.base import Log
 
 ROWS_MAX = 64  # per table on a terminal; `--json` has all rows
@@ -46,6 +48,7 @@ def at(
         ),
     ] = "",
     offset: Annotated[int | None, typer.Option(min=0, help="Offset of a record of the journal `decisions`.")] = None,
+    allow_policy: AllowPolicyOption = None,
     json: Annotated[bool, typer.Option("--json", help="Print the complete state as one JSON object.")] = False,
 ) -> None:
     """Show a group's state right after a journal record, by default the last one."""
@@ -54,9 +57,10 @@ def at(
     recording = Recording(log, kafka, namespace, kafka_config, group)
     recording.require_one_source()
     with explained():
+        custom = allowed_policies(allow_policy)
         try:
             with own_stdout():
-                position, moment = asyncio.run(_read_moment(recording, time, offset))
+                position, moment = asyncio.run(_read_moment(recording, time, offset, custom))
         except JournalDiverged as diverged:
             complain(f"{recording.name}: {diverged}")
             raise typer.Exit(DIVERGED) from None
@@ -67,15 +71,17 @@ def at(
     tell_unverified(moment.unverified)
 
 
-async def _read_moment(recording: Recording, time: str, offset: int | None) -> tuple[Position, Moment]:
+async def _read_moment(
+    recording: Recording, time: str, offset: int | None, custom: CustomPolicies
+) -> tuple[Position, Moment]:
     async with recording.opened() as (log, partition):
-        position = await seek(log, partition, await _requested_offset(log, partition, time, offset))
+        await require_allowed(log, partition, custom)
+        position = await seek(log, partition, await _requested_offset(log, partition, time, offset), custom)
         return position, await position.moment()
 
 
 async def _requested_offset(log: Log, partition: int, time: str, offset: int | None) -> int | None:
     """Return the journal offset that the options name; None if they name none."""
-    await require_policies(log, partition)
     if not time:
         return offset
     exactly = time.isdecimal() and len(time) <= CLOCK_DIGITS_MAX

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from forebay.cli.common.recorded_simulation import RecordedSimulation
+from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
 from forebay.events.snapshots import WorkerState
 from forebay.ingress.errors import Unusable
 from forebay.replay.diff.handover import Handover
@@ -43,7 +44,9 @@ class ClosedLoop(msgspec.Struct, kw_only=True):
     notes: list[str]
 
 
-def closed_loop(handover: Handover, end_us: int, speedup: float, progress: OnRun) -> ClosedLoop:
+def closed_loop(
+    handover: Handover, end_us: int, speedup: float, progress: OnRun, custom: CustomPolicies = ONLY_BUILT_IN
+) -> ClosedLoop:
     """Simulate both policies from the fork on.
 
     Args:
@@ -51,6 +54,7 @@ def closed_loop(handover: Handover, end_us: int, speedup: float, progress: OnRun
         end_us: the owner's clock at the end of the recording.
         speedup: factor by which engines are faster than the modelled GPU.
         progress: called with the name of the run, the number of requests that arrived, and their total.
+        custom: custom policies that may run.
 
     Raises:
         Unusable: the rest of the recording cannot be simulated.
@@ -70,7 +74,8 @@ def closed_loop(handover: Handover, end_us: int, speedup: float, progress: OnRun
             progress(run, done, len(requests.by_id))
 
         try:
-            resumed = simulation.run(state, requests.arrivals(operator_events), on_arrived, speedup=speedup)
+            arrivals = requests.arrivals(operator_events)
+            resumed = simulation.run(state, arrivals, on_arrived, speedup=speedup, custom=custom)
         except Unusable as error:
             raise Unusable(f"--closed-loop: {error}") from None
         runs[name] = simulation.summarize((resumed.served[request_id] for request_id in compared), resumed.digest)

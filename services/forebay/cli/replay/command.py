@@ -12,13 +12,15 @@ from forebay.cli.common.errors import complain, explained, fail
 from forebay.cli.common.recording import GroupOption, LogArgument, Recording
 from forebay.cli.common.terminal import own_stdout
 from forebay.cli.common.unverified import DIVERGED, allow_option, allowed_of, complaint, exit_code
-from forebay.cli.policies.recorded import require_policies
+from forebay.cli.policies.allowed import AllowPolicyOption, allowed_policies
 from forebay.cli.replay import at as replay_at
 from forebay.cli.replay import export as replay_export
 from forebay.cli.replay.diff import diff_command
 from forebay.cli.replay.explain import explain_command
 from forebay.cli.replay.verify import show, shown_progress
+from forebay.core.routing.policies import CustomPolicies
 from forebay.events.topics import DECISIONS
+from forebay.replay.policies import require_allowed
 from forebay.replay.verify.verify import UNVERIFIED, OnProgress, VerifyReport, verify
 from forebay.transport.history.groups import groups_of
 from forebay.transport.sqlite.log import SqliteLog
@@ -43,14 +45,17 @@ def verify_command(
     kafka_config: PropertiesOption = None,
     group: GroupOption = "",
     allow: Annotated[list[str] | None, allow_option(UNVERIFIED)] = None,
+    allow_policy: AllowPolicyOption = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
 ) -> None:
     """Derive every routing decision again. Exits 1 at the first difference from the journal."""
     recording = Recording(log, kafka, namespace, kafka_config, group)
     recording.require_one_source()
     allowed = allowed_of(allow, UNVERIFIED)
+    with explained():
+        custom = allowed_policies(allow_policy)
     with explained(), shown_progress() as on_progress, own_stdout():
-        report = asyncio.run(_verify(recording, on_progress, allowed))
+        report = asyncio.run(_verify(recording, on_progress, allowed, custom))
     if json:
         typer.echo(msgspec.json.encode(report).decode())
     else:
@@ -62,12 +67,14 @@ def verify_command(
         raise typer.Exit(exit_code(report.failed))
 
 
-async def _verify(recording: Recording, on_progress: OnProgress, allowed: Set[str]) -> VerifyReport:
+async def _verify(
+    recording: Recording, on_progress: OnProgress, allowed: Set[str], custom: CustomPolicies
+) -> VerifyReport:
     async with recording.opened() as (log, partition):
         if isinstance(log, SqliteLog):
             log.check()
-        await require_policies(log, partition)
+        await require_allowed(log, partition, custom)
         ends = [await of(DECISIONS.name, partition) for of in (log.begin, log.end)]
         if ends[0] == ends[1] and "" not in await groups_of(log):
             fail(f"nothing to verify: the journal of control partition {partition} in {recording.name} is empty")
-        return await verify(log, partition, on_progress, allowed)
+        return await verify(log, partition, on_progress, allowed, custom)

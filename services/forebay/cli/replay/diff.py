@@ -15,6 +15,7 @@ from forebay.cli.common.page_file import require_writable, write
 from forebay.cli.common.recording import GroupOption, LogArgument, Recording
 from forebay.cli.common.terminal import bar, own_stdout
 from forebay.cli.common.unverified import DIVERGED, allow_option, allowed_of, complaint, exit_code
+from forebay.cli.policies.allowed import AllowPolicyOption, allowed_policies
 from forebay.cli.policies.alternative import (
     Alternative,
     PolicyConfigOption,
@@ -22,13 +23,14 @@ from forebay.cli.policies.alternative import (
     SetOption,
     alternative,
 )
-from forebay.cli.policies.recorded import require_policies
 from forebay.cli.replay.closed_loop import ClosedLoop, closed_loop
 from forebay.cli.replay.diff_view import show
 from forebay.cli.replay.verify import shown_progress
+from forebay.core.routing.policies import CustomPolicies
 from forebay.replay.diff.diff import diff
 from forebay.replay.diff.handover import Handover
 from forebay.replay.diff.report import DiffReport
+from forebay.replay.policies import require_allowed
 from forebay.replay.verify.verify import OnProgress
 from forebay.replay.walk import FOREIGN_RECORDS, UNKNOWN_EVENTS, UNREAD_FIELDS
 from forebay.transport.history.groups import pools_of
@@ -61,6 +63,7 @@ def diff_command(
             min=1e-6, max=1e6, help="With --closed-loop: factor by which engines are faster than the modelled GPU."
         ),
     ] = 1.0,
+    allow_policy: AllowPolicyOption = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
 ) -> None:
     """Compare a recorded history with another configuration: which requests move, and the effect on caches and load.
@@ -78,9 +81,10 @@ def diff_command(
     handover = Handover() if closed else None
     with explained(), own_stdout():
         other = alternative(sets, policy, policy_config)
+        custom = allowed_policies(allow_policy, other.modes)
         with shown_progress() as on_progress:
-            report = asyncio.run(_diff(recording, other, on_progress, handover))
-        simulated = None if handover is None else _simulated(report, handover, speedup)
+            report = asyncio.run(_diff(recording, other, on_progress, handover, custom))
+        simulated = None if handover is None else _simulated(report, handover, speedup, custom)
     if json:
         fields = msgspec.to_builtins(report)
         typer.echo(msgspec.json.encode({**fields, "closed_loop": simulated} if closed else fields).decode())
@@ -93,7 +97,7 @@ def diff_command(
     _complain(report, allowed, recording)
 
 
-def _simulated(report: DiffReport, handover: Handover, speedup: float) -> ClosedLoop | None:
+def _simulated(report: DiffReport, handover: Handover, speedup: float, custom: CustomPolicies) -> ClosedLoop | None:
     """Return the closed-loop simulation, or None if there is nothing to simulate.
 
     Raises:
@@ -110,7 +114,7 @@ def _simulated(report: DiffReport, handover: Handover, speedup: float) -> Closed
             progress.update(tasks[name], completed=done)
 
         ended_us = report.fork.at_us + round((report.span_s - report.fork.after_s) * 1e6)
-        return closed_loop(handover, ended_us, speedup, on_run)
+        return closed_loop(handover, ended_us, speedup, on_run, custom)
 
 
 def _write(path: Path, report: DiffReport, simulated: ClosedLoop | None, source: str) -> None:
@@ -120,15 +124,19 @@ def _write(path: Path, report: DiffReport, simulated: ClosedLoop | None, source:
 
 
 async def _diff(
-    recording: Recording, other: Alternative, on_progress: OnProgress, handover: Handover | None
+    recording: Recording,
+    other: Alternative,
+    on_progress: OnProgress,
+    handover: Handover | None,
+    custom: CustomPolicies,
 ) -> DiffReport:
     async with recording.opened() as (log, partition):
         if isinstance(log, SqliteLog):
             log.check()
-        await require_policies(log, partition)
+        await require_allowed(log, partition, custom)
         pools = await pools_of(log, partition)
         other.require_pools(pools)
-        report = await diff(log, partition, other.of, on_progress, handover, other.named)
+        report = await diff(log, partition, other.of, on_progress, handover, other.named, custom)
         report.alternative, report.idle = str(other), other.idle(pools, report.undone)
         return report
 

@@ -14,10 +14,12 @@ from forebay.cli.common.errors import explained, fail
 from forebay.cli.common.recording import GroupOption, Recording
 from forebay.cli.common.terminal import bar, own_stdout
 from forebay.cli.common.unverified import DIVERGED, tell_unverified
-from forebay.cli.policies.recorded import require_policies
+from forebay.cli.policies.allowed import AllowPolicyOption, allowed_policies
 from forebay.cli.replay.explain_view import show
+from forebay.core.routing.policies import CustomPolicies
 from forebay.replay.explain.explain import Explanation, UnknownRequest, explain
 from forebay.replay.explain.find import OnProgress
+from forebay.replay.policies import require_allowed
 
 
 def explain_command(
@@ -33,6 +35,7 @@ def explain_command(
     kafka_config: PropertiesOption = None,
     group: GroupOption = "",
     everything: Annotated[bool, typer.Option("--all", help="Show every candidate, not only the cheapest.")] = False,
+    allow_policy: AllowPolicyOption = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
 ) -> None:
     """Show a request's timeline: every routing decision with all costs, its reason, and the outcome.
@@ -44,9 +47,11 @@ def explain_command(
         fail("expected LOG and REQUEST, or REQUEST and --kafka")
     log = None if kafka else Path(where[0])
     recording = Recording(log, kafka, namespace, kafka_config, group)
+    with explained():
+        custom = allowed_policies(allow_policy)
     with explained(), _shown_progress() as on_progress, own_stdout():
         try:
-            explanation = asyncio.run(_explain(recording, where[-1], on_progress))
+            explanation = asyncio.run(_explain(recording, where[-1], on_progress, custom))
         except UnknownRequest as unknown:
             fail(f"{recording.name}: {unknown}")
     if json:
@@ -58,10 +63,12 @@ def explain_command(
     tell_unverified(explanation.unverified)
 
 
-async def _explain(recording: Recording, request_id: str, on_progress: OnProgress) -> Explanation:
+async def _explain(
+    recording: Recording, request_id: str, on_progress: OnProgress, custom: CustomPolicies
+) -> Explanation:
     async with recording.opened() as (log, partition):
-        await require_policies(log, partition)
-        return await explain(log, partition, request_id, progress=on_progress)
+        await require_allowed(log, partition, custom)
+        return await explain(log, partition, request_id, progress=on_progress, custom=custom)
 
 
 @contextmanager

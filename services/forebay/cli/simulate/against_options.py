@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from forebay.cli.policies.allowed import AllowPolicyOption
+
 
 @dataclass(frozen=True, slots=True)
 class AgainstOptions:
@@ -29,3 +31,4 @@ class AgainstOptions:
             "reuse=1 (percentage points), load=5 (%)."
         ),
     ] = None
+    allow_policy: AllowPolicyOption = None

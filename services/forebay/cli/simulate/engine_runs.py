@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
 from forebay.core.step import AnyDecision, InputEvent
 from forebay.core.world import World
 from forebay.engine_model.model import EngineConfig
@@ -60,7 +61,9 @@ class EngineRuns:
     clocks_differ: bool
 
 
-async def engine_runs(log: Log, partition: int, pool: str, on_progress: OnProgress) -> EngineRuns:
+async def engine_runs(
+    log: Log, partition: int, pool: str, on_progress: OnProgress, custom: CustomPolicies = ONLY_BUILT_IN
+) -> EngineRuns:
     """Read the engine runs of a pool.
 
     Args:
@@ -68,12 +71,13 @@ async def engine_runs(log: Log, partition: int, pool: str, on_progress: OnProgre
         partition: control partition of the group.
         pool: name of the pool; empty for the only one.
         on_progress: called from time to time with the position.
+        custom: custom policies that may run.
 
     Raises:
         LogError: the recording cannot be read.
         Unusable: the history diverges, or the pool has no comparable engines.
     """
-    walk = await walk_all(log, partition)
+    walk = await walk_all(log, partition, custom)
     reader = _Reader(walk)
     done = 0
     async for step in walk:

@@ -16,6 +16,7 @@ from xxhash import xxh3_64_intdigest
 from forebay.cli.common.recorded_simulation import RecordedRequests, RecordedSimulation
 from forebay.cli.simulate.fidelity_stages import PlacementAgreement, agreement, placeable, specs, stages
 from forebay.cli.simulate.simulations import OnDone, Work, run_all
+from forebay.core.routing.policies import CustomPolicies
 from forebay.core.state.holder_bits import HolderKey
 from forebay.engine_model.timing import EngineTiming
 from forebay.events.control import DisaggregationSet, PoolConfigured, RouterConfig
@@ -180,7 +181,7 @@ class _Pair:
 
 
 def fidelity(
-    history: ObservedHistory, routers: Mapping[str, RouterConfig], playing: FidelitySettings
+    history: ObservedHistory, routers: Mapping[str, RouterConfig], playing: FidelitySettings, custom: CustomPolicies
 ) -> FidelityReport:
     """Simulate a history under its own configuration, and under each of `routers`, in one process per simulation.
 
@@ -188,6 +189,7 @@ def fidelity(
         history: the recorded history.
         routers: further routing configurations by name.
         playing: settings of the simulations.
+        custom: custom policies that may run.
 
     Raises:
         Unusable: the history cannot be simulated.
@@ -199,7 +201,7 @@ def fidelity(
         raise Unusable(f"{idle[0]}: disagg settings need prefill and decode workers, but the recording has none")
     if fit is None and playing.link:
         raise Unusable("the recording has no KV transfers; omit the --kv-transfer-* options")
-    played = partial(_FidelityRun, history, simulation, playing)
+    played = partial(_FidelityRun, history, simulation, playing, custom)
     runs = [played(AS_RECORDED, draw=draw) for draw in range(playing.repeat)]
     runs.append(played(PLACED, placed=True))
     for name, router in routers.items():
@@ -235,6 +237,7 @@ class _FidelityRun:
     history: ObservedHistory
     simulation: RecordedSimulation
     playing: FidelitySettings
+    custom: CustomPolicies
     name: str
     router: RouterConfig | None = None
     draw: int = 0
@@ -261,6 +264,7 @@ class _FidelityRun:
             speedup=playing.speedup,
             delays=msgspec.structs.replace(playing.delays, submit=NO_DELAYS.submit, tokens=playing.delays.progress),
             timing=playing.timing,
+            custom=self.custom,
         )
         pairs = []
         failures: Counter[str] = Counter()

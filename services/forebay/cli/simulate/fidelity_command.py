@@ -12,14 +12,16 @@ from forebay.cli.common.errors import complain, explained, fail
 from forebay.cli.common.recording import Recording
 from forebay.cli.common.terminal import own_stdout
 from forebay.cli.common.unverified import DIVERGED, tell_unverified
-from forebay.cli.policies.recorded import require_policies
+from forebay.cli.policies.allowed import allowed_policies
 from forebay.cli.replay.verify import shown_progress
 from forebay.cli.simulate.against_options import AgainstOptions
 from forebay.cli.simulate.fidelity import FidelitySettings, fidelity
 from forebay.cli.simulate.fidelity_view import show
 from forebay.cli.simulate.options import FleetOptions, ShapeOptions, require_routers, settings_of
+from forebay.core.routing.policies import CustomPolicies
 from forebay.ingress.errors import Unusable
 from forebay.replay.observed import ObservedHistory, observe_history
+from forebay.replay.policies import require_allowed
 from forebay.replay.verify.verify import OnProgress
 from forebay.simulate.settings import policy
 from forebay.transport.sqlite.log import SqliteLog
@@ -60,9 +62,10 @@ def compare_with_recording(
         except ValueError as error:
             fail(str(error))
         require_routers(routers.values())
+        custom = allowed_policies(options.allow_policy, [router.mode for router in routers.values()])
         with own_stdout():
-            history = _history(source)
-        found = fidelity(history, routers, playing)
+            history = _history(source, custom)
+        found = fidelity(history, routers, playing, custom)
     above = found.above(bounds)
     if json:
         output = {"recording": source.name, **msgspec.to_builtins(found), "above": above}
@@ -107,7 +110,7 @@ def _playing(options: AgainstOptions, fleet: FleetOptions) -> FidelitySettings:
     )
 
 
-def _history(source: Recording) -> ObservedHistory:
+def _history(source: Recording, custom: CustomPolicies) -> ObservedHistory:
     """Read the observed history. Exits if the journal and the rederived decisions diverge.
 
     Raises:
@@ -115,7 +118,7 @@ def _history(source: Recording) -> ObservedHistory:
         Unusable: the recording cannot be replayed.
     """
     with shown_progress() as on_progress:
-        history = asyncio.run(_lived(source, on_progress))
+        history = asyncio.run(_lived(source, on_progress, custom))
     if history.divergence is not None:
         divergence = history.divergence
         complain(f"{source.name}: history diverges at journal offset {divergence.offset}: {divergence.reason}")
@@ -141,9 +144,9 @@ def bounds_of(text: str | None) -> dict[str, float]:
     return bounds
 
 
-async def _lived(source: Recording, on_progress: OnProgress) -> ObservedHistory:
+async def _lived(source: Recording, on_progress: OnProgress, custom: CustomPolicies) -> ObservedHistory:
     async with source.opened() as (log, partition):
         if isinstance(log, SqliteLog):
             log.check()
-        await require_policies(log, partition)
-        return await observe_history(log, partition, on_progress)
+        await require_allowed(log, partition, custom)
+        return await observe_history(log, partition, on_progress, custom)

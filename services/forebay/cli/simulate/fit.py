@@ -12,9 +12,12 @@ from forebay.cli.common.cluster import NAMESPACE
 from forebay.cli.common.errors import complain, explained, fail
 from forebay.cli.common.recording import GroupOption, Recording
 from forebay.cli.common.terminal import bar
+from forebay.cli.policies.allowed import AllowPolicyOption, allowed_policies
 from forebay.cli.replay.verify import shown_progress
 from forebay.cli.simulate.engine_runs import EngineRuns, engine_runs
+from forebay.core.routing.policies import CustomPolicies
 from forebay.ingress.errors import Unusable
+from forebay.replay.policies import require_allowed
 from forebay.replay.verify.verify import OnProgress
 from forebay.simulate.profiles.profile import EngineSizes, Profile, write_linear
 from forebay.transport.sqlite.log import SqliteLog
@@ -40,6 +43,7 @@ def fit(
     ] = None,
     pool: Annotated[str, typer.Option(help="Fit the engines of this pool. Required if there are several pools.")] = "",
     group: GroupOption = "",
+    allow_policy: AllowPolicyOption = None,
 ) -> None:
     """Fit an engine profile to the recorded times of engines.
 
@@ -52,8 +56,9 @@ def fit(
     if out is not None and out.exists() and log.exists() and out.samefile(log):
         fail(f"{out}: --out names the recording itself; choose another file")
     with explained():
+        custom = allowed_policies(allow_policy)
         with shown_progress() as on_progress:
-            engines = asyncio.run(_read(Recording(log, None, NAMESPACE, None, group), pool, on_progress))
+            engines = asyncio.run(_read(Recording(log, None, NAMESPACE, None, group), pool, on_progress, custom))
         found = _fitted(engines)
     notes = _notes(engines, found, log.name)
     profile = write_linear(_profile(engines, found, log), notes)
@@ -67,11 +72,12 @@ def fit(
         fail(f"{out}: {error.strerror}")
 
 
-async def _read(recording: Recording, pool: str, on_progress: OnProgress) -> EngineRuns:
+async def _read(recording: Recording, pool: str, on_progress: OnProgress, custom: CustomPolicies) -> EngineRuns:
     async with recording.opened() as (log, partition):
         if isinstance(log, SqliteLog):
             log.check()
-        return await engine_runs(log, partition, pool, on_progress)
+        await require_allowed(log, partition, custom)
+        return await engine_runs(log, partition, pool, on_progress, custom)
 
 
 def _fitted(engines: EngineRuns) -> "TimingFit":

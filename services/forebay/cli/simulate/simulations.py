@@ -17,6 +17,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from forebay.cli.common.terminal import bar, in_markup, own_stdout
 from forebay.events.control import RouterConfig
+from forebay.replay.policies import load_policies
 from forebay.simulate.outcome import SimulationOutcome, summary
 from forebay.simulate.reading import open_workload
 from forebay.simulate.settings import Settings
@@ -90,7 +91,9 @@ class Work(Generic[T]):
 
 def play(job: Job, on_done: OnDone) -> SimulationOutcome:
     """Run a simulation in this process. `on_done` is called with the number of requests that have arrived."""
-    return Simulation(job.settings, job.router).run(open_workload(job.workload, job.options), on_done)
+    routers = [job.router, *(pool.router for pool in job.settings.pools if pool.router is not None)]
+    custom = load_policies(router.mode for router in routers)
+    return Simulation(job.settings, job.router, custom).run(open_workload(job.workload, job.options), on_done)
 
 
 def run_metrics(job: Job, outcome: SimulationOutcome, slo: Slo | None) -> dict[str, Any]:

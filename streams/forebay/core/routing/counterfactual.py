@@ -102,7 +102,7 @@ def counterfactual(world: World, pool: PoolConfigured, history: Plan) -> Counter
     again = (world.requests.get(request.request_id) or request).was_dispatched
     try:
         candidates = _candidates(world, pool, history, again=again)
-        choice = evaluate(world, candidates)
+        choice = evaluate(world, candidates, as_owner=False)
     except Ineligible as ineligible:
         return Counterfactual(history, None, ineligible, would_hold=False)
     would_hold = not again and must_queue(candidates.pool, candidates.roster)

@@ -9,7 +9,7 @@ import msgspec
 from forebay.core.routing.cost import CostTable, Demand, cost_table
 from forebay.core.routing.eligibility import Ineligible
 from forebay.core.routing.plan import Plan, StageCandidates
-from forebay.core.routing.policies import Candidate, PolicyUnusable, RoutingRequest, RoutingWorld, policy_class
+from forebay.core.routing.policies import Candidate, Policy, RoutingRequest, RoutingWorld
 from forebay.core.state.active_request import ActiveRequest
 from forebay.core.state.holder_bits import HolderKey
 from forebay.core.state.prefix_index import NO_OVERLAP, Overlap
@@ -21,8 +21,17 @@ from forebay.events.requests import RouterOverride
 NO_BLOCKS: Sequence[int] = ()
 
 
-def evaluate(world: World, candidates: StageCandidates) -> Plan:
-    """Compute the cost table of the candidates, and apply the policy. Raises Ineligible if the policy fails."""
+def evaluate(world: World, candidates: StageCandidates, *, as_owner: bool = True) -> Plan:
+    """Compute the cost table of the candidates, and apply the policy.
+
+    Args:
+        world: current state.
+        candidates: ranks to select from.
+        as_owner: whether the decision is the owner's; see `World.policy`.
+
+    Raises:
+        Ineligible: the policy failed or is not allowed.
+    """
     pool, request, roster = candidates.pool, candidates.request, candidates.roster
     override = request.hints.override
     config = pool.router if override is None else apply_override(pool.router, override)
@@ -35,7 +44,8 @@ def evaluate(world: World, candidates: StageCandidates) -> Plan:
         preferred_taints=request.hints.preferred_taints,
     )
     table = cost_table(config, pool.block_size, roster, demand)
-    at = run_policy(*policy_input(world, pool, request, config, table))
+    policy = world.policy(config.mode, as_owner=as_owner)
+    at = run_policy(policy, *policy_input(world, pool, request, config, table))
     return Plan(candidates.stage, pool, request, config, table, at, candidates.place)
 
 
@@ -98,13 +108,11 @@ def policy_input(
     return seen, routing_request
 
 
-def run_policy(seen: RoutingWorld, request: RoutingRequest) -> int:
-    """Return the position that the configured policy selects. Raises Ineligible if the policy fails."""
+def run_policy(policy: type[Policy], seen: RoutingWorld, request: RoutingRequest) -> int:
+    """Return the position that a policy selects. Raises Ineligible if the policy fails."""
     mode = seen.config.mode
     try:
-        at = policy_class(mode)().decide(seen, request)
-    except PolicyUnusable as unusable:
-        raise Ineligible("policy_failed", str(unusable)) from unusable
+        at = policy().decide(seen, request)
     except (Exception, SystemExit) as error:  # a custom policy may fail in any way
         raise Ineligible("policy_failed", f"the policy {mode} failed: {_describe_error(error)}") from error
     count = len(seen.costs)

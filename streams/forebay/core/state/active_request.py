@@ -3,19 +3,15 @@
 from array import array
 from dataclasses import dataclass, field
 
-from msgspec.msgpack import encode
 from xxhash import xxh3_64_intdigest
 
 from forebay.core.phases import ON_WORKER, Phase
+from forebay.core.state_machine import digest_of
 from forebay.events.base import array_u64
 from forebay.events.decisions import Stage
 from forebay.events.media import Encoded
-from forebay.events.requests import NO_HINTS, RequestSubmitted, RouteQueried, RoutingHints, Task
+from forebay.events.requests import RequestSubmitted, RouteQueried, RoutingHints, Task
 from forebay.events.transfer import Prefilled
-
-# A digest omits these fields at their defaults, so logs from before media and prefill workers keep their digests.
-NOT_ENCODED: tuple[Stage, int, str] = ("aggregated", 0, "")
-NOT_PREFILLED = (0, "", 0, False, "")
 
 
 @dataclass(slots=True)
@@ -104,15 +100,22 @@ class ActiveRequest:
     sent: list[tuple[int, str, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        hints = b"" if self.hints == NO_HINTS else encode(self.hints)
-        text = (
-            f"{self.request_id}\0{self.offset}\0{self.due_us}\0{self.pool}\0{self.reply_slot}\0{self.prompt_tokens}"
-            f"\0{self.tie_seed}\0{xxh3_64_intdigest(self.packed)}\0{self.lora_name}\0{self.task}\0"
+        self.identity_hash = digest_of(
+            self.request_id,
+            self.offset,
+            self.due_us,
+            self.pool,
+            self.reply_slot,
+            self.prompt_tokens,
+            self.tie_seed,
+            xxh3_64_intdigest(self.packed),
+            self.lora_name,
+            self.task,
+            self.media_tokens,
+            self.ingress,
+            self.hints,
+            seed=self.content,
         )
-        # Requests without media keep the digest that they had before media existed.
-        media = b"\0%d" % self.media_tokens if self.media_tokens else b""
-        ingress = f"\0ingress\0{self.ingress}".encode() if self.ingress else b""
-        self.identity_hash = xxh3_64_intdigest(text.encode() + hints + media + ingress, self.content)
 
     @property
     def on_worker(self) -> bool:
@@ -191,10 +194,9 @@ def request_from_query(event: RouteQueried, pool: str) -> ActiveRequest:
 
 def content_hash(event: RequestSubmitted) -> int:
     """Return a 64-bit hash of what identifies the content: not the reply slot, timeout, times or routing hints."""
-    text = f"{event.model}\0{event.lora_name}\0{event.cache_namespace}\0{event.task}\0{event.nonce}\0".encode()
-    # As on the wire, defaults are left out, so fields that are added later do not change the hash.
-    media = "".join([f"\0{one.kind}\0{one.digest}\0{one.first_token}\0{one.tokens}" for one in event.media]).encode()
-    return xxh3_64_intdigest(event.token_ids, xxh3_64_intdigest(text + encode(event.sampling) + media))
+    media = [(one.kind, one.digest, one.first_token, one.tokens) for one in event.media]
+    names = event.model, event.lora_name, event.cache_namespace, event.task
+    return digest_of(*names, event.nonce, event.sampling, media, seed=xxh3_64_intdigest(event.token_ids))
 
 
 def id_hash(request_id: str) -> int:
@@ -204,19 +206,25 @@ def id_hash(request_id: str) -> int:
 
 def request_term(request: ActiveRequest) -> int:
     """Return the contribution of a request to the digest."""
-    text = (
-        f"{request.phase}\0{request.attempt}\0{request.worker_id}\0{request.worker_epoch}\0{request.rank}"
-        f"\0{request.queue_class}\0{request.uncached_tokens}\0{request.queued_at_us}"
+    return digest_of(
+        request.phase,
+        request.attempt,
+        request.worker_id,
+        request.worker_epoch,
+        request.rank,
+        request.queue_class,
+        request.uncached_tokens,
+        request.queued_at_us,
+        request.queue_due_us,
+        request.stage,
+        request.encodings,
+        request.encoder_id,
+        request.encoded,
+        request.prefills,
+        request.prefiller_id,
+        request.prefilled,
+        request.prefilled_due_us,
+        request.begun,
+        request.decoder_id,
+        seed=request.identity_hash,
     )
-    encoding = request.stage, request.encodings, request.encoder_id
-    if encoding != NOT_ENCODED:
-        text += f"\0{encoding}"
-    prefill = request.prefills, request.prefiller_id, request.prefilled_due_us, request.begun, request.decoder_id
-    if prefill != NOT_PREFILLED:
-        text += f"\0{prefill}"
-    if request.queue_due_us:
-        text += f"\0until {request.queue_due_us}"
-    locations = b"" if request.encoded is None else encode(request.encoded)
-    if request.prefilled is not None:
-        locations += encode(request.prefilled)
-    return xxh3_64_intdigest(text.encode() + locations, request.identity_hash)

@@ -12,13 +12,11 @@ from dataclasses import dataclass
 from typing import Literal, assert_never
 
 import msgspec
-from msgspec.msgpack import encode
-from xxhash import xxh3_64_intdigest
 
 from forebay.core.state.active_request import id_hash
 from forebay.core.state.recent_ids import RecentIds
 from forebay.core.state.requests import REMEMBER_US
-from forebay.core.state_machine import IllegalTransition
+from forebay.core.state_machine import IllegalTransition, digest_of, plain
 from forebay.events.base import U64_MASK
 from forebay.events.control import Command
 from forebay.events.decisions import CommandOutcome
@@ -63,8 +61,8 @@ class PendingCommand:
     def __post_init__(self) -> None:
         self.open = sum(one.status == "pending" for one in self.outcomes.values())
         self.chars = sum(map(_chars, self.outcomes.values()))
-        text = f"{self.command_id}\0{self.nonce}\0{self.offset}\0{self.reply_slot}\0{self.due_us}\0"
-        self.term = xxh3_64_intdigest(text.encode() + encode(self.command))
+        fixed = self.command_id, self.nonce, self.offset, self.reply_slot, self.due_us
+        self.term = digest_of(*fixed, plain(self.command))
 
     def digest(self) -> int:
         """Return the command's current contribution to the digest."""
@@ -72,7 +70,7 @@ class PendingCommand:
 
     def term_of(self, outcome: CommandOutcome) -> int:
         """Return the contribution of one outcome to the digest."""
-        return xxh3_64_intdigest(encode(outcome), self.term)
+        return digest_of(plain(outcome), seed=self.term)
 
 
 class PendingCommands:
@@ -173,7 +171,7 @@ class PendingCommands:
         self._remembered.forget(now_us)
 
     def digest(self) -> int:
-        """Return a 64-bit digest over commands in flight and remembered ids; 0 if there are none."""
+        """Return a 64-bit digest over commands in flight and remembered ids."""
         return (self._sum + self._remembered.digest()) & U64_MASK
 
     def snapshot(self) -> Iterator[CommandState | Remembered]:

@@ -13,10 +13,8 @@ from enum import StrEnum
 from typing import assert_never
 
 import msgspec
-from msgspec.msgpack import encode
-from xxhash import xxh3_64_intdigest
 
-from forebay.core.state_machine import IllegalTransition
+from forebay.core.state_machine import IllegalTransition, digest_of, plain
 from forebay.events.base import U64_MASK
 from forebay.events.fleet import (
     AnyFleetEvent,
@@ -251,11 +249,9 @@ class Fleet:
 
 
 def _term(worker: FleetWorker) -> int:
-    place = f"{worker.lease}\0{worker.slot}\0{worker.worker_epoch}\0{worker.from_offset}"
-    text = f"{place}\0{worker.phase}\0{worker.lease_ttl_ms}\0"
-    # Encode a map, not a struct: the header of an encoded struct depends on how many fields the type has.
-    return xxh3_64_intdigest(text.encode() + encode(msgspec.to_builtins(worker.spec)))
+    place = worker.lease, worker.slot, worker.worker_epoch, worker.from_offset
+    return digest_of(*place, worker.phase, worker.lease_ttl_ms, plain(worker.spec))
 
 
 def _ingress_term(ingress: FleetIngress) -> int:
-    return xxh3_64_intdigest(f"ingress\0{ingress.ingress_id}\0{ingress.incarnation}\0{ingress.lease_ttl_ms}".encode())
+    return digest_of("ingress", ingress.ingress_id, ingress.incarnation, ingress.lease_ttl_ms)

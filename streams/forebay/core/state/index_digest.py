@@ -7,7 +7,8 @@ them, which is ten times faster than the index and needs little memory beside th
 from typing import assert_never
 
 from forebay.core.state.holder_bits import HolderKey
-from forebay.core.state.prefix_index import TIERS, holder_text, index_digest
+from forebay.core.state.prefix_index import TIERS
+from forebay.core.state_machine import digest_of
 from forebay.events.base import U64_MASK, array_u64
 from forebay.events.kv import AnyKvEvent, BlocksRemoved, BlocksStored, CacheCleared, Tier
 from forebay.events.snapshots import IndexBlocks, IndexChanges, IndexCursor
@@ -38,15 +39,11 @@ class IndexTally:
 
     def digest(self) -> int:
         """Return the digest `PrefixIndex.digest` would return."""
-        return index_digest(
-            holder_text(
-                key,
-                cursor.worker_epoch,
-                cursor.last_seq,
-                cursor.resync,
-                [self._sum_of(key, tier) for tier in TIERS],
+        return digest_of(
+            *(
+                (key, cursor.worker_epoch, cursor.last_seq, cursor.resync, [self._sum_of(key, tier) for tier in TIERS])
+                for key, cursor in sorted(self._cursors.items(), key=lambda item: item[0])
             )
-            for key, cursor in sorted(self._cursors.items(), key=lambda item: item[0])
         )
 
     def _is_of_cursor(self, chunk: IndexBlocks | AnyKvEvent) -> bool:

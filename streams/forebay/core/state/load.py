@@ -18,10 +18,12 @@ from itertools import compress, count
 from operator import ne
 from typing import assert_never
 
+from msgspec.structs import astuple
 from xxhash import xxh3_64_intdigest
 
 from forebay.core.state.block_sets import as_block_array
 from forebay.core.state.holder_bits import HolderKey
+from forebay.core.state_machine import digest_of
 from forebay.events.base import U64_BYTES, U64_MASK, pack_u64, unpack_u64
 from forebay.events.metrics import LoadReported
 from forebay.events.snapshots import Booking, ComputedTokens, Reported
@@ -325,7 +327,7 @@ class FleetLoad:
 
     def _take_report(self, reported: Reported) -> None:
         rank = self._ranks[reported.worker_id, reported.rank]
-        term = _reported_term(reported)
+        term = digest_of(*astuple(reported))
         self._sum += term - rank.reported_term
         rank.reported, rank.reported_term = reported, term
 
@@ -428,12 +430,15 @@ def _weigh(rank: RankLoad, units: int) -> None:
 
 def _booking_term(booked: _ActiveBooking) -> int:
     worker_id, rank = booked.key
-    text = (
-        f"{booked.request_id}\0{worker_id}\0{rank}\0{booked.prefill_tokens}\0{len(booked.packed)}"
-        f"\0{booked.prompt_tokens}\0{booked.reuse}\0{booked.output_tokens}\0{booked.expected_output_tokens}"
+    return digest_of(
+        booked.request_id,
+        worker_id,
+        rank,
+        booked.prefill_tokens,
+        len(booked.packed),
+        booked.packed[-U64_BYTES:],  # the last sequence hash covers all blocks
+        booked.prompt_tokens,
+        booked.reuse,
+        booked.output_tokens,
+        booked.expected_output_tokens,
     )
-    return xxh3_64_intdigest(text.encode(), int.from_bytes(booked.packed[-U64_BYTES:], "little"))
-
-
-def _reported_term(reported: Reported) -> int:
-    return xxh3_64_intdigest(repr(reported).encode())

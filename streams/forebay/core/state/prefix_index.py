@@ -7,15 +7,14 @@ cache: it sends `CacheCleared` and the blocks it has.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, assert_never, get_args
-
-from xxhash import xxh3_64_intdigest
 
 from forebay.core.state.block_sets import BlockSets, as_block_array
 from forebay.core.state.holder_bits import HolderBits, HolderKey
 from forebay.core.state.index_scan import ChangeBuffer, HolderEpoch, IndexScan
+from forebay.core.state_machine import digest_of
 from forebay.events.base import array_u64
 from forebay.events.kv import AnyKvEvent, BlocksRemoved, BlocksStored, CacheCleared, KvEvent, Tier
 from forebay.events.snapshots import IndexBlocks, IndexChanges, IndexCursor
@@ -162,15 +161,18 @@ class PrefixIndex:
 
     def digest(self) -> int:
         """Return a 64-bit digest over every holder's epoch, cursor, block counts and block sums."""
-        return index_digest(
-            holder_text(
-                key,
-                holder.worker_epoch,
-                holder.last_seq,
-                holder.resync,
-                [(sets.counts.get(holder.bit, 0), sets.sums.get(holder.bit, 0)) for sets in self._tiers.values()],
+        tiers = self._tiers.values()
+        return digest_of(
+            *(
+                (
+                    key,
+                    holder.worker_epoch,
+                    holder.last_seq,
+                    holder.resync,
+                    [(sets.counts.get(holder.bit, 0), sets.sums.get(holder.bit, 0)) for sets in tiers],
+                )
+                for key, holder in sorted(self._holders.items(), key=_by_key)
             )
-            for key, holder in sorted(self._holders.items(), key=_by_key)
         )
 
     def cursors(self) -> Iterator[IndexCursor]:
@@ -293,16 +295,6 @@ class PrefixIndex:
             else:
                 found[bits.key_of(mask)] = overlap
         return found
-
-
-def holder_text(key: HolderKey, worker_epoch: int, last_seq: int, resync: bool, sums: list[tuple[int, int]]) -> str:
-    """Return the digest input of one holder; `sums` has the count and the sum of its blocks per tier."""
-    return f"{key[0]}\0{key[1]}\0{worker_epoch}\0{last_seq}\0{resync}\0{sums}"
-
-
-def index_digest(holders: Iterable[str]) -> int:
-    """Return a 64-bit digest over the texts of all holders, in order."""
-    return xxh3_64_intdigest("\n".join(holders).encode())
 
 
 def _by_key(item: tuple[HolderKey, _Holder]) -> HolderKey:

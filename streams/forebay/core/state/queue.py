@@ -17,8 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
-from xxhash import xxh3_64_intdigest
-
+from forebay.core.state_machine import digest_of, plain
 from forebay.events.base import U64_MASK
 from forebay.events.control import DEFAULT_CLASS, QueueClass, QueueConfig, QueuePolicy
 from forebay.events.snapshots import ClassDeficit, QueueTurns
@@ -212,8 +211,7 @@ class Queues:
 
         Takes time linear in the number of classes.
         """
-        turns = "".join(map(repr, self.snapshot()))
-        return (self._sum + xxh3_64_intdigest(turns.encode())) & U64_MASK
+        return (self._sum + digest_of(*map(plain, self.snapshot()))) & U64_MASK
 
     def snapshot(self) -> Iterator[QueueTurns]:
         """Yield turns and deficits of every pool, by name. Queued requests are in the snapshot of the requests."""
@@ -303,11 +301,14 @@ def _order(policy: QueuePolicy, queued: QueuedRequest) -> tuple[int, int, int]:
 
 
 def _term(pool: str, queued: QueuedRequest) -> int:
-    # The text is the repr of a former class: a change would change the digests of existing logs.
-    text = (
-        f"{pool}\0Held(request_id={queued.request_id!r}, offset={queued.offset!r}, "
-        f"policy_class={queued.policy_class!r}, uncached_tokens={queued.uncached_tokens!r}, "
-        f"priority={queued.priority!r}, strict_priority={queued.strict_priority!r}, "
-        f"arrival_us={queued.arrival_us!r}, demand={queued.demand!r})"
+    return digest_of(
+        pool,
+        queued.request_id,
+        queued.offset,
+        queued.policy_class,
+        queued.uncached_tokens,
+        queued.priority,
+        queued.strict_priority,
+        queued.arrival_us,
+        queued.demand,
     )
-    return xxh3_64_intdigest(text.encode())

@@ -96,7 +96,7 @@ class Owner:
         self._wake = asyncio.Event()
         self._tails: dict[str, Tail] = {}
         self._stopping = False
-        self.world = World()
+        self.world = World(settings.policies)
         self.journal = Journal(log, settings.partition)
         self.snapshots = Snapshots(
             log,
@@ -134,11 +134,16 @@ class Owner:
         """
         settings = self._settings
         await self.journal.claim(
-            OwnerClaimed(owner_id=settings.owner_id, core_version=CORE_VERSION, at_us=runtime.wall_us())
+            OwnerClaimed(
+                owner_id=settings.owner_id,
+                core_version=CORE_VERSION,
+                at_us=runtime.wall_us(),
+                policies=tuple(sorted(settings.policies)),
+            )
         )
         epoch = self.journal.epoch
         await self._append(FLEET, [OwnershipAnnounced(owner_epoch=epoch, at_us=runtime.wall_us())])
-        recovered = await recover(self._log, settings.partition, epoch + 1, standby)
+        recovered = await recover(self._log, settings.partition, epoch + 1, settings.policies, standby)
         self.world = recovered.world
         self._start_clock()
         for topic in INPUTS:

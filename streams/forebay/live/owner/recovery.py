@@ -6,17 +6,21 @@ lead to the recorded decisions, and stops if they do not.
 
 import logging
 
+from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
 from forebay.live.router.standby import Standby
 from forebay.transport.base import Log, LogError
 
 logger = logging.getLogger(__name__)
 
 
-async def recover(log: Log, partition: int, end: int, standby: Standby | None = None) -> Standby:
+async def recover(
+    log: Log, partition: int, end: int, custom: CustomPolicies = ONLY_BUILT_IN, standby: Standby | None = None
+) -> Standby:
     """Return a replica that has followed the journal up to `end`: `standby` if it can, otherwise a new one.
 
     Raises:
         RecoveryDiverged: This version's rules lead to other decisions.
+        PolicyNotAllowed: A custom policy decided that this process may not run.
         LogError: A required part of the log is missing or damaged.
     """
     if standby is not None:
@@ -28,7 +32,7 @@ async def recover(log: Log, partition: int, end: int, standby: Standby | None = 
         else:
             logger.info("the standby followed the last %d journal records", end - start)
             return standby
-    cold = Standby(log, partition)
+    cold = Standby(log, partition, custom=custom)
     await cold.catch_up(end)
     logger.info("recovered up to journal offset %d, %d workers", end, len(cold.world.fleet))
     return cold

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from forebay.core.routing.policies import CustomPolicies
 from forebay.events.control import PoolConfigured, RouterConfig
 
 
@@ -18,6 +19,8 @@ class GroupSettings:
         router: Routing settings of pools that leases configure. The owner appends them to `control` where they differ
             from the settings on the log.
         slots_max: Number of partitions of each work topic. All groups share them.
+        policies: Custom policies that the operator allowed, by router mode. The owner claims the group with their
+            names, and rejects requests of pools whose mode names another one.
         groups: Number of control partitions. Each group can use slots_max / groups slots of a pool.
         snapshot_every: Number of journal records between two snapshots.
         snapshot_age_s: Maximum time between two snapshots in seconds, if at least one record was journalled since.
@@ -30,6 +33,7 @@ class GroupSettings:
     owner_id: str
     pools: tuple[PoolConfigured, ...] = ()
     router: RouterConfig = field(default_factory=RouterConfig)
+    policies: CustomPolicies = field(default_factory=dict)
     slots_max: int = 1_024
     groups: int = 1
     snapshot_every: int = 5_000

@@ -10,21 +10,25 @@ have any length; `forebay replay verify` does.
 import asyncio
 from pathlib import Path
 
+from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
 from forebay.events.topics import CONTROL, DECISIONS, GROUPS, INPUTS, TOKENS
 from forebay.live.owner.recorded_requests import SubmissionReader
 from forebay.live.router.standby import RecoveryDiverged, Standby
-from forebay.transport.base import LogError
+from forebay.transport.base import LogError, PolicyNotAllowed
 from forebay.transport.history.reader import PAGE_RECORDS, OtherRules
 from forebay.transport.sqlite.log import LogUnusable, SqliteLog
 from forebay.transport.sqlite.schema import LogEmpty, WriterLock, check_place
 
 
-async def open_checked(path: Path | None, partition: int) -> tuple[SqliteLog, Standby | None]:
+async def open_checked(
+    path: Path | None, partition: int, custom: CustomPolicies = ONLY_BUILT_IN
+) -> tuple[SqliteLog, Standby | None]:
     """Open a log for writing, and return it with a standby that has followed its journal to the end.
 
     Args:
         path: File of the log, or None for a log in memory.
         partition: Control partition of the group.
+        custom: Custom policies that this process may run.
 
     Returns:
         The log, and the standby. The standby is None for a new log and for a log in memory.
@@ -33,13 +37,14 @@ async def open_checked(path: Path | None, partition: int) -> tuple[SqliteLog, St
         LogUnusable: The file is not a log, or a part that a start depends on is damaged.
         OtherRules: Another version of the rules decided the journal.
         RecoveryDiverged: This version's rules lead to other decisions.
+        PolicyNotAllowed: A custom policy decided that this process may not run.
     """
     if path is None:
         return SqliteLog.open(None), None
     check_place(path, readonly=False)
     lock = WriterLock(path)
     try:
-        standby = await _check(path, partition)
+        standby = await _check(path, partition, custom)
     except BaseException:
         lock.close()
         raise
@@ -49,15 +54,15 @@ async def open_checked(path: Path | None, partition: int) -> tuple[SqliteLog, St
     return log, standby
 
 
-async def _check(path: Path, partition: int) -> Standby | None:
+async def _check(path: Path, partition: int, custom: CustomPolicies) -> Standby | None:
     reader = _reader(path)
     if reader is None:
         return None
     try:
         if reader.recording is not None:
             return None  # opening a recording for writing fails with its own message
-        return await check_trusted(reader, partition)
-    except (OtherRules, RecoveryDiverged):
+        return await check_trusted(reader, partition, custom)
+    except (OtherRules, RecoveryDiverged, PolicyNotAllowed):
         raise
     except LogError as error:
         reason = str(error).removeprefix(f"{path}: ").removesuffix("restore a copy").rstrip(":; ")
@@ -79,13 +84,13 @@ def _reader(path: Path) -> SqliteLog | None:
         return None
 
 
-async def check_trusted(log: SqliteLog, partition: int) -> Standby:
+async def check_trusted(log: SqliteLog, partition: int, custom: CustomPolicies = ONLY_BUILT_IN) -> Standby:
     """Read all records that a start depends on, and return a standby that has followed the journal to its end.
 
     Raises LogError for the first part that is damaged or missing.
     """
     log.check_ends()
-    standby = Standby(log, partition)
+    standby = Standby(log, partition, custom=custom)
     await standby.catch_up(await log.end(DECISIONS.name, partition))
     view = standby.world.view
     for topic in INPUTS:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 import msgspec
 from prometheus_client import CollectorRegistry
 
+from forebay.core.routing.policies import CustomPolicies
 from forebay.events.control import RouterConfig
 from forebay.live.owner.journal import OwnershipLost
 from forebay.live.owner.metrics import OwnerMetrics, PlacementMetrics
@@ -21,7 +22,7 @@ from forebay.live.owner.owner import GroupSettings, Owner
 from forebay.live.router.heartbeats import HeartbeatWriter
 from forebay.live.router.placement import GroupPlacement
 from forebay.live.router.standby import RecoveryDiverged, Standby
-from forebay.transport.base import Leases, Log, LogError
+from forebay.transport.base import Leases, Log, LogError, PolicyNotAllowed
 from forebay.transport.directory import Directory
 from forebay.transport.history.reader import OtherRules
 
@@ -38,6 +39,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
         partitions: Number of control partitions, which is the maximum number of groups.
         slots_max: Number of partitions of each work topic. All groups share them.
         config: Routing settings of pools that leases configure.
+        policies: Custom policies that the operator allowed, by router mode.
         snapshot_every: Number of journal records between two snapshots.
         snapshot_age_s: Maximum time between two snapshots in seconds, if at least one record was journalled since.
         poll_s: Interval between two polls of the leases, in seconds.
@@ -49,6 +51,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     partitions: int
     slots_max: int
     config: RouterConfig
+    policies: CustomPolicies = {}
     snapshot_every: int = 5_000
     snapshot_age_s: float = 300.0
     poll_s: float = 0.5
@@ -147,7 +150,7 @@ class Router:
                     if await self._own(group, partition, followed):
                         lost_in = generation
                 else:
-                    standby = standby or Standby(self._log, partition)
+                    standby = standby or Standby(self._log, partition, custom=self._settings.policies)
                     await self._follow(group, partition, standby, changed)
                     if standby.failed is not None:
                         standby = None
@@ -195,6 +198,7 @@ class Router:
                 partition=partition,
                 owner_id=settings.router_id,
                 router=settings.config,
+                policies=settings.policies,
                 slots_max=settings.slots_max,
                 groups=settings.partitions,
                 snapshot_every=settings.snapshot_every,
@@ -215,7 +219,7 @@ class Router:
         except OwnershipLost as error:
             logger.warning("no longer the owner of %s: %s", group, error)
             return True
-        except (RecoveryDiverged, OtherRules) as error:
+        except (RecoveryDiverged, OtherRules, PolicyNotAllowed) as error:
             # The other groups continue. This group needs an operator or another router.
             logger.error("this router cannot own the group %s: %s", group, error)  # noqa: TRY400
             return True

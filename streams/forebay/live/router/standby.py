@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from forebay.core.rederive import Divergence, Rederivation
+from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies, PolicyMissing
 from forebay.core.state.requests import ACTIVE_REQUESTS_MAX
 from forebay.core.world import World
 from forebay.events.decisions import (
@@ -23,7 +24,7 @@ from forebay.events.decisions import (
     RouteAnswered,
 )
 from forebay.events.topics import DECISIONS
-from forebay.transport.base import Log, LogError, Record
+from forebay.transport.base import Log, LogError, PolicyNotAllowed, Record
 from forebay.transport.history.reader import (
     PAGE_RECORDS,
     OtherRules,
@@ -78,7 +79,14 @@ class Standby:
         followed: The world, with decisions that were derived but are not journalled.
     """
 
-    def __init__(self, log: Log, partition: int, observer: JournalObserver | None = None) -> None:
+    def __init__(
+        self,
+        log: Log,
+        partition: int,
+        observer: JournalObserver | None = None,
+        custom: CustomPolicies = ONLY_BUILT_IN,
+    ) -> None:
+        self._custom = custom
         self._log = log
         self._partition = partition
         self._observer = observer
@@ -87,7 +95,7 @@ class Standby:
         self._validity = Validity(-1)
         self.position = 0
         self.failed: str | None = None
-        self.followed = Rederivation(World())
+        self.followed = Rederivation(World(custom))
         self._unconfirmed: deque[Unconfirmed] = deque(maxlen=UNCONFIRMED_MAX)
         self._bulk: deque[Bulk] = deque(maxlen=ACTIVE_REQUESTS_MAX)
 
@@ -106,6 +114,7 @@ class Standby:
 
         Raises:
             RecoveryDiverged: This version's rules lead to other decisions.
+            PolicyNotAllowed: A custom policy decided that this process may not run.
             OtherRules: Another version of the rules decided the journal.
             LogError: A required part of the log is missing or damaged.
         """
@@ -148,7 +157,7 @@ class Standby:
                     await asyncio.sleep(GATHER_S)
             finally:
                 tail.close()
-        except (RecoveryDiverged, OtherRules) as error:
+        except (RecoveryDiverged, OtherRules, PolicyNotAllowed) as error:
             self.failed = str(error)
             logger.error("the standby of partition %d stopped: %s", self._partition, error)  # noqa: TRY400
         except LogError as error:
@@ -158,7 +167,7 @@ class Standby:
     async def _begin(self, end: int) -> RecordedOrder:
         taken = await newest_snapshot(self._log, self._partition, end)
         if taken is not None:
-            world = await load_snapshot(self._log, self._partition, taken)
+            world = await load_snapshot(self._log, self._partition, taken, self._custom)
             self.followed = Rederivation(world)
             self.position = taken.journal_offset
             self._validity = Validity(world.owner_epoch)
@@ -176,7 +185,10 @@ class Standby:
                 self._validity.require_own_rules(decision, record.offset)
                 events = await order.events_of(decision.consumed)
                 # No await between this change and the update of `position`, so that cancelling loses nothing.
-                divergence = self.followed.apply(record.offset, decision, events)
+                try:
+                    divergence = self.followed.apply(record.offset, decision, events)
+                except PolicyMissing as missing:
+                    raise PolicyNotAllowed(str(missing)) from missing
                 if divergence is not None:
                     raise RecoveryDiverged(divergence)
                 if isinstance(decision, Bulk):

@@ -26,6 +26,7 @@ from forebay.core.routing.counterfactual import (
     counterfactual,
 )
 from forebay.core.routing.plan import Plan
+from forebay.core.routing.policies import CustomPolicies
 from forebay.core.world import World
 from forebay.events.base import hex_digest
 from forebay.events.control import PoolConfigured
@@ -34,7 +35,7 @@ from forebay.events.shadow import DecisionShadowed, ShadowEvent, ShadowStarted
 from forebay.events.topics import DECISIONS
 from forebay.live.router.standby import RecoveryDiverged, Standby
 from forebay.live.shadow.statistics import ShadowStatistics
-from forebay.transport.base import Log, LogError
+from forebay.transport.base import Log, LogError, PolicyNotAllowed
 from forebay.transport.history.reader import OtherRules, newest_snapshot
 
 logger = logging.getLogger(__name__)
@@ -61,12 +62,14 @@ class ShadowSettings(msgspec.Struct, frozen=True, kw_only=True):
         text: Description of the changes. A shadow with another text needs another name.
         alternative: Function that returns the changed configuration of a recorded pool.
         from_start: Whether a new shadow begins with the first decision of the journal, instead of the next one.
+        custom: Custom policies that may run, those of the alternative among them.
     """
 
     name: str
     text: str
     alternative: Alternative
     from_start: bool = False
+    custom: CustomPolicies = {}
 
     @property
     def digest(self) -> str:
@@ -96,7 +99,7 @@ class Shadow:
         self._on_position = on_position
         self._stopping = asyncio.Event()
         self._observer = _ChoiceObserver(settings)
-        self._standby = Standby(log, partition, self._observer)
+        self._standby = Standby(log, partition, self._observer, settings.custom)
         self.settings = settings
         self.statistics = ShadowStatistics()
         self.end = 0
@@ -204,13 +207,13 @@ class Shadow:
         self._observer.from_offset = offset
         try:
             await self._follow(offset)
-        except (RecoveryDiverged, OtherRules):
+        except (RecoveryDiverged, OtherRules, PolicyNotAllowed):
             raise
         except LogError as error:
             newest = await newest_snapshot(self._log, self._partition, self.end)
             if newest is None or newest.journal_offset <= offset:
                 raise
-            self._standby = Standby(self._log, self._partition, self._observer)
+            self._standby = Standby(self._log, self._partition, self._observer, self.settings.custom)
             self._observer.from_offset = newest.journal_offset
             await self._follow(self.end)
             text = "shadow %s: skipped the decisions from journal offset %d to %d: %s"

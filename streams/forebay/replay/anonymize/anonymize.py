@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
 from forebay.core.state.active_request import content_hash
 from forebay.core.state.sessions import session_key
 from forebay.events.codec import DecodeError, decode, encode
@@ -61,7 +62,8 @@ class Anonymized(NamedTuple):
 class AnonymousLog(ReadOnlyLog):
     """Anonymised view of groups of a log. Read a journal in order, from its first record on."""
 
-    def __init__(self, log: Log, masks: Masks, groups: Iterable[EventAnonymizer]) -> None:
+    def __init__(self, log: Log, masks: Masks, groups: Iterable[EventAnonymizer], custom: CustomPolicies) -> None:
+        self._custom = custom
         self._log = log
         self._masks = masks
         self._groups = {group.partition: group for group in groups}
@@ -69,7 +71,12 @@ class AnonymousLog(ReadOnlyLog):
 
     @classmethod
     async def open(
-        cls, log: Log, partitions: Iterable[int] = (0,), progress: OnProgress | None = None, key: bytes | None = None
+        cls,
+        log: Log,
+        partitions: Iterable[int] = (0,),
+        progress: OnProgress | None = None,
+        key: bytes | None = None,
+        custom: CustomPolicies = ONLY_BUILT_IN,
     ) -> Self:
         """Run the first pass over groups of a log that does not grow.
 
@@ -78,6 +85,7 @@ class AnonymousLog(ReadOnlyLog):
             partitions: control partitions of the groups.
             progress: called with the journal records done and their total, group by group.
             key: the secret key. Random by default; tests pass one.
+            custom: custom policies that may run.
 
         Raises:
             NotAnonymizable: the original's decisions do not follow from its events.
@@ -90,9 +98,9 @@ class AnonymousLog(ReadOnlyLog):
             anonymizer = EventAnonymizer(masks, partition)
             await _learn_names(log, anonymizer)
             await _learn_requests(log, anonymizer)
-            await _learn_choices(log, anonymizer, progress)
+            await _learn_choices(log, anonymizer, progress, custom)
             groups.append(anonymizer)
-        return cls(log, masks, groups)
+        return cls(log, masks, groups, custom)
 
     @property
     def seeds_kept(self) -> int:
@@ -136,7 +144,7 @@ class AnonymousLog(ReadOnlyLog):
         """Return a journal that is anonymised up to an offset. If it is further already, start again."""
         journal = self._journals.get(partition)
         if journal is None or journal.offset > offset:
-            journal = await AnonymizedJournal.begin(self._log, self, self._groups[partition])
+            journal = await AnonymizedJournal.begin(self._log, self, self._groups[partition], self._custom)
             self._journals[partition] = journal
         async for record in journal_records(self._log, partition, journal.offset, offset):
             await journal.anonymize(record)
@@ -149,6 +157,7 @@ async def record_anonymized(
     contents: Contents,
     progress: OnStep | None = None,
     key: bytes | None = None,
+    custom: CustomPolicies = ONLY_BUILT_IN,
 ) -> Anonymized:
     """Write an anonymised recording of `contents` from a log that may grow, and verify it.
 
@@ -160,6 +169,7 @@ async def record_anonymized(
         contents: what to record.
         progress: called with the name of the current step, its progress and its total.
         key: the secret key. Random by default; tests pass one.
+        custom: custom policies that may run.
 
     Raises:
         NotAnonymizable: the decisions would differ. No file is left behind.
@@ -170,14 +180,14 @@ async def record_anonymized(
     steps = _Steps(progress)
     source = SliceLog(log, contents.extents)
     partitions = [group.partition for group in contents.groups]
-    anonymous = await AnonymousLog.open(source, partitions, steps.of("deriving decisions"), key)
+    anonymous = await AnonymousLog.open(source, partitions, steps.of("deriving decisions"), key, custom)
     _discard_begun(out, contents)
     writer = RecordingWriter.create(out, contents)
     try:
         await copy(anonymous, writer, steps.of("writing records"))
         verified = {}
         for group in contents.groups:
-            report = await verify(writer.log, group.partition, steps.of("verifying"))
+            report = await verify(writer.log, group.partition, steps.of("verifying"), custom=custom)
             if report.divergence is not None:
                 raise NotAnonymizable(f"the anonymised recording diverges at journal offset {report.divergence.offset}")
             verified[group.name] = report
@@ -254,11 +264,13 @@ async def _learn_requests(log: Log, anonymizer: EventAnonymizer) -> None:
     anonymizer.sessions.seal()
 
 
-async def _learn_choices(log: Log, anonymizer: EventAnonymizer, progress: OnProgress | None) -> None:
+async def _learn_choices(
+    log: Log, anonymizer: EventAnonymizer, progress: OnProgress | None, custom: CustomPolicies
+) -> None:
     """Walk the original to find tie seeds with the same decisions, and the requests that exceeded a deadline."""
     partition = anonymizer.partition
     anonymizer.seeds = SeedNumbers(await log.begin(REQUESTS.name, partition))
-    walk = await walk_all(log, partition)
+    walk = await walk_all(log, partition, custom)
     search = SeedSearch(
         walk.world,
         anonymizer.seeds,

@@ -5,6 +5,7 @@ from typing import Self
 import msgspec
 
 from forebay.core.rederive import SEALS_MAX, RecordedEvents, Rederivation
+from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
 from forebay.core.world import restore
 from forebay.events.base import hex_digest
 from forebay.events.codec import encode
@@ -32,20 +33,23 @@ class AnonymizedJournal:
         self._seals = {start.offset: hex_digest(start.world.digest())}
 
     @classmethod
-    async def begin(cls, log: Log, inputs: Log, anonymizer: EventAnonymizer) -> Self:
+    async def begin(
+        cls, log: Log, inputs: Log, anonymizer: EventAnonymizer, custom: CustomPolicies = ONLY_BUILT_IN
+    ) -> Self:
         """Return a journal positioned before the first record of the original `log`.
 
         Args:
             log: the original log.
             inputs: the anonymised input events.
             anonymizer: anonymises the group's events.
+            custom: custom policies that may run.
 
         Raises:
             LogError: the log is damaged.
         """
         begin, end = [await of(DECISIONS.name, anonymizer.partition) for of in (log.begin, log.end)]
         start = await oldest(log, anonymizer.partition, end)
-        world = restore(map(anonymizer.part, start.world.snapshot()))
+        world = restore(map(anonymizer.part, start.world.snapshot()), custom)
         return cls(inputs, anonymizer, Start(world, start.offset), begin)
 
     async def anonymize(self, record: Record) -> Record:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from forebay.core.routing.eligibility import Ineligible
 from forebay.core.routing.evaluation import policy_input, run_policy
 from forebay.core.routing.plan import Plan
-from forebay.core.routing.policies import BUILT_IN, RoutingRequest, RoutingWorld
+from forebay.core.routing.policies import BUILT_IN, Policy, RoutingRequest, RoutingWorld
 from forebay.core.world import World
 from forebay.events.topics import REQUESTS
 from forebay.replay.anonymize.masks import NotAnonymizable
@@ -29,6 +29,7 @@ IDLE_MAX = 1_024  # ended requests that are still kept, because removing them ne
 class _RecordedChoice(NamedTuple):
     """One routing decision: the policy's input and the selected position."""
 
+    policy: type[Policy]
     world: RoutingWorld
     request: RoutingRequest
     at: int
@@ -139,9 +140,9 @@ class SeedSearch:
         mode = plan.config.mode
         if mode not in BUILT_IN:
             policy_request = self._anonymize(policy_request)  # a custom policy may read all fields
-        return _RecordedChoice(
-            replace(world, candidates=() if mode in COSTS_ONLY else tuple(world.candidates)), policy_request, plan.at
-        )
+        candidates = () if mode in COSTS_ONLY else tuple(world.candidates)
+        policy = self._world.policy(mode)
+        return _RecordedChoice(policy, replace(world, candidates=candidates), policy_request, plan.at)
 
     def _tidy(self) -> None:
         requests = self._world.requests
@@ -159,6 +160,6 @@ def _needs_no_seed(plan: Plan) -> bool:
 
 def _chooses(seen: _RecordedChoice, seed: int) -> bool:
     try:
-        return run_policy(seen.world, replace(seen.request, tie_seed=seed)) == seen.at
+        return run_policy(seen.policy, seen.world, replace(seen.request, tie_seed=seed)) == seen.at
     except Ineligible:
         return False

@@ -52,7 +52,7 @@ class CounterfactualWorld:
     """The world of an alternative, beside history's.
 
     Attributes:
-        world: the state.
+        world: the state. Its owner may run every policy of this process.
         plans: routing decisions at the last event, by request ID.
         counts: how progress that history accepted was handled, by field of `report.ProgressOutcome`.
         landed: whether prompts were cached on the selected rank when their requests ended.
@@ -70,7 +70,8 @@ class CounterfactualWorld:
                 leaves
                 them unchanged.
         """
-        self.world = restore(start.snapshot())
+        self.world = restore(start.snapshot(), start.custom)
+        self.world.owner_policies = tuple(sorted(start.custom))
         self.plans: dict[str, Plan] = {}
         self.counts: Counter[str] = Counter()
         self.landed = PlacementHits()
@@ -111,7 +112,7 @@ class CounterfactualWorld:
 
     def claim(self, offset: int) -> None:
         """Apply a change of owner, as in history."""
-        claim(self.world, offset)
+        claim(self.world, offset, self.world.owner_policies)
 
     def apply(self, topic: str, event: InputEvent | None, now_us: int, *, accepted: bool) -> list[AnyDecision]:
         """Apply an event that history's world has just applied, and return the decisions made here.

@@ -13,6 +13,7 @@ from itertools import zip_longest
 
 from forebay.core.routing.counterfactual import Alternative, Counterfactual, changed_booking_fields, counterfactual
 from forebay.core.routing.plan import Plan
+from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
 from forebay.core.state.active_request import ActiveRequest
 from forebay.core.state.holder_bits import HolderKey
 from forebay.core.step import AnyDecision, InputEvent
@@ -83,6 +84,7 @@ async def diff(
     progress: OnProgress | None = None,
     handover: Handover | None = None,
     named: Named = names_nothing,
+    custom: CustomPolicies = ONLY_BUILT_IN,
 ) -> DiffReport:
     """Compare a group's recorded history with the same history under `alter`ed pool configurations.
 
@@ -94,6 +96,7 @@ async def diff(
         handover: filled with the input for a simulator that continues at the fork.
         named: returns the `router.disagg` fields that take precedence over an operator's change, even if `alter` leaves
             them unchanged.
+        custom: custom policies that may run, those of the alternative among them.
 
     Returns:
         The report. A record that does not follow from the events ends the comparison and is part of the report.
@@ -102,7 +105,7 @@ async def diff(
         OtherRules: the journal was written by another version of the rules.
         LogError: the log is damaged, or lacks events that the journal consumed.
     """
-    walk = await walk_all(log, partition)
+    walk = await walk_all(log, partition, custom)
     trail = DivergenceTrail(walk)
     comparison = Comparison(walk, alter, handover, named)
     report, verified = comparison.report, 0

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import msgspec
 
 from forebay.core.routing.plan import Plan
+from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
 from forebay.core.world import World
 from forebay.events.fleet import WorkerFact
 from forebay.events.progress import ProgressEvent
@@ -32,7 +33,13 @@ BREATHE_EVERY = 64  # journal records between yields to the event loop, for time
 
 
 async def explain(
-    log: Log, partition: int, request_id: str, *, thorough: bool = True, progress: OnProgress | None = None
+    log: Log,
+    partition: int,
+    request_id: str,
+    *,
+    thorough: bool = True,
+    progress: OnProgress | None = None,
+    custom: CustomPolicies = ONLY_BUILT_IN,
 ) -> Explanation:
     """Explain the most recent request with this ID.
 
@@ -42,6 +49,7 @@ async def explain(
         request_id: ID to look for.
         thorough: whether to search the whole journal for earlier uses of the ID, too.
         progress: called with the number of records done and their total, first for the search, then for the derivation.
+        custom: custom policies that may run.
 
     Raises:
         UnknownRequest: no record on the log is about the request.
@@ -55,7 +63,7 @@ async def explain(
         if lately is None:
             raise
         return _not_applied(await log.end(DECISIONS.name, partition), *lately)
-    start = await _start(log, partition, request_id, found)
+    start = await _start(log, partition, request_id, found, custom)
     walk = Walk(log, partition, start, await log.end(DECISIONS.name, partition))
     timeline, trail = Timeline(request_id, start.world), DivergenceTrail(walk)
     _add_plan_listener(walk.world, timeline.on_plan)
@@ -100,14 +108,14 @@ def _add_plan_listener(world: World, also: OnPlan) -> None:
     world.on_plan = both
 
 
-async def _start(log: Log, partition: int, request_id: str, found: RequestLocation) -> Start:
+async def _start(log: Log, partition: int, request_id: str, found: RequestLocation, custom: CustomPolicies) -> Start:
     """Return the newest state before the request, or the oldest state if the request was already active there."""
-    start = await before(log, partition, found.first)
+    start = await before(log, partition, found.first, custom)
     while start.world.requests.get(request_id) is not None:
-        eldest = await oldest(log, partition, await log.end(DECISIONS.name, partition))
+        eldest = await oldest(log, partition, await log.end(DECISIONS.name, partition), custom)
         if eldest.offset >= start.offset:
             break
-        start = await before(log, partition, start.offset - 1)
+        start = await before(log, partition, start.offset - 1, custom)
     return start
 
 

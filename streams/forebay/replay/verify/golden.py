@@ -14,25 +14,29 @@ from pathlib import Path
 
 import msgspec
 
-from forebay.core.routing.policies import PolicyUnusable, policy_class
+from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
 from forebay.events.decisions import CostTerms
+from forebay.replay.policies import require_allowed
 from forebay.replay.verify.cost_tables import CostTableRow, CostTables
 from forebay.replay.verify.divergence import DivergenceReport
 from forebay.replay.verify.verify import VerifyReport, verify
-from forebay.transport.base import Log
-from forebay.transport.history.groups import groups_of, pools_of
+from forebay.transport.base import Log, PolicyNotAllowed
+from forebay.transport.history.groups import groups_of
 from forebay.transport.history.reader import OtherRules
 from forebay.transport.sqlite.log import SqliteLog
 
 ROWS_SHOWN = 16  # of a cost table
 
 
-def check_recording(path: Path | str, allow: Set[str] = frozenset()) -> dict[str, VerifyReport]:
+def check_recording(
+    path: Path | str, allow: Set[str] = frozenset(), custom: CustomPolicies = ONLY_BUILT_IN
+) -> dict[str, VerifyReport]:
     """Derive every decision of a recording again. Do not call this function inside an event loop.
 
     Args:
         path: path of the recording.
         allow: names that may stay unverified, as for `forebay replay verify --allow`.
+        custom: classes of the custom policies that may run, by dotted path.
 
     Returns:
         The verification report of each group, by group name.
@@ -44,14 +48,15 @@ def check_recording(path: Path | str, allow: Set[str] = frozenset()) -> dict[str
             program with other rules, the message contains `OtherRules` and the remedy.
         LogError: the file is damaged, truncated, or not a recording.
     """
-    return asyncio.run(_check(Path(path), allow))
+    return asyncio.run(_check(Path(path), allow, custom))
 
 
-async def _check(path: Path, allow: Set[str]) -> dict[str, VerifyReport]:
+async def _check(path: Path, allow: Set[str], custom: CustomPolicies) -> dict[str, VerifyReport]:
     log = SqliteLog.open(path, readonly=True)
     try:
         log.check()
-        reports = {name: await _verified(path, log, at, allow) for name, at in (await groups_of(log)).items()}
+        groups = await groups_of(log)
+        reports = {name: await _verified(path, log, at, allow, custom) for name, at in groups.items()}
     finally:
         log.close()
     if not any(report.decisions for report in reports.values()):
@@ -59,14 +64,12 @@ async def _check(path: Path, allow: Set[str]) -> dict[str, VerifyReport]:
     return reports
 
 
-async def _verified(path: Path, log: Log, partition: int, allow: Set[str]) -> VerifyReport:
-    for pool in await pools_of(log, partition):
-        try:
-            policy_class(pool.router.mode)
-        except PolicyUnusable as unusable:
-            raise AssertionError(f"{path}: pool {pool.pool} uses a custom policy: {unusable}") from unusable
+async def _verified(path: Path, log: Log, partition: int, allow: Set[str], custom: CustomPolicies) -> VerifyReport:
     try:
-        report = await verify(log, partition, allow=allow)
+        await require_allowed(log, partition, custom)
+        report = await verify(log, partition, allow=allow, custom=custom)
+    except PolicyNotAllowed as refused:
+        raise AssertionError(f"{path}: {refused}, or its class as `custom`") from refused
     except OtherRules as other:
         text = f"{path}: OtherRules: {other}. Record it again, or verify it with the program that wrote it"
         raise AssertionError(text) from other

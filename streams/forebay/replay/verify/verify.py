@@ -10,6 +10,7 @@ import msgspec
 from xxhash import xxh3_64
 
 from forebay.core.rederive import Divergence
+from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
 from forebay.core.step import AnyDecision
 from forebay.events.base import hex_digest
 from forebay.events.decisions import OwnerClaimed, SnapshotTaken
@@ -84,7 +85,11 @@ class VerifyReport(msgspec.Struct, kw_only=True):
 
 
 async def verify(
-    log: Log, partition: int = 0, progress: OnProgress | None = None, allow: Set[str] = frozenset()
+    log: Log,
+    partition: int = 0,
+    progress: OnProgress | None = None,
+    allow: Set[str] = frozenset(),
+    custom: CustomPolicies = ONLY_BUILT_IN,
 ) -> VerifyReport:
     """Derive one group's journal again, starting at its first record or at the oldest usable snapshot.
 
@@ -93,12 +98,14 @@ async def verify(
         partition: control partition of the group.
         progress: called regularly with the number of journal records done, their total, and the decisions verified.
         allow: names of `UNVERIFIED` that do not fail the verification.
+        custom: custom policies that may run.
 
     Raises:
         OtherRules: the journal was written by another version of the rules.
+        PolicyNotAllowed: the owner ran a custom policy that is not in `custom`.
         LogError: the log is damaged, or lacks events that the journal consumed.
     """
-    walk = await walk_all(log, partition)
+    walk = await walk_all(log, partition, custom)
     trail = DivergenceTrail(walk)
     foreign = ForeignProgress(walk)
     report = VerifyReport(start=walk.start, allowed=sorted(allow))

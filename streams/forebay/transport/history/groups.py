@@ -4,10 +4,12 @@ from forebay.core.state.groups import Groups
 from forebay.core.step import InputEvent
 from forebay.events.codec import DecodeError, decode
 from forebay.events.control import PoolConfigured
+from forebay.events.decisions import OwnerClaimed
+from forebay.events.snapshots import WorldState
 from forebay.events.topics import CONTROL, DECISIONS, GROUPS, SNAPSHOTS
 from forebay.transport.base import Log
 from forebay.transport.directory import PARTITION
-from forebay.transport.history.reader import decode_or_none, snapshots_taken, state_of
+from forebay.transport.history.reader import decode_journal, decode_or_none, journal_records, snapshots_taken, state_of
 from forebay.transport.sqlite.log import SqliteLog
 
 READ_MAX = 1_000
@@ -43,15 +45,32 @@ async def pools_of(log: Log, partition: int) -> list[PoolConfigured]:
     """
     found: list[PoolConfigured] = []
     offset = await log.begin(CONTROL.name, partition)
-    if offset:
-        begin, end = await log.begin(DECISIONS.name, partition), await log.end(DECISIONS.name, partition)
-        oldest_chunk = await log.begin(SNAPSHOTS.name, partition)
-        async for _, taken in snapshots_taken(log, partition, begin, end):
-            if taken.first_offset >= oldest_chunk:
-                found += (await state_of(log, partition, taken)).pools
-                break
+    if offset and (state := await _oldest_state(log, partition)) is not None:
+        found += state.pools
     while records := await log.read(CONTROL.name, partition, offset, READ_MAX):
         events: list[InputEvent | None] = [decode_or_none(CONTROL, record.value) for record in records]
         found += [event for event in events if isinstance(event, PoolConfigured)]
         offset = records[-1].offset + 1
     return found
+
+
+async def policies_run(log: Log, partition: int) -> set[str]:
+    """Return the custom policies that any recorded owner of a group was allowed to run. Raises LogError."""
+    begin, end = await log.begin(DECISIONS.name, partition), await log.end(DECISIONS.name, partition)
+    state = await _oldest_state(log, partition) if begin else None
+    found = set() if state is None else set(state.owner_policies)
+    async for record in journal_records(log, partition, begin, end):
+        claimed = decode_journal(record)
+        if isinstance(claimed, OwnerClaimed):
+            found.update(claimed.policies)
+    return found
+
+
+async def _oldest_state(log: Log, partition: int) -> WorldState | None:
+    """Return the state in the oldest complete snapshot of a log, or None if there is none."""
+    begin, end = await log.begin(DECISIONS.name, partition), await log.end(DECISIONS.name, partition)
+    oldest_chunk = await log.begin(SNAPSHOTS.name, partition)
+    async for _, taken in snapshots_taken(log, partition, begin, end):
+        if taken.first_offset >= oldest_chunk:
+            return await state_of(log, partition, taken)
+    return None

@@ -15,6 +15,7 @@ import msgspec
 
 from forebay import runtime
 from forebay.core.rederive import RecordedEvents
+from forebay.core.routing.policies import CustomPolicies
 from forebay.core.step import CLOCK, InputEvent
 from forebay.core.world import CORE_VERSION, World, digest_of_snapshot, restore
 from forebay.events.base import hex_digest
@@ -365,7 +366,7 @@ async def chunks_end(log: Log, partition: int, taken: SnapshotTaken) -> int:
     return end
 
 
-async def load_snapshot(log: Log, partition: int, taken: SnapshotTaken) -> World:
+async def load_snapshot(log: Log, partition: int, taken: SnapshotTaken, custom: CustomPolicies | None = None) -> World:
     """Return the world of a snapshot.
 
     Raises:
@@ -377,7 +378,7 @@ async def load_snapshot(log: Log, partition: int, taken: SnapshotTaken) -> World
     parts = await _parts(log, partition, taken)
     await _require_of_seal(log, partition, taken, parts)
     with _of_state(taken):
-        world = restore(parts)
+        world = restore(parts, custom or {})
     _require_sealed(taken, world.digest())
     return world
 

@@ -16,8 +16,8 @@ from forebay.events.control import RouterConfig
 from forebay.events.requests import NO_HINTS, RoutingHints
 
 
-class PolicyUnusable(Exception):
-    """A policy cannot be loaded or violates the policy interface; the text names the policy and the problem."""
+class PolicyMissing(Exception):
+    """The recorded owner ran a custom policy that this process does not have; the text names the option to allow it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,115 @@
+"""A log may name any policy; a command imports only those that `--allow-policy` names."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forebay.events.progress import FirstTokenEmitted, RequestFinished
+from tests.cli.in_process import forebay
+from tests.core.worlds import PROMPTS, request
+from tests.replay.recorder import Recorder, report_progress
+
+MODE = "marked.Last"
+SOURCE = """
+from pathlib import Path
+Path("imported").touch()
+
+class Last:
+    def decide(self, world, request):
+        return len(world.candidates) - 1
+"""
+READING = [
+    ("replay", "verify", "LOG"),
+    ("replay", "explain", "LOG", "r0"),
+    ("replay", "at", "LOG"),
+    ("replay", "diff", "LOG", "--policy", "kv"),
+    ("record", "LOG", "out.rec"),
+    ("record", "LOG", "out.rec", "--anonymize"),
+    ("index", "dump", "LOG"),
+    ("simulate", "--against", "LOG"),
+    ("fit", "LOG"),
+    ("shadow", "LOG", "--policy", "kv"),
+]
+
+
+class Last:
+    """The policy of the recorded owner."""
+
+    def decide(self, world: Any, request: Any) -> int:
+        return len(world.candidates) - 1
+
+
+@pytest.fixture
+def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A log whose owner ran a custom policy, in a directory with a module of the same name."""
+    (tmp_path / "marked.py").write_text(SOURCE)
+    monkeypatch.chdir(tmp_path)
+    write(Recorder({MODE: Last}))
+    return "log.db"
+
+
+def write(made: Recorder) -> None:
+    made.fleet("a", "b", mode=MODE)
+    for number in range(3):
+        made("requests", request(f"r{number}", PROMPTS[number]))
+        if made.world.requests.get(f"r{number}") is not None:
+            made("progress", report_progress(made, f"r{number}", FirstTokenEmitted))
+            made(
+                "progress", report_progress(made, f"r{number}", RequestFinished, finish_reason="stop", output_tokens=2)
+            )
+
+    async def written() -> None:
+        (await made.log(Path("log.db"))).close()
+
+    asyncio.run(written())
+
+
+@pytest.mark.parametrize("command", READING, ids=" ".join)
+def test_a_command_imports_nothing_that_only_the_log_names(log: str, command: tuple[str, ...]) -> None:
+    run = forebay(*(log if argument == "LOG" else argument for argument in command))
+    assert run.returncode == 2
+    assert f"policy {MODE}" in run.stderr
+    assert f"pass --allow-policy {MODE}" in run.stderr
+    assert not Path("imported").exists()
+    assert not Path("out.rec").exists() or "--anonymize" not in command
+
+
+@pytest.mark.slow  # the check of the policy starts two processes
+@pytest.mark.parametrize("command", READING[:7], ids=" ".join)
+def test_an_allowed_policy_is_run(log: str, command: tuple[str, ...]) -> None:
+    arguments = [log if argument == "LOG" else argument for argument in command]
+    run = forebay(*arguments, "--allow-policy", MODE)
+    assert (run.returncode, run.stderr) == (0, "")
+    assert Path("imported").exists()
+
+
+def test_every_decision_of_an_allowed_policy_is_verified(log: str) -> None:
+    report = json.loads(forebay("replay", "verify", log, "--allow-policy", MODE, "--json").stdout)
+    assert (report["decisions"], report["verified"], report["divergence"]) == (3, 3, None)
+
+
+def test_rejections_by_an_owner_without_the_policy_need_no_option(log: str) -> None:
+    Path(log).unlink()
+    write(Recorder())
+    report = json.loads(forebay("replay", "verify", log, "--json").stdout)
+    assert (report["decisions"], report["verified"]) == (3, 3)
+    assert f"the policy {MODE} is not allowed on this router" in forebay("replay", "explain", log, "r0").stdout
+    allowed = json.loads(forebay("replay", "verify", log, "--allow-policy", MODE, "--json").stdout)
+    assert allowed["verified"] == 3
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("kv", "--allow-policy kv: the policy is built in and always allowed"),
+        ("nowhere.Policy", "--allow-policy nowhere.Policy: the policy nowhere.Policy cannot be imported"),
+        ("fastest", "--allow-policy fastest: unknown router mode 'fastest'"),
+    ],
+)
+def test_an_unusable_policy_is_refused(log: str, path: str, message: str) -> None:
+    run = forebay("replay", "verify", log, "--allow-policy", path)
+    assert run.returncode == 2
+    assert message in run.stderr
