@@ -5,8 +5,7 @@ request has therefore already seen its blocks and its response.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -15,7 +14,6 @@ from forebay.engine_model.model import Emitted, EngineLoad, Finished, FirstToken
 from forebay.events.base import U32_BYTES, Event
 from forebay.events.codec import encode
 from forebay.events.control import Command
-from forebay.events.decisions import Stage
 from forebay.events.fleet import WorkerSpec
 from forebay.events.metrics import LoadReported
 from forebay.events.progress import (
@@ -47,41 +45,15 @@ from forebay.events.topics import METRICS, PROGRESS, TOKENS, Topic
 from forebay.events.transfer import Prefilled
 from forebay.events.work import WorkItem
 from forebay.transport.base import Draft
-from forebay.workers.engine import EngineBatch, Failed, MediaEncoded, NotFetched, PromptPrefilled
+from forebay.workers.engine import EngineBatch
 from forebay.workers.runtime.cache_events import CacheEvents
+from forebay.workers.runtime.request_table import RequestTable, WorkRequest, WorkTransition
 
 REQUEST_ERROR, STATUS_MAX = 400, 599
 SERVER_ERROR = 500  # errors with this HTTP status or above are not the fault of the request
 ERROR_CHARS_MAX = 500  # limits of error texts sent to the owner, which may forward them to the client
 CODE_CHARS_MAX = 256
 LOAD_INTERVAL_S = 0.1  # per rank; ten reports a second are enough for routing
-
-
-@dataclass(slots=True)
-class Active:
-    """Request in flight.
-
-    Attributes:
-        owner_epoch: epoch of the owner whose order produces the output.
-        reply_slot: partition of the response on the `tokens` topic.
-        earlier_tokens: output tokens of earlier attempts; the engine gets them as the end of its prompt.
-        blocks: KV blocks of prompt and output last reported to the owner, 0 if it needs no reports.
-        fetched: descriptor of the fetched KV, None if there is none or it is unneeded (`unfetched`).
-        began: whether the first token was emitted.
-    """
-
-    request_id: str
-    attempt: int
-    owner_epoch: int
-    reply_slot: int
-    rank: int = 0
-    stage: Stage = "aggregated"
-    earlier_tokens: int = 0
-    prompt_tokens: int = 0
-    blocks: int = 0
-    fetched: Prefilled | None = None
-    unfetched: bool = False
-    began: bool = False
 
 
 class Outbox:
@@ -97,11 +69,10 @@ class Outbox:
         self._load_at_s = dict.fromkeys(spec.ranks, 0.0)
         self._held: dict[int, EngineLoad] = {}
 
-    def active(self, item: WorkItem) -> Active:
-        """Return the state of a new request."""
+    def request(self, item: WorkItem) -> WorkRequest:
+        """Return the record of a new request."""
         prompt_tokens = len(item.token_ids) // U32_BYTES
-        blocks = self._blocks(prompt_tokens) if item.report_output else 0
-        return Active(
+        return WorkRequest(
             item.request_id,
             item.attempt,
             item.owner_epoch,
@@ -109,115 +80,98 @@ class Outbox:
             item.rank,
             item.stage,
             prompt_tokens=prompt_tokens,
-            blocks=blocks,
+            blocks=self._blocks(prompt_tokens) if item.report_output else 0,
             fetched=item.prefilled,
         )
 
-    def attempt_started(self, active: Active) -> Draft:
+    def attempt_started(self, request: WorkRequest) -> Draft:
         """Return the record that begins a later attempt and fences off further output of earlier ones."""
         event = AttemptStarted(
-            request_id=active.request_id,
-            attempt=active.attempt,
-            owner_epoch=active.owner_epoch,
+            request_id=request.request_id,
+            attempt=request.attempt,
+            owner_epoch=request.owner_epoch,
             worker_id=self._worker_id,
             group=self._group,
         )
-        return _draft(TOKENS, active.reply_slot, event)
+        return _draft(TOKENS, request.reply_slot, event)
 
-    def failure(self, active: Active, error: ResponseError) -> list[Draft]:
+    def failure(self, request: WorkRequest, error: ResponseError) -> list[Draft]:
         """Return the records of a failed request, first for the client, then for the owner.
 
         Failures of the prefill stage go to the owner only. So do failures of the encode stage that are not the fault
         of the request.
         """
-        if active.stage == "prefill":
+        if request.stage == "prefill":
             status = error.status if REQUEST_ERROR <= error.status <= STATUS_MAX else SERVER_ERROR
             message, code = error.message[:ERROR_CHARS_MAX], error.code[:CODE_CHARS_MAX]
-            return [self._for_owner(PrefillFailed, active, error=message, status=status, code=code)]
-        if active.stage == "encode" and error.status >= SERVER_ERROR:
-            return [self._for_owner(EncodeFailed, active, error=error.message[:ERROR_CHARS_MAX])]
-        ended = ResponseEnded(
-            request_id=active.request_id,
-            attempt=active.attempt,
-            owner_epoch=active.owner_epoch,
-            finish_reason="error",
-            error=error,
-            group=self._group,
-        )
-        return [_draft(TOKENS, active.reply_slot, ended), self._failed(active, error.message)]
+            return [self._progress(PrefillFailed, request, error=message, status=status, code=code)]
+        if request.stage == "encode" and error.status >= SERVER_ERROR:
+            return [self._progress(EncodeFailed, request, error=error.message[:ERROR_CHARS_MAX])]
+        return [self._ended(request, "error", error=error), self._progress(RequestFailed, request, error=error.message)]
 
-    def not_fetched(self, active: Active, error: str) -> list[Draft]:
+    def not_fetched(self, request: WorkRequest, error: str) -> list[Draft]:
         """Return the record of a failed fetch of embeddings or KV, after which the owner has them computed again."""
-        return [self._for_owner(TransferFailed, active, error=error[:ERROR_CHARS_MAX])]
+        return [self._progress(TransferFailed, request, error=error[:ERROR_CHARS_MAX])]
 
-    def prefilled(self, active: Active, prefilled: Prefilled, cached_tokens: int) -> Draft:
+    def prefilled(self, request: WorkRequest, prefilled: Prefilled, cached_tokens: int) -> Draft:
         """Return the record of a prefilled prompt whose KV is kept."""
-        kept = msgspec.structs.replace(prefilled, cached_tokens=cached_tokens, rank=active.rank)
-        return self._for_owner(PrefillFinished, active, prefilled=kept)
+        kept = msgspec.structs.replace(prefilled, cached_tokens=cached_tokens, rank=request.rank)
+        return self._progress(PrefillFinished, request, prefilled=kept)
 
-    def complete(self, active: Active) -> list[Draft]:
+    def complete(self, request: WorkRequest) -> list[Draft]:
         """Return the records that end a request whose earlier attempts already generated `max_tokens`."""
-        usage = Usage(prompt_tokens=active.prompt_tokens, output_tokens=active.earlier_tokens)
-        return [self._ended(active, "length", usage), self._finished(active, "length", usage, runtime.wall_us())]
+        usage = Usage(prompt_tokens=request.prompt_tokens, output_tokens=request.earlier_tokens)
+        return [self._ended(request, "length", usage=usage), self._finished(request, "length", usage)]
 
-    def ended_before(self, active: Active, ended: ResponseEnded) -> list[Draft]:
+    def ended_before(self, request: WorkRequest, ended: ResponseEnded) -> list[Draft]:
         """Return the progress record for a response that an earlier attempt completed without the owner's knowledge."""
         if ended.usage is None or ended.finish_reason == "error":
             message = "an earlier attempt failed" if ended.error is None else ended.error.message
-            return [self._failed(active, message)]
-        return [self._finished(active, ended.finish_reason, ended.usage, runtime.wall_us())]
+            return [self._progress(RequestFailed, request, error=message)]
+        return [self._finished(request, ended.finish_reason, ended.usage)]
 
-    def batch(self, batch: EngineBatch, active: dict[str, Active]) -> list[Draft]:
-        """Return all records of a batch.
-
-        Args:
-            batch: events of the engine; those of requests that are not in `active` are skipped.
-            active: requests in flight by id; ended ones are removed.
-        """
+    def batch(self, batch: EngineBatch, requests: RequestTable) -> list[Draft]:
+        """Return all records of a batch and apply its transitions to `requests`. Stale events have no records."""
         at_us = runtime.wall_us()
         drafts = self.cache.changes(batch.rank, batch.cache_changes)
-        drafts += self._tokens(batch, active, at_us)
-        drafts += self._vectors(batch, active)
-        progress: list[Draft] = []
-        for first in batch.first_tokens:
-            one = active.get(first.request_id)
-            if one is not None and one.attempt == first.attempt:
-                one.began = True
-                progress.append(self._began(one, first, at_us))
+        drafts += self._tokens(batch, requests, at_us)
+        drafts += self._vectors(batch, requests)
+        progress = [
+            self._began(one, first)
+            for first in batch.first_tokens
+            if (one := requests.move(first.request_id, WorkTransition.FIRST_TOKEN, first.attempt)) is not None
+        ]
         for end in batch.finished:
-            one = active.get(end.request_id)
-            if one is None or one.attempt != end.attempt:
-                continue
-            del active[end.request_id]
-            usage = _usage(one, end)
-            drafts.append(self._ended(one, end.reason, usage))
-            progress.append(self._finished(one, end.reason, usage, at_us))
+            if (one := requests.move(end.request_id, WorkTransition.END, end.attempt)) is not None:
+                usage = _usage(one, end)
+                drafts.append(self._ended(one, end.reason, usage=usage))
+                progress.append(self._finished(one, end.reason, usage))
         drafts += progress
-        drafts += self._parts(batch, active)
-        drafts += self._grown(batch.emitted, active, at_us)
+        drafts += self._stage_ends(batch, requests)
+        drafts += self._grown(batch.emitted, requests)
         return drafts + self._load(batch.rank, batch.load, at_us)
 
-    def _parts(self, batch: EngineBatch, active: dict[str, Active]) -> list[Draft]:
+    def _stage_ends(self, batch: EngineBatch, requests: RequestTable) -> list[Draft]:
         """Return the records of finished encode and prefill stages, and of failed requests."""
         drafts = [
-            self._for_owner(EncodeFinished, one, encoded=encoded.encoded)
+            self._progress(EncodeFinished, one, encoded=encoded.encoded)
             for encoded in batch.encoded
-            if (one := _taken(active, encoded)) is not None
+            if (one := requests.move(encoded.request_id, WorkTransition.END, encoded.attempt)) is not None
         ]
         drafts += [
             self.prefilled(one, prompt.prefilled, prompt.cached_tokens)
             for prompt in batch.prefilled
-            if (one := _taken(active, prompt)) is not None
+            if (one := requests.move(prompt.request_id, WorkTransition.KEEP, prompt.attempt)) is not None
         ]
         for lost in batch.not_fetched:
-            if (one := _taken(active, lost)) is not None:
+            if (one := requests.move(lost.request_id, WorkTransition.END, lost.attempt)) is not None:
                 drafts += self.not_fetched(one, lost.error)
         for failed in batch.failed:
-            if (one := _taken(active, failed)) is not None:
+            if (one := requests.move(failed.request_id, WorkTransition.END, failed.attempt)) is not None:
                 drafts += self.failure(one, failed.error)
         return drafts
 
-    def command_answer(
+    def command_result(
         self, command_id: str, command: Command, owner_epoch: int, loras: tuple[str, ...], error: str | None
     ) -> Draft:
         """Return the record with the result of a command: the loaded adapters, or the error."""
@@ -229,105 +183,75 @@ class Outbox:
             "owner_epoch": owner_epoch,
             "at_us": runtime.wall_us(),
         }
-        answer = CommandDone(**fields, loras=loras) if error is None else CommandRefused(**fields, error=error)
-        return _draft(PROGRESS, self._partition, answer)
+        result = CommandDone(**fields, loras=loras) if error is None else CommandRefused(**fields, error=error)
+        return _draft(PROGRESS, self._partition, result)
 
-    def _for_owner(self, kind: type[ProgressEvent], active: Active, **fields: Any) -> Draft:
+    def _progress(self, kind: type[ProgressEvent], request: WorkRequest, **fields: Any) -> Draft:
+        """Return a record for the owner."""
         event = kind(
-            request_id=active.request_id,
-            attempt=active.attempt,
+            request_id=request.request_id,
+            attempt=request.attempt,
             worker_id=self._worker_id,
             worker_epoch=self._worker_epoch,
-            owner_epoch=active.owner_epoch,
+            owner_epoch=request.owner_epoch,
             at_us=runtime.wall_us(),
             **fields,
         )
         return _draft(PROGRESS, self._partition, event)
 
-    def _ended(self, active: Active, reason: FinishReason, usage: Usage) -> Draft:
+    def _ended(self, request: WorkRequest, reason: FinishReason | Literal["error"], **fields: Any) -> Draft:
+        """Return the end of a response for the client, with its usage or error."""
         event = ResponseEnded(
-            request_id=active.request_id,
-            attempt=active.attempt,
-            owner_epoch=active.owner_epoch,
+            request_id=request.request_id,
+            attempt=request.attempt,
+            owner_epoch=request.owner_epoch,
             finish_reason=reason,
-            usage=usage,
             group=self._group,
+            **fields,
         )
-        return _draft(TOKENS, active.reply_slot, event)
+        return _draft(TOKENS, request.reply_slot, event)
 
-    def _began(self, active: Active, first: FirstTokenStep, at_us: int) -> Draft:
-        event = FirstTokenEmitted(
-            request_id=active.request_id,
-            attempt=active.attempt,
-            worker_id=self._worker_id,
-            worker_epoch=self._worker_epoch,
-            owner_epoch=active.owner_epoch,
-            at_us=at_us,
+    def _began(self, request: WorkRequest, first: FirstTokenStep) -> Draft:
+        return self._progress(
+            FirstTokenEmitted,
+            request,
             cached_tokens=first.cached_tokens,
             transferred_bytes=first.transferred_bytes,
             transfer_us=first.transfer_us,
-            unfetched=active.unfetched,
+            unfetched=request.unfetched,
         )
-        return _draft(PROGRESS, self._partition, event)
 
-    def _finished(self, active: Active, reason: FinishReason, usage: Usage, at_us: int) -> Draft:
-        event = RequestFinished(
-            request_id=active.request_id,
-            attempt=active.attempt,
-            worker_id=self._worker_id,
-            worker_epoch=self._worker_epoch,
-            owner_epoch=active.owner_epoch,
-            at_us=at_us,
+    def _finished(self, request: WorkRequest, reason: FinishReason, usage: Usage) -> Draft:
+        return self._progress(
+            RequestFinished,
+            request,
             finish_reason=reason,
             output_tokens=usage.output_tokens,
             cached_tokens=usage.cached_tokens,
         )
-        return _draft(PROGRESS, self._partition, event)
 
-    def _failed(self, active: Active, message: str) -> Draft:
-        event = RequestFailed(
-            request_id=active.request_id,
-            attempt=active.attempt,
-            worker_id=self._worker_id,
-            worker_epoch=self._worker_epoch,
-            owner_epoch=active.owner_epoch,
-            at_us=runtime.wall_us(),
-            error=message,
-        )
-        return _draft(PROGRESS, self._partition, event)
-
-    def _grown(self, emitted: Sequence[Emitted], active: dict[str, Active], at_us: int) -> list[Draft]:
+    def _grown(self, emitted: Sequence[Emitted], requests: RequestTable) -> list[Draft]:
         """Return records for requests in flight whose output has reached another KV block."""
         drafts: list[Draft] = []
         for output in emitted:
-            one = active.get(output.request_id)
-            if one is None or not one.blocks or one.attempt != output.attempt:
+            one = requests.find(output.request_id, output.attempt)
+            if one is None or not one.blocks:
                 continue
             output_tokens = one.earlier_tokens + output.first_index + len(output.token_ids) // U32_BYTES
             blocks = self._blocks(one.prompt_tokens + output_tokens)
             if blocks > one.blocks:
                 one.blocks = blocks
-                event = OutputGrown(
-                    request_id=one.request_id,
-                    attempt=one.attempt,
-                    worker_id=self._worker_id,
-                    worker_epoch=self._worker_epoch,
-                    owner_epoch=one.owner_epoch,
-                    at_us=at_us,
-                    output_tokens=output_tokens,
-                )
-                drafts.append(_draft(PROGRESS, self._partition, event))
+                drafts.append(self._progress(OutputGrown, one, output_tokens=output_tokens))
         return drafts
 
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self._block_size)
 
-    def _tokens(self, batch: EngineBatch, active: dict[str, Active], at_us: int) -> list[Draft]:
+    def _tokens(self, batch: EngineBatch, requests: RequestTable, at_us: int) -> list[Draft]:
         """Return one record per reply slot, and per owner epoch during a takeover."""
         chunks: dict[tuple[int, int], list[TokenChunk]] = {}
         for output in batch.emitted:
-            one = active.get(output.request_id)
-            if one is None or one.attempt != output.attempt:
+            if (one := requests.find(output.request_id, output.attempt)) is None:
                 continue
             chunk = TokenChunk(
                 request_id=output.request_id,
@@ -357,11 +281,10 @@ class Outbox:
             for (reply_slot, owner_epoch), of_slot in chunks.items()
         ]
 
-    def _vectors(self, batch: EngineBatch, active: dict[str, Active]) -> list[Draft]:
+    def _vectors(self, batch: EngineBatch, requests: RequestTable) -> list[Draft]:
         drafts: list[Draft] = []
         for vector in batch.vectors:
-            one = active.get(vector.request_id)
-            if one is None or one.attempt != vector.attempt:
+            if (one := requests.find(vector.request_id, vector.attempt)) is None:
                 continue
             event = Embedded(
                 request_id=one.request_id,
@@ -408,16 +331,16 @@ class Outbox:
         return [_draft(METRICS, self._partition, event)]
 
 
-def _usage(active: Active, end: Finished) -> Usage:
+def _usage(request: WorkRequest, end: Finished) -> Usage:
     """Return the usage of the whole response, including output of earlier attempts.
 
     For the engine, that output is part of the prompt. For fetched KV, `cached_tokens` is that of the prefill worker.
     """
-    prompt_tokens = end.prompt_tokens - active.earlier_tokens
-    cached_tokens = end.cached_tokens if active.fetched is None else active.fetched.cached_tokens
+    prompt_tokens = end.prompt_tokens - request.earlier_tokens
+    cached_tokens = end.cached_tokens if request.fetched is None else request.fetched.cached_tokens
     return Usage(
         prompt_tokens=prompt_tokens,
-        output_tokens=active.earlier_tokens + end.output_tokens,
+        output_tokens=request.earlier_tokens + end.output_tokens,
         cached_tokens=min(cached_tokens, prompt_tokens),
     )
 
@@ -433,12 +356,6 @@ def _prefilled_by(kept: Prefilled, output: Emitted, batch: EngineBatch) -> Prefi
                 transfer_us=first.transfer_us,
             )
     return PrefilledBy(worker_id=kept.worker_id, rank=kept.rank)
-
-
-def _taken(active: dict[str, Active], output: MediaEncoded | PromptPrefilled | NotFetched | Failed) -> Active | None:
-    """Remove and return the request whose end is reported; None if it is not in flight in that attempt."""
-    one = active.get(output.request_id)
-    return active.pop(output.request_id) if one is not None and one.attempt == output.attempt else None
 
 
 def _draft(topic: Topic, partition: int, event: Event) -> Draft:

@@ -20,7 +20,8 @@ from forebay.events.tokens import TokenEvent
 from forebay.events.topics import TOKENS
 from forebay.events.work import WorkItem
 from forebay.transport.base import Log, LogError, Record
-from forebay.workers.runtime.outbox import Active, Outbox
+from forebay.workers.runtime.outbox import Outbox
+from forebay.workers.runtime.request_table import WorkRequest
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ class LaterAttempt:
     """Later attempt that is waiting for the output of earlier ones."""
 
     item: WorkItem
-    active: Active
+    request: WorkRequest
 
 
 @dataclass(slots=True)
@@ -89,7 +90,7 @@ class Resumer:
 
     async def _read(self, slot: int, attempts: list[LaterAttempt]) -> dict[str, ResponseState]:
         """Append the attempt starts and return the responses as of those records, by request id."""
-        offsets = await self._log.append([self._outbox.attempt_started(later.active) for later in attempts])
+        offsets = await self._log.append([self._outbox.attempt_started(later.request) for later in attempts])
         # Records before `reply_from` belong to an earlier request with the same id.
         coming = sorted((later.item.reply_from, later.item.request_id) for later in attempts)
         coming.reverse()
@@ -134,7 +135,7 @@ class Resumer:
 
 
 def continued(item: WorkItem, output: list[int], block_size: int) -> WorkItem:
-    """Return an item that generates the rest of the response of `item` after the output tokens `said`."""
+    """Return an item that generates the rest of the response of `item` after `output`."""
     sampling = item.sampling
     assert len(output) < sampling.max_tokens
     token_ids = item.token_ids + pack_u32(output)
