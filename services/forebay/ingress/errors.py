@@ -49,13 +49,25 @@ class ApiError(Exception):
         """Return the body as JSON."""
         return msgspec.json.encode(self.body())
 
-    async def send(self, send: Send, request_id: str = "") -> None:
-        """Send the error as a complete HTTP response."""
-        body = self.encoded()
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    def raw_headers(self, body: bytes, *, request_id: str = "", closes: bool = False) -> list[tuple[bytes, bytes]]:
+        """Return all headers of the response as ASGI expects them.
+
+        Args:
+            body: the encoded body.
+            request_id: id of the request, empty if it has none yet.
+            closes: whether the server closes the connection after the response.
+        """
+        headers = {"content-type": "application/json", "content-length": str(len(body)), **self.headers()}
         if request_id:
-            headers.append((b"x-request-id", request_id.encode()))
-        headers += [(name.encode(), value.encode()) for name, value in self.headers().items()]
+            headers["x-request-id"] = request_id
+        if closes:
+            headers["connection"] = "close"
+        return [(name.encode(), value.encode()) for name, value in headers.items()]
+
+    async def send(self, send: Send, request_id: str = "", *, closes: bool = False) -> None:
+        """Send the error as a complete HTTP response. The arguments are those of `raw_headers`."""
+        body = self.encoded()
+        headers = self.raw_headers(body, request_id=request_id, closes=closes)
         await send({"type": "http.response.start", "status": self.status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 

@@ -10,46 +10,44 @@ from typing import Annotated, Any
 import msgspec
 from fastapi import Depends, FastAPI, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from forebay.events.control import BusyThresholds, DisaggConfig, DisaggPolicy
 from forebay.ingress.errors import ApiError
 from forebay.ingress.http.body import read_body
 from forebay.ingress.http.control_api import BODY_BYTES_MAX, COMMAND_BODIES, add_commands
 from forebay.ingress.http.openapi import SETTINGS, body_of, errors
-from forebay.ingress.http.pool_settings import FIELDS
 from forebay.ingress.ingress import Ingress
-from forebay.ingress.openai.fields import Body, parse, refuse_extra
+from forebay.ingress.openai.fields import CheckedBody, parse
 from forebay.ingress.openai.nvext import WEIGHT_MAX
 from forebay.ingress.openai.requests import adapter_of
 
 TOKENS_MAX = (1 << 63) - 1
 
 
-class BusyThresholdBody(Body):
-    """Body of POST /busy_threshold. A missing field keeps its value; null disables a threshold."""
+class PoolSettingsBody(CheckedBody):
+    """Settings of the pools of one model."""
 
     model: str
+
+    def changes(self) -> dict[str, Any]:
+        """Return the settings that the body changes."""
+        return {name: getattr(self, name) for name in self.model_fields_set if name != "model"}
+
+
+class BusyThresholdBody(PoolSettingsBody):
+    """Body of POST /busy_threshold. A missing field keeps its value; null disables a threshold."""
+
     active_decode_blocks_threshold: Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)] | None = None
     active_prefill_tokens_threshold: Annotated[int, Field(ge=0, le=TOKENS_MAX)] | None = None
     active_prefill_tokens_threshold_frac: Annotated[float, Field(ge=0.0, le=WEIGHT_MAX, allow_inf_nan=False)] | None = (
         None
     )
 
-    @model_validator(mode="after")
-    def _check(self) -> "BusyThresholdBody":
-        refuse_extra(self, "")
-        return self
 
-    def changes(self) -> dict[str, float | None]:
-        """Return the fields that the body sets."""
-        return {name: getattr(self, name) for name in FIELDS if name in self.model_fields_set}
-
-
-class DisaggregationBody(Body):
+class DisaggregationBody(PoolSettingsBody):
     """Body of POST /disaggregation. A missing field keeps its value; a threshold of null is never reached."""
 
-    model: str
     policy: DisaggPolicy = "always"
     max_local_prefill_length: Annotated[int, Field(ge=0, le=TOKENS_MAX)] = 0
     max_prefill_queue_size: Annotated[int, Field(ge=1, le=TOKENS_MAX)] = 1
@@ -58,15 +56,6 @@ class DisaggregationBody(Body):
     prefill_busy_threshold: Annotated[float, Field(ge=0.0, le=WEIGHT_MAX, allow_inf_nan=False)] | None = None
     decode_busy_threshold: Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)] | None = None
     enforce: bool = False
-
-    @model_validator(mode="after")
-    def _check(self) -> "DisaggregationBody":
-        refuse_extra(self, "")
-        return self
-
-    def changes(self) -> dict[str, Any]:
-        """Return the fields that the body sets."""
-        return {name: getattr(self, name) for name in DisaggConfig.__struct_fields__ if name in self.model_fields_set}
 
 
 BODIES = (*COMMAND_BODIES, BusyThresholdBody, DisaggregationBody)

@@ -21,7 +21,7 @@ from forebay.ingress.errors import ApiError, invalid
 from forebay.ingress.http.body import read_body, request_id_of
 from forebay.ingress.http.openapi import COMMANDS, body_of, errors
 from forebay.ingress.ingress import Ingress
-from forebay.ingress.openai.fields import Body, Neutral, parse, refuse_extra
+from forebay.ingress.openai.fields import CheckedBody, Neutral, parse
 
 ACTIONS: tuple[Action, ...] = get_args(Action)
 TIMEOUT_S = 60.0  # an adapter is read from a disk
@@ -53,17 +53,12 @@ IN_PATH = {
 IN_SOURCE = {"required": ["source"], "properties": {"source": {"type": "object"}}}
 
 
-class CommandBody(Body):
+class CommandBody(CheckedBody):
     """Whom a command is for, all workers by default, and how long they have."""
 
     worker_ids: Annotated[tuple[Name, ...], Field(max_length=WORKERS_MAX)] = ()
     pool: Annotated[str, Field(max_length=256)] = ""
     timeout_s: Annotated[float, Field(gt=0.0, le=TIMEOUT_S_MAX, allow_inf_nan=False)] = TIMEOUT_S
-
-    @model_validator(mode="after")
-    def _check(self) -> "CommandBody":
-        refuse_extra(self, "")
-        return self
 
     def command(self, action: Action) -> Command:
         """What to do. Raises ApiError."""
@@ -80,14 +75,15 @@ class SleepBody(CommandBody):
         return Command(action=action, level=self.level)
 
 
-class LoraSource(Body):
+class LoraSource(CheckedBody):
     """Where an adapter is, as Dynamo's API says it."""
+
+    path = "source."
 
     uri: Annotated[str, Field(json_schema_extra={"pattern": "^file:///"})]
 
     @model_validator(mode="after")
     def _check(self) -> "LoraSource":
-        refuse_extra(self, "source.")
         _path_of(self)
         return self
 

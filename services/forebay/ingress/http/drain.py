@@ -101,13 +101,4 @@ class DrainMiddleware:
     async def _refuse(self, send: Send) -> None:
         error = ApiError(503, "shutting_down", SHUTTING_DOWN)
         self._refused(error)
-        body = error.encoded()
-        headers = {
-            "content-type": "application/json",
-            "content-length": str(len(body)),
-            "connection": "close",
-            **error.headers(),
-        }
-        told = [(name.encode(), value.encode()) for name, value in headers.items()]
-        await send({"type": "http.response.start", "status": error.status, "headers": told})
-        await send({"type": "http.response.body", "body": body})
+        await error.send(send, closes=True)

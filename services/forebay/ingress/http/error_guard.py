@@ -81,11 +81,7 @@ class _Response:
 
     async def fail(self, error: ApiError) -> None:
         """Send an error: as the last event of a stream that has started, else as the response."""
-        body = error.encoded()
         if self.is_started:
-            await self.send({"type": "http.response.body", "body": b"data: " + body + b"\n\n"})
-            return
-        headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers()}
-        encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
-        await self.send({"type": "http.response.start", "status": error.status, "headers": encoded})
-        await self.send({"type": "http.response.body", "body": body})
+            await self.send({"type": "http.response.body", "body": b"data: " + error.encoded() + b"\n\n"})
+        else:
+            await error.send(self.send)

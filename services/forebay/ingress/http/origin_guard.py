@@ -63,7 +63,7 @@ class OriginGuard:
         """Run the application, or send an error."""
         if scope["type"] == "http" and scope["path"] not in UNCHECKED and (error := self._refusal(scope)) is not None:
             self._on_refused(error.code)
-            await _send(send, error)
+            await error.send(send)
         else:
             await self._app(scope, receive, send)
 
@@ -148,10 +148,3 @@ def _is_loopback(address: str) -> bool:
     ip = ipaddress.ip_address(address)
     mapped = ip.ipv4_mapped if isinstance(ip, ipaddress.IPv6Address) else None
     return (mapped or ip).is_loopback
-
-
-async def _send(send: Send, error: ApiError) -> None:
-    body = error.encoded()
-    headers = [(b"content-type", JSON.encode()), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": error.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

@@ -29,7 +29,6 @@ logger = logging.getLogger(__name__)
 
 READ_MAX = 256
 REFRESH_S = 5.0  # a pool keeps its block size until all its workers are replaced, so a cached value may be this old
-FIELDS = BusyThresholds.__struct_fields__
 
 
 class PoolConfigurator:

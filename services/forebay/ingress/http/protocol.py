@@ -260,9 +260,7 @@ def _refusing(app: Any, limits: ConnectionLimits) -> Any:
             await app(scope, receive, send)
             return
         limits.on_rejected(error.code)
-        body = error.encoded()
-        await send({"type": "http.response.start", "status": error.status, "headers": _headers(error, body)})
-        await send({"type": "http.response.body", "body": body})
+        await error.send(send, closes=True)
 
     return refuse
 
@@ -271,18 +269,8 @@ def _head_too_large(limit: str) -> ApiError:
     return ApiError(431, "headers_too_large", f"the request line and headers have {limit}, the limit; send less")
 
 
-def _headers(error: ApiError, body: bytes) -> list[tuple[bytes, bytes]]:
-    headers = {
-        "content-type": "application/json",
-        "content-length": str(len(body)),
-        "connection": "close",
-        **error.headers(),
-    }
-    return [(name.encode(), value.encode()) for name, value in headers.items()]
-
-
 def _encoded(error: ApiError) -> bytes:
     """Return a whole HTTP response."""
     body = error.encoded()
-    head = [name + b": " + value + b"\r\n" for name, value in _headers(error, body)]
+    head = [name + b": " + value + b"\r\n" for name, value in error.raw_headers(body, closes=True)]
     return b"".join([STATUS_LINE[error.status], *head, b"\r\n", body])

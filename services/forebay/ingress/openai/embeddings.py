@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from forebay.events.base import U32_BYTES
 from forebay.ingress.errors import invalid
 from forebay.ingress.model import Model
-from forebay.ingress.openai.fields import Body, Neutral, refuse_extra
+from forebay.ingress.openai.fields import CheckedBody, Neutral
 from forebay.ingress.openai.nvext import NAME_CHARS_MAX, Nvext
 from forebay.ingress.openai.sampling import TokenIds
 
@@ -32,7 +32,7 @@ IGNORED = frozenset({"user"})
 Tokens = Annotated[TokenIds, Field(min_length=1)]
 
 
-class EmbeddingBody(Body):
+class EmbeddingBody(CheckedBody):
     """Body of an embedding request. `input` is a text, token ids, or a list of either."""
 
     neutral = NEUTRAL
@@ -58,7 +58,6 @@ class EmbeddingBody(Body):
 
     @model_validator(mode="after")
     def _check(self) -> "EmbeddingBody":
-        refuse_extra(self, "")
         if self.nvext is not None and (self.nvext.annotations or self.nvext.extra_fields):
             raise invalid("nvext: embeddings have no annotations and no extra fields", "nvext", "unsupported_parameter")
         return self

@@ -4,10 +4,18 @@ An unsupported field is accepted if its value has no effect, for example `n: 1`.
 """
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import msgspec
-from pydantic import BaseModel, BeforeValidator, ConfigDict, GetJsonSchemaHandler, PrivateAttr, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    GetJsonSchemaHandler,
+    PrivateAttr,
+    ValidationError,
+    model_validator,
+)
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
@@ -55,6 +63,21 @@ class Body(BaseModel):
     @classmethod
     def describe(cls, schema: dict[str, Any]) -> None:
         """Add the constraints of the class's validators to a JSON schema."""
+
+
+class CheckedBody(Body):
+    """Base of a body, or of a part at a fixed path, that rejects unsupported fields when it is validated.
+
+    Attributes:
+        path: path of the part in the request, with a dot at its end; empty for a body.
+    """
+
+    path: ClassVar[str] = ""
+
+    @model_validator(mode="after")
+    def _refuse_extra(self) -> Self:
+        refuse_extra(self, self.path)
+        return self
 
 
 BodyT = TypeVar("BodyT", bound=Body)

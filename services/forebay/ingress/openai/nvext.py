@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field, model_validator
 
 from forebay.events.control import RouterMode
 from forebay.ingress.errors import invalid
-from forebay.ingress.openai.fields import Body, Neutral, at_most, refuse_extra
+from forebay.ingress.openai.fields import CheckedBody, Neutral, at_most
 
 QUERY = "query_instance_id"
 WORKER_ID = "worker_id"
@@ -48,8 +48,10 @@ CONTEXT_IGNORED = frozenset({"parent_session_id", "parent_trajectory_id", "sessi
 ROUTER_NEUTRAL: Neutral = {"itl_target": (None,), "shared_cache_multiplier": (None, 0), "ttft_target": (None,)}
 
 
-class AgentHints(Body):
+class AgentHints(CheckedBody):
     """Hints of an agent about its request."""
+
+    path = "nvext.agent_hints."
 
     neutral = AGENT_HINTS_NEUTRAL
 
@@ -57,55 +59,43 @@ class AgentHints(Body):
     strict_priority: Annotated[int, Field(ge=0, lt=U32)] | None = None
     osl: Annotated[int, Field(ge=0, lt=U32)] | None = None
 
-    @model_validator(mode="after")
-    def _check(self) -> "AgentHints":
-        refuse_extra(self, "nvext.agent_hints.")
-        return self
 
-
-class SessionControl(Body):
+class SessionControl(CheckedBody):
     """Session of a request."""
+
+    path = "nvext.session_control."
 
     neutral = SESSION_NEUTRAL
 
     session_id: Text
 
-    @model_validator(mode="after")
-    def _check(self) -> "SessionControl":
-        refuse_extra(self, "nvext.session_control.")
-        return self
 
-
-class AgentContext(Body):
+class AgentContext(CheckedBody):
     """Origin of a request, for traces. The session id applies if `session_control` has none."""
+
+    path = "nvext.agent_context."
 
     neutral = CONTEXT_NEUTRAL
     ignored = CONTEXT_IGNORED
 
     session_id: Text | None = None
 
-    @model_validator(mode="after")
-    def _check(self) -> "AgentContext":
-        refuse_extra(self, "nvext.agent_context.")
-        return self
 
-
-class RoutingConstraints(Body):
+class RoutingConstraints(CheckedBody):
     """Constraints and preferences on the worker of a request."""
+
+    path = "nvext.routing_constraints."
 
     # An empty list would allow no worker, but in events it allows all workers.
     allowed_worker_ids: Annotated[list[WorkerId], Field(min_length=1, max_length=WORKERS_MAX)] | None = None
     required_taints: Annotated[list[Text], Field(max_length=TAINTS_MAX)] | None = None
     preferred_taints: Annotated[dict[Text, SignedWeight], at_most(TAINTS_MAX)] | None = None
 
-    @model_validator(mode="after")
-    def _check(self) -> "RoutingConstraints":
-        refuse_extra(self, "nvext.routing_constraints.")
-        return self
 
-
-class RouterFields(Body):
+class RouterFields(CheckedBody):
     """Router settings that one request overrides."""
+
+    path = "nvext.router."
 
     neutral = ROUTER_NEUTRAL
 
@@ -116,14 +106,11 @@ class RouterFields(Body):
     assume_kv_reuse: bool | None = None
     track_prefill_tokens: bool | None = None
 
-    @model_validator(mode="after")
-    def _check(self) -> "RouterFields":
-        refuse_extra(self, "nvext.router.")
-        return self
 
-
-class Nvext(Body):
+class Nvext(CheckedBody):
     """The extension `nvext` of one request."""
+
+    path = "nvext."
 
     neutral = NVEXT_NEUTRAL
     ignored = NVEXT_IGNORED
@@ -151,7 +138,6 @@ class Nvext(Body):
 
     @model_validator(mode="after")
     def _check(self) -> "Nvext":
-        refuse_extra(self, "nvext.")
         for name in self.annotations or ():
             if not _is_query(name):
                 raise invalid(f"the annotation {name!r} is not supported", "nvext.annotations", "unsupported_parameter")

@@ -13,7 +13,7 @@ from forebay.events.requests import StructuredOutput
 from forebay.ingress.errors import ApiError, invalid
 from forebay.ingress.media.refs import MediaRef
 from forebay.ingress.media.tokens import MediaTokens
-from forebay.ingress.openai.fields import Body, Neutral, refuse_extra
+from forebay.ingress.openai.fields import Body, CheckedBody, Neutral, refuse_extra
 from forebay.ingress.openai.nvext import NAME_CHARS_MAX, WORKER_ID, Nvext
 from forebay.ingress.openai.sampling import JsonObject, SamplingFields, TokenIds
 from forebay.ingress.openai.tools import (
@@ -98,8 +98,10 @@ MEDIA_URL_NEUTRAL: Neutral = {"detail": (None, "auto")}
 PART_FIELDS = ("text", "image_url", "video_url")
 
 
-class StreamOptions(Body):
+class StreamOptions(CheckedBody):
     """Options of a stream."""
+
+    path = "stream_options."
 
     include_usage: bool = False
     include_obfuscation: bool = False
@@ -168,7 +170,6 @@ class CompletionBody(SamplingFields):
 
     @model_validator(mode="after")
     def _check(self) -> "CompletionBody":
-        refuse_extra(self, "")
         if len(self.stop_strings) > STOP_STRINGS_MAX or "" in self.stop_strings:
             raise invalid(
                 f"stop has {len(self.stop_strings)} strings; give at most {STOP_STRINGS_MAX}, none of them empty",
@@ -176,10 +177,8 @@ class CompletionBody(SamplingFields):
             )
         if any(len(stop) > STOP_CHARS_MAX for stop in self.stop_strings):
             raise invalid(f"a stop string is too long; the limit is {STOP_CHARS_MAX} characters", "stop")
-        if self.stream_options is not None:
-            refuse_extra(self.stream_options, "stream_options.")
-            if not self.stream:
-                raise invalid("stream_options is only allowed when stream is true", "stream_options")
+        if self.stream_options is not None and not self.stream:
+            raise invalid("stream_options is only allowed when stream is true", "stream_options")
         return self
 
     @property

@@ -11,7 +11,7 @@ from pydantic import Field, JsonValue
 
 from forebay.events.requests import Sampling, StructuredOutput, TokenBias
 from forebay.ingress.errors import ApiError, invalid
-from forebay.ingress.openai.fields import Body, Neutral, at_most, refuse_extra
+from forebay.ingress.openai.fields import CheckedBody, Neutral, at_most
 
 SEED_MAX = (1 << 63) - 1
 TOKENS_MAX = (1 << 31) - 1
@@ -36,8 +36,10 @@ STRUCTURED_NEUTRAL: Neutral = {
 }
 
 
-class JsonSchema(Body):
+class JsonSchema(CheckedBody):
     """`response_format.json_schema`. The output always follows the schema, so `strict` has no effect."""
+
+    path = "response_format.json_schema."
 
     name: str
     schema_: Annotated[JsonObject | None, Field(alias="schema")] = None
@@ -45,16 +47,19 @@ class JsonSchema(Body):
     strict: bool | None = None
 
 
-class ResponseFormat(Body):
+class ResponseFormat(CheckedBody):
     """`response_format`: required format of the output."""
+
+    path = "response_format."
 
     type: str
     json_schema: JsonSchema | None = None
 
 
-class StructuredOutputs(Body):
+class StructuredOutputs(CheckedBody):
     """`structured_outputs` of vLLM; exactly one field may be set."""
 
+    path = "structured_outputs."
     neutral = STRUCTURED_NEUTRAL
 
     json_: Annotated[str | JsonObject | None, Field(alias="json")] = None
@@ -64,7 +69,7 @@ class StructuredOutputs(Body):
     grammar: str | None = None
 
 
-class SamplingFields(Body):
+class SamplingFields(CheckedBody):
     """Sampling parameters that chat and text completions share."""
 
     temperature: Annotated[float, Field(ge=0.0, le=2.0, allow_inf_nan=False)] | None = None
@@ -156,7 +161,6 @@ def _structured(body: SamplingFields) -> StructuredOutput | None:
     if body.response_format is not None and (structure := _response_format(body.response_format)) is not None:
         found["response_format"] = structure
     if body.structured_outputs is not None:
-        refuse_extra(body.structured_outputs, "structured_outputs.")
         of = body.structured_outputs
         if of.json_object:
             found["structured_outputs.json_object"] = StructuredOutput(kind="json_object")
@@ -173,12 +177,10 @@ def _structured(body: SamplingFields) -> StructuredOutput | None:
 
 
 def _response_format(requested: ResponseFormat) -> StructuredOutput | None:
-    refuse_extra(requested, "response_format.")
     if requested.type == "json_schema":
         schema = requested.json_schema
         if schema is None or schema.schema_ is None:
             raise invalid("response_format.json_schema.schema is missing", "response_format.json_schema")
-        refuse_extra(schema, "response_format.json_schema.")
         return StructuredOutput(
             kind="json_schema", text=encoded_schema(schema.schema_, "response_format.json_schema.schema")
         )
