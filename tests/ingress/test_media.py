@@ -139,27 +139,27 @@ LARGE = base64.b64encode(bytes(MEDIA_BYTES_MAX + 1)).decode()
 @pytest.mark.parametrize(
     ("part", "status", "code", "says"),
     [
-        (image("ftp://a/b"), 400, "invalid_media_url", "is no http, https or data URL but ftp"),
-        (image("x"), 400, "invalid_media_url", "is no http, https or data URL but none"),
-        (image("http://"), 400, "invalid_media_url", "names no host"),
+        (image("ftp://a/b"), 400, "invalid_media_url", "the scheme is 'ftp'; it must be http, https or data"),
+        (image("x"), 400, "invalid_media_url", "the scheme is ''"),
+        (image("http://"), 400, "invalid_media_url", "the URL has no host"),
         (image("https://user:pass@host/x"), 400, "invalid_media_url", "user name"),
         (image("http://h/" + "x" * 9_000), 400, "invalid_media_url", "longer than 8192 characters"),
-        (image("http://[1::2::3]/"), 400, "invalid_media_url", "is no URL"),
-        (image("data:image/png"), 400, "invalid_media_url", "there is no comma"),
-        (image("data:image/png;base64,@@"), 400, "invalid_media_url", "is no base64"),
-        (image("data:image/png;base64,"), 400, "invalid_media_url", "is empty"),
-        (image("data:,plain%20text"), 400, "not_an_image", "is no image that can be read; taken are PNG, JPEG"),
-        (image(b"<svg/>"), 400, "not_an_image", "is no image"),
-        (image(png()[:60]), 400, "not_an_image", "is no image"),
-        (image(MP4), 400, "not_an_image", "is no image"),
-        (video(png()), 400, "not_a_video", "is no video that can be read; taken are MP4"),
-        (image(f"data:;base64,{LARGE}"), 413, "media_too_large", "up to 8 MiB together"),
-        (image("http://127.0.0.1:1/x.png"), 400, "private_media_url", "127.0.0.1 is no public address"),
-        (image("http://[::1]/x.png"), 400, "private_media_url", "is no public address"),
-        (image("http://[::ffff:10.0.0.1]/x.png"), 400, "private_media_url", "is no public address"),
+        (image("http://[1::2::3]/"), 400, "invalid_media_url", "not a valid URL"),
+        (image("data:image/png"), 400, "invalid_media_url", "the data URL has no comma"),
+        (image("data:image/png;base64,@@"), 400, "invalid_media_url", "not valid base64"),
+        (image("data:image/png;base64,"), 400, "invalid_media_url", "the content is empty"),
+        (image("data:,plain%20text"), 400, "not_an_image", "not a valid image; supported formats are PNG, JPEG"),
+        (image(b"<svg/>"), 400, "not_an_image", "not a valid image"),
+        (image(png()[:60]), 400, "not_an_image", "not a valid image"),
+        (image(MP4), 400, "not_an_image", "not a valid image"),
+        (video(png()), 400, "not_a_video", "not a valid video; supported formats are MP4"),
+        (image(f"data:;base64,{LARGE}"), 413, "media_too_large", "exceed 8 MiB together"),
+        (image("http://127.0.0.1:1/x.png"), 400, "private_media_url", "127.0.0.1 is not a public address"),
+        (image("http://[::1]/x.png"), 400, "private_media_url", "is not a public address"),
+        (image("http://[::ffff:10.0.0.1]/x.png"), 400, "private_media_url", "is not a public address"),
         (image("http://0x7f.1/x.png"), 400, "", ""),
-        (image("http://localhost/x.png"), 400, "private_media_url", "localhost is no public address"),
-        (image("http://no-such-host.invalid/x.png"), 400, "media_unavailable", "no-such-host.invalid is not known"),
+        (image("http://localhost/x.png"), 400, "private_media_url", "localhost is not a public address"),
+        (image("http://no-such-host.invalid/x.png"), 400, "media_unavailable", "no-such-host.invalid is unknown"),
     ],
 )
 async def test_what_cannot_be_taken_is_said_with_its_place(
@@ -195,18 +195,18 @@ async def test_parts_are_checked_by_name(scene: Scene, part: dict[str, Any], say
 
 
 async def test_too_many_images_are_refused_before_any_is_looked_at(scene: Scene) -> None:
-    with pytest.raises(ApiError, match=r"messages\[0\].content\[16\].image_url.url: a request takes up to 16"):
+    with pytest.raises(ApiError, match=r"messages\[0\].content\[16\].image_url.url: a request may have at most 16"):
         await prepare(scene, *[image("http://127.0.0.1/")] * 17)
 
 
 async def test_images_together_have_one_bound(scene: Scene) -> None:
     half = b"\x00" * 9 + bytes(MEDIA_BYTES_MAX // 2)
-    with pytest.raises(ApiError, match="up to 8 MiB together") as refused:
+    with pytest.raises(ApiError, match="exceed 8 MiB together") as refused:
         await prepare(scene, video(MP4 + half), video(MP4 + half))
     assert refused.value.status == 413
 
 
-@pytest.mark.parametrize(("most", "says"), [(100, "up to 100 pixels, this one has 16 x 16"), (1_000, None)])
+@pytest.mark.parametrize(("most", "says"), [(100, "has 16 x 16 pixels; the limit is 100 pixels"), (1_000, None)])
 async def test_large_images_are_refused_by_what_they_unpack_to(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, most: int, says: str | None
 ) -> None:
@@ -217,7 +217,7 @@ async def test_large_images_are_refused_by_what_they_unpack_to(
     with pytest.raises(ApiError, match=says):
         await prepare(scene, image(png()))
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
-    with pytest.raises(ApiError, match="many more pixels"):
+    with pytest.raises(ApiError, match="too many pixels"):
         await prepare(scene, image(png()))
 
 
@@ -226,7 +226,7 @@ async def test_without_pillow_images_are_refused_with_the_line_to_install_it(
 ) -> None:
     content = png()
     monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(ApiError, match=r"takes no images: pip install 'forebay\[media\]'") as refused:
+    with pytest.raises(ApiError, match=r"install Pillow with pip install 'forebay\[media\]'") as refused:
         await prepare(scene, image(content))
     assert (refused.value.status, refused.value.code) == (501, "media_not_installed")
     assert (await prepare(scene, video(MP4))).media
@@ -234,7 +234,7 @@ async def test_without_pillow_images_are_refused_with_the_line_to_install_it(
 
 async def test_a_model_for_text_alone_takes_none() -> None:
     async with make_scene() as scene:
-        with pytest.raises(ApiError, match=r"messages\[0\].content\[0\].image_url.url: this model takes no images"):
+        with pytest.raises(ApiError, match=r"content\[0\].image_url.url: this model does not support images"):
             await prepare(scene, image(png()))
         assert (await prepare(scene, text("a"), text("b"))).media == ()
 
@@ -253,20 +253,20 @@ async def test_models_whose_images_have_no_fixed_size_are_refused_with_the_reaso
     tmp_path: Path, config: dict[str, Any]
 ) -> None:
     async with make_scene(Model(media_model.make(tmp_path / "m", **config))) as scene:
-        with pytest.raises(ApiError, match="how many tokens an image is depends on its size in this model") as refused:
+        with pytest.raises(ApiError, match="images are not supported, because their tokens depend on") as refused:
             await prepare(scene, image(png()))
         assert refused.value.status == 501
         assert (await prepare(scene, text("but text is served"))).prompt_tokens
 
 
 async def test_placeholders_and_images_must_be_as_many(tmp_path: Path, scene: Scene) -> None:
-    with pytest.raises(ApiError, match="more placeholders of images than the 1 that came with it"):
+    with pytest.raises(ApiError, match="more placeholders of images than the 1 images of the request"):
         await prepare(scene, text("<image>"), image(png()))
-    with pytest.raises(ApiError, match="more placeholders of videos than the 0 that came with it"):
+    with pytest.raises(ApiError, match="more placeholders of videos than the 0 videos of the request"):
         await prepare(scene, text("<video>"))
     silent = media_model.make(tmp_path / "silent", "{% for m in messages %}{{ m.content[0].text }}{% endfor %}")
     async with make_scene(Model(silent)) as other:
-        with pytest.raises(ApiError, match="the chat template left out 1 of 1 images and videos"):
+        with pytest.raises(ApiError, match="the chat template omitted 1 of 1 images and videos"):
             await prepare(other, text("see"), image(png()))
 
 

@@ -148,12 +148,12 @@ async def test_what_is_there_is_fetched_in_order() -> None:
 @pytest.mark.parametrize(
     ("path", "says"),
     [
-        ("/nothing", "answers with status 404"),
+        ("/nothing", "responded with status 404"),
         ("/torn", "cannot be read"),
         ("/nonsense", "cannot be read"),
-        ("/to/ftp://x/y", "is no http, https or data URL but ftp"),
+        ("/to/ftp://x/y", "the scheme is 'ftp'; it must be http, https or data"),
         ("/to//to//to//to//video", "it redirects more than 3 times"),
-        ("/to/http://no-such-host.invalid/", "no-such-host.invalid is not known"),
+        ("/to/http://no-such-host.invalid/", "no-such-host.invalid is unknown"),
         ("/to/http://xn--a/", "cannot be read (InvalidCodepoint)"),
     ],
 )
@@ -174,7 +174,7 @@ async def test_three_redirects_are_followed() -> None:
 
 async def test_more_than_the_bound_is_not_read_to_its_end() -> None:
     async with site() as there, fetcher() as fetch:
-        with pytest.raises(ApiError, match="up to 8 MiB together") as refused:
+        with pytest.raises(ApiError, match="exceed 8 MiB together") as refused:
             await fetch(f"http://127.0.0.1:{there.port}/endless")
         assert refused.value.status == 413
     assert MEDIA_BYTES_MAX == 8 << 20
@@ -183,7 +183,7 @@ async def test_more_than_the_bound_is_not_read_to_its_end() -> None:
 async def test_who_does_not_answer_is_given_up_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(media, "TIMEOUT_S", 0.3)
     async with site() as there, fetcher() as fetch:
-        with pytest.raises(ApiError, match=r"part\[1\]: it did not come within 0.3 s"):
+        with pytest.raises(ApiError, match=r"part\[1\]: it did not arrive within 0.3 s"):
             await fetch(f"http://127.0.0.1:{there.port}/video", f"http://127.0.0.1:{there.port}/never")
 
 
@@ -225,7 +225,7 @@ async def test_the_address_that_was_checked_is_the_one_that_is_asked(monkeypatch
 async def test_every_address_of_a_name_must_be_public(monkeypatch: pytest.MonkeyPatch) -> None:
     Names(monkeypatch, mixed_test=[["8.8.8.8", "10.0.0.7"]])
     async with fetcher(MediaSettings(allow_hosts=("other.test",))) as fetch:
-        with pytest.raises(ApiError, match=r"mixed\.test is no public address") as refused:
+        with pytest.raises(ApiError, match=r"mixed\.test is not a public address") as refused:
             await fetch("http://mixed.test/x")
         assert "10.0.0.7" not in refused.value.message, "nor is it told what is inside"
 
@@ -233,7 +233,7 @@ async def test_every_address_of_a_name_must_be_public(monkeypatch: pytest.Monkey
 async def test_a_redirect_leads_to_no_private_address(monkeypatch: pytest.MonkeyPatch) -> None:
     Names(monkeypatch, pictures_test=[["127.0.0.1"]])
     async with site() as there, fetcher(MediaSettings(allow_hosts=("pictures.test",))) as fetch:
-        with pytest.raises(ApiError, match=r"127\.0\.0\.1 is no public address"):
+        with pytest.raises(ApiError, match=r"127\.0\.0\.1 is not a public address"):
             await fetch(f"http://pictures.test:{there.port}/to/http://127.0.0.1:{there.port}/video")
         assert [path for path, _ in there.asked] == [f"/to/http://127.0.0.1:{there.port}/video"]
 
@@ -292,5 +292,5 @@ def test_addresses_that_nobody_is_led_to(address: str) -> None:
 )
 async def test_what_is_no_url_is_said_to_be_none(url: str) -> None:
     async with fetcher() as fetch:
-        with pytest.raises(ApiError, match=r"^part\[0\]: is no URL"):
+        with pytest.raises(ApiError, match=r"^part\[0\]: not a valid URL"):
             await fetch(url)

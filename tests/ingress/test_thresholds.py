@@ -14,14 +14,14 @@ from forebay.events.base import pack_u32
 from forebay.events.codec import decode, encode
 from forebay.events.control import BusyThresholds, BusyThresholdsSet, ControlEvent, PoolConfigured, RouterConfig
 from forebay.events.topics import CONTROL
-from forebay.ingress.http.pool_settings import FIELDS, PoolConfigurator
+from forebay.ingress.http.pool_settings import PoolConfigurator
 from forebay.transport.base import Draft
 from forebay.transport.sqlite.log import SqliteLog
 from tests.ingress.conftest import NAME, Scene, make_scene
 
 PATH = "/busy_threshold"
-DECODE, PREFILL, SHARE = FIELDS
-OFF = dict.fromkeys(FIELDS)
+DECODE, PREFILL, SHARE = BusyThresholds.__struct_fields__
+OFF = dict.fromkeys(BusyThresholds.__struct_fields__)
 
 
 def pool(name: str = "default", model: str = NAME, **busy: Any) -> PoolConfigured:

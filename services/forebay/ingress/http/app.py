@@ -20,7 +20,7 @@ from forebay.ingress.http.drain import DrainMiddleware
 from forebay.ingress.http.embedding_response import EmbeddingResponse
 from forebay.ingress.http.openapi import RUNS, body_of, describe, errors, streamed, text
 from forebay.ingress.http.origin_guard import OriginGuard
-from forebay.ingress.http.queries import add_queries, answer_route
+from forebay.ingress.http.queries import add_queries, respond_to_query
 from forebay.ingress.http.response import CompletionResponse
 from forebay.ingress.ingress import Ingress
 from forebay.ingress.openai.embeddings import EmbeddingBody
@@ -36,16 +36,20 @@ def build_app(
     explainer: Explainer | None = None,
     hosts: frozenset[str] | None = None,
 ) -> FastAPI:
-    """The application of one ingress; /metrics shows `registry`, without an `explainer` nothing is explained.
+    """Return the HTTP application of an ingress.
 
-    `hosts` are the names that the header `Host` may have, None for any.
+    Args:
+        ingress: the ingress.
+        registry: metrics that /metrics returns.
+        explainer: explains requests; None disables explanations.
+        hosts: names that the header `Host` may have, None for any.
     """
     app = FastAPI(title="forebay", summary="OpenAI-compatible ingress", docs_url="/docs", redoc_url=None)
     app.add_middleware(AdmissionMiddleware, admission=ingress.admission, metrics=ingress.metrics)
     app.add_middleware(
-        DrainMiddleware, drain=ingress.drain, refused=lambda error: ingress.metrics.refused.labels(error.code).inc()
+        DrainMiddleware, drain=ingress.drain, on_rejected=lambda error: ingress.metrics.refused.labels(error.code).inc()
     )
-    app.add_middleware(OriginGuard, hosts=hosts, on_refused=lambda code: ingress.metrics.refused.labels(code).inc())
+    app.add_middleware(OriginGuard, hosts=hosts, on_rejected=lambda code: ingress.metrics.refused.labels(code).inc())
     _add_errors(app, ingress)
     _add_completions(app, ingress)
     _add_embeddings(app, ingress)
@@ -73,12 +77,12 @@ def _add_completions(app: FastAPI, ingress: Ingress) -> None:
 async def _complete(request: Request, ingress: Ingress, kind: type[ChatBody] | type[TextBody]) -> Response:
     began_s = runtime.monotonic_s()
     ingress.require_owner()
-    with ingress.bodies.one() as held:
-        raw = await held.read(request)
+    with ingress.bodies.reader() as reader:
+        raw = await reader.read(request)
         await ingress.admission.turn()
         body = parse(kind, raw)
         if body.queries_route:
-            return await answer_route(request, ingress, body)
+            return await respond_to_query(request, ingress, body)
         request_id = request_id_of(request, "chatcmpl-" if isinstance(body, ChatBody) else "cmpl-")
         prepared = await ingress.prepare(body, request.headers.items())
     response = ingress.completion(request_id, body, prepared, created_s=int(runtime.wall_s()))
@@ -88,10 +92,10 @@ async def _complete(request: Request, ingress: Ingress, kind: type[ChatBody] | t
 def _add_embeddings(app: FastAPI, ingress: Ingress) -> None:
     @app.post("/v1/embeddings", openapi_extra=body_of(EmbeddingBody), responses=errors(*RUNS))
     async def embeddings(request: Request) -> Response:
-        """Turn texts into vectors."""
+        """Create embeddings."""
         ingress.require_owner()
-        with ingress.bodies.one() as held:
-            raw = await held.read(request)
+        with ingress.bodies.reader() as reader:
+            raw = await reader.read(request)
             await ingress.admission.turn()
             body = parse(EmbeddingBody, raw)
             request_id = request_id_of(request, "embd-")
@@ -115,32 +119,32 @@ def _add_models(app: FastAPI, ingress: Ingress) -> None:
 
     @app.get("/v1/models", responses=errors())
     async def models() -> dict[str, Any]:
-        """The model that is served, and its adapters."""
+        """Return the model and its LoRA adapters."""
         return {"object": "list", "data": [card, *map(card_of, await ingress.adapters.names())]}
 
     @app.get("/v1/models/{name:path}", responses=errors(404))
     async def model(name: str) -> dict[str, Any]:
-        """One model."""
+        """Return one model."""
         return card_of(await ingress.adapters.resolve(name))
 
 
 def _add_health(app: FastAPI, ingress: Ingress, registry: CollectorRegistry) -> None:
     @app.get("/live", responses=errors())
     async def live() -> dict[str, str]:
-        """Whether the process answers."""
+        """Return whether the process responds."""
         return {"status": "live"}
 
     @app.get("/health", responses=errors())
     @app.get("/ready", responses=errors())
     async def ready() -> dict[str, str]:
-        """Whether requests would be served."""
+        """Return whether requests can be served."""
         if not ingress.ready():
             raise ApiError(503, "not_ready", ingress.not_ready_reason())
         return {"status": "ready", **ingress.ready_details}
 
     @app.get("/metrics", response_class=Response, responses={**text("Metrics in the text format."), **errors()})
     async def metrics() -> Response:
-        """Prometheus metrics."""
+        """Return Prometheus metrics."""
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
 
@@ -157,9 +161,9 @@ def _add_errors(app: FastAPI, ingress: Ingress) -> None:
     async def http_error(request: Request, error: HTTPException) -> Response:
         path = request.url.path
         if error.status_code == 404:
-            return respond(ApiError(404, "not_found", f"there is no {path}"))
+            return respond(ApiError(404, "not_found", f"unknown path {path}"))
         if error.status_code == 405:
-            response = respond(ApiError(405, "method_not_allowed", f"{path} does not take {request.method}"))
+            response = respond(ApiError(405, "method_not_allowed", f"{path} does not support {request.method}"))
             response.headers["allow"] = ", ".join(sorted(_methods_of(app, request)))
             return response
         return respond(ApiError(error.status_code, "http_error", str(error.detail)))
@@ -169,16 +173,16 @@ def _add_errors(app: FastAPI, ingress: Ingress) -> None:
         return respond(ApiError(503, "log_unavailable", str(error)))
 
     @app.exception_handler(ClientDisconnect)
-    async def disconnected(_: Request, __: ClientDisconnect) -> Response:
-        return respond(ApiError(499, "client_disconnected", "the client left before its request was whole"))
+    async def client_disconnected(_: Request, __: ClientDisconnect) -> Response:
+        return respond(ApiError(499, "client_disconnected", "the client disconnected before it sent the whole request"))
 
     @app.exception_handler(Exception)
-    async def broken(_: Request, __: Exception) -> Response:
+    async def unexpected(_: Request, __: Exception) -> Response:
         return respond(internal_error())
 
 
 def _methods_of(app: FastAPI, request: Request) -> set[str]:
-    """Return the methods that routes of this path take."""
+    """Return the methods that this path supports."""
     found: set[str] = set()
     for route in app.routes:
         if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE:

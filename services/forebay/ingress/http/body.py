@@ -1,4 +1,4 @@
-"""Bodies of HTTP requests, bounded, and the ids that requests go by."""
+"""Read bodies of HTTP requests with bounded memory, and request ids."""
 
 from types import TracebackType
 
@@ -9,41 +9,49 @@ from forebay.ingress.errors import ApiError, invalid
 from forebay.ingress.http.body_limits import SMALL_BYTES, BodyLimits
 from forebay.ingress.openai.requests import REQUEST_ID
 
-HELD_BYTES_MAX = 256 << 20  # bodies of one process that are read, decoded or tokenised at a time
-LENGTH_DIGITS_MAX = 19  # of a 64-bit content-length
+MEMORY_BYTES_MAX = 256 << 20  # per process: bodies that are read, decoded or tokenised at the same time
+LENGTH_DIGITS_MAX = 19  # a 64-bit integer has no more
 
 
 class BodyMemory:
-    """The bodies that one process holds at a time."""
+    """Memory of the bodies that one process holds at the same time.
 
-    def __init__(self, limits: BodyLimits, bytes_max: int = HELD_BYTES_MAX) -> None:
+    Args:
+        limits: limits of each body.
+        bytes_max: maximum bytes of all bodies; at least one body always fits.
+
+    Attributes:
+        held: bytes of all bodies now.
+    """
+
+    def __init__(self, limits: BodyLimits, bytes_max: int = MEMORY_BYTES_MAX) -> None:
         self.limits = limits
         self.bytes_max = max(bytes_max, limits.bytes_max)
         self.held = 0
 
-    def one(self) -> "BodyReader":
-        """Return a body to be read; it counts until its `with` block ends."""
+    def reader(self) -> "BodyReader":
+        """Return a reader for one body. The body counts until the `with` block of the reader ends."""
         return BodyReader(self)
 
 
 class BodyReader:
-    """One body, counted while its `with` block runs."""
+    """Reader of one body, whose bytes count while its `with` block runs."""
 
-    __slots__ = ("_all", "_held")
+    __slots__ = ("_held", "_memory")
 
-    def __init__(self, bodies: BodyMemory) -> None:
-        self._all = bodies
+    def __init__(self, memory: BodyMemory) -> None:
+        self._memory = memory
         self._held = 0
 
     def __enter__(self) -> "BodyReader":
         return self
 
     def __exit__(self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None) -> None:
-        self._all.held -= self._held
+        self._memory.held -= self._held
 
     async def read(self, request: Request) -> bytes:
-        """Return the whole body. Raises ApiError for a body beyond the limits, 503 when all bodies exceed theirs."""
-        limits, bodies = self._all.limits, self._all
+        """Return the whole body. Raises ApiError: 413 above a limit of the body, 503 above the limit of all bodies."""
+        limits, memory = self._memory.limits, self._memory
         _require_declared(request, limits)
         parts, size = [], 0
         async for part in request.stream():
@@ -51,10 +59,10 @@ class BodyReader:
             if size > limits.bytes_max:
                 raise limits.too_large()
             if size > SMALL_BYTES:
-                if bodies.held + size - self._held > bodies.bytes_max:
-                    text = f"this server holds {bodies.held:,} bytes of other requests, its limit; try again"
+                if memory.held + size - self._held > memory.bytes_max:
+                    text = f"bodies in flight take {memory.held:,} of {memory.bytes_max:,} bytes; try again later"
                     raise ApiError(503, "overloaded", text)
-                bodies.held += size - self._held
+                memory.held += size - self._held
                 self._held = size
             parts.append(part)
         raw = parts[0] if len(parts) == 1 else b"".join(parts)
@@ -63,27 +71,29 @@ class BodyReader:
 
 
 async def read_body(request: Request, bytes_max: int) -> bytes:
-    """Return a body of up to `bytes_max` bytes, too few to be counted as held. Raises ApiError for a larger one."""
+    """Return a small body, which does not count. Raises ApiError above `bytes_max` bytes."""
     raw = bytearray()
     async for part in request.stream():
         raw += part
         if len(raw) > bytes_max:
-            raise ApiError(413, "body_too_large", f"the body of this request takes up to {bytes_max:,} bytes")
+            raise ApiError(413, "body_too_large", f"the body has more than {bytes_max:,} bytes, the limit of this path")
     return bytes(raw)
 
 
 def request_id_of(request: Request, prefix: str) -> str:
-    """The client's, or a new one. Raises ApiError for one that is of no use."""
+    """Return the `x-request-id` of a request, or a new id with this prefix. Raises ApiError if it is invalid."""
     given = request.headers.get("x-request-id")
     if given is None:
         return prefix + runtime.random_id()
     if not REQUEST_ID.fullmatch(given):
-        raise invalid("x-request-id takes 1 to 128 letters, digits, dots, dashes and underscores", "x-request-id")
+        raise invalid(
+            "invalid x-request-id; it must be 1 to 128 letters, digits, dots, dashes and underscores", "x-request-id"
+        )
     return given
 
 
 def _require_declared(request: Request, limits: BodyLimits) -> None:
-    """Raise ApiError for a body that its header says to be too large."""
+    """Raise ApiError if `content-length` exceeds the limit."""
     declared = request.headers.get("content-length", "")
     if not declared.isdecimal():
         return

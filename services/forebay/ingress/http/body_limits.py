@@ -1,4 +1,4 @@
-"""Limits of request bodies: bytes, and JSON values, which are what decoding takes time for."""
+"""Limits of request bodies in bytes and in JSON values. The number of values determines the time of decoding."""
 
 import re
 from dataclasses import dataclass
@@ -9,10 +9,10 @@ from forebay.ingress.errors import ApiError
 
 TEXT_BYTES_MAX = 4 << 20  # a megatoken of English text
 MEDIA_BYTES_MAX = 48 << 20  # far above 8 MiB of media in base64: the error of a larger image then names the image
-SMALL_BYTES = 64 << 10  # not counted as held: connections are bounded, and uvicorn buffers as much for each
+SMALL_BYTES = 64 << 10  # smaller bodies do not count, because connections are bounded
 # Decoding holds the interpreter, so a thread would not help other requests. 200,000 values take about 0.1 s.
 VALUES_MAX = 200_000
-STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)  # the end is optional: no second look at an open string
+STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)  # an unterminated string is scanned once
 
 
 class _Url(msgspec.Struct):
@@ -34,13 +34,13 @@ class _Chat(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class BodyLimits:
-    """How large and how detailed a body may be.
+    """Limits of one body.
 
     Attributes:
-        text_bytes_max: of a body without the URLs of its images and videos.
-        media_bytes_max: of a whole body when the model takes images or videos.
-        takes_media: whether the model does.
-        values_max: JSON values, at least as many as the model's context has tokens.
+        text_bytes_max: bytes of a body without the URLs of its images and videos.
+        media_bytes_max: bytes of a whole body, if the model accepts images or videos.
+        takes_media: whether the model accepts images or videos.
+        values_max: number of JSON values, at least the tokens of the model's context.
     """
 
     text_bytes_max: int = TEXT_BYTES_MAX
@@ -50,37 +50,37 @@ class BodyLimits:
 
     @property
     def bytes_max(self) -> int:
-        """The number of bytes that are read."""
+        """Maximum bytes of a whole body."""
         return max(self.text_bytes_max, self.media_bytes_max) if self.takes_media else self.text_bytes_max
 
     def too_large(self, size: int | None = None) -> ApiError:
-        """Return the error for a body of `size` bytes, None when it is only known to be too large."""
-        found = "more" if size is None else f"{size:,}"
+        """Return the error for a body of `size` bytes; None if its size is unknown but above the limit."""
+        found = "too many" if size is None else f"{size:,}"
         if self.takes_media:
-            text = f"bodies with images or videos take up to {self.bytes_max:,} bytes (--media-body-bytes-max)"
+            limit = f"{self.bytes_max:,} bytes for bodies with images or videos (--media-body-bytes-max)"
         else:
-            text = f"bodies take up to {self.text_bytes_max:,} bytes (--body-bytes-max)"
-        return ApiError(413, "body_too_large", f"{text}, this one has {found}")
+            limit = f"{self.text_bytes_max:,} bytes (--body-bytes-max)"
+        return ApiError(413, "body_too_large", f"the body has {found} bytes; the limit is {limit}")
 
     def require(self, raw: bytes) -> None:
-        """Raise ApiError for a body that is too large, or too expensive to decode. Linear, without decoding it."""
+        """Raise ApiError if a body is too large, or too expensive to decode. Takes linear time."""
         size = len(raw)
         if size > self.bytes_max:
             raise self.too_large(size)
         if size > self.text_bytes_max:
             text_bytes = size - _media_bytes(raw)
             if text_bytes > self.text_bytes_max:
-                limit = f"a body takes up to {self.text_bytes_max:,} bytes beside images and videos (--body-bytes-max)"
-                raise ApiError(413, "body_too_large", f"{limit}, this one has {text_bytes:,}")
+                text = f"the body has {text_bytes:,} bytes without its images and videos; the limit is "
+                raise ApiError(413, "body_too_large", f"{text}{self.text_bytes_max:,} bytes (--body-bytes-max)")
         if size > SMALL_BYTES and _separators(raw) > self.values_max:
             values = _separators(STRING.sub(b"", raw))
             if values > self.values_max:
-                text = f"a body takes up to {self.values_max:,} JSON values, this one has {values:,}"
+                text = f"the body has {values:,} JSON values; the limit is {self.values_max:,}"
                 raise ApiError(413, "too_many_values", text)
 
 
 def _media_bytes(raw: bytes) -> int:
-    """Return the bytes of the URLs of images and videos, 0 for a body that is no chat."""
+    """Return the bytes of the URLs of images and videos, 0 if the body is not a chat."""
     try:
         chat = msgspec.json.decode(raw, type=_Chat)
     except (msgspec.MsgspecError, RecursionError):
@@ -91,5 +91,5 @@ def _media_bytes(raw: bytes) -> int:
 
 
 def _separators(raw: bytes) -> int:
-    """Return a bound of the JSON values in text without strings."""
+    """Return an upper bound of the number of JSON values in a text without strings."""
     return 1 + raw.count(b",") + raw.count(b"[") + raw.count(b"{")

@@ -1,7 +1,8 @@
-"""HTTP routes by which operators command workers. Names of routes and fields are vLLM's and Dynamo's.
+"""Routes that send commands to workers. The names of routes and fields are those of vLLM and Dynamo.
 
-Every route does one command and answers when each worker has an outcome: 200 when all of them did it, 409 when an
-engine refused, 502 when a worker left, 504 when one did not answer in time; the outcomes are in the body all the same.
+Every route runs one command, and responds when every worker has an outcome. The body always contains the outcomes. The
+status is that of the worst outcome: 200 if all workers succeeded, 409 if an engine refused the command, 502 if a worker
+left, 504 if a worker did not respond in time.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +25,7 @@ from forebay.ingress.ingress import Ingress
 from forebay.ingress.openai.fields import CheckedBody, Neutral, parse
 
 ACTIONS: tuple[Action, ...] = get_args(Action)
-TIMEOUT_S = 60.0  # an adapter is read from a disk
+TIMEOUT_S = 60.0  # long enough to read an adapter from a disk
 TIMEOUT_S_MAX = 3_600.0
 BODY_BYTES_MAX = 1 << 20
 WORKERS_MAX = 1_024
@@ -33,7 +34,7 @@ WORKERS_SHOWN = 3
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 Level = Annotated[int, Field(ge=1, le=2)]
 
-# By what an outcome is an HTTP status, the worst first.
+# HTTP status and error code of each outcome, the worst first.
 STATUSES: tuple[tuple[Literal["timed_out", "left", "refused"], int, str], ...] = (
     ("timed_out", 504, "command_timed_out"),
     ("left", 502, "worker_left"),
@@ -41,10 +42,10 @@ STATUSES: tuple[tuple[Literal["timed_out", "left", "refused"], int, str], ...] =
 )
 
 
-LORA_NEUTRAL: Neutral = {"load_inplace": (None, False)}  # vLLM can load one in the place of another of the same name
-LORA_IGNORED = frozenset({"lora_int_id"})  # vLLM numbers its adapters
+LORA_NEUTRAL: Neutral = {"load_inplace": (None, False)}  # in vLLM it replaces an adapter of the same name
+LORA_IGNORED = frozenset({"lora_int_id"})  # vLLM's number of an adapter
 
-# Parts of JSON schemas: an adapter has a name, and a directory in one of two ways.
+# Parts of JSON schemas: the name of an adapter, and two ways to name its directory.
 NAMED = {"required": ["lora_name"], "properties": {"lora_name": {"minLength": 1}}}
 IN_PATH = {
     "required": ["lora_path"],
@@ -54,29 +55,29 @@ IN_SOURCE = {"required": ["source"], "properties": {"source": {"type": "object"}
 
 
 class CommandBody(CheckedBody):
-    """Whom a command is for, all workers by default, and how long they have."""
+    """Workers that a command is for, by default all, and the time that they have in seconds."""
 
     worker_ids: Annotated[tuple[Name, ...], Field(max_length=WORKERS_MAX)] = ()
     pool: Annotated[str, Field(max_length=256)] = ""
     timeout_s: Annotated[float, Field(gt=0.0, le=TIMEOUT_S_MAX, allow_inf_nan=False)] = TIMEOUT_S
 
     def command(self, action: Action) -> Command:
-        """What to do. Raises ApiError."""
+        """Return the command. Raises ApiError if a field is missing."""
         return Command(action=action)
 
 
 class SleepBody(CommandBody):
-    """How deep to sleep: 1 keeps the weights in host memory, 2 drops them."""
+    """Body of POST /sleep. Level 1 keeps the weights in host memory, level 2 drops them."""
 
     level: Level = 1
 
     def command(self, action: Action) -> Command:
-        """Sleep."""
+        """Return the command."""
         return Command(action=action, level=self.level)
 
 
 class LoraSource(CheckedBody):
-    """Where an adapter is, as Dynamo's API says it."""
+    """Directory of an adapter in the format of Dynamo's API."""
 
     path = "source."
 
@@ -89,7 +90,7 @@ class LoraSource(CheckedBody):
 
 
 class LoraBody(CommandBody):
-    """An adapter, and the directory that it is in, as workers see it: vLLM's `lora_path` or Dynamo's `source.uri`."""
+    """An adapter and its directory on the workers: vLLM's `lora_path` or Dynamo's `source.uri`."""
 
     neutral = LORA_NEUTRAL
     ignored = LORA_IGNORED
@@ -99,55 +100,55 @@ class LoraBody(CommandBody):
     source: LoraSource | None = None
 
     def command(self, action: Action) -> Command:
-        """Load or unload it. Raises ApiError."""
+        """Return the command. Raises ApiError if a field is missing."""
         if not self.lora_name:
-            raise invalid("lora_name, what the adapter is called, is missing", "lora_name")
+            raise invalid("lora_name is missing; give the name of the adapter", "lora_name")
         if action == "unload_lora":
             return Command(action=action, lora_name=self.lora_name)
         path = _path_of(self.source) if self.source is not None else self.lora_path
         if not path:
-            raise invalid("lora_path, the adapter's directory, is missing", "lora_path")
+            raise invalid("lora_path is missing; give the directory of the adapter", "lora_path")
         return Command(action=action, lora_name=self.lora_name, lora_path=path)
 
 
 class LoadBody(LoraBody):
-    """An adapter to load."""
+    """Body of a request that loads an adapter."""
 
     @classmethod
     def describe(cls, schema: dict[str, Any]) -> None:
-        """Add that name and directory must be given."""
+        """Add that the name and the directory are required."""
         schema["allOf"] = [NAMED, {"anyOf": [IN_PATH, IN_SOURCE]}]
 
 
 class UnloadBody(LoraBody):
-    """An adapter to unload."""
+    """Body of a request that unloads an adapter."""
 
     @classmethod
     def describe(cls, schema: dict[str, Any]) -> None:
-        """Add that the name must be given."""
+        """Add that the name is required."""
         schema["allOf"] = [NAMED]
 
 
 class AnyCommandBody(LoraBody):
-    """Any command, by its name."""
+    """Body of POST /v1/commands."""
 
     action: str
     level: Level = 1
 
     @classmethod
     def describe(cls, schema: dict[str, Any]) -> None:
-        """Add the actions, and what each needs."""
+        """Add the actions and the fields that each requires."""
         others = [action for action in ACTIONS if action not in LORA_CHANGES]
         loads = {"allOf": [{"properties": {"action": {"const": "load_lora"}}}, NAMED, {"anyOf": [IN_PATH, IN_SOURCE]}]}
         unloads = {"allOf": [{"properties": {"action": {"const": "unload_lora"}}}, NAMED]}
         schema["anyOf"] = [{"properties": {"action": {"enum": others}}}, loads, unloads]
 
     def named(self) -> Command:
-        """The command. Raises ApiError."""
+        """Return the command. Raises ApiError if the action is unknown or a field is missing."""
         action = next((one for one in ACTIONS if one == self.action), None)
         if action is None:
             known = ", ".join(ACTIONS)
-            raise invalid(f"the command {self.action!r} is not known; known: {known}", "action", "unknown_command")
+            raise invalid(f"unknown command {self.action!r}; commands are: {known}", "action", "unknown_command")
         return self.command(action) if action in LORA_CHANGES else Command(action=action, level=self.level)
 
 
@@ -156,24 +157,32 @@ COMMAND_BODIES = (AnyCommandBody, CommandBody, LoadBody, SleepBody, UnloadBody)
 BodyT = TypeVar("BodyT", bound=CommandBody)
 
 
-def add_commands(app: FastAPI, ingress: Ingress, demand: Sequence[Depends]) -> None:
-    """Add the routes, each with the dependencies `demand`."""
+def add_commands(app: FastAPI, ingress: Ingress, dependencies: Sequence[Depends]) -> None:
+    """Add the routes.
 
-    @app.post("/v1/commands", dependencies=demand, openapi_extra=body_of(AnyCommandBody), responses=errors(*COMMANDS))
+    Args:
+        app: the application.
+        ingress: the ingress.
+        dependencies: FastAPI dependencies of each route.
+    """
+
+    @app.post(
+        "/v1/commands", dependencies=dependencies, openapi_extra=body_of(AnyCommandBody), responses=errors(*COMMANDS)
+    )
     async def any_command(request: Request) -> Response:
-        """Any command: `action` and what belongs to it."""
+        """Run the command that `action` names."""
         body = await _body(AnyCommandBody, request)
         return await _run(request, ingress, body, body.named())
 
-    @app.get("/v1/loras", dependencies=demand, responses=errors(*COMMANDS))
+    @app.get("/v1/loras", dependencies=dependencies, responses=errors(*COMMANDS))
     async def list_loras(request: Request) -> Response:
-        """The adapters that workers have loaded, by name and by worker."""
+        """Return the adapters that workers have loaded, by name and by worker."""
         body = await _body(CommandBody, request)
         return await _run(request, ingress, body, body.command("list_loras"))
 
     @app.delete(
         "/v1/loras/{lora_name:path}",
-        dependencies=demand,
+        dependencies=dependencies,
         openapi_extra=body_of(CommandBody, required=False),
         responses=errors(*COMMANDS),
     )
@@ -187,7 +196,7 @@ def add_commands(app: FastAPI, ingress: Ingress, demand: Sequence[Depends]) -> N
             path,
             name=action,
             description=text,
-            dependencies=demand,
+            dependencies=dependencies,
             openapi_extra=body_of(kind, required=issubclass(kind, LoraBody)),
             responses=errors(*COMMANDS),
         )
@@ -198,43 +207,43 @@ def add_commands(app: FastAPI, ingress: Ingress, demand: Sequence[Depends]) -> N
     add("/v1/loras", "load_lora", LoadBody, "Load an adapter.")
     add("/v1/load_lora_adapter", "load_lora", LoadBody, "Load an adapter.")
     add("/v1/unload_lora_adapter", "unload_lora", UnloadBody, "Unload an adapter.")
-    add("/clear_kv_blocks", "clear_kv_blocks", CommandBody, "Empty the KV caches.")
-    add("/reset_prefix_cache", "clear_kv_blocks", CommandBody, "Empty the KV caches.")
+    add("/clear_kv_blocks", "clear_kv_blocks", CommandBody, "Clear the KV caches.")
+    add("/reset_prefix_cache", "clear_kv_blocks", CommandBody, "Clear the KV caches.")
     add("/sleep", "sleep", SleepBody, "Free the memory of engines until they wake up.")
-    add("/wake_up", "wake_up", CommandBody, "Wake engines up.")
-    add("/pause", "pause", CommandBody, "Compute nothing until resumed; requests wait.")
-    add("/resume", "resume", CommandBody, "Go on after a pause.")
+    add("/wake_up", "wake_up", CommandBody, "Wake up engines.")
+    add("/pause", "pause", CommandBody, "Stop computing until `/resume`; requests wait.")
+    add("/resume", "resume", CommandBody, "Continue after `/pause`.")
 
 
 async def _run(request: Request, ingress: Ingress, body: CommandBody, command: Command) -> Response:
     status = "error"
     try:
-        if command.action == "load_lora":  # one that is loaded can be unloaded, whatever its name
+        if command.action == "load_lora":  # an adapter that is already loaded can be unloaded under any name
             _require_adapter(command.lora_name, ingress.settings.model_name)
         command_id = request_id_of(request, "command-")
-        told = await ingress.commands.run(
+        result = await ingress.commands.run(
             command,
             timeout_s=body.timeout_s,
             command_id=command_id,
             pool=body.pool,
             worker_ids=body.worker_ids,
         )
-        error = _error_of(command.action, told.outcomes)
+        error = _error_of(command.action, result.outcomes)
         status = "success" if error is None else "error"
     finally:
         ingress.metrics.ended("command", stream=False, status=status)
-    answer: dict[str, Any] = {
+    content: dict[str, Any] = {
         "command_id": command_id,
         "action": command.action,
-        "outcomes": [_plain(outcome) for outcome in told.outcomes],
+        "outcomes": [_plain(outcome) for outcome in result.outcomes],
     }
     if command.action == "list_loras":
-        answer["loras"] = _by_name(told.outcomes)
+        content["loras"] = _by_name(result.outcomes)
     if error is not None:
         ingress.metrics.refused.labels(error.code).inc()
-        answer |= error.body()
+        content |= error.body()
     return Response(
-        msgspec.json.encode(answer),
+        msgspec.json.encode(content),
         200 if error is None else error.status,
         {"x-request-id": command_id},
         "application/json",
@@ -249,7 +258,7 @@ def _require_adapter(name: str, model: str) -> None:
 
 
 async def _body(kind: type[BodyT], request: Request, path: Mapping[str, Any] | None = None) -> BodyT:
-    """The body, which may be empty, with what stands in the query and the path. Raises ApiError."""
+    """Return the body, which may be empty, merged with the query and the fields of the path. Raises ApiError."""
     raw = await read_body(request, BODY_BYTES_MAX)
     fields: dict[str, Any] = _query(request)
     if raw.strip():
@@ -258,13 +267,13 @@ async def _body(kind: type[BodyT], request: Request, path: Mapping[str, Any] | N
         except (msgspec.MsgspecError, RecursionError):
             given = None
         if not isinstance(given, dict):
-            return parse(kind, raw)  # says what is wrong
+            return parse(kind, raw)  # raises the error of an invalid body
         fields |= given
     return parse(kind, msgspec.json.encode({**fields, **(path or {})}))
 
 
 def _query(request: Request) -> dict[str, Any]:
-    """Fields from the query, where vLLM has some of them. Raises ApiError."""
+    """Return the fields of the query, where vLLM expects some of them. Raises ApiError."""
     fields: dict[str, Any] = {}
     for name, text in request.query_params.multi_items():
         if name == "worker_id":
@@ -273,25 +282,25 @@ def _query(request: Request) -> dict[str, Any]:
             try:
                 fields[name] = int(text) if name == "level" else float(text)
             except ValueError as error:
-                raise invalid(f"{name}: {text!r} is no number", name) from error
+                raise invalid(f"{name} is {text!r}; it must be a number", name) from error
         else:
             fields[name] = text
     return fields
 
 
 def _path_of(source: LoraSource) -> str:
-    """The directory that a `file:` URI names. Raises ApiError for others: workers fetch nothing."""
+    """Return the directory of a `file:` URI. Raises ApiError for others: workers download nothing."""
     try:
         parts = urlsplit(source.uri)
     except ValueError as error:
         raise invalid(f"source.uri: {error}", "source.uri") from error
     if parts.scheme != "file" or parts.netloc not in ("", "localhost") or not parts.path:
-        raise invalid("source.uri: only file:///... is supported, a directory that workers can read", "source.uri")
+        raise invalid("source.uri must be file:///..., a directory that workers can read", "source.uri")
     return unquote(parts.path)
 
 
 def _error_of(action: Action, outcomes: Sequence[CommandOutcome]) -> ApiError | None:
-    """The worst that happened, None if all went well."""
+    """Return the error of the worst outcome, None if all workers succeeded."""
     failed = [outcome for outcome in outcomes if outcome.status != "done"]
     for kind, status, code in STATUSES:
         if any(outcome.status == kind for outcome in failed):
@@ -313,7 +322,7 @@ def _plain(outcome: CommandOutcome) -> dict[str, Any]:
 
 
 def _by_name(outcomes: Sequence[CommandOutcome]) -> dict[str, list[str]]:
-    """Which workers have each adapter."""
+    """Return the ids of the workers that have loaded each adapter."""
     found: dict[str, list[str]] = {}
     for outcome in outcomes:
         for name in outcome.loras:

@@ -1,7 +1,8 @@
-"""The outermost ASGI layer: whatever the application raises becomes an error in OpenAI's shape.
+"""Turn every exception of the application into an error in OpenAI's format. This is the outermost ASGI layer.
 
 Starlette's handlers see subclasses of `Exception` only, and only before a response has started. A request that is
-cancelled when the process ends, or a stream that fails, would otherwise reach uvicorn, which answers 500 in plain text.
+cancelled when the process ends, or a stream that fails, would otherwise reach uvicorn, which responds with status 500
+and plain text.
 """
 
 import asyncio
@@ -15,11 +16,11 @@ from forebay.ingress.errors import ApiError, internal_error
 
 logger = logging.getLogger(__name__)
 
-ANSWER_S = 2.0  # a process that ends does not wait longer for a client that does not read its error
+SEND_S = 2.0  # time for a client to read the error, so that it does not delay the end of the process
 
 
 class ErrorGuard:
-    """Wraps an application.
+    """ASGI middleware that sends an error for each exception of an application.
 
     Args:
         app: the application.
@@ -31,34 +32,34 @@ class ErrorGuard:
         self._on_rejected = on_rejected
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the application. Raises only what leaves a response incomplete, so that uvicorn closes the connection."""
+        """Run the application. Raises only if the response stays incomplete, so that uvicorn closes the connection."""
         response = _Response(send)
         try:
             await self._app(scope, receive, response.send)
         except asyncio.CancelledError:
             text = "the server is stopping; send the request again, to another server if there is one"
-            if not await self._answer(response, ApiError(503, "server_stopping", text)):
+            if not await self._send_error(response, ApiError(503, "server_stopping", text)):
                 raise
         except Exception:
             logger.exception("%s %s failed", scope["method"], scope["path"])
-            if not await self._answer(response, internal_error()):
+            if not await self._send_error(response, internal_error()):
                 raise
 
-    async def _answer(self, response: "_Response", error: ApiError) -> bool:
-        """Send an error as far as the response allows, and return whether the response is complete."""
+    async def _send_error(self, response: "_Response", error: ApiError) -> bool:
+        """Send an error if the response still allows it, and return whether the response is complete."""
         if response.is_complete:
             return True
         if response.is_started and not response.is_event_stream:
             return False
         self._on_rejected(error.code)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(ANSWER_S):
+            async with asyncio.timeout(SEND_S):
                 await response.fail(error)
         return response.is_complete
 
 
 class _Response:
-    """How far a response got."""
+    """Progress of one response."""
 
     __slots__ = ("_send", "is_complete", "is_event_stream", "is_started")
 
@@ -69,7 +70,7 @@ class _Response:
         self.is_event_stream = False
 
     async def send(self, message: Message) -> None:
-        """Pass a message on."""
+        """Forward an ASGI message."""
         if message["type"] == "http.response.start":
             self.is_started = True
             self.is_event_stream = any(
@@ -80,7 +81,7 @@ class _Response:
             self.is_complete = True
 
     async def fail(self, error: ApiError) -> None:
-        """Send an error: as the last event of a stream that has started, else as the response."""
+        """Send an error as the last event of a stream that has started, otherwise as the response."""
         if self.is_started:
             await self.send({"type": "http.response.body", "body": b"data: " + error.encoded() + b"\n\n"})
         else:

@@ -1,15 +1,13 @@
-"""Refuses requests that a web page of another origin has a browser send, before any route sees them.
+"""Reject requests that a browser sends for a web page of another origin, before they reach a route.
 
-Theory of operation. A page cannot read what another origin answers, but a browser sends its requests all the same, to
-127.0.0.1 too. Three checks stop that. None of them affects a client that is no browser.
+Theory of operation. A page cannot read responses of another origin, but its browser sends the requests, even to
+127.0.0.1. Three checks stop such requests. They do not affect clients other than browsers.
 
-- `Origin` and `Sec-Fetch-Site`, which a page cannot change, name who asks.
-- A body must be declared as `application/json`, which a browser sends to another origin only after it asked for
-  permission (a preflight), and permission is never given.
-- `Host` must be a known name, because a page can have its own name resolve to 127.0.0.1 (DNS rebinding) and is then of
-  the same origin as this service.
-
-The checks hold for every path but `UNCHECKED`, so a new route is guarded unless it is named there.
+- `Origin` and `Sec-Fetch-Site`, which a page cannot change, name the origin of the page.
+- A body must be declared as `application/json`. A browser sends such a body to another origin only after a preflight
+  request, which this service never permits.
+- `Host` must be a known name, because a page can let its own name resolve to 127.0.0.1 (DNS rebinding). The page would
+  then have the same origin as this service. The checks apply to every path except those in `UNCHECKED`.
 """
 
 import ipaddress
@@ -20,27 +18,27 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from forebay.ingress.errors import ApiError, Unusable
 
-UNCHECKED = frozenset({"/live", "/ready", "/health", "/metrics"})  # supervisors ask by address, and nothing is run
-PAGES = frozenset({"/docs", "/openapi.json"})  # may be linked from anywhere: they only describe
+UNCHECKED = frozenset({"/live", "/ready", "/health", "/metrics"})  # supervisors use the address as Host
+PAGES = frozenset({"/docs", "/openapi.json"})  # any page may link to the documentation
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 READING = ("GET", "HEAD")
 JSON = "application/json"
 DEFAULT_PORTS = {"http": 80, "https": 443}
-SHOWN_CHARS_MAX = 256  # of a header that is quoted in an error
+SHOWN_CHARS_MAX = 256  # length of a header quoted in an error
 
 HostAddress = tuple[str, str, int | None]  # scheme, host, port
 
 
 def allowed_hosts(host: str, address: str, names: Sequence[str]) -> frozenset[str] | None:
-    """Return the names that the header `Host` may have, None for any: not on loopback, and no name is given.
+    """Return the names that the header `Host` may have; None for any, if not on loopback and without names.
 
     Args:
-        host: what `--host` says.
+        host: value of `--host`.
         address: IP address of the listening socket.
-        names: further names, of `--allow-host`.
+        names: values of `--allow-host`.
 
     Raises:
-        Unusable: for a name that has a scheme, a port or a path.
+        Unusable: a name has a scheme, a port or a path.
     """
     extra = [_plain(name) for name in names]
     for name, plain in zip(names, extra, strict=True):
@@ -52,23 +50,29 @@ def allowed_hosts(host: str, address: str, names: Sequence[str]) -> frozenset[st
 
 
 class OriginGuard:
-    """ASGI middleware that runs `app` for requests that pass; `on_refused` counts the others by their error code."""
+    """ASGI middleware that checks the origin of requests.
 
-    def __init__(self, app: ASGIApp, hosts: frozenset[str] | None, on_refused: Callable[[str], None]) -> None:
+    Args:
+        app: the application.
+        hosts: names that the header `Host` may have, None for any.
+        on_rejected: called with the error code of each rejected request.
+    """
+
+    def __init__(self, app: ASGIApp, hosts: frozenset[str] | None, on_rejected: Callable[[str], None]) -> None:
         self._app = app
         self._hosts = hosts
-        self._on_refused = on_refused
+        self._on_rejected = on_rejected
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the application, or send an error."""
-        if scope["type"] == "http" and scope["path"] not in UNCHECKED and (error := self._refusal(scope)) is not None:
-            self._on_refused(error.code)
+        if scope["type"] == "http" and scope["path"] not in UNCHECKED and (error := self._rejection(scope)) is not None:
+            self._on_rejected(error.code)
             await error.send(send)
         else:
             await self._app(scope, receive, send)
 
-    def _refusal(self, scope: Scope) -> ApiError | None:
-        """Return why a request is refused, None if it is not."""
+    def _rejection(self, scope: Scope) -> ApiError | None:
+        """Return the error of a request, None if it is allowed."""
         headers: dict[bytes, list[str]] = {}
         for name, value in scope["headers"]:
             headers.setdefault(name, []).append(value.decode("latin-1"))
@@ -94,15 +98,15 @@ def _foreign_host(hosts: list[str], allowed: frozenset[str]) -> ApiError | None:
         address = _address("http", host)
         if address is None or address[1] not in allowed:
             shown = host[:SHOWN_CHARS_MAX]
-            text = f"this service is not known as {shown!r}: the Host of a request must be one of "
-            return ApiError(403, "host_not_allowed", f"{text}{', '.join(sorted(allowed))}; --allow-host adds a name")
+            text = f"the Host {shown!r} is not allowed; allowed names are: "
+            return ApiError(
+                403, "host_not_allowed", f"{text}{', '.join(sorted(allowed))}; add a name with --allow-host"
+            )
     return None
 
 
-def _foreign(who: str) -> ApiError:
-    text = (
-        f"{who} may not use this service: requests of web pages must come from the service's own scheme, host and port"
-    )
+def _foreign(origin: str) -> ApiError:
+    text = f"{origin} is not allowed; a web page must have the scheme, host and port of this service"
     return ApiError(403, "foreign_origin", text)
 
 
@@ -120,7 +124,7 @@ def _not_json(headers: dict[bytes, list[str]]) -> ApiError | None:
 
 
 def _address(scheme: str, host: str) -> HostAddress | None:
-    """Return the parts of an origin or of a `Host`, None for one that is no address."""
+    """Return scheme, host and port of an origin or a `Host`, None if it is invalid."""
     try:
         parts = urlsplit(f"//{host}")
         port = parts.port
@@ -132,7 +136,7 @@ def _address(scheme: str, host: str) -> HostAddress | None:
 
 
 def _plain(host: str) -> str:
-    """Return a name as `_address` compares it: in lower case, an IPv6 address without brackets."""
+    """Return a name in the form that `_address` returns: lower case, IPv6 addresses without brackets."""
     return host.lower().removesuffix(".").removeprefix("[").removesuffix("]")
 
 

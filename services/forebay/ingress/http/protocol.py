@@ -1,4 +1,4 @@
-"""uvicorn's HTTP/1.1 protocol with limits on headers, time and connections, and with errors in OpenAI's shape.
+"""uvicorn's HTTP/1.1 protocol with limits on headers, time and connections, and with errors in OpenAI's format.
 
 uvicorn has no option for any of these limits when it parses with httptools. Each limit closes a way to hold memory or
 a connection without sending a request:
@@ -8,7 +8,7 @@ a connection without sending a request:
   request. Between two requests uvicorn's keep-alive timeout applies.
 - `BODY_S` and `BODY_BYTES_PER_S` bound the time until the body is complete, by a minimum rate.
 - `LINGER_S` bounds how long the rest of a body is discarded after the response was sent.
-- `connections_max` bounds the connections of the process. One above the limit is answered with 503.
+- `connections_max` bounds the connections of the process. Connections above the limit get 503.
 """
 
 import asyncio
@@ -33,8 +33,8 @@ BODY_BYTES_PER_S = 128 << 10  # 1 Mbit/s: 4 MiB take up to 52 s, 48 MiB up to 40
 LINGER_S = 5.0  # a client that is still sending can read the response; nginx waits as long
 CONNECTIONS_MAX = 8_192  # about 20 kB each, and more than the requests that one process has in flight
 FILES_RESERVED = 256  # file descriptors for the log, Kafka, Redis, workers and fetched media
-REFUSED_MAX = 512  # connections above the limit that get a response; later ones are closed unanswered
-PROBES = frozenset({"/live", "/ready", "/health", "/metrics"})  # answered on a connection above the limit, too
+REFUSED_MAX = 512  # connections above the limit that get a response; further connections are closed without one
+PROBES = frozenset({"/live", "/ready", "/health", "/metrics"})  # served on a connection above the limit, too
 
 OnRejected = Callable[[str], None]  # called with the error code
 
@@ -50,9 +50,9 @@ class ConnectionLimits:
     Attributes:
         on_rejected: called with the error code of each request that never reaches the application.
         connections_max: open connections of the server.
-        head_s: time until the headers are complete.
-        body_s: time until the body is complete, and a second more per `BODY_BYTES_PER_S` bytes.
-        linger_s: time to discard the rest of a body in after the response.
+        head_s: time until the headers are complete, in seconds.
+        body_s: time until the body is complete, in seconds, plus one second per `BODY_BYTES_PER_S` bytes.
+        linger_s: time to discard the rest of a body after the response, in seconds.
     """
 
     on_rejected: OnRejected = _ignore
@@ -89,7 +89,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._violation: ApiError | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Answer with 503 above the limit of connections, or close at once far above it."""
+        """Respond with 503 above the limit of connections, or close the connection far above it."""
         super().connection_made(transport)
         count = len(self.connections)
         limits = self.limits
@@ -125,11 +125,11 @@ class BoundedProtocol(HttpToolsProtocol):
         self._watch()
 
     def send_400_response(self, msg: str) -> None:
-        """Reject what the parser or a callback refused."""
+        """Reject a request that the parser or a callback refused."""
         self._reject(self._violation or ApiError(400, "invalid_http", "the request is not valid HTTP/1.1"))
 
     def on_message_begin(self) -> None:
-        """Start counting."""
+        """Start to count the headers of a request."""
         super().on_message_begin()
         self._phase, self._phase_s = _Phase.HEAD, self.loop.time()
         self._head_bytes = self._header_count = self._unparsed = self._body_bytes = 0
@@ -148,7 +148,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Start the time of the body."""
+        """Start the timeout of the body."""
         self._phase, self._phase_s = _Phase.BODY, self.loop.time()
         if len(self.pipeline) >= PIPELINED_MAX:
             text = f"more than {PIPELINED_MAX} requests were sent ahead of their responses; wait for responses"
@@ -162,7 +162,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Stop the time of the request."""
+        """Stop the timeout of the request."""
         self._phase, self._unparsed = _Phase.IDLE, 0
         super().on_message_complete()
 
@@ -204,7 +204,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if discarding:
             self.transport.close()
             return
-        if self.flow.read_paused:  # the application has not taken what came: not the client's delay
+        if self.flow.read_paused:  # the application has not read the received bytes, so the client is not late
             self._phase_s = self.loop.time()
         in_head = self._phase is _Phase.HEAD
         allowed_s = self.limits.head_s if in_head else self.limits.body_s + self._body_bytes / BODY_BYTES_PER_S
@@ -212,21 +212,21 @@ class BoundedProtocol(HttpToolsProtocol):
         if left_s > 0:
             self._arm(left_s)
         elif in_head and not self._unparsed and not self._head_bytes:
-            self.transport.close()  # a connection opened in advance, as browsers do: nothing to answer
+            self.transport.close()  # a connection that a browser opened in advance needs no response
         else:
             part = "headers" if in_head else "body"
             text = f"the {part} of the request did not arrive within {allowed_s:.3g} s; send it faster"
             self._reject(ApiError(408, "request_timeout", text))
 
     def _reject(self, error: ApiError) -> None:
-        """Answer for the connection and close it. During a response only close: the answer would be taken for it."""
+        """Send an error and close the connection. During a response only close: the error would become part of it."""
         self.limits.on_rejected(error.code)
         if not self._is_responding():
             self.transport.write(_encoded(error))
         self.transport.close()
 
     def _is_responding(self) -> bool:
-        """Whether an earlier request still waits for its response, or the current one is being answered."""
+        """Return whether a response is being sent, or an earlier request still waits for its response."""
         if self.cycle is None or self.cycle.response_complete:
             return False
         return self._phase is not _Phase.BODY or self.cycle.response_started or bool(self.pipeline)
@@ -251,7 +251,7 @@ def connections_allowed() -> int:
 
 
 def _refusing(app: Any, limits: ConnectionLimits) -> Any:
-    """Return an application that serves probes, and refuses all other requests."""
+    """Return an application that serves probes and rejects all other requests."""
     text = f"this ingress has {limits.connections_max:,} open connections, its limit; close idle connections"
     error = ApiError(503, "connections_exhausted", text)
 
@@ -270,7 +270,7 @@ def _head_too_large(limit: str) -> ApiError:
 
 
 def _encoded(error: ApiError) -> bytes:
-    """Return a whole HTTP response."""
+    """Return an error as a complete HTTP response."""
     body = error.encoded()
     head = [name + b": " + value + b"\r\n" for name, value in error.raw_headers(body, closes=True)]
     return b"".join([STATUS_LINE[error.status], *head, b"\r\n", body])

@@ -1,4 +1,4 @@
-"""What a client may ask about requests: where one would go, and why one went there."""
+"""Routes that query the route of a request, and explain a request."""
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -20,50 +20,50 @@ class _Kind(msgspec.Struct):
 
 
 def add_queries(app: FastAPI, ingress: Ingress, explainer: Explainer) -> None:
-    """Add the routes."""
+    """Add the routes of route queries and explanations."""
 
     @app.post("/v1/route", openapi_extra=body_of(ChatBody, TextBody), responses=errors(*QUERIES))
     async def route(request: Request) -> Response:
-        """Where a chat or a completion would go. The body is theirs; nothing is generated."""
+        """Return the worker that the router would select for a chat or text completion. Nothing is generated."""
         ingress.require_owner()
-        with ingress.bodies.one() as held:
-            raw = await held.read(request)
-            return await answer_route(request, ingress, parse(kind_of(raw), raw))
+        with ingress.bodies.reader() as reader:
+            raw = await reader.read(request)
+            return await respond_to_query(request, ingress, parse(kind_of(raw), raw))
 
     @app.get("/v1/requests/{request_id:path}/explain", responses=errors(404, 501, 504))
     async def explain(request_id: str) -> Response:
-        """Why a request went where it did, and what became of it. Its id is that of its answer, or `x-request-id`."""
+        """Explain the routing and outcome of a request. Its id is the `id` of its response, or its `x-request-id`."""
         status = "error"
         try:
-            told = await explainer.explain(request_id, ingress.require_partition())
+            explanation = await explainer.explain(request_id, ingress.require_partition())
             status = "success"
         finally:
             ingress.metrics.ended("explain", stream=False, status=status)
-        return Response(told, media_type="application/json")
+        return Response(explanation, media_type="application/json")
 
 
-async def answer_route(request: Request, ingress: Ingress, body: ChatBody | TextBody) -> Response:
-    """Where a request would go, as JSON. Raises ApiError."""
+async def respond_to_query(request: Request, ingress: Ingress, body: ChatBody | TextBody) -> Response:
+    """Return the response to a route query. Raises ApiError."""
     request_id = request_id_of(request, "route-")
     status = "error"
     try:
         prepared = await ingress.prepare(body, request.headers.items())
-        told = await ingress.query(request_id, prepared)
+        result = await ingress.query(request_id, prepared)
         status = "success"
     finally:
         ingress.metrics.ended("route", stream=False, status=status)
-    content = msgspec.json.encode(route_of(told, body.model, prepared.prompt_tokens))
+    content = msgspec.json.encode(route_of(result, body.model, prepared.prompt_tokens))
     return Response(content, headers={"x-request-id": request_id}, media_type="application/json")
 
 
 def kind_of(raw: bytes) -> type[ChatBody] | type[TextBody]:
-    """What a body is. Raises ApiError for one with neither messages nor a prompt."""
+    """Return the class of a body. Raises ApiError if it has neither messages nor a prompt."""
     try:
         found = msgspec.json.decode(raw, type=_Kind)
     except (msgspec.MsgspecError, RecursionError):
-        return ChatBody  # whose decoder says what is wrong
+        return ChatBody  # parsing it raises the error
     if found.messages is not msgspec.UNSET:
         return ChatBody
     if found.prompt is msgspec.UNSET:
-        raise invalid("the body has neither messages nor a prompt", "messages")
+        raise invalid("the body has neither messages nor a prompt; give one of them", "messages")
     return TextBody

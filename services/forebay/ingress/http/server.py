@@ -1,4 +1,4 @@
-"""uvicorn as an ingress runs it: on the caller's event loop, without its signal handlers or access log."""
+"""Run uvicorn on the caller's event loop, without its signal handlers and access log."""
 
 import asyncio
 import contextlib
@@ -15,29 +15,32 @@ from forebay.ingress.http.protocol import ConnectionLimits, bounded
 
 BACKLOG = 2048
 DEFAULT_LIMITS = ConnectionLimits()
-# Longer than clients keep an idle connection (httpx and with it openai: 5 s): who closes first must not be us, or a
-# request that is on its way is lost.
+# Longer than clients keep an idle connection (httpx and openai: 5 s). If the server closed a connection first, a
+# request that the client sends at that moment would be lost.
 KEEP_ALIVE_S = 75
-CUT_S = 1  # for the last bytes, after a drain
-# uvloop accepts one connection per listening socket and iteration of its loop. An iteration takes up to some 50 ms
-# under load: with one socket, more than 20 new connections per second then wait in the backlog until they are reset.
-ACCEPTED_PER_ITERATION = 32  # a refusal costs 0.3 ms: together as much as the requests that are served meanwhile
+CUT_S = 1  # time to send the last bytes after a drain
+# uvloop accepts one connection per listening socket and iteration of its loop. Under load an iteration takes up to
+# 50 ms, so one socket would accept only 20 connections per second, and the others would wait until they are reset.
+ACCEPTED_PER_ITERATION = 32  # a rejection takes 0.3 ms, so 32 take as long as the other requests of an iteration
 
 
 class PortTaken(Unusable):
-    """The address cannot be listened on."""
+    """The process cannot listen on the address."""
 
 
 class NotListening(Unusable):
-    """The address is no longer listened on."""
+    """The process no longer listens on the address."""
 
 
 class Server(uvicorn.Server):
-    """Signals belong to the process, not to one of its parts. `on_started` is called once requests are accepted.
+    """uvicorn's server with several listeners per socket, and without signal handlers, which belong to the process.
 
-    Each socket is listened on several times at once.
-    uvloop reports no error of a listening socket: it closes the socket and logs. So `serve` looks at its sockets, and
+    uvloop reports no error of a listening socket: it closes the socket and logs. So `serve` checks its sockets, and
     raises PortTaken or NotListening, because a process that accepts no connections must not look alive.
+
+    Args:
+        config: configuration of uvicorn.
+        on_started: called once connections are accepted.
     """
 
     def __init__(self, config: uvicorn.Config, on_started: Callable[[], None]) -> None:
@@ -47,11 +50,11 @@ class Server(uvicorn.Server):
         self._duplicates: list[socket.socket] = []
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serve until told to stop. Raises PortTaken and NotListening."""
+        """Serve until `should_exit` is set. Raises PortTaken and NotListening."""
         try:
             await super().serve(sockets)
         finally:
-            self._close_duplicates()  # `shutdown` is not reached when this is cancelled or fails
+            self._close_duplicates()  # `shutdown` does not run if this task is cancelled or fails
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept connections, then call `on_started`. Raises PortTaken."""
@@ -68,13 +71,13 @@ class Server(uvicorn.Server):
         self._on_started()
 
     async def on_tick(self, counter: int) -> bool:
-        """Return whether to stop, asked ten times a second. Raises NotListening."""
+        """Return whether to stop. uvicorn calls this ten times per second. Raises NotListening."""
         if not self.should_exit and self._has_closed_listener():
             raise NotListening("HTTP is no longer served: the listening socket failed; start the process again")
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop listening, and wait for the answers under way."""
+        """Stop listening, and wait for responses in flight."""
         await super().shutdown([*(sockets or []), *self._duplicates])
 
     def _has_closed_listener(self) -> bool:
@@ -86,17 +89,17 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave the handlers as they are."""
+        """Install no signal handlers."""
         yield
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens already, so that a second process fails here and not after its announcement.
+    """Return a listening socket, so that a second process fails before it prints that it serves.
 
     Clients that connect before the server accepts connections wait in the backlog.
 
     Raises:
-        PortTaken: with what to do.
+        PortTaken: the process cannot listen on the address.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
@@ -113,9 +116,12 @@ def listen(host: str, port: int) -> socket.socket:
 def build_server(
     app: ASGIApp, on_started: Callable[[], None] = lambda: None, limits: ConnectionLimits = DEFAULT_LIMITS
 ) -> Server:
-    """Return a server for `app`; run it with `serve(sockets=[listener])`.
+    """Return a server, which `serve(sockets=[listener])` runs.
 
-    Each error that the server sends in place of the application is counted by `limits.on_rejected`, too.
+    Args:
+        app: the application.
+        on_started: called once connections are accepted.
+        limits: limits of each connection. Errors that the server sends itself also call `limits.on_rejected`.
     """
     config = uvicorn.Config(
         ErrorGuard(app, limits.on_rejected),
@@ -137,9 +143,14 @@ def build_server(
 async def serve_until_drained(
     server: Server, listener: socket.socket, drain: IngressDrain, interrupt: Callable[[str], None], drain_s: float
 ) -> None:
-    """Serve until the drain is over: `drain_s` for what is in flight, then `interrupt` is called.
+    """Serve until the drain is over. If cancelled, interrupt requests in flight at once.
 
-    When cancelled, requests in flight are interrupted at once.
+    Args:
+        server: the server.
+        listener: the listening socket, which is closed at the end.
+        drain: begins the drain and tracks requests.
+        interrupt: interrupts requests in flight; its argument is the reason.
+        drain_s: seconds to wait for requests in flight.
     """
     serving = asyncio.create_task(server.serve(sockets=[listener]), name="http")
     draining = asyncio.create_task(drain.run(interrupt, drain_s), name="drain")

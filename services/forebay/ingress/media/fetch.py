@@ -1,9 +1,9 @@
-"""Images and videos that requests point at: fetched, bounded, and looked at before anything goes on the log.
+"""Fetch and validate the images and videos of a request, with bounded memory and time.
 
-Theory of operation. A URL is a way to have this machine ask others for something, so it may lead to public addresses
-only. A name is resolved once, all of its addresses are checked, and one of those is connected to: a name server that
-answers otherwise a moment later changes nothing. Every redirect is a new URL. Nothing is believed of what the other
-side says: sizes are counted while reading, types are told by the bytes.
+Theory of operation. A client could use a URL to reach hosts that only this machine can reach, so URLs may lead to
+public addresses only. A name is resolved once. All of its addresses are checked, and the connection uses one of them,
+so a later change of the name has no effect. Every redirect is checked like the first URL. Headers of the response are
+not trusted: sizes are counted while reading, and types are detected from the bytes.
 """
 
 import asyncio
@@ -27,33 +27,37 @@ from forebay.ingress.errors import ApiError, invalid
 from forebay.ingress.media.refs import FetchedMedia, MediaRef, MediaSettings
 
 IMAGE_FORMATS = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp", "GIF": "image/gif"}
-IMAGE_PIXELS_MAX = 40_000_000  # an 8K frame has 33 million; unpacked this is 120 MB
-LOOKING_THREADS = 2  # each unpacks an image
-COUNT_MAX = 16  # of one request; more is a video
-TIMEOUT_S = 15.0  # of a request, for all of its media together
+IMAGE_PIXELS_MAX = 40_000_000  # an 8K frame has 33 million; decoded, 40 million take 120 MB
+DECODING_THREADS = 2  # each decodes one image at a time
+COUNT_MAX = 16  # per request
+TIMEOUT_S = 15.0  # for all media of a request together
 REDIRECTS_MAX = 3
-FETCHES_MAX = 32  # at once, of one ingress
-URL_CHARS_MAX = 8_192  # of one that is fetched
+FETCHES_MAX = 32  # concurrent fetches of one ingress
+URL_CHARS_MAX = 8_192  # does not apply to data URLs
 REDIRECTS = frozenset({301, 302, 303, 307, 308})
 SHOWN_CHARS = 80
-# IPv6 addresses that stand for an IPv4 one; the last is what DNS64 makes up.
+# IPv6 addresses that DNS64 derives from IPv4 addresses.
 NAT64 = IPv6Network("64:ff9b::/96")
 
 
 class MediaFetcher:
-    """Fetches for one ingress, with threads of its own: slow name servers and large images hold up nobody else."""
+    """Fetches the media of one ingress. Its own threads keep slow name servers and large images from delaying others.
+
+    Args:
+        settings: hosts that media may be fetched from.
+    """
 
     def __init__(self, settings: MediaSettings) -> None:
         self._settings = settings
         self._resolving = runtime.executor(FETCHES_MAX, "resolve")
-        self._looking = runtime.executor(LOOKING_THREADS, "look")
+        self._decoding = runtime.executor(DECODING_THREADS, "decode")
         self._free = asyncio.Semaphore(FETCHES_MAX)
         self._client: httpx.AsyncClient | None = None
 
     async def fetch(self, refs: Sequence[MediaRef]) -> list[FetchedMedia]:
-        """What references lead to, in their order. Raises ApiError naming the first that cannot be had."""
+        """Return the media of these references, in order. Raises ApiError for the first one that cannot be fetched."""
         if len(refs) > COUNT_MAX:
-            text = f"{refs[COUNT_MAX].where}: a request takes up to {COUNT_MAX} images and videos"
+            text = f"{refs[COUNT_MAX].where}: a request may have at most {COUNT_MAX} images and videos"
             raise invalid(text, refs[COUNT_MAX].where, "too_many_media")
         budget = _Budget(MEDIA_BYTES_MAX)
         tasks = [asyncio.create_task(self._one(ref, budget)) for ref in refs]
@@ -62,16 +66,16 @@ class MediaFetcher:
                 return list(await asyncio.gather(*tasks))
         except TimeoutError:
             unfinished = (ref for ref, task in zip(refs, tasks, strict=True) if task.cancelled() or not task.done())
-            slow = next(unfinished, refs[-1])  # all of them may have come at the last moment
-            raise _unavailable(slow, f"it did not come within {TIMEOUT_S:g} s") from None
+            slow = next(unfinished, refs[-1])  # all of them may have finished at the last moment
+            raise _unavailable(slow, f"it did not arrive within {TIMEOUT_S:g} s") from None
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def close(self) -> None:
-        """Nothing more is fetched."""
-        for threads in (self._resolving, self._looking):
+        """Stop fetching and close connections."""
+        for threads in (self._resolving, self._decoding):
             threads.shutdown(wait=False, cancel_futures=True)
         if self._client is not None:
             await self._client.aclose()
@@ -82,8 +86,8 @@ class MediaFetcher:
         else:
             async with self._free:
                 content = await self._download(ref, budget)
-        look = asyncio.get_running_loop().run_in_executor(self._looking, _mime_of, ref, content)
-        return FetchedMedia(ref.kind, await look, content, sha256(content).hexdigest())
+        mime = await asyncio.get_running_loop().run_in_executor(self._decoding, _mime_of, ref, content)
+        return FetchedMedia(ref.kind, mime, content, sha256(content).hexdigest())
 
     async def _download(self, ref: MediaRef, budget: "_Budget") -> bytes:
         url = _url_of(ref, ref.url)
@@ -95,10 +99,10 @@ class MediaFetcher:
         raise _unavailable(ref, f"it redirects more than {REDIRECTS_MAX} times")
 
     async def _get(self, ref: MediaRef, url: httpx.URL, budget: "_Budget") -> bytes | httpx.URL:
-        """The bytes at a URL, or the URL that it redirects to."""
+        """Return the content of a URL, or the URL that it redirects to."""
         address = await self._address(ref, url)
         if self._client is None:
-            # Kept connections are told apart by address alone, and several names share one.
+            # Connections are not reused, because the pool distinguishes them by address and several names share one.
             limits = httpx.Limits(max_connections=FETCHES_MAX, max_keepalive_connections=0)
             self._client = httpx.AsyncClient(
                 trust_env=False, follow_redirects=False, limits=limits, timeout=TIMEOUT_S, cookies=_no_cookies()
@@ -115,39 +119,39 @@ class MediaFetcher:
                 if response.status_code in REDIRECTS and "location" in response.headers:
                     return _url_of(ref, response.headers["location"], url)
                 if response.status_code != httpx.codes.OK:
-                    raise _unavailable(ref, f"{url.host} answers with status {response.status_code}")
-                kept = bytearray()
+                    raise _unavailable(ref, f"{url.host} responded with status {response.status_code}")
+                content = bytearray()
                 async for piece in response.aiter_raw():
                     budget.take(ref, len(piece))
-                    kept += piece
-                return bytes(kept)
+                    content += piece
+                return bytes(content)
             finally:
                 await response.aclose()
         except (httpx.HTTPError, httpx.InvalidURL, ssl.SSLError, UnicodeError) as error:
             raise _unavailable(ref, f"{url.host} cannot be read ({type(error).__name__})") from error
 
     async def _address(self, ref: MediaRef, url: httpx.URL) -> str:
-        """One of the addresses of a host, all of which are allowed."""
+        """Return an address of a host. Raises ApiError if one of its addresses is not allowed."""
         host = _name_of(url)
         port = url.port or (443 if url.scheme == "https" else 80)
         try:
             find = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
             found = await asyncio.get_running_loop().run_in_executor(self._resolving, find)
         except (OSError, UnicodeError) as error:
-            raise _unavailable(ref, f"the host {host[:SHOWN_CHARS]} is not known") from error
+            raise _unavailable(ref, f"the host {host[:SHOWN_CHARS]} is unknown") from error
         addresses = [str(sockaddr[0]) for *_, sockaddr in found]
         allowed = self._settings.allow_hosts
         free = self._settings.allow_private or host in allowed or url.host.lower() in allowed
         if not free and not all(map(is_public, addresses)):
-            text = f"{ref.where}: {host[:SHOWN_CHARS]} is no public address"
+            text = f"{ref.where}: {host[:SHOWN_CHARS]} is not a public address"
             raise invalid(text, ref.where, "private_media_url")
         return addresses[0]
 
 
 def is_public(text: str) -> bool:
-    """Whether an address may be anybody's: not private, local, reserved or of a group, nor standing for such."""
+    """Return whether an address is public: not private, local, reserved or multicast, and no IPv6 form of such one."""
     try:
-        address = ip_address(text)  # one with a zone is no public one
+        address = ip_address(text)  # an address with a zone is not public
     except ValueError:
         return False
     if isinstance(address, IPv6Address):
@@ -171,7 +175,7 @@ def is_public(text: str) -> bool:
 
 
 def _inner(address: IPv6Address) -> IPv4Address | None:
-    """The IPv4 address that one stands for."""
+    """Return the IPv4 address that an IPv6 address contains, None if it contains none."""
     if address.ipv4_mapped is not None:
         return address.ipv4_mapped
     if address.sixtofour is not None:
@@ -182,7 +186,7 @@ def _inner(address: IPv6Address) -> IPv4Address | None:
 
 
 class _Budget:
-    """The bytes that a request may still take in."""
+    """Bytes that the media of a request may still have."""
 
     def __init__(self, limit: int) -> None:
         self._limit = self._left = limit
@@ -190,7 +194,7 @@ class _Budget:
     def take(self, ref: MediaRef, size: int) -> None:
         self._left -= size
         if self._left < 0:
-            text = f"{ref.where}: the images and videos of a request take up to {self._limit >> 20} MiB together"
+            text = f"{ref.where}: the images and videos of the request exceed {self._limit >> 20} MiB together"
             raise ApiError(413, "media_too_large", text, ref.where)
 
 
@@ -198,53 +202,53 @@ def _url_of(ref: MediaRef, text: str, base: httpx.URL | None = None) -> httpx.UR
     try:
         url = httpx.URL(text[: URL_CHARS_MAX + 1])
         url = url if base is None else base.join(url)
-        nameless = not url.host  # which fails for a name that says it is encoded and is not
+        nameless = not url.host  # raises for an invalid encoded name
     except (httpx.InvalidURL, UnicodeError) as error:
-        raise invalid(f"{ref.where}: is no URL ({error})", ref.where, "invalid_media_url") from error
+        raise invalid(f"{ref.where}: not a valid URL ({error})", ref.where, "invalid_media_url") from error
     problem = None
     if len(text) > URL_CHARS_MAX:
-        problem = f"is longer than {URL_CHARS_MAX} characters"
+        problem = f"the URL is longer than {URL_CHARS_MAX} characters"
     elif url.scheme not in ("http", "https"):
-        problem = f"is no http, https or data URL but {url.scheme[:SHOWN_CHARS] or 'none'}"
+        problem = f"the scheme is {url.scheme[:SHOWN_CHARS]!r}; it must be http, https or data"
     elif nameless:
-        problem = "names no host"
+        problem = "the URL has no host"
     elif url.userinfo:
-        problem = "holds a user name, which is sent to nobody"
+        problem = "the URL has a user name, which is not supported"
     if problem is not None:
         raise invalid(f"{ref.where}: {problem}", ref.where, "invalid_media_url")
     return url
 
 
 def _name_of(url: httpx.URL) -> str:
-    """The host as name servers and certificates have it: of letters beyond ASCII there are two encodings."""
+    """Return the host in ASCII (IDNA), as name servers and certificates use it."""
     return url.raw_host.decode("ascii")
 
 
 def _no_cookies() -> CookieJar:
-    """Keeps none: hosts that share an address would be sent each other's."""
+    """Return a jar that accepts no cookies, because hosts that share an address would get each other's."""
     return CookieJar(DefaultCookiePolicy(allowed_domains=()))
 
 
 def _data(ref: MediaRef, budget: _Budget) -> bytes:
-    """The bytes of a data URL (RFC 2397)."""
+    """Return the content of a data URL (RFC 2397)."""
     head, comma, body = ref.url[5:].partition(",")
     if not comma:
-        raise invalid(f"{ref.where}: is no data URL: there is no comma", ref.where, "invalid_media_url")
+        raise invalid(f"{ref.where}: the data URL has no comma", ref.where, "invalid_media_url")
     encoded = head.lower().endswith(";base64")
     least = max(0, len(body) * 3 // 4 - 2 if encoded else len(body) // 3)
     budget.take(ref, least)
     try:
         content = base64.b64decode(body, validate=True) if encoded else unquote_to_bytes(body)
     except (binascii.Error, ValueError) as error:
-        raise invalid(f"{ref.where}: is no base64 ({error})", ref.where, "invalid_media_url") from error
+        raise invalid(f"{ref.where}: not valid base64 ({error})", ref.where, "invalid_media_url") from error
     budget.take(ref, len(content) - least)
     if not content:
-        raise invalid(f"{ref.where}: is empty", ref.where, "invalid_media_url")
+        raise invalid(f"{ref.where}: the content is empty", ref.where, "invalid_media_url")
     return content
 
 
 def _mime_of(ref: MediaRef, content: bytes) -> str:
-    """What the bytes are. Raises ApiError when that is no image, or no video, that is taken."""
+    """Return the MIME type of the content. Raises ApiError if it is not a supported image or video."""
     return _image(ref, content) if ref.kind == "image" else _video(ref, content)
 
 
@@ -252,7 +256,7 @@ def _image(ref: MediaRef, content: bytes) -> str:
     try:
         from PIL import Image  # noqa: PLC0415 - an extra
     except ImportError as error:
-        text = f"{ref.where}: this ingress takes no images: pip install 'forebay[media]'"
+        text = f"{ref.where}: this ingress cannot decode images; install Pillow with pip install 'forebay[media]'"
         raise ApiError(501, "media_not_installed", text, ref.where) from error
     try:
         with Image.open(io.BytesIO(content), formats=tuple(IMAGE_FORMATS)) as image:
@@ -261,28 +265,28 @@ def _image(ref: MediaRef, content: bytes) -> str:
             image.load()
             return IMAGE_FORMATS[image.format or ""]
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise _too_large(ref, "many more pixels") from error
+        raise _too_large(ref, "too many pixels") from error
     except (OSError, ValueError, SyntaxError, EOFError, KeyError) as error:
         kinds = ", ".join(IMAGE_FORMATS)
         raise invalid(
-            f"{ref.where}: is no image that can be read; taken are {kinds}", ref.where, "not_an_image"
+            f"{ref.where}: not a valid image; supported formats are {kinds}", ref.where, "not_an_image"
         ) from error
 
 
 def _too_large(ref: MediaRef, size: str) -> ApiError:
-    text = f"{ref.where}: an image has up to {IMAGE_PIXELS_MAX:,} pixels, this one has {size}"
+    text = f"{ref.where}: the image has {size}; the limit is {IMAGE_PIXELS_MAX:,} pixels"
     return ApiError(413, "media_too_large", text, ref.where)
 
 
 def _video(ref: MediaRef, content: bytes) -> str:
-    """By the container's first bytes: its frames are the engine's business."""
+    """Return the MIME type by the first bytes of the container. The engine validates the frames."""
     if content[4:8] == b"ftyp":
         return "video/quicktime" if content[8:10] == b"qt" else "video/mp4"
     if content[:4] == b"\x1aE\xdf\xa3":
         return "video/webm" if b"webm" in content[:64] else "video/x-matroska"
     if content[:4] == b"RIFF" and content[8:12] == b"AVI ":
         return "video/x-msvideo"
-    text = f"{ref.where}: is no video that can be read; taken are MP4, QuickTime, WebM, Matroska, AVI"
+    text = f"{ref.where}: not a valid video; supported formats are MP4, QuickTime, WebM, Matroska, AVI"
     raise invalid(text, ref.where, "not_a_video")
 
 

@@ -1,4 +1,4 @@
-"""Images and videos as a request names them, and as they came."""
+"""References to images and videos, and the fetched media."""
 
 from dataclasses import dataclass
 
@@ -7,11 +7,11 @@ from forebay.events.media import MediaKind
 
 @dataclass(frozen=True, slots=True)
 class MediaSettings:
-    """What may be fetched.
+    """Hosts that media may be fetched from.
 
     Attributes:
-        allow_hosts: names whose addresses may be private, in lower case.
-        allow_private: whether those of all names may be: for tests and labs.
+        allow_hosts: lower-case host names whose addresses may be private.
+        allow_private: whether the addresses of all hosts may be private, for tests and labs.
     """
 
     allow_hosts: tuple[str, ...] = ()
@@ -20,7 +20,13 @@ class MediaSettings:
 
 @dataclass(frozen=True, slots=True)
 class MediaRef:
-    """An image or a video that a request points at; `where` is its place in the body."""
+    """Reference of a request to an image or a video.
+
+    Attributes:
+        kind: image or video.
+        url: http, https or data URL.
+        where: path of the URL in the body, for error messages.
+    """
 
     kind: MediaKind
     url: str
@@ -29,7 +35,14 @@ class MediaRef:
 
 @dataclass(frozen=True, slots=True)
 class FetchedMedia:
-    """What a reference led to; `digest` is the SHA-256 of its bytes, in hex."""
+    """A fetched image or video.
+
+    Attributes:
+        kind: image or video.
+        mime: MIME type, detected from the bytes.
+        content: the bytes.
+        digest: SHA-256 of the bytes, in hex.
+    """
 
     kind: MediaKind
     mime: str

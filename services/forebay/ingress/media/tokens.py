@@ -1,9 +1,9 @@
-"""Where images and videos stand in a prompt: one placeholder token of a template becomes as many as the engine has.
+"""Expand the placeholders of images and videos in a prompt to as many tokens as the engine uses for them.
 
-A model directory says which token stands for an image and for how many: `image_token_id` or `image_token_index`, with
-`mm_tokens_per_image` or `image_seq_length` (LLaVA, Gemma 3 and others of the transformers library); likewise of videos.
-Where the number depends on the size of an image it is known to the engine's own processor alone, and hashes made here
-would not be the engine's: such models are refused, by name and with the reason.
+The config.json of a model contains the placeholder token (`image_token_id` or `image_token_index`) and the number of
+tokens per image (`mm_tokens_per_image` or `image_seq_length`), for example for LLaVA and Gemma 3. The fields for videos
+are alike. In other models the number depends on the size of the image, and only the engine's processor knows it. The
+block hashes of such prompts would differ from the engine's, so their images and videos are rejected.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,20 +22,20 @@ COUNT_NAMES: dict[MediaKind, tuple[str, ...]] = {
     "image": ("mm_tokens_per_image", "image_seq_length"),
     "video": ("mm_tokens_per_video", "video_seq_length"),
 }
-# Models that cut an image into as many tiles as it needs have these, whatever else they say.
+# Fields of models that divide an image into a number of tiles that depends on its size.
 BY_SIZE = ("image_grid_pinpoints", "use_image_tiling", "dynamic_image_size")
-TOKENS_MAX = 1 << 16  # of one image; more is a wrong number
+TOKENS_MAX = 1 << 16  # per image; a larger number is invalid
 
 
 @dataclass(frozen=True, slots=True)
 class MediaTokens:
-    """What a model takes.
+    """Placeholder tokens of a model; empty if it accepts no media.
 
     Attributes:
-        ids: the placeholder of each kind.
-        counts: how many tokens it becomes; None where that depends on what it stands for.
-        texts: the placeholder as text.
-        listed: whether the chat template wants a message as a list of its parts; else placeholders stand in its text.
+        ids: token id of the placeholder of each kind.
+        counts: tokens per image or video of each kind, None if the number depends on its size.
+        texts: the placeholder of each kind as text.
+        listed: whether the chat template expects a message as a list of parts instead of a text with placeholders.
     """
 
     ids: Mapping[MediaKind, int]
@@ -44,25 +44,36 @@ class MediaTokens:
     listed: bool = False
 
     def content(self, parts: Sequence[str | MediaRef]) -> str | list[dict[str, str]]:
-        """A message as the chat template takes it."""
+        """Return the content of a message in the form that the chat template expects."""
         if not self.listed or not parts:
             return "".join(part if isinstance(part, str) else self.texts.get(part.kind, "") for part in parts)
         return [{"type": "text", "text": part} if isinstance(part, str) else {"type": part.kind} for part in parts]
 
     def require(self, refs: Sequence[MediaRef]) -> None:
-        """Raise ApiError for the first of a kind that the model does not take."""
+        """Raise ApiError for the first image or video of a kind that the model does not support."""
         for ref in refs:
             if ref.kind not in self.ids:
-                text = f"{ref.where}: this model takes no {ref.kind}s"
+                text = f"{ref.where}: this model does not support {ref.kind}s"
                 raise invalid(text, ref.where, "unsupported_parameter")
             if self.counts[ref.kind] is None:
-                text = f"{ref.where}: how many tokens an {ref.kind} is depends on its size in this model: not supported"
+                text = f"{ref.where}: {ref.kind}s are not supported, because their tokens depend on their size"
                 raise ApiError(501, "unsupported_parameter", text, ref.where)
 
-    def expand(self, token_ids: list[int], refs: Sequence[MediaRef], found: Sequence[FetchedMedia]) -> "ExpandedPrompt":
-        """The prompt with all placeholders, and what stands where, in order. Raises ApiError unless each has one."""
+    def expand(
+        self, token_ids: list[int], refs: Sequence[MediaRef], fetched: Sequence[FetchedMedia]
+    ) -> "ExpandedPrompt":
+        """Return a prompt with expanded placeholders.
+
+        Args:
+            token_ids: the prompt, with one placeholder per image or video.
+            refs: the references, for error messages.
+            fetched: the images and videos, in the same order.
+
+        Raises:
+            ApiError: the numbers of placeholders and of images or videos differ.
+        """
         kinds = {token_id: kind for kind, token_id in self.ids.items()}
-        waiting = {kind: [one for one in found if one.kind == kind] for kind in self.ids}
+        waiting = {kind: [one for one in fetched if one.kind == kind] for kind in self.ids}
         wanted = {kind: len(ones) for kind, ones in waiting.items()}
         expanded: list[int] = []
         media: list[Media] = []
@@ -72,10 +83,10 @@ class MediaTokens:
                 expanded.append(token_id)
                 continue
             if not waiting[kind]:
-                text = f"the prompt has more placeholders of {kind}s than the {wanted[kind]} that came with it"
+                text = f"the prompt has more placeholders of {kind}s than the {wanted[kind]} {kind}s of the request"
                 raise invalid(text, "messages", "media_mismatch")
             one, count = waiting[kind].pop(0), self.counts[kind]
-            assert count is not None, "what has no number was refused"
+            assert count is not None, "`require` rejected this kind"
             place = len(expanded)
             media.append(
                 Media(kind=kind, digest=one.digest, mime=one.mime, first_token=place, tokens=count, content=one.content)
@@ -84,7 +95,7 @@ class MediaTokens:
         left = sum(map(len, waiting.values()))
         if left:
             text = (
-                f"the chat template left out {left} of {len(found)} images and videos: the model takes them elsewhere"
+                f"the chat template omitted {left} of {len(fetched)} images and videos; put them into another message"
             )
             raise invalid(text, refs[0].where, "media_mismatch")
         return ExpandedPrompt(expanded, tuple(media))
@@ -92,16 +103,23 @@ class MediaTokens:
 
 @dataclass(frozen=True, slots=True)
 class ExpandedPrompt:
-    """A prompt as the engine will have it."""
+    """A prompt with the tokens of its images and videos.
+
+    Attributes:
+        token_ids: token ids.
+        media: images and videos with their positions, in order.
+    """
 
     token_ids: list[int]
     media: tuple[Media, ...] = ()
 
 
 def media_tokens_of(config: Mapping[str, Any], text_of: Callable[[int], str | None]) -> MediaTokens:
-    """What a model's config.json says of images and videos; of a model for text alone, nothing.
+    """Return the placeholder tokens of a model.
 
-    `text_of` gives the text of a token. A placeholder that the tokenizer does not have can stand in no prompt.
+    Args:
+        config: the model's config.json.
+        text_of: returns the text of a token, None for an unknown token. Unknown placeholders are ignored.
     """
     ids: dict[MediaKind, int] = {}
     counts: dict[MediaKind, int | None] = {}
