@@ -77,7 +77,7 @@ def test_every_worker_sleeps_and_wakes_up(system: tuple[Up, Path]) -> None:
 
 def test_what_goes_nowhere_says_why(system: tuple[Up, Path]) -> None:
     up, _ = system
-    assert control(up, "pause", "--worker", "x")[::2] == (1, "forebay: there is no worker x\n")
+    assert control(up, "pause", "--worker", "x")[::2] == (1, "forebay: unknown worker x\n")
     assert control(up, "pause", "--pool", "x")[::2] == (1, "forebay: the model forebay-default has no pool x\n")
     code, _, err = control(up, "dream")
     assert code == 2

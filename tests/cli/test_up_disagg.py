@@ -160,7 +160,7 @@ def test_disagg_without_prefill_workers_decode_workers_do_it_unless_that_is_enfo
         refused = httpx.post(f"{up.url}/v1/completions", json=body, timeout=60)
         error = refused.json()["error"]
         assert (refused.status_code, error["code"]) == (503, "no_workers"), error
-        assert "no worker that computes prompts for the pool decode is ready" in error["message"]
+        assert "no prefill worker for the pool decode is ready" in error["message"]
         ready = httpx.get(f"{up.url}/ready", timeout=10)
         assert (ready.status_code, ready.json()["error"]["message"]) == (503, NO_PREFILL_WORKER)
         set_to(up, enforce=False)

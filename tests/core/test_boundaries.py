@@ -154,7 +154,7 @@ def test_progress_of_an_earlier_attempt_is_stale() -> None:
     drive("progress", FirstTokenEmitted(request_id="r", attempt=1, **was))
     drive("progress", FirstTokenEmitted(request_id="r", attempt=1, **about(drive, other)))
     drive("progress", FirstTokenEmitted(request_id="r", attempt=2, **was))
-    assert drive.world.counts["outdated_progress"] == 3
+    assert drive.world.counts["stale_progress"] == 3
     assert drive.world.load.rank_load(other, 0).prefill_tokens == len(PROMPTS[0]) * BLOCK + 2
     drive("progress", FirstTokenEmitted(request_id="r", attempt=2, **about(drive, other)))
     assert drive.world.load.rank_load(other, 0).prefill_tokens == 0

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from hypothesis import given
 
-from forebay.core.state.commands import PENDING_MAX, TEXT_CHARS_MAX, TOO_LONG
+from forebay.core.state.commands import PENDING_MAX, RESPONSE_OMITTED, TEXT_CHARS_MAX
 from forebay.core.state.requests import REMEMBER_US
 from forebay.core.step import claim
 from forebay.core.world import restore
@@ -69,9 +69,9 @@ def test_a_command_goes_to_the_addressed_workers(changes: dict[str, Any], expect
         ({"model": "gpt"}, "unknown_model", "no pool serves the model gpt"),
         ({"pool": "gone"}, "unknown_pool", "the model m has no pool gone"),
         ({"pool": "foreign"}, "unknown_pool", "the model m has no pool foreign"),
-        ({"worker_ids": ("a", "nobody")}, "unknown_worker", "there is no worker nobody"),
-        ({"worker_ids": ("z",)}, "unknown_worker", "there is no worker z"),
-        ({"pool": "other", "worker_ids": ("a",)}, "unknown_worker", "there is no worker a"),
+        ({"worker_ids": ("a", "nobody")}, "unknown_worker", "unknown worker nobody"),
+        ({"worker_ids": ("z",)}, "unknown_worker", "unknown worker z"),
+        ({"pool": "other", "worker_ids": ("a",)}, "unknown_worker", "unknown worker a"),
         ({"worker_ids": ("b",)}, "worker_not_ready", "worker b is draining"),
         ({"pool": "other"}, "no_workers", "no worker of the pool other is ready"),
     ],
@@ -106,7 +106,7 @@ def test_a_command_ends_when_every_worker_has_an_outcome() -> None:
     assert found == {
         "a": ("refused", (), "no room"),
         "b": ("done", ("x",), ""),
-        "c": ("left", (), "it left before it answered"),
+        "c": ("left", (), "the worker was lost before it responded"),
     }
     assert drive.world.commands.get("c1") is None
 
@@ -122,7 +122,7 @@ def test_a_worker_without_response_times_out() -> None:
     assert (second.command_id, statuses(second)) == ("late", {"a": "done", "b": "timed_out"})
     assert drive.world.next_due_us() is None
     assert drive("progress", obeyed("late", "b", drive.epoch("b"))) == []
-    assert drive.world.counts["outdated_answer"] == 1
+    assert drive.world.counts["stale_command_response"] == 1
 
 
 def test_only_workers_with_a_pending_command_may_respond() -> None:
@@ -134,7 +134,7 @@ def test_only_workers_with_a_pending_command_may_respond() -> None:
         assert drive("progress", answer) == []
     drive("fleet", WorkerLost(owner_epoch=0, worker_id="b", worker_epoch=drive.epoch("b")))
     assert drive.world.commands.digest() == before
-    assert drive.world.counts["outdated_answer"] == 3
+    assert drive.world.counts["stale_command_response"] == 3
     (ended,) = drive("progress", obeyed("c1", "a", epoch))
     assert statuses(ended) == {"a": "done"}
 
@@ -180,7 +180,7 @@ def test_outcome_texts_beyond_the_limit_are_omitted() -> None:
     (ended,) = drive("progress", obeyed("c1", "c", drive.epoch("c"), "list_loras", "x"))
     assert [(one.status, len(one.loras), one.message) for one in ended.outcomes] == [
         ("done", 1, ""),
-        ("done", 0, TOO_LONG),
+        ("done", 0, RESPONSE_OMITTED),
         ("done", 1, ""),
     ]
 

@@ -403,7 +403,7 @@ def test_enforced_prompts_are_refused_where_nobody_computes_them() -> None:
     drive = Driver().disagg([], ["d"], disagg=rule("always", enforce=True))
     refused = ask(drive)
     assert isinstance(refused, RequestRejected)
-    assert refused.message == "no worker that computes prompts for the pool default is ready"
+    assert refused.message == "no prefill worker for the pool default is ready"
     drive("control", DisaggregationSet(model="m", disagg=isl(99, 1.0, enforce=True)))
     stored(drive, "d", PROMPTS[0])
     assert ask(drive, "r1").prefill.reason == "short_prompt", "its rule leaves it where it is answered"

@@ -73,7 +73,7 @@ def test_enforced_prompts_are_given_up_with_the_reason() -> None:
     (given_up,) = failed(drive, made[-1], "out of blocks " + "x" * 9_000)
     assert isinstance(given_up, RequestAborted)
     assert (given_up.reason, given_up.worker_id, given_up.attempt, given_up.holder) == ("prefill_failed", "", 3, None)
-    assert given_up.message.startswith("its prompt could not be computed and fetched in 3 attempts: out of blocks")
+    assert given_up.message.startswith("remote prefill or its KV transfer failed in 3 attempts: out of blocks")
     assert len(given_up.message) < 1_000
     assert idle(drive)
 
@@ -147,7 +147,7 @@ def test_a_descriptor_of_another_worker_epoch_or_model_is_refused(lie: dict[str,
     _, third = drive("progress", PrefillFinished(**progress_fields(again), prefilled=prefilled_by(**fields)))
     released, given_up = drive("progress", PrefillFinished(**progress_fields(third), prefilled=prefilled_by(**fields)))
     assert (released.attempt, given_up.holder) == (3, None)
-    assert "is told to be" in given_up.message
+    assert "the KV descriptor of worker" in given_up.message
 
 
 # The decode worker, and the way between
@@ -189,7 +189,7 @@ def test_enforced_prompts_are_fetched_as_often_as_attempts_are_made() -> None:
         made += not_fetched(drive, then)
     assert [getattr(one, "stage", "") for one in made] == ["prefill", "prefill", "prefill", ""]
     assert (made[-1].reason, made[-1].attempt) == ("prefill_failed", 3)
-    assert made[-1].message == "its prompt could not be computed and fetched in 3 attempts: peer gone"
+    assert made[-1].message == "remote prefill or its KV transfer failed in 3 attempts: peer gone"
 
 
 def test_a_decode_worker_lost_while_it_fetches_is_replaced_and_the_cache_used_again() -> None:
@@ -217,7 +217,10 @@ def test_decode_workers_lost_one_after_another_are_not_replaced_for_ever() -> No
             drive("fleet", joined(f"d{len(made)}", 7, role="decode"))
             made += drive("fleet", lost(drive, routed.worker_id))
     assert stages == ["prefill", "decode", "prefill", "decode", "aggregated"]
-    assert (made[-1].reason, made[-1].message) == ("attempts_exhausted", "3 workers were lost one after another")
+    assert (made[-1].reason, made[-1].message) == (
+        "attempts_exhausted",
+        "3 workers of the request were lost, the maximum",
+    )
 
 
 def test_an_answer_that_has_begun_goes_on_where_it_is_decoded() -> None:
@@ -325,7 +328,7 @@ def test_what_does_not_fit_the_stage_changes_nothing(kind: Any, fields: dict[str
     before = drive.world.requests.digest()
     assert drive("progress", kind(**progress_fields(routed), **fields)) == []
     assert drive.world.requests.digest() == before
-    assert drive.world.counts["outdated_progress"] == 1
+    assert drive.world.counts["stale_progress"] == 1
 
 
 def test_duplicate_or_late_progress_changes_nothing() -> None:
@@ -340,7 +343,7 @@ def test_duplicate_or_late_progress_changes_nothing() -> None:
     before = drive.world.requests.digest()
     assert not_fetched(drive, then) == []
     assert drive.world.requests.digest() == before
-    assert drive.world.counts["outdated_progress"] == 3
+    assert drive.world.counts["stale_progress"] == 3
 
 
 # With an encode pool
@@ -385,7 +388,7 @@ def test_an_enforced_prompt_with_images_is_given_up_for_what_failed() -> None:
         (routed,) = failed(drive, prefill)
     assert (routed.reason, routed.message) == (
         "prefill_failed",
-        "its prompt could not be computed and fetched in 3 attempts: out of blocks",
+        "remote prefill or its KV transfer failed in 3 attempts: out of blocks",
     )
     drive = Driver().disagg(["p"], ["d"], disagg=ENFORCED).encoders("e")
     routed = ask(drive, media=(MEDIA,))
@@ -396,7 +399,9 @@ def test_an_enforced_prompt_with_images_is_given_up_for_what_failed() -> None:
         assert routed.stage == "encode"
     (prefill,) = encoded(drive, routed)
     (given_up,) = drive("fleet", lost(drive, "p"))
-    assert given_up.message.endswith("in 3 attempts: prefill workers were lost, or nobody came in time")
+    assert given_up.message.endswith(
+        "in 3 attempts: prefill workers were lost, or no decode worker fetched the KV in time"
+    )
 
 
 def test_images_of_an_enforced_prompt_are_encoded_only_so_often() -> None:

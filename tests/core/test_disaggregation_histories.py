@@ -77,9 +77,9 @@ class Books(Driver):
 
     def __call__(self, topic: str, event: InputEvent | None, after_us: int = 10) -> list[Any]:
         under_way = {one.request_id for one in self.world.requests.active()}
-        outdated = self.world.counts["outdated_progress"]
+        outdated = self.world.counts["stale_progress"]
         made = super().__call__(topic, event, after_us)
-        if self.world.counts["outdated_progress"] == outdated:
+        if self.world.counts["stale_progress"] == outdated:
             self._keep(event)
         if isinstance(event, RequestFinished | RequestFailed) and event.request_id in under_way:
             aborted = any(isinstance(one, RequestAborted) and one.request_id == event.request_id for one in made)

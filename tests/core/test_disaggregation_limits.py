@@ -123,7 +123,7 @@ def test_the_abort_message_states_the_attempts() -> None:
     assert (then.stage, then.attempt) == ("decode", 3)
     released, aborted = drive("progress", TransferFailed(**progress_fields(then), error="gone"))
     assert (released.attempt, aborted.holder) == (then.earlier_attempts, None)
-    assert aborted.message == "its prompt could not be computed and fetched in 3 attempts: gone"
+    assert aborted.message == "remote prefill or its KV transfer failed in 3 attempts: gone"
 
 
 def test_a_decode_pool_that_counts_no_blocks_has_none_booked() -> None:

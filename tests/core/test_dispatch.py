@@ -101,7 +101,7 @@ def test_a_full_class_refuses_at_once_and_another_still_takes() -> None:
     assert isinstance(big(drive, "r1"), RequestHeld)
     refused = big(drive, "r2")
     assert isinstance(refused, RequestRejected)
-    assert (refused.reason, refused.message) == ("queue_full", "1 requests of the class default wait already")
+    assert (refused.reason, refused.message) == ("queue_full", "the queue class default is full: 1 requests are queued")
     assert [type(big(drive, f"b{at}", policy_class="batch")) for at in range(3)] == [
         RequestHeld,
         RequestHeld,
@@ -185,7 +185,7 @@ def test_a_lost_worker_ends_the_requests_that_are_for_it_alone() -> None:
     assert isinstance(big(drive, "r3", worker_id="a"), RequestHeld)
     elsewhere = big(drive, "r4", worker_id="b")
     made = drive("fleet", WorkerLost(owner_epoch=0, worker_id="a", worker_epoch=drive.epoch("a")))
-    reason = ("pinned_worker_lost", "worker a is lost, and the request is for it alone", "")
+    reason = ("pinned_worker_lost", "worker a was lost, and the request is pinned to it", "")
     assert [(one.request_id, one.attempt, one.reason, one.message, one.worker_id) for one in made] == [
         ("r1", 1, *reason), ("r2", 1, *reason), ("r3", 0, *reason),
     ]  # fmt: skip
@@ -433,7 +433,7 @@ def test_output_blocks_count_where_they_are_tracked() -> None:
         before = drive.world.load.rank_load("a", 0).decode_blocks
         fields = progress(routed)
         drive("progress", OutputGrown(**fields, output_tokens=4))
-        assert drive.world.counts["outdated_progress"] == 1, "nothing grows before the first token"
+        assert drive.world.counts["stale_progress"] == 1, "nothing grows before the first token"
         drive("progress", FirstTokenEmitted(**fields))
         drive("progress", OutputGrown(**fields, output_tokens=4))
         after = drive.world.load.rank_load("a", 0).decode_blocks

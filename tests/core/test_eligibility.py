@@ -56,9 +56,14 @@ def test_what_a_request_demands_of_its_worker(hints: dict[str, Any], lora_name: 
     ("hints", "lora_name", "reason", "text"),
     [
         ({"worker_id": "d"}, "", "unknown_worker", "the pool default has no worker d"),
-        ({"worker_id": "b", "rank": 2}, "", "unknown_worker", "worker b has the ranks 0 to 1, not 2"),
-        ({"rank": 1}, "", "contradictory_routing", "rank 1 is asked for, but no worker"),
-        ({"worker_id": "a", "allowed_workers": ("b",)}, "", "contradictory_routing", "a is asked for, but is not one"),
+        ({"worker_id": "b", "rank": 2}, "", "unknown_worker", "worker b has no rank 2; ranks are 0 to 1"),
+        ({"rank": 1}, "", "contradictory_routing", "the request names rank 1, but no worker"),
+        (
+            {"worker_id": "a", "allowed_workers": ("b",)},
+            "",
+            "contradictory_routing",
+            "worker a, which is not one of its allowed",
+        ),
         ({"worker_id": "b", "required_taints": ("ssd",)}, "", "no_eligible_worker", "is b and has the taints ssd"),
         ({"allowed_workers": ("d", "e")}, "", "no_eligible_worker", "is one of d, e"),
         ({"allowed_workers": tuple("defgh")}, "", "no_eligible_worker", "is one of d, e, f, g, …"),
@@ -120,7 +125,7 @@ def test_a_worker_above_any_threshold_is_passed_over_and_all_busy_is_refused(
             assert ask(drive, "pinned", worker_id="a").reason == "busy"
     refused = ask(drive, "one more")
     assert (refused.reason, drive.world.counts["rejected_busy"]) == ("busy", 2)
-    assert "every worker of the pool default" in refused.message
+    assert "every eligible worker of the pool default" in refused.message
     set_busy(drive)
     assert isinstance(ask(drive, "and another"), RequestRouted)
 

@@ -106,9 +106,7 @@ def test_a_failed_encoding_is_retried_and_aborted_with_the_reason() -> None:
     (given_up,) = drive("progress", EncodeFailed(**progress_fields(routed[-1]), error="out of memory " + "x" * 9_000))
     assert isinstance(given_up, RequestAborted)
     assert (given_up.reason, given_up.worker_id) == ("encode_failed", "")
-    assert given_up.message.startswith(
-        "its images or videos could not be encoded and fetched in 3 attempts: out of mem"
-    )
+    assert given_up.message.startswith("images or videos could not be encoded and fetched in 3 attempts: out of mem")
     assert len(given_up.message) < 1_000
     assert all(not load.active_requests for load in drive.world.load.ranks())
 
@@ -185,7 +183,7 @@ def test_a_cancelled_request_is_taken_back_from_its_encoder() -> None:
     (aborted,) = drive("requests", RequestCancelled(request_id="r"))
     assert (aborted.pool, aborted.worker_id, aborted.slot, aborted.attempt) == ("encoders", "e", 0, 1)
     assert encoded(drive, first) == []
-    assert drive.world.counts["outdated_progress"] == 1
+    assert drive.world.counts["stale_progress"] == 1
 
 
 def test_what_ends_a_request_is_of_its_highest_attempt_in_any_stage() -> None:
@@ -232,7 +230,7 @@ def test_what_does_not_fit_the_stage_changes_nothing(kind: Any, fields: dict[str
     before = drive.world.requests.digest()
     assert drive("progress", kind(**progress_fields(routed), **fields)) == []
     assert drive.world.requests.digest() == before
-    assert drive.world.counts["outdated_progress"] == 1
+    assert drive.world.counts["stale_progress"] == 1
 
 
 def test_another_configuration_changes_no_encoder() -> None:

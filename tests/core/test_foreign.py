@@ -25,7 +25,7 @@ def finished(name: str, worker_id: str, epoch: int, attempt: int = 1) -> Request
 
 def counts(drive: Driver) -> tuple[int, int]:
     """Return how many progress events had no effect, and how many of them were foreign."""
-    return drive.world.counts["outdated_progress"], drive.world.counts["foreign_progress"]
+    return drive.world.counts["stale_progress"], drive.world.counts["foreign_progress"]
 
 
 def lose(drive: Driver, worker_id: str) -> None:

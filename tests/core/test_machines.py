@@ -252,5 +252,5 @@ def test_progress_of_a_queued_request_without_a_worker_is_stale() -> None:
         request_id="r1", attempt=0, worker_id="", worker_epoch=0, owner_epoch=0, finish_reason="stop"
     )
     assert drive("progress", event) == []
-    assert drive.world.counts["outdated_progress"] == 1
+    assert drive.world.counts["stale_progress"] == 1
     assert drive("requests", RequestCancelled(request_id="r1"))[0].request_id == "r1"

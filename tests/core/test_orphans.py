@@ -37,7 +37,7 @@ def test_a_lost_ingress_takes_its_requests_with_it_and_no_others() -> None:
         ("r1", "ingress_lost", True),
         ("r3", "ingress_lost", True),
     ]
-    assert made[0].message == "its ingress i is lost: its lease ran out"
+    assert made[0].message == "the ingress i of the request was lost: its lease ran out"
     assert [one.request_id for one in drive.world.requests.active()] == ["r2", "by-kafka", "older"]
     assert [one.ingress_id for one in drive.world.fleet.ingresses()] == ["j"]
 
@@ -61,7 +61,7 @@ def test_a_loss_of_another_incarnation_or_of_nobody_changes_nothing() -> None:
     before = drive.world.fleet.digest()
     for fact in (ingress_lost(incarnation="two"), ingress_lost("j"), ingress_joined(incarnation="two")):
         assert drive("fleet", fact) == []
-    assert drive.world.counts["void_fleet_fact"] == 3
+    assert drive.world.counts["stale_fleet_event"] == 3
     assert drive.world.fleet.digest() == before
     assert len(drive.world.requests) == 1
 

@@ -228,11 +228,11 @@ def test_a_world_without_the_owners_policy_decides_nothing(mine: CustomPolicies)
     ("name", "problem"),
     [
         ("Broken", "Broken failed: KeyError (mine.py:8)"),
-        ("Beyond", "chose a position outside of its 2 candidates"),
-        ("Odd", "chose no position: str"),
+        ("Beyond", "returned a position outside its 2 candidates"),
+        ("Odd", "returned str, not a position"),
         ("Leaves", "failed: SystemExit (mine.py:20)"),
-        ("Huge", "chose a position outside of its 2 candidates"),
-        ("Object", "chose no position: object"),
+        ("Huge", "returned a position outside its 2 candidates"),
+        ("Object", "returned object, not a position"),
         ("Long", "failed: ValueError (mine.py:32)"),
     ],
 )

@@ -127,7 +127,7 @@ def test_the_queue_of_a_pool_is_bounded_by_what_its_ranks_run_and_a_small_one_ta
     made = [submit(drive, f"r{at}") for at in range(10 + 64 + 1)]
     assert [type(one) for one in made[10:]] == [RequestHeld] * 64 + [RequestRejected]
     assert made[-1].reason == "pool_full"
-    assert made[-1].message == "every worker is full, and 64 requests wait already, as many as may"
+    assert made[-1].message == "every worker is full, and so is the queue: 64 requests are queued"
     deep = Driver().fleet("a", queue=QueueConfig(run_ahead=0.0, depth=10.0))
     assert [type(submit(deep, f"r{at}")) for at in range(8 + 80 + 1)][8:] == [RequestHeld] * 80 + [RequestRejected]
 
@@ -146,7 +146,7 @@ def test_what_a_topic_holds_is_neither_refused_nor_timed_out() -> None:
 def test_with_no_depth_nobody_waits() -> None:
     drive = Driver().fleet("a", queue=QueueConfig(run_ahead=0.0, depth=0.0))
     made = [submit(drive, f"r{at}") for at in range(9)]
-    assert made[-1].message == "every worker is full, and requests may not wait"
+    assert made[-1].message == "every worker is full, and the pool queues no requests"
 
 
 def test_a_request_waits_as_long_as_the_limit_and_the_owner_wakes_for_it() -> None:
@@ -160,7 +160,7 @@ def test_a_request_waits_as_long_as_the_limit_and_the_owner_wakes_for_it() -> No
     assert drive.wait(due_us - drive.now_us - 1) == []
     (gone,) = drive.wait(1)
     assert (gone.request_id, gone.reason, gone.worker_id) == ("r10", "queue_timeout", "")
-    assert gone.message == "no worker had room for the request within 0.5 s, as long as the router's queue holds one"
+    assert gone.message == "no worker had room for the request within the queue timeout of 0.5 s"
     assert drive.world.counts["aborted_queue_timeout"] == 1
     (sent,) = finish(drive, "r0")
     assert sent.request_id == "r11", "the other was in time"

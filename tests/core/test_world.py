@@ -203,7 +203,7 @@ def test_stale_and_foreign_progress_changes_nothing() -> None:
     drive("metrics", LoadReported(worker_id="a", worker_epoch=drive.epoch("a"), rank=5, **report))
     drive("fleet", WorkerLost(owner_epoch=0, worker_id="a", worker_epoch=99))
     assert machines == (drive.world.load.digest(), drive.world.requests.digest(), drive.world.fleet.digest())
-    counts = {"outdated_progress": 3, "foreign_progress": 3, "foreign_load_report": 3, "void_fleet_fact": 1}
+    counts = {"stale_progress": 3, "foreign_progress": 3, "foreign_load_report": 3, "stale_fleet_event": 1}
     assert drive.world.counts == counts
 
 

@@ -160,7 +160,7 @@ async def test_what_some_did_not_do_has_a_status_and_every_outcome(
 
 
 async def test_what_goes_nowhere_is_told_as_the_router_says_it(scene: Scene) -> None:
-    error = ResponseError(status=404, code="unknown_worker", message="there is no worker x")
+    error = ResponseError(status=404, code="unknown_worker", message="unknown worker x")
     response, _ = await answered(scene, scene.client.post("/pause"), error=error)
     assert (response.status_code, response.json()["error"]["code"]) == (404, "unknown_worker")
 

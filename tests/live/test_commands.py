@@ -182,7 +182,11 @@ async def test_a_command_to_a_worker_that_leaves_is_refused_and_not_lost(log: Sq
         await until(lambda: system.told("c"))
         assert system.events(FLEET, WorkerLost)
     (outcome,) = system.told("c")[0].outcomes
-    assert (outcome.worker_id, outcome.status, outcome.message) == ("w0", "left", "it left before it answered")
+    assert (outcome.worker_id, outcome.status, outcome.message) == (
+        "w0",
+        "left",
+        "the worker was lost before it responded",
+    )
     await proven(log)
 
 

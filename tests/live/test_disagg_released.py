@@ -244,5 +244,5 @@ async def test_disagg_a_request_for_a_lost_decode_worker_alone_ends_and_its_kv_i
     (ended,) = system.ends()["r"]
     assert ended.error is not None
     assert (ended.error.status, ended.error.code) == (503, "pinned_worker_lost")
-    assert ended.error.message == "worker d is lost, and the request is for it alone"
+    assert ended.error.message == "worker d was lost, and the request is pinned to it"
     await proven(log)

@@ -113,7 +113,9 @@ async def test_an_owner_cancels_what_a_killed_ingress_left_behind(log: SqliteLog
             await until_ended(system, name)
         await until(lambda: not len(owner.world.requests))
     aborted = [(one.request_id, one.reason, one.message) for one in system.decisions(RequestAborted)]
-    assert aborted == [("http", "ingress_lost", "its ingress i1 is lost: another incarnation took over its lease")]
+    assert aborted == [
+        ("http", "ingress_lost", "the ingress i1 of the request was lost: another incarnation took over its lease")
+    ]
     cancelled = system.events(work_topic("default"), WorkCancelled)
     assert [one.request_id for one in cancelled] == ["http"]
     await proven(log)

@@ -48,7 +48,7 @@ def require_all_heard(report: DiffReport, drive: Driver) -> None:
     progress_events = sum(isinstance(event, RequestProgress) for _, event, _ in drive.applied)
     became = msgspec.to_builtins(report.progress)
     del became["unknown_end"]  # of requests
-    assert sum(became.values()) == progress_events - drive.world.counts["outdated_progress"]
+    assert sum(became.values()) == progress_events - drive.world.counts["stale_progress"]
 
 
 def driver_of(history: list[Any], **router: Any) -> Driver:

@@ -147,7 +147,7 @@ def test_workers_join_and_are_lost_at_recorded_times() -> None:
     # Its worker was lost in the middle of its answer, and nobody else may go on.
     first = run.served["r1"]
     assert (first.worker, first.attempts, first.cached_tokens) == (0, 1, 0)
-    assert first.failure == "worker a is lost, and the request is for it alone"
+    assert first.failure == "worker a was lost, and the request is pinned to it"
     assert 0 < first.first_us < 500_000
     assert (run.served["r2"].worker, run.served["r2"].failure) == (1, "")
     assert (run.served["r3"].worker, run.served["r3"].failure) == (0, "")

@@ -197,7 +197,7 @@ def test_a_request_that_finds_every_worker_busy_is_refused() -> None:
     trace = [MooncakeRow(0, 6_400, 2, list(range(13))), MooncakeRow(1, 64, 1, [90]), MooncakeRow(60_000, 64, 1, [91])]
     name = "kv:busy.active_prefill_tokens_threshold=6000"
     failures = [served.failure for served in simulated(trace, name, workers=1).requests]
-    assert failures == ["", "every worker of the pool default that may take the request is busy", ""]
+    assert failures == ["", "every eligible worker of the pool default is busy", ""]
 
 
 def test_a_long_queue_of_requests_that_fit_no_cache_fails_one_by_one() -> None:

@@ -55,12 +55,12 @@ def submit(world: World, event: RequestSubmitted, offset: int) -> list[AnyDecisi
         if known == content_hash(event):
             world.counts["duplicate_request"] += 1
             return []
-        message = f"the request id {event.request_id} was used before, for another request"
+        message = f"the request id {event.request_id} was already used for a different request"
         return [reject(world, event.request_id, event.reply_slot, Ineligible("duplicate_id", message))]
     try:
         pool = _pool_of(world, event.model)
         if len(requests) >= ACTIVE_REQUESTS_MAX:
-            raise Ineligible("overloaded", f"{len(requests)} requests are under way")
+            raise Ineligible("overloaded", f"{len(requests)} requests are in flight, the maximum of a group")
         request = request_from_event(event, pool.pool, offset, world.now_us)
         plan = plan_new(world, pool, request)
     except Ineligible as ineligible:
@@ -146,11 +146,11 @@ def handle_worker_loss(world: World, worker: FleetWorker) -> list[AnyDecision]:
     for request in world.requests.waiting_with_kv_of(worker.spec.worker_id, worker.worker_epoch):
         world.requests.forget_prefilled(request)
     world.dismiss(worker)
-    given_up: list[AnyDecision] = []
+    aborted: list[AnyDecision] = []
     for request in world.requests.pinned_to(worker.spec.worker_id):
-        message = f"worker {worker.spec.worker_id} is lost, and the request is for it alone"
-        given_up.append(abort(world, request, "pinned_worker_lost", message))
-    return given_up + reroute(world, [request for request in stranded if request.phase is Phase.WAITING])
+        message = f"worker {worker.spec.worker_id} was lost, and the request is pinned to it"
+        aborted.append(abort(world, request, "pinned_worker_lost", message))
+    return aborted + reroute(world, [request for request in stranded if request.phase is Phase.WAITING])
 
 
 def _pool_of(world: World, model: str) -> PoolConfigured:

@@ -112,7 +112,7 @@ def abort(
     if worker is not None:
         world.load.free(request.request_id)
     kept = request.prefilled
-    holder = None if kept is None else _keeper(world, kept.worker_id, kept.worker_epoch)
+    holder = None if kept is None else _holder_of(world, kept.worker_id, kept.worker_epoch)
     if kept is not None:
         world.requests.forget_prefilled(request)  # the record itself names the worker that releases the KV
     world.queues.remove(request.request_id)
@@ -137,11 +137,11 @@ def abort(
 
 
 def release_kv(world: World) -> list[KvReleased]:
-    """Tell each worker that is still alive to release KV that no worker will fetch."""
+    """Command every holder in the fleet to release KV that no worker will fetch."""
     unfetched = world.requests.unfetched
     released: list[KvReleased] = []
     for kept in unfetched:
-        holder = _keeper(world, kept.worker_id, kept.worker_epoch)
+        holder = _holder_of(world, kept.worker_id, kept.worker_epoch)
         if holder is not None:
             world.counts[f"kv_released_{kept.reason}"] += 1
             released.append(
@@ -198,7 +198,7 @@ def _count_reused(world: World, plan: Plan) -> int:
     return min(device * plan.pool.block_size, plan.request.prompt_tokens)
 
 
-def _keeper(world: World, worker_id: str, worker_epoch: int) -> CommandTarget | None:
+def _holder_of(world: World, worker_id: str, worker_epoch: int) -> CommandTarget | None:
     """Return an epoch of a worker that keeps KV, or None if that epoch is no longer in the fleet."""
     worker = world.fleet.get(worker_id)
     if worker is None or worker.worker_epoch != worker_epoch:

@@ -96,7 +96,7 @@ def open_run(world: World, now_us: int) -> list[AnyDecision]:
             decided.append(abort(world, request, "deadline", "the deadline passed"))
     for request in world.requests.expired_in_queue(now_us):
         limit_s = (request.queue_due_us - request.queued_at_us) / 1e6
-        message = f"no worker had room for the request within {limit_s:g} s, as long as the router's queue holds one"
+        message = f"no worker had room for the request within the queue timeout of {limit_s:g} s"
         decided.append(abort(world, request, "queue_timeout", message))
     decided += end_commands(world, world.commands.expired(now_us))
     return decided + drain_queues(world)
@@ -188,7 +188,7 @@ def _progress(world: World, event: RequestProgress) -> list[AnyDecision]:
     try:
         request = world.requests.progress(event, world.now_us)
     except IllegalTransition:
-        world.counts["outdated_progress"] += 1
+        world.counts["stale_progress"] += 1
         if is_foreign(world, event):
             world.counts["foreign_progress"] += 1
         return []
@@ -216,8 +216,8 @@ def _progress(world: World, event: RequestProgress) -> list[AnyDecision]:
         case PrefillFailed():
             world.load.free(event.request_id)
             if event.status < SERVER_ERROR:
-                refused = abort(world, request, "prefill_refused", event.error, event.status, event.code)
-                return [refused, *drain_queues(world)]
+                aborted = abort(world, request, "prefill_refused", event.error, event.status, event.code)
+                return [aborted, *drain_queues(world)]
             return reroute(world, [request], event.error) + drain_queues(world)
         case _:
             assert_never(event)
@@ -231,8 +231,9 @@ def _descriptor_fault(world: World, request: ActiveRequest, event: PrefillFinish
         return None
     world.requests.drop_unusable_prefilled(request)
     world.counts["foreign_descriptor"] += 1
-    whose = f"{prefilled.worker_id} in epoch {prefilled.worker_epoch}, for {prefilled.model}"
-    return f"the KV that {event.worker_id} in epoch {event.worker_epoch} keeps for {model} is told to be {whose}"
+    named = f"worker {prefilled.worker_id} in epoch {prefilled.worker_epoch} and model {prefilled.model}"
+    reported = f"worker {event.worker_id} in epoch {event.worker_epoch} and model {model}"
+    return f"the KV descriptor of {reported} names {named}"
 
 
 def _command_response(world: World, event: CommandDone | CommandRefused) -> list[AnyDecision]:
@@ -253,15 +254,15 @@ def _report(world: World, event: LoadReported) -> list[AnyDecision]:
     if before is None:
         return []
     # Only freed blocks or a shorter engine queue can let a queued request go. Reports arrive a thousand times a second.
-    given_back = event.kv_blocks_used < before.kv_blocks_used or event.waiting < before.waiting
-    return drain_queues(world) if given_back else []
+    has_room = event.kv_blocks_used < before.kv_blocks_used or event.waiting < before.waiting
+    return drain_queues(world) if has_room else []
 
 
 def _fleet(world: World, event: AnyFleetEvent, offset: int) -> list[AnyDecision]:
     try:
         worker = world.fleet.apply(event, offset)
     except IllegalTransition:
-        world.counts["void_fleet_fact"] += 1
+        world.counts["stale_fleet_event"] += 1
         return []
     world.forget_rosters()
     decided: list[AnyDecision] = []

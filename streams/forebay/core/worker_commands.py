@@ -28,12 +28,19 @@ def submit_command(world: World, event: WorkerCommanded, offset: int) -> list[Co
         if known == event.nonce:
             world.counts["duplicate_command"] += 1
             return []
-        return [_refuse(world, event, "duplicate_id", f"the id {event.command_id} was used for another command")]
+        return [
+            _reject(
+                world,
+                event,
+                "duplicate_id",
+                f"the command id {event.command_id} was already used for a different command",
+            )
+        ]
     try:
         workers = _workers(world, event)
-    except _CommandRejected as unsendable:
+    except _CommandRejected as rejected:
         commands.remember(event.command_id, event.nonce, world.now_us)
-        return [_refuse(world, event, unsendable.reason, str(unsendable))]
+        return [_reject(world, event, rejected.reason, str(rejected))]
     outcomes = {
         worker.spec.worker_id: CommandOutcome(
             worker_id=worker.spec.worker_id, worker_epoch=worker.worker_epoch, pool=worker.spec.pool
@@ -74,7 +81,7 @@ def apply_command_response(world: World, event: CommandDone | CommandRefused) ->
     try:
         pending = world.commands.apply_response(event)
     except IllegalTransition:
-        world.counts["outdated_answer"] += 1
+        world.counts["stale_command_response"] += 1
         return [], changed
     return end_commands(world, [pending]), changed
 
@@ -100,9 +107,11 @@ def end_commands(world: World, commands: list[PendingCommand]) -> list[CommandEn
 
 
 def _workers(world: World, event: WorkerCommanded) -> list[FleetWorker]:
-    """Return the workers that a command addresses, in order of worker id. Raises _Unsendable."""
+    """Return the workers that a command addresses, in order of worker id. Raises _CommandRejected."""
     if len(world.commands) >= PENDING_MAX:
-        raise _CommandRejected("too_many_commands", f"{len(world.commands)} commands are under way")
+        raise _CommandRejected(
+            "too_many_commands", f"{len(world.commands)} commands are in flight, the maximum of a group"
+        )
     if not world.pools:
         raise _CommandRejected("no_workers", "no worker has joined yet")
     pools = {name for name, pool in world.pools.items() if pool.model == event.model}
@@ -125,7 +134,7 @@ def _workers(world: World, event: WorkerCommanded) -> list[FleetWorker]:
 def _ready_worker(world: World, name: str, pools: set[str]) -> FleetWorker:
     worker = world.fleet.get(name)
     if worker is None or worker.spec.pool not in pools:
-        raise _CommandRejected("unknown_worker", f"there is no worker {name}")
+        raise _CommandRejected("unknown_worker", f"unknown worker {name}")
     if worker.phase is not WorkerPhase.READY:
         raise _CommandRejected("worker_not_ready", f"worker {name} is {worker.phase}")
     return worker
@@ -136,7 +145,7 @@ def _target(worker: FleetWorker) -> CommandTarget:
     return CommandTarget(worker_id=spec.worker_id, worker_epoch=worker.worker_epoch, pool=spec.pool, slot=worker.slot)
 
 
-def _refuse(world: World, event: WorkerCommanded, reason: CommandRefusal, message: str) -> CommandSent:
+def _reject(world: World, event: WorkerCommanded, reason: CommandRefusal, message: str) -> CommandSent:
     world.counts[f"command_{reason}"] += 1
     return CommandSent(
         **world.stamp(),

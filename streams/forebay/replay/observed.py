@@ -81,7 +81,7 @@ class _HistoryCollector:
     def _voids(self) -> tuple[int, int]:
         """Return how many progress events and fleet events were ignored because they were stale."""
         counts = self._world.counts
-        return counts["outdated_progress"], counts["void_fleet_fact"]
+        return counts["stale_progress"], counts["stale_fleet_event"]
 
 
 async def observe_history(

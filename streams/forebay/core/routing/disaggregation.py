@@ -81,7 +81,7 @@ def _find_remote(world: World, pool: PoolConfigured, request: ActiveRequest) -> 
     """Return the candidates of the prefill pool of a decode pool, or the reason why there are none."""
     found = world.prefillers_of(pool)
     if found is None:
-        return Ineligible("no_workers", f"no worker that computes prompts for the pool {pool.pool} is ready")
+        return Ineligible("no_workers", f"no prefill worker for the pool {pool.pool} is ready")
     view = as_prefill_request(request, found.pool)
     try:
         return find_prefill_candidates(world, found, view, again=request.was_dispatched)

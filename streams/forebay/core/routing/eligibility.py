@@ -45,8 +45,8 @@ def filter_eligible(
 def requirements_key(hints: RoutingHints, lora_name: str, task: Task) -> tuple[object, ...]:
     """Return a key over the fields that decide which ranks may take a request; equal keys have equal candidates."""
     mode = None if hints.override is None else hints.override.mode
-    who = hints.worker_id, hints.rank, hints.allowed_workers, hints.session_id
-    return (*who, hints.required_taints, lora_name, task, mode)
+    names = hints.worker_id, hints.rank, hints.allowed_workers, hints.session_id
+    return (*names, hints.required_taints, lora_name, task, mode)
 
 
 def filter_not_busy(roster: Roster, thresholds: BusyThresholds, pool: str) -> Roster:
@@ -55,7 +55,7 @@ def filter_not_busy(roster: Roster, thresholds: BusyThresholds, pool: str) -> Ro
         return roster
     idle = {candidate.worker.spec.worker_id: None for candidate in roster.ranks if not is_busy(candidate, thresholds)}
     if not idle:
-        raise Ineligible("busy", f"every worker of the pool {pool} that may take the request is busy")
+        raise Ineligible("busy", f"every eligible worker of the pool {pool} is busy")
     return roster.only([at for at, candidate in enumerate(roster.ranks) if candidate.worker.spec.worker_id in idle])
 
 
@@ -89,19 +89,23 @@ def _validate_hints(hints: RoutingHints, pool: PoolConfigured, fleet: Fleet) -> 
     name = hints.worker_id
     if not name:
         if hints.rank is not None:
-            raise Ineligible("contradictory_routing", f"rank {hints.rank} is asked for, but no worker")
+            raise Ineligible("contradictory_routing", f"the request names rank {hints.rank}, but no worker")
         mode = pool.router.mode if hints.override is None or hints.override.mode is None else hints.override.mode
         if mode == "direct":
-            raise Ineligible("unknown_worker", "the router mode is direct: the request must name a worker")
+            raise Ineligible("unknown_worker", "the router mode is direct, so the request must name a worker")
         return
     if hints.allowed_workers and name not in hints.allowed_workers:
-        raise Ineligible("contradictory_routing", f"worker {name} is asked for, but is not one of the allowed workers")
+        raise Ineligible(
+            "contradictory_routing", f"the request names worker {name}, which is not one of its allowed workers"
+        )
     worker = fleet.get(name)
     if worker is None or worker.spec.pool != pool.pool:
         raise Ineligible("unknown_worker", f"the pool {pool.pool} has no worker {name}")
     if hints.rank is not None and hints.rank not in worker.spec.ranks:
         ranks = worker.spec.ranks
-        raise Ineligible("unknown_worker", f"worker {name} has the ranks {ranks[0]} to {ranks[-1]}, not {hints.rank}")
+        raise Ineligible(
+            "unknown_worker", f"worker {name} has no rank {hints.rank}; ranks are {ranks[0]} to {ranks[-1]}"
+        )
 
 
 def _meets_requirements(candidate: CandidateRank, hints: RoutingHints, lora_name: str, task: Task) -> bool:

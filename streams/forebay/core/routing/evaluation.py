@@ -117,9 +117,9 @@ def run_policy(policy: type[Policy], seen: RoutingWorld, request: RoutingRequest
         raise Ineligible("policy_failed", f"the policy {mode} failed: {_describe_error(error)}") from error
     count = len(seen.costs)
     if type(at) is not int:
-        raise Ineligible("policy_failed", f"the policy {mode} chose no position: {type(at).__name__}")
+        raise Ineligible("policy_failed", f"the policy {mode} returned {type(at).__name__}, not a position")
     if not 0 <= at < count:
-        raise Ineligible("policy_failed", f"the policy {mode} chose a position outside of its {count} candidates")
+        raise Ineligible("policy_failed", f"the policy {mode} returned a position outside its {count} candidates")
     return at
 
 

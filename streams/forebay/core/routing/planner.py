@@ -96,20 +96,24 @@ def find_exhausted_attempts(
     """
     most = pool.attempts_max
     if request.attempt >= most and cause is None:
-        return "attempts_exhausted", f"{request.attempt} workers were lost one after another"
-    not_elsewhere = request.prefills >= most and requires_remote_prefill(world, pool, request)
+        return "attempts_exhausted", f"{request.attempt} workers of the request were lost, the maximum"
+    no_remote_prefill = request.prefills >= most and requires_remote_prefill(world, pool, request)
     if request.attempt < most:
         if request.has_kept_kv(world.now_us) or must_compute_locally(world, pool, request):
             return None
-        if not not_elsewhere and (request.encodings < most or find_encode_candidates(world, pool, request) is None):
+        if not no_remote_prefill and (request.encodings < most or find_encode_candidates(world, pool, request) is None):
             return None
-    if not_elsewhere or request.stage in ("prefill", "decode"):
+    if no_remote_prefill or request.stage in ("prefill", "decode"):
         attempts = max(request.attempt, request.prefills)
-        why = "prefill workers were lost, or nobody came in time" if cause is None else _shorten(cause)
-        return "prefill_failed", f"its prompt could not be computed and fetched in {attempts} attempts: {why}"
+        why = (
+            "prefill workers were lost, or no decode worker fetched the KV in time"
+            if cause is None
+            else _shorten(cause)
+        )
+        return "prefill_failed", f"remote prefill or its KV transfer failed in {attempts} attempts: {why}"
     attempts = max(request.attempt, request.encodings)
     why = "encode workers were lost" if cause is None else _shorten(cause)
-    return "encode_failed", f"its images or videos could not be encoded and fetched in {attempts} attempts: {why}"
+    return "encode_failed", f"images or videos could not be encoded and fetched in {attempts} attempts: {why}"
 
 
 def _plan_encode_or(
@@ -132,13 +136,13 @@ def _plan_queueing(world: World, pool: PoolConfigured, request: ActiveRequest, r
     bound, waiting = queue_capacity(pool, serving), world.queues.waiting(pool.pool)
     full = None
     if ahead >= kind.requests_per_worker_max * workers:
-        full = Ineligible("queue_full", f"{ahead} requests of the class {kind.name} wait already")
+        full = Ineligible("queue_full", f"the queue class {kind.name} is full: {ahead} requests are queued")
     elif bound is not None and waiting >= bound and not request.patient:
-        text = f"every worker is full, and {waiting} requests wait already, as many as may"
-        full = Ineligible("pool_full", text if bound else "every worker is full, and requests may not wait")
+        text = f"every worker is full, and so is the queue: {waiting} requests are queued"
+        full = Ineligible("pool_full", text if bound else "every worker is full, and the pool queues no requests")
     return QueuePlan(kind.name, tokens, ahead, full)
 
 
 def _shorten(cause: str) -> str:
     """Return a worker's error text, shortened for a journal record."""
-    return cause[:CAUSE_CHARS_MAX] or "no reason is told"
+    return cause[:CAUSE_CHARS_MAX] or "the worker reported no reason"

@@ -131,9 +131,9 @@ def _decode_hints(hints: RoutingHints) -> RoutingHints:
     return msgspec.structs.replace(hints, override=override)
 
 
-def _without_worker(roster: Roster, had_it_last: str) -> Roster:
+def _without_worker(roster: Roster, last_worker_id: str) -> Roster:
     """Return `roster` without one worker, or all of it if there is no other worker."""
-    if not had_it_last:
+    if not last_worker_id:
         return roster
-    others = [at for at, candidate in enumerate(roster.ranks) if candidate.worker.spec.worker_id != had_it_last]
+    others = [at for at, candidate in enumerate(roster.ranks) if candidate.worker.spec.worker_id != last_worker_id]
     return roster.only(others or list(range(len(roster.ranks))))

@@ -25,9 +25,9 @@ from forebay.events.snapshots import CommandState, Remembered
 
 PENDING_MAX = 64  # commands in flight per group: operators send few, and each event may scan all of them
 TEXT_CHARS_MAX = 256 << 10  # of all outcomes of one command, because one journal record holds them
-LEFT = "it left before it answered"
-LATE = "it did not answer in time"
-TOO_LONG = "what it answered is left out: the answers to this command are too long"
+WORKER_LOST = "the worker was lost before it responded"
+TIMED_OUT = "the worker did not respond in time"
+RESPONSE_OMITTED = "the response is omitted, because the responses to this command are too long"
 
 
 @dataclass(slots=True)
@@ -139,7 +139,7 @@ class PendingCommands:
         for pending in self.pending():
             outcome = pending.outcomes.get(worker_id)
             if outcome is not None and outcome.worker_epoch == worker_epoch and outcome.status == "pending":
-                self._set_failed(pending, outcome, "left", LEFT)
+                self._set_failed(pending, outcome, "left", WORKER_LOST)
                 left.append(pending)
         return left
 
@@ -152,7 +152,7 @@ class PendingCommands:
         for pending in due:
             for outcome in list(pending.outcomes.values()):
                 if outcome.status == "pending":
-                    self._set_failed(pending, outcome, "timed_out", LATE)
+                    self._set_failed(pending, outcome, "timed_out", TIMED_OUT)
         return due
 
     def end(self, pending: PendingCommand, now_us: int) -> None:
@@ -217,7 +217,7 @@ class PendingCommands:
     def _settle(self, pending: PendingCommand, outcome: CommandOutcome) -> None:
         """Record the outcome of one worker."""
         if pending.chars + _chars(outcome) > TEXT_CHARS_MAX:
-            outcome = msgspec.structs.replace(outcome, loras=(), message=TOO_LONG)
+            outcome = msgspec.structs.replace(outcome, loras=(), message=RESPONSE_OMITTED)
         before = pending.outcomes[outcome.worker_id]
         self._sum += pending.term_of(outcome) - pending.term_of(before)
         pending.outcomes[outcome.worker_id] = outcome

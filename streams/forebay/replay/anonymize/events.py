@@ -16,7 +16,7 @@ import msgspec
 
 from forebay.core.routing.policies import RoutingRequest
 from forebay.core.state.active_request import content_hash, id_hash
-from forebay.core.state.commands import LATE, LEFT, TOO_LONG
+from forebay.core.state.commands import RESPONSE_OMITTED, TIMED_OUT, WORKER_LOST
 from forebay.core.step import InputEvent
 from forebay.events.base import array_u64, hex_digest, pack_u64, unpack_u64
 from forebay.events.control import BusyThresholdsSet, Command, DisaggregationSet, PoolConfigured, WorkerCommanded
@@ -367,7 +367,7 @@ class EventAnonymizer:
 
     def _outcome(self, outcome: CommandOutcome) -> CommandOutcome:
         """Drop messages from engines and keep the owner's own."""
-        message = outcome.message if outcome.message in (LEFT, LATE, TOO_LONG) else ""
+        message = outcome.message if outcome.message in (WORKER_LOST, TIMED_OUT, RESPONSE_OMITTED) else ""
         return replace(outcome, loras=self._loras(outcome.loras), message=message)
 
     def _loras(self, names: tuple[str, ...]) -> tuple[str, ...]:

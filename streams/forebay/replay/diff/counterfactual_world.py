@@ -202,9 +202,9 @@ class CounterfactualWorld:
         moved_event = msgspec.structs.replace(
             event, attempt=request.stage_attempt, worker_id=request.worker_id, worker_epoch=request.worker_epoch
         )
-        outdated, stage = world.counts["outdated_progress"], request.stage
+        outdated, stage = world.counts["stale_progress"], request.stage
         then = step(world, topic, moved_event, now_us)
-        if world.counts["outdated_progress"] > outdated:
+        if world.counts["stale_progress"] > outdated:
             how = "other_stage" if _stage_of(event) not in (None, stage) else "void"
         self.counts[how] += 1
         return decided + self._after(then, now_us)

@@ -144,7 +144,7 @@ class Comparison:
         self._evaluated: dict[str, Counterfactual] = {}  # history's decisions at the last event
         self._sent: dict[str, tuple[array[int], str, int]] = {}  # history's requests sent since the start
         self._landed = PlacementHits()
-        self._outdated = walk.world.counts["outdated_progress"]
+        self._outdated = walk.world.counts["stale_progress"]
         self._fork_key: Key | None = None
         for worker in walk.world.fleet.workers():
             self._ranks |= dict.fromkeys((worker.spec.worker_id, rank) for rank in worker.spec.ranks)
@@ -207,7 +207,7 @@ class Comparison:
 
     def _on_applied(self, topic: str, event: InputEvent | None, now_us: int, decided: Sequence[AnyDecision]) -> None:
         """Apply an event to the alternative world that history's world has just applied."""
-        outdated = self._worlds[HISTORY].counts["outdated_progress"]
+        outdated = self._worlds[HISTORY].counts["stale_progress"]
         accepted = outdated == self._outdated
         self._outdated = outdated
         match event:
