@@ -1,4 +1,4 @@
-"""Engine runs as a recording tells them, made by the engine model with a timing that a test knows."""
+"""Generated engine runs with request times computed by the engine model from a known timing."""
 
 import random
 from typing import Any
@@ -16,7 +16,7 @@ SIZES: dict[str, Any] = {"block_size": 16, "kv_blocks_total": 4096, "max_num_seq
 
 
 class Jittered:
-    """A timing whose steps take up to `spread` times longer or shorter, by a seed."""
+    """Engine timing that scales each step by a seeded random factor of up to 1 ± `spread`."""
 
     def __init__(self, timing: EngineTiming, spread: float, seed: int) -> None:
         self._timing = timing
@@ -28,20 +28,20 @@ class Jittered:
 
 
 def engine_run(seed: int, requests: int = 200, every_us: int = 400_000, timing: EngineTiming = TRUTH) -> EngineRun:
-    """Short prompts and long ones, at random times; their times are those of the timing."""
+    """Return a seeded run of short and long prompts, with times computed from `timing`."""
     rng = random.Random(seed)
     at_us = 0
-    asked = []
+    observed: list[ObservedRequest] = []
     for _ in range(requests):
         at_us += round(rng.expovariate(1 / every_us))
         tokens = rng.choice((rng.randint(20, 200), rng.randint(200, 3000)))
         hashes = pack_u64([rng.getrandbits(64) for _ in range(tokens // SIZES["block_size"])])
-        asked.append(ObservedRequest(at_us, tokens, hashes, rng.randint(2, 120)))
-    return lived(EngineRun(f"w{seed}", EngineConfig(vocabulary=None, **SIZES), (), asked), timing)
+        observed.append(ObservedRequest(at_us, tokens, hashes, rng.randint(2, 120)))
+    return with_observed_times(EngineRun(f"w{seed}", EngineConfig(vocabulary=None, **SIZES), (), observed), timing)
 
 
-def lived(run: EngineRun, timing: EngineTiming = TRUTH) -> EngineRun:
-    """The same with the times that it took."""
+def with_observed_times(run: EngineRun, timing: EngineTiming = TRUTH) -> EngineRun:
+    """Fill in the first-token, last-token and cache observations of `run` from `timing`, and return it."""
     for one, done in ModelledRun(run, timing, WORK_US):
         one.first_us = one.routed_us + round(done.ttft_us)
         one.last_us = one.first_us + round(done.itl_us * (one.output_tokens - 1))

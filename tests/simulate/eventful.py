@@ -1,4 +1,4 @@
-"""A simulated run in which nearly everything happens, and what is compared of two runs."""
+"""A simulated run that covers most event types, and the form in which two runs are compared."""
 
 from hashlib import sha256
 from typing import Any
@@ -23,7 +23,7 @@ def comparable(outcome: SimulationOutcome) -> Any:
 
 
 def eventful() -> str:
-    """A run in which all of it happens; its digest and a hash of what became of the requests."""
+    """Return the digest of a run that covers most event types and a hash of its request outcomes."""
     life = LifeCycleSettings(
         faults=(WorkerFault(worker="mock-1", at_us=900 * MS, back_us=2_000 * MS),),
         starts=(WorkerStart(at_us=1_500 * MS, pool="elsewhere"),),

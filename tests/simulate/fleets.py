@@ -1,4 +1,4 @@
-"""Turns and fleets for tests of what happens to simulated requests."""
+"""Builders of turns and fleets for tests of simulated requests."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,7 +8,7 @@ from forebay.simulate.workload import Survey, Turn
 
 
 class Turns:
-    """Turns as a workload."""
+    """Workload that plays the given turns."""
 
     name = "turns"
     block_tokens = 64
@@ -41,7 +41,7 @@ def split(
     sizes: dict[str, int] | None = None,
     **changes: Any,
 ) -> Settings:
-    """A prefill pool, unless it has nobody, and a decode pool of one model: mock-0 and on compute prompts."""
+    """Return a prefill pool (if `prefill` > 0) and a decode pool of one model. Prefill workers come first by name."""
     engine = engine_config(**(sizes or {}))
     roles: tuple[tuple[PoolRole, int], ...] = (("prefill", prefill), ("decode", decode))
     pools = [

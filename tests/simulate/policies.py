@@ -1,10 +1,10 @@
-"""A user's policy, for the simulator's tests."""
+"""User-defined routing policy for simulator tests."""
 
 from forebay.core.routing.policies import RoutingRequest, RoutingWorld
 
 
 class LeastUsed:
-    """Goes by what engines report; the first of equal ones."""
+    """Select the worker with the fewest reported used blocks; break ties by order."""
 
     def decide(self, world: RoutingWorld, request: RoutingRequest) -> int:
         used = [candidate.kv_blocks_used or 0 for candidate in world.candidates]

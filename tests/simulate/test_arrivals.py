@@ -1,4 +1,4 @@
-"""Turns that wait for the answers of others come when these are there, and nobody reads ahead for nothing."""
+"""Turns arrive after the responses they depend on, and the workload is read only as far as needed."""
 
 from collections.abc import Iterator
 
@@ -19,13 +19,13 @@ def served(system: Settings, *turns: Turn) -> dict[int, RequestOutcome]:
     return {one.number: one for one in outcome.requests}
 
 
-def test_a_turn_comes_its_think_time_after_the_answer_it_waits_for() -> None:
+def test_a_turn_arrives_its_think_time_after_its_dependency() -> None:
     found = served(fleet(), turn(0), turn(1, after=(0,), delay_us=S), turn(2, after=(1,)), turn(3, at_us=9 * S))
     assert found[1].arrived_us == found[0].last_us + S
     assert found[2].arrived_us == found[1].last_us
 
 
-def test_it_comes_after_the_last_of_several_answers_and_not_before_its_time() -> None:
+def test_a_turn_arrives_after_all_dependencies_and_not_before_its_own_time() -> None:
     both, late = turn(2, after=(0, 1), delay_us=7), turn(3, after=(0,), at_us=5 * S)
     found = served(fleet(), turn(0), turn(1, output=50), both, late)
     assert found[1].last_us > found[0].last_us
@@ -45,17 +45,17 @@ def test_dependent_request_arrives_after_a_failed_dependency() -> None:
     assert (bool(found[0].failure), found[1].failure, found[1].arrived_us) == (True, "", S + 4)
 
 
-def test_a_turn_that_is_read_after_the_answer_counts_from_it() -> None:
+def test_a_turn_read_after_its_dependency_completed_counts_from_the_completion() -> None:
     found = served(fleet(), turn(0), turn(1, at_us=S), turn(2, after=(0,), delay_us=30 * S), turn(3, at_us=2 * S))
     assert found[2].arrived_us == found[0].last_us + 30 * S
 
 
-def test_a_turn_that_is_read_too_late_comes_at_once() -> None:
+def test_a_turn_read_too_late_arrives_at_once() -> None:
     found = served(fleet(), turn(0), turn(1, at_us=9 * S), turn(2, after=(0,)), turn(3, at_us=9 * S))
     assert [one.arrived_us for one in found.values()] == [0, 9 * S, 9 * S, 9 * S]
 
 
-def test_turns_of_one_time_come_as_they_stand() -> None:
+def test_simultaneous_turns_arrive_in_file_order() -> None:
     answer_us = prefill_us(64)
     turns = turn(0), turn(1, after=(0,), delay_us=S - answer_us), turn(2, at_us=S), turn(3, after=(0,), at_us=S)
     outcome = Simulation(fleet(), policy("kv")).run(Turns(*turns), lambda _: None)
@@ -63,7 +63,7 @@ def test_turns_of_one_time_come_as_they_stand() -> None:
 
 
 def test_engine_steps_end_before_dependent_arrivals() -> None:
-    # Both begin to decode at one time; the turn that follows on the short answer goes to the engine with the long one.
+    # Both start decoding together. The turn that depends on the short response goes to the engine of the long one.
     found = served(fleet(), turn(0, output=60), turn(1, output=2), turn(2, after=(1,)))
     assert found[2].worker == 0
     decode, prefill = decode_us(2, 16_384), prefill_us(64)
@@ -71,7 +71,7 @@ def test_engine_steps_end_before_dependent_arrivals() -> None:
     assert found[2].first_us == prefill + decode + prefill + decode
 
 
-def test_nor_when_only_one_of_those_that_wait_has_its_answer() -> None:
+def test_engine_steps_end_before_arrivals_with_one_completed_dependency() -> None:
     late, soon = turn(3, after=(1,), delay_us=90 * S), turn(4, after=(2,))
     found = served(fleet(3), turn(0, output=60), turn(1, output=2), turn(2, output=5), late, soon)
     decode, prefill = decode_us(2, 16_384), prefill_us(64)
@@ -85,7 +85,7 @@ def test_error_names_turn_with_missing_dependency() -> None:
 
 
 class Sessions:
-    """Sessions of three turns each, and how many turns were read of those that have not come."""
+    """Sessions of three turns each. Counts the turns that were read and have not arrived yet."""
 
     name, block_tokens = "sessions", 64
 
@@ -111,7 +111,7 @@ class Sessions:
         return one
 
 
-def test_a_workload_is_read_as_time_goes_by() -> None:
+def test_a_workload_is_read_incrementally() -> None:
     sessions = Sessions(200)
     outcome = Simulation(fleet(), policy("kv")).run(sessions, sessions.on_arrived)
     assert len(outcome.requests) == 600

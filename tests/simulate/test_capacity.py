@@ -1,4 +1,4 @@
-"""The search for the highest speed: services that break at a known one."""
+"""The capacity search finds the known breaking point of a service."""
 
 import pytest
 from hypothesis import given
@@ -8,7 +8,7 @@ from forebay.simulate.capacity import DOUBLINGS_MAX, TOLERANCE, Capacity, SpeedT
 
 
 def found(breaks_at: float, start: float = 1.0, tolerance: float = TOLERANCE) -> Capacity:
-    """Of a service that keeps its promise at every speed up to `breaks_at`."""
+    """Search the capacity of a service that meets its SLO at every speed up to `breaks_at`."""
 
     def measure(speed: float) -> SpeedTrial:
         holds = speed <= breaks_at
@@ -18,7 +18,7 @@ def found(breaks_at: float, start: float = 1.0, tolerance: float = TOLERANCE) ->
 
 
 @given(st.floats(0.002, 900.0), st.floats(0.001, 0.3))
-def test_it_is_found_to_the_tolerance_in_few_steps(breaks_at: float, tolerance: float) -> None:
+def test_capacity_is_found_to_the_tolerance_in_few_trials(breaks_at: float, tolerance: float) -> None:
     capacity = found(breaks_at, tolerance=tolerance)
     assert capacity.answer == "found"
     assert capacity.step is not None
@@ -29,12 +29,12 @@ def test_it_is_found_to_the_tolerance_in_few_steps(breaks_at: float, tolerance: 
     assert capacity.monotone
 
 
-def test_it_begins_where_the_user_is() -> None:
+def test_search_starts_at_the_given_speed() -> None:
     speeds = [step.speed for step in found(breaks_at=40.0, start=10.0).steps]
     assert speeds[:4] == [10.0, 20.0, 40.0, 80.0]
 
 
-def test_search_reports_always_and_never() -> None:
+def test_search_reports_unlimited_and_zero_capacity() -> None:
     always = found(breaks_at=1e9)
     assert (always.answer, always.step) == ("always", always.steps[-1])
     assert always.steps[-1].speed == 2.0**DOUBLINGS_MAX

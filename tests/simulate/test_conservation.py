@@ -1,4 +1,4 @@
-"""Whatever happens on the way, every request has one end, and every run can be had again."""
+"""Every request ends exactly once and every run is reproducible, for random systems and workloads."""
 
 import pickle
 import random
@@ -44,7 +44,7 @@ POLICIES = [
 
 @st.composite
 def workloads(draw: st.DrawFn) -> tuple[Turn, ...]:
-    """Some come at their times, others when one or several of those before have their answers."""
+    """Generate turns with fixed arrival times and turns that depend on one or several earlier responses."""
     turns: list[Turn] = []
     at_us = 0
     for number in range(draw(st.integers(1, 30))):
@@ -116,7 +116,7 @@ def systems(draw: st.DrawFn) -> Settings:
 
 
 @given(system=systems(), turns=workloads(), name=st.sampled_from(POLICIES))
-def test_every_request_ends_once_and_every_run_can_be_had_again(
+def test_every_request_ends_once_and_every_run_is_reproducible(
     system: Settings, turns: tuple[Turn, ...], name: str
 ) -> None:
     ended: list[str] = []
@@ -138,17 +138,17 @@ def test_every_request_ends_once_and_every_run_can_be_had_again(
     arrived_us = [one.arrived_us for one in found]
     assert arrived_us == sorted(arrived_us)
     for one in found:
-        asked = turns[one.number]
-        assert one.arrived_us >= asked.at_us
-        assert (one.prompt_tokens, one.output_tokens) == (asked.prompt_tokens, asked.output_tokens)
+        submitted = turns[one.number]
+        assert one.arrived_us >= submitted.at_us
+        assert (one.prompt_tokens, one.output_tokens) == (submitted.prompt_tokens, submitted.output_tokens)
         if not one.failure:
             assert one.arrived_us < one.first_us <= one.last_us <= outcome.lasted_us
-            # A later attempt computes what was said before, at least.
+            # A later attempt computes at least the tokens that earlier attempts emitted.
             assert 0 <= one.cached_tokens < one.prompt_tokens + (one.attempts > 1)
-        for earlier in (by_number[number] for number in asked.after):
-            assert one.arrived_us >= max(earlier.arrived_us, earlier.last_us) + asked.delay_us
-        if not asked.after:
-            assert one.arrived_us == asked.at_us
+        for earlier in (by_number[number] for number in submitted.after):
+            assert one.arrived_us >= max(earlier.arrived_us, earlier.last_us) + submitted.delay_us
+        if not submitted.after:
+            assert one.arrived_us == submitted.at_us
     figures = summary(outcome, system.workers)
     assert figures["requests"] + figures["failed"] == len(turns)
     timeline = outcome.timeline
@@ -162,7 +162,7 @@ def test_every_request_ends_once_and_every_run_can_be_had_again(
 @examples(0.6)
 @given(system=systems(), turns=workloads(), name=st.sampled_from(POLICIES[:-2]))
 def test_looking_ahead_changes_no_request(system: Settings, turns: tuple[Turn, ...], name: str) -> None:
-    # Load reports are left out: they are made when a step ends, and a policy looks at them.
+    # Without load reports: these are made at the end of a step, and a policy may read them.
     outcome = run(system, name, turns)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cluster.SimulatedCluster, "_lookahead_us", lambda self, *, alone: 0)
@@ -172,7 +172,7 @@ def test_looking_ahead_changes_no_request(system: Settings, turns: tuple[Turn, .
 
 @pytest.mark.parametrize("seed", [1, 11, 15, 100])
 def test_looking_ahead_changes_no_request_where_caches_are_full(seed: int) -> None:
-    # While engines decode they let go of prompts that come again: what the router knows of that decides.
+    # Decoding evicts prompts that are sent again later, so the selection depends on the KV events received by then.
     rng = random.Random(seed)
     turns: list[Turn] = []
     at_us = 0
@@ -189,7 +189,7 @@ def test_looking_ahead_changes_no_request_where_caches_are_full(seed: int) -> No
         assert list(run(system, "kv", tuple(turns)).requests) == list(outcome.requests)
 
 
-def test_settings_that_went_to_another_process_say_the_same() -> None:
+def test_settings_give_the_same_run_in_another_process() -> None:
     turns = (turn(0), turn(1, at_us=5 * MS))
     for system in (fleet(2, delays=DELAYS["kafka"]), split(1, 1, delays=DELAYS["kafka"])):
         assert comparable(run(pickle.loads(pickle.dumps(system)), "kv", turns)) == comparable(run(system, "kv", turns))

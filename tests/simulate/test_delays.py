@@ -1,4 +1,4 @@
-"""What is said takes its time, in its order, and the same time in every run."""
+"""Messages between simulated components take seeded delays and keep their order."""
 
 import hashlib
 import itertools
@@ -26,7 +26,7 @@ def run(delays: Delays, *turns: Turn, router: str = "kv", workers: int = 2) -> S
     return Simulation(fleet(workers, delays=delays), policy(router)).run(Turns(*turns), lambda _: None)
 
 
-def test_draws_are_those_of_an_exponential_distribution() -> None:
+def test_draws_are_exponentially_distributed() -> None:
     draws = Draws(7, "x")
     values = sorted(draws.next(1_000_000) for _ in range(40_000))
     assert statistics.fmean(values) == pytest.approx(1e6, rel=0.02)
@@ -47,7 +47,7 @@ def test_a_draw_is_the_logarithm_of_its_bits(draw: int, mean: int) -> None:
     assert exponential(draw, mean) == pytest.approx(-math.log(uniform) * mean, rel=1e-6, abs=1)
 
 
-def test_names_and_seeds_have_draws_of_their_own() -> None:
+def test_each_name_and_seed_has_its_own_draws() -> None:
     draws = [Draws(seed, name) for seed, name in ((0, "a"), (0, "b"), (1, "a"))]
     assert len({tuple(one.next(1_000_000) for _ in range(3)) for one in draws}) == 3
 
@@ -61,7 +61,7 @@ def test_records_of_a_hop_never_overtake_each_other(sent: list[int], fixed: int,
     assert all(at_us >= now_us + fixed for at_us, now_us in zip(arrived, times, strict=True))
 
 
-def test_a_client_waits_for_every_hop_of_its_request() -> None:
+def test_latency_includes_every_hop_of_a_request() -> None:
     delays = Delays(submit=Delay(fixed_us=1_000), work=Delay(fixed_us=200), tokens=Delay(fixed_us=30))
     [one] = run(delays, turn(0, PROMPT, 3, at_us=S)).requests
     assert one.arrived_us == S
@@ -69,11 +69,11 @@ def test_a_client_waits_for_every_hop_of_its_request() -> None:
     assert one.last_us == one.first_us + 2 * decode_us(11, 16_384)
 
 
-def test_a_refusal_takes_its_time_too() -> None:
+def test_a_rejection_includes_every_hop() -> None:
     delays = Delays(submit=Delay(fixed_us=1_000), work=Delay(fixed_us=200), tokens=Delay(fixed_us=30))
     follower = turn(1, after=(0,), delay_us=5)
-    refused, after = run(delays, turn(0, 16_385 * 64), follower).requests
-    assert "need 16386 KV blocks" in refused.failure
+    rejected, after = run(delays, turn(0, 16_385 * 64), follower).requests
+    assert "need 16386 KV blocks" in rejected.failure
     assert after.arrived_us == 1_000 + 200 + 30 + 5
 
 
@@ -86,15 +86,15 @@ def test_kv_events_reach_the_index_after_their_delay() -> None:
     assert (at_once, later) == ([0, 10, 10], [0, 0, 10])
 
 
-def test_the_load_goes_down_when_progress_is_heard_of() -> None:
-    # While the first is taken to be computed still, the second goes elsewhere.
+def test_routed_load_falls_when_progress_is_received() -> None:
+    # As long as the first prompt counts as pending, the second request goes to the other worker.
     turns = [turn(0, PROMPT, 1, block_ids=SAME), turn(1, PROMPT, 1, at_us=S, block_ids=SAME)]
     for delay_us, workers in ((0, 1), (2 * S, 2)):
         found = run(Delays(progress=Delay(fixed_us=delay_us)), *turns).requests
         assert len({one.worker for one in found}) == workers
 
 
-def test_reports_of_load_take_their_time() -> None:
+def test_load_reports_are_delayed() -> None:
     def workers(delays: Delays) -> list[int | None]:
         turns = [turn(0, 1_024, 200), turn(1, 64, at_us=S // 2), turn(2, 64, at_us=9 * S)]
         return [one.worker for one in run(delays, *turns, router="tests.simulate.policies.LeastUsed").requests]
@@ -108,11 +108,11 @@ def test_measured_delays_match_the_configured_ones(name: str) -> None:
     turns = [turn(number, 408, at_us=number * S) for number in range(2_000)]
     found = run(DELAYS[name], *turns, workers=4).requests
     extra_ms = sorted((one.first_us - one.arrived_us - prefill_us(408)) / 1e3 for one in found)
-    # First tokens at one connection, as docs/performance.md has them for engines that take no time.
+    # TTFT at one connection, as measured in docs/performance.md with zero-latency engines.
     assert extra_ms[1_000] == pytest.approx({"none": 0.0, "embedded": 1.37, "kafka": 9.0}[name], abs=0.5)
 
 
-def test_a_run_lasts_until_the_last_client_has_its_answer() -> None:
+def test_a_run_lasts_until_the_last_response_is_received() -> None:
     slow = Delays(tokens=Delay(jitter_us=S))
     turns = [turn(number, at_us=number * 10_000) for number in range(20)]
     outcome = run(slow, *turns, workers=20, router="round-robin")

@@ -1,4 +1,4 @@
-"""Workers that die, come back and are added: what becomes of the requests, worked out by hand."""
+"""Worker deaths, restarts and additions: request outcomes against hand-computed values."""
 
 import pytest
 
@@ -26,7 +26,7 @@ from tests.simulate.fleets import Turns, fleet, turn
 S = 1_000_000
 PROMPT, BLOCKS = 640, 16_384
 FIRST_US = prefill_us(PROMPT)
-DECODE_US = decode_us(11, BLOCKS)  # of one token, until the eleventh block is full
+DECODE_US = decode_us(11, BLOCKS)  # per token, until the eleventh block is full
 
 
 def run(system: Settings, *turns: Turn, router: str = "round-robin") -> SimulationOutcome:
@@ -38,34 +38,34 @@ def served(system: Settings, *turns: Turn, router: str = "round-robin") -> list[
 
 
 def lone_us(prompt: int, output: int) -> int:
-    """How long a request takes when nobody else is there."""
+    """Return the latency of a request that is alone on its worker."""
     [one] = served(fleet(1), turn(0, prompt, output))
     return one.last_us
 
 
-@pytest.mark.parametrize(("said", "output"), [(1, 100), (17, 100), (60, 100), (1, 2), (17, 20)])
-def test_retry_continues_after_emitted_tokens_when_the_lease_expires(said: int, output: int) -> None:
-    died_us = FIRST_US + (said - 1) * DECODE_US + DECODE_US // 2
+@pytest.mark.parametrize(("emitted", "output"), [(1, 100), (17, 100), (60, 100), (1, 2), (17, 20)])
+def test_retry_continues_after_emitted_tokens_when_the_lease_expires(emitted: int, output: int) -> None:
+    died_us = FIRST_US + (emitted - 1) * DECODE_US + DECODE_US // 2
     life = LifeCycleSettings(faults=(WorkerFault(worker="mock-0", at_us=died_us),), lease_ttl_s=10.0)
     [one] = served(fleet(2, life), turn(0, PROMPT, output))
     assert (one.failure, one.attempts, one.worker, one.first_us) == ("", 2, 1, FIRST_US)
-    assert one.last_us == died_us + 10 * S + lone_us(PROMPT + said, output - said)
+    assert one.last_us == died_us + 10 * S + lone_us(PROMPT + emitted, output - emitted)
 
 
 def test_retries_of_equal_prompts_do_not_share_output_blocks() -> None:
     same = {"block_ids": tuple(range(10))}
-    begin_us = prefill_us(PROMPT + 64)  # the second computes the last block again, to have a token to go on from
+    begin_us = prefill_us(PROMPT + 64)  # the second request recomputes the last block to get its last token
     died_us = begin_us + 64 * decode_us(22, BLOCKS) + 10 * decode_us(24, BLOCKS) + S // 1_000
-    # Both are on the only worker; another comes when it is lost.
+    # Both requests run on the only worker. Its replacement joins when it is lost.
     life = LifeCycleSettings(faults=(WorkerFault(worker="mock-0", at_us=died_us, back_us=S),), lease_ttl_s=5.0)
-    said = 1 + 64 + 10
-    found = served(fleet(1, life), *(turn(at, PROMPT, said + 1, **same) for at in (0, 1)))
-    # One block of each answer is full; only those of the prompt are found by the other.
+    emitted = 1 + 64 + 10
+    found = served(fleet(1, life), *(turn(at, PROMPT, emitted + 1, **same) for at in (0, 1)))
+    # One output block of each request is full. The other request matches prompt blocks only.
     assert {(one.attempts, one.failure) for one in found} == {(2, "")}
-    assert {one.last_us for one in found} == {died_us + S + prefill_us(PROMPT + said + said)}
+    assert {one.last_us for one in found} == {died_us + S + prefill_us(PROMPT + emitted + emitted)}
 
 
-def test_an_answer_of_three_workers_is_in_three_parts() -> None:
+def test_a_request_continues_after_losing_two_workers() -> None:
     again_us = FIRST_US + DECODE_US // 2 + S + prefill_us(PROMPT + 1) + 9 * DECODE_US + DECODE_US // 2
     faults = WorkerFault(worker="mock-0", at_us=FIRST_US + DECODE_US // 2), WorkerFault(worker="mock-2", at_us=again_us)
     [one] = served(fleet(3, LifeCycleSettings(faults=faults, lease_ttl_s=1.0)), turn(0, PROMPT, 100))
@@ -73,7 +73,7 @@ def test_an_answer_of_three_workers_is_in_three_parts() -> None:
     assert one.last_us == again_us + S + lone_us(PROMPT + 1 + 10, 100 - 1 - 10)
 
 
-def test_the_last_decision_about_a_request_is_kept_and_only_those_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_decision_is_kept_for_a_bounded_number_of_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster, "EXPLAINED_MAX", 2)
     life = LifeCycleSettings(faults=(WorkerFault(worker="mock-0", at_us=FIRST_US),), lease_ttl_s=1.0)
     found = run(fleet(2, life), turn(0, PROMPT, 9), turn(1, at_us=S // 2), turn(2, at_us=9 * S)).routed
@@ -96,20 +96,20 @@ def test_worker_that_dies_at_the_end_of_a_step_emits_its_output() -> None:
     assert (one.first_us, one.last_us) == (FIRST_US, FIRST_US + S + lone_us(PROMPT + 1, 99))
 
 
-def test_an_answer_that_was_complete_stays_it() -> None:
+def test_a_completed_response_survives_the_death_of_its_worker() -> None:
     life = LifeCycleSettings(faults=(WorkerFault(worker="mock-0", at_us=lone_us(PROMPT, 5)),))
     [one] = served(fleet(1, life), turn(0, PROMPT, 5))
     assert (one.failure, one.attempts, one.last_us) == ("", 1, lone_us(PROMPT, 5))
 
 
-def test_requests_go_to_a_dead_worker_until_half_of_its_lease_is_over() -> None:
+def test_requests_are_routed_to_a_dead_worker_until_half_its_lease() -> None:
     life = LifeCycleSettings(faults=(WorkerFault(worker="mock-0", at_us=S),), lease_ttl_s=10.0)
     early = [turn(number, at_us=(2 + number) * S) for number in range(4)]
     late = [turn(number, at_us=(3 + number) * S) for number in range(4, 8)]
     found = served(fleet(2, life), *early, *late)
     assert [one.attempts for one in found] == [2, 1, 2, 1, 1, 1, 1, 1]
     assert {one.worker for one in found} == {1}
-    # Both lost ones are sent on together when the lease is over.
+    # Both lost requests are redispatched together when the lease expires.
     assert {one.first_us for one in (found[0], found[2])} == {11 * S + prefill_us(2 * 64)}
 
 
@@ -128,7 +128,7 @@ def test_request_of_a_lost_worker_waits_for_a_replacement_until_its_deadline() -
     outcome = run(fleet(1, life, timeout_s=30.0), turn(0, PROMPT, 100))
     assert [one.failure for one in outcome.requests] == ["the deadline passed"]
     assert outcome.lasted_us == 30 * S
-    # A process that comes after the deadline is too late.
+    # A replacement that joins after the deadline is too late.
     late = WorkerFault(worker="mock-0", at_us=FIRST_US + 1, back_us=3 * 86_400 * S)
     for faults in (life.faults, (late,)):
         a_day = run(fleet(1, LifeCycleSettings(faults=faults, lease_ttl_s=1.0)), turn(0, PROMPT, 100))
@@ -136,8 +136,8 @@ def test_request_of_a_lost_worker_waits_for_a_replacement_until_its_deadline() -
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_no_answer_is_complete_before_it_begins(seed: int) -> None:
-    # What the second worker says may be quicker than what the first one said.
+def test_no_response_completes_before_its_first_token(seed: int) -> None:
+    # The tokens of the second worker may be delayed less than those of the first.
     life = LifeCycleSettings(faults=(WorkerFault(worker="mock-0", at_us=FIRST_US),), lease_ttl_s=0.0)
     slow = Delays(tokens=Delay(jitter_us=300_000))
     answered, late = served(fleet(2, life, delays=slow, seed=seed), turn(0, PROMPT, 2), turn(1, after=(0,)))
@@ -152,7 +152,7 @@ def test_expired_request_frees_its_engine() -> None:
     assert 3 * S + FIRST_US <= found[1].first_us < 3 * S + FIRST_US + 2 * DECODE_US
 
 
-def test_a_client_of_no_patience_gets_nothing() -> None:
+def test_a_tiny_timeout_expires_before_the_first_token() -> None:
     outcome = run(fleet(1, timeout_s=1e-9), turn(0, PROMPT, 100))
     assert (outcome.requests[0].failure, outcome.lasted_us) == ("the deadline passed", 1)
 
@@ -172,9 +172,9 @@ def test_replacement_process_starts_empty_and_takes_queued_requests() -> None:
     assert found[2].first_us == died_us + back_us + 3 * S + FIRST_US
 
 
-def test_a_process_that_comes_before_the_lease_of_the_last_is_over_ends_it() -> None:
+def test_a_replacement_ends_the_lease_of_its_predecessor() -> None:
     life = LifeCycleSettings(faults=(WorkerFault(worker="mock-0", at_us=2 * S, back_us=S),), lease_ttl_s=10.0)
-    # It stays when the half of that lease would be over, and all of it.
+    # The replacement stays ready when half, then all, of the old lease would have passed.
     found = served(
         fleet(1, life), *(turn(number, 64, at_us=at_us) for number, at_us in enumerate((2 * S + 1, 8 * S, 13 * S)))
     )
@@ -182,7 +182,7 @@ def test_a_process_that_comes_before_the_lease_of_the_last_is_over_ends_it() -> 
     assert [one.first_us - prefill_us(64) for one in found] == [3 * S, 8 * S, 13 * S]
 
 
-def test_a_process_may_die_before_it_joins() -> None:
+def test_a_process_can_die_before_it_joins() -> None:
     faults = WorkerFault(worker="mock-0", at_us=2 * S, back_us=S), WorkerFault(worker="mock-0", at_us=4 * S, back_us=S)
     life = LifeCycleSettings(faults=faults, cold_start_s=3.0, lease_ttl_s=10.0)
     outcome = run(fleet(1, life), turn(0, 64, at_us=2 * S + 1))
@@ -190,17 +190,17 @@ def test_a_process_may_die_before_it_joins() -> None:
     assert outcome.gpu_s == pytest.approx(2 + 1 + (outcome.lasted_us / S - 5))
 
 
-def test_a_request_that_loses_three_workers_is_given_up() -> None:
+def test_a_request_fails_after_losing_three_workers() -> None:
     faults = tuple(WorkerFault(worker=f"mock-{number}", at_us=at_s * S) for number, at_s in ((0, 1), (2, 3), (1, 5)))
     [one] = served(fleet(3, LifeCycleSettings(faults=faults, lease_ttl_s=1.0)), turn(0, 100_000, 9_999))
     assert (one.failure, one.attempts) == ("3 workers of the request were lost, the maximum", 3)
 
 
-def test_workers_are_started_later_and_cost_from_then_on() -> None:
+def test_workers_started_later_cost_gpu_time_from_their_start() -> None:
     life = LifeCycleSettings(starts=(WorkerStart(at_us=2 * S, count=2),), cold_start_s=3.0)
     outcome = run(fleet(1, life), *(turn(number, at_us=number * S) for number in range(10)))
     assert outcome.workers == ["mock-0", "mock-1", "mock-2"]
-    # Joined at five seconds, before what comes at that time.
+    # They join at 5 s, before the request that arrives at 5 s.
     assert [one.worker for one in outcome.requests] == [0, 0, 0, 0, 0, 2, 0, 1, 2, 0]
     lasted_s = outcome.lasted_us / S
     assert outcome.gpu_s == pytest.approx(lasted_s + 2 * (lasted_s - 2))
@@ -223,7 +223,7 @@ def test_worker_metrics_are_separate_if_an_earlier_worker_never_joined() -> None
         assert {len(bins) for bins in outcome.timeline.running} == {len(outcome.timeline.arrived)}
 
 
-def test_the_dead_do_nothing_in_the_timeline() -> None:
+def test_a_dead_worker_is_idle_in_the_timeline() -> None:
     life = LifeCycleSettings(faults=(WorkerFault(worker="mock-0", at_us=2 * S),), lease_ttl_s=1.0)
     found = run(fleet(2, life), turn(0, PROMPT, 9_999), turn(1, at_us=20 * S)).timeline
     after = 2 * S // found.bin_us + 1
@@ -231,10 +231,10 @@ def test_the_dead_do_nothing_in_the_timeline() -> None:
     assert {*found.running[0][after:], *found.waiting[0][after:], *found.blocks_used[0][after:]} == {0}
 
 
-def test_the_chance_that_a_process_had_does_not_kill_the_one_after_it() -> None:
+def test_a_random_failure_time_applies_to_one_process_only() -> None:
     draws = Draws(4, "failures mock-0")
     first_us, second_us = draws.next(100 * S), draws.next(100 * S)
-    assert first_us + 20 * S < first_us // 2 + second_us, "the second outlives what the first had left"
+    assert first_us + 20 * S < first_us // 2 + second_us, "the second process outlives the remaining time of the first"
     faults = (WorkerFault(worker="mock-0", at_us=first_us // 2, back_us=0),)
     life = LifeCycleSettings(faults=faults, mtbf_s=100.0, lease_ttl_s=5.0)
     [one] = served(fleet(1, life, seed=4), turn(0, at_us=first_us + S))
@@ -247,14 +247,14 @@ def test_worker_started_at_the_end_of_the_run_costs_nothing() -> None:
     assert outcome.gpu_s == outcome.lasted_us / S == prefill_us(64) / S
 
 
-def test_a_new_process_has_delays_of_its_own() -> None:
+def test_a_replacement_process_draws_its_own_delays() -> None:
     life = LifeCycleSettings(faults=(WorkerFault(worker="mock-0", at_us=20 * S, back_us=0),))
     slow = Delays(tokens=Delay(jitter_us=100_000))
     found = served(fleet(1, life, delays=slow), turn(0), turn(1, at_us=30 * S))
     assert len({one.first_us - one.arrived_us for one in found}) == 2
 
 
-def test_gpu_seconds_end_with_a_death_and_begin_with_a_start() -> None:
+def test_gpu_seconds_exclude_the_time_between_death_and_restart() -> None:
     life = LifeCycleSettings(
         faults=(WorkerFault(worker="mock-0", at_us=2 * S, back_us=3 * S),), cold_start_s=2.0, lease_ttl_s=1.0
     )
@@ -266,7 +266,7 @@ def test_gpu_seconds_end_with_a_death_and_begin_with_a_start() -> None:
     assert outcome.gpu_s == pytest.approx(4.0 * (lasted_s + lasted_s - 3))
 
 
-def test_failures_of_chance_come_with_the_seed() -> None:
+def test_random_failures_depend_on_the_seed() -> None:
     turns = [turn(number, 640, 50, at_us=number * S) for number in range(120)]
     runs = [
         run(fleet(3, LifeCycleSettings(mtbf_s=20.0, repair_s=2.0, lease_ttl_s=3.0), seed=seed), *turns)
@@ -312,7 +312,7 @@ def test_inconsistent_life_cycles_are_rejected(life: LifeCycleSettings, where: s
     assert reason in caught.value.reason
 
 
-def test_pools_that_do_not_go_together_are_refused() -> None:
+def test_inconsistent_pools_are_rejected() -> None:
     small, large = (WorkerGroup(count=1, engine=engine_config(block_size=size)) for size in (16, 32))
     first = PoolSettings(groups=(small,))
     for pools, where in (
@@ -327,7 +327,7 @@ def test_pools_that_do_not_go_together_are_refused() -> None:
         assert caught.value.where == where
 
 
-def test_every_pool_serves_its_model_with_blocks_of_its_size() -> None:
+def test_every_pool_serves_its_model_with_its_block_size() -> None:
     pools = (
         PoolSettings(name="a", model="small", groups=(WorkerGroup(count=1, engine=engine_config(block_size=16)),)),
         PoolSettings(

@@ -1,4 +1,4 @@
-"""Fleets from files: what they say, and what is wrong with them by file and key."""
+"""Fleet files are parsed into settings, and errors name the file and the key."""
 
 from pathlib import Path
 
@@ -204,7 +204,7 @@ def test_errors_name_file_and_key(tmp_path: Path, text: str, reason: str) -> Non
     assert str(caught.value).startswith(f"{tmp_path / 'fleet.toml'}: {reason}")
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+def test_error_names_an_unreadable_file(tmp_path: Path) -> None:
     with pytest.raises(FleetUnusable, match=r"none\.toml: No such file"):
         load_fleet(tmp_path / "none.toml")
     (tmp_path / "x.toml").write_bytes(b"\xff")

@@ -1,4 +1,4 @@
-"""What is promised, and who had it."""
+"""SLO attainment and goodput."""
 
 import pytest
 
@@ -14,10 +14,10 @@ def served(ttft_ms: float, itl_ms: float, output_tokens: int = 11, arrived_us: i
 
 def test_attainment_counts_failed_requests_as_missed() -> None:
     requests = [
-        served(100, 10),  # both, to the microsecond
+        served(100, 10),  # meets both objectives, to the microsecond
         served(101, 10),
         served(100, 11),
-        served(100, 0, output_tokens=1, arrived_us=900_000),  # one token is never late
+        served(100, 0, output_tokens=1, arrived_us=900_000),  # a single token has no ITL
         RequestOutcome(1_000_000, 100, 5, failure="nobody was there"),
     ]
     found = goodput(SimulationOutcome(RequestOutcomes(requests)), Slo(ttft_ms=100, itl_ms=10))
@@ -40,7 +40,7 @@ def test_goodput_of_empty_and_failed_runs_is_zero() -> None:
     assert goodput(refused, Slo(ttft_ms=1))["goodput_per_s"] == 0.0
 
 
-def test_the_rate_is_that_of_the_times_between_arrivals() -> None:
+def test_the_rate_is_computed_from_interarrival_times() -> None:
     assert (
         requests_per_s(
             SimulationOutcome(RequestOutcomes([served(1, 1, arrived_us=at) for at in (500, 1_000_500, 2_000_500)]))
@@ -51,7 +51,7 @@ def test_the_rate_is_that_of_the_times_between_arrivals() -> None:
     assert requests_per_s(SimulationOutcome()) == 0.0
 
 
-def test_levels_are_read_as_they_are_written() -> None:
+def test_slo_levels_round_trip() -> None:
     assert parse_slo("ttft=500,itl=20.5") == Slo(ttft_ms=500.0, itl_ms=20.5)
     assert parse_slo("e2e=1e4") == Slo(e2e_ms=10_000.0)
 

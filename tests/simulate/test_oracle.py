@@ -1,4 +1,4 @@
-"""The simulator against a second, slow telling of one worker: block by block, one iteration at a time."""
+"""The simulator matches a slow reference model of one worker that tracks every block and iteration."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -17,10 +17,10 @@ BLOCK = 64
 
 
 class Cache:
-    """Blocks with their users; those without any are evicted from the front of the list."""
+    """Blocks with their reference counts. Unused blocks are evicted in the order in which they were released."""
 
     def __init__(self, total: int) -> None:
-        self.room = total  # neither used nor cached
+        self.free = total  # neither used nor cached
         self.users: dict[object, int] = {}
         self.idle: list[object] = []
 
@@ -39,56 +39,56 @@ class Cache:
             self.idle.append(name)
 
     def new(self, blocks: int, found: Sequence[object] = ()) -> bool:
-        """Room for new blocks, beside those found, which are then in use; False and nothing if there is none."""
-        if blocks > self.room + sum(name not in found for name in self.idle):
+        """Reserve `blocks` new blocks and use the `found` ones. Return False and change nothing if space is short."""
+        if blocks > self.free + sum(name not in found for name in self.idle):
             return False
         for name in found:
             self.use(name)
-        while self.room < blocks:
+        while self.free < blocks:
             self.idle.pop(0)
-            self.room += 1
-        self.room -= blocks
+            self.free += 1
+        self.free -= blocks
         return True
 
 
-class Asked:
-    """A request in the engine: `names` of its full blocks, and how many blocks it holds altogether."""
+class EngineSequence:
+    """Request in the reference engine, with the names of its full blocks and its total number of blocks."""
 
-    def __init__(self, asked: Turn) -> None:
-        self.asked = asked
+    def __init__(self, request: Turn) -> None:
+        self.request = request
         self.generated = self.computed = self.blocks = 0
         self.decodes = False
         self.names: list[object] = []
         self.cached = self.first_us = self.last_us = -1
 
     def name(self, block: int) -> object:
-        if (block + 1) * BLOCK <= self.asked.prompt_tokens and self.asked.block_ids:
-            return self.asked.block_ids[: block + 1]
-        return "own", self.asked.number, block
+        if (block + 1) * BLOCK <= self.request.prompt_tokens and self.request.block_ids:
+            return self.request.block_ids[: block + 1]
+        return "own", self.request.number, block
 
     @property
     def known(self) -> int:
-        return self.asked.prompt_tokens + self.generated
+        return self.request.prompt_tokens + self.generated
 
 
 class Worker:
     def __init__(self, blocks: int, seqs: int, batched: int) -> None:
         self.total, self.seqs, self.batched = blocks, seqs, batched
         self.cache = Cache(blocks)
-        self.running: list[Asked] = []
-        self.waiting: deque[Asked] = deque()
+        self.running: list[EngineSequence] = []
+        self.waiting: deque[EngineSequence] = deque()
         self.preempted = 0
 
     def step(self, now_us: int) -> int:
-        """One iteration that begins now; when it ends."""
+        """Run one iteration from `now_us` and return its end time."""
         decoding = [one for one in self.running if one.decodes]
         crowded = False
         for one in list(decoding):
             while one in self.running and one.blocks * BLOCK < one.known and not self._more(one, 1):
-                gone = self._preempt()
+                preempted = self._preempt()
                 crowded = True
-                if gone in decoding:
-                    decoding.remove(gone)
+                if preempted in decoding:
+                    decoding.remove(preempted)
         budget = self.batched - len(decoding)
         tokens, done = 0, []
         while budget:
@@ -121,18 +121,18 @@ class Worker:
             one.decodes = True
             if one.generated == 1:
                 one.first_us = ends_us
-            if one.generated == one.asked.output_tokens:
+            if one.generated == one.request.output_tokens:
                 one.last_us = ends_us
                 self._leave(one)
         return ends_us
 
-    def _more(self, one: Asked, blocks: int) -> bool:
+    def _more(self, one: EngineSequence, blocks: int) -> bool:
         if not self.cache.new(blocks):
             return False
         one.blocks += blocks
         return True
 
-    def _admit(self, one: Asked, budget: int) -> int:
+    def _admit(self, one: EngineSequence, budget: int) -> int:
         found: list[object] = []
         while (len(found) + 1) * BLOCK < one.known and self.cache.has(one.name(len(found))):
             found.append(one.name(len(found)))
@@ -144,37 +144,37 @@ class Worker:
         one.cached = one.computed if one.cached < 0 else one.cached
         return chunk
 
-    def _compute(self, one: Asked, tokens: int) -> None:
+    def _compute(self, one: EngineSequence, tokens: int) -> None:
         one.computed += tokens
         while (len(one.names) + 1) * BLOCK <= one.computed:
             name = one.name(len(one.names))
-            self.cache.room += self.cache.has(name)
+            self.cache.free += self.cache.has(name)
             self.cache.use(name)
             one.names.append(name)
 
-    def _leave(self, one: Asked) -> None:
+    def _leave(self, one: EngineSequence) -> None:
         for name in reversed(one.names):
             self.cache.leave(name)
-        self.cache.room += one.blocks - len(one.names)
+        self.cache.free += one.blocks - len(one.names)
         one.names, one.blocks, one.computed, one.decodes = [], 0, 0, False
         self.running.remove(one)
 
-    def _preempt(self) -> Asked:
-        gone = self.running[-1]
-        self._leave(gone)
-        self.waiting.appendleft(gone)
+    def _preempt(self) -> EngineSequence:
+        preempted = self.running[-1]
+        self._leave(preempted)
+        self.waiting.appendleft(preempted)
         self.preempted += 1
-        return gone
+        return preempted
 
 
-def told(turns: Sequence[Turn], worker: Worker) -> list[Asked]:
-    sequences = [Asked(one) for one in turns]
+def run_reference(turns: Sequence[Turn], worker: Worker) -> list[EngineSequence]:
+    sequences = [EngineSequence(one) for one in turns]
     coming = deque(sequences)
     now_us = 0
     while coming or worker.running or worker.waiting:
         if not worker.running and not worker.waiting:
-            now_us = max(now_us, coming[0].asked.at_us)
-        while coming and coming[0].asked.at_us <= now_us:
+            now_us = max(now_us, coming[0].request.at_us)
+        while coming and coming[0].request.at_us <= now_us:
             worker.waiting.append(coming.popleft())
         now_us = worker.step(now_us)
     return sequences
@@ -202,7 +202,7 @@ def workloads(draw: st.DrawFn) -> tuple[Turn, ...]:
 )
 def test_lone_worker_matches_the_oracle(turns: tuple[Turn, ...], blocks: int, seqs: int, batched: int) -> None:
     worker = Worker(blocks, seqs, batched)
-    expected = told(turns, worker)
+    expected = run_reference(turns, worker)
     event(f"preempted: {worker.preempted > 0}, found: {any(one.cached for one in expected)}")
     sizes = {"blocks": blocks, "max_num_seqs": seqs, "max_num_batched_tokens": batched}
     found = Simulation(fleet(1, sizes=sizes), policy("round-robin")).run(Turns(*turns), lambda _: None)

@@ -1,4 +1,4 @@
-"""The simulator against a second, slow telling of prefill and decode workers: block by block, step by step."""
+"""The simulator matches a slow reference model of prefill and decode workers that tracks every block and step."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -17,18 +17,18 @@ from forebay.simulate.transfers import LEASE_US
 from forebay.simulate.workload import Turn
 from tests.depth import examples
 from tests.simulate.fleets import Turns, split, turn
-from tests.simulate.test_oracle import BLOCK, Asked, Cache, workloads
+from tests.simulate.test_oracle import BLOCK, Cache, EngineSequence, workloads
 
 pytestmark = pytest.mark.timeout(300)
 
 PREFILL, FETCH, HERE = "computed for another", "to be fetched", "computed or fetched already"
 
 
-class Job(Asked):
-    """A request at one worker."""
+class Job(EngineSequence):
+    """Request at one worker."""
 
-    def __init__(self, asked: Turn, stage: str) -> None:
-        super().__init__(asked)
+    def __init__(self, request: Turn, stage: str) -> None:
+        super().__init__(request)
         self.stage = stage
         self.holder: Worker | None = None
         self.prefilled_us = self.moved = self.took_us = 0
@@ -41,30 +41,30 @@ class Job(Asked):
 
 
 class Worker:
-    """First come, first served; whoever is preempted, or was fetched, is before those that wait for room."""
+    """FCFS engine. Preempted and fetched requests come before those that wait for KV space."""
 
     def __init__(self, blocks: int, seqs: int, batched: int) -> None:
         self.total, self.seqs, self.batched = blocks, seqs, batched
         self.cache = Cache(blocks)
         self.running: list[Job] = []
         self.waiting: deque[Job] = deque()
-        self.reserved: list[Job] = []  # in a step: they are asked for after it
+        self.reserved: list[Job] = []  # during a step; fetched after it
         self.crowded = self.busy = False
         self.preempted = 0
         self.sends_us = self.receives_us = 0
 
-    def ask(self) -> list[Job]:
-        """Those that have room for their KV now."""
+    def fetchable(self) -> list[Job]:
+        """Return the requests that now have space for their KV."""
         came = sum(one.came for one in self.waiting)
         if self._heads_fetch() and len(self.running) + came < self.seqs:
             self.crowded |= self._room_for_the_next_token()
             while self._may_admit() and self._heads_fetch() and self._reserve():
                 pass
-        asked, self.reserved = self.reserved, []
-        return asked
+        fetched, self.reserved = self.reserved, []
+        return fetched
 
     def step(self, now_us: int) -> tuple[int, list[Job]] | None:
-        """One iteration that begins now: when it ends, and who is computed for others then. None for nothing to do."""
+        """Run one iteration. Return its end and the requests prefilled for other workers, or None without work."""
         self.crowded |= self._room_for_the_next_token()
         decoding = [one for one in self.running if one.decodes]
         may_admit = self._may_admit()
@@ -119,8 +119,8 @@ class Worker:
         return now_us + lasts_us, [one for one in done if one.stage == PREFILL]
 
     def come(self, one: Job) -> None:
-        """The KV of a prompt is there: but for its last token, all is computed."""
-        self._compute(one, one.asked.prompt_tokens - one.computed)
+        """Account for the fetched KV of a prompt: all but its last token is computed."""
+        self._compute(one, one.request.prompt_tokens - one.computed)
         one.computed -= 1
         one.stage = HERE
         self.waiting.insert(sum(other.came for other in self.waiting), one)
@@ -128,18 +128,18 @@ class Worker:
     def leave(self, one: Job) -> None:
         for name in reversed(one.names):
             self.cache.leave(name)
-        self.cache.room += one.blocks - len(one.names)
+        self.cache.free += one.blocks - len(one.names)
         one.names, one.blocks, one.computed, one.decodes = [], 0, 0, False
 
     def _speak(self, one: Job, at_us: int) -> None:
         if one.stage == PREFILL:
-            self.running.remove(one)  # it keeps its blocks
+            self.running.remove(one)  # keeps its blocks for the transfer
             return
         one.generated += 1
         one.decodes = True
         if one.generated == 1:
             one.first_us = at_us
-        if one.generated == one.asked.output_tokens:
+        if one.generated == one.request.output_tokens:
             one.last_us = at_us
             self.running.remove(one)
             self.leave(one)
@@ -152,7 +152,7 @@ class Worker:
         return bool(rest) and rest[0].stage == FETCH
 
     def _room_for_the_next_token(self) -> bool:
-        """Whether anybody had to be preempted for it."""
+        """Make space for the next token of each request. Return whether a request was preempted."""
         before = self.preempted
         for one in [one for one in self.running if one.decodes]:
             while one in self.running and one.blocks * BLOCK < one.known and not self._more(one, 1):
@@ -160,9 +160,9 @@ class Worker:
         return self.preempted > before
 
     def _preempt(self) -> None:
-        gone = self.running.pop()
-        self.leave(gone)
-        self.waiting.insert(sum(other.came for other in self.waiting), gone)
+        preempted = self.running.pop()
+        self.leave(preempted)
+        self.waiting.insert(sum(other.came for other in self.waiting), preempted)
         self.preempted += 1
 
     def _more(self, one: Job, blocks: int) -> bool:
@@ -172,7 +172,7 @@ class Worker:
         return True
 
     def _found(self, one: Job) -> list[object]:
-        """All but the block of the last token, which is computed or fetched in any case."""
+        """Return the cached blocks except the block of the last token, which is always computed or fetched."""
         found: list[object] = []
         while (len(found) + 1) * BLOCK < one.known and self.cache.has(one.name(len(found))):
             found.append(one.name(len(found)))
@@ -204,25 +204,25 @@ class Worker:
         one.computed += tokens
         while (len(one.names) + 1) * BLOCK <= one.computed:
             name = one.name(len(one.names))
-            self.cache.room += self.cache.has(name)
+            self.cache.free += self.cache.has(name)
             self.cache.use(name)
             one.names.append(name)
 
 
 class Fleet:
-    """Prefill workers, decode workers, whom requests go to in turn, and a link of each way for each worker."""
+    """Prefill and decode workers in round-robin order. Each worker has one link per direction."""
 
     def __init__(self, prefill: list[Worker], decode: list[Worker], link: Transfer, local_max: int) -> None:
         self.prefill, self.decode, self.link, self.local_max = prefill, decode, link, local_max
-        self.jobs: dict[int, Job] = {}  # of who answers, by number of the turn
-        self.longest_us = 0  # that KV was kept
+        self.jobs: dict[int, Job] = {}  # at the decoding worker, by turn number
+        self.longest_us = 0  # longest time that KV was retained
         self._kept: dict[int, Job] = {}
         self._turns = [0, 0]
         self._order = count()
-        # What ends at one time: steps of decode workers, then all else, each as it was begun.
+        # Events with equal times: steps of decode workers first, then all others, each in start order.
         self._ends: list[tuple[int, bool, int, Callable[[int], None]]] = []
 
-    def told(self, turns: Sequence[Turn]) -> list[Job]:
+    def run_reference(self, turns: Sequence[Turn]) -> list[Job]:
         coming = deque(turns)
         while coming or self._ends:
             now_us = min([one.at_us for one in coming] + [end[0] for end in self._ends])
@@ -241,24 +241,24 @@ class Fleet:
         turn, self._turns[pool] = self._turns[pool], self._turns[pool] + 1
         return turn % len((self.prefill, self.decode)[pool])
 
-    def _arrive(self, asked: Turn) -> None:
-        if asked.prompt_tokens > self.local_max:
-            job = Job(asked, PREFILL)
+    def _arrive(self, request: Turn) -> None:
+        if request.prompt_tokens > self.local_max:
+            job = Job(request, PREFILL)
             job.worker = self._next(0)
             self.prefill[job.worker].waiting.append(job)
         else:
-            job = self.jobs[asked.number] = Job(asked, HERE)
+            job = self.jobs[request.number] = Job(request, HERE)
             job.worker = self._next(1)
             self.decode[job.worker].waiting.append(job)
 
     def _begin(self, now_us: int) -> bool:
-        """Whether any engine began with something, or any KV was there at once."""
+        """Start idle engines. Return whether one started or an instant transfer completed."""
         began = False
         for worker in [one for one in self.prefill if not one.busy]:
             began |= self._step(worker, now_us, first=False)
         idle = [one for one in self.decode if not one.busy]
         for worker in idle:
-            for job in worker.ask():
+            for job in worker.fetchable():
                 began |= self._fetch(worker, job, now_us)
         for worker in idle:
             began |= self._step(worker, now_us, first=True)
@@ -273,11 +273,11 @@ class Fleet:
         def end(now_us: int) -> None:
             worker.busy = False
             for job in step[1]:
-                answering = self.jobs[job.asked.number] = Job(job.asked, FETCH)
+                answering = self.jobs[job.request.number] = Job(job.request, FETCH)
                 answering.cached, answering.prefilled_us = job.cached, now_us
                 answering.prefiller, answering.holder = job.worker, worker
                 answering.worker = self._next(1)
-                self._kept[job.asked.number] = job
+                self._kept[job.request.number] = job
                 self.decode[answering.worker].waiting.append(answering)
 
         self._at(step[0], first, end)
@@ -294,7 +294,7 @@ class Fleet:
 
         def come(now_us: int) -> None:
             worker.come(job)
-            holder.leave(self._kept.pop(job.asked.number))
+            holder.leave(self._kept.pop(job.request.number))
             self.longest_us = max(self.longest_us, now_us - job.prefilled_us)
 
         if over_us == now_us:
@@ -314,12 +314,12 @@ LINKS = st.sampled_from(
 )
 
 
-# A prefill worker without room, which who fetches gives it: in the middle of a long step of another decode worker.
+# A full prefill worker gets space from a completed fetch in the middle of a long step of another decode worker.
 LENGTHS = [
     (149, 22), (43, 4), (439, 3), (139, 1), (37, 3), (179, 4), (207, 4), (385, 1),
     (79, 1), (406, 3), (117, 39), (128, 1), (414, 2), (433, 1), (400, 4), (424, 1),
 ]  # fmt: skip
-FIRST_IDS = {2: (1,), 3: None, 10: (1,), 12: (1,), 13: (0, 1)}  # the others are 0; None for a prompt like no other
+FIRST_IDS = {2: (1,), 3: None, 10: (1,), 12: (1,), 13: (0, 1)}  # default 0; None for a unique prompt
 
 
 def blocked() -> tuple[Turn, ...]:
@@ -360,11 +360,11 @@ def test_disagg_pools_match_the_oracle(
     local_max: int,
 ) -> None:
     prefill, decode = ([Worker(blocks, seqs, batched) for _ in range(number)] for number in fleet)
-    if local_max:  # what is cached would count for how long a prompt is
+    if local_max:  # cached tokens would reduce the prompt length that is compared with local_max
         turns = tuple(Turn(one.number, one.prompt_tokens, one.output_tokens, at_us=one.at_us) for one in turns)
-    telling = Fleet(prefill, decode, link, local_max)
-    expected = telling.told(turns)
-    assume(telling.longest_us < LEASE_US)
+    reference = Fleet(prefill, decode, link, local_max)
+    expected = reference.run_reference(turns)
+    assume(reference.longest_us < LEASE_US)
     event(f"prefill preempted: {any(one.preempted for one in prefill)}")
     event(f"decode preempted: {any(one.preempted for one in decode)}")
     event(f"found: {any(one.cached for one in expected)}, local: {any(one.prefiller is None for one in expected)}")

@@ -12,7 +12,7 @@ from forebay.engine_model.timing import LinearTiming, MockerTiming, RooflineTimi
 from forebay.simulate.profiles.profile import EngineSizes, Profile, load_profile, write_linear
 from forebay.simulate.profiles.sheets import ProfileUnusable, gpu_sheet, read_transformer
 
-# As published with Llama-3.1-8B and Mixtral-8x7B.
+# As published for Llama-3.1-8B and Mixtral-8x7B.
 LLAMA_8B = {
     "model_type": "llama",
     "hidden_act": "silu",
@@ -54,7 +54,7 @@ def test_the_mocker_is_built_in() -> None:
     assert profile == Profile(timing=MockerTiming(), sizes=EngineSizes(), name="mocker")
 
 
-def test_a_file_may_give_the_mocker_other_sizes(tmp_path: Path) -> None:
+def test_a_file_can_change_the_sizes_of_the_mocker(tmp_path: Path) -> None:
     path = profile_file(tmp_path, 'kind = "mocker"\n[sizes]\nblocks = 512\ngpus = 2')
     profile = load_profile(path)
     assert (profile.timing, profile.sizes, profile.name) == (
@@ -64,7 +64,7 @@ def test_a_file_may_give_the_mocker_other_sizes(tmp_path: Path) -> None:
     )
 
 
-def test_a_linear_profile_reads_as_it_was_written(tmp_path: Path) -> None:
+def test_a_linear_profile_round_trips(tmp_path: Path) -> None:
     made = Profile(
         timing=LinearTiming(step=1200.5, attended_pair=1e-05, decode_sequence=3.0),
         sizes=EngineSizes(block_size=16, blocks=4096, max_num_seqs=8, max_num_batched_tokens=2048),
@@ -117,7 +117,7 @@ def test_a_linear_profile_reads_as_it_was_written(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_profile_that_cannot_be_used_says_where_and_why(tmp_path: Path, text: str, reason: str) -> None:
+def test_error_of_an_invalid_profile_names_the_key_and_the_reason(tmp_path: Path, text: str, reason: str) -> None:
     path = profile_file(tmp_path, text)
     with pytest.raises(ProfileUnusable) as refused:
         load_profile(path)
@@ -154,13 +154,13 @@ def test_any_file_is_a_profile_or_rejected(
         ("h100", '. For the GPU h100-sxm write a profile with kind = "roofline" .*: see docs/engine-profiles.md'),
     ],
 )
-def test_a_profile_that_is_not_there(name: str, more: str) -> None:
+def test_a_missing_profile_is_rejected(name: str, more: str) -> None:
     reason = f"unknown engine profile '{name}'; use 'mocker' or the path of a profile file{more}$"
     with pytest.raises(ProfileUnusable, match=reason):
         load_profile(name)
 
 
-def test_a_file_that_is_no_page(tmp_path: Path) -> None:
+def test_a_binary_file_is_rejected(tmp_path: Path) -> None:
     path = profile_file(tmp_path, "#" * (1 << 21))
     with pytest.raises(ProfileUnusable, match="larger than 1048576 bytes"):
         load_profile(path)
@@ -170,19 +170,19 @@ def test_a_file_that_is_no_page(tmp_path: Path) -> None:
     ("config", "parameters"),
     [(LLAMA_8B, 8_030_261_248), (MIXTRAL, 46_702_792_704), ({**LLAMA_8B, "tie_word_embeddings": True}, 7_504_924_672)],
 )
-def test_parameters_are_those_that_are_published(tmp_path: Path, config: dict[str, Any], parameters: int) -> None:
+def test_parameter_counts_match_the_published_ones(tmp_path: Path, config: dict[str, Any], parameters: int) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
     assert read_transformer(path).parameters == parameters
 
 
-def test_the_text_part_of_a_model_that_sees(tmp_path: Path) -> None:
+def test_the_text_part_of_a_vision_model_is_used(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"model_type": "mllama", "text_config": LLAMA_8B}))
     assert read_transformer(path).parameters == 8_030_261_248
 
 
-def test_shared_experts_and_a_router_are_part_of_every_layer(tmp_path: Path) -> None:
+def test_every_layer_includes_shared_experts_and_a_router(tmp_path: Path) -> None:
     mixture = {
         **LLAMA_8B,
         "num_experts": 64,
@@ -214,7 +214,7 @@ def test_shared_experts_and_a_router_are_part_of_every_layer(tmp_path: Path) -> 
         ({"num_experts": 4, "intermediate_size": 0}, "needs moe_intermediate_size or intermediate_size"),
     ],
 )
-def test_a_model_that_is_not_described(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
+def test_an_incomplete_model_description_is_rejected(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**LLAMA_8B, **changes}))
     with pytest.raises(ProfileUnusable) as refused:
@@ -223,7 +223,7 @@ def test_a_model_that_is_not_described(tmp_path: Path, changes: dict[str, Any], 
     assert str(refused.value).startswith(str(path))
 
 
-def test_a_description_that_is_none(tmp_path: Path) -> None:
+def test_a_malformed_model_description_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     for text, reason in (
         ("[]", "Expected `object`, got `array`"),
@@ -235,7 +235,7 @@ def test_a_description_that_is_none(tmp_path: Path) -> None:
             read_transformer(path)
 
 
-def test_two_matrices_where_nothing_is_gated(tmp_path: Path) -> None:
+def test_an_ungated_mlp_has_two_matrices(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**LLAMA_8B, "hidden_act": "gelu"}))
     assert read_transformer(path).layer == LAYER - 4096 * 14336
@@ -244,17 +244,17 @@ def test_two_matrices_where_nothing_is_gated(tmp_path: Path) -> None:
 def test_llama_8b_on_one_h100(tmp_path: Path) -> None:
     profile = roofline_of(tmp_path)
     timing = timing_of(profile)
-    # Decoding one sequence of 640 tokens reads weights and cache: 2 bytes a number, 3.35 TB/s of which 80 % are got.
+    # Decoding one sequence of 640 tokens reads weights and cache: 2 bytes per number, 80 % of 3.35 TB/s.
     read = 2 * (32 * LAYER + HEAD) + 640 * 2 * 32 * 8 * 128 * 2
     assert timing.step_us(**DECODE_ONE, decode_tokens=640) == round(read / (3.35e6 * 0.8) + 500)
     assert read / (3.35e6 * 0.8) == pytest.approx(5632, abs=1)
-    # Computing 2048 tokens of a prompt: 70 % of 989 TFLOPS, and one pair is 4 FLOPs for each number of 32 heads of 128.
+    # Prefill of 2048 tokens: 70 % of 989 TFLOPS; a pair takes 4 FLOPs per number of 32 heads of 128.
     pairs = 2048 * 2049 // 2
     flops = 2048 * 2 * 32 * LAYER + pairs * 4 * 32 * 32 * 128
     took = timing.step_us(prefill_tokens=2048, prefill_attended=pairs, decode_sequences=0, decode_tokens=0,
                           cache_tokens=1)  # fmt: skip
     assert took == round(flops / (989e6 * 0.7) + 500)
-    # 79 GiB, of which 90 % are taken and 2 GiB reserved, less the weights; 131,072 bytes of cache a token.
+    # 90 % of 79 GiB less 2 GiB reserved and less the weights; 131,072 bytes of cache per token.
     left = 79 * 2**30 * 0.9 - 2 * 2**30 - 2 * 8_030_261_248
     assert profile.sizes == EngineSizes(block_size=64, blocks=int(left // (131_072 * 64)), gpus=1.0)
     assert profile.source == gpu_sheet("h100-sxm").source
@@ -264,27 +264,27 @@ def test_tensor_parallelism_splits_work_and_adds_reductions(tmp_path: Path) -> N
     one, two = timing_of(roofline_of(tmp_path)), timing_of(roofline_of(tmp_path, "tensor_parallel = 2"))
     for half in ("flops_token", "flops_sampled", "flops_pair", "bytes_weights", "bytes_kv_token"):
         assert getattr(two, half) == getattr(one, half) / 2
-    # Two all-reduces a layer, of 4096 numbers of 2 bytes; a ring of two sends each number once; 70 % of 450 GB/s.
+    # Two all-reduces per layer of 4096 numbers of 2 bytes. A ring of two sends each number once at 70 % of 450 GB/s.
     assert two.reduce_us == 64 * 8.0
     assert two.reduce_us_token == pytest.approx(64 * 4096 * 2 / 315e3)
     assert (one.reduce_us, one.reduce_us_token) == (0.0, 0.0)
     assert roofline_of(tmp_path, "tensor_parallel = 2").sizes.gpus == 2.0
 
 
-def test_a_head_of_keys_that_cannot_be_shared_is_held_by_several(tmp_path: Path) -> None:
+def test_a_kv_head_that_cannot_be_split_is_replicated(tmp_path: Path) -> None:
     eight, sixteen = (timing_of(roofline_of(tmp_path, f"tensor_parallel = {gpus}")) for gpus in (8, 16))
     assert eight.bytes_kv_token == sixteen.bytes_kv_token == 2 * 32 * 128 * 2
 
 
-def test_smaller_numbers(tmp_path: Path) -> None:
+def test_quantised_weights_use_fewer_bytes(tmp_path: Path) -> None:
     wide = timing_of(roofline_of(tmp_path))
     fp8 = timing_of(roofline_of(tmp_path, 'weights = "fp8"\nkv_cache = "fp8"'))
     assert (fp8.bytes_weights, fp8.bytes_kv_token) == (wide.bytes_weights / 2, wide.bytes_kv_token / 2)
     assert fp8.flops_us == pytest.approx(1979e6 * 0.7)
     int4 = timing_of(roofline_of(tmp_path, 'weights = "int4"'))
     assert (int4.bytes_weights, int4.flops_us) == (wide.bytes_weights / 4, wide.flops_us)
-    said = {**LLAMA_8B, "quantization_config": {"quant_method": "fp8"}}
-    assert timing_of(roofline_of(tmp_path, config=said)).bytes_weights == fp8.bytes_weights
+    quantized = {**LLAMA_8B, "quantization_config": {"quant_method": "fp8"}}
+    assert timing_of(roofline_of(tmp_path, config=quantized)).bytes_weights == fp8.bytes_weights
 
 
 def test_mixture_reads_selected_experts_and_computes_active_ones(tmp_path: Path) -> None:
@@ -299,12 +299,12 @@ def test_mixture_reads_selected_experts_and_computes_active_ones(tmp_path: Path)
     assert took == pytest.approx(read / (3.35e6 * 0.8) + 500 + 64 * 8 + timing.reduce_us_token, abs=1)
 
 
-def test_a_model_that_does_not_fit(tmp_path: Path) -> None:
+def test_a_model_that_exceeds_gpu_memory_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ProfileUnusable, match=r"the weights take 87.0 GiB on each of 1 GPUs, but 69.1 GiB"):
         roofline_of(tmp_path, config=MIXTRAL)
 
 
-def test_a_sheet_and_assumptions_of_ones_own(tmp_path: Path) -> None:
+def test_a_custom_data_sheet_and_assumptions_are_used(tmp_path: Path) -> None:
     own = """
     [gpu]
     bf16_tflops = 100

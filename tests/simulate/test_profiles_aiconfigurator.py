@@ -1,4 +1,4 @@
-"""Profiles from AIConfigurator: from a stand-in whose costs are known, and from the package where it is."""
+"""Profiles from AIConfigurator, with a stub of known costs and with the package if it is installed."""
 
 import importlib
 import sys
@@ -22,16 +22,16 @@ HERE = find_spec("aiconfigurator_core") is not None
 
 
 class KnownEngine:
-    """Estimates as the package gives them, in milliseconds."""
+    """Stub of the package's estimator. Returns milliseconds."""
 
-    asked: ClassVar[list[tuple[Any, ...]]] = []
+    compiled: ClassVar[list[tuple[Any, ...]]] = []
     scale = 1e-3
 
     @classmethod
     def compile(cls, model: str, system: str, backend: str, *, tp_size: int) -> "KnownEngine":
         if model == "nobody/knows":
             raise KeyError(model)
-        cls.asked.append((model, system, backend, tp_size))
+        cls.compiled.append((model, system, backend, tp_size))
         return cls()
 
     def predict_prefill_latency(self, sequences: int, tokens: int, cached: int) -> float:
@@ -46,7 +46,7 @@ class KnownEngine:
 
 @pytest.fixture
 def known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The package's place, taken."""
+    """Install the stub in place of the package."""
     names = ("aiconfigurator_core", "aiconfigurator_core.sdk", "aiconfigurator_core.sdk.engine")
     for name in names:
         module = ModuleType(name)
@@ -54,7 +54,7 @@ def known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setitem(sys.modules, name, module)
     setattr(sys.modules[names[-1]], "EngineHandle", KnownEngine)  # noqa: B010 - mypy knows no such attribute
     monkeypatch.delitem(sys.modules, "forebay.simulate.profiles.aiconfigurator", raising=False)
-    KnownEngine.asked.clear()
+    KnownEngine.compiled.clear()
     yield
     sys.modules.pop("forebay.simulate.profiles.aiconfigurator", None)
 
@@ -64,11 +64,11 @@ def invoke(*arguments: str | Path) -> Any:
 
 
 @pytest.mark.usefixtures("known")
-def test_the_costs_of_an_engine_that_is_linear_come_out(tmp_path: Path) -> None:
+def test_the_costs_of_a_linear_engine_are_recovered(tmp_path: Path) -> None:
     out = tmp_path / "engine.toml"
     result = invoke("some/model", "--system", "h200_sxm", "--tensor-parallel", "2", "-o", out)
     assert result.exit_code == 0, result.output
-    assert KnownEngine.asked == [("some/model", "h200_sxm", "vllm", 2)]
+    assert KnownEngine.compiled == [("some/model", "h200_sxm", "vllm", 2)]
     profile = load_profile(str(out))
     for name in COSTS.__struct_fields__:
         assert getattr(profile.timing, name) == pytest.approx(getattr(COSTS, name), rel=0.01), name
@@ -77,7 +77,7 @@ def test_the_costs_of_an_engine_that_is_linear_come_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("known")
-def test_without_a_file_it_is_printed(tmp_path: Path) -> None:
+def test_profile_is_printed_without_output_file(tmp_path: Path) -> None:
     result = invoke("some/model")
     path = tmp_path / "other.toml"
     path.write_text(result.stdout)
@@ -97,7 +97,7 @@ def test_unknown_combination_is_rejected(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.skipif(HERE, reason="aiconfigurator-core is here")
-def test_without_its_extra() -> None:
+def test_missing_extra_is_reported() -> None:
     result = invoke("some/model")
     assert result.exit_code == 2
     assert "pip install 'forebay[aiconfigurator]'" in result.stderr
@@ -106,7 +106,7 @@ def test_without_its_extra() -> None:
 @pytest.mark.skipif(not HERE, reason="needs aiconfigurator-core: pip install 'forebay[aiconfigurator]'")
 @pytest.mark.filterwarnings("ignore")
 def test_llama_8b_on_one_h100() -> None:
-    """A token of one sequence takes what reading 15 GB at 3.35 TB/s takes, and not twice as long."""
+    """A decode step takes at least as long as reading 15 GB at 3.35 TB/s, and less than twice as long."""
     from forebay.simulate.profiles.aiconfigurator import fit_estimates  # noqa: PLC0415 - imports the extra
 
     found = fit_estimates("meta-llama/Meta-Llama-3.1-8B", "h100_sxm", "vllm", 1)

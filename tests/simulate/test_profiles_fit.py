@@ -1,4 +1,4 @@
-"""Fitting a profile: the costs that were put in come out, and what cannot be known is said."""
+"""Fitting a profile recovers the costs of the generating timing and reports parameters it cannot determine."""
 
 import pytest
 
@@ -6,19 +6,19 @@ from forebay.engine_model.model import EngineConfig
 from forebay.simulate.profiles import fitting
 from forebay.simulate.profiles.fitting import REQUESTS_MIN, FitImpossible, TimingFit, fit
 from forebay.simulate.profiles.observed import EngineRun, ModelledRun, ObservedRequest
-from tests.simulate.engine_runs import SIZES, TRUTH, WORK_US, Jittered, engine_run, lived
+from tests.simulate.engine_runs import SIZES, TRUTH, WORK_US, Jittered, engine_run, with_observed_times
 
 
 def found_in(*runs: EngineRun) -> TimingFit:
     return fit(runs, lambda _: None)
 
 
-def test_costs_come_back() -> None:
+def test_costs_are_recovered() -> None:
     found = found_in(engine_run(1), engine_run(2))
     timing = found.timing
     for name in ("prefill_token", "attended_pair", "decode_sequence", "context_token"):
         assert getattr(timing, name) == pytest.approx(getattr(TRUTH, name), rel=0.06), name
-    # Which part of a step's cost is there without decoding shows only where nothing decodes, with the way there.
+    # Steps without decoding are the only ones that separate the fixed cost of a step from the cost of decoding.
     assert timing.step + timing.decode_step == pytest.approx(TRUTH.step + TRUTH.decode_step, rel=0.02)
     assert timing.step + found.work_us == pytest.approx(TRUTH.step + WORK_US, rel=0.06)
     assert found.ttft.p50 < 0.03
@@ -27,17 +27,17 @@ def test_costs_come_back() -> None:
     assert (found.fitted, found.ttft.requests, found.left_out, found.warnings) == (280, 120, {}, [])
 
 
-def test_steps_that_do_not_take_the_same_time_twice() -> None:
+def test_jittered_steps_are_fitted() -> None:
     found = found_in(*(engine_run(seed, timing=Jittered(TRUTH, 0.3, seed)) for seed in (3, 4)))
     assert found.timing.prefill_token == pytest.approx(TRUTH.prefill_token, rel=0.1)
     assert found.itl is not None
-    # The median TTFT lies between those of short prompts and those of long ones, where hardly anybody is.
+    # The median TTFT lies between the TTFTs of short and of long prompts, where there are few samples.
     assert found.ttft.p50 < 0.2
     assert found.itl.modelled_ms[0] == pytest.approx(found.itl.recorded_ms[0], rel=0.1)
 
 
-def test_a_busier_time_than_was_fitted_to() -> None:
-    """What counts of a profile: another workload."""
+def test_a_fit_predicts_a_busier_workload() -> None:
+    """A profile has to predict workloads other than the one it was fitted to."""
     found = found_in(engine_run(5, every_us=600_000))
     other = engine_run(6, every_us=250_000)
     relative = sorted(
@@ -47,7 +47,7 @@ def test_a_busier_time_than_was_fitted_to() -> None:
     assert relative[len(relative) // 2] < 0.1
 
 
-def test_alone_each_request_tells_only_sums() -> None:
+def test_isolated_requests_determine_only_sums() -> None:
     found = found_in(engine_run(7, requests=60, every_us=60_000_000))
     assert any("no two requests decoded together" in warning for warning in found.warnings)
     (inseparable,) = [warning for warning in found.warnings if "only the sum" in warning and "decode_step" in warning]
@@ -58,17 +58,17 @@ def test_alone_each_request_tells_only_sums() -> None:
     assert together == pytest.approx(TRUTH.step + TRUTH.decode_step + TRUTH.decode_sequence, rel=0.02)
 
 
-def test_answers_of_one_token_have_no_gaps() -> None:
+def test_single_token_responses_have_no_itl() -> None:
     run = engine_run(8, requests=40)
     for one in run.requests:
         one.output_tokens = 1
-    found = found_in(lived(run))
+    found = found_in(with_observed_times(run))
     assert found.itl is None
     assert "no recorded time depends on decode_step" in found.warnings
     assert found.timing.prefill_token == pytest.approx(TRUTH.prefill_token, rel=0.05)
 
 
-def test_too_few_requests() -> None:
+def test_too_few_requests_are_not_fitted() -> None:
     run = engine_run(9, requests=REQUESTS_MIN)
     run.requests[3].left_out = "for a reason"
     with pytest.raises(FitImpossible, match="only 19 requests can be compared; at least 20 are needed"):
@@ -94,7 +94,7 @@ def test_requests_rejected_by_the_model_are_counted() -> None:
     assert reason.startswith("the engine model rejects it: ")
 
 
-def test_prefixes_that_only_the_engine_had() -> None:
+def test_prefixes_cached_only_by_the_engine_are_inferred() -> None:
     run = engine_run(12, requests=60)
     for one in run.requests[1::2]:
         one.cached_tokens = 16
@@ -107,7 +107,7 @@ def test_prefixes_that_only_the_engine_had() -> None:
         found_in(run)
 
 
-def test_later_prefixes_that_only_the_engine_had() -> None:
+def test_later_prefixes_cached_only_by_the_engine_are_inferred() -> None:
     run = engine_run(13, requests=60)
     for one in run.requests[40:]:
         one.cached_tokens = 16
@@ -115,7 +115,7 @@ def test_later_prefixes_that_only_the_engine_had() -> None:
         found_in(run)
 
 
-def test_long_recordings_are_fitted_to_their_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_recordings_are_fitted_by_their_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fitting, "REQUESTS_MAX", 90)
     found = found_in(*(engine_run(seed, requests=80) for seed in (20, 21)))
     assert found.fitted + found.ttft.requests == 90
@@ -132,7 +132,7 @@ def test_a_cancelled_request_leaves_the_engine() -> None:
     assert done.itl_us == TRUTH.step + TRUTH.decode_step + TRUTH.decode_sequence + TRUTH.context_token * 7 * 16
 
 
-def test_a_cache_that_was_there_before() -> None:
+def test_an_initial_cache_is_used() -> None:
     config = EngineConfig(vocabulary=None, **SIZES)
     one = ObservedRequest(10, 64, b"".join(n.to_bytes(8, "little") for n in range(1, 5)), 1)
     ((_, done),) = ModelledRun(EngineRun("w", config, (1, 2), [one]), TRUTH, work_us=7)

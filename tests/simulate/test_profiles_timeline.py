@@ -1,4 +1,4 @@
-"""What an engine must have done between recorded moments, against schedules written down by hand."""
+"""Reconstructed engine work between recorded events matches hand-written schedules."""
 
 import numpy as np
 
@@ -18,17 +18,17 @@ def run(*requests: ObservedRequest) -> EngineRun:
     return EngineRun("w", CONFIG, (), list(requests))
 
 
-def test_alone() -> None:
+def test_lone_request() -> None:
     (one,), found = amounts(run(request(1_000, 150, 11, 3_000, 8_000, cached=32)))
     assert one.routed_us == 1_000
     ttft, itl = found[:, 0]
     pairs = 118 * 32 + 118 * 119 // 2
-    assert list(ttft) == [2, 118, pairs, 0, 0, 0]  # 118 tokens in steps of at most 100
+    assert list(ttft) == [2, 118, pairs, 0, 0, 0]  # 118 tokens in steps of up to 100
     assert list(itl) == [1, 0, 0, 1, 1, 150 + 11 / 2 + 8]
 
 
-def test_two_that_decode_together() -> None:
-    """The second comes while the first decodes: half a step is still under way, and then one has both."""
+def test_two_requests_decode_together() -> None:
+    """The second request arrives in the middle of a decode step of the first, and joins the next step."""
     first = request(0, 50, 21, 1_000, 21_000)
     second = request(10_000, 30, 6, 11_500, 16_500)
     (_, other), found = amounts(run(first, second))
@@ -42,7 +42,7 @@ def test_two_that_decode_together() -> None:
     assert 1 < itl[SEQUENCES] < 2
 
 
-def test_prompts_that_are_done_in_one_step_wait_for_each_other() -> None:
+def test_prompts_prefilled_in_one_step_finish_together() -> None:
     _, found = amounts(run(request(0, 40, 1, 900, 900), request(0, 50, 1, 900, 900)))
     assert found[0, :, TOKENS].tolist() == [90, 90]
     assert found[0, :, STEP].tolist() == [1, 1]
@@ -64,6 +64,6 @@ def test_left_out_request_is_load_but_no_row() -> None:
     np.testing.assert_allclose(found[1, 0, SEQUENCES], 2, rtol=1e-6)
 
 
-def test_nothing_that_was_begun() -> None:
+def test_a_run_without_requests() -> None:
     compared, found = amounts(run(ObservedRequest(0, 20, b"", 100)))
     assert (compared, found.shape) == ([], (2, 0, len(COSTS)))

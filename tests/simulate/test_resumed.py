@@ -1,4 +1,4 @@
-"""A simulation that goes on from a state: exact from the beginning, and close from the middle of another."""
+"""A simulation resumed from recorded state."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ def state_of(world: World) -> list[Chunk]:
     return list(world.snapshot())
 
 
-def asked(name: str, blocks: list[int], at_us: int = 1_000, output: int = 2, **changes: Any) -> Arrival:
+def submit(name: str, blocks: list[int], at_us: int = 1_000, output: int = 2, **changes: Any) -> Arrival:
     submitted = RequestSubmitted(
         request_id=name,
         model="m",
@@ -64,31 +64,31 @@ def store(drive: Driver, worker: str, blocks: list[int], **changes: Any) -> None
 def test_engines_start_with_the_blocks_of_the_index() -> None:
     drive = fleet("a", "b")
     store(drive, "b", CHAIN[:10])
-    found = resumed(drive, asked("r", CHAIN[:12])).served["r"]
+    found = resumed(drive, submit("r", CHAIN[:12])).served["r"]
     assert (found.worker, found.cached_tokens, found.failure) == (1, 10 * BLOCK, "")
 
 
 def test_host_blocks_and_excess_blocks_are_ignored() -> None:
     drive = fleet("a", kv_blocks_total=16)
     store(drive, "a", CHAIN[:4], tier="host")
-    assert resumed(drive, asked("r", CHAIN[:4])).served["r"].cached_tokens == 0
+    assert resumed(drive, submit("r", CHAIN[:4])).served["r"].cached_tokens == 0
     drive = fleet("a", kv_blocks_total=16)
     store(drive, "a", CHAIN)
-    assert resumed(drive, asked("r", CHAIN[:8])).served["r"].failure == ""
+    assert resumed(drive, submit("r", CHAIN[:8])).served["r"].failure == ""
 
 
-def test_ranks_of_a_worker_have_engines_of_their_own() -> None:
+def test_each_rank_of_a_worker_has_its_own_engine() -> None:
     drive = fleet("a", dp_size=2, dp_start_rank=3)
     store(drive, "a", CHAIN[:10], rank=4)
-    found = resumed(drive, asked("r", CHAIN[:10])).served["r"]
+    found = resumed(drive, submit("r", CHAIN[:10])).served["r"]
     keys = rank_keys(state_of(drive.world))
     assert keys == [("a", 3), ("a", 4)]
     assert found.worker is not None
     assert keys[found.worker] == ("a", 4)
 
 
-def test_the_same_again_gives_the_same_digest_and_another_policy_another() -> None:
-    arrivals = [asked(f"r{number}", CHAIN[: number % 7], 1_000 * number, nonce=number) for number in range(1, 30)]
+def test_digest_is_reproducible_and_depends_on_the_policy() -> None:
+    arrivals = [submit(f"r{number}", CHAIN[: number % 7], 1_000 * number, nonce=number) for number in range(1, 30)]
     runs = [resumed(fleet("a", "b"), *arrivals) for _ in range(2)]
     assert runs[0] == runs[1]
     other = resumed(fleet("a", "b", router=RouterConfig(mode="round-robin")), *arrivals)
@@ -96,15 +96,15 @@ def test_the_same_again_gives_the_same_digest_and_another_policy_another() -> No
     assert all(not one.failure for one in other.served.values())
 
 
-def test_faster_engines_answer_sooner() -> None:
-    slow = resumed(fleet("a"), asked("r", CHAIN[:10])).served["r"]
-    fast = resumed(fleet("a"), asked("r", CHAIN[:10]), speedup=10.0).served["r"]
+def test_speedup_shortens_ttft() -> None:
+    slow = resumed(fleet("a"), submit("r", CHAIN[:10])).served["r"]
+    fast = resumed(fleet("a"), submit("r", CHAIN[:10]), speedup=10.0).served["r"]
     assert fast.first_us - fast.arrived_us == round((slow.first_us - slow.arrived_us) / 10)
 
 
-def test_leaving_client_frees_the_engine() -> None:
-    gone = Arrival(1_001, REQUESTS, RequestCancelled(request_id="r1"))
-    run = resumed(fleet("a"), asked("r1", CHAIN[:10], output=100), gone, asked("r2", CHAIN[10:12], 1_002))
+def test_a_cancelled_request_frees_the_engine() -> None:
+    cancelled = Arrival(1_001, REQUESTS, RequestCancelled(request_id="r1"))
+    run = resumed(fleet("a"), submit("r1", CHAIN[:10], output=100), cancelled, submit("r2", CHAIN[10:12], 1_002))
     assert run.served["r1"].failure == "client disconnected"
     assert run.served["r2"].failure == ""
 
@@ -112,22 +112,22 @@ def test_leaving_client_frees_the_engine() -> None:
 def test_oversized_request_does_not_block_others() -> None:
     queue = QueueConfig(threshold=0.1)
     drive = fleet("a", router=RouterConfig(queue=queue))
-    pinned = asked("r2", CHAIN[:1], 1_001, routing=RoutingHints(allowed_workers=("a",)))
-    run = resumed(drive, asked("r1", CHAIN[:16], output=200), pinned)
+    pinned = submit("r2", CHAIN[:1], 1_001, routing=RoutingHints(allowed_workers=("a",)))
+    run = resumed(drive, submit("r1", CHAIN[:16], output=200), pinned)
     assert run.served["r1"].failure.startswith("65 prompt tokens and 200 to generate need")
     assert run.served["r2"].failure == ""
 
 
-def test_reports_are_made_where_somebody_looks_at_them() -> None:
+def test_load_reports_are_made_if_busy_thresholds_need_them() -> None:
     busy = BusyThresholds(active_decode_blocks_threshold=0.01)
     drive = fleet("a", router=RouterConfig(busy=busy))
-    arrivals = [asked(f"r{number}", CHAIN[:10], 1_000 + 30_000 * number, 20, nonce=number) for number in range(1, 20)]
+    arrivals = [submit(f"r{number}", CHAIN[:10], 1_000 + 30_000 * number, 20, nonce=number) for number in range(1, 20)]
     assert any("busy" in one.failure for one in resumed(drive, *arrivals).served.values())
 
 
-def test_a_worker_without_kv_events_says_nothing_of_its_cache() -> None:
+def test_a_worker_without_kv_events_still_reuses_its_cache() -> None:
     drive = fleet("a", kv_events=False)
-    served = resumed(drive, asked("r1", CHAIN[:5]), asked("r2", CHAIN[:5], 10_000_000, nonce=2)).served
+    served = resumed(drive, submit("r1", CHAIN[:5]), submit("r2", CHAIN[:5], 10_000_000, nonce=2)).served
     assert served["r2"].cached_tokens == 5 * BLOCK
 
 
@@ -136,15 +136,15 @@ def test_workers_join_and_are_lost_at_recorded_times() -> None:
         Arrival(1_000, FLEET, WorkerJoined(owner_epoch=7, spec=spec(name), lease="l", slot=slot, from_offset=0))
         for slot, name in enumerate("ab")
     ]
-    gone = WorkerLost(owner_epoch=7, worker_id="a", worker_epoch=99)
-    pinned = asked("r1", CHAIN[:4], 2_000, output=200, routing=RoutingHints(worker_id="a", rank=0))
+    lost = WorkerLost(owner_epoch=7, worker_id="a", worker_epoch=99)
+    pinned = submit("r1", CHAIN[:4], 2_000, output=200, routing=RoutingHints(worker_id="a", rank=0))
     later = Arrival(900_000_000, FLEET, joins[0].event)
-    again = asked("r3", CHAIN[:4], 900_000_001, routing=RoutingHints(worker_id="a", rank=0))
+    again = submit("r3", CHAIN[:4], 900_000_001, routing=RoutingHints(worker_id="a", rank=0))
     run = resumed(
-        fleet(), *joins, pinned, asked("r2", CHAIN[:4], 3_000, output=200), Arrival(500_000, FLEET, gone), later, again
+        fleet(), *joins, pinned, submit("r2", CHAIN[:4], 3_000, output=200), Arrival(500_000, FLEET, lost), later, again
     )
     assert run.ranks == [("a", 0), ("b", 0)]
-    # Its worker was lost in the middle of its answer, and nobody else may go on.
+    # Its worker was lost during the response, and the request is pinned to that worker.
     first = run.served["r1"]
     assert (first.worker, first.attempts, first.cached_tokens) == (0, 1, 0)
     assert first.failure == "worker a was lost, and the request is pinned to it"
@@ -155,7 +155,7 @@ def test_workers_join_and_are_lost_at_recorded_times() -> None:
 
 def test_timing_and_delays_are_applied() -> None:
     usual, slow, far = (
-        resumed(fleet("a"), asked("r", CHAIN[:10], output=3), **options).served["r"]
+        resumed(fleet("a"), submit("r", CHAIN[:10], output=3), **options).served["r"]
         for options in (
             {},
             {"timing": LinearTiming(step=1_000_000.0)},
@@ -170,23 +170,23 @@ def test_timing_and_delays_are_applied() -> None:
 LINK = Transfer(kv_bytes_per_token=1_000, kv_transfer_bandwidth=0.001, kv_transfer_latency_us=70)
 
 
-def apart(prefill: str, decode: str, **changes: Any) -> Driver:
-    """Two pools of one model, with a worker for each letter."""
+def disaggregated(prefill: str, decode: str, **changes: Any) -> Driver:
+    """Return a prefill and a decode pool of one model, with one worker per letter."""
     drive = Driver()
     for role in ("prefill", "decode"):
         drive("control", msgspec.structs.replace(pool(), pool=role, role=role, router=RouterConfig()))
     slots = enumerate([*prefill, *decode])
     for slot, worker in slots:
         role = "prefill" if worker in prefill else "decode"
-        told = spec(worker, role=role, pool=role, **(changes if role == "prefill" else {}))
-        drive("fleet", WorkerJoined(owner_epoch=0, spec=told, lease="l", slot=slot, from_offset=0))
+        joined_spec = spec(worker, role=role, pool=role, **(changes if role == "prefill" else {}))
+        drive("fleet", WorkerJoined(owner_epoch=0, spec=joined_spec, lease="l", slot=slot, from_offset=0))
     return drive
 
 
-def test_prompts_are_computed_by_one_pool_moved_and_answered_by_the_other() -> None:
-    drive = apart("pq", "d")
+def test_prompts_are_prefilled_transferred_and_decoded() -> None:
+    drive = disaggregated("pq", "d")
     store(drive, "q", CHAIN[:10])
-    run = resumed(drive, asked("r", CHAIN[:12]), transfer=LINK)
+    run = resumed(drive, submit("r", CHAIN[:12]), transfer=LINK)
     one = run.served["r"]
     assert run.ranks == [("d", 0), ("p", 0), ("q", 0)]
     assert (one.worker, one.prefiller, one.cached_tokens) == (0, 2, 10 * BLOCK)
@@ -195,29 +195,29 @@ def test_prompts_are_computed_by_one_pool_moved_and_answered_by_the_other() -> N
 
 
 def test_ranks_of_a_prefill_worker_retain_their_kv() -> None:
-    drive = apart("p", "de", dp_size=2, dp_start_rank=3)
+    drive = disaggregated("p", "de", dp_size=2, dp_start_rank=3)
     store(drive, "p", CHAIN[:10], rank=4)
-    gone = Arrival(50_000, REQUESTS, RequestCancelled(request_id="gone"))
-    both = [asked("stays", CHAIN[:10]), asked("gone", CHAIN[:10], 1_001, nonce=1)]
-    run = resumed(drive, *both, asked("other", CHAIN[20:30], 1_002, nonce=2), gone, transfer=LINK)
+    cancellation = Arrival(50_000, REQUESTS, RequestCancelled(request_id="cancelled"))
+    both = [submit("stays", CHAIN[:10]), submit("cancelled", CHAIN[:10], 1_001, nonce=1)]
+    run = resumed(drive, *both, submit("other", CHAIN[20:30], 1_002, nonce=2), cancellation, transfer=LINK)
     assert run.ranks == [("d", 0), ("e", 0), ("p", 3), ("p", 4)]
     assert (run.served["stays"].prefiller, run.served["stays"].failure) == (3, "")
-    assert run.served["gone"].failure == "client disconnected"
+    assert run.served["cancelled"].failure == "client disconnected"
     assert (run.served["other"].prefiller, run.served["other"].failure) == (2, "")
 
 
-def test_a_prefill_worker_joins_and_one_is_lost_while_it_sends() -> None:
+def test_a_joining_prefill_worker_takes_over_from_one_lost_while_sending() -> None:
     spec_q = spec("q", role="prefill", pool="prefill")
     joins = Arrival(1_100, FLEET, WorkerJoined(owner_epoch=0, spec=spec_q, lease="l", slot=5, from_offset=0))
-    gone = Arrival(60_000, FLEET, WorkerLost(owner_epoch=0, worker_id="p", worker_epoch=0))
-    one = resumed(apart("p", "d"), asked("r", CHAIN[:12]), joins, gone, transfer=LINK).served["r"]
-    # Who fetches gives it up only after a while: the prompt is computed by the other then.
+    lost = Arrival(60_000, FLEET, WorkerLost(owner_epoch=0, worker_id="p", worker_epoch=0))
+    one = resumed(disaggregated("p", "d"), submit("r", CHAIN[:12]), joins, lost, transfer=LINK).served["r"]
+    # The fetch times out before the prompt is prefilled by the other worker.
     assert (one.prefiller, one.attempts, one.failure) == (2, 2, "")
     assert one.first_us > 10_000_000
 
 
-def test_an_empty_fleet_and_sizes_that_do_not_go_together_are_refused() -> None:
+def test_an_empty_fleet_and_inconsistent_sizes_are_rejected() -> None:
     with pytest.raises(NotSimulable, match="the state has no worker"):
-        resumed(fleet(), asked("r", CHAIN[:3]))
+        resumed(fleet(), submit("r", CHAIN[:3]))
     with pytest.raises(NotSimulable, match="worker a cannot be modelled: max_num_batched_tokens"):
-        resumed(fleet("a", max_num_seqs=100), asked("r", CHAIN[:3]))
+        resumed(fleet("a", max_num_seqs=100), submit("r", CHAIN[:3]))

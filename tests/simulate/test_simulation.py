@@ -1,4 +1,4 @@
-"""The simulator against figures worked out by hand, and against itself."""
+"""Simulated latencies match hand-computed values, and runs are reproducible."""
 
 import os
 from dataclasses import replace
@@ -30,11 +30,11 @@ def simulated(
     return Simulation(chosen, policy(policy_name)).run(Rows(trace, speed), lambda _: None)
 
 
-def figures(trace: list[MooncakeRow], policy_name: str = "kv", **settings: Any) -> dict[str, Any]:
+def metrics(trace: list[MooncakeRow], policy_name: str = "kv", **settings: Any) -> dict[str, Any]:
     return summary(simulated(trace, policy_name, **settings), settings.get("workers", 3))
 
 
-def test_a_lone_request_takes_the_time_of_its_steps() -> None:
+def test_a_lone_request_takes_the_sum_of_its_steps() -> None:
     tokens, outputs = 10_000, 3
     [served] = simulated([MooncakeRow(7.0, tokens, outputs, list(range(20)))]).requests
     first_us = prefill_us(8192) + prefill_us(tokens - 8192)
@@ -43,20 +43,20 @@ def test_a_lone_request_takes_the_time_of_its_steps() -> None:
     assert served.last_us - served.first_us == (outputs - 1) * decode_us(157, 16_384)
 
 
-def test_a_request_that_comes_during_a_step_waits_for_its_end() -> None:
+def test_a_request_that_arrives_during_a_step_waits_for_its_end() -> None:
     early, late = simulated([MooncakeRow(0, 64, 2, [1]), MooncakeRow(1, 64, 1, [2])], workers=1).requests
     assert early.first_us == prefill_us(64)
     assert late.first_us == early.first_us + prefill_us(64) + decode_us(2, 16_384) == early.last_us
 
 
-def test_requests_of_one_time_share_a_step_and_come_in_the_order_of_the_trace() -> None:
+def test_simultaneous_requests_share_a_step_in_trace_order() -> None:
     trace = [MooncakeRow(5, 512, 1, [number]) for number in range(4)]
     outcome = simulated(trace, "round-robin", workers=2)
     assert [served.worker for served in outcome.requests] == [0, 1, 0, 1]
     assert {served.first_us for served in outcome.requests} == {5_000 + prefill_us(1024)}
 
 
-def test_a_queue_of_requests_that_fit_nowhere_comes_to_an_end() -> None:
+def test_a_queue_of_oversized_requests_drains() -> None:
     number = 1_000
     trace = [MooncakeRow(0, 512, 1, [0]), *(MooncakeRow(1, 64 * 16 + 1, 1, [at, at, at]) for at in range(number))]
     queue = QueueConfig(threshold=0.01, classes=(QueueClass(requests_per_worker_max=number),))
@@ -65,7 +65,7 @@ def test_a_queue_of_requests_that_fit_nowhere_comes_to_an_end() -> None:
     assert [bool(served.failure) for served in outcome.requests] == [False] + [True] * number
 
 
-def test_speed_divides_the_times_of_arrival() -> None:
+def test_speed_divides_arrival_times() -> None:
     outcome = simulated([MooncakeRow(0, 64, 1, [1]), MooncakeRow(1000, 64, 1, [2])], speed=4.0)
     assert [served.arrived_us for served in outcome.requests] == [0, 250_000]
 
@@ -75,7 +75,7 @@ def test_reuse_matches_an_unbounded_cache_for_sequential_requests() -> None:
     held: set[int] = set()
     expected = []
     for row in trace:
-        # Those of one time are admitted together: what the first computes the second finds.
+        # Simultaneous requests are admitted together: the second matches the blocks that the first computes.
         blocks = unpack_u64(sequence_hashes(turn_of(row, 0), BLOCK_TOKENS, 64))
         hashes = blocks[: (row.input_length - 1) // 64]
         expected.append(64 * next((depth for depth, block in enumerate(hashes) if block not in held), len(hashes)))
@@ -85,10 +85,10 @@ def test_reuse_matches_an_unbounded_cache_for_sequential_requests() -> None:
     assert 0 < sum(expected) < sum(row.input_length for row in trace)
 
 
-def test_every_request_is_answered_and_nothing_is_counted_twice() -> None:
+def test_every_request_completes_and_is_counted_once() -> None:
     trace = conversations(sessions=8, turns=6)
     for name in ("kv", "round-robin"):
-        one = figures(trace, name, blocks=400)
+        one = metrics(trace, name, blocks=400)
         assert (one["requests"], one["failed"]) == (len(trace), 0)
         assert one["output_tokens"] == sum(row.output_length for row in trace)
         computed = sum(worker["computed_tokens"] for worker in one["workers"])
@@ -100,20 +100,20 @@ def test_every_request_is_answered_and_nothing_is_counted_twice() -> None:
             assert 0 < one[key]["p50"] <= one[key]["p90"] <= one[key]["p99"]
 
 
-def test_the_kv_policy_finds_more_and_answers_sooner() -> None:
+def test_the_kv_policy_reuses_more_and_has_lower_ttft() -> None:
     trace = conversations(sessions=8, turns=6)
-    kv, turns = figures(trace), figures(trace, "round-robin")
+    kv, turns = metrics(trace), metrics(trace, "round-robin")
     assert kv["prefix_reuse"] > 1.5 * turns["prefix_reuse"]
     assert kv["ttft_ms"]["mean"] < turns["ttft_ms"]["mean"]
 
 
-def test_ten_runs_have_one_digest_and_another_seed_another() -> None:
+def test_digest_is_reproducible_and_depends_on_the_seed() -> None:
     trace = conversations(sessions=4, turns=4)
     assert len({simulated(trace).digest for _ in range(10)}) == 1
     assert len({simulated(trace, seed=seed).digest for seed in range(3)}) == 3
 
 
-def test_a_request_that_fits_no_cache_fails_with_the_reason_and_disturbs_no_other() -> None:
+def test_an_oversized_request_fails_without_affecting_others() -> None:
     trace = conversations(sessions=4, turns=3)
     giant = MooncakeRow(trace[5].timestamp, 40 * 512, 9, list(range(9_000, 9_040)))
     with_giant = [*trace[:6], giant, *trace[6:]]
@@ -128,13 +128,13 @@ def test_a_request_that_fits_no_cache_fails_with_the_reason_and_disturbs_no_othe
 
 def test_all_failures_are_counted_but_few_are_listed() -> None:
     trace = [MooncakeRow(at, 1024, 1, [at, at + 1]) for at in range(FAILURES_SHOWN + 5)]
-    one = figures(trace, blocks=4)
+    one = metrics(trace, blocks=4)
     assert (one["requests"], one["failed"], len(one["failures"])) == (0, FAILURES_SHOWN + 5, FAILURES_SHOWN)
     assert (one["prefix_reuse"], one["load_max_over_mean"], one["ttft_ms"]) == (0.0, 0.0, {})
 
 
 def test_more_workers_than_requests() -> None:
-    one = figures([MooncakeRow(0, 64, 1, [1])], workers=40)
+    one = metrics([MooncakeRow(0, 64, 1, [1])], workers=40)
     assert one["load_max_over_mean"] == 40
     assert one["itl_ms"] == {}, "one token has no gap"
 
@@ -157,7 +157,7 @@ def test_settings_of_a_policy_change_its_decisions() -> None:
         "least-loaded:use_kv_events=false,ttl_s=1",
     ],
 )
-def test_every_policy_answers_everything_the_same_way_twice(name: str) -> None:
+def test_every_policy_is_deterministic(name: str) -> None:
     trace = conversations(sessions=6, turns=4, every_ms=20)
     once, again = simulated(trace, name), simulated(trace, name)
     assert (list(once.requests), once.digest) == (list(again.requests), again.digest)
@@ -180,7 +180,7 @@ def test_policy_sees_load_reports() -> None:
 
 
 def test_workers_that_report_many_used_blocks_are_busy_until_they_report_fewer() -> None:
-    # The second and the third wait for the first prompt; the second then takes a third of the blocks.
+    # The second and third requests wait for the first prompt. The second then uses a third of the blocks.
     trace = [
         MooncakeRow(0, 640, 2_000, [1, 2]),
         MooncakeRow(0, 20_000, 2, list(range(10, 50))),
@@ -193,16 +193,16 @@ def test_workers_that_report_many_used_blocks_are_busy_until_they_report_fewer()
     assert third.first_us < second.last_us + prefill_us(64) + 2 * decode_us(400, 1_000) + LOAD_INTERVAL_US
 
 
-def test_a_request_that_finds_every_worker_busy_is_refused() -> None:
+def test_a_request_is_rejected_when_every_worker_is_busy() -> None:
     trace = [MooncakeRow(0, 6_400, 2, list(range(13))), MooncakeRow(1, 64, 1, [90]), MooncakeRow(60_000, 64, 1, [91])]
     name = "kv:busy.active_prefill_tokens_threshold=6000"
     failures = [served.failure for served in simulated(trace, name, workers=1).requests]
     assert failures == ["", "every eligible worker of the pool default is busy", ""]
 
 
-def test_a_long_queue_of_requests_that_fit_no_cache_fails_one_by_one() -> None:
+def test_a_long_queue_of_oversized_requests_fails_one_by_one() -> None:
     giants = [MooncakeRow(0, 1_024, 1, [2 * at, 2 * at + 1]) for at in range(1, 800)]
-    one = figures([MooncakeRow(0, 64, 1, [0]), *giants], "kv:queue.threshold=0", workers=1, blocks=4)
+    one = metrics([MooncakeRow(0, 64, 1, [0]), *giants], "kv:queue.threshold=0", workers=1, blocks=4)
     assert (one["requests"], one["failed"]) == (1, len(giants))
 
 
@@ -231,14 +231,14 @@ def test_a_long_queue_of_requests_that_fit_no_cache_fails_one_by_one() -> None:
         ("kv:disagg.max_local_prefill_length=-1", "max_local_prefill_length: must be a whole number of at least 0$"),
     ],
 )
-def test_a_policy_that_does_not_exist_is_named(name: str, reason: str) -> None:
+def test_error_names_an_unknown_policy(name: str, reason: str) -> None:
     with pytest.raises(PolicySpecUnusable, match=reason):
         policy(name)
 
 
 @pytest.mark.skipif(not TRACES, reason="set FOREBAY_TRACES to a folder that holds mooncake/synthetic_trace.jsonl")
 @pytest.mark.timeout(300)
-def test_a_published_trace_gives_the_figures_of_dynamos_replay() -> None:
+def test_a_published_trace_matches_dynamos_replay() -> None:
     # Dynamo 1.6.1, 8 workers of 16,384 blocks: round robin 0.1117 and 301.5 ms each time, KV 0.488 to 0.506.
     trace = open_workload(str(Path(TRACES) / "mooncake" / "synthetic_trace.jsonl"), WorkloadOptions())
     fleet = one_pool(8, engine_config())

@@ -1,4 +1,4 @@
-"""Bins of a run: nothing is lost when they double, and the state is that at their end."""
+"""Timeline bins keep every event when they double, and hold the state at their end."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -49,7 +49,7 @@ def test_bins_match_the_list_of_all_events(gaps: list[int]) -> None:
     assert (found.queued, found.running) == (so_far, [so_far])
 
 
-def test_a_worker_that_came_later_did_nothing_before() -> None:
+def test_a_worker_is_idle_before_it_joins() -> None:
     recorder, both = Recorder(), ranks(2)
     recorder.advance(3 * FIRST_BIN_US, 0, 1, {0: both[0]})
     recorder.count_prompt(1, 5, 2)
@@ -69,7 +69,7 @@ def test_timeline_of_a_run_shows_running_and_waiting_requests() -> None:
     assert (found.running[0][-1], found.queued[-1]) == (0, 0)
 
 
-def test_requests_that_the_router_holds_are_seen() -> None:
+def test_requests_held_by_the_router_are_shown() -> None:
     turns = [turn(number, 6_400) for number in range(4)]
     outcome = Simulation(fleet(1), policy("kv:queue.threshold=0")).run(Turns(*turns), lambda _: None)
     assert max(outcome.timeline.queued) == 3

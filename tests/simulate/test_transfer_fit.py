@@ -1,4 +1,4 @@
-"""Links fitted to transfers that were recorded: what made them is found again, whatever a few of them did."""
+"""Fitting links to recorded transfers recovers the generating parameters despite outliers."""
 
 import pytest
 from hypothesis import given
@@ -32,7 +32,7 @@ def test_fit_is_robust_to_outliers(latency_us: int, bandwidth: float, count: int
     took = [latency_us + link.lasts_us(16 * size) for size in sizes]
     most_us = took[-1]
     for at in range(0, count, count // 3) if slow and count >= 5 * GROUPS else ():
-        took[at] += 600_000 * slow  # each in a group of five or more
+        took[at] += 600_000 * slow  # each outlier is in a group of five or more
     seen = [moved(10 * at, 16_000 * size, one) for at, (size, one) in enumerate(zip(sizes, took, strict=True))]
     found = fitted(seen)
     assert (found.seen, found.fitted, found.note) == (count, count, "")
@@ -42,14 +42,14 @@ def test_fit_is_robust_to_outliers(latency_us: int, bandwidth: float, count: int
         assert abs(again - expected) <= 3 + (0.03 * most_us if slow else 0)
 
 
-def test_transfers_that_shared_a_worker_are_left_out() -> None:
+def test_overlapping_transfers_of_a_worker_are_excluded() -> None:
     alone = [moved(at, 1_000 * (at + 1), 500) for at in range(FITTED_MIN)]
     together = [
         ObservedTransfer(A, B, 5_000, 40_000, 100 * S),
         ObservedTransfer(A, C, 5_000, 90_000, 100 * S + 20_000),  # the same holder
         ObservedTransfer(("x", 0), C, 5_000, 10_000, 100 * S),  # the same reader
-        ObservedTransfer(A, B, 5_000, 10, 100 * S + 20_000),  # within that
-        ObservedTransfer(("y", 0), ("z", 0), 5_000, 500, 100 * S),  # neither
+        ObservedTransfer(A, B, 5_000, 10, 100 * S + 20_000),  # overlaps the previous transfer
+        ObservedTransfer(("y", 0), ("z", 0), 5_000, 500, 100 * S),  # shares neither holder nor reader
     ]
     found = fitted([*together, *alone])
     assert (found.seen, found.fitted) == (FITTED_MIN + 5, FITTED_MIN + 1)
@@ -60,7 +60,7 @@ def test_transfers_that_shared_a_worker_are_left_out() -> None:
     assert f"only {FITTED_MIN - 2} had both workers to themselves" in str(crowded)
 
 
-def test_too_few_are_not_fitted() -> None:
+def test_too_few_transfers_are_not_fitted() -> None:
     few = fitted([moved(at, 1_000 * at, 100 * at) for at in range(1, FITTED_MIN)])
     assert few.transfer == Transfer(kv_bytes_per_token=1_000, kv_transfer_bandwidth=0.0, kv_transfer_latency_us=1_000)
     assert "20 are needed for a fit" in str(few)
@@ -72,7 +72,7 @@ def test_too_few_are_not_fitted() -> None:
     )
 
 
-def test_longer_ones_that_took_no_longer_and_lines_below_zero() -> None:
+def test_size_independent_times_and_negative_intercepts_are_handled() -> None:
     falling = fitted([moved(at, 1_000 * (at + 1), 900 - at) for at in range(40)])
     assert falling.transfer.kv_transfer_bandwidth == 0
     assert falling.transfer.kv_transfer_latency_us in (880, 881)
@@ -94,6 +94,6 @@ def test_given_parameters_are_not_fitted() -> None:
     assert found.note.endswith("median time; kv_transfer_bandwidth given, not fitted")
 
 
-def test_transfers_that_took_no_time_at_all() -> None:
+def test_instant_transfers_are_handled() -> None:
     found = fitted([moved(at, 1_000, 0) for at in range(40)])
     assert (found.transfer.kv_transfer_latency_us, found.transfer.kv_transfer_bandwidth, found.off_percent) == (0, 0, 0)

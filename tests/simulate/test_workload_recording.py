@@ -1,4 +1,4 @@
-"""Recordings and logs as workloads: who asked for what and when, however the log was cut."""
+"""Recordings and logs as workloads, with their requests and arrival times."""
 
 import asyncio
 from pathlib import Path
@@ -20,7 +20,7 @@ PLAIN = WorkloadOptions()
 
 
 def workload(made: Recorder, path: Path, options: WorkloadOptions = PLAIN) -> Workload:
-    """What was recorded, as a workload."""
+    """Write the recorded log to `path` and load it as a workload."""
     made.seal()
     asyncio.run(made.log(path)).close()
     return open_workload(str(path), options)
@@ -30,36 +30,36 @@ def turns(made: Recorder, path: Path, options: WorkloadOptions = PLAIN) -> list[
     return list(workload(made, path, options).turns())
 
 
-def ask(made: Recorder, name: str, prompt: list[int], tokens: int | None, **changes: object) -> RequestSubmitted:
-    """A request, and its end if it has one, 1 ms later."""
-    asked = request(name, prompt, **changes)
-    made("requests", asked, 1_000)
+def submit(made: Recorder, name: str, prompt: list[int], tokens: int | None, **changes: object) -> RequestSubmitted:
+    """Record a request and, if `tokens` is given, its completion 1 ms later."""
+    submitted = request(name, prompt, **changes)
+    made("requests", submitted, 1_000)
     if tokens is not None:
         made("progress", report_progress(made, name, FirstTokenEmitted), 500)
         made(
             "progress", report_progress(made, name, RequestFinished, finish_reason="length", output_tokens=tokens), 500
         )
-    return asked
+    return submitted
 
 
-def test_requests_as_they_were_taken(tmp_path: Path) -> None:
+def test_recorded_requests_become_turns(tmp_path: Path) -> None:
     made = fleet("a", "b")
     hints = RoutingHints(session_id="s")
-    asked = [ask(made, f"r{number}", PROMPTS[number % 2], 3 + number, routing=hints) for number in range(4)]
+    recorded = [submit(made, f"r{number}", PROMPTS[number % 2], 3 + number, routing=hints) for number in range(4)]
     found = workload(made, tmp_path / "run.db")
     assert (found.name, found.block_tokens) == ("run.db", BLOCK)
     assert (found.survey().requests, found.survey().notes) == (4, [])
-    for number, (turn, one) in enumerate(zip(found.turns(), asked, strict=True)):
+    for number, (turn, one) in enumerate(zip(found.turns(), recorded, strict=True)):
         assert (turn.number, turn.at_us, turn.session_id) == (number, number * 2_000, "s")
         assert (turn.prompt_tokens, turn.output_tokens) == (one.prompt_tokens, 3 + number)
         assert list(turn.block_ids[: len(PROMPTS[0])]) == unpack_u64(one.sequence_hashes)
 
 
 @pytest.mark.parametrize("block_size", [1, 2, BLOCK, 3 * BLOCK])
-def test_blocks_of_any_size_are_shared_where_those_recorded_were(tmp_path: Path, block_size: int) -> None:
+def test_prefix_sharing_is_independent_of_the_block_size(tmp_path: Path, block_size: int) -> None:
     made = fleet("a")
     for name, prompt in (("r0", PROMPTS[0]), ("r1", PROMPTS[0]), ("r2", PROMPTS[0][:3] + PROMPTS[1][3:])):
-        ask(made, name, prompt, 3)
+        submit(made, name, prompt, 3)
     found = [unpack_u64(sequence_hashes(turn, BLOCK, block_size)) for turn in turns(made, tmp_path / "run.db")]
     for hashes, turn in zip(found, turns(made, tmp_path / "again.db"), strict=True):
         assert len(hashes) == len(set(hashes)) == turn.prompt_tokens // block_size
@@ -73,9 +73,9 @@ def test_blocks_of_any_size_are_shared_where_those_recorded_were(tmp_path: Path,
 def test_unfinished_requests_get_the_median_length_and_a_note(tmp_path: Path) -> None:
     made = fleet("a")
     for number, tokens in enumerate((5, 9, 7)):
-        ask(made, f"r{number}", PROMPTS[0], tokens)
-    ask(made, "gone", PROMPTS[1], None, routing=RoutingHints(worker_id="a"))
-    made("requests", RequestCancelled(request_id="gone"))
+        submit(made, f"r{number}", PROMPTS[0], tokens)
+    submit(made, "cancelled", PROMPTS[1], None, routing=RoutingHints(worker_id="a"))
+    made("requests", RequestCancelled(request_id="cancelled"))
     found = workload(made, tmp_path / "run.db")
     assert [turn.output_tokens for turn in found.turns()] == [5, 9, 7, 7]
     assert found.survey().notes == [
@@ -85,12 +85,12 @@ def test_unfinished_requests_get_the_median_length_and_a_note(tmp_path: Path) ->
     ]
 
 
-def test_a_repeated_id_is_one_request_while_it_is_under_way_and_another_later(tmp_path: Path) -> None:
+def test_a_repeated_id_is_a_new_request_once_the_first_has_ended(tmp_path: Path) -> None:
     made = fleet("a")
     first = request("r", PROMPTS[0])
     made("requests", first, 1_000)
     made("requests", first, 10)  # a redelivery
-    made("requests", request("r", PROMPTS[1], nonce=7), 10)  # another with its id: refused
+    made("requests", request("r", PROMPTS[1], nonce=7), 10)  # another request with the same id, rejected
     made("progress", report_progress(made, "r", FirstTokenEmitted), 10)
     made("progress", report_progress(made, "r", RequestFinished, finish_reason="length", output_tokens=4), 10)
     assert [turn.output_tokens for turn in turns(made, tmp_path / "run.db")] == [4]
@@ -99,13 +99,13 @@ def test_a_repeated_id_is_one_request_while_it_is_under_way_and_another_later(tm
 def test_options_apply(tmp_path: Path) -> None:
     made = fleet("a")
     for number in range(10):
-        ask(made, f"r{number}", PROMPTS[0], 3)
+        submit(made, f"r{number}", PROMPTS[0], 3)
     options = WorkloadOptions(speed=2.0, duration_s=0.0045)
     assert [turn.at_us for turn in turns(made, tmp_path / "run.db", options)] == [0, 1_000, 2_000]
 
 
-def test_requests_match_those_of_a_walk(tmp_path: Path) -> None:
-    """The order alone says what was taken, of a whole log with three owners and of a recording of its second half."""
+def test_requests_match_the_observed_history(tmp_path: Path) -> None:
+    """Requests taken from a whole log and from a recording of its second half match the observed history."""
     path = tmp_path / "run.db"
     asyncio.run(run(path))
     middle = journal_of(path)[len(journal_of(path)) // 2]
@@ -113,11 +113,11 @@ def test_requests_match_those_of_a_walk(tmp_path: Path) -> None:
         asyncio.run(sliced(log, tmp_path / "rec", Window(from_us=middle.at_us)))
     for where, least in ((path, 60), (tmp_path / "rec", 10)):
         with opened(where) as log:
-            asked = [one for one in asyncio.run(observe_history(log, 0)).requests if not one.in_flight]
+            recorded = [one for one in asyncio.run(observe_history(log, 0)).requests if not one.in_flight]
         found = list(open_workload(str(where), WorkloadOptions()).turns())
-        assert len(found) == len(asked) >= least
-        for turn, one in zip(found, asked, strict=True):
-            assert turn.at_us == one.at_us - asked[0].at_us
+        assert len(found) == len(recorded) >= least
+        for turn, one in zip(found, recorded, strict=True):
+            assert turn.at_us == one.at_us - recorded[0].at_us
             assert turn.prompt_tokens == one.prompt_tokens
             assert turn.output_tokens == (one.output_tokens or 3)
 
@@ -127,7 +127,7 @@ def test_unusable_recordings_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(WorkloadUnusable, match="contains no request to play"):
         workload(nobody, tmp_path / "nobody.db").survey()
     unfinished = fleet("a")
-    ask(unfinished, "r", PROMPTS[0], None)
+    submit(unfinished, "r", PROMPTS[0], None)
     with pytest.raises(WorkloadUnusable, match="no request finished, so no response length is known"):
         workload(unfinished, tmp_path / "unfinished.db").survey()
     (tmp_path / "broken.db").write_bytes(b"SQLite format 3\0" + bytes(100))

@@ -1,4 +1,4 @@
-"""Our own format holds any workload exactly; Azure's CSV; formats told by their content; real traces where they lie."""
+"""The native format is lossless, Azure's CSV is supported, and formats are detected from the content."""
 
 import json
 import os
@@ -24,9 +24,9 @@ US_MAX = 3_155_760_000_000_000
 
 @st.composite
 def some_turns(draw: st.DrawFn) -> list[Turn]:
-    """Any that a workload may hold: times that do not go back, chained ids, what follows behind what it follows on."""
+    """Generate valid turns: monotone times, chained block ids, dependents after their dependencies."""
     found: list[Turn] = []
-    group: list[int] = []  # rows with a time of their own before each, itself included
+    group: list[int] = []  # number of rows with a fixed time up to and including each row
     at_us = own = 0
     for number in range(draw(st.integers(1, 6))):
         last = [one for one in range(number) if group[one] == own]
@@ -56,9 +56,7 @@ def some_turns(draw: st.DrawFn) -> list[Turn]:
 
 
 @given(some_turns())
-def test_our_own_format_holds_every_workload_exactly(
-    tmp_path_factory: pytest.TempPathFactory, wanted: list[Turn]
-) -> None:
+def test_the_native_format_is_lossless(tmp_path_factory: pytest.TempPathFactory, wanted: list[Turn]) -> None:
     path = tmp_path_factory.getbasetemp() / "round-trip.jsonl"
     path.write_bytes(b"".join(encode_workload(wanted, WorkloadHeader(block_tokens=64, name="n", source="s"))))
     workload = open_workload(str(path), WorkloadOptions(by_model=True))
@@ -110,7 +108,7 @@ def test_azures_rows_have_times_and_lengths(tmp_path: Path) -> None:
         ("2124-11-16 18:15:51,1,1", "is more than 100 years after that of the first row"),
     ],
 )
-def test_a_bad_row_of_azures_is_named(tmp_path: Path, line: str, reason: str) -> None:
+def test_error_names_an_invalid_azure_row(tmp_path: Path, line: str, reason: str) -> None:
     path = tmp_path / "azure.csv"
     path.write_text(AZURE + line)
     lines = AZURE.splitlines()
@@ -122,7 +120,7 @@ def test_a_bad_row_of_azures_is_named(tmp_path: Path, line: str, reason: str) ->
     assert (survey.requests, survey.skipped) == (4, 1)
 
 
-def test_other_columns_are_no_trace_of_azures(tmp_path: Path) -> None:
+def test_other_columns_are_rejected_as_azure_trace(tmp_path: Path) -> None:
     (tmp_path / "x.csv").write_text("time,tokens\n1,2\n")
     with pytest.raises(WorkloadUnusable, match=r"x.csv, line 1: expected the columns TIMESTAMP"):
         open_workload(str(tmp_path / "x.csv"), WorkloadOptions()).survey()
@@ -146,11 +144,11 @@ ROW = '{"timestamp": 1, "input_length": 1, "output_length": 1, "hash_ids": [1]}'
 RUN = {"block_size": 64, "hash_id_scope": "local", "requests": []}
 
 
-def test_the_documentation_holds_a_file_that_plays_and_every_setting(tmp_path: Path) -> None:
+def test_the_documentation_has_a_valid_example_and_every_setting(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "workloads.md").read_text()
     (tmp_path / "ours").write_text(page.split("```json\n")[1].split("```")[0])
     found = list(open_workload(str(tmp_path / "ours"), WorkloadOptions()).turns())
-    # The second request of the session stands right behind the first.
+    # The second request of the session follows the first.
     assert [(turn.prompt_tokens, turn.after) for turn in found] == [(1500, ()), (1600, (0,)), (900, ()), (2100, (2, 1))]
     assert all(
         f"`{name}`" in page for name in (*SyntheticSettings.__struct_fields__, *LinkedRow.__struct_fields__, *FORMATS)
@@ -180,13 +178,13 @@ def test_format_is_detected_from_the_content(tmp_path: Path, name: str, text: st
 
 
 @pytest.mark.parametrize("text", ['{"layers": 32}', '{\n  "layers": 32\n}\n', "[1]", "layers = 32", "{"])
-def test_a_file_of_another_kind_is_refused_with_the_formats_there_are(tmp_path: Path, text: str) -> None:
+def test_error_for_an_unknown_format_lists_the_formats(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(WorkloadUnusable, match=r"config.json: unknown format; .* \(formats: forebay, .*lmcache"):
         open_workload(str(tmp_path / "config.json"), WorkloadOptions())
 
 
-def test_a_format_that_is_named_is_taken(tmp_path: Path) -> None:
+def test_an_explicit_format_is_used(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text(ROW)
     assert open_workload(f"mooncake:{tmp_path / 'a.csv'}", WorkloadOptions()).survey().requests == 1
     with pytest.raises(WorkloadUnusable, match="the columns TIMESTAMP"):
@@ -214,13 +212,13 @@ def test_ids_are_checked_in_bounded_memory(tmp_path: Path, monkeypatch: pytest.M
         path.write_text("\n".join(map(json.dumps, lines)))
         return open_workload(str(path), WorkloadOptions()).survey().requests
 
-    assert survey(rows[:6]) == 6, "the third and fourth rows had told more than is remembered"
+    assert survey(rows[:6]) == 6, "the third and fourth rows exceeded the bounded id memory"
     with pytest.raises(WorkloadUnusable, match="line 7: hash id 6 comes after 7"):
         survey(rows)
 
 
-WHOLE_BLOCKS = 0.006  # that program leaves what is no whole block out of the count
-PUBLISHED: list[tuple[str, dict[str, Any]]] = [  # as counted by another program
+WHOLE_BLOCKS = 0.006  # the reference program does not count partial blocks
+PUBLISHED: list[tuple[str, dict[str, Any]]] = [  # as counted by a reference program
     ("mooncake/conversation_trace.jsonl", {"requests": 12_031, "tokens": 0.3736, "blocks": 0.3664, "dispersion": 7.9}),
     ("mooncake/synthetic_trace.jsonl", {"requests": 3_993, "tokens": 0.6512, "blocks": 0.6396, "dispersion": 1.1}),
     ("azure/AzureLLMInferenceTrace_conv.csv", {"requests": 19_366, "tokens": 0.0, "dispersion": 1.4}),
@@ -234,7 +232,7 @@ PUBLISHED: list[tuple[str, dict[str, Any]]] = [  # as counted by another program
 
 @pytest.mark.skipif(not TRACES, reason="set FOREBAY_TRACES to a folder of published traces")
 @pytest.mark.parametrize(("name", "wanted"), PUBLISHED)
-def test_published_traces_have_the_figures_that_were_counted(tmp_path: Path, name: str, wanted: dict[str, Any]) -> None:
+def test_published_traces_have_their_published_statistics(tmp_path: Path, name: str, wanted: dict[str, Any]) -> None:
     workload = open_workload(str(Path(TRACES) / name), WorkloadOptions())
     assert workload.survey().skipped == 0
     found = workload_statistics(workload.turns(), workload.block_tokens)

@@ -1,4 +1,4 @@
-"""Files of one request a line: Mooncake's, its dialect with sessions, and ours; what is refused, and how it is said."""
+"""Files with one request per line: Mooncake's format, its session dialect, the native format, and their errors."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def turns(path: str, **options: Any) -> list[Turn]:
 
 @st.composite
 def some_turns(draw: st.DrawFn) -> Turn:
-    # Few ids, so that prompts share beginnings, repeat ids, and meet the same id behind another parent.
+    # Few ids, so that prompts share prefixes, repeat ids and have equal ids under different parents.
     ids = draw(st.lists(st.integers(min_value=0, max_value=2), min_size=1, max_size=4))
     length = draw(st.integers(min_value=1, max_value=len(ids) * BLOCK_TOKENS))
     return Turn(number=0, prompt_tokens=length, output_tokens=1, block_ids=tuple(ids))
@@ -71,7 +71,7 @@ def test_equal_times_keep_the_order_of_the_file(tmp_path: Path) -> None:
     assert [turn.at_us for turn in turns(path, speed=2)] == [0, 1_500, 1_500, 1_500, 3_500, 3_750]
 
 
-WITHOUT_IDS: list[tuple[str | dict[str, object], str]] = [  # which a row of ours may be
+WITHOUT_IDS: list[tuple[str | dict[str, object], str]] = [  # valid in the native format
     ('{"timestamp": 6, "input_length": 1, "output_length": 1}', "hash_ids"),
     ({"hash_ids": []}, "hash"),
 ]
@@ -113,7 +113,7 @@ BAD_ROWS: list[tuple[str | dict[str, object], str]] = [
         *(([{**GOOD, "session_id": "linked"}], *case) for case in (*BAD_ROWS, *WITHOUT_IDS)),
     ],
 )
-def test_a_bad_row_is_named_with_its_line_and_the_reason(
+def test_error_names_the_line_and_reason_of_an_invalid_row(
     tmp_path: Path, header: list[dict[str, Any]], bad: str | dict[str, object], reason: str
 ) -> None:
     line = bad if isinstance(bad, str) else json.dumps({**GOOD, **bad})
@@ -174,7 +174,7 @@ def test_unreadable_files_are_rejected(tmp_path: Path) -> None:
             turns(name.replace("pipe", str(tmp_path / "pipe")))
 
 
-def test_other_line_ends_and_a_byte_order_mark_change_nothing(tmp_path: Path) -> None:
+def test_line_endings_and_a_byte_order_mark_are_ignored(tmp_path: Path) -> None:
     lines = [GOOD, {**GOOD, "timestamp": 9, "delay": 0}]
     plain = write(tmp_path / "plain", lines)
     other = tmp_path / "other"
@@ -185,7 +185,7 @@ def test_other_line_ends_and_a_byte_order_mark_change_nothing(tmp_path: Path) ->
     assert turns(str(ours)) == turns(plain)
 
 
-def test_a_session_goes_on_after_its_answers(tmp_path: Path) -> None:
+def test_a_session_continues_after_its_responses(tmp_path: Path) -> None:
     rows = [
         {**GOOD, "timestamp": 0, "session_id": "a", "output_length": 1},
         {**GOOD, "timestamp": 100, "session_id": "b", "output_length": 2},
@@ -197,13 +197,13 @@ def test_a_session_goes_on_after_its_answers(tmp_path: Path) -> None:
     ]
     rows = [{name: value for name, value in row.items() if value is not None} for row in rows]
     found = turns(write(tmp_path / "sessions.jsonl", rows))
-    # What follows stands behind what it follows on, before the next that comes at a time of its own.
+    # A dependent row comes after its dependency and before the next row with a fixed time.
     assert [turn.output_tokens for turn in found] == [1, 3, 6, 2, 5, 4, 7]
     assert [turn.after for turn in found] == [(), (0,), (1,), (), (3,), (), ()]
     assert [turn.delay_us for turn in found] == [0, 40_500, 7_000, 0, 0, 0, 0]
     assert [turn.at_us for turn in found] == [0, 0, 0, 100_000, 0, 200_000, 300_000]
     assert "".join(turn.session_id for turn in found) == "aaabbcc"
-    # Of a session, what comes in the first 0.05 s even if answers took no time.
+    # The turns of a session that arrive within 0.05 s if every response is instant.
     assert [turn.output_tokens for turn in turns(str(tmp_path / "sessions.jsonl"), duration_s=0.045)] == [1, 3]
 
 
@@ -221,7 +221,7 @@ LINKS: list[tuple[list[dict[str, Any]], int, str]] = [
 
 
 @pytest.mark.parametrize(("rows", "line", "reason"), LINKS)
-def test_a_row_that_follows_on_nothing_is_named(
+def test_error_names_a_row_without_its_dependency(
     tmp_path: Path, rows: list[dict[str, Any]], line: int, reason: str
 ) -> None:
     bare = {name: value for name, value in GOOD.items() if name != "timestamp"}
@@ -255,7 +255,7 @@ def test_dependents_of_skipped_rows_are_skipped(tmp_path: Path) -> None:
         ({**HEADER, "block_tokens": "x"}, "invalid workload header"),
     ],
 )
-def test_a_header_of_another_kind_is_refused(tmp_path: Path, header: dict[str, Any], reason: str) -> None:
+def test_an_unknown_header_is_rejected(tmp_path: Path, header: dict[str, Any], reason: str) -> None:
     with pytest.raises(WorkloadUnusable, match=rf"line 1: .*{reason}"):
         turns(write(tmp_path / "t", [header, GOOD]))
 

@@ -1,4 +1,4 @@
-"""Recorded runs of agents: Weka's with sub-agents, LMCache's with text; files of them side by side."""
+"""Recorded agent runs: Weka's with sub-agents, LMCache's with text, and several files in parallel."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ from forebay.simulate.workload import Turn, WorkloadOptions, WorkloadUnusable
 
 
 def request(at_s: float, blocks: list[int], **more: Any) -> dict[str, Any]:
-    """A request whose answer took 2 s; half a block of its prompt has no id."""
+    """Return a request whose response took 2 s. Half a block of its prompt has no id."""
     return {"t": at_s, "type": "n", "model": "m", "in": 64 * len(blocks) + 32, "out": 10, "hash_ids": blocks} | {
         "api_time": 2.0,
         **more,
@@ -42,10 +42,10 @@ def write(path: Path, document: Any, indent: int | None = None) -> Path:
     return path
 
 
-def test_a_sub_agent_runs_beside_its_parent_which_waits_for_it(tmp_path: Path) -> None:
+def test_a_parent_waits_for_its_parallel_sub_agent(tmp_path: Path) -> None:
     document = run(
         request(0, [1, 2]),
-        # Both begin 3 s after the first request, which took 2; the second is the last to end, at 20 s.
+        # Both start 3 s after the first request, which took 2 s. The second ends last, at 20 s.
         sub_agent(9, 6, "one", request(0, [50]), request(4, [50, 51], model="small")),
         sub_agent(20, 17, "two", request(0.5, [50])),
         request(25, [1, 2, 3]),
@@ -53,7 +53,7 @@ def test_a_sub_agent_runs_beside_its_parent_which_waits_for_it(tmp_path: Path) -
     )
     found = turns(write(tmp_path / "weka.json", document), by_model=True)
     assert [turn.after for turn in found] == [(), (0,), (1,), (0,), (0, 2, 3), (4,)]
-    # From the last answer, by the recorded times: at 2, 3 + 2, 2, 3 + 0.5 + 2 and 27 s.
+    # Delays from the last response, by the recorded times 2, 3 + 2, 2, 3 + 0.5 + 2 and 27 s.
     delays_s = [turn.delay_us / 1e6 for turn in found]
     assert delays_s == [0, 1, 2, 1.5, 25 - 9, 3]
     assert [turn.session_id for turn in found] == ["weka", "weka/one", "weka/one", "weka/two", "weka", "weka"]
@@ -66,14 +66,14 @@ def test_a_sub_agent_runs_beside_its_parent_which_waits_for_it(tmp_path: Path) -
     assert all(turn.at_us == 0 for turn in found)
 
 
-def test_an_answer_without_a_time_took_as_long_per_token_as_others(tmp_path: Path) -> None:
+def test_a_missing_duration_is_estimated_from_the_time_per_token(tmp_path: Path) -> None:
     untimed = request(10, [1], out=20)
     del untimed["api_time"]
     found = turns(write(tmp_path / "weka.json", run(request(0, [1]), untimed, request(20, [1]))))
-    assert [turn.delay_us / 1e6 for turn in found] == [0, 8, 6]  # 0.2 s a token
+    assert [turn.delay_us / 1e6 for turn in found] == [0, 8, 6]  # 0.2 s per token
 
 
-def test_answers_without_tokens_have_one(tmp_path: Path) -> None:
+def test_empty_responses_count_as_one_token(tmp_path: Path) -> None:
     workload = open_workload(str(write(tmp_path / "weka.json", run(request(0, [1], out=0)))), WorkloadOptions())
     [found] = workload.turns()
     assert found.output_tokens == 1
@@ -93,7 +93,7 @@ def test_ids_of_different_files_are_different(tmp_path: Path) -> None:
     assert {turn.at_us for turn in turns(tmp_path)} == {0}
 
 
-def test_a_bad_request_of_a_run_is_named_and_the_run_goes_on_without_it(tmp_path: Path) -> None:
+def test_an_invalid_request_of_a_run_is_named_and_skipped(tmp_path: Path) -> None:
     write(tmp_path / "a.json", run(request(0, [1])))
     agent = sub_agent(4, 1, "one", request(0, [1, 2], out=-1), request(1, [1, 2]))
     late = request(1, [1])
@@ -104,7 +104,7 @@ def test_a_bad_request_of_a_run_is_named_and_the_run_goes_on_without_it(tmp_path
     survey = workload.survey()
     assert (survey.requests, survey.skipped) == (5, 2)
     assert "request 3: 1 hash ids cover fewer than 192 tokens" in survey.reasons[1]
-    # The late one stands behind nobody later: it comes after the first request and the sub-agent.
+    # The late request depends on no later one: it follows the first request and the sub-agent.
     assert [turn.after for turn in workload.turns()] == [(), (), (1,), (1, 2), (3,)]
     write(tmp_path / "b.json", run(request(9, [1]), request(3, [1])))
     with pytest.raises(WorkloadUnusable, match=r"b.json, request 2: its time, 3 s, is before that of the previous"):
@@ -121,14 +121,14 @@ def test_a_bad_request_of_a_run_is_named_and_the_run_goes_on_without_it(tmp_path
         ("", "is not a Weka trace"),
     ],
 )
-def test_a_file_that_is_no_run_is_named(tmp_path: Path, text: str, reason: str) -> None:
+def test_error_names_a_file_without_a_run(tmp_path: Path, text: str, reason: str) -> None:
     write(tmp_path / "a.json", run(request(0, [1])))
     (tmp_path / "b.json").write_text(text)
     with pytest.raises(WorkloadUnusable, match=rf"b.json: .*{reason}"):
         turns(tmp_path, skip_bad_rows=True)
 
 
-def test_agents_in_agents_have_a_bound(tmp_path: Path) -> None:
+def test_nesting_of_sub_agents_is_bounded(tmp_path: Path) -> None:
     inner = request(0, [1])
     for depth in range(40):
         inner = sub_agent(1, 1, f"a{depth}", inner)
@@ -136,7 +136,7 @@ def test_agents_in_agents_have_a_bound(tmp_path: Path) -> None:
         turns(write(tmp_path / "a.json", run(inner)))
 
 
-def test_files_of_requests_are_not_played_side_by_side(tmp_path: Path) -> None:
+def test_several_request_files_are_rejected(tmp_path: Path) -> None:
     row = {"timestamp": 0, "input_length": 1, "output_length": 1, "hash_ids": [1]}
     paths = [write(tmp_path / name, row) for name in ("a.jsonl", "b.jsonl")]
     for names in (paths, [tmp_path]):
@@ -155,7 +155,7 @@ def write_calls(path: Path, *calls: dict[str, Any] | str) -> Path:
     return path
 
 
-def test_calls_are_played_in_the_order_of_time_and_not_before_the_answer(tmp_path: Path) -> None:
+def test_calls_are_played_in_time_order_after_the_previous_response(tmp_path: Path) -> None:
     first, second = "a" * 600, "a" * 600 + "b" * 300
     write_calls(tmp_path / "x.jsonl", call(9_000_000, second, "12345", "x"), call(7_000_000, first, "", "x"))
     write_calls(tmp_path / "y.jsonl", call(6_500_000, second + "c" * 200, session="y"), "\n")
@@ -173,7 +173,7 @@ def test_calls_are_played_in_the_order_of_time_and_not_before_the_answer(tmp_pat
     assert [turn.at_us for turn in turns(tmp_path, session_spacing_s=3)] == [0, 3_000_000, 5_000_000]
 
 
-def test_sessions_of_one_file_are_sessions(tmp_path: Path) -> None:
+def test_a_file_can_hold_several_sessions(tmp_path: Path) -> None:
     calls = [call(5, "b", session="two"), call(9, "b", session="one"), call(0, "a", session="one")]
     found = turns(write_calls(tmp_path / "all.jsonl", *calls))
     assert [(turn.at_us, turn.after, turn.session_id) for turn in found] == [
@@ -183,7 +183,7 @@ def test_sessions_of_one_file_are_sessions(tmp_path: Path) -> None:
     ]
 
 
-def test_text_is_counted_by_a_tokenizer(tmp_path: Path) -> None:
+def test_text_is_tokenized_to_count_tokens(tmp_path: Path) -> None:
     words = Tokenizer(WordLevel({"[UNK]": 0, "one": 1, "two": 2}, unk_token="[UNK]"))
     words.pre_tokenizer = Whitespace()
     words.save(str(tmp_path / "tokenizer.json"))
@@ -207,7 +207,7 @@ def test_text_is_counted_by_a_tokenizer(tmp_path: Path) -> None:
         ({"timestamp": 1, "input": "x"}, "output"),
     ],
 )
-def test_a_bad_call_is_named(tmp_path: Path, bad: dict[str, Any] | str, reason: str) -> None:
+def test_error_names_an_invalid_call(tmp_path: Path, bad: dict[str, Any] | str, reason: str) -> None:
     path = write_calls(tmp_path / "x.jsonl", call(3, "x"), bad, call(5, "x"))
     with pytest.raises(WorkloadUnusable, match=rf"x.jsonl, line 2: .*{reason}"):
         turns(path)
@@ -215,7 +215,7 @@ def test_a_bad_call_is_named(tmp_path: Path, bad: dict[str, Any] | str, reason: 
     assert (survey.requests, survey.skipped) == (2, 1)
 
 
-def test_a_file_of_bad_calls_alone_is_named(tmp_path: Path) -> None:
+def test_error_names_a_file_with_only_invalid_calls(tmp_path: Path) -> None:
     bad = write_calls(tmp_path / "a.jsonl", call(-1, "x"))
     good = write_calls(tmp_path / "b.jsonl", call(3, "x"))
     for files in ((bad,), (bad, good), (good, bad)):

@@ -1,4 +1,4 @@
-"""Knobs of a workload: what they change, and what prompts share before and after."""
+"""Scaling options of a workload and their effect on shared prefixes."""
 
 import json
 from itertools import combinations, pairwise
@@ -19,7 +19,7 @@ Rows = list[dict[str, Any]]
 
 
 def tree(paths: list[list[int]], cut: list[int]) -> Rows:
-    """Prompts whose ids are chained: a path through a tree of texts each, its last block cut by so many tokens."""
+    """Return prompts that are paths through a prefix tree, each with its last block shortened by `cut` tokens."""
     names: dict[tuple[int, ...], int] = {}
     rows = []
     for number, (path, less) in enumerate(zip(paths, cut, strict=True)):
@@ -62,7 +62,7 @@ def test_scaled_prompts_share_scaled_prefixes(
     for a, b in combinations(range(len(rows)), 2):
         shared = common(before[a].block_ids, before[b].block_ids)
         depth[a], depth[b] = max(depth[a], shared), max(depth[b], shared)
-        # Of a last block that both have and that is not full, as much as it is long.
+        # A shared partial last block counts with its own length.
         whole = min(shared, *(before[at].prompt_tokens // SIZE for at in (a, b)))
         now = common(after[a].block_ids, after[b].block_ids)
         assert min(now, *(after[at].prompt_tokens // SIZE for at in (a, b))) >= int(whole * prefix + 0.5)
@@ -76,7 +76,7 @@ def test_scaled_prompts_share_scaled_prefixes(
             assert new.prompt_tokens == max(1, int(shared * prefix + 0.5) * SIZE)
 
 
-def test_the_worked_example_of_the_documentation(tmp_path: Path) -> None:
+def test_the_example_of_the_documentation(tmp_path: Path) -> None:
     ids = [[0, 1, 2, 3], [0, 1], [0, 1, 2], [0, 4, 5]]
     rows = [{"timestamp": at, "output_length": 1, "hash_ids": one} for at, one in enumerate(ids)]
     rows = [{**row, "input_length": SIZE * len(ids[at]) - 12 * (at in {0, 3})} for at, row in enumerate(rows)]
@@ -127,7 +127,7 @@ def test_a_session_stays_in_one_copy(tmp_path: Path) -> None:
     assert len({turn.block_ids[0] for turn in found if turn.session_id == "a"}) == 1
 
 
-def test_prompts_without_ids_are_all_their_own(tmp_path: Path) -> None:
+def test_prompts_without_ids_are_unique(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n")
     workload = open_workload(str(path), WorkloadOptions(prefix_multiplier=9, prefix_roots=3, prompt_multiplier=1.5))

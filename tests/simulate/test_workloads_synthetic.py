@@ -1,4 +1,4 @@
-"""Invented workloads: distributions, trees of shared prefixes, sessions; the same everywhere, and never held whole."""
+"""Synthetic workloads follow their settings, are reproducible and are generated incrementally."""
 
 import math
 import random
@@ -30,7 +30,7 @@ def gaps_s(at_us: list[int]) -> list[float]:
     return [(b - a) / 1e6 for a, b in pairwise([0, *at_us])]
 
 
-def test_draws_have_the_distributions_that_they_are_named_for() -> None:
+def test_draws_follow_their_named_distribution() -> None:
     rng = random.Random(SEED)
     one = [exponential(rng) for _ in range(40_000)]
     assert statistics.fmean(one) == pytest.approx(1, rel=0.02)
@@ -52,7 +52,7 @@ def test_a_lognormal_length_has_its_mean_and_its_99th_percentile(mean: float, p9
     assert drawn[int(0.99 * len(drawn))] == pytest.approx(p99, rel=0.08)
 
 
-def test_arrivals_have_their_rate_and_their_variation() -> None:
+def test_arrivals_have_the_configured_rate_and_variation() -> None:
     steady = gaps_s(list(islice(poisson(random.Random(SEED), 4.0), 40_000)))
     assert statistics.fmean(steady) == pytest.approx(0.25, rel=0.02)
     assert statistics.pstdev(steady) / statistics.fmean(steady) == pytest.approx(1, rel=0.03)
@@ -76,13 +76,13 @@ def test_the_same_seed_gives_the_same_requests_on_every_machine() -> None:
     assert turns(ALL, seed=SEED) == found != turns(ALL, seed=SEED + 1)
 
 
-def test_lengths_have_a_stream_of_their_own() -> None:
+def test_lengths_have_a_separate_random_stream() -> None:
     plain, long = (turns(f"synthetic:groups=4,prompt={prompt}", seed=SEED) for prompt in ("100", "900/2000"))
     assert [turn.at_us for turn in plain] == [turn.at_us for turn in long]
     assert [turn.block_ids[:32] for turn in plain] == [turn.block_ids[:32] for turn in long]
 
 
-def test_a_session_grows_by_its_answers_and_new_text() -> None:
+def test_a_session_grows_by_responses_and_new_text() -> None:
     found = turns("synthetic:turns=3,prompt=100,output=50,think_s=2,requests=8,rate=1,groups=2,prefix=128", seed=SEED)
     assert [turn.prompt_tokens - 128 for turn in found] == [100, 250, 400, 100, 250, 400, 100, 250]
     assert [turn.after for turn in found] == [(), (0,), (1,), (), (3,), (4,), (), (6,)]
@@ -92,12 +92,12 @@ def test_a_session_grows_by_its_answers_and_new_text() -> None:
         if turn.after:
             assert turn.block_ids[: len(before.block_ids)] == before.block_ids
             assert turn.at_us == 0
-    # A prefix of two whole blocks, one for each group; what follows is the session's.
+    # The prefix has two whole blocks, shared within a group. The rest belongs to the session.
     assert len({turn.block_ids[:2] for turn in found}) == 2
     assert len({turn.block_ids[2] for turn in found}) == 3
 
 
-def test_a_tree_of_prefixes_has_its_levels_and_its_popularity() -> None:
+def test_a_prefix_tree_has_the_configured_levels_and_popularity() -> None:
     text = "synthetic:groups=5,depth=3,branches=2,prefix=64,prompt=10,requests=4000"
     levels = [{turn.block_ids[: depth + 1] for turn in turns(text, seed=SEED)} for depth in range(4)]
     assert [len(level) for level in levels] == [5, 10, 20, 4_000]
@@ -127,7 +127,7 @@ def test_statistics_of_a_synthetic_workload_match_its_settings() -> None:
     assert (found.requests, found.sessions, found.own_times) == (6_000, 6_000, 6_000)
 
 
-def test_nothing_is_kept_of_the_sessions_that_were() -> None:
+def test_ended_sessions_use_no_memory() -> None:
     coming = Synthetic("requests=1000000000,turns=3,groups=10,prompt=500/3000", SEED).turns(RowErrors(skip=False))
     for _ in islice(coming, 500):
         pass
@@ -166,18 +166,18 @@ def test_nothing_is_kept_of_the_sessions_that_were() -> None:
         ("think_s=1e300", "think_s=1e300: beyond 1e\\+12"),
     ],
 )
-def test_a_recipe_that_cannot_be_followed_is_refused(settings: str, reason: str) -> None:
+def test_invalid_settings_are_rejected(settings: str, reason: str) -> None:
     with pytest.raises(WorkloadUnusable, match=f"synthetic:.*{reason}"):
         turns(f"synthetic:{settings}")
 
 
-def test_blocks_beyond_the_context_cost_nothing() -> None:
+def test_blocks_beyond_the_context_are_not_generated() -> None:
     long = turns("synthetic:prefix=1e12,groups=2,depth=64,requests=20,context=1000,seed".removesuffix(",seed"))
     short = turns("synthetic:prefix=5000,groups=2,depth=64,requests=20,context=1000")
     assert long == short
 
 
-def test_think_times_end_after_a_century() -> None:
+def test_total_think_time_is_bounded_by_100_years() -> None:
     name = "synthetic:think_s=1e11,turns=4000,requests=4000,prompt=1,output=1"  # more than 64 bits of microseconds
     found = workload_statistics(iter(turns(name)), 64)
     assert found.delay_s["max"] == 3_155_760_000

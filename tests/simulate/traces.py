@@ -1,4 +1,4 @@
-"""Invented traces for the simulator's tests: conversations that grow turn by turn from a common beginning."""
+"""Synthetic conversation traces for simulator tests, with growing prompts and a common prefix."""
 
 import json
 import random
@@ -12,7 +12,7 @@ SEED = 20_261
 
 
 def conversations(sessions: int, turns: int, every_ms: int = 150) -> list[MooncakeRow]:
-    """Turns of all sessions in turn; each prompt holds the one before. Two rows come at each time."""
+    """Return the turns of all sessions, interleaved. Each prompt extends the previous one; two rows share each time."""
     rng = random.Random(SEED)
     last: dict[int, list[int]] = {session: [0] for session in range(sessions)}
     rows: list[MooncakeRow] = []
@@ -35,7 +35,7 @@ def turn_of(row: MooncakeRow, number: int, speed: float = 1.0) -> Turn:
 
 
 class Rows:
-    """Rows as a workload."""
+    """Workload that plays the given rows."""
 
     name = "rows"
     block_tokens = BLOCK_TOKENS
