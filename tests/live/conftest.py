@@ -1,4 +1,4 @@
-"""A log for each test."""
+"""Give each test a log of its own."""
 
 from collections.abc import AsyncIterator
 

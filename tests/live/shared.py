@@ -1,4 +1,4 @@
-"""What tests of owners share: a log as one of several processes sees it, and what must hold in the end."""
+"""Shared helpers of the owner tests: a log shared by several processes, and invariants of the final log."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -17,14 +17,14 @@ Hook = Callable[[Draft | None], Awaitable[None]]
 
 
 async def nothing(_: Draft | None) -> None:
-    """A hook that does nothing."""
+    """Do nothing; the default append hook."""
 
 
 class SharedLog:
-    """A log as one process of several sees it: records of one append are torn apart, as on Kafka.
+    """A log shared by several processes: the records of one append are written one by one, as on Kafka.
 
-    `hook` is awaited before each record of an `append`, and with None once all are durable, before its caller
-    hears of it. `appends` counts the calls of `append` and `append_soon`.
+    `hook` is awaited before each record of an `append`, and with None once all records are durable but before
+    `append` returns. `appends` counts the calls of `append` and `append_soon`.
     """
 
     def __init__(self, log: Log, hook: Hook = nothing) -> None:
@@ -62,7 +62,7 @@ class SharedLog:
 
 
 class LateTail:
-    """A tail that has nothing at first, as one that must fetch from somewhere."""
+    """A tail that is empty at first, like one that fetches over the network."""
 
     def __init__(self, tail: Tail, wake: Wake) -> None:
         self._tail = tail
@@ -88,7 +88,7 @@ class LateTail:
 
 
 async def proven(log: SqliteLog) -> VerifyReport:
-    """Every decision of the log can be derived again."""
+    """Verify that every decision of the log can be derived again, and return the report."""
     report = await verify(log)
     assert report.divergence is None, report.divergence
     assert report.verified == report.decisions
@@ -96,12 +96,12 @@ async def proven(log: SqliteLog) -> VerifyReport:
 
 
 async def admit(system: System, workers: int) -> None:
-    """A first owner lets the workers in."""
+    """Run a first owner until it has admitted the workers."""
     async with system.owned() as owner:
         await until(lambda: len(owner.world.fleet) == workers)
 
 
 async def valid(log: SqliteLog, kind: type[Kind]) -> list[Kind]:
-    """The valid journal records of a kind, oldest first."""
+    """Return the valid journal records of a kind, oldest first."""
     end = log.next_offset(DECISIONS.name, 0)
     return [record async for _, record in journal(log, 0, 0, end, Validity(-1)) if isinstance(record, kind)]

@@ -1,4 +1,4 @@
-"""What leases become on the topic `fleet`, poll by poll."""
+"""Admission of workers: the fleet events that each poll of the leases produces."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -26,7 +26,7 @@ from forebay.transport.base import Lease, LogError
 from forebay.transport.sqlite.log import SqliteLog
 
 TTL_MS = 30_000
-HALF_MS = TTL_MS // 2  # a loss takes two polls, each of which counts for at most so much
+HALF_MS = TTL_MS // 2  # a loss takes two polls, each of which counts for at most half a TTL
 POOLS = {"default": PoolConfigured(pool="default", model="m", block_size=64)}
 SPEC = WorkerSpec(worker_id="w", model="m", block_size=64, kv_blocks_total=8, max_num_seqs=4, max_num_batched_tokens=64)
 
@@ -48,7 +48,7 @@ def lease(
     renewed: int = 0,
     released: bool = False,
 ) -> Lease:
-    """A lease that was renewed so often."""
+    """Return a lease that was renewed `renewed` times."""
     payload = msgspec.msgpack.encode(WorkerLease(spec=spec, draining=draining))
     return Lease(
         worker_id=name,
@@ -62,7 +62,7 @@ def lease(
 
 
 def others(*names: str, renewed: int = 0) -> list[Lease]:
-    """Leases of other workers, which see to it that one that goes alone is no fault of the store."""
+    """Return healthy leases, so that one missing lease does not count as a failure of the store."""
     return [lease(name=name, spec=msgspec.structs.replace(SPEC, worker_id=name), renewed=renewed) for name in names]
 
 
@@ -82,7 +82,7 @@ async def poll(
     *,
     observed_ms: int = 0,
 ) -> list[Lease]:
-    """One look at the leases by an owner that applied all of `fleet`."""
+    """Poll the leases once, as an owner that has applied all of `fleet`."""
     return await polled.update(leases, pools, log.next_offset(FLEET.name, 0), observed_ms)
 
 
@@ -105,7 +105,7 @@ async def test_a_lease_joins_becomes_suspect_recovers_and_is_lost(log: SqliteLog
     assert {msgspec.to_builtins(fact).get("worker_epoch", 0) for fact in later} == {0}
 
 
-async def test_a_vanished_lease_makes_suspect_and_is_taken_again(log: SqliteLog) -> None:
+async def test_a_worker_with_a_vanished_lease_is_suspect_until_it_reacquires(log: SqliteLog) -> None:
     polled, rest = admission(log), others("x", "y")
     await poll(polled, log, [lease(), *rest])
     await poll(polled, log, rest, observed_ms=500)
@@ -124,7 +124,7 @@ async def test_leases_that_vanish_together_change_nothing(log: SqliteLog, caplog
     assert caplog.text.count("3 of 3 leases failed at once") == 1
 
 
-async def test_a_new_owner_of_a_flushed_group_doubts_and_loses_nobody_that_comes_back(log: SqliteLog) -> None:
+async def test_a_new_owner_after_a_flush_suspects_but_does_not_lose_returning_workers(log: SqliteLog) -> None:
     await poll(admission(log), log, [lease(), *others("x")])
     fleet = Fleet()
     for offset, fact in enumerate(facts(log)):
@@ -136,7 +136,7 @@ async def test_a_new_owner_of_a_flushed_group_doubts_and_loses_nobody_that_comes
     assert [type(fact) for fact in facts(log)][2:] == [WorkerSuspect] * 2 + [WorkerRecovered] * 2
 
 
-async def test_a_member_whose_lease_ran_out_by_a_jump_of_the_clock_stays(log: SqliteLog) -> None:
+async def test_a_clock_jump_that_expires_a_lease_does_not_lose_its_worker(log: SqliteLog) -> None:
     polled = admission(log)
     await poll(polled, log, [lease()])
     assert await poll(polled, log, [lease(-3_600_000)], observed_ms=500) == []
@@ -144,7 +144,7 @@ async def test_a_member_whose_lease_ran_out_by_a_jump_of_the_clock_stays(log: Sq
     assert [type(fact) for fact in facts(log)] == [WorkerJoined]
 
 
-async def test_a_worker_that_its_pool_no_longer_fits_is_lost_and_refused_by_name(
+async def test_a_worker_that_no_longer_fits_its_pool_is_lost_and_rejected_by_name(
     log: SqliteLog, caplog: pytest.LogCaptureFixture
 ) -> None:
     polled = admission(log)
@@ -159,7 +159,7 @@ async def test_a_worker_that_its_pool_no_longer_fits_is_lost_and_refused_by_name
     assert f"worker w was rejected: {lost.reason}" in caplog.text
 
 
-async def test_a_given_up_lease_and_another_incarnation_lose_the_old_epoch(log: SqliteLog) -> None:
+async def test_a_released_lease_and_a_new_incarnation_lose_the_old_epoch(log: SqliteLog) -> None:
     polled = admission(log)
     await poll(polled, log, [lease()])
     await poll(polled, log, [lease(token="t2")])
@@ -184,10 +184,10 @@ async def test_workers_lost_in_one_poll_are_all_suspect_before_the_first_is_lost
     ]
 
 
-async def test_a_lease_that_says_so_is_draining_once_and_until_it_is_lost(log: SqliteLog) -> None:
+async def test_a_draining_lease_emits_one_draining_event_until_it_is_lost(log: SqliteLog) -> None:
     polled = admission(log)
     await poll(polled, log, [lease()])
-    for renewed in (1, 1, 2, 2):  # suspect or not: nothing is sent there anyway
+    for renewed in (1, 1, 2, 2):  # whether suspect or not, a draining worker receives no work
         await poll(polled, log, [lease(draining=True, renewed=renewed)], observed_ms=HALF_MS)
     await poll(polled, log, [lease(0, released=True)])
     assert [type(fact) for fact in facts(log)] == [WorkerJoined, WorkerDraining, WorkerLost]
@@ -204,7 +204,7 @@ async def test_a_suspect_worker_may_drain(log: SqliteLog) -> None:
     assert [type(fact) for fact in facts(log)] == [WorkerJoined, WorkerSuspect, WorkerDraining]
 
 
-async def test_a_new_owner_goes_on_where_the_last_one_stood(log: SqliteLog) -> None:
+async def test_a_new_owner_continues_from_the_fleet_of_its_predecessor(log: SqliteLog) -> None:
     first = admission(log)
     await poll(first, log, [lease(), other := lease(name="v", spec=msgspec.structs.replace(SPEC, worker_id="v"))])
     fleet = Fleet()
@@ -220,16 +220,14 @@ async def test_a_new_owner_goes_on_where_the_last_one_stood(log: SqliteLog) -> N
     assert len(facts(log)) == 3
 
 
-async def test_who_stops_already_is_not_admitted(log: SqliteLog) -> None:
+async def test_a_draining_worker_is_not_admitted(log: SqliteLog) -> None:
     polled = admission(log)
     await poll(polled, log, [lease(draining=True)])
     assert facts(log) == []
     assert polled.refused == {}
 
 
-async def test_a_member_whose_lease_makes_no_sense_any_more_stays(
-    log: SqliteLog, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_member_whose_lease_becomes_undecodable_stays(log: SqliteLog, caplog: pytest.LogCaptureFixture) -> None:
     polled = admission(log)
     await poll(polled, log, [lease()])
     for _ in range(2):
@@ -238,7 +236,7 @@ async def test_a_member_whose_lease_makes_no_sense_any_more_stays(
     assert caplog.text.count("ignored the changed lease of the member w") == 1
 
 
-async def test_slots_are_the_lowest_free_ones(log: SqliteLog) -> None:
+async def test_workers_get_the_lowest_free_slots(log: SqliteLog) -> None:
     polled = admission(log)
 
     def leases(*names: str) -> list[Lease]:
@@ -264,7 +262,7 @@ async def test_slots_are_the_lowest_free_ones(log: SqliteLog) -> None:
         (msgspec.structs.replace(SPEC, worker_id="else"), "names another worker, else"),
     ],
 )
-async def test_who_does_not_fit_is_refused_once_and_by_name(
+async def test_a_worker_that_does_not_fit_is_rejected_once_and_by_name(
     log: SqliteLog, refused: WorkerSpec, why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     polled = admission(log)
@@ -275,38 +273,38 @@ async def test_who_does_not_fit_is_refused_once_and_by_name(
     assert why in caplog.text
 
 
-@pytest.mark.parametrize(("pause_s", "asked"), [(3_600.0, 1), (0.0, 3)])
-async def test_a_slot_that_cannot_be_looked_at_is_asked_for_again_after_a_while(
-    log: SqliteLog, monkeypatch: pytest.MonkeyPatch, pause_s: float, asked: int
+@pytest.mark.parametrize(("pause_s", "attempts"), [(3_600.0, 1), (0.0, 3)])
+async def test_a_slot_whose_partition_cannot_be_read_is_retried_after_a_pause(
+    log: SqliteLog, monkeypatch: pytest.MonkeyPatch, pause_s: float, attempts: int
 ) -> None:
     monkeypatch.setattr(admission_module, "SLOT_RETRY_S", pause_s)
-    polled, asks, end = admission(log), [], log.end
+    polled, reads, end = admission(log), [], log.end
 
     async def failing_twice(topic: str, partition: int) -> int:
-        asks.append(topic)
-        if len(asks) < 3:
+        reads.append(topic)
+        if len(reads) < 3:
             raise LogError("no answer")
         return await end(topic, partition)
 
     monkeypatch.setattr(log, "end", failing_twice)
     for _ in range(3):
         await poll(polled, log, [lease()])
-    assert asks == [work_topic("default").name] * asked
-    assert [type(fact) for fact in facts(log)] == [WorkerJoined] * (asked == 3)
+    assert reads == [work_topic("default").name] * attempts
+    assert [type(fact) for fact in facts(log)] == [WorkerJoined] * (attempts == 3)
     assert polled.refused == {"work_topic": 1}
 
 
 @pytest.mark.parametrize(
     "payload", [b"\xc1", b"\x81\xa4spec\x81\xa9worker_id\xa1\xff", b"\x91" * 100_000], ids=["type", "utf-8", "depth"]
 )
-async def test_a_lease_that_holds_no_description_is_refused(log: SqliteLog, payload: bytes) -> None:
+async def test_a_lease_without_a_decodable_payload_is_rejected(log: SqliteLog, payload: bytes) -> None:
     polled = admission(log)
     await poll(polled, log, [msgspec.structs.replace(lease(), payload=payload)])
     assert facts(log) == []
     assert polled.refused == {"spec": 1}
 
 
-async def test_a_lost_lease_that_is_renewed_late_is_forgotten_all_the_same(log: SqliteLog) -> None:
+async def test_a_lost_lease_is_forgotten_even_if_it_is_renewed_late(log: SqliteLog) -> None:
     polled = admission(log)
     await poll(polled, log, [lease()])
     await poll(polled, log, [lease(14_000)], observed_ms=HALF_MS)
@@ -318,7 +316,7 @@ async def test_a_lost_lease_that_is_renewed_late_is_forgotten_all_the_same(log: 
     assert isinstance(facts(log)[-1], WorkerJoined)
 
 
-async def test_a_lease_is_not_forgotten_before_the_owner_applied_its_fact(log: SqliteLog) -> None:
+async def test_a_lease_is_not_forgotten_before_the_owner_applied_its_event(log: SqliteLog) -> None:
     polled = admission(log)
     await poll(polled, log, [lease()])
     await poll(polled, log, [released := lease(0, released=True)])
@@ -334,8 +332,8 @@ async def test_without_a_free_slot_a_worker_waits(log: SqliteLog, caplog: pytest
         await poll(polled, log, three)
     assert polled.refused == {"slots": 1}
     assert caplog.text.count("all 2 slots of its model in the pool default are in use") == 1
-    gone = lease(0, name="a", spec=msgspec.structs.replace(SPEC, worker_id="a"), released=True)
-    await poll(polled, log, [gone, *three[1:]])
+    first = lease(0, name="a", spec=msgspec.structs.replace(SPEC, worker_id="a"), released=True)
+    await poll(polled, log, [first, *three[1:]])
     slots = {fact.spec.worker_id: fact.slot for fact in facts(log) if isinstance(fact, WorkerJoined)}
     assert slots == {"a": 0, "b": 1, "c": 0}
 
@@ -371,7 +369,7 @@ async def test_owners_of_several_groups_assign_disjoint_slots_of_one_pool(
         {"loras": ("../x",)},
     ],
 )
-async def test_a_lease_with_a_name_that_cannot_be_used_is_refused(
+async def test_a_lease_with_an_invalid_name_is_rejected(
     log: SqliteLog, caplog: pytest.LogCaptureFixture, changes: dict[str, Any]
 ) -> None:
     spec = msgspec.structs.replace(SPEC, **changes)

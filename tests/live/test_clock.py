@@ -1,4 +1,4 @@
-"""Time in the log: it starts at the larger of the machine's clock and the last reading, and goes on evenly."""
+"""The recorded clock starts at the larger of the machine's clock and the last reading, and advances steadily."""
 
 import asyncio
 
@@ -18,8 +18,8 @@ NOON_US = 1_000_000_000_000
 HOUR_US = 3_600_000_000
 
 
-class Hands:
-    """A clock that a test moves."""
+class ManualClock:
+    """A clock that a test sets."""
 
     def __init__(self, now_us: int) -> None:
         self.now_us = now_us
@@ -29,8 +29,8 @@ class Hands:
 
 
 @pytest.mark.parametrize(("recorded_us", "starts_us"), [(NOON_US + 7, NOON_US + 7), (NOON_US - 7, NOON_US)])
-def test_it_starts_at_the_larger_reading_and_advances_at_once(recorded_us: int, starts_us: int) -> None:
-    hands = Hands(NOON_US)
+def test_the_clock_starts_at_the_larger_reading_and_advances_at_once(recorded_us: int, starts_us: int) -> None:
+    hands = ManualClock(NOON_US)
     clock = RunClock(hands)
     clock.resume(recorded_us)
     assert clock.now_us() == starts_us
@@ -48,13 +48,13 @@ def test_steps_of_the_wall_clock_change_nothing() -> None:
 
 
 @pytest.mark.parametrize("skew_us", [HOUR_US, -HOUR_US, 0])
-async def test_a_take_over_between_clocks_that_differ(
+async def test_deadlines_expire_after_a_takeover_between_differing_clocks(
     log: SqliteLog, skew_us: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The first owner's clock is ahead, behind, or right: deadlines pass under the second one all the same."""
+    """Deadlines expire under the second owner whether the first owner's clock was ahead, behind or correct."""
     async with System(log).started(workers=0) as system:
         system.start_worker("slow", speedup=0.01)
-        first = Owner(log, system.leases, settings(), Hands(NOON_US + skew_us))
+        first = Owner(log, system.leases, settings(), ManualClock(NOON_US + skew_us))
         await first.start()
         running = asyncio.create_task(first.run())
         await until(lambda: len(first.world.fleet) == 1)
@@ -62,7 +62,7 @@ async def test_a_take_over_between_clocks_that_differ(
         await running
         await first.close()
         recorded_us = first.world.now_us
-        hands = Hands(NOON_US)
+        hands = ManualClock(NOON_US)
         second = Owner(log, system.leases, settings(), hands)
         await second.start()
         running = asyncio.create_task(second.run())

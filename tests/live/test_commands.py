@@ -1,4 +1,4 @@
-"""Commands as an owner sends them: once to each worker, again after a take-over, and never without an outcome."""
+"""Worker commands of an owner: sent once to each worker, sent again after a takeover, always with an outcome."""
 
 import asyncio
 from pathlib import Path
@@ -29,10 +29,10 @@ WORK = work_topic("default")
 PROMPT = list(range(12))
 
 
-class Operated(System):
-    """A system whose workers are commanded. `idle` ones hold a lease and do nothing."""
+class CommandedSystem(System):
+    """A system whose workers receive commands; a worker added by `join` holds a lease and does nothing."""
 
-    def put(self, topic: Topic, event: Event) -> None:
+    def append(self, topic: Topic, event: Event) -> None:
         self.log.append_soon([Draft(topic.name, 0, encode(topic, event))])
 
     def command(self, name: str, action: Any = "clear_kv_blocks", **changes: Any) -> None:
@@ -45,9 +45,9 @@ class Operated(System):
             "timeout_us": 60_000_000,
             **changes,
         }
-        self.put(CONTROL, WorkerCommanded(**fields))
+        self.append(CONTROL, WorkerCommanded(**fields))
 
-    def idle(self, name: str, **offers: Any) -> None:
+    def join(self, name: str, **offers: Any) -> None:
         size = {"block_size": BLOCK, "kv_blocks_total": 64, "max_num_seqs": 8, "max_num_batched_tokens": 64}
         spec = WorkerSpec(**{"worker_id": name, "model": MODEL, **size, **offers})
         self.leases.acquire(MODEL, name, f"{name}-1", msgspec.msgpack.encode(WorkerLease(spec=spec)), 60_000)
@@ -55,7 +55,7 @@ class Operated(System):
     def sent(self, slot: int = 0) -> list[WorkerCommand]:
         return self.events(WORK, WorkerCommand, slot)
 
-    def obey(self, sent: WorkerCommand, worker_id: str, *loras: str) -> None:
+    def complete(self, sent: WorkerCommand, worker_id: str, *loras: str) -> None:
         done = CommandDone(
             command_id=sent.command_id,
             action=sent.command.action,
@@ -64,9 +64,9 @@ class Operated(System):
             owner_epoch=sent.owner_epoch,
             loras=loras,
         )
-        self.put(PROGRESS, done)
+        self.append(PROGRESS, done)
 
-    def told(self, name: str) -> list[CommandResponse]:
+    def responses(self, name: str) -> list[CommandResponse]:
         return [event for event in self.events(TOKENS, CommandResponse, SLOT) if event.command_id == name]
 
 
@@ -76,41 +76,41 @@ def slot_of(owner: Owner, worker_id: str) -> int:
     return worker.slot
 
 
-def outcomes(told: CommandResponse) -> dict[str, tuple[str, tuple[str, ...]]]:
-    return {one.worker_id: (one.status, one.loras) for one in told.outcomes}
+def outcomes(response: CommandResponse) -> dict[str, tuple[str, tuple[str, ...]]]:
+    return {one.worker_id: (one.status, one.loras) for one in response.outcomes}
 
 
 @pytest.mark.parametrize("reason", get_args(CommandRefusal))
-def test_every_refusal_is_told_with_a_status(reason: CommandRefusal) -> None:
+def test_every_refusal_is_reported_with_a_status(reason: CommandRefusal) -> None:
     refused = CommandSent(command_id="c", reply_slot=SLOT, action="sleep", reason=reason, message="no")
     (draft,) = encode_effects(MODEL, refused)
-    told = msgspec.msgpack.decode(draft.value)
+    responses = msgspec.msgpack.decode(draft.value)
     assert draft.partition == SLOT
-    assert (told["error"]["message"], 400 <= told["error"]["status"] < 600) == ("no", True)
+    assert (responses["error"]["message"], 400 <= responses["error"]["status"] < 600) == ("no", True)
     assert encode_effects(MODEL, CommandSent(command_id="c", reply_slot=SLOT, action="sleep")) == []
 
 
-async def test_an_adapter_is_loaded_used_and_unloaded(log: SqliteLog, tmp_path: Path) -> None:
-    system = Operated(log)
+async def test_a_lora_adapter_is_loaded_used_and_unloaded(log: SqliteLog, tmp_path: Path) -> None:
+    system = CommandedSystem(log)
     async with system.started(2), system.owned() as owner:
         await until(lambda: len(owner.world.fleet) == 2)
         system.send(submitted("early", PROMPT, lora_name="x"))
         await until_ended(system, "early")
         where = {"lora_name": "x", "lora_path": str(tmp_path)}
         system.command("load", "load_lora", worker_ids=("w1",), **where)
-        await until(lambda: system.told("load"))
+        await until(lambda: system.responses("load"))
         system.send(submitted("r", PROMPT, lora_name="x"))
         await until_ended(system, "r")
         system.command("list", "list_loras")
-        await until(lambda: system.told("list"))
+        await until(lambda: system.responses("list"))
         system.command("unload", "unload_lora", lora_name="x")
-        await until(lambda: system.told("unload"))
+        await until(lambda: system.responses("unload"))
         slot = slot_of(owner, "w1")
         system.send(submitted("late", PROMPT, lora_name="x"))
         await until_ended(system, "late")
-    assert outcomes(system.told("load")[0]) == {"w1": ("done", ("x",))}
-    assert outcomes(system.told("list")[0]) == {"w0": ("done", ()), "w1": ("done", ("x",))}
-    assert outcomes(system.told("unload")[0]) == {"w0": ("refused", ()), "w1": ("done", ())}
+    assert outcomes(system.responses("load")[0]) == {"w1": ("done", ("x",))}
+    assert outcomes(system.responses("list")[0]) == {"w0": ("done", ()), "w1": ("done", ("x",))}
+    assert outcomes(system.responses("unload")[0]) == {"w0": ("refused", ()), "w1": ("done", ())}
     assert [item.request_id for item in system.events(WORK, WorkItem, slot)] == ["r"]
     for name in ("early", "late"):
         error = system.ends()[name][0].error
@@ -119,22 +119,22 @@ async def test_an_adapter_is_loaded_used_and_unloaded(log: SqliteLog, tmp_path: 
     await proven(log)
 
 
-async def test_a_new_owner_sends_again_what_is_pending_and_tells_the_outcome(log: SqliteLog) -> None:
-    system = Operated(log)
-    system.idle("w0")
-    system.idle("w1")
+async def test_a_new_owner_resends_pending_commands_and_reports_the_outcome(log: SqliteLog) -> None:
+    system = CommandedSystem(log)
+    system.join("w0")
+    system.join("w1")
     async with system.owned() as owner:
         await until(lambda: len(owner.world.fleet) == 2)
         first_epoch = owner.journal.epoch
         system.command("c", "load_lora", lora_name="x", lora_path="/x", nonce=7)
         slots = slot_of(owner, "w0"), slot_of(owner, "w1")
         await until(lambda: system.sent(0) and system.sent(1))
-        system.obey(system.sent(slots[0])[0], "w0", "x")
+        system.complete(system.sent(slots[0])[0], "w0", "x")
         await until(lambda: log.next_offset(PROGRESS.name, 0) == owner.world.view.get(PROGRESS.name))
-        assert system.told("c") == []
+        assert system.responses("c") == []
     async with system.owned() as owner:
         await until(lambda: len(system.sent(slots[1])) == 2)
-        assert len(system.sent(slots[0])) == 1, "who has answered is not asked again"
+        assert len(system.sent(slots[0])) == 1, "a worker that has answered receives the command only once"
         first, again = system.sent(slots[1])
         assert (first.owner_epoch, again.owner_epoch) == (first_epoch, owner.journal.epoch)
         assert (again.command_id, again.nonce, again.command) == ("c", 7, first.command)
@@ -143,9 +143,9 @@ async def test_a_new_owner_sends_again_what_is_pending_and_tells_the_outcome(log
         worker = owner.world.fleet.get("w0")
         assert worker is not None
         assert worker.spec.loras == ("x",)
-        system.obey(again, "w1", "x")
-        await until(lambda: system.told("c"))
-    assert outcomes(system.told("c")[0]) == {"w0": ("done", ("x",)), "w1": ("done", ("x",))}
+        system.complete(again, "w1", "x")
+        await until(lambda: system.responses("c"))
+    assert outcomes(system.responses("c")[0]) == {"w0": ("done", ("x",)), "w1": ("done", ("x",))}
     assert len(system.decisions(CommandEnded)) == 1
     await proven(log)
 
@@ -154,34 +154,34 @@ async def nothing() -> None:
     pass
 
 
-async def test_an_outcome_that_its_owner_may_not_have_told_is_told_again(
+async def test_an_outcome_that_may_be_unreported_is_reported_again(
     log: SqliteLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    system = Operated(log)
+    system = CommandedSystem(log)
     async with system.owned(snapshot_every=1_000_000) as owner:
         system.command("nobody")
-        await until(lambda: system.told("nobody"))
-        monkeypatch.setattr(owner, "take_snapshot", nothing)  # it dies without a last one
+        await until(lambda: system.responses("nobody"))
+        monkeypatch.setattr(owner, "take_snapshot", nothing)  # the owner ends without a final snapshot
     async with system.owned():
         pass
-    first, again = system.told("nobody")
+    first, again = system.responses("nobody")
     assert first.error is not None
     assert first.error.code == "no_workers"
     assert msgspec.structs.replace(again, owner_epoch=first.owner_epoch) == first
     await proven(log)
 
 
-async def test_a_command_to_a_worker_that_leaves_is_refused_and_not_lost(log: SqliteLog) -> None:
-    system = Operated(log)
-    system.idle("w0")
+async def test_a_command_to_a_worker_that_leaves_has_the_outcome_left(log: SqliteLog) -> None:
+    system = CommandedSystem(log)
+    system.join("w0")
     async with system.owned() as owner:
         await until(lambda: len(owner.world.fleet) == 1)
         system.command("c", "sleep")
         await until(system.sent)
         system.leases.release(MODEL, "w0", "w0-1")
-        await until(lambda: system.told("c"))
+        await until(lambda: system.responses("c"))
         assert system.events(FLEET, WorkerLost)
-    (outcome,) = system.told("c")[0].outcomes
+    (outcome,) = system.responses("c")[0].outcomes
     assert (outcome.worker_id, outcome.status, outcome.message) == (
         "w0",
         "left",
@@ -190,27 +190,27 @@ async def test_a_command_to_a_worker_that_leaves_is_refused_and_not_lost(log: Sq
     await proven(log)
 
 
-async def test_a_deadline_passes_also_when_nothing_else_happens(log: SqliteLog) -> None:
-    system = Operated(log)
-    system.idle("w0")
+async def test_a_command_times_out_without_other_events(log: SqliteLog) -> None:
+    system = CommandedSystem(log)
+    system.join("w0")
     async with system.owned() as owner:
         await until(lambda: len(owner.world.fleet) == 1)
         system.command("c", timeout_us=1_000)
-        await until(lambda: system.told("c"))
-    assert outcomes(system.told("c")[0]) == {"w0": ("timed_out", ())}
+        await until(lambda: system.responses("c"))
+    assert outcomes(system.responses("c")[0]) == {"w0": ("timed_out", ())}
     await proven(log)
 
 
-async def test_a_command_that_ends_in_the_turn_that_sent_it_goes_nowhere(log: SqliteLog) -> None:
-    """Its deadline passes before the turn is over."""
-    system = Operated(log)
-    system.idle("w0")
+async def test_a_command_that_ends_in_the_turn_of_its_dispatch_is_not_sent(log: SqliteLog) -> None:
+    """The deadline of the command expires before the turn ends."""
+    system = CommandedSystem(log)
+    system.join("w0")
     async with system.owned() as owner:
         await until(lambda: len(owner.world.fleet) == 1)
     owner = Owner(log, system.leases, settings())
     await owner.start()
     system.command("c", timeout_us=1)
-    while not system.told("c"):
+    while not system.responses("c"):
         await owner.turn()
         await asyncio.sleep(0)
     await owner.close()
@@ -219,17 +219,17 @@ async def test_a_command_that_ends_in_the_turn_that_sent_it_goes_nowhere(log: Sq
     await proven(log)
 
 
-async def test_what_became_of_commands_is_counted(log: SqliteLog) -> None:
-    system = Operated(log)
+async def test_command_outcomes_are_counted(log: SqliteLog) -> None:
+    system = CommandedSystem(log)
     registry = CollectorRegistry()
-    system.idle("w0")
+    system.join("w0")
     async with system.owned() as owner:
         registry.register(OwnerMetrics(owner, MODEL))
         await until(lambda: len(owner.world.fleet) == 1)
         system.command("waits")
         system.command("late", timeout_us=1)
         system.command("nowhere", worker_ids=("w9",))
-        await until(lambda: system.told("late") and system.told("nowhere"))
+        await until(lambda: system.responses("late") and system.responses("nowhere"))
         text = generate_latest(registry).decode()
     for line in (
         f'forebay_owner_commands_total{{model="{MODEL}",reason="timed_out"}} 1.0',
@@ -241,7 +241,7 @@ async def test_what_became_of_commands_is_counted(log: SqliteLog) -> None:
 
 
 async def test_an_unknown_command_is_a_dead_letter(log: SqliteLog) -> None:
-    system = Operated(log)
+    system = CommandedSystem(log)
     event = WorkerCommanded(
         command_id="c", model=MODEL, command=Command(action="sleep"), reply_slot=SLOT, timeout_us=1_000_000
     )
@@ -256,30 +256,30 @@ async def test_an_unknown_command_is_a_dead_letter(log: SqliteLog) -> None:
     assert system.decisions(CommandSent) == []
 
 
-async def test_workers_that_died_with_a_command_leave_it_refused_after_a_take_over(log: SqliteLog) -> None:
-    system = Operated(log)
-    system.idle("w0")
+async def test_commands_of_workers_lost_before_a_takeover_have_the_outcome_left(log: SqliteLog) -> None:
+    system = CommandedSystem(log)
+    system.join("w0")
     async with system.owned() as owner:
         await until(lambda: len(owner.world.fleet) == 1)
         system.command("c")
         await until(system.sent)
     system.leases.release(MODEL, "w0", "w0-1")
     async with system.owned():
-        await until(lambda: system.told("c"))
-    assert outcomes(system.told("c")[0]) == {"w0": ("left", ())}
+        await until(lambda: system.responses("c"))
+    assert outcomes(system.responses("c")[0]) == {"w0": ("left", ())}
     await proven(log)
 
 
-async def test_engines_refuse_and_the_rest_goes_on(log: SqliteLog) -> None:
-    system = Operated(log)
+async def test_an_engine_refusal_does_not_stop_other_commands(log: SqliteLog) -> None:
+    system = CommandedSystem(log)
     async with system.started(1), system.owned() as owner:
         await until(lambda: len(owner.world.fleet) == 1)
         system.command("load", "load_lora", lora_name="x", lora_path="/there/is/none")
-        await until(lambda: system.told("load"))
+        await until(lambda: system.responses("load"))
         (refused,) = system.events(PROGRESS, CommandRefused)
         assert refused.error == "no such directory: /there/is/none"
         system.send(submitted("r", PROMPT))
         await until_ended(system, "r")
-    (outcome,) = system.told("load")[0].outcomes
+    (outcome,) = system.responses("load")[0].outcomes
     assert (outcome.status, outcome.message) == ("refused", refused.error)
     await proven(log)

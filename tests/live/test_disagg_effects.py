@@ -1,4 +1,4 @@
-"""Prefill and decode apart at a live owner: what each stage gets, who is told at the end, what a new owner repeats."""
+"""Disaggregation in a live owner: the work of each stage, cancellation, and what a new owner sends again."""
 
 from typing import Any
 
@@ -26,8 +26,8 @@ ROLES = ("encode", "prefill", "decode")
 PROMPT = list(range(34))
 
 
-class Idle(System):
-    """Workers that have leases and do nothing; a test speaks for them."""
+class IdleWorkers(System):
+    """A system whose workers hold leases and do nothing; a test emits their events."""
 
     def join(self, name: str, role: str, **offers: Any) -> None:
         size = {"block_size": BLOCK, "kv_blocks_total": 64, "max_num_seqs": 8, "max_num_batched_tokens": 64}
@@ -36,36 +36,36 @@ class Idle(System):
         self.leases.acquire(MODEL, name, f"{name}-1", payload, 60_000)
 
     def items(self) -> list[WorkItem]:
-        """Of all pools."""
+        """Return the work items of all pools."""
         return [one for role in ROLES for slot in range(2) for one in self.events(work_topic(role), WorkItem, slot)]
 
     def cancelled(self) -> list[WorkCancelled]:
-        """Of all pools."""
+        """Return the cancellations of all pools."""
         found = [self.events(work_topic(role), WorkCancelled, slot) for role in ROLES for slot in range(2)]
         return [one for some in found for one in some]
 
     async def routed(self, count: int, stage: str) -> RequestRouted:
-        """The newest of so many routings, which is of this stage, once its work is there."""
+        """Wait for `count` routings and their work items; return the newest, which must be of `stage`."""
         await until(lambda: len(self.decisions(RequestRouted)) == count and len(self.items()) >= count)
         newest: RequestRouted = self.decisions(RequestRouted)[-1]
         assert newest.stage == stage
         return newest
 
     def item(self, routed: RequestRouted) -> WorkItem:
-        """The newest work of a routing."""
+        """Return the newest work item of a routing."""
         found = self.events(work_topic(routed.pool), WorkItem, routed.slot)
         item: WorkItem = [one for one in found if (one.stage, one.attempt) == (routed.stage, routed.attempt)][-1]
         return item
 
-    def tell(self, routed: RequestRouted, kind: type[AnyProgressEvent], **fields: Any) -> None:
-        """What a worker says of its part."""
+    def emit(self, routed: RequestRouted, kind: type[AnyProgressEvent], **fields: Any) -> None:
+        """Append a progress event of the routing's worker."""
         names = ("request_id", "attempt", "worker_id", "worker_epoch", "owner_epoch")
         event = kind(**{name: getattr(routed, name) for name in names}, **fields)
         self.log.append_soon([Draft(PROGRESS.name, 0, encode(PROGRESS, event))])
 
 
-def kept_by(routed: RequestRouted, **changes: Any) -> Prefilled:
-    """What a prefill worker keeps."""
+def prefilled_by(routed: RequestRouted, **changes: Any) -> Prefilled:
+    """Return the descriptor of the KV that a prefill worker keeps."""
     fields: dict[str, Any] = {
         "worker_id": routed.worker_id,
         "worker_epoch": routed.worker_epoch,
@@ -87,21 +87,21 @@ def shown(owner: Owner) -> dict[tuple[str, ...], float]:
     }
 
 
-async def test_disagg_each_stage_gets_what_it_needs_and_a_new_owner_sends_it_again(log: SqliteLog) -> None:
-    system = Idle(log)
+async def test_disagg_each_stage_gets_its_work_and_a_new_owner_sends_it_again(log: SqliteLog) -> None:
+    system = IdleWorkers(log)
     for role in ROLES:
         system.join(role, role)
     async with system.owned(pool=None) as owner:
         await until(lambda: len(owner.world.fleet) == 3)
         assert {name: pool.role for name, pool in owner.world.pools.items()} == {role: role for role in ROLES}
         system.send(submitted("r", PROMPT, media=(MEDIA,)))
-        system.tell(await system.routed(1, "encode"), EncodeFinished, encoded=ENCODED)
+        system.emit(await system.routed(1, "encode"), EncodeFinished, encoded=ENCODED)
         prefilling = await system.routed(2, "prefill")
         item = system.item(prefilling)
         assert item.media == (msgspec.structs.replace(MEDIA, content=b""),)
         assert (item.encoded, item.prefilled, len(item.token_ids)) == (ENCODED, None, 4 * len(PROMPT))
-        kept = kept_by(prefilling)
-        system.tell(prefilling, PrefillFinished, prefilled=kept)
+        kept = prefilled_by(prefilling)
+        system.emit(prefilling, PrefillFinished, prefilled=kept)
         decoding = await system.routed(3, "decode")
         item = system.item(decoding)
         assert (item.media, item.encoded, item.prefilled) == ((MEDIA,), None, kept)
@@ -121,9 +121,9 @@ async def test_disagg_each_stage_gets_what_it_needs_and_a_new_owner_sends_it_aga
     await proven(log)
 
 
-async def test_disagg_a_cancelled_request_frees_what_is_kept_for_it(log: SqliteLog) -> None:
-    """The first prefill worker failed, so the second keeps it, as its second attempt."""
-    system = Idle(log)
+async def test_disagg_cancelling_a_request_releases_its_kept_kv(log: SqliteLog) -> None:
+    """The first prefill worker fails, so the second keeps the KV, as attempt 2."""
+    system = IdleWorkers(log)
     for name in ("p0", "p1"):
         system.join(name, "prefill")
     system.join("d", "decode")
@@ -131,21 +131,21 @@ async def test_disagg_a_cancelled_request_frees_what_is_kept_for_it(log: SqliteL
         await until(lambda: len(owner.world.fleet) == 3)
         system.send(submitted("r", PROMPT))
         first = await system.routed(1, "prefill")
-        system.tell(first, PrefillFailed, error="out of memory")
+        system.emit(first, PrefillFailed, error="out of memory")
         second = await system.routed(2, "prefill")
         assert (second.attempt, second.worker_id != first.worker_id) == (2, True)
-        system.tell(second, PrefillFinished, prefilled=kept_by(second))
+        system.emit(second, PrefillFinished, prefilled=prefilled_by(second))
         decoding = await system.routed(3, "decode")
         system.cancel("r")
         await until(lambda: len(system.cancelled()) == 2)
-    told = {(one.worker_epoch, one.attempt) for one in system.cancelled()}
-    assert told == {(second.worker_epoch, 2), (decoding.worker_epoch, 2)}
+    cancelled = {(one.worker_epoch, one.attempt) for one in system.cancelled()}
+    assert cancelled == {(second.worker_epoch, 2), (decoding.worker_epoch, 2)}
     (ended,) = system.ends()["r"]
     assert (ended.error and ended.error.code) == "cancelled"
     await proven(log)
 
 
-def test_disagg_a_refusal_of_a_prefill_worker_is_the_clients_answer() -> None:
+def test_disagg_a_prefill_rejection_ends_the_response() -> None:
     holder = CommandTarget(worker_id="p", worker_epoch=9, pool="prefill", slot=5)
     fields: dict[str, Any] = {"request_id": "r", "reply_slot": SLOT, "message": "no", "attempt": 2, "pool": "decode"}
     refused = RequestAborted(owner_epoch=3, reason="prefill_refused", status=422, code="too_long", **fields)
@@ -162,8 +162,8 @@ def test_disagg_a_refusal_of_a_prefill_worker_is_the_clients_answer() -> None:
 
 
 @pytest.mark.parametrize("enforce", [False, True])
-async def test_disagg_without_prefill_workers_a_request_is_local_or_refused(log: SqliteLog, *, enforce: bool) -> None:
-    system = Idle(log)
+async def test_disagg_without_prefill_workers_a_request_is_local_or_rejected(log: SqliteLog, *, enforce: bool) -> None:
+    system = IdleWorkers(log)
     system.join("d", "decode")
     router = RouterConfig(disagg=DisaggConfig(enforce=enforce))
     async with system.owned(pool=None, router=router) as owner:
@@ -181,9 +181,9 @@ async def test_disagg_without_prefill_workers_a_request_is_local_or_refused(log:
     await proven(log)
 
 
-async def test_disagg_work_that_moved_in_the_same_turn_goes_to_its_last_worker_alone(log: SqliteLog) -> None:
-    """Both prefill workers are lost, one after another, in the turn that sends them a request: it ends up local."""
-    system = Idle(log)
+async def test_disagg_work_moved_within_one_turn_is_sent_only_to_its_last_worker(log: SqliteLog) -> None:
+    """Both prefill workers are lost in the turn that routes to them, so the request is prefilled locally."""
+    system = IdleWorkers(log)
     owner = Owner(log, system.leases, settings(pool=None))
     for name, role in (("p0", "prefill"), ("p1", "prefill"), ("d", "decode")):
         system.join(name, role)
@@ -199,9 +199,9 @@ async def test_disagg_work_that_moved_in_the_same_turn_goes_to_its_last_worker_a
     ]
     system.send(submitted("r", PROMPT))
     log.append_soon([Draft(FLEET.name, 0, encode(FLEET, event)) for event in lost])
-    await logged(log)
+    await flush(log)
     await owner.turn()
-    await logged(log)
+    await flush(log)
     made = [(one.stage, one.attempt) for one in system.decisions(RequestRouted)]
     assert made[0] == ("prefill", 1)
     assert made[-1] == ("aggregated", 1)
@@ -210,6 +210,6 @@ async def test_disagg_work_that_moved_in_the_same_turn_goes_to_its_last_worker_a
     await proven(log)
 
 
-async def logged(log: SqliteLog) -> None:
-    """What was appended soon stands in the log."""
+async def flush(log: SqliteLog) -> None:
+    """Wait until every pending append is in the log."""
     await log.append([Draft("dead-letters", 0, b"after it")])

@@ -1,4 +1,4 @@
-"""Prefill and decode pools of one model: who is admitted beside whom, and what a refusal names."""
+"""Admission of workers to the prefill and decode pools of one model, and the messages of rejections."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ from forebay.live.owner.admission import PoolsByLease, WorkerAdmission
 from forebay.transport.base import Lease
 from forebay.transport.sqlite.log import SqliteLog
 from tests.live.shared import proven
-from tests.live.test_disagg_effects import PROMPT, Idle
+from tests.live.test_disagg_effects import PROMPT, IdleWorkers
 from tests.system import submitted, until
 
 LAYOUT = KvLayout(connector="nixl", dtype="uint8", block_bytes=16_384)
@@ -44,15 +44,15 @@ def lease(offered: WorkerSpec, *, draining: bool = False) -> Lease:
     return Lease(worker_id=offered.worker_id, token="t", payload=payload, expires_in_ms=30_000, ttl_ms=30_000)
 
 
-class Polled:
-    """WorkerAdmission without an owner: what it puts on `control` is configured at once."""
+class PolledAdmission:
+    """A WorkerAdmission without an owner: the pools that it appends to `control` apply at once."""
 
     def __init__(self, log: SqliteLog) -> None:
         self.log = log
         self.admission = WorkerAdmission(log, 0, 7, Fleet(), slots_max=4, by_lease=PoolsByLease("m", RouterConfig()))
 
     async def poll(self, *leases: Lease) -> None:
-        """Look at the leases until nothing changes: pools come first."""
+        """Poll the leases until nothing changes; pools are configured before their workers join."""
         for _ in range(2):
             await self.admission.update(list(leases), self.pools(), 0)
 
@@ -68,7 +68,7 @@ class Polled:
 
 
 @pytest.mark.parametrize(
-    ("other", "says"),
+    ("other", "message"),
     [
         (
             {"kv_layout": WIDE},
@@ -89,39 +89,41 @@ class Polled:
         ),
     ],
 )
-async def test_disagg_workers_whose_blocks_do_not_fit_are_refused_naming_both(
-    log: SqliteLog, caplog: pytest.LogCaptureFixture, other: dict[str, Any], says: str
+async def test_disagg_a_kv_layout_mismatch_is_rejected_naming_both_workers(
+    log: SqliteLog, caplog: pytest.LogCaptureFixture, other: dict[str, Any], message: str
 ) -> None:
-    polled = Polled(log)
+    polled = PolledAdmission(log)
     held = [lease(spec("prefill-0", "prefill")), lease(spec("decode-0", "decode", **other))]
     await polled.poll(*held)
     await polled.poll(*held)
-    assert says in caplog.text
+    assert message in caplog.text
     assert polled.joined() == ["prefill-0"]
     assert polled.admission.refused == {"kv_layout": 1}, "once for each incarnation"
     await polled.poll(msgspec.structs.replace(held[0], released=True), held[1])
-    assert polled.joined() == ["prefill-0", "decode-0"], "once the other is gone there is nothing that it does not fit"
+    assert polled.joined() == ["prefill-0", "decode-0"], "it fits once the conflicting worker is gone"
 
 
-async def test_disagg_the_blocks_of_one_pool_are_alike_too(log: SqliteLog, caplog: pytest.LogCaptureFixture) -> None:
-    polled = Polled(log)
+async def test_disagg_workers_of_one_pool_need_the_same_kv_layout(
+    log: SqliteLog, caplog: pytest.LogCaptureFixture
+) -> None:
+    polled = PolledAdmission(log)
     await polled.poll(lease(spec("a", "prefill")), lease(spec("b", "prefill", kv_layout=WIDE)))
     assert polled.joined() == ["a"]
     assert "the layout of a in the pool prefill is uint8" in caplog.text
 
 
-async def test_disagg_engines_that_do_not_say_are_taken_for_alike(log: SqliteLog) -> None:
-    polled = Polled(log)
+async def test_disagg_unreported_kv_layouts_are_treated_as_equal(log: SqliteLog) -> None:
+    polled = PolledAdmission(log)
     silent = {"kv_layout": None, "engine": "vllm"}
     await polled.poll(lease(spec("p", "prefill", **silent)), lease(spec("d", "decode", **silent)))
     assert polled.joined() == ["p", "d"]
     assert {name: pool.role for name, pool in polled.pools().items()} == {"prefill": "prefill", "decode": "decode"}
 
 
-async def test_disagg_a_prefill_worker_in_a_pool_of_another_role_is_refused(
+async def test_disagg_a_prefill_worker_in_a_pool_of_another_role_is_rejected(
     log: SqliteLog, caplog: pytest.LogCaptureFixture
 ) -> None:
-    polled = Polled(log)
+    polled = PolledAdmission(log)
     await polled.poll(lease(spec("d", "decode")), lease(spec("p", "prefill", pool="decode")))
     assert (
         "its role is prefill, but the pool decode has the role decode: start the worker in another pool" in caplog.text
@@ -129,10 +131,10 @@ async def test_disagg_a_prefill_worker_in_a_pool_of_another_role_is_refused(
     assert (polled.joined(), polled.admission.refused) == (["d"], {"spec": 1})
 
 
-async def test_disagg_decode_workers_wait_until_those_that_do_all_of_a_request_leave(
+async def test_disagg_decode_workers_wait_until_aggregated_workers_leave(
     log: SqliteLog, caplog: pytest.LogCaptureFixture
 ) -> None:
-    polled = Polled(log)
+    polled = PolledAdmission(log)
     whole = spec("mock-0", "aggregated", pool="default", kv_layout=None)
     apart = [lease(spec("p", "prefill")), lease(spec("d", "decode"))]
     await polled.poll(lease(whole))
@@ -144,13 +146,13 @@ async def test_disagg_decode_workers_wait_until_those_that_do_all_of_a_request_l
     ) in caplog.text
     assert polled.admission.refused == {"roles": 1}
     await polled.admission.update([lease(whole, draining=True), *apart], polled.pools(), 0)
-    assert polled.joined() == ["mock-0", "p", "d"], "at the very look that finds the other draining"
+    assert polled.joined() == ["mock-0", "p", "d"], "in the same poll that finds the aggregated worker draining"
     await polled.poll(lease(spec("mock-1", "aggregated", pool="default")), *apart)
-    assert polled.admission.refused == {"roles": 2}, "nor the other way round"
+    assert polled.admission.refused == {"roles": 2}, "an aggregated worker is rejected beside disaggregated ones too"
 
 
-async def test_disagg_one_kind_of_pool_replaces_the_other_live(log: SqliteLog) -> None:
-    system = Idle(log)
+async def test_disagg_disaggregated_pools_replace_aggregated_ones_live(log: SqliteLog) -> None:
+    system = IdleWorkers(log)
     system.join("whole", "aggregated", pool="a-pool-whose-name-comes-first")
     async with system.owned(pool=None) as owner:
         await until(lambda: len(owner.world.fleet) == 1)

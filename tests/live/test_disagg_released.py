@@ -1,4 +1,4 @@
-"""KV of real bytes that nobody will fetch: its owner has it given back at once, whatever became of its reader."""
+"""The owner releases kept KV that no worker will fetch, however the decode attempt ended."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -41,8 +41,8 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 
 
-class Apart(System):
-    """One prefill worker with a mock engine, which keeps KV for an hour, and decode workers that a test speaks for."""
+class DisaggregatedSystem(System):
+    """A prefill worker with a mock engine that keeps KV for an hour, and decode workers whose events a test emits."""
 
     def __init__(self, log: SqliteLog) -> None:
         super().__init__(log)
@@ -61,8 +61,8 @@ class Apart(System):
                 self.leases.acquire(MODEL, name, f"{name}-1", payload, 60_000)
             yield
 
-    async def owner(self) -> tuple[Owner, "asyncio.Task[None]"]:
-        """One that goes on until the test ends it."""
+    async def start_owner(self) -> tuple[Owner, "asyncio.Task[None]"]:
+        """Start an owner that runs until the test cancels its task."""
         owner = Owner(self.log, self.leases, settings(pool=None))
         await owner.start()
         running = asyncio.create_task(owner.run())
@@ -77,7 +77,7 @@ class Apart(System):
         self.leases.release(MODEL, name, f"{name}-1")
 
     async def decoding(self, attempt: int) -> RequestRouted:
-        """The prompt is computed, and the KV of it kept for this worker."""
+        """Wait until the prefill of `attempt` has finished; return the routing to its decode worker."""
 
         def found() -> list[RequestRouted]:
             routed = self.decisions(RequestRouted)
@@ -89,16 +89,16 @@ class Apart(System):
         return found()[0]
 
     def decoders(self) -> list[tuple[str, str]]:
-        """Requests and the decode workers that they were sent to, in order."""
+        """Return each request and its decode worker, in routing order."""
         return [(one.request_id, one.worker_id) for one in self.decisions(RequestRouted) if one.stage == "decode"]
 
-    def tell(self, routed: RequestRouted, kind: type[AnyProgressEvent], **fields: Any) -> None:
+    def emit(self, routed: RequestRouted, kind: type[AnyProgressEvent], **fields: Any) -> None:
         names = ("request_id", "attempt", "worker_id", "worker_epoch", "owner_epoch")
         event = kind(**{name: getattr(routed, name) for name in names}, **fields)
         self.log.append_soon([Draft(PROGRESS.name, 0, encode(PROGRESS, event))])
 
     async def freed(self, released: int) -> None:
-        """So many were, by no lease; nothing is held any more."""
+        """Wait until `released` offers were released and none is held; no lease expired."""
         await until(lambda: self.engine.kv_stats().freed.get("released") == released)
         stats = self.engine.kv_stats()
         assert stats.freed == {"released": released} | {reason: 0 for reason in stats.freed if reason != "released"}
@@ -106,47 +106,47 @@ class Apart(System):
         await until(lambda: not self.engine._ranks[0].model.pool.used)
 
 
-Way = Callable[[Apart, RequestRouted], Awaitable[None]]
+Way = Callable[[DisaggregatedSystem, RequestRouted], Awaitable[None]]
 
 
-async def lost(system: Apart, routed: RequestRouted) -> None:
+async def lost(system: DisaggregatedSystem, routed: RequestRouted) -> None:
     system.leave(routed.worker_id)
 
 
-async def not_fetched(system: Apart, routed: RequestRouted) -> None:
-    system.tell(routed, TransferFailed, error="the network is gone")
+async def not_fetched(system: DisaggregatedSystem, routed: RequestRouted) -> None:
+    system.emit(routed, TransferFailed, error="the network is gone")
 
 
-async def failed(system: Apart, routed: RequestRouted) -> None:
-    system.tell(routed, RequestFailed, error="out of memory")
+async def failed(system: DisaggregatedSystem, routed: RequestRouted) -> None:
+    system.emit(routed, RequestFailed, error="out of memory")
 
 
-async def finished(system: Apart, routed: RequestRouted) -> None:
-    system.tell(routed, RequestFinished, finish_reason="stop")
+async def finished(system: DisaggregatedSystem, routed: RequestRouted) -> None:
+    system.emit(routed, RequestFinished, finish_reason="stop")
 
 
-async def went_on_alone(system: Apart, routed: RequestRouted) -> None:
-    system.tell(routed, FirstTokenEmitted, unfetched=True)
+async def prefilled_locally(system: DisaggregatedSystem, routed: RequestRouted) -> None:
+    system.emit(routed, FirstTokenEmitted, unfetched=True)
 
 
-async def cancelled(system: Apart, routed: RequestRouted) -> None:
+async def cancelled(system: DisaggregatedSystem, routed: RequestRouted) -> None:
     system.cancel(routed.request_id)
 
 
 ENDING: tuple[tuple[Way, str], ...] = (
     (failed, "request_ended"),
     (finished, "request_ended"),
-    (went_on_alone, "not_needed"),
+    (prefilled_locally, "not_needed"),
     (cancelled, ""),
 )
 TRYING_AGAIN: tuple[tuple[Way, str], ...] = ((lost, "worker_lost"), (not_fetched, "not_fetched"))
 
 
 @pytest.mark.parametrize(("way", "reason"), ENDING)
-async def test_disagg_kv_of_an_answer_that_is_over_is_given_back_without_its_lease(
+async def test_disagg_kv_of_an_ended_response_is_released_before_its_lease_expires(
     log: SqliteLog, way: Way, reason: str
 ) -> None:
-    system = Apart(log)
+    system = DisaggregatedSystem(log)
     async with system.serving(), system.owned(pool=None) as owner:
         await until(lambda: len(owner.world.fleet) == 3)
         system.send(submitted("r", PROMPT))
@@ -158,12 +158,10 @@ async def test_disagg_kv_of_an_answer_that_is_over_is_given_back_without_its_lea
 
 
 @pytest.mark.parametrize(("way", "reason"), TRYING_AGAIN)
-async def test_disagg_kv_of_one_attempt_is_given_back_and_that_of_the_next_is_not(
-    log: SqliteLog, way: Way, reason: str
-) -> None:
-    system = Apart(log)
+async def test_disagg_only_the_kv_of_the_stale_attempt_is_released(log: SqliteLog, way: Way, reason: str) -> None:
+    system = DisaggregatedSystem(log)
     async with system.serving():
-        owner, running = await system.owner()
+        owner, running = await system.start_owner()
         system.send(submitted("r", PROMPT))
         first = await system.decoding(1)
         await way(system, first)
@@ -171,10 +169,10 @@ async def test_disagg_kv_of_one_attempt_is_given_back_and_that_of_the_next_is_no
         assert system.engine.kv_stats().freed["released"] == 1
         assert second.worker_id != first.worker_id
         (released,) = system.decisions(KvReleased)
-        async with taken_over(system, owner, running):
-            told = system.events(work_topic("prefill"), ReleaseKv, released.holder.slot)
-            assert [(one.attempt, one.worker_epoch) for one in told] == [(1, released.holder.worker_epoch)] * 2
-            assert system.engine.kv_stats().held_offers == 2, "that of the second attempt is still there"
+        async with replaced(system, owner, running):
+            releases = system.events(work_topic("prefill"), ReleaseKv, released.holder.slot)
+            assert [(one.attempt, one.worker_epoch) for one in releases] == [(1, released.holder.worker_epoch)] * 2
+            assert system.engine.kv_stats().held_offers == 2, "the KV of the second attempt is still held"
             for name in ("r", "beside"):
                 system.cancel(name)
             await system.freed(3)
@@ -183,8 +181,8 @@ async def test_disagg_kv_of_one_attempt_is_given_back_and_that_of_the_next_is_no
 
 
 @asynccontextmanager
-async def taken_over(system: Apart, owner: Owner, running: "asyncio.Task[None]") -> AsyncIterator[None]:
-    """The owner dies; the next one, which cannot know what it had said, has said that, and more."""
+async def replaced(system: DisaggregatedSystem, owner: Owner, running: "asyncio.Task[None]") -> AsyncIterator[None]:
+    """Kill the owner; the next owner cannot know which releases it sent, so the next owner sends them again."""
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     owner.drop()
@@ -194,13 +192,13 @@ async def taken_over(system: Apart, owner: Owner, running: "asyncio.Task[None]")
         yield
 
 
-async def test_disagg_all_that_one_event_has_given_back_is_said_again(
+async def test_disagg_all_releases_of_one_event_are_sent_again_after_a_takeover(
     log: SqliteLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(standby, "UNCONFIRMED_MAX", 1)  # what is said now and then; a lost worker is told of thousands
-    system = Apart(log)
+    monkeypatch.setattr(standby, "UNCONFIRMED_MAX", 1)  # so that the limit applies to a few releases already
+    system = DisaggregatedSystem(log)
     async with system.serving():
-        owner, running = await system.owner()
+        owner, running = await system.start_owner()
         for name in "mnopq":
             system.send(submitted(name, PROMPT))
         await until(lambda: len(system.decoders()) == 5)
@@ -208,33 +206,33 @@ async def test_disagg_all_that_one_event_has_given_back_is_said_again(
         assert len(lost) > 1
         system.leave("d")
         await until(lambda: system.engine.kv_stats().freed.get("released") == len(lost))
-        async with taken_over(system, owner, running):
-            told = system.events(work_topic("prefill"), ReleaseKv, system.decisions(KvReleased)[0].holder.slot)
-            assert sorted(one.request_id for one in told) == sorted(lost * 2)
+        async with replaced(system, owner, running):
+            releases = system.events(work_topic("prefill"), ReleaseKv, system.decisions(KvReleased)[0].holder.slot)
+            assert sorted(one.request_id for one in releases) == sorted(lost * 2)
     await proven(log)
 
 
-async def test_disagg_what_was_given_back_of_an_earlier_request_of_that_id_is_not_said_again(
+async def test_disagg_releases_of_an_earlier_request_with_the_same_id_are_not_repeated(
     log: SqliteLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lifecycle, "REMEMBER_US", 0)  # an id may be used again at once
-    system = Apart(log)
+    system = DisaggregatedSystem(log)
     async with system.serving():
-        owner, running = await system.owner()
+        owner, running = await system.start_owner()
         system.send(submitted("r", PROMPT))
         await failed(system, await system.decoding(1))
         await system.freed(1)
         system.send(submitted("r", list(range(200, 234)), reply_from=100))
         await until(lambda: len(system.decoders()) == 2)
-        async with taken_over(system, owner, running):
-            told = system.events(work_topic("prefill"), ReleaseKv, system.decisions(KvReleased)[0].holder.slot)
-            assert [one.request_id for one in told] == ["r"]
-            assert system.engine.kv_stats().held_offers == 2, "both are still there"
+        async with replaced(system, owner, running):
+            releases = system.events(work_topic("prefill"), ReleaseKv, system.decisions(KvReleased)[0].holder.slot)
+            assert [one.request_id for one in releases] == ["r"]
+            assert system.engine.kv_stats().held_offers == 2, "both offers are still held"
     await proven(log)
 
 
-async def test_disagg_a_request_for_a_lost_decode_worker_alone_ends_and_its_kv_is_given_back(log: SqliteLog) -> None:
-    system = Apart(log)
+async def test_disagg_a_request_pinned_to_a_lost_decode_worker_ends_and_its_kv_is_released(log: SqliteLog) -> None:
+    system = DisaggregatedSystem(log)
     async with system.serving(), system.owned(pool=None) as owner:
         await until(lambda: len(owner.world.fleet) == 3)
         system.send(submitted("r", PROMPT, routing=RoutingHints(worker_id="d")))

@@ -1,4 +1,4 @@
-"""A worker drains while an owner decides: nothing new comes, nothing is lost, and what is left goes on elsewhere."""
+"""A draining worker gets no new requests, finishes its own, and hands unfinished ones to another worker."""
 
 from forebay.core.state.fleet import WorkerPhase
 from forebay.events.control import Command
@@ -15,20 +15,20 @@ LONG_S = 3600.0
 SLOW = 3.0
 
 
-async def test_new_requests_go_elsewhere_and_old_ones_are_finished(log: SqliteLog) -> None:
+async def test_new_requests_avoid_a_draining_worker_that_finishes_its_own(log: SqliteLog) -> None:
     async with System(log).started(workers=0) as system, system.owned() as owner:
         system.start_worker("a", speedup=SLOW)
         await until(lambda: len(owner.world.fleet) == 1)
         system.send(submitted("old", [1, 2, 3], max_tokens=150))
         await until(lambda: system.answer("old"))
         engine = system.workers["a"].engine
-        await engine.command(Command(action="pause"))  # however long the new ones take here, it is not done before them
+        await engine.command(Command(action="pause"))  # paused, so that it finishes only after the new requests
         system.start_worker("b")
         system.workers["a"].drain(LONG_S)
         await until(lambda: (found := owner.world.fleet.get("a")) and found.phase is WorkerPhase.DRAINING)
         await until(lambda: owner.world.fleet.get("b"))
         for number in range(5):
-            # The same prefix, which the draining worker has cached.
+            # The prompts share the prefix that the draining worker has cached.
             system.send(submitted(f"new{number}", [1, 2, 3, number], max_tokens=2))
             await until_ended(system, f"new{number}")
         assert "old" not in system.ends()
@@ -46,7 +46,7 @@ async def test_new_requests_go_elsewhere_and_old_ones_are_finished(log: SqliteLo
     await proven(log)
 
 
-async def test_what_is_handed_back_goes_on_with_another_where_it_stopped(log: SqliteLog) -> None:
+async def test_a_handed_back_request_continues_on_another_worker(log: SqliteLog) -> None:
     async with System(log).started(workers=0) as system, system.owned() as owner:
         system.start_worker("a", speedup=SLOW)
         await until(lambda: len(owner.world.fleet) == 1)
@@ -54,12 +54,12 @@ async def test_what_is_handed_back_goes_on_with_another_where_it_stopped(log: Sq
         await until(lambda: system.answer("r"))
         system.workers["a"].drain(0.0)
         await until(lambda: owner.world.fleet.get("a") is None)
-        said = system.answer("r")
-        assert 0 < len(said) < 150
+        emitted = system.answer("r")
+        assert 0 < len(emitted) < 150
         system.start_worker("b")
         await until_ended(system, "r")
         await until(lambda: not len(owner.world.requests))
-    assert system.answer("r")[: len(said)] == said
+    assert system.answer("r")[: len(emitted)] == emitted
     assert len(system.answer("r")) == 150
     (end,) = system.events(TOKENS, ResponseEnded, SLOT)
     assert (end.attempt, end.finish_reason) == (2, "length")

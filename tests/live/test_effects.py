@@ -1,4 +1,4 @@
-"""What decisions make happen: work with its options, answers with their statuses, caches asked for anew."""
+"""Effects of decisions: work items with their options, responses with a status, requests to re-announce a cache."""
 
 from typing import Any, get_args
 
@@ -66,50 +66,50 @@ STATUSES = {
 
 
 def join(system: System, name: str, **offers: Any) -> None:
-    """A worker that has a lease and does nothing."""
+    """Register a worker that holds a lease and does nothing."""
     size = {"block_size": BLOCK, "kv_blocks_total": 64, "max_num_seqs": 8, "max_num_batched_tokens": 64}
     spec = WorkerSpec(**{"worker_id": name, "model": MODEL, **size, **offers})
     system.leases.acquire(MODEL, name, f"{name}-1", msgspec.msgpack.encode(WorkerLease(spec=spec)), 60_000)
 
 
-def said(drafts: list[Draft], topic: Topic) -> list[Any]:
+def decoded(drafts: list[Draft], topic: Topic) -> list[Any]:
     return [decode(topic, draft.value) for draft in drafts if draft.topic == topic.name]
 
 
 @pytest.mark.parametrize("reason", get_args(RejectReason))
-def test_a_refusal_has_its_status_asked_or_only_queried(reason: RejectReason) -> None:
+def test_a_rejection_has_its_status_for_requests_and_route_queries(reason: RejectReason) -> None:
     refused = RequestRejected(owner_epoch=3, request_id="r", reply_slot=SLOT, reason=reason, message="no")
     (draft,) = encode_effects(MODEL, refused)
-    (ended,) = said([draft], TOKENS)
+    (ended,) = decoded([draft], TOKENS)
     queried = RouteAnswered(owner_epoch=3, request_id="q", reply_slot=SLOT, reason=reason, message="no")
-    (told,) = said(encode_effects(MODEL, queried), TOKENS)
-    for error in (ended.error, told.error):
+    (answered,) = decoded(encode_effects(MODEL, queried), TOKENS)
+    for error in (ended.error, answered.error):
         assert (error.status, error.code, error.message) == (*STATUSES[reason], "no")
-    assert (draft.partition, ended.request_id, ended.owner_epoch, told.request_id) == (SLOT, "r", 3, "q")
+    assert (draft.partition, ended.request_id, ended.owner_epoch, answered.request_id) == (SLOT, "r", 3, "q")
 
 
 @pytest.mark.parametrize("reason", get_args(AbortReason))
-def test_what_is_given_up_has_its_status_and_no_worker_goes_on(reason: AbortReason) -> None:
+def test_an_aborted_request_has_its_status_and_its_work_is_cancelled(reason: AbortReason) -> None:
     aborted = RequestAborted(
         owner_epoch=3, request_id="r", reply_slot=SLOT, reason=reason, message="no", attempt=1, pool="default"
     )
-    (ended,) = said(encode_effects(MODEL, aborted), TOKENS)
+    (ended,) = decoded(encode_effects(MODEL, aborted), TOKENS)
     assert (ended.error.status, ended.error.code) == STATUSES[reason]
     drafts = encode_effects(MODEL, msgspec.structs.replace(aborted, worker_id="w", worker_epoch=7, slot=2))
-    (cancelled,) = said(drafts, WORK)
+    (cancelled,) = decoded(drafts, WORK)
     assert cancelled == WorkCancelled(
         request_id="r", attempt=1, owner_epoch=3, worker_epoch=7, group=MODEL, worker_id="w"
     )
 
 
-def test_who_keeps_disagg_kv_is_told_on_the_partition_of_its_slot() -> None:
+def test_a_kv_release_is_sent_to_the_partition_of_the_holders_slot() -> None:
     holder = CommandTarget(worker_id="p", worker_epoch=7, pool="default", slot=2)
     released = KvReleased(owner_epoch=3, request_id="r", attempt=2, holder=holder, reason="not_fetched")
-    told = ReleaseKv(request_id="r", attempt=2, owner_epoch=3, worker_epoch=7, group=MODEL, worker_id="p")
-    assert encode_effects(MODEL, released) == [Draft(WORK.name, 2, encode(WORK, told))]
+    release = ReleaseKv(request_id="r", attempt=2, owner_epoch=3, worker_epoch=7, group=MODEL, worker_id="p")
+    assert encode_effects(MODEL, released) == [Draft(WORK.name, 2, encode(WORK, release))]
 
 
-def test_a_queried_route_is_told_and_a_held_request_waits() -> None:
+def test_a_route_query_is_answered_and_a_held_request_waits() -> None:
     terms = CostTerms(
         cost=1.0, prefill_blocks=1.0, overlap_credit=0.0, decode_blocks=0.0, active_requests=0, device_overlap=0
     )
@@ -129,7 +129,7 @@ def test_a_queried_route_is_told_and_a_held_request_waits() -> None:
     )
     (draft,) = encode_effects(MODEL, answered)
     assert (draft.topic, draft.partition) == (TOKENS.name, SLOT)
-    assert said([draft], TOKENS) == [
+    assert decoded([draft], TOKENS) == [
         RouteResponse(
             request_id="q",
             owner_epoch=3,
@@ -146,7 +146,7 @@ def test_a_queried_route_is_told_and_a_held_request_waits() -> None:
 
 
 @pytest.mark.parametrize("tracked", [False, True])
-async def test_work_says_what_its_engine_needs_to_know(log: SqliteLog, *, tracked: bool) -> None:
+async def test_a_work_item_carries_the_options_of_its_engine(log: SqliteLog, *, tracked: bool) -> None:
     system = System(log)
     join(system, "w0", loras=("lora",))
     router = RouterConfig(track_output_blocks=tracked)
@@ -164,8 +164,8 @@ async def test_work_says_what_its_engine_needs_to_know(log: SqliteLog, *, tracke
     await proven(log)
 
 
-class Cache:
-    """The KV events of a worker that a test invents."""
+class CacheEvents:
+    """Emits the KV events of a simulated worker."""
 
     def __init__(self, system: System, owner: Owner) -> None:
         self._log = system.log
@@ -173,32 +173,34 @@ class Cache:
         assert worker is not None
         self.epoch = worker.worker_epoch
 
-    def say(self, event: AnyKvEvent) -> None:
+    def append(self, event: AnyKvEvent) -> None:
         self._log.append_soon([Draft(KV_EVENTS.name, 0, encode(KV_EVENTS, event))])
 
     def stored(self, seq: int, *blocks: int) -> None:
         hashes = pack_u64(blocks)
-        self.say(BlocksStored(worker_id="w0", worker_epoch=self.epoch, seq=seq, sequence_hashes=hashes))
+        self.append(BlocksStored(worker_id="w0", worker_epoch=self.epoch, seq=seq, sequence_hashes=hashes))
 
     def cleared(self, seq: int) -> None:
-        self.say(CacheCleared(worker_id="w0", worker_epoch=self.epoch, seq=seq))
+        self.append(CacheCleared(worker_id="w0", worker_epoch=self.epoch, seq=seq))
 
 
-async def test_a_cache_with_a_gap_is_asked_for_anew_until_it_is_said(log: SqliteLog) -> None:
+async def test_a_cache_with_a_gap_is_requested_again_until_it_is_announced(log: SqliteLog) -> None:
     system = System(log)
     join(system, "w0")
     epochs = []
     async with system.owned() as owner:
         epochs.append(owner.journal.epoch)
         await until(lambda: len(owner.world.fleet) == 1)
-        cache = Cache(system, owner)
+        cache = CacheEvents(system, owner)
         cache.stored(1, 10, 11)
         cache.stored(4, 12)
         cache.stored(6, 13)
         await until(lambda: owner.world.index.blocks_held("w0", 0, "device") == 4)
-        await until(lambda: system.decisions(CacheResyncRequested))  # applied first, then journalled
-        (asked,) = system.decisions(CacheResyncRequested)
-        assert (asked.worker_id, asked.rank, asked.expected_seq, asked.found_seq) == ("w0", 0, 2, 4)
+        await until(
+            lambda: system.decisions(CacheResyncRequested)
+        )  # the event is applied before its decision is journalled
+        (resync,) = system.decisions(CacheResyncRequested)
+        assert (resync.worker_id, resync.rank, resync.expected_seq, resync.found_seq) == ("w0", 0, 2, 4)
         await until(lambda: system.events(WORK, ReannounceCache))
     async with system.owned() as owner:
         epochs.append(owner.journal.epoch)
@@ -218,8 +220,8 @@ async def test_a_cache_with_a_gap_is_asked_for_anew_until_it_is_said(log: Sqlite
     await proven(log)
 
 
-class Leaping:
-    """A clock that leaps by an hour once it was read `reads` times."""
+class JumpingClock:
+    """A clock that jumps ahead by an hour once it was read `reads` times."""
 
     def __init__(self) -> None:
         self.now_us = HOUR_US
@@ -232,10 +234,10 @@ class Leaping:
         return self.now_us
 
 
-async def test_a_request_that_moves_and_ends_in_one_turn_is_no_work(log: SqliteLog) -> None:
-    """Its worker is lost, it gets another, and its deadline passes before the turn is over."""
+async def test_a_request_that_moves_and_ends_in_one_turn_sends_no_work(log: SqliteLog) -> None:
+    """The worker is lost, the request moves to another, and its deadline expires before the turn ends."""
     system = System(log)
-    clock = Leaping()
+    clock = JumpingClock()
     owner = Owner(log, system.leases, settings(), clock)
     join(system, "w0")
     join(system, "w1")
@@ -244,16 +246,16 @@ async def test_a_request_that_moves_and_ends_in_one_turn_is_no_work(log: SqliteL
     await owner.admission.update(system.leases.poll(MODEL), owner.world.pools, owner.world.view["fleet"])
     await owner.turn()
     system.send(submitted("r", PROMPT, timeout_us=1_000_000))
-    await until_logged(log)
+    await flush(log)
     await owner.turn()
     (routed,) = system.decisions(RequestRouted)
     lost = WorkerLost(
         owner_epoch=owner.journal.epoch, worker_id=routed.worker_id, worker_epoch=routed.worker_epoch, reason="test"
     )
     await log.append([Draft(FLEET.name, 0, encode(FLEET, lost))])
-    clock.reads = 1  # for the run in which the worker is lost
+    clock.reads = 1  # jumps in the turn in which the worker is lost
     await owner.turn()
-    await until_logged(log)
+    await flush(log)
     _, moved = system.decisions(RequestRouted)
     (aborted,) = system.decisions(RequestAborted)
     assert (moved.attempt, aborted.attempt, aborted.reason) == (2, 2, "deadline")
@@ -263,12 +265,12 @@ async def test_a_request_that_moves_and_ends_in_one_turn_is_no_work(log: SqliteL
     await proven(log)
 
 
-async def until_logged(log: SqliteLog) -> None:
-    """What was appended soon stands in the log."""
+async def flush(log: SqliteLog) -> None:
+    """Wait until every pending append is in the log."""
     await log.append([Draft("dead-letters", 0, b"after it")])
 
 
-async def test_prometheus_sees_the_router(log: SqliteLog) -> None:
+async def test_router_metrics_are_exported_to_prometheus(log: SqliteLog) -> None:
     async with System(log).started(workers=1) as system, system.owned() as owner:
         await until(lambda: len(owner.world.fleet) == 1)
         system.send(submitted("r", PROMPT))

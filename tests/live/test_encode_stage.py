@@ -1,4 +1,4 @@
-"""The encode stage at a live owner: pools by lease, work for both stages, a take-over in the middle."""
+"""The encode stage in a live owner: pools by lease, work items of both stages, and a takeover between them."""
 
 from dataclasses import replace
 from typing import Any
@@ -28,16 +28,16 @@ ANSWERS = WorkerSpec(
 ENCODES = msgspec.structs.replace(ANSWERS, worker_id="e", pool="encoders", role="encode", block_size=1)
 
 
-def work_of(decided: RequestRouted, lies: Encoded | None) -> WorkItem:
-    asked = request("r", PROMPTS[0], media=(MEDIA,))
-    one = replace(under_way(asked, "default", 0, 0), encoded=lies)
-    draft = encode_work_item(ANSWERS.model, decided, asked, one, report_output=False)
+def work_of(decided: RequestRouted, result: Encoded | None) -> WorkItem:
+    submission = request("r", PROMPTS[0], media=(MEDIA,))
+    one = replace(under_way(submission, "default", 0, 0), encoded=result)
+    draft = encode_work_item(ANSWERS.model, decided, submission, one, report_output=False)
     assert (draft.topic, draft.partition) == (work_topic(decided.pool).name, decided.slot)
     item: WorkItem = decode(work_topic(decided.pool), draft.value)
     return item
 
 
-def test_each_stage_gets_what_it_needs_and_no_more() -> None:
+def test_each_stage_gets_only_its_own_inputs() -> None:
     drive = staged("e")
     first = ask(drive)
     item = work_of(first, None)
@@ -47,28 +47,28 @@ def test_each_stage_gets_what_it_needs_and_no_more() -> None:
     assert (item.stage, item.encoded, len(item.token_ids)) == ("aggregated", ENCODED, 34 * 4)
     assert item.media == (msgspec.structs.replace(MEDIA, content=b""),)
     alone = work_of(main, None)
-    assert (alone.encoded, alone.media) == (None, (MEDIA,)), "it encodes by itself"
+    assert (alone.encoded, alone.media) == (None, (MEDIA,)), "an aggregated worker encodes by itself"
 
 
-def test_a_new_owner_sends_the_stage_again_that_is_unanswered() -> None:
+def test_a_new_owner_resends_the_unfinished_stage() -> None:
     drive = staged("e", "f")
     first = ask(drive)
-    asked = request("r", PROMPTS[0], media=(MEDIA,))
+    submission = request("r", PROMPTS[0], media=(MEDIA,))
 
-    def again() -> WorkItem:
+    def resent() -> WorkItem:
         one = drive.world.requests.get("r")
         assert one is not None
         worker = drive.world.fleet.get(one.worker_id)
         assert worker is not None
         to = WorkerAddress(ANSWERS.model, worker.spec.pool, worker.slot, one.worker_id, one.worker_epoch)
-        draft = encode_resent_work(to, one, 9, asked, report_output=False)
+        draft = encode_resent_work(to, one, 9, submission, report_output=False)
         item: WorkItem = decode(work_topic(worker.spec.pool), draft.value)
         assert draft.topic == work_topic(worker.spec.pool).name
         return item
 
-    assert (again().stage, again().attempt, again().owner_epoch) == ("encode", 1, 9)
+    assert (resent().stage, resent().attempt, resent().owner_epoch) == ("encode", 1, 9)
     (main,) = encoded(drive, first)
-    assert (again().stage, again().attempt, again().encoded) == ("aggregated", main.attempt, ENCODED)
+    assert (resent().stage, resent().attempt, resent().encoded) == ("aggregated", main.attempt, ENCODED)
 
 
 def lease(spec: WorkerSpec) -> Lease:
@@ -76,7 +76,7 @@ def lease(spec: WorkerSpec) -> Lease:
     return Lease(worker_id=spec.worker_id, token="t", payload=payload, expires_in_ms=30_000, ttl_ms=30_000)
 
 
-async def test_an_encode_worker_brings_a_pool_of_its_role(log: SqliteLog) -> None:
+async def test_an_encode_worker_configures_a_pool_of_its_role(log: SqliteLog) -> None:
     polled = WorkerAdmission(log, 0, 7, Fleet(), slots_max=4, by_lease=PoolsByLease("m", RouterConfig()))
     await polled.update([lease(ANSWERS), lease(ENCODES)], {}, 0)
     made = [decode(CONTROL, record.value) for record in log.records(CONTROL.name, 0, 0, 9)]
@@ -84,7 +84,7 @@ async def test_an_encode_worker_brings_a_pool_of_its_role(log: SqliteLog) -> Non
 
 
 @pytest.mark.parametrize(
-    ("spec", "pool", "says"),
+    ("spec", "pool", "message"),
     [
         (
             ENCODES,
@@ -98,11 +98,11 @@ async def test_an_encode_worker_brings_a_pool_of_its_role(log: SqliteLog) -> Non
         ),
     ],
 )
-async def test_a_worker_of_another_role_is_refused_by_name(
-    log: SqliteLog, caplog: pytest.LogCaptureFixture, spec: WorkerSpec, pool: dict[str, Any], says: str
+async def test_a_worker_of_another_role_is_rejected_by_name(
+    log: SqliteLog, caplog: pytest.LogCaptureFixture, spec: WorkerSpec, pool: dict[str, Any], message: str
 ) -> None:
     configured = PoolConfigured(**{"model": "m", "block_size": 4, **pool})
     polled = WorkerAdmission(log, 0, 7, Fleet(), slots_max=4)
     await polled.update([lease(spec)], {configured.pool: configured}, 0)
-    assert says in caplog.text
+    assert message in caplog.text
     assert polled.refused["spec"] == 1

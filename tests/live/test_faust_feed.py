@@ -1,4 +1,4 @@
-"""Tails fed by Faust: each record once and in order, whatever Faust passes over, repeats or never brings."""
+"""Tails fed by Faust yield each record once and in order, whatever Faust skips, repeats or never delivers."""
 
 import asyncio
 import random
@@ -17,7 +17,7 @@ FED, PLAIN = "kv-events", "requests"
 
 
 class Scene:
-    """A log, what Faust has brought of it, and a reader."""
+    """A log, the records that Faust has delivered from it, and a reader."""
 
     def __init__(self, log: SqliteLog) -> None:
         self.log = log
@@ -37,7 +37,7 @@ class Scene:
         return tail
 
     async def read(self, tail: FedTail, end: int) -> None:
-        """Take until the tail has reached `end`."""
+        """Take records until the tail has reached `end`."""
 
         def reached() -> bool:
             while len(tail):
@@ -55,7 +55,7 @@ async def scene(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Scene]:
     log.close()
 
 
-async def test_what_lies_before_comes_from_the_log_and_the_rest_from_faust(scene: Scene) -> None:
+async def test_earlier_records_are_read_from_the_log_and_later_ones_from_faust(scene: Scene) -> None:
     await scene.write(1_200)
     tail = scene.tail(3)
     await scene.read(tail, 1_200)
@@ -66,14 +66,14 @@ async def test_what_lies_before_comes_from_the_log_and_the_rest_from_faust(scene
     tail.close()
 
 
-async def test_what_faust_repeats_or_passes_over_comes_once(scene: Scene) -> None:
+async def test_records_that_faust_repeats_or_skips_are_delivered_once(scene: Scene) -> None:
     seed = 20261121
     print(f"seed {seed}")
     rng = random.Random(seed)
     tail = scene.tail()
     for _ in range(60):
         records = await scene.write(rng.randrange(1, 12))
-        # Any part of it, some of it twice, and at times something old.
+        # Deliver a random subset, some records twice, and sometimes old records.
         brought = [record for record in records if rng.random() < 0.7] + rng.sample(records, 1)
         for record in sorted(brought, key=lambda record: record.offset):
             scene.feed.push(record)
@@ -87,7 +87,7 @@ async def test_what_faust_repeats_or_passes_over_comes_once(scene: Scene) -> Non
     tail.close()
 
 
-async def test_what_faust_never_brings_is_read_all_the_same(scene: Scene) -> None:
+async def test_records_that_faust_never_delivers_are_read_from_the_log(scene: Scene) -> None:
     tail = scene.tail()
     await scene.write(1)
     await scene.read(tail, 1)
@@ -97,7 +97,7 @@ async def test_what_faust_never_brings_is_read_all_the_same(scene: Scene) -> Non
     tail.close()
 
 
-async def test_a_reader_that_is_behind_holds_a_bounded_number(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_slow_reader_buffers_a_bounded_number_of_records(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(faust_feed, "BUFFER_RECORDS_MAX", 50)
     monkeypatch.setattr(faust_feed, "PAGE_RECORDS", 20)
     tail = scene.tail()
@@ -111,7 +111,7 @@ async def test_a_reader_that_is_behind_holds_a_bounded_number(scene: Scene, monk
     tail.close()
 
 
-async def test_a_log_that_cannot_be_read_is_told_to_the_reader(scene: Scene) -> None:
+async def test_a_log_read_error_is_raised_to_the_reader(scene: Scene) -> None:
     await scene.write(3)
     tail = scene.tail()
     scene.log.close()
@@ -121,7 +121,7 @@ async def test_a_log_that_cannot_be_read_is_told_to_the_reader(scene: Scene) -> 
     tail.close()
 
 
-async def test_other_topics_are_the_logs_own(scene: Scene) -> None:
+async def test_other_topics_are_read_from_the_log_directly(scene: Scene) -> None:
     await scene.faust_log.append([Draft(PLAIN, 0, b"0")])
     scene.faust_log.append_soon([Draft(PLAIN, 0, b"1")])
     assert await scene.faust_log.end(PLAIN, 0) == 2

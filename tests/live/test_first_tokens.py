@@ -1,4 +1,4 @@
-"""Where the time to first token went of prompts that are computed elsewhere, as a scrape of their owner shows it."""
+"""Metrics that split the time to first token of disaggregated requests into parts, as an owner exports them."""
 
 from collections.abc import Callable
 from typing import Any, get_args
@@ -28,7 +28,7 @@ from forebay.transport.base import Draft
 from forebay.transport.sqlite.log import SqliteLog
 from tests.core.worlds import ENCODED, MEDIA
 from tests.live.shared import proven
-from tests.live.test_disagg_effects import PROMPT, Idle, kept_by, logged
+from tests.live.test_disagg_effects import PROMPT, IdleWorkers, flush, prefilled_by
 from tests.system import MODEL, settings, submitted
 
 QUEUED = RouterConfig(queue=QueueConfig(threshold=0.5))  # one prompt of 34 tokens is above half a step of 64
@@ -36,8 +36,8 @@ SINCE = "forebay_router_prefill_to_first_token_seconds"
 PART = "forebay_router_time_to_first_token_part_seconds"
 
 
-class Turned(Idle):
-    """An owner that takes a turn when a test says so, at the time that it says."""
+class SteppedOwner(IdleWorkers):
+    """A system whose owner takes a turn only when a test calls `turn`, at the clock of the test."""
 
     def __init__(self, log: SqliteLog) -> None:
         super().__init__(log)
@@ -51,7 +51,7 @@ class Turned(Idle):
         await self.joined()
 
     async def joined(self, *roles: str) -> None:
-        """Workers named after these roles come, or those that are there."""
+        """Admit a worker for each role, named after the role, and every other worker that holds a lease."""
         for role in roles:
             self.join(role, role)
         owner = self.owner
@@ -60,19 +60,19 @@ class Turned(Idle):
             await owner.admission.update(self.leases.poll(MODEL), owner.world.pools, owner.world.view["fleet"])
             await owner.turn()
 
-    async def turn(self, passed_ms: int, say: Callable[..., None], *said: Any, **fields: Any) -> None:
-        """So much later somebody says something, and the owner takes a turn."""
+    async def turn(self, passed_ms: int, emit: Callable[..., None], *arguments: Any, **fields: Any) -> None:
+        """Advance the clock by `passed_ms`, call `emit`, and take a turn of the owner."""
         self.now_us += passed_ms * 1_000
-        say(*said, **fields)
-        await logged(self.log)
+        emit(*arguments, **fields)
+        await flush(self.log)
         await self.owner.turn()
 
     async def progress(self, passed_ms: int, name: str, kind: Any, **fields: Any) -> None:
-        """So much later the worker of a request's last routing says something."""
+        """Advance the clock, emit a progress event of the worker last routed to, and take a turn."""
         routed = [one for one in self.decisions(RequestRouted) if one.request_id == name][-1]
         if kind is PrefillFinished:
-            fields = {"prefilled": kept_by(routed, bytes=1_000)}
-        await self.turn(passed_ms, self.tell, routed, kind, **fields)
+            fields = {"prefilled": prefilled_by(routed, bytes=1_000)}
+        await self.turn(passed_ms, self.emit, routed, kind, **fields)
 
     def lose(self, name: str) -> None:
         worker = self.owner.world.fleet.get(name)
@@ -83,7 +83,7 @@ class Turned(Idle):
         self.log.append_soon([Draft(FLEET.name, 0, encode(FLEET, lost))])
 
     def scraped(self) -> dict[tuple[str, ...], float]:
-        """As Prometheus' own parser reads it: the name and the labels but the model, in their order."""
+        """Return each sample, parsed by the Prometheus client, by its name and its label values except `model`."""
         registry = CollectorRegistry()
         registry.register(OwnerMetrics(self.owner, MODEL))
         families = text_string_to_metric_families(generate_latest(registry).decode())
@@ -91,50 +91,50 @@ class Turned(Idle):
         return {(one.name, *(v for k, v in one.labels.items() if k != "model")): one.value for one in samples}
 
     def milliseconds(self) -> dict[str, float]:
-        """The sums of the parts that there are."""
-        shown = self.scraped()
-        parts = {part: shown[f"{PART}_sum", part] for part in get_args(Part)}
+        """Return the non-zero sums of the parts of the time to first token, in milliseconds."""
+        scrape = self.scraped()
+        parts = {part: scrape[f"{PART}_sum", part] for part in get_args(Part)}
         return {part: round(1_000 * sum_s, 6) for part, sum_s in parts.items() if sum_s}
 
 
 @pytest.fixture
-async def system(log: SqliteLog) -> Turned:
-    made = Turned(log)
+async def system(log: SqliteLog) -> SteppedOwner:
+    made = SteppedOwner(log)
     for role in ("prefill", "decode"):
         made.join(role, role)
     return made
 
 
-def test_disagg_a_time_as_long_as_a_bucket_is_in_it() -> None:
+def test_disagg_a_time_equal_to_a_bucket_bound_is_inside_the_bucket() -> None:
     times = DurationHistogram()
     for us in (1_000, 1_001, 60_000_000, 60_000_001):
         times.add(us)
     assert (times.buckets[:2], times.buckets[-2:], times.sum_us) == ([1, 1], [1, 1], 120_002_002)
 
 
-async def test_disagg_each_part_is_shown_and_all_add_up(system: Turned) -> None:
+async def test_disagg_the_parts_add_up_to_the_time_to_first_token(system: SteppedOwner) -> None:
     await system.own(QUEUED)
     await system.turn(0, system.send, submitted("a", PROMPT))
     await system.turn(0, system.send, submitted("b", PROMPT))
-    await system.progress(20, "a", PrefillFinished)  # now `b` leaves the queue
+    await system.progress(20, "a", PrefillFinished)  # request `b` leaves the queue
     await system.progress(30, "b", PrefillFinished)
     await system.progress(7, "a", FirstTokenEmitted, transferred_bytes=1_000, transfer_us=2_000)
-    shown = system.scraped()
+    scrape = system.scraped()
     assert system.milliseconds() == {"prefill": 20, "transfer": 2, "decode": 35}
-    assert shown[f"{SINCE}_count",] == 1
-    assert shown[f"{SINCE}_sum",] == pytest.approx(0.037)
-    assert (shown[f"{SINCE}_bucket", "0.025"], shown[f"{SINCE}_bucket", "0.05"]) == (0, 1)
-    assert (shown[f"{PART}_bucket", "0.001", "queue"], shown[f"{PART}_bucket", "0.01", "prefill"]) == (1, 0)
+    assert scrape[f"{SINCE}_count",] == 1
+    assert scrape[f"{SINCE}_sum",] == pytest.approx(0.037)
+    assert (scrape[f"{SINCE}_bucket", "0.025"], scrape[f"{SINCE}_bucket", "0.05"]) == (0, 1)
+    assert (scrape[f"{PART}_bucket", "0.001", "queue"], scrape[f"{PART}_bucket", "0.01", "prefill"]) == (1, 0)
     await system.progress(5, "b", TransferFailed, error="gone")
     await system.progress(10, "b", PrefillFinished)
     await system.progress(8, "b", FirstTokenEmitted, transferred_bytes=250, transfer_us=3_000)
-    await system.progress(9, "b", FirstTokenEmitted, transferred_bytes=250, transfer_us=3_000)  # said again
-    shown = system.scraped()
+    await system.progress(9, "b", FirstTokenEmitted, transferred_bytes=250, transfer_us=3_000)  # a repeated event
+    scrape = system.scraped()
     b = {"queue": 20, "prefill": 30 + 10, "transfer": 3, "decode": 7 + 5 + 8 - 3}
     assert system.milliseconds() == {"queue": 20, "prefill": 60, "transfer": 5, "decode": 35 + 17}
     assert sum(b.values()) == 20 + 30 + 7 + 5 + 10 + 8, "the time to its first token"
-    assert shown[f"{SINCE}_sum",] == pytest.approx(0.037 + 0.008)
-    assert (shown["forebay_router_kv_kept_bytes_total",], shown["forebay_router_kv_fetched_bytes_total",]) == (
+    assert scrape[f"{SINCE}_sum",] == pytest.approx(0.037 + 0.008)
+    assert (scrape["forebay_router_kv_kept_bytes_total",], scrape["forebay_router_kv_fetched_bytes_total",]) == (
         2_000,
         1_250,
     )
@@ -143,7 +143,7 @@ async def test_disagg_each_part_is_shown_and_all_add_up(system: Turned) -> None:
     await proven(system.log)
 
 
-async def test_disagg_a_request_whose_worker_is_lost_waits_for_another(system: Turned) -> None:
+async def test_disagg_a_request_of_a_lost_worker_waits_for_another(system: SteppedOwner) -> None:
     await system.own()
     await system.turn(0, system.send, submitted("r", PROMPT))
     await system.progress(20, "r", PrefillFinished)
@@ -154,13 +154,13 @@ async def test_disagg_a_request_whose_worker_is_lost_waits_for_another(system: T
     await system.progress(20, "r", PrefillFinished)
     await system.progress(5, "r", FirstTokenEmitted)
     assert system.milliseconds() == {"prefill": 40, "wait": 40, "decode": 15}
-    shown = system.scraped()
-    assert shown[f"{SINCE}_sum",] == pytest.approx(0.005), "from the last prefill on"
-    assert shown["forebay_router_kv_kept_bytes_total",] == 0, "nobody says how much of it was fetched"
+    scrape = system.scraped()
+    assert scrape[f"{SINCE}_sum",] == pytest.approx(0.005), "from the last prefill on"
+    assert scrape["forebay_router_kv_kept_bytes_total",] == 0, "the fetched bytes were not reported"
     await system.owner.close()
 
 
-async def test_disagg_images_are_encoded_first(system: Turned) -> None:
+async def test_disagg_the_encode_stage_is_a_part_of_its_own(system: SteppedOwner) -> None:
     system.join("encode", "encode")
     await system.own()
     await system.turn(0, system.send, submitted("r", PROMPT, media=(MEDIA,)))
@@ -171,7 +171,7 @@ async def test_disagg_images_are_encoded_first(system: Turned) -> None:
     await system.owner.close()
 
 
-async def test_disagg_what_ends_before_its_first_token_is_followed_no_more(system: Turned) -> None:
+async def test_disagg_requests_that_end_before_their_first_token_are_dropped(system: SteppedOwner) -> None:
     await system.own()
     for name in ("cancelled", "failed", "late"):
         timeout_us = 50_000 if name == "late" else 60_000_000
@@ -188,8 +188,8 @@ async def test_disagg_what_ends_before_its_first_token_is_followed_no_more(syste
     await system.owner.close()
 
 
-async def test_disagg_only_answers_that_fetched_are_counted(system: Turned) -> None:
-    """A prompt that was computed where it is answered in the end, and those of which an earlier owner knows more."""
+async def test_disagg_only_responses_that_fetched_kv_are_counted(system: SteppedOwner) -> None:
+    """Local prefills and requests that began under an earlier owner are not counted."""
     await system.own()
     await system.turn(0, system.send, submitted("r", PROMPT))
     for _ in range(3):
@@ -213,9 +213,9 @@ async def test_disagg_only_answers_that_fetched_are_counted(system: Turned) -> N
     await proven(system.log)
 
 
-async def test_disagg_a_prompt_that_was_first_computed_where_it_is_answered_is_not_counted(log: SqliteLog) -> None:
-    """Else its time to first token would begin when that worker was lost."""
-    system = Turned(log)
+async def test_disagg_a_prompt_first_prefilled_locally_is_not_counted(log: SqliteLog) -> None:
+    """Otherwise the time to first token would start when the first worker was lost."""
+    system = SteppedOwner(log)
     system.join("decode", "decode")
     await system.own()
     await system.turn(0, system.send, submitted("r", PROMPT))
@@ -230,8 +230,8 @@ async def test_disagg_a_prompt_that_was_first_computed_where_it_is_answered_is_n
     await system.owner.close()
 
 
-async def test_disagg_without_a_decode_pool_there_are_no_such_series(log: SqliteLog) -> None:
-    system = Turned(log)
+async def test_disagg_without_a_decode_pool_the_series_are_absent(log: SqliteLog) -> None:
+    system = SteppedOwner(log)
     system.join("w", "aggregated")
     await system.own()
     await system.turn(0, system.send, submitted("r", PROMPT))

@@ -1,4 +1,4 @@
-"""Heartbeats: an owner's deciding loop and each standby write them, and readers learn who is alive."""
+"""Owners and standbys write heartbeats, from which readers learn which routers are alive."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -22,7 +22,7 @@ READ_MAX = 10_000
 
 
 class Clock:
-    """A clock that a test moves."""
+    """A clock that a test sets."""
 
     def __init__(self) -> None:
         self.now_s = 100.0
@@ -31,14 +31,14 @@ class Clock:
         return self.now_s
 
 
-def written(log: SqliteLog) -> list[RouterHeartbeat]:
+def heartbeats(log: SqliteLog) -> list[RouterHeartbeat]:
     """Return every heartbeat on the log."""
     return [decode(HEARTBEATS, record.value) for record in log.records(HEARTBEATS.name, 0, 0, READ_MAX)]
 
 
 def of_role(log: SqliteLog, role: str) -> list[RouterHeartbeat]:
     """Return the heartbeats of owners, or of standbys."""
-    return [beat for beat in written(log) if beat.role == role]
+    return [beat for beat in heartbeats(log) if beat.role == role]
 
 
 @asynccontextmanager
@@ -72,7 +72,7 @@ async def test_owner_and_standby_write_heartbeats(log: SqliteLog) -> None:
     ]
     assert [event.owner_id for _, event in claims] == ["a"]
     assert {(one.router_id, one.owner_epoch) for one in of_role(log, "owner")} == {("a", claims[0][0])}
-    assert {one.group for one in written(log)} == {MODEL}
+    assert {one.group for one in heartbeats(log)} == {MODEL}
     assert {one.router_id for one in of_role(log, "standby") if one.position} == {"b"}
 
 
@@ -80,10 +80,10 @@ async def test_an_embedded_owner_writes_none(log: SqliteLog) -> None:
     async with System(log).started(workers=1) as system, system.owned() as owner:
         await until(lambda: len(owner.world.fleet) == 1)
     assert not settings().heartbeats
-    assert written(log) == []
+    assert heartbeats(log) == []
 
 
-async def test_an_owner_whose_loop_is_stuck_writes_no_heartbeats(log: SqliteLog) -> None:
+async def test_an_owner_with_a_stuck_loop_writes_no_heartbeats(log: SqliteLog) -> None:
     is_stuck, go_on = asyncio.Event(), asyncio.Event()
 
     async def hook(draft: Draft | None) -> None:
@@ -101,7 +101,7 @@ async def test_an_owner_whose_loop_is_stuck_writes_no_heartbeats(log: SqliteLog)
         system.send(submitted("one", [1, 2, 3, 4]))
         await is_stuck.wait()
         standbys = len(of_role(log, "standby"))
-        # One heartbeat may have been on its way when the loop got stuck.
+        # One heartbeat may have been in flight when the loop got stuck.
         await until(lambda: len(of_role(log, "standby")) > standbys)
         before = len(of_role(log, "owner"))
         await until(lambda: len(of_role(log, "standby")) > standbys + 2)
@@ -110,7 +110,7 @@ async def test_an_owner_whose_loop_is_stuck_writes_no_heartbeats(log: SqliteLog)
         await until(lambda: len(of_role(log, "owner")) > before)
 
 
-async def test_the_newest_owner_counts_and_silence_is_noticed(log: SqliteLog) -> None:
+async def test_the_newest_owner_counts_until_its_heartbeats_stop(log: SqliteLog) -> None:
     clock = Clock()
     await beat(log, owner_epoch=3)
     async with following(log, clock) as heartbeats:
@@ -130,7 +130,7 @@ async def test_the_newest_owner_counts_and_silence_is_noticed(log: SqliteLog) ->
         assert heartbeats.owner.owner_epoch == 9
 
 
-async def test_heartbeats_from_before_and_foreign_records_count_for_nothing(log: SqliteLog) -> None:
+async def test_earlier_heartbeats_and_foreign_records_are_ignored(log: SqliteLog) -> None:
     await beat(log, owner_epoch=99)
     async with following(log, Clock()) as heartbeats:
         await log.append([Draft(HEARTBEATS.name, 0, b"{"), Draft(HEARTBEATS.name, 0, b"")])
@@ -139,7 +139,7 @@ async def test_heartbeats_from_before_and_foreign_records_count_for_nothing(log:
         assert heartbeats.owner_age_s is None
 
 
-async def test_standbys_are_counted_while_they_are_heard(log: SqliteLog) -> None:
+async def test_standbys_are_counted_while_they_send_heartbeats(log: SqliteLog) -> None:
     clock, registry = Clock(), CollectorRegistry()
     async with following(log, clock) as heartbeats:
         registry.register(HeartbeatMetrics(heartbeats))

@@ -1,4 +1,4 @@
-"""Leases of ingresses as facts on `fleet`, and an owner that cancels what a lost ingress left behind."""
+"""Ingress leases become events on `fleet`, and an owner cancels the requests of a lost ingress."""
 
 from forebay.core.state.fleet import Fleet
 from forebay.events.codec import decode
@@ -31,8 +31,8 @@ def lease(
     )
 
 
-class Polled:
-    """An owner's view of ingresses that applied all of `fleet`."""
+class PolledIngresses:
+    """The ingress leases as polled by an owner that has applied all of `fleet`."""
 
     def __init__(self, log: SqliteLog, fleet: Fleet | None = None) -> None:
         self.log = log
@@ -52,8 +52,8 @@ class Polled:
         ]
 
 
-async def test_an_ingress_joins_by_its_lease_and_is_lost_without(log: SqliteLog) -> None:
-    polled = Polled(log)
+async def test_an_ingress_joins_by_its_lease_and_is_lost_when_it_expires(log: SqliteLog) -> None:
+    polled = PolledIngresses(log)
     await polled.poll(lease())
     await polled.poll(lease(renewed=1))
     await polled.poll(lease(renewed=1), observed_ms=HALF_MS)
@@ -63,8 +63,8 @@ async def test_an_ingress_joins_by_its_lease_and_is_lost_without(log: SqliteLog)
     assert polled.kinds() == [(IngressJoined, "i1", "t"), (IngressLost, "i1", "t")]
 
 
-async def test_a_restart_and_a_release_are_losses_at_once(log: SqliteLog) -> None:
-    polled = Polled(log)
+async def test_a_restarted_or_released_ingress_is_lost_at_once(log: SqliteLog) -> None:
+    polled = PolledIngresses(log)
     await polled.poll(lease())
     await polled.poll(lease(token="t2"))
     await polled.poll(lease(token="t2", released=True))
@@ -76,8 +76,8 @@ async def test_a_restart_and_a_release_are_losses_at_once(log: SqliteLog) -> Non
     ]
 
 
-async def test_an_emptied_store_loses_no_ingress_also_not_for_a_new_owner(log: SqliteLog) -> None:
-    polled = Polled(log)
+async def test_a_flushed_store_loses_no_ingress_even_for_a_new_owner(log: SqliteLog) -> None:
+    polled = PolledIngresses(log)
     await polled.poll(lease(), lease("i2"))
     for renewed in range(1, 10):
         await polled.poll()
@@ -85,21 +85,21 @@ async def test_an_emptied_store_loses_no_ingress_also_not_for_a_new_owner(log: S
     fleet = Fleet()
     for offset, fact in enumerate(polled.facts()):
         fleet.apply(fact, offset)
-    successor = Polled(log, fleet)
+    successor = PolledIngresses(log, fleet)
     await successor.poll()
     await successor.poll(lease(renewed=11), lease("i2", renewed=11))
     assert [kind for kind, *_ in successor.kinds()] == [IngressJoined] * 2
 
 
-async def test_names_that_no_event_takes_are_refused_once(log: SqliteLog) -> None:
-    polled = Polled(log)
+async def test_invalid_ingress_names_are_rejected_once(log: SqliteLog) -> None:
+    polled = PolledIngresses(log)
     for _ in range(3):
         await polled.poll(lease("x" * 257))
     assert polled.kinds() == []
     assert polled.presence.refused == {"name": 1}
 
 
-async def test_an_owner_cancels_what_a_killed_ingress_left_behind(log: SqliteLog) -> None:
+async def test_an_owner_cancels_the_requests_of_a_killed_ingress(log: SqliteLog) -> None:
     leases = embedded_leases()
     async with System(log).started(workers=0) as system, system.owned(ingress_leases=leases) as owner:
         system.start_worker("w0", speedup=3.0)

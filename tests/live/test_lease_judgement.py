@@ -1,4 +1,4 @@
-"""Who is alive, by leases that come late, vanish, are released or fail together, and by time that was observed."""
+"""Judgement of leases: renewed late, vanished, released, failed together, and timed by observed time."""
 
 from collections.abc import Iterable
 
@@ -14,8 +14,8 @@ POLL_MS = 500
 ALIVE, LATE, VANISHED, EXCUSED, LOST = Standing
 
 
-class Group:
-    """Holders that renew their leases unless a test says otherwise, polled every half second."""
+class PolledHolders:
+    """Lease holders, polled every half second, of which a test names those that renew."""
 
     def __init__(self, names: str, *, inherited: bool = False) -> None:
         self.judge = LeaseJudge()
@@ -39,7 +39,7 @@ class Group:
         )
 
     def poll(self, renewing: Iterable[str] = "", times: int = 1, *, observed_ms: int = POLL_MS) -> str:
-        """Poll so often; the standings by name, as one word each."""
+        """Poll `times` times; return the standing of each holder, in the order of names."""
         for _ in range(times):
             self.now_ms += POLL_MS
             for name in renewing:
@@ -58,7 +58,7 @@ class Group:
 
 
 def test_a_silent_holder_is_late_and_then_lost() -> None:
-    group = Group("abc")
+    group = PolledHolders("abc")
     seen = [group.poll("bc") for _ in range(6)]
     assert [one.split()[0] for one in seen] == ["alive", "alive", "late", "late", "late", "lost"]
     assert group.reasons["a"] == "its lease of 3000 ms expired"
@@ -66,14 +66,14 @@ def test_a_silent_holder_is_late_and_then_lost() -> None:
 
 
 def test_a_late_holder_that_renews_is_alive() -> None:
-    group = Group("abc")
+    group = PolledHolders("abc")
     assert group.poll("bc", 4) == "late alive alive"
     assert group.poll("abc") == "alive alive alive"
     assert group.poll("bc", 2) == "alive alive alive"
 
 
-def test_one_vanished_lease_is_doubt_for_one_ttl() -> None:
-    group = Group("abc")
+def test_one_vanished_lease_is_in_doubt_for_one_ttl() -> None:
+    group = PolledHolders("abc")
     del group.leases["a"]
     assert group.poll("bc", 6) == "vanished alive alive"
     assert group.poll("bc") == "lost alive alive"
@@ -81,15 +81,15 @@ def test_one_vanished_lease_is_doubt_for_one_ttl() -> None:
     assert group.judge.faults == 0
 
 
-def test_a_vanished_lease_that_is_taken_again_is_alive() -> None:
-    group = Group("abc")
+def test_a_vanished_lease_that_is_acquired_again_is_alive() -> None:
+    group = PolledHolders("abc")
     del group.leases["a"]
     assert group.poll("bc", 6) == "vanished alive alive"
     assert group.poll("abc") == "alive alive alive"
 
 
 def test_a_released_lease_and_a_foreign_token_are_losses_at_once() -> None:
-    group = Group("abc")
+    group = PolledHolders("abc")
     group.renew("a", released=True)
     group.renew("b", token="another")
     assert group.poll("c") == "lost lost alive"
@@ -98,8 +98,8 @@ def test_a_released_lease_and_a_foreign_token_are_losses_at_once() -> None:
 
 
 @pytest.mark.parametrize("names", ["a", "ab", "abcd"])
-def test_leases_that_vanish_together_put_nobody_in_doubt(names: str) -> None:
-    group = Group(names)
+def test_leases_that_vanish_together_are_all_excused(names: str) -> None:
+    group = PolledHolders(names)
     for _ in range(20):
         group.flush()
         assert set(group.poll().split()) == {EXCUSED}
@@ -108,7 +108,7 @@ def test_leases_that_vanish_together_put_nobody_in_doubt(names: str) -> None:
 
 
 def test_holders_that_are_dead_after_a_flush_are_lost_after_two_ttls() -> None:
-    group = Group("abcd")
+    group = PolledHolders("abcd")
     group.flush()
     assert group.poll() == "excused excused excused excused"
     assert group.poll("cd", 5) == "excused excused alive alive"
@@ -117,8 +117,8 @@ def test_holders_that_are_dead_after_a_flush_are_lost_after_two_ttls() -> None:
     assert group.poll("cd") == "lost lost alive alive"
 
 
-def test_a_dead_holder_is_lost_however_often_the_store_is_emptied() -> None:
-    group = Group("abc")
+def test_a_dead_holder_is_lost_however_often_the_store_is_flushed() -> None:
+    group = PolledHolders("abc")
     polls = 0
     while "a" in group.judge.poll(group.leases, 0):
         group.flush()
@@ -129,8 +129,8 @@ def test_a_dead_holder_is_lost_however_often_the_store_is_emptied() -> None:
     assert set(group.poll("bc").split()) <= {ALIVE, EXCUSED}
 
 
-def test_nobody_renewing_is_a_fault_of_the_store_first_and_death_in_the_end() -> None:
-    group = Group("abc")
+def test_holders_that_all_stop_renewing_are_excused_first_and_lost_later() -> None:
+    group = PolledHolders("abc")
     assert group.poll(times=3) == "excused excused excused"
     assert group.judge.faults == 1
     assert group.poll(times=5) == "excused excused excused"
@@ -139,8 +139,8 @@ def test_nobody_renewing_is_a_fault_of_the_store_first_and_death_in_the_end() ->
     assert group.judge.faults == 1
 
 
-def test_a_holder_is_excused_once_for_its_silence_and_its_absence_together() -> None:
-    group = Group("abc")
+def test_silence_and_absence_share_one_excuse() -> None:
+    group = PolledHolders("abc")
     assert group.poll(times=3) == "excused excused excused"
     assert group.poll("bc", 6) == "late alive alive"
     group.flush()
@@ -148,13 +148,13 @@ def test_a_holder_is_excused_once_for_its_silence_and_its_absence_together() -> 
 
 
 def test_the_only_holder_is_not_excused_for_its_silence() -> None:
-    group = Group("a")
+    group = PolledHolders("a")
     assert group.poll(times=3) == "late"
     assert group.poll(times=3) == "lost"
 
 
-def test_a_clock_of_the_store_that_jumps_loses_nobody() -> None:
-    group = Group("ab")
+def test_a_clock_jump_of_the_store_loses_no_holder() -> None:
+    group = PolledHolders("ab")
     for jump_ms in (3_600_000, -7_200_000):
         group.now_ms += jump_ms
         group.leases = {
@@ -173,29 +173,29 @@ def test_a_clock_of_the_store_that_jumps_loses_nobody() -> None:
 
 
 def test_an_owner_that_was_paused_needs_two_polls_for_a_loss() -> None:
-    group = Group("abc")
+    group = PolledHolders("abc")
     assert group.poll("bc", observed_ms=60_000) == "late alive alive"
     assert group.poll("abc", observed_ms=60_000) == "alive alive alive"
     assert group.poll("bc", 2, observed_ms=60_000) == "lost alive alive"
 
 
-def test_a_vanished_lease_has_its_time_though_the_owner_was_paused() -> None:
-    group = Group("abc")
+def test_a_vanished_lease_keeps_its_grace_period_when_the_owner_pauses() -> None:
+    group = PolledHolders("abc")
     del group.leases["a"]
     assert group.poll("bc") == "vanished alive alive"
     assert group.poll("bc", observed_ms=60_000) == "vanished alive alive"
     assert group.poll("bc", observed_ms=60_000) == "lost alive alive"
 
 
-def test_a_new_owner_doubts_absent_holders_and_gives_them_their_time() -> None:
-    group = Group("ab", inherited=True)
+def test_a_new_owner_gives_absent_holders_a_grace_period() -> None:
+    group = PolledHolders("ab", inherited=True)
     group.flush()
     assert group.poll() == "vanished vanished"
     assert group.poll(times=5) == "vanished vanished"
     assert group.poll("b") == "lost alive"
 
 
-def test_a_new_owner_that_does_not_know_the_ttl_waits_for_the_longest() -> None:
+def test_a_new_owner_without_the_ttl_waits_for_the_longest_ttl() -> None:
     judge = LeaseJudge()
     judge.add("a", "a", 0)
     polls = 0
@@ -204,8 +204,8 @@ def test_a_new_owner_that_does_not_know_the_ttl_waits_for_the_longest() -> None:
     assert polls * POLL_MS == TTL_UNKNOWN_MS
 
 
-def test_a_new_owner_doubts_who_was_late_already() -> None:
-    group = Group("ab", inherited=True)
+def test_a_new_owner_treats_a_late_holder_as_in_doubt() -> None:
+    group = PolledHolders("ab", inherited=True)
     group.leases["a"] = Lease(worker_id="a", token="a", payload=b"", expires_in_ms=-5_000, ttl_ms=TTL_MS, deadline_ms=5)
     assert group.poll("b") == "late alive"
     assert group.poll("b", 3) == "lost alive"
@@ -221,9 +221,9 @@ def test_only_time_between_two_readable_polls_counts() -> None:
 
 
 @given(st.lists(st.sampled_from(["renew", "silent", "flush", "away"]), max_size=60))
-def test_who_renews_within_a_ttl_of_observed_time_is_never_lost(steps: list[str]) -> None:
-    """Whatever happens to the store, a holder that takes its lease again within half a TTL stays."""
-    group, observed, now_s, unrenewed = Group("abc"), ObservedTime(), 0.0, 0
+def test_a_holder_that_renews_within_an_observed_ttl_is_never_lost(steps: list[str]) -> None:
+    """Whatever happens to the store, a holder that reacquires its lease within half a TTL stays."""
+    group, observed, now_s, unrenewed = PolledHolders("abc"), ObservedTime(), 0.0, 0
     for step in steps:
         now_s += 0.5
         if step == "away":

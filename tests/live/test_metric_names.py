@@ -1,6 +1,6 @@
-"""A dashboard that was made for Dynamo lights up: its names of what the router does, as a scrape shows them.
+"""A scrape of the router contains Dynamo's metric names, so that a dashboard made for Dynamo works.
 
-Source: Dynamo's metrics catalog. What forebay does not measure, and where, is said in docs/divergence.md.
+Source: Dynamo's metrics catalog. docs/divergence.md lists the metrics that forebay does not export.
 """
 
 import pytest
@@ -42,7 +42,7 @@ FRONTEND = {
 }
 
 
-async def test_dynamos_names_and_labels_are_there(log: SqliteLog) -> None:
+async def test_dynamo_metric_names_and_labels_are_exported(log: SqliteLog) -> None:
     registry = CollectorRegistry()
     frontend = IngressMetrics(registry, MODEL)
     frontend.ended("completions", stream=True, status="success")

@@ -1,4 +1,4 @@
-"""An owner on a real log with real workers: routing, recovery, and death at every append."""
+"""An owner on a real log with real workers: routing, recovery, and a kill after every append."""
 
 import asyncio
 from pathlib import Path
@@ -26,7 +26,7 @@ from tests.system import System, settings, submitted, until, until_ended
 PREFIX = list(range(12))
 
 
-async def test_a_request_is_routed_answered_and_its_prefix_found_again(log: SqliteLog) -> None:
+async def test_a_request_is_answered_and_its_prefix_is_found_by_the_next(log: SqliteLog) -> None:
     async with System(log).started(workers=3) as system, system.owned() as owner:
         await until(lambda: len(owner.world.fleet) == 3)
         system.send(submitted("a", [*PREFIX, 100, 101, 102, 103]))
@@ -44,7 +44,7 @@ async def test_a_request_is_routed_answered_and_its_prefix_found_again(log: Sqli
     await proven(log)
 
 
-async def test_refusals_are_decisions_with_answers(log: SqliteLog) -> None:
+async def test_rejections_are_journaled_and_answered(log: SqliteLog) -> None:
     async with System(log).started(workers=0) as system, system.owned():
         system.send(submitted("nobody", PREFIX))
         system.send(submitted("wrong", PREFIX, model="another"))
@@ -58,7 +58,7 @@ async def test_refusals_are_decisions_with_answers(log: SqliteLog) -> None:
     await proven(log)
 
 
-async def test_a_repeated_record_changes_nothing_and_a_reused_id_is_refused(log: SqliteLog) -> None:
+async def test_a_repeated_record_has_no_effect_and_a_reused_id_is_rejected(log: SqliteLog) -> None:
     async with System(log).started(workers=1) as system, system.owned() as owner:
         await until(lambda: len(owner.world.fleet) == 1)
         for _ in range(2):
@@ -72,7 +72,7 @@ async def test_a_repeated_record_changes_nothing_and_a_reused_id_is_refused(log:
     await proven(log)
 
 
-async def test_work_is_of_the_submission_that_was_accepted(log: SqliteLog) -> None:
+async def test_a_work_item_belongs_to_the_accepted_submission(log: SqliteLog) -> None:
     async with System(log).started(workers=1) as system:
         await admit(system, 1)
         system.send(submitted("a", PREFIX, nonce=1))
@@ -84,7 +84,7 @@ async def test_work_is_of_the_submission_that_was_accepted(log: SqliteLog) -> No
     await proven(log)
 
 
-async def test_a_cancelled_request_leaves_nothing_running(log: SqliteLog) -> None:
+async def test_a_cancelled_request_stops_its_worker(log: SqliteLog) -> None:
     async with System(log).started(workers=0) as system, system.owned() as owner:
         system.start_worker("slow", speedup=0.01)
         await until(lambda: len(owner.world.fleet) == 1)
@@ -99,7 +99,7 @@ async def test_a_cancelled_request_leaves_nothing_running(log: SqliteLog) -> Non
     await proven(log)
 
 
-async def test_a_deadline_passes_by_the_recorded_clock(log: SqliteLog) -> None:
+async def test_a_deadline_expires_by_the_recorded_clock(log: SqliteLog) -> None:
     async with System(log).started(workers=0) as system, system.owned() as owner:
         system.start_worker("slow", speedup=0.01)
         await until(lambda: len(owner.world.fleet) == 1)
@@ -126,7 +126,7 @@ async def test_a_record_that_does_not_decode_goes_to_dead_letters(log: SqliteLog
     await proven(log)
 
 
-async def test_requests_of_a_lost_worker_move_and_keep_what_was_said(log: SqliteLog) -> None:
+async def test_requests_of_a_lost_worker_move_and_keep_their_tokens(log: SqliteLog) -> None:
     async with System(log).started(workers=0) as system, system.owned() as owner:
         system.start_worker("a", speedup=3.0)
         await until(lambda: len(owner.world.fleet) == 1)
@@ -134,18 +134,18 @@ async def test_requests_of_a_lost_worker_move_and_keep_what_was_said(log: Sqlite
         await until(lambda: system.answer("r"))
         await system.stop_worker("a")
         await until(lambda: not len(owner.world.fleet))
-        said = system.answer("r")
-        assert 0 < len(said) < 60
+        emitted = system.answer("r")
+        assert 0 < len(emitted) < 60
         system.start_worker("b")
         await until(lambda: "r" in system.ends())
         assert [routed.attempt for routed in system.decisions(RequestRouted)] == [1, 2]
-        assert system.answer("r")[: len(said)] == said
+        assert system.answer("r")[: len(emitted)] == emitted
         assert len(system.answer("r")) == 60
     await proven(log)
 
 
 async def scenario(system: System) -> None:
-    """Requests of every kind of end, one after the other, whoever owns the group meanwhile."""
+    """Send requests that end in each possible way, one after another, under whichever owner runs."""
     for number in range(6):
         system.send(submitted(f"r{number}", [*PREFIX, number, number, number, number], nonce=number))
         await until_ended(system, f"r{number}")
@@ -163,8 +163,8 @@ def all_ended(system: System, owner: Owner) -> bool:
     return set(system.ends()) >= SENT and not len(owner.world.requests)
 
 
-async def live_and_die(system: System, appends: int, **changes: int) -> bool:
-    """One owner's life, ended at its append number `appends` + 1; whether it died of that."""
+async def run_until_append(system: System, appends: int, **changes: int) -> bool:
+    """Run an owner that is killed at append number `appends` + 1; return whether the kill happened."""
     owner = Owner(FaultyLog(system.log, appends), system.leases, settings(**changes))
     try:
         await owner.start()
@@ -179,8 +179,8 @@ async def live_and_die(system: System, appends: int, **changes: int) -> bool:
 
 
 @pytest.mark.timeout(240)
-async def test_killed_after_every_append_and_restarted_nothing_is_lost() -> None:
-    """The owner dies after its k-th append, for every k (every fourth under `quick`) until a run has no death."""
+async def test_a_kill_after_any_append_loses_nothing() -> None:
+    """Kill the owner after its k-th append, for every k (every fourth under `quick`) until a run is not killed."""
     appends, died = 1, True
     step = 4 if is_quick() else 1
     while died:
@@ -188,7 +188,7 @@ async def test_killed_after_every_append_and_restarted_nothing_is_lost() -> None
         async with System(log).started(workers=2) as system:
             await admit(system, 2)
             sending = asyncio.create_task(scenario(system))
-            died = await live_and_die(system, appends)
+            died = await run_until_append(system, appends)
             async with system.owned() as owner:
                 await until(lambda: all_ended(system, owner))
             await sending
@@ -203,14 +203,14 @@ async def test_killed_after_every_append_and_restarted_nothing_is_lost() -> None
     assert appends > 15
 
 
-async def test_many_deaths_with_snapshots_in_between(log: SqliteLog) -> None:
-    """Lives of growing length on one log, a snapshot after every third record."""
+async def test_repeated_kills_with_snapshots_between_lose_nothing(log: SqliteLog) -> None:
+    """Owners of growing run length on one log, with a snapshot after every third record."""
     async with System(log).started(workers=2) as system:
         await admit(system, 2)
         sending = asyncio.create_task(scenario(system))
         deaths = 0
         for appends in range(2, 30, 3):
-            deaths += await live_and_die(system, appends, snapshot_every=3)
+            deaths += await run_until_append(system, appends, snapshot_every=3)
         async with system.owned(snapshot_every=3) as owner:
             await until(lambda: all_ended(system, owner))
         await sending
@@ -220,7 +220,7 @@ async def test_many_deaths_with_snapshots_in_between(log: SqliteLog) -> None:
     await proven(log)
 
 
-async def test_a_restart_on_a_file_finds_the_prefixes_again(tmp_path: Path) -> None:
+async def test_an_owner_restarted_on_a_file_finds_the_cached_prefixes(tmp_path: Path) -> None:
     path = tmp_path / "log.db"
     prompts = {f"p{number}": [number] * 16 for number in range(8)}
     first = SqliteLog.open(path)

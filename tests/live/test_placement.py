@@ -1,4 +1,4 @@
-"""Groups get partitions from leases, and everybody reads the same directory."""
+"""Groups get partitions from leases, and all readers see the same directory."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -57,7 +57,7 @@ async def test_groups_get_the_lowest_free_partition_once(log: SqliteLog, directo
     assert [directory.group_in(partition) for partition in range(4)] == ["a", "b", "c", "elsewhere"]
 
 
-async def test_without_a_free_partition_a_group_is_refused_and_told_once(
+async def test_without_a_free_partition_a_group_is_rejected_and_logged_once(
     log: SqliteLog, directory: Directory, caplog: pytest.LogCaptureFixture
 ) -> None:
     leases = embedded_leases()
@@ -76,7 +76,7 @@ async def test_without_a_free_partition_a_group_is_refused_and_told_once(
     assert metrics["forebay_placements_ignored"].samples[0].labels == {"reason": "partition_taken"}
 
 
-async def test_a_name_that_no_model_can_have_gets_no_partition(
+async def test_an_invalid_model_name_gets_no_partition(
     log: SqliteLog, directory: Directory, caplog: pytest.LogCaptureFixture
 ) -> None:
     leases = embedded_leases()
@@ -87,13 +87,13 @@ async def test_a_name_that_no_model_can_have_gets_no_partition(
         await placement.update()
     assert placements(log) == [(b"org/model:tag", "org/model:tag", 0)]
     assert placement.refused == len(bad)
-    told = [record.getMessage() for record in caplog.records]
-    assert len(told) == len(bad)
-    assert all(line.isprintable() for line in told)
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == len(bad)
+    assert all(line.isprintable() for line in messages)
 
 
-async def test_two_that_place_at_once_agree_in_the_end(log: SqliteLog, directory: Directory) -> None:
-    """The second does not see what the first placed: readers follow the log, and nobody shares a partition."""
+async def test_two_concurrent_placements_converge(log: SqliteLog, directory: Directory) -> None:
+    """The second does not see the placements of the first; readers follow the log, and no partition is shared."""
     leases = embedded_leases()
     lease(leases, "a", "b")
     other = Directory(SharedLog(log))
@@ -110,7 +110,7 @@ async def test_two_that_place_at_once_agree_in_the_end(log: SqliteLog, directory
     late.close()
 
 
-async def test_who_waits_for_a_group_hears_of_it(log: SqliteLog, directory: Directory) -> None:
+async def test_a_waiter_for_a_group_is_notified(log: SqliteLog, directory: Directory) -> None:
     changes = []
     directory.on_change = lambda: changes.append(dict(directory.groups.partitions))
     running = asyncio.create_task(directory.run())
@@ -125,7 +125,7 @@ async def test_who_waits_for_a_group_hears_of_it(log: SqliteLog, directory: Dire
     await asyncio.gather(running, return_exceptions=True)
 
 
-async def test_leases_that_cannot_be_read_change_nothing(
+async def test_unreadable_leases_change_nothing(
     log: SqliteLog, directory: Directory, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = fakeredis.FakeServer()

@@ -1,4 +1,4 @@
-"""Pools that nobody configured: they come with the first lease."""
+"""Pools without configuration are configured by their first lease."""
 
 from forebay.events.control import PoolConfigured, RouterConfig
 from forebay.events.decisions import RequestRouted
@@ -10,7 +10,7 @@ from tests.system import BLOCK, MODEL, System, submitted, until
 PREFIX = list(range(12))
 
 
-async def test_a_pool_comes_with_its_first_lease_and_follows_the_settings(log: SqliteLog) -> None:
+async def test_a_pool_is_configured_by_its_first_lease_and_follows_the_settings(log: SqliteLog) -> None:
     turns = RouterConfig(mode="round-robin")
     async with System(log).started(workers=2) as system:
         async with system.owned(SharedLog(log), pool=None, router=turns) as owner:
@@ -32,7 +32,7 @@ async def test_a_pool_comes_with_its_first_lease_and_follows_the_settings(log: S
     await proven(log)
 
 
-async def test_a_pool_of_another_block_size_is_no_pool_of_the_settings(log: SqliteLog) -> None:
+async def test_a_pool_of_another_block_size_does_not_follow_the_settings(log: SqliteLog) -> None:
     async with System(log).started(workers=0) as system:
         system.start_worker("first", block_size=8)
         async with system.owned(pool=None) as owner:

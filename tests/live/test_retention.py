@@ -1,4 +1,4 @@
-"""An embedded log is kept within its limits behind a verified snapshot; whatever is still needed stays."""
+"""Retention trims an embedded log behind a verified snapshot and keeps every record that is still needed."""
 
 import asyncio
 import shutil
@@ -41,7 +41,7 @@ HOURS = RetentionLimits(size_bytes=1 << 40, age_s=3_600.0)
 
 @pytest.fixture(scope="module")
 def history(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A log with several snapshots, requests in flight, and the tokens of an answer per request."""
+    """Return a log with several snapshots, requests in flight, and the tokens of one response per request."""
     path = tmp_path_factory.mktemp("history") / "log.db"
 
     async def make() -> None:
@@ -67,7 +67,7 @@ def path(history: Path, tmp_path: Path) -> Path:
 
 @asynccontextmanager
 async def owned(path: Path) -> AsyncIterator[tuple[SqliteLog, Owner]]:
-    """The log of a process that has just started."""
+    """Open the log as a process that has just started, with an owner."""
     log, standby = await open_checked(path, 0)
     owner = Owner(
         log, embedded_leases(), GroupSettings(group="bench", partition=0, owner_id="next"), clock_us=lambda: 0
@@ -87,7 +87,7 @@ async def verified(path: Path) -> VerifyReport:
         return report
 
 
-async def test_history_behind_a_verified_snapshot_goes_and_the_rest_verifies(path: Path) -> None:
+async def test_history_behind_a_verified_snapshot_is_deleted_and_the_rest_verifies(path: Path) -> None:
     whole = await verified(path)
     async with owned(path) as (log, owner):
         ends = log.topics()
@@ -113,7 +113,7 @@ async def test_history_behind_a_verified_snapshot_goes_and_the_rest_verifies(pat
         assert await log.begin(DECISIONS.name, 0) == taken.journal_offset
 
 
-async def test_of_several_snapshots_the_oldest_that_suffices_becomes_the_beginning(path: Path) -> None:
+async def test_the_log_then_begins_at_the_oldest_sufficient_snapshot(path: Path) -> None:
     async with owned(path) as (log, owner):
         used, _ = log.bytes_used()
         retention = Retention(log, owner, 0, RetentionLimits(size_bytes=used * 3 // 4))
@@ -125,7 +125,7 @@ async def test_of_several_snapshots_the_oldest_that_suffices_becomes_the_beginni
     await verified(path)
 
 
-async def test_a_damaged_snapshot_is_no_reason_to_delete_anything(path: Path) -> None:
+async def test_nothing_is_deleted_behind_a_damaged_snapshot(path: Path) -> None:
     async with owned(path) as (log, owner):
         with closing(sqlite3.connect(path)) as db, db:
             db.execute("UPDATE snapshots SET checksum = 5")
@@ -136,8 +136,8 @@ async def test_a_damaged_snapshot_is_no_reason_to_delete_anything(path: Path) ->
         assert not retention.trimmed
 
 
-def of_another_state(value: bytes) -> bytes:
-    """A part of a snapshot that says that one more KV event was applied for each rank."""
+def with_another_state(value: bytes) -> bytes:
+    """Return the snapshot part with one more applied KV event for each rank."""
     chunk: SnapshotChunk = decode(SNAPSHOTS, value)
     parts = [
         msgspec.structs.replace(part, last_seq=part.last_seq + 1) if isinstance(part, IndexCursor) else part
@@ -146,17 +146,17 @@ def of_another_state(value: bytes) -> bytes:
     return encode(SNAPSHOTS, msgspec.structs.replace(chunk, parts=tuple(parts)))
 
 
-async def test_a_snapshot_of_another_state_than_was_sealed_is_no_reason_to_delete_anything(path: Path) -> None:
+async def test_nothing_is_deleted_behind_a_snapshot_that_differs_from_its_seal(path: Path) -> None:
     async with owned(path) as (log, owner):
-        rewritten(path, SNAPSHOTS, lambda values: [*map(of_another_state, values)])
+        rewritten(path, SNAPSHOTS, lambda values: [*map(with_another_state, values)])
         retention = Retention(log, owner, 0, SMALL)
         await retention.enforce()
         assert log.starts() == {}
         assert retention.refused > 1
 
 
-async def test_damaged_history_does_not_keep_a_log_growing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorded, "PAGE_RECORDS", 32)  # of a search for the newest snapshot from the journal's end
+async def test_damaged_history_does_not_prevent_trimming(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorded, "PAGE_RECORDS", 32)  # page size of the search for the newest snapshot
     async with owned(path) as (log, owner):
         with closing(sqlite3.connect(path)) as db, db:
             db.execute('UPDATE decisions SET checksum = 5 WHERE "offset" = 3')
@@ -179,16 +179,16 @@ async def test_only_records_older_than_the_age_limit_are_deleted(path: Path) -> 
     await verified(path)
 
 
-async def test_the_answers_of_requests_in_flight_are_kept(path: Path) -> None:
-    """Their submissions say where an answer may begin: at the slot's first record here."""
+async def test_the_responses_of_requests_in_flight_are_kept(path: Path) -> None:
+    """Each submission names the offset where its response may begin, here the first record of the slot."""
     async with owned(path) as (log, owner):
         assert len(owner.world.requests)
         await Retention(log, owner, 0, SMALL).enforce()
         assert await log.begin(TOKENS.name, 0) == 0
 
 
-async def test_what_a_snapshot_stands_for_is_kept_as_far_as_requests_in_flight_need_it(path: Path) -> None:
-    """Also whole topics that nothing is deleted of, though all their records are older than the snapshot."""
+async def test_records_before_a_snapshot_are_kept_while_requests_in_flight_need_them(path: Path) -> None:
+    """Topics that retention never trims stay whole, even if all their records are older than the snapshot."""
     async with owned(path) as (log, owner):
         await log.append([Draft(GROUPS.name, 0, b"placed")])
         oldest, end = owner.world.requests.active()[0], log.next_offset(DECISIONS.name, 0)
@@ -200,12 +200,12 @@ async def test_what_a_snapshot_stands_for_is_kept_as_far_as_requests_in_flight_n
         await Retention(log, owner, 0, SMALL).enforce()
         assert await log.begin(DECISIONS.name, 0) >= end
         assert 0 < await log.begin(REQUESTS.name, 0) <= oldest.offset
-        assert await log.begin(TOKENS.name, 0) == 0, "their answers may begin there"
+        assert await log.begin(TOKENS.name, 0) == 0, "responses in flight may begin at this offset"
         assert [await log.begin(name, 0) for name in (CONTROL.name, GROUPS.name)] == [0, 0]
     await verified(path)
 
 
-async def test_a_log_over_its_size_has_a_snapshot_taken_and_not_again_while_it_hardly_grows(path: Path) -> None:
+async def test_a_log_over_its_size_limit_takes_one_snapshot_until_it_grows_again(path: Path) -> None:
     async with owned(path) as (log, owner):
         await Retention(log, owner, 0, SMALL).enforce()
         begin = await log.begin(DECISIONS.name, 0)
@@ -220,7 +220,7 @@ async def test_a_log_over_its_size_has_a_snapshot_taken_and_not_again_while_it_h
     await verified(path)
 
 
-async def test_tools_read_a_trimmed_log_from_where_it_begins(path: Path) -> None:
+async def test_tools_read_a_trimmed_log_from_its_first_record(path: Path) -> None:
     async with owned(path) as (log, owner):
         await Retention(log, owner, 0, SMALL).enforce()
     with closing(SqliteLog.open(path, readonly=True)) as log:
@@ -235,7 +235,7 @@ async def test_tools_read_a_trimmed_log_from_where_it_begins(path: Path) -> None
 
 
 async def test_decisions_go_on_while_history_is_deleted(tmp_path: Path) -> None:
-    """A system answers request after request; its log stays within the limit and verifies."""
+    """A system serves many requests while its log stays within the limit and verifies."""
     path = tmp_path / "log.db"
     log = SqliteLog.open(path)
     registry = CollectorRegistry()
@@ -257,7 +257,7 @@ async def test_decisions_go_on_while_history_is_deleted(tmp_path: Path) -> None:
             await retention.enforce()
             await asyncio.sleep(0)
             largest = max(largest, log.bytes_used()[1])
-        assert owner.snapshots.taken, "the size asked for snapshots, nothing else did"
+        assert owner.snapshots.taken, "only the size limit triggers snapshots here"
         first = registry.get_sample_value("forebay_log_first_offset", {"topic": "requests", "partition": "0"})
         removed = registry.get_sample_value("forebay_log_trimmed_records_total", {"topic": "requests"})
         assert first == removed == await log.begin(REQUESTS.name, 0) > 0

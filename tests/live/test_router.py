@@ -1,4 +1,4 @@
-"""A router's seats: own what is assigned, follow what is not, take up a lost group only when it is assigned anew."""
+"""A router owns its assigned partitions, follows the others, and owns a lost group again only when reassigned."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -22,7 +22,7 @@ PREFIX = list(range(12))
 
 
 class FailingLog(SharedLog):
-    """A log that fails every read of the journal and every append to it while `is_away`, as a broker does."""
+    """A log whose journal reads and appends fail while `is_away`, as when a broker is down."""
 
     is_away = False
     refused = 0
@@ -50,8 +50,10 @@ async def routing(system: System, name: str, log: Log | None = None) -> AsyncIte
     log = log or system.log
     directory = Directory(log)
     await directory.start()
-    told = RouterSettings(router_id=name, partitions=1, slots_max=16, config=RouterConfig(), poll_s=0.005, retry_s=0.01)
-    router = Router(log, system.leases, directory, told, CollectorRegistry())
+    options = RouterSettings(
+        router_id=name, partitions=1, slots_max=16, config=RouterConfig(), poll_s=0.005, retry_s=0.01
+    )
+    router = Router(log, system.leases, directory, options, CollectorRegistry())
     running = asyncio.create_task(router.run())
     try:
         yield router
@@ -76,7 +78,7 @@ async def test_a_group_moves_with_its_assignment_and_the_next_owner_starts_warm(
     assert (await proven(log)).claims == 2
 
 
-async def test_a_lost_group_is_left_alone_until_it_is_assigned_anew(log: SqliteLog) -> None:
+async def test_a_lost_group_is_not_owned_again_until_it_is_reassigned(log: SqliteLog) -> None:
     async with System(log).started(workers=1) as system, routing(system, "a") as router:
         router.assign({0})
         await until(lambda: 0 in router.owners and len(router.owners[0].world.fleet) == 1)
@@ -92,7 +94,7 @@ async def test_a_lost_group_is_left_alone_until_it_is_assigned_anew(log: SqliteL
     assert (await proven(log)).claims == 3
 
 
-async def test_an_assignment_that_comes_before_the_loss_is_noticed_counts(log: SqliteLog) -> None:
+async def test_an_assignment_before_the_loss_is_noticed_takes_effect(log: SqliteLog) -> None:
     async with System(log).started(workers=1) as system, routing(system, "a") as router:
         router.assign({0})
         await until(lambda: 0 in router.owners and len(router.owners[0].world.fleet) == 1)
@@ -108,7 +110,7 @@ async def test_an_assignment_that_comes_before_the_loss_is_noticed_counts(log: S
     assert (await proven(log)).claims == 3
 
 
-async def test_an_owner_that_the_log_failed_owns_again_without_another_assignment(log: SqliteLog) -> None:
+async def test_an_owner_recovers_from_a_log_error_without_a_new_assignment(log: SqliteLog) -> None:
     failing = FailingLog(log)
     async with System(log).started(workers=1) as system, routing(system, "a", failing) as router:
         router.assign({0})
@@ -122,7 +124,7 @@ async def test_an_owner_that_the_log_failed_owns_again_without_another_assignmen
     assert (await proven(log)).claims == 2
 
 
-async def test_a_standby_that_the_log_failed_follows_again(log: SqliteLog) -> None:
+async def test_a_standby_follows_again_after_a_log_error(log: SqliteLog) -> None:
     failing = FailingLog(log)
     failing.is_away = True
     async with (

@@ -1,4 +1,4 @@
-"""A journal that was decided by other rules: refused by name, and left as it was for the program that wrote it."""
+"""A journal of another rules version is rejected with both versions named, and stays unchanged."""
 
 import asyncio
 from pathlib import Path
@@ -26,12 +26,12 @@ REFUSAL = f"decided by version {OTHER} of the rules, this program has version {C
 
 @pytest.fixture(params=["sealed", "unsealed"])
 def other_rules(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> "OtherProgram":
-    """A program with other rules."""
+    """Return a program with another rules version, with or without a final snapshot."""
     return OtherProgram(monkeypatch, sealed=request.param == "sealed")
 
 
 class OtherProgram:
-    """Writes a journal as a program with other rules: with a snapshot at its end, or without one."""
+    """Writes a journal as a program with another rules version; `sealed` adds a final snapshot."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, sealed: bool) -> None:
         self._monkeypatch = monkeypatch
@@ -56,7 +56,9 @@ class OtherProgram:
             await proven(system.log)
 
 
-async def test_an_owner_does_not_start_and_the_other_program_goes_on(log: SqliteLog, other_rules: OtherProgram) -> None:
+async def test_an_owner_does_not_start_and_the_other_program_continues(
+    log: SqliteLog, other_rules: OtherProgram
+) -> None:
     async with System(log).started(workers=1) as system:
         await other_rules.serve(system, "a")
         for _ in range(2):
@@ -68,7 +70,7 @@ async def test_an_owner_does_not_start_and_the_other_program_goes_on(log: Sqlite
         await other_rules.serve(system, "b")
 
 
-async def test_a_standby_does_not_follow(log: SqliteLog, other_rules: OtherProgram) -> None:
+async def test_a_standby_does_not_follow_other_rules(log: SqliteLog, other_rules: OtherProgram) -> None:
     async with System(log).started(workers=1) as system:
         await other_rules.serve(system, "a")
     standby = Standby(log, 0)
@@ -79,7 +81,7 @@ async def test_a_standby_does_not_follow(log: SqliteLog, other_rules: OtherProgr
         await Standby(log, 0).catch_up(log.next_offset(DECISIONS.name, 0))
 
 
-async def test_verify_says_who_can(tmp_path: Path, other_rules: OtherProgram) -> None:
+async def test_verify_names_the_rules_version_that_can_verify(tmp_path: Path, other_rules: OtherProgram) -> None:
     path = tmp_path / "log.db"
     log = SqliteLog.open(path)
     async with System(log).started(workers=1) as system:

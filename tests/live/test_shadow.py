@@ -1,4 +1,4 @@
-"""Another configuration on a live log: it speaks of every decision once, and says what it would do there."""
+"""A shadow evaluates an alternative configuration on a live log and publishes one event per routing decision."""
 
 import asyncio
 import random
@@ -32,34 +32,34 @@ from forebay.transport.sqlite.log import SqliteLog
 from tests.core.worlds import PROMPTS, Driver, histories, perform_all, request
 from tests.depth import examples
 from tests.live.shared import SharedLog, valid
-from tests.live.test_standby import LyingLog, serve, serve_unsealed
+from tests.live.test_standby import AlteredLog, serve, serve_unsealed
 from tests.system import System, submitted, until
 
 NAME = "try"
 SEED = 41
 
 
-def same(pool: PoolConfigured) -> PoolConfigured:
+def unchanged(pool: PoolConfigured) -> PoolConfigured:
     return pool
 
 
 def routed_by(**router: Any) -> Alternative:
-    """The recorded configuration with other fields."""
+    """Return an alternative that changes these router fields of the recorded configuration."""
     return lambda pool: msgspec.structs.replace(pool, router=msgspec.structs.replace(pool.router, **router))
 
 
-def shadow_of(log: Any, alternative: Alternative = same, name: str = NAME, **changes: Any) -> Shadow:
+def shadow_of(log: Any, alternative: Alternative = unchanged, name: str = NAME, **changes: Any) -> Shadow:
     fields: dict[str, Any] = {"name": name, "text": "the same", "alternative": alternative, **changes}
     return Shadow(log, 0, ShadowSettings(**fields), TopicSink(log, 0, name))
 
 
 @asynccontextmanager
 async def running(log: SqliteLog, shadow: Shadow) -> AsyncIterator[Shadow]:
-    """A shadow that follows while the body runs, and in the end has spoken of all there is."""
+    """Run a shadow during the body; before returning, wait until it has published every decision."""
     await shadow.start()
-    starts = len(said(log, shadow.settings.name, ShadowStarted))
+    starts = len(published(log, shadow.settings.name, ShadowStarted))
     task = asyncio.create_task(shadow.run())
-    await until(lambda: task.done() or len(said(log, shadow.settings.name, ShadowStarted)) > starts)
+    await until(lambda: task.done() or len(published(log, shadow.settings.name, ShadowStarted)) > starts)
     yield shadow
     end = log.next_offset(DECISIONS.name, 0)
     await until(lambda: task.done() or shadow.position >= end)
@@ -67,26 +67,26 @@ async def running(log: SqliteLog, shadow: Shadow) -> AsyncIterator[Shadow]:
     await task
 
 
-def said(log: SqliteLog, name: str = NAME, kind: type = DecisionShadowed) -> list[Any]:
-    """What a shadow said on the topic, in order."""
+def published(log: SqliteLog, name: str = NAME, kind: type = DecisionShadowed) -> list[Any]:
+    """Return the events of a shadow on its topic, in order."""
     records = log.records(SHADOW.name, 0, 0, 100_000)
     values = [record.value for record in records if record.value != b"?"]
     events: list[ShadowEvent] = [msgspec.json.decode(value, type=ShadowEvent) for value in values]
     return [event for event in events if event.shadow == name and isinstance(event, kind)]
 
 
-async def spoken_of_each(log: SqliteLog, name: str = NAME) -> None:
-    """Every routing decision of the journal was spoken of, once, in order."""
+async def require_each_once(log: SqliteLog, name: str = NAME) -> None:
+    """Check that each routing decision of the journal was published once, in order."""
     routed = await valid(log, RequestRouted)
-    assert [(one.request_id, one.attempt) for one in said(log, name)] == [
+    assert [(one.request_id, one.attempt) for one in published(log, name)] == [
         (one.request_id, one.attempt) for one in routed
     ]
-    offsets = [one.decision_offset for one in said(log, name)]
+    offsets = [one.decision_offset for one in published(log, name)]
     assert offsets == sorted(set(offsets))
 
 
 async def write(log: SqliteLog, drive: Driver, journal: Sequence[JournalRecord] | None = None) -> None:
-    """A driver's history as a log; its journal is what was decided, unless told otherwise."""
+    """Write the history of a driver to a log; `journal` replaces the driver's own decisions."""
     claimed = OwnerClaimed(owner_id="driver", core_version=CORE_VERSION)
     for topic, event, _ in drive.applied:
         value = b"?" if event is None else encode(topic_named(topic), event)
@@ -95,28 +95,28 @@ async def write(log: SqliteLog, drive: Driver, journal: Sequence[JournalRecord] 
 
 
 async def shadowed(log: SqliteLog, alternative: Alternative) -> list[DecisionShadowed]:
-    """What a shadow says of a whole log."""
+    """Return the events that a shadow publishes for a whole log."""
     async with running(log, shadow_of(log, alternative, from_start=True)):
         pass
-    return said(log)
+    return published(log)
 
 
-# What it says
+# The published events
 
 
 @examples(0.4)
 @given(histories)
-def test_the_same_configuration_agrees_always_and_regrets_nothing(history: list[tuple[str, Any]]) -> None:
+def test_the_recorded_configuration_always_agrees_without_regret(history: list[tuple[str, Any]]) -> None:
     drive = perform_all(Driver().fleet("a", "b"), history)
 
     async def run() -> None:
         log = SqliteLog.open(None)
         await write(log, drive)
-        events = await shadowed(log, same)
+        events = await shadowed(log, unchanged)
         assert all(one.agrees and one.regret_blocks == 0.0 and not one.failure for one in events)
         assert not any(one.would_hold for one in events)
         assert all(one.overlap_blocks == one.shadow_overlap_blocks for one in events)
-        await spoken_of_each(log)
+        await require_each_once(log)
         log.close()
 
     asyncio.run(run())
@@ -124,7 +124,7 @@ def test_the_same_configuration_agrees_always_and_regrets_nothing(history: list[
 
 @examples(0.4)
 @given(histories)
-def test_another_policy_says_what_a_plain_evaluation_says(history: list[tuple[str, Any]]) -> None:
+def test_an_alternative_policy_matches_a_direct_evaluation(history: list[tuple[str, Any]]) -> None:
     alternative = routed_by(temperature=2.0, overlap_score_credit=0.2, busy=BUSY)
     drive = Driver().fleet("a", "b")
     found: dict[tuple[str, int], Counterfactual] = {}
@@ -147,7 +147,7 @@ def test_another_policy_says_what_a_plain_evaluation_says(history: list[tuple[st
             if plain.choice is not None:
                 candidate = plain.choice.table.roster.ranks[plain.choice.at]
                 assert (one.shadow_worker_id, one.shadow_rank) == (candidate.worker.spec.worker_id, candidate.rank)
-        await spoken_of_each(log)
+        await require_each_once(log)
         log.close()
 
     asyncio.run(run())
@@ -156,17 +156,17 @@ def test_another_policy_says_what_a_plain_evaluation_says(history: list[tuple[st
 BUSY = BusyThresholds(active_prefill_tokens_threshold=40)
 
 
-async def test_a_shadow_of_a_running_system_sees_what_comes_and_nothing_before(log: SqliteLog) -> None:
+async def test_a_shadow_of_a_running_system_sees_only_later_decisions(log: SqliteLog) -> None:
     async with System(log).started(workers=2) as system, system.owned() as owner:
         await serve(system, owner, "a", "b")
         async with running(log, shadow_of(log)) as shadow:
             await serve(system, owner, "c", "d")
-        assert [one.request_id for one in said(log)] == ["c", "d"]
-        assert [one.from_offset for one in said(log, kind=ShadowStarted)] == [shadow.from_offset]
+        assert [one.request_id for one in published(log)] == ["c", "d"]
+        assert [one.from_offset for one in published(log, kind=ShadowStarted)] == [shadow.from_offset]
         assert str(shadow.statistics).startswith("2 decisions, 100.0% agree, regret mean 0.00 p99 0.00 blocks")
 
 
-async def test_two_shadows_at_once_do_not_meet(log: SqliteLog) -> None:
+async def test_two_concurrent_shadows_do_not_interfere(log: SqliteLog) -> None:
     async with System(log).started(workers=3) as system, system.owned() as owner:
         await until(lambda: len(owner.world.fleet) == 3)
         one = shadow_of(log)
@@ -175,21 +175,21 @@ async def test_two_shadows_at_once_do_not_meet(log: SqliteLog) -> None:
             for number in range(12):
                 system.send(submitted(f"r{number}", [*range(12), number]))
                 await until(lambda: not len(owner.world.requests) and len(system.ends()) == number + 1)  # noqa: B023
-        await spoken_of_each(log)
-        await spoken_of_each(log, "other")
-        assert all(event.agrees for event in said(log))
-        assert not all(event.agrees for event in said(log, "other"))
+        await require_each_once(log)
+        await require_each_once(log, "other")
+        assert all(event.agrees for event in published(log))
+        assert not all(event.agrees for event in published(log, "other"))
         statistics = other.statistics.pools["default"]
         assert statistics.decisions == 12
-        assert statistics.excess_blocks > 0.0, "the prefix is with one worker, and it goes round"
+        assert statistics.excess_blocks > 0.0, "one worker has the prefix, and round-robin ignores it"
         assert statistics.overlap_blocks_lost > 0
 
 
-# Owners come and go
+# Owner changes
 
 
 async def test_an_owner_dies_between_two_decisions_of_one_event(log: SqliteLog) -> None:
-    """What the event led to is journalled in part by the next owner; a late record of the dead one is void."""
+    """The next owner journals the remaining decisions of the event; a late record of the dead owner is stale."""
     drive = Driver().fleet("a", "b", "c")
     for number in range(4):
         drive("requests", request(f"r{number}", PROMPTS[number % 3][:2]))
@@ -204,27 +204,29 @@ async def test_an_owner_dies_between_two_decisions_of_one_event(log: SqliteLog) 
     late = moved[1]
     after = [msgspec.structs.replace(one, owner_epoch=epoch) for one in moved[1:]]
     await write(log, drive, [claim, *before, claim, late, *after])
-    events = await shadowed(log, same)
-    await spoken_of_each(log)
+    events = await shadowed(log, unchanged)
+    await require_each_once(log)
     assert all(one.agrees for one in events)
     assert [one.attempt for one in events[-len(moved) :]] == [2] * len(moved)
 
 
-async def test_a_take_over_on_the_way(log: SqliteLog) -> None:
+async def test_a_takeover_does_not_disturb_a_shadow(log: SqliteLog) -> None:
     async with System(log).started(workers=2) as system, running(log, shadow_of(SharedLog(log))) as shadow:
         await serve_unsealed(system, "a", "b")
         async with system.owned() as owner:
             await serve(system, owner, "c")
         await until(lambda: shadow.statistics.decisions == 3)
-    await spoken_of_each(log)
-    assert all(one.agrees for one in said(log))
+    await require_each_once(log)
+    assert all(one.agrees for one in published(log))
 
 
-# Stopped and started again
+# Restarts
 
 
-async def test_started_again_it_neither_repeats_nor_misses(log: SqliteLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ended at drawn points, planned or not, while owners come and go and snapshots are taken."""
+async def test_a_restarted_shadow_neither_repeats_nor_skips_decisions(
+    log: SqliteLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The shadow is stopped or killed at random points while owners change and snapshots are taken."""
     monkeypatch.setattr(shadow_module, "SLICE_RECORDS", 3)
     monkeypatch.setattr(shadow_topic, "PAGE_RECORDS", 4)
     chance = random.Random(SEED)
@@ -252,8 +254,8 @@ async def test_started_again_it_neither_repeats_nor_misses(log: SqliteLog, monke
         if shadow.position == end:
             break
     assert lives > 3
-    await spoken_of_each(log)
-    assert all(one.agrees for one in said(log))
+    await require_each_once(log)
+    assert all(one.agrees for one in published(log))
 
 
 class ForgetfulLog(SharedLog):
@@ -267,7 +269,7 @@ class ForgetfulLog(SharedLog):
         return await super().read(topic, partition, offset, limit)
 
 
-async def test_what_retention_removed_while_it_was_away_is_passed_over_and_said(
+async def test_records_that_retention_removed_during_downtime_are_skipped_and_logged(
     log: SqliteLog, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with System(log).started(workers=2) as system:
@@ -282,56 +284,56 @@ async def test_what_retention_removed_while_it_was_away_is_passed_over_and_said(
             forgetful.kept_from = owner.world.view["requests"] - 2
             async with running(log, shadow_of(forgetful)):
                 pass
-    assert [one.request_id for one in said(log)] == ["a", "c"]
+    assert [one.request_id for one in published(log)] == ["a", "c"]
     assert ": requests/0 no longer holds offset" in caplog.text
-    before, after = said(log, kind=ShadowStarted)
-    assert after.from_offset > said(log)[0].decision_offset + 1 > before.from_offset
+    before, after = published(log, kind=ShadowStarted)
+    assert after.from_offset > published(log)[0].decision_offset + 1 > before.from_offset
 
 
-async def test_a_newer_process_of_the_same_shadow_ends_the_older(log: SqliteLog) -> None:
+async def test_a_newer_process_of_the_same_shadow_stops_the_older(log: SqliteLog) -> None:
     async with System(log).started(workers=2) as system, system.owned() as owner:
         older = shadow_of(log)
         await older.start()
         ending = asyncio.create_task(older.run())
-        await until(lambda: said(log, kind=ShadowStarted))
+        await until(lambda: published(log, kind=ShadowStarted))
         async with running(log, shadow_of(log)) as newer:
             await serve(system, owner, "a")
             with pytest.raises(LogError, match="another process started the shadow try"):
                 await ending
             await serve(system, owner, "b")
             await until(lambda: newer.statistics.decisions == 2)
-    assert {one.request_id for one in said(log)} == {"a", "b"}
+    assert {one.request_id for one in published(log)} == {"a", "b"}
 
 
-async def test_a_name_is_of_one_shadow(log: SqliteLog) -> None:
+async def test_a_shadow_name_belongs_to_one_alternative(log: SqliteLog) -> None:
     async with running(log, shadow_of(log)):
         pass
     with pytest.raises(LogError, match="another alternative already used the shadow name try"):
         await shadow_of(log, text="another").start()
 
 
-async def test_foreign_records_of_the_topic_are_passed_over(log: SqliteLog) -> None:
+async def test_foreign_records_of_the_topic_are_skipped(log: SqliteLog) -> None:
     foreign = [Draft(SHADOW.name, 0, b"?", NAME.encode()), Draft(SHADOW.name, 0, b"?")]
     for _ in range(2):
         async with running(log, shadow_of(log)):
             await log.append(foreign)
-    assert len(said(log, kind=ShadowStarted)) == 2
+    assert len(published(log, kind=ShadowStarted)) == 2
 
 
-# What it cannot follow
+# Journals that a shadow cannot follow
 
 
-async def test_a_journal_that_cannot_be_derived_again(log: SqliteLog) -> None:
+async def test_a_shadow_stops_at_a_journal_that_cannot_be_derived_again(log: SqliteLog) -> None:
     async with System(log).started(workers=2) as system:
         await serve_unsealed(system, "a")
-    shadow = shadow_of(LyingLog(log), from_start=True)
+    shadow = shadow_of(AlteredLog(log), from_start=True)
     await shadow.start()
     with pytest.raises(RecoveryDiverged):
         await shadow.run()
-    assert said(log) == []
+    assert published(log) == []
 
 
-async def test_other_rules(log: SqliteLog, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_shadow_rejects_a_journal_of_other_rules(log: SqliteLog, monkeypatch: pytest.MonkeyPatch) -> None:
     async with System(log).started(workers=2) as system, system.owned() as owner:
         await serve(system, owner, "a")
     monkeypatch.setattr("forebay.transport.history.reader.CORE_VERSION", CORE_VERSION + 1)
@@ -340,28 +342,28 @@ async def test_other_rules(log: SqliteLog, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 class ShortLog(SharedLog):
-    """A log that was made anew: it is empty again."""
+    """A log that was recreated, so it is empty again."""
 
-    anew = False
+    recreated = False
 
     async def end(self, topic: str, partition: int) -> int:
-        return 0 if self.anew and topic == DECISIONS.name else await super().end(topic, partition)
+        return 0 if self.recreated and topic == DECISIONS.name else await super().end(topic, partition)
 
 
-async def test_a_log_that_was_made_anew(log: SqliteLog) -> None:
+async def test_a_shadow_rejects_a_recreated_log(log: SqliteLog) -> None:
     async with System(log).started(workers=2) as system:
         await serve_unsealed(system, "a")
         short = ShortLog(log)
         shadow = shadow_of(short)
         await shadow.start()
-        short.anew = True
+        short.recreated = True
         with pytest.raises(LogError, match=r"ends at offset 0, before \d+: the log was recreated"):
             await shadow.run()
         with pytest.raises(LogError, match="this is another log; choose another --name"):
             await shadow_of(short).start()
 
 
-async def test_a_journal_whose_beginning_is_gone(log: SqliteLog) -> None:
+async def test_a_shadow_from_the_start_rejects_a_trimmed_journal(log: SqliteLog) -> None:
     class Headless(SharedLog):
         async def begin(self, topic: str, partition: int) -> int:
             return 5 if topic == DECISIONS.name else await super().begin(topic, partition)
@@ -377,14 +379,14 @@ class Failing:
         raise ValueError
 
 
-async def test_a_policy_that_fails_is_counted_and_said(log: SqliteLog) -> None:
+async def test_a_failing_policy_is_counted_and_reported(log: SqliteLog) -> None:
     async with System(log).started(workers=2) as system:
         await serve_unsealed(system, "a", "b")
     shadow = shadow_of(log, routed_by(mode="mine.Failing"), from_start=True, custom={"mine.Failing": Failing})
     async with running(log, shadow):
         pass
-    assert [one.failure.partition(":")[0] for one in said(log)] == ["policy_failed"] * 2
-    assert all(one.shadow_worker_id == "" and one.regret_blocks is None and not one.agrees for one in said(log))
+    assert [one.failure.partition(":")[0] for one in published(log)] == ["policy_failed"] * 2
+    assert all(one.shadow_worker_id == "" and one.regret_blocks is None and not one.agrees for one in published(log))
     assert "2 failed (policy_failed)" in str(shadow.statistics)
     registry = CollectorRegistry()
     registry.register(ShadowMetrics(shadow))
@@ -392,7 +394,9 @@ async def test_a_policy_that_fails_is_counted_and_said(log: SqliteLog) -> None:
     assert registry.get_sample_value("forebay_shadow_failures_total", labels) == 2
 
 
-async def test_it_says_what_history_booked_in_its_place(log: SqliteLog, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_shadow_warns_about_state_taken_from_the_recording(
+    log: SqliteLog, caplog: pytest.LogCaptureFixture
+) -> None:
     async with System(log).started(workers=2) as system:
         await serve_unsealed(system, "a", "b")
     async with running(log, shadow_of(log, routed_by(session_ttl_s=60.0), from_start=True)):
@@ -411,7 +415,7 @@ async def test_statistics_are_exported_to_prometheus(log: SqliteLog) -> None:
     registry.register(ShadowMetrics(shadow))
     async with running(log, shadow):
         pass
-    events = said(log)
+    events = published(log)
     labels = {"shadow": NAME, "pool": "default"}
 
     def value(series: str, **more: str) -> float | None:

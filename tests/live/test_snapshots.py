@@ -1,4 +1,4 @@
-"""Snapshots beside decisions: exact whatever happens meanwhile, taken when due, and digests in the journal."""
+"""Snapshots written beside decisions are exact and taken when due, and the journal carries state digests."""
 
 import asyncio
 import gc
@@ -22,7 +22,7 @@ from forebay.transport.history.reader import load_snapshot
 from forebay.transport.sqlite.log import SqliteLog
 from tests.live.shared import SharedLog, admit, proven
 from tests.live.test_owner import all_ended as all_of_scenario_ended
-from tests.live.test_owner import live_and_die, scenario
+from tests.live.test_owner import run_until_append, scenario
 from tests.system import System, settings, submitted, until, until_ended
 
 PREFIX = list(range(12))
@@ -30,7 +30,7 @@ PREFIX = list(range(12))
 
 @pytest.fixture
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A turn does one small thing, so that a snapshot takes many."""
+    """Make each turn do one small step, so that a snapshot takes many turns."""
     monkeypatch.setattr(snapshots, "SLICE_NS", 0)
     monkeypatch.setattr(snapshots, "WALK_BLOCKS", 1)
     monkeypatch.setattr(snapshots, "CHUNK_BYTES", 200)
@@ -40,7 +40,7 @@ def prompt(number: int) -> list[int]:
     return [*PREFIX, number, number, number, number]
 
 
-async def same_when_restored(log: SqliteLog, owner: Owner) -> None:
+async def require_restored_state_equals(log: SqliteLog, owner: Owner) -> None:
     cold = Standby(log, 0)
     await cold.catch_up(log.next_offset(DECISIONS.name, 0))
     assert cold.world.digest() == owner.world.digest()
@@ -48,7 +48,7 @@ async def same_when_restored(log: SqliteLog, owner: Owner) -> None:
 
 @pytest.mark.usefixtures("small_steps")
 async def test_decisions_go_on_while_a_snapshot_is_written(log: SqliteLog) -> None:
-    """The log holds every chunk back until another prompt is cached somewhere; the snapshot is exact all the same."""
+    """Another prompt is cached before each chunk is appended, and the snapshot is still exact."""
     written = 0
 
     async def serve_first(draft: Draft | None) -> None:
@@ -82,21 +82,23 @@ async def test_decisions_go_on_while_a_snapshot_is_written(log: SqliteLog) -> No
         assert sealed.digest == taken.digest
         assert (await load_snapshot(log, 0, taken)).digest() == int(taken.digest, 16)
         parts = [part for chunk in system.events(SNAPSHOTS, SnapshotChunk) for part in chunk.parts]
-        assert any(isinstance(part, IndexChanges) and part.events for part in parts), "nothing changed meanwhile"
-        await same_when_restored(log, owner)
+        assert any(isinstance(part, IndexChanges) and part.events for part in parts), (
+            "the index did not change while the snapshot was written"
+        )
+        await require_restored_state_equals(log, owner)
     await proven(log)
 
 
 async def until_cached(system: System, owner: Owner, name: str) -> None:
-    """Wait until a prompt was served and the owner knows where it is cached."""
+    """Serve a prompt and wait until the owner has applied its KV events."""
     await until_ended(system, name)
     request = next(event for event in system.events(REQUESTS, RequestSubmitted) if event.request_id == name)
     await until(lambda: owner.world.index.overlaps(unpack_u64(request.sequence_hashes)))
 
 
 @pytest.mark.usefixtures("small_steps")
-async def test_an_index_larger_than_a_chunk(log: SqliteLog) -> None:
-    """Blocks come in several chunks, before the world that they belong to."""
+async def test_an_index_larger_than_a_chunk_is_restored(log: SqliteLog) -> None:
+    """The blocks are written in several chunks, before the world that they belong to."""
     blocks = list(range(1, 200_000))
     async with System(log).started(workers=1) as system:
         async with system.owned() as owner:
@@ -109,33 +111,33 @@ async def test_an_index_larger_than_a_chunk(log: SqliteLog) -> None:
         held = [part for part in parts if isinstance(part, IndexBlocks)]
         assert len(held) > 1
         assert parts.index(held[-1]) < len(parts) - 2
-        await same_when_restored(log, owner)
+        await require_restored_state_equals(log, owner)
     await proven(log)
 
 
 @pytest.mark.timeout(240)
 @pytest.mark.usefixtures("small_steps")
-async def test_an_owner_dies_anywhere_in_a_snapshot(log: SqliteLog) -> None:
-    """Lives of growing length on one log: each leaves a torso of a snapshot behind, which disturbs nobody."""
+async def test_a_kill_at_any_point_of_a_snapshot_loses_nothing(log: SqliteLog) -> None:
+    """Owners of growing run length on one log each leave an incomplete snapshot, which later owners ignore."""
     async with System(log).started(workers=2) as system:
         await admit(system, 2)
         sending = asyncio.create_task(scenario(system))
         deaths = 0
         for appends in range(2, 40, 2):
-            deaths += await live_and_die(system, appends, snapshot_every=3)
+            deaths += await run_until_append(system, appends, snapshot_every=3)
         async with system.owned(snapshot_every=3) as owner:
             await until(lambda: all_of_scenario_ended(system, owner))
         await sending
         named = {(taken.owner_epoch, taken.chunks) for taken in system.decisions(SnapshotTaken)}
         chunks = {chunk.owner_epoch for chunk in system.events(SNAPSHOTS, SnapshotChunk)}
-        assert chunks - {epoch for epoch, _ in named}, "no snapshot was cut short: the test shows nothing"
+        assert chunks - {epoch for epoch, _ in named}, "no snapshot was interrupted, so the test checks nothing"
         assert deaths > 5
-        await same_when_restored(log, owner)
+        await require_restored_state_equals(log, owner)
     await proven(log)
 
 
-async def test_a_snapshot_after_a_while_if_anything_was_journalled(log: SqliteLog) -> None:
-    """With an age of nothing each change is followed by a snapshot, and quiet is not."""
+async def test_an_aged_owner_takes_a_snapshot_only_after_changes(log: SqliteLog) -> None:
+    """With a maximum age of zero, each change is followed by a snapshot, but idle turns are not."""
     async with System(log).started(workers=1) as system:
         await admit(system, 1)
         owner = Owner(log, system.leases, settings(snapshot_age_s=0.0))
@@ -156,14 +158,14 @@ async def test_a_snapshot_after_a_while_if_anything_was_journalled(log: SqliteLo
 
 
 async def quiet(owner: Owner) -> None:
-    """Turns with nothing new to apply."""
+    """Take turns without new records to apply."""
     for _ in range(50):
         await owner.turn()
         await owner.snapshots.settle()
 
 
 async def test_a_planned_stop_seals_the_last_state(log: SqliteLog) -> None:
-    """Also when a snapshot of an earlier one is on its way."""
+    """A stop seals the last state even while a snapshot of an earlier state is being written."""
     held = asyncio.Event()
 
     async def hold(draft: Draft | None) -> None:
@@ -186,7 +188,7 @@ async def test_a_planned_stop_seals_the_last_state(log: SqliteLog) -> None:
     await proven(log)
 
 
-async def test_an_index_is_kept_from_the_garbage_collector_each_time_it_has_doubled(
+async def test_the_index_is_frozen_for_the_garbage_collector_each_time_it_doubles(
     log: SqliteLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     frozen = []
@@ -211,24 +213,24 @@ async def test_an_index_is_kept_from_the_garbage_collector_each_time_it_has_doub
         await owner.close()
 
 
-class LyingLog(SharedLog):
-    """A log in which one KV event is another."""
+class AlteredLog(SharedLog):
+    """A log that returns another KV event at one offset."""
 
-    def __init__(self, log: SqliteLog, offset: int, lie: BlocksStored) -> None:
+    def __init__(self, log: SqliteLog, offset: int, replacement: BlocksStored) -> None:
         super().__init__(log)
         self._offset = offset
-        self._lie = encode(KV_EVENTS, lie)
+        self._value = encode(KV_EVENTS, replacement)
 
     async def read(self, topic: str, partition: int, offset: int, limit: int) -> list[Record]:
         return [
-            msgspec.structs.replace(record, value=self._lie)
+            msgspec.structs.replace(record, value=self._value)
             if (topic, record.offset) == (KV_EVENTS.name, self._offset)
             else record
             for record in await super().read(topic, partition, offset, limit)
         ]
 
 
-async def test_a_difference_that_shows_in_no_decision_is_found_at_the_next_digest(
+async def test_a_state_difference_without_a_decision_is_found_at_the_next_digest(
     log: SqliteLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(snapshots, "DIGEST_EVERY", 3)
@@ -243,8 +245,8 @@ async def test_a_difference_that_shows_in_no_decision_is_found_at_the_next_diges
     await proven(log)
     stored = system.events(KV_EVENTS, BlocksStored)[0]
     asked_by_nobody_else = stored.sequence_hashes[:-U64_BYTES] + pack_u64([9])
-    lie = msgspec.structs.replace(stored, sequence_hashes=asked_by_nobody_else)
-    report = await verify(LyingLog(log, system.events(KV_EVENTS).index(stored), lie))
+    replacement = msgspec.structs.replace(stored, sequence_hashes=asked_by_nobody_else)
+    report = await verify(AlteredLog(log, system.events(KV_EVENTS).index(stored), replacement))
     assert report.divergence is not None
     assert list(report.divergence.differs) == ["digest"]
     first_digest = next(offset for offset, record in enumerate(journal) if isinstance(record, Advanced))

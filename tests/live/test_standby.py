@@ -1,4 +1,4 @@
-"""A warm replica: the same state as a cold recovery, a take-over, and what it cannot follow."""
+"""A standby has the state of a cold recovery, takes over warm, and stops at a journal that it cannot follow."""
 
 import asyncio
 import random
@@ -25,7 +25,7 @@ SEED = 20_240
 
 
 async def serve(system: System, owner: Owner, *names: str) -> None:
-    """Requests one after the other, and one that is refused."""
+    """Serve requests one after another, then one that is rejected."""
     await until(lambda: len(owner.world.fleet) == 2)
     for number, name in enumerate(names):
         system.send(submitted(name, [*PREFIX, *[number] * 4]))
@@ -36,7 +36,7 @@ async def serve(system: System, owner: Owner, *names: str) -> None:
 
 
 async def serve_unsealed(system: System, *names: str) -> None:
-    """An owner that leaves no snapshot behind."""
+    """Serve requests with an owner that takes no final snapshot."""
     owner = Owner(system.log, system.leases, settings())
     await owner.start()
     running = asyncio.create_task(owner.run())
@@ -50,7 +50,7 @@ def journal_end(log: SqliteLog) -> int:
     return log.next_offset(DECISIONS.name, 0)
 
 
-async def cold(log: SqliteLog, end: int) -> Standby:
+async def cold_standby(log: SqliteLog, end: int) -> Standby:
     standby = Standby(log, 0)
     await standby.catch_up(end)
     return standby
@@ -78,7 +78,7 @@ async def test_a_standby_takes_over_warm_with_the_state_of_a_cold_recovery(log: 
         async with system.owned(snapshot_every=4) as owner:
             await serve(system, owner, "a", "b", "c")
             await until(lambda: standby.position == journal_end(log))
-            assert state(standby.followed) == state((await cold(log, standby.position)).followed)
+            assert state(standby.followed) == state((await cold_standby(log, standby.position)).followed)
             assert unconfirmed(standby) == ["a-refused", "b-refused", "c-refused"]
         await until(lambda: standby.position == journal_end(log))
         await ended(following)
@@ -96,8 +96,10 @@ async def test_a_standby_takes_over_warm_with_the_state_of_a_cold_recovery(log: 
     await proven(log)
 
 
-async def test_a_standby_may_be_stopped_anywhere_and_go_on(log: SqliteLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cancelled at drawn points, again and again, it ends with the same state. Short pages make more such points."""
+async def test_a_standby_resumes_after_a_cancellation_at_any_point(
+    log: SqliteLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cancelled at random points, the standby ends with the same state. Short pages make more such points."""
     monkeypatch.setattr(standby_module, "PAGE_RECORDS", 4)
     monkeypatch.setattr(recorded, "PAGE_RECORDS", 4)
     chance = random.Random(SEED)
@@ -115,7 +117,7 @@ async def test_a_standby_may_be_stopped_anywhere_and_go_on(log: SqliteLog, monke
         stops += 1
     assert stops > 3
     assert standby.failed is None
-    assert state(standby.followed) == state((await cold(log, end)).followed)
+    assert state(standby.followed) == state((await cold_standby(log, end)).followed)
 
 
 async def test_a_standby_begins_at_the_newest_snapshot(log: SqliteLog, caplog: pytest.LogCaptureFixture) -> None:
@@ -132,8 +134,8 @@ async def test_a_standby_begins_at_the_newest_snapshot(log: SqliteLog, caplog: p
     assert standby.position > sealed
 
 
-class LyingLog(SharedLog):
-    """A log in which every routed request costs more than it did."""
+class AlteredLog(SharedLog):
+    """A log that returns every routing decision with a higher cost."""
 
     async def read(self, topic: str, partition: int, offset: int, limit: int) -> list[Record]:
         records = await super().read(topic, partition, offset, limit)
@@ -149,7 +151,7 @@ class LyingLog(SharedLog):
 
 
 class TornLog(SharedLog):
-    """A log whose journal holds a record that nobody understands."""
+    """A log that returns an undecodable journal record."""
 
     async def read(self, topic: str, partition: int, offset: int, limit: int) -> list[Record]:
         records = await super().read(topic, partition, offset, limit)
@@ -160,18 +162,20 @@ class TornLog(SharedLog):
         return msgspec.structs.replace(record, value=b"?") if record.offset == 1 else record
 
 
-@pytest.mark.parametrize(("kind", "why"), [(LyingLog, "cannot be derived again"), (TornLog, "cannot be derived again")])
-async def test_a_standby_that_cannot_follow_says_so_and_the_owner_starts_cold(
-    log: SqliteLog, kind: type[SharedLog], why: str, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("kind", "message"), [(AlteredLog, "cannot be derived again"), (TornLog, "cannot be derived again")]
+)
+async def test_a_standby_that_cannot_follow_logs_it_and_the_owner_starts_cold(
+    log: SqliteLog, kind: type[SharedLog], message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with System(log).started(workers=2) as system:
         await serve_unsealed(system, "a")
         standby = Standby(kind(log), 0)
         await standby.run()
         assert standby.failed is not None
-        assert why in standby.failed
+        assert message in standby.failed
         assert "the standby of partition 0 stopped" in caplog.text
-        with pytest.raises(LogError, match=why):
+        with pytest.raises(LogError, match=message):
             await standby.catch_up(journal_end(log))
         successor = Owner(log, system.leases, settings())
         await successor.start(standby)
@@ -180,10 +184,10 @@ async def test_a_standby_that_cannot_follow_says_so_and_the_owner_starts_cold(
     await proven(log)
 
 
-async def test_an_owner_whose_rules_lead_elsewhere_does_not_start(log: SqliteLog) -> None:
+async def test_an_owner_whose_rules_decide_differently_does_not_start(log: SqliteLog) -> None:
     async with System(log).started(workers=2) as system:
         await serve_unsealed(system, "a")
-        owner = Owner(LyingLog(log), system.leases, settings())
+        owner = Owner(AlteredLog(log), system.leases, settings())
         with pytest.raises(RecoveryDiverged, match="replay verify"):
             await owner.start()
         owner.drop()

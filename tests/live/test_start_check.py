@@ -1,4 +1,4 @@
-"""What a start trusts is intact, or the start is refused and the file is as it was: bytes flipped at seeded places."""
+"""A start either reads only intact records or is refused and leaves the file unchanged; damage is seeded."""
 
 import asyncio
 import random
@@ -31,13 +31,13 @@ READ_MAX = 100_000
 
 @pytest.fixture(scope="module")
 def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A log with snapshots, a journal after the newest, requests in flight and the beginnings of their answers."""
+    """Return a log with snapshots, a journal after the newest, requests in flight and their first tokens."""
     path = tmp_path_factory.mktemp("intact") / "log.db"
 
     async def make() -> None:
         await write_recording(path, Shape(workers=2, decisions=134, cached_blocks=64, snapshot_every=60))
         log = SqliteLog.open(path)
-        await log.append([Draft(TOKENS.name, 0, encode(TOKENS, said)) for said in map(_said, range(20))])
+        await log.append([Draft(TOKENS.name, 0, encode(TOKENS, event)) for event in map(_tokens, range(20))])
         log.close()
 
     asyncio.run(make())
@@ -46,25 +46,25 @@ def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def log(intact: Path, tmp_path: Path) -> Path:
-    """A copy of it."""
+    """Return a copy of the intact log."""
     return Path(shutil.copy(intact, tmp_path / "log.db"))
 
 
-def _said(number: int) -> TokensEmitted:
+def _tokens(number: int) -> TokensEmitted:
     chunk = TokenChunk(request_id=f"request-{number}", attempt=1, first_index=0, token_ids=bytes(400))
     return TokensEmitted(worker_id="worker", worker_epoch=0, owner_epoch=0, chunks=(chunk,))
 
 
 async def in_flight(path: Path) -> list[int]:
-    """The offsets of the requests that the journal leaves in flight."""
+    """Return the offsets of the requests that are in flight at the end of the journal."""
     with closing(SqliteLog.open(path, readonly=True)) as log:
         cold = Standby(log, 0)
         await cold.catch_up(log.next_offset(DECISIONS.name, 0))
         return [request.offset for request in cold.world.requests.active()]
 
 
-async def trusted(log: SqliteLog, asked: list[int]) -> list[Record]:
-    """What the start of an owner goes by, the requests `asked` among it; read without the check."""
+async def trusted(log: SqliteLog, offsets: list[int]) -> list[Record]:
+    """Return the records that an owner's start depends on, including the requests at `offsets`, without the check."""
     end = log.next_offset(DECISIONS.name, 0)
     taken = await newest_snapshot(log, 0, end)
     assert isinstance(taken, SnapshotTaken)
@@ -73,7 +73,7 @@ async def trusted(log: SqliteLog, asked: list[int]) -> list[Record]:
     places += [(DECISIONS.name, taken.journal_offset), (SNAPSHOTS.name, taken.first_offset)]
     places += [(GROUPS.name, 0), (CONTROL.name, 0), (TOKENS.name, 0)]
     found = [record for name, offset in places for record in log.records(name, 0, offset, READ_MAX)]
-    for offset in asked:
+    for offset in offsets:
         found += log.records(REQUESTS.name, 0, offset, 1)
     return found
 
@@ -95,7 +95,7 @@ def content_of(path: Path) -> bytes:
 
 
 async def start(path: Path) -> str:
-    """Why a start is refused; empty when it is not."""
+    """Return the reason why a start is refused, or an empty string."""
     try:
         opened, standby = await open_checked(path, 0)
     except LogError as error:
@@ -105,11 +105,11 @@ async def start(path: Path) -> str:
     return ""
 
 
-async def test_a_start_that_is_not_refused_trusts_only_what_was_written(intact: Path, tmp_path: Path) -> None:
+async def test_a_start_that_is_not_refused_depends_only_on_intact_records(intact: Path, tmp_path: Path) -> None:
     chance = random.Random(20261122)
-    asked = await in_flight(intact)
+    offsets = await in_flight(intact)
     with closing(SqliteLog.open(intact, readonly=True)) as whole:
-        before = await trusted(whole, asked)
+        before = await trusted(whole, offsets)
     refused = 0
     places = sampled(range(PLACES), 60)
     for number in places:
@@ -121,11 +121,11 @@ async def test_a_start_that_is_not_refused_trusts_only_what_was_written(intact: 
             refused += 1
             assert "\n" not in why
             assert str(path) in why
-            assert content_of(path) == damaged, "a file that is refused is not touched"
+            assert content_of(path) == damaged, "a refused file is not modified"
             continue
         with closing(SqliteLog.open(path, readonly=True)) as log:
-            assert await trusted(log, asked) == before
-    assert len(places) / 10 < refused < len(places), "some places are trusted, and history is not read"
+            assert await trusted(log, offsets) == before
+    assert len(places) / 10 < refused < len(places), "damage to history is not read, so some starts succeed"
 
 
 CASES = [
@@ -144,30 +144,32 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("topic", "change", "says"), CASES)
-async def test_a_refusal_names_the_place_and_the_ways_out(log: Path, topic: str, change: str, says: str) -> None:
+@pytest.mark.parametrize(("topic", "change", "message"), CASES)
+async def test_a_refusal_names_the_damaged_record_and_the_remedies(
+    log: Path, topic: str, change: str, message: str
+) -> None:
     with closing(SqliteLog.open(log, readonly=True)) as reader:
         last = reader.next_offset(topic, 0) - 1
     with closing(sqlite3.connect(log)) as db, db:
         db.execute(change.format(last=last))
     damaged = content_of(log)
-    with pytest.raises(LogUnusable, match=says.format(last=last)) as caught:
+    with pytest.raises(LogUnusable, match=message.format(last=last)) as caught:
         await open_checked(log, 0)
     text = str(caught.value)
     assert "restore a copy" in text
     assert "pass a new file to --log" in text
     assert f"forebay replay verify {log}" in text
     assert content_of(log) == damaged
-    WriterLock(log).close()  # which is free again
+    WriterLock(log).close()  # the lock is free again
 
 
-async def test_the_prompts_of_requests_in_flight_are_trusted_however_old(log: Path) -> None:
+async def test_the_prompts_of_requests_in_flight_are_checked_at_any_age(log: Path) -> None:
     with closing(SqliteLog.open(log, readonly=True)) as reader:
         taken = await newest_snapshot(reader, 0, reader.next_offset(DECISIONS.name, 0))
         assert taken is not None
         world = await load_snapshot(reader, 0, taken)
         (oldest, *_) = await in_flight(log)
-        assert oldest < world.view[REQUESTS.name], "it was submitted before the snapshot"
+        assert oldest < world.view[REQUESTS.name], "the request was submitted before the snapshot"
     with closing(sqlite3.connect(log)) as db, db:
         db.execute('UPDATE requests SET value = zeroblob(9) WHERE "offset" = ?', (oldest,))
     assert f"requests/0: the record at offset {oldest} " in await start(log)
@@ -186,13 +188,13 @@ def damage(path: Path, topic: str, offset: int) -> None:
 
 
 @pytest.mark.parametrize("topic", [topic.name for topic in INPUTS])
-async def test_inputs_that_no_decision_has_consumed_are_trusted(log: Path, topic: str) -> None:
+async def test_unconsumed_inputs_are_checked(log: Path, topic: str) -> None:
     damage(log, topic, offset := await write(log, topic))
     assert f"{topic}/0: the record at offset {offset} " in await start(log)
 
 
 @pytest.mark.parametrize("topic", [GROUPS.name, CONTROL.name])
-async def test_groups_and_control_are_trusted_from_their_first_record_on(log: Path, topic: str) -> None:
+async def test_groups_and_control_are_checked_from_their_first_record(log: Path, topic: str) -> None:
     await write(log, topic)
     damage(log, topic, 0)
     assert f"{topic}/0: the record at offset 0 " in await start(log)
@@ -205,13 +207,13 @@ async def test_history_before_the_snapshot_is_not_read(log: Path) -> None:
     assert not await start(log)
 
 
-async def test_an_owner_goes_on_from_what_the_check_followed(log: Path) -> None:
+async def test_an_owner_continues_from_the_state_of_the_check(log: Path) -> None:
     opened, standby = await open_checked(log, 0)
     assert standby is not None
     assert standby.position == opened.next_offset(DECISIONS.name, 0)
     owner = Owner(opened, embedded_leases(), GroupSettings(group="bench", partition=0, owner_id="next"))
     await owner.start(standby)
-    assert owner.world is standby.world, "nothing is recovered twice"
+    assert owner.world is standby.world, "the state is not recovered twice"
     owner.drop()
     opened.close()
     assert (await verified(log)).divergence is None
@@ -230,7 +232,7 @@ async def test_a_new_log_has_nothing_to_check(tmp_path: Path, content: bytes | N
     log, standby = await open_checked(path, 0)
     assert standby is None
     log.close()
-    log, standby = await open_checked(path, 0)  # made, and never written to
+    log, standby = await open_checked(path, 0)  # created, and never written to
     assert standby is not None
     log.close()
 

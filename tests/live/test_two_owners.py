@@ -1,4 +1,4 @@
-"""Two owners of one group at once, on one log: one of them does not know yet that it was replaced."""
+"""Two concurrent owners of one group on one log, one of which does not know yet that it was replaced."""
 
 import asyncio
 from contextlib import suppress
@@ -32,7 +32,7 @@ APPENDS_MAX = 26  # of an owner that serves the requests below alone
 
 
 def work_of(system: System, epoch: int, workers: int) -> list[WorkItem]:
-    """The work that one owner sent."""
+    """Return the work items that the owner of `epoch` sent."""
     items = [item for slot in range(workers) for item in system.events(work_topic("default"), WorkItem, slot)]
     return [item for item in items if item.owner_epoch == epoch]
 
@@ -42,7 +42,7 @@ def send_all(system: System) -> None:
         system.send(submitted(name, [*PREFIX, number, number, number, number]))
 
 
-def all_said(system: System, owner: Owner) -> bool:
+def all_ended(system: System, owner: Owner) -> bool:
     return set(system.ends()) >= set(NAMES) and not len(owner.world.requests)
 
 
@@ -54,8 +54,8 @@ async def require_each_once(system: System) -> None:
     assert sorted(routed) == [(name, 1) for name in NAMES]
 
 
-class Running:
-    """An owner in a task of its own, started where a test says."""
+class OwnerTask:
+    """An owner in a task of its own."""
 
     def __init__(self, system: System, **changes: int) -> None:
         self.owner = Owner(system.log, system.leases, settings(**changes))
@@ -74,11 +74,11 @@ class Running:
 
 @pytest.mark.parametrize("position", range(BATCH + 1))
 async def test_a_claim_between_the_records_of_one_append(log: SqliteLog, position: int) -> None:
-    """Records before the claim are valid and the new owner's to act on; after the last one it comes too late."""
+    """Records before the claim are valid and the new owner acts on them; a claim after the last record is too late."""
     async with System(log).started(workers=2) as system:
         await admit(system, 2)
         shared = SharedLog(log)
-        old, new = Owner(shared, system.leases, settings()), Running(system)
+        old, new = Owner(shared, system.leases, settings()), OwnerTask(system)
         await old.start()
         before: list[Draft | None] = []
 
@@ -103,7 +103,7 @@ async def test_a_claim_between_the_records_of_one_append(log: SqliteLog, positio
             await old.close()
         old.drop()
         assert [draft.topic for draft in before[:BATCH] if draft] == [DECISIONS.name] * BATCH
-        await until(lambda: all_said(system, new.owner))
+        await until(lambda: all_ended(system, new.owner))
         await require_each_once(system)
         mine = [routed for routed in await valid(log, RequestRouted) if routed.owner_epoch == old.journal.epoch]
         assert len(mine) == position
@@ -111,10 +111,10 @@ async def test_a_claim_between_the_records_of_one_append(log: SqliteLog, positio
     await proven(log)
 
 
-async def test_an_idle_owner_hears_of_the_next_one_and_writes_no_more(log: SqliteLog) -> None:
+async def test_an_idle_owner_notices_its_successor_and_stops_writing(log: SqliteLog) -> None:
     async with System(log).started(workers=1) as system:
         shared = SharedLog(log)
-        old, new = Owner(shared, system.leases, settings()), Running(system)
+        old, new = Owner(shared, system.leases, settings()), OwnerTask(system)
         await old.start()
         running = asyncio.create_task(old.run())
         await until(lambda: len(old.world.fleet) == 1)
@@ -132,13 +132,13 @@ async def test_an_idle_owner_hears_of_the_next_one_and_writes_no_more(log: Sqlit
     await proven(log)
 
 
-async def test_a_woken_owner_sends_late_and_nobody_works_twice(log: SqliteLog) -> None:
-    """Its records were acknowledged, then it slept: when it wakes another owns the group and it cannot know."""
+async def test_late_work_of_a_replaced_owner_is_not_executed_twice(log: SqliteLog) -> None:
+    """An owner sleeps after its records were acknowledged, and wakes after another owner took over."""
     async with System(log).started(workers=2) as system:
         await admit(system, 2)
         asleep, awake = asyncio.Event(), asyncio.Event()
         shared = SharedLog(log)
-        old, new = Owner(shared, system.leases, settings()), Running(system)
+        old, new = Owner(shared, system.leases, settings()), OwnerTask(system)
         await old.start()
 
         async def fall_asleep(draft: Draft | None) -> None:
@@ -151,7 +151,7 @@ async def test_a_woken_owner_sends_late_and_nobody_works_twice(log: SqliteLog) -
         running = asyncio.create_task(old.run())
         await asleep.wait()
         await new.start()
-        await until(lambda: all_said(system, new.owner))
+        await until(lambda: all_ended(system, new.owner))
         assert work_of(system, old.journal.epoch, 2) == []
         awake.set()
         with pytest.raises(OwnershipLost):
@@ -160,32 +160,32 @@ async def test_a_woken_owner_sends_late_and_nobody_works_twice(log: SqliteLog) -
         await until(lambda: len(work_of(system, old.journal.epoch, 2)) == BATCH)
         system.send(submitted("after", PREFIX))
         await until(lambda: "after" in system.ends())
-        said = [chunk.request_id for event in system.events(TOKENS, TokensEmitted, SLOT) for chunk in event.chunks]
+        emitted = [chunk.request_id for event in system.events(TOKENS, TokensEmitted, SLOT) for chunk in event.chunks]
         for name in NAMES:
             assert len(system.ends()[name]) == 1
-            assert said.count(name) <= 3
+            assert emitted.count(name) <= 3
             assert len(system.answer(name)) == 3
         await new.stop()
     await proven(log)
 
 
-async def test_void_records_between_change_nothing(log: SqliteLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An earlier owner's late records stand before each of ours: journal, fleet facts and snapshot chunks."""
+async def test_interleaved_stale_records_change_nothing(log: SqliteLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Late journal records, fleet events and snapshot chunks of an earlier owner precede each current record."""
     monkeypatch.setattr(snapshots, "CHUNK_BYTES", 200)
     async with System(log).started(workers=2) as system:
         await admit(system, 2)
         w0 = next(fact for fact in system.events(FLEET) if getattr(fact, "slot", 1) == 0)
         w0_epoch = system.events(FLEET).index(w0)
-        lies = {
+        stale = {
             DECISIONS: Advanced(owner_epoch=0, seq=99, digest="0" * 16),
             FLEET: WorkerLost(owner_epoch=0, worker_id=w0.spec.worker_id, worker_epoch=w0_epoch),
         }
         number = 0
 
-        async def write_void_records(draft: Draft | None) -> None:
+        async def write_stale_records(draft: Draft | None) -> None:
             nonlocal number
             if draft is not None and draft.topic == DECISIONS.name:
-                await log.append([Draft(topic.name, 0, encode(topic, lie)) for topic, lie in lies.items()])
+                await log.append([Draft(topic.name, 0, encode(topic, event)) for topic, event in stale.items()])
             elif draft is not None and draft.topic == SNAPSHOTS.name:
                 foreign = SnapshotChunk(owner_epoch=0, number=number, parts=())
                 number += 1
@@ -193,9 +193,9 @@ async def test_void_records_between_change_nothing(log: SqliteLog, monkeypatch: 
 
         shared = SharedLog(log)
         async with system.owned(shared, snapshot_every=3) as owner:
-            shared.hook = write_void_records
+            shared.hook = write_stale_records
             send_all(system)
-            await until(lambda: all_said(system, owner) and owner.world.fleet.owner_epoch > 0)
+            await until(lambda: all_ended(system, owner) and owner.world.fleet.owner_epoch > 0)
             await until(lambda: owner.snapshots.taken)
             assert number > 2
             assert owner.journal.stale > 2
@@ -220,10 +220,10 @@ async def test_void_records_between_change_nothing(log: SqliteLog, monkeypatch: 
     await proven(log)
 
 
-async def test_a_void_snapshot_is_not_used(log: SqliteLog) -> None:
+async def test_a_stale_snapshot_is_not_used(log: SqliteLog) -> None:
     async with System(log).started(workers=1) as system:
         await admit(system, 1)
-        shared, new = SharedLog(log), Running(system)
+        shared, new = SharedLog(log), OwnerTask(system)
         old = Owner(shared, system.leases, settings())
         await old.start()
 
@@ -242,7 +242,7 @@ async def test_a_void_snapshot_is_not_used(log: SqliteLog) -> None:
     await proven(log)
 
 
-async def test_of_two_owners_that_start_at_once_the_later_claim_wins(log: SqliteLog) -> None:
+async def test_of_two_concurrent_starts_the_later_claim_wins(log: SqliteLog) -> None:
     async with System(log).started(workers=2) as system:
         send_all(system)
         owners = [Owner(SharedLog(log), system.leases, settings()) for _ in range(2)]
@@ -265,8 +265,8 @@ async def test_of_two_owners_that_start_at_once_the_later_claim_wins(log: Sqlite
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("lead", range(3))
-async def test_death_at_every_append_beside_a_second_owner(lead: int) -> None:
-    """The first owner dies at its k-th append, for every k, while a second one claimed `lead` appends before."""
+async def test_a_kill_after_any_append_beside_a_second_owner_loses_nothing(lead: int) -> None:
+    """Kill the first owner at its k-th append, for every k, after a second owner claimed `lead` appends earlier."""
     deaths = 0
     points = sampled(range(lead + 1, APPENDS_MAX), 7)
     for appends in points:
@@ -279,35 +279,35 @@ async def test_death_at_every_append_beside_a_second_owner(lead: int) -> None:
         log.close()
     assert (
         deaths > len(points) // 6 or lead
-    )  # the earlier the second claims, the more often the first hears of it before it dies
+    )  # the earlier the second owner claims, the more often the first notices before it is killed
 
 
 async def _beside_a_second(system: System, appends: int, second_at: int) -> bool:
     shared = SharedLog(FaultyLog(system.log, appends))
-    second = Running(system)
+    second = OwnerTask(system)
     first = Owner(shared, system.leases, settings(snapshot_every=3))
 
-    async def live() -> None:
+    async def serve_until_killed() -> None:
         await first.start()
         await first.run()
 
-    living = asyncio.create_task(live())
-    sending = asyncio.create_task(_send_one_by_one(system))
+    killed = asyncio.create_task(serve_until_killed())
+    sender = asyncio.create_task(_send_one_by_one(system))
     try:
-        await until(lambda: shared.appends >= second_at or living.done() or sending.done())
+        await until(lambda: shared.appends >= second_at or killed.done() or sender.done())
         await second.start()
-        await until(lambda: sending.done() and all_said(system, second.owner))
+        await until(lambda: sender.done() and all_ended(system, second.owner))
         await second.stop()
         await first.stop()
-        await living
+        await killed
     except OwnershipLost:
         return False
     except Crashed:
         return True
     finally:
-        living.cancel()
+        killed.cancel()
         with suppress(asyncio.CancelledError, OwnershipLost, Crashed):
-            await living
+            await killed
         first.drop()
     return False
 
@@ -318,7 +318,7 @@ async def _send_one_by_one(system: System) -> None:
         await until_ended(system, name)
 
 
-async def test_a_foreign_record_in_the_journal_stops_nobody(log: SqliteLog) -> None:
+async def test_a_foreign_journal_record_is_ignored(log: SqliteLog) -> None:
     async with System(log).started(workers=2) as system:
         for life in range(2):
             async with system.owned() as owner:
@@ -331,7 +331,7 @@ async def test_a_foreign_record_in_the_journal_stops_nobody(log: SqliteLog) -> N
     assert (report.verified, report.unverified, report.claims) == (2, {"foreign-records": 2}, 2)
 
 
-async def test_a_request_of_another_group_is_answered_and_kept_as_a_dead_letter(log: SqliteLog) -> None:
+async def test_a_request_of_another_group_is_answered_and_dead_lettered(log: SqliteLog) -> None:
     async with System(log).started(workers=1) as system, system.owned() as owner:
         await until(lambda: len(owner.world.fleet) == 1)
         system.send(submitted("lost", [*range(12)], model="elsewhere"))
@@ -346,7 +346,7 @@ async def test_a_request_of_another_group_is_answered_and_kept_as_a_dead_letter(
         assert owner.dead_letters == 1
 
 
-async def test_an_effect_that_no_topic_takes_is_left_out_and_holds_up_nobody(
+async def test_an_effect_too_large_for_its_topic_is_dropped_without_blocking_others(
     log: SqliteLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with System(log).started(workers=1) as system, system.owned() as owner:

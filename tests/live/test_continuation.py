@@ -1,4 +1,4 @@
-"""A worker is lost in the middle of an answer: its client gets the rest from another, each token once."""
+"""If a worker is lost during a response, another worker continues it and the client gets each token once."""
 
 import asyncio
 import sys
@@ -28,12 +28,12 @@ from tests.system import BLOCK, MODEL, SLOT, System, submitted, until
 PROMPT = list(range(10))
 VOCABULARY = tuple(range(50))
 LENGTH = 150
-SLOW = 3.0  # some hundred milliseconds for an answer: time to lose a worker in the middle of it
+SLOW = 3.0  # speedup at which a response takes long enough to lose a worker during it
 
 
 @dataclass
 class Client:
-    """What one client got, as it came."""
+    """The tokens and the end that one client received."""
 
     tokens: list[int] = field(default_factory=list)
     ended: ResponseEnded | None = None
@@ -41,7 +41,7 @@ class Client:
 
 @asynccontextmanager
 async def listening(log: SqliteLog, name: str) -> AsyncIterator[Client]:
-    """A client that takes its tokens as an ingress hands them over."""
+    """Follow the response as an ingress does, and yield its client."""
     client = Client()
     reader = ReplyReader(log, MODEL, SLOT, 0, lambda: None)
     stream = reader.open(name)
@@ -64,27 +64,27 @@ async def listening(log: SqliteLog, name: str) -> AsyncIterator[Client]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def spoken(text: list[int], count: int) -> list[int]:
-    """What a mock engine says to a prompt."""
+def generated(text: list[int], count: int) -> list[int]:
+    """Return the tokens that a mock engine generates for a prompt."""
     return generate_tokens(xxh3_64_intdigest(pack_u32(text), 0), 0, count, VOCABULARY)
 
 
-def went_on(system: System, client: Client) -> list[int]:
-    """Check that attempt 2 said the rest of what attempt 1 had begun; what attempt 1 said that counts."""
+def require_continuation(system: System, client: Client) -> list[int]:
+    """Check that attempt 2 continued the response of attempt 1; return the valid tokens of attempt 1."""
     events = system.events(TOKENS, None, SLOT)
     rest = [event.chunks[0] for event in events if isinstance(event, TokensEmitted) and event.chunks[0].attempt == 2]
-    said = client.tokens[: rest[0].first_index]
-    assert 0 < len(said) < LENGTH
-    assert said == spoken(PROMPT, LENGTH)[: len(said)]
-    assert client.tokens == said + spoken(PROMPT + said, LENGTH - len(said))
+    emitted = client.tokens[: rest[0].first_index]
+    assert 0 < len(emitted) < LENGTH
+    assert emitted == generated(PROMPT, LENGTH)[: len(emitted)]
+    assert client.tokens == emitted + generated(PROMPT + emitted, LENGTH - len(emitted))
     assert client.ended is not None
     assert client.ended.usage is not None
     assert (client.ended.usage.prompt_tokens, client.ended.usage.output_tokens) == (len(PROMPT), LENGTH)
     assert [routed.attempt for routed in system.decisions(RequestRouted)] == [1, 2]
-    return said
+    return emitted
 
 
-async def test_a_stopped_workers_answer_goes_on_with_another(log: SqliteLog) -> None:
+async def test_the_response_of_a_stopped_worker_continues_on_another(log: SqliteLog) -> None:
     async with System(log).started(workers=0) as system, system.owned() as owner, listening(log, "r") as client:
         system.start_worker("a", speedup=SLOW)
         await until(lambda: len(owner.world.fleet) == 1)
@@ -94,12 +94,12 @@ async def test_a_stopped_workers_answer_goes_on_with_another(log: SqliteLog) -> 
         await until(lambda: not len(owner.world.fleet))
         system.start_worker("b")
         await until(lambda: client.ended)
-        went_on(system, client)
+        require_continuation(system, client)
         await until(lambda: not len(owner.world.requests))
     await proven(log)
 
 
-async def test_a_worker_whose_lease_vanished_goes_on_itself_as_a_new_incarnation(log: SqliteLog) -> None:
+async def test_a_worker_with_a_vanished_lease_continues_as_a_new_incarnation(log: SqliteLog) -> None:
     async with System(log).started(workers=0) as system, system.owned() as owner, listening(log, "r") as client:
         system.start_worker("a", speedup=SLOW)
         await until(lambda: len(owner.world.fleet) == 1)
@@ -108,13 +108,13 @@ async def test_a_worker_whose_lease_vanished_goes_on_itself_as_a_new_incarnation
         (lease,) = system.leases.poll(MODEL)
         system.leases.release(MODEL, "a", lease.token)
         await until(lambda: client.ended)
-        went_on(system, client)
+        require_continuation(system, client)
         await until(lambda: not len(owner.world.requests))
     await proven(log)
 
 
 class DeafLog(FaultyLog):
-    """A log whose fleet nobody hears of any more once `deaf` is set: its worker does not learn that it is lost."""
+    """A log that hides new fleet events once `deaf` is set, so that its worker does not learn that it is lost."""
 
     def __init__(self, log: SqliteLog) -> None:
         super().__init__(log, crash_after=sys.maxsize)
@@ -126,7 +126,7 @@ class DeafLog(FaultyLog):
 
 
 class DeafTail:
-    """The fleet as a deaf worker follows it."""
+    """The tail of the fleet topic on a DeafLog."""
 
     def __init__(self, log: DeafLog, tail: Tail) -> None:
         self._log = log
@@ -144,7 +144,7 @@ class DeafTail:
 
 @asynccontextmanager
 async def zombie(system: System, log: DeafLog) -> AsyncIterator[None]:
-    """Run a slow worker on a log of its own view."""
+    """Run a slow worker on its own view of the log."""
     config = EngineConfig(block_size=BLOCK, kv_blocks_total=256, vocabulary=VOCABULARY)
     spec = WorkerSpec(
         worker_id="zombie",
@@ -163,7 +163,7 @@ async def zombie(system: System, log: DeafLog) -> AsyncIterator[None]:
         await asyncio.gather(running, return_exceptions=True)
 
 
-async def test_a_worker_that_does_not_know_it_is_lost_disturbs_no_answer(log: SqliteLog) -> None:
+async def test_a_worker_unaware_of_its_loss_does_not_disturb_the_response(log: SqliteLog) -> None:
     deaf = DeafLog(log)
     async with System(log).started(workers=0) as system, system.owned() as owner, listening(log, "r") as client:
         async with zombie(system, deaf):
@@ -176,14 +176,12 @@ async def test_a_worker_that_does_not_know_it_is_lost_disturbs_no_answer(log: Sq
             system.start_worker("b")
             await until(lambda: {end.attempt for end in system.events(PROGRESS, RequestFinished)} == {1, 2})
         await until(lambda: client.ended)
-        said = went_on(system, client)
+        emitted = require_continuation(system, client)
         events = system.events(TOKENS, None, SLOT)
         begin = next(at for at, event in enumerate(events) if isinstance(event, AttemptStarted))
-        undead = [
-            event for event in events[begin:] if isinstance(event, TokensEmitted) and event.chunks[0].attempt == 1
-        ]
-        assert undead, "the zombie was quiet: the test shows nothing"
-        assert undead[0].chunks[0].first_index == len(said)
+        stale = [event for event in events[begin:] if isinstance(event, TokensEmitted) and event.chunks[0].attempt == 1]
+        assert stale, "the zombie emitted nothing, so the test checks nothing"
+        assert stale[0].chunks[0].first_index == len(emitted)
         assert client.ended is not None
         assert client.ended.attempt == 2
         assert sorted(end.attempt for end in system.ends()["r"]) == [1, 2]
