@@ -21,7 +21,7 @@ def started(*live: int, replays: bool = True, held_max: int = 8) -> Sequence:
     sequence = Sequence(replays=replays, held_max=held_max)
     if replays:
         assert sequence.check() == [RequestReplay(0)]
-        assert sequence.answered() == []
+        assert sequence.replay_ended() == []
     for seq in live:
         assert sequence.live(*batch(seq)) == deliver(seq)
     return sequence
@@ -29,7 +29,7 @@ def started(*live: int, replays: bool = True, held_max: int = 8) -> Sequence:
 
 def answer(sequence: Sequence, *seqs: int, publisher: int = 0) -> list[Step]:
     steps = [step for seq in seqs for step in sequence.replayed(*batch(seq, publisher))]
-    return steps + sequence.answered()
+    return steps + sequence.replay_ended()
 
 
 def test_at_the_start_everything_is_asked_for_and_live_batches_wait() -> None:
@@ -105,7 +105,7 @@ def test_an_answer_with_another_batch_is_another_publishers() -> None:
 def test_an_answer_without_the_last_batch_is_another_publishers() -> None:
     sequence = started(0, 1)
     sequence.check()
-    assert sequence.answered() == [Restarted(), RequestReplay(0)]
+    assert sequence.replay_ended() == [Restarted(), RequestReplay(0)]
     assert answer(sequence, 0, publisher=1) == deliver(0, publisher=1)
 
 
@@ -210,7 +210,7 @@ class Reader:
     def read_answer(self) -> None:
         if self.publisher.answer:
             one = self.publisher.answer.popleft()
-            self.do(self.sequence.answered() if one is None else self.sequence.replayed(*one))
+            self.do(self.sequence.replay_ended() if one is None else self.sequence.replayed(*one))
 
     def restart(self) -> None:
         unanswered = self.sequence.asking

@@ -17,7 +17,7 @@ from forebay.workers.engine import CacheChange, Cleared, EngineError
 from forebay.workers.kv_events.metrics import KvEventMetrics
 from forebay.workers.kv_events.resident import ResidentBlocks
 from forebay.workers.kv_events.vllm_wire import VllmDecoder
-from forebay.workers.kv_events.zmq_feed import END_OF_ANSWER, KvFeed, KvSource
+from forebay.workers.kv_events.zmq_feed import END_OF_REPLAY, KvFeed, KvSource
 from tests.workers.conftest import until
 from tests.workers.kv_events.captured import A_HASHES, PROMPT, VLLM_BATCHES, ours, payload, vllm_stored
 
@@ -84,7 +84,7 @@ class Publisher:
             for seq, data in list(self.buffer):
                 if seq >= self.asked[-1]:
                     await self.router.send_multipart([identity, b"", *topic, seq.to_bytes(8, "big"), data])
-            await self.router.send_multipart([identity, b"", *([b""] if self.topics else []), END_OF_ANSWER, b""])
+            await self.router.send_multipart([identity, b"", *([b""] if self.topics else []), END_OF_REPLAY, b""])
 
 
 def is_bound(socket: zmq.asyncio.Socket, endpoint: str) -> bool:

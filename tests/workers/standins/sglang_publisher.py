@@ -8,7 +8,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from forebay.workers.kv_events.zmq_feed import END_OF_ANSWER
+from forebay.workers.kv_events.zmq_feed import END_OF_REPLAY
 from tests.workers.standins.little import Change, signed
 
 
@@ -34,7 +34,7 @@ class Publisher:
             identity, _, start = await self.router.recv_multipart()
             for seq in range(int.from_bytes(start, "big"), len(self.buffer)):
                 await self.router.send_multipart([identity, b"", b"", seq.to_bytes(8, "big"), self.buffer[seq]])
-            await self.router.send_multipart([identity, b"", b"", END_OF_ANSWER, b""])
+            await self.router.send_multipart([identity, b"", b"", END_OF_REPLAY, b""])
 
     def close(self) -> None:
         self.serving.cancel()

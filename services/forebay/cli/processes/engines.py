@@ -52,7 +52,7 @@ DEFAULT_POOL = "default"
 MOCKER_PROFILE = load_profile(MOCKER)
 MOCK_ONLY = {"speedup": "runs at its own speed", "engine_profile": "runs at its own speed"}
 OWN_KV_TRANSFER = "configures KV transfer in --engine-args"
-APART = ("prefill", "decode")
+DISAGGREGATED = ("prefill", "decode")
 REACHED = (MOCK, "vllm")  # engines whose KV is fetched from an address that the worker reports
 NOT_KNOWN = 1  # placeholder for a size that the engine reports after its start
 
@@ -255,10 +255,10 @@ def reached_at(choice: EngineChoice, kv_host: str | None, kafka: str) -> EngineC
         Unusable: The address is invalid, or the engine is not fetched from.
     """
     settings = choice.settings
-    apart = settings.role in APART
-    if kv_host is not None and not (apart and choice.engine in REACHED):
-        raise Unusable(f"--kv-host requires --role {' or '.join(APART)} and --engine {' or '.join(REACHED)}")
-    if kv_host is None and not apart:
+    disaggregated = settings.role in DISAGGREGATED
+    if kv_host is not None and not (disaggregated and choice.engine in REACHED):
+        raise Unusable(f"--kv-host requires --role {' or '.join(DISAGGREGATED)} and --engine {' or '.join(REACHED)}")
+    if kv_host is None and not disaggregated:
         return choice
     try:
         if kv_host is not None:
@@ -279,7 +279,7 @@ def built(
 ) -> tuple[Engine, WorkerSpec]:
     """Return an engine, not started, and its worker's spec. Sizes that only the engine knows are 1 until its start.
 
-    Raises Unusable: the engine's package is missing, or the user's service cannot be loaded.
+    Raises Unusable if the engine's package is missing, or the user's service cannot be loaded.
     """
     settings = choice.settings
     spec = WorkerSpec(
@@ -306,7 +306,9 @@ def built(
         return _adapted(choice.engine, settings), spec
     service = load_service(choice.engine)
     if settings.role != "aggregated":
-        raise Unusable(f"{choice.label} is a service, which does all of a request: it makes no {settings.role} worker")
+        raise Unusable(
+            f"--role {settings.role}: {choice.label} is a service, and services support only the role aggregated"
+        )
     return ServiceEngine(service, settings), msgspec.structs.replace(spec, pool=pool or service.pool)
 
 
@@ -314,7 +316,7 @@ def _encoder(choice: EngineChoice) -> Encoder:
     """Return the encoder of an encode worker."""
     if choice.is_mock:
         return StandInEncoder()
-    raise Unusable(f"--role encode: the {choice.label} engine has no encoder; there is {MOCK}, a stand-in")
+    raise Unusable(f"--role encode: the {choice.label} engine has no encoder; use --engine {MOCK}, a stand-in")
 
 
 def _mock(choice: EngineChoice, spec: WorkerSpec) -> tuple[Engine, WorkerSpec]:

@@ -105,7 +105,7 @@ class Sequence:
             steps.append(self._lose(seq, "the publisher no longer has them"))
         return [*steps, self._deliver(seq, payload)]
 
-    def answered(self) -> list[Step]:
+    def replay_ended(self) -> list[Step]:
         """Handle the end of a replay."""
         if self._known_awaited:
             return self._restart()

@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 
 SEQ_BYTES = 8
 LIVE_FRAMES = 3
-ANSWER_FRAMES_MIN = 3
-END_OF_ANSWER = (-1).to_bytes(SEQ_BYTES, "big", signed=True)
+REPLY_FRAMES_MIN = 3
+END_OF_REPLAY = (-1).to_bytes(SEQ_BYTES, "big", signed=True)
 RECEIVE_HWM = 10_000  # batches; a replay fetches what the publisher drops beyond that
 ANSWER_TIMEOUT_S = 2.0  # publishers reply within a tenth of a second
 QUIET_S = 5.0  # request a replay after this long without a batch
@@ -123,7 +123,7 @@ class KvFeed:
                 tasks.create_task(self._run_replays(context))
         finally:
             self._publish = None
-            self._answered(ok=False, of=self._served + self._waiting)
+            self._resolve(ok=False, of=self._served + self._waiting)
             self._served, self._waiting = [], []
             context.destroy(linger=0)
 
@@ -134,10 +134,10 @@ class KvFeed:
         """
         if self._publish is None or self._source.replay_endpoint is None:
             return False
-        answered: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._waiting.append(answered)
+        caught_up: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._waiting.append(caught_up)
         self._do(self.sequence.check())
-        return await answered
+        return await caught_up
 
     async def _receive(self, live: zmq.asyncio.Socket) -> None:
         while True:
@@ -195,17 +195,17 @@ class KvFeed:
                 await asyncio.sleep(0)
         if not self.sequence.asking:
             served, self._served = self._served, []
-            self._answered(ok=ok, of=served)
+            self._resolve(ok=ok, of=served)
             if self._waiting:
                 self._do(self.sequence.check())
 
     def _on_reply(self, frames: list[bytes]) -> None:
         """Handle a reply: a delimiter and a batch (without topic from older engines), or the end of the replay."""
-        if len(frames) < ANSWER_FRAMES_MIN or len(frames[-2]) != SEQ_BYTES:
+        if len(frames) < REPLY_FRAMES_MIN or len(frames[-2]) != SEQ_BYTES:
             self._no_batch(frames)
-        elif frames[-2] == END_OF_ANSWER:
+        elif frames[-2] == END_OF_REPLAY:
             self._requested = None
-            self._do(self.sequence.answered())
+            self._do(self.sequence.replay_ended())
         else:
             self.counts["replayed"] += 1
             self._do(self.sequence.replayed(int.from_bytes(frames[-2], "big"), frames[-1]))
@@ -217,7 +217,7 @@ class KvFeed:
             "rank %s: got a message of %s frames, which is not a batch of KV events", self._rank, len(frames)
         )
 
-    def _answered(self, *, ok: bool, of: list["asyncio.Future[bool]"]) -> None:
+    def _resolve(self, *, ok: bool, of: list["asyncio.Future[bool]"]) -> None:
         for one in of:
             if not one.done():
                 one.set_result(ok)

@@ -156,7 +156,7 @@ async def _close(opening: "asyncio.Task[KvTransport]") -> None:
     try:
         transport = await opening
     except EngineError:
-        return  # its users were told
+        return  # reads and offers have raised it
     await transport.close()
 
 

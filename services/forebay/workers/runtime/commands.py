@@ -146,7 +146,7 @@ class CommandRunner:
         assert self._outbox is not None, "commands are only sent to members"
         # A later change may have succeeded meanwhile; the router uses the list of the newest result.
         loras = self.loras if received.command.action in LORA_CHANGES else received.loras
-        answer = self._outbox.command_result(
+        result = self._outbox.command_result(
             received.command_id, received.command, received.owner_epoch, loras, received.error
         )
-        self._send([answer])
+        self._send([result])

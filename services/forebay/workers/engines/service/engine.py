@@ -10,7 +10,7 @@ import inspect
 import logging
 import struct
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
@@ -19,17 +19,18 @@ from prometheus_client.registry import Collector
 from tokenizers import Tokenizer
 
 from forebay import runtime
-from forebay.engine_model.model import Emitted, EngineLoad, Finished, FirstTokenStep
-from forebay.events.base import U32_BYTES, pack_u32, unpack_u32, unpack_u64
+from forebay.engine_model.model import EngineLoad, Finished
+from forebay.events.base import U32_BYTES, unpack_u32, unpack_u64
 from forebay.events.control import Command
 from forebay.events.fleet import WorkerSpec
 from forebay.events.tokens import ResponseError
 from forebay.events.work import WorkItem
-from forebay.workers.engine import EngineBatch, EngineError, EngineRefused, Failed, Publish, Vector
+from forebay.workers.engine import EngineError, EngineRefused, Publish
 from forebay.workers.engines.service.cache import Cache
 from forebay.workers.engines.service.request import Refused, Request
 from forebay.workers.engines.settings import EngineSettings
 from forebay.workers.pipeline import Pipeline
+from forebay.workers.runtime.rank_buffer import RankBuffer
 from forebay.workers.service import Service
 
 logger = logging.getLogger(__name__)
@@ -46,30 +47,18 @@ Outcome = Literal["ok", "failed", "refused", "cancelled"]
 
 
 @dataclass(slots=True, eq=False)
-class _Answer:
-    """Waiting or running request. `new` has the tokens since the last batch, `emitted` counts all."""
+class _Execution:
+    """Queued or running request."""
 
     item: WorkItem
     request: Request
     task: "asyncio.Task[None] | None" = None
     emitted: int = 0
-    begun: bool = False
     cached_tokens: int = 0
-    new: list[int] = field(default_factory=list)
 
     @property
     def prompt_tokens(self) -> int:
         return len(self.item.token_ids) // U32_BYTES
-
-
-@dataclass(slots=True)
-class _Ends:
-    """Ends since the last batch."""
-
-    answers: list[_Answer] = field(default_factory=list)
-    finished: list[Finished] = field(default_factory=list)
-    failed: list[Failed] = field(default_factory=list)
-    vectors: list[Vector] = field(default_factory=list)
 
 
 class ServiceEngine:
@@ -83,16 +72,14 @@ class ServiceEngine:
         self._pipeline = Pipeline(self._generated_tokens, service.pipeline)
         self._wake = asyncio.Event()
         self._cache = Cache(self._wake.set)
-        self._running: dict[str, _Answer] = {}
-        self._waiting: dict[str, _Answer] = {}
+        self._running: dict[str, _Execution] = {}
+        self._waiting: dict[str, _Execution] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._ends = _Ends()
         self._loras: list[str] = []
         self._max_num_seqs = settings.max_num_seqs or service.max_num_seqs
         self._block_size = settings.block_size or BLOCK_SIZE
         self._kv_blocks = settings.kv_blocks or KV_BLOCKS
-        self._rank = settings.dp_start_rank
-        self._describe: EngineLoad | None = None
+        self._rank = RankBuffer(settings.dp_start_rank, self._kv_blocks)
         self._count = Counter(
             "forebay_endpoint_requests",
             "Requests and commands by endpoint and outcome.",
@@ -136,8 +123,9 @@ class ServiceEngine:
         """Publish the events of all requests until cancelled."""
         while True:
             self._wake.clear()
-            batch = self._collect()
-            if batch is not None:
+            self._rank.changed(self._cache.take_changes())
+            self._rank.load = self._load()
+            if (batch := self._rank.take()) is not None:
                 publish(batch)
             await self._wake.wait()
 
@@ -153,7 +141,7 @@ class ServiceEngine:
 
     def held(self, rank: int) -> Sequence[int]:
         """Return the blocks that the service has reported as cached."""
-        assert rank == self._rank
+        assert rank == self._rank.rank
         return self._cache.held()
 
     def submit(self, item: WorkItem) -> None:
@@ -168,19 +156,19 @@ class ServiceEngine:
             priority=item.priority,
             detokenize=self._detokenize,
         )
-        answer = _Answer(item, request)
+        execution = _Execution(item, request)
         if (refusal := self._refusal(item)) is not None:
-            self._end_badly(answer, refusal, "refused")
+            self._fail(execution, refusal, "refused")
         else:
-            self._waiting[item.request_id] = answer
+            self._waiting[item.request_id] = execution
             self._begin_waiting()
         self._wake.set()
 
     def cancel(self, request_id: str) -> None:
         """Close the generator of a request, if it is in flight."""
-        answer = self._waiting.pop(request_id, None) or self._running.pop(request_id, None)
-        if answer is not None:
-            self._abort(answer)
+        execution = self._waiting.pop(request_id, None) or self._running.pop(request_id, None)
+        if execution is not None:
+            self._abort(execution)
             self._wake.set()
 
     async def command(self, command: Command) -> tuple[str, ...]:
@@ -213,11 +201,10 @@ class ServiceEngine:
         dropped = [*self._waiting.values(), *self._running.values()]
         self._waiting.clear()
         self._running.clear()
-        self._ends = _Ends()
         self._cache.take_changes()
-        self._describe = None
-        for answer in dropped:
-            self._abort(answer)
+        self._rank.reset(clears=False)
+        for execution in dropped:
+            self._abort(execution)
 
     def _refusal(self, item: WorkItem) -> ResponseError | None:
         name = self._service.name
@@ -233,11 +220,11 @@ class ServiceEngine:
             return ResponseError(status=503, code="engine_overloaded", message=message)
         return None
 
-    def _begin(self, answer: _Answer) -> None:
-        self._running[answer.item.request_id] = answer
-        answer.task = asyncio.create_task(self._serve(answer), name=answer.item.request_id)
-        self._tasks.add(answer.task)
-        answer.task.add_done_callback(self._done)
+    def _begin(self, execution: _Execution) -> None:
+        self._running[execution.item.request_id] = execution
+        execution.task = asyncio.create_task(self._serve(execution), name=execution.item.request_id)
+        self._tasks.add(execution.task)
+        execution.task.add_done_callback(self._done)
 
     def _done(self, task: "asyncio.Task[None]") -> None:
         self._tasks.discard(task)
@@ -249,48 +236,50 @@ class ServiceEngine:
         while self._waiting and len(self._tasks) < self._max_num_seqs:
             self._begin(self._waiting.pop(next(iter(self._waiting))))
 
-    def _abort(self, answer: _Answer) -> None:
-        self._cache.take_hit(answer.item.request_id)
-        self._counted(answer, "cancelled")
-        answer.request.stopped.set()
-        if answer.task is not None:
-            answer.task.cancel()
+    def _abort(self, execution: _Execution) -> None:
+        self._cache.take_hit(execution.item.request_id)
+        self._count_outcome(execution, "cancelled")
+        execution.request.stopped.set()
+        if execution.task is not None:
+            execution.task.cancel()
 
-    async def _serve(self, answer: _Answer) -> None:
-        serve = self._embed if answer.item.task == "embed" else self._generate
+    async def _serve(self, execution: _Execution) -> None:
+        serve = self._embed if execution.item.task == "embed" else self._generate
         try:
-            await serve(answer)
+            await serve(execution)
         except Refused as error:
-            self._end_badly(
-                answer, ResponseError(status=400, code="invalid_request", message=_describe(error)), "refused"
+            self._fail(
+                execution, ResponseError(status=400, code="invalid_request", message=_describe(error)), "refused"
             )
         except Exception as error:
-            where = self._service.endpoint_name(answer.item.task)
-            if self._under_way(answer):
-                logger.exception("%s failed on %s", where, answer.item.request_id)
+            where = self._service.endpoint_name(execution.item.task)
+            if self._is_running(execution):
+                logger.exception("%s failed on %s", where, execution.item.request_id)
             message = f"{where} failed: {_describe(error)}"
-            self._end_badly(answer, ResponseError(status=500, code="engine_error", message=message), "failed")
+            self._fail(execution, ResponseError(status=500, code="engine_error", message=message), "failed")
 
-    async def _generate(self, answer: _Answer) -> None:
-        sampling, stops = answer.item.sampling, frozenset(answer.item.sampling.stop_token_ids)
+    async def _generate(self, execution: _Execution) -> None:
+        sampling, stops = execution.item.sampling, frozenset(execution.item.sampling.stop_token_ids)
         reason: Literal["length", "stop"] = "stop"
         began_s = runtime.monotonic_s()
-        async with contextlib.aclosing(self._pipeline(answer.request)) as tokens:
+        async with contextlib.aclosing(self._pipeline(execution.request)) as tokens:
             async for token in tokens:
-                if not self._under_way(answer):
+                if not self._is_running(execution):
                     return
-                if token in stops and answer.emitted >= sampling.min_tokens:
+                if token in stops and execution.emitted >= sampling.min_tokens:
                     break
-                answer.new.append(token)
-                answer.emitted += 1
+                if not execution.emitted:
+                    self._rank.began(execution.item, self._hit(execution))
+                self._rank.add_tokens(execution.item, execution.emitted, [token])
+                execution.emitted += 1
                 self._wake.set()
-                if answer.emitted >= sampling.max_tokens:
+                if execution.emitted >= sampling.max_tokens:
                     reason = "length"
                     break
                 if runtime.monotonic_s() - began_s > SLICE_S:
                     await asyncio.sleep(0)
                     began_s = runtime.monotonic_s()
-        self._end_well(answer, reason)
+        self._succeed(execution, reason)
 
     async def _generated_tokens(self, request: Request) -> AsyncGenerator[int]:
         """Yield the tokens of `generate`, whichever type it yields."""
@@ -318,76 +307,46 @@ class ServiceEngine:
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
         return text
 
-    async def _embed(self, answer: _Answer) -> None:
+    async def _embed(self, execution: _Execution) -> None:
         embed = getattr(self._instance, self._service.endpoints["embed"])
-        vector = [float(number) for number in await embed(answer.request)]
+        vector = [float(number) for number in await embed(execution.request)]
         if not vector:
             raise ValueError("got an empty vector")
-        if self._under_way(answer):
-            item = answer.item
-            self._ends.vectors.append(Vector(item.request_id, item.attempt, struct.pack(f"<{len(vector)}f", *vector)))
-            self._end_well(answer, "stop")
+        if self._is_running(execution):
+            self._rank.embedded(execution.item, struct.pack(f"<{len(vector)}f", *vector))
+            self._succeed(execution, "stop")
 
-    def _under_way(self, answer: _Answer) -> bool:
-        return self._running.get(answer.item.request_id) is answer
+    def _is_running(self, execution: _Execution) -> bool:
+        return self._running.get(execution.item.request_id) is execution
 
-    def _end_well(self, answer: _Answer, reason: Literal["length", "stop"]) -> None:
-        if self._left(answer):
-            item, cached = answer.item, self._hit(answer)
-            self._ends.finished.append(
-                Finished(item.request_id, item.attempt, reason, answer.prompt_tokens, answer.emitted, cached)
-            )
-            self._counted(answer, "ok")
+    def _succeed(self, execution: _Execution, reason: Literal["length", "stop"]) -> None:
+        if self._remove(execution):
+            item, cached = execution.item, self._hit(execution)
+            tokens = execution.prompt_tokens, execution.emitted, cached
+            self._rank.finished(Finished(item.request_id, item.attempt, reason, *tokens))
+            self._count_outcome(execution, "ok")
 
-    def _end_badly(self, answer: _Answer, error: ResponseError, outcome: Outcome) -> None:
-        if answer.task is None or self._left(answer):
-            self._ends.failed.append(Failed(answer.item.request_id, answer.item.attempt, error))
-            self._counted(answer, outcome)
+    def _fail(self, execution: _Execution, error: ResponseError, outcome: Outcome) -> None:
+        if execution.task is None or self._remove(execution):
+            self._rank.failed(execution.item, error)
+            self._count_outcome(execution, outcome)
             self._wake.set()
 
-    def _left(self, answer: _Answer) -> bool:
+    def _remove(self, execution: _Execution) -> bool:
         """Remove a running request. Return False if it was already cancelled."""
-        if not self._under_way(answer):
+        if not self._is_running(execution):
             return False
-        del self._running[answer.item.request_id]
-        self._ends.answers.append(answer)
+        del self._running[execution.item.request_id]
         self._wake.set()
         return True
 
-    def _hit(self, answer: _Answer) -> int:
-        if hit := self._cache.take_hit(answer.item.request_id):
-            answer.cached_tokens = hit
-        return answer.cached_tokens
+    def _hit(self, execution: _Execution) -> int:
+        if hit := self._cache.take_hit(execution.item.request_id):
+            execution.cached_tokens = hit
+        return execution.cached_tokens
 
-    def _counted(self, answer: _Answer, outcome: Outcome) -> None:
-        self._count.labels(self._service.endpoint_name(answer.item.task), outcome).inc()
-
-    def _collect(self) -> EngineBatch | None:
-        ends, self._ends = self._ends, _Ends()
-        emitted: list[Emitted] = []
-        first_tokens: list[FirstTokenStep] = []
-        for answer in (*ends.answers, *self._running.values()):
-            if answer.new:
-                item, new = answer.item, answer.new
-                answer.new = []
-                if not answer.begun:
-                    answer.begun = True
-                    first_tokens.append(FirstTokenStep(item.request_id, item.attempt, self._hit(answer)))
-                emitted.append(Emitted(item.request_id, item.attempt, answer.emitted - len(new), pack_u32(new)))
-        changes, load = self._cache.take_changes(), self._load()
-        if not (changes or emitted or ends.finished or ends.failed) and load == self._describe:
-            return None
-        self._describe = load
-        return EngineBatch(
-            rank=self._rank,
-            load=load,
-            cache_changes=changes,
-            emitted=emitted,
-            vectors=ends.vectors,
-            first_tokens=first_tokens,
-            finished=ends.finished,
-            failed=ends.failed,
-        )
+    def _count_outcome(self, execution: _Execution, outcome: Outcome) -> None:
+        self._count.labels(self._service.endpoint_name(execution.item.task), outcome).inc()
 
     def _load(self) -> EngineLoad:
         if self._service.kv_events:
