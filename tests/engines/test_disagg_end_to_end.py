@@ -90,9 +90,7 @@ async def disaggregate(serving: Serving, policy: str) -> None:
     assert answer.status_code == httpx.codes.OK, answer.text
 
 
-async def test_prompts_are_computed_in_one_process_and_answered_in_another(
-    serving: Serving, oracle: Transformers
-) -> None:
+async def test_disagg_processes_prefill_and_decode(serving: Serving, oracle: Transformers) -> None:
     moved = 0
     prompts = {f"apart-{at}": prompt for at, prompt in enumerate([*(one for one, _ in GREEDY), prompt_of(0)])}
     for request_id, prompt in prompts.items():
@@ -119,9 +117,7 @@ async def test_prompts_are_computed_in_one_process_and_answered_in_another(
     assert await serving.metric("p1", "vllm:generation_tokens_total") >= len(prompts)
 
 
-async def test_the_same_answer_whoever_computes_the_prompt_and_however_it_is_told(
-    serving: Serving, oracle: Transformers, model: Path
-) -> None:
+async def test_disagg_response_equals_the_aggregated_one(serving: Serving, oracle: Transformers, model: Path) -> None:
     messages = [{"role": "user", "content": "hello world"}]
     prompt = oracle.prompt(messages)
     expected = oracle.greedy(prompt, TOKENS)
@@ -144,7 +140,7 @@ async def test_the_same_answer_whoever_computes_the_prompt_and_however_it_is_tol
     assert (await serving.said("long")).tokens == oracle.greedy(prompt_of(1), LONG)
 
 
-async def test_a_prefill_worker_that_is_killed_with_prompts_under_way(serving: Serving, oracle: Transformers) -> None:
+async def test_disagg_prefill_worker_killed_during_prefill(serving: Serving, oracle: Transformers) -> None:
     cluster = serving.cluster
     family = cluster.processes["p1"].family()
     assert len(family) > 1, "vLLM's core is a process of its own"

@@ -82,7 +82,7 @@ def long_prompt(number: int) -> list[int]:
     return [10 + number, *(100 + place % 200 for place in range(20 * BLOCK))]
 
 
-async def test_a_chat_streams_what_transformers_says(serving: Serving, oracle: Transformers, model: Path) -> None:
+async def test_chat_streams_the_tokens_of_transformers(serving: Serving, oracle: Transformers, model: Path) -> None:
     messages = [{"role": "user", "content": "hello world"}]
     prompt = oracle.prompt(messages)
     expected = oracle.greedy(prompt, TOKENS)
@@ -184,7 +184,7 @@ async def test_a_lora_is_loaded_used_and_unloaded_over_http(
     assert gone.status == httpx.codes.NOT_FOUND
 
 
-async def test_a_lora_that_does_not_fit_is_refused_in_words(serving: Serving, tmp_path: Path) -> None:
+async def test_incompatible_lora_is_refused_with_a_reason(serving: Serving, tmp_path: Path) -> None:
     make_tiny_model.write_lora(tmp_path / "wide", rank=2 * LORA_RANK_MAX)
     refused = await serving.request("POST", "/v1/loras", lora_name="wide", lora_path=str(tmp_path / "wide"))
     assert (refused.status_code, refused.json()["error"]["code"]) == (409, "command_refused")
@@ -215,9 +215,7 @@ async def test_a_cleared_cache_is_an_event_and_leaves_the_index(serving: Serving
     await agreed(serving)
 
 
-async def test_a_killed_worker_is_lost_with_its_blocks_and_another_one_goes_on(
-    serving: Serving, oracle: Transformers
-) -> None:
+async def test_response_of_a_killed_worker_continues_on_another(serving: Serving, oracle: Transformers) -> None:
     cluster, prompt = serving.cluster, list(range(120, 280))
     assert set(await serving.index()) == set(WORKERS)
     heard = Answer("killed")
@@ -253,7 +251,7 @@ async def test_a_killed_worker_is_lost_with_its_blocks_and_another_one_goes_on(
     assert set(await serving.overlaps(prompt)) == {other}
 
 
-async def test_a_worker_that_is_asked_to_stop_finishes_its_answer(serving: Serving, oracle: Transformers) -> None:
+async def test_stopped_worker_finishes_its_response(serving: Serving, oracle: Transformers) -> None:
     cluster, prompt = serving.cluster, list(range(110, 200))
     (last,) = await cluster.members(MODEL)
     heard = Answer("drained")

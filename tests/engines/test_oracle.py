@@ -16,16 +16,16 @@ def sha256_lines(*arguments: str) -> list[str]:
     return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines()
 
 
-def test_the_weights_are_those_the_tokens_were_made_with(tmp_path: Path) -> None:
+def test_oracle_weights_are_unchanged(tmp_path: Path) -> None:
     said = sha256_lines(str(tmp_path / "model"), "--lora", str(tmp_path / "lora"))
     assert [line.split()[0] for line in said] == [MODEL_SHA256, LORA_SHA256]
 
 
-def test_transformers_says_what_the_oracle_says(oracle: Transformers) -> None:
+def test_transformers_generates_the_tokens_of_the_oracle(oracle: Transformers) -> None:
     assert [oracle.greedy(prompt, len(said)) for prompt, said in GREEDY] == [said for _, said in GREEDY]
 
 
-def test_vllm_says_what_the_oracle_says(model: Path) -> None:
+def test_vllm_generates_the_tokens_of_the_oracle(model: Path) -> None:
     command = [*tie(), sys.executable, "-m", "tests.engines.vllm_alone", str(model)]
     asked = json.dumps([(prompt, len(said)) for prompt, said in GREEDY])
     ran = subprocess.run(command, cwd=ROOT, input=asked, capture_output=True, text=True, check=False)

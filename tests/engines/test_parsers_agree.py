@@ -68,7 +68,7 @@ def found(one: OutputDelta) -> Any:
         ("hermes", "qwen3", f"<think>\nWell.\n</think>\n\n<tool_call>\n{WEATHER}\n</tool_call>"),
     ],
 )
-def test_ours_find_what_vllms_find(model: Model, tool: str, reasoning: str, text: str) -> None:
+def test_parsers_agree_with_those_of_vllm(model: Model, tool: str, reasoning: str, text: str) -> None:
     theirs = [name if name == "none" else f"vllm:{name}" for name in (tool, reasoning)]
     ours = found(said(model, ParserFactory(model, tool, reasoning), text))
     assert ours == found(said(model, ParserFactory(model, *theirs), text))

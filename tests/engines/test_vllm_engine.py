@@ -33,7 +33,7 @@ async def vllm(model: Path) -> AsyncIterator[Driven]:
         yield one
 
 
-async def test_it_says_its_sizes(vllm: Driven) -> None:
+async def test_engine_reports_its_sizes(vllm: Driven) -> None:
     spec = vllm.spec
     assert (spec.block_size, spec.kv_blocks_total, spec.max_num_seqs) == (BLOCK, KV_BLOCKS, 8)
     assert spec.max_num_batched_tokens > 1
@@ -41,21 +41,21 @@ async def test_it_says_its_sizes(vllm: Driven) -> None:
     assert spec.kv_events
 
 
-async def test_greedy_tokens_are_the_oracle_s(vllm: Driven) -> None:
+async def test_greedy_tokens_equal_the_oracle(vllm: Driven) -> None:
     answers = [await vllm.ask(prompt, len(said)) for prompt, said in GREEDY]
     assert [one.tokens for one in answers] == [said for _, said in GREEDY]
     assert {one.finished and one.finished.reason for one in answers} == {"length"}
     assert max(one.chunks for one in answers) > 1
 
 
-async def test_requests_at_once_get_answers_of_their_own(vllm: Driven) -> None:
+async def test_concurrent_requests_are_independent(vllm: Driven) -> None:
     answers = [vllm.submit(vllm.item(prompt, len(said))) for prompt, said in GREEDY * 3]
     await vllm.until(lambda: all(one.over for one in answers))
     assert [one.tokens for one in answers] == [said for _, said in GREEDY * 3]
     assert any(len(batch.emitted) > 1 for batch in vllm.batches)
 
 
-async def test_a_prefix_is_found_and_told(vllm: Driven) -> None:
+async def test_cached_prefix_is_found_and_reported(vllm: Driven) -> None:
     prompt = [7, *range(100, 194)]
     first = await vllm.ask(prompt, 2)
     again = await vllm.ask(prompt, 2)
@@ -67,7 +67,7 @@ async def test_a_prefix_is_found_and_told(vllm: Driven) -> None:
     await vllm.until(lambda: set(vllm.engine.held(0)) == vllm.held[0])
 
 
-async def test_generated_blocks_are_told(vllm: Driven) -> None:
+async def test_generated_blocks_are_reported(vllm: Driven) -> None:
     prompt = [8, *range(100, 131)]
     answer = await vllm.ask(prompt, BLOCK + 1)
     await vllm.until(lambda: vllm.blocks(prompt + answer.tokens[:BLOCK]) <= vllm.held[0])
@@ -82,7 +82,7 @@ async def test_a_tenant_has_a_cache_of_its_own(vllm: Driven) -> None:
     await vllm.until(lambda: vllm.blocks(prompt, cache_namespace="tenant-1") <= vllm.held[0])
 
 
-async def test_what_is_evicted_is_told(vllm: Driven) -> None:
+async def test_evicted_blocks_are_reported(vllm: Driven) -> None:
     first = [10, *range(100, 227)]
     await vllm.ask(first, 1)
     await vllm.until(lambda: vllm.blocks(first) <= vllm.held[0])
@@ -157,7 +157,7 @@ async def test_refusals(vllm: Driven, options: dict[str, Any], status: int, code
     assert (await vllm.ask([24], 1)).finished is not None
 
 
-async def test_what_is_cancelled_ends(vllm: Driven) -> None:
+async def test_cancelled_request_ends(vllm: Driven) -> None:
     long = vllm.submit(vllm.item([25, 26], 900))
     await vllm.until(lambda: long.tokens)
     assert vllm.batches[-1].load.running == 1
@@ -169,7 +169,7 @@ async def test_what_is_cancelled_ends(vllm: Driven) -> None:
     assert not long.over
 
 
-async def test_load_is_told(vllm: Driven) -> None:
+async def test_load_is_reported(vllm: Driven) -> None:
     assert vllm.batches[0].load == EngineLoad(0, 0, 0, KV_BLOCKS)
     before = len(vllm.batches)
     answers = [vllm.submit(vllm.item([28, start] * 50, 20)) for start in range(10)]
@@ -181,7 +181,7 @@ async def test_load_is_told(vllm: Driven) -> None:
     assert max(load.kv_blocks_used for load in loads) in range(25, KV_BLOCKS + 1)
 
 
-async def test_clearing_is_told_at_once(vllm: Driven) -> None:
+async def test_clear_is_reported_at_once(vllm: Driven) -> None:
     prompt = [29, *range(100, 195)]
     await vllm.ask(prompt, 1)
     await vllm.until(lambda: vllm.blocks(prompt) <= vllm.held[0])
@@ -194,7 +194,7 @@ async def test_clearing_is_told_at_once(vllm: Driven) -> None:
     assert set(vllm.engine.held(0)) == vllm.held[0]
 
 
-async def test_clearing_in_mid_stream_loses_no_token(vllm: Driven) -> None:
+async def test_clear_during_a_response_loses_no_token(vllm: Driven) -> None:
     prompt = [30, *range(100, 195)]
     alone = await vllm.ask(prompt, 120)
     answer = vllm.submit(vllm.item(prompt, 120))
@@ -230,7 +230,7 @@ async def test_an_adapter_is_loaded_used_and_unloaded(vllm: Driven, lora: Path, 
         await engine.command(Command(action="unload_lora", lora_name="tiny-lora"))
 
 
-async def test_adapters_that_do_not_fit_are_refused(vllm: Driven, tmp_path: Path) -> None:
+async def test_incompatible_adapters_are_refused(vllm: Driven, tmp_path: Path) -> None:
     from tests.harness.models import make_tiny_model  # noqa: PLC0415 - imports torch
 
     make_tiny_model.write_lora(tmp_path / "big", rank=16)
@@ -243,7 +243,7 @@ async def test_adapters_that_do_not_fit_are_refused(vllm: Driven, tmp_path: Path
 
 
 @pytest.mark.parametrize("level", [1, 2])
-async def test_it_sleeps_and_wakes_up(vllm: Driven, level: int) -> None:
+async def test_sleep_and_wake_up(vllm: Driven, level: int) -> None:
     prompt, said = GREEDY[2]
     await vllm.ask(prompt, 1)
     await vllm.until(lambda: vllm.blocks(prompt) <= vllm.held[0])
@@ -258,7 +258,7 @@ async def test_it_sleeps_and_wakes_up(vllm: Driven, level: int) -> None:
     await vllm.until(lambda: vllm.blocks(prompt) <= vllm.held[0])
 
 
-async def test_pause_holds_answers_and_resume_goes_on(vllm: Driven) -> None:
+async def test_pause_and_resume(vllm: Driven) -> None:
     prompt = [33, *range(100, 150)]
     alone = await vllm.ask(prompt, 200)
     answer = vllm.submit(vllm.item(prompt, 200))
@@ -274,7 +274,7 @@ async def test_pause_holds_answers_and_resume_goes_on(vllm: Driven) -> None:
     assert set(vllm.engine.held(0)) >= vllm.blocks(prompt)
 
 
-async def test_a_reset_forgets_requests_and_cache(vllm: Driven) -> None:
+async def test_reset_drops_requests_and_cache(vllm: Driven) -> None:
     prompt = [34, *range(100, 195)]
     under_way = vllm.submit(vllm.item(prompt, 900))
     await vllm.until(lambda: under_way.tokens)
@@ -290,7 +290,7 @@ async def test_a_reset_forgets_requests_and_cache(vllm: Driven) -> None:
     assert set(vllm.engine.held(0)) == vllm.held[0]
 
 
-async def test_a_health_request_is_asked_when_it_is_quiet(vllm: Driven, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_idle_engine_runs_health_requests(vllm: Driven, monkeypatch: pytest.MonkeyPatch) -> None:
     answered = vllm.metric("vllm:request_success_total")
     await vllm.engine.check()
     monkeypatch.setattr(async_engine, "CANARY_EVERY_S", 0.0)
@@ -309,7 +309,7 @@ async def test_a_health_request_is_asked_when_it_is_quiet(vllm: Driven, monkeypa
     await vllm.engine._llm.resume_generation()  # type: ignore[attr-defined]
 
 
-async def test_its_metrics_are_shown(vllm: Driven) -> None:
+async def test_engine_metrics_are_exported(vllm: Driven) -> None:
     registry = CollectorRegistry()
     for collector in vllm.engine.collectors():
         registry.register(collector)

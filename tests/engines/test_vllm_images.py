@@ -153,7 +153,7 @@ async def vllm(llava: Llava, without_torchvision: None) -> AsyncIterator[Driven]
         yield one
 
 
-async def test_an_image_and_its_embeddings_get_the_oracle_s_answer(vllm: Driven, llava: Llava) -> None:
+async def test_image_and_its_embeddings_give_the_tokens_of_the_oracle(vllm: Driven, llava: Llava) -> None:
     for number, contents in enumerate([[RED], [BLUE], [RED, BLUE]]):
         raw = llava.item(vllm, contents, namespace=f"raw-{number}")
         expected = llava.greedy(raw, contents)
@@ -170,7 +170,7 @@ async def test_an_image_and_its_embeddings_get_the_oracle_s_answer(vllm: Driven,
         assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-3)
 
 
-async def test_other_embeddings_have_another_answer(vllm: Driven, llava: Llava) -> None:
+async def test_other_embeddings_give_other_tokens(vllm: Driven, llava: Llava) -> None:
     said = []
     for content in (RED, BLUE):
         item = llava.item(vllm, [content], range(100, 140))
@@ -180,7 +180,7 @@ async def test_other_embeddings_have_another_answer(vllm: Driven, llava: Llava) 
     assert max(abs(one - other) for one, other in zip(*said, strict=True)) > 1e-3
 
 
-async def test_vllm_s_cache_is_what_the_ingress_calls_it(vllm: Driven, llava: Llava) -> None:
+async def test_hashes_of_images_equal_those_of_the_ingress(vllm: Driven, llava: Llava) -> None:
     text = range(150, 190)
     items = {content: llava.item(vllm, [content], text) for content in (RED, BLUE)}
     names = {content: unpack_u64(item.sequence_hashes) for content, item in items.items()}
@@ -204,13 +204,13 @@ async def test_vllm_s_cache_is_what_the_ingress_calls_it(vllm: Driven, llava: Ll
         await told(vllm, unpack_u64(item.sequence_hashes))
 
 
-async def test_half_precision_will_do(vllm: Driven, llava: Llava) -> None:
+async def test_half_precision_embeddings(vllm: Driven, llava: Llava) -> None:
     item = llava.item(vllm, [RED], range(200, 240))
     answer = await ask(vllm, item, llava.embeddings([RED]).astype("float16"))
     assert answer.tokens == llava.greedy(item, [RED])
 
 
-async def test_an_image_that_was_looked_at_but_not_asked_about_is_no_trouble(vllm: Driven, llava: Llava) -> None:
+async def test_cancelled_image_does_not_affect_later_requests(vllm: Driven, llava: Llava) -> None:
     content = png((1, 2, 3), (4, 200, 6))
     item = llava.item(vllm, [content], range(250, 290))
     (one,) = item.media
@@ -223,12 +223,12 @@ async def test_an_image_that_was_looked_at_but_not_asked_about_is_no_trouble(vll
     assert answer.tokens == llava.greedy(item, [content])
 
 
-async def test_what_does_not_fit_is_refused(vllm: Driven, llava: Llava) -> None:
+async def test_invalid_media_are_refused(vllm: Driven, llava: Llava) -> None:
     item = llava.item(vllm, [RED])
     wide = await ask(vllm, item, llava.embeddings([RED])[:, :32])
     assert wide.error is not None
     assert (wide.error.status, wide.error.code) == (500, "media_not_encoded")
-    assert "32 numbers wide, the model's are 64" in wide.error.message
+    assert "have width 32, the model's have 64" in wide.error.message
     (one,) = item.media
     for kind in ("image", "video"):
         unusable = msgspec.structs.replace(one, kind=kind, content=b"nothing")

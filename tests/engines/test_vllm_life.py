@@ -78,14 +78,14 @@ async def test_a_broken_model_directory(
     assert str(directory) in said
 
 
-async def test_an_argument_that_vllm_does_not_have(model: Path) -> None:
+async def test_unknown_argument_of_vllm(model: Path) -> None:
     engine = VllmEngine(settings(model, arguments=ARGUMENTS | {"no_such_argument": 1}))
     assert "no_such_argument" in await refused(engine)
 
 
 async def test_a_core_that_dies_at_its_start(model: Path) -> None:
     too_few = VllmEngine(settings(model, kv_blocks=3))
-    assert "died at its start" in await refused(too_few)
+    assert "died while it started" in await refused(too_few)
 
 
 async def test_a_start_that_is_cancelled_leaves_nothing(model: Path) -> None:

@@ -55,7 +55,7 @@ def said(model: Model, parsing: ParserFactory, text: str, step: int) -> OutputDe
 
 
 @pytest.mark.parametrize(("name", "call"), [("hermes", JSON), ("qwen3_coder", XML)])
-def test_a_call_however_the_tokens_come(model: Model, name: str, call: str) -> None:
+def test_tool_call_with_any_split_of_tokens(model: Model, name: str, call: str) -> None:
     parsing = ParserFactory(model, f"vllm:{name}", "none")
     for step in (1, 3, 1000):
         found = said(model, parsing, f"Look.\n{call}", step)
@@ -72,14 +72,14 @@ def test_reasoning_before_a_call(model: Model) -> None:
     assert [call.name for call in found.calls] == ["weather"]
 
 
-def test_what_is_not_there_is_told(model: Model) -> None:
+def test_missing_parser_is_reported(model: Model) -> None:
     with pytest.raises(Unusable, match="--tool-call-parser vllm:hermez"):
         ParserFactory(model, "vllm:hermez")
     with pytest.raises(Unusable, match="use vLLM for both or for neither"):
         ParserFactory(model, "vllm:hermes", "qwen3")
 
 
-def test_a_parser_that_breaks_ends_its_answer_with_an_error(model: Model) -> None:
+def test_parser_exception_ends_the_response_with_an_error(model: Model) -> None:
     parsing = ParserFactory(model, "vllm:hermes", "none")
     parser = parsing.parser(ParseOptions(ToolSelection(TOOLS, None, parallel=True)), "r")
     assert isinstance(parser, VllmParser)

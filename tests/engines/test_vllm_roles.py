@@ -104,12 +104,12 @@ def named(worker_id: str) -> Any:
     return msgspec.structs.replace(SPEC, worker_id=worker_id)
 
 
-async def test_both_say_how_their_blocks_lie(pair: Pair) -> None:
+async def test_both_roles_report_their_layout(pair: Pair) -> None:
     layout = KvLayout(connector=CONNECTOR, dtype="float32", block_bytes=BLOCK_BYTES, layers=2)
     assert pair.prefill.spec.kv_layout == pair.decode.spec.kv_layout == layout
 
 
-async def test_a_decode_worker_goes_on_from_the_blocks_of_a_prefill_worker(pair: Pair) -> None:
+async def test_decode_worker_continues_from_fetched_kv(pair: Pair) -> None:
     moved = pair.decode.metric("vllm:nixl_bytes_transferred_sum")
     expected = 0
     for prompt, said in GREEDY:
@@ -130,7 +130,7 @@ async def test_a_decode_worker_goes_on_from_the_blocks_of_a_prefill_worker(pair:
     await pair.gave_back()
 
 
-async def test_a_prompt_that_both_have_moves_nothing(pair: Pair) -> None:
+async def test_prompt_cached_by_both_is_not_transferred(pair: Pair) -> None:
     prompt, said = GREEDY[3]
     moved = pair.decode.metric("vllm:nixl_bytes_transferred_sum")
     answer = await pair.both([*prompt, *said][: 3 * BLOCK + 1], 4)  # the last block is one token
@@ -138,7 +138,7 @@ async def test_a_prompt_that_both_have_moves_nothing(pair: Pair) -> None:
     assert pair.decode.metric("vllm:nixl_bytes_transferred_sum") - moved <= BLOCK_BYTES
 
 
-async def test_adapters_and_namespaces_keep_their_blocks_apart(
+async def test_adapters_and_namespaces_share_no_blocks(
     pair: Pair, model: Path, lora: Path, oracle: Transformers
 ) -> None:
     prompt = [(11 * at) % 250 + 10 for at in range(3 * BLOCK + 5)]
@@ -152,7 +152,7 @@ async def test_adapters_and_namespaces_keep_their_blocks_apart(
     assert (await pair.decoded(prompt, apart.prefilled, cache_namespace="tenant")).tokens == plain
 
 
-async def test_sampling_is_the_decode_worker_s(pair: Pair) -> None:
+async def test_decode_worker_applies_the_sampling_parameters(pair: Pair) -> None:
     prompt = [(13 * at) % 250 + 10 for at in range(2 * BLOCK)]
     options: dict[str, Any] = {"seed": 7, "temperature": 0.8, "logprobs": 2, "min_tokens": 4}
     alone = await pair.decode.ask(prompt, 8, **options)
@@ -162,7 +162,7 @@ async def test_sampling_is_the_decode_worker_s(pair: Pair) -> None:
     assert [len(one.top) for one in there.logprobs] == [2] * 8
 
 
-async def test_a_decode_worker_computes_prompts_itself_where_it_is_told_to(pair: Pair, oracle: Transformers) -> None:
+async def test_decode_worker_computes_aggregated_prompts(pair: Pair, oracle: Transformers) -> None:
     prompt = [(17 * at) % 250 + 10 for at in range(4 * BLOCK)]
     answer = await pair.decode.ask(prompt, 8)
     assert (answer.tokens, answer.cached) == (oracle.greedy(prompt, 8), 0)
@@ -176,7 +176,7 @@ async def test_a_request_that_a_prefill_worker_refuses(pair: Pair) -> None:
     assert answer.error is not None and answer.error.status == 404
 
 
-async def test_what_cannot_be_fetched_is_said_so(pair: Pair) -> None:
+async def test_unfetchable_kv_is_reported(pair: Pair) -> None:
     prompt = [(19 * at) % 250 + 10 for at in range(2 * BLOCK)]
     prefilled = await pair.prefilled(prompt)
     told = msgspec.json.decode(prefilled.descriptor)
@@ -187,12 +187,12 @@ async def test_what_cannot_be_fetched_is_said_so(pair: Pair) -> None:
     for broken, says in (
         ({"connector": "nixl"}, "transferred by nixl"),
         ({"model": "other"}, "of model other"),
-        ({"descriptor": b"\xff"}, "broken"),
-        ({"descriptor": changed(remote_port="x")}, "broken"),
-        ({"descriptor": changed(remote_block_ids=[[-1, 2]])}, "broken"),
+        ({"descriptor": b"\xff"}, "cannot decode"),
+        ({"descriptor": changed(remote_port="x")}, "cannot decode"),
+        ({"descriptor": changed(remote_block_ids=[[-1, 2]])}, "cannot decode"),
         ({"descriptor": changed(remote_block_ids=[[1]])}, "1 blocks"),
         ({"descriptor": changed(remote_num_tokens=5)}, "5 tokens"),
-        ({"descriptor": changed(transfer_mode="push")}, "broken"),
+        ({"descriptor": changed(transfer_mode="push")}, "cannot decode"),
     ):
         answer = await pair.decoded(prompt, msgspec.structs.replace(prefilled, **broken))
         assert says in (answer.not_fetched or ""), answer
@@ -211,7 +211,7 @@ async def test_a_peer_that_is_not_there(pair: Pair) -> None:
     await pair.serves()
 
 
-async def test_what_was_kept_too_long_is_not_read(pair: Pair) -> None:
+async def test_expired_kv_is_not_read(pair: Pair) -> None:
     prompt = [(29 * at) % 250 + 10 for at in range(3 * BLOCK)]
     await pair.gave_back()
     prefilled = await pair.prefilled(prompt)
@@ -223,7 +223,7 @@ async def test_what_was_kept_too_long_is_not_read(pair: Pair) -> None:
     await pair.serves()
 
 
-async def test_what_nobody_will_fetch_is_given_back_before_its_lease_is_over(pair: Pair) -> None:
+async def test_released_kv_is_freed_before_its_lease_ends(pair: Pair) -> None:
     prompt = [(31 * at) % 250 + 10 for at in range(3 * BLOCK)]
     await pair.gave_back()
     begun_s = asyncio.get_running_loop().time()
@@ -236,7 +236,7 @@ async def test_what_nobody_will_fetch_is_given_back_before_its_lease_is_over(pai
     assert asyncio.get_running_loop().time() - begun_s < LEASE_S
 
 
-async def test_who_does_not_want_it_tells_who_keeps_it(pair: Pair) -> None:
+async def test_drop_notifies_the_holder(pair: Pair) -> None:
     prompt = [(33 * at) % 250 + 10 for at in range(3 * BLOCK)]
     prefilled = await pair.prefilled(prompt)
     begun_s = asyncio.get_running_loop().time()
@@ -250,7 +250,7 @@ async def test_who_does_not_want_it_tells_who_keeps_it(pair: Pair) -> None:
     await pair.serves()
 
 
-async def test_cancelled_while_it_waits_for_a_seat(pair: Pair) -> None:
+async def test_cancellation_of_a_queued_request(pair: Pair) -> None:
     long = [pair.decode.submit(pair.decode.item([40 + at], 900)) for at in range(2)]
     await pair.decode.until(lambda: all(one.tokens for one in long))
     prompt = [(37 * at) % 250 + 10 for at in range(3 * BLOCK)]
@@ -276,7 +276,7 @@ async def test_a_health_request_in_either_role(pair: Pair, monkeypatch: pytest.M
         await one.engine.check()
 
 
-async def test_a_reset_waits_for_what_others_may_be_reading(pair: Pair) -> None:
+async def test_reset_waits_for_readers(pair: Pair) -> None:
     prompt = [(41 * at) % 250 + 10 for at in range(3 * BLOCK)]
     prefilled = await pair.prefilled(prompt)
     pair.prefill.engine.reset()

@@ -56,7 +56,7 @@ changes = st.lists(
 
 
 @given(changes, st.integers(0, 1))
-def test_what_is_said_anew_is_what_was_said(history: list[tuple[int, Stored | Removed]], asked: int) -> None:
+def test_reannouncement_equals_the_announced_cache(history: list[tuple[int, Stored | Removed]], asked: int) -> None:
     events = CacheEvents(spec(dp_size=2), EPOCH, 0)
     log: list[AnyKvEvent] = []
     held: dict[int, set[int]] = {0: set(), 1: set()}
@@ -80,7 +80,7 @@ def test_what_is_said_anew_is_what_was_said(history: list[tuple[int, Stored | Re
     assert {(event.worker_id, event.worker_epoch) for event in anew} == {("w1", EPOCH)}
 
 
-def test_a_cache_is_said_anew_in_the_chains_that_it_has() -> None:
+def test_reannouncement_keeps_chains() -> None:
     parents = {1: None, 2: 1, 3: 2, 4: 2, 5: None, 6: 99}
     assert chains(parents) == [Stored(None, (6,)), Stored(None, (5,)), Stored(None, (1, 2, 4)), Stored(2, (3,))]
 
@@ -91,7 +91,7 @@ def test_a_circle_of_parents_loses_no_block() -> None:
     assert found[0].parent is None
 
 
-def test_every_record_fits_and_goes_on_from_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_record_fits_and_continues_the_previous_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_events, "EVENT_HASHES_MAX", 3)
     events = CacheEvents(spec(), EPOCH, 0)
     stored = said(events.announcement(0, range(1, 9)))
@@ -107,13 +107,13 @@ def test_every_record_fits_and_goes_on_from_the_one_before(monkeypatch: pytest.M
     assert [(type(event), event.seq) for event in removed] == [(BlocksRemoved, 8), (BlocksRemoved, 9)]
 
 
-def test_an_empty_cache_is_said_anew_as_cleared() -> None:
+def test_empty_cache_is_reannounced_as_cleared() -> None:
     events = CacheEvents(spec(), EPOCH, 0)
     assert events.announcement(0, ()) == []
     assert [type(event) for event in said(events.reannouncement(0, 0))] == [CacheCleared]
 
 
-def test_without_kv_events_nothing_is_said() -> None:
+def test_no_events_without_kv_events() -> None:
     events = CacheEvents(spec(kv_events=False), EPOCH, 0)
     assert events.announcement(0, [1]) + events.changes(0, [Stored(None, (1,))]) + events.reannouncement(0, 0) == []
 

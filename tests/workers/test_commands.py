@@ -63,7 +63,7 @@ def answers(scene: Scene) -> list[tuple[str, str | None]]:
 
 
 @pytest.mark.parametrize("name", [GROUP, "../x", "a\0b", "a\nb", ""])
-async def test_an_adapter_is_refused_by_its_name_whoever_commands_it(scene: Scene, tmp_path: Path, name: str) -> None:
+async def test_invalid_adapter_name_is_refused(scene: Scene, tmp_path: Path, name: str) -> None:
     """A command may come from any producer on `control`, not only from an ingress that validates it."""
     worker, engine = obedient(scene)
     async with scene.serving(worker) as epoch:
@@ -76,7 +76,7 @@ async def test_an_adapter_is_refused_by_its_name_whoever_commands_it(scene: Scen
     assert engine.told == []
 
 
-async def test_commands_are_done_one_after_another_and_answered(scene: Scene, tmp_path: Path) -> None:
+async def test_commands_run_in_order_and_have_results(scene: Scene, tmp_path: Path) -> None:
     worker, engine = obedient(scene)
     engine.gate.clear()
     async with scene.serving(worker) as epoch:
@@ -108,7 +108,7 @@ async def test_an_id_that_is_used_again_is_another_command(scene: Scene) -> None
     assert worker.commands.repeated == 0
 
 
-async def test_what_comes_again_is_done_once_and_answered_to_the_new_owner(scene: Scene, tmp_path: Path) -> None:
+async def test_repeated_command_runs_once_and_replies_to_the_new_owner(scene: Scene, tmp_path: Path) -> None:
     worker, engine = obedient(scene)
     engine.gate.clear()
     where = {"lora_path": str(tmp_path)}
@@ -132,7 +132,7 @@ async def test_what_comes_again_is_done_once_and_answered_to_the_new_owner(scene
     ]
 
 
-async def test_a_refusal_says_why_and_changes_nothing(scene: Scene) -> None:
+async def test_refused_command_has_a_reason_and_no_effect(scene: Scene) -> None:
     worker, engine = obedient(scene)
     async with scene.serving(worker) as epoch:
         engine.error = EngineRefused("x" * 5000)
@@ -144,7 +144,7 @@ async def test_a_refusal_says_why_and_changes_nothing(scene: Scene) -> None:
     assert answers(scene) == [("long", "x" * ERROR_CHARS_MAX), ("mute", "the engine does not support sleep")]
 
 
-async def test_what_waited_too_long_is_not_done(scene: Scene) -> None:
+async def test_late_command_is_not_executed(scene: Scene) -> None:
     worker, engine = obedient(scene)
     engine.gate.clear()
     async with scene.serving(worker) as epoch:
@@ -159,7 +159,7 @@ async def test_what_waited_too_long_is_not_done(scene: Scene) -> None:
     assert dict(answers(scene))["late"] == "it timed out while earlier commands were running"
 
 
-async def test_commands_that_wait_are_bounded(scene: Scene) -> None:
+async def test_queued_commands_are_bounded(scene: Scene) -> None:
     worker, engine = obedient(scene)
     engine.gate.clear()
     async with scene.serving(worker) as epoch:
@@ -189,7 +189,7 @@ async def test_an_engine_that_breaks_ends_the_worker(scene: Scene) -> None:
     await until(lambda: scene.lease() is None)
 
 
-async def test_what_was_loaded_while_the_epoch_ended_is_said_in_the_next(scene: Scene, tmp_path: Path) -> None:
+async def test_result_of_a_command_across_epochs_is_reported_in_the_next(scene: Scene, tmp_path: Path) -> None:
     worker, engine = obedient(scene)
     engine.gate.clear()
     async with scene.serving(worker) as epoch:
@@ -259,7 +259,7 @@ async def test_a_cache_in_use_is_not_cleared(scene: Scene) -> None:
     assert "KV blocks are in use by running requests" in refused.error
 
 
-async def test_who_is_paused_keeps_what_it_has(scene: Scene) -> None:
+async def test_paused_engine_keeps_requests_and_cache(scene: Scene) -> None:
     async with scene.serving(scene.worker()) as epoch:
         await scene.send(work_item("before", list(range(8)), 2, worker_epoch=epoch))
         await until(lambda: finished(scene))
@@ -274,7 +274,7 @@ async def test_who_is_paused_keeps_what_it_has(scene: Scene) -> None:
     assert scene.progress(RequestFinished)[1].cached_tokens == 4
 
 
-async def test_who_wakes_up_has_no_cache_and_goes_on(scene: Scene) -> None:
+async def test_engine_continues_without_cache_after_sleep(scene: Scene) -> None:
     async with scene.serving(scene.worker(speedup=30.0)) as epoch:
         await scene.send(work_item("a", list(range(8)), 40, worker_epoch=epoch))
         await until(scene.tokens)
@@ -301,7 +301,7 @@ async def test_who_wakes_up_has_no_cache_and_goes_on(scene: Scene) -> None:
     ],
     ids=str,
 )
-async def test_adapters_that_do_not_fit_are_refused(scene: Scene, sent: dict[str, Any], error: str) -> None:
+async def test_incompatible_adapters_are_refused(scene: Scene, sent: dict[str, Any], error: str) -> None:
     async with scene.serving(scene.worker(loras=("legal",))) as epoch:
         (refused,) = await told(scene, command("c", epoch, **sent))
         assert error in refused.error

@@ -184,7 +184,7 @@ def _nth(found: list[str], number: int) -> str | None:
 
 
 @given(st.lists(operations, min_size=1, max_size=40))
-def test_disagg_requests_end_once_and_everything_is_given_back(drawn: list[tuple[Any, ...]]) -> None:
+def test_disagg_requests_end_once_and_all_blocks_are_freed(drawn: list[tuple[Any, ...]]) -> None:
     async def scenario() -> None:
         run = Run()
         serving = [asyncio.create_task(half.serve()) for half in (run.prefill, run.decode)]

@@ -109,7 +109,7 @@ async def test_a_disagg_holder_that_dies_while_it_is_read_from(scene: Scene, kin
         assert await both.said("s") == expected
 
 
-async def test_a_disagg_lease_that_ends_gives_everything_back(scene: Scene) -> None:
+async def test_disagg_expired_lease_frees_all_blocks(scene: Scene) -> None:
     async with pair(scene, lease_s=0.02) as both:
         prefilled = await both.compute("r")
         assert prefilled.lease_us == 20_000
@@ -124,7 +124,7 @@ async def test_a_disagg_lease_that_ends_gives_everything_back(scene: Scene) -> N
 # Requests given up
 
 
-async def test_a_disagg_request_given_up_before_kv_can_travel(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_disagg_cancellation_before_the_transport_is_open(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     opened, opening = asyncio.Event(), open_transport
 
     async def gated(*arguments: Any, **names: Any) -> Any:
@@ -145,7 +145,7 @@ async def test_a_disagg_request_given_up_before_kv_can_travel(scene: Scene, monk
     assert [said.request_id for said in scene.progress(PrefillFinished)] == ["s"]
 
 
-async def test_a_disagg_request_given_up_while_its_prompt_waits_or_is_computed(scene: Scene) -> None:
+async def test_disagg_cancellation_during_prefill(scene: Scene) -> None:
     async with pair(scene, prefill_speedup=1.0) as both:
         await both.compute("warm", [5])
         await both.cancel("warm", both.prefill)
@@ -168,7 +168,7 @@ async def test_a_disagg_request_given_up_while_its_prompt_waits_or_is_computed(s
     assert [said.request_id for said in scene.progress(PrefillFinished)] == ["warm", "last"]
 
 
-async def test_a_disagg_request_given_up_while_it_waits_for_room_is_fetched_or_answers(scene: Scene) -> None:
+async def test_disagg_cancellation_during_decode(scene: Scene) -> None:
     kv = kv_settings(transport="tcp")
     prefill = side(scene, "prefill", kv)
     decode = side(scene, "decode", kv, speedup=0.1, kv_blocks_total=6)
@@ -193,7 +193,7 @@ async def test_a_disagg_request_given_up_while_it_waits_for_room_is_fetched_or_a
     assert {end.request_id for end in scene.tokens(ResponseEnded)} == {"warm"}
 
 
-async def test_a_disagg_request_given_up_between_its_kv_and_its_first_token(scene: Scene) -> None:
+async def test_disagg_cancellation_before_the_first_token(scene: Scene) -> None:
     async with pair(scene) as both:
         await warmed(both)
         gate = Gate(both)
@@ -223,9 +223,7 @@ async def test_a_second_disagg_attempt_at_the_same_worker_replaces_the_first(sce
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_disagg_kv_that_is_given_back_is_never_read_and_that_of_the_next_attempt_stays(
-    scene: Scene, kind: str
-) -> None:
+async def test_disagg_released_kv_is_not_read_and_that_of_the_next_attempt_stays(scene: Scene, kind: str) -> None:
     expected = await aggregated(scene, "alone")
     async with pair(scene, transport=kind) as both:
         await warmed(both)
@@ -255,7 +253,7 @@ async def test_disagg_kv_that_is_given_back_is_never_read_and_that_of_the_next_a
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_lost_epoch_takes_the_disagg_kv_with_it(scene: Scene, kind: str) -> None:
+async def test_disagg_kv_is_freed_with_a_lost_epoch(scene: Scene, kind: str) -> None:
     expected = await aggregated(scene, "alone")
     async with pair(scene, transport=kind) as both:
         kept = await both.compute("kept")
@@ -289,7 +287,7 @@ async def test_a_lost_epoch_takes_the_disagg_kv_with_it(scene: Scene, kind: str)
         await both.idle()
 
 
-async def test_disagg_engines_that_sleep_keep_nothing_and_go_on_afterwards(scene: Scene) -> None:
+async def test_disagg_sleeping_engines_keep_no_kv_and_continue_afterwards(scene: Scene) -> None:
     expected = await aggregated(scene, "alone")
     async with pair(scene) as both:
         await warmed(both)
@@ -314,7 +312,7 @@ async def test_disagg_engines_that_sleep_keep_nothing_and_go_on_afterwards(scene
         await both.idle()
 
 
-async def test_a_disagg_prefill_worker_that_drains_waits_until_its_kv_was_fetched(scene: Scene) -> None:
+async def test_disagg_draining_prefill_worker_waits_for_its_readers(scene: Scene) -> None:
     expected = await aggregated(scene, "alone")
     kv = kv_settings(transport="tcp")
     prefill, decode = side(scene, "prefill", kv), side(scene, "decode", kv)

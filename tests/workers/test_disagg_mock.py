@@ -46,7 +46,7 @@ def bytes_of(both: Pair, number: int = 0) -> Any:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("checksum", [False, True])
 @pytest.mark.parametrize("length", [1, 4, 8, 10])
-async def test_disagg_says_what_one_worker_says(scene: Scene, kind: str, checksum: bool, length: int) -> None:
+async def test_disagg_output_equals_that_of_one_worker(scene: Scene, kind: str, checksum: bool, length: int) -> None:
     prompt = list(range(1, length + 1))
     expected = await aggregated(scene, "alone", prompt)
     async with pair(scene, transport=kind, checksum=checksum) as both:
@@ -64,7 +64,7 @@ async def test_disagg_says_what_one_worker_says(scene: Scene, kind: str, checksu
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_disagg_answer_depends_on_every_byte_that_came(scene: Scene, kind: str) -> None:
+async def test_disagg_output_depends_on_every_transferred_byte(scene: Scene, kind: str) -> None:
     expected = await aggregated(scene, "alone")
     answers = []
     async with pair(scene, transport=kind) as both:
@@ -90,9 +90,7 @@ async def test_a_disagg_answer_depends_on_every_byte_that_came(scene: Scene, kin
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_disagg_bytes_that_are_not_those_offered_are_read_again_and_then_given_up(
-    scene: Scene, kind: str
-) -> None:
+async def test_disagg_corrupt_bytes_are_read_again_and_then_fail(scene: Scene, kind: str) -> None:
     async with pair(scene, transport=kind, checksum=True) as both:
         prefilled = await both.compute("apart")
         bytes_of(both, 1)[3] ^= 1
@@ -104,7 +102,7 @@ async def test_disagg_bytes_that_are_not_those_offered_are_read_again_and_then_g
     assert not said_by(scene, "apart")
 
 
-async def test_disagg_bytes_that_are_right_when_they_are_read_again_are_the_answer(scene: Scene) -> None:
+async def test_disagg_transient_corruption_is_corrected(scene: Scene) -> None:
     expected = await aggregated(scene, "alone")
     async with pair(scene, checksum=True) as both:
         await both.compute("first")
@@ -128,7 +126,7 @@ async def test_disagg_bytes_that_are_right_when_they_are_read_again_are_the_answ
         await both.idle()
 
 
-async def test_what_a_disagg_decode_worker_has_cached_is_not_fetched_again(scene: Scene) -> None:
+async def test_disagg_cached_blocks_are_not_fetched(scene: Scene) -> None:
     prompt = [*PROMPT[:8], 77, 78]
     expected = await aggregated(scene, "alone", prompt)
     async with pair(scene) as both:
@@ -145,7 +143,7 @@ async def test_what_a_disagg_decode_worker_has_cached_is_not_fetched_again(scene
     assert [one.transferred_bytes for one in first] == [BLOCK_BYTES]
 
 
-async def test_disagg_prompts_that_begin_alike_share_slots(scene: Scene) -> None:
+async def test_disagg_common_prefixes_share_slots(scene: Scene) -> None:
     async with pair(scene) as both:
         names = ("a", "b", "c")
         for name, tail in zip(names, ([9, 10], [11], [9, 10]), strict=True):
@@ -173,7 +171,7 @@ def hashes_of(prompt: list[int], *media: Media) -> bytes:
 
 
 @pytest.mark.parametrize("length", [8, 10])
-async def test_what_is_shown_beside_text_travels_in_the_disagg_bytes(scene: Scene, length: int) -> None:
+async def test_disagg_kv_contains_the_media(scene: Scene, length: int) -> None:
     prompt = list(range(1, length + 1))
     red, blue = shown((255, 0, 0), 4), shown((0, 0, 255), 4)
 
@@ -217,7 +215,7 @@ async def test_a_disagg_prompt_whose_images_another_worker_encoded(scene: Scene)
     assert both.decode.worker.media.fetched == 0
 
 
-async def test_disagg_requests_wait_for_room_and_all_are_answered_right(scene: Scene) -> None:
+async def test_disagg_requests_wait_for_free_blocks(scene: Scene) -> None:
     kv = kv_settings(transport="nixl")
     prompts = {f"r{number}": [number, *PROMPT] for number in range(12)}
     expected = {name: await aggregated(scene, f"alone.{name}", prompt, 20) for name, prompt in prompts.items()}
@@ -233,7 +231,7 @@ async def test_disagg_requests_wait_for_room_and_all_are_answered_right(scene: S
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_a_disagg_worker_without_nixl_says_so_when_it_starts(
+async def test_disagg_worker_without_nixl_fails_at_its_start(
     scene: Scene, role: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "nixl_cu12", None)
@@ -303,7 +301,7 @@ async def test_disagg_kv_of_another_prompt_or_model_is_refused(scene: Scene) -> 
         await both.idle()
 
 
-async def test_a_disagg_prompt_that_cannot_be_kept_goes_elsewhere(
+async def test_disagg_prompt_that_cannot_be_kept_fails_the_prefill(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with pair(scene) as both:
@@ -338,7 +336,7 @@ def metrics(one: Any) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_disagg_metrics_and_readiness_say_what_moves_kv(scene: Scene, kind: str) -> None:
+async def test_disagg_metrics_and_readiness_show_the_transport(scene: Scene, kind: str) -> None:
     probes = Probes()
     async with pair(scene, transport=kind, checksum=True) as both:
         probes.worker = both.decode.worker
@@ -375,7 +373,7 @@ async def test_disagg_metrics_and_readiness_say_what_moves_kv(scene: Scene, kind
         await until(lambda: probes.ready() == (True, "healthy"))
 
 
-async def test_the_ranks_of_a_disagg_worker_share_one_way_to_others(scene: Scene) -> None:
+async def test_disagg_ranks_share_one_transport(scene: Scene) -> None:
     expected = {name: await aggregated(scene, name, [ord(name), *PROMPT]) for name in "abcd"}
     kv = kv_settings()
     sides = [side(scene, role, kv, dp_size=2) for role in ("prefill", "decode")]
@@ -391,7 +389,7 @@ async def test_the_ranks_of_a_disagg_worker_share_one_way_to_others(scene: Scene
     assert said == expected
 
 
-async def test_a_disagg_engine_that_is_stopped_while_kv_begins_to_travel_leaves_nothing(
+async def test_disagg_engine_stopped_during_a_fetch_leaves_nothing(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[Any] = []

@@ -128,7 +128,7 @@ async def computed(scene: Scene, engine: KvEngine, item: WorkItem, lease_us: int
     await until(lambda: len(scene.progress(PrefillFinished)) > before)
 
 
-async def test_a_prompt_computed_for_another_is_said_to_the_owner_alone(scene: Scene) -> None:
+async def test_prefill_result_is_reported_to_the_owner_only(scene: Scene) -> None:
     engine = KvEngine()
     worker = worker_of(scene, engine)
     async with scene.serving(worker) as epoch:
@@ -140,7 +140,7 @@ async def test_a_prompt_computed_for_another_is_said_to_the_owner_alone(scene: S
     assert not worker.active_requests
 
 
-async def test_the_disagg_rank_that_computed_a_prompt_is_said(scene: Scene) -> None:
+async def test_disagg_result_has_the_rank(scene: Scene) -> None:
     engine = KvEngine()
     spec = scene.spec(dp_size=2)
     worker = Worker(scene.log, scene.keeper, spec, engine, token="t1", group=GROUP, partition=PARTITION)
@@ -151,7 +151,7 @@ async def test_the_disagg_rank_that_computed_a_prompt_is_said(scene: Scene) -> N
 
 
 @pytest.mark.parametrize(("status", "told"), [(400, 400), (503, 503), (0, 500), (302, 500), (700, 500)])
-async def test_what_a_prefill_fails_of_is_said_to_the_owner_alone(scene: Scene, status: int, told: int) -> None:
+async def test_prefill_failure_is_reported_to_the_owner_only(scene: Scene, status: int, told: int) -> None:
     engine = KvEngine()
     async with scene.serving(worker_of(scene, engine)) as epoch:
         await scene.send(item_of("r", "prefill", epoch))
@@ -164,7 +164,7 @@ async def test_what_a_prefill_fails_of_is_said_to_the_owner_alone(scene: Scene, 
     assert not scene.progress(RequestFailed)
 
 
-async def test_a_rank_that_is_not_there_fails_a_disagg_stage_as_its_stage_fails(scene: Scene) -> None:
+async def test_disagg_stage_with_an_unknown_rank_fails(scene: Scene) -> None:
     engine = KvEngine()
     async with scene.serving(worker_of(scene, engine)) as epoch:
         await scene.send(item_of("p", "prefill", epoch, rank=3))
@@ -177,7 +177,7 @@ async def test_a_rank_that_is_not_there_fails_a_disagg_stage_as_its_stage_fails(
     assert not engine.items
 
 
-async def test_an_engine_that_keeps_no_kv_refuses_disagg_stages_by_name(scene: Scene) -> None:
+async def test_disagg_stages_are_refused_by_engines_without_kv_transfer(scene: Scene) -> None:
     engine = Engine()
     async with scene.serving(worker_of(scene, engine)) as epoch:
         await scene.send(item_of("p", "prefill", epoch))
@@ -193,7 +193,7 @@ async def test_an_engine_that_keeps_no_kv_refuses_disagg_stages_by_name(scene: S
     assert [item.request_id for item in engine.items] == ["a"]
 
 
-async def test_what_came_by_a_disagg_transfer_is_said_with_the_first_token(scene: Scene) -> None:
+async def test_disagg_transfer_is_reported_with_the_first_token(scene: Scene) -> None:
     engine = KvEngine()
     async with scene.serving(worker_of(scene, engine)) as epoch:
         kept = msgspec.structs.replace(prefilled(), rank=3)
@@ -215,7 +215,7 @@ async def test_what_came_by_a_disagg_transfer_is_said_with_the_first_token(scene
     assert scene.tokens(ResponseEnded)
 
 
-async def test_only_the_first_disagg_token_of_an_answer_says_whose_kv_it_follows(scene: Scene) -> None:
+async def test_disagg_prefill_worker_is_named_with_the_first_token_only(scene: Scene) -> None:
     engine = KvEngine()
     async with scene.serving(worker_of(scene, engine)) as epoch:
         for name in "rs":
@@ -247,7 +247,7 @@ async def test_disagg_kv_that_cannot_be_fetched_goes_back_to_the_owner(scene: Sc
     assert not scene.tokens()
 
 
-async def test_a_disagg_answer_that_fails_before_it_begins_gives_back_what_is_kept_for_it(scene: Scene) -> None:
+async def test_disagg_failure_before_the_first_token_drops_the_kv(scene: Scene) -> None:
     engine = KvEngine()
     refused = ResponseError(status=404, code="adapter_not_loaded", message="it is not loaded")
     async with scene.serving(worker_of(scene, engine)) as epoch:
@@ -278,7 +278,7 @@ async def said_before(scene: Scene, tokens: list[int], ended: bool = False) -> N
         await scene.append(TOKENS, 3, event)
 
 
-async def test_a_later_disagg_attempt_of_which_nothing_was_said_fetches(scene: Scene) -> None:
+async def test_disagg_later_attempt_without_output_fetches(scene: Scene) -> None:
     engine = KvEngine()
     async with scene.serving(worker_of(scene, engine)) as epoch:
         item = item_of("r", "decode", epoch, attempt=2)
@@ -288,7 +288,7 @@ async def test_a_later_disagg_attempt_of_which_nothing_was_said_fetches(scene: S
     assert not engine.dropped
 
 
-async def test_a_later_disagg_attempt_of_which_something_was_said_goes_on_locally(scene: Scene) -> None:
+async def test_disagg_later_attempt_with_output_continues_locally(scene: Scene) -> None:
     engine = KvEngine()
     await said_before(scene, [70, 71])
     async with scene.serving(worker_of(scene, engine)) as epoch:
@@ -310,7 +310,7 @@ async def test_a_later_disagg_attempt_of_which_something_was_said_goes_on_locall
 
 
 @pytest.mark.parametrize(("said", "ended"), [([], True), ([70], True), ([70, 71, 72, 73], False)])
-async def test_a_disagg_answer_that_is_complete_needs_no_kv(scene: Scene, said: list[int], ended: bool) -> None:
+async def test_disagg_complete_response_needs_no_kv(scene: Scene, said: list[int], ended: bool) -> None:
     engine = KvEngine()
     await said_before(scene, said, ended)
     worker = worker_of(scene, engine)
@@ -322,7 +322,7 @@ async def test_a_disagg_answer_that_is_complete_needs_no_kv(scene: Scene, said: 
     assert not engine.items
 
 
-async def test_a_later_prefill_is_not_looked_up_and_gives_back_what_the_disagg_attempt_before_kept(
+async def test_disagg_later_prefill_releases_the_kv_of_the_previous_attempt(
     scene: Scene,
 ) -> None:
     engine = KvEngine()
@@ -337,7 +337,7 @@ async def test_a_later_prefill_is_not_looked_up_and_gives_back_what_the_disagg_a
     assert not scene.tokens()
 
 
-async def test_a_disagg_request_given_up_gives_back_what_is_kept(scene: Scene) -> None:
+async def test_disagg_cancellation_frees_kept_kv(scene: Scene) -> None:
     engine = KvEngine()
     worker = worker_of(scene, engine)
     async with scene.serving(worker) as epoch:
@@ -360,7 +360,7 @@ async def test_a_disagg_request_given_up_gives_back_what_is_kept(scene: Scene) -
     assert len(scene.progress(PrefillFinished)) == 1
 
 
-async def test_only_what_a_disagg_release_names_is_given_back(scene: Scene) -> None:
+async def test_disagg_release_frees_only_its_attempt(scene: Scene) -> None:
     """It may come late, from an owner that cannot know whether the one before it said so."""
     engine = KvEngine()
     worker = worker_of(scene, engine)
@@ -389,7 +389,7 @@ async def test_only_what_a_disagg_release_names_is_given_back(scene: Scene) -> N
         await until(lambda: not engine.kept())
 
 
-async def test_a_prefill_that_a_new_owner_asks_for_again_is_answered_with_the_same_disagg_descriptor(
+async def test_disagg_repeated_prefill_has_the_same_descriptor(
     scene: Scene,
 ) -> None:
     engine = KvEngine()
@@ -409,7 +409,7 @@ async def test_a_prefill_that_a_new_owner_asks_for_again_is_answered_with_the_sa
     assert [item.request_id for item in engine.items] == ["r", "short"], "nothing is computed twice"
 
 
-async def test_a_disagg_answer_that_the_engine_never_gets_gives_back_what_is_kept_for_it(scene: Scene) -> None:
+async def test_disagg_rejected_decode_drops_the_kv(scene: Scene) -> None:
     engine = KvEngine()
     media = (Media(kind="image", digest="ab" * 32, mime="image/png", first_token=1, tokens=2, content=b"x"),)
     async with scene.serving(worker_of(scene, engine)) as epoch:
@@ -420,7 +420,7 @@ async def test_a_disagg_answer_that_the_engine_never_gets_gives_back_what_is_kep
     assert engine.dropped == [b"here"]
 
 
-async def test_an_earlier_disagg_attempt_that_is_asked_for_again_says_nothing_of_the_later_one(scene: Scene) -> None:
+async def test_disagg_repeated_earlier_attempt_is_ignored(scene: Scene) -> None:
     engine = KvEngine()
     worker = worker_of(scene, engine)
     async with scene.serving(worker) as epoch:
@@ -431,7 +431,7 @@ async def test_an_earlier_disagg_attempt_that_is_asked_for_again_says_nothing_of
     assert [said.attempt for said in scene.progress(PrefillFinished)] == [1, 2]
 
 
-async def test_a_lost_epoch_gives_back_what_disagg_workers_keep(scene: Scene) -> None:
+async def test_disagg_lost_epoch_frees_kept_kv(scene: Scene) -> None:
     engine = KvEngine()
     worker = worker_of(scene, engine)
     async with scene.serving(worker) as epoch:

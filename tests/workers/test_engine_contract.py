@@ -96,7 +96,7 @@ async def told(one: Driven, blocks: set[int], rank: int = 0) -> None:
     await one.until(lambda: blocks <= one.held[rank])
 
 
-async def test_it_says_its_sizes(started: Start) -> None:
+async def test_engine_reports_its_sizes(started: Start) -> None:
     async with started() as one:
         assert one.spec.block_size == BLOCK_SIZE and "generate" in one.spec.tasks and one.spec.kv_events
         if one.spec.kv_blocks_total > 1:  # a mock's spec has them before
@@ -104,7 +104,7 @@ async def test_it_says_its_sizes(started: Start) -> None:
             assert one.spec.max_num_batched_tokens == 64
 
 
-async def test_an_answer_comes_token_by_token_and_ends(started: Start) -> None:
+async def test_response_is_streamed_and_ends(started: Start) -> None:
     async with started() as one:
         answer = await one.ask(PROMPT, 6)
         assert len(answer.tokens) == 6 and answer.finished is not None and answer.error is None
@@ -117,7 +117,7 @@ async def test_an_answer_comes_token_by_token_and_ends(started: Start) -> None:
     assert one.ended is None
 
 
-async def test_what_is_cached_is_told_once_and_held(started: Start) -> None:
+async def test_cached_blocks_are_reported_once_and_held(started: Start) -> None:
     async with started() as one:
         await one.ask(PROMPT, 6)
         await told(one, one.blocks(PROMPT))
@@ -149,7 +149,7 @@ async def test_tenants_share_no_blocks(started: Start) -> None:
         assert not mine & one.blocks(PROMPT)
 
 
-async def test_eviction_is_told(started: Start) -> None:
+async def test_evictions_are_reported(started: Start) -> None:
     async with started() as one:
         await one.ask(PROMPT, 2)
         await told(one, one.blocks(PROMPT))
@@ -158,7 +158,7 @@ async def test_eviction_is_told(started: Start) -> None:
         await one.until(lambda: not one.blocks(PROMPT) & one.held[0])
 
 
-async def test_a_cancelled_request_says_no_more_and_others_go_on(started: Start) -> None:
+async def test_cancelled_request_stops_and_others_continue(started: Start) -> None:
     async with started() as one:
         long = one.submit(one.item(PROMPT, 100))
         await one.until(lambda: long.tokens)
@@ -169,7 +169,7 @@ async def test_a_cancelled_request_says_no_more_and_others_go_on(started: Start)
         await one.until(lambda: one.batches[-1].load.running == 0)
 
 
-async def test_after_a_reset_the_same_request_begins_anew(started: Start) -> None:
+async def test_request_restarts_after_a_reset(started: Start) -> None:
     async with started() as one:
         item = one.item(PROMPT, 80)
         first = one.submit(item)
@@ -185,7 +185,7 @@ async def test_after_a_reset_the_same_request_begins_anew(started: Start) -> Non
         await told(one, one.blocks(PROMPT))
 
 
-async def test_what_it_cannot_do_is_refused_and_others_go_on(started: Start, tmp_path: Path) -> None:
+async def test_unsupported_requests_fail_and_others_continue(started: Start, tmp_path: Path) -> None:
     async with started() as one:
         long, unknown = await asyncio.gather(one.ask(list(range(400)), 2), one.ask(PROMPT, 2, lora_name="nobody"))
         assert long.error is not None and long.error.status == 400
@@ -194,7 +194,7 @@ async def test_what_it_cannot_do_is_refused_and_others_go_on(started: Start, tmp
         assert (await one.ask(PROMPT, 3)).error is None
 
 
-async def test_adapters_come_and_go(started: Start, tmp_path: Path) -> None:
+async def test_adapters_are_loaded_and_unloaded(started: Start, tmp_path: Path) -> None:
     first, second = (lora_directory(tmp_path / name) for name in ("one", "two"))
     async with started(loras={"one": first}) as one:
         command = one.engine.command
@@ -224,7 +224,7 @@ async def test_ranks_have_caches_of_their_own(started: Start) -> None:
         assert (await one.ask(PROMPT, 2, rank=5)).cached
 
 
-async def test_many_at_once(started: Start) -> None:
+async def test_concurrent_requests(started: Start) -> None:
     async with started() as one:
         prompts: Sequence[list[int]] = [[*PROMPT[: 4 + at % 9], 300 + at] for at in range(24)]
         answers = await asyncio.gather(*(one.ask(prompt, 1 + at % 7) for at, prompt in enumerate(prompts)))

@@ -69,7 +69,7 @@ def refuse(other: str) -> None:
     raise AssertionError(f"replaced by {other}")
 
 
-async def test_leases_of_all_workers_are_taken_renewed_and_given_up_off_the_loop(leases: Leases) -> None:
+async def test_leases_are_acquired_renewed_and_released_off_the_loop(leases: Leases) -> None:
     store = Unreliable(leases)
     keeper = LeaseKeeper(store, ttl_s=0.3)
     keeper.start()
@@ -87,7 +87,7 @@ async def test_leases_of_all_workers_are_taken_renewed_and_given_up_off_the_loop
     assert threading.get_ident() not in store.threads
 
 
-async def test_a_store_that_fails_is_tried_again(leases: Leases) -> None:
+async def test_failed_store_is_retried(leases: Leases) -> None:
     store = Unreliable(leases, failures=2)
     keeper = LeaseKeeper(store, ttl_s=0.1)
     keeper.start()
@@ -101,7 +101,7 @@ async def test_a_store_that_fails_is_tried_again(leases: Leases) -> None:
     await keeper.stop()
 
 
-async def test_a_lease_that_vanished_is_taken_again(leases: Leases) -> None:
+async def test_vanished_lease_is_acquired_again(leases: Leases) -> None:
     store = Unreliable(leases)
     keeper = LeaseKeeper(store, ttl_s=0.3)
     keeper.start()
@@ -114,7 +114,7 @@ async def test_a_lease_that_vanished_is_taken_again(leases: Leases) -> None:
     await keeper.stop()
 
 
-async def test_a_worker_whose_lease_another_took_is_told_once_on_the_loop(leases: Leases) -> None:
+async def test_replaced_worker_is_notified_once_on_the_loop(leases: Leases) -> None:
     loop_thread = threading.get_ident()
     told: asyncio.Queue[tuple[str, int]] = asyncio.Queue()
     keeper = LeaseKeeper(leases, ttl_s=0.1)
@@ -128,7 +128,7 @@ async def test_a_worker_whose_lease_another_took_is_told_once_on_the_loop(leases
     assert held(leases, "w1") == "t2"
 
 
-async def test_a_new_incarnation_succeeds_its_own_but_not_a_stranger(leases: Leases) -> None:
+async def test_new_incarnation_replaces_only_its_own_lease(leases: Leases) -> None:
     told: asyncio.Queue[str] = asyncio.Queue()
     keeper = LeaseKeeper(leases, ttl_s=60.0)
     keeper.start()
@@ -142,7 +142,7 @@ async def test_a_new_incarnation_succeeds_its_own_but_not_a_stranger(leases: Lea
     assert held(leases, "w1") == "stranger"
 
 
-async def test_a_stranger_whose_lease_ran_out_does_not_count(leases: Leases) -> None:
+async def test_expired_foreign_lease_is_replaced(leases: Leases) -> None:
     keeper = LeaseKeeper(leases, ttl_s=0.1)
     keeper.start()
     keeper.hold(GROUP, "w1", "t1", b"", refuse)
@@ -152,7 +152,7 @@ async def test_a_stranger_whose_lease_ran_out_does_not_count(leases: Leases) -> 
     await keeper.stop()
 
 
-async def test_successors_that_never_got_through_keep_what_the_first_held(leases: Leases) -> None:
+async def test_failed_successors_keep_the_first_lease(leases: Leases) -> None:
     store = Unreliable(leases)
     keeper = LeaseKeeper(store, ttl_s=60.0)
     keeper.start()
@@ -164,7 +164,7 @@ async def test_successors_that_never_got_through_keep_what_the_first_held(leases
     await keeper.stop()
 
 
-async def test_stopping_at_any_moment_gives_the_lease_up(leases: Leases) -> None:
+async def test_stop_at_any_time_releases_the_lease(leases: Leases) -> None:
     for number in range(50):
         keeper = LeaseKeeper(leases, ttl_s=60.0)
         keeper.start()
@@ -173,5 +173,5 @@ async def test_stopping_at_any_moment_gives_the_lease_up(leases: Leases) -> None
         assert held(leases, "w1") is None
 
 
-async def test_stopping_a_keeper_that_never_started_is_nothing(leases: Leases) -> None:
+async def test_stop_without_start_does_nothing(leases: Leases) -> None:
     await LeaseKeeper(leases).stop()

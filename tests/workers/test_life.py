@@ -21,7 +21,7 @@ LEGAL: dict[tuple[State, Transition], State] = {
 
 
 @pytest.mark.parametrize(("state", "move"), list(product(State, Transition)))
-def test_every_move_is_legal_or_changes_nothing(state: State, move: Transition) -> None:
+def test_transition_is_in_the_table_or_raises_unchanged(state: State, move: Transition) -> None:
     life = WorkerLifeCycle()
     life.state = state
     if (state, move) in LEGAL:
@@ -33,7 +33,7 @@ def test_every_move_is_legal_or_changes_nothing(state: State, move: Transition) 
         assert life.state is state
 
 
-def test_the_way_of_a_worker_through_its_whole_life() -> None:
+def test_complete_life_cycle() -> None:
     life = WorkerLifeCycle()
     seen = [life.state]
     for move in (Transition.REGISTER, Transition.ADMIT, Transition.PASS, Transition.STOP, Transition.LEAVE):

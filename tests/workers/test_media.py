@@ -152,7 +152,7 @@ def answered(scene: Scene, name: str) -> list[int]:
 # Encoding
 
 
-async def test_what_is_encoded_is_told_to_the_owner_alone(scene: Scene, memory: Memory) -> None:
+async def test_encode_result_is_reported_to_the_owner_only(scene: Scene, memory: Memory) -> None:
     worker = encode_worker(scene, StandInEncoder())
     async with scene.serving(worker) as epoch:
         assert (worker.spec.role, worker.spec.tasks, worker.spec.kv_events) == ("encode", (), False)
@@ -166,7 +166,7 @@ async def test_what_is_encoded_is_told_to_the_owner_alone(scene: Scene, memory: 
     assert not scene.kv()
 
 
-async def test_a_retry_is_encoded_without_looking_for_what_was_said(scene: Scene, memory: Memory) -> None:
+async def test_encode_retry_does_not_read_the_response(scene: Scene, memory: Memory) -> None:
     worker = encode_worker(scene, StandInEncoder())
     async with scene.serving(worker) as epoch:
         await scene.send(encode_item("r", media(png()), epoch=epoch, attempt=3))
@@ -176,7 +176,7 @@ async def test_a_retry_is_encoded_without_looking_for_what_was_said(scene: Scene
 
 
 @pytest.mark.parametrize("error", [EngineError("out of memory"), TransferError("no room"), ValueError("?")])
-async def test_what_an_encoder_cannot_do_another_may(scene: Scene, memory: Memory, error: Exception) -> None:
+async def test_encoder_failure_is_reported_to_the_owner_only(scene: Scene, memory: Memory, error: Exception) -> None:
     encoder = Encoder()
     encoder.fails = error
     async with scene.serving(encode_worker(scene, encoder)) as epoch:
@@ -190,7 +190,7 @@ async def test_what_an_encoder_cannot_do_another_may(scene: Scene, memory: Memor
     assert scene.tokens() == [], "the client hears nothing of it"
 
 
-async def test_what_nobody_can_encode_is_told_to_the_client(scene: Scene, memory: Memory) -> None:
+async def test_invalid_media_are_reported_to_the_client(scene: Scene, memory: Memory) -> None:
     async with scene.serving(encode_worker(scene, StandInEncoder())) as epoch:
         await scene.send(encode_item("r", media(b"no image"), epoch=epoch))
         await until(lambda: scene.progress(RequestFailed))
@@ -199,7 +199,7 @@ async def test_what_nobody_can_encode_is_told_to_the_client(scene: Scene, memory
     assert ended.error.message.startswith("cannot decode an image")
 
 
-async def test_an_encoder_that_makes_too_little_is_broken(scene: Scene, memory: Memory) -> None:
+async def test_wrong_number_of_embeddings_is_an_encoder_failure(scene: Scene, memory: Memory) -> None:
     encoder = Encoder()
     encoder.rows = 1
     async with scene.serving(encode_worker(scene, encoder)) as epoch:
@@ -211,7 +211,7 @@ async def test_an_encoder_that_makes_too_little_is_broken(scene: Scene, memory: 
     )
 
 
-async def test_an_encode_worker_answers_nothing(scene: Scene, memory: Memory) -> None:
+async def test_encode_worker_refuses_other_requests(scene: Scene, memory: Memory) -> None:
     worker = encode_worker(scene, StandInEncoder())
     async with scene.serving(worker) as epoch:
         await scene.send(work_item("r", [1, 2], 3, worker_epoch=epoch))
@@ -279,7 +279,7 @@ async def test_cancelled_and_reset_work_is_not_published(memory: Memory) -> None
 # Answering
 
 
-async def test_an_answer_depends_on_every_byte_that_was_fetched(scene: Scene, memory: Memory) -> None:
+async def test_output_depends_on_every_fetched_byte(scene: Scene, memory: Memory) -> None:
     """And is the one that the engine gives when it encodes by itself."""
     one = media(png())
     offers = memory.offers("e@1")
@@ -298,7 +298,7 @@ async def test_an_answer_depends_on_every_byte_that_was_fetched(scene: Scene, me
     assert not memory.arrays
 
 
-async def test_what_cannot_be_fetched_goes_back_to_the_owner(scene: Scene, memory: Memory) -> None:
+async def test_failed_fetches_are_reported_to_the_owner(scene: Scene, memory: Memory) -> None:
     one, offers, worker = media(png()), memory.offers("e@1"), scene.worker()
     async with scene.serving(worker) as epoch:
         encoded = Encoded(descriptor=b"elsewhere", shape=(4, WIDTH), dtype="float32", checksum="0" * 16)
@@ -319,7 +319,7 @@ async def test_what_cannot_be_fetched_goes_back_to_the_owner(scene: Scene, memor
     assert len(scene.tokens(ResponseEnded)) == 1
 
 
-async def test_an_engine_that_breaks_at_embeddings_leaves_no_request_without_an_end(
+async def test_engine_exception_on_embeddings_ends_the_request(
     scene: Scene, memory: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object) -> None:
@@ -334,7 +334,7 @@ async def test_an_engine_that_breaks_at_embeddings_leaves_no_request_without_an_
     assert [failed.error for failed in scene.progress(TransferFailed)] == ["no such shape"]
 
 
-async def test_who_leaves_while_it_is_fetched_gets_nothing(scene: Scene, memory: Memory) -> None:
+async def test_cancellation_during_a_fetch(scene: Scene, memory: Memory) -> None:
     memory.gate.clear()
     one, offers, worker = media(png()), memory.offers("e@1"), scene.worker()
     async with scene.serving(worker) as epoch:
@@ -351,7 +351,7 @@ async def test_who_leaves_while_it_is_fetched_gets_nothing(scene: Scene, memory:
     assert [one.request_id for one in scene.progress() if isinstance(one, RequestFinished)] == ["s"]
 
 
-async def test_what_is_fetched_is_dropped_with_its_epoch(scene: Scene, memory: Memory) -> None:
+async def test_fetches_are_cancelled_with_their_epoch(scene: Scene, memory: Memory) -> None:
     memory.gate.clear()
     one, offers, worker = media(png()), memory.offers("e@1"), scene.worker()
     async with scene.serving(worker) as epoch:
@@ -372,7 +372,7 @@ class Blind:
         raise AssertionError("it must not get that")
 
 
-async def test_an_engine_for_text_alone_refuses_images_by_name() -> None:
+async def test_text_engine_refuses_images() -> None:
     failed: list[Any] = []
     feed = media_feed.MediaFeed(Blind(), "w", lambda item, error: failed.append(error))  # type: ignore[arg-type]
     feed.submit(answer_item("r", media(png()), epoch=1))
@@ -380,7 +380,7 @@ async def test_an_engine_for_text_alone_refuses_images_by_name() -> None:
 
 
 @pytest.mark.parametrize("places", [[(7, 4)], [(1, 4), (4, 2)], [(5, 2), (1, 2)]])
-async def test_placeholders_that_do_not_lie_in_the_prompt_are_refused(
+async def test_placeholders_outside_the_prompt_are_refused(
     scene: Scene, memory: Memory, places: list[tuple[int, int]]
 ) -> None:
     some = [media(png(), first, tokens) for first, tokens in places]
@@ -392,7 +392,7 @@ async def test_placeholders_that_do_not_lie_in_the_prompt_are_refused(
     assert "lie outside the prompt or overlap" in ended.error.message
 
 
-async def test_a_mock_engine_that_cannot_see_it_says_why(scene: Scene) -> None:
+async def test_mock_engine_reports_undecodable_images(scene: Scene) -> None:
     async with scene.serving(scene.worker()) as epoch:
         await scene.send(answer_item("r", media(b"no image"), epoch=epoch))
         await until(lambda: scene.tokens(ResponseEnded))
@@ -402,7 +402,7 @@ async def test_a_mock_engine_that_cannot_see_it_says_why(scene: Scene) -> None:
 # Block identity
 
 
-def test_blocks_name_what_stands_in_them() -> None:
+def test_block_hashes_depend_on_media() -> None:
     some = [media(b"a", 2, 3), media(b"b", 7, 2)]
     hash_a, hash_b = (mm_hash(one.digest) for one in some)
     assert mm_hashes(some, 4) == {0: [hash_a], 1: [hash_a, hash_b], 2: [hash_b]}
@@ -412,7 +412,7 @@ def test_blocks_name_what_stands_in_them() -> None:
     assert [one == other for one, other in zip(plain, seen, strict=True)] == [False, False, False, True]
 
 
-async def test_blocks_that_an_engine_fills_name_what_stands_in_them(scene: Scene) -> None:
+async def test_hashes_of_generated_blocks_depend_on_media(scene: Scene) -> None:
     """The last block of the prompt is completed by the answer: its name must still know the image."""
     one = media(png(), first_token=7, tokens=2)
     async with scene.serving(scene.worker()) as epoch:
@@ -428,7 +428,7 @@ async def test_blocks_that_an_engine_fills_name_what_stands_in_them(scene: Scene
     assert len(expected) == 4
 
 
-def test_a_later_attempt_names_the_same_blocks() -> None:
+def test_later_attempt_has_the_same_block_hashes() -> None:
     one = media(b"pixels", first_token=7, tokens=2)
     item = answer_item("r", one, epoch=1)
     later = continued(item, [50, 51, 52], 4)
@@ -440,7 +440,7 @@ def test_a_later_attempt_names_the_same_blocks() -> None:
 # The stand-in
 
 
-def test_the_stand_in_sees_pixels_and_the_number_of_placeholders() -> None:
+def test_standin_depends_on_pixels_and_placeholders() -> None:
     encoder = StandInEncoder()
     made = encoder.encode(media(png()))
     assert (made.shape, made.dtype.name) == ((4, WIDTH), "float32")
@@ -452,7 +452,7 @@ def test_the_stand_in_sees_pixels_and_the_number_of_placeholders() -> None:
     assert encoder.encode_all([media(png()), video]).shape == (8, WIDTH)
 
 
-def test_the_stand_in_refuses_what_is_no_image(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_standin_refuses_invalid_images(monkeypatch: pytest.MonkeyPatch) -> None:
     for content in (b"", b"GIF89a", png()[:40]):
         with pytest.raises(
             MediaUnusable, match=r"cannot decode an image: cannot identify image file <_io\.BytesIO object at"
@@ -464,7 +464,7 @@ def test_the_stand_in_refuses_what_is_no_image(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("missing", ["numpy", "PIL.Image"])
-def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
     monkeypatch.setitem(__import__("sys").modules, missing, None)
     with pytest.raises(EngineError, match=r"pip install 'forebay\[media\]'"):
         StandInEncoder().load()

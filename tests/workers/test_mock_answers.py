@@ -74,7 +74,7 @@ async def test_an_embedding_is_a_vector_of_length_1_and_no_token() -> None:
 
 
 @pytest.mark.timeout(60)
-async def test_probabilities_where_they_are_asked_for() -> None:
+async def test_log_probabilities_if_requested() -> None:
     asking = Sampling(max_tokens=5, logprobs=3)
     batches = await run(item("a", range(10), sampling=asking), item("b", range(10, 20)))
     said = [chunk for batch in batches for chunk in batch.emitted]
@@ -90,7 +90,7 @@ async def test_probabilities_where_they_are_asked_for() -> None:
     assert sum(len(chunk.logprobs) for chunk in said) == 5
 
 
-async def test_what_was_dropped_is_forgotten() -> None:
+async def test_dropped_requests_are_not_published() -> None:
     engine = MockEngine(CONFIG)
     engine.submit(item("a", range(10), task="embed"))
     engine.cancel("a")

@@ -46,7 +46,7 @@ def ended(batches: list[EngineBatch], *names: str) -> Callable[[], bool]:
     return lambda: {end.request_id for batch in batches for end in batch.finished}.issuperset(names)
 
 
-async def test_the_same_prompt_and_seed_say_the_same_on_any_engine() -> None:
+async def test_same_prompt_and_seed_give_the_same_output_on_every_engine() -> None:
     answers = []
     for _ in range(2):
         engine = MockEngine(engine_config(), speedup=1e4)
@@ -62,7 +62,7 @@ async def test_the_same_prompt_and_seed_say_the_same_on_any_engine() -> None:
     assert all(len(answer) == 20 and set(answer) <= set(VOCABULARY) for answer in first)
 
 
-async def test_what_a_fast_engine_says_in_a_moment_is_one_chunk() -> None:
+async def test_fast_engine_emits_one_chunk_per_batch() -> None:
     engine = MockEngine(engine_config(), speedup=1e9)
     async with running(engine) as batches:
         for name in ("a", "b"):
@@ -82,7 +82,7 @@ async def test_at_any_speedup_batches_stay_small_enough_to_share_the_loop() -> N
     assert len(said(batches, "a")) == 10_000
 
 
-async def test_refusals_come_as_failures() -> None:
+async def test_rejections_are_reported_as_failures() -> None:
     engine = MockEngine(engine_config(), speedup=1e4)
     async with running(engine) as batches:
         engine.submit(work_item("large", [1], 1000))
@@ -93,7 +93,7 @@ async def test_refusals_come_as_failures() -> None:
     assert (failures["odd"].status, failures["odd"].code) == (400, "invalid_request")
 
 
-async def test_hashes_that_are_not_the_prompts_are_refused_and_harm_nobody() -> None:
+async def test_wrong_hashes_are_refused() -> None:
     engine = MockEngine(engine_config(), speedup=1000)
     async with running(engine) as batches:
         # One block behind different ones, as no prompts have them.
@@ -149,5 +149,5 @@ def test_a_speedup_is_a_positive_number(speedup: float) -> None:
         MockEngine(engine_config(), speedup=speedup)
 
 
-def test_speech_is_what_the_vocabulary_allows() -> None:
+def test_output_uses_only_the_vocabulary() -> None:
     assert set(generate_tokens(1, 0, 64, VOCABULARY)) <= set(VOCABULARY)

@@ -61,7 +61,7 @@ async def test_a_pipeline_is_a_generate_and_never_changes() -> None:
     assert await said(Pipeline(limited) | adding(10, [])()) == [20]
 
 
-async def test_what_operators_opened_is_closed_when_nobody_reads_on() -> None:
+async def test_operators_are_closed_with_the_reader() -> None:
     closed: list[str] = []
 
     def watched(name: str) -> "type":
@@ -90,7 +90,7 @@ async def test_what_operators_opened_is_closed_when_nobody_reads_on() -> None:
     assert closed[3:] == ["generate"]
 
 
-async def test_an_error_goes_through_every_operator() -> None:
+async def test_errors_pass_through_every_operator() -> None:
     async def broken(_: Request) -> AsyncGenerator[int]:
         yield 1
         raise RuntimeError("the model is gone")
@@ -105,7 +105,7 @@ async def test_an_error_goes_through_every_operator() -> None:
     st.lists(st.integers(0, 2), max_size=12),
     st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=3), min_size=1, max_size=3),
 )
-async def test_a_stop_sequence_ends_the_answer_before_itself(answer: list[int], stops: list[list[int]]) -> None:
+async def test_response_ends_before_a_stop_sequence(answer: list[int], stops: list[list[int]]) -> None:
     # The one that is complete first wins, and of those the longest.
     ends = [
         (at + len(stop), -len(stop))
@@ -120,7 +120,7 @@ async def test_a_stop_sequence_ends_the_answer_before_itself(answer: list[int], 
     assert await said(Pipeline(saying(*answer)) | StopSequences(*stops)) == expected
 
 
-async def test_a_stop_sequence_holds_back_no_more_than_its_begin() -> None:
+async def test_only_a_prefix_of_a_stop_sequence_is_withheld() -> None:
     asked: list[int] = []
 
     async def counted(_: Request) -> AsyncGenerator[int]:
@@ -137,7 +137,7 @@ async def test_a_stop_sequence_holds_back_no_more_than_its_begin() -> None:
 
 
 @pytest.mark.parametrize(("attempts", "failures", "works"), [(1, 0, True), (3, 2, True), (3, 3, False)])
-async def test_a_retry_asks_again_until_something_was_said(attempts: int, failures: int, works: bool) -> None:
+async def test_retry_repeats_until_the_first_token(attempts: int, failures: int, works: bool) -> None:
     asked = 0
 
     async def flaky(_: Request) -> AsyncGenerator[int]:
@@ -157,7 +157,7 @@ async def test_a_retry_asks_again_until_something_was_said(attempts: int, failur
 
 
 @pytest.mark.parametrize(("error", "tokens"), [(ConnectionError(), 1), (Refused("no"), 0)])
-async def test_what_was_said_or_refused_is_not_tried_again(error: Exception, tokens: int) -> None:
+async def test_retry_stops_after_output_or_rejection(error: Exception, tokens: int) -> None:
     asked = 0
 
     async def broken(_: Request) -> AsyncGenerator[int]:
@@ -172,7 +172,7 @@ async def test_what_was_said_or_refused_is_not_tried_again(error: Exception, tok
     assert asked == 1
 
 
-async def test_a_log_has_a_line_for_each_answer(caplog: pytest.LogCaptureFixture) -> None:
+async def test_log_has_one_line_per_response(caplog: pytest.LogCaptureFixture) -> None:
     async def broken(_: Request) -> AsyncGenerator[int]:
         yield 1
         raise RuntimeError
@@ -187,7 +187,7 @@ async def test_a_log_has_a_line_for_each_answer(caplog: pytest.LogCaptureFixture
     assert lines == ["r ended: 3 tokens", "r failed: 1 tokens", "r closed: 1 tokens"]
 
 
-def test_operators_that_could_do_nothing_are_refused() -> None:
+def test_operators_without_effect_are_rejected() -> None:
     for make, text in (
         (lambda: TokenLimit(0), "tokens_max must be 1 or more, got 0"),
         (lambda: Retry(0), "attempts must be 1 or more, got 0"),
@@ -198,7 +198,7 @@ def test_operators_that_could_do_nothing_are_refused() -> None:
             make()
 
 
-async def test_a_request_tells_whether_somebody_still_waits() -> None:
+async def test_request_shows_its_cancellation() -> None:
     assert not ASKED.cancelled
     with pytest.raises(Refused, match="this request has no tokenizer"):
         _ = ASKED.text

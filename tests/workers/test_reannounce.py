@@ -43,7 +43,7 @@ def reannounced(worker: Worker, times: int) -> bool:
     return worker.counters.reannounced == times
 
 
-async def test_a_cache_is_said_anew_in_the_middle_of_work(scene: Scene) -> None:
+async def test_cache_is_reannounced_during_work(scene: Scene) -> None:
     """Whatever the engine did meanwhile and has not told: before and after, all that was said adds up."""
     worker = scene.worker(dp_size=2, speedup=50.0)
     async with scene.serving(worker) as epoch:
@@ -74,7 +74,7 @@ async def test_a_cache_is_said_anew_in_the_middle_of_work(scene: Scene) -> None:
     assert all(type(event) is not CacheCleared for event in scene.kv() if event.rank == 1)
 
 
-async def test_numbers_that_somebody_else_used_are_passed_over(scene: Scene) -> None:
+async def test_sequence_numbers_of_others_are_skipped(scene: Scene) -> None:
     worker = scene.worker()
     async with scene.serving(worker) as epoch:
         await scene.send(work_item("r", list(range(12)), 1, worker_epoch=epoch))
@@ -89,7 +89,7 @@ async def test_numbers_that_somebody_else_used_are_passed_over(scene: Scene) -> 
     assert cached(anew) == said
 
 
-async def test_a_cache_that_is_not_here_is_not_said_anew(scene: Scene) -> None:
+async def test_unknown_rank_is_not_reannounced(scene: Scene) -> None:
     worker = scene.worker()
     async with scene.serving(worker) as epoch:
         await scene.send(ReannounceCache(owner_epoch=0, worker_epoch=epoch + 1, rank=0))
@@ -100,7 +100,7 @@ async def test_a_cache_that_is_not_here_is_not_said_anew(scene: Scene) -> None:
     assert scene.kv() == []
 
 
-async def test_a_worker_without_kv_events_says_nothing_of_its_cache(scene: Scene) -> None:
+async def test_worker_without_kv_events_does_not_reannounce(scene: Scene) -> None:
     worker = scene.worker(kv_events=False)
     async with scene.serving(worker) as epoch:
         await scene.send(work_item("a", list(range(8)), 1, worker_epoch=epoch))
@@ -122,7 +122,7 @@ class RefusingLog(FaultyLog):
         super().append_soon(drafts)
 
 
-async def test_a_worker_whose_kv_events_are_not_taken_ends_without_a_gap(scene: Scene, log: SqliteLog) -> None:
+async def test_worker_ends_without_a_gap_if_kv_events_cannot_be_appended(scene: Scene, log: SqliteLog) -> None:
     refusing = RefusingLog(log)
     worker = scene.worker(log=refusing, dp_size=2)
     task = asyncio.create_task(worker.run())

@@ -101,7 +101,7 @@ async def ended_group(worker: Worker) -> AsyncIterator["asyncio.Task[None]"]:
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_an_answer_goes_on_elsewhere_while_the_old_worker_speaks_on(scene: Scene) -> None:
+async def test_response_continues_on_another_worker_despite_late_output(scene: Scene) -> None:
     """A worker that was given up and does not know it: no token twice, none out of order, none after the end."""
     zombie, heir = scene.worker(speedup=10.0), scene.worker(name="w2", token="t2")
     async with scene.serving(zombie) as old, scene.serving(heir, "t2", slot=6) as new:
@@ -130,7 +130,7 @@ async def test_an_answer_goes_on_elsewhere_while_the_old_worker_speaks_on(scene:
     assert heir.counters.continued == 1
 
 
-async def test_an_answer_with_a_structure_does_not_go_on_in_its_middle(scene: Scene) -> None:
+async def test_structured_response_is_not_continued(scene: Scene) -> None:
     sampling = Sampling(max_tokens=10, structured=StructuredOutput(kind="json_object"))
     async with scene.serving(scene.worker()) as epoch:
         await scene.append(TOKENS, SLOT, emitted("a", 0, [7, 8]))
@@ -144,14 +144,14 @@ async def test_an_answer_with_a_structure_does_not_go_on_in_its_middle(scene: Sc
     assert [end.request_id for end in scene.progress(RequestFinished)] == ["b"]
 
 
-def test_what_is_left_of_an_answer_has_what_is_left_of_its_least_tokens() -> None:
+def test_continued_response_keeps_the_remaining_min_tokens() -> None:
     for least, left in ((5, 3), (1, 0)):
         item = later("a", 1, sampling=Sampling(max_tokens=10, min_tokens=least))
         rest = continued(item, [7, 8], 4).sampling
         assert (rest.max_tokens, rest.min_tokens) == (8, left)
 
 
-async def test_what_was_said_is_found_in_the_cache_and_never_counts_as_prompt(scene: Scene) -> None:
+async def test_earlier_output_is_cached_and_not_counted_as_prompt(scene: Scene) -> None:
     said = list(range(1000, 1010))
     async with scene.serving(scene.worker()) as epoch:
         await scene.append(TOKENS, SLOT, emitted("a", 0, said))
@@ -166,7 +166,7 @@ async def test_what_was_said_is_found_in_the_cache_and_never_counts_as_prompt(sc
     assert finished(scene, "a", 2)[0].cached_tokens == 6
 
 
-async def test_a_continued_answer_keeps_to_the_blocks_of_its_adapter_and_tenant(scene: Scene) -> None:
+async def test_continued_response_keeps_adapter_and_tenant(scene: Scene) -> None:
     said = list(range(1000, 1010))
     salts = {"lora_name": "adapter", "cache_namespace": "tenant"}
     seed = hash_seed(*salts.values())
@@ -188,7 +188,7 @@ async def test_a_continued_answer_keeps_to_the_blocks_of_its_adapter_and_tenant(
     assert stored == unpack_u64(sequence_hashes(pack_u32(PROMPT + heard(scene, "a").tokens[:-1]), 4, seed))
 
 
-async def test_growth_of_a_continued_answer_counts_from_its_prompt(scene: Scene) -> None:
+async def test_growth_of_a_continued_response_counts_from_its_prompt(scene: Scene) -> None:
     async with scene.serving(scene.worker(speedup=5.0)) as epoch:  # a token a batch
         await scene.append(TOKENS, SLOT, emitted("a", 0, [7] * 5))
         await scene.send(later("a", epoch, 60, report_output=True))
@@ -197,7 +197,7 @@ async def test_growth_of_a_continued_answer_counts_from_its_prompt(scene: Scene)
     assert told == [6, *range(7, 60, 4)]
 
 
-async def test_after_a_valid_end_only_the_owner_is_told(scene: Scene) -> None:
+async def test_ended_response_is_reported_to_the_owner_only(scene: Scene) -> None:
     async with scene.serving(scene.worker()) as epoch:
         await scene.send(later("a", epoch, 6, attempt=1))
         await until(lambda: finished(scene, "a", 1))
@@ -220,7 +220,7 @@ async def test_an_end_with_an_error_is_reported_as_a_failure(scene: Scene) -> No
     assert scene.tokens(ResponseEnded) == [ended]
 
 
-async def test_an_answer_of_which_only_the_end_is_missing_gets_it(scene: Scene) -> None:
+async def test_complete_response_without_an_end_is_ended(scene: Scene) -> None:
     async with scene.serving(scene.worker()) as epoch:
         await scene.append(TOKENS, SLOT, emitted("a", 0, [7] * 10))
         await scene.send(later("a", epoch))
@@ -232,7 +232,7 @@ async def test_an_answer_of_which_only_the_end_is_missing_gets_it(scene: Scene) 
     assert [type(event) for event in scene.progress()] == [RequestFinished]
 
 
-async def test_an_answer_with_a_gap_fails(scene: Scene) -> None:
+async def test_response_with_a_gap_fails(scene: Scene) -> None:
     async with scene.serving(scene.worker()) as epoch:
         await scene.append(TOKENS, SLOT, emitted("a", 0, [7]))
         await scene.append(TOKENS, SLOT, emitted("a", 2, [9]))
@@ -244,7 +244,7 @@ async def test_an_answer_with_a_gap_fails(scene: Scene) -> None:
     )
 
 
-async def test_who_comes_after_a_later_attempt_says_nothing(scene: Scene) -> None:
+async def test_superseded_attempt_emits_nothing(scene: Scene) -> None:
     worker = scene.worker()
     async with scene.serving(worker) as epoch:
         started = AttemptStarted(request_id="a", attempt=3, owner_epoch=0, worker_id="w3")
@@ -257,7 +257,7 @@ async def test_who_comes_after_a_later_attempt_says_nothing(scene: Scene) -> Non
     assert {event.request_id for event in [*scene.progress(), *scene.tokens(ResponseEnded)]} == {"b"}
 
 
-async def test_only_what_stands_from_the_requests_own_start_on_is_its(scene: Scene) -> None:
+async def test_earlier_request_with_the_same_id_is_ignored(scene: Scene) -> None:
     """An id may be used again."""
     async with scene.serving(scene.worker()) as epoch:
         await scene.append(TOKENS, SLOT, emitted("a", 0, [1, 2, 3]))
@@ -272,7 +272,7 @@ async def test_only_what_stands_from_the_requests_own_start_on_is_its(scene: Sce
     assert [of_attempt(scene, name, 2)[0].first_index for name in "abc"] == [2, 1, 0]
 
 
-async def test_what_does_not_decode_is_passed_over_and_counted(scene: Scene) -> None:
+async def test_undecodable_output_is_skipped_and_counted(scene: Scene) -> None:
     worker = scene.worker()
     async with scene.serving(worker) as epoch:
         await scene.log.append([Draft(TOKENS.name, SLOT, b"\xc1")])
@@ -286,7 +286,7 @@ async def test_what_does_not_decode_is_passed_over_and_counted(scene: Scene) -> 
     assert [chunk.first_index for chunk in chunks][:2] == [0, 2]
 
 
-async def test_requests_that_move_together_share_a_pass_over_many_pages(scene: Scene) -> None:
+async def test_moved_requests_share_one_read_of_a_slot(scene: Scene) -> None:
     worker = scene.worker()
     names = [f"r{number}" for number in range(40)]
     async with scene.serving(worker) as epoch:
@@ -301,7 +301,7 @@ async def test_requests_that_move_together_share_a_pass_over_many_pages(scene: S
     assert worker.counters.reading.passes == 1
 
 
-async def test_other_work_goes_on_while_the_slot_is_read(scene: Scene, gate: GatedLog) -> None:
+async def test_other_requests_continue_during_the_read(scene: Scene, gate: GatedLog) -> None:
     async with scene.serving(scene.worker(log=gate)) as epoch:
         await scene.append(TOKENS, SLOT, emitted("a", 0, [7]))
         await scene.send(later("a", epoch))
@@ -314,7 +314,7 @@ async def test_other_work_goes_on_while_the_slot_is_read(scene: Scene, gate: Gat
     assert of_attempt(scene, "a", 2)[0].first_index == 1
 
 
-async def test_what_is_cancelled_or_superseded_while_the_slot_is_read_is_not_run(scene: Scene, gate: GatedLog) -> None:
+async def test_cancellation_or_new_attempt_during_the_read(scene: Scene, gate: GatedLog) -> None:
     worker = scene.worker(log=gate)
     async with scene.serving(worker) as epoch:
         for name in ("a", "b"):
@@ -333,7 +333,7 @@ async def test_what_is_cancelled_or_superseded_while_the_slot_is_read_is_not_run
     assert worker.counters.continued == 1
 
 
-async def test_sent_again_by_a_new_owner_while_the_slot_is_read(scene: Scene, gate: GatedLog) -> None:
+async def test_repeated_item_during_the_read(scene: Scene, gate: GatedLog) -> None:
     worker = scene.worker(log=gate)
     async with scene.serving(worker) as epoch:
         await scene.send(later("a", epoch, owner_epoch=1))
@@ -347,7 +347,7 @@ async def test_sent_again_by_a_new_owner_while_the_slot_is_read(scene: Scene, ga
     assert len(heard(scene, "a").tokens) == 10
 
 
-async def test_a_worker_that_is_lost_while_it_reads_says_nothing(scene: Scene, gate: GatedLog) -> None:
+async def test_worker_lost_during_the_read_emits_nothing(scene: Scene, gate: GatedLog) -> None:
     worker = scene.worker(log=gate)
     async with scene.serving(worker) as epoch:
         await scene.send(later("a", epoch))
@@ -361,7 +361,7 @@ async def test_a_worker_that_is_lost_while_it_reads_says_nothing(scene: Scene, g
     assert of_attempt(scene, "a", 2) == []
 
 
-async def test_an_answer_whose_start_retention_removed_fails_alone(scene: Scene, gate: GatedLog) -> None:
+async def test_response_without_its_start_fails_alone(scene: Scene, gate: GatedLog) -> None:
     gate.open.set()
     gate.begins = 2
     async with scene.serving(scene.worker(log=gate)) as epoch:

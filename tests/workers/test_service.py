@@ -78,7 +78,7 @@ def test_a_component_is_named_after_its_class(name: str, component: str) -> None
         ({"resources": {"cpu": 0}}, "cpu must be a number of cores above 0"),
     ],
 )
-def test_what_a_service_cannot_be_is_said_where_it_is_written(options: dict[str, Any], why: str) -> None:
+def test_invalid_service_is_rejected_at_its_definition(options: dict[str, Any], why: str) -> None:
     with pytest.raises(ServiceInvalid, match=why):
         made(**options)
 
@@ -119,7 +119,7 @@ def marked(function: Callable[..., Any], name: str = "") -> Callable[..., Any]:
         ({"generate": Plain.generate, "check": lambda _: None}, r"Broken\.check must be a coroutine"),
     ],
 )
-def test_a_class_that_makes_no_service_is_refused(methods: dict[str, Callable[..., Any]], why: str) -> None:
+def test_class_without_endpoints_is_rejected(methods: dict[str, Callable[..., Any]], why: str) -> None:
     with pytest.raises(ServiceInvalid, match=why):
         service(namespace="test")(type("Broken", (), {"__module__": "tests.broken", **methods}))
 
@@ -152,7 +152,7 @@ class Other:
 """
 
 
-def test_a_service_comes_from_a_file_which_runs_once(tmp_path: Path) -> None:
+def test_service_file_is_executed_once(tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("TOKEN = 7")
     file = tmp_path / "good.py"
     file.write_text(GOOD)
@@ -180,7 +180,7 @@ def test_a_service_comes_from_a_file_which_runs_once(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_file_without_the_service_is_refused_in_a_line(tmp_path: Path, text: str, target: str, why: str) -> None:
+def test_file_without_the_service_is_rejected(tmp_path: Path, text: str, target: str, why: str) -> None:
     file = tmp_path / "engine.py"
     file.write_text(text)
     with pytest.raises(EngineError, match=why):
@@ -191,7 +191,7 @@ def test_a_file_without_the_service_is_refused_in_a_line(tmp_path: Path, text: s
     ("target", "why"),
     [("engine.py", "invalid service"), ("nowhere.py:X", r"nowhere\.py: no such file")],
 )
-def test_a_target_that_names_nothing_is_refused(target: str, why: str) -> None:
+def test_invalid_target_is_rejected(target: str, why: str) -> None:
     with pytest.raises(EngineError, match=why):
         load_service(target)
 

@@ -101,7 +101,7 @@ def instance(engine: ServiceEngine) -> Any:
     return engine._instance  # what the class itself saw
 
 
-async def test_an_answer_is_what_generate_yields(scene: Scene) -> None:
+async def test_response_is_the_output_of_generate(scene: Scene) -> None:
     engine = engine_of(Echo)
     async with serving(scene, engine) as (worker, send):
         assert (worker.spec.engine, worker.spec.max_num_seqs, worker.spec.tasks) == ("test.it", 64, ("generate",))
@@ -120,7 +120,7 @@ async def test_an_answer_is_what_generate_yields(scene: Scene) -> None:
     assert scene.kv() == []
 
 
-async def test_stop_tokens_end_the_answer_and_are_not_said(scene: Scene) -> None:
+async def test_stop_tokens_end_the_response_and_are_not_emitted(scene: Scene) -> None:
     async with serving(scene, engine_of(Echo)) as (_, send):
         await send("a", [5, 6, 7], sampling=Sampling(max_tokens=9, stop_token_ids=(6,)))
         await send("b", [6, 5, 6], sampling=Sampling(max_tokens=9, stop_token_ids=(6,), min_tokens=2))
@@ -129,7 +129,7 @@ async def test_stop_tokens_end_the_answer_and_are_not_said(scene: Scene) -> None
     assert (answer(scene, "a"), answer(scene, "b")) == ([5], [6, 5])
 
 
-async def test_so_many_run_and_the_others_wait_in_turn(scene: Scene) -> None:
+async def test_concurrency_is_bounded_and_the_queue_is_fair(scene: Scene) -> None:
     engine = engine_of(Echo, max_num_seqs=2)
     async with serving(scene, engine) as (_, send):
         instance(engine).gate.clear()
@@ -162,7 +162,7 @@ async def test_cancelling_closes_the_generator_and_lets_the_next_one_run(scene: 
     assert instance(engine).closed == ["a", "c"]
 
 
-async def test_a_generator_that_goes_on_after_its_cancellation_is_closed(scene: Scene) -> None:
+async def test_generator_that_ignores_cancellation_is_closed(scene: Scene) -> None:
     class Stubborn:
         closed = False
 
@@ -224,7 +224,7 @@ class Moody:
         ([96], 500, "engine_error", "test.it.generate failed: RuntimeError"),
     ],
 )
-async def test_what_generate_raises_fails_its_request_alone(
+async def test_exception_of_generate_fails_only_its_request(
     scene: Scene, prompt: list[int], status: int, code: str, message: str
 ) -> None:
     async with serving(scene, engine_of(Moody)) as (worker, send):
@@ -258,9 +258,7 @@ def metrics(worker: Worker) -> str:
         ({"sampling": Sampling(max_tokens=1, logprobs=1)}, 400, "test.it does not support logprobs"),
     ],
 )
-async def test_what_a_service_does_not_do_is_refused(
-    scene: Scene, changes: dict[str, Any], status: int, why: str
-) -> None:
+async def test_unsupported_requests_are_refused(scene: Scene, changes: dict[str, Any], status: int, why: str) -> None:
     async with serving(scene, engine_of(Echo)) as (_, send):
         await send("a", [1], **changes)
         failed = await ended(scene, "a")
@@ -268,7 +266,7 @@ async def test_what_a_service_does_not_do_is_refused(
     assert (failed.error.status, failed.error.message) == (status, why)
 
 
-async def test_too_many_that_wait_are_refused(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_queue_is_bounded(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service_engine, "WAITING_MAX", 1)
     engine = engine_of(Echo, max_num_seqs=1)
     async with serving(scene, engine) as (_, send):
@@ -297,7 +295,7 @@ async def test_text_becomes_the_tokens_of_the_model(scene: Scene) -> None:
     assert model.tokenizer.decode(answer(scene, "a")) == "HELLO DEAR LOG "
 
 
-async def test_operators_stand_around_generate(scene: Scene) -> None:
+async def test_operators_wrap_generate(scene: Scene) -> None:
     async def doubled(request: Request, generate: Generate) -> AsyncGenerator[int]:
         async for token in generate(request):
             yield token * 2
@@ -361,7 +359,7 @@ class Remembering:
         self.cache.cleared()
 
 
-async def test_a_service_tells_what_it_has_cached(scene: Scene) -> None:
+async def test_service_reports_its_cache(scene: Scene) -> None:
     engine = engine_of(Remembering, kv_events=True)
     async with serving(scene, engine) as (worker, send):
         assert worker.spec.kv_events
@@ -389,7 +387,7 @@ async def test_a_service_tells_what_it_has_cached(scene: Scene) -> None:
     assert [event.cached_tokens for event in scene.progress(RequestFinished)] == [0, 8]
 
 
-async def test_what_a_service_has_cached_is_announced_when_it_joins_again(scene: Scene) -> None:
+async def test_cache_of_a_service_is_announced_in_the_next_epoch(scene: Scene) -> None:
     engine = engine_of(Remembering, kv_events=True)
     async with serving(scene, engine) as (_, send):
         item = await send("a", list(range(8)))
@@ -444,7 +442,7 @@ async def test_commands_are_the_control_endpoints(scene: Scene) -> None:
     assert instance(engine).did == ["load first from a", *["load poet from dir"] * 2, "unload first"]
 
 
-async def test_hooks_are_awaited_in_their_turn(scene: Scene) -> None:
+async def test_hooks_are_awaited_in_order(scene: Scene) -> None:
     calls: list[str] = []
 
     class Hooked(Echo):
@@ -486,7 +484,7 @@ async def test_a_hook_that_fails_breaks_the_engine(scene: Scene, name: str, why:
     await engine.stop()
 
 
-async def test_what_cannot_be_started_with_is_said(scene: Scene, tmp_path: Path) -> None:
+async def test_failed_start_of_a_service_has_a_reason(scene: Scene, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(
         EngineError, match=r"tokenizer\.json is not a valid tokenizer: EOF while parsing an object at line"

@@ -79,7 +79,7 @@ async def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
         yield Pair(workers[0], workers[1], managers[0], managers[1])
 
 
-async def test_they_meet_in_a_room_of_their_own(pair: Pair) -> None:
+async def test_prefill_and_decode_share_a_unique_room(pair: Pair) -> None:
     prefilled = await pair.prefilled(PROMPT)
     assert (prefilled.connector, prefilled.worker_id, prefilled.tokens) == (CONNECTOR, "prefill", len(PROMPT))
     meet = rendezvous(prefilled, "m", len(PROMPT))
@@ -97,7 +97,7 @@ async def test_they_meet_in_a_room_of_their_own(pair: Pair) -> None:
     assert rendezvous(other, "m", len(PROMPT) + 1).room != meet.room
 
 
-async def test_a_prompt_that_nobody_comes_for_is_taken_back(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unfetched_prompt_is_cancelled(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = pair.prefill.engine
     assert isinstance(engine, SglangEngine)
     await pair.prefilled(PROMPT)
@@ -115,7 +115,7 @@ async def test_a_prompt_that_nobody_comes_for_is_taken_back(pair: Pair, monkeypa
     assert not pair.there.rid_to_state
 
 
-async def test_what_cannot_be_fetched_is_said_so(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unfetchable_kv_is_reported(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     prefilled = await pair.prefilled(PROMPT)
     for changes, says in (
         ({"connector": "nixl"}, "its KV is transferred by nixl"),
@@ -149,7 +149,7 @@ async def test_aborted_decode_request_was_not_fetched_unless_it_is_invalid(
     assert refused.error is not None and refused.error.status == 400
 
 
-async def test_neither_does_anything_else(pair: Pair) -> None:
+async def test_other_stages_are_refused(pair: Pair) -> None:
     others: tuple[tuple[Driven, Stage], ...] = (
         (pair.prefill, "aggregated"),
         (pair.prefill, "decode"),
@@ -162,13 +162,13 @@ async def test_neither_does_anything_else(pair: Pair) -> None:
     assert alone.error is not None and "computes no prompts" in alone.error.message
 
 
-def test_rooms_name_a_rank() -> None:
+def test_rooms_encode_the_rank() -> None:
     rooms = [new_room(rank, 3) for rank in (0, 1, 2) * 20]
     assert [room % 3 for room in rooms] == [0, 1, 2] * 20
     assert len(set(rooms)) == len(rooms)
 
 
-def test_where_decode_engines_find_a_prefill_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bootstrap_host(monkeypatch: pytest.MonkeyPatch) -> None:
     sglang_standin.install(monkeypatch)
     assert bootstrap_host({"dist_init_addr": "10.0.0.1:5000"}) == "10.0.0.1"
     assert bootstrap_host({}) == "127.0.0.1"
@@ -180,7 +180,7 @@ def test_where_decode_engines_find_a_prefill_engine(monkeypatch: pytest.MonkeyPa
 
 
 @given(packed=st.binary())
-def test_bytes_that_are_no_descriptor(packed: bytes) -> None:
+def test_invalid_descriptors_are_unfetchable(packed: bytes) -> None:
     prefilled = Prefilled(
         worker_id="p",
         worker_epoch=1,

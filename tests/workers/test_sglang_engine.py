@@ -60,7 +60,7 @@ def manager() -> TokenizerManager:
     return Engine.made.tokenizer_manager
 
 
-async def test_tokens_are_said_as_they_come_with_their_probabilities(started: Start) -> None:
+async def test_tokens_are_streamed_with_log_probabilities(started: Start) -> None:
     async with started() as one:
         answer = await one.ask(PROMPT, 5, logprobs=2)
         assert answer.tokens == answer_of(PROMPT, 5)
@@ -73,7 +73,7 @@ async def test_tokens_are_said_as_they_come_with_their_probabilities(started: St
         assert alone.top == ()
 
 
-async def test_chunks_that_pile_up_are_said_whole(started: Start) -> None:
+async def test_accumulated_chunks_are_emitted_completely(started: Start) -> None:
     async with started() as one:
         engine = manager()
         engine.step.clear()
@@ -87,7 +87,7 @@ async def test_chunks_that_pile_up_are_said_whole(started: Start) -> None:
     ("status", "code"),
     [(400, "invalid_request"), (503, "engine_overloaded"), (500, "engine_error"), (None, "engine_overloaded")],
 )
-async def test_an_answer_that_sglang_ends_in_the_middle(started: Start, status: int | None, code: str) -> None:
+async def test_response_that_sglang_aborts(started: Start, status: int | None, code: str) -> None:
     async with started() as one:
         reason = {"type": "abort", "message": "no memory left", "status_code": status, "err_type": None}
         item = one.item(PROMPT, 9)
@@ -100,7 +100,7 @@ async def test_an_answer_that_sglang_ends_in_the_middle(started: Start, status: 
         assert (await one.ask(PROMPT, 3)).error is None
 
 
-async def test_what_sglang_refuses_is_told_in_its_words(started: Start) -> None:
+async def test_rejections_have_the_message_of_sglang(started: Start) -> None:
     async with started() as one:
         for wrong in ({"top_p": 7.0}, {"structured": StructuredOutput(kind="choice", text="{}")}):
             answer = await one.ask(PROMPT, 2, **wrong)
@@ -109,7 +109,7 @@ async def test_what_sglang_refuses_is_told_in_its_words(started: Start) -> None:
         assert (await one.ask(PROMPT, 2, task="embed")).error is not None
 
 
-async def test_ids_begin_none_other(started: Start) -> None:
+async def test_no_request_id_is_a_prefix_of_another(started: Start) -> None:
     """SGLang aborts whatever begins with an id."""
     async with started() as one:
         manager().step.clear()
@@ -132,7 +132,7 @@ async def test_ids_begin_none_other(started: Start) -> None:
         ({"enable_priority_scheduling": True, "schedule_low_priority_values_first": True}, -3),
     ],
 )
-async def test_higher_priority_is_sooner_where_sglang_has_an_order(
+async def test_higher_priority_runs_sooner_if_sglang_schedules_by_priority(
     started: Start, arguments: dict[str, bool], wanted: int | None
 ) -> None:
     async with started(**arguments) as one:
@@ -149,13 +149,13 @@ async def test_embeddings(started: Start) -> None:
         assert (await one.ask(PROMPT, 2)).error is not None
 
 
-async def test_kv_events_that_came_before_anyone_listened_are_asked_for(started: Start) -> None:
+async def test_early_kv_events_are_replayed(started: Start) -> None:
     async with started() as one:
         warm_up = [0] * 16  # was answered before `run`
         await told(one, one.blocks(warm_up))
 
 
-async def test_an_idle_cache_is_emptied_at_once(started: Start) -> None:
+async def test_idle_cache_is_cleared_at_once(started: Start) -> None:
     async with started() as one:
         await one.ask(PROMPT, 2)
         await told(one, one.blocks(PROMPT))
@@ -167,7 +167,7 @@ async def test_an_idle_cache_is_emptied_at_once(started: Start) -> None:
         assert one.ended is None
 
 
-async def test_a_busy_cache_is_emptied_by_computing_again(started: Start) -> None:
+async def test_busy_cache_is_cleared_by_recomputation(started: Start) -> None:
     async with started() as one:
         answer = one.submit(one.item(PROMPT, 60))
         await one.until(lambda: answer.tokens)
@@ -178,7 +178,7 @@ async def test_a_busy_cache_is_emptied_by_computing_again(started: Start) -> Non
         assert answer.tokens == answer_of(PROMPT, 60)
 
 
-async def test_a_reset_flushes_and_tells_nothing_of_before(started: Start) -> None:
+async def test_reset_flushes_and_publishes_no_earlier_events(started: Start) -> None:
     async with started() as one:
         await one.ask(PROMPT, 2)
         await told(one, one.blocks(PROMPT))
@@ -192,7 +192,7 @@ async def test_a_reset_flushes_and_tells_nothing_of_before(started: Start) -> No
         assert not any(isinstance(change, Cleared) for batch in one.batches[said:] for change in batch.cache_changes)
 
 
-async def test_pause_keeps_what_is_under_way(started: Start) -> None:
+async def test_pause_keeps_requests_in_flight(started: Start) -> None:
     async with started() as one:
         answer = one.submit(one.item(PROMPT, 50))
         await one.until(lambda: answer.tokens)
@@ -207,7 +207,7 @@ async def test_pause_keeps_what_is_under_way(started: Start) -> None:
     ("level", "copies", "tags", "reloads"),
     [(1, False, ["kv_cache"], False), (1, True, None, False), (2, False, None, True), (2, True, None, False)],
 )
-async def test_sleep_waits_and_frees_what_can_come_back(
+async def test_sleep_waits_and_frees_restorable_memory(
     started: Start, level: int, copies: bool, tags: list[str] | None, reloads: bool
 ) -> None:
     async with started(enable_memory_saver=True, enable_weights_cpu_backup=copies) as one:
@@ -228,7 +228,7 @@ async def test_sleep_waits_and_frees_what_can_come_back(
         assert any(type(call).__name__ == "UpdateWeightFromDiskReqInput" for call in manager().calls) == reloads
 
 
-async def test_who_keeps_its_memory_does_not_sleep(started: Start) -> None:
+async def test_sleep_needs_the_memory_saver(started: Start) -> None:
     async with started() as one:
         with pytest.raises(EngineRefused, match="enable_memory_saver"):
             await one.engine.command(Command(action="sleep"))
@@ -240,7 +240,7 @@ async def test_who_keeps_its_memory_does_not_sleep(started: Start) -> None:
             await one.engine.command(Command(action="sleep"))
 
 
-async def test_an_adapter_that_sglang_cannot_load(started: Start, tmp_path: Path) -> None:
+async def test_adapter_that_sglang_rejects(started: Start, tmp_path: Path) -> None:
     broken = str(lora_directory(tmp_path / "broken"))
     load = Command(action="load_lora", lora_name="x", lora_path=broken)
     async with started(enable_lora=True) as one:
@@ -252,7 +252,7 @@ async def test_an_adapter_that_sglang_cannot_load(started: Start, tmp_path: Path
             await one.engine.command(load)
 
 
-async def test_an_adapter_under_a_name_that_had_another_empties_the_cache(started: Start, tmp_path: Path) -> None:
+async def test_reused_adapter_name_clears_the_cache(started: Start, tmp_path: Path) -> None:
     first, second = (str(lora_directory(tmp_path / name)) for name in ("first", "second"))
     async with started(enable_lora=True) as one:
         for path in (first, second):
@@ -262,7 +262,7 @@ async def test_an_adapter_under_a_name_that_had_another_empties_the_cache(starte
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_half_an_engine_warms_up_alone_and_refuses_requests(started: Start, role: str) -> None:
+async def test_prefill_or_decode_engine_warms_up_alone(started: Start, role: str) -> None:
     async with started(role=role) as one:
         asked = manager().asked_with[0]
         assert (asked["bootstrap_host"], asked["bootstrap_room"]) == ("2.2.2.2", 0)
@@ -270,7 +270,7 @@ async def test_half_an_engine_warms_up_alone_and_refuses_requests(started: Start
         assert answer.error is not None and answer.error.status == 501
 
 
-async def test_a_scheduler_that_dies_ends_it(started: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_dead_scheduler_ends_run(started: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Engine, "child", True)
     async with started() as one:
         assert manager()._subprocess_watchdog.stopped
@@ -287,7 +287,7 @@ async def test_a_scheduler_that_dies_ends_it(started: Start, monkeypatch: pytest
             await one.engine.command(Command(action="clear_kv_blocks"))
 
 
-async def test_a_process_that_says_it_failed_ends_it(started: Start) -> None:
+async def test_process_that_reports_a_failure_ends_run(started: Start) -> None:
     """By SIGQUIT, which would end this process as well."""
     async with started() as one:
         os.kill(os.getpid(), signal.SIGQUIT)
@@ -295,14 +295,14 @@ async def test_a_process_that_says_it_failed_ends_it(started: Start) -> None:
             await one.until(lambda: False)
 
 
-async def test_a_loop_of_answers_that_breaks_ends_it(started: Start) -> None:
+async def test_broken_response_loop_ends_run(started: Start) -> None:
     async with started() as one:
         manager().broken = RuntimeError("nonsense from a scheduler")
         with pytest.raises(EngineError, match="nonsense from a scheduler"):
             await one.until(lambda: False)
 
 
-async def test_stop_ends_its_processes_and_no_others(started: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_stop_ends_only_its_own_processes(started: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     other = await asyncio.create_subprocess_exec("sleep", "600")
     monkeypatch.setattr(Engine, "child", True)
     async with started():
@@ -314,7 +314,7 @@ async def test_stop_ends_its_processes_and_no_others(started: Start, monkeypatch
     await other.wait()
 
 
-async def test_a_start_that_fails_says_why_and_leaves_nothing(
+async def test_failed_start_has_a_reason_and_leaves_no_process(
     settings: EngineSettings, monkeypatch: pytest.MonkeyPatch, started: Start
 ) -> None:
     monkeypatch.setattr(Engine, "fails", RuntimeError("Rank 0 scheduler died during initialization"))
@@ -335,7 +335,7 @@ async def test_a_start_that_fails_says_why_and_leaves_nothing(
         assert (await one.ask(PROMPT, 2)).error is None
 
 
-async def test_a_build_that_does_not_fit_says_so(started: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_incompatible_build_is_reported(started: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken:
         def __getattr__(self, name: str) -> Any:
             raise RuntimeError("no kernel image for this machine")
@@ -365,7 +365,7 @@ async def test_a_node_that_is_not_the_first_never_registers(
         await engine.stop()
 
 
-async def test_a_health_request_that_is_not_answered(started: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_health_request_without_response_fails_the_check(started: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(async_engine, "CANARY_EVERY_S", -1.0)
     async with started() as one:
         await one.engine.check()  # asks
@@ -378,7 +378,7 @@ async def test_a_health_request_that_is_not_answered(started: Start, monkeypatch
                 await asyncio.sleep(0)
 
 
-async def test_loads_are_told_and_come_to_rest(started: Start) -> None:
+async def test_loads_are_reported_and_return_to_idle(started: Start) -> None:
     async with started() as one:
         answers = [one.submit(one.item([*PROMPT, number], 90)) for number in range(2)]
         await one.until(lambda: any(batch.load.running == 2 for batch in one.batches))
@@ -389,7 +389,7 @@ async def test_loads_are_told_and_come_to_rest(started: Start) -> None:
         await one.until(lambda: one.batches[-1].load.running == 0)
 
 
-async def test_its_metrics_are_shown(started: Start) -> None:
+async def test_engine_metrics_are_exported(started: Start) -> None:
     counter = Counter("sglang:little_things", "of a test")
     try:
         async with started() as one:
@@ -400,7 +400,7 @@ async def test_its_metrics_are_shown(started: Start) -> None:
     assert names == {"sglang:little_things", "forebay_worker_kv_events"}
 
 
-def test_sampling_in_its_words() -> None:
+def test_sampling_arguments() -> None:
     sampling = Sampling(
         max_tokens=9,
         temperature=0.5,
@@ -426,7 +426,7 @@ def test_sampling_in_its_words() -> None:
         ("choice", '["a.b", "c|d"]', {"regex": r"(a\.b|c\|d)"}),
     ],
 )
-def test_structures_in_its_words(kind: Any, text: str, wanted: dict[str, str]) -> None:
+def test_structured_output_arguments(kind: Any, text: str, wanted: dict[str, str]) -> None:
     arguments = sampling_arguments(Sampling(max_tokens=1, structured=StructuredOutput(kind=kind, text=text)))
     assert {name: arguments[name] for name in ("json_schema", "regex", "ebnf") if name in arguments} == wanted
 
@@ -441,7 +441,7 @@ def test_arguments(settings: EngineSettings) -> None:
         engine_arguments(EngineSettings(**{**_fields(settings), "role": "encode"}), None)
 
 
-def test_where_kv_events_are_is_sglangs_to_say() -> None:
+def test_kv_event_sources_come_from_the_arguments_of_sglang() -> None:
     given = '{"publisher": "zmq", "endpoint": "tcp://*:21000", "topic": "t"}'
     sources = kv_sources({"kv_events_config": given}, [4, 5])
     assert [(rank, source.endpoint.rpartition(":")[2], source.topic) for rank, source in sources.items()] == [

@@ -72,7 +72,7 @@ def shown(worker: Worker, name: str, **labels: str) -> float | None:
     return registry.get_sample_value(name, {"worker_id": "w1", **labels})
 
 
-async def test_a_worker_without_work_leaves_when_the_owner_knows(scene: Scene) -> None:
+async def test_idle_worker_leaves_once_the_owner_has_recorded_its_drain(scene: Scene) -> None:
     worker = scene.worker()
     async with admitted(scene, worker) as (task, epoch):
         await until(lambda: worker.life.state is State.HEALTHY)
@@ -87,7 +87,7 @@ async def test_a_worker_without_work_leaves_when_the_owner_knows(scene: Scene) -
     await gone(scene, worker)
 
 
-async def test_what_is_under_way_is_finished_and_what_the_owner_sent_before_it_knew(scene: Scene) -> None:
+async def test_drain_finishes_requests_in_flight_and_late_ones(scene: Scene) -> None:
     worker = scene.worker(speedup=SLOW)
     async with admitted(scene, worker) as (task, epoch):
         await scene.send(work_item("a", [1], 30, worker_epoch=epoch))
@@ -117,7 +117,7 @@ async def test_a_drain_ends_when_the_last_request_is_cancelled(scene: Scene) -> 
     await gone(scene, worker)
 
 
-async def test_a_command_under_way_is_finished_too(scene: Scene) -> None:
+async def test_drain_finishes_a_running_command(scene: Scene) -> None:
     engine = Fragile()
     worker = scene.worker(engine=engine)
     async with admitted(scene, worker) as (task, epoch):
@@ -138,7 +138,7 @@ async def test_a_command_under_way_is_finished_too(scene: Scene) -> None:
     await gone(scene, worker)
 
 
-async def test_what_is_not_finished_in_time_is_handed_back(scene: Scene) -> None:
+async def test_unfinished_requests_are_handed_over(scene: Scene) -> None:
     worker = scene.worker(speedup=SLOW)
     async with admitted(scene, worker) as (task, epoch):
         await scene.send(work_item("a", [1], 200, worker_epoch=epoch))
@@ -151,7 +151,7 @@ async def test_what_is_not_finished_in_time_is_handed_back(scene: Scene) -> None
     await gone(scene, worker)
 
 
-async def test_an_owner_that_says_nothing_is_not_waited_for_long(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_drain_does_not_wait_long_for_a_silent_owner(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(life, "FACT_S", 0.01)
     worker = scene.worker()
     async with admitted(scene, worker) as (task, _):
@@ -160,7 +160,7 @@ async def test_an_owner_that_says_nothing_is_not_waited_for_long(scene: Scene, m
     await gone(scene, worker)
 
 
-async def test_a_worker_that_is_lost_while_it_drains_does_not_come_back(scene: Scene) -> None:
+async def test_worker_lost_during_its_drain_does_not_rejoin(scene: Scene) -> None:
     worker = scene.worker(speedup=0.01)
     async with admitted(scene, worker) as (task, epoch):
         await scene.send(work_item("a", [1], 200, worker_epoch=epoch))
@@ -183,7 +183,7 @@ async def test_a_worker_that_was_not_admitted_leaves_at_once(scene: Scene) -> No
     await gone(scene, worker)
 
 
-async def test_a_drain_that_is_cut_short_leaks_nothing(scene: Scene) -> None:
+async def test_cancelled_drain_leaks_nothing(scene: Scene) -> None:
     worker = scene.worker(speedup=0.01)
     async with admitted(scene, worker) as (task, epoch):
         await scene.send(work_item("a", [1], 200, worker_epoch=epoch))
@@ -232,7 +232,7 @@ class Fragile(MockEngine):
         self.calls.append("stop")
 
 
-async def test_a_worker_that_is_to_stop_while_its_engine_starts_registers_nothing(scene: Scene) -> None:
+async def test_worker_stopped_during_the_engine_start_takes_no_lease(scene: Scene) -> None:
     engine = Fragile()
     engine.started.clear()
     worker = scene.worker(engine=engine)
@@ -250,7 +250,7 @@ def failures(scene: Scene) -> list[EngineFailed]:
     return [event for event in scene.progress() if isinstance(event, EngineFailed)]
 
 
-async def test_an_engine_that_dies_at_start_registers_nothing(scene: Scene) -> None:
+async def test_failed_engine_start_takes_no_lease(scene: Scene) -> None:
     class Dies(Fragile):
         async def start(self, _: WorkerSpec) -> WorkerSpec:
             raise EngineError("no weights in this directory")
@@ -267,7 +267,7 @@ async def test_an_engine_that_dies_at_start_registers_nothing(scene: Scene) -> N
     assert failed.error == "no weights in this directory"
 
 
-async def test_the_lease_of_a_broken_engine_is_released_while_the_log_is_away(
+async def test_lease_of_a_broken_engine_is_released_while_the_log_is_unavailable(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     back = asyncio.Event()
@@ -296,7 +296,7 @@ async def test_the_lease_of_a_broken_engine_is_released_while_the_log_is_away(
 
 
 @pytest.mark.parametrize("how", ["sick", "hangs", "ends"])
-async def test_a_broken_engine_ends_the_worker_and_gives_its_requests_back(
+async def test_broken_engine_ends_the_worker_and_releases_its_requests(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     monkeypatch.setattr(health, "CHECK_S", 0.005)
@@ -330,7 +330,7 @@ async def test_a_broken_engine_ends_the_worker_and_gives_its_requests_back(
     await gone(scene, worker, held=how != "ends")
 
 
-async def test_an_engine_that_does_not_stop_is_given_up(
+async def test_engine_that_does_not_stop_is_abandoned(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Sticky(Fragile):
@@ -345,7 +345,7 @@ async def test_an_engine_that_does_not_stop_is_given_up(
     await gone(scene, worker)
 
 
-async def test_a_worker_is_ready_when_it_is_a_member_and_its_engine_answers(scene: Scene) -> None:
+async def test_worker_is_ready_as_a_healthy_member(scene: Scene) -> None:
     engine, probes = Fragile(), Probes()
     assert (probes.ready(), probes.live()) == ((False, "created"), (True, "created"))
     engine.started.clear()
@@ -369,7 +369,7 @@ async def test_a_worker_is_ready_when_it_is_a_member_and_its_engine_answers(scen
     await gone(scene, worker)
 
 
-async def test_a_worker_whose_event_loop_is_stuck_is_not_alive(scene: Scene) -> None:
+async def test_worker_with_a_blocked_event_loop_is_not_live(scene: Scene) -> None:
     probes = Probes()
     worker = probes.worker = scene.worker()
     async with scene.serving(worker):
@@ -394,7 +394,7 @@ async def test_a_worker_that_lost_its_epoch_is_not_ready_until_it_has_another(sc
         await until(lambda: probes.ready() == (True, "healthy"))
 
 
-async def test_what_the_engine_made_of_the_spec_is_what_is_offered(scene: Scene) -> None:
+async def test_lease_has_the_spec_of_the_started_engine(scene: Scene) -> None:
     worker = scene.worker(engine=Fragile())
     async with scene.serving(worker):
         found = offered(scene)

@@ -57,7 +57,7 @@ async def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
         yield Pair(prefill, decode, there, here)
 
 
-async def test_the_first_token_is_said_where_the_prompt_is_computed(pair: Pair) -> None:
+async def test_prefill_worker_generates_the_first_token(pair: Pair) -> None:
     prefilled = await pair.prefilled(PROMPT, logprobs=2, min_tokens=3)
     assert (prefilled.connector, prefilled.tokens, prefilled.model) == (CONNECTOR, len(PROMPT), "m")
     assert pair.there.asked_with[-1]["sampling_params"].max_tokens == 1
@@ -73,12 +73,12 @@ async def test_the_first_token_is_said_where_the_prompt_is_computed(pair: Pair) 
     assert first[answer.tokens[0]] == Logprob(-0.5, 1)
 
 
-async def test_a_decode_worker_computes_prompts_itself_where_it_is_told_to(pair: Pair) -> None:
+async def test_decode_worker_computes_aggregated_prompts(pair: Pair) -> None:
     assert (await pair.decode.ask(PROMPT, 6)).tokens == answer_of(PROMPT, 6)
     assert pair.here.asked_with[-1]["disaggregated_params"] is None
 
 
-async def test_what_cannot_be_fetched_is_said_so(pair: Pair) -> None:
+async def test_unfetchable_kv_is_reported(pair: Pair) -> None:
     prefilled = await pair.prefilled(PROMPT)
     for changes, says in (
         ({"connector": "nixl"}, "its KV is transferred by nixl"),
@@ -96,7 +96,7 @@ async def test_what_cannot_be_fetched_is_said_so(pair: Pair) -> None:
     assert (await pair.decoded(PROMPT, prefilled)).tokens == answer_of(PROMPT, 6)
 
 
-async def test_a_transfer_that_hangs_ends_with_its_lease(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_hung_transfer_ends_with_its_lease(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     prefilled = await pair.prefilled(PROMPT)
     monkeypatch.setattr(tensorrt_llm_engine, "LEASE_S", 0.01)
     pair.here.deaf = True
@@ -104,7 +104,7 @@ async def test_a_transfer_that_hangs_ends_with_its_lease(pair: Pair, monkeypatch
     assert pair.here.aborted
 
 
-async def test_who_computes_no_prompts_for_others(pair: Pair) -> None:
+async def test_prefill_needs_the_prefill_role_and_a_second_token(pair: Pair) -> None:
     answer = await pair.decode.ask(PROMPT, stage="prefill")
     assert answer.error is not None and answer.error.status == 501
     pair.there.end_after[PROMPT[0]] = "stop"
@@ -112,7 +112,7 @@ async def test_who_computes_no_prompts_for_others(pair: Pair) -> None:
     assert answer.error is not None and (answer.error.status, "first token ends" in answer.error.message) == (500, True)
 
 
-async def test_kept_until_it_can_be_no_more(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_kv_counts_as_kept_until_no_block_is_in_use(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = pair.prefill.engine
     assert isinstance(engine, TensorRtLlmEngine)
     assert isinstance(engine, KvEngine)
@@ -135,7 +135,7 @@ def kept(packed: bytes = b"") -> Prefilled:
 
 
 @given(packed=st.binary())
-def test_bytes_that_are_no_descriptor(packed: bytes) -> None:
+def test_invalid_descriptors_are_unfetchable(packed: bytes) -> None:
     try:
         fields = transfer_fields(kept(packed), "m", 1, Logprob)
     except Unfetchable:
@@ -143,7 +143,7 @@ def test_bytes_that_are_no_descriptor(packed: bytes) -> None:
     assert fields["request_type"] == "generation_only"
 
 
-def test_what_cannot_be_told_is_not() -> None:
+def test_unencodable_parameters_are_unfetchable() -> None:
     strange: Any = object()
     unknown: list[Any] = [None, {}, DisaggregatedParams(opaque_state=strange)]
     for params in unknown:

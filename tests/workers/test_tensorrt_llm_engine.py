@@ -60,7 +60,7 @@ def llm() -> LLM:
     return LLM.made
 
 
-async def test_tokens_are_said_as_they_come_with_their_probabilities(started: Start) -> None:
+async def test_tokens_are_streamed_with_log_probabilities(started: Start) -> None:
     async with started() as one:
         answer = await one.ask(PROMPT, 5, logprobs=2)
         assert answer.tokens == answer_of(PROMPT, 5)
@@ -74,7 +74,7 @@ async def test_tokens_are_said_as_they_come_with_their_probabilities(started: St
         assert llm().asked_with[-1]["sampling_params"].logprobs == 1
 
 
-async def test_what_was_said_between_two_looks_is_said_once(started: Start) -> None:
+async def test_tokens_between_two_polls_are_emitted_once(started: Start) -> None:
     async with started() as one:
         llm().step.clear()
         answers = [one.submit(one.item([*PROMPT, number], 9)) for number in range(3)]
@@ -86,7 +86,7 @@ async def test_what_was_said_between_two_looks_is_said_once(started: Start) -> N
 @pytest.mark.parametrize(
     ("failure", "status"), [(RequestError("too long for the batch"), 400), (RuntimeError("CUDA broke"), 500)]
 )
-async def test_an_answer_that_fails_in_the_middle(started: Start, failure: Exception, status: int) -> None:
+async def test_response_that_fails_after_its_first_token(started: Start, failure: Exception, status: int) -> None:
     async with started() as one:
         llm().fail_after[77] = failure
         answer = await one.ask([77, *PROMPT], 9)
@@ -96,7 +96,7 @@ async def test_an_answer_that_fails_in_the_middle(started: Start, failure: Excep
 
 
 @pytest.mark.parametrize("why", ["stop", "timeout", "cancelled"])
-async def test_how_an_answer_ends(started: Start, why: str) -> None:
+async def test_finish_reasons(started: Start, why: str) -> None:
     async with started() as one:
         llm().end_after[77] = why
         answer = await one.ask([77, *PROMPT], 9)
@@ -106,7 +106,7 @@ async def test_how_an_answer_ends(started: Start, why: str) -> None:
             assert answer.error is not None and why in answer.error.message
 
 
-async def test_what_it_refuses_is_told_in_its_words(started: Start) -> None:
+async def test_rejections_have_the_message_of_the_engine(started: Start) -> None:
     async with started() as one:
         bias = (TokenBias(token_id=1, bias=1.0),)
         wrong: list[dict[str, Any]] = [{"top_p": 7.0, "temperature": 1.0}, {"logit_bias": bias}]
@@ -120,7 +120,7 @@ async def test_what_it_refuses_is_told_in_its_words(started: Start) -> None:
         assert answer.error is not None and answer.error.status == 400
 
 
-async def test_requests_carry_what_deviates_and_nothing_else(started: Start) -> None:
+async def test_request_arguments_contain_only_deviations(started: Start) -> None:
     async with started() as one:
         await one.ask(PROMPT, 1)
         plain = llm().asked_with[-1]
@@ -130,7 +130,7 @@ async def test_requests_carry_what_deviates_and_nothing_else(started: Start) -> 
 
 
 @given(st.lists(st.integers(-1_000, 1_000), min_size=2))
-def test_higher_priority_is_sooner_and_in_range(priorities: list[int]) -> None:
+def test_higher_priority_runs_sooner_and_is_in_range(priorities: list[int]) -> None:
     ordered = sorted(set(priorities))
     asked = [engine_priority(priority) for priority in ordered]
     assert asked == sorted(set(asked)) and all(0.0 <= one <= 1.0 for one in asked)
@@ -141,7 +141,7 @@ def test_any_priority_is_in_range() -> None:
     assert 0.0 <= engine_priority(-(1 << 31)) < engine_priority((1 << 31) - 1) <= 1.0
 
 
-async def test_events_that_are_missed_empty_the_rank_and_what_comes_is_told(started: Start) -> None:
+async def test_lost_events_empty_the_rank_and_later_ones_count(started: Start) -> None:
     async with started() as one:
         await one.ask(PROMPT, 2)
         await told(one, one.blocks(PROMPT))
@@ -160,7 +160,7 @@ async def test_events_that_are_missed_empty_the_rank_and_what_comes_is_told(star
         assert len(told_empty) == 1
 
 
-async def test_an_event_that_nobody_understands_is_counted(started: Start) -> None:
+async def test_undecodable_event_is_counted(started: Start) -> None:
     async with started() as one:
         llm().events.append({"event_id": "nonsense"})
         await one.ask(PROMPT, 2)
@@ -174,7 +174,7 @@ async def test_an_event_that_nobody_understands_is_counted(started: Start) -> No
         assert found["undecodable"] == 1 and found["live"] >= 2
 
 
-async def test_without_kv_events_nothing_is_told_of_the_cache(started: Start) -> None:
+async def test_no_cache_changes_without_kv_events(started: Start) -> None:
     async with started(msgspec.structs.replace(SPEC, kv_events=False)) as one:
         assert not one.spec.kv_events
         await one.ask(PROMPT, 2)
@@ -183,7 +183,7 @@ async def test_without_kv_events_nothing_is_told_of_the_cache(started: Start) ->
         assert not one.spec.kv_events
 
 
-async def test_a_reset_keeps_the_cache_and_says_so(started: Start) -> None:
+async def test_reset_keeps_and_reports_the_cache(started: Start) -> None:
     async with started() as one:
         await one.ask(PROMPT, 2)
         await told(one, one.blocks(PROMPT))
@@ -193,7 +193,7 @@ async def test_a_reset_keeps_the_cache_and_says_so(started: Start) -> None:
 
 
 @pytest.mark.parametrize("action", ["clear_kv_blocks", "sleep", "wake_up", "pause", "resume"])
-async def test_commands_that_it_has_no_call_for(started: Start, action: Action) -> None:
+async def test_unsupported_commands_are_refused(started: Start, action: Action) -> None:
     async with started() as one:
         with pytest.raises(EngineRefused, match="no call"):
             await one.engine.command(Command(action=action))
@@ -221,7 +221,7 @@ async def test_an_adapters_name_keeps_its_number(started: Start, tmp_path: Path)
             await one.engine.command(load)
 
 
-async def test_an_engine_that_dies_ends_it(started: Start) -> None:
+async def test_dead_engine_ends_run(started: Start) -> None:
     async with started() as one:
         llm().deaf = True
         answer = one.submit(one.item(PROMPT, 2))
@@ -233,7 +233,7 @@ async def test_an_engine_that_dies_ends_it(started: Start) -> None:
             await one.engine.check()
 
 
-async def test_a_request_that_finds_it_dead_is_left_to_others(started: Start) -> None:
+async def test_request_on_a_dead_engine_does_not_fail(started: Start) -> None:
     async with started() as one:
         llm().fail_after[77] = RuntimeError("LLM is shutting down")
         llm().step.clear()
@@ -246,7 +246,7 @@ async def test_a_request_that_finds_it_dead_is_left_to_others(started: Start) ->
         assert not answer.over
 
 
-async def test_a_health_request_that_is_not_answered(started: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_health_request_without_response_fails_the_check(started: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(async_engine, "CANARY_EVERY_S", -1.0)
     monkeypatch.setattr(async_engine, "CANARY_TIMEOUT_S", -1.0)
     async with started() as one:
@@ -257,7 +257,7 @@ async def test_a_health_request_that_is_not_answered(started: Start, monkeypatch
                 await asyncio.sleep(0)
 
 
-async def test_a_start_that_fails_says_why(
+async def test_failed_start_has_a_reason(
     settings: EngineSettings, started: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LLM, "fails", RuntimeError("Only 0 GPUs are available"))
@@ -275,13 +275,13 @@ async def test_a_start_that_fails_says_why(
     await engine.stop()
 
 
-async def test_sizes_are_asked_of_older_releases_too(started: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_sizes_of_older_releases(started: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(LLM, "get_kv_cache_capacity")
     async with started() as one:
         assert (one.spec.block_size, one.spec.kv_blocks_total) == (4, 32)
 
 
-async def test_loads_are_told_and_come_to_rest(started: Start) -> None:
+async def test_loads_are_reported_and_return_to_idle(started: Start) -> None:
     async with started() as one:
         answers = [one.submit(one.item([*PROMPT, number], 110)) for number in range(2)]
         await one.until(lambda: any(batch.load.running == 2 for batch in one.batches))
@@ -291,14 +291,14 @@ async def test_loads_are_told_and_come_to_rest(started: Start) -> None:
         assert len(llm().aborted) == sum(not answer.over for answer in answers)
 
 
-async def test_its_own_collector_is_told_of_each_answer(started: Start) -> None:
+async def test_engine_collector_counts_responses(started: Start) -> None:
     async with started() as one:
         await one.ask(PROMPT, 2)
         assert len(MetricsCollector.told) == 1
 
 
 @pytest.mark.parametrize("wrong", [None, 3, [], {}, {"kvCacheStats": {}}, {"kvCacheStats": {"usedNumBlocks": "x"}}])
-def test_statistics_that_are_none(wrong: object) -> None:
+def test_invalid_statistics_are_ignored(wrong: object) -> None:
     assert step_stats(wrong) is None
 
 
@@ -314,7 +314,7 @@ def test_statistics() -> None:
     assert (stats.rank, stats.running, stats.waiting, stats.usage) == (2, 5, 7, 0.25)
 
 
-def test_sampling_in_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sampling_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     greedy = sampling_arguments(Sampling(max_tokens=9, temperature=0.0, top_k=50))
     assert greedy["top_k"] == 1 and "temperature" not in greedy
     drawn = sampling_arguments(Sampling(max_tokens=9, temperature=0.7, top_k=50, seed=3, min_tokens=2))
@@ -333,7 +333,7 @@ def test_sampling_in_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
         ("choice", '["a.b"]', ("regex", r"(a\.b)")),
     ],
 )
-async def test_structures_in_its_words(started: Start, kind: Any, text: str, wanted: tuple[str, Any]) -> None:
+async def test_structured_output_arguments(started: Start, kind: Any, text: str, wanted: tuple[str, Any]) -> None:
     async with started() as one:
         await one.ask(PROMPT, 1, structured=StructuredOutput(kind=kind, text=text))
         guided = llm().asked_with[-1]["sampling_params"].guided_decoding

@@ -214,16 +214,14 @@ async def running(llm: Llm, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Ru
         await engine.stop()
 
 
-async def test_how_the_blocks_lie_is_said_for_all_tensor_parallel_parts(
-    llm: Llm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_layout_covers_all_tensor_parallel_workers(llm: Llm, monkeypatch: pytest.MonkeyPatch) -> None:
     async with running(llm, monkeypatch) as one:
         assert isinstance(one.engine, KvEngine)
         expected = KvLayout(connector=CONNECTOR, dtype="bfloat16", block_bytes=2_000, layers=3)
         assert one.spec.kv_layout == expected
 
 
-async def test_a_prompt_is_offered_with_what_is_left_of_its_lease(llm: Llm, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_prompt_is_offered_with_its_remaining_lease(llm: Llm, monkeypatch: pytest.MonkeyPatch) -> None:
     async with running(llm, monkeypatch) as one:
         computed = SimpleNamespace(last_token_ts=time.monotonic() - 4.0)
         llm.answer = output([5], "length", kv_transfer_params=TOLD, metrics=computed)
@@ -255,7 +253,7 @@ async def test_a_prompt_is_offered_with_what_is_left_of_its_lease(llm: Llm, monk
         ({}, 16.0, "its lease had already expired"),
     ],
 )
-async def test_what_cannot_be_offered_is_not(
+async def test_unusable_transfer_parameters_fail_the_prefill(
     fields: dict[str, Any], age_s: float, says: str, llm: Llm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running(llm, monkeypatch) as one:
@@ -266,16 +264,14 @@ async def test_what_cannot_be_offered_is_not(
         assert says in error.message
 
 
-async def test_a_role_that_keeps_nothing_and_a_prompt_that_was_dropped(
-    llm: Llm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_prefill_without_kv_and_aborted_prefill_fail(llm: Llm, monkeypatch: pytest.MonkeyPatch) -> None:
     async with running(llm, monkeypatch) as one:
         assert (await one.end(item("prefill"))).error.status == 501
         llm.answer = output([], "abort")
         assert (await one.end(item("prefill"))).error.status == 503
 
 
-async def test_a_load_that_fails_is_no_answer(llm: Llm, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_failed_load_is_not_fetched(llm: Llm, monkeypatch: pytest.MonkeyPatch) -> None:
     async with running(llm, monkeypatch) as one:
         llm.answer = output([], "error")
         assert "could not load" in (await one.end(item("decode", kept()))).error
@@ -283,9 +279,7 @@ async def test_a_load_that_fails_is_no_answer(llm: Llm, monkeypatch: pytest.Monk
         assert not any(batch.first_tokens for batch in one.batches)
 
 
-async def test_an_answer_that_begins_when_the_lease_is_over_is_not_believed(
-    llm: Llm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_response_after_the_lease_is_discarded(llm: Llm, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_transfer, "UNREAD_S", 0.0)
     async with running(llm, monkeypatch) as one:
         llm.answer = None
@@ -295,7 +289,7 @@ async def test_an_answer_that_begins_when_the_lease_is_over_is_not_believed(
             await llm.cleared.wait()  # what came late may be in the cache
 
 
-async def test_what_is_released_or_dropped_is_said_to_vllm(
+async def test_releases_and_drops_are_passed_to_vllm(
     llm: Llm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with running(llm, monkeypatch) as one:
@@ -336,14 +330,14 @@ async def test_kept_until_no_block_is_in_use(llm: Llm, monkeypatch: pytest.Monke
         assert one.engine.kept() == 0
 
 
-async def test_a_lease_in_which_nothing_is_read(llm: Llm, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_lease_that_is_too_short_is_rejected(llm: Llm, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TransferConfig, "lease_s", 5.0)
     with pytest.raises(EngineError, match="kv_lease_duration must be above 5 s"):
         async with running(llm, monkeypatch):
             pass
 
 
-async def test_another_extension_of_vllm(
+async def test_other_worker_extension_has_no_layout(
     llm: Llm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     llm.broken = VLLMError("no such method")
@@ -353,7 +347,7 @@ async def test_another_extension_of_vllm(
     assert "cannot read the KV layout" in caplog.text
 
 
-async def test_without_nixl_there_is_no_such_role(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_prefill_and_decode_roles_need_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_engine, "check_model", lambda _: None)
     monkeypatch.setattr(vllm_core, "find_spec", lambda _: None)
     engine = VllmEngine(EngineSettings(model=Path("/m"), model_name="m", role="decode"))
@@ -365,7 +359,7 @@ async def test_without_nixl_there_is_no_such_role(monkeypatch: pytest.MonkeyPatc
 
 
 @given(descriptor=st.binary() | st.recursive(st.none() | st.integers() | st.text(), st.lists).map(msgspec.json.encode))
-def test_no_descriptor_is_fetched_from_that_does_not_say_where(descriptor: bytes) -> None:
+def test_descriptor_without_location_is_unfetchable(descriptor: bytes) -> None:
     with pytest.raises(Unfetchable):
         transfer_params(kept(descriptor=descriptor), "m", PROMPT, BLOCK)
 
@@ -374,7 +368,7 @@ def test_no_descriptor_is_fetched_from_that_does_not_say_where(descriptor: bytes
     name=st.sampled_from(sorted(KEPT)),
     value=st.none() | st.booleans() | st.integers() | st.text() | st.lists(st.lists(st.integers())),
 )
-def test_what_a_descriptor_says_is_of_its_type_and_of_this_prompt(name: str, value: Any) -> None:
+def test_descriptor_fields_are_validated(name: str, value: Any) -> None:
     told = KEPT | {name: value}
     try:
         params = transfer_params(kept(descriptor=msgspec.json.encode(told)), "m", PROMPT, BLOCK)
@@ -395,7 +389,7 @@ def test_what_a_descriptor_says_is_of_its_type_and_of_this_prompt(name: str, val
         ({"descriptor": b"{}"}, "cannot decode"),
     ],
 )
-def test_what_another_engine_or_model_made_is_not_fetched(fields: dict[str, Any], says: str) -> None:
+def test_kv_of_other_engines_or_models_is_unfetchable(fields: dict[str, Any], says: str) -> None:
     with pytest.raises(Unfetchable, match=says):
         transfer_params(kept(**fields), "m", PROMPT, BLOCK)
 
@@ -439,7 +433,7 @@ def test_the_extension_reads_and_shortens_leases(connector: Callable[[Any], None
     assert left == {"a": 20, "b": 1, "c": 60}
 
 
-def test_the_extension_where_vllm_is_another(connector: Callable[[Any], None]) -> None:
+def test_extension_tolerates_other_releases(connector: Callable[[Any], None]) -> None:
     for worker in (None, SimpleNamespace()):
         connector(worker)
         assert KvLeases().forebay_block_bytes() == (0, 0, False)

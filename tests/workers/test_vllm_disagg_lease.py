@@ -10,7 +10,7 @@ from forebay.workers.engines.vllm import transfer as vllm_transfer
 from tests.workers.test_vllm_disagg import Llm, item, kept, output, running
 
 
-async def test_an_answer_that_has_begun_may_take_longer_than_the_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_response_may_outlast_the_lease_after_its_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = Llm()
     leases: list[asyncio.Timeout] = []
     began = asyncio.Event()

@@ -26,7 +26,7 @@ pieces = st.lists(st.tuples(st.lists(st.integers(0, 50), max_size=4), st.integer
 
 
 @given(pieces, st.lists(st.integers(0, 50), max_size=4))
-def test_every_run_of_placeholders_is_one_again(pieces: list[tuple[list[int], int]], tail: list[int]) -> None:
+def test_runs_of_placeholders_are_collapsed(pieces: list[tuple[list[int], int]], tail: list[int]) -> None:
     short: list[int] = []
     long: list[int] = []
     places = []
@@ -83,7 +83,7 @@ class Rendering:
         return [{"type": "multimodal", "prompt_token_ids": tokens, "cache_salt": prompt.get("cache_salt")}]
 
 
-async def test_a_prompt_is_the_ingress_s_or_none() -> None:
+async def test_expanded_prompt_must_equal_that_of_the_ingress() -> None:
     pytest.importorskip("PIL", reason="Pillow is not installed")
     from tests.workers.test_media import png  # noqa: PLC0415 - it needs Pillow
 
@@ -99,7 +99,7 @@ async def test_a_prompt_is_the_ingress_s_or_none() -> None:
     assert text == {"type": "token", "prompt_token_ids": [1, 2]}
 
 
-async def test_media_that_cannot_be_had_are_refused() -> None:
+async def test_unsupported_media_are_refused() -> None:
     pytest.importorskip("PIL", reason="Pillow is not installed")
     item = work_item("r", [1, 99, 99], 2, media=(media(1, 2, content=b"no"),))
     refusals = {

@@ -36,7 +36,7 @@ from forebay.workers.runtime.rank_buffer import RankBuffer
 SETTINGS = EngineSettings(model=Path("/models/tiny"), model_name="tiny", block_size=32, kv_blocks=23)
 
 
-def test_sampling_says_everything_by_vllm_s_names() -> None:
+def test_sampling_arguments_have_the_names_of_vllm() -> None:
     sampling = Sampling(
         max_tokens=9,
         temperature=0.5,
@@ -76,12 +76,12 @@ def test_structured_outputs(kind: Any, text: str, said: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '"a"'])
-def test_choices_that_are_none(text: str) -> None:
+def test_invalid_choices_are_rejected(text: str) -> None:
     with pytest.raises(ValueError, match="choices must be a JSON list of strings"):
         structured_arguments(StructuredOutput(kind="choice", text=text))
 
 
-def test_a_higher_priority_is_a_lower_one_of_vllm() -> None:
+def test_priority_is_negated_for_vllm() -> None:
     items = [5, 0, -3]  # ours: the first is soonest
     assert sorted(items, key=lambda one: engine_priority(one, "priority")) == items
     assert {engine_priority(one, "fcfs") for one in items} == {0}
@@ -98,7 +98,7 @@ class Said:
     rank: int | None
 
 
-def test_logprobs_are_told_from_the_likeliest_on() -> None:
+def test_logprobs_are_sorted_by_rank() -> None:
     place = {5: Said(-3.0, 9), 7: Said(-1.0, 2), 6: Said(-0.5, 1)}
     told = token_logprobs([5], [place], 2)
     top = (TopLogprob(token_id=6, logprob=-0.5), TopLogprob(token_id=7, logprob=-1.0))
@@ -107,7 +107,7 @@ def test_logprobs_are_told_from_the_likeliest_on() -> None:
     assert token_logprobs([5], [{5: Said(float("-inf"), 1)}], 1)[0].top[0].logprob == -9999.0
 
 
-def test_arguments_are_settings_and_own_ones_win() -> None:
+def test_engine_arguments_override_settings() -> None:
     plain = engine_arguments(SETTINGS, kv_events=True, sockets=Path("/private"))
     assert plain == {
         "enable_mm_embeds": True,
@@ -152,7 +152,7 @@ def test_arguments_are_settings_and_own_ones_win() -> None:
     assert {ranked["endpoint"], ranked["replay_endpoint"]} == {"tcp://*:0"}
 
 
-def test_a_model_directory_is_looked_at(tmp_path: Path) -> None:
+def test_model_directory_is_checked(tmp_path: Path) -> None:
     def says(**arguments: Any) -> str:
         with pytest.raises(EngineError) as caught:
             check_model(EngineSettings(model=tmp_path / "m", model_name="m", arguments=arguments))
@@ -180,7 +180,7 @@ def item(number: int = 1) -> WorkItem:
     )
 
 
-def test_a_rank_says_everything_once() -> None:
+def test_rank_buffer_returns_every_event_once() -> None:
     rank = RankBuffer(3, 10)
     first = rank.take()
     assert first is not None
@@ -213,7 +213,7 @@ def test_a_rank_says_everything_once() -> None:
     assert rank.take() is None
 
 
-def test_a_clear_is_told_at_once_and_the_engine_s_own_word_ends_the_silence() -> None:
+def test_clear_is_reported_at_once_and_changes_resume_after_the_engine_confirms_it() -> None:
     rank = RankBuffer(0, 10)
     rank.changed([Stored(None, (1,))])
     before = rank.clears
@@ -234,7 +234,7 @@ def test_a_clear_is_told_at_once_and_the_engine_s_own_word_ends_the_silence() ->
     assert batch.cache_changes == [Cleared(), Stored(None, (4,))]
 
 
-def test_a_reset_drops_what_was_not_told() -> None:
+def test_reset_drops_unpublished_events() -> None:
     rank = RankBuffer(0, 10)
     rank.report(4, 0, 0.4)
     rank.add_tokens(item(), 0, [7])
@@ -259,7 +259,7 @@ EVENTS = st.one_of(
 
 
 @given(st.lists(EVENTS, max_size=60))
-def test_an_index_never_holds_what_is_gone_for_good(history: list[tuple[str, int]]) -> None:
+def test_index_never_holds_removed_blocks(history: list[tuple[str, int]]) -> None:
     """The engine's events come late; whatever was ordered meanwhile, in the end both hold the same."""
     rank, truth, index = RankBuffer(0, 10), set[int](), set[int]()
     on_the_way: list[CacheChange] = []
@@ -334,7 +334,7 @@ def test_adapters(tmp_path: Path) -> None:
         pass
 
 
-def test_metrics_of_others_stay_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_metrics_are_excluded(monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = CollectorRegistry()
     for name in ("vllm:steps", "lmcache:hits", "python_gc", "forebay_things"):
         Counter(name, "of a test", registry=theirs).inc()
@@ -348,7 +348,7 @@ def test_metrics_of_others_stay_out(monkeypatch: pytest.MonkeyPatch) -> None:
     }
 
 
-def test_a_step_s_statistics() -> None:
+def test_step_statistics() -> None:
     told: list[tuple[int, int, int, float]] = []
     stats = VllmStepStats(1, lambda *said: told.append(said))
     stats.record(None, None, engine_idx=1)

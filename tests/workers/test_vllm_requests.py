@@ -67,7 +67,7 @@ def item(request_id: str) -> WorkItem:
     )
 
 
-async def test_a_request_that_fails_oddly_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unexpected_exception_fails_only_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
     async def start(*_: object) -> Llm:
         return Llm()
 

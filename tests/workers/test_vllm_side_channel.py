@@ -43,7 +43,7 @@ def test_a_side_channel_of_its_own_while_vllm_is_built(no_channel: pytest.Monkey
         assert PORT not in os.environ
 
 
-def test_no_port_is_left(no_channel: pytest.MonkeyPatch) -> None:
+def test_missing_free_port_is_reported(no_channel: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         no_channel.setattr(free_ports, "FIRST", port)
@@ -52,7 +52,7 @@ def test_no_port_is_left(no_channel: pytest.MonkeyPatch) -> None:
             pass
 
 
-def test_a_side_channel_that_is_given(no_channel: pytest.MonkeyPatch) -> None:
+def test_configured_side_channel_is_used(no_channel: pytest.MonkeyPatch) -> None:
     no_channel.setenv("VLLM_HOST_IP", "127.0.0.2")
     no_channel.setenv(PORT, "5600")
     with side_channel(told("prefill")):
@@ -66,7 +66,7 @@ def test_a_side_channel_that_is_given(no_channel: pytest.MonkeyPatch) -> None:
     assert os.environ[HOST] == "127.0.0.3", "and is forgotten"
 
 
-def test_a_side_channel_is_where_others_reach_this_machine(no_channel: pytest.MonkeyPatch) -> None:
+def test_side_channel_listens_at_the_reachable_address(no_channel: pytest.MonkeyPatch) -> None:
     with side_channel(told("decode", near_host="127.0.0.5")):
         assert os.environ[HOST] == "127.0.0.5"
         socket.create_server(("127.0.0.5", int(os.environ[PORT]))).close()

@@ -49,7 +49,7 @@ def over(scene: Scene, *names: str) -> bool:
     return {end.request_id for end in ends}.issuperset(names)
 
 
-async def test_an_answer_is_on_the_log_in_order(scene: Scene) -> None:
+async def test_response_is_on_the_log_in_order(scene: Scene) -> None:
     worker = scene.worker()
     async with scene.serving(worker) as epoch:
         lease = scene.lease()
@@ -124,7 +124,7 @@ async def test_only_events_for_the_own_group_name_and_epoch_are_run(
     assert len(told) == (reason != "other_epoch"), "the first is logged, further ones are counted"
 
 
-async def test_slots_get_one_record_a_batch_each(scene: Scene) -> None:
+async def test_one_record_per_slot_and_batch(scene: Scene) -> None:
     async with scene.serving(scene.worker(speedup=1e9)) as epoch:
         items = [work_item(f"r{slot}", [slot], 4, worker_epoch=epoch, reply_slot=slot % 2) for slot in range(6)]
         drafts = [Draft(WORK.name, WORK_SLOT, msgspec.msgpack.encode(item)) for item in items]
@@ -135,7 +135,7 @@ async def test_slots_get_one_record_a_batch_each(scene: Scene) -> None:
         assert len(scene.tokens(ResponseEnded, slot)) == 3
 
 
-async def test_a_newer_attempt_replaces_an_older_one_under_way(scene: Scene) -> None:
+async def test_newer_attempt_replaces_an_older_one_in_flight(scene: Scene) -> None:
     worker = scene.worker(speedup=10.0)
     async with scene.serving(worker) as epoch:
         await scene.send(work_item("a", [1, 2], 150, worker_epoch=epoch))
@@ -171,7 +171,7 @@ async def test_an_id_that_is_used_again_is_another_request(scene: Scene) -> None
     assert worker.counters.repeated == 0
 
 
-async def test_an_item_sent_again_by_a_new_owner_is_answered_on_its_order(scene: Scene) -> None:
+async def test_repeated_item_takes_the_epoch_of_the_new_owner(scene: Scene) -> None:
     async with scene.serving(scene.worker(speedup=10.0)) as epoch:
         item = work_item("a", [1], 100, worker_epoch=epoch, owner_epoch=1)
         await scene.send(item)
@@ -199,7 +199,7 @@ async def test_a_cancelled_request_has_no_end_and_frees_its_blocks(scene: Scene)
     assert scene.loads()[-1].kv_blocks_used == 0
 
 
-async def test_what_does_not_decode_is_buried_and_the_rest_goes_on(scene: Scene) -> None:
+async def test_undecodable_records_become_dead_letters(scene: Scene) -> None:
     worker = scene.worker()
     async with scene.serving(worker) as epoch:
         await scene.log.append([Draft(WORK.name, WORK_SLOT, b"\xc1 nonsense", b"key")])
@@ -243,7 +243,7 @@ async def test_a_lost_worker_drops_everything_and_joins_as_a_new_incarnation(sce
     assert scene.tokens(ResponseEnded)[0].usage.cached_tokens == 0
 
 
-async def test_an_attempt_for_no_rank_ends_the_older_one_too(scene: Scene) -> None:
+async def test_attempt_with_an_unknown_rank_ends_the_older_one(scene: Scene) -> None:
     async with scene.serving(scene.worker(speedup=10.0)) as epoch:
         await scene.send(work_item("a", [1, 2], 150, worker_epoch=epoch))
         await until(lambda: scene.tokens(TokensEmitted))
@@ -256,7 +256,7 @@ async def test_an_attempt_for_no_rank_ends_the_older_one_too(scene: Scene) -> No
     assert [failed.attempt for failed in scene.progress(RequestFailed)] == [2, 3]
 
 
-async def test_of_two_workers_of_one_name_the_later_stays(scene: Scene) -> None:
+async def test_later_worker_of_the_same_name_wins(scene: Scene) -> None:
     worker = scene.worker()
     task = asyncio.create_task(worker.run())
     epoch = await scene.admit(worker, "t1")
@@ -268,7 +268,7 @@ async def test_of_two_workers_of_one_name_the_later_stays(scene: Scene) -> None:
     assert scene.holds("later")
 
 
-async def test_evictions_are_told_with_the_sequence_going_on(scene: Scene) -> None:
+async def test_evictions_are_reported_in_sequence(scene: Scene) -> None:
     async with scene.serving(scene.worker()) as epoch:
         names = [f"r{number}" for number in range(20)]
         for number, name in enumerate(names):
@@ -350,7 +350,7 @@ async def test_adapters_and_tenants_never_share_blocks(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("speedup", [100.0, 1e9])
-async def test_growth_is_told_to_who_asked_for_it(scene: Scene, speedup: float) -> None:
+async def test_output_growth_is_reported_if_requested(scene: Scene, speedup: float) -> None:
     """Once for each engine batch in which prompt and output reached another block, after the tokens."""
     async with scene.serving(scene.worker(speedup=speedup)) as epoch:
         await scene.send(work_item("a", [1] * 6, 100, worker_epoch=epoch, report_output=True))
@@ -367,7 +367,7 @@ async def test_growth_is_told_to_who_asked_for_it(scene: Scene, speedup: float) 
     assert (len(told) > 5) is (speedup == 100.0)
 
 
-async def test_a_burst_is_taken_in_pieces_and_answered_whole(scene: Scene) -> None:
+async def test_burst_is_processed_in_slices(scene: Scene) -> None:
     names = [f"r{number}" for number in range(2 * READ_MAX)]
     async with scene.serving(scene.worker(speedup=1e6)) as epoch:
         items = [work_item(name, [1], 1, worker_epoch=epoch) for name in names]
@@ -376,7 +376,7 @@ async def test_a_burst_is_taken_in_pieces_and_answered_whole(scene: Scene) -> No
     assert [end.request_id for end in scene.tokens(ResponseEnded)] == names
 
 
-async def test_a_suspect_or_draining_worker_goes_on_with_what_it_has(scene: Scene) -> None:
+async def test_suspect_or_draining_worker_continues_its_requests(scene: Scene) -> None:
     worker = scene.worker()
     async with scene.serving(worker) as epoch:
         for kind in (WorkerSuspect, WorkerRecovered, WorkerDraining):
@@ -386,7 +386,7 @@ async def test_a_suspect_or_draining_worker_goes_on_with_what_it_has(scene: Scen
         assert worker.worker_epoch == epoch
 
 
-async def test_void_and_foreign_fleet_facts_change_nothing(scene: Scene) -> None:
+async def test_stale_and_foreign_fleet_events_are_ignored(scene: Scene) -> None:
     worker = scene.worker()
     async with scene.serving(worker) as epoch:
         await scene.append(FLEET, PARTITION, OwnershipAnnounced(owner_epoch=7))
@@ -401,7 +401,7 @@ async def test_void_and_foreign_fleet_facts_change_nothing(scene: Scene) -> None
         assert worker.worker_epoch == epoch
 
 
-async def test_a_replaced_worker_steps_aside(scene: Scene) -> None:
+async def test_replaced_worker_ends(scene: Scene) -> None:
     scene.keeper = type(scene.keeper)(scene.leases, ttl_s=0.1)
     scene.keeper.start()
     worker = scene.worker()
@@ -415,7 +415,7 @@ async def test_a_replaced_worker_steps_aside(scene: Scene) -> None:
     await scene.keeper.stop()
 
 
-async def test_leaving_gives_up_the_lease(scene: Scene) -> None:
+async def test_lease_is_released_at_the_end(scene: Scene) -> None:
     worker: Worker = scene.worker()
     async with scene.serving(worker):
         assert scene.holds("t1")

@@ -65,7 +65,7 @@ def names(tokens: list[int], lora_name: str = "", cache_namespace: str = "") -> 
     return tuple(ours(tokens, SIZE, lora_name, cache_namespace))
 
 
-def test_what_vllm_published_is_named_as_prompts_are() -> None:
+def test_hashes_of_vllm_events_equal_those_of_prompts() -> None:
     decoder, blocks = VllmDecoder(), ResidentBlocks(32, counts_copies=True)
     changes = [
         [change for event in decoder(payload(events)).events for change in blocks.apply(event)]
@@ -85,7 +85,7 @@ def test_what_vllm_published_is_named_as_prompts_are() -> None:
     assert not blocks.counts and blocks.held() == prompt[:2] and len(blocks) == 2
 
 
-def test_before_the_clear_everything_that_was_not_evicted_is_held() -> None:
+def test_all_blocks_are_held_until_the_clear() -> None:
     decoder, blocks = VllmDecoder(), ResidentBlocks(32, counts_copies=True)
     for _, events in VLLM_BATCHES[:9]:
         for event in decoder(payload(events)).events:
@@ -94,7 +94,7 @@ def test_before_the_clear_everything_that_was_not_evicted_is_held() -> None:
     assert sorted(blocks.held()) == sorted(left) and len(left) == 4 + 3 * len(D_HASHES[0])
 
 
-def test_what_sglang_published_is_named_as_prompts_are() -> None:
+def test_hashes_of_sglang_events_equal_those_of_prompts() -> None:
     blocks = ResidentBlocks(16, counts_copies=False)
     held = []
     for _, events in SGLANG_BATCHES:
@@ -106,7 +106,7 @@ def test_what_sglang_published_is_named_as_prompts_are() -> None:
     assert held == [set(prompt[:2]), set(prompt), {*prompt, *branch}, set(), set(prompt[:2])]
 
 
-def test_a_sequence_goes_on_with_the_seed_that_it_began_with() -> None:
+def test_chain_keeps_its_first_seed() -> None:
     blocks = resident()
     blocks.apply(stored([1], [5, 6], lora_name="ada", cache_salt="tenant"))
     assert blocks.apply(stored([2], [7, 8], 1)) == [
@@ -114,7 +114,7 @@ def test_a_sequence_goes_on_with_the_seed_that_it_began_with() -> None:
     ]
 
 
-def test_media_are_in_the_names() -> None:
+def test_hashes_depend_on_media() -> None:
     event = StoredBlocks(
         hashes=(1, 2), parent=None, token_ids=pack_u32([5, 5, 5, 5]), block_size=2, mm_hashes={1: [mm_hash("cat")]}
     )
@@ -124,7 +124,7 @@ def test_media_are_in_the_names() -> None:
     assert list(change.hashes) == expected and expected != list(names([5, 5, 5, 5]))
 
 
-def test_a_block_is_gone_with_its_last_copy() -> None:
+def test_block_is_removed_with_its_last_copy() -> None:
     blocks = resident()
     blocks.apply(stored([1, 2], [1, 2, 3, 4]))
     assert blocks.apply(stored([1, 2], [1, 2, 3, 4])) == []
@@ -133,7 +133,7 @@ def test_a_block_is_gone_with_its_last_copy() -> None:
     assert len(blocks) == 0
 
 
-def test_where_copies_are_not_counted_one_removal_is_enough() -> None:
+def test_one_removal_suffices_if_copies_are_not_counted() -> None:
     blocks = resident(counts_copies=False)
     blocks.apply(stored([1], [1, 2]))
     assert blocks.apply(stored([1], [1, 2])) == []
@@ -141,7 +141,7 @@ def test_where_copies_are_not_counted_one_removal_is_enough() -> None:
     assert len(blocks) == 0
 
 
-def test_what_is_new_of_a_chain_is_told_after_what_it_goes_on_from() -> None:
+def test_new_blocks_of_a_chain_follow_their_parent() -> None:
     blocks = resident()
     tokens = list(range(10))
     name = names(tokens)
@@ -154,7 +154,7 @@ def test_what_is_new_of_a_chain_is_told_after_what_it_goes_on_from() -> None:
     ]
 
 
-def test_two_names_of_the_engine_may_be_one_block() -> None:
+def test_two_engine_hashes_may_be_one_block() -> None:
     blocks = resident()
     assert len(blocks.apply(stored([1], [1, 2]))) == 1
     assert blocks.apply(stored([9], [1, 2])) == []
@@ -163,7 +163,7 @@ def test_two_names_of_the_engine_may_be_one_block() -> None:
     assert blocks.apply(removed(9)) == [Removed(names([1, 2]), "device", (9,))]
 
 
-def test_tiers_are_apart_and_share_names() -> None:
+def test_tiers_are_separate_and_share_hashes() -> None:
     blocks = resident()
     blocks.apply(stored([1], [1, 2]))
     assert blocks.apply(stored([1], [1, 2], tier="host")) == [Stored(None, names([1, 2]), "host", (1,))]
@@ -176,7 +176,7 @@ def test_tiers_are_apart_and_share_names() -> None:
     assert blocks.held("host") == blocks.held("disk") == () and len(blocks) == 0
 
 
-def test_what_cannot_be_is_counted_and_changes_nothing() -> None:
+def test_invalid_events_are_counted_and_ignored() -> None:
     blocks = resident()
     blocks.apply(stored([1], [1, 2]))
     assert blocks.apply(stored([3, 4], [5, 6, 7, 8], 2)) == []
@@ -306,7 +306,7 @@ def of(*events: EngineEvent) -> Batch:
     return Batch(events)
 
 
-def test_a_block_after_one_that_nobody_told_of_is_a_loss() -> None:
+def test_block_after_an_unknown_one_is_a_loss() -> None:
     tracker = KvTracker(resident())
     tracker.batch(of(stored([1], [1, 2])))
     outcome = tracker.batch(of(stored([3], [3, 4], 2)))
@@ -317,13 +317,13 @@ def test_a_block_after_one_that_nobody_told_of_is_a_loss() -> None:
     assert tracker.batch(of(ClearedBlocks())) == TrackerResult((Cleared(),)) and not tracker.lost
 
 
-def test_in_a_lower_tier_a_block_may_outlive_the_one_before_it() -> None:
+def test_block_in_a_lower_tier_may_outlive_its_parent() -> None:
     tracker = KvTracker(resident())
     assert tracker.batch(of(stored([3], [3, 4], 2, "host"))) == TrackerResult()
     assert tracker.resident.counts["orphans"] == 1
 
 
-def test_what_is_missed_empties_the_rank_and_is_said_once() -> None:
+def test_loss_empties_the_rank_and_is_reported_once() -> None:
     tracker = KvTracker(resident())
     tracker.batch(of(stored([1], [1, 2])))
     assert tracker.missed("gone") == TrackerResult((Cleared(),), "gone")

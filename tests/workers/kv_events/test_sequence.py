@@ -32,7 +32,7 @@ def answer(sequence: Sequence, *seqs: int, publisher: int = 0) -> list[Step]:
     return steps + sequence.replay_ended()
 
 
-def test_at_the_start_everything_is_asked_for_and_live_batches_wait() -> None:
+def test_start_requests_a_full_replay() -> None:
     sequence = Sequence(replays=True)
     assert sequence.check() == [RequestReplay(0)]
     assert sequence.live(*batch(2)) == [] == sequence.live(*batch(3))
@@ -41,14 +41,14 @@ def test_at_the_start_everything_is_asked_for_and_live_batches_wait() -> None:
     assert sequence.live(*batch(4)) == deliver(4)
 
 
-def test_what_the_publisher_no_longer_has_at_the_start_is_lost() -> None:
+def test_batches_missing_from_the_first_replay_are_lost() -> None:
     sequence = Sequence(replays=True)
     sequence.check()
     [lost, *rest] = answer(sequence, 5, 6)
     assert isinstance(lost, Lost) and "batches 0 to 4" in lost.reason and rest == deliver(5, 6)
 
 
-def test_a_gap_is_asked_for_from_the_last_batch_that_is_known() -> None:
+def test_gap_is_replayed_from_the_last_known_batch() -> None:
     sequence = started(0, 1)
     assert sequence.live(*batch(4)) == [RequestReplay(1)]
     assert sequence.live(*batch(5)) == []
@@ -56,7 +56,7 @@ def test_a_gap_is_asked_for_from_the_last_batch_that_is_known() -> None:
     assert sequence.gaps == 1
 
 
-def test_a_gap_that_nobody_can_fill_is_lost() -> None:
+def test_unfilled_gap_is_lost() -> None:
     sequence = started(0)
     assert sequence.live(*batch(3)) == [RequestReplay(0)]
     [lost, *rest] = answer(sequence, 0)
@@ -64,14 +64,14 @@ def test_a_gap_that_nobody_can_fill_is_lost() -> None:
     assert sequence.check() == [RequestReplay(3)], "the publisher is known by its last batch again"
 
 
-def test_an_answer_that_starts_after_what_is_known_is_a_loss() -> None:
+def test_replay_that_starts_too_late_is_a_loss() -> None:
     sequence = started(0)
     sequence.live(*batch(4))
     [lost, *rest] = answer(sequence, 3, 4)
     assert isinstance(lost, Lost) and "batches 1 to 2" in lost.reason and rest == deliver(3, 4)
 
 
-def test_without_anybody_to_ask_a_gap_is_lost_at_once() -> None:
+def test_gap_without_a_replay_socket_is_lost_at_once() -> None:
     sequence = started(0, replays=False)
     assert sequence.check() == []
     [lost, *rest] = sequence.live(*batch(2))
@@ -80,7 +80,7 @@ def test_without_anybody_to_ask_a_gap_is_lost_at_once() -> None:
     assert restarted == Restarted() and rest == deliver(0, publisher=1)
 
 
-def test_an_answer_older_than_the_batches_that_waited_is_asked_for_again() -> None:
+def test_outdated_replay_is_requested_again() -> None:
     sequence = Sequence(replays=True)
     sequence.check()
     sequence.live(*batch(2))  # subscribed after 1
@@ -88,28 +88,28 @@ def test_an_answer_older_than_the_batches_that_waited_is_asked_for_again() -> No
     assert answer(sequence, 0, 1) == deliver(1, 2)
 
 
-def test_numbers_that_start_again_are_another_publishers() -> None:
+def test_restarted_numbers_mean_a_new_publisher() -> None:
     sequence = started(0, 1)
     assert sequence.live(*batch(0, 1)) == [Restarted(), RequestReplay(0)]
     assert sequence.live(*batch(1, 1)) == []
     assert answer(sequence, 0, 1, publisher=1) == deliver(0, 1, publisher=1)
 
 
-def test_an_answer_with_another_batch_is_another_publishers() -> None:
+def test_replay_with_a_different_batch_means_a_new_publisher() -> None:
     sequence = started(0, 1)
     assert sequence.check() == [RequestReplay(1)]
     assert sequence.replayed(*batch(1, 1)) == [Restarted(), RequestReplay(0)]
     assert answer(sequence, 0, 1, 2, publisher=1) == deliver(0, 1, 2, publisher=1)
 
 
-def test_an_answer_without_the_last_batch_is_another_publishers() -> None:
+def test_replay_without_the_last_batch_means_a_new_publisher() -> None:
     sequence = started(0, 1)
     sequence.check()
     assert sequence.replay_ended() == [Restarted(), RequestReplay(0)]
     assert answer(sequence, 0, publisher=1) == deliver(0, publisher=1)
 
 
-def test_who_does_not_answer_is_asked_a_few_times() -> None:
+def test_failed_replay_is_repeated_a_few_times() -> None:
     sequence = started(0)
     assert sequence.live(*batch(2)) == [RequestReplay(0)]
     for _ in range(FAILURES_MAX - 1):
@@ -125,7 +125,7 @@ def test_silence_alone_loses_nothing() -> None:
     assert sequence.live(*batch(1)) == deliver(1)
 
 
-def test_what_there_is_no_room_for_is_asked_for() -> None:
+def test_dropped_live_batches_are_replayed() -> None:
     sequence = started(0, held_max=1)
     sequence.live(*batch(2))
     assert sequence.live(*batch(3)) == [] == sequence.live(*batch(4))
@@ -133,7 +133,7 @@ def test_what_there_is_no_room_for_is_asked_for() -> None:
     assert answer(sequence, 2, 3, 4) == deliver(3, 4)
 
 
-def test_what_there_was_no_room_for_and_nobody_has_is_lost() -> None:
+def test_dropped_live_batches_without_a_replay_are_lost() -> None:
     sequence = started(0, held_max=0)
     sequence.check()
     sequence.live(*batch(1))
@@ -143,7 +143,7 @@ def test_what_there_was_no_room_for_and_nobody_has_is_lost() -> None:
     assert sequence.live(*batch(2)) == deliver(2)
 
 
-def test_a_question_while_one_is_answered_is_asked_after_it() -> None:
+def test_request_during_a_replay_is_sent_after_it() -> None:
     sequence = started(0)
     sequence.check()
     sequence.live(*batch(1))
@@ -255,7 +255,7 @@ actions = st.lists(
 
 @given(actions, st.integers(1, 6), st.booleans())
 @example(["publish", "live", "restart", "publish", "publish"], 6, True)
-def test_every_batch_is_told_once_in_order_or_lost(history: list[str], keeps: int, replays: bool) -> None:
+def test_every_batch_is_delivered_once_in_order_or_lost(history: list[str], keeps: int, replays: bool) -> None:
     publisher = Publisher(keeps)
     reader = Reader(publisher, replays)
     reader.do(reader.sequence.check())

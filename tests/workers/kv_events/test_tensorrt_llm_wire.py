@@ -54,7 +54,7 @@ def test_a_chain_is_stored_and_removed() -> None:
     assert second.batch.events == (RemovedBlocks(hashes=(8, -7 & U64_MASK)),)
 
 
-def test_events_become_changes_under_our_names() -> None:
+def test_events_become_changes_with_canonical_hashes() -> None:
     tracker = KvTracker(ResidentBlocks(2, counts_copies=False))
     names = ours([1, 2, 3, 4], 2, "ada", "tenant")
     told = read(
@@ -95,7 +95,7 @@ def test_only_the_largest_window_that_was_created_counts() -> None:
     assert not any(one.missed for one in told)
 
 
-def test_a_missing_number_is_a_loss_of_its_rank_even_before_what_is_left_out() -> None:
+def test_missing_number_is_a_loss_even_before_skipped_events() -> None:
     told = read(
         event(0, "created", window=9),
         stored(4, block(1, [1, 2]), rank=1),
@@ -111,7 +111,7 @@ def test_a_missing_number_is_a_loss_of_its_rank_even_before_what_is_left_out() -
     assert told[6].batch.skipped == {"unknown_event": 1}
 
 
-def test_media_are_named_by_their_digests() -> None:
+def test_media_are_identified_by_their_digests() -> None:
     one = block(1, [1, 2], mm_keys=[{"type": "mm_key", "hash": DIGEST, "start_offset": 0}])
     [told] = read(stored(0, block(9, [7, 8]), one))
     [chain] = told.batch.events
@@ -132,7 +132,7 @@ def test_media_are_named_by_their_digests() -> None:
         event(1, "removed", block_hashes=[None]),
     ],
 )
-def test_what_cannot_be_is_an_error_and_its_number_is_missing(odd: Any) -> None:
+def test_invalid_event_is_an_error_and_leaves_a_gap(odd: Any) -> None:
     reader = TensorRtLlmReader(2)
     reader.read(removed(0, 1))
     with pytest.raises(KvEventError):

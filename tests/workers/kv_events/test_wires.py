@@ -60,7 +60,7 @@ def test_the_captured_batches_are_the_bytes_that_were_captured() -> None:
     assert payload(VLLM_BATCHES[0][1])[10:].startswith(VLLM_HEAD)
 
 
-def test_what_vllm_published_is_understood() -> None:
+def test_captured_vllm_batches_decode() -> None:
     decode = VllmDecoder()
     batches = [decode(payload(events)) for _, events in VLLM_BATCHES]
     assert not any(batch.skipped for batch in batches)
@@ -76,7 +76,7 @@ def test_what_vllm_published_is_understood() -> None:
     assert batches[9].events[0] == ClearedBlocks()
 
 
-def test_what_sglang_published_is_understood_and_its_hashes_are_bit_cast() -> None:
+def test_captured_sglang_batches_decode_with_unsigned_hashes() -> None:
     batches = [decode_sglang(payload(events)) for _, events in SGLANG_BATCHES]
     first = stored(batches[0])
     assert first.hashes == tuple(h & U64_MASK for h in SGLANG_HASHES)
@@ -84,7 +84,7 @@ def test_what_sglang_published_is_understood_and_its_hashes_are_bit_cast() -> No
     assert batches[3].events == (ClearedBlocks(),)
 
 
-def test_releases_that_sent_arrays_say_the_same() -> None:
+def test_array_format_of_older_releases_decodes_equally() -> None:
     keys = [[["a", "tenant"], 1, "x"], None]
     event = vllm_stored([5, 6], PROMPT[:64], 4, lora_id=1, lora_name="a", extra_keys=keys)
     row = list(event.values())
@@ -101,7 +101,7 @@ def test_releases_that_sent_arrays_say_the_same() -> None:
     )
 
 
-def test_hashes_sent_whole_have_the_names_that_their_short_forms_have() -> None:
+def test_full_hashes_equal_their_short_forms() -> None:
     whole = [h.to_bytes(32, "big") for h in (7 << 64 | A_HASHES[0], 9 << 128 | A_HASHES[1])]
     event = stored(vllm(vllm_stored(whole, PROMPT[:64], whole[1])))
     assert event.hashes == tuple(A_HASHES) and event.parent == A_HASHES[1]
@@ -127,7 +127,7 @@ def test_media_are_tiers(medium: str | None, tier: str) -> None:
     assert stored(sglang(sglang_stored([1], PROMPT[:16], medium=medium))).tier == tier
 
 
-def test_what_is_not_the_workers_own_is_left_out_and_counted() -> None:
+def test_events_of_shared_storage_are_skipped_and_counted() -> None:
     assert sglang(sglang_stored([1], PROMPT[:16], medium="EXTERNAL")) == Batch((), Counter(shared=1))
     remote = vllm(vllm_stored([1], PROMPT[:32], medium="STORAGE", locality="REMOTE"), vllm_removed(1, medium="TAPE"))
     assert remote.events == () and remote.skipped == {"shared": 1, "unknown_medium": 1}
@@ -139,7 +139,7 @@ def test_unknown_events_are_counted_and_the_others_read() -> None:
         assert batch.events == (ClearedBlocks(),) and batch.skipped == {"unknown_event": 2}
 
 
-def test_groups_that_do_not_see_the_whole_prompt_do_not_count() -> None:
+def test_groups_without_full_attention_are_skipped() -> None:
     decode = VllmDecoder()
     window: dict[str, Any] = {
         "group_idx": 1,
@@ -155,7 +155,7 @@ def test_groups_that_do_not_see_the_whole_prompt_do_not_count() -> None:
     assert len(decode(payload([vllm_stored([3], PROMPT[:32], **attends), vllm_removed(3, group_idx=7)])).events) == 2
 
 
-def test_extra_keys_tell_adapters_salts_and_media_apart() -> None:
+def test_extra_keys_identify_adapters_salts_and_media() -> None:
     keys = [["ada", [DIGEST, 3], ["clip", -4], DIGEST], ["ada", ["clip", 0]], ["ada", "odd", b"\1" * 32], ["ada"]]
     event = stored(vllm(vllm_stored([1, 2, 3, 4], range(128), lora_id=2, lora_name="ada", extra_keys=keys)))
     assert event.cache_salt == DIGEST and event.lora_name == "ada"
@@ -168,7 +168,7 @@ def test_extra_keys_tell_adapters_salts_and_media_apart() -> None:
     assert goes_on.cache_salt == "" and goes_on.mm_hashes == {0: [mm_hash("not a salt")]}
 
 
-def test_a_salt_may_be_named_as_the_adapter() -> None:
+def test_salt_may_equal_the_adapter_name() -> None:
     event = stored(vllm(vllm_stored([1], range(32), lora_id=2, lora_name="ada", extra_keys=[["ada", "ada"]])))
     assert (event.lora_name, event.cache_salt, dict(event.mm_hashes)) == ("ada", "ada", {})
 
@@ -179,7 +179,7 @@ def test_before_pairs_media_were_bare_digests() -> None:
     assert event.mm_hashes == {0: [mm_hash(DIGEST)]} and event.cache_salt == "tenant"
 
 
-def test_blocks_without_their_content_are_left_out_and_counted() -> None:
+def test_blocks_without_tokens_are_skipped_and_counted() -> None:
     batch = vllm(
         vllm_stored([1], [], block_size=0, medium="CPU", extra_keys=None),
         vllm_stored([1], range(32), lora_id=3),
@@ -216,12 +216,12 @@ def test_pairs_of_tokens_count_by_the_first() -> None:
     ],
 )
 @pytest.mark.parametrize("decoder", DECODERS)
-def test_what_a_known_event_cannot_be_is_an_error(decoder: Callable[[], Decode], events: Any) -> None:
+def test_invalid_fields_of_known_events_are_errors(decoder: Callable[[], Decode], events: Any) -> None:
     with pytest.raises(KvEventError):
         decoder()(payload(events))
 
 
-def test_extra_keys_are_one_a_block() -> None:
+def test_extra_keys_must_match_the_blocks() -> None:
     with pytest.raises(KvEventError, match="2 extra keys for 1 blocks"):
         vllm(vllm_stored([1], range(32), extra_keys=[None, None]))
 

@@ -163,7 +163,7 @@ async def subscribed(publisher: Publisher, feed: KvFeed, told: Told) -> None:
     assert told.held == set(NAMES)
 
 
-async def test_what_was_published_before_anybody_listened_is_asked_for() -> None:
+async def test_batches_before_the_subscription_are_replayed() -> None:
     async with publishing() as publisher:
         for _, events in VLLM_BATCHES:
             await publisher.publish(events)
@@ -175,7 +175,7 @@ async def test_what_was_published_before_anybody_listened_is_asked_for() -> None
 
 
 @pytest.mark.parametrize("topics", [True, False], ids=["topics", "older releases"])
-async def test_what_is_dropped_is_had_again_in_order(topics: bool) -> None:
+async def test_dropped_batches_are_replayed_in_order(topics: bool) -> None:
     async with publishing(topics=topics) as publisher, feeding(publisher.source) as (feed, told):
         await subscribed(publisher, feed, told)
         before, gaps = len(told.changes), feed.sequence.gaps
@@ -196,7 +196,7 @@ async def test_what_is_dropped_is_had_again_in_order(topics: bool) -> None:
         )
 
 
-async def test_a_gap_with_nothing_after_it_is_found_when_it_is_quiet() -> None:
+async def test_gap_at_the_end_is_found_when_idle() -> None:
     async with publishing() as publisher, feeding(publisher.source, quiet_s=0.02) as (feed, told):
         await subscribed(publisher, feed, told)
         await publisher.publish([{"type": "AllBlocksCleared"}], dropped=True)
@@ -204,7 +204,7 @@ async def test_a_gap_with_nothing_after_it_is_found_when_it_is_quiet() -> None:
         assert told.held == set() and not told.lost
 
 
-async def test_what_the_publisher_no_longer_has_empties_the_rank_and_asks_for_a_reset() -> None:
+async def test_unreplayable_loss_empties_the_rank_and_clears_the_engine() -> None:
     async with publishing() as publisher, feeding(publisher.source) as (feed, told):
         await subscribed(publisher, feed, told)
         for _ in range(3):
@@ -216,7 +216,7 @@ async def test_what_the_publisher_no_longer_has_empties_the_rank_and_asks_for_a_
         assert feed.counts["lost"] == 1
 
 
-async def test_without_a_socket_to_ask_a_gap_is_a_loss() -> None:
+async def test_gap_is_a_loss_without_a_replay_socket() -> None:
     async with publishing() as publisher:
         source = KvSource(publisher.source.endpoint, None, "kv")
         await publisher.publish(VLLM_BATCHES[0][1])  # nobody listens yet
@@ -229,7 +229,7 @@ async def test_without_a_socket_to_ask_a_gap_is_a_loss() -> None:
             assert told.changes[0] == Cleared() and publisher.asked == []
 
 
-async def test_another_publisher_on_the_same_ports_starts_anew() -> None:
+async def test_new_publisher_on_the_same_ports_resets_the_rank() -> None:
     async with publishing() as publisher, feeding(publisher.source) as (feed, told):
         await subscribed(publisher, feed, told)
         await publisher.restart()
@@ -238,7 +238,7 @@ async def test_another_publisher_on_the_same_ports_starts_anew() -> None:
         assert told.held == set(ours(PROMPT, 32, "", "tenant-1")) and not told.lost
 
 
-async def test_a_batch_that_nobody_understands_is_a_loss(caplog: pytest.LogCaptureFixture) -> None:
+async def test_undecodable_batch_is_a_loss(caplog: pytest.LogCaptureFixture) -> None:
     async with publishing() as publisher, feeding(publisher.source) as (feed, told):
         await subscribed(publisher, feed, told)
         with caplog.at_level(logging.WARNING):
@@ -250,7 +250,7 @@ async def test_a_batch_that_nobody_understands_is_a_loss(caplog: pytest.LogCaptu
         assert "rank 3: KV events, batch" in caplog.text
 
 
-async def test_messages_that_are_no_batches_are_counted() -> None:
+async def test_invalid_messages_are_counted() -> None:
     async with publishing() as publisher, feeding(publisher.source) as (feed, told):
         await subscribed(publisher, feed, told)
         await publisher.pub.send_multipart([b"kv", b"short", b"x"])
@@ -259,7 +259,7 @@ async def test_messages_that_are_no_batches_are_counted() -> None:
         assert told.held == set(NAMES)
 
 
-async def test_all_that_was_published_before_can_be_waited_for() -> None:
+async def test_catch_up_waits_for_earlier_batches() -> None:
     async with publishing() as publisher, feeding(publisher.source) as (feed, told):
         await subscribed(publisher, feed, told)
         for _, events in VLLM_BATCHES[1:5]:
@@ -270,7 +270,7 @@ async def test_all_that_was_published_before_can_be_waited_for() -> None:
         assert len(told.held) == 8
 
 
-async def test_who_waits_is_told_when_nobody_answers() -> None:
+async def test_catch_up_returns_false_without_a_reply() -> None:
     async with publishing() as publisher, feeding(publisher.source, answer_timeout_s=0.05) as (feed, told):
         await subscribed(publisher, feed, told)
         publisher.answers = False
@@ -298,7 +298,7 @@ async def test_an_error_of_the_reader_ends_the_feed() -> None:
 
 
 @pytest.mark.parametrize("endpoint", ["nonsense", "tcp://127.0.0.1", "smoke://1"])
-async def test_an_endpoint_that_is_none_is_refused(endpoint: str) -> None:
+async def test_invalid_endpoint_is_refused(endpoint: str) -> None:
     for source in (KvSource(endpoint), KvSource(f"{HOST}:20000", endpoint)):
         feed = KvFeed(0, source, VllmDecoder(), ResidentBlocks(32, counts_copies=True))
         with pytest.raises(EngineError, match="cannot connect"):

@@ -56,7 +56,7 @@ def changed(**changes: Any) -> Prefilled:
     return offered(msgspec.structs.replace(PLACE, **changes))
 
 
-def test_nixl_a_descriptor_says_what_was_offered() -> None:
+def test_nixl_descriptor_decodes_to_the_offer() -> None:
     place = decode_location(offered(), "nixl", BLOCK_BYTES)
     assert place == PLACE
     assert slots_of(place).tolist() == [5, 1, 63]
@@ -64,7 +64,7 @@ def test_nixl_a_descriptor_says_what_was_offered() -> None:
 
 
 @given(st.integers(0), st.integers(1, 255))
-def test_nixl_a_descriptor_in_which_anything_flipped_is_refused(where: int, mask: int) -> None:
+def test_nixl_descriptor_with_a_flipped_bit_is_refused(where: int, mask: int) -> None:
     descriptor = bytearray(offered().descriptor)
     descriptor[where % len(descriptor)] ^= mask
     with pytest.raises(TransferError, match="the descriptor of p is damaged") as caught:
@@ -73,7 +73,7 @@ def test_nixl_a_descriptor_in_which_anything_flipped_is_refused(where: int, mask
 
 
 @given(st.binary(max_size=200))
-def test_nixl_garbage_is_refused_sealed_or_not(garbage: bytes) -> None:
+def test_nixl_garbage_is_refused_with_and_without_a_checksum(garbage: bytes) -> None:
     for descriptor in (garbage, garbage + xxh3_64_digest(garbage)):
         with pytest.raises(TransferError, match=r"the descriptor of p( is damaged|: )"):
             decode_location(offered(descriptor=descriptor), "nixl", BLOCK_BYTES)
@@ -101,13 +101,13 @@ def test_nixl_garbage_is_refused_sealed_or_not(garbage: bytes) -> None:
         (changed(route=b""), "cannot decode the descriptor of p: "),
     ],
 )
-def test_nixl_what_cannot_be_is_refused_before_anybody_is_asked(bad: Prefilled, text: str) -> None:
+def test_nixl_impossible_descriptors_are_refused_locally(bad: Prefilled, text: str) -> None:
     with pytest.raises(TransferError, match=text) as caught:
         decode_location(bad, "nixl", BLOCK_BYTES)
     assert caught.value.reason == "refused"
 
 
-async def test_nixl_a_place_made_to_harm_is_an_error_and_the_next_is_fetched() -> None:
+async def test_nixl_forged_location_is_an_error_and_the_next_fetch_succeeds() -> None:
     async with (
         transport("nixl", "p@1") as (holder, freed),
         transport("nixl", "d@1") as (reader, _),
@@ -134,7 +134,7 @@ async def test_nixl_a_place_made_to_harm_is_an_error_and_the_next_is_fetched() -
         await until(lambda: freed == [("a", "fetched")])
 
 
-async def test_nixl_plain_sockets_give_no_other_blocks_than_those_offered() -> None:
+async def test_nixl_plain_sockets_serve_only_offered_blocks() -> None:
     async with transport("tcp", "p@2") as (holder, freed), transport("tcp", "d@2") as (reader, _):
         good = prefilled(holder, "a", [1, 2])
         place = decode_location(good, "tcp", BLOCK_BYTES)
@@ -162,7 +162,7 @@ async def test_nixl_a_worker_does_not_fetch_from_itself() -> None:
             await holder.fetch(prefilled(holder, "a", [1]), 0, [2])
 
 
-async def test_nixl_notifications_that_are_none_do_no_harm(kind: Kind) -> None:
+async def test_nixl_invalid_notifications_are_ignored(kind: Kind) -> None:
     async with transport(kind, "p@4") as (holder, freed):
         holder.offer("a", [1])
         assert isinstance(holder, Transport)
@@ -176,7 +176,7 @@ async def test_nixl_notifications_that_are_none_do_no_harm(kind: Kind) -> None:
         assert freed == [("a", "released")]
 
 
-async def test_nixl_the_holder_not_asked_for_longest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_nixl_least_recently_used_holder_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl_peers, "PEERS_MAX", 2)
     async with (
         transport("nixl", "d@5") as (reader, _),

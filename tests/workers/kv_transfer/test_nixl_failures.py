@@ -36,7 +36,7 @@ def by_socket(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> Kind:
     return kind
 
 
-async def test_nixl_a_holder_that_died_is_an_error_at_once_and_its_next_life_is_read(kind: Kind) -> None:
+async def test_nixl_dead_holder_fails_at_once_and_its_next_epoch_is_read(kind: Kind) -> None:
     async with transport(kind, "d@1") as (reader, _):
         async with other(kind, "p@1") as holder:
             await reader.fetch(await holder.offer("a", [1]), 0, [0])
@@ -65,7 +65,7 @@ async def test_nixl_a_holder_that_was_never_reached_is_an_error(kind: Kind) -> N
         assert caught.value.reason == "gone"
 
 
-async def test_nixl_a_holder_that_dies_meanwhile_is_an_error_long_before_the_deadline(by_socket: Kind) -> None:
+async def test_nixl_holder_that_dies_during_a_read_fails_before_the_deadline(by_socket: Kind) -> None:
     async with (
         transport(by_socket, "d@4", block_bytes=LARGE, fetch_s=600.0) as (reader, _),
         other(by_socket, "p@4", block_bytes=LARGE) as holder,
@@ -82,7 +82,7 @@ async def test_nixl_a_holder_that_dies_meanwhile_is_an_error_long_before_the_dea
         assert (reader.stats.in_flight, reader.stats.quarantined_blocks) == (0, 0)
 
 
-async def test_nixl_a_holder_that_hangs_is_given_up_and_what_it_owes_is_kept_apart(by_socket: Kind) -> None:
+async def test_nixl_hung_holder_misses_the_deadline_and_its_slots_are_quarantined(by_socket: Kind) -> None:
     async with (
         transport(by_socket, "d@5", block_bytes=LARGE) as (reader, _),
         other(by_socket, "p@5", block_bytes=LARGE) as hung,
@@ -112,7 +112,7 @@ async def test_nixl_a_holder_that_hangs_is_given_up_and_what_it_owes_is_kept_apa
         assert have(reader, range(32), range(32)), "it has come back"
 
 
-async def test_nixl_a_holder_whose_readers_wait_too_long_for_their_turn_is_not_taken_for_silent(
+async def test_nixl_timeout_in_the_queue_does_not_silence_the_holder(
     kind: Kind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gate.FetchLimiter.__init__, "__kwdefaults__", {"fetches_max": 0, "bytes_max": 0})
@@ -146,7 +146,7 @@ async def test_nixl_a_transport_closes_while_a_holder_hangs(by_socket: Kind) -> 
         assert caught.value.reason == "closed"
 
 
-async def test_nixl_what_nobody_fetches_is_given_back_when_its_lease_ends(kind: Kind) -> None:
+async def test_nixl_unfetched_offer_is_freed_when_its_lease_ends(kind: Kind) -> None:
     async with transport(kind, "p@7", lease_s=0.05) as (holder, freed), transport(kind, "d@7") as (reader, _):
         offer = prefilled(holder, "a", [1])
         holder.offer("b", [2])
@@ -178,7 +178,7 @@ async def test_nixl_a_reader_that_dies_leaves_its_blocks_to_the_lease(kind: Kind
 
 
 @pytest.mark.parametrize("block_bytes", [64 << 10, 1 << 20])
-async def test_nixl_blocks_that_were_reused_meanwhile_are_never_believed(kind: Kind, block_bytes: int) -> None:
+async def test_nixl_reused_blocks_are_never_accepted(kind: Kind, block_bytes: int) -> None:
     """Leases end when a read may just have ended; the holder writes over what it gets back, as an engine would."""
     failed = fetched = 0
     lease_s = 0.004
@@ -204,7 +204,7 @@ async def test_nixl_blocks_that_were_reused_meanwhile_are_never_believed(kind: K
         assert min(failed, fetched) >= 10, "the race was not driven"
 
 
-async def test_nixl_a_lease_that_ends_between_the_data_and_the_word_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_nixl_lease_that_ends_during_a_read_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     async with transport("nixl", "p@10") as (holder, _), transport("nixl", "d@10") as (reader, _):
         offer = prefilled(holder, "a", [1])
         posted: list[int] = []
@@ -253,7 +253,7 @@ async def test_nixl_spare_slots_are_bounded(monkeypatch: pytest.MonkeyPatch) -> 
         assert have(reader, range(9), range(9)), "the dead write no more: there is room again"
 
 
-async def test_nixl_one_block_is_not_for_two(kind: Kind) -> None:
+async def test_nixl_repeated_target_slots_are_refused(kind: Kind) -> None:
     async with transport(kind, "p@12") as (holder, _), transport(kind, "d@12") as (reader, _):
         offer = prefilled(holder, "a", [1, 2])
         for first, into, text in (
@@ -286,7 +286,7 @@ asyncio.run(opened())
 """
 
 
-def test_nixl_is_left_before_the_interpreter_goes_away() -> None:
+def test_nixl_thread_ends_before_the_interpreter() -> None:
     """A thread that is within NIXL by then aborts the process: "terminate called without an active exception"."""
     run = subprocess.run(
         [sys.executable, "-c", OPEN_AT_ITS_END], capture_output=True, text=True, check=False, timeout=PATIENCE_S

@@ -24,7 +24,7 @@ FETCHES, BYTES = 3, 100
 
 
 @given(st.lists(st.tuples(st.sampled_from(["enter", "leave", "cancel"]), st.integers(0, 150)), max_size=60))
-def test_nixl_room_is_bounded_in_turn_and_never_lost(acts: list[tuple[str, int]]) -> None:
+def test_nixl_fetch_limiter_is_bounded_fair_and_leaks_nothing(acts: list[tuple[str, int]]) -> None:
     async def run() -> None:
         stats = Stats()
         room = FetchLimiter(stats, fetches_max=FETCHES, bytes_max=BYTES)
@@ -102,7 +102,7 @@ def test_nixl_no_two_blocks_ever_share_memory(data: st.DataObject) -> None:
         assert all((arena.view(block) == number).all() for block in range(blocks))
 
 
-def test_nixl_a_block_is_named_once_or_told() -> None:
+def test_nixl_repeated_blocks_are_detected() -> None:
     arena = Arena(10, 16)
     assert arena.distinct(arena.numbers([]))
     assert arena.distinct(arena.numbers([3, 9, 0]))
@@ -120,12 +120,12 @@ def test_nixl_generation_words_lie_behind_the_slots() -> None:
 
 
 @pytest.mark.parametrize(("blocks", "block_bytes"), [(0, 16), (1, 0), (1 << 20, 1), (1 << 19, 1 << 45)])
-async def test_nixl_memory_that_cannot_be_is_told_at_the_start(blocks: int, block_bytes: int) -> None:
+async def test_nixl_invalid_memory_sizes_are_rejected_at_the_start(blocks: int, block_bytes: int) -> None:
     with pytest.raises(EngineError, match=f"{blocks}|{2 * blocks} KV blocks of {block_bytes} bytes"):
         await open_transport("nixl", name="p@1", blocks=blocks, block_bytes=block_bytes, on_free=lambda *_: None)
 
 
-async def test_nixl_that_is_not_installed_is_told_and_nothing_else_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_nixl_missing_package_is_reported_without_a_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "nixl_cu12", None)
     with pytest.raises(
         EngineError, match=r"halted; None in sys\.modules\): pip install numpy && pip install --no-deps nixl-cu"
@@ -133,7 +133,7 @@ async def test_nixl_that_is_not_installed_is_told_and_nothing_else_is_taken(monk
         await open_transport("nixl", name="p@1", blocks=1, block_bytes=16, on_free=lambda *_: None)
 
 
-async def test_nixl_that_does_not_start_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_nixl_failed_start_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(name: str, interface: str) -> None:
         raise RuntimeError(f"no device for {name}")
 
@@ -142,7 +142,7 @@ async def test_nixl_that_does_not_start_is_told(monkeypatch: pytest.MonkeyPatch)
         await open_transport("nixl", name="p@1", blocks=1, block_bytes=16, on_free=lambda *_: None)
 
 
-async def test_nixl_sockets_that_cannot_listen_are_told() -> None:
+async def test_nixl_sockets_that_cannot_listen_are_reported() -> None:
     with pytest.raises(OSError, match="assign requested address"):
         await open_transport("tcp", name="p@1", blocks=1, block_bytes=16, at="192.0.2.1", on_free=lambda *_: None)
 

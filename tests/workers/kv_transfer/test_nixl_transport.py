@@ -23,7 +23,7 @@ from tests.workers.other_process import TIMEOUT_S
 pytestmark = pytest.mark.timeout(TIMEOUT_S)
 
 
-async def test_nixl_scattered_blocks_arrive_and_are_given_back(kind: Kind) -> None:
+async def test_nixl_scattered_blocks_arrive_and_are_freed(kind: Kind) -> None:
     async with other(kind, "p@1") as holder, transport(kind, "d@1") as (reader, _):
         blocks, into = [7, 3, 60, 4, 5, 0], [1, 50, 2, 49, 3, 63]
         fetched = await reader.fetch(await holder.offer("a", blocks), 0, into)
@@ -37,7 +37,7 @@ async def test_nixl_scattered_blocks_arrive_and_are_given_back(kind: Kind) -> No
         assert reader.stats.read_us >= fetched.us > 0
 
 
-def test_nixl_any_list_arrives_from_any_block_on(kind: Kind) -> None:
+def test_nixl_any_list_of_blocks_arrives_from_any_index(kind: Kind) -> None:
     lists = st.lists(st.integers(0, BLOCKS - 1), min_size=1, max_size=BLOCKS, unique=True)
     with asyncio.Runner() as runner:
         holding, reading = transport(kind, "p@2", blocks=BLOCKS), transport(kind, "d@2", blocks=BLOCKS)
@@ -86,7 +86,7 @@ async def test_nixl_two_readers_have_two_holders(kind: Kind) -> None:
             await holder.gave_back("fetched", 6)
 
 
-async def test_nixl_a_corrupt_block_is_read_again_and_counted(kind: Kind) -> None:
+async def test_nixl_corrupt_block_is_read_again_and_counted(kind: Kind) -> None:
     async with other(kind, "p@4") as holder, transport(kind, "d@4") as (reader, _):
         offer = await holder.offer("a", [3, 4, 5], checksum=True)
         await holder.ask("spoil 4")
@@ -100,9 +100,7 @@ async def test_nixl_a_corrupt_block_is_read_again_and_counted(kind: Kind) -> Non
         assert have(reader, [9], [5])
 
 
-async def test_nixl_a_block_that_was_corrupt_for_once_costs_a_retry(
-    kind: Kind, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_nixl_transient_corruption_costs_one_retry(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     async with transport(kind, "p@5") as (holder, freed), transport(kind, "d@5") as (reader, _):
         assert isinstance(reader, Transport)
         honest = reader._wrong
@@ -121,7 +119,7 @@ async def test_nixl_a_block_that_was_corrupt_for_once_costs_a_retry(
         await until(lambda: freed == [("a", "fetched")])
 
 
-async def test_nixl_fetches_are_bounded_and_in_turn(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_nixl_fetches_are_bounded_and_in_order(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gate.FetchLimiter.__init__, "__kwdefaults__", {"fetches_max": 3, "bytes_max": 6 * BLOCK_BYTES})
     async with transport(kind, "p@6", blocks=256) as (holder, _), transport(kind, "d@6", blocks=256) as (reader, _):
         offers = [prefilled(holder, str(n), range(4 * n, 4 * n + 4)) for n in range(40)]
@@ -147,7 +145,7 @@ async def test_nixl_fetches_are_bounded_and_in_turn(kind: Kind, monkeypatch: pyt
         assert have(reader, range(160), range(160), seed=2)
 
 
-async def test_nixl_who_leaves_gets_its_slots_back_and_nobody_writes_to_them(kind: Kind) -> None:
+async def test_nixl_slots_of_a_cancelled_fetch_are_not_written_to(kind: Kind) -> None:
     size = 1 << 20
     async with (
         other(kind, "p@7", block_bytes=size) as holder,
@@ -168,7 +166,7 @@ async def test_nixl_who_leaves_gets_its_slots_back_and_nobody_writes_to_them(kin
         assert have(reader, range(64), range(64)), "it was still held"
 
 
-async def test_nixl_a_holder_hears_that_nobody_will_fetch(kind: Kind) -> None:
+async def test_nixl_holder_is_notified_of_a_dropped_offer(kind: Kind) -> None:
     async with transport(kind, "p@8") as (holder, freed), transport(kind, "d@8") as (reader, _):
         dropped, kept = prefilled(holder, "a", [1]), prefilled(holder, "b", [2])
         reader.drop(dropped)
@@ -206,7 +204,7 @@ async def test_nixl_offers_are_checked_and_bounded(kind: Kind) -> None:
                 holder.memory.view(block)
 
 
-async def test_nixl_a_closed_transport_does_nothing_and_has_given_back(kind: Kind) -> None:
+async def test_nixl_closed_transport_has_freed_its_offers(kind: Kind) -> None:
     async with transport(kind, "p@10") as (holder, freed), transport(kind, "d@10") as (reader, _):
         offer = prefilled(holder, "a", [1])
         await holder.close()

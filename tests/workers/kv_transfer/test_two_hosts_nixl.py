@@ -72,7 +72,7 @@ async def cut_in_the_middle(holder: Other, reader: Other, one: Host) -> str:
     return await reader.ask("end")
 
 
-async def test_nixl_hosts_blocks_cross_the_cable(kind: Kind, hosts: tuple[Host, Host]) -> None:
+async def test_nixl_hosts_blocks_are_transferred_between_hosts(kind: Kind, hosts: tuple[Host, Host]) -> None:
     one, two = hosts
     async with (
         other(kind, "p@1", on=one, at=at(kind, one), **SIZES) as holder,
@@ -88,7 +88,7 @@ async def test_nixl_hosts_blocks_cross_the_cable(kind: Kind, hosts: tuple[Host, 
         assert (stats.blocks, stats.retries, stats.corrupt, stats.failed) == (len(blocks), 0, 0, {})
 
 
-async def test_nixl_hosts_plain_sockets_have_addresses_of_either_kind(hosts: tuple[Host, Host]) -> None:
+async def test_nixl_hosts_plain_sockets_support_ipv4_and_ipv6(hosts: tuple[Host, Host]) -> None:
     one, two = hosts
     async with (
         other("tcp", "p@1", on=one, at=one.address_6, **SIZES) as holder,
@@ -98,7 +98,7 @@ async def test_nixl_hosts_plain_sockets_have_addresses_of_either_kind(hosts: tup
         assert await reader.has(ALL, ALL)
 
 
-async def test_nixl_hosts_a_holder_that_is_killed_is_gone(kind: Kind, hosts: tuple[Host, Host]) -> None:
+async def test_nixl_hosts_killed_holder_is_reported_as_gone(kind: Kind, hosts: tuple[Host, Host]) -> None:
     one, two = hosts
     async with (
         other(kind, "p@1", on=one, at=at(kind, one), **SIZES) as holder,
@@ -117,7 +117,7 @@ async def test_nixl_hosts_a_holder_that_is_killed_is_gone(kind: Kind, hosts: tup
             assert await reader.has(ALL, ALL)
 
 
-async def test_nixl_hosts_a_cable_that_is_cut_for_a_while(kind: Kind, hosts: tuple[Host, Host]) -> None:
+async def test_nixl_hosts_temporary_network_failure(kind: Kind, hosts: tuple[Host, Host]) -> None:
     one, two = hosts
     async with (
         other(kind, "p@1", on=one, at=at(kind, one), **SIZES) as holder,
@@ -133,7 +133,7 @@ async def test_nixl_hosts_a_cable_that_is_cut_for_a_while(kind: Kind, hosts: tup
         assert await reader.has(ALL, ALL)
 
 
-async def test_nixl_hosts_a_cable_that_is_cut_for_good(kind: Kind, hosts: tuple[Host, Host]) -> None:
+async def test_nixl_hosts_permanent_network_failure(kind: Kind, hosts: tuple[Host, Host]) -> None:
     one, two = hosts
     async with (
         other(kind, "p@1", on=one, at=at(kind, one), lease_s=FETCH_S, environment=IMPATIENT, **SIZES) as holder,
@@ -147,7 +147,7 @@ async def test_nixl_hosts_a_cable_that_is_cut_for_good(kind: Kind, hosts: tuple[
         assert await reader.has(ALL, ALL)
 
 
-async def test_nixl_hosts_one_that_is_off_holds_up_no_other(kind: Kind, hosts: tuple[Host, Host]) -> None:
+async def test_nixl_hosts_unreachable_holder_does_not_delay_other_reads(kind: Kind, hosts: tuple[Host, Host]) -> None:
     one, two = hosts
     async with (
         other(kind, "p@1", on=one, at=at(kind, one), **SIZES) as far,
@@ -162,7 +162,7 @@ async def test_nixl_hosts_one_that_is_off_holds_up_no_other(kind: Kind, hosts: t
         assert await reader.ask("end") in ("deadline", "gone")
 
 
-async def test_nixl_hosts_with_networks_of_their_own_name_the_one_they_share(hosts: tuple[Host, Host]) -> None:
+async def test_nixl_hosts_advertise_their_shared_network(hosts: tuple[Host, Host]) -> None:
     one, two = hosts
     private_networks(hosts)
     async with (
