@@ -10,12 +10,13 @@ from forebay.simulate.settings import DELAYS, LifeCycleSettings, Settings, Worke
 from forebay.simulate.simulation import Simulation
 from forebay.simulate.workload import Turn
 from tests.simulate.fleets import Turns, fleet, split, turn
+from tests.simulate.policies import CUSTOM
 
 MS = 1_000
 
 
 def run(system: Settings, name: str, turns: tuple[Turn, ...]) -> SimulationOutcome:
-    return Simulation(system, policy(name)).run(Turns(*turns), lambda _: None)
+    return Simulation(system, policy(name), CUSTOM).run(Turns(*turns), lambda _: None)
 
 
 def comparable(outcome: SimulationOutcome) -> Any:

@@ -9,3 +9,6 @@ class LeastUsed:
     def decide(self, world: RoutingWorld, request: RoutingRequest) -> int:
         used = [candidate.kv_blocks_used or 0 for candidate in world.candidates]
         return used.index(min(used))
+
+
+CUSTOM = {f"{__name__}.LeastUsed": LeastUsed}

@@ -16,6 +16,7 @@ from forebay.simulate.settings import DELAYS, Delay, Delays, policy
 from forebay.simulate.simulation import Simulation
 from forebay.simulate.workload import Turn
 from tests.simulate.fleets import Turns, fleet, turn
+from tests.simulate.policies import CUSTOM
 
 S = 1_000_000
 PROMPT = 640
@@ -23,7 +24,7 @@ SAME = tuple(range(1, 11))
 
 
 def run(delays: Delays, *turns: Turn, router: str = "kv", workers: int = 2) -> SimulationOutcome:
-    return Simulation(fleet(workers, delays=delays), policy(router)).run(Turns(*turns), lambda _: None)
+    return Simulation(fleet(workers, delays=delays), policy(router), CUSTOM).run(Turns(*turns), lambda _: None)
 
 
 def test_draws_are_exponentially_distributed() -> None:

@@ -18,6 +18,7 @@ from forebay.simulate.reading import open_workload
 from forebay.simulate.settings import PolicySpecUnusable, engine_config, one_pool, policy
 from forebay.simulate.simulation import Simulation
 from forebay.simulate.workload import WorkloadOptions, sequence_hashes
+from tests.simulate.policies import CUSTOM
 from tests.simulate.traces import Rows, conversations, turn_of
 
 TRACES = os.environ.get("FOREBAY_TRACES", "")
@@ -27,7 +28,7 @@ def simulated(
     trace: list[MooncakeRow], policy_name: str = "kv", workers: int = 3, speed: float = 1.0, seed: int = 0, **sizes: Any
 ) -> SimulationOutcome:
     chosen = one_pool(workers, engine_config(**sizes), seed=seed)
-    return Simulation(chosen, policy(policy_name)).run(Rows(trace, speed), lambda _: None)
+    return Simulation(chosen, policy(policy_name), CUSTOM).run(Rows(trace, speed), lambda _: None)
 
 
 def metrics(trace: list[MooncakeRow], policy_name: str = "kv", **settings: Any) -> dict[str, Any]:
