@@ -1,4 +1,4 @@
-"""Dynamo itself, where it is installed: FOREBAY_DYNAMO_PYTHON names a Python that has ai-dynamo 1.6; else skipped."""
+"""A Dynamo peer process. Skipped unless FOREBAY_DYNAMO_PYTHON names a Python with ai-dynamo 1.6."""
 
 import json
 import os
@@ -15,25 +15,25 @@ PEER = Path(__file__).with_name("peer.py")
 
 
 class Dynamo:
-    """A running peer."""
+    """A running peer process."""
 
     def __init__(self, process: "subprocess.Popen[str]") -> None:
         self._process = process
 
     def __call__(self, call: str, *arguments: Any) -> Any:
-        """Ask it; its answer."""
+        """Call the peer and return its result."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps([call, arguments]) + "\n")
         self._process.stdin.flush()
         line = self._process.stdout.readline()
-        assert line, f"{call}{arguments} ended it"
+        assert line, f"{call}{arguments} ended the peer"
         return json.loads(line)
 
 
 @contextmanager
 def dynamo_with(**environment: str) -> Iterator[Dynamo]:
-    """A peer with these variables in its environment."""
+    """Start a peer with these environment variables."""
     python = os.environ.get(VARIABLE)
     if python is None:
         pytest.skip(f"{VARIABLE} does not name a Python with ai-dynamo")

@@ -1,6 +1,6 @@
-"""The same questions to Dynamo and to the core: block hashes, overlaps, and decision after decision of its router.
+"""Compare Dynamo with the core: block hashes, overlaps, and sequences of routing decisions.
 
-Dynamo decides ties by chance: its choice must be one of our cheapest, and is then ours as well.
+Dynamo breaks ties randomly, so its choice must be among our cheapest workers, and our router then uses that choice.
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ from tests.dynamo.conftest import Dynamo, dynamo_with
 NUMBERS = count()
 WORKERS = 3
 
-# Not among them: `track_active_blocks`, because Dynamo's service counts active blocks with and without it.
+# `track_active_blocks` is left out, because Dynamo's service counts active blocks with and without it.
 CONFIGS: list[tuple[dict[str, Any], dict[str, str]]] = [
     ({}, {}),
     (
@@ -59,16 +59,18 @@ def test_block_hashes(
     blocks = len(tokens) // block_size
     drawn = st.dictionaries(st.integers(0, blocks - 1), st.lists(st.integers(0, (1 << 64) - 1), min_size=1, max_size=3))
     objects = data.draw(drawn) if blocks else {}
-    told = [
+    objects_per_block = [
         {"mm_objects": [{"mm_hash": name, "offsets": []} for name in objects[at]]} if at in objects else None
         for at in range(blocks)
     ]
-    theirs = dynamo("hashes", tokens, block_size, told if objects else None, lora_name or None, tenant or None)
+    theirs = dynamo(
+        "hashes", tokens, block_size, objects_per_block if objects else None, lora_name or None, tenant or None
+    )
     assert block_hashes(pack_u32(tokens), block_size, hash_seed(lora_name, tenant), objects) == theirs
 
 
-# The index. Blocks leave a cache from the end on, as in an engine: what is below a block that Dynamo is told to remove
-# is lost to it, also when the block comes back; here it counts again (docs/divergence.md).
+# The index. Blocks leave a cache from the end, as in an engine. If Dynamo removes a block, it forgets the blocks below,
+# even when the removed block is stored again; forebay counts those blocks again (docs/divergence.md).
 
 SHARED = [1, 2, 3, 4]
 FAMILIES = ([*SHARED, 5, 6, 7, 8], [*SHARED, 15, 16, 17, 18], [21, 22, 23, 24, 25, 26, 27, 28])
@@ -82,8 +84,8 @@ changes = st.tuples(
 )
 
 
-class Both:
-    """One history of KV events, told to both indexes."""
+class BothIndexes:
+    """Dynamo's index and the core's index, fed with the same KV events."""
 
     def __init__(self, dynamo: Dynamo) -> None:
         self.index = PrefixIndex()
@@ -97,12 +99,12 @@ class Both:
             self.index.add_holder(str(worker), 0, 1)
 
     def change(self, kind: str, worker: int, family: int, depth: int) -> None:
-        """Store a prefix down to `depth`, remove what is below it, or clear."""
+        """Store a prefix of `depth` blocks, remove the blocks below `depth`, or clear the cache."""
         chain, held = CHAINS[family], self._held[worker]
         have = next((at for at, block in enumerate(chain) if block not in held), len(chain))
         if kind == "clear":
             held.clear()
-            self._say(worker, "cleared", CacheCleared)
+            self._apply(worker, "cleared", CacheCleared)
         elif kind == "store" and have < depth:
             new = chain[have:depth]
             held.update(new)
@@ -110,17 +112,17 @@ class Both:
             pairs = zip(new, FAMILIES[family][have:depth], strict=True)
             blocks = [{"block_hash": block, "tokens_hash": tokens} for block, tokens in pairs]
             data: Any = {"stored": {"parent_hash": parent, "blocks": blocks}}
-            self._say(worker, data, BlocksStored, sequence_hashes=pack_u64(new), parent_hash=parent)
+            self._apply(worker, data, BlocksStored, sequence_hashes=pack_u64(new), parent_hash=parent)
         elif kind == "remove" and depth < have:
             sibling = next((other for other in CHAINS if other != chain and other[0] == chain[0]), [])
             kept = len(SHARED) if held.intersection(sibling[len(SHARED) :]) else 0
-            gone = chain[max(depth, kept) : have][::-1]
-            held.difference_update(gone)
-            if gone:
-                data = {"removed": {"block_hashes": gone}}
-                self._say(worker, data, BlocksRemoved, sequence_hashes=pack_u64(gone))
+            removed = chain[max(depth, kept) : have][::-1]
+            held.difference_update(removed)
+            if removed:
+                data = {"removed": {"block_hashes": removed}}
+                self._apply(worker, data, BlocksRemoved, sequence_hashes=pack_u64(removed))
 
-    def _say(self, worker: int, data: Any, kind: Any, **fields: Any) -> None:
+    def _apply(self, worker: int, data: Any, kind: Any, **fields: Any) -> None:
         self._seq[worker] += 1
         self._dynamo("apply", worker, {"event_id": self._seq[worker], "data": data, "dp_rank": 0})
         self.index.apply(kind(worker_id=str(worker), worker_epoch=1, seq=self._seq[worker], **fields))
@@ -128,7 +130,7 @@ class Both:
 
 @given(st.lists(changes, max_size=30))
 def test_overlaps(dynamo: Dynamo, history: list[tuple[str, int, int, int]]) -> None:
-    both = Both(dynamo)
+    both = BothIndexes(dynamo)
     for change in history:
         both.change(*change)
         for blocks, chain in zip(FAMILIES, CHAINS, strict=True):
@@ -146,7 +148,7 @@ actions = st.one_of(
 
 @dataclass
 class _Running:
-    """A request at a worker: `room` tokens are left in its prompt's last block, its output began `blocks`."""
+    """A routed request: `room` tokens are free in the last prompt block, and its output began `blocks` blocks."""
 
     name: str
     routed: RequestRouted
@@ -156,7 +158,7 @@ class _Running:
 
 
 class Routers:
-    """The same requests for both routers; neither has KV events: what was routed is taken for cached."""
+    """Dynamo's router and the core's, fed with the same requests. Without KV events, routed prompts count as cached."""
 
     def __init__(self, dynamo: Dynamo, config: dict[str, Any]) -> None:
         self._dynamo = dynamo
@@ -165,7 +167,7 @@ class Routers:
         self._names = {number * WORKERS + at + 1: f"w{at}" for at in range(WORKERS)}
         self._drive = Driver().fleet(*self._names.values(), use_kv_events=False, track_output_blocks=True, **config)
         self._reuse = config.get("assume_kv_reuse", True)
-        self._asked = 0
+        self._count = 0
         self._running: list[_Running] = []
         for worker in self._names:
             described = {"block_size": BLOCK, "data_parallel_size": 1, "total_kv_blocks": 64}
@@ -174,15 +176,15 @@ class Routers:
         dynamo("until_scheduled", self._model, WORKERS)
 
     def end(self) -> None:
-        """Take the workers out of Dynamo."""
+        """Remove the workers from Dynamo."""
         for worker in self._names:
             self._dynamo("service", "delete_worker", worker)
 
-    def ask(self, family: int, blocks: int, tail: int) -> None:
-        """Route a request: what each worker would cost, who wins, what is booked."""
-        self._asked += 1
+    def route(self, family: int, blocks: int, tail: int) -> None:
+        """Route a request in both, and compare the costs and the selected worker."""
+        self._count += 1
         name = f"{self._model}-{self._asked}"
-        tokens = [family * 1_000 + at for at in range(blocks * BLOCK)] + [10_000 + self._asked] * tail
+        tokens = [family * 1_000 + at for at in range(blocks * BLOCK)] + [10_000 + self._count] * tail
         if not tokens:
             return
         hashes = sequence_hashes(pack_u32(tokens), BLOCK)
@@ -194,9 +196,9 @@ class Routers:
         chosen = self._dynamo("service", "select_and_reserve", {**body, "selection_id": name})
         if self._reuse:
             assert [block % (1 << 64) for block in chosen["sequence_hashes"]] == list(unpack_u64(hashes))
-        (told,) = self._drive("requests", query("q" + name, unpack_u64(hashes), prompt_tokens=len(tokens)))
-        assert isinstance(told, RouteAnswered)
-        costs = {one.worker_id: one.terms for one in told.candidates}
+        (response,) = self._drive("requests", query("q" + name, unpack_u64(hashes), prompt_tokens=len(tokens)))
+        assert isinstance(response, RouteAnswered)
+        costs = {one.worker_id: one.terms for one in response.candidates}
         for worker, terms in costs.items():
             assert terms.device_overlap == scores[worker]["device_blocks"]
             assert terms.decode_blocks == loads[worker]["potential_decode_blocks"]
@@ -210,8 +212,8 @@ class Routers:
         assert isinstance(routed, RequestRouted)
         self._running.append(_Running(name, routed, -(-len(tokens) // BLOCK) * BLOCK - len(tokens)))
 
-    def go_on(self, kind: str, at: int) -> None:
-        """The first token of a request that runs, a block of output, or its end."""
+    def advance(self, kind: str, at: int) -> None:
+        """Emit the first token, a block of output, or the end of a running request."""
         if not self._running:
             return
         one = self._running[at % len(self._running)]
@@ -231,9 +233,9 @@ class Routers:
             self._drive("progress", RequestFinished(**fields, finish_reason="length"))
 
     def compare(self) -> None:
-        """What is booked."""
+        """Compare the loads of both routers."""
         (theirs,) = self._dynamo("loads", self._model)
-        booked = {
+        loads = {
             self._names[one["worker_id"]]: (
                 one["potential_prefill_tokens"],
                 one["potential_decode_blocks"],
@@ -245,7 +247,7 @@ class Routers:
             rank.worker_id: (rank.prefill_tokens, rank.decode_blocks, rank.active_requests)
             for rank in self._drive.world.load.ranks()
         }
-        assert ours == booked
+        assert ours == loads
 
 
 @pytest.mark.parametrize(("config", "environment"), CONFIGS, ids=str)
@@ -258,9 +260,9 @@ def test_decisions(config: dict[str, Any], environment: dict[str, str]) -> None:
             routers = Routers(dynamo, config)
             for kind, first, blocks, tail in history:
                 if kind == "ask":
-                    routers.ask(first, blocks, tail)
+                    routers.route(first, blocks, tail)
                 else:
-                    routers.go_on(kind, first)
+                    routers.advance(kind, first)
                 routers.compare()
             routers.end()
 

@@ -1,4 +1,4 @@
-"""Hypothesis strategies made from the event types themselves: any value that a type allows."""
+"""Hypothesis strategies derived from the event types: any value that a type allows."""
 
 from typing import Any
 
@@ -9,11 +9,11 @@ from forebay.events.control import QueueClass, QueueConfig
 
 I64_MIN = -(2**63)
 U64_MAX = 2**64 - 1
-PACKED_BYTES = 8  # whole numbers of both u32 and u64
+PACKED_BYTES = 8  # a multiple of the sizes of u32 and u64
 
 
 def instances(cls: type) -> st.SearchStrategy[Any]:
-    """Any instance of a struct type that the wire can carry."""
+    """Return a strategy for every instance of a struct type that the wire can carry."""
     return _values(inspect.type_info(cls))
 
 
@@ -22,7 +22,7 @@ def _values(info: inspect.Type) -> st.SearchStrategy[Any]:
         case inspect.Metadata():
             return _values(info.type)
         case inspect.StructType(cls=cls) if cls is QueueConfig:
-            # Its fields must agree with each other.
+            # The fields of this type constrain each other.
             names = st.lists(st.text(min_size=1, max_size=9), max_size=3, unique=True)
             classes = names.map(lambda drawn: (QueueClass(), *(QueueClass(name=f"-{name}") for name in drawn)))
             threshold = st.none() | st.floats(min_value=0, max_value=1e6)

@@ -1,4 +1,4 @@
-"""Packed lists and digests: what is packed comes back, and nothing else is taken."""
+"""Packed lists and digests round-trip, and malformed bytes are rejected."""
 
 import pytest
 from hypothesis import given
@@ -8,12 +8,12 @@ from forebay.events.base import hex_digest, pack_u32, pack_u64, require_packed, 
 
 
 @given(st.lists(st.integers(0, 2**32 - 1)))
-def test_u32_lists_come_back(values: list[int]) -> None:
+def test_u32_lists_round_trip(values: list[int]) -> None:
     assert unpack_u32(pack_u32(values)) == values
 
 
 @given(st.lists(st.integers(0, 2**64 - 1)))
-def test_u64_lists_come_back(values: list[int]) -> None:
+def test_u64_lists_round_trip(values: list[int]) -> None:
     assert unpack_u64(pack_u64(values)) == values
 
 

@@ -1,4 +1,4 @@
-"""The wire: every event comes back as it was, and no bytes at all get past `DecodeError`."""
+"""The wire codec: every event round-trips, and any invalid bytes raise `DecodeError`."""
 
 import json
 from typing import Any, get_args
@@ -46,7 +46,7 @@ def wire(topic: Topic, fields: object) -> bytes:
 @pytest.mark.parametrize(("topic", "cls"), EVENTS)
 @HEAVY
 @given(data=st.data())
-def test_every_event_comes_back(topic: Topic, cls: type[Event], data: st.DataObject) -> None:
+def test_every_event_round_trips(topic: Topic, cls: type[Event], data: st.DataObject) -> None:
     event = data.draw(instances(cls))
     assert decode(topic, encode(topic, event)) == event
 
@@ -54,7 +54,7 @@ def test_every_event_comes_back(topic: Topic, cls: type[Event], data: st.DataObj
 @pytest.mark.parametrize("part", get_args(Chunk), ids=tag_of)
 @HEAVY
 @given(data=st.data())
-def test_every_snapshot_part_comes_back(part: type, data: st.DataObject) -> None:
+def test_every_snapshot_part_round_trips(part: type, data: st.DataObject) -> None:
     chunk = SnapshotChunk(owner_epoch=1, number=0, parts=(data.draw(instances(part)),))
     assert decode(SNAPSHOTS, encode(SNAPSHOTS, chunk)) == chunk
 
@@ -69,20 +69,20 @@ def test_every_snapshot_part_comes_back(part: type, data: st.DataObject) -> None
 @example(value=b"[" * 100_000)
 @example(value=b'{"x":' + b"[" * 100_000)
 @example(value=b"\x81\xa1x" + b"\x91" * 100_000 + b"\xc0")
-def test_random_bytes_are_refused_by_name(topic: Topic, value: bytes) -> None:
+def test_random_bytes_are_rejected_by_name(topic: Topic, value: bytes) -> None:
     with pytest.raises(DecodeError):
         decode(topic, value)
 
 
 @pytest.mark.parametrize("topic", CARRYING, ids=lambda topic: topic.name)
-def test_a_null_value_is_refused_by_name(topic: Topic) -> None:
+def test_a_null_value_is_rejected_by_name(topic: Topic) -> None:
     with pytest.raises(DecodeError, match=f"{topic.name}: its value is null"):
         decode(topic, None)
 
 
 @pytest.mark.parametrize("name", SAMPLES)
 @given(data=st.data())
-def test_a_damaged_record_decodes_or_is_refused_by_name(name: str, data: st.DataObject) -> None:
+def test_a_damaged_record_decodes_or_is_rejected_by_name(name: str, data: st.DataObject) -> None:
     topic, event = SAMPLES[name]
     value = bytearray(encode(topic, event))
     for _ in range(data.draw(st.integers(1, 3))):
@@ -94,7 +94,7 @@ def test_a_damaged_record_decodes_or_is_refused_by_name(name: str, data: st.Data
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_deep_nesting_in_an_unknown_field_is_refused_by_name(name: str) -> None:
+def test_deep_nesting_in_an_unknown_field_is_rejected_by_name(name: str) -> None:
     topic, event = SAMPLES[name]
     value = encode(topic, event)
     if topic.codec == "json":
@@ -106,13 +106,13 @@ def test_deep_nesting_in_an_unknown_field_is_refused_by_name(name: str) -> None:
 
 
 @pytest.mark.parametrize("topic", CARRYING, ids=lambda topic: topic.name)
-def test_an_unknown_tag_is_refused_and_named(topic: Topic) -> None:
+def test_an_unknown_tag_is_rejected_and_named(topic: Topic) -> None:
     with pytest.raises(DecodeError, match=r"kv\.moved"):
         decode(topic, wire(topic, {"type": "kv.moved"}))
 
 
 @pytest.mark.parametrize("topic", CARRYING, ids=lambda topic: topic.name)
-def test_only_a_well_formed_record_has_an_unknown_tag(topic: Topic) -> None:
+def test_only_a_well_formed_record_is_reported_as_an_unknown_tag(topic: Topic) -> None:
     assert unknown_tag(topic, wire(topic, {"type": "kv.moved", "more": [1]})) == "kv.moved"
     known = tag_of(event_types(topic)[0])
     for other in (wire(topic, {"type": known}), wire(topic, {"tag": "x"}), wire(topic, 5), b"", b"\xc1", b'"\xff"'):
@@ -120,7 +120,7 @@ def test_only_a_well_formed_record_has_an_unknown_tag(topic: Topic) -> None:
 
 
 @pytest.mark.parametrize("topic", [t for t in CARRYING if len(event_types(t)) > 1], ids=lambda topic: topic.name)
-def test_among_several_events_a_missing_tag_is_refused(topic: Topic) -> None:
+def test_a_missing_tag_is_rejected_if_a_topic_has_several_events(topic: Topic) -> None:
     with pytest.raises(DecodeError, match="type"):
         decode(topic, wire(topic, {"request_id": "r"}))
 
@@ -133,7 +133,7 @@ def test_an_unknown_field_is_ignored(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_a_missing_required_field_is_refused(name: str) -> None:
+def test_a_missing_required_field_is_rejected(name: str) -> None:
     topic, event = SAMPLES[name]
     required = next((f.name for f in msgspec.structs.fields(event) if f.required), None)
     fields = fields_of(topic, encode(topic, event))
@@ -145,7 +145,7 @@ def test_a_missing_required_field_is_refused(name: str) -> None:
         decode(topic, wire(topic, fields))
 
 
-NOT_PACKED = ("content", "descriptor")  # whatever a client or a transfer layer put there
+NOT_PACKED = ("content", "descriptor")  # opaque bytes of a client or a transfer layer
 
 
 def packed_fields(fields: object, path: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
@@ -156,7 +156,7 @@ def packed_fields(fields: object, path: tuple[str | int, ...] = ()) -> list[tupl
 
 
 @pytest.mark.parametrize("name", [name for name, (topic, _) in SAMPLES.items() if topic.codec == "msgpack"])
-def test_half_numbers_in_packed_lists_are_refused(name: str) -> None:
+def test_partial_integers_in_packed_lists_are_rejected(name: str) -> None:
     topic, event = SAMPLES[name]
     value = encode(topic, event)
     for path in packed_fields(fields_of(topic, value)):
@@ -172,7 +172,7 @@ def test_half_numbers_in_packed_lists_are_refused(name: str) -> None:
 @pytest.mark.parametrize(
     "digest", ["", "0" * 15, "0" * 17, "g" * 16, "A" * 16, "0" * 16 + "\n", " " + "0" * 15, "0x" + "0" * 14]
 )
-def test_a_digest_that_is_none_is_refused(digest: str) -> None:
+def test_a_malformed_digest_is_rejected(digest: str) -> None:
     for name in ("request.routed", "snapshot.taken"):
         _, event = SAMPLES[name]
         fields = json.loads(encode(DECISIONS, event))
@@ -181,13 +181,13 @@ def test_a_digest_that_is_none_is_refused(digest: str) -> None:
             decode(DECISIONS, json.dumps(fields | {field: digest}).encode())
 
 
-def test_defaults_stay_off_the_wire() -> None:
+def test_default_values_are_not_encoded() -> None:
     for _, topic, _, least in samples():
         written = fields_of(topic, encode(topic, least)).keys() - {"type"}
         assert written == {f.name for f in msgspec.structs.fields(least) if f.required}
 
 
-def test_a_topic_without_events_encodes_and_decodes_none() -> None:
+def test_a_topic_without_events_neither_encodes_nor_decodes() -> None:
     event = SAMPLES["load.reported"][1]
     with pytest.raises(TypeError, match="dead-letters"):
         encode(DEAD_LETTERS, event)

@@ -1,4 +1,4 @@
-"""The names that models, adapters, pools, workers, services and namespaces may have."""
+"""Validation of the names of models, adapters, pools, workers, services and namespaces."""
 
 from typing import get_args
 
@@ -38,13 +38,13 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
         ("namespace", "workers"),
     ],
 )
-def test_names_that_are_in_use_are_accepted(kind: Kind, name: str) -> None:
+def test_valid_names_are_accepted(kind: Kind, name: str) -> None:
     assert require_name(kind, name) == name
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["", "a\0b", "a\n", "a\nb", "\x1b[2J", " a", "a ", "a\u200b", "\ud800", "a" * 257])
-def test_names_that_no_part_may_have_are_refused_and_shown_escaped(kind: Kind, name: str) -> None:
+def test_invalid_names_are_rejected_and_escaped_in_the_message(kind: Kind, name: str) -> None:
     with pytest.raises(NameInvalid, match=f"the {kind} name ") as refused:
         require_name(kind, name)
     text = str(refused.value)
@@ -55,30 +55,30 @@ def test_names_that_no_part_may_have_are_refused_and_shown_escaped(kind: Kind, n
 
 @pytest.mark.parametrize("kind", ["model", "adapter"])
 @pytest.mark.parametrize("name", ["../x", "a/../b", "..", ".", "/etc", "a/", "a//b", "a\\..\\b"])
-def test_a_model_is_no_path_out_of_its_place(kind: Kind, name: str) -> None:
+def test_a_model_name_cannot_escape_its_directory(kind: Kind, name: str) -> None:
     with pytest.raises(NameInvalid, match="slash"):
         require_name(kind, name)
 
 
 @pytest.mark.parametrize("kind", ["pool", "namespace"])
 @pytest.mark.parametrize("name", ["a/b", "a b", "a:b", "模", ".", "..", ".a", "-a", "_a"])
-def test_a_part_of_a_topic_has_what_kafka_takes(kind: Kind, name: str) -> None:
+def test_a_name_used_in_topics_has_only_kafka_characters(kind: Kind, name: str) -> None:
     with pytest.raises(NameInvalid, match="part of Kafka topics"):
         require_name(kind, name)
 
 
-def test_a_worker_name_is_one_word() -> None:
+def test_a_worker_name_has_no_space() -> None:
     with pytest.raises(NameInvalid, match="it has a space"):
         require_name("worker", "a b")
 
 
 @pytest.mark.parametrize("name", ["work", "a.work", "a.work.b", "work.b"])
-def test_no_namespace_has_topics_that_are_work_topics_of_another(name: str) -> None:
+def test_a_namespace_cannot_collide_with_the_work_topics_of_another(name: str) -> None:
     with pytest.raises(NameInvalid, match="work topics of another namespace"):
         require_name("namespace", name)
 
 
-def test_the_longest_topics_are_short_enough_for_kafka() -> None:
+def test_the_longest_topic_names_fit_kafka() -> None:
     namespace, pool = "n" * NAMESPACE_CHARS_MAX, "p" * POOL_CHARS_MAX
     names = [work_topic(require_name("pool", pool)).name, *(topic.name for topic in FIXED_TOPICS)]
     assert max(len(f"{require_name('namespace', namespace)}.{name}") for name in names) <= KAFKA_TOPIC_CHARS_MAX
@@ -94,7 +94,7 @@ def test_an_adapter_cannot_have_the_name_of_its_base_model() -> None:
 
 
 @given(kind=st.sampled_from(KINDS), name=st.text(max_size=300))
-def test_any_text_is_accepted_or_refused_in_a_printable_line(kind: Kind, name: str) -> None:
+def test_any_text_is_accepted_or_rejected_in_a_printable_line(kind: Kind, name: str) -> None:
     try:
         assert require_name(kind, name) == name
     except NameInvalid as error:

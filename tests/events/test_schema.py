@@ -1,4 +1,4 @@
-"""The schema registry and docs/events.md say what the code says."""
+"""The schema registry and docs/events.md match the event types."""
 
 import json
 from pathlib import Path
@@ -46,7 +46,7 @@ def test_schemas_state_tags_requirements_and_bounds() -> None:
     assert "at_us" not in submitted["required"]
 
 
-def test_the_writer_replaces_what_is_stale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_writer_replaces_stale_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schemas, "REGISTRY", tmp_path)
     monkeypatch.setattr(schemas, "DOCUMENT", tmp_path / "events.md")
     (tmp_path / "gone.json").write_text("{}")

@@ -1,4 +1,4 @@
-"""Logs of every kind behind the port, leases on every Redis there is, and small helpers."""
+"""Fixtures and helpers: SQLite logs, and leases on the embedded Redis and on a real one if installed."""
 
 import asyncio
 import shutil
@@ -21,7 +21,7 @@ REDIS_SERVER = shutil.which("redis-server")
 
 
 class Wakes:
-    """Counts how often it was set."""
+    """A wake that counts its calls."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -31,29 +31,29 @@ class Wakes:
 
 
 async def until(condition: Callable[[], object]) -> None:
-    """Let others run until the condition holds."""
+    """Yield to the event loop until the condition holds."""
     async with asyncio.timeout(PATIENCE_S):
         while not condition():  # noqa: ASYNC110 - conditions are about the log
             await asyncio.sleep(0.001)
 
 
 def drafts(count: int, topic: str = "topic", partition: int = 0, first: int = 0) -> list[Draft]:
-    """Records whose value is their number."""
+    """Return `count` drafts whose values are consecutive numbers."""
     return [Draft(topic, partition, str(number).encode()) for number in range(first, first + count)]
 
 
 def numbers(records: list[Record]) -> list[int]:
-    """What `drafts` put in."""
+    """Return the numbers that `drafts` encoded."""
     return [int(record.value) for record in records]
 
 
 def stored(log: SqliteLog, topic: str = "topic", partition: int = 0, offset: int = 0) -> list[Record]:
-    """Everything in a partition from an offset on."""
+    """Return all records of a partition, from `offset` on."""
     return log.records(topic, partition, offset, READ_MAX)
 
 
 def drain(tail: Tail, limit: int = READ_MAX) -> list[Record]:
-    """What the tail has ready."""
+    """Return the records that the tail has ready."""
     taken: list[Record] = []
     while len(tail):
         taken += tail.take(limit)
@@ -67,7 +67,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture(params=["memory", "file"])
 def log(request: pytest.FixtureRequest, path: Path) -> Iterator[SqliteLog]:
-    """An empty log."""
+    """Return an empty log, in memory or in a file."""
     log = SqliteLog.open(None if request.param == "memory" else path)
     yield log
     log.close()
@@ -75,7 +75,7 @@ def log(request: pytest.FixtureRequest, path: Path) -> Iterator[SqliteLog]:
 
 @pytest.fixture(scope="session")
 def redis_socket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A Redis server of this test run alone."""
+    """Start a Redis server for this test run; return its socket."""
     assert REDIS_SERVER is not None
     folder = tmp_path_factory.mktemp("redis")
     socket = folder / "redis.sock"
@@ -95,7 +95,7 @@ def redis_socket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(params=["fakeredis"] if REDIS_SERVER is None else ["fakeredis", "redis-server"])
 def client(request: pytest.FixtureRequest) -> Iterator[redis.Redis]:
-    """An empty Redis: the embedded one, and a real one where it is installed."""
+    """Return a client of an empty Redis, the embedded one or a real one if installed."""
     client: redis.Redis
     if request.param == "fakeredis":
         client = fakeredis.FakeRedis(server=fakeredis.FakeServer())

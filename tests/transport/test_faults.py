@@ -1,4 +1,4 @@
-"""The log that dies on purpose: what got through is on the log behind it, the rest is not."""
+"""The fault-injecting log crashes at a chosen append; only earlier appends reach the log that it wraps."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ from tests.transport.conftest import Wakes, drafts, numbers, stored
 
 
 @pytest.mark.parametrize("crash_after", [0, 1, 4, 9])
-async def test_the_calls_before_the_crash_are_whole_on_the_log_behind(log: SqliteLog, crash_after: int) -> None:
+async def test_appends_before_the_crash_are_complete_on_the_wrapped_log(log: SqliteLog, crash_after: int) -> None:
     faulty = FaultyLog(log, crash_after)
     done = 0
     with pytest.raises(Crashed):
@@ -29,7 +29,7 @@ async def test_the_calls_before_the_crash_are_whole_on_the_log_behind(log: Sqlit
     assert await log.append(drafts(1)) == [3 * crash_after]
 
 
-async def test_after_the_crash_everything_is_dead_but_closing(log: SqliteLog) -> None:
+async def test_after_the_crash_every_call_but_close_fails(log: SqliteLog) -> None:
     faulty = FaultyLog(log, 1)
     tail = faulty.tail("topic", 0, 0, Wakes())
     await faulty.append(drafts(2))
@@ -54,7 +54,7 @@ async def test_after_the_crash_everything_is_dead_but_closing(log: SqliteLog) ->
     tail.close()
 
 
-async def test_a_faulty_log_is_a_log(log: SqliteLog) -> None:
+async def test_a_faulty_log_satisfies_the_log_port(log: SqliteLog) -> None:
     inner: Log = FaultyLog(log, 5)
     outer: Log = FaultyLog(inner, 1)
     assert await outer.append(drafts(1)) == [0]

@@ -1,4 +1,4 @@
-"""Reading what a broker returns: a record for every offset, and no bytes that raise."""
+"""Decoding of fetched Kafka batches yields a record for every offset, and never raises."""
 
 import gzip
 from collections.abc import Sequence
@@ -59,12 +59,12 @@ raw_batches = st.builds(
 def fetched(
     data: bytes, *, offset: int = 0, isolation: int = READ_UNCOMMITTED, aborted: Sequence[tuple[int, int]] = ()
 ) -> list[Any]:
-    """What a consumer delivers of these bytes, from an offset on."""
+    """Return the records that a consumer delivers from these bytes, from `offset` on."""
     return list(DenseRecords(PLACE, Batches(data), aborted, offset, None, None, True, isolation))
 
 
-def read(data: bytes, **how: Any) -> list[Record]:
-    return [record_of("requests", message) for message in fetched(data, **how)]
+def read(data: bytes, **options: Any) -> list[Record]:
+    return [record_of("requests", message) for message in fetched(data, **options)]
 
 
 def flipped(data: bytes, at: int) -> bytes:
@@ -72,7 +72,7 @@ def flipped(data: bytes, at: int) -> bytes:
 
 
 @given(batch=raw_batches)
-def test_every_field_of_a_record_comes_as_it_was_produced(batch: RawBatch) -> None:
+def test_every_field_of_a_record_round_trips(batch: RawBatch) -> None:
     records = read(batch.encoded())
     assert [record.offset for record in records] == list(range(len(batch.records)))
     for raw, record in zip(batch.records, records, strict=True):
@@ -84,13 +84,13 @@ def test_every_field_of_a_record_comes_as_it_was_produced(batch: RawBatch) -> No
 
 
 @given(data=st.data(), batches=st.lists(raw_batches, min_size=1, max_size=3))
-def test_damaged_batches_keep_their_places(data: st.DataObject, batches: list[RawBatch]) -> None:
+def test_damaged_batches_keep_their_offsets(data: st.DataObject, batches: list[RawBatch]) -> None:
     wire, offset = b"", 0
     for batch in batches:
         object.__setattr__(batch, "offset", offset)
         offset += len(batch.records)
         encoded = batch.encoded()
-        if data.draw(st.booleans()):  # behind the frame: a broker keeps that
+        if data.draw(st.booleans()):  # behind the batch header, which a broker keeps intact
             encoded = flipped(encoded, data.draw(st.integers(61, len(encoded) - 1)))
         wire += encoded
     start = data.draw(st.integers(0, offset - 1))
@@ -98,7 +98,7 @@ def test_damaged_batches_keep_their_places(data: st.DataObject, batches: list[Ra
 
 
 @given(data=st.binary(max_size=200), offset=st.integers(0, 2**40))
-def test_bytes_of_any_kind_raise_nothing(data: bytes, offset: int) -> None:
+def test_arbitrary_bytes_never_raise(data: bytes, offset: int) -> None:
     records = DenseRecords(PLACE, Batches(data), (), offset, None, None, True, READ_UNCOMMITTED)
     offsets = [message.offset for message in islice(records, 100)]
     assert offsets == sorted({*offsets})
@@ -106,43 +106,43 @@ def test_bytes_of_any_kind_raise_nothing(data: bytes, offset: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("codec", "payload", "says"),
+    ("codec", "payload", "message"),
     [
         (GZIP, gzip.compress(bytes(DECOMPRESSED_BYTES_MAX + 1), 1), "larger than 32 MiB"),
-        (SNAPPY, b"\x81\x80\x80\x10" + bytes(20), "larger than 32 MiB"),  # says that it has so many
+        (SNAPPY, b"\x81\x80\x80\x10" + bytes(20), "larger than 32 MiB"),  # declares this uncompressed size
         (LZ4, bytes(cramjam.lz4.compress(bytes(DECOMPRESSED_BYTES_MAX + 1))), "cannot be decompressed"),
         (ZSTD, bytes(cramjam.zstd.compress(bytes(DECOMPRESSED_BYTES_MAX + 1))), "cannot be decompressed"),
-        (5, b"nobody knows this codec", "the unknown codec 5"),
+        (5, b"unknown codec", "the unknown codec 5"),
         (GZIP, gzip.compress(b"cut short")[:-9], "the data ends too early"),
         (ZSTD, b"no zstd", "cannot be decompressed"),
     ],
     ids=["gzip-bomb", "snappy-bomb", "lz4-bomb", "zstd-bomb", "unknown-codec", "cut-gzip", "garbage"],
 )
-def test_what_cannot_be_decompressed_is_delivered_as_absent(codec: int, payload: bytes, says: str) -> None:
-    """The reason tells a bomb that was not decompressed from one whose content is no record."""
+def test_an_undecompressable_batch_is_delivered_as_absent(codec: int, payload: bytes, message: str) -> None:
+    """The reason distinguishes an oversized batch that was not decompressed from invalid content."""
     three = RawBatch([RawRecord(b"x")] * 3, codec=codec, offset=5)
     records = read(three.encoded(payload=payload) + RawBatch([RawRecord(b"next")], offset=8).encoded(), offset=5)
     assert [record.offset for record in records] == [5, 6, 7, 8]
     assert [record.value for record in records] == [b"", b"", b"", b"next"]
-    assert all(record.fault and says in record.fault for record in records[:3])
+    assert all(record.fault and message in record.fault for record in records[:3])
 
 
 @pytest.mark.parametrize("encode", [gzip.compress, snappy_encode, lz4_encode, zstd_encode])
-def test_what_other_clients_compress_is_read(encode: Any) -> None:
+def test_batches_compressed_by_other_clients_are_read(encode: Any) -> None:
     codec = {gzip.compress: GZIP, snappy_encode: SNAPPY, lz4_encode: LZ4, zstd_encode: ZSTD}[encode]
     plain = RawBatch([RawRecord(b"word " * 20_000), RawRecord(b"two")])
     records = read(RawBatch(plain.records, codec=codec).encoded(payload=encode(plain.payload)))
     assert [record.value for record in records] == [b"word " * 20_000, b"two"]
 
 
-def test_a_wrong_checksum_is_a_fault_of_every_record_of_the_batch() -> None:
+def test_a_wrong_checksum_marks_every_record_of_the_batch_faulty() -> None:
     wire = RawBatch([RawRecord(b"one"), RawRecord(b"two")]).encoded()
     records = read(flipped(wire, len(wire) - 1))
     assert [record.fault for record in records] == ["the checksum of its batch is wrong"] * 2
 
 
 def test_records_before_a_broken_one_are_kept() -> None:
-    good = RawRecord(b"good", headers=[(b"\xff", b"1")])  # of no use to aiokafka's own parser
+    good = RawRecord(b"good", headers=[(b"\xff", b"1")])  # aiokafka's own parser rejects this header
     plain = RawBatch([good, good])
     payload = plain.payload[: len(plain.payload) // 2] + b"\x7e broken"
     first, second = read(plain.encoded(payload=payload))
@@ -151,7 +151,7 @@ def test_records_before_a_broken_one_are_kept() -> None:
     assert "damaged" in second.fault
 
 
-def test_offsets_without_a_record_are_gaps_and_not_faults_of_a_producer() -> None:
+def test_offsets_without_a_record_are_gaps_not_faults() -> None:
     wire = RawBatch([RawRecord(b"a")]).encoded()
     wire += RawBatch([RawRecord(b"\0" * 6, b"\0" * 4)], offset=1, attributes=CONTROL | TRANSACTIONAL).encoded()
     wire += RawBatch([RawRecord(b"b")], offset=4).encoded()  # 2 and 3 were compacted
@@ -160,7 +160,7 @@ def test_offsets_without_a_record_are_gaps_and_not_faults_of_a_producer() -> Non
     assert [getattr(message, "is_gap", None) for message in messages] == [None, True, True, True, None]
 
 
-def test_an_aborted_transaction_is_a_gap_for_who_reads_committed_records() -> None:
+def test_an_aborted_transaction_is_a_gap_for_read_committed_consumers() -> None:
     aborted = RawBatch([RawRecord(b"a")], attributes=TRANSACTIONAL, producer_id=PRODUCER).encoded()
     marker = RawRecord(b"\0" * 6, b"\0\0\0\0")
     wire = aborted + RawBatch([marker], offset=1, attributes=CONTROL | TRANSACTIONAL, producer_id=PRODUCER).encoded()
@@ -177,7 +177,7 @@ def test_an_aborted_transaction_is_a_gap_for_who_reads_committed_records() -> No
 @pytest.mark.parametrize("topic", TOPICS, ids=lambda topic: topic.name)
 @examples(0.25)
 @given(batch=raw_batches)
-def test_any_record_is_an_event_or_refused_by_name(topic: Any, batch: RawBatch) -> None:
+def test_any_record_decodes_or_is_rejected_by_name(topic: Any, batch: RawBatch) -> None:
     for record in read(batch.encoded()):
         try:
             event_of(topic, record)
@@ -197,7 +197,7 @@ def test_every_record_fits_a_dead_letter(batch: RawBatch) -> None:
         }.items() - {item for item in (record.headers or {}).items() if item[0].startswith("source-")}
 
 
-def test_what_is_too_large_for_a_dead_letter_is_left_out_and_said() -> None:
+def test_content_too_large_for_a_dead_letter_is_omitted_and_reported() -> None:
     record = Record("requests", 0, 9, 0, bytes(CONTENT_BYTES_MAX + 1), b"key", {"x": "\ufffd" * HEADERS_BYTES_MAX})
     letter = dead_letter(record, 0, "x" * 10_000)
     assert size_of(letter) < RECORD_BYTES_MAX

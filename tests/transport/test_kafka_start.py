@@ -1,4 +1,4 @@
-"""`start_whole`: a client is started, or stopped again, whatever happens meanwhile."""
+"""`start_whole` returns a started client or stops the client, also on cancellation and errors."""
 
 import asyncio
 
@@ -8,7 +8,7 @@ from forebay.transport.kafka.start import start_whole
 
 
 class Client:
-    """Connects once it is let in; notes what is done to it."""
+    """A client that connects once allowed, and counts its calls."""
 
     def __init__(self) -> None:
         self.notes: list[str] = []
@@ -36,14 +36,14 @@ async def cancelled_midway(client: Client) -> asyncio.Task[None]:
     return starting
 
 
-async def test_a_client_that_starts_is_left_alone() -> None:
+async def test_a_started_client_is_not_stopped() -> None:
     client = Client()
     client.let_in.set()
     await start_whole(client.start, client.stop)
     assert client.notes == ["starts", "is connected"]
 
 
-async def test_a_start_that_is_cancelled_ends_by_itself_before_the_client_is_stopped() -> None:
+async def test_a_cancelled_start_completes_before_the_client_is_stopped() -> None:
     client = Client()
     starting = await cancelled_midway(client)
     client.let_in.set()
@@ -52,7 +52,7 @@ async def test_a_start_that_is_cancelled_ends_by_itself_before_the_client_is_sto
     assert client.notes == ["starts", "is connected", "is stopped"]
 
 
-async def test_a_start_that_hangs_does_not_hold_up_its_cancellation(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_hanging_start_does_not_block_its_cancellation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("forebay.transport.kafka.start.CANCEL_GRACE_S", 0.01)
     client = Client()
     starting = await cancelled_midway(client)
@@ -61,12 +61,12 @@ async def test_a_start_that_hangs_does_not_hold_up_its_cancellation(monkeypatch:
     assert client.notes == ["starts", "is cancelled", "is stopped"]
 
 
-async def test_a_start_that_fails_raises_its_error_and_the_client_is_stopped() -> None:
+async def test_a_failing_start_raises_its_error_and_stops_the_client() -> None:
     client = Client()
 
     async def refused() -> None:
-        raise OSError("nobody is there")
+        raise OSError("connection refused")
 
-    with pytest.raises(OSError, match="nobody is there"):
+    with pytest.raises(OSError, match="connection refused"):
         await start_whole(refused, client.stop)
     assert client.notes == ["is stopped"]

@@ -1,4 +1,4 @@
-"""The contract of the port `Log`, for every implementation: offsets, order, all or none, tails."""
+"""Contract tests of the port `Log` for every implementation: offsets, order, atomic appends, tails."""
 
 import asyncio
 from collections import defaultdict
@@ -33,7 +33,7 @@ async def test_offsets_are_dense_in_each_partition_and_in_the_order_of_calls(log
     ]
 
 
-async def test_a_record_comes_back_as_it_was_given(log: SqliteLog) -> None:
+async def test_a_record_is_read_as_it_was_appended(log: SqliteLog) -> None:
     given = [
         Draft("topic", 5, b""),
         Draft("topic", 5, bytes(range(256)), b"", {}),
@@ -49,7 +49,7 @@ async def test_a_record_comes_back_as_it_was_given(log: SqliteLog) -> None:
     ]
 
 
-async def test_reading_is_bounded_and_starts_anywhere(log: SqliteLog) -> None:
+async def test_a_read_is_bounded_and_starts_at_any_offset(log: SqliteLog) -> None:
     await log.append(drafts(10))
     assert numbers(log.records("topic", 0, 3, 4)) == [3, 4, 5, 6]
     assert numbers(log.records("topic", 0, 8, 4)) == [8, 9]
@@ -60,14 +60,14 @@ async def test_reading_is_bounded_and_starts_anywhere(log: SqliteLog) -> None:
     assert log.records("nothing", 0, 0, 4) == []
 
 
-async def test_calls_of_one_moment_keep_their_order_and_share_a_clock(log: SqliteLog) -> None:
+async def test_concurrent_appends_keep_their_order_and_share_a_timestamp(log: SqliteLog) -> None:
     calls = [asyncio.ensure_future(log.append(drafts(2, first=2 * number))) for number in range(50)]
     assert [await call for call in calls] == [[2 * number, 2 * number + 1] for number in range(50)]
     assert numbers(stored(log)) == list(range(100))
     assert len({record.at_us for record in stored(log)}) == 1
 
 
-async def test_nothing_appended_is_no_append(log: SqliteLog) -> None:
+async def test_an_empty_append_writes_nothing(log: SqliteLog) -> None:
     assert await log.append([]) == []
     log.append_soon([])
     assert await log.append(drafts(1)) == [0]
@@ -86,7 +86,7 @@ async def test_nothing_appended_is_no_append(log: SqliteLog) -> None:
         (Draft("topic", 0, bytes(RECORD_BYTES_MAX), b"k"), f"{RECORD_BYTES_MAX + 1} bytes"),
     ],
 )
-async def test_a_draft_that_no_log_takes_takes_its_whole_call_down(log: SqliteLog, bad: Draft, text: str) -> None:
+async def test_an_invalid_draft_fails_its_whole_append(log: SqliteLog, bad: Draft, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         await log.append([*drafts(2), bad])
     with pytest.raises(ValueError, match=text):
@@ -101,7 +101,7 @@ async def test_the_largest_record_fits(log: SqliteLog) -> None:
     assert len(stored(log)[0].value) == RECORD_BYTES_MAX
 
 
-async def test_a_caller_that_is_cancelled_has_still_appended(log: SqliteLog) -> None:
+async def test_a_cancelled_append_is_still_written(log: SqliteLog) -> None:
     call = asyncio.ensure_future(log.append(drafts(1)))
     await asyncio.sleep(0)
     call.cancel()
@@ -110,7 +110,7 @@ async def test_a_caller_that_is_cancelled_has_still_appended(log: SqliteLog) -> 
     assert numbers(stored(log)) == [0, 1]
 
 
-async def test_the_end_counts_what_was_appended_a_moment_ago(log: SqliteLog) -> None:
+async def test_the_end_includes_pending_appends(log: SqliteLog) -> None:
     log.append_soon(drafts(2))
     assert log.next_offset("topic", 0) == 2
     assert numbers(stored(log)) == [0, 1]
@@ -133,7 +133,7 @@ async def test_tails_from_the_past_the_end_and_the_future(log: SqliteLog) -> Non
     assert past.take(10) == []
 
 
-async def test_one_wake_of_many_tails_is_set_once_a_commit(log: SqliteLog) -> None:
+async def test_a_wake_shared_by_tails_is_set_once_per_commit(log: SqliteLog) -> None:
     wake = Wakes()
     tails = [log.tail("topic", partition, 0, wake) for partition in range(3)]
     log.append_soon(drafts(2, partition=0))
@@ -142,7 +142,7 @@ async def test_one_wake_of_many_tails_is_set_once_a_commit(log: SqliteLog) -> No
     assert [numbers(drain(tail)) for tail in tails] == [[0, 1], [], [0, 1]]
 
 
-async def test_a_tail_that_was_closed_hears_nothing_more(log: SqliteLog) -> None:
+async def test_a_closed_tail_receives_nothing(log: SqliteLog) -> None:
     wake = Wakes()
     tail = log.tail("topic", 0, 0, wake)
     tail.close()
@@ -151,7 +151,7 @@ async def test_a_tail_that_was_closed_hears_nothing_more(log: SqliteLog) -> None
     assert wake.count == 0
 
 
-async def test_who_waits_on_a_tail_is_woken(log: SqliteLog) -> None:
+async def test_a_waiter_on_a_tail_is_woken(log: SqliteLog) -> None:
     wake = asyncio.Event()
     tail = log.tail("topic", 0, 0, wake)
 
@@ -170,7 +170,7 @@ async def test_who_waits_on_a_tail_is_woken(log: SqliteLog) -> None:
     assert await following == list(range(100))
 
 
-async def test_a_tail_that_lags_far_behind_misses_nothing(log: SqliteLog) -> None:
+async def test_a_lagging_tail_misses_nothing(log: SqliteLog) -> None:
     wake = Wakes()
     lagging, quick = log.tail("topic", 0, 0, wake), log.tail("topic", 0, 0, wake)
     total = 2 * sqlite_tail.TAIL_RECORDS_MAX + 5
@@ -184,7 +184,7 @@ async def test_a_tail_that_lags_far_behind_misses_nothing(log: SqliteLog) -> Non
     assert numbers(drain(lagging)) == [total]
 
 
-async def test_a_closed_log_says_so(log: SqliteLog) -> None:
+async def test_a_closed_log_raises(log: SqliteLog) -> None:
     await log.append(drafts(1))
     log.close()
     log.close()
@@ -195,8 +195,8 @@ async def test_a_closed_log_says_so(log: SqliteLog) -> None:
 
 
 @dataclass
-class Followed:
-    """A tail, and the offset of the next record that it must give."""
+class FollowedTail:
+    """A tail, and the offset of the next record that it must yield."""
 
     tail: Tail
     wake: Wakes
@@ -206,10 +206,10 @@ class Followed:
 
 @dataclass
 class Model:
-    """What the log must hold: values by place."""
+    """The expected content of the log: values by topic and partition."""
 
     values: dict[tuple[str, int], list[bytes]] = field(default_factory=lambda: defaultdict(list))
-    tails: list[Followed] = field(default_factory=list)
+    tails: list[FollowedTail] = field(default_factory=list)
     written: int = 0
 
     def draft(self, place: tuple[str, int], size: int) -> Draft:
@@ -228,7 +228,7 @@ ROWS = st.lists(st.tuples(PLACE, st.integers(0, 30)), min_size=1, max_size=12)
 
 @dataclass
 class Append:
-    """Append rows of (place, size), and wait for it or not."""
+    """Append rows of (place, size), with or without awaiting the result."""
 
     rows: list[tuple[tuple[str, int], int]]
     wait: bool
@@ -236,7 +236,7 @@ class Append:
 
 @dataclass
 class Open:
-    """Follow a place from an offset on."""
+    """Open a tail of a place at an offset."""
 
     place: tuple[str, int]
     offset: int
@@ -296,7 +296,7 @@ async def play(log: SqliteLog, actions: list[Action]) -> None:
                 await play_append(log, model, action)
             case Open(place, offset):
                 wake = Wakes()
-                model.tails.append(Followed(log.tail(*place, offset, wake), wake, place, offset))
+                model.tails.append(FollowedTail(log.tail(*place, offset, wake), wake, place, offset))
                 assert wake.count == (len(model.values[place]) > offset)
             case Take(index, limit) if index < len(model.tails):
                 one = model.tails[index]
@@ -320,7 +320,7 @@ async def play(log: SqliteLog, actions: list[Action]) -> None:
 
 @examples(1.5)
 @given(ACTIONS, st.integers(1, 8), st.integers(1, 10_000))
-def test_any_history_reads_as_a_plain_list_would(actions: list[Action], records_max: int, bytes_max: int) -> None:
+def test_any_history_reads_like_a_list(actions: list[Action], records_max: int, bytes_max: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sqlite_tail, "TAIL_RECORDS_MAX", records_max)
         patch.setattr(sqlite_tail, "TAIL_BYTES_MAX", bytes_max)

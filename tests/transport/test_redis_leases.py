@@ -1,4 +1,4 @@
-"""The contract of the port `Leases`, on the embedded Redis and on a real one."""
+"""Contract tests of the port `Leases`, on the embedded Redis and on a real one."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -27,12 +27,12 @@ def released(leases: RedisLeases) -> dict[str, bool]:
     return {lease.worker_id: lease.released for lease in leases.poll(GROUP)}
 
 
-async def run_out(leases: RedisLeases, worker_id: str) -> None:
-    """Wait until the lease of a worker ran out and is still seen."""
+async def until_expired(leases: RedisLeases, worker_id: str) -> None:
+    """Wait until the lease of a worker has expired and is still listed."""
     await until(lambda: [x for x in leases.poll(GROUP) if x.worker_id == worker_id and x.expires_in_ms < 0])
 
 
-def test_a_lease_is_seen_as_it_was_taken(leases: RedisLeases) -> None:
+def test_a_lease_is_polled_as_it_was_acquired(leases: RedisLeases) -> None:
     assert leases.poll(GROUP) == []
     leases.acquire(GROUP, "w", "t1", bytes(range(256)), LONG_MS)
     (lease,) = leases.poll(GROUP)
@@ -40,7 +40,7 @@ def test_a_lease_is_seen_as_it_was_taken(leases: RedisLeases) -> None:
     assert 0 < lease.expires_in_ms <= LONG_MS
 
 
-def test_leases_come_in_worker_order_and_stay_in_their_group(leases: RedisLeases) -> None:
+def test_leases_are_polled_in_worker_order_within_their_group(leases: RedisLeases) -> None:
     names = ["w10", "w2", "a:b", "W", "\u00e9", "a%3Ab", "a"]
     for ttl_ms, name in enumerate(names, LONG_MS):
         leases.acquire(GROUP, name, f"token of {name}", b"", ttl_ms)
@@ -51,7 +51,7 @@ def test_leases_come_in_worker_order_and_stay_in_their_group(leases: RedisLeases
     assert tokens(leases, "other") == {"w": "t"}
 
 
-def test_another_incarnation_takes_over_and_the_first_is_told(leases: RedisLeases) -> None:
+def test_another_incarnation_takes_over_and_the_first_fails_to_renew(leases: RedisLeases) -> None:
     leases.acquire(GROUP, "w", "t1", b"one", LONG_MS)
     assert leases.renew(GROUP, "w", "t1", LONG_MS)
     leases.acquire(GROUP, "w", "t2", b"two", LONG_MS)
@@ -63,7 +63,7 @@ def test_another_incarnation_takes_over_and_the_first_is_told(leases: RedisLease
     assert leases.renew(GROUP, "w", "t2", LONG_MS)
 
 
-def test_renewing_extends_and_tells_its_ttl(leases: RedisLeases) -> None:
+def test_renewing_extends_the_lease_and_updates_its_ttl(leases: RedisLeases) -> None:
     leases.acquire(GROUP, "w", "t", b"p", LONG_MS)
     assert leases.renew(GROUP, "w", "t", 3 * LONG_MS)
     (lease,) = leases.poll(GROUP)
@@ -71,7 +71,7 @@ def test_renewing_extends_and_tells_its_ttl(leases: RedisLeases) -> None:
     assert lease.payload == b"p"
 
 
-def test_a_released_lease_says_so_until_it_is_forgotten(leases: RedisLeases) -> None:
+def test_a_released_lease_is_marked_until_it_is_forgotten(leases: RedisLeases) -> None:
     assert not leases.renew(GROUP, "w", "t", LONG_MS)
     leases.release(GROUP, "w", "t")
     for name in ("w", "v"):
@@ -84,7 +84,7 @@ def test_a_released_lease_says_so_until_it_is_forgotten(leases: RedisLeases) -> 
     assert tokens(leases) == {"v": "t"}
 
 
-def test_a_released_lease_may_be_taken_again(leases: RedisLeases) -> None:
+def test_a_released_lease_can_be_acquired_again(leases: RedisLeases) -> None:
     for token in ("t", "t", "t2"):
         leases.acquire(GROUP, "w", token, b"", LONG_MS)
         assert leases.renew(GROUP, "w", token, LONG_MS)
@@ -109,10 +109,10 @@ async def test_every_renewal_changes_the_deadline(leases: RedisLeases) -> None:
     assert {one.deadline_ms for one in leases.poll(GROUP)} == {lease.deadline_ms}
 
 
-async def test_a_lease_that_ran_out_stays_until_it_is_forgotten(leases: RedisLeases) -> None:
+async def test_an_expired_lease_stays_until_it_is_forgotten(leases: RedisLeases) -> None:
     leases.acquire(GROUP, "b", "t", b"p", 1)
     leases.acquire(GROUP, "a", "t", b"p", LONG_MS)
-    await run_out(leases, "b")
+    await until_expired(leases, "b")
     assert tokens(leases) == {"a": "t", "b": "t"}
     leases.forget(GROUP, "b", "other")
     assert tokens(leases) == {"a": "t", "b": "t"}
@@ -121,9 +121,9 @@ async def test_a_lease_that_ran_out_stays_until_it_is_forgotten(leases: RedisLea
     assert not leases.renew(GROUP, "b", "t", LONG_MS)
 
 
-async def test_a_lease_that_ran_out_may_be_renewed_until_then(leases: RedisLeases) -> None:
+async def test_an_expired_lease_can_be_renewed_until_it_is_forgotten(leases: RedisLeases) -> None:
     leases.acquire(GROUP, "w", "t", b"p", 1)
-    await run_out(leases, "w")
+    await until_expired(leases, "w")
     assert leases.renew(GROUP, "w", "t", LONG_MS)
     assert leases.poll(GROUP)[0].expires_in_ms > 0
 
@@ -143,7 +143,7 @@ def test_everything_in_redis_expires_well_after_its_deadline(leases: RedisLeases
     assert lifetimes[b"test:groups"] > LONG_MS * (KEPT_TTLS - 1)
 
 
-async def test_groups_are_those_with_a_lease_that_runs(leases: RedisLeases, client: redis.Redis) -> None:
+async def test_groups_are_those_with_an_unexpired_lease(leases: RedisLeases, client: redis.Redis) -> None:
     assert leases.groups() == []
     for group in ("b", "a:b", "a", "short"):
         leases.acquire(group, "w", "t", b"", 1 if group == "short" else LONG_MS)
@@ -163,14 +163,14 @@ async def test_groups_are_those_with_a_lease_that_runs(leases: RedisLeases, clie
     assert leases.groups() == ["short"]
 
 
-def test_a_group_may_be_asked_for_before_it_has_a_lease(leases: RedisLeases, client: redis.Redis) -> None:
-    leases.announce("asked", LONG_MS)
-    assert leases.groups() == ["asked"]
-    assert leases.poll("asked") == [], "who polls before the group has a place must not undo the asking"
-    assert leases.groups() == ["asked"]
-    leases.announce("asked", 1)
+def test_a_group_can_be_announced_before_it_has_a_lease(leases: RedisLeases, client: redis.Redis) -> None:
+    leases.announce("announced", LONG_MS)
+    assert leases.groups() == ["announced"]
+    assert leases.poll("announced") == [], "a poll before placement must not undo the announcement"
+    assert leases.groups() == ["announced"]
+    leases.announce("announced", 1)
     while leases.groups():
-        assert leases.poll("asked") == []
+        assert leases.poll("announced") == []
     leases.acquire(GROUP, "w", "t", b"", LONG_MS)
     leases.announce(GROUP, 1)
     assert min(client.pttl(key) for key in client.scan_iter()) > LONG_MS
@@ -185,14 +185,14 @@ def test_deadlines_without_a_lease_are_swept(leases: RedisLeases, client: redis.
     assert client.zrange("test:leases:model", 0, -1) == [b"v"]
 
 
-def test_namespaces_do_not_meet(client: redis.Redis) -> None:
+def test_namespaces_are_separate(client: redis.Redis) -> None:
     one, other = RedisLeases(client, "one"), RedisLeases(client, "other")
     one.acquire(GROUP, "w", "t1", b"", LONG_MS)
     other.acquire(GROUP, "w", "t2", b"", LONG_MS)
     assert (tokens(one), tokens(other)) == ({"w": "t1"}, {"w": "t2"})
 
 
-def test_leases_of_ingresses_and_workers_do_not_meet(client: redis.Redis) -> None:
+def test_leases_of_ingresses_and_workers_are_separate(client: redis.Redis) -> None:
     workers, ingresses = RedisLeases(client, "ns"), RedisLeases(client, "ns", "ingress")
     ingresses.acquire(GROUP, "w", "t1", b"", LONG_MS)
     assert workers.groups() == [], "an ingress alone places no group"
@@ -200,14 +200,14 @@ def test_leases_of_ingresses_and_workers_do_not_meet(client: redis.Redis) -> Non
     assert (tokens(workers), tokens(ingresses)) == ({"w": "t2"}, {"w": "t1"})
 
 
-def test_a_server_that_lost_its_scripts_gets_them_again(leases: RedisLeases, client: redis.Redis) -> None:
+def test_scripts_are_loaded_again_after_a_server_loses_them(leases: RedisLeases, client: redis.Redis) -> None:
     leases.acquire(GROUP, "w", "t", b"", LONG_MS)
     client.script_flush()
     assert leases.renew(GROUP, "w", "t", LONG_MS)
     assert tokens(leases) == {"w": "t"}
 
 
-def test_threads_renew_while_another_polls(leases: RedisLeases) -> None:
+def test_threads_can_renew_while_another_thread_polls(leases: RedisLeases) -> None:
     names = [f"w{number}" for number in range(4)]
     for name in names:
         leases.acquire(GROUP, name, name, b"payload", LONG_MS)
@@ -225,14 +225,14 @@ def test_threads_renew_while_another_polls(leases: RedisLeases) -> None:
     assert polls == [{name: name for name in names}] * 50
 
 
-def test_embedded_leases_are_of_their_own() -> None:
+def test_embedded_lease_stores_are_separate() -> None:
     one, other = embedded_leases(), embedded_leases()
     one.acquire(GROUP, "w", "t", b"", LONG_MS)
     assert (tokens(one), tokens(other)) == ({"w": "t"}, {})
 
 
 @given(st.lists(st.tuples(st.text(max_size=4), st.text(max_size=4)), max_size=5))
-def test_any_names_are_kept_apart(pairs: list[tuple[str, str]]) -> None:
+def test_leases_of_any_names_are_distinct(pairs: list[tuple[str, str]]) -> None:
     leases = embedded_leases()
     expected: dict[str, set[str]] = {}
     for group, worker_id in pairs:
@@ -242,7 +242,7 @@ def test_any_names_are_kept_apart(pairs: list[tuple[str, str]]) -> None:
         assert set(tokens(leases, group)) == workers
 
 
-def test_a_redis_that_is_away_is_a_lease_error() -> None:
+def test_an_unreachable_redis_raises_a_lease_error() -> None:
     server = fakeredis.FakeServer()
     leases = RedisLeases(fakeredis.FakeRedis(server=server))
     leases.acquire(GROUP, "w", "t", b"", LONG_MS)
@@ -262,14 +262,14 @@ def test_a_redis_that_is_away_is_a_lease_error() -> None:
     assert tokens(leases) == {"w": "t"}
 
 
-def test_nobody_listening_is_a_lease_error() -> None:
+def test_a_refused_connection_raises_a_lease_error() -> None:
     client = redis.Redis(unix_socket_path="no.sock", retry=Retry(NoBackoff(), 0))
     with pytest.raises(LeaseError, match="check its address and that it is running"):
         RedisLeases(client).poll(GROUP)
     client.close()
 
 
-def test_what_redis_refuses_is_a_lease_error(leases: RedisLeases, client: redis.Redis) -> None:
+def test_a_redis_error_reply_raises_a_lease_error(leases: RedisLeases, client: redis.Redis) -> None:
     client.set("test:leases:model", "no sorted set")
     with pytest.raises(LeaseError, match="rejected"):
         leases.poll(GROUP)

@@ -1,4 +1,4 @@
-"""When the WAL starts over: commits are held back only when they would prevent that."""
+"""Checkpoints of the WAL: commits are delayed only if they would prevent the WAL from starting over."""
 
 import asyncio
 import sqlite3
@@ -19,7 +19,7 @@ SMALL = 64 << 10
 
 
 class Writer:
-    """A writer's connection and its checkpointer, step by step."""
+    """A writer's connection and its checkpointer, advanced step by step."""
 
     def __init__(self, path: Path) -> None:
         self.db = schema.connect(path, readonly=False)
@@ -46,8 +46,8 @@ class Writer:
         return frames * PAGE_BYTES
 
 
-def lose(path: Path) -> None:
-    """Take the file away from everybody who has not opened it yet."""
+def make_unopenable(path: Path) -> None:
+    """Make the file unopenable for new connections."""
     path.rename(path.with_name("moved"))
     path.mkdir()
 
@@ -62,7 +62,7 @@ def writer(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Writer]:
     writer.db.close()
 
 
-async def test_commits_beside_a_run_are_held_in_the_next_so_that_the_wal_starts_over(writer: Writer) -> None:
+async def test_commits_during_a_checkpoint_delay_the_next_so_that_the_wal_starts_over(writer: Writer) -> None:
     writer.commit(LARGE)
     writer.step()
     assert not writer.checkpointer.holding
@@ -75,7 +75,7 @@ async def test_commits_beside_a_run_are_held_in_the_next_so_that_the_wal_starts_
     assert writer.wal_bytes() < LARGE // 2
 
 
-async def test_nothing_is_held_when_nothing_was_committed_beside_the_run(writer: Writer) -> None:
+async def test_commits_are_not_delayed_without_commits_during_the_checkpoint(writer: Writer) -> None:
     writer.commit(LARGE)
     writer.step()
     await writer.run_ends()
@@ -84,7 +84,7 @@ async def test_nothing_is_held_when_nothing_was_committed_beside_the_run(writer:
     assert writer.wal_bytes() < LARGE // 2
 
 
-async def test_a_small_wal_is_left_alone(writer: Writer) -> None:
+async def test_a_small_wal_is_not_checkpointed(writer: Writer) -> None:
     writer.commit(SMALL)
     writer.step()
     writer.step()
@@ -92,7 +92,7 @@ async def test_a_small_wal_is_left_alone(writer: Writer) -> None:
     assert writer.wal_bytes() > SMALL
 
 
-async def test_a_long_read_elsewhere_holds_commits_only_for_a_moment(
+async def test_a_long_read_in_another_connection_delays_commits_briefly(
     writer: Writer, path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     reader = sqlite3.connect(path)
@@ -115,8 +115,8 @@ async def test_a_long_read_elsewhere_holds_commits_only_for_a_moment(
     assert writer.wal_bytes() < LARGE // 2
 
 
-async def test_a_run_that_fails_is_reported_by_the_next_step(writer: Writer, path: Path) -> None:
-    lose(path)
+async def test_a_failed_checkpoint_is_reported_by_the_next_step(writer: Writer, path: Path) -> None:
+    make_unopenable(path)
     writer.commit(LARGE)
     writer.step()
     await writer.finished.wait()
@@ -124,11 +124,11 @@ async def test_a_run_that_fails_is_reported_by_the_next_step(writer: Writer, pat
         writer.step()
 
 
-async def test_a_run_that_fails_ends_the_log(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failed_checkpoint_fails_the_log(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sqlite_checkpoint, "CHECKPOINT_BYTES", SMALL)
     log = SqliteLog.open(path)
     await log.append(drafts(1))
-    lose(path)
+    make_unopenable(path)
     with pytest.raises(LogError, match="check the disk"):
         while True:
             await log.append([Draft("topic", 0, bytes(SMALL))])

@@ -1,4 +1,4 @@
-"""A SQLite log as a file: what survives, who may open it, what happens when the disk is full or edited."""
+"""The file of a SQLite log: durability, locking, permissions, a full disk, and edits by other programs."""
 
 import asyncio
 import os
@@ -18,7 +18,7 @@ from forebay.transport.sqlite import schema
 from forebay.transport.sqlite.log import CorruptRecord, LogUnusable, MissingRecords, SqliteLog
 from tests.transport.conftest import Wakes, drafts, drain, numbers, stored
 
-# Appends for ever, several calls under way at once, and prints each offset once it is acknowledged.
+# Appends forever with several calls in flight, and prints each offset once it is acknowledged.
 WRITER = """
 import asyncio, sys
 from forebay.transport.base import Draft
@@ -38,7 +38,7 @@ asyncio.run(main())
 
 
 def edit(path: Path, *statements: str) -> None:
-    """What somebody with another SQLite client did to the file."""
+    """Change the file with another SQLite client."""
     with closing(sqlite3.connect(path)) as db, db:
         for statement in statements:
             db.execute(statement)
@@ -54,7 +54,7 @@ async def make(path: Path, records: list[Draft]) -> None:
     log.close()
 
 
-async def test_a_log_opened_again_goes_on_where_it_ended(path: Path) -> None:
+async def test_a_reopened_log_continues_at_its_end(path: Path) -> None:
     for first in (0, 5, 10):
         log = SqliteLog.open(path, namespace="ns")
         assert numbers(stored(log)) == list(range(first))
@@ -65,7 +65,7 @@ async def test_a_log_opened_again_goes_on_where_it_ended(path: Path) -> None:
         assert log.topics() == [("topic", 0, 15)]
 
 
-async def test_what_is_pending_when_a_log_closes_is_kept(path: Path) -> None:
+async def test_pending_appends_survive_closing(path: Path) -> None:
     log = SqliteLog.open(path)
     log.append_soon(drafts(3))
     log.close()
@@ -107,11 +107,11 @@ def test_every_acknowledged_record_survives_kill_9(path: Path) -> None:
             for partition, offsets in acknowledged.items():
                 found = stored(log, "topic", partition)
                 assert [record.offset for record in found] == list(range(ends[partition]))
-                assert len(found) % 3 == 0  # a call is there whole or not at all
+                assert len(found) % 3 == 0  # each append is atomic
                 assert max(offsets) < len(found)
 
 
-async def test_the_wal_moves_into_the_file_and_starts_over(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_wal_is_checkpointed_and_starts_over(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sqlite_checkpoint, "CHECKPOINT_BYTES", 256 << 10)
     monkeypatch.setattr(sqlite_checkpoint, "WAL_BYTES_MAX", 1 << 20)
     log = SqliteLog.open(path)
@@ -127,7 +127,7 @@ async def test_the_wal_moves_into_the_file_and_starts_over(path: Path, monkeypat
     assert size(path) > written
 
 
-async def test_a_full_disk_ends_the_log_and_loses_nothing_acknowledged(
+async def test_a_full_disk_fails_the_log_and_loses_nothing_acknowledged(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     connect = schema.connect
@@ -161,7 +161,7 @@ async def test_a_full_disk_ends_the_log_and_loses_nothing_acknowledged(
         assert await log.append(drafts(1)) == [acknowledged]
 
 
-async def test_everybody_in_a_commit_that_fails_hears_of_it(path: Path) -> None:
+async def test_every_append_of_a_failed_commit_raises(path: Path) -> None:
     log = SqliteLog.open(path)
     await log.append(drafts(1))
     edit(path, "DROP TABLE topic")
@@ -191,7 +191,7 @@ async def test_everybody_in_a_commit_that_fails_hears_of_it(path: Path) -> None:
         "headers = CAST(X'7BFF7D' AS TEXT)",
     ],
 )
-async def test_a_record_that_was_changed_is_found(path: Path, change: str) -> None:
+async def test_a_changed_record_is_detected(path: Path, change: str) -> None:
     await make(path, [Draft("topic", 2, b"value", b"", {"a": "b"}) for _ in range(3)])
     edit(path, f'UPDATE topic SET {change} WHERE "offset" = 1')
     with closing(SqliteLog.open(path)) as log:
@@ -205,7 +205,7 @@ async def test_a_record_that_was_changed_is_found(path: Path, change: str) -> No
                 tail.take(1)
 
 
-async def test_a_record_in_the_place_of_another_is_found(path: Path) -> None:
+async def test_a_moved_record_is_detected(path: Path) -> None:
     await make(path, [*drafts(1, "topic", 0), *drafts(1, "topic", 1), *drafts(1, "other", 1)])
     columns = "id, at_us, key, headers, value, checksum"
     edit(path, 'DELETE FROM topic WHERE "partition" = 1', f"INSERT INTO topic ({columns}) SELECT {columns} FROM other")
@@ -213,17 +213,17 @@ async def test_a_record_in_the_place_of_another_is_found(path: Path) -> None:
         stored(log, "topic", 1)
 
 
-@pytest.mark.parametrize(("gone", "missing"), [("0", "0 to 0"), ("1, 2", "1 to 2"), ("0, 1, 2, 3", "0 to 3")])
-async def test_a_gap_is_named(path: Path, gone: str, missing: str) -> None:
+@pytest.mark.parametrize(("deleted", "missing"), [("0", "0 to 0"), ("1, 2", "1 to 2"), ("0, 1, 2, 3", "0 to 3")])
+async def test_a_gap_is_named(path: Path, deleted: str, missing: str) -> None:
     await make(path, drafts(5))
-    edit(path, f'DELETE FROM topic WHERE "offset" IN ({gone})')
+    edit(path, f'DELETE FROM topic WHERE "offset" IN ({deleted})')
     with closing(SqliteLog.open(path)) as log:
         with pytest.raises(MissingRecords, match=f"topic/0: the records at offsets {missing} are missing"):
             stored(log)
         assert numbers(stored(log, offset=4)) == [4]
 
 
-async def test_records_that_vanish_from_the_end_of_an_open_log_are_missed(path: Path) -> None:
+async def test_records_deleted_from_the_end_of_an_open_log_are_detected(path: Path) -> None:
     log = SqliteLog.open(path)
     await log.append(drafts(5))
     tail = log.tail("topic", 0, 2, Wakes())
@@ -234,7 +234,7 @@ async def test_records_that_vanish_from_the_end_of_an_open_log_are_missed(path: 
     log.close()
 
 
-async def test_live_tails_give_what_was_committed_whatever_happens_to_the_file(path: Path) -> None:
+async def test_live_tails_yield_committed_records_even_if_the_file_is_edited(path: Path) -> None:
     log = SqliteLog.open(path)
     tail = log.tail("topic", 0, 0, Wakes())
     await log.append(drafts(5))
@@ -243,7 +243,7 @@ async def test_live_tails_give_what_was_committed_whatever_happens_to_the_file(p
     log.close()
 
 
-def test_a_second_writer_is_refused_and_told_who_the_first_is(path: Path) -> None:
+def test_a_second_writer_is_refused_and_the_error_names_the_first(path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE) as writer:
         assert writer.stdout is not None
         writer.stdout.readline()
@@ -286,7 +286,7 @@ async def test_a_reader_cannot_write(path: Path) -> None:
             reader.append_soon(drafts(1))
 
 
-async def test_writing_goes_on_while_another_client_reads_for_long(path: Path) -> None:
+async def test_a_long_read_does_not_block_appends(path: Path) -> None:
     log = SqliteLog.open(path)
     await log.append(drafts(3))
     with closing(sqlite3.connect(path)) as db:
@@ -316,7 +316,7 @@ UNUSABLE: list[tuple[str, Callable[[Path], object], str]] = [
 
 @pytest.mark.parametrize("readonly", [False, True])
 @pytest.mark.parametrize(("prepare", "text"), [case[1:] for case in UNUSABLE], ids=[case[0] for case in UNUSABLE])
-def test_what_is_no_log_is_refused_in_one_line(
+def test_a_file_that_is_not_a_log_is_refused_in_one_line(
     path: Path, prepare: Callable[[Path], object], text: str, readonly: bool
 ) -> None:
     prepare(path)
@@ -327,7 +327,7 @@ def test_what_is_no_log_is_refused_in_one_line(
         assert "\n" not in str(caught.value)
 
 
-def test_there_must_be_a_directory_and_for_readers_a_log(path: Path) -> None:
+def test_opening_requires_a_directory_and_reading_an_existing_log(path: Path) -> None:
     with pytest.raises(LogUnusable, match="there is no directory"):
         SqliteLog.open(path / "deeper")
     with pytest.raises(LogUnusable, match="no such log"):
@@ -339,7 +339,7 @@ def test_there_must_be_a_directory_and_for_readers_a_log(path: Path) -> None:
     SqliteLog.open(path, readonly=True).close()
 
 
-def test_a_log_of_another_namespace_is_refused_and_not_touched(path: Path) -> None:
+def test_a_log_of_another_namespace_is_refused_and_unchanged(path: Path) -> None:
     SqliteLog.open(path, namespace="a").close()
     before = path.read_bytes()
     with pytest.raises(LogUnusable, match="belongs to namespace 'a', not 'b'"):
@@ -349,8 +349,8 @@ def test_a_log_of_another_namespace_is_refused_and_not_touched(path: Path) -> No
     assert len(path.read_bytes()) == len(before)
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="nothing is forbidden to root")
-def test_permissions_are_named(path: Path) -> None:
+@pytest.mark.skipif(os.geteuid() == 0, reason="root bypasses file permissions")
+def test_missing_permissions_are_named(path: Path) -> None:
     SqliteLog.open(path).close()
     path.chmod(0o400)
     with pytest.raises(LogUnusable, match="no permission to write it"):
@@ -364,7 +364,7 @@ def test_permissions_are_named(path: Path) -> None:
     path.parent.chmod(0o700)
 
 
-def test_a_log_may_outlive_the_loop_in_which_its_checkpoint_began(path: Path) -> None:
+def test_a_log_can_outlive_the_event_loop_of_its_checkpoint(path: Path) -> None:
     log = SqliteLog.open(path)
     megabytes = sqlite_checkpoint.CHECKPOINT_BYTES // (1 << 20) + 1
     asyncio.run(log.append([Draft("topic", 0, bytes(1 << 20))] * megabytes))

@@ -1,4 +1,4 @@
-"""Deletion at the beginning of a SQLite log: offsets stay, the file stops growing, readers hear where a log begins."""
+"""Trimming a SQLite log: offsets are kept, the file stops growing, and readers see where the log begins."""
 
 import asyncio
 import shutil
@@ -22,7 +22,7 @@ from tests.transport.conftest import Wakes, drafts, drain, numbers, stored
 PLACES = [("topic", 0), ("topic", 1), ("other", 0)]
 RECORD_BYTES = 20_000
 
-# Appends and trims for ever; prints the first and the last offset of what is there after each.
+# Appends and trims forever; prints the first and last offset after each trim.
 TRIMMER = """
 import asyncio, sys
 from forebay.transport.base import Draft, LogError
@@ -43,7 +43,7 @@ def size(path: Path) -> int:
     return path.stat().st_size
 
 
-async def test_what_was_trimmed_is_gone_and_offsets_stay(log: SqliteLog) -> None:
+async def test_trimmed_records_are_deleted_and_offsets_are_kept(log: SqliteLog) -> None:
     await log.append([*drafts(10), *drafts(3, partition=1)])
     assert log.trim("topic", 0, 7, 5) == 5
     assert log.trim("topic", 0, 7, 5) == 2
@@ -55,7 +55,7 @@ async def test_what_was_trimmed_is_gone_and_offsets_stay(log: SqliteLog) -> None
         with pytest.raises(TrimmedRecords, match=f"topic/0 no longer holds offset {offset}: .* before 7"):
             stored(log, offset=offset)
     assert await log.append(drafts(1, first=10)) == [10]
-    assert log.trim("topic", 0, 99, 99) == 4, "no more than there is"
+    assert log.trim("topic", 0, 99, 99) == 4, "only existing records are deleted"
     with pytest.raises(TrimmedRecords):
         await log.read("topic", 0, 10, 1)
     assert await log.read("topic", 0, 11, 1) == []
@@ -63,7 +63,7 @@ async def test_what_was_trimmed_is_gone_and_offsets_stay(log: SqliteLog) -> None
     assert numbers(stored(log, offset=11)) == [11]
 
 
-async def test_a_trimmed_log_opened_again_begins_where_it_did(path: Path) -> None:
+async def test_a_trimmed_log_keeps_its_beginning_when_reopened(path: Path) -> None:
     log = SqliteLog.open(path)
     await log.append([*drafts(5), *drafts(5, "other")])
     log.trim("topic", 0, 5, 9)
@@ -76,10 +76,10 @@ async def test_a_trimmed_log_opened_again_begins_where_it_did(path: Path) -> Non
             with pytest.raises(TrimmedRecords):
                 stored(log)
     with closing(SqliteLog.open(path)) as log:
-        assert await log.append(drafts(1)) == [5], "the offsets of a partition whose records are all gone go on"
+        assert await log.append(drafts(1)) == [5], "offsets continue after all records of a partition were deleted"
 
 
-async def test_a_record_that_is_missing_is_not_taken_for_a_trimmed_one(path: Path) -> None:
+async def test_a_missing_record_is_not_mistaken_for_a_trimmed_one(path: Path) -> None:
     log = SqliteLog.open(path)
     await log.append(drafts(9))
     log.trim("topic", 0, 3, 9)
@@ -90,7 +90,7 @@ async def test_a_record_that_is_missing_is_not_taken_for_a_trimmed_one(path: Pat
         stored(log, offset=3)
 
 
-async def test_what_a_tail_of_this_process_has_not_taken_stays(log: SqliteLog) -> None:
+async def test_records_that_a_local_tail_has_not_taken_are_kept(log: SqliteLog) -> None:
     await log.append(drafts(9))
     tail = log.tail("topic", 0, 2, Wakes())
     assert log.trim("topic", 0, 9, 99) == 2
@@ -101,7 +101,7 @@ async def test_what_a_tail_of_this_process_has_not_taken_stays(log: SqliteLog) -
     assert log.trim("topic", 0, 9, 99) == 4
 
 
-async def test_a_reader_in_another_connection_finishes_its_read_and_sees_the_new_beginning(path: Path) -> None:
+async def test_a_concurrent_reader_finishes_its_read_then_sees_the_new_beginning(path: Path) -> None:
     writer = SqliteLog.open(path)
     await writer.append([Draft("topic", 0, bytes(9_000)) for _ in range(50)])
     reader = SqliteLog.open(path, readonly=True)
@@ -110,7 +110,7 @@ async def test_a_reader_in_another_connection_finishes_its_read_and_sees_the_new
         assert rows.fetchone() == (0,)
         while writer.trim("topic", 0, 40, 7):
             await writer.append(drafts(1))
-        assert [row for (row,) in rows] == list(range(1, 50)), "a read goes on over what it began with"
+        assert [row for (row,) in rows] == list(range(1, 50)), "a read sees the snapshot that it began with"
     assert await reader.begin("topic", 0) == 40
     with pytest.raises(TrimmedRecords):
         stored(reader, offset=39)
@@ -119,7 +119,7 @@ async def test_a_reader_in_another_connection_finishes_its_read_and_sees_the_new
     writer.close()
 
 
-async def test_the_file_stops_growing_and_free_pages_are_used_again(path: Path) -> None:
+async def test_the_file_stops_growing_because_free_pages_are_reused(path: Path) -> None:
     log = SqliteLog.open(path)
     largest = 0
     for _ in range(60):
@@ -131,10 +131,10 @@ async def test_the_file_stops_growing_and_free_pages_are_used_again(path: Path) 
         assert used <= 120 * (RECORD_BYTES + 5_000)
         largest = max(largest, file)
     log.close()
-    assert size(path) <= largest <= 140 * (RECORD_BYTES + 5_000), "of 1,200 records there are 100"
+    assert size(path) <= largest <= 140 * (RECORD_BYTES + 5_000), "100 of 1,200 records remain"
 
 
-async def test_a_deletion_that_fails_half_way_deletes_nothing(path: Path) -> None:
+async def test_a_failed_trim_deletes_nothing(path: Path) -> None:
     log = SqliteLog.open(path)
     await log.append(drafts(9))
     log.trim("topic", 0, 2, 9)
@@ -150,7 +150,7 @@ async def test_a_deletion_that_fails_half_way_deletes_nothing(path: Path) -> Non
         assert numbers(stored(log, offset=2)) == [2, 3, 4, 5, 6, 7, 8]
 
 
-def test_kill_9_in_the_middle_of_trimming_leaves_a_whole_log(path: Path) -> None:
+def test_kill_9_during_a_trim_leaves_a_complete_log(path: Path) -> None:
     heard = (0, 0)
     for lines in (40, 7, 90):
         with subprocess.Popen([sys.executable, "-c", TRIMMER, str(path)], stdout=subprocess.PIPE) as trimmer:
@@ -166,8 +166,8 @@ def test_kill_9_in_the_middle_of_trimming_leaves_a_whole_log(path: Path) -> None
             assert [record.offset for record in stored(log, offset=begin)] == list(range(begin, end))
 
 
-class Trimmed(RuleBasedStateMachine):
-    """A log against lists: appends, deletions, crashes (a copy of file and write-ahead log) and restarts."""
+class TrimMachine(RuleBasedStateMachine):
+    """Compares a log with lists under appends, trims, restarts, and crashes (a copy of file and write-ahead log)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -211,7 +211,7 @@ class Trimmed(RuleBasedStateMachine):
         self.path, self.log = fresh, SqliteLog.open(fresh)
 
     @invariant()
-    def holds_what_it_should(self) -> None:
+    def matches_the_model(self) -> None:
         for place, end in self.ends.items():
             begin = self.begins[place]
             assert self.loop.run_until_complete(self.log.begin(*place)) == begin
@@ -228,5 +228,5 @@ class Trimmed(RuleBasedStateMachine):
         self.folder.cleanup()
 
 
-TestTrimmed = Trimmed.TestCase
+TestTrimmed = TrimMachine.TestCase
 TestTrimmed.settings = examples(0.25, stateful_step_count=20)
