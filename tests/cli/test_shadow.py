@@ -70,7 +70,7 @@ async def end(processes: Processes, name: str, number: signal.Signals) -> str:
     process = processes[name]
     process.signal(number)
     assert await processes.ended(name, within_s=20.0) == 0
-    return process.said()
+    return process.output()
 
 
 async def test_events_are_stored_and_the_shadow_resumes(tmp_path: Path, processes: Processes) -> None:

@@ -183,7 +183,7 @@ class Routers:
     def route(self, family: int, blocks: int, tail: int) -> None:
         """Route a request in both, and compare the costs and the selected worker."""
         self._count += 1
-        name = f"{self._model}-{self._asked}"
+        name = f"{self._model}-{self._count}"
         tokens = [family * 1_000 + at for at in range(blocks * BLOCK)] + [10_000 + self._count] * tail
         if not tokens:
             return

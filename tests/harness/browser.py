@@ -1,4 +1,4 @@
-"""A headless Chromium that is installed here, for pages of ours: without a network, its errors and requests listed."""
+"""Open a page in the installed headless Chromium, without a network, and collect its errors and requests."""
 
 import contextlib
 import os
@@ -18,7 +18,7 @@ PATIENCE_MS = 30_000
 
 @dataclass
 class Opened:
-    """A page, what went wrong on it, and what it asked for beside itself."""
+    """A page, its errors, and the requests that it made for other resources."""
 
     page: Page
     errors: list[str] = field(default_factory=list)
@@ -26,7 +26,7 @@ class Opened:
 
 
 def chromium() -> str:
-    """The browser to run: FOREBAY_CHROMIUM, else the one on PATH. Raises Missing."""
+    """Return the browser to run: FOREBAY_CHROMIUM, or the first one on PATH. Raises Missing."""
     if given := os.environ.get("FOREBAY_CHROMIUM"):
         return given
     found = next((path for name in NAMES if (path := shutil.which(name))), None)
@@ -39,8 +39,8 @@ def chromium() -> str:
 def opened(
     path: Path, *, scheme: Literal["light", "dark"] = "light", width: int = 1_280, height: int = 900, scale: float = 1
 ) -> Iterator[Opened]:
-    """The page of a file, in a browser of its own that ends with the body. Raises Missing."""
-    arguments = ["--no-sandbox"] if os.geteuid() == 0 else []  # its sandbox refuses root
+    """Open the page of a file in a new browser, which ends with the body. Raises Missing."""
+    arguments = ["--no-sandbox"] if os.geteuid() == 0 else []  # Chromium's sandbox refuses root
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium(), args=arguments)
         try:
@@ -54,7 +54,9 @@ def opened(
             context.set_default_timeout(PATIENCE_MS)
             found = Opened(context.new_page())
             found.page.on("pageerror", lambda error: found.errors.append(str(error)))
-            found.page.on("console", lambda said: found.errors.append(said.text) if said.type != "log" else None)
+            found.page.on(
+                "console", lambda message: found.errors.append(message.text) if message.type != "log" else None
+            )
             found.page.on("request", lambda request: found.requests.append(request.url))
             found.page.goto(path.resolve().as_uri())
             found.requests.remove(path.resolve().as_uri())

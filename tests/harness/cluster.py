@@ -1,6 +1,6 @@
 """The distributed system as processes of this machine, watched through its log.
 
-For the demo and for the tests of take-overs: they start it, harm it, and read from the log what became of it.
+The demo and the takeover tests start the system, inject failures, and read the outcome from the log.
 """
 
 import contextlib
@@ -38,26 +38,28 @@ __all__ = ["GROUP", "Cluster", "Ownership", "ProcessError", "remove_topics"]
 FOREBAY = str(Path(sys.executable).with_name("forebay"))
 GROUP = "forebay-default"  # the name of the default model
 POOL = "default"
-PLAN = TopicPlan(groups=1, slots=16, replies=4, kafka_api=2)  # one group: one router owns it and the others stand by
+PLAN = TopicPlan(
+    groups=1, slots=16, replies=4, kafka_api=2
+)  # one group, which one router owns while the others stand by
 READ_MAX = 500
-INGRESSES_MAX = 8  # of one cluster, also those that ended
+INGRESSES_MAX = 8  # per cluster, including ended ones
 VERIFIED_WITHIN_S = 300.0
 ASSIGNED = re.compile(r"assigned the control partitions \[([\d, ]*)\]")
 
 
 @dataclass(slots=True)
 class Ownership:
-    """The time of one owner, as the journal has it; times are Kafka's, in microseconds.
+    """The ownership of a group by one router, as recorded in the journal; times are Kafka's, in microseconds.
 
     Attributes:
-        router: its id.
+        router: the router's id.
         epoch: the offset of its claim.
-        claimed_us: when it claimed.
-        routed: requests that it routed.
-        decided: its decisions, those among them.
-        first_routed_us: when it routed the first of them; None while it has not.
-        last_routed_us: when it routed the last of them.
-        void: records that it wrote after a newer claim.
+        claimed_us: time of the claim.
+        routed: number of requests that the router routed.
+        decided: number of its decisions, routings included.
+        first_routed_us: time of its first routing, or None.
+        last_routed_us: time of its last routing.
+        void: number of stale records, which it wrote after a newer claim.
     """
 
     router: str
@@ -72,18 +74,18 @@ class Ownership:
 
 @dataclass(slots=True)
 class _Journal:
-    """What was read of one group's journal."""
+    """The part of one group's journal that was read so far."""
 
     position: int = 0
     owners: dict[int, Ownership] = field(default_factory=dict)
 
     def apply(self, record: Record) -> None:
         if record.offset < self.position:
-            return  # two that wait for something read side by side
+            return  # concurrent waiters may read the same record
         event = decode_journal(record)
         self.position = record.offset + 1
         if event is None:
-            return  # a foreign producer's
+            return  # a record of a foreign producer
         if isinstance(event, OwnerClaimed):
             self.owners[record.offset] = Ownership(event.owner_id, record.offset, record.at_us)
             return
@@ -99,10 +101,10 @@ class _Journal:
 
 
 class Cluster:
-    """Services on one Kafka and one Redis, under one namespace: use it as an async context manager.
+    """Services on one Kafka and one Redis in one namespace, as an async context manager.
 
-    Logs of the processes and the token of the admin API are in `folder`. Whatever ends the body, every process that was
-    started is ended.
+    Logs of the processes and the token of the admin API are in `folder`. Leaving the context ends every started
+    process.
     """
 
     def __init__(
@@ -128,7 +130,7 @@ class Cluster:
         first = free_ports(INGRESSES_MAX)
         self._ports = iter(range(first, first + INGRESSES_MAX))
         self._journals: dict[int, _Journal] = {}
-        self._routers: dict[str, int] = {}  # and how much each had said when a router last came or went
+        self._routers: dict[str, int] = {}  # output length of each router when the set of routers last changed
         self._exit = contextlib.AsyncExitStack()
         self._log: KafkaLog
         self._directory: Directory
@@ -155,11 +157,11 @@ class Cluster:
         self._members_change(name)
 
     def worker(self, name: str, *options: str, on: Host | None = None) -> None:
-        """Start a worker, a mock one unless options say otherwise, here or `on` another host."""
+        """Start a worker, by default a mock one, on this host or on `on`."""
         self._service("worker", name, "--worker-id", name, "--verbose", *options, on=on)
 
     def ingress(self, name: str, *options: str) -> str:
-        """Start an ingress: its URL, also in `urls`."""
+        """Start an ingress and return its URL, which is also added to `urls`."""
         port = next(self._ports)
         admin = ("--admin-api", *self.admin_options)
         self._service("ingress", name, "--ingress-id", name, "--port", str(port), "--verbose", *admin, *options)
@@ -168,59 +170,59 @@ class Cluster:
 
     @property
     def admin_headers(self) -> dict[str, str]:
-        """What requests of the admin API send."""
+        """Return the headers of admin API requests."""
         return {"authorization": f"Bearer {self.admin_token}"}
 
     def kill(self, name: str, *, alone: bool = False) -> int:
-        """Kill -9, or a process `alone` and none of its children: the wall clock in microseconds when that was done."""
+        """Kill a process with SIGKILL, with its children unless `alone`; return the wall clock in microseconds."""
         self.processes.check()
         self._members_change(name)
         at_us = self.processes.kill(name, alone=alone)
-        self._gone(name)
+        self._forget(name)
         return at_us
 
     def pause(self, name: str) -> None:
-        """Stop a process where it is."""
+        """Pause a process (SIGSTOP)."""
         self.processes.pause(name)
         self._members_change(name)
 
     def resume(self, name: str) -> None:
-        """Let a paused process go on."""
+        """Resume a paused process (SIGCONT)."""
         self.processes.resume(name)
         self._members_change(name)
 
     async def stop(self, name: str, *, within_s: float = STOP_S) -> None:
-        """End a service in the planned way. Raises ProcessError."""
+        """Stop a service gracefully. Raises ProcessError."""
         self._members_change(name)
         await self.processes.stop(name, within_s=within_s)
-        self._gone(name)
+        self._forget(name)
 
     async def command(self, name: str, *arguments: str, within_s: float) -> tuple[int, str]:
-        """Run one forebay command to its end: exit code and stdout; NAME.log has its stderr. Raises ProcessError."""
+        """Run a forebay command; return exit code and stdout. NAME.log has its stderr. Raises ProcessError."""
         self.begin(name, *arguments)
         return await self.finish(name, within_s=within_s)
 
     def begin(self, name: str, *arguments: str) -> None:
-        """Start a forebay command that ends by itself."""
+        """Start a forebay command that is expected to end by itself."""
         output = self.processes.folder / f"{name}.out"
         output.unlink(missing_ok=True)
         self.processes.start(name, [FOREBAY, *arguments], ends=True, output=output)
 
     async def finish(self, name: str, *, within_s: float) -> tuple[int, str]:
-        """Wait for the end of a command: exit code and stdout. Raises ProcessError."""
+        """Wait for the end of a command; return exit code and stdout. Raises ProcessError."""
         code = await self.processes.ended(name, within_s=within_s)
         return code, (self.processes.folder / f"{name}.out").read_text()
 
     async def verify(self, group: str = GROUP) -> dict[str, Any]:
-        """Derive the group's decisions again in a process of its own: the report. Raises ProcessError."""
+        """Verify the group's decisions in a separate process and return the report. Raises ProcessError."""
         return await self._replay("verify", group)
 
     async def explain(self, request_id: str, group: str = GROUP) -> dict[str, Any]:
-        """A request of the group, explained by a process of its own. Raises ProcessError."""
+        """Explain a request of the group in a separate process and return the report. Raises ProcessError."""
         return await self._replay("explain", group, request_id)
 
     async def ownerships(self, group: str = GROUP) -> list[Ownership]:
-        """All owners that the group had so far, the newest last."""
+        """Return all ownerships of the group so far, newest last."""
         partition = self._directory.partition_of(group)
         if partition is None:
             return []
@@ -232,16 +234,16 @@ class Cluster:
         return [journal.owners[epoch] for epoch in sorted(journal.owners)]
 
     async def owner(self, group: str = GROUP) -> str | None:
-        """The router that owns the group now; None while nobody ever did."""
+        """Return the router that owns the group, or None before the first claim."""
         owners = await self.ownerships(group)
         return owners[-1].router if owners else None
 
     async def routed(self, group: str = GROUP) -> int:
-        """Requests that were routed so far."""
+        """Return the number of requests routed so far."""
         return sum(owner.routed for owner in await self.ownerships(group))
 
     async def decided(self, group: str = GROUP) -> int:
-        """Decisions so far, of every kind."""
+        """Return the number of decisions of every kind so far."""
         return sum(owner.decided for owner in await self.ownerships(group))
 
     async def taken_over(self, before: str, group: str = GROUP, *, within_s: float) -> Ownership:
@@ -254,33 +256,33 @@ class Cluster:
         return await self.processes.until(f"another router than {before} routes", routes, within_s=within_s)
 
     async def events(self, topic: Topic, group: str = GROUP) -> list[Any]:
-        """All events of a group's control topic, in order, without what is none."""
+        """Return all events of a group's control topic in order, without undecodable records."""
         partition = self.partition(group)
         assert partition is not None, f"{group} has no partition"
         return [event for _, event in await self._events(topic, partition)]
 
-    async def said(self) -> list[Any]:
-        """All events of the reply slots, each slot's in order."""
+    async def replies(self) -> list[Any]:
+        """Return all events of the reply slots, in order within each slot."""
         found = []
         for slot in range(self._plan.replies):
             found += [event for _, event in await self._events(TOKENS, slot)]
         return found
 
     def partition(self, group: str = GROUP) -> int | None:
-        """The control partition of a group; None while it has none."""
+        """Return the control partition of a group, or None before placement."""
         return self._directory.partition_of(group)
 
     async def members(self, group: str = GROUP) -> dict[str, FleetWorker]:
-        """The workers that are admitted now, by worker id."""
+        """Return the admitted workers by worker id."""
         partition = self._directory.partition_of(group)
         fleet = Fleet()
         for offset, event in [] if partition is None else await self._events(FLEET, partition):
-            with contextlib.suppress(IllegalTransition):  # void: of an owner that was replaced
+            with contextlib.suppress(IllegalTransition):  # a stale event of a replaced owner
                 fleet.apply(event, offset)
         return {worker.spec.worker_id: worker for worker in fleet.workers()}
 
     async def until_serving(self, workers: int, group: str = GROUP) -> None:
-        """Wait until routers agreed who owns, so many workers are admitted and each ingress is ready.
+        """Wait until ownership is settled, `workers` workers are admitted and each ingress is ready.
 
         Raises ProcessError.
         """
@@ -295,7 +297,7 @@ class Cluster:
                 await self.processes.until(f"{name} is ready", functools.partial(_ready, client, url))
 
     async def until_balanced(self) -> None:
-        """Wait until the routers that run share the control partitions, and placed groups have the owners so chosen.
+        """Wait until the running routers share the control partitions and each placed group has its assigned owner.
 
         Raises ProcessError.
         """
@@ -309,19 +311,19 @@ class Cluster:
                 owners = await self.ownerships(group)
                 if not owners or partition not in (shares.get(owners[-1].router) or ()):
                     return False
-                told = f"owns {group} since offset {owners[-1].epoch}\n"
-                if told not in self.processes[owners[-1].router].said():
+                claim = f"owns {group} since offset {owners[-1].epoch}\n"
+                if claim not in self.processes[owners[-1].router].output():
                     return False
             return True
 
         await self.processes.until("the routers share the control partitions", balanced)
 
     async def _replay(self, command: str, group: str, *arguments: str) -> dict[str, Any]:
-        """What a replay command says of a group, as JSON. Raises ProcessError."""
+        """Return the JSON report of a replay command on a group. Raises ProcessError."""
         where = ["--kafka", self.settings.bootstrap, "--namespace", self.namespace, "--group", group, "--json"]
         _, out = await self.command(command, "replay", command, *arguments, *where, within_s=VERIFIED_WITHIN_S)
         if not out:
-            raise ProcessError(f"{command} said nothing: {tail(self.processes.folder / f'{command}.log')}")
+            raise ProcessError(f"{command} printed nothing: {tail(self.processes.folder / f'{command}.log')}")
         report: dict[str, Any] = json.loads(out)
         return report
 
@@ -331,18 +333,18 @@ class Cluster:
         self.processes.start(name, command if on is None else on.command(*command))
 
     def _members_change(self, name: str) -> None:
-        """What routers say from here on is about the assignment without this one, or with it again."""
+        """Ignore earlier assignments in the routers' output, because the set of routers changed."""
         if name in self._routers:
-            self._routers = {router: len(self.processes[router].said()) for router in self._routers}
+            self._routers = {router: len(self.processes[router].output()) for router in self._routers}
 
-    def _gone(self, name: str) -> None:
+    def _forget(self, name: str) -> None:
         self._routers.pop(name, None)
         self.urls.pop(name, None)
 
     def _assigned(self, router: str) -> set[int] | None:
-        """What a router was last assigned since a router came or went; None when it was not yet."""
-        told = ASSIGNED.findall(self.processes[router].said()[self._routers[router] :])
-        return {int(number) for number in told[-1].split(",") if number.strip()} if told else None
+        """Return the last assignment of a router since the set of routers changed, or None before it."""
+        assignments = ASSIGNED.findall(self.processes[router].output()[self._routers[router] :])
+        return {int(number) for number in assignments[-1].split(",") if number.strip()} if assignments else None
 
     async def _events(self, topic: Topic, partition: int) -> list[tuple[int, Any]]:
         found: list[tuple[int, Any]] = []
@@ -350,13 +352,13 @@ class Cluster:
         while position < end:
             for record in await self._log.read(topic.name, partition, position, READ_MAX):
                 position = record.offset + 1
-                with contextlib.suppress(DecodeError):  # a foreign producer's
+                with contextlib.suppress(DecodeError):  # a record of a foreign producer
                     found.append((record.offset, decode(topic, record.value)))
         return found
 
 
 async def remove_topics(kafka: str, namespace: str) -> None:
-    """Remove the topics of a namespace, which nobody uses any more, from a broker that stays."""
+    """Remove the topics of an unused namespace from a broker that keeps running."""
     settings = KafkaSettings(kafka, namespace)
     names = [settings.topic(name) for name in await partitions_of(settings)]
     admin = AIOKafkaAdminClient(**settings.client_options())

@@ -1,4 +1,4 @@
-"""What demos share: Kafka and Redis to run on, a folder for logs, signals, and an exit code."""
+"""Shared parts of the demos: Kafka, Redis, a log folder, signals and the exit code."""
 
 import argparse
 import asyncio
@@ -18,47 +18,47 @@ from tests.harness.local import Missing, local_kafka, local_redis
 
 
 class Verdict(Protocol):
-    """What a demo found: what fell short, and its last line."""
+    """The result of a demo: its problems and its last line."""
 
     problems: list[str]
 
     def line(self) -> str:
-        """The last line."""
+        """Return the last line of the demo."""
 
 
-Say = Callable[[str], None]
+Report = Callable[[str], None]
 Run = Callable[[str, str, Path, bool], Coroutine[Any, Any, Verdict]]  # Kafka, Redis, folder, whether topics may stay
 
 
-def demo(say: Say, run: Run) -> int:
-    """Run a demo until it ends or a signal ends it; its exit code.
+def demo(report: Report, run: Run) -> int:
+    """Run a demo until it ends or a signal stops it; return its exit code.
 
-    Kafka and Redis are those of FOREBAY_KAFKA and FOREBAY_REDIS, else some of its own. 0, 1 for a demo that failed, 2
-    for what it could not be run with, 130 for one that was interrupted.
+    FOREBAY_KAFKA and FOREBAY_REDIS name a running Kafka and Redis; otherwise the demo starts its own. The exit code is
+    0 on success, 1 if the demo failed, 2 if it could not run, and 130 if it was interrupted.
     """
     folder = Path(tempfile.mkdtemp(prefix="forebay-demo-"))
     try:
-        result = asyncio.run(_until_ended(say, run, folder))
+        result = asyncio.run(_until_ended(report, run, folder))
     except (Missing, WorkloadUnusable) as error:
         shutil.rmtree(folder)
-        say(f"cannot run: {error}")
+        report(f"cannot run: {error}")
         return 2
     except (ProcessError, LogError) as error:
-        say(f"FAILED: {error}; logs are in {folder}")
+        report(f"FAILED: {error}; logs are in {folder}")
         return 1
     except asyncio.CancelledError:
         shutil.rmtree(folder)
-        say("interrupted; everything is stopped")
+        report("interrupted; everything is stopped")
         return 130
     if result.problems:
-        say(f"logs are in {folder}")
+        report(f"logs are in {folder}")
     else:
         shutil.rmtree(folder)
-    say(result.line())
+    report(result.line())
     return 1 if result.problems else 0
 
 
-async def _until_ended(say: Say, run: Run, folder: Path) -> Verdict:
+async def _until_ended(report: Report, run: Run, folder: Path) -> Verdict:
     this = asyncio.current_task()
     assert this is not None
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -66,15 +66,15 @@ async def _until_ended(say: Say, run: Run, folder: Path) -> Verdict:
     with contextlib.ExitStack() as stack:
         given = os.environ.get("FOREBAY_KAFKA")
         if given is None:
-            say("Kafka starts")
+            report("Kafka starts")
         kafka = given or stack.enter_context(local_kafka(folder / "kafka")).address
         redis_url = os.environ.get("FOREBAY_REDIS") or stack.enter_context(local_redis(folder))
-        say(f"Kafka at {kafka}, Redis at {redis_url}")
+        report(f"Kafka at {kafka}, Redis at {redis_url}")
         return await run(kafka, redis_url, folder, given is None)
 
 
 def positive(text: str) -> float:
-    """A positive number of the command line."""
+    """Parse a positive number of the command line."""
     number = float(text)
     if not 0 < number < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not a positive number")

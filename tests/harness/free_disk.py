@@ -1,21 +1,21 @@
-"""Checks that the disk has room for `.venv-engines`: exit code 1 and what is short, where it has not."""
+"""Check that the disk has room for `.venv-engines`; exit with code 1 and the missing space otherwise."""
 
 import shutil
 import sys
 from pathlib import Path
 
-NEEDED_GB = 8.0  # building it took 6.4 GB, cache included; the tests want room for logs, too
+NEEDED_GB = 8.0  # the build took 6.4 GB including the cache; the tests need room for logs too
 
 
 def existing(path: Path) -> Path:
-    """The path, or the nearest folder above it that is there already."""
+    """Return the path, or its nearest existing parent."""
     return path if path.exists() else existing(path.parent)
 
 
 def short(paths: list[Path], needed_gb: float = NEEDED_GB) -> list[str]:
-    """What each file system under one of these paths has too little of, in words; nothing where all have enough.
+    """Return a line for each file system of these paths with too little free space.
 
-    The cache and the environment share their files where they lie on one file system, and are copies otherwise.
+    The cache and the environment share files on one file system, and are copies on different ones.
     """
     systems = {existing(path).stat().st_dev: path for path in reversed(paths)}
     return [

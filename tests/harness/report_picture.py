@@ -1,4 +1,4 @@
-"""The README's picture of a report: `python -m tests.harness.report_picture TRACE` simulates a trace and takes it."""
+"""Create the README's picture of a report: `python -m tests.harness.report_picture TRACE` simulates a trace."""
 
 import argparse
 import subprocess
@@ -11,11 +11,11 @@ from tests.harness.browser import opened
 PICTURE = Path(__file__).resolve().parents[2] / "docs" / "images" / "simulate-report.png"
 POLICIES = ("kv", "round-robin", "least-loaded")
 WIDTH, HEIGHT = 1_200, 1_160
-SCALE = 1.5  # sharp on most screens, in a file that a page loads at once
+SCALE = 1.5  # sharp on most screens, and still a small file
 
 
 def main() -> None:
-    """Take it; the trace is one that `forebay simulate` reads, played by 8 workers."""
+    """Simulate the trace of the command line with 8 workers and write the picture of its report."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("trace", type=Path)
     trace = parser.parse_args().trace

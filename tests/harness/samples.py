@@ -1,6 +1,6 @@
 """Golden wire samples: one folder per event tag, written once by `make schemas` and never rewritten.
 
-A sample pins the wire: what was written under a tag must be decoded to the same values for ever.
+A sample pins the wire: a record written under a tag must decode to the same values forever.
 """
 
 import json
@@ -21,30 +21,30 @@ from forebay.events.topics import SNAPSHOTS, Topic
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLES = ROOT / "tests/events/samples"
-_U64_FIELDS = {"content", "parent_hash", "tie_seed"}  # these use all 64 bits, readers must not round them
+_U64_FIELDS = {"content", "parent_hash", "tie_seed"}  # these fields use all 64 bits, so readers must not round them
 
 
 def event_types(topic: Topic) -> tuple[type[Event], ...]:
-    """The types that a topic carries."""
+    """Return the event types of a topic."""
     if topic.events is None:
         return ()
     return get_args(topic.events) or (topic.events,)
 
 
 def tag_of(cls: type) -> str:
-    """The wire tag of an event or of a tagged part."""
+    """Return the wire tag of an event or of a tagged part."""
     info = inspect.type_info(cls)
     assert isinstance(info, inspect.StructType)
     return str(info.tag)
 
 
 def example(cls: type, *, full: bool) -> Any:
-    """A struct with every field set, or only the required ones; the same on every machine."""
+    """Return a deterministic struct with every field set, or with the required fields only."""
     return _value(inspect.type_info(cls), "", full)
 
 
 def samples() -> Iterator[tuple[str, Topic, Event, Event]]:
-    """Name, topic, full and least example of every event, and of a snapshot chunk with each kind of part."""
+    """Yield name, topic, full and minimal example of every event, and of a snapshot chunk with each kind of part."""
     for topic in TOPICS:
         for cls in event_types(topic):
             if cls is not SnapshotChunk:
@@ -57,7 +57,7 @@ def samples() -> Iterator[tuple[str, Topic, Event, Event]]:
 
 
 def readable(value: Any) -> Any:
-    """A decoded value for people: every field named, defaults too; bytes as hex."""
+    """Return a readable form of a decoded value: every field named, defaults included, and bytes as hex."""
     if isinstance(value, msgspec.Struct):
         fields = {name: readable(getattr(value, name)) for name in value.__struct_fields__}
         tag = value.__struct_config__.tag
@@ -86,7 +86,7 @@ def _value(info: inspect.Type, name: str, full: bool) -> Any:
         case inspect.Metadata(type=bare):
             return _value(bare, name, full)
         case inspect.StructType(cls=cls) if cls is QueueConfig:
-            # Its fields must agree with each other.
+            # The fields of this type constrain each other.
             return QueueConfig(
                 threshold=1.5, policy="wspt", classes=(QueueClass(), QueueClass(quantum=512, uncached_tokens_min=64))
             )

@@ -12,7 +12,7 @@ DOCUMENT = ROOT / "docs/events.md"
 
 
 def main() -> None:
-    """Replace the whole registry: a schema whose topic is gone goes too."""
+    """Replace the whole registry; schemas of removed topics are deleted."""
     REGISTRY.mkdir(exist_ok=True)
     for stale in REGISTRY.glob("*.json"):
         stale.unlink()
@@ -22,7 +22,7 @@ def main() -> None:
 
 
 def page() -> str:
-    """All of docs/events.md: events, and the files that hold them."""
+    """Return the text of docs/events.md: the events, and the files that store them."""
     return document() + recordings.chapter()
 
 

@@ -1,4 +1,4 @@
-"""What `make demo-disagg` decides by itself: its verdict, and which answers of mock engines are the right ones."""
+"""The verdict of `make demo-disagg`, and its check of the tokens of mock engines."""
 
 from collections import Counter
 from typing import Any
@@ -27,7 +27,7 @@ GOOD: dict[str, Any] = {
 }
 
 
-def test_disagg_the_last_line_says_how_it_went() -> None:
+def test_disagg_the_last_line_summarizes_the_result() -> None:
     result = Result(9, **GOOD)
     result.judge()
     assert result.line() == (
@@ -40,20 +40,20 @@ def test_disagg_the_last_line_says_how_it_went() -> None:
     ("change", "problem"),
     [
         ({"answered_once": 8}, "1 requests were not answered once"),
-        ({"wrong": 2}, "2 answers have other tokens than they must have"),
+        ({"wrong": 2}, "2 responses have wrong tokens"),
         ({"moved_bytes": 0}, "no KV was moved"),
         ({"verified": 17}, "18 decisions were recorded and 17 of them derived equal"),
     ],
 )
-def test_disagg_what_falls_short_is_named(change: dict[str, int], problem: str) -> None:
+def test_disagg_each_unmet_requirement_is_reported(change: dict[str, int], problem: str) -> None:
     result = Result(9, **{**GOOD, **change})
     result.judge()
     assert result.problems == [problem]
     assert result.line().endswith(f": FAILED ({problem})")
 
 
-def engine_says(prompt: list[int], count: int) -> list[int]:
-    """What a mock engine says, by its own program."""
+def engine_tokens(prompt: list[int], count: int) -> list[int]:
+    """Return the tokens that a mock engine generates for a prompt."""
     vocabulary = word_token_ids(Model(DEFAULT_MODEL).tokenizer)
     engine = MockEngine(EngineConfig(vocabulary=vocabulary))
     item = WorkItem(
@@ -69,15 +69,15 @@ def engine_says(prompt: list[int], count: int) -> list[int]:
     )
     engine.submit(item)
     rank = engine._ranks[0]
-    said: list[int] = []
-    while len(said) < count:
+    tokens: list[int] = []
+    while len(tokens) < count:
         batch, *_ = rank._collect()
         assert isinstance(batch, EngineBatch)
-        said += [token for one in batch.emitted for token in unpack_u32(one.token_ids)]
-    return said
+        tokens += [token for one in batch.emitted for token in unpack_u32(one.token_ids)]
+    return tokens
 
 
-def asked() -> RequestSubmitted:
+def submission() -> RequestSubmitted:
     return RequestSubmitted(
         request_id="r",
         model="m",
@@ -95,17 +95,17 @@ def emitted(attempt: int, first: int, tokens: list[int]) -> TokensEmitted:
     return TokensEmitted(worker_id="w", worker_epoch=0, owner_epoch=1, chunks=(chunk,), group="m")
 
 
-def test_disagg_right_answers_are_told_from_wrong_ones() -> None:
+def test_disagg_wrong_responses_are_detected() -> None:
     words = Words()
-    whole = engine_says(PROMPT, COUNT)
+    whole = engine_tokens(PROMPT, COUNT)
     end = ResponseEnded(request_id="r", attempt=1, owner_epoch=1, finish_reason="length", group="m")
-    assert words.wrong([asked()], [emitted(1, 0, whole), end]) == []
-    assert words.wrong([asked()], [emitted(1, 0, whole)]) != [], "it has no end"
-    assert words.wrong([asked()], [emitted(1, 0, whole[:-1]), end]) != []
-    assert words.wrong([asked()], [emitted(1, 0, [*whole[:-1], whole[0] + 1]), end]) != []
-    rest = engine_says(PROMPT + whole[:4], COUNT - 4)
+    assert words.wrong([submission()], [emitted(1, 0, whole), end]) == []
+    assert words.wrong([submission()], [emitted(1, 0, whole)]) != [], "the response has no end"
+    assert words.wrong([submission()], [emitted(1, 0, whole[:-1]), end]) != []
+    assert words.wrong([submission()], [emitted(1, 0, [*whole[:-1], whole[0] + 1]), end]) != []
+    rest = engine_tokens(PROMPT + whole[:4], COUNT - 4)
     begins = AttemptStarted(request_id="r", attempt=2, owner_epoch=1, worker_id="v", group="m")
     late = ResponseEnded(request_id="r", attempt=2, owner_epoch=1, finish_reason="length", group="m")
     moved = [emitted(1, 0, whole[:4]), begins, emitted(1, 4, whole[4:]), emitted(2, 4, rest), late]
-    assert words.wrong([asked()], moved) == [], "what the first one said after the second began is void"
-    assert words.wrong([asked()], [emitted(1, 0, whole[:4]), begins, emitted(2, 4, whole[4:]), late]) != []
+    assert words.wrong([submission()], moved) == [], "tokens of attempt 1 after attempt 2 began are stale"
+    assert words.wrong([submission()], [emitted(1, 0, whole[:4]), begins, emitted(2, 4, whole[4:]), late]) != []

@@ -1,4 +1,4 @@
-"""What `make demo-kafka` decides by itself: the workload that it invents, and its verdict."""
+"""The generated workload of `make demo-kafka`, and its verdict."""
 
 from pathlib import Path
 from typing import Any
@@ -7,19 +7,19 @@ import pytest
 
 from forebay.simulate.reading import open_workload
 from forebay.simulate.workload import WorkloadOptions
-from tests.harness.demo_kafka import SECONDS, SEED, SESSIONS, TURNS, Result, invent
+from tests.harness.demo_kafka import SECONDS, SEED, SESSIONS, TURNS, Result, write_trace
 
 
-def test_the_invented_trace_is_the_same_each_time_and_has_much_in_common(tmp_path: Path) -> None:
+def test_the_generated_trace_is_deterministic_and_shares_prefixes(tmp_path: Path) -> None:
     one, two, other = tmp_path / "one", tmp_path / "two", tmp_path / "other"
     for path, seed in ((one, SEED), (two, SEED), (other, SEED + 1)):
-        invent(path, seed)
+        write_trace(path, seed)
     assert one.read_bytes() == two.read_bytes() != other.read_bytes()
     found = list(open_workload(str(one), WorkloadOptions()).turns())
     assert len(found) == SESSIONS * TURNS
     assert found[-1].at_us <= SECONDS * 1_000_000
     blocks = [block for row in found for block in row.block_ids]
-    assert len(set(blocks)) < len(blocks) / 2, "turns repeat what was said before"
+    assert len(set(blocks)) < len(blocks) / 2, "turns repeat the earlier turns"
 
 
 GOOD: dict[str, Any] = {
@@ -32,7 +32,7 @@ GOOD: dict[str, Any] = {
 }
 
 
-def test_the_last_line_says_how_it_went() -> None:
+def test_the_last_line_summarizes_the_result() -> None:
     result = Result(9, **GOOD)
     result.judge()
     assert result.line() == (
@@ -51,7 +51,7 @@ def test_the_last_line_says_how_it_went() -> None:
         ({"verified": 8, "decisions": 8}, "8 decisions were recorded and 8 of them derived equal"),
     ],
 )
-def test_what_falls_short_is_named(change: dict[str, float | None], problem: str) -> None:
+def test_each_unmet_requirement_is_reported(change: dict[str, float | None], problem: str) -> None:
     result = Result(9, **{**GOOD, **change})
     result.judge()
     assert result.problems == [problem]

@@ -1,4 +1,4 @@
-"""The check of the free disk, before gigabytes are installed."""
+"""The check of free disk space before the engines are installed."""
 
 import shutil
 import subprocess
@@ -10,18 +10,18 @@ from tests.harness import free_disk
 SCRIPT = Path(free_disk.__file__)
 
 
-def test_enough_is_enough(tmp_path: Path) -> None:
+def test_sufficient_space_has_no_fault(tmp_path: Path) -> None:
     assert free_disk.short([tmp_path, tmp_path / "not" / "there" / "yet"], needed_gb=0.0) == []
 
 
-def test_what_is_short_is_told_once_a_file_system(tmp_path: Path) -> None:
+def test_a_shortage_is_reported_once_per_file_system(tmp_path: Path) -> None:
     needed_gb = shutil.disk_usage(tmp_path).total / 1e9 + 1
     (fault,) = free_disk.short([tmp_path / "venv", tmp_path / "cache"], needed_gb)
     assert fault.startswith(f"{tmp_path / 'venv'}: ")
     assert f"{needed_gb:g} GB are needed" in fault
 
 
-def test_the_script_fails_in_words_where_the_disk_is_short(tmp_path: Path) -> None:
+def test_the_script_fails_with_a_message_on_a_full_disk(tmp_path: Path) -> None:
     total_gb = shutil.disk_usage(tmp_path).total / 1e9
     script = SCRIPT.read_text().replace(f"NEEDED_GB = {free_disk.NEEDED_GB}", f"NEEDED_GB = {total_gb + 1}")
     ran = subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""Processes of a cluster: nothing outlives its run, and what ends by itself is noticed."""
+"""Processes of a cluster end with their run, and an unexpected end is detected."""
 
 import os
 import signal
@@ -25,25 +25,25 @@ def processes(tmp_path: Path) -> Iterator[Processes]:
     running.end_all()
 
 
-async def said(processes: Processes, name: str) -> str:
-    """The first line of a process."""
+async def first_output(processes: Processes, name: str) -> str:
+    """Wait for the first output line of a process and return it."""
 
     async def line() -> str | None:
-        text = processes[name].said()
+        text = processes[name].output()
         return text.strip() if text.endswith("\n") else None
 
-    return await processes.until(f"{name} speaks", line)
+    return await processes.until(f"{name} writes a line", line)
 
 
 def state(pid: int) -> str:
-    """The state letter of a process, empty when there is none."""
+    """Return the state letter of a process, or an empty string if it does not exist."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:
         return ""
 
 
-async def test_what_ends_by_itself_is_named_with_the_end_of_its_log(processes: Processes) -> None:
+async def test_an_unexpected_end_is_reported_with_the_end_of_the_log(processes: Processes) -> None:
     processes.start("fragile", [sys.executable, "-c", "raise SystemExit('the reason')"])
 
     async def never() -> bool:
@@ -53,9 +53,9 @@ async def test_what_ends_by_itself_is_named_with_the_end_of_its_log(processes: P
         await processes.until("pigs fly", never)
 
 
-async def test_what_does_not_come_about_is_named(processes: Processes) -> None:
+async def test_an_unmet_condition_is_named(processes: Processes) -> None:
     processes.start("one", SLEEPS)
-    await said(processes, "one")
+    await first_output(processes, "one")
 
     async def never() -> bool:
         return False
@@ -69,13 +69,13 @@ async def test_a_command_ends_with_its_code_and_output(processes: Processes, tmp
     script = "import sys; print('out'); sys.stderr.write('err'); sys.exit(3)"
     process = processes.start("command", [sys.executable, "-c", script], ends=True, output=output)
     assert await processes.ended("command", within_s=30) == 3
-    assert (output.read_text(), process.said()) == ("out\n", "err")
+    assert (output.read_text(), process.output()) == ("out\n", "err")
     assert "command" not in processes
 
 
-async def test_a_process_is_paused_and_goes_on(processes: Processes) -> None:
+async def test_a_paused_process_resumes(processes: Processes) -> None:
     process = processes.start("one", SLEEPS)
-    await said(processes, "one")
+    await first_output(processes, "one")
     processes.pause("one")
 
     async def stopped() -> bool:
@@ -84,23 +84,23 @@ async def test_a_process_is_paused_and_goes_on(processes: Processes) -> None:
     await processes.until("one is stopped", stopped)
     processes.resume("one")
 
-    async def goes_on() -> bool:
+    async def resumed() -> bool:
         return state(process.process.pid) != "T"
 
-    await processes.until("one goes on", goes_on)
+    await processes.until("one resumes", resumed)
 
 
-async def test_a_name_is_used_again_and_its_log_goes_on(processes: Processes) -> None:
+async def test_a_reused_name_continues_its_log(processes: Processes) -> None:
     first = processes.start("one", SLEEPS)
-    await said(processes, "one")
+    await first_output(processes, "one")
     processes.kill("one")
     second = processes.start("one", SLEEPS)
-    await said(processes, "one")
-    assert (first.log, second.said()) == (second.log, "ready\n")
+    await first_output(processes, "one")
+    assert (first.log, second.output()) == (second.log, "ready\n")
     assert second.log.read_text() == "ready\nready\n"
 
 
-async def test_everything_ends_also_what_is_paused_or_does_not_listen(
+async def test_all_processes_end_even_paused_ones_and_those_that_ignore_sigterm(
     processes: Processes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tests.harness.processes.STOP_S", 0.5)
@@ -111,35 +111,35 @@ async def test_everything_ends_also_what_is_paused_or_does_not_listen(
         processes.start("parent", [sys.executable, "-c", WITH_CHILD]),
     ]
     for one in started:
-        await said(processes, one.name)
-    child = int(processes["parent"].said())
+        await first_output(processes, one.name)
+    child = int(processes["parent"].output())
     processes.pause("paused")
     processes.end_all()
     assert {one.process.returncode for one in started} == {-15, -9}
     assert not any(name in processes for name in ("polite", "paused", "stubborn", "parent"))
 
-    async def gone() -> bool:
-        return state(child) in {"", "Z"}  # an orphan is buried by somebody else
+    async def ended() -> bool:
+        return state(child) in {"", "Z"}  # another process reaps an orphan
 
-    await processes.until("the child is gone too", gone)
+    await processes.until("the child has ended too", ended)
 
 
-async def test_a_process_killed_alone_leaves_its_children_to_be_seen(processes: Processes) -> None:
+async def test_a_process_killed_alone_leaves_its_children_running(processes: Processes) -> None:
     one = processes.start("parent", [sys.executable, "-c", WITH_CHILD])
-    child = int(await said(processes, "parent"))
+    child = int(await first_output(processes, "parent"))
     family = one.family()
     assert family == [one.process.pid, child] == still_running(family)
     processes.kill("parent", alone=True)
     assert still_running(family) == [child]
     os.kill(child, signal.SIGKILL)
 
-    async def gone() -> bool:
+    async def ended() -> bool:
         return not still_running(family)
 
-    await processes.until("the child is gone", gone)
+    await processes.until("the child has ended", ended)
 
 
-async def test_a_service_that_stops_badly_is_an_error(processes: Processes) -> None:
+async def test_a_service_with_a_bad_exit_code_raises(processes: Processes) -> None:
     processes.start("one", [sys.executable, "-c", "import signal; signal.pause()"])
     with pytest.raises(ProcessError, match="one ended with code -15 when it was to stop"):
         await processes.stop("one")

@@ -179,7 +179,7 @@ async def idle(cluster: Cluster) -> bool:
 
 async def member(cluster: Cluster, router: str) -> bool:
     """Whether a router joined the group of routers."""
-    return f"router {router} is a member of" in cluster.processes[router].said()
+    return f"router {router} is a member of" in cluster.processes[router].output()
 
 
 async def owner_of(cluster: Cluster) -> str:

@@ -207,7 +207,7 @@ async def test_a_session_stays_when_a_router_with_a_policy_of_ones_own_takes_ove
         return str(answer["forebay"]["worker"])
 
     async def member() -> bool:
-        return "router r2 is a member of" in cluster.processes["r2"].said()
+        return "router r2 is a member of" in cluster.processes["r2"].output()
 
     async def decides() -> bool:
         return bool((await asking.post("/v1/route", prompt="?")).json()["mode"] == "mine.Last")

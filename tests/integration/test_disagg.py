@@ -92,7 +92,7 @@ async def routings(cluster: Cluster, heard: Sequence[Heard]) -> list[RequestRout
 async def right(cluster: Cluster, words: Words, heard: Sequence[Heard], tokens: int) -> None:
     """Each answer ended once, with exactly the tokens that it should have."""
     assert problems(heard, tokens) == []
-    begins = begins_of(await cluster.said())
+    begins = begins_of(await cluster.replies())
     for one in heard:
         assert one.text == words.text(one.prompt, tokens, begins[one.request_id]), one.request_id
 
@@ -138,7 +138,7 @@ async def test_disagg_a_worker_whose_blocks_do_not_fit_is_refused_naming_both(cl
     )
 
     async def refused() -> bool:
-        return says in cluster.processes[owner].said()
+        return says in cluster.processes[owner].output()
 
     await cluster.processes.until("p9 is refused", refused)
     assert set(await cluster.members()) == set(DECODE)
@@ -222,7 +222,7 @@ async def test_disagg_what_was_recorded_of_all_this_derives_equal(cluster: Clust
     assert report["claims"] == 2
     asked = await cluster.events(REQUESTS)
     assert len(asked) >= report["decisions"] // 3
-    assert Words().wrong(asked, await cluster.said()) == []
+    assert Words().wrong(asked, await cluster.replies()) == []
 
 
 async def begun(streams: Sequence[Heard]) -> bool:

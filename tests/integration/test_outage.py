@@ -209,4 +209,4 @@ async def is_ready(client: httpx.AsyncClient, status: int) -> bool:
 
 def said(cluster: Cluster) -> dict[str, int]:
     """Return how many lines each process logged so far."""
-    return {one.name: one.said().count("\n") for one in cluster.processes.running()}
+    return {one.name: one.output().count("\n") for one in cluster.processes.running()}

@@ -20,20 +20,20 @@ from tests.integration import parts
 
 # The contract is written for any Redis; here its `client` is the shared one.
 from tests.transport.test_redis_leases import (  # noqa: F401
-    test_a_group_may_be_asked_for_before_it_has_a_lease,
-    test_a_lease_is_seen_as_it_was_taken,
-    test_a_lease_that_ran_out_may_be_renewed_until_then,
-    test_a_lease_that_ran_out_stays_until_it_is_forgotten,
-    test_a_released_lease_says_so_until_it_is_forgotten,
-    test_a_server_that_lost_its_scripts_gets_them_again,
-    test_another_incarnation_takes_over_and_the_first_is_told,
+    test_a_group_can_be_announced_before_it_has_a_lease,
+    test_a_lease_is_polled_as_it_was_acquired,
+    test_a_redis_error_reply_raises_a_lease_error,
+    test_a_released_lease_is_marked_until_it_is_forgotten,
+    test_an_expired_lease_can_be_renewed_until_it_is_forgotten,
+    test_an_expired_lease_stays_until_it_is_forgotten,
+    test_another_incarnation_takes_over_and_the_first_fails_to_renew,
     test_deadlines_without_a_lease_are_swept,
     test_everything_in_redis_expires_well_after_its_deadline,
-    test_leases_come_in_worker_order_and_stay_in_their_group,
-    test_namespaces_do_not_meet,
-    test_renewing_extends_and_tells_its_ttl,
-    test_threads_renew_while_another_polls,
-    test_what_redis_refuses_is_a_lease_error,
+    test_leases_are_polled_in_worker_order_within_their_group,
+    test_namespaces_are_separate,
+    test_renewing_extends_the_lease_and_updates_its_ttl,
+    test_scripts_are_loaded_again_after_a_server_loses_them,
+    test_threads_can_renew_while_another_thread_polls,
 )
 
 MIB = 1 << 20

@@ -66,7 +66,7 @@ async def executions(cluster: Cluster, prefix: str) -> Counter[str]:
     """Return how often a worker emitted the first token of each request id, over all workers of both models."""
     first_tokens = (
         chunk.request_id
-        for event in await cluster.said()
+        for event in await cluster.replies()
         if isinstance(event, TokensEmitted)
         for chunk in event.chunks
         if chunk.first_index == 0 and chunk.request_id.startswith(prefix)

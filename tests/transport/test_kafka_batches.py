@@ -118,7 +118,7 @@ def test_arbitrary_bytes_never_raise(data: bytes, offset: int) -> None:
     ],
     ids=["gzip-bomb", "snappy-bomb", "lz4-bomb", "zstd-bomb", "unknown-codec", "cut-gzip", "garbage"],
 )
-def test_an_undecompressable_batch_is_delivered_as_absent(codec: int, payload: bytes, message: str) -> None:
+def test_a_batch_that_cannot_be_decompressed_is_delivered_as_absent(codec: int, payload: bytes, message: str) -> None:
     """The reason distinguishes an oversized batch that was not decompressed from invalid content."""
     three = RawBatch([RawRecord(b"x")] * 3, codec=codec, offset=5)
     records = read(three.encoded(payload=payload) + RawBatch([RawRecord(b"next")], offset=8).encoded(), offset=5)

@@ -1,7 +1,7 @@
-"""Makes the default model directory: a tokenizer and a chat template, no weights, under 200 KB.
+"""Create the default model directory: a tokenizer and a chat template, no weights, under 200 KB.
 
-The tokenizer is a byte-level BPE, so it takes any text; it learns from sentences that are put together here
-from a list of common words, words.txt. The same libraries give the same bytes.
+The tokenizer is a byte-level BPE, so it encodes any text. It is trained on sentences composed from a list of common
+words, words.txt. The same library versions produce the same bytes.
 """
 
 import argparse
@@ -27,7 +27,7 @@ CHAT_TEMPLATE = (
 
 
 def corpus() -> list[str]:
-    """Sentences of the words above, with capitals, punctuation and numbers; the same each time."""
+    """Return deterministic sentences of the words, with capitals, punctuation and numbers."""
     rng = random.Random(SEED)
     common = WORDS.read_text(encoding="utf-8").split()
     lines = []
@@ -43,7 +43,7 @@ def corpus() -> list[str]:
 
 
 def tokenizer() -> Tokenizer:
-    """A byte-level BPE trained on the corpus."""
+    """Return a byte-level BPE trained on the corpus."""
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
@@ -58,7 +58,7 @@ def tokenizer() -> Tokenizer:
 
 
 def files() -> dict[str, bytes]:
-    """The directory's files by name."""
+    """Return the directory's files by name."""
     config = {"model_type": "forebay-default", "max_position_embeddings": CONTEXT_TOKENS}
     tokenizer_config = {"bos_token": None, "eos_token": END, "pad_token": PAD, "chat_template": CHAT_TEMPLATE}
     compact = json.loads(tokenizer().to_str())

@@ -1,6 +1,6 @@
-"""Makes a tiny LLaVA with random weights, CLIP and Llama: 350 KB, the same each time. It sees and speaks nonsense.
+"""Create a tiny deterministic LLaVA (CLIP and Llama) with random weights, 350 KB.
 
-An image is 16 tokens, whatever its size, as `image_seq_length` of its config.json says.
+An image is 16 tokens, whatever its size: `image_seq_length` of its config.json.
 """
 
 from pathlib import Path
@@ -19,7 +19,7 @@ TOWER = "vision_tower."
 
 
 def processor() -> LlavaProcessor:
-    """The tiny Llama's tokenizer with one token for images, and CLIP's look at them."""
+    """Return a processor: the tiny Llama's tokenizer with an image token, and CLIP's image processor."""
     tokenizer = make_tiny_model.tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": [IMAGE]})
     images = CLIPImageProcessorPil(size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE})
@@ -34,7 +34,7 @@ def processor() -> LlavaProcessor:
 
 
 def model(image_token_id: int) -> LlavaForConditionalGeneration:
-    """A LLaVA of random parameters, bfloat16."""
+    """Return a LLaVA with random bfloat16 parameters."""
     torch.manual_seed(make_tiny_model.SEED)
     vision = CLIPVisionConfig(
         hidden_size=32,
@@ -57,12 +57,12 @@ def model(image_token_id: int) -> LlavaForConditionalGeneration:
 
 
 def write_model(directory: Path) -> LlavaForConditionalGeneration:
-    """Write the model directory; the model that is in it."""
+    """Write the model directory and return the model."""
     parts = processor()
     made = model(parts.tokenizer.convert_tokens_to_ids(IMAGE))
     made.save_pretrained(directory)
     parts.save_pretrained(directory)
-    # The names that LLaVA's weights have everywhere, and vLLM wants; transformers 5 writes others, and reads both.
+    # vLLM requires LLaVA's usual weight names; transformers 5 writes other names, and reads both.
     weights = directory / "model.safetensors"
     named = {name.replace(TOWER, f"{TOWER}vision_model."): tensor for name, tensor in load_file(weights).items()}
     save_file(named, weights, {"format": "pt"})

@@ -1,7 +1,7 @@
-"""Makes a tiny Llama with random weights that every engine can load, and a LoRA for it: 300 KB, the same each time.
+"""Create a tiny deterministic Llama with random weights that every engine can load, and a LoRA for it, 300 KB.
 
-It speaks nonsense, but the same nonsense in every engine: greedy tokens of one are the oracle of another. Runs
-where torch and transformers are: `.venv-engines/bin/python -m tests.harness.models.make_tiny_model DIR [--lora DIR]`.
+Every engine generates the same tokens greedily, so the tokens of one engine are the oracle of another. Needs torch
+and transformers: `.venv-engines/bin/python -m tests.harness.models.make_tiny_model DIR [--lora DIR]`.
 """
 
 import argparse
@@ -34,7 +34,7 @@ CHAT_TEMPLATE = (
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE of 363 tokens: start 0, end 1, padding 2."""
+    """Return a byte-level BPE of 363 tokens: start 0, end 1, padding 2."""
     made = Tokenizer(models.BPE(unk_token=None))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
@@ -51,7 +51,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def model() -> LlamaForCausalLM:
-    """A Llama of 139,584 random parameters, bfloat16."""
+    """Return a Llama with 139,584 random bfloat16 parameters."""
     torch.manual_seed(SEED)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -72,7 +72,7 @@ def model() -> LlamaForCausalLM:
 
 
 def lora(rank: int = LORA_RANK) -> dict[str, torch.Tensor]:
-    """Weights of a LoRA on the query and value projections, large enough to change what is said."""
+    """Return LoRA weights of the query and value projections, large enough to change the output."""
     random = torch.Generator().manual_seed(SEED)
     head = HIDDEN // HEADS
     sizes = {"q_proj": HEADS * head, "v_proj": KV_HEADS * head}
@@ -92,7 +92,7 @@ def write_model(directory: Path) -> None:
 
 
 def write_lora(directory: Path, rank: int = LORA_RANK) -> None:
-    """Write the LoRA's directory, in PEFT's format."""
+    """Write the LoRA directory in PEFT's format."""
     directory.mkdir(parents=True, exist_ok=True)
     save_file(lora(rank), directory / "adapter_model.safetensors")
     config = {
@@ -109,12 +109,12 @@ def write_lora(directory: Path, rank: int = LORA_RANK) -> None:
 
 
 def checksum(path: Path) -> str:
-    """sha256 of a file, in hex."""
+    """Return the SHA-256 of a file in hex."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def main() -> None:
-    """Write what was asked for, and say the checksums of the weights."""
+    """Write the directories of the command line and print the checksums of the weights."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path, help="directory to write the model to")
     parser.add_argument("--lora", type=Path, help="directory to write the LoRA to")
