@@ -1,11 +1,17 @@
 """Settings of the whole suite: the depth of Hypothesis tests and how long they may take."""
 
+import os
+
 import pytest
 from hypothesis import settings
 
 from tests import depth
 
 depth.register()
+
+# Each HTTP client loads the certificates of all authorities, which takes 50 ms. No test needs any of them.
+os.environ.pop("SSL_CERT_FILE", None)
+os.environ["SSL_CERT_DIR"] = os.devnull
 
 
 @pytest.hookimpl(trylast=True)  # Hypothesis marks its own in the same hook

@@ -44,7 +44,7 @@ def up(*options: str) -> Iterator[str]:
             assert process.poll() is None, process.communicate()[0]
             assert time.monotonic() < ends_s, "not ready"
             try:
-                if httpx.get(f"{url}/ready", timeout=5, verify=False).status_code == httpx.codes.OK:
+                if httpx.get(f"{url}/ready", timeout=5).status_code == httpx.codes.OK:
                     break
             except httpx.TransportError:
                 pass

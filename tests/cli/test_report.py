@@ -18,10 +18,11 @@ from typer.testing import CliRunner
 
 from forebay.cli.app import app
 from forebay.cli.common.terminal import printable
+from forebay.cli.simulate.report import words
 from forebay.cli.simulate.report.file import require_report, write_report
 from forebay.cli.simulate.report.heat import COLUMNS, ROWS
 from forebay.cli.simulate.report.measures import limits, measured
-from forebay.cli.simulate.report.page import RUNS_MAX, page
+from forebay.cli.simulate.report.page import COLOURS, RUNS_MAX, page
 from forebay.cli.simulate.report.rows import ROWS_MAX
 from forebay.cli.simulate.report.words import duration
 from forebay.cli.simulate.simulations import SimulationRun
@@ -76,7 +77,7 @@ def made(*runs: SimulationRun, slo: Slo | None = None, **more: Any) -> Page:
 
 
 def headline(*runs: SimulationRun, slo: Slo | None = None) -> str:
-    return "".join(made(*runs, slo=slo).said["h1"])
+    return words.headline(measured(runs, COLOURS), slo)
 
 
 def timed(name: str, *times_us: tuple[int, int, int], workers: int = 2) -> SimulationRun:
@@ -343,6 +344,7 @@ def test_heat_is_in_units_of_a_second() -> None:
     assert sum(heat["computed"][0]) == computed  # bins of one second
 
 
+@pytest.mark.slow
 def test_five_policies_on_an_hour_of_requests_stay_small() -> None:
     runs = [run(f"policy {number}", requests=12_031, workers=8, slower=1 + number / 9) for number in range(5)]
     size = len(page(runs, workload="hour", slo=None, digest=""))

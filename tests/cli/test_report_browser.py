@@ -7,23 +7,22 @@ import asyncio
 import io
 import json
 import os
-import subprocess
-import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
-from playwright.sync_api import Dialog, expect
-from typer.testing import CliRunner
+from playwright.sync_api import Browser, Dialog, expect
 
-from forebay.cli.app import app
 from forebay.cli.simulate.report.file import write_report
 from forebay.events.control import RouterConfig
 from forebay.simulate.slo import Slo
 from tests.cli.outcomes import run
 from tests.cli.test_report import HOSTILE, Page
-from tests.harness.browser import Opened, chromium, opened
+from tests.harness import fork_server
+from tests.harness.browser import Opened, chromium, launched, opened
 from tests.harness.local import Missing
 from tests.replay.recorded import write as write_log
 from tests.replay.simulated import played
@@ -31,6 +30,7 @@ from tests.simulate.traces import conversations, write
 
 pytestmark = pytest.mark.timeout(180)
 
+PATIENCE_S = 60.0
 POLICIES = ("kv", "round-robin", "least-loaded")
 CHARTS = {"ttft", "itl", "ttft-slo", "itl-slo", "time", "load"}
 DRAWN = """() => Object.fromEntries([...document.querySelectorAll(".chart")].map((chart) => [chart.id, {
@@ -40,13 +40,16 @@ DRAWN = """() => Object.fromEntries([...document.querySelectorAll(".chart")].map
 
 
 @pytest.fixture(scope="module", autouse=True)
-def browser() -> str:
+def browser() -> Iterator[Browser]:
+    """Run one browser for the tests of this module."""
     try:
-        return chromium()
+        chromium()
     except Missing as missing:
         if os.environ.get("FOREBAY_REQUIRE_BROWSER") == "1":
             pytest.fail(str(missing), pytrace=False)
         pytest.skip(str(missing))
+    with launched() as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
@@ -54,17 +57,10 @@ def simulated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str,
     """A report that the command wrote, and what it printed."""
     folder = tmp_path_factory.mktemp("report")
     trace = write(folder / "trace.jsonl", conversations(sessions=12, turns=10))
-    command: list[str | Path] = [
-        Path(sys.executable).with_name("forebay"),
-        "simulate",
-        trace,
-        "--workers",
-        "3",
-        "--json",
-    ]
+    command = ["simulate", str(trace), "--workers", "3", "--json"]
     command += [word for name in POLICIES for word in ("--policy", name)]
     command += ["--slo", "ttft=250,itl=20", "--kill", "mock-1@2+3", "--lease-ttl-s", "1"]
-    done = subprocess.run([*command, "--report", folder / "report.html"], capture_output=True, check=True)
+    done = fork_server.run(*command, "--report", str(folder / "report.html"), timeout_s=PATIENCE_S)
     return folder / "report.html", json.loads(done.stdout)
 
 
@@ -79,11 +75,11 @@ def cells(found: Opened, column: int) -> list[str]:
     return found.page.locator(f"#requests tbody tr.row td:nth-child({column})").all_inner_texts()
 
 
-def test_every_chart_is_drawn(simulated: tuple[Path, dict[str, Any]]) -> None:
+def test_every_chart_is_drawn(simulated: tuple[Path, dict[str, Any]], browser: Browser) -> None:
     path, result = simulated
     written = Page(path.read_text())
     assert set(written.figures) == CHARTS
-    with opened(path) as found:
+    with opened(path, browser) as found:
         drawn(found)
         there = found.page.evaluate(DRAWN)
         for name, figure in written.figures.items():
@@ -100,12 +96,12 @@ def test_every_chart_is_drawn(simulated: tuple[Path, dict[str, Any]]) -> None:
         assert result["digest"] in found.page.inner_text("main")
 
 
-def test_the_explorer_finds_sorts_and_opens_requests(simulated: tuple[Path, dict[str, Any]]) -> None:
+def test_the_explorer_finds_sorts_and_opens_requests(simulated: tuple[Path, dict[str, Any]], browser: Browser) -> None:
     path, _ = simulated
     explorer = Page(path.read_text()).data["explorer"]
     first = explorer["runs"][0]["first"]
     slowest = sorted(range(len(first)), key=lambda at: (-first[at], at))
-    with opened(path) as found:
+    with opened(path, browser) as found:
         drawn(found)
         page, where = found.page, found.page.locator("#where")
         expect(where).to_have_text("1 to 25 of 120")
@@ -140,11 +136,11 @@ def test_the_explorer_finds_sorts_and_opens_requests(simulated: tuple[Path, dict
         assert found.errors == []
 
 
-def test_limits_runs_and_loads_can_be_chosen(simulated: tuple[Path, dict[str, Any]]) -> None:
+def test_limits_runs_and_loads_can_be_chosen(simulated: tuple[Path, dict[str, Any]], browser: Browser) -> None:
     path, _ = simulated
     data = Page(path.read_text()).data
     limits = data["limits"]
-    with opened(path) as found:
+    with opened(path, browser) as found:
         drawn(found)
         page = found.page
         page.press("#ttft-limit", "End")
@@ -163,8 +159,9 @@ def test_limits_runs_and_loads_can_be_chosen(simulated: tuple[Path, dict[str, An
         assert found.errors == []
 
 
-def test_every_chart_can_be_saved_as_a_picture(simulated: tuple[Path, dict[str, Any]]) -> None:
-    with opened(simulated[0]) as found:
+@pytest.mark.slow
+def test_every_chart_can_be_saved_as_a_picture(simulated: tuple[Path, dict[str, Any]], browser: Browser) -> None:
+    with opened(simulated[0], browser) as found:
         drawn(found)
         for name in sorted(CHARTS):
             with found.page.expect_download() as download:
@@ -178,8 +175,9 @@ def test_every_chart_can_be_saved_as_a_picture(simulated: tuple[Path, dict[str, 
         assert {url.split(":")[0] for url in found.requests} <= {"data", "blob"}
 
 
-def test_it_follows_the_scheme_and_fits_a_phone(simulated: tuple[Path, dict[str, Any]]) -> None:
-    with opened(simulated[0], scheme="dark", width=375, height=720) as found:
+@pytest.mark.slow
+def test_it_follows_the_scheme_and_fits_a_phone(simulated: tuple[Path, dict[str, Any]], browser: Browser) -> None:
+    with opened(simulated[0], browser, scheme="dark", width=375, height=720) as found:
         drawn(found)
         page = found.page
         body, line = page.locator("body"), page.locator("#ttft path.js-line").first
@@ -194,11 +192,11 @@ def test_it_follows_the_scheme_and_fits_a_phone(simulated: tuple[Path, dict[str,
         assert found.errors == []
 
 
-def test_names_are_text_and_nothing_runs(tmp_path: Path) -> None:
+def test_names_are_text_and_nothing_runs(tmp_path: Path, browser: Browser) -> None:
     path = tmp_path / "report.html"
     runs = [run(HOSTILE, requests=60, failed=[3]), run("kv", requests=60, held=True)]
     write_report(path, runs, workload=HOSTILE, slo=Slo(e2e_ms=900), digest="d", survey_notes=[HOSTILE])
-    with opened(path) as found:
+    with opened(path, browser) as found:
         dialogs: list[str] = []
 
         def dismissed(dialog: Dialog) -> None:
@@ -216,22 +214,24 @@ def test_names_are_text_and_nothing_runs(tmp_path: Path) -> None:
         assert found.errors == []
 
 
-def test_a_report_of_nothing_answered_has_no_errors(tmp_path: Path) -> None:
+def test_a_report_of_nothing_answered_has_no_errors(tmp_path: Path, browser: Browser) -> None:
     path = tmp_path / "report.html"
     write_report(path, [run("kv", requests=4, failed=range(4))], workload="w", slo=None, digest="d")
-    with opened(path) as found:
+    with opened(path, browser) as found:
         drawn(found)
         expect(found.page.locator("h1")).to_have_text("No request completed.")
         assert cells(found, 7) == ["failed"] * 4
 
 
-def test_a_comparison_of_a_recording_is_drawn_and_saved_likewise(tmp_path: Path) -> None:
+def test_a_comparison_of_a_recording_is_drawn_and_saved_likewise(tmp_path: Path, browser: Browser) -> None:
     log, path = tmp_path / "run.db", tmp_path / "page.html"
     history = played(conversations(sessions=6, turns=4), RouterConfig(), workers=2)
-    asyncio.run(write_log(history.log, log))
-    done = CliRunner().invoke(app, ["replay", "diff", str(log), "--policy", "round-robin", "--html", str(path)])
-    assert done.exit_code == 0, done.output
-    with opened(path) as found:
+    with ThreadPoolExecutor(1) as thread:  # the browser's loop runs in this one
+        thread.submit(asyncio.run, write_log(history.log, log)).result()
+    command = ("replay", "diff", str(log), "--policy", "round-robin", "--html", str(path))
+    done = fork_server.run(*command, timeout_s=PATIENCE_S)
+    assert done.returncode == 0, done.stderr
+    with opened(path, browser) as found:
         drawn(found)
         there = found.page.evaluate(DRAWN)
         assert set(there) == {"overlap", "load", "series"}

@@ -1,6 +1,5 @@
 """Requests made from /openapi.json, valid and invalid ones, against a running `forebay up`."""
 
-import os
 import re
 import subprocess
 import sys
@@ -9,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from tests.cli.up import ADMIN_TOKEN, running
+from tests.depth import is_quick
 
 SCHEMATHESIS = str(Path(sys.executable).with_name("schemathesis"))
 SEED = 15
-# CI spends a minute: every boundary value of every field, then random bodies. `make test` spends some seconds.
-PHASES, EXAMPLES, CASES_MIN = ("coverage,fuzzing", 20, 500) if os.environ.get("CI") else ("fuzzing", 5, 20)
+# `make test-all` spends a minute: every boundary value of every field, then random bodies. `make test` spends seconds.
+PHASES, EXAMPLES, CASES_MIN = ("fuzzing", 2, 10) if is_quick() else ("coverage,fuzzing", 20, 500)
 WITHIN_S = 540.0  # on a busy machine
 CONFIG = """
 [checks.not_a_server_error]
@@ -32,7 +32,7 @@ ADAPTERS = "lora|commands"
     "options",
     [
         ("--exclude-path-regex", ADAPTERS, "--checks", f"{CHECKS},positive_data_acceptance"),
-        ("--include-path-regex", ADAPTERS, "--checks", CHECKS),
+        pytest.param(("--include-path-regex", ADAPTERS, "--checks", CHECKS), marks=pytest.mark.slow),
     ],
     ids=["all-but-adapters", "adapters"],
 )

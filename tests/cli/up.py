@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -34,7 +34,6 @@ class Up:
         speed = [] if "--engine" in options else ["--speedup", "50"]
         command = ["up", "--port", str(self.port), *speed, *options]
         environment = {**os.environ, "FOREBAY_ADMIN_TOKEN": ADMIN_TOKEN}
-        self.clients = ExitStack()
         self.process: ForkedProcess | subprocess.Popen[str]
         if program is None:
             self.process = fork_server.start(*command, environment=environment)
@@ -45,7 +44,7 @@ class Up:
 
     def wait_ready(self) -> None:
         ends_s = time.monotonic() + PATIENCE_S
-        with httpx.Client(base_url=self.url, timeout=5, verify=False) as client:  # certificates take 50 ms to load
+        with httpx.Client(base_url=self.url, timeout=5) as client:
             while time.monotonic() < ends_s:
                 assert self.process.poll() is None, self.process.communicate()[0]
                 try:
@@ -67,10 +66,7 @@ class Up:
         return output
 
     def client(self) -> openai.OpenAI:
-        """Return a client of the OpenAI API. `running` closes it."""
-        plain = openai.DefaultHttpxClient(verify=False)
-        self.clients.callback(plain.close)
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, http_client=plain)
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
 
     def end(self, number: signal.Signals) -> int:
         self.process.send_signal(number)
@@ -86,7 +82,6 @@ def running(*options: str) -> Iterator[Up]:
         up.wait_ready()
         yield up
     finally:
-        up.clients.close()
         if up.process.poll() is None:
             up.end(signal.SIGKILL)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import Browser, Page, sync_playwright
 
 from tests.harness.local import Missing
 
@@ -36,30 +36,43 @@ def chromium() -> str:
 
 
 @contextlib.contextmanager
-def opened(
-    path: Path, *, scheme: Literal["light", "dark"] = "light", width: int = 1_280, height: int = 900, scale: float = 1
-) -> Iterator[Opened]:
-    """Open the page of a file in a new browser, which ends with the body. Raises Missing."""
+def launched() -> Iterator[Browser]:
+    """Run a browser. No event loop can run in this thread meanwhile. Raises Missing."""
     arguments = ["--no-sandbox"] if os.geteuid() == 0 else []  # Chromium's sandbox refuses root
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium(), args=arguments)
         try:
-            context = browser.new_context(
-                offline=True,
-                color_scheme=scheme,
-                viewport={"width": width, "height": height},
-                device_scale_factor=scale,
-                accept_downloads=True,
-            )
-            context.set_default_timeout(PATIENCE_MS)
-            found = Opened(context.new_page())
-            found.page.on("pageerror", lambda error: found.errors.append(str(error)))
-            found.page.on(
-                "console", lambda message: found.errors.append(message.text) if message.type != "log" else None
-            )
-            found.page.on("request", lambda request: found.requests.append(request.url))
-            found.page.goto(path.resolve().as_uri())
-            found.requests.remove(path.resolve().as_uri())
-            yield found
+            yield browser
         finally:
             browser.close()
+
+
+@contextlib.contextmanager
+def opened(
+    path: Path,
+    browser: Browser,
+    *,
+    scheme: Literal["light", "dark"] = "light",
+    width: int = 1_280,
+    height: int = 900,
+    scale: float = 1,
+) -> Iterator[Opened]:
+    """Open the page of a file in a new context of the browser, without a network."""
+    context = browser.new_context(
+        offline=True,
+        color_scheme=scheme,
+        viewport={"width": width, "height": height},
+        device_scale_factor=scale,
+        accept_downloads=True,
+    )
+    try:
+        context.set_default_timeout(PATIENCE_MS)
+        found = Opened(context.new_page())
+        found.page.on("pageerror", lambda error: found.errors.append(str(error)))
+        found.page.on("console", lambda message: found.errors.append(message.text) if message.type != "log" else None)
+        found.page.on("request", lambda request: found.requests.append(request.url))
+        found.page.goto(path.resolve().as_uri())
+        found.requests.remove(path.resolve().as_uri())
+        yield found
+    finally:
+        context.close()

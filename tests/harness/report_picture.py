@@ -6,7 +6,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.harness.browser import opened
+from tests.harness.browser import launched, opened
 
 PICTURE = Path(__file__).resolve().parents[2] / "docs" / "images" / "simulate-report.png"
 POLICIES = ("kv", "round-robin", "least-loaded")
@@ -36,7 +36,7 @@ def main() -> None:
         ]
         subprocess.run(command, check=True)
         PICTURE.parent.mkdir(exist_ok=True)
-        with opened(report, width=WIDTH, height=HEIGHT, scale=SCALE) as found:
+        with launched() as browser, opened(report, browser, width=WIDTH, height=HEIGHT, scale=SCALE) as found:
             found.page.wait_for_selector("html[data-drawn=all]")
             found.page.screenshot(path=PICTURE)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -171,6 +172,12 @@ class Scene:
 SceneMaker = Callable[..., Any]
 
 
+@functools.cache
+def default_model() -> Model:
+    """Return the default model, which takes 60 ms to load."""
+    return Model(DEFAULT_MODEL)
+
+
 @asynccontextmanager
 async def make_scene(
     model: Model | None = None, *, wrap: Callable[[SqliteLog], Any] = lambda log: log, **changes: Any
@@ -190,7 +197,7 @@ async def make_scene(
     scenes: list[Scene] = []
     ingress = Ingress(
         wrap(log),
-        model or Model(DEFAULT_MODEL),
+        model or default_model(),
         settings,
         IngressMetrics(registry, NAME),
         lambda: scenes[0].is_ready,

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from forebay import runtime
 from forebay.events.codec import decode, encode
-from forebay.events.decisions import RequestRouted
+from forebay.events.decisions import RequestRouted, SnapshotTaken
 from forebay.events.snapshots import IndexCursor, SnapshotChunk
 from forebay.events.tokens import TokenChunk, TokensEmitted
 from forebay.events.topics import CONTROL, DECISIONS, FLEET, GROUPS, REQUESTS, SNAPSHOTS, TOKENS
@@ -30,6 +30,7 @@ from forebay.transport.history.reader import Validity, journal, newest_snapshot
 from forebay.transport.history.start import oldest_state
 from forebay.transport.redis.leases import embedded_leases
 from forebay.transport.sqlite.log import SqliteLog
+from forebay.transport.sqlite.schema import checksum
 from tests.benchmarks.recordings import Shape, write_recording
 from tests.harness.fake_runtime import FakeRuntime
 from tests.replay.mutations import rewritten
@@ -149,6 +150,26 @@ def with_another_state(value: bytes) -> bytes:
 async def test_nothing_is_deleted_behind_a_snapshot_that_differs_from_its_seal(path: Path) -> None:
     async with owned(path) as (log, owner):
         rewritten(path, SNAPSHOTS, lambda values: [*map(with_another_state, values)])
+        retention = Retention(log, owner, 0, SMALL)
+        await retention.enforce()
+        assert log.starts() == {}
+        assert retention.refused > 1
+
+
+async def test_nothing_is_deleted_behind_a_snapshot_that_the_journal_did_not_seal(path: Path) -> None:
+    """The chunks match the digest in `SnapshotTaken`, but the journal has another record in place of the seal."""
+    async with owned(path) as (log, owner):
+        with closing(sqlite3.connect(path)) as db, db:
+            columns = "id, at_us, key, headers, value"
+            for offset, at_us, key, headers, value in db.execute(
+                f'SELECT {columns} FROM decisions WHERE "partition" = 0'
+            ).fetchall():
+                taken = decode(DECISIONS, value)
+                if isinstance(taken, SnapshotTaken):
+                    moved = msgspec.structs.replace(taken, journal_offset=taken.journal_offset + 1)
+                    other = encode(DECISIONS, moved)
+                    seal = checksum(DECISIONS.name, 0, offset, at_us, key, headers, other)
+                    db.execute("UPDATE decisions SET value = ?, checksum = ? WHERE id = ?", (other, seal, offset))
         retention = Retention(log, owner, 0, SMALL)
         await retention.enforce()
         assert log.starts() == {}

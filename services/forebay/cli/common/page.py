@@ -4,6 +4,7 @@ Names chosen by users are always text, never markup. Templates escape them, char
 security policy of the page blocks all external resources.
 """
 
+import functools
 from typing import Any
 
 import jinja2
@@ -40,16 +41,23 @@ def render(template: str, charts: list[Chart], **values: Any) -> str:
         charts: Charts of the page, in order.
         values: Further variables of the template.
     """
-    environment = jinja2.Environment(
+    figures = "{" + ",".join(f'"{chart.id}":{chart.figure.to_json()}' for chart in charts) + "}"
+    return (
+        _environment()
+        .get_template(template)
+        .render(charts=charts, figures=in_script(figures), plotly_js=get_plotlyjs(), **values)
+    )
+
+
+@functools.cache
+def _environment() -> jinja2.Environment:
+    """Return the environment of the templates, which compiles each template once."""
+    return jinja2.Environment(
         loader=jinja2.PackageLoader("forebay.cli", "."),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         finalize=_visible,
         keep_trailing_newline=True,
-    )
-    figures = "{" + ",".join(f'"{chart.id}":{chart.figure.to_json()}' for chart in charts) + "}"
-    return environment.get_template(template).render(
-        charts=charts, figures=in_script(figures), plotly_js=get_plotlyjs(), **values
     )
 
 
