@@ -1,4 +1,4 @@
-"""An ingress on a real log; the test plays router and worker at the other end of it."""
+"""An ingress on a real log. The test plays router and worker."""
 
 import asyncio
 import contextlib
@@ -48,7 +48,7 @@ HEADERS = {"authorization": f"Bearer {ADMIN_TOKEN}", "content-type": "applicatio
 
 
 class Scene:
-    """The HTTP side as a client, the log side as methods."""
+    """HTTP client of an ingress, and methods that play router and worker on its log."""
 
     def __init__(self, log: SqliteLog, ingress: Ingress, registry: CollectorRegistry) -> None:
         self.log = log
@@ -62,35 +62,35 @@ class Scene:
         self._answered = 0
 
     def requests(self, kind: type | None = None) -> list[Any]:
-        """What the ingress put on the log."""
+        """Return the events that the ingress appended to `requests`, of one type if given."""
         found = [decode(REQUESTS, record.value) for record in self.log.records(REQUESTS.name, 0, 0, 10_000)]
         return [event for event in found if kind is None or isinstance(event, kind)]
 
     async def next_request(self) -> RequestSubmitted:
-        """The next request that was submitted and not taken yet."""
+        """Wait for the next submitted request and return it."""
         await until(lambda: len(self.requests(RequestSubmitted)) > self._answered)
         request: RequestSubmitted = self.requests(RequestSubmitted)[self._answered]
         self._answered += 1
         return request
 
     async def next_query(self, count: int = 1) -> RouteQueried:
-        """The route query that came as the `count`th."""
+        """Wait for `count` route queries and return the last one."""
         await until(lambda: len(self.requests(RouteQueried)) >= count)
         query: RouteQueried = self.requests(RouteQueried)[count - 1]
         return query
 
     def control(self, event: Event) -> None:
-        """Put an event on `control`."""
+        """Append an event to `control`."""
         self.log.append_soon([Draft(CONTROL.name, 0, encode(CONTROL, event))])
 
     def send(self, event: TokenEvent) -> None:
-        """Put an event on the reply slot, from the group of the ingress unless it names another."""
+        """Append an event to the reply slot; its default group is that of the ingress."""
         if not event.group:
             event = msgspec.structs.replace(event, group=NAME)
         self.log.append_soon([Draft(TOKENS.name, SLOT, encode(TOKENS, event))])
 
     def say(self, name: str, text: str, *, first: int = 0, attempt: int = 1, worker: str = "w1") -> int:
-        """Emit a text's tokens; the position after them."""
+        """Emit the tokens of a text and return the index after them."""
         token_ids = self.model.encode(text)
         return self.emit(name, token_ids, first=first, attempt=attempt, worker=worker)
 
@@ -106,7 +106,7 @@ class Scene:
         logprobs: tuple[TokenLogprob, ...] = (),
         prefilled: PrefilledBy | None = None,
     ) -> int:
-        """Emit tokens; the position after them."""
+        """Emit tokens and return the index after them."""
         packed = pack_u32(token_ids)
         chunk = TokenChunk(
             request_id=name,
@@ -122,28 +122,28 @@ class Scene:
     def end(
         self, name: str, *, reason: Any = "length", attempt: int = 1, cached: int = 0, said: int = 1, owner: int = 1
     ) -> None:
-        """End an answer well."""
+        """End a response successfully."""
         usage = Usage(prompt_tokens=9, output_tokens=said, cached_tokens=cached)
         ended = ResponseEnded(request_id=name, attempt=attempt, owner_epoch=owner, finish_reason=reason, usage=usage)
         self.send(ended)
 
     def refuse(self, name: str, status: int, code: str, *, attempt: int = 0) -> None:
-        """End an answer with an error."""
+        """End a response with an error."""
         error = ResponseError(status=status, code=code, message=f"because of {code}")
         self.send(ResponseEnded(request_id=name, attempt=attempt, owner_epoch=1, finish_reason="error", error=error))
 
     def start_attempt(self, name: str, attempt: int, *, owner: int = 1) -> None:
-        """A later attempt begins, or the same one under a later owner."""
+        """Start a later attempt, or the same attempt under a later owner."""
         self.send(AttemptStarted(request_id=name, attempt=attempt, owner_epoch=owner, worker_id="w2"))
 
     async def cancelled(self) -> RequestCancelled:
-        """The first cancellation on the log."""
+        """Wait for a cancellation and return the first one."""
         await until(lambda: self.requests(RequestCancelled))
         event: RequestCancelled = self.requests(RequestCancelled)[0]
         return event
 
     def listen(self) -> tuple[socket.socket, int]:
-        """A free port of this machine."""
+        """Return a listening socket on a free port, and the port."""
         for port in range(18_900, 19_400):
             with contextlib.suppress(Unusable):
                 return listen("127.0.0.1", port), port
@@ -151,7 +151,7 @@ class Scene:
 
     @asynccontextmanager
     async def served(self, **limits: Any) -> AsyncIterator[tuple[int, Server]]:
-        """Serve over TCP with these limits of connections; the port, and the server."""
+        """Serve over TCP with these limits of connections; yield the port and the server."""
         listener, port = self.listen()
         server = build_server(self.app, limits=ConnectionLimits(self.ingress.metrics.reject, **limits))
         serving = asyncio.create_task(server.serve(sockets=[listener]))
@@ -165,7 +165,7 @@ class Scene:
             await serving
 
     def metric(self, line: str) -> bool:
-        """Whether /metrics holds a line that begins so."""
+        """Return whether /metrics has a line with this prefix."""
         return any(found.startswith(line) for found in generate_latest(self.registry).decode().splitlines())
 
 
@@ -182,7 +182,7 @@ def default_model() -> Model:
 async def make_scene(
     model: Model | None = None, *, wrap: Callable[[SqliteLog], Any] = lambda log: log, **changes: Any
 ) -> AsyncIterator[Scene]:
-    """A scene with these settings; the ingress is given what `wrap` makes of the log."""
+    """Yield a scene with these settings, whose ingress uses the log that `wrap` returns."""
     log = SqliteLog.open(None)
     registry = CollectorRegistry()
     fields: dict[str, Any] = {

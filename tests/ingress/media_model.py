@@ -1,4 +1,4 @@
-"""Model directories that take images and videos, made from the default one."""
+"""Model directories that accept images and videos, derived from the default model."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ SHOWN = {"image_seq_length": IMAGE_TOKENS, "video_seq_length": VIDEO_TOKENS}
 
 
 def make(directory: Path, template: str = LISTED, **config: Any) -> Path:
-    """A model directory whose tokenizer has placeholders; `config` is beside their ids in its config.json."""
+    """Create a model directory whose tokenizer has placeholders; `config` is added to its config.json."""
     tokenizer = json.loads((DEFAULT_MODEL / "tokenizer.json").read_bytes())
     first = max(*tokenizer["model"]["vocab"].values(), *(one["id"] for one in tokenizer["added_tokens"]), 0)
     like = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}

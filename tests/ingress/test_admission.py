@@ -1,4 +1,4 @@
-"""What an ingress refuses before it reads a body, and how many connections it takes at once."""
+"""Admission: requests rejected before their body is read, and connections accepted per iteration."""
 
 import asyncio
 import contextlib
@@ -25,7 +25,7 @@ def ask(scene: Scene, body: object = CHAT) -> "asyncio.Task[httpx.Response]":
     return asyncio.create_task(scene.client.post("/v1/chat/completions", json=body))
 
 
-async def test_after_the_pool_was_full_requests_are_refused_unread_until_one_in_flight_ends(scene: Scene) -> None:
+async def test_after_a_full_pool_requests_are_rejected_unread_until_one_ends(scene: Scene) -> None:
     served, refused = ask(scene), ask(scene)
     first, second = await scene.next_request(), await scene.next_request()
     scene.refuse(second.request_id, 429, POOL_FULL)
@@ -47,7 +47,7 @@ async def test_after_the_pool_was_full_requests_are_refused_unread_until_one_in_
     assert scene.metric("forebay_ingress_requests_in_flight 0.0")
 
 
-async def test_a_burst_is_prepared_bit_by_bit_and_refused_by_nobody(scene: Scene) -> None:
+async def test_a_burst_is_prepared_gradually_without_rejections(scene: Scene) -> None:
     asking = [ask(scene) for _ in range(40)]
     for _ in asking:
         request = await scene.next_request()
@@ -57,7 +57,7 @@ async def test_a_burst_is_prepared_bit_by_bit_and_refused_by_nobody(scene: Scene
     assert scene.ingress.admission.in_flight == 0
 
 
-async def test_other_routes_are_answered_while_requests_are_refused(scene: Scene) -> None:
+async def test_other_routes_are_served_while_requests_are_rejected(scene: Scene) -> None:
     scene.ingress.admission.enter()
     scene.ingress.admission.mark_queue_full()
     assert (await scene.client.post("/v1/completions", json={})).status_code == 429
@@ -65,7 +65,7 @@ async def test_other_routes_are_answered_while_requests_are_refused(scene: Scene
     assert (await scene.client.get("/live")).status_code == 200
 
 
-async def test_requests_that_would_wait_too_long_for_their_preparation_are_refused() -> None:
+async def test_requests_that_would_wait_too_long_are_rejected() -> None:
     now_s = 0.0
     admission = IngressAdmission(IngressMetrics(CollectorRegistry(), NAME), lambda: now_s)
     turns = []
@@ -100,7 +100,7 @@ async def test_a_cancelled_turn_is_skipped(caplog: pytest.LogCaptureFixture) -> 
     assert caplog.text == "", "the event loop logs what a callback raises"
 
 
-async def test_retry_after_follows_the_pace_at_which_requests_end() -> None:
+async def test_retry_after_follows_the_completion_rate() -> None:
     now_s = 0.0
     admission = IngressAdmission(IngressMetrics(CollectorRegistry(), NAME), lambda: now_s)
     for _ in range(40):
@@ -113,7 +113,7 @@ async def test_retry_after_follows_the_pace_at_which_requests_end() -> None:
 
 
 def test_many_connections_are_accepted_in_one_iteration_of_the_loop() -> None:
-    """With one socket uvloop accepts one per iteration: under load others wait in the backlog until they are reset."""
+    """With one socket uvloop accepts one connection per iteration, and others wait until they are reset."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         assert runner.run(_iterations()) < CONNECTIONS / 4
 
@@ -146,4 +146,4 @@ def _free() -> socket.socket:
 
 
 async def _nothing(_: object, __: object, ___: object) -> None:
-    """An application that no request reaches."""
+    """Fail if a request reaches the application."""

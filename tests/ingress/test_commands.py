@@ -1,4 +1,4 @@
-"""Commands over HTTP: what goes on the log, what comes back, and which adapters are served after it."""
+"""Commands over HTTP: events on the log, responses, and the adapters served afterwards."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable
@@ -42,7 +42,7 @@ async def next_command(scene: Scene, count: int = 1) -> WorkerCommanded:
 async def answered(
     scene: Scene, asked: Awaitable[httpx.Response], *outcomes: CommandOutcome, count: int = 1, error: Any = None
 ) -> tuple[httpx.Response, WorkerCommanded]:
-    """A request that gives a command, and what a router would tell."""
+    """Send a command, and respond as the router."""
     asking = asyncio.ensure_future(asked)
     command = await next_command(scene, count)
     scene.send(CommandResponse(command_id=command.command_id, owner_epoch=1, outcomes=outcomes, error=error))
@@ -90,7 +90,7 @@ async def answered(
     ],
     ids=str,
 )
-async def test_every_route_gives_its_command(scene: Scene, method: str, path: str, body: Any, command: Command) -> None:
+async def test_every_route_sends_its_command(scene: Scene, method: str, path: str, body: Any, command: Command) -> None:
     asked = scene.client.request(method, path, json=body) if body is not None else scene.client.request(method, path)
     response, event = await answered(scene, asked, outcome(loras=("sql",)))
     assert event.command == command
@@ -117,7 +117,7 @@ async def test_every_route_gives_its_command(scene: Scene, method: str, path: st
         ("/pause?worker_id=x&pool=p", {"worker_ids": ["a", "b"], "timeout_s": 2.5}),
     ],
 )
-async def test_whom_it_is_for_and_how_long_they_have(scene: Scene, path: str, body: Any) -> None:
+async def test_workers_and_timeout_of_a_command(scene: Scene, path: str, body: Any) -> None:
     headers = {"x-request-id": "mine"}
     _, event = await answered(scene, scene.client.post(path, json=body, headers=headers), outcome("a"))
     assert (event.command_id, event.worker_ids, event.pool) == ("mine", ("a", "b"), "p")
@@ -148,7 +148,7 @@ async def test_whom_it_is_for_and_how_long_they_have(scene: Scene, path: str, bo
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-async def test_what_some_did_not_do_has_a_status_and_every_outcome(
+async def test_failed_outcomes_set_the_status(
     scene: Scene, outcomes: list[CommandOutcome], status: int, code: str, message: str
 ) -> None:
     response, _ = await answered(scene, scene.client.post("/pause"), *outcomes)
@@ -159,7 +159,7 @@ async def test_what_some_did_not_do_has_a_status_and_every_outcome(
     assert scene.metric(f'forebay_ingress_refused_total{{code="{code}"}} 1.0')
 
 
-async def test_what_goes_nowhere_is_told_as_the_router_says_it(scene: Scene) -> None:
+async def test_an_error_of_the_router_is_returned(scene: Scene) -> None:
     error = ResponseError(status=404, code="unknown_worker", message="unknown worker x")
     response, _ = await answered(scene, scene.client.post("/pause"), error=error)
     assert (response.status_code, response.json()["error"]["code"]) == (404, "unknown_worker")
@@ -193,7 +193,9 @@ async def test_what_goes_nowhere_is_told_as_the_router_says_it(scene: Scene) -> 
     ],
     ids=str,
 )
-async def test_refused_by_name(scene: Scene, path: str, body: Any, param: str | None, code: str) -> None:
+async def test_invalid_bodies_are_rejected_by_field_name(
+    scene: Scene, path: str, body: Any, param: str | None, code: str
+) -> None:
     asked = {"content": body} if isinstance(body, bytes) else {"json": body}
     response = await scene.client.post(path, **asked)
     error = response.json()["error"]
@@ -203,14 +205,14 @@ async def test_refused_by_name(scene: Scene, path: str, body: Any, param: str | 
         assert all(name in error["message"] for name in EVERY)
 
 
-async def test_nobody_waits_for_a_router_for_ever(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_command_without_a_router_times_out(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("forebay.ingress.commands.GRACE_S", 0.0)
     response = await scene.client.post("/pause", json={"timeout_s": 0.01})
     assert (response.status_code, response.json()["error"]["code"]) == (504, "deadline_exceeded")
     assert len(scene.ingress.replies) == 0
 
 
-async def test_an_id_is_used_by_one_command_at_a_time(scene: Scene) -> None:
+async def test_a_command_id_is_unique_in_flight(scene: Scene) -> None:
     headers = {"x-request-id": "mine"}
     first = asyncio.create_task(scene.client.post("/pause", headers=headers))
     await next_command(scene)
@@ -221,7 +223,7 @@ async def test_an_id_is_used_by_one_command_at_a_time(scene: Scene) -> None:
     assert (await first).status_code == 200
 
 
-async def test_a_log_that_fails_is_told(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failed_log_is_a_503(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     waiting = asyncio.create_task(scene.client.post("/pause"))
     await next_command(scene)
     scene.ingress.replies.interrupt_all("the disk is full")
@@ -236,7 +238,7 @@ async def test_a_log_that_fails_is_told(scene: Scene, monkeypatch: pytest.Monkey
     assert (response.status_code, response.json()["error"]["message"]) == (503, "no broker")
 
 
-async def test_without_the_admin_api_nobody_commands() -> None:
+async def test_without_the_admin_api_there_are_no_commands() -> None:
     async with make_scene(admin_token="") as scene:
         for path in ("/v1/commands", "/v1/loras", "/sleep"):
             assert (await scene.client.post(path, json=LORA)).status_code == 404
@@ -247,7 +249,7 @@ async def test_without_the_admin_api_nobody_commands() -> None:
 
 
 class Workers:
-    """Plays a router with workers: answers `list_loras` with what it was told they have."""
+    """Plays a router whose workers have loaded the given adapters, and responds to `list_loras`."""
 
     def __init__(self, scene: Scene) -> None:
         self.scene = scene
@@ -257,7 +259,7 @@ class Workers:
         self.listed = 0
 
     def commanded(self, action: Any, name: str = "sql") -> None:
-        """Another ingress gave a command."""
+        """Append a command of another ingress."""
         command = Command(action=action, lora_name=name)
         self.scene.control(
             WorkerCommanded(command_id=f"{action}-{name}", model=NAME, command=command, reply_slot=9, timeout_us=1)
@@ -301,7 +303,7 @@ async def served(scene: Scene) -> list[str]:
     return [card["id"] for card in response.json()["data"]]
 
 
-async def test_an_adapter_that_another_ingress_had_loaded_is_served_as_a_model() -> None:
+async def test_an_adapter_loaded_through_another_ingress_is_served_as_a_model() -> None:
     async with workers(loras=("legal",)) as played:
         scene = played.scene
         assert await served(scene) == [NAME, "legal"]
@@ -326,7 +328,7 @@ async def test_an_adapter_that_another_ingress_had_loaded_is_served_as_a_model()
         assert played.listed == 2
 
 
-async def test_workers_that_come_and_go_bring_and_take_their_adapters() -> None:
+async def test_adapters_follow_joining_and_leaving_workers() -> None:
     spec = WorkerSpec(
         worker_id="w1", model=NAME, block_size=4, kv_blocks_total=9, max_num_seqs=9, max_num_batched_tokens=9
     )
@@ -344,7 +346,7 @@ async def test_workers_that_come_and_go_bring_and_take_their_adapters() -> None:
         assert await served(played.scene) == [NAME]
 
 
-async def test_adapters_of_a_worker_that_was_suspect_when_others_were_asked_come_back() -> None:
+async def test_adapters_of_a_suspect_worker_return_after_its_recovery() -> None:
     async with workers() as played:
         played.fleet(WorkerRecovered(owner_epoch=1, worker_id="w2", worker_epoch=2))
         assert await served(played.scene) == [NAME]
@@ -357,7 +359,7 @@ async def test_adapters_of_a_worker_that_was_suspect_when_others_were_asked_come
         assert await served(played.scene) == [NAME, "math", "sql"]
 
 
-async def test_adapters_of_a_worker_that_is_late_stay() -> None:
+async def test_adapters_of_a_late_worker_stay() -> None:
     async with workers() as played:
         played.loras = {"w1": ("sql",), "w2": ("math",)}
         played.commanded("load_lora")
@@ -371,7 +373,7 @@ async def test_adapters_of_a_worker_that_is_late_stay() -> None:
         assert await served(played.scene) == [NAME, "math"]
 
 
-async def test_what_retention_took_may_have_told_of_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_adapters_are_listed_if_retention_removed_records(monkeypatch: pytest.MonkeyPatch) -> None:
     async with workers() as played:
         played.loras = {"w1": ("sql",)}
         for number in range(2):
@@ -393,7 +395,7 @@ async def test_what_retention_took_may_have_told_of_adapters(monkeypatch: pytest
         assert await served(played.scene) == [NAME, "sql"]
 
 
-async def test_a_log_that_fails_when_it_is_first_followed_is_followed_whole_afterwards(
+async def test_a_log_that_fails_at_first_is_read_completely_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with workers() as played:
@@ -421,7 +423,7 @@ async def test_a_log_that_fails_when_it_is_first_followed_is_followed_whole_afte
         assert await served(played.scene) == [NAME, "sql"]
 
 
-async def test_what_a_busy_worker_has_is_asked_again() -> None:
+async def test_a_partial_list_is_requested_again() -> None:
     async with workers() as played:
         played.loras = {"w1": ("sql",), "w2": ("math",)}
         played.late = {"w2"}
@@ -434,7 +436,7 @@ async def test_what_a_busy_worker_has_is_asked_again() -> None:
         assert played.listed == 2
 
 
-async def test_while_no_worker_is_there_the_last_list_stands() -> None:
+async def test_the_last_list_stays_while_there_are_no_workers() -> None:
     async with workers() as played:
         played.error = ResponseError(status=503, code="no_workers", message="no worker is ready")
         played.commanded("load_lora")
@@ -446,7 +448,7 @@ async def test_while_no_worker_is_there_the_last_list_stands() -> None:
         assert await served(played.scene) == [NAME, "sql"]
 
 
-async def test_records_that_do_not_decode_change_nothing() -> None:
+async def test_undecodable_records_are_ignored() -> None:
     async with workers() as played:
         played.scene.log.append_soon([Draft(CONTROL.name, 0, b"{"), Draft(FLEET.name, 0, b"{")])
         assert await served(played.scene) == [NAME]
@@ -455,7 +457,7 @@ async def test_records_that_do_not_decode_change_nothing() -> None:
         assert played.listed == 0
 
 
-async def test_a_log_that_does_not_answer_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_log_that_does_not_respond_is_a_503(monkeypatch: pytest.MonkeyPatch) -> None:
     async with workers() as played:
         scene = played.scene
         played.commanded("load_lora")
@@ -479,13 +481,13 @@ async def never(*_: Any) -> int:
     return found
 
 
-async def test_where_no_router_has_placed_the_model_there_are_the_static_ones() -> None:
+async def test_configured_adapters_are_served_before_a_router_has_placed_the_model() -> None:
     async with make_scene(loras=("legal",)) as scene:
         scene.ingress.adapters._find_partition = lambda: None
         assert await served(scene) == [NAME, "legal"]
 
 
-async def test_commands_without_a_place_are_refused() -> None:
+async def test_commands_are_rejected_before_a_router_has_placed_the_model() -> None:
     async with make_scene() as scene:
         scene.ingress.find_partition = lambda: None
         assert (await scene.client.post("/pause")).json()["error"]["code"] == "no_group"

@@ -1,4 +1,4 @@
-"""Answers through HTTP: whole and streamed, with usage, stop strings, later attempts, refusals and leavers."""
+"""Completions over HTTP: streaming, usage, stop strings, later attempts, rejections and disconnects."""
 
 import asyncio
 import json
@@ -37,7 +37,7 @@ def text_of(response: httpx.Response) -> str:
     return "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
 
 
-async def test_a_whole_answer_names_who_served_it_and_what_was_cached(scene: Scene) -> None:
+async def test_a_response_names_its_worker_and_its_cached_tokens(scene: Scene) -> None:
     asking = ask(scene, chat(seed=5, temperature=0.5, top_p=0.9, user="u", metadata={"a": "b"}))
     request = await scene.next_request()
     said = scene.say(request.request_id, " water and stone")
@@ -65,7 +65,7 @@ async def test_a_whole_answer_names_who_served_it_and_what_was_cached(scene: Sce
     assert scene.metric(f"dynamo_frontend_requests_total{labels} 1.0")
 
 
-async def test_a_stream_has_role_text_reason_usage_and_an_end(scene: Scene) -> None:
+async def test_a_stream_has_role_text_finish_reason_usage_and_done(scene: Scene) -> None:
     asking = ask(scene, chat(stream=True, stream_options={"include_usage": True}))
     request = await scene.next_request()
     at = scene.say(request.request_id, " one two")
@@ -81,7 +81,7 @@ async def test_a_stream_has_role_text_reason_usage_and_an_end(scene: Scene) -> N
     assert (usage["choices"], usage["usage"]["completion_tokens"], done) == ([], at, "[DONE]")
 
 
-async def test_text_completions_take_text_or_token_ids(scene: Scene) -> None:
+async def test_text_completions_accept_text_or_token_ids(scene: Scene) -> None:
     for prompt in ("Once upon", scene.model.encode("Once upon")):
         asking = ask(scene, {"model": NAME, "prompt": prompt, "max_tokens": 3}, "/v1/completions")
         request = await scene.next_request()
@@ -93,7 +93,7 @@ async def test_text_completions_take_text_or_token_ids(scene: Scene) -> None:
         assert request.request_id.startswith("cmpl-")
 
 
-async def test_a_character_that_is_split_over_tokens_comes_whole(scene: Scene) -> None:
+async def test_a_character_that_spans_tokens_is_sent_whole(scene: Scene) -> None:
     asking = ask(scene, chat(stream=True))
     request = await scene.next_request()
     for at, token in enumerate(scene.model.encode("a 😀 b")):
@@ -105,7 +105,7 @@ async def test_a_character_that_is_split_over_tokens_comes_whole(scene: Scene) -
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_stop_string_over_token_boundaries_cuts_and_cancels(scene: Scene, stream: bool) -> None:
+async def test_a_stop_string_across_tokens_truncates_and_cancels(scene: Scene, stream: bool) -> None:
     asking = ask(scene, chat(stream=stream, stop=["water and", "never"]))
     request = await scene.next_request()
     for at, token in enumerate(scene.model.encode("cold water and stone")):
@@ -120,7 +120,7 @@ async def test_a_stop_string_over_token_boundaries_cuts_and_cancels(scene: Scene
     assert (await scene.cancelled()).request_id == request.request_id
 
 
-async def test_text_held_back_for_a_stop_string_comes_at_the_end(scene: Scene) -> None:
+async def test_text_buffered_for_a_stop_string_is_sent_at_the_end(scene: Scene) -> None:
     asking = ask(scene, chat(stop="water and stone"))
     request = await scene.next_request()
     scene.say(request.request_id, "cold water and")
@@ -145,7 +145,7 @@ async def test_a_later_attempt_never_repeats_a_token(scene: Scene) -> None:
     assert events(response)[-2]["forebay"] == {"request_id": name, "worker": "w2", "rank": 0, "attempts": 2}
 
 
-async def test_nothing_is_heard_after_the_end(scene: Scene) -> None:
+async def test_events_after_the_end_are_ignored(scene: Scene) -> None:
     asking = ask(scene, chat(stream=True))
     name = (await scene.next_request()).request_id
     at = scene.say(name, "the river ran")
@@ -161,8 +161,8 @@ async def test_nothing_is_heard_after_the_end(scene: Scene) -> None:
     assert last["forebay"] == {"request_id": name, "worker": "w1", "rank": 0, "attempts": 1}
 
 
-async def test_a_request_says_from_where_on_its_answer_may_stand(scene: Scene) -> None:
-    """Behind what the ingress has heard, so that a later attempt need not read what is older."""
+async def test_a_submission_has_the_offset_where_its_response_can_begin(scene: Scene) -> None:
+    """A later attempt need not read earlier records of the slot."""
     asking = ask(scene, chat())
     first = await scene.next_request()
     assert first.reply_from == 0
@@ -178,7 +178,7 @@ async def test_a_request_says_from_where_on_its_answer_may_stand(scene: Scene) -
     assert (await again).status_code == 200
 
 
-async def test_what_an_earlier_owner_ordered_is_void_once_a_later_one_began(scene: Scene) -> None:
+async def test_output_of_an_earlier_owner_is_stale_after_a_later_one_began(scene: Scene) -> None:
     tokens = scene.model.encode("the river ran down the mountain")
     asking = ask(scene, chat())
     name = (await scene.next_request()).request_id
@@ -192,7 +192,7 @@ async def test_what_an_earlier_owner_ordered_is_void_once_a_later_one_began(scen
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_gap_is_an_error_and_never_a_short_answer(scene: Scene, stream: bool) -> None:
+async def test_missing_tokens_are_an_error(scene: Scene, stream: bool) -> None:
     tokens = scene.model.encode("the river ran down the mountain")
     asking = ask(scene, chat(stream=stream))
     name = (await scene.next_request()).request_id
@@ -211,7 +211,7 @@ async def test_a_gap_is_an_error_and_never_a_short_answer(scene: Scene, stream: 
     ("status", "code"),
     [(503, "no_workers"), (503, "busy"), (503, "no_eligible_worker"), (429, "queue_full"), (404, "unknown_worker")],
 )
-async def test_a_refusal_is_a_real_status(scene: Scene, status: int, code: str, stream: bool) -> None:
+async def test_a_rejection_is_a_real_http_status(scene: Scene, status: int, code: str, stream: bool) -> None:
     asking = ask(scene, chat(stream=stream))
     request = await scene.next_request()
     scene.refuse(request.request_id, status, code)
@@ -225,7 +225,7 @@ async def test_a_refusal_is_a_real_status(scene: Scene, status: int, code: str, 
     assert scene.metric(f"dynamo_frontend_model_rejection_total{labels} 1.0") is later
 
 
-async def test_an_error_in_mid_stream_is_an_event_and_ends_it(scene: Scene) -> None:
+async def test_an_error_within_a_stream_is_its_last_event(scene: Scene) -> None:
     asking = ask(scene, chat(stream=True))
     request = await scene.next_request()
     scene.say(request.request_id, " one")
@@ -236,7 +236,7 @@ async def test_an_error_in_mid_stream_is_an_event_and_ends_it(scene: Scene) -> N
     assert not scene.metric("dynamo_frontend_model_rejection_total")
 
 
-async def test_nobody_answers_and_the_request_times_out() -> None:
+async def test_a_request_without_a_response_times_out() -> None:
     async with make_scene(timeout_s=0.001) as scene:
         asking = ask(scene, chat())
         request = await scene.next_request()
@@ -248,7 +248,7 @@ async def test_nobody_answers_and_the_request_times_out() -> None:
         assert (await scene.cancelled()).request_id == request.request_id
 
 
-async def test_a_request_id_of_the_client_is_kept_and_not_used_twice_at_once(scene: Scene) -> None:
+async def test_the_request_id_of_the_client_is_kept_and_unique_in_flight(scene: Scene) -> None:
     first = ask(scene, chat(), **{"x-request-id": "mine-1"})
     request = await scene.next_request()
     assert request.request_id == "mine-1"
@@ -261,7 +261,7 @@ async def test_a_request_id_of_the_client_is_kept_and_not_used_twice_at_once(sce
     assert odd.status_code == 400
 
 
-async def test_a_long_prompt_is_tokenised_as_a_short_one(scene: Scene) -> None:
+async def test_a_long_prompt_gets_the_tokens_of_the_model(scene: Scene) -> None:
     text = "The quick river. " * 1_000
     asking = ask(scene, {"model": NAME, "prompt": text}, "/v1/completions")
     request = await scene.next_request()
@@ -271,7 +271,7 @@ async def test_a_long_prompt_is_tokenised_as_a_short_one(scene: Scene) -> None:
     assert (await asking).status_code == 400
 
 
-async def test_undecodable_records_of_the_slot_are_counted_and_passed_over(scene: Scene) -> None:
+async def test_undecodable_records_of_the_slot_are_counted_and_skipped(scene: Scene) -> None:
     asking = ask(scene, chat())
     request = await scene.next_request()
     scene.log.append_soon([Draft("tokens", 4, b"\xff")])
@@ -294,7 +294,7 @@ async def test_a_failed_log_is_a_503(scene: Scene) -> None:
     assert not len(scene.ingress.replies)
 
 
-async def test_a_commit_that_fails_is_a_503_for_all_who_wait(scene: Scene) -> None:
+async def test_a_failed_commit_is_a_503_for_all_requests_in_flight(scene: Scene) -> None:
     waiting = ask(scene, chat())
     await scene.next_request()
     scene.log._db.execute("PRAGMA query_only = ON")
@@ -305,7 +305,7 @@ async def test_a_commit_that_fails_is_a_503_for_all_who_wait(scene: Scene) -> No
     assert not len(scene.ingress.replies)
 
 
-async def test_a_client_that_reads_nothing_is_let_go_after_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stalled_client_is_dropped_after_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("forebay.ingress.http.response.GRACE_S", 0.01)
     async with make_scene(timeout_s=0.01) as scene:
         body = json.dumps(chat(stream=True)).encode()
@@ -329,7 +329,7 @@ async def test_a_client_that_reads_nothing_is_let_go_after_its_deadline(monkeypa
 
 
 class TestOverTcp:
-    """With uvicorn and sockets: the official client, and clients that leave."""
+    """With uvicorn and sockets: the OpenAI client and disconnects."""
 
     @staticmethod
     async def serve(scene: Scene) -> tuple[Any, "asyncio.Task[None]", int]:
@@ -339,7 +339,7 @@ class TestOverTcp:
         await until(lambda: server.started)
         return server, serving, port
 
-    async def test_the_official_client(self, scene: Scene) -> None:
+    async def test_openai_client(self, scene: Scene) -> None:
         server, serving, port = await self.serve(scene)
         async with openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="x", max_retries=0) as client:
             assert [model.id async for model in await client.models.list()] == [NAME]
@@ -368,7 +368,7 @@ class TestOverTcp:
         await serving
 
     @pytest.mark.parametrize("stream", [True, False])
-    async def test_a_client_that_leaves_cancels_its_request(self, scene: Scene, stream: bool) -> None:
+    async def test_a_disconnect_cancels_the_request(self, scene: Scene, stream: bool) -> None:
         server, serving, port = await self.serve(scene)
         _, writer = await asyncio.open_connection("127.0.0.1", port)
         body = json.dumps(chat(stream=stream)).encode()

@@ -1,4 +1,4 @@
-"""GET and POST /disaggregation: what the log says of prefill and decode apart, and what an operator puts on it."""
+"""GET and POST /disaggregation read and change settings on the log."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -46,7 +46,7 @@ async def post(scene: Scene, **body: Any) -> dict[str, Any]:
     return answer
 
 
-async def test_disagg_what_is_left_out_stays_and_null_is_never(scene: Scene) -> None:
+async def test_disagg_missing_fields_keep_their_value_and_null_is_never_reached(scene: Scene) -> None:
     classic = {"model": NAME, **DEFAULTS, "policy": "classic", "pool": "answers"}
     assert await post(scene) == classic
     assert len(on_the_log(scene)) == 2, "asking changes nothing"
@@ -61,7 +61,7 @@ async def test_disagg_what_is_left_out_stays_and_null_is_never(scene: Scene) -> 
     assert listed == {"disaggregation": [{**changed, "enforce": True}]}, "as POST answers"
 
 
-async def test_disagg_what_another_ingress_or_a_router_says_counts(scene: Scene) -> None:
+async def test_disagg_changes_by_another_ingress_or_a_router_apply(scene: Scene) -> None:
     scene.control(DisaggregationSet(model=NAME, disagg=DisaggConfig(policy="never")))
     scene.control(DisaggregationSet(model="other", disagg=DisaggConfig(policy="always")))
     scene.control(BusyThresholdsSet(model=NAME, thresholds=RouterConfig().busy))
@@ -88,14 +88,16 @@ async def test_disagg_what_another_ingress_or_a_router_says_counts(scene: Scene)
         ({"model": NAME, "limit": 1}, 400, "limit", "unknown_parameter"),
     ],
 )
-async def test_disagg_refused_by_name(scene: Scene, body: dict[str, Any], status: int, param: str, code: str) -> None:
+async def test_disagg_invalid_bodies_are_rejected_by_field_name(
+    scene: Scene, body: dict[str, Any], status: int, param: str, code: str
+) -> None:
     response = await scene.client.post(PATH, json=body)
     error = response.json()["error"]
     assert (response.status_code, error["param"], error["code"]) == (status, param, code), error
     assert len(on_the_log(scene)) == 2
 
 
-async def test_disagg_there_is_nothing_to_set_where_workers_do_all_of_a_request() -> None:
+async def test_disagg_changes_are_rejected_for_aggregated_pools() -> None:
     async with make_scene() as scene:
         scene.control(pool("default", "aggregated"))
         scene.control(pool("apart", "decode", model="other"))
@@ -105,7 +107,7 @@ async def test_disagg_there_is_nothing_to_set_where_workers_do_all_of_a_request(
         assert len(on_the_log(scene)) == 2
 
 
-async def test_disagg_nor_where_no_router_has_placed_the_model() -> None:
+async def test_disagg_changes_are_rejected_while_no_router_has_placed_the_model() -> None:
     async with make_scene() as scene:
         scene.ingress.pools._find_partition = lambda: None
         assert (await scene.client.get(PATH)).json() == {"disaggregation": []}
@@ -120,6 +122,6 @@ async def test_disagg_a_log_that_cannot_be_written_is_a_503(scene: Scene) -> Non
     assert (await post(scene))["policy"] == "classic"
 
 
-async def test_disagg_without_the_admin_api_there_is_no_such_path() -> None:
+async def test_disagg_without_the_admin_api_the_path_is_unknown() -> None:
     async with make_scene(admin_token="") as scene:
         assert (await scene.client.get(PATH)).status_code == 404

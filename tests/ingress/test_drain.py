@@ -1,4 +1,4 @@
-"""How an ingress ends."""
+"""Drain and shutdown of an ingress."""
 
 import asyncio
 import contextlib
@@ -26,7 +26,7 @@ SHUTTING_DOWN = {
 
 
 class Served:
-    """An ingress behind a socket, a client of it, and the task that serves."""
+    """Serve an ingress on a socket; yield a client and the task that serves."""
 
     def __init__(self, scene: Scene, client: httpx.AsyncClient, serving: "asyncio.Task[None]") -> None:
         self.scene = scene
@@ -59,7 +59,7 @@ def data_of(response: httpx.Response) -> list[str]:
     return [line.removeprefix("data: ") for line in response.text.splitlines() if line]
 
 
-async def test_streams_in_flight_run_to_their_end_and_new_requests_are_refused(scene: Scene) -> None:
+async def test_streams_in_flight_complete_and_new_requests_are_rejected(scene: Scene) -> None:
     async with served(scene, LONG_S) as one:
         streaming, whole = one.ask(), one.ask(stream=False)
         requests = [await scene.next_request() for _ in range(2)]
@@ -81,7 +81,7 @@ async def test_streams_in_flight_run_to_their_end_and_new_requests_are_refused(s
     assert scene.requests(RequestCancelled) == []
 
 
-async def test_what_is_in_flight_at_the_end_of_the_drain_ends_by_an_error_and_is_cancelled(scene: Scene) -> None:
+async def test_requests_in_flight_at_the_end_of_the_drain_fail_and_are_cancelled(scene: Scene) -> None:
     async with served(scene, 0.0) as one:
         streaming, whole = one.ask(), one.ask(stream=False)
         embedding = asyncio.create_task(one.client.post("/v1/embeddings", json={"model": NAME, "input": "hi"}))
@@ -99,7 +99,7 @@ async def test_what_is_in_flight_at_the_end_of_the_drain_ends_by_an_error_and_is
     assert cancelled == {request.request_id: "the server is shutting down" for request in requests}
 
 
-async def test_a_stream_that_is_cut_ends_with_an_error_event(scene: Scene) -> None:
+async def test_an_interrupted_stream_ends_with_an_error_event(scene: Scene) -> None:
     async def begin() -> str:
         request = await scene.next_request()
         scene.say(request.request_id, " good")
@@ -119,7 +119,7 @@ async def test_a_stream_that_is_cut_ends_with_an_error_event(scene: Scene) -> No
     assert [event.request_id for event in scene.requests(RequestCancelled)] == [request_id]
 
 
-async def test_a_second_signal_ends_streams_at_once_and_says_so(scene: Scene) -> None:
+async def test_a_second_signal_ends_streams_at_once_with_an_error(scene: Scene) -> None:
     async with served(scene, LONG_S) as one:
         streaming = one.ask()
         await scene.next_request()
@@ -130,7 +130,7 @@ async def test_a_second_signal_ends_streams_at_once_and_says_so(scene: Scene) ->
             await one.serving
 
 
-async def test_a_client_that_reads_nothing_holds_up_no_shutdown(
+async def test_a_stalled_client_does_not_delay_the_shutdown(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("forebay.ingress.http.drain.CLOSE_S", 0.01)

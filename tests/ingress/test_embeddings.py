@@ -1,4 +1,4 @@
-"""Embeddings: one request per input on the log, vectors gathered in order, through HTTP and through the Kafka API."""
+"""Embeddings over HTTP and the Kafka API: one request per input, vectors in order."""
 
 import asyncio
 import base64
@@ -42,7 +42,7 @@ def answer(scene: Scene, request_id: str, vector: list[float]) -> None:
     scene.end(request_id, reason="stop", said=0)
 
 
-async def test_each_input_is_a_request_and_the_vectors_are_in_their_order(scene: Scene) -> None:
+async def test_each_input_becomes_a_request_and_vectors_keep_the_order(scene: Scene) -> None:
     asking = ask(scene, ["one", "two words", "three"])
     requests = await submitted(scene, 3)
     assert [request.request_id for request in requests] == ["e-0", "e-1", "e-2"]
@@ -67,14 +67,14 @@ async def test_each_input_is_a_request_and_the_vectors_are_in_their_order(scene:
 @pytest.mark.parametrize(
     ("given", "prompts"), [("one", 1), ([5, 6], 1), ([[5], [6, 7]], 2), (["a"], 1), (["a", "b"], 2)]
 )
-async def test_text_and_token_ids_alone_and_in_lists(scene: Scene, given: Any, prompts: int) -> None:
+async def test_input_may_be_text_or_token_ids_or_a_list(scene: Scene, given: Any, prompts: int) -> None:
     asking = ask(scene, given)
     for request in await submitted(scene, prompts):
         answer(scene, request.request_id, [1.0])
     assert len((await asking).json()["data"]) == prompts
 
 
-async def test_more_inputs_than_go_at_once_all_arrive(scene: Scene) -> None:
+async def test_more_inputs_than_the_limit_in_flight_all_complete(scene: Scene) -> None:
     count = 200
     asking = ask(scene, [f"text {at}" for at in range(count)])
     for at in range(count):
@@ -111,16 +111,14 @@ async def test_base64_is_the_packed_vector(scene: Scene) -> None:
         ({"input": "a", "nvext": {"annotations": ["query_instance_id"]}}, "no annotations"),
     ],
 )
-async def test_refused_by_name(scene: Scene, body: dict[str, Any], says: str) -> None:
+async def test_invalid_bodies_are_rejected_by_field_name(scene: Scene, body: dict[str, Any], says: str) -> None:
     response = await scene.client.post(PATH, content=msgspec.json.encode({"model": NAME, **body}))
     assert response.status_code in (400, 413), response.text
     assert response.status_code == 413 or says in response.json()["error"]["message"]
     assert scene.requests() == []
 
 
-async def test_dimensions_cut_and_normalise_where_the_model_says_so(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_dimensions_truncate_and_normalise_vectors(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scene.model, "dimensions", (2, 4))
     assert (await ask(scene, "a", dimensions=3)).json()["error"]["param"] == "dimensions"
     asking = ask(scene, "a", dimensions=2)
@@ -132,7 +130,7 @@ async def test_dimensions_cut_and_normalise_where_the_model_says_so(
     assert "dimensions is 4" in (await asking).json()["error"]["message"]
 
 
-async def test_one_input_that_fails_fails_all_and_the_others_are_cancelled(scene: Scene) -> None:
+async def test_one_failed_input_fails_the_request_and_cancels_the_others(scene: Scene) -> None:
     asking = ask(scene, ["a", "b", "c"])
     await submitted(scene, 3)
     answer(scene, "e-0", [1.0])
@@ -145,7 +143,7 @@ async def test_one_input_that_fails_fails_all_and_the_others_are_cancelled(scene
     assert not len(scene.ingress.replies)
 
 
-async def test_an_engine_that_says_tokens_instead_is_an_error(scene: Scene) -> None:
+async def test_an_engine_that_returns_tokens_instead_is_an_error(scene: Scene) -> None:
     asking = ask(scene, "a")
     await scene.next_request()
     scene.say("e-0", " one")
@@ -154,7 +152,7 @@ async def test_an_engine_that_says_tokens_instead_is_an_error(scene: Scene) -> N
     assert (response.status_code, response.json()["error"]["code"]) == (502, "embedding_missing")
 
 
-async def test_a_log_that_fails_is_a_503(scene: Scene) -> None:
+async def test_a_failed_log_is_a_503(scene: Scene) -> None:
     asking = ask(scene, ["a", "b"])
     await submitted(scene, 2)
     scene.ingress.replies.interrupt_all("the disk is full")
@@ -162,7 +160,7 @@ async def test_a_log_that_fails_is_a_503(scene: Scene) -> None:
     assert (response.status_code, response.json()["error"]["message"]) == (503, "the disk is full")
 
 
-async def test_the_official_client_gets_vectors_and_a_leaver_cancels(scene: Scene) -> None:
+async def test_openai_client_gets_vectors_and_a_disconnect_cancels(scene: Scene) -> None:
     listener, port = scene.listen()
     server = build_server(scene.app)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
@@ -191,7 +189,7 @@ def folded(records: list[TokenEvent], inputs: int) -> list[ResponseRecord]:
 
 
 @given(order=st.permutations(range(5)), failing=st.sets(st.integers(0, 4), max_size=2), often=st.integers(1, 3))
-def test_the_kafka_api_sends_one_response_whatever_the_order(order: list[int], failing: set[int], often: int) -> None:
+def test_kafka_api_sends_one_response_for_any_order_of_events(order: list[int], failing: set[int], often: int) -> None:
     records: list[TokenEvent] = []
     for at in order:
         end: dict[str, Any] = {"request_id": f"e-{at}", "attempt": 1, "owner_epoch": 1, "group": NAME}
@@ -214,7 +212,7 @@ def test_the_kafka_api_sends_one_response_whatever_the_order(order: list[int], f
         assert said["usage"]["prompt_tokens"] == 10
 
 
-async def test_of_an_adapter_and_of_no_other_model() -> None:
+async def test_adapters_are_served_and_unknown_models_rejected() -> None:
     async with make_scene(loras=("sql",)) as scene:
         asking = ask(scene, "a", model="sql", cache_salt="mine")
         request = await scene.next_request()
@@ -225,7 +223,7 @@ async def test_of_an_adapter_and_of_no_other_model() -> None:
         assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
 
 
-async def test_many_inputs_do_not_hold_up_others(scene: Scene) -> None:
+async def test_many_inputs_do_not_block_the_event_loop(scene: Scene) -> None:
     turns = 0
 
     async def others() -> None:

@@ -1,4 +1,4 @@
-"""`GET /v1/requests/{id}/explain`: answered from the log by a process of its own, which never holds anybody up."""
+"""`GET /v1/requests/{id}/explain`, which a process of its own computes from the log."""
 
 import asyncio
 import os
@@ -46,7 +46,7 @@ async def written(path: Path, custom: CustomPolicies = ONLY_BUILT_IN, **router: 
 
 @pytest.fixture
 def silence() -> Iterator[LogSource]:
-    """A broker that takes connections and never answers."""
+    """Yield the address of a broker that accepts connections and never responds."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
@@ -56,7 +56,7 @@ def silence() -> Iterator[LogSource]:
 
 @asynccontextmanager
 async def asking(scene: Scene, source: LogSource | None, **options: Any) -> AsyncIterator[tuple[Explainer, Any]]:
-    """An explainer, and a function that asks through HTTP."""
+    """Yield an explainer, and a function that requests an explanation over HTTP."""
     explainer = Explainer(source, **options)
     app = build_app(scene.ingress, CollectorRegistry(), explainer)
     try:
@@ -76,7 +76,7 @@ def code(response: httpx.Response) -> tuple[int, str]:
     return response.status_code, response.json()["error"]["code"]
 
 
-async def test_the_same_as_explained_here_and_one_process_for_all(scene: Scene, log: Path) -> None:
+async def test_explanations_equal_those_of_this_process_and_share_one_worker(scene: Scene, log: Path) -> None:
     opened = SqliteLog.open(log, readonly=True)
     here = await explain(opened, 0, "r", thorough=False)
     opened.close()
@@ -93,7 +93,7 @@ async def test_the_same_as_explained_here_and_one_process_for_all(scene: Scene, 
     assert scene.metric(f"dynamo_frontend_requests_total{{{labels}}} 4.0")
 
 
-async def test_an_id_that_is_not_there_is_a_404(scene: Scene, log: Path) -> None:
+async def test_an_unknown_id_is_a_404(scene: Scene, log: Path) -> None:
     async with asking(scene, LogSource(path=str(log))) as (_, ask):
         missing = await ask("q")
         assert code(missing) == (404, "request_not_found")
@@ -103,7 +103,7 @@ async def test_an_id_that_is_not_there_is_a_404(scene: Scene, log: Path) -> None
         assert slashes.json()["error"]["message"] == "no request q/1/2 in this log"
 
 
-async def test_a_log_in_memory_says_what_to_do(scene: Scene) -> None:
+async def test_a_log_in_memory_is_rejected_with_the_remedy(scene: Scene) -> None:
     async with asking(scene, None) as (_, ask):
         refused = await ask("r")
         assert code(refused) == (501, "not_recorded")
@@ -111,7 +111,7 @@ async def test_a_log_in_memory_says_what_to_do(scene: Scene) -> None:
     assert code(await scene.client.get("/v1/requests/r/explain")) == (501, "not_recorded")
 
 
-async def test_a_log_that_cannot_be_read_and_a_policy_of_a_users_own(scene: Scene, tmp_path: Path) -> None:
+async def test_unreadable_logs_and_policies_of_users_are_rejected(scene: Scene, tmp_path: Path) -> None:
     async with asking(scene, LogSource(path=str(tmp_path / "none.db"))) as (_, ask):
         refused = await ask("r")
         assert code(refused) == (503, "log_unavailable")
@@ -127,14 +127,14 @@ async def test_a_log_that_cannot_be_read_and_a_policy_of_a_users_own(scene: Scen
 
 
 class Here:
-    """A policy of a user's own; what it prints comes between no answers."""
+    """A user's policy, whose output must not mix with explanations."""
 
     def decide(self, world: Any, request: Any) -> int:
         print("deciding")
         return 0
 
 
-async def test_what_takes_too_long_is_given_up_and_those_behind_it_are_told(scene: Scene, silence: LogSource) -> None:
+async def test_a_timeout_fails_the_queued_explanations_too(scene: Scene, silence: LogSource) -> None:
     async with asking(scene, silence, limit_s=LIMIT_S) as (explainer, ask):
         asked = [asyncio.create_task(ask("r")) for _ in range(CALLERS_MAX)]
         await until(lambda: explainer._callers == CALLERS_MAX)
@@ -158,9 +158,7 @@ async def test_a_process_that_dies_is_replaced(scene: Scene, log: Path) -> None:
         assert (await ask("r")).status_code == 200
 
 
-async def test_one_that_dies_over_a_question_says_so_and_none_is_started_after_the_end(
-    scene: Scene, silence: LogSource
-) -> None:
+async def test_a_crash_is_reported_and_no_process_starts_after_close(scene: Scene, silence: LogSource) -> None:
     async with asking(scene, silence) as (explainer, ask):
         asked = asyncio.create_task(ask("r"))
         await until(lambda: explainer._process)

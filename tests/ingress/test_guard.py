@@ -1,4 +1,4 @@
-"""Requests that a web page makes a browser send are refused on every route, and have no effect."""
+"""Requests that a browser sends for a web page are rejected on every route, without effect."""
 
 import asyncio
 import re
@@ -39,7 +39,7 @@ FOREIGN = [
 
 
 def operations(scene: Scene) -> list[tuple[str, str]]:
-    """Method and path of everything that the application serves but probes and descriptions."""
+    """Return method and path of each route except probes and documentation."""
     found = []
     for route in scene.app.routes:
         assert isinstance(route, Route), f"{route} has no path that this test could ask"
@@ -50,18 +50,18 @@ def operations(scene: Scene) -> list[tuple[str, str]]:
 
 
 def asked(path: str) -> str:
-    """A path of a route with values in the place of its parameters."""
+    """Return the path of a route with values for its parameters."""
     return re.sub(r"\{[^}]*\}", "x", path)
 
 
 def is_untouched(scene: Scene) -> bool:
-    """Whether nothing is on the topics that clients and operators write to."""
+    """Return whether the topics that clients and operators write to are empty."""
     return not any(list(scene.log.records(topic.name, 0, 0, 10)) for topic in (REQUESTS, CONTROL))
 
 
 @asynccontextmanager
 async def over_tcp(scene: Scene) -> AsyncIterator[tuple[httpx.AsyncClient, int]]:
-    """A client of the application behind a real HTTP server, which sends no headers of its own choice."""
+    """Yield a client of a real HTTP server that sends only the given headers."""
     listener, port = scene.listen()
     server = build_server(scene.app)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
@@ -72,7 +72,7 @@ async def over_tcp(scene: Scene) -> AsyncIterator[tuple[httpx.AsyncClient, int]]
     await serving
 
 
-async def test_a_web_page_runs_nothing_on_any_route(scene: Scene) -> None:
+async def test_web_pages_are_rejected_on_every_route(scene: Scene) -> None:
     async with over_tcp(scene) as (client, port):
         for method, path in operations(scene):
             for origin in FOREIGN:
@@ -100,7 +100,7 @@ async def test_a_body_must_be_declared_as_json(scene: Scene, kind: str | None) -
     assert is_untouched(scene)
 
 
-async def test_the_admin_api_demands_its_token(scene: Scene) -> None:
+async def test_the_admin_api_requires_its_token(scene: Scene) -> None:
     async with over_tcp(scene) as (client, _):
         admin = [(method, path) for method, path in operations(scene) if path not in PUBLIC]
         assert len({path for _, path in admin}) >= 12
@@ -138,12 +138,12 @@ async def test_without_a_token_there_is_no_admin_api() -> None:
         {"sec-fetch-site": "none"},
     ],
 )
-async def test_clients_and_pages_of_the_service_itself_are_served(scene: Scene, headers: dict[str, str]) -> None:
+async def test_clients_and_pages_of_the_same_origin_are_served(scene: Scene, headers: dict[str, str]) -> None:
     response = await scene.client.post("/v1/completions", json={"model": "other", "prompt": "a"}, headers=headers)
     assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
 
 
-async def test_a_command_without_a_body_needs_no_type(scene: Scene) -> None:
+async def test_a_command_without_a_body_needs_no_content_type(scene: Scene) -> None:
     async with over_tcp(scene) as (client, _):
         response = await client.post("/sleep?level=9", headers={"authorization": HEADERS["authorization"]})
         assert (response.status_code, response.json()["error"]["param"]) == (400, "level")
@@ -165,7 +165,7 @@ async def test_a_command_without_a_body_needs_no_type(scene: Scene) -> None:
         (("::ffff:127.0.0.1", "::ffff:127.0.0.1"), (), ("localhost",), ("any.example",)),
     ],
 )
-async def test_a_name_that_a_page_made_up_is_no_host(
+async def test_an_unknown_host_is_rejected(
     scene: Scene,
     listening: tuple[str, str],
     names: tuple[str, ...],

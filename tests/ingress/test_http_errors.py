@@ -1,4 +1,4 @@
-"""Every error of an ingress is in OpenAI's shape with the right status, also where no route is involved."""
+"""Every error of an ingress has OpenAI's format and the right status, also outside of routes."""
 
 import asyncio
 import json
@@ -40,7 +40,7 @@ ROUTES = [
 
 
 class FailingLog:
-    """A log whose every operation raises once `failed` is set."""
+    """A log whose operations raise once `failed` is set."""
 
     OPERATIONS = frozenset({"append", "append_soon", "read", "begin", "end"})
 
@@ -65,7 +65,7 @@ async def client_of(scene: Scene) -> AsyncIterator[tuple[httpx.AsyncClient, Any]
 
 
 def error_of(response: httpx.Response) -> dict[str, Any]:
-    """The error of a response, which has OpenAI's shape."""
+    """Return the error of a response in OpenAI's format."""
     assert response.headers["content-type"] == "application/json", response.text
     error: dict[str, Any] = response.json()["error"]
     assert error.keys() == {"message", "type", "param", "code"}
@@ -75,14 +75,14 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
 
 
 def last_error(text: str) -> dict[str, Any]:
-    """The error that a stream ends with."""
+    """Return the error at the end of a stream."""
     event = text.rstrip("\n").split("\n\n")[-1]
     error: dict[str, Any] = json.loads(event.removeprefix("data: "))["error"]
     return error
 
 
 @pytest.mark.parametrize(("method", "path", "body"), ROUTES)
-async def test_a_log_that_fails_is_503_on_every_route(method: str, path: str, body: Any) -> None:
+async def test_a_failed_log_is_503_on_every_route(method: str, path: str, body: Any) -> None:
     logs: list[FailingLog] = []
 
     def wrap(log: SqliteLog) -> FailingLog:
@@ -99,8 +99,8 @@ async def test_a_log_that_fails_is_503_on_every_route(method: str, path: str, bo
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_requests_that_are_cancelled_when_the_process_ends_get_503(scene: Scene, *, stream: bool) -> None:
-    """As uvicorn does at the end of its grace period, and an event loop that is closed."""
+async def test_requests_cancelled_by_the_shutdown_get_503(scene: Scene, *, stream: bool) -> None:
+    """Uvicorn cancels requests at the end of its grace period, and so does a closing event loop."""
     async with client_of(scene) as (client, server):
         asking = asyncio.create_task(client.post(TEXT, json={**BODY, "stream": stream}))
         await scene.next_request()
@@ -113,7 +113,7 @@ async def test_requests_that_are_cancelled_when_the_process_ends_get_503(scene: 
     await scene.cancelled()
 
 
-async def test_a_stream_that_is_cancelled_ends_with_an_error_event(scene: Scene) -> None:
+async def test_a_cancelled_stream_ends_with_an_error_event(scene: Scene) -> None:
     async with client_of(scene) as (client, server):
         asking = asyncio.create_task(client.post(TEXT, json={**BODY, "stream": True}))
         request = await scene.next_request()
@@ -127,7 +127,7 @@ async def test_a_stream_that_is_cancelled_ends_with_an_error_event(scene: Scene)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_what_breaks_within_an_answer_is_an_error_in_it(
+async def test_an_exception_within_a_response_is_an_error_event(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, *, stream: bool
 ) -> None:
     def broken(*_: Any) -> NoReturn:
@@ -168,7 +168,7 @@ async def test_what_breaks_within_an_answer_is_an_error_in_it(
         ("POST", "/v1/embeddings", b"[" * 100_000, 400, "invalid_json"),
     ],
 )
-async def test_every_error_has_one_shape(
+async def test_every_error_has_the_same_format(
     scene: Scene, method: str, path: str, content: bytes, status: int, code: str
 ) -> None:
     async with client_of(scene) as (client, _):
@@ -177,7 +177,7 @@ async def test_every_error_has_one_shape(
         assert error_of(response)["code"] == code
 
 
-async def test_a_head_request_that_fails_has_no_body(scene: Scene) -> None:
+async def test_a_failed_head_request_has_no_body(scene: Scene) -> None:
     async with client_of(scene) as (client, _):
         response = await client.head(TEXT)
         assert (response.status_code, response.content) == (405, b"")
@@ -185,7 +185,7 @@ async def test_a_head_request_that_fails_has_no_body(scene: Scene) -> None:
         assert (await client.get("/live")).status_code == 200  # the connection is in order
 
 
-async def test_a_client_that_leaves_within_its_body_is_counted(scene: Scene) -> None:
+async def test_a_disconnect_within_the_body_is_counted(scene: Scene) -> None:
     async with scene.served() as (port, _):
         _, writer = await asyncio.open_connection("127.0.0.1", port)
         head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100\r\n"

@@ -1,4 +1,4 @@
-"""A client can neither hold a connection without a request nor send more than the limits allow."""
+"""Limits of connections, headers and bodies over TCP."""
 
 import asyncio
 import json
@@ -30,7 +30,7 @@ async def connected(port: int) -> AsyncIterator[tuple[asyncio.StreamReader, asyn
 
 
 async def reply_of(reader: asyncio.StreamReader) -> Reply:
-    """The next response."""
+    """Read the next response."""
     head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
     headers = dict(line.lower().split(": ", 1) for line in head[1:] if line)
     body = await reader.readexactly(int(headers["content-length"]))
@@ -46,7 +46,7 @@ async def send(port: int, *pieces: bytes) -> Reply:
 
 
 def code_of(reply: Reply) -> tuple[int, str]:
-    """Status and code of an error, which is in OpenAI's shape."""
+    """Return status and code of an error in OpenAI's format."""
     status, headers, body = reply
     assert headers["content-type"] == "application/json"
     error = json.loads(body)["error"]
@@ -93,7 +93,7 @@ async def test_headers_up_to_the_limits_are_served(scene: Scene) -> None:
                     assert (await reply_of(reader))[0] == 200
 
 
-async def test_headers_that_come_in_small_pieces_are_counted_together(scene: Scene) -> None:
+async def test_headers_sent_in_small_pieces_are_counted_together(scene: Scene) -> None:
     async with scene.served() as (port, _), connected(port) as (reader, writer):
         writer.write(b"GET /live HTTP/1.1\r\nHost: x\r\n" + b"A" * 1_000 + b": ")
         for _ in range(HEAD_BYTES_MAX // 1_000 + 20):
@@ -112,7 +112,9 @@ async def test_headers_that_come_in_small_pieces_are_counted_together(scene: Sce
     ],
 )
 @pytest.mark.parametrize("drips", [False, True])
-async def test_slow_requests_are_ended_and_idle_connections_live(scene: Scene, begun: bytes, *, drips: bool) -> None:
+async def test_slow_requests_time_out_and_idle_connections_stay_open(
+    scene: Scene, begun: bytes, *, drips: bool
+) -> None:
     async def slow(port: int) -> tuple[int, str]:
         async with connected(port) as (reader, writer):
             writer.write(LIVE)
@@ -147,7 +149,7 @@ async def test_the_rest_of_a_rejected_body_is_discarded_for_a_limited_time(scene
         assert await reader.read() == b""
 
 
-async def test_the_time_of_a_body_grows_with_its_size() -> None:
+async def test_the_timeout_of_a_body_grows_with_its_size() -> None:
     raw = json.dumps({"model": NAME, "prompt": "x", "metadata": {"a": "x" * (3 << 20)}}).encode()
     async with (
         make_scene(body_bytes_max=4 << 20) as scene,
@@ -161,7 +163,7 @@ async def test_the_time_of_a_body_grows_with_its_size() -> None:
         await scene.next_request()
 
 
-async def test_connections_above_the_limit_get_503_and_probes_are_answered(scene: Scene) -> None:
+async def test_connections_above_the_limit_get_503_and_probes_are_served(scene: Scene) -> None:
     async with scene.served(connections_max=2) as (port, server), connected(port), connected(port):
         await until_open(server, 2)
         assert code_of(await send(port, b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")) == (
@@ -189,7 +191,7 @@ async def test_requests_sent_ahead_of_their_responses_are_bounded(scene: Scene) 
     assert scene.metric('forebay_ingress_refused_total{code="too_many_pipelined"}')
 
 
-async def test_a_declared_length_is_refused_before_the_body_is_sent(scene: Scene) -> None:
+async def test_a_declared_length_above_the_limit_is_rejected_before_the_body(scene: Scene) -> None:
     async with scene.served() as (port, _):
         for path in (b"/v1/completions", b"/v1/chat/completions", b"/v1/embeddings", b"/v1/route"):
             head = HEAD.replace(b"/v1/completions", path) + b"Content-Length: 40000000\r\n\r\n"
@@ -198,7 +200,7 @@ async def test_a_declared_length_is_refused_before_the_body_is_sent(scene: Scene
             assert "--body-bytes-max" in json.loads(reply[2])["error"]["message"]
 
 
-async def test_a_chunked_body_is_refused_at_the_limit(scene: Scene) -> None:
+async def test_a_chunked_body_is_rejected_at_the_limit(scene: Scene) -> None:
     async with scene.served() as (port, _), connected(port) as (reader, writer):
         writer.write(HEAD + b"Transfer-Encoding: chunked\r\n\r\n")
         for _ in range(BODY_MAX // 10_000 + 1):
@@ -209,7 +211,7 @@ async def test_a_chunked_body_is_refused_at_the_limit(scene: Scene) -> None:
 @pytest.mark.parametrize(
     "raw", [b"GARBAGE\r\n\r\n", b"\x16\x03\x01\x02\x00\x01", b"GET / HTTP/9.9\r\n\r\n", b"{}\r\n\r\n"]
 )
-async def test_what_is_no_http_gets_400_in_the_same_shape(scene: Scene, raw: bytes) -> None:
+async def test_invalid_http_gets_400_in_the_error_format(scene: Scene, raw: bytes) -> None:
     async with scene.served() as (port, _):
         assert code_of(await send(port, raw)) == (400, "invalid_http")
     assert scene.metric('forebay_ingress_refused_total{code="invalid_http"} 1.0')

@@ -1,4 +1,4 @@
-"""The Kafka API without a broker: what a record asks, where its answer goes, and the answer as a fold."""
+"""The Kafka API without a broker: parsing of records, reply topics, and records of responses."""
 
 import asyncio
 from typing import Any
@@ -41,18 +41,18 @@ def refused(asked: Record) -> ApiError:
     return caught.value
 
 
-def test_a_record_without_headers_is_named_by_its_place() -> None:
+def test_a_record_without_headers_gets_an_id_of_partition_and_offset() -> None:
     where = address(record(), ALLOWED)
     assert (where.request_id, where.reply_topic, where.problem) == ("kafka-api-3-41", "", None)
 
 
-def test_headers_name_the_request_and_where_its_answer_goes() -> None:
+def test_headers_set_the_request_id_and_the_reply_topic() -> None:
     where = address(record(request_id="a.b-c_1", reply_topic="shop.replies.mine"), ALLOWED)
     assert (where.request_id, where.reply_topic, where.problem) == ("a.b-c_1", "shop.replies.mine", None)
 
 
 @pytest.mark.parametrize("given", ["", "two words", "x" * 129, "\u00e9t\u00e9", "a\n"])
-def test_an_id_of_no_use_is_told_under_the_derived_one(given: str) -> None:
+def test_an_invalid_request_id_is_reported_under_the_derived_id(given: str) -> None:
     where = address(record(request_id=given), ALLOWED)
     assert where.request_id == "kafka-api-3-41"
     assert where.problem is not None
@@ -60,7 +60,7 @@ def test_an_id_of_no_use_is_told_under_the_derived_one(given: str) -> None:
 
 
 @pytest.mark.parametrize("topic", [f"{NAMESPACE}.{one.name}" for one in FIXED_TOPICS if one is not OPENAI_RESPONSES])
-def test_no_answer_goes_to_a_topic_of_forebay(topic: str) -> None:
+def test_topics_of_forebay_are_not_reply_topics(topic: str) -> None:
     where = address(record(reply_topic=topic), ALLOWED)
     assert where.reply_topic == ""
     assert where.problem is not None
@@ -68,12 +68,12 @@ def test_no_answer_goes_to_a_topic_of_forebay(topic: str) -> None:
 
 
 @pytest.mark.parametrize("topic", [f"{NAMESPACE}.work.default", "__consumer_offsets", "no topic", "x" * 250])
-def test_nor_to_work_or_to_what_kafka_keeps_for_itself_or_cannot_have(topic: str) -> None:
+def test_work_topics_and_invalid_names_are_not_reply_topics(topic: str) -> None:
     assert address(record(reply_topic=topic), ALLOWED).problem is not None
 
 
 @pytest.mark.parametrize("topic", [f"{NAMESPACE}.openai-responses", ""])
-def test_the_own_topic_may_be_named(topic: str) -> None:
+def test_the_default_reply_topic_may_be_named(topic: str) -> None:
     where = address(record(reply_topic=topic), ALLOWED)
     assert (where.reply_topic, where.problem) == ("", None)
 
@@ -81,7 +81,7 @@ def test_the_own_topic_may_be_named(topic: str) -> None:
 @pytest.mark.parametrize(
     "topic", ["requests", f"{NAMESPACE}.answers", f"{NAMESPACE}2.requests", f"{NAMESPACE}2.replies.a", "replies.a"]
 )
-def test_a_topic_that_matches_no_pattern_is_refused(topic: str) -> None:
+def test_a_reply_topic_that_matches_no_pattern_is_rejected(topic: str) -> None:
     where = address(record(reply_topic=topic), ALLOWED)
     assert (where.reply_topic, where.problem and where.problem.code) == ("", "invalid_reply_topic")
 
@@ -102,12 +102,12 @@ def test_no_pattern_allows_a_topic_of_forebay_in_any_namespace(name: str, namesp
 
 
 @pytest.mark.parametrize("pattern", ["", "a b", "[ab]", "x" * 250])
-def test_a_pattern_that_matches_no_topic_is_refused_at_the_start(pattern: str) -> None:
+def test_a_pattern_that_matches_no_topic_is_rejected_at_the_start(pattern: str) -> None:
     with pytest.raises(Unusable, match="--reply-topic"):
         IngressSettings(model_name="m", ingress_id="i", reply_topics=(pattern,))
 
 
-def test_the_path_decides_what_the_body_is() -> None:
+def test_the_path_determines_the_type_of_the_body() -> None:
     assert isinstance(body_of(record(), BOUNDS), ChatBody)
     assert isinstance(body_of(record(path="/v1/chat/completions"), BOUNDS), ChatBody)
     text = {"model": NAME, "prompt": "once"}
@@ -129,7 +129,7 @@ def test_the_path_decides_what_the_body_is() -> None:
         (record({**CHAT, "nvext": {"annotations": ["query_instance_id"]}}), 400, "unsupported_parameter"),
     ],
 )
-def test_what_is_no_request_is_refused_as_over_http(asked: Record, status: int, code: str) -> None:
+def test_invalid_requests_get_the_errors_of_http(asked: Record, status: int, code: str) -> None:
     error = refused(asked)
     assert (error.status, error.code) == (status, code)
 
@@ -140,7 +140,7 @@ def chat_of(body: dict[str, Any]) -> ChatBody:
     return found
 
 
-async def test_an_adapter_may_be_asked_for_and_another_model_may_not() -> None:
+async def test_adapters_are_served_and_unknown_models_rejected() -> None:
     async with make_scene(loras=("sql",)) as scene:
         prepared = await scene.ingress.prepare(chat_of({**CHAT, "model": "sql"}), ())
         assert prepared.lora_name == "sql"
@@ -160,12 +160,12 @@ async def test_the_headers_of_a_record_are_routing_hints() -> None:
         assert submission.routing == RoutingHints(worker_id="w1", rank=2)
 
 
-def test_a_delivery_is_known_again_by_its_place_alone() -> None:
+def test_the_nonce_depends_only_on_partition_and_offset() -> None:
     assert nonce_of(record(request_id="a")) == nonce_of(record(b"b"))
     assert len({nonce_of(record(partition=p, offset=o)) for p in range(8) for o in range(100)}) == 800
 
 
-def test_a_partition_has_one_reply_slot_whoever_reads_it() -> None:
+def test_the_reply_slot_depends_only_on_the_partition() -> None:
     slots = [slot_of(partition, 16) for partition in range(64)]
     assert slots == [slot_of(partition, 16) for partition in range(64)]
     assert set(slots) <= set(range(16))
@@ -173,7 +173,7 @@ def test_a_partition_has_one_reply_slot_whoever_reads_it() -> None:
 
 
 class Fold:
-    """A response of the Kafka API, fed from the reply slot of a scene."""
+    """A response of the Kafka API, folded from the reply slot of a scene."""
 
     def __init__(
         self,
@@ -193,7 +193,7 @@ class Fold:
         self.pieces: list[ResponseRecord] = []
 
     async def read(self, times: int = 1) -> list[ResponseRecord]:
-        """Fold the whole slot, each record `times` times, as a slot with repetitions has it."""
+        """Fold every record of the slot `times` times."""
         await self.scene.log.append([Draft(TOKENS.name, SLOT + 1, b"what was sent before this is there")])
         for one in self.scene.log.records(TOKENS.name, SLOT, 0, 1000):
             for _ in range(times):
@@ -206,7 +206,7 @@ class Fold:
         return "".join(choices[0]["delta"].get("content", "") for choices in chunks if choices)
 
 
-async def test_a_stream_has_a_piece_for_each_chunk(scene: Scene) -> None:
+async def test_a_stream_has_a_record_per_chunk(scene: Scene) -> None:
     position = scene.say("a", "one")
     position = scene.say("a", " two", first=position)
     scene.end("a", said=position)
@@ -220,7 +220,7 @@ async def test_a_stream_has_a_piece_for_each_chunk(scene: Scene) -> None:
     assert {one["created"] for one in (first, second, last)} == {7}
 
 
-async def test_the_usage_chunk_is_last_where_it_is_asked_for(scene: Scene) -> None:
+async def test_the_usage_chunk_is_the_last_record(scene: Scene) -> None:
     scene.end("a", said=scene.say("a", "one"), cached=4)
     pieces = await Fold(scene, "a", stream=True, usage=True).read()
     assert [piece.last for piece in pieces] == [False, False, True]
@@ -228,7 +228,7 @@ async def test_the_usage_chunk_is_last_where_it_is_asked_for(scene: Scene) -> No
     assert (usage["prompt_tokens"], usage["prompt_tokens_details"]) == (5, {"cached_tokens": 4})
 
 
-async def test_a_whole_answer_is_one_piece(scene: Scene) -> None:
+async def test_a_response_without_streaming_is_one_record(scene: Scene) -> None:
     position = scene.say("a", "one")
     scene.end("a", said=scene.say("a", " two", first=position))
     (piece,) = await Fold(scene, "a", stream=False).read()
@@ -236,7 +236,7 @@ async def test_a_whole_answer_is_one_piece(scene: Scene) -> None:
     assert msgspec.json.decode(piece.value)["choices"][0]["message"]["content"] == "one two"
 
 
-async def test_repetitions_on_the_slot_change_nothing(scene: Scene) -> None:
+async def test_repeated_events_do_not_change_the_response(scene: Scene) -> None:
     position = scene.say("a", "one two three")
     scene.start_attempt("a", 2)
     scene.say("a", "zombie", first=position)
@@ -248,20 +248,20 @@ async def test_repetitions_on_the_slot_change_nothing(scene: Scene) -> None:
     assert once.text() == "one two three four"
 
 
-async def test_an_answer_without_tokens_opens_and_closes(scene: Scene) -> None:
+async def test_a_stream_without_tokens_has_a_first_and_a_last_record(scene: Scene) -> None:
     scene.end("a", said=0)
     pieces = await Fold(scene, "a", stream=True).read()
     assert [piece.last for piece in pieces] == [False, True]
 
 
-async def test_text_that_was_held_back_for_a_stop_string_comes_at_the_end(scene: Scene) -> None:
+async def test_text_buffered_for_a_stop_string_is_sent_at_the_end(scene: Scene) -> None:
     scene.end("a", said=scene.say("a", "one two"))
     fold = Fold(scene, "a", stream=True, stop="two three")
     await fold.read()
     assert fold.text() == "one two"
 
 
-async def test_a_stop_string_ends_the_answer(scene: Scene) -> None:
+async def test_a_stop_string_ends_the_response(scene: Scene) -> None:
     position = scene.say("a", "one two three")
     scene.end("a", said=scene.say("a", " four", first=position))
     fold = Fold(scene, "a", stream=True, stop=" three")
@@ -272,7 +272,7 @@ async def test_a_stop_string_ends_the_answer(scene: Scene) -> None:
     assert msgspec.json.decode(pieces[-1].value)["choices"][0]["finish_reason"] == "stop"
 
 
-async def test_a_refusal_is_one_piece_with_its_status(scene: Scene) -> None:
+async def test_a_rejection_is_one_record_with_its_status(scene: Scene) -> None:
     scene.refuse("a", 503, "no_workers")
     (piece,) = await Fold(scene, "a", stream=True).read()
     assert (piece.status, piece.last) == (503, True)
@@ -280,7 +280,7 @@ async def test_a_refusal_is_one_piece_with_its_status(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize(("status", "rejected"), [(503, True), (429, True), (400, False)])
-async def test_only_what_no_worker_could_take_is_a_rejection(scene: Scene, status: int, rejected: bool) -> None:
+async def test_only_missing_capacity_counts_as_rejection(scene: Scene, status: int, rejected: bool) -> None:
     scene.refuse("a", status, "because")
     fold = Fold(scene, "a", stream=True)
     assert not was_rejected(fold.request)
@@ -288,7 +288,7 @@ async def test_only_what_no_worker_could_take_is_a_rejection(scene: Scene, statu
     assert was_rejected(fold.request) is rejected
 
 
-async def test_what_had_begun_is_none(scene: Scene) -> None:
+async def test_an_error_after_the_first_token_is_not_a_rejection(scene: Scene) -> None:
     scene.say("a", "one")
     scene.refuse("a", 503, "workers_lost", attempt=1)
     fold = Fold(scene, "a", stream=True)
@@ -296,7 +296,7 @@ async def test_what_had_begun_is_none(scene: Scene) -> None:
     assert not was_rejected(fold.request)
 
 
-async def test_an_error_ends_a_stream_that_has_begun(scene: Scene) -> None:
+async def test_an_error_is_the_last_record_of_a_started_stream(scene: Scene) -> None:
     scene.say("a", "one")
     scene.refuse("a", 502, "worker_lost", attempt=1)
     pieces = await Fold(scene, "a", stream=True).read()
@@ -310,7 +310,7 @@ async def test_missing_tokens_are_an_error(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_the_body_is_what_http_gives(scene: Scene, stream: bool) -> None:
+async def test_records_contain_the_objects_of_http(scene: Scene, stream: bool) -> None:
     options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
     post = scene.client.post("/v1/chat/completions", json={**CHAT, **options}, headers={"x-request-id": "same"})
     asking = asyncio.ensure_future(post)

@@ -1,4 +1,4 @@
-"""One partition of the Kafka API without a broker: what must not stop it."""
+"""Errors that must not stop a partition of the Kafka API, without a broker."""
 
 import asyncio
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ CHAT: dict[str, Any] = {"model": NAME, "messages": [{"role": "user", "content": 
 
 
 class FakeKafka:
-    """Broker and group of one lane: its records, and the answers that it gave."""
+    """Broker and consumer group of one partition, with its records and responses."""
 
     def __init__(self, scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(partition_module, "slot_of", lambda partition, slots: SLOT)
@@ -42,35 +42,35 @@ class FakeKafka:
         self.records = 0
 
     async def ask(self, body: Any) -> None:
-        """Another record."""
+        """Add a record."""
         value = msgspec.json.encode(body)
         self.lane.push([Record("openai-requests", 3, self.records, 1_700_000_000_000_000, value, None, None)])
         self.records += 1
 
     async def committed(self, partition: int) -> None:
-        """Nothing was."""
+        """Return that nothing was committed."""
 
     async def bounds(self, partition: int) -> tuple[int, int]:
-        """An empty partition."""
+        """Return the bounds of an empty partition."""
         return 0, 0
 
     async def commit(self, offsets: Any) -> bool:
-        """Done."""
+        """Accept a commit."""
         return True
 
     def seek(self, partition: int, offset: int) -> None:
-        """As the group has it."""
+        """Ignore the call."""
 
     def resume(self, partition: int) -> None:
-        """As the group has it."""
+        """Ignore the call."""
 
     async def send(self, reply: Any, on_done: Any) -> None:
-        """An answer, taken at once."""
+        """Accept a response record."""
         self.answers.append(reply)
         on_done(None)
 
 
-async def test_a_record_that_breaks_its_ingress_is_answered_and_the_next_is_served(
+async def test_a_record_that_raises_gets_a_500_and_the_next_is_served(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     fake = FakeKafka(scene, monkeypatch)
@@ -93,9 +93,7 @@ async def test_a_record_that_breaks_its_ingress_is_answered_and_the_next_is_serv
         await asyncio.gather(serving, return_exceptions=True)
 
 
-async def test_an_answer_that_its_parser_breaks_at_ends_with_the_error(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_error_of_a_parser_ends_the_response(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken:
         def push(self, text: str, token_ids: list[int]) -> OutputDelta:
             raise ApiError(502, "parser_failed", "it broke")

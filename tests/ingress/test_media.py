@@ -1,4 +1,4 @@
-"""Images and videos in chats: where they stand in a prompt, what is said of those that cannot be taken."""
+"""Images and videos in chats: their tokens in the prompt, and errors."""
 
 import asyncio
 import base64
@@ -68,7 +68,7 @@ async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
         yield made
 
 
-async def test_an_image_stands_in_the_prompt_for_as_many_tokens_as_the_model_has(scene: Scene) -> None:
+async def test_an_image_is_expanded_to_the_tokens_of_the_model(scene: Scene) -> None:
     content, frames = png(), MP4
     asked = body(text("What is this"), image(content), text("and"), video(frames), text("?"))
     waiting = asyncio.create_task(scene.client.post(CHAT, json=asked))
@@ -90,7 +90,7 @@ async def test_an_image_stands_in_the_prompt_for_as_many_tokens_as_the_model_has
     assert event.sequence_hashes != sequence_hashes(event.token_ids, 4)
 
 
-async def test_other_pixels_are_another_prompt_and_the_same_ones_the_same(scene: Scene) -> None:
+async def test_block_hashes_depend_on_the_pixels(scene: Scene) -> None:
     one, again, other = [
         await prepare(scene, text("see"), image(png(color))) for color in ((1, 2, 3), (1, 2, 3), (1, 2, 4))
     ]
@@ -98,7 +98,7 @@ async def test_other_pixels_are_another_prompt_and_the_same_ones_the_same(scene:
     assert one.sequence_hashes == again.sequence_hashes != other.sequence_hashes
 
 
-async def test_templates_that_write_text_get_the_placeholder_in_it(tmp_path: Path) -> None:
+async def test_text_templates_get_placeholders_in_the_text(tmp_path: Path) -> None:
     async with make_scene(Model(media_model.make(tmp_path / "plain", media_model.PLAIN))) as scene:
         assert not scene.model.media.listed
         prompt = await prepare(scene, text("a"), image(png()), text("b"))
@@ -107,14 +107,14 @@ async def test_templates_that_write_text_get_the_placeholder_in_it(tmp_path: Pat
         assert prompt.prompt_tokens == len(scene.model.encode("<|user|>ab")) + IMAGE_TOKENS
 
 
-async def test_models_with_lists_get_them_for_text_alone_too(scene: Scene) -> None:
+async def test_list_templates_get_a_list_for_text_too(scene: Scene) -> None:
     assert scene.model.media.listed
     prompt = await prepare(scene, text("hello"))
     assert (unpack_u32(prompt.token_ids), prompt.media) == (scene.model.encode("<|user|>hello"), ())
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF"])
-async def test_images_are_told_by_their_bytes(scene: Scene, kind: str) -> None:
+async def test_image_types_are_detected_from_the_bytes(scene: Scene, kind: str) -> None:
     (place,) = (await prepare(scene, image(png(kind=kind)))).media
     assert place.mime == f"image/{kind.lower()}"
 
@@ -128,7 +128,7 @@ async def test_images_are_told_by_their_bytes(scene: Scene, kind: str) -> None:
         (b"RIFF\x00\x00\x00\x00AVI LIST", "video/x-msvideo"),
     ],
 )
-async def test_videos_are_told_by_their_containers(scene: Scene, head: bytes, mime: str) -> None:
+async def test_video_types_are_detected_from_the_bytes(scene: Scene, head: bytes, mime: str) -> None:
     (place,) = (await prepare(scene, video(head + bytes(30)))).media
     assert place.mime == mime
 
@@ -162,7 +162,7 @@ LARGE = base64.b64encode(bytes(MEDIA_BYTES_MAX + 1)).decode()
         (image("http://no-such-host.invalid/x.png"), 400, "media_unavailable", "no-such-host.invalid is unknown"),
     ],
 )
-async def test_what_cannot_be_taken_is_said_with_its_place(
+async def test_unsupported_media_are_rejected_with_their_path(
     tmp_path: Path, part: dict[str, Any], status: int, code: str, says: str
 ) -> None:
     async with make_scene(Model(media_model.make(tmp_path / "m")), body_bytes_max=64 << 20) as scene:
@@ -188,18 +188,18 @@ async def test_what_cannot_be_taken_is_said_with_its_place(
         ({"type": "input_audio", "input_audio": {}}, "parts of type input_audio are not supported"),
     ],
 )
-async def test_parts_are_checked_by_name(scene: Scene, part: dict[str, Any], says: str) -> None:
+async def test_invalid_parts_are_rejected_by_name(scene: Scene, part: dict[str, Any], says: str) -> None:
     answer = await scene.client.post(CHAT, json=body(part))
     assert answer.status_code == 400
     assert says in answer.json()["error"]["message"]
 
 
-async def test_too_many_images_are_refused_before_any_is_looked_at(scene: Scene) -> None:
+async def test_too_many_images_are_rejected_before_any_is_fetched(scene: Scene) -> None:
     with pytest.raises(ApiError, match=r"messages\[0\].content\[16\].image_url.url: a request may have at most 16"):
         await prepare(scene, *[image("http://127.0.0.1/")] * 17)
 
 
-async def test_images_together_have_one_bound(scene: Scene) -> None:
+async def test_images_share_one_limit(scene: Scene) -> None:
     half = b"\x00" * 9 + bytes(MEDIA_BYTES_MAX // 2)
     with pytest.raises(ApiError, match="exceed 8 MiB together") as refused:
         await prepare(scene, video(MP4 + half), video(MP4 + half))
@@ -207,7 +207,7 @@ async def test_images_together_have_one_bound(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize(("most", "says"), [(100, "has 16 x 16 pixels; the limit is 100 pixels"), (1_000, None)])
-async def test_large_images_are_refused_by_what_they_unpack_to(
+async def test_images_with_too_many_pixels_are_rejected(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, most: int, says: str | None
 ) -> None:
     monkeypatch.setattr(media_module, "IMAGE_PIXELS_MAX", most)
@@ -221,7 +221,7 @@ async def test_large_images_are_refused_by_what_they_unpack_to(
         await prepare(scene, image(png()))
 
 
-async def test_without_pillow_images_are_refused_with_the_line_to_install_it(
+async def test_without_pillow_images_are_rejected_with_the_install_command(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     content = png()
@@ -232,7 +232,7 @@ async def test_without_pillow_images_are_refused_with_the_line_to_install_it(
     assert (await prepare(scene, video(MP4))).media
 
 
-async def test_a_model_for_text_alone_takes_none() -> None:
+async def test_a_text_model_rejects_images() -> None:
     async with make_scene() as scene:
         with pytest.raises(ApiError, match=r"content\[0\].image_url.url: this model does not support images"):
             await prepare(scene, image(png()))
@@ -249,7 +249,7 @@ async def test_a_model_for_text_alone_takes_none() -> None:
         {"image_seq_length": 1 << 20},
     ],
 )
-async def test_models_whose_images_have_no_fixed_size_are_refused_with_the_reason(
+async def test_models_without_a_fixed_number_of_image_tokens_are_rejected(
     tmp_path: Path, config: dict[str, Any]
 ) -> None:
     async with make_scene(Model(media_model.make(tmp_path / "m", **config))) as scene:
@@ -259,7 +259,7 @@ async def test_models_whose_images_have_no_fixed_size_are_refused_with_the_reaso
         assert (await prepare(scene, text("but text is served"))).prompt_tokens
 
 
-async def test_placeholders_and_images_must_be_as_many(tmp_path: Path, scene: Scene) -> None:
+async def test_the_numbers_of_placeholders_and_images_must_match(tmp_path: Path, scene: Scene) -> None:
     with pytest.raises(ApiError, match="more placeholders of images than the 1 images of the request"):
         await prepare(scene, text("<image>"), image(png()))
     with pytest.raises(ApiError, match="more placeholders of videos than the 0 videos of the request"):
@@ -270,14 +270,14 @@ async def test_placeholders_and_images_must_be_as_many(tmp_path: Path, scene: Sc
             await prepare(other, text("see"), image(png()))
 
 
-async def test_the_context_holds_the_placeholders(tmp_path: Path) -> None:
+async def test_expanded_placeholders_must_fit_the_context(tmp_path: Path) -> None:
     config: dict[str, Any] = {"image_seq_length": 4_090, "max_position_embeddings": 4_096}
     async with make_scene(Model(media_model.make(tmp_path / "m", **config))) as scene:
         with pytest.raises(ApiError, match="exceed the context of 4096 tokens"):
             await prepare(scene, text("see this"), image(png()))
 
 
-def test_a_placeholder_that_the_tokenizer_lacks_stands_nowhere() -> None:
+def test_unknown_placeholder_tokens_are_ignored() -> None:
     config = {"image_token_id": 5, "image_seq_length": 3}
     assert media_tokens_of(config, lambda _: None).ids == {}
     known = media_tokens_of({**config, "mm_tokens_per_image": 7}, lambda token_id: f"<{token_id}>")

@@ -1,4 +1,4 @@
-"""Fetching from others: addresses that are no business of clients, redirects, sizes, times, names."""
+"""Fetching media: private addresses, redirects, sizes, timeouts and names."""
 
 import asyncio
 import shutil
@@ -32,7 +32,7 @@ def response(status: str, content: bytes = b"", **headers: str) -> bytes:
 
 
 class Site:
-    """A small HTTP server: what it was asked, by path and host."""
+    """A small HTTP server that records path and host of each request."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, str]] = []
@@ -98,15 +98,15 @@ async def fetcher(settings: MediaSettings = OPEN) -> AsyncIterator[Callable[...,
     await one.close()
 
 
-async def test_no_cookie_is_kept() -> None:
+async def test_cookies_are_not_stored() -> None:
     async with site() as there, fetcher() as fetch:
         for _ in range(2):
             await fetch(f"http://127.0.0.1:{there.port}/video")
         assert "cookie" not in there.headers
 
 
-async def test_a_name_is_looked_up_as_it_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python's own encoding of names is the older one, in which this is fass.test: somebody else."""
+async def test_the_resolved_name_is_the_name_in_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's own codec uses the older IDNA standard, in which this name is fass.test, another host."""
     fass = "xn--fa-hia.test"
     names = Names(monkeypatch, **{fass: [["127.0.0.1"]]})
     async with site() as there, fetcher() as fetch:
@@ -115,7 +115,7 @@ async def test_a_name_is_looked_up_as_it_is_sent(monkeypatch: pytest.MonkeyPatch
     assert names.asked == [fass]
 
 
-async def test_slow_name_servers_hold_up_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_slow_name_servers_do_not_delay_other_fetches(monkeypatch: pytest.MonkeyPatch) -> None:
     released = threading.Event()
     asked = []
 
@@ -136,7 +136,7 @@ async def test_slow_name_servers_hold_up_nobody_else(monkeypatch: pytest.MonkeyP
             await asyncio.gather(*fetching, return_exceptions=True)
 
 
-async def test_what_is_there_is_fetched_in_order() -> None:
+async def test_media_are_returned_in_order() -> None:
     async with site() as there, fetcher() as fetch:
         url = f"http://127.0.0.1:{there.port}/video"
         found = await fetch(url, f"http://127.0.0.1:{there.port}/to//video", url)
@@ -157,7 +157,7 @@ async def test_what_is_there_is_fetched_in_order() -> None:
         ("/to/http://xn--a/", "cannot be read (InvalidCodepoint)"),
     ],
 )
-async def test_what_is_wrong_there_is_said_with_the_place(path: str, says: str) -> None:
+async def test_errors_name_the_reference(path: str, says: str) -> None:
     async with site() as there, fetcher() as fetch:
         with pytest.raises(ApiError) as refused:
             await fetch(f"http://127.0.0.1:{there.port}/video", f"http://127.0.0.1:{there.port}{path}")
@@ -172,7 +172,7 @@ async def test_three_redirects_are_followed() -> None:
         assert len(there.asked) == 4
 
 
-async def test_more_than_the_bound_is_not_read_to_its_end() -> None:
+async def test_content_above_the_limit_is_not_read_completely() -> None:
     async with site() as there, fetcher() as fetch:
         with pytest.raises(ApiError, match="exceed 8 MiB together") as refused:
             await fetch(f"http://127.0.0.1:{there.port}/endless")
@@ -180,14 +180,14 @@ async def test_more_than_the_bound_is_not_read_to_its_end() -> None:
     assert MEDIA_BYTES_MAX == 8 << 20
 
 
-async def test_who_does_not_answer_is_given_up_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_timeout_names_the_slow_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(media, "TIMEOUT_S", 0.3)
     async with site() as there, fetcher() as fetch:
         with pytest.raises(ApiError, match=r"part\[1\]: it did not arrive within 0.3 s"):
             await fetch(f"http://127.0.0.1:{there.port}/video", f"http://127.0.0.1:{there.port}/never")
 
 
-async def test_nobody_listens() -> None:
+async def test_a_refused_connection_is_an_error() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         async with fetcher() as fetch:
@@ -196,7 +196,7 @@ async def test_nobody_listens() -> None:
 
 
 class Names:
-    """A name server of ours: answers by name, the next one each time; the last one stays."""
+    """Replace name resolution: each lookup of a name returns its next addresses; the last ones repeat."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **answers: list[list[str]]) -> None:
         self.asked: list[str] = []
@@ -214,7 +214,7 @@ class Names:
         monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
 
 
-async def test_the_address_that_was_checked_is_the_one_that_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_connection_uses_the_checked_address(monkeypatch: pytest.MonkeyPatch) -> None:
     names = Names(monkeypatch, pictures_test=[["127.0.0.1"], ["203.0.113.9"]])
     async with site() as there, fetcher(MediaSettings(allow_hosts=("pictures.test",))) as fetch:
         assert await fetch(f"http://Pictures.Test:{there.port}/video")
@@ -230,7 +230,7 @@ async def test_every_address_of_a_name_must_be_public(monkeypatch: pytest.Monkey
         assert "10.0.0.7" not in refused.value.message, "nor is it told what is inside"
 
 
-async def test_a_redirect_leads_to_no_private_address(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_redirect_to_a_private_address_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     Names(monkeypatch, pictures_test=[["127.0.0.1"]])
     async with site() as there, fetcher(MediaSettings(allow_hosts=("pictures.test",))) as fetch:
         with pytest.raises(ApiError, match=r"127\.0\.0\.1 is not a public address"):
@@ -238,7 +238,7 @@ async def test_a_redirect_leads_to_no_private_address(monkeypatch: pytest.Monkey
         assert [path for path, _ in there.asked] == [f"/to/http://127.0.0.1:{there.port}/video"]
 
 
-async def test_proxies_of_the_environment_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_proxies_of_the_environment_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("http_proxy", "HTTP_PROXY", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     async with site() as there, fetcher() as fetch:
@@ -246,9 +246,7 @@ async def test_proxies_of_the_environment_are_not_asked(monkeypatch: pytest.Monk
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make a certificate")
-async def test_a_certificate_is_checked_by_name_though_an_address_is_connected_to(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+async def test_certificates_are_checked_against_the_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
     subject = ("-subj", "/CN=pictures.test", "-addext", "subjectAltName=DNS:pictures.test")
     command = ("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *subject)
@@ -283,14 +281,14 @@ def test_public_addresses(address: str) -> None:
         *("64:ff9b::7f00:1", "2002:7f00:1::1", "2002:a00:1::1", "2001:0:4136:e378:8000:63bf:f5ff:fffe", "", "host"),
     ],
 )
-def test_addresses_that_nobody_is_led_to(address: str) -> None:
+def test_private_addresses(address: str) -> None:
     assert not is_public(address)
 
 
 @pytest.mark.parametrize(
     "url", ["http://xn--a/x", "https://xn--/", "http://[::1/", "http://a:b/", "http://\u2460.test/"]
 )
-async def test_what_is_no_url_is_said_to_be_none(url: str) -> None:
+async def test_an_invalid_url_is_rejected(url: str) -> None:
     async with fetcher() as fetch:
         with pytest.raises(ApiError, match=r"^part\[0\]: not a valid URL"):
             await fetch(url)

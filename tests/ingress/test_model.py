@@ -1,4 +1,4 @@
-"""Model directories: the default one, templates, and what cannot be served from."""
+"""Model directories: the default model, templates, decoding, and invalid directories."""
 
 import json
 import shutil
@@ -17,19 +17,19 @@ from tests.harness.models.make_default_model import files
 MODEL = Model(DEFAULT_MODEL)
 
 
-def test_the_default_model_is_what_its_script_makes_and_is_small() -> None:
+def test_the_default_model_equals_the_output_of_its_script() -> None:
     made = files()
     assert {path.name: path.read_bytes() for path in DEFAULT_MODEL.iterdir()} == made
     assert sum(map(len, made.values())) < 200_000
 
 
 @given(st.text())
-def test_any_text_survives_its_tokens(text: str) -> None:
+def test_encoding_and_decoding_any_text_is_lossless(text: str) -> None:
     decoder = MODEL.decoder()
     assert "".join(decoder.push([token]) for token in MODEL.encode(text)) == text
 
 
-def test_the_vocabulary_to_speak_with_is_words() -> None:
+def test_word_token_ids_are_words() -> None:
     words = word_token_ids(MODEL.tokenizer)
     assert len(words) > 100
     text = MODEL.decoder().push(list(words))
@@ -45,7 +45,7 @@ def copy(tmp_path: Path, **config: object) -> Path:
     return directory
 
 
-def test_templates_may_refuse_and_may_be_files_or_named(tmp_path: Path) -> None:
+def test_templates_may_raise_and_may_be_files_or_named(tmp_path: Path) -> None:
     directory = copy(tmp_path, chat_template="{{ raise_exception('only users speak') }}")
     with pytest.raises(ApiError, match="only users speak"):
         Model(directory).render([{"role": "user", "content": "x"}])
@@ -59,18 +59,18 @@ def test_templates_may_refuse_and_may_be_files_or_named(tmp_path: Path) -> None:
     assert Model(named).render([]) == "d"
 
 
-def test_a_template_knows_of_tools_that_there_are_none(tmp_path: Path) -> None:
+def test_a_template_gets_no_tools_by_default(tmp_path: Path) -> None:
     source = "{% if tools is not none or documents is not none %}tools{% else %}plain{% endif %}"
     assert Model(copy(tmp_path, chat_template=source)).render([]) == "plain"
 
 
-def test_a_template_cannot_reach_the_machine(tmp_path: Path) -> None:
+def test_templates_run_in_a_sandbox(tmp_path: Path) -> None:
     source = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
     with pytest.raises(ApiError, match="rejects"):
         Model(copy(tmp_path, chat_template=source)).render([{"role": "user", "content": "x"}])
 
 
-def test_a_model_without_template_serves_no_chats(tmp_path: Path) -> None:
+def test_a_model_without_template_rejects_chats(tmp_path: Path) -> None:
     with pytest.raises(ApiError, match="no chat template"):
         Model(copy(tmp_path, chat_template=None)).render([])
 
@@ -85,7 +85,9 @@ def test_a_model_without_template_serves_no_chats(tmp_path: Path) -> None:
         ("chat_template.jinja", "{% for %}", "does not compile"),
     ],
 )
-def test_a_broken_directory_says_what_is_wrong(tmp_path: Path, name: str, content: str | None, says: str) -> None:
+def test_an_invalid_directory_is_rejected_with_the_reason(
+    tmp_path: Path, name: str, content: str | None, says: str
+) -> None:
     directory = copy(tmp_path)
     if content is None:
         (directory / name).unlink()
@@ -95,13 +97,13 @@ def test_a_broken_directory_says_what_is_wrong(tmp_path: Path, name: str, conten
         Model(directory)
 
 
-def test_no_directory(tmp_path: Path) -> None:
+def test_a_missing_directory_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ModelUnusable, match="no such model directory"):
         Model(tmp_path / "none")
 
 
 @given(text=st.text("ab ", max_size=30), stops=st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3))
-def test_stop_strings_cut_as_if_the_text_had_come_at_once(text: str, stops: list[str]) -> None:
+def test_stop_strings_do_not_depend_on_how_the_text_is_split(text: str, stops: list[str]) -> None:
     assembler = TextAssembler(Decoder(MODEL.tokenizer), stops)
     out = ""
     for token in MODEL.encode(text):
@@ -122,7 +124,7 @@ def test_stop_strings_cut_as_if_the_text_had_come_at_once(text: str, stops: list
 
 
 def of_bytes() -> Tokenizer:
-    """A tokenizer whose tokens are words or bytes, as those of Llama 2 and Gemma."""
+    """Return a tokenizer whose tokens are words or bytes, like those of Llama 2 and Gemma."""
     vocabulary = {"<unk>": 0, "a": 1, "▁b": 2} | {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>", byte_fallback=True))
     tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
@@ -133,7 +135,7 @@ OF_BYTES = of_bytes()
 
 
 @given(st.lists(st.lists(st.integers(0, 258), min_size=1, max_size=4)))
-def test_no_sequence_of_bytes_breaks_an_answer(pieces: list[list[int]]) -> None:
+def test_any_sequence_of_bytes_decodes(pieces: list[list[int]]) -> None:
     decoder = Decoder(OF_BYTES)
     for piece in pieces:
         decoder.push(piece)
@@ -142,17 +144,17 @@ def test_no_sequence_of_bytes_breaks_an_answer(pieces: list[list[int]]) -> None:
 
 @pytest.mark.parametrize("tokenizer", [OF_BYTES, MODEL.tokenizer], ids=["of bytes", "default"])
 @given(pieces=st.lists(st.lists(st.integers(0, 258), min_size=1, max_size=6)))
-def test_what_an_answer_says_does_not_depend_on_how_it_is_cut(tokenizer: Tokenizer, pieces: list[list[int]]) -> None:
+def test_the_text_does_not_depend_on_how_tokens_are_split(tokenizer: Tokenizer, pieces: list[list[int]]) -> None:
     cut, single = Decoder(tokenizer), Decoder(tokenizer)
     said = "".join([cut.push(piece) for piece in pieces])
     assert said == "".join([single.push([token_id]) for piece in pieces for token_id in piece])
 
 
-def test_whole_characters_before_a_broken_one_are_said_at_once() -> None:
+def test_characters_before_an_invalid_byte_are_emitted_at_once() -> None:
     assert Decoder(OF_BYTES).push([1, 2, 3 + "中".encode()[0]]) == "a b"
 
 
-def test_bytes_that_are_no_text_are_shown_as_such_and_what_follows_is_said() -> None:
+def test_invalid_bytes_become_the_replacement_character() -> None:
     decoder = Decoder(OF_BYTES)
     character = [3 + byte for byte in "中".encode()]
     assert [decoder.push(ids) for ids in (character, [3 + 0x80], [1], [2])] == ["中", "", "\ufffda", " b"]

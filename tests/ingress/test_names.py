@@ -1,4 +1,4 @@
-"""Names of adapters over HTTP: what cannot be a model's name is refused before any worker hears of it."""
+"""Names of adapters over HTTP: invalid names are rejected before a command is sent."""
 
 import pytest
 
@@ -10,9 +10,7 @@ from tests.ingress.test_commands import LORA, answered, given, outcome
     "name", [NAME, "../x", "a/../b", "/etc/passwd", "a\0b", "a\nb", " sql", "sql ", "\x1b[2J", "x" * 257]
 )
 @pytest.mark.parametrize("path", ["/v1/loras", "/v1/load_lora_adapter", "/v1/commands"])
-async def test_an_adapter_cannot_be_loaded_under_a_name_that_is_no_model_name(
-    scene: Scene, path: str, name: str
-) -> None:
+async def test_adapters_need_a_valid_model_name(scene: Scene, path: str, name: str) -> None:
     body = {**LORA, "lora_name": name, **({"action": "load_lora"} if path == "/v1/commands" else {})}
     response = await scene.client.post(path, json=body)
     error = response.json()["error"]
@@ -21,7 +19,7 @@ async def test_an_adapter_cannot_be_loaded_under_a_name_that_is_no_model_name(
     assert given(scene.log) == []
 
 
-async def test_an_adapter_may_be_called_as_models_are(scene: Scene) -> None:
+async def test_adapters_accept_every_valid_model_name(scene: Scene) -> None:
     for count, name in enumerate(("org/sql:v2", "meta-llama/Llama-3.1-8B-sql"), 1):
         asked = scene.client.post("/v1/loras", json={**LORA, "lora_name": name})
         response, command = await answered(scene, asked, outcome(), count=count)

@@ -1,4 +1,4 @@
-"""Without an owner nobody would decide a request: it is refused at once, and the client is told to come back."""
+"""Without an owner, requests are rejected at once with `Retry-After`."""
 
 import asyncio
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("path", "body"), REQUESTS)
-async def test_without_an_owner_a_request_is_refused_at_once(scene: Scene, path: str, body: dict[str, Any]) -> None:
+async def test_without_an_owner_a_request_is_rejected_at_once(scene: Scene, path: str, body: dict[str, Any]) -> None:
     def tokenised(*_: object, **__: object) -> list[int]:
         raise AssertionError("the text was tokenised before the request was refused")
 
@@ -33,7 +33,7 @@ async def test_without_an_owner_a_request_is_refused_at_once(scene: Scene, path:
     assert scene.requests() == []
 
 
-async def test_a_request_that_was_submitted_before_goes_on_without_an_owner(scene: Scene) -> None:
+async def test_a_submitted_request_continues_without_an_owner(scene: Scene) -> None:
     asking = asyncio.create_task(scene.client.post("/v1/completions", json={"model": NAME, "prompt": "Hello"}))
     request = await scene.next_request()
     scene.ingress.has_owner = lambda: False
@@ -42,9 +42,7 @@ async def test_a_request_that_was_submitted_before_goes_on_without_an_owner(scen
     assert (await asking).status_code == 200
 
 
-async def test_a_request_that_the_log_does_not_acknowledge_is_given_up_and_cancelled(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_unacknowledged_request_fails_and_is_cancelled(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ingress_module, "ACKNOWLEDGED_S", 0.05)
     append, is_back, late = scene.log.append, asyncio.Event(), []
 
@@ -63,7 +61,7 @@ async def test_a_request_that_the_log_does_not_acknowledge_is_given_up_and_cance
     await asyncio.gather(*late)
 
 
-async def test_a_log_that_is_full_refuses_one_request_and_ends_no_other(
+async def test_a_full_log_rejects_one_request_and_keeps_the_others(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asking = asyncio.create_task(scene.client.post("/v1/completions", json={"model": NAME, "prompt": "Hello"}))

@@ -1,4 +1,4 @@
-"""/openapi.json: references resolve, and what it says of methods, statuses and bodies is what the service does."""
+"""/openapi.json: references resolve, and methods, statuses and bodies match the service."""
 
 import json
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ async def document(scene: Scene) -> dict[str, Any]:
 
 
 def references(value: Any) -> Iterator[str]:
-    """Every `$ref` in a document."""
+    """Yield every `$ref` of a document."""
     if isinstance(value, dict):
         if isinstance(value.get("$ref"), str):
             yield value["$ref"]
@@ -50,7 +50,7 @@ async def test_every_reference_resolves(token: str) -> None:
     assert ("/v1/commands" in whole["paths"]) is bool(token)
 
 
-async def test_every_error_has_its_shape(scene: Scene) -> None:
+async def test_every_error_matches_its_schema(scene: Scene) -> None:
     whole = await document(scene)
     for path, operations in whole["paths"].items():
         for method, operation in operations.items():
@@ -87,7 +87,7 @@ ADMIN = {
 }
 
 
-async def test_a_method_that_a_path_does_not_take_is_answered_with_those_that_it_takes(scene: Scene) -> None:
+async def test_an_unsupported_method_gets_the_supported_ones(scene: Scene) -> None:
     whole = await document(scene)
     for path, operations in whole["paths"].items():
         taken = {method.upper() for method in operations}
@@ -136,7 +136,7 @@ HELLO = [{"role": "user", "content": "hi"}]
         ("DisaggregationBody", {"model": NAME, "policy": "other"}, False),
     ],
 )
-async def test_schemas_admit_what_the_service_accepts(
+async def test_schemas_accept_what_the_service_accepts(
     scene: Scene, name: str, body: dict[str, Any], is_valid: bool
 ) -> None:
     whole = await document(scene)
@@ -154,8 +154,6 @@ async def test_schemas_admit_what_the_service_accepts(
         ({"prompt": "a", "max_tokens": "5"}, 400),
     ],
 )
-async def test_an_integer_may_be_written_with_a_fraction_of_zero(
-    scene: Scene, body: dict[str, Any], status: int
-) -> None:
+async def test_integral_floats_are_accepted_as_integers(scene: Scene, body: dict[str, Any], status: int) -> None:
     response = await scene.client.post("/v1/completions", content=json.dumps({"model": "other", **body}))
     assert response.status_code == status, response.text

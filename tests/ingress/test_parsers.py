@@ -1,4 +1,4 @@
-"""Parsers of answers: each format as models write it, what is none of it, and that no cut changes anything."""
+"""Parsers of tool calls and reasoning: formats, invalid calls, and independence of splits."""
 
 import importlib.util
 import json
@@ -102,25 +102,25 @@ TWO = [("weather", CITY), ("time", {"zone": 1})]
         ("mistral", '[TOOL_CALLS]\n weather {"city": "Paris"}', ONE, ""),
     ],
 )
-def test_calls_as_models_write_them(tool: str, text: str, expected: list[Any], content: str) -> None:
+def test_tool_calls_in_each_format(tool: str, text: str, expected: list[Any], content: str) -> None:
     said = whole(text, tool)
     assert calls(said) == expected
     assert said.content == content
 
 
-def test_a_call_that_is_cut_off_keeps_what_came() -> None:
+def test_a_truncated_call_keeps_its_partial_arguments() -> None:
     said = whole('<tool_call>{"name": "weather", "arguments": {"city": "Pa', "hermes")
     assert [(call.name, call.arguments) for call in said.calls] == [("weather", '{"city": "Pa')]
 
 
-def test_arguments_are_given_out_as_they_come_and_the_id_once() -> None:
+def test_arguments_are_streamed_and_the_id_is_sent_once() -> None:
     pieces = ['<tool_call>{"name": "weath', 'er", "argum', 'ents": {"ci', 'ty": "Paris"', "}}</tool_call>"]
     said = [piece.calls for piece in parse(pieces, "hermes") if piece.calls]
     assert [call[0].arguments for call in said] == ['{"ci', 'ty": "Paris"', "}"]
     assert [(call[0].name, call[0].call_id != "") for call in said] == [("weather", True), ("", False), ("", False)]
 
 
-def test_ids_belong_to_an_answer_and_mistral_has_its_own_length() -> None:
+def test_call_ids_depend_on_the_request_and_mistral_uses_nine_characters() -> None:
     text = '{"name": "time", "arguments": {}}'
     hermes = whole(f"<tool_call>{text}</tool_call><tool_call>{text}</tool_call>", "hermes").calls
     assert [call.call_id for call in hermes] == [call_ids("r")(0), call_ids("r")(1)]
@@ -130,12 +130,12 @@ def test_ids_belong_to_an_answer_and_mistral_has_its_own_length() -> None:
     assert mistral.call_id.isalnum()
 
 
-def test_without_parallel_calls_only_the_first_counts() -> None:
+def test_without_parallel_calls_only_the_first_call_is_kept() -> None:
     text = '<tool_call>{"name": "time"}</tool_call>' * 3
     assert calls(whole(text, "hermes", how=ParseOptions(ToolSelection(TOOLS, None, parallel=False)))) == [("time", {})]
 
 
-def test_a_named_call_is_all_arguments_and_a_required_one_a_list() -> None:
+def test_named_call_output_is_arguments_and_required_call_output_is_a_list() -> None:
     named = whole(
         '{"city": "Paris"}', how=ParseOptions(ToolSelection(TOOLS, "weather", parallel=False), structured=True)
     )
@@ -162,18 +162,18 @@ def test_a_named_call_is_all_arguments_and_a_required_one_a_list() -> None:
         ("qwen3", False, "<think>a</think>b</think>c", "a", "b</think>c"),
     ],
 )
-def test_reasoning(name: str, is_open: bool, text: str, reasoning: str, content: str) -> None:
+def test_reasoning_is_separated_from_content(name: str, is_open: bool, text: str, reasoning: str, content: str) -> None:
     said = whole(text, reasoning=name, how=ParseOptions(NO_TOOLS, is_open))
     assert (said.reasoning, said.content) == (reasoning, content)
 
 
-def test_calls_are_looked_for_behind_the_reasoning_alone() -> None:
+def test_calls_within_reasoning_are_ignored() -> None:
     call = '<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>'
     said = whole(f"<think>not {call}</think>\n{call}", "hermes", "qwen3")
     assert (said.reasoning, calls(said), said.content) == (f"not {call}", ONE, "")
 
 
-def test_an_answer_with_a_structure_has_no_reasoning_unless_it_says_so() -> None:
+def test_structured_output_has_no_implicit_reasoning() -> None:
     how = ParseOptions(NO_TOOLS, is_open=True, structured=True)
     assert whole('{"a": 1}', reasoning="deepseek_r1", how=how).content == '{"a": 1}'
     assert whole("<think>hm</think>1", reasoning="deepseek_r1", how=how).reasoning == "hm"
@@ -218,7 +218,7 @@ def cut(draw: st.DrawFn) -> tuple[str, list[str]]:
 
 @given(cut(), st.sampled_from(FORMATS), st.sampled_from(["none", "qwen3", "deepseek_r1"]), HOW)
 @example(("[TOOL_CALLS]time{}", ["[TOOL_", "CALLS]ti", "me{", "}"]), "mistral", "none", ParseOptions(AUTO))
-def test_no_cut_changes_what_is_found(
+def test_splitting_the_text_does_not_change_the_result(
     text: tuple[str, list[str]], tool: str, reasoning: str, how: ParseOptions
 ) -> None:
     uncut, pieces = text
@@ -229,14 +229,16 @@ def test_no_cut_changes_what_is_found(
 
 
 @given(cut(), st.sampled_from(FORMATS))
-def test_what_is_no_call_is_text(text: tuple[str, list[str]], tool: str) -> None:
+def test_invalid_calls_are_text(text: tuple[str, list[str]], tool: str) -> None:
     said = merge_deltas(parse(text[1], tool))
     if not said.calls:
         assert said.content == text[0]
 
 
 @given(st.lists(st.tuples(st.sampled_from(["weather", "time"]), st.dictionaries(st.text(), JSON)), min_size=1), cut())
-def test_calls_come_back_as_they_were_said(said: list[tuple[str, Any]], noise: tuple[str, list[str]]) -> None:
+def test_random_calls_are_parsed_as_they_were_written(
+    said: list[tuple[str, Any]], noise: tuple[str, list[str]]
+) -> None:
     objects = [json.dumps({"name": name, "arguments": arguments}) for name, arguments in said]
     texts = {
         "hermes": "".join(f"<tool_call>\n{one}\n</tool_call>" for one in objects),
@@ -248,7 +250,7 @@ def test_calls_come_back_as_they_were_said(said: list[tuple[str, Any]], noise: t
 
 
 class TestChoosing:
-    """By name, or by what the chat template shows."""
+    """Selection of parsers by name or by the chat template."""
 
     @staticmethod
     def model(tmp_path: Path, template: str) -> Model:
@@ -268,11 +270,13 @@ class TestChoosing:
             ("plain", "", ""),
         ],
     )
-    def test_by_the_template(self, tmp_path: Path, template: str, tool: str, reasoning: str) -> None:
+    def test_auto_selects_the_parser_by_the_template(
+        self, tmp_path: Path, template: str, tool: str, reasoning: str
+    ) -> None:
         parsing = ParserFactory(self.model(tmp_path, template))
         assert (parsing.tool, parsing.reasoning) == (tool, reasoning)
 
-    def test_an_unknown_name_is_rejected_with_the_known_ones(self) -> None:
+    def test_an_unknown_parser_is_rejected_with_the_known_names(self) -> None:
         with pytest.raises(Unusable, match="parsers are: auto, none, h"):
             ParserFactory(MODEL, "hermez")
         with pytest.raises(Unusable, match="unknown --reasoning-parser"):
@@ -285,11 +289,11 @@ class TestChoosing:
         with pytest.raises(Unusable, match="use vLLM for both or for neither"):
             ParserFactory(MODEL, "vllm:kimi_k2", "qwen3")
 
-    def test_tools_that_nobody_would_see_called_are_refused(self) -> None:
+    def test_tools_without_a_parser_are_rejected(self) -> None:
         with pytest.raises(ApiError, match="--tool-call-parser"):
             ParserFactory(MODEL, "none").require(AUTO)
         ParserFactory(MODEL, "none").require(ToolSelection(TOOLS, "", parallel=True))
 
-    def test_nothing_is_parsed_where_there_is_nothing_to_find(self) -> None:
+    def test_no_parser_is_created_without_tools_and_reasoning(self) -> None:
         assert ParserFactory(MODEL, "hermes").parser(ParseOptions(), "r") is None
         assert msgspec.to_builtins(whole("a", reasoning="qwen3"))["content"] == "a"

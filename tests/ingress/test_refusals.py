@@ -1,4 +1,4 @@
-"""What is wrong with a request is said in OpenAI's shape with a 4xx: never a 500, never silence."""
+"""Invalid requests get a 4xx in OpenAI's format."""
 
 import asyncio
 import json
@@ -119,7 +119,9 @@ def chat(**changes: Any) -> dict[str, Any]:
         ("/v1/models", {}, 405, "method_not_allowed", "POST"),
     ],
 )
-async def test_refused_by_name(scene: Scene, path: str, body: Any, status: int, code: str, says: str) -> None:
+async def test_invalid_bodies_are_rejected_by_field_name(
+    scene: Scene, path: str, body: Any, status: int, code: str, says: str
+) -> None:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     response = await scene.client.post(path, content=content)
     assert response.status_code == status, response.text
@@ -138,14 +140,14 @@ async def test_refused_by_name(scene: Scene, path: str, body: Any, status: int, 
         {"presence_penalty": 0.0, "frequency_penalty": 0.0},
     ],
 )
-async def test_neutral_values_of_what_is_not_served_are_taken(scene: Scene, neutral: dict[str, Any]) -> None:
+async def test_neutral_values_of_unsupported_fields_are_accepted(scene: Scene, neutral: dict[str, Any]) -> None:
     asking = asyncio.create_task(scene.client.post(CHAT, json=chat(**neutral)))
     request = await scene.next_request()
     scene.refuse(request.request_id, 418, "teapot")
     assert (await asking).status_code == 418
 
 
-async def test_an_answer_may_be_sent_back_as_the_next_turn(scene: Scene) -> None:
+async def test_a_response_may_be_sent_back_as_a_message(scene: Scene) -> None:
     asking = asyncio.create_task(scene.client.post(CHAT, json=chat()))
     request = await scene.next_request()
     scene.say(request.request_id, " good day")
@@ -159,12 +161,12 @@ async def test_an_answer_may_be_sent_back_as_the_next_turn(scene: Scene) -> None
     assert (await again).status_code == 200
 
 
-async def test_a_declared_length_beyond_numbers_is_too_large(scene: Scene) -> None:
+async def test_a_declared_length_beyond_64_bits_is_too_large(scene: Scene) -> None:
     response = await scene.client.post(CHAT, content=b"{}", headers={"content-length": "9" * 5_000})
     assert response.status_code == 413
 
 
-async def test_a_body_without_length_is_bounded_too(scene: Scene) -> None:
+async def test_a_body_without_declared_length_is_bounded(scene: Scene) -> None:
     async def endless() -> AsyncIterator[bytes]:
         for _ in range(1_000):
             yield b"x" * 1_000
@@ -199,8 +201,8 @@ FIELDS = st.sampled_from(
 
 @examples(1.5, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(body=st.dictionaries(FIELDS, JSON, max_size=6), path=st.sampled_from([CHAT, TEXT]))
-async def test_no_body_breaks_the_server(body: dict[str, Any], path: str) -> None:
-    """Whatever the fields hold: 4xx, unless it happens to be right (then nobody answers and the time is over)."""
+async def test_random_bodies_get_a_4xx(body: dict[str, Any], path: str) -> None:
+    """Random fields get a 4xx; `submit` raises one for bodies that happen to be valid."""
     body.setdefault("model", NAME)
     async with make_scene(timeout_s=0.000_001) as scene:
         scene.ingress.submit = _refuse_all  # type: ignore[method-assign]
@@ -210,7 +212,7 @@ async def test_no_body_breaks_the_server(body: dict[str, Any], path: str) -> Non
 
 
 @given(raw=st.binary(max_size=64))
-async def test_no_bytes_break_the_server(raw: bytes) -> None:
+async def test_random_bytes_get_a_4xx(raw: bytes) -> None:
     async with make_scene() as scene:
         response = await scene.client.post(CHAT, content=raw)
         assert 400 <= response.status_code < 500, response.text
@@ -250,8 +252,8 @@ async def test_health_and_models(scene: Scene) -> None:
         (EmbeddingBody, "input", [[0.5]] * 2_000),
     ],
 )
-def test_a_body_that_is_wrong_in_every_place_is_refused_at_the_first(kind: type[Body], field: str, value: Any) -> None:
-    """An error for each place takes a kilobyte: a hostile body of the size that is let in would fill the memory."""
+def test_validation_stops_at_the_first_of_many_errors(kind: type[Body], field: str, value: Any) -> None:
+    """Each error takes a kilobyte, so a large hostile body would exhaust the memory."""
     whole = {"model": NAME, "messages": HELLO, "prompt": "x", "input": "x", field: value}
     fields = {name: given for name, given in whole.items() if name in kind.model_fields}
     with pytest.raises(ValidationError) as refused:
@@ -260,8 +262,8 @@ def test_a_body_that_is_wrong_in_every_place_is_refused_at_the_first(kind: type[
 
 
 @pytest.mark.parametrize("template", ["{{ 1 // n }}", "{{ [1][n + 1] + 1 }}", "{{ range(9 ** 9 + n) }}"])
-async def test_arguments_that_a_template_breaks_at_are_refused(template: str, tmp_path: Path) -> None:
-    """Whatever breaks: at the Kafka API it would be read again and again."""
+async def test_arguments_that_break_a_template_are_rejected(template: str, tmp_path: Path) -> None:
+    """Otherwise the Kafka API would read such a record again and again."""
     model = Model(media_model.make(tmp_path, template))
     async with make_scene(model) as scene:
         answer = await scene.client.post(CHAT, json=chat(chat_template_kwargs={"n": 0}))
@@ -269,16 +271,16 @@ async def test_arguments_that_a_template_breaks_at_are_refused(template: str, tm
     assert "chat template rejects" in answer.json()["error"]["message"]
 
 
-async def test_a_long_stop_string_is_refused(scene: Scene) -> None:
+async def test_a_long_stop_string_is_rejected(scene: Scene) -> None:
     answer = await scene.client.post(CHAT, json=chat(stop=["a" * 1_025]))
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "stop")
 
 
 @pytest.mark.parametrize(("path", "field"), [(TEXT, "prompt"), ("/v1/embeddings", "input")])
-async def test_a_prompt_that_does_not_fit_is_refused_before_it_is_hashed(
+async def test_a_prompt_beyond_the_context_is_rejected_before_it_is_hashed(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, path: str, field: str
 ) -> None:
-    """Hashing millions of tokens holds up everybody."""
+    """Hashing millions of tokens would block the event loop."""
     monkeypatch.setattr("forebay.ingress.prepare.sequence_hashes", lambda *_: 1 // 0)
     scene.model.context_tokens = 8
     answer = await scene.client.post(path, json={"model": NAME, field: [1] * 9})
@@ -286,7 +288,7 @@ async def test_a_prompt_that_does_not_fit_is_refused_before_it_is_hashed(
 
 
 @pytest.mark.parametrize("body", [chat(model="x" * 100_000), chat(**{"x" * 100_000: 1})])
-async def test_what_a_client_made_up_is_not_repeated_at_length(scene: Scene, body: dict[str, Any]) -> None:
+async def test_long_values_are_truncated_in_errors(scene: Scene, body: dict[str, Any]) -> None:
     answer = await scene.client.post(CHAT, json=body)
     assert answer.status_code in (400, 404)
     assert len(answer.content) < 5_000

@@ -1,4 +1,4 @@
-"""Where a request would go: asked without generating anything, answered with every candidate's cost."""
+"""Route queries return the selection and the cost of every candidate, and generate nothing."""
 
 import asyncio
 from typing import Any
@@ -44,7 +44,7 @@ def told(query: RouteQueried, **changes: Any) -> RouteResponse:
         (ROUTE, {"prompt": [1, 2, 3, 4, 5], "max_tokens": 3, "nvext": QUERY}),
     ],
 )
-async def test_the_choice_and_every_cost_and_nothing_generated(scene: Scene, path: str, body: dict[str, Any]) -> None:
+async def test_a_query_returns_the_selection_and_all_costs(scene: Scene, path: str, body: dict[str, Any]) -> None:
     asking = asyncio.create_task(scene.client.post(path, json={"model": NAME, **body}))
     query = await scene.next_query()
     scene.send(told(query))
@@ -71,7 +71,7 @@ async def test_the_choice_and_every_cost_and_nothing_generated(scene: Scene, pat
     assert not len(scene.ingress.replies)
 
 
-async def test_a_query_says_what_the_request_would() -> None:
+async def test_a_query_has_the_fields_of_the_request() -> None:
     async with make_scene(loras=("sql",), routing_hints=True) as scene:
         body = {
             "model": "sql",
@@ -90,7 +90,7 @@ async def test_a_query_says_what_the_request_would() -> None:
         assert (query.sequence_hashes, len(unpack_u64(hashes))) == (hashes, 2)
 
 
-async def test_the_routers_refusal_is_an_http_error(scene: Scene) -> None:
+async def test_a_rejection_of_the_router_is_an_http_error(scene: Scene) -> None:
     asking = asyncio.create_task(scene.client.post(ROUTE, json={"model": NAME, "prompt": "a"}))
     query = await scene.next_query()
     error = ResponseError(status=503, code="busy", message="all are busy")
@@ -102,7 +102,7 @@ async def test_the_routers_refusal_is_an_http_error(scene: Scene) -> None:
     assert scene.metric(f"dynamo_frontend_requests_total{{{labels}}} 1.0")
 
 
-async def test_nobody_answers_and_the_query_times_out() -> None:
+async def test_a_query_without_a_response_times_out() -> None:
     async with make_scene(timeout_s=0.01) as scene:
         response = await scene.client.post(ROUTE, json={"model": NAME, "prompt": "a"})
         assert (response.status_code, response.json()["error"]["code"]) == (504, "deadline_exceeded")
@@ -111,7 +111,7 @@ async def test_nobody_answers_and_the_query_times_out() -> None:
         await until(lambda: scene.ingress.replies.position == 1)
 
 
-async def test_an_id_that_is_under_way_is_refused(scene: Scene) -> None:
+async def test_a_query_id_in_flight_is_rejected(scene: Scene) -> None:
     mine = {"x-request-id": "mine"}
     body = {"model": NAME, "prompt": "a"}
     first = asyncio.create_task(scene.client.post(ROUTE, json=body, headers=mine))
@@ -123,7 +123,7 @@ async def test_an_id_that_is_under_way_is_refused(scene: Scene) -> None:
     assert (await first).status_code == 200
 
 
-async def test_a_log_that_fails_is_a_503_for_all_who_query(scene: Scene) -> None:
+async def test_a_failed_log_is_a_503_for_all_queries(scene: Scene) -> None:
     body = {"model": NAME, "prompt": "a"}
     waiting = asyncio.create_task(scene.client.post(ROUTE, json=body))
     await scene.next_query()
@@ -147,7 +147,7 @@ async def test_a_log_that_fails_is_a_503_for_all_who_query(scene: Scene) -> None
         (b"x" * 300_000, 413, "body_too_large"),
     ],
 )
-async def test_what_is_no_request_is_no_query(scene: Scene, body: Any, status: int, code: str) -> None:
+async def test_invalid_requests_are_invalid_queries(scene: Scene, body: Any, status: int, code: str) -> None:
     asked = {"content": body} if isinstance(body, bytes) else {"json": body}
     response = await scene.client.post(ROUTE, **asked)
     assert (response.status_code, response.json()["error"]["code"]) == (status, code), response.text
@@ -168,7 +168,7 @@ async def test_queries_need_no_admin_api(path: str, body: dict[str, Any]) -> Non
         assert (await asking).status_code == 200
 
 
-async def test_disagg_a_query_says_who_computes_the_prompt(scene: Scene) -> None:
+async def test_disagg_a_query_names_the_prefill_worker(scene: Scene) -> None:
     asking = asyncio.create_task(scene.client.post(ROUTE, json={"model": NAME, "prompt": "a"}))
     query = await scene.next_query()
     place = PrefillPlace(remote=True, reason="long_prompt", uncached_tokens=7)

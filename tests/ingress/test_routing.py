@@ -1,4 +1,4 @@
-"""Routing hints: what a body and its headers make of a request, and what is refused by name."""
+"""Routing hints in bodies and headers: events on the log, and errors."""
 
 import asyncio
 import json
@@ -33,7 +33,7 @@ def chat(nvext: Any = None, **changes: Any) -> dict[str, Any]:
 
 
 async def taken(scene: Scene, body: dict[str, Any], headers: dict[str, str] | None = None) -> RequestSubmitted:
-    """The request that a body becomes; it is answered, too."""
+    """Send a body, respond to it, and return the submitted request."""
     asking = asyncio.create_task(scene.client.post(CHAT, json=body, headers=headers))
     request = await scene.next_request()
     scene.end(request.request_id)
@@ -106,7 +106,7 @@ async def test_every_hint_of_a_body_reaches_the_router() -> None:
     )
 
 
-async def test_a_header_wins_over_the_body() -> None:
+async def test_a_header_overrides_the_body() -> None:
     nvext = {
         "backend_instance_id": 1,
         "decode_worker_id": 1,
@@ -143,7 +143,7 @@ async def test_a_header_wins_over_the_body() -> None:
         ({"decode_worker_id": 0}, RoutingHints(worker_id="0")),
     ],
 )
-async def test_what_is_left_out_asks_for_nothing(nvext: Any, expected: RoutingHints) -> None:
+async def test_missing_hints_are_defaults(nvext: Any, expected: RoutingHints) -> None:
     assert await hinted(nvext, {RANK: "  "} if not expected.worker_id else None) == expected
 
 
@@ -206,7 +206,7 @@ async def test_what_is_left_out_asks_for_nothing(nvext: Any, expected: RoutingHi
         ([], "nvext", "invalid_value"),
     ],
 )
-async def test_what_is_wrong_is_refused_by_name(nvext: Any, param: str, code: str) -> None:
+async def test_invalid_hints_are_rejected_by_name(nvext: Any, param: str, code: str) -> None:
     error = await refused(chat(nvext))
     assert (error["param"], error["code"]) == (param, code), error
 
@@ -224,12 +224,12 @@ async def test_what_is_wrong_is_refused_by_name(nvext: Any, param: str, code: st
         ({"x-dynamo-prefill-instance-id": "3"}, "x-dynamo-prefill-instance-id", "unsupported_parameter"),
     ],
 )
-async def test_so_is_a_header(headers: dict[str, str], param: str, code: str) -> None:
+async def test_invalid_headers_are_rejected_by_name(headers: dict[str, str], param: str, code: str) -> None:
     error = await refused(chat(), headers)
     assert (error["param"], error["code"]) == (param, code), error
 
 
-async def test_a_header_that_is_there_twice_must_say_the_same() -> None:
+async def test_repeated_headers_must_have_the_same_value() -> None:
     async with make_scene(routing_hints=True) as scene:
         headers = httpx.Headers([(WORKER, "w1"), (WORKER, "w2")])
         response = await scene.client.post(CHAT, json=chat(), headers=headers)
@@ -253,12 +253,12 @@ async def test_a_header_that_is_there_twice_must_say_the_same() -> None:
         ({"policy_class": "vip"}, "nvext.policy_class"),
     ],
 )
-async def test_an_ingress_that_honours_no_hints_refuses_those_of_a_body(nvext: Any, param: str) -> None:
+async def test_hints_in_the_body_are_rejected_without_the_option(nvext: Any, param: str) -> None:
     error = await refused(chat(nvext), routing_hints=False)
     assert (error["param"], error["code"]) == (param, "routing_hints_disabled")
 
 
-async def test_it_ignores_and_counts_those_of_headers(scene: Scene) -> None:
+async def test_hints_in_headers_are_ignored_and_counted_without_the_option(scene: Scene) -> None:
     headers = {WORKER: "w1", RANK: "nonsense", "x-dynamo-session-id": "s"}
     assert (
         await taken(scene, chat({"agent_hints": {}, "agent_context": {"trajectory_id": "t"}}), headers)
@@ -267,7 +267,7 @@ async def test_it_ignores_and_counts_those_of_headers(scene: Scene) -> None:
         assert scene.metric(f'forebay_ingress_routing_headers_ignored_total{{header="{name}"}} 1.0')
 
 
-async def test_a_cache_salt_needs_no_leave_and_salts_the_blocks(scene: Scene) -> None:
+async def test_a_cache_salt_is_always_allowed_and_salts_the_hashes(scene: Scene) -> None:
     plain = await taken(scene, chat(cache_salt=""))
     assert (plain.cache_namespace, plain.sequence_hashes) == ("", sequence_hashes(plain.token_ids, 4))
     for body in (
@@ -281,7 +281,7 @@ async def test_a_cache_salt_needs_no_leave_and_salts_the_blocks(scene: Scene) ->
         assert salted.sequence_hashes == sequence_hashes(plain.token_ids, 4, hash_seed("", "t1"))
 
 
-async def test_an_adapter_is_a_model_of_its_own() -> None:
+async def test_an_adapter_is_served_as_a_model() -> None:
     async with make_scene(loras=("sql", "law")) as scene:
         cards = (await scene.client.get("/v1/models")).json()["data"]
         assert [(card["id"], card.get("parent")) for card in cards] == [(NAME, None), ("sql", NAME), ("law", NAME)]
@@ -298,13 +298,13 @@ async def test_an_adapter_is_a_model_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("loras", [("a", "a"), (NAME,), ("",), ("a" * 257,)])
-def test_adapters_need_names_of_their_own(loras: tuple[str, ...]) -> None:
+def test_adapter_names_must_be_unique(loras: tuple[str, ...]) -> None:
     with pytest.raises(Unusable):
         IngressSettings(model_name=NAME, block_size=4, ingress_id="i", loras=loras)
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_the_worker_is_named_in_nvext_where_it_is_asked_for(scene: Scene, stream: bool) -> None:
+async def test_the_response_names_the_worker_in_nvext_on_request(scene: Scene, stream: bool) -> None:
     body = chat({"extra_fields": ["worker_id"]}, stream=stream)
     asking = asyncio.create_task(scene.client.post(CHAT, json=body))
     request = await scene.next_request()
@@ -344,7 +344,7 @@ HEADERS = st.dictionaries(st.sampled_from(sorted(ROUTING_HEADERS)), st.text(max_
 
 @examples(3)
 @given(nvext=st.dictionaries(st.sampled_from([*Nvext.model_fields, "odd"]), VALUES, max_size=4), headers=HEADERS)
-def test_whatever_a_client_sends_is_refused_or_an_event(nvext: dict[str, Any], headers: dict[str, str]) -> None:
+def test_random_hints_are_rejected_or_become_an_event(nvext: dict[str, Any], headers: dict[str, str]) -> None:
     raw = json.dumps({"model": NAME, "prompt": [1, 2], "nvext": nvext}).encode()
     try:
         routing = routing_of(parse(TextBody, raw).nvext, routing_headers(headers.items()))

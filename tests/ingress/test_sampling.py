@@ -1,4 +1,4 @@
-"""Sampling parameters and structures on the log, and probabilities of tokens in answers."""
+"""Sampling parameters and structures on the log, and log probabilities in responses."""
 
 import asyncio
 import json
@@ -32,7 +32,7 @@ def ask(scene: Scene, path: str, body: dict[str, Any]) -> "asyncio.Task[Any]":
 
 
 async def sampled(scene: Scene, **changes: Any) -> Sampling:
-    """What a chat with these parameters asks of the engine."""
+    """Return the sampling of a chat with these parameters."""
     asking = ask(scene, CHAT, chat(**changes))
     request = await scene.next_request()
     scene.refuse(request.request_id, 418, "teapot")
@@ -70,7 +70,7 @@ async def test_every_parameter_reaches_the_engine(scene: Scene) -> None:
     )
 
 
-async def test_what_is_not_asked_for_is_not_on_the_log(scene: Scene) -> None:
+async def test_defaults_are_not_encoded(scene: Scene) -> None:
     assert await sampled(scene) == Sampling(max_tokens=50)
     assert await sampled(scene, top_k=-1, logprobs=False, logit_bias={}, top_logprobs=0) == Sampling(max_tokens=50)
     assert (await sampled(scene, logprobs=True)).logprobs == 0
@@ -106,7 +106,7 @@ JSON_SCHEMA = StructuredOutput(kind="json_schema", text=json.dumps(SCHEMA, separ
         ({"guided_grammar": "root ::= x"}, StructuredOutput(kind="grammar", text="root ::= x")),
     ],
 )
-async def test_a_structure_goes_to_the_engine(
+async def test_a_structure_reaches_the_engine(
     scene: Scene, changes: dict[str, Any], expected: StructuredOutput | None
 ) -> None:
     assert (await sampled(scene, **changes)).structured == expected
@@ -148,21 +148,21 @@ async def test_a_structure_goes_to_the_engine(
         ({"n": 2}, "n must be 1"),
     ],
 )
-async def test_refused_by_name(scene: Scene, changes: dict[str, Any], says: str) -> None:
+async def test_invalid_parameters_are_rejected_by_name(scene: Scene, changes: dict[str, Any], says: str) -> None:
     response = await scene.client.post(CHAT, json=chat(**changes))
     assert response.status_code == 400
     assert says in response.json()["error"]["message"]
     assert scene.requests() == []
 
 
-async def test_a_structure_is_bounded(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_structure_above_the_limit_is_rejected(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("forebay.ingress.openai.sampling.STRUCTURE_BYTES_MAX", 100)
     response = await scene.client.post(CHAT, json=chat(guided_regex="a" * 101))
     assert response.json()["error"]["code"] == "structure_too_large"
 
 
 def told(scene: Scene, words: str) -> tuple[list[int], tuple[TokenLogprob, ...]]:
-    """The tokens of a text, each with another in its place."""
+    """Return the tokens of a text, each with an alternative."""
     token_ids = scene.model.encode(words)
     return token_ids, tuple(
         TokenLogprob(
@@ -174,7 +174,7 @@ def told(scene: Scene, words: str) -> tuple[list[int], tuple[TokenLogprob, ...]]
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_chat_tells_probabilities(scene: Scene, stream: bool) -> None:
+async def test_chat_log_probabilities(scene: Scene, stream: bool) -> None:
     words = " the café 😀"
     asking = ask(scene, CHAT, chat(logprobs=True, top_logprobs=1, stream=stream))
     request = await scene.next_request()
@@ -196,7 +196,7 @@ async def test_a_chat_tells_probabilities(scene: Scene, stream: bool) -> None:
     assert content[0]["token"] == " the"
 
 
-async def test_a_completion_tells_them_in_its_own_shape(scene: Scene) -> None:
+async def test_completion_log_probabilities(scene: Scene) -> None:
     asking = ask(scene, TEXT, text(logprobs=2))
     request = await scene.next_request()
     token_ids, logprobs = told(scene, " the river")
@@ -209,7 +209,7 @@ async def test_a_completion_tells_them_in_its_own_shape(scene: Scene) -> None:
     assert [len(one) for one in given["top_logprobs"]] == [2] * len(token_ids)
 
 
-async def test_nothing_is_told_of_what_stands_behind_a_stop_string(scene: Scene) -> None:
+async def test_tokens_after_a_stop_string_have_no_log_probabilities(scene: Scene) -> None:
     asking = ask(scene, CHAT, chat(logprobs=True, stop="river"))
     request = await scene.next_request()
     token_ids, logprobs = told(scene, " the river ran")
@@ -219,7 +219,7 @@ async def test_nothing_is_told_of_what_stands_behind_a_stop_string(scene: Scene)
     assert len(choice["logprobs"]["content"]) < len(token_ids)
 
 
-async def test_an_engine_that_tells_none_gives_null(scene: Scene) -> None:
+async def test_log_probabilities_are_null_if_the_engine_reports_none(scene: Scene) -> None:
     asking = ask(scene, CHAT, chat(logprobs=True))
     request = await scene.next_request()
     scene.end(request.request_id, said=scene.say(request.request_id, " the river"))
@@ -228,7 +228,7 @@ async def test_an_engine_that_tells_none_gives_null(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("special", [True, False])
-async def test_special_tokens_are_text_where_asked(scene: Scene, special: bool) -> None:
+async def test_special_tokens_become_text_on_request(scene: Scene, special: bool) -> None:
     asking = ask(scene, TEXT, text(skip_special_tokens=not special))
     request = await scene.next_request()
     scene.end(request.request_id, said=scene.say(request.request_id, "a<|im_start|>b<|im_end|>"))
@@ -236,7 +236,7 @@ async def test_special_tokens_are_text_where_asked(scene: Scene, special: bool) 
     assert said == ("a<|im_start|>b" if special else "ab")
 
 
-def test_tokens_as_bytes() -> None:
+def test_bytes_of_byte_level_tokens() -> None:
     model = Model(DEFAULT_MODEL)
     names = TokenBytes(model.tokenizer)
     for words in (" the café 😀\n", "a<|im_end|>"):
@@ -244,7 +244,7 @@ def test_tokens_as_bytes() -> None:
     assert names[10**6] == b""
 
 
-def test_tokens_with_byte_fallback_as_bytes() -> None:
+def test_bytes_of_byte_fallback_tokens() -> None:
     vocabulary = {"<unk>": 0, "▁the": 1, "<0x0A>": 2, "<0xC3>": 3, "é": 4}
     tokenizer = Tokenizer(BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
     tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
@@ -252,7 +252,7 @@ def test_tokens_with_byte_fallback_as_bytes() -> None:
     assert [names[token] for token in range(1, 5)] == [b" the", b"\n", b"\xc3", "é".encode()]
 
 
-async def test_what_was_impossible_has_a_number_too(scene: Scene) -> None:
+async def test_minus_infinity_becomes_the_minimum(scene: Scene) -> None:
     asking = ask(scene, CHAT, chat(logprobs=True, top_logprobs=1))
     request = await scene.next_request()
     (token,) = scene.model.encode("a")

@@ -1,4 +1,4 @@
-"""Whom an answer names: the worker that gave it, and the one that computed its prompt where that is another."""
+"""Responses name the worker that generated them, and the prefill worker if it is another one."""
 
 import asyncio
 import json
@@ -37,7 +37,7 @@ def names(prefill: str, prefill_rank: int, decode: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_disagg_answers_name_both_workers_and_the_transfer(scene: Scene, *, stream: bool) -> None:
+async def test_disagg_responses_name_both_workers_and_the_transfer(scene: Scene, *, stream: bool) -> None:
     asking = ask(scene, stream=stream)
     name = (await scene.next_request()).request_id
     at = scene.emit(name, scene.model.encode("Once upon"), prefilled=PREFILLED)
@@ -48,7 +48,7 @@ async def test_disagg_answers_name_both_workers_and_the_transfer(scene: Scene, *
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_one_worker_that_does_it_all_is_named_as_both(scene: Scene, *, stream: bool) -> None:
+async def test_an_aggregated_worker_is_named_for_both_stages(scene: Scene, *, stream: bool) -> None:
     asking = ask(scene, stream=stream)
     name = (await scene.next_request()).request_id
     scene.end(name, said=scene.say(name, "Once"))
@@ -57,7 +57,7 @@ async def test_one_worker_that_does_it_all_is_named_as_both(scene: Scene, *, str
     assert "prefill" not in last["forebay"]
 
 
-async def test_disagg_answers_that_a_stop_string_ends_name_both_workers_too(scene: Scene) -> None:
+async def test_disagg_responses_ended_by_a_stop_string_name_both_workers(scene: Scene) -> None:
     asking = ask(scene, stop=["upon"])
     name = (await scene.next_request()).request_id
     scene.emit(name, scene.model.encode("Once upon a time"), prefilled=PREFILLED)
@@ -65,7 +65,7 @@ async def test_disagg_answers_that_a_stop_string_ends_name_both_workers_too(scen
     assert body["nvext"] == {"worker_id": names("p1", 2, "w1")}
 
 
-async def test_disagg_who_goes_on_is_named_beside_who_computed_the_prompt_at_first(scene: Scene) -> None:
+async def test_disagg_a_later_attempt_keeps_the_first_prefill_worker(scene: Scene) -> None:
     asking = ask(scene)
     name = (await scene.next_request()).request_id
     at = scene.emit(name, scene.model.encode("Once"), prefilled=PREFILLED)
@@ -78,7 +78,7 @@ async def test_disagg_who_goes_on_is_named_beside_who_computed_the_prompt_at_fir
     assert (body["forebay"]["attempts"], body["forebay"]["prefill"]) == (2, PREFILL)
 
 
-async def test_disagg_the_prefill_worker_of_an_attempt_that_said_nothing_is_not_named(scene: Scene) -> None:
+async def test_disagg_an_attempt_without_output_does_not_name_its_prefill_worker(scene: Scene) -> None:
     asking = ask(scene)
     name = (await scene.next_request()).request_id
     scene.start_attempt(name, 2)

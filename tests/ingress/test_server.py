@@ -1,4 +1,4 @@
-"""The HTTP server: one process listens on a port; a server that cannot listen fails and announces nothing."""
+"""The HTTP server: one process per port, and failures to listen."""
 
 import asyncio
 import os
@@ -21,14 +21,14 @@ LOOPS = [asyncio.new_event_loop, uvloop.new_event_loop]
 
 
 def bound(port: int) -> socket.socket:
-    """A socket that has the address and does not listen, as several can at the same time."""
+    """Return a socket that is bound and does not listen, as several sockets can be."""
     made = socket.socket()
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     made.bind(("127.0.0.1", port))
     return made
 
 
-def test_a_second_listener_is_refused_although_nothing_was_served_yet() -> None:
+def test_a_second_listener_is_rejected_before_the_first_serves() -> None:
     port = free_ports(1)
     with listen("127.0.0.1", port), pytest.raises(PortTaken, match=f"127.0.0.1:{port} .*choose another --port"):
         listen("127.0.0.1", port)
@@ -36,7 +36,7 @@ def test_a_second_listener_is_refused_although_nothing_was_served_yet() -> None:
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_a_server_whose_socket_cannot_listen_announces_nothing(loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
+def test_a_server_that_cannot_listen_does_not_call_on_started(loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
     port = free_ports(1)
     announced: list[bool] = []
 
@@ -67,7 +67,7 @@ def test_a_server_ends_when_its_listening_socket_fails() -> None:
 
 
 @pytest.mark.timeout(300)
-def test_of_two_services_started_at_once_on_one_port_one_serves_and_one_ends() -> None:
+def test_one_of_two_services_on_the_same_port_exits() -> None:
     for _ in range(ROUNDS):
         port = free_ports(1)
         command = ["up", "--port", str(port), "--workers", "1"]
@@ -89,6 +89,6 @@ def test_of_two_services_started_at_once_on_one_port_one_serves_and_one_ends() -
 
 
 def last_line(process: ForkedProcess) -> str:
-    """The announcement of a service, empty if its process ended without one."""
+    """Return the line that a service prints once it serves, empty if its process ends without it."""
     assert process.stdout is not None
     return next((line for line in process.stdout if "stop with Ctrl-C" in line), "")

@@ -1,4 +1,4 @@
-"""The reader of a reply slot: where it is, and what those who wait are told."""
+"""The reader of a reply slot: position, dispatch and interruptions."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -53,7 +53,7 @@ def said(name: str, first: int, *tokens: int) -> TokensEmitted:
     return TokensEmitted(worker_id="w1", worker_epoch=1, owner_epoch=1, chunks=(chunk,), group=GROUP)
 
 
-async def test_answers_of_another_group_that_shares_the_slot_are_left_alone(log: SqliteLog) -> None:
+async def test_events_of_another_group_on_the_same_slot_are_ignored(log: SqliteLog) -> None:
     ids: dict[str, Any] = {"request_id": "a", "owner_epoch": 9}
     strangers: list[TokenEvent] = [
         msgspec.structs.replace(said("a", 0, 90, 91), owner_epoch=9),
@@ -83,7 +83,7 @@ async def append(log: SqliteLog, *events: Event) -> None:
     await log.append([Draft(TOKENS.name, SLOT, encode(TOKENS, event)) for event in events])
 
 
-async def test_the_position_is_behind_what_was_handed_over(log: SqliteLog) -> None:
+async def test_position_follows_the_last_dispatched_record(log: SqliteLog) -> None:
     await append(log, *[said("a", at, at) for at in range(2 * READ_MAX)])
     async with reading(log, 3) as reader:
         assert reader.position == 3
@@ -104,7 +104,7 @@ async def test_a_gap_wakes_the_reader(log: SqliteLog) -> None:
         assert (stream.gap, stream.tokens) == (True, [])
 
 
-async def test_a_log_that_fails_interrupts_all(log: SqliteLog) -> None:
+async def test_a_failed_log_interrupts_all_streams(log: SqliteLog) -> None:
     await append(log, said("a", 0, 7))
     reader = ReplyReader(log, GROUP, SLOT, 0, lambda: None)
     streams = [reader.open(name) for name in "ab"]

@@ -1,4 +1,4 @@
-"""A request that cannot fit the context costs little: it is neither held, decoded nor tokenised whole."""
+"""Requests beyond the limits are rejected before they are stored, decoded or tokenised completely."""
 
 import asyncio
 import base64
@@ -33,7 +33,7 @@ PIXEL = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQV
 
 
 class CountingModel(Model):
-    """A model with a small context that keeps how many characters were tokenised whole."""
+    """A model with a small context that records the lengths of tokenised texts."""
 
     def __init__(self, directory: Path, context: int = CONTEXT) -> None:
         super().__init__(directory)
@@ -53,7 +53,7 @@ def words(chars: int) -> str:
 
 
 def bodies(text: str) -> list[tuple[str, dict[str, Any]]]:
-    """A request of each kind whose prompt has this text."""
+    """Return a request of each kind with this text."""
     messages = [{"role": "user", "content": text}]
     parts = [{"role": "user", "content": [{"type": "text", "text": text}]}]
     return [
@@ -86,8 +86,8 @@ async def test_a_text_beyond_the_context_is_not_tokenised_whole(path: str, body:
     parts=st.lists(st.tuples(st.text(min_size=1, max_size=30), st.integers(1, 3_000)), min_size=1, max_size=6),
     context=st.integers(200, 4_000),
 )
-def test_only_texts_beyond_the_context_are_refused(parts: list[tuple[str, int]], context: int) -> None:
-    """Whatever is refused before it is tokenised has more tokens than the context, and the tokens are the model's."""
+def test_only_texts_beyond_the_context_are_rejected(parts: list[tuple[str, int]], context: int) -> None:
+    """Rejected texts have more tokens than the context; accepted texts get the tokens of the model."""
     text = "".join(part * often for part, often in parts)
     COUNTED.context_tokens, COUNTED.text_chars_max = context, None
     whole = COUNTED.encode(text)
@@ -112,7 +112,7 @@ async def test_a_long_prompt_that_fits_has_the_tokens_of_the_whole_text() -> Non
         assert (await asking).status_code == 200
 
 
-async def test_a_full_tokenizer_queue_is_503_and_short_prompts_go_on(scene: Scene) -> None:
+async def test_a_full_tokenizer_queue_is_503_but_short_prompts_are_served(scene: Scene) -> None:
     free = threading.Event()
     try:
         held = [
@@ -135,7 +135,7 @@ async def test_a_full_tokenizer_queue_is_503_and_short_prompts_go_on(scene: Scen
     assert (await asking).status_code == 200
 
 
-async def test_a_template_that_multiplies_its_messages_is_stopped(tmp_path: Path) -> None:
+async def test_rendering_stops_at_the_limit(tmp_path: Path) -> None:
     template = "{% for i in range(100000) %}{{ messages[0]['content'] }}{% endfor %}"
     async with make_scene(Model(media_model.make(tmp_path / "m", template))) as scene:
         body = {"model": NAME, "messages": [{"role": "user", "content": words(100_000)}]}
@@ -160,13 +160,13 @@ async def test_a_template_that_multiplies_its_messages_is_stopped(tmp_path: Path
         ),
     ],
 )
-async def test_bodies_of_many_values_are_refused(path: str, body: Any, status: int, code: str) -> None:
+async def test_bodies_with_too_many_values_are_rejected(path: str, body: Any, status: int, code: str) -> None:
     async with make_scene(body_bytes_max=4 << 20) as scene:
         response = await scene.client.post(path, content=json.dumps({"model": NAME, **body}))
         assert (response.status_code, response.json()["error"]["code"]) == (status, code)
 
 
-def test_separators_within_strings_are_no_values() -> None:
+def test_separators_within_strings_do_not_count() -> None:
     limits = BodyLimits(values_max=10)
     limits.require(json.dumps({"a": 'quoted \\" [' + ",{[" * SMALL_BYTES + "\\", "b": [1, 2]}).encode())
     with pytest.raises(ApiError, match="14 JSON values; the limit is 10"):
@@ -174,8 +174,8 @@ def test_separators_within_strings_are_no_values() -> None:
     limits.require(b'{"' + b'\\"' * (1 << 20))  # linear, also for a string without an end
 
 
-async def test_all_bodies_together_are_bounded(scene: Scene) -> None:
-    """A second large body is refused while the first is read; small ones are not, and the room comes back."""
+async def test_the_memory_of_all_bodies_is_bounded(scene: Scene) -> None:
+    """A second large body is rejected while the first is read. Small bodies are accepted."""
     scene.ingress.bodies = BodyMemory(BodyLimits(text_bytes_max=BODY_MAX), BODY_MAX)
     large = {"model": NAME, "prompt": "x", "metadata": {"a": "x" * (BODY_MAX // 2)}}
     more = asyncio.Event()
@@ -206,7 +206,7 @@ def image_body(image_bytes: int, text_bytes: int) -> dict[str, Any]:
     return {"model": NAME, "messages": [{"role": "user", "content": parts}]}
 
 
-async def test_images_take_more_than_text_and_the_text_beside_them_does_not(tmp_path: Path) -> None:
+async def test_images_have_a_higher_limit_than_text(tmp_path: Path) -> None:
     model = Model(media_model.make(tmp_path / "m"))
     limits: dict[str, Any] = {"body_bytes_max": 100_000, "media_body_bytes_max": 400_000}
     async with make_scene(model, **limits) as scene:
@@ -226,7 +226,7 @@ async def test_images_take_more_than_text_and_the_text_beside_them_does_not(tmp_
         assert (response.status_code, response.json()["error"]["code"]) == (413, "body_too_large")
 
 
-def test_the_kafka_api_takes_the_same_bounds() -> None:
+def test_the_kafka_api_has_the_same_limits() -> None:
     def record(value: bytes) -> Record:
         return Record(
             topic="openai-requests", offset=0, value=value, at_us=0, key=b"", headers={"path": TEXT}, partition=0
@@ -249,7 +249,7 @@ def byte_level(**changes: Any) -> Tokenizer:
     return made
 
 
-def test_the_longest_text_of_a_context_by_kind_of_tokenizer() -> None:
+def test_the_maximum_text_length_per_kind_of_tokenizer() -> None:
     assert text_chars_max(byte_level(), 10) == 10 * len("Ġthe".encode())
     assert text_chars_max(byte_level(normalizer=normalizers.NFC()), 10) == 4 * 10 * len("Ġthe".encode())
     fallback = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"▁word": 256}
@@ -277,7 +277,7 @@ def test_the_longest_text_of_a_context_by_kind_of_tokenizer() -> None:
         pytest.param(Tokenizer(models.BPE({"a": 0}, [])), id="unknown characters"),
     ],
 )
-def test_a_tokenizer_that_may_drop_text_has_no_such_bound(made: Tokenizer) -> None:
+def test_a_tokenizer_that_may_drop_text_has_no_maximum_length(made: Tokenizer) -> None:
     assert text_chars_max(made, 10) is None
     swallows = byte_level()
     swallows.add_special_tokens([AddedToken("<end>", rstrip=True)])
@@ -288,7 +288,7 @@ def test_a_tokenizer_that_may_drop_text_has_no_such_bound(made: Tokenizer) -> No
 
 
 @given(text=st.text(max_size=400), normalizer=st.sampled_from([None, normalizers.NFC()]))
-def test_no_text_is_longer_than_its_tokens_allow(text: str, normalizer: Any) -> None:
+def test_no_text_exceeds_the_maximum_length_of_its_tokens(text: str, normalizer: Any) -> None:
     made = byte_level(normalizer=normalizer)
     bound = text_chars_max(made, len(made.encode(text).ids))
     assert bound is not None

@@ -1,4 +1,4 @@
-"""GET and POST /busy_threshold: what the log says, and what an operator puts on it."""
+"""GET and POST /busy_threshold read and change settings on the log."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -46,7 +46,7 @@ async def post(scene: Scene, **body: Any) -> dict[str, Any]:
     return answer
 
 
-async def test_what_is_left_out_stays_and_null_is_off(scene: Scene) -> None:
+async def test_missing_fields_keep_their_value_and_null_disables(scene: Scene) -> None:
     assert await post(scene) == {"model": NAME, **OFF, DECODE: 0.5}
     assert len(on_the_log(scene)) == 1
     assert await post(scene, **{PREFILL: 1000}) == {"model": NAME, DECODE: 0.5, PREFILL: 1000, SHARE: None}
@@ -59,7 +59,7 @@ async def test_what_is_left_out_stays_and_null_is_off(scene: Scene) -> None:
     assert listed == {"thresholds": [{"model": NAME, "pool": "default", DECODE: None, PREFILL: 1000, SHARE: 2}]}
 
 
-async def test_what_another_ingress_or_a_router_says_counts(scene: Scene) -> None:
+async def test_changes_by_another_ingress_or_a_router_apply(scene: Scene) -> None:
     await post(scene, **{DECODE: 0.9})
     scene.control(BusyThresholdsSet(model=NAME, thresholds=BusyThresholds(active_prefill_tokens_threshold=7)))
     assert await post(scene) == {"model": NAME, **OFF, PREFILL: 7}
@@ -82,7 +82,9 @@ async def test_what_another_ingress_or_a_router_says_counts(scene: Scene) -> Non
         (b"{", 400, None, "invalid_json"),
     ],
 )
-async def test_refused_by_name(scene: Scene, body: Any, status: int, param: str | None, code: str) -> None:
+async def test_invalid_bodies_are_rejected_by_field_name(
+    scene: Scene, body: Any, status: int, param: str | None, code: str
+) -> None:
     asked = {"content": body} if isinstance(body, bytes) else {"json": body}
     response = await scene.client.post(PATH, **asked)
     error = response.json()["error"]
@@ -90,7 +92,7 @@ async def test_refused_by_name(scene: Scene, body: Any, status: int, param: str 
     assert len(on_the_log(scene)) == 1
 
 
-async def test_nothing_is_set_where_no_pool_serves_the_model() -> None:
+async def test_changes_are_rejected_while_no_pool_serves_the_model() -> None:
     async with make_scene() as scene:
         scene.control(pool(model="other"))
         assert (await scene.client.get(PATH)).json()["thresholds"] == [{"model": "other", "pool": "default", **OFF}]
@@ -99,7 +101,7 @@ async def test_nothing_is_set_where_no_pool_serves_the_model() -> None:
         assert (response.status_code, response.json()["error"]["code"]) == (503, "no_group")
 
 
-async def test_nor_where_no_router_has_placed_it() -> None:
+async def test_changes_are_rejected_while_no_router_has_placed_the_model() -> None:
     async with make_scene() as scene:
         scene.ingress.pools._find_partition = lambda: None
         assert (await scene.client.get(PATH)).json() == {"thresholds": []}
@@ -107,13 +109,13 @@ async def test_nor_where_no_router_has_placed_it() -> None:
         assert on_the_log(scene) == []
 
 
-async def test_without_the_admin_api_there_is_no_such_path() -> None:
+async def test_without_the_admin_api_the_path_is_unknown() -> None:
     async with make_scene(admin_token="") as scene:
         for response in (await scene.client.get(PATH), await scene.client.post(PATH, json={"model": NAME})):
             assert (response.status_code, response.json()["error"]["code"]) == (404, "not_found")
 
 
-async def test_records_that_do_not_decode_are_counted_and_passed_over(scene: Scene) -> None:
+async def test_undecodable_records_are_counted_and_skipped(scene: Scene) -> None:
     scene.log.append_soon([Draft(CONTROL.name, 0, b"\xff")])
     assert (await post(scene))[DECODE] == 0.5
     assert scene.metric("forebay_ingress_undecodable_total 1.0")
@@ -148,7 +150,7 @@ EVENTS = st.one_of(
 
 
 @given(steps=st.lists(st.tuples(EVENTS, st.booleans()), max_size=12))
-async def test_whenever_it_is_asked_it_says_what_the_log_says(steps: list[tuple[ControlEvent, bool]]) -> None:
+async def test_thresholds_equal_those_of_the_log_at_any_time(steps: list[tuple[ControlEvent, bool]]) -> None:
     log = SqliteLog.open(None)
     pools = PoolConfigurator(log, lambda: 0, lambda: None)
     written: list[ControlEvent] = []
@@ -161,7 +163,7 @@ async def test_whenever_it_is_asked_it_says_what_the_log_says(steps: list[tuple[
 
 
 def naive(events: list[ControlEvent]) -> list[tuple[str, str, BusyThresholds]]:
-    """For each pool the newest record that is about it or, later, about its model."""
+    """Return for each pool the thresholds of the newest record about the pool or its model."""
     found = []
     for name in "pq":
         at = max(
@@ -180,7 +182,7 @@ def naive(events: list[ControlEvent]) -> list[tuple[str, str, BusyThresholds]]:
 
 
 @pytest.mark.parametrize("block_size", [4, 16])
-async def test_prompts_are_hashed_in_the_blocks_that_the_pool_has(block_size: int) -> None:
+async def test_prompts_are_hashed_with_the_block_size_of_the_pool(block_size: int) -> None:
     async with make_scene(block_size=None) as scene:
         prompt = list(range(100, 140))
         asked = {"model": NAME, "prompt": prompt, "max_tokens": 1}

@@ -1,4 +1,4 @@
-"""Chats with tools and reasoning: what the template gets, what goes on the log, and what comes back."""
+"""Chats with tools and reasoning: input of the template, events on the log, and responses."""
 
 import asyncio
 import json
@@ -59,7 +59,7 @@ def chat(**changes: Any) -> dict[str, Any]:
 
 
 async def asked(scene: Scene, **changes: Any) -> tuple["asyncio.Task[Any]", RequestSubmitted, str]:
-    """The request, and its prompt as text."""
+    """Return the submitted request and its prompt as text."""
     asking = asyncio.create_task(scene.client.post(CHAT, json=chat(**changes)))
     await asyncio.sleep(0)
     request = asyncio.create_task(scene.next_request())
@@ -73,14 +73,14 @@ async def asked(scene: Scene, **changes: Any) -> tuple["asyncio.Task[Any]", Requ
 
 
 def say(scene: Scene, request: RequestSubmitted, text: str, *, reason: str = "stop") -> None:
-    """Token by token."""
+    """Emit a text token by token and end the response."""
     at = 0
     for token in scene.model.encode(text):
         at = scene.emit(request.request_id, [token], first=at)
     scene.end(request.request_id, reason=reason, said=at)
 
 
-async def test_the_template_gets_the_tools_and_a_call_comes_back(tools: Scene) -> None:
+async def test_tools_reach_the_template_and_a_call_is_returned(tools: Scene) -> None:
     asking, request, prompt = await asked(tools, tools=[WEATHER, TIME])
     assert json.loads(prompt.splitlines()[0]) == [WEATHER, TIME]
     assert request.sampling.structured is None
@@ -94,7 +94,7 @@ async def test_the_template_gets_the_tools_and_a_call_comes_back(tools: Scene) -
     assert call["id"].startswith("call_")
 
 
-async def test_a_conversation_goes_on_with_what_the_tool_said(tools: Scene) -> None:
+async def test_a_conversation_continues_with_the_result_of_a_tool(tools: Scene) -> None:
     asking, request, _ = await asked(tools, tools=[WEATHER])
     say(tools, request, CALL)
     message = (await asking).json()["choices"][0]["message"]
@@ -108,7 +108,7 @@ async def test_a_conversation_goes_on_with_what_the_tool_said(tools: Scene) -> N
     assert (choice["message"]["content"], choice["finish_reason"]) == ("It rains.", "stop")
 
 
-async def test_none_leaves_the_tools_out(tools: Scene) -> None:
+async def test_tool_choice_none_omits_the_tools(tools: Scene) -> None:
     asking, request, prompt = await asked(tools, tools=[WEATHER], tool_choice="none")
     assert "weather" not in prompt
     say(tools, request, CALL)
@@ -117,7 +117,7 @@ async def test_none_leaves_the_tools_out(tools: Scene) -> None:
 
 
 @pytest.mark.parametrize("parallel", [True, False])
-async def test_a_required_call_is_a_structure_of_calls(tools: Scene, parallel: bool) -> None:
+async def test_tool_choice_required_constrains_the_output_to_calls(tools: Scene, parallel: bool) -> None:
     asking, request, _ = await asked(tools, tools=[WEATHER, TIME], tool_choice="required", parallel_tool_calls=parallel)
     structured = request.sampling.structured
     assert structured is not None
@@ -137,7 +137,7 @@ async def test_a_required_call_is_a_structure_of_calls(tools: Scene, parallel: b
     assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": "Paris"}'
 
 
-async def test_a_named_call_is_a_structure_of_its_arguments(tools: Scene) -> None:
+async def test_a_named_tool_constrains_the_output_to_its_arguments(tools: Scene) -> None:
     named = {"type": "function", "function": {"name": "weather"}}
     asking, request, _ = await asked(tools, tools=[WEATHER, TIME], tool_choice=named, stream=True)
     assert request.sampling.structured is not None
@@ -173,27 +173,27 @@ async def test_a_named_call_is_a_structure_of_its_arguments(tools: Scene) -> Non
         ({"chat_template_kwargs": {"bos_token": ""}}, "chat_template_kwargs.bos_token"),
     ],
 )
-async def test_refused_by_name(tools: Scene, changes: dict[str, Any], says: str) -> None:
+async def test_invalid_tools_are_rejected_by_field_name(tools: Scene, changes: dict[str, Any], says: str) -> None:
     response = await tools.client.post(CHAT, json=chat(**changes))
     assert response.status_code == 400
     assert says in response.json()["error"]["message"]
     assert tools.requests() == []
 
 
-async def test_arguments_that_are_no_json_are_refused(tools: Scene) -> None:
+async def test_arguments_that_are_not_json_are_rejected(tools: Scene) -> None:
     called = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "[]"}}]
     response = await tools.client.post(CHAT, json=chat(messages=[{"role": "assistant", "tool_calls": called}]))
     assert "messages[0].tool_calls[0].function.arguments is not a JSON object" in response.json()["error"]["message"]
 
 
-async def test_definitions_that_differ_cannot_be_put_together(tools: Scene) -> None:
+async def test_different_definitions_of_a_name_cannot_be_merged(tools: Scene) -> None:
     other = {"type": "object", "$defs": {"City": {"type": "integer"}}}
     both = [WEATHER, {"type": "function", "function": {"name": "other", "parameters": other}}]
     response = await tools.client.post(CHAT, json=chat(tools=both, tool_choice="required"))
     assert "'City' has two definitions" in response.json()["error"]["message"]
 
 
-async def test_a_prompt_that_opens_the_reasoning(tools: Scene) -> None:
+async def test_reasoning_that_begins_in_the_prompt(tools: Scene) -> None:
     asking, request, prompt = await asked(tools, chat_template_kwargs={"enable_thinking": True, "mood": "calm"})
     assert prompt.endswith("calm<|im_start|>assistant\n<think>\n")
     say(tools, request, "Hm.</think>\n\nYes.")
@@ -206,12 +206,12 @@ async def test_a_prompt_that_opens_the_reasoning(tools: Scene) -> None:
     assert "reasoning" not in (await asking).json()["choices"][0]["message"]
 
 
-async def test_a_model_without_use_for_an_effort_says_so(scene: Scene) -> None:
+async def test_reasoning_effort_is_rejected_if_the_template_ignores_it(scene: Scene) -> None:
     response = await scene.client.post(CHAT, json=chat(reasoning_effort="high"))
     assert "reasoning_effort is not supported" in response.json()["error"]["message"]
 
 
-async def test_the_official_client_streams_reasoning_and_calls(tools: Scene) -> None:
+async def test_openai_client_streams_reasoning_and_calls(tools: Scene) -> None:
     listener, port = tools.listen()
     server = build_server(tools.app)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
@@ -243,7 +243,7 @@ async def test_the_official_client_streams_reasoning_and_calls(tools: Scene) -> 
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_the_kafka_api_sends_the_same(tools: Scene, stream: bool) -> None:
+async def test_kafka_api_sends_the_objects_of_http(tools: Scene, stream: bool) -> None:
     body = chat(tools=[WEATHER], stream=stream)
     post = tools.client.post(CHAT, json=body, headers={"x-request-id": "same"})
     asking = asyncio.ensure_future(post)
@@ -263,7 +263,7 @@ async def test_the_kafka_api_sends_the_same(tools: Scene, stream: bool) -> None:
 
 
 def deltas(events: list[str]) -> Any:
-    """All that a stream says, or a whole answer."""
+    """Return the merged content, reasoning, arguments and calls of a stream or an object."""
     content, reasoning, arguments, named = "", "", "", []
     for choice in (json.loads(event)["choices"][0] for event in events):
         said = choice.get("delta") or choice.get("message") or {}
@@ -275,7 +275,7 @@ def deltas(events: list[str]) -> Any:
     return content, reasoning, arguments, named, json.loads(events[-1])["choices"][0]["finish_reason"]
 
 
-async def test_what_the_official_client_took_apart_may_be_sent_back(tools: Scene) -> None:
+async def test_messages_parsed_by_the_openai_client_may_be_sent_back(tools: Scene) -> None:
     listener, port = tools.listen()
     server = build_server(tools.app)
     serving = asyncio.create_task(server.serve(sockets=[listener]))

@@ -40,7 +40,7 @@ PLAN = TopicPlan(groups=1, slots=4, replies=REPLY_SLOTS, kafka_api=KAFKA_API_PAR
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """A record of `openai-responses`, or of another reply topic."""
+    """A record of `openai-responses` or of another reply topic."""
 
     request_id: str
     index: int
@@ -51,7 +51,7 @@ class Answered:
 
 
 class Client:
-    """Any Kafka client: produces bodies, collects what comes back."""
+    """A Kafka client that produces bodies and collects responses."""
 
     def __init__(self, settings: KafkaSettings) -> None:
         self.records: list[Answered] = []
@@ -61,7 +61,7 @@ class Client:
 
     @asynccontextmanager
     async def running(self, *topics: str) -> AsyncIterator["Client"]:
-        """Collect from `openai-responses`, and from the first partition of these topics of full names."""
+        """Collect from `openai-responses`, and from the first partition of topics with these full names."""
         await self._producer.start()
         await self._consumer.start()
         own = self._settings.topic(OPENAI_RESPONSES.name)
@@ -86,11 +86,11 @@ class Client:
         await self._producer.send_and_wait(topic, value, partition=partition, headers=told)
 
     def of(self, request_id: str) -> list[Answered]:
-        """What came for a request, in the order it came."""
+        """Return the records of a request in the order of arrival."""
         return [record for record in self.records if record.request_id == request_id]
 
     async def whole(self, request_id: str, *, times: int = 1) -> list[Answered]:
-        """The records of an answer, once its end has come so often."""
+        """Wait until the last record of a response arrived this often, and return all its records."""
         await until(lambda: sum(record.last for record in self.of(request_id)) >= times)
         return self.of(request_id)
 
@@ -110,7 +110,7 @@ class Client:
 
 
 class Backstage:
-    """Router and worker, played by the test: sees what is submitted, says what it likes."""
+    """Router and worker, played by the test."""
 
     def __init__(self, log: KafkaLog, model: Model) -> None:
         self.log = log
@@ -122,7 +122,7 @@ class Backstage:
         return [event for event in found if kind is None or isinstance(event, kind)]
 
     async def submissions(self, request_id: str, *, count: int = 1) -> list[RequestSubmitted]:
-        """The submissions of a request, once there are so many."""
+        """Wait for this many submissions of a request and return them."""
         deadline = time.monotonic() + PATIENCE_S
         while True:
             found = [one for one in await self.events(RequestSubmitted) if one.request_id == request_id]
@@ -131,18 +131,18 @@ class Backstage:
             assert time.monotonic() < deadline, f"{request_id} is not submitted"
 
     async def cancelled(self, request_id: str) -> bool:
-        """Whether a request is cancelled."""
+        """Return whether a request was cancelled."""
         return any(event.request_id == request_id for event in await self.events(RequestCancelled))
 
     async def emit(self, request: RequestSubmitted, text: str, *, first: int = 0) -> int:
-        """Say a text in one chunk; the position after it."""
+        """Emit a text in one chunk and return the index after it."""
         token_ids = self.model.encode(text)
         chunk = TokenChunk(request_id=request.request_id, attempt=1, first_index=first, token_ids=pack_u32(token_ids))
         await self._send(request, TokensEmitted(worker_id="w1", worker_epoch=1, owner_epoch=1, chunks=(chunk,)))
         return first + len(token_ids)
 
     async def end(self, request: RequestSubmitted, said: int) -> None:
-        """End an answer well."""
+        """End a response successfully."""
         usage = Usage(prompt_tokens=request.prompt_tokens, output_tokens=said)
         await self._send(
             request,
@@ -150,14 +150,14 @@ class Backstage:
         )
 
     async def answer(self, request: RequestSubmitted, *texts: str) -> None:
-        """Say texts, a chunk each, and end."""
+        """Emit texts, one chunk each, and end the response."""
         said = 0
         for text in texts:
             said = await self.emit(request, text, first=said)
         await self.end(request, said)
 
     async def serve(self) -> None:
-        """Answer every request once, in two chunks, until cancelled; as an owner, know one that comes again."""
+        """Respond to every request once, in two chunks, until cancelled; ignore duplicates as the owner does."""
         wake = asyncio.Event()
         tail = self.log.tail(REQUESTS.name, 0, 0, wake)
         known: set[str] = set()
@@ -177,7 +177,7 @@ class Backstage:
 
 
 async def until(condition: Any) -> None:
-    """Let others run until the condition holds."""
+    """Run the event loop until the condition holds."""
     async with asyncio.timeout(PATIENCE_S):
         while not condition():  # noqa: ASYNC110 - records set no event
             await asyncio.sleep(0.005)
@@ -185,7 +185,7 @@ async def until(condition: Any) -> None:
 
 @asynccontextmanager
 async def opened(settings: KafkaSettings) -> AsyncIterator[KafkaLog]:
-    """A log of a process of its own."""
+    """Yield a log with connections of its own."""
     log = await KafkaLog.open(settings)
     try:
         yield log
@@ -222,7 +222,7 @@ async def kafka_api_server(
 
 
 async def prepare(bootstrap: str, namespace: str) -> KafkaSettings:
-    """A namespace with its topics."""
+    """Create the topics of a namespace."""
     settings = KafkaSettings(bootstrap, namespace)
     await create_topics(settings, PLAN, ["default"])
     return settings

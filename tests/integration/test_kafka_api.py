@@ -1,4 +1,4 @@
-"""The Kafka API on a real Kafka; the test plays router and worker behind it, except in the last test."""
+"""The Kafka API on a real Kafka. The test plays router and worker, except in the last tests."""
 
 import asyncio
 import sys
@@ -61,7 +61,7 @@ def metric(registry: CollectorRegistry, name: str, **labels: str) -> float:
     return registry.get_sample_value(f"forebay_kafka_api_{name}", labels) or 0.0
 
 
-async def test_a_whole_answer_comes_under_the_id_of_the_header(
+async def test_a_response_has_the_id_of_the_header(
     settings: KafkaSettings, model: Model, backstage: Backstage, client: Client
 ) -> None:
     async with kafka_api_server(settings, model) as registry:
@@ -77,7 +77,7 @@ async def test_a_whole_answer_comes_under_the_id_of_the_header(
     assert record.body["forebay"]["worker"] == "w1"
 
 
-async def test_a_stream_is_a_record_for_each_event_and_says_which_is_last(
+async def test_a_stream_has_a_record_per_chunk_and_marks_the_last(
     settings: KafkaSettings, model: Model, backstage: Backstage, client: Client
 ) -> None:
     async with kafka_api_server(settings, model):
@@ -91,7 +91,7 @@ async def test_a_stream_is_a_record_for_each_event_and_says_which_is_last(
     assert records[3].body["usage"]["total_tokens"] > 0
 
 
-async def test_a_body_without_headers_gets_an_id_of_its_place(
+async def test_a_record_without_headers_gets_an_id_of_partition_and_offset(
     settings: KafkaSettings, model: Model, backstage: Backstage, client: Client
 ) -> None:
     async with kafka_api_server(settings, model):
@@ -103,7 +103,7 @@ async def test_a_body_without_headers_gets_an_id_of_its_place(
     assert record.body["choices"][0]["text"] == " c d"
 
 
-async def test_a_malformed_record_is_told_and_holds_nothing_up(
+async def test_a_malformed_record_gets_an_error_and_the_next_is_served(
     settings: KafkaSettings, model: Model, backstage: Backstage, client: Client
 ) -> None:
     async with kafka_api_server(settings, model) as registry:
@@ -121,7 +121,7 @@ async def test_a_malformed_record_is_told_and_holds_nothing_up(
     assert (unnamed.status, unnamed.body["error"]["param"]) == (400, "request-id")
 
 
-async def test_answers_go_to_the_reply_topic_if_there_is_one(
+async def test_responses_go_to_the_reply_topic_if_it_exists(
     kafka: str, settings: KafkaSettings, model: Model, backstage: Backstage, namespace: str
 ) -> None:
     mine = f"{namespace}.replies.mine"
@@ -161,7 +161,7 @@ async def test_no_response_goes_to_another_namespace(
     assert await backstage.events() == []
 
 
-async def test_an_owner_that_is_gone_is_a_deadline(
+async def test_without_an_owner_a_request_times_out(
     settings: KafkaSettings, model: Model, backstage: Backstage, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("forebay.ingress.kafka_api.partition.GRACE_S", 0.1)
@@ -174,7 +174,7 @@ async def test_an_owner_that_is_gone_is_a_deadline(
                 pass
 
 
-async def test_a_stop_string_ends_the_answer_and_the_work(
+async def test_a_stop_string_ends_the_response_and_cancels_the_request(
     settings: KafkaSettings, model: Model, backstage: Backstage, client: Client
 ) -> None:
     async with kafka_api_server(settings, model):
@@ -189,7 +189,7 @@ async def test_a_stop_string_ends_the_answer_and_the_work(
     assert record.body["choices"][0]["finish_reason"] == "stop"
 
 
-async def test_a_successor_gives_the_same_answer_again_from_its_first_record(
+async def test_a_takeover_sends_the_same_records_again(
     settings: KafkaSettings, model: Model, backstage: Backstage, client: Client
 ) -> None:
     async with kafka_api_server(settings, model, "i1"):
@@ -215,7 +215,7 @@ async def test_a_successor_gives_the_same_answer_again_from_its_first_record(
     assert len(await backstage.submissions("done")) == 1
 
 
-async def test_answered_requests_are_not_read_again(
+async def test_completed_requests_are_not_read_again(
     settings: KafkaSettings, model: Model, backstage: Backstage, client: Client
 ) -> None:
     async with kafka_api_server(settings, model, "i1"):
@@ -243,7 +243,7 @@ async def test_ingresses_share_the_partitions(
             await client.whole(f"p{partition}")
 
 
-async def test_every_request_is_answered_while_ingresses_come_and_go(
+async def test_every_request_gets_a_response_while_ingresses_join_and_leave(
     settings: KafkaSettings, model: Model, backstage: Backstage, client: Client
 ) -> None:
     names = [f"n{number}" for number in range(400)]
@@ -303,7 +303,7 @@ async def test_a_killed_ingress_is_replaced(
         await victim.wait()
 
 
-async def test_what_a_transaction_takes_back_is_not_served(
+async def test_records_of_aborted_transactions_are_not_served(
     kafka: str, settings: KafkaSettings, model: Model, backstage: Backstage, client: Client
 ) -> None:
     producer = AIOKafkaProducer(bootstrap_servers=kafka, transactional_id=settings.namespace)
@@ -324,9 +324,7 @@ async def test_what_a_transaction_takes_back_is_not_served(
     assert {record.request_id for record in client.records} == {"after", "again"}
 
 
-async def test_the_whole_system_answers_through_the_kafka_api(
-    settings: KafkaSettings, model: Model, client: Client
-) -> None:
+async def test_the_whole_system_serves_the_kafka_api(settings: KafkaSettings, model: Model, client: Client) -> None:
     async with opened(settings) as log:
         system = System(log)  # type: ignore[arg-type]  # what is used of it takes any log
         async with system.started(2), system.owned() as owner, kafka_api_server(settings, model, model_name=MODEL):
@@ -343,7 +341,7 @@ async def test_the_whole_system_answers_through_the_kafka_api(
                     assert records[0].body["usage"]["completion_tokens"] == CHAT["max_tokens"]
 
 
-async def test_produce_prints_an_answer_for_each_line(
+async def test_produce_prints_a_response_per_line(
     kafka: str, settings: KafkaSettings, model: Model, backstage: Backstage, tmp_path: Path
 ) -> None:
     lines = tmp_path / "lines.jsonl"

@@ -1,4 +1,4 @@
-"""Embeddings through the Kafka API on a real Kafka; the test plays router and worker behind it."""
+"""Embeddings through the Kafka API on a real Kafka. The test plays router and worker."""
 
 import asyncio
 from array import array
@@ -61,7 +61,7 @@ async def embed(backstage: Backstage, request: RequestSubmitted, number: float) 
     await backstage.log.append([Draft(TOKENS.name, request.reply_slot, encode(TOKENS, event)) for event in events])
 
 
-async def test_a_record_with_several_inputs_gets_one_answer(
+async def test_a_record_with_several_inputs_gets_one_response(
     settings: KafkaSettings, model: Model, backstage: Backstage, client: Client
 ) -> None:
     async with kafka_api_server(settings, model) as registry:
@@ -75,7 +75,7 @@ async def test_a_record_with_several_inputs_gets_one_answer(
     assert [one["embedding"] for one in record.body["data"]] == [[0.0], [1.0], [2.0]]
 
 
-async def test_one_that_fails_fails_all_and_cancels_the_others(
+async def test_one_failed_input_fails_the_request_and_cancels_the_others(
     settings: KafkaSettings, model: Model, backstage: Backstage, client: Client
 ) -> None:
     async with kafka_api_server(settings, model) as registry:
@@ -96,10 +96,10 @@ async def test_one_that_fails_fails_all_and_cancels_the_others(
     assert not await backstage.cancelled("e-1")
 
 
-async def test_batches_that_have_no_room_together_are_all_answered(
+async def test_batches_above_the_capacity_are_all_served(
     settings: KafkaSettings, model: Model, backstage: Backstage, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What has its vector makes room, though its record is not answered yet."""
+    """An input with its vector frees capacity before its record is complete."""
     monkeypatch.setattr("forebay.ingress.kafka_api.partition.IN_FLIGHT_MAX", 2)
     async with kafka_api_server(settings, model):
         for partition, name in enumerate("xy"):
@@ -116,7 +116,7 @@ async def test_batches_that_have_no_room_together_are_all_answered(
             assert [one["embedding"] for one in record.body["data"]] == [[0.0], [1.0], [2.0]]
 
 
-async def test_a_successor_takes_up_what_stands_on_the_slot_and_asks_for_the_rest(
+async def test_a_takeover_uses_vectors_on_the_slot_and_submits_the_others(
     settings: KafkaSettings, model: Model, backstage: Backstage, client: Client
 ) -> None:
     async with kafka_api_server(settings, model, "i1"):
