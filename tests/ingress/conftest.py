@@ -89,7 +89,7 @@ class Scene:
             event = msgspec.structs.replace(event, group=NAME)
         self.log.append_soon([Draft(TOKENS.name, SLOT, encode(TOKENS, event))])
 
-    def say(self, name: str, text: str, *, first: int = 0, attempt: int = 1, worker: str = "w1") -> int:
+    def emit_text(self, name: str, text: str, *, first: int = 0, attempt: int = 1, worker: str = "w1") -> int:
         """Emit the tokens of a text and return the index after them."""
         token_ids = self.model.encode(text)
         return self.emit(name, token_ids, first=first, attempt=attempt, worker=worker)
@@ -120,10 +120,10 @@ class Scene:
         return first + len(token_ids)
 
     def end(
-        self, name: str, *, reason: Any = "length", attempt: int = 1, cached: int = 0, said: int = 1, owner: int = 1
+        self, name: str, *, reason: Any = "length", attempt: int = 1, cached: int = 0, output: int = 1, owner: int = 1
     ) -> None:
         """End a response successfully."""
-        usage = Usage(prompt_tokens=9, output_tokens=said, cached_tokens=cached)
+        usage = Usage(prompt_tokens=9, output_tokens=output, cached_tokens=cached)
         ended = ResponseEnded(request_id=name, attempt=attempt, owner_epoch=owner, finish_reason=reason, usage=usage)
         self.send(ended)
 

@@ -21,12 +21,12 @@ CHAT = {"model": NAME, "messages": [{"role": "user", "content": "hi"}], "max_tok
 CONNECTIONS = 96
 
 
-def ask(scene: Scene, body: object = CHAT) -> "asyncio.Task[httpx.Response]":
+def start_request(scene: Scene, body: object = CHAT) -> "asyncio.Task[httpx.Response]":
     return asyncio.create_task(scene.client.post("/v1/chat/completions", json=body))
 
 
 async def test_after_a_full_pool_requests_are_rejected_unread_until_one_ends(scene: Scene) -> None:
-    served, refused = ask(scene), ask(scene)
+    served, refused = start_request(scene), start_request(scene)
     first, second = await scene.next_request(), await scene.next_request()
     scene.refuse(second.request_id, 429, POOL_FULL)
     assert (await refused).status_code == 429 or (await served).status_code == 429
@@ -35,12 +35,12 @@ async def test_after_a_full_pool_requests_are_rejected_unread_until_one_ends(sce
     assert 1 <= int(left.headers["retry-after"]) <= RETRY_AFTER_S_MAX
     assert len(scene.requests(RequestSubmitted)) == 2, "it is not on the log"
     assert scene.metric(f'forebay_ingress_refused_total{{code="{POOL_FULL}"}} 2.0')
-    scene.say(first.request_id, " well")
+    scene.emit_text(first.request_id, " well")
     scene.end(first.request_id)
     assert {(await served).status_code, (await refused).status_code} == {200, 429}
-    again = ask(scene)
+    again = start_request(scene)
     third = await scene.next_request()
-    scene.say(third.request_id, " well")
+    scene.emit_text(third.request_id, " well")
     scene.end(third.request_id)
     assert (await again).status_code == 200
     assert scene.ingress.admission.in_flight == 0
@@ -48,12 +48,12 @@ async def test_after_a_full_pool_requests_are_rejected_unread_until_one_ends(sce
 
 
 async def test_a_burst_is_prepared_gradually_without_rejections(scene: Scene) -> None:
-    asking = [ask(scene) for _ in range(40)]
-    for _ in asking:
+    pending = [start_request(scene) for _ in range(40)]
+    for _ in pending:
         request = await scene.next_request()
-        scene.say(request.request_id, " well")
+        scene.emit_text(request.request_id, " well")
         scene.end(request.request_id)
-    assert {(await one).status_code for one in asking} == {200}
+    assert {(await one).status_code for one in pending} == {200}
     assert scene.ingress.admission.in_flight == 0
 
 

@@ -40,13 +40,13 @@ async def next_command(scene: Scene, count: int = 1) -> WorkerCommanded:
 
 
 async def answered(
-    scene: Scene, asked: Awaitable[httpx.Response], *outcomes: CommandOutcome, count: int = 1, error: Any = None
+    scene: Scene, call: Awaitable[httpx.Response], *outcomes: CommandOutcome, count: int = 1, error: Any = None
 ) -> tuple[httpx.Response, WorkerCommanded]:
     """Send a command, and respond as the router."""
-    asking = asyncio.ensure_future(asked)
+    pending = asyncio.ensure_future(call)
     command = await next_command(scene, count)
     scene.send(CommandResponse(command_id=command.command_id, owner_epoch=1, outcomes=outcomes, error=error))
-    return await asking, command
+    return await pending, command
 
 
 @pytest.mark.parametrize(
@@ -91,16 +91,16 @@ async def answered(
     ids=str,
 )
 async def test_every_route_sends_its_command(scene: Scene, method: str, path: str, body: Any, command: Command) -> None:
-    asked = scene.client.request(method, path, json=body) if body is not None else scene.client.request(method, path)
-    response, event = await answered(scene, asked, outcome(loras=("sql",)))
+    call = scene.client.request(method, path, json=body) if body is not None else scene.client.request(method, path)
+    response, event = await answered(scene, call, outcome(loras=("sql",)))
     assert event.command == command
     assert (event.model, event.pool, event.worker_ids, event.reply_slot) == (NAME, "", (), SLOT)
     assert event.timeout_us == 60_000_000
-    answer = response.json()
-    assert response.status_code == 200, answer
-    loras = answer.pop("loras", None)
+    reply = response.json()
+    assert response.status_code == 200, reply
+    loras = reply.pop("loras", None)
     assert loras == ({"sql": ["w1"]} if command.action == "list_loras" else None)
-    assert answer == {
+    assert reply == {
         "command_id": event.command_id,
         "action": command.action,
         "outcomes": [{"worker_id": "w1", "pool": "default", "status": "done", "loras": ["sql"], "message": None}],
@@ -152,9 +152,9 @@ async def test_failed_outcomes_set_the_status(
     scene: Scene, outcomes: list[CommandOutcome], status: int, code: str, message: str
 ) -> None:
     response, _ = await answered(scene, scene.client.post("/pause"), *outcomes)
-    answer = response.json()
-    assert (response.status_code, answer["error"]["code"], answer["error"]["message"]) == (status, code, message)
-    found = [(one["worker_id"], one["status"], one["message"] or "") for one in answer["outcomes"]]
+    reply = response.json()
+    assert (response.status_code, reply["error"]["code"], reply["error"]["message"]) == (status, code, message)
+    found = [(one["worker_id"], one["status"], one["message"] or "") for one in reply["outcomes"]]
     assert found == [(one.worker_id, one.status, one.message) for one in outcomes]
     assert scene.metric(f'forebay_ingress_refused_total{{code="{code}"}} 1.0')
 
@@ -196,8 +196,8 @@ async def test_an_error_of_the_router_is_returned(scene: Scene) -> None:
 async def test_invalid_bodies_are_rejected_by_field_name(
     scene: Scene, path: str, body: Any, param: str | None, code: str
 ) -> None:
-    asked = {"content": body} if isinstance(body, bytes) else {"json": body}
-    response = await scene.client.post(path, **asked)
+    payload = {"content": body} if isinstance(body, bytes) else {"json": body}
+    response = await scene.client.post(path, **payload)
     error = response.json()["error"]
     assert (response.status_code, error["param"], error["code"]) == (400, param, code), error
     assert given(scene.log) == []
@@ -281,8 +281,8 @@ class Workers:
                 outcome(name, status="timed_out", message="late") if name in self.late else outcome(name, loras=loras)
                 for name, loras in self.loras.items()
             )
-            told = CommandResponse(command_id=event.command_id, owner_epoch=1, outcomes=outcomes, error=self.error)
-            self.scene.send(told)
+            reported = CommandResponse(command_id=event.command_id, owner_epoch=1, outcomes=outcomes, error=self.error)
+            self.scene.send(reported)
 
 
 @asynccontextmanager
@@ -315,11 +315,11 @@ async def test_an_adapter_loaded_through_another_ingress_is_served_as_a_model() 
         assert await served(scene) == [NAME, "legal", "sql"]
         card = (await scene.client.get("/v1/models/sql")).json()
         assert (card["id"], card["parent"]) == ("sql", NAME)
-        asking = asyncio.create_task(scene.client.post("/v1/completions", json={"model": "sql", "prompt": "once"}))
+        pending = asyncio.create_task(scene.client.post("/v1/completions", json={"model": "sql", "prompt": "once"}))
         request = await scene.next_request()
         assert request.lora_name == "sql"
         scene.end(request.request_id)
-        assert (await asking).status_code == 200
+        assert (await pending).status_code == 200
         assert played.listed == 1, "nothing changed since"
         played.loras = {"w1": ()}
         played.commanded("unload_lora")

@@ -23,7 +23,9 @@ def chat(**changes: Any) -> dict[str, Any]:
     return {"model": NAME, "messages": HELLO, "max_tokens": 50, **changes}
 
 
-def ask(scene: Scene, body: dict[str, Any], path: str = CHAT, **headers: str) -> "asyncio.Task[httpx.Response]":
+def start_request(
+    scene: Scene, body: dict[str, Any], path: str = CHAT, **headers: str
+) -> "asyncio.Task[httpx.Response]":
     return asyncio.create_task(scene.client.post(path, json=body, headers=headers))
 
 
@@ -38,19 +40,19 @@ def text_of(response: httpx.Response) -> str:
 
 
 async def test_a_response_names_its_worker_and_its_cached_tokens(scene: Scene) -> None:
-    asking = ask(scene, chat(seed=5, temperature=0.5, top_p=0.9, user="u", metadata={"a": "b"}))
+    pending = start_request(scene, chat(seed=5, temperature=0.5, top_p=0.9, user="u", metadata={"a": "b"}))
     request = await scene.next_request()
-    said = scene.say(request.request_id, " water and stone")
-    scene.end(request.request_id, cached=7, said=said)
-    response = await asking
+    output = scene.emit_text(request.request_id, " water and stone")
+    scene.end(request.request_id, cached=7, output=output)
+    response = await pending
     assert response.status_code == 200
     body = response.json()
     assert body["object"] == "chat.completion"
     assert body["choices"][0]["message"] == {"role": "assistant", "content": " water and stone", "refusal": None}
     assert body["choices"][0]["finish_reason"] == "length"
-    assert body["usage"]["completion_tokens"] == said
+    assert body["usage"]["completion_tokens"] == output
     assert body["usage"]["prompt_tokens"] == request.prompt_tokens
-    assert body["usage"]["total_tokens"] == said + request.prompt_tokens
+    assert body["usage"]["total_tokens"] == output + request.prompt_tokens
     assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 7}
     served = {"request_id": request.request_id, "worker": "w1", "rank": 0, "attempts": 1}
     assert body["forebay"] == served
@@ -66,12 +68,12 @@ async def test_a_response_names_its_worker_and_its_cached_tokens(scene: Scene) -
 
 
 async def test_a_stream_has_role_text_finish_reason_usage_and_done(scene: Scene) -> None:
-    asking = ask(scene, chat(stream=True, stream_options={"include_usage": True}))
+    pending = start_request(scene, chat(stream=True, stream_options={"include_usage": True}))
     request = await scene.next_request()
-    at = scene.say(request.request_id, " one two")
-    at = scene.say(request.request_id, " three", first=at)
-    scene.end(request.request_id, reason="stop", said=at)
-    response = await asking
+    at = scene.emit_text(request.request_id, " one two")
+    at = scene.emit_text(request.request_id, " three", first=at)
+    scene.end(request.request_id, reason="stop", output=at)
+    response = await pending
     assert response.headers["content-type"].startswith("text/event-stream")
     first, *middle, last, usage, done = events(response)
     assert first["choices"][0]["delta"]["role"] == "assistant"
@@ -83,34 +85,34 @@ async def test_a_stream_has_role_text_finish_reason_usage_and_done(scene: Scene)
 
 async def test_text_completions_accept_text_or_token_ids(scene: Scene) -> None:
     for prompt in ("Once upon", scene.model.encode("Once upon")):
-        asking = ask(scene, {"model": NAME, "prompt": prompt, "max_tokens": 3}, "/v1/completions")
+        pending = start_request(scene, {"model": NAME, "prompt": prompt, "max_tokens": 3}, "/v1/completions")
         request = await scene.next_request()
         assert unpack_u32(request.token_ids) == scene.model.encode("Once upon")
-        scene.say(request.request_id, " a time")
+        scene.emit_text(request.request_id, " a time")
         scene.end(request.request_id)
-        body = (await asking).json()
+        body = (await pending).json()
         assert (body["object"], body["choices"][0]["text"]) == ("text_completion", " a time")
         assert request.request_id.startswith("cmpl-")
 
 
 async def test_a_character_that_spans_tokens_is_sent_whole(scene: Scene) -> None:
-    asking = ask(scene, chat(stream=True))
+    pending = start_request(scene, chat(stream=True))
     request = await scene.next_request()
     for at, token in enumerate(scene.model.encode("a 😀 b")):
         scene.emit(request.request_id, [token], first=at)
     scene.end(request.request_id)
-    response = await asking
+    response = await pending
     assert text_of(response) == "a 😀 b"
     assert "\ufffd" not in response.text
 
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_stop_string_across_tokens_truncates_and_cancels(scene: Scene, stream: bool) -> None:
-    asking = ask(scene, chat(stream=stream, stop=["water and", "never"]))
+    pending = start_request(scene, chat(stream=stream, stop=["water and", "never"]))
     request = await scene.next_request()
     for at, token in enumerate(scene.model.encode("cold water and stone")):
         scene.emit(request.request_id, [token], first=at)
-    response = await asking
+    response = await pending
     if stream:
         assert text_of(response) == "cold "
         assert events(response)[-2]["choices"][0]["finish_reason"] == "stop"
@@ -121,16 +123,16 @@ async def test_a_stop_string_across_tokens_truncates_and_cancels(scene: Scene, s
 
 
 async def test_text_buffered_for_a_stop_string_is_sent_at_the_end(scene: Scene) -> None:
-    asking = ask(scene, chat(stop="water and stone"))
+    pending = start_request(scene, chat(stop="water and stone"))
     request = await scene.next_request()
-    scene.say(request.request_id, "cold water and")
+    scene.emit_text(request.request_id, "cold water and")
     scene.end(request.request_id)
-    assert (await asking).json()["choices"][0]["message"]["content"] == "cold water and"
+    assert (await pending).json()["choices"][0]["message"]["content"] == "cold water and"
 
 
 async def test_a_later_attempt_never_repeats_a_token(scene: Scene) -> None:
     tokens = scene.model.encode("the river ran down the mountain")
-    asking = ask(scene, chat(stream=True))
+    pending = start_request(scene, chat(stream=True))
     request = await scene.next_request()
     name = request.request_id
     scene.emit(name, tokens[:3])
@@ -140,21 +142,21 @@ async def test_a_later_attempt_never_repeats_a_token(scene: Scene) -> None:
     scene.emit(name, tokens[:5], attempt=2, worker="w2")
     scene.emit(name, tokens[5:], first=5, attempt=2, worker="w2")
     scene.end(name, attempt=2)
-    response = await asking
+    response = await pending
     assert text_of(response) == "the river ran down the mountain"
     assert events(response)[-2]["forebay"] == {"request_id": name, "worker": "w2", "rank": 0, "attempts": 2}
 
 
 async def test_events_after_the_end_are_ignored(scene: Scene) -> None:
-    asking = ask(scene, chat(stream=True))
+    pending = start_request(scene, chat(stream=True))
     name = (await scene.next_request()).request_id
-    at = scene.say(name, "the river ran")
+    at = scene.emit_text(name, "the river ran")
     scene.end(name, reason="stop")
-    scene.say(name, " down", first=at)  # in the same breath, before the answer is written
+    scene.emit_text(name, " down", first=at)  # in the same breath, before the answer is written
     scene.start_attempt(name, 2)
-    scene.say(name, " down", first=at, attempt=2, worker="w2")
+    scene.emit_text(name, " down", first=at, attempt=2, worker="w2")
     scene.end(name, attempt=2)
-    response = await asking
+    response = await pending
     assert text_of(response) == "the river ran"
     last = events(response)[-2]
     assert last["choices"][0]["finish_reason"] == "stop"
@@ -163,24 +165,24 @@ async def test_events_after_the_end_are_ignored(scene: Scene) -> None:
 
 async def test_a_submission_has_the_offset_where_its_response_can_begin(scene: Scene) -> None:
     """A later attempt need not read earlier records of the slot."""
-    asking = ask(scene, chat())
+    pending = start_request(scene, chat())
     first = await scene.next_request()
     assert first.reply_from == 0
-    scene.say(first.request_id, " one")
+    scene.emit_text(first.request_id, " one")
     scene.end(first.request_id)
-    await asking
+    await pending
     await until(lambda: scene.ingress.replies.position == 2)
-    again = ask(scene, chat())
+    again = start_request(scene, chat())
     second = await scene.next_request()
     assert second.reply_from == scene.log.next_offset("tokens", 4) == 2
-    scene.say(second.request_id, " two")
+    scene.emit_text(second.request_id, " two")
     scene.end(second.request_id)
     assert (await again).status_code == 200
 
 
 async def test_output_of_an_earlier_owner_is_stale_after_a_later_one_began(scene: Scene) -> None:
     tokens = scene.model.encode("the river ran down the mountain")
-    asking = ask(scene, chat())
+    pending = start_request(scene, chat())
     name = (await scene.next_request()).request_id
     scene.emit(name, tokens[:3])
     scene.start_attempt(name, 1, owner=7)
@@ -188,18 +190,18 @@ async def test_output_of_an_earlier_owner_is_stale_after_a_later_one_began(scene
     scene.end(name, owner=1)
     scene.emit(name, tokens[3:], first=3, owner=7)
     scene.end(name, owner=7)
-    assert (await asking).json()["choices"][0]["message"]["content"] == "the river ran down the mountain"
+    assert (await pending).json()["choices"][0]["message"]["content"] == "the river ran down the mountain"
 
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_missing_tokens_are_an_error(scene: Scene, stream: bool) -> None:
     tokens = scene.model.encode("the river ran down the mountain")
-    asking = ask(scene, chat(stream=stream))
+    pending = start_request(scene, chat(stream=stream))
     name = (await scene.next_request()).request_id
     scene.emit(name, tokens[:2])
     scene.emit(name, tokens[3:], first=3)
-    scene.end(name, said=len(tokens))
-    response = await asking
+    scene.end(name, output=len(tokens))
+    response = await pending
     error = events(response)[-1]["error"] if stream else response.json()["error"]
     assert (error["code"], error["message"]) == ("tokens_missing", "the response has a gap after 2 tokens")
     assert response.status_code == (200 if stream else 502)
@@ -212,10 +214,10 @@ async def test_missing_tokens_are_an_error(scene: Scene, stream: bool) -> None:
     [(503, "no_workers"), (503, "busy"), (503, "no_eligible_worker"), (429, "queue_full"), (404, "unknown_worker")],
 )
 async def test_a_rejection_is_a_real_http_status(scene: Scene, status: int, code: str, stream: bool) -> None:
-    asking = ask(scene, chat(stream=stream))
+    pending = start_request(scene, chat(stream=stream))
     request = await scene.next_request()
     scene.refuse(request.request_id, status, code)
-    response = await asking
+    response = await pending
     assert response.status_code == status
     assert response.json()["error"]["code"] == code
     later = status != 404
@@ -226,11 +228,11 @@ async def test_a_rejection_is_a_real_http_status(scene: Scene, status: int, code
 
 
 async def test_an_error_within_a_stream_is_its_last_event(scene: Scene) -> None:
-    asking = ask(scene, chat(stream=True))
+    pending = start_request(scene, chat(stream=True))
     request = await scene.next_request()
-    scene.say(request.request_id, " one")
+    scene.emit_text(request.request_id, " one")
     scene.refuse(request.request_id, 503, "workers_lost", attempt=1)
-    response = await asking
+    response = await pending
     assert response.status_code == 200
     assert events(response)[-1]["error"]["code"] == "workers_lost"
     assert not scene.metric("dynamo_frontend_model_rejection_total")
@@ -238,68 +240,68 @@ async def test_an_error_within_a_stream_is_its_last_event(scene: Scene) -> None:
 
 async def test_a_request_without_a_response_times_out() -> None:
     async with make_scene(timeout_s=0.001) as scene:
-        asking = ask(scene, chat())
+        pending = start_request(scene, chat())
         request = await scene.next_request()
         assert request.timeout_us == 1_000
         stream = scene.ingress.replies._streams[request.request_id]
         stream.interrupt("deadline")
-        response = await asking
+        response = await pending
         assert (response.status_code, response.json()["error"]["code"]) == (504, "deadline_exceeded")
         assert (await scene.cancelled()).request_id == request.request_id
 
 
 async def test_the_request_id_of_the_client_is_kept_and_unique_in_flight(scene: Scene) -> None:
-    first = ask(scene, chat(), **{"x-request-id": "mine-1"})
+    first = start_request(scene, chat(), **{"x-request-id": "mine-1"})
     request = await scene.next_request()
     assert request.request_id == "mine-1"
-    second = await ask(scene, chat(), **{"x-request-id": "mine-1"})
+    second = await start_request(scene, chat(), **{"x-request-id": "mine-1"})
     assert (second.status_code, second.json()["error"]["code"]) == (409, "duplicate_request_id")
-    scene.say("mine-1", " a")
+    scene.emit_text("mine-1", " a")
     scene.end("mine-1")
     assert (await first).headers["x-request-id"] == "mine-1"
-    odd = await ask(scene, chat(), **{"x-request-id": "no spaces, please"})
+    odd = await start_request(scene, chat(), **{"x-request-id": "no spaces, please"})
     assert odd.status_code == 400
 
 
 async def test_a_long_prompt_gets_the_tokens_of_the_model(scene: Scene) -> None:
     text = "The quick river. " * 1_000
-    asking = ask(scene, {"model": NAME, "prompt": text}, "/v1/completions")
+    pending = start_request(scene, {"model": NAME, "prompt": text}, "/v1/completions")
     request = await scene.next_request()
     assert unpack_u32(request.token_ids) == scene.model.encode(text)
     assert request.sampling.max_tokens == 256
     scene.refuse(request.request_id, 400, "enough")
-    assert (await asking).status_code == 400
+    assert (await pending).status_code == 400
 
 
 async def test_undecodable_records_of_the_slot_are_counted_and_skipped(scene: Scene) -> None:
-    asking = ask(scene, chat())
+    pending = start_request(scene, chat())
     request = await scene.next_request()
     scene.log.append_soon([Draft("tokens", 4, b"\xff")])
-    scene.say("nobody-knows", " a")
+    scene.emit_text("nobody-knows", " a")
     scene.end("nobody-knows")
-    scene.say(request.request_id, " a")
+    scene.emit_text(request.request_id, " a")
     scene.end(request.request_id)
-    assert (await asking).status_code == 200
+    assert (await pending).status_code == 200
     assert scene.metric("forebay_ingress_undecodable_total 1.0")
 
 
 async def test_a_failed_log_is_a_503(scene: Scene) -> None:
-    waiting = ask(scene, chat())
+    waiting = start_request(scene, chat())
     await scene.next_request()
     scene.ingress.replies.interrupt_all("the disk is full")
     assert (await waiting).json()["error"]["code"] == "log_unavailable"
     scene.log.close()
-    response = await ask(scene, chat())
+    response = await start_request(scene, chat())
     assert (response.status_code, response.json()["error"]["code"]) == (503, "log_unavailable")
     assert not len(scene.ingress.replies)
 
 
 async def test_a_failed_commit_is_a_503_for_all_requests_in_flight(scene: Scene) -> None:
-    waiting = ask(scene, chat())
+    waiting = start_request(scene, chat())
     await scene.next_request()
     scene.log._db.execute("PRAGMA query_only = ON")
-    for asking in (ask(scene, chat()), waiting):
-        response = await asking
+    for pending in (start_request(scene, chat()), waiting):
+        response = await pending
         assert (response.status_code, response.json()["error"]["code"]) == (503, "log_unavailable")
     assert scene.log.failure is not None
     assert not len(scene.ingress.replies)
@@ -321,7 +323,7 @@ async def test_a_stalled_client_is_dropped_after_the_deadline(monkeypatch: pytes
         incoming = [{"type": "http.request", "body": body, "more_body": False}]
         scope = {"type": "http", "method": "POST", "path": CHAT, "query_string": b"", "headers": []}
         serving = asyncio.create_task(scene.app(scope, receive, send))
-        scene.say((await scene.next_request()).request_id, " one")
+        scene.emit_text((await scene.next_request()).request_id, " one")
         await serving
         assert (await scene.cancelled()).reason == "deadline"
         assert not len(scene.ingress.replies)
@@ -343,19 +345,19 @@ class TestOverTcp:
         server, serving, port = await self.serve(scene)
         async with openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="x", max_retries=0) as client:
             assert [model.id async for model in await client.models.list()] == [NAME]
-            asking = asyncio.create_task(
+            pending = asyncio.create_task(
                 client.chat.completions.create(
                     model=NAME, messages=[{"role": "user", "content": "hi"}], max_completion_tokens=4, stream=True
                 )
             )
             request = await scene.next_request()
             assert request.sampling.max_tokens == 4
-            scene.say(request.request_id, " good")
-            stream = await asking
-            scene.say(request.request_id, " day", first=1)
+            scene.emit_text(request.request_id, " good")
+            stream = await pending
+            scene.emit_text(request.request_id, " day", first=1)
             scene.end(request.request_id)
-            said = [chunk.choices[0].delta.content or "" async for chunk in stream]
-            assert "".join(said) == " good day"
+            output = [chunk.choices[0].delta.content or "" async for chunk in stream]
+            assert "".join(output) == " good day"
             with pytest.raises(openai.NotFoundError):
                 await client.chat.completions.create(model="other", messages=[{"role": "user", "content": "hi"}])
             with pytest.raises(openai.BadRequestError, match="chat template of this model does not support tools"):

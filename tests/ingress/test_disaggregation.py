@@ -42,8 +42,8 @@ def on_the_log(scene: Scene) -> list[ControlEvent]:
 async def post(scene: Scene, **body: Any) -> dict[str, Any]:
     response = await scene.client.post(PATH, json={"model": NAME, **body})
     assert response.status_code == 200, response.text
-    answer: dict[str, Any] = response.json()
-    return answer
+    reply: dict[str, Any] = response.json()
+    return reply
 
 
 async def test_disagg_missing_fields_keep_their_value_and_null_is_never_reached(scene: Scene) -> None:

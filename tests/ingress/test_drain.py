@@ -33,7 +33,7 @@ class Served:
         self.client = client
         self.serving = serving
 
-    def ask(self, **changes: Any) -> "asyncio.Task[httpx.Response]":
+    def start_request(self, **changes: Any) -> "asyncio.Task[httpx.Response]":
         return asyncio.create_task(self.client.post("/v1/completions", json={**STREAM, **changes}))
 
 
@@ -61,7 +61,7 @@ def data_of(response: httpx.Response) -> list[str]:
 
 async def test_streams_in_flight_complete_and_new_requests_are_rejected(scene: Scene) -> None:
     async with served(scene, LONG_S) as one:
-        streaming, whole = one.ask(), one.ask(stream=False)
+        streaming, whole = one.start_request(), one.start_request(stream=False)
         requests = [await scene.next_request() for _ in range(2)]
         scene.ingress.drain.begin()
         for path in ("/ready", "/health", "/v1/models"):
@@ -69,11 +69,11 @@ async def test_streams_in_flight_complete_and_new_requests_are_rejected(scene: S
             assert (refused.status_code, refused.json()["error"]) == (503, SHUTTING_DOWN)
             assert refused.headers["connection"] == "close"
             assert int(refused.headers["retry-after"]) >= 1
-        refused = await one.ask()
+        refused = await one.start_request()
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
         assert (await one.client.get("/live")).status_code == 200
         for request in requests:
-            scene.say(request.request_id, " good")
+            scene.emit_text(request.request_id, " good")
             scene.end(request.request_id)
         assert data_of(await streaming)[-1] == "[DONE]"
         assert (await whole).json()["choices"][0]["text"] == " good"
@@ -83,11 +83,11 @@ async def test_streams_in_flight_complete_and_new_requests_are_rejected(scene: S
 
 async def test_requests_in_flight_at_the_end_of_the_drain_fail_and_are_cancelled(scene: Scene) -> None:
     async with served(scene, 0.0) as one:
-        streaming, whole = one.ask(), one.ask(stream=False)
+        streaming, whole = one.start_request(), one.start_request(stream=False)
         embedding = asyncio.create_task(one.client.post("/v1/embeddings", json={"model": NAME, "input": "hi"}))
         requests = [await scene.next_request() for _ in range(3)]
         first = next(request for request in requests if request.sampling.max_tokens == 9)
-        scene.say(first.request_id, " good")
+        scene.emit_text(first.request_id, " good")
         scene.ingress.drain.begin()
         responses = [await streaming, await whole, await embedding]
         await one.serving
@@ -102,7 +102,7 @@ async def test_requests_in_flight_at_the_end_of_the_drain_fail_and_are_cancelled
 async def test_an_interrupted_stream_ends_with_an_error_event(scene: Scene) -> None:
     async def begin() -> str:
         request = await scene.next_request()
-        scene.say(request.request_id, " good")
+        scene.emit_text(request.request_id, " good")
         return request.request_id
 
     async with served(scene, LONG_S) as one:
@@ -121,7 +121,7 @@ async def test_an_interrupted_stream_ends_with_an_error_event(scene: Scene) -> N
 
 async def test_a_second_signal_ends_streams_at_once_with_an_error(scene: Scene) -> None:
     async with served(scene, LONG_S) as one:
-        streaming = one.ask()
+        streaming = one.start_request()
         await scene.next_request()
         scene.ingress.drain.begin()
         one.serving.cancel()
@@ -135,7 +135,7 @@ async def test_a_stalled_client_does_not_delay_the_shutdown(
 ) -> None:
     monkeypatch.setattr("forebay.ingress.http.drain.CLOSE_S", 0.01)
     async with served(scene, 0.0) as one:
-        streaming = one.ask()
+        streaming = one.start_request()
         request = await scene.next_request()
         monkeypatch.setattr(scene.ingress.replies, "interrupt_all", lambda _: None)
         scene.ingress.drain.begin()

@@ -27,7 +27,7 @@ from tests.system import until
 PATH = "/v1/embeddings"
 
 
-def ask(scene: Scene, given: Any, **fields: Any) -> "asyncio.Task[Any]":
+def start_request(scene: Scene, given: Any, **fields: Any) -> "asyncio.Task[Any]":
     body = {"model": NAME, "input": given, **fields}
     return asyncio.create_task(scene.client.post(PATH, json=body, headers={"x-request-id": "e"}))
 
@@ -36,14 +36,14 @@ async def submitted(scene: Scene, count: int) -> list[RequestSubmitted]:
     return [await scene.next_request() for _ in range(count)]
 
 
-def answer(scene: Scene, request_id: str, vector: list[float]) -> None:
+def reply(scene: Scene, request_id: str, vector: list[float]) -> None:
     packed = array("f", vector).tobytes()
     scene.send(Embedded(request_id=request_id, attempt=1, owner_epoch=1, worker_id="w1", vector=packed))
-    scene.end(request_id, reason="stop", said=0)
+    scene.end(request_id, reason="stop", output=0)
 
 
 async def test_each_input_becomes_a_request_and_vectors_keep_the_order(scene: Scene) -> None:
-    asking = ask(scene, ["one", "two words", "three"])
+    pending = start_request(scene, ["one", "two words", "three"])
     requests = await submitted(scene, 3)
     assert [request.request_id for request in requests] == ["e-0", "e-1", "e-2"]
     assert {(request.task, request.sampling.max_tokens) for request in requests} == {("embed", 1)}
@@ -51,8 +51,8 @@ async def test_each_input_becomes_a_request_and_vectors_keep_the_order(scene: Sc
         scene.model.encode(text) for text in ("one", "two words", "three")
     ]
     for at in (2, 0, 1):
-        answer(scene, f"e-{at}", [float(at), 0.5])
-    response = await asking
+        reply(scene, f"e-{at}", [float(at), 0.5])
+    response = await pending
     assert response.status_code == 200
     body = response.json()
     assert [(one["index"], one["embedding"]) for one in body["data"]] == [(at, [float(at), 0.5]) for at in range(3)]
@@ -68,26 +68,26 @@ async def test_each_input_becomes_a_request_and_vectors_keep_the_order(scene: Sc
     ("given", "prompts"), [("one", 1), ([5, 6], 1), ([[5], [6, 7]], 2), (["a"], 1), (["a", "b"], 2)]
 )
 async def test_input_may_be_text_or_token_ids_or_a_list(scene: Scene, given: Any, prompts: int) -> None:
-    asking = ask(scene, given)
+    pending = start_request(scene, given)
     for request in await submitted(scene, prompts):
-        answer(scene, request.request_id, [1.0])
-    assert len((await asking).json()["data"]) == prompts
+        reply(scene, request.request_id, [1.0])
+    assert len((await pending).json()["data"]) == prompts
 
 
 async def test_more_inputs_than_the_limit_in_flight_all_complete(scene: Scene) -> None:
     count = 200
-    asking = ask(scene, [f"text {at}" for at in range(count)])
+    pending = start_request(scene, [f"text {at}" for at in range(count)])
     for at in range(count):
         request = await scene.next_request()
-        answer(scene, request.request_id, [float(request.request_id.removeprefix("e-"))])
+        reply(scene, request.request_id, [float(request.request_id.removeprefix("e-"))])
         assert len(scene.ingress.replies) <= 64, at
-    assert [one["embedding"] for one in (await asking).json()["data"]] == [[float(at)] for at in range(count)]
+    assert [one["embedding"] for one in (await pending).json()["data"]] == [[float(at)] for at in range(count)]
 
 
 async def test_base64_is_the_packed_vector(scene: Scene) -> None:
-    asking = ask(scene, "one", encoding_format="base64")
-    answer(scene, (await scene.next_request()).request_id, [0.25, -1.0])
-    packed = base64.b64decode((await asking).json()["data"][0]["embedding"])
+    pending = start_request(scene, "one", encoding_format="base64")
+    reply(scene, (await scene.next_request()).request_id, [0.25, -1.0])
+    packed = base64.b64decode((await pending).json()["data"][0]["embedding"])
     assert array("f", packed).tolist() == [0.25, -1.0]
 
 
@@ -120,22 +120,22 @@ async def test_invalid_bodies_are_rejected_by_field_name(scene: Scene, body: dic
 
 async def test_dimensions_truncate_and_normalise_vectors(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scene.model, "dimensions", (2, 4))
-    assert (await ask(scene, "a", dimensions=3)).json()["error"]["param"] == "dimensions"
-    asking = ask(scene, "a", dimensions=2)
-    answer(scene, (await scene.next_request()).request_id, [3.0, 4.0, 12.0])
-    cut = (await asking).json()["data"][0]["embedding"]
+    assert (await start_request(scene, "a", dimensions=3)).json()["error"]["param"] == "dimensions"
+    pending = start_request(scene, "a", dimensions=2)
+    reply(scene, (await scene.next_request()).request_id, [3.0, 4.0, 12.0])
+    cut = (await pending).json()["data"][0]["embedding"]
     assert cut == pytest.approx([0.6, 0.8])
-    asking = ask(scene, "a", dimensions=4)
-    answer(scene, (await scene.next_request()).request_id, [3.0, 4.0, 12.0])
-    assert "dimensions is 4" in (await asking).json()["error"]["message"]
+    pending = start_request(scene, "a", dimensions=4)
+    reply(scene, (await scene.next_request()).request_id, [3.0, 4.0, 12.0])
+    assert "dimensions is 4" in (await pending).json()["error"]["message"]
 
 
 async def test_one_failed_input_fails_the_request_and_cancels_the_others(scene: Scene) -> None:
-    asking = ask(scene, ["a", "b", "c"])
+    pending = start_request(scene, ["a", "b", "c"])
     await submitted(scene, 3)
-    answer(scene, "e-0", [1.0])
+    reply(scene, "e-0", [1.0])
     scene.refuse("e-2", 503, "no_eligible_worker")
-    response = await asking
+    response = await pending
     assert (response.status_code, response.json()["error"]["code"]) == (503, "no_eligible_worker")
     assert response.headers["retry-after"] == "1"
     await until(lambda: scene.requests(RequestCancelled))
@@ -144,19 +144,19 @@ async def test_one_failed_input_fails_the_request_and_cancels_the_others(scene: 
 
 
 async def test_an_engine_that_returns_tokens_instead_is_an_error(scene: Scene) -> None:
-    asking = ask(scene, "a")
+    pending = start_request(scene, "a")
     await scene.next_request()
-    scene.say("e-0", " one")
+    scene.emit_text("e-0", " one")
     scene.end("e-0")
-    response = await asking
+    response = await pending
     assert (response.status_code, response.json()["error"]["code"]) == (502, "embedding_missing")
 
 
 async def test_a_failed_log_is_a_503(scene: Scene) -> None:
-    asking = ask(scene, ["a", "b"])
+    pending = start_request(scene, ["a", "b"])
     await submitted(scene, 2)
     scene.ingress.replies.interrupt_all("the disk is full")
-    response = await asking
+    response = await pending
     assert (response.status_code, response.json()["error"]["message"]) == (503, "the disk is full")
 
 
@@ -166,10 +166,10 @@ async def test_openai_client_gets_vectors_and_a_disconnect_cancels(scene: Scene)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     await until(lambda: server.started)
     async with openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="x", max_retries=0) as client:
-        asking = asyncio.create_task(client.embeddings.create(model=NAME, input=["one", "two"]))
+        pending = asyncio.create_task(client.embeddings.create(model=NAME, input=["one", "two"]))
         for request in await submitted(scene, 2):
-            answer(scene, request.request_id, [0.5, 0.25])
-        given = await asking
+            reply(scene, request.request_id, [0.5, 0.25])
+        given = await pending
         assert [one.embedding for one in given.data] == [[0.5, 0.25]] * 2
         leaving = asyncio.create_task(client.embeddings.create(model=NAME, input="three"))
         request = await scene.next_request()
@@ -203,23 +203,23 @@ def test_kafka_api_sends_one_response_for_any_order_of_events(order: list[int], 
         records += [ResponseEnded(**end, finish_reason="stop", usage=usage)] * often
     (piece,) = folded(records, 5)
     assert (piece.index, piece.last) == (0, True)
-    said = msgspec.json.decode(piece.value)
+    output = msgspec.json.decode(piece.value)
     if failing:
         first = next(at for at in order if at in failing)
-        assert (piece.status, said["error"]["message"]) == (503, str(first))
+        assert (piece.status, output["error"]["message"]) == (503, str(first))
     else:
-        assert [one["embedding"] for one in said["data"]] == [[float(at)] for at in range(5)]
-        assert said["usage"]["prompt_tokens"] == 10
+        assert [one["embedding"] for one in output["data"]] == [[float(at)] for at in range(5)]
+        assert output["usage"]["prompt_tokens"] == 10
 
 
 async def test_adapters_are_served_and_unknown_models_rejected() -> None:
     async with make_scene(loras=("sql",)) as scene:
-        asking = ask(scene, "a", model="sql", cache_salt="mine")
+        pending = start_request(scene, "a", model="sql", cache_salt="mine")
         request = await scene.next_request()
         assert (request.lora_name, request.cache_namespace) == ("sql", "mine")
-        answer(scene, request.request_id, [1.0])
-        assert (await asking).json()["model"] == "sql"
-        refused = await ask(scene, "a", model="other")
+        reply(scene, request.request_id, [1.0])
+        assert (await pending).json()["model"] == "sql"
+        refused = await start_request(scene, "a", model="other")
         assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
 
 

@@ -55,7 +55,7 @@ def silence() -> Iterator[LogSource]:
 
 
 @asynccontextmanager
-async def asking(scene: Scene, source: LogSource | None, **options: Any) -> AsyncIterator[tuple[Explainer, Any]]:
+async def pending(scene: Scene, source: LogSource | None, **options: Any) -> AsyncIterator[tuple[Explainer, Any]]:
     """Yield an explainer, and a function that requests an explanation over HTTP."""
     explainer = Explainer(source, **options)
     app = build_app(scene.ingress, CollectorRegistry(), explainer)
@@ -64,10 +64,10 @@ async def asking(scene: Scene, source: LogSource | None, **options: Any) -> Asyn
             transport=httpx.ASGITransport(app, raise_app_exceptions=False), base_url="http://test", timeout=60
         ) as client:
 
-            async def ask(name: str) -> httpx.Response:
+            async def start_request(name: str) -> httpx.Response:
                 return await client.get(f"/v1/requests/{name}/explain")
 
-            yield explainer, ask
+            yield explainer, start_request
     finally:
         await explainer.close()
 
@@ -80,12 +80,12 @@ async def test_explanations_equal_those_of_this_process_and_share_one_worker(sce
     opened = SqliteLog.open(log, readonly=True)
     here = await explain(opened, 0, "r", thorough=False)
     opened.close()
-    async with asking(scene, LogSource(path=str(log))) as (explainer, ask):
-        answers = await asyncio.gather(*(ask("r") for _ in range(3)))
-        assert [answer.status_code for answer in answers] == [200] * 3
+    async with pending(scene, LogSource(path=str(log))) as (explainer, start_request):
+        responses = await asyncio.gather(*(start_request("r") for _ in range(3)))
+        assert [reply.status_code for reply in responses] == [200] * 3
         assert explainer._process is not None
         pid = explainer._process.pid
-        again = await ask("r")
+        again = await start_request("r")
         assert explainer._process.pid == pid
     assert msgspec.json.decode(again.content, type=Explanation) == here
     assert (here.state, here.earlier_uses) == ("decode", None)
@@ -94,36 +94,36 @@ async def test_explanations_equal_those_of_this_process_and_share_one_worker(sce
 
 
 async def test_an_unknown_id_is_a_404(scene: Scene, log: Path) -> None:
-    async with asking(scene, LogSource(path=str(log))) as (_, ask):
-        missing = await ask("q")
+    async with pending(scene, LogSource(path=str(log))) as (_, start_request):
+        missing = await start_request("q")
         assert code(missing) == (404, "request_not_found")
         assert missing.json()["error"]["message"] == "no request q in this log"
-        slashes = await ask("q/1%2F2")
+        slashes = await start_request("q/1%2F2")
         assert code(slashes) == (404, "request_not_found")
         assert slashes.json()["error"]["message"] == "no request q/1/2 in this log"
 
 
 async def test_a_log_in_memory_is_rejected_with_the_remedy(scene: Scene) -> None:
-    async with asking(scene, None) as (_, ask):
-        refused = await ask("r")
+    async with pending(scene, None) as (_, start_request):
+        refused = await start_request("r")
         assert code(refused) == (501, "not_recorded")
         assert "--log FILE" in refused.json()["error"]["message"]
     assert code(await scene.client.get("/v1/requests/r/explain")) == (501, "not_recorded")
 
 
 async def test_unreadable_logs_and_policies_of_users_are_rejected(scene: Scene, tmp_path: Path) -> None:
-    async with asking(scene, LogSource(path=str(tmp_path / "none.db"))) as (_, ask):
-        refused = await ask("r")
+    async with pending(scene, LogSource(path=str(tmp_path / "none.db"))) as (_, start_request):
+        refused = await start_request("r")
         assert code(refused) == (503, "log_unavailable")
         assert "none.db" in refused.json()["error"]["message"]
     mode = f"{__name__}.Here"
     log = await written(tmp_path / "log.db", {mode: Here}, mode=mode)
-    async with asking(scene, LogSource(path=str(log))) as (_, ask):
-        refused = await ask("r")
+    async with pending(scene, LogSource(path=str(log))) as (_, start_request):
+        refused = await start_request("r")
         assert code(refused) == (501, "policy_not_here")
         assert f"pass --allow-policy {mode}; restart the ingress" in refused.json()["error"]["message"]
-    async with asking(scene, LogSource(path=str(log), policies=(mode,))) as (_, ask):
-        assert (await ask("r")).json()["routings"][0]["reason"] == "policy"
+    async with pending(scene, LogSource(path=str(log), policies=(mode,))) as (_, start_request):
+        assert (await start_request("r")).json()["routings"][0]["reason"] == "policy"
 
 
 class Here:
@@ -135,41 +135,41 @@ class Here:
 
 
 async def test_a_timeout_fails_the_queued_explanations_too(scene: Scene, silence: LogSource) -> None:
-    async with asking(scene, silence, limit_s=LIMIT_S) as (explainer, ask):
-        asked = [asyncio.create_task(ask("r")) for _ in range(CALLERS_MAX)]
+    async with pending(scene, silence, limit_s=LIMIT_S) as (explainer, start_request):
+        waiting = [asyncio.create_task(start_request("r")) for _ in range(CALLERS_MAX)]
         await until(lambda: explainer._callers == CALLERS_MAX)
-        refused = await ask("r")
+        refused = await start_request("r")
         assert code(refused) == (503, "explain_busy")
         assert refused.headers["retry-after"] == "1"
-        answers = [code(answer) for answer in await asyncio.gather(*asked)]
-        assert answers[0] == (504, "explain_timeout")
-        assert set(answers[1:]) <= {(503, "explain_busy"), (504, "explain_timeout")}
-        assert "forebay replay explain" in (await asked[0]).json()["error"]["message"]
+        responses = [code(reply) for reply in await asyncio.gather(*waiting)]
+        assert responses[0] == (504, "explain_timeout")
+        assert set(responses[1:]) <= {(503, "explain_busy"), (504, "explain_timeout")}
+        assert "forebay replay explain" in (await waiting[0]).json()["error"]["message"]
         assert explainer._process is None, "it was killed"
 
 
 async def test_a_process_that_dies_is_replaced(scene: Scene, log: Path) -> None:
-    async with asking(scene, LogSource(path=str(log))) as (explainer, ask):
-        assert (await ask("r")).status_code == 200
+    async with pending(scene, LogSource(path=str(log))) as (explainer, start_request):
+        assert (await start_request("r")).status_code == 200
         process = explainer._process
         assert process is not None
         os.kill(process.pid, signal.SIGKILL)
         await process.wait()
-        assert (await ask("r")).status_code == 200
+        assert (await start_request("r")).status_code == 200
 
 
 async def test_a_crash_is_reported_and_no_process_starts_after_close(scene: Scene, silence: LogSource) -> None:
-    async with asking(scene, silence) as (explainer, ask):
-        asked = asyncio.create_task(ask("r"))
+    async with pending(scene, silence) as (explainer, start_request):
+        waiting = asyncio.create_task(start_request("r"))
         await until(lambda: explainer._process)
         assert explainer._process is not None
         os.kill(explainer._process.pid, signal.SIGKILL)
-        assert code(await asked) == (503, "explain_failed")
-        asked = asyncio.create_task(ask("r"))
+        assert code(await waiting) == (503, "explain_failed")
+        waiting = asyncio.create_task(start_request("r"))
         await until(lambda: explainer._process)
         await explainer.close()
-        assert code(await asked) == (503, "explain_failed")
-        assert code(await ask("r")) == (503, "explain_failed")
+        assert code(await waiting) == (503, "explain_failed")
+        assert code(await start_request("r")) == (503, "explain_failed")
         assert explainer._process is None
 
 

@@ -49,7 +49,7 @@ def operations(scene: Scene) -> list[tuple[str, str]]:
     return found
 
 
-def asked(path: str) -> str:
+def concrete(path: str) -> str:
     """Return the path of a route with values for its parameters."""
     return re.sub(r"\{[^}]*\}", "x", path)
 
@@ -77,12 +77,12 @@ async def test_web_pages_are_rejected_on_every_route(scene: Scene) -> None:
         for method, path in operations(scene):
             for origin in FOREIGN:
                 headers = {**HEADERS, "origin": origin.format(port=port), "content-type": "text/plain"}
-                response = await client.request(method, asked(path), json=BODY, headers=headers)
+                response = await client.request(method, concrete(path), json=BODY, headers=headers)
                 error = response.json()["error"]
                 assert (response.status_code, error["code"]) == (403, "foreign_origin"), (method, path, origin)
                 assert set(error) == {"message", "type", "param", "code"}
             for site in ("cross-site", "same-site"):
-                response = await client.request(method, asked(path), json=BODY, headers={"sec-fetch-site": site})
+                response = await client.request(method, concrete(path), json=BODY, headers={"sec-fetch-site": site})
                 assert (response.status_code, method, path) == (403, method, path)
     assert is_untouched(scene)
     count = len(operations(scene)) * (len(FOREIGN) + 2)
@@ -95,7 +95,7 @@ async def test_a_body_must_be_declared_as_json(scene: Scene, kind: str | None) -
         changing = [(method, path) for method, path in operations(scene) if method != "GET"]
         for method, path in changing:
             headers = {"authorization": HEADERS["authorization"], **({} if kind is None else {"content-type": kind})}
-            response = await client.request(method, asked(path), content=b'{"model": "x"}', headers=headers)
+            response = await client.request(method, concrete(path), content=b'{"model": "x"}', headers=headers)
             assert (response.status_code, response.json()["error"]["code"]) == (415, "unsupported_media_type"), path
     assert is_untouched(scene)
 
@@ -107,7 +107,7 @@ async def test_the_admin_api_requires_its_token(scene: Scene) -> None:
         for method, path in admin:
             for given, status in ((None, 401), ("Basic eA==", 401), ("Bearer x", 403), (f"Bearer {ADMIN_TOKEN}x", 403)):
                 headers = {} if given is None else {"authorization": given}
-                response = await client.request(method, asked(path), json=BODY, headers=headers)
+                response = await client.request(method, concrete(path), json=BODY, headers=headers)
                 assert (response.status_code, method, path) == (status, method, path)
                 assert ("www-authenticate" in response.headers) is (status == 401)
                 assert set(response.json()["error"]) == {"message", "type", "param", "code"}
@@ -123,7 +123,7 @@ async def test_without_a_token_there_is_no_admin_api() -> None:
         for method, path in admin:
             for token in ("", ADMIN_TOKEN):
                 headers = {"authorization": f"Bearer {token}"}
-                response = await scene.client.request(method, asked(path), json=BODY, headers=headers)
+                response = await scene.client.request(method, concrete(path), json=BODY, headers=headers)
                 assert (response.status_code, method, path) == (404, method, path)
         assert is_untouched(scene)
 

@@ -102,11 +102,11 @@ async def test_a_failed_log_is_503_on_every_route(method: str, path: str, body: 
 async def test_requests_cancelled_by_the_shutdown_get_503(scene: Scene, *, stream: bool) -> None:
     """Uvicorn cancels requests at the end of its grace period, and so does a closing event loop."""
     async with client_of(scene) as (client, server):
-        asking = asyncio.create_task(client.post(TEXT, json={**BODY, "stream": stream}))
+        pending = asyncio.create_task(client.post(TEXT, json={**BODY, "stream": stream}))
         await scene.next_request()
         for task in server.server_state.tasks:
             task.cancel()
-        response = await asking
+        response = await pending
         assert response.status_code == 503
         assert error_of(response)["code"] == "server_stopping"
     assert scene.metric('forebay_ingress_refused_total{code="server_stopping"} 1.0')
@@ -115,13 +115,13 @@ async def test_requests_cancelled_by_the_shutdown_get_503(scene: Scene, *, strea
 
 async def test_a_cancelled_stream_ends_with_an_error_event(scene: Scene) -> None:
     async with client_of(scene) as (client, server):
-        asking = asyncio.create_task(client.post(TEXT, json={**BODY, "stream": True}))
+        pending = asyncio.create_task(client.post(TEXT, json={**BODY, "stream": True}))
         request = await scene.next_request()
-        scene.say(request.request_id, " one")
+        scene.emit_text(request.request_id, " one")
         await until(lambda: scene.metric(f"{TTFT} 1.0"))
         for task in server.server_state.tasks:
             task.cancel()
-        response = await asking
+        response = await pending
         assert response.status_code == 200
         assert last_error(response.text)["code"] == "server_stopping"
 
@@ -134,14 +134,14 @@ async def test_an_exception_within_a_response_is_an_error_event(
         raise ZeroDivisionError
 
     async with client_of(scene) as (client, _):
-        asking = asyncio.create_task(client.post(TEXT, json={**BODY, "stream": stream}))
+        pending = asyncio.create_task(client.post(TEXT, json={**BODY, "stream": stream}))
         request = await scene.next_request()
-        first = scene.say(request.request_id, " one")
+        first = scene.emit_text(request.request_id, " one")
         if stream:
             await until(lambda: scene.metric(f"{TTFT} 1.0"))
         monkeypatch.setattr(Composer, "finish", broken)
-        scene.end(request.request_id, said=first)
-        response = await asking
+        scene.end(request.request_id, output=first)
+        response = await pending
         if stream:
             assert response.status_code == 200
             assert last_error(response.text)["code"] == "internal_error"

@@ -120,12 +120,12 @@ async def test_slow_requests_time_out_and_idle_connections_stay_open(
             writer.write(LIVE)
             assert (await reply_of(reader))[0] == 200
             writer.write(begun)
-            answer = asyncio.create_task(reply_of(reader))
-            while not answer.done():
+            response = asyncio.create_task(reply_of(reader))
+            while not response.done():
                 if drips:
                     writer.write(b"\r\n" if begun == b"\r\n" else b"1")
-                await asyncio.wait([answer], timeout=SHORT_S / 4)
-            return code_of(await answer)
+                await asyncio.wait([response], timeout=SHORT_S / 4)
+            return code_of(await response)
 
     # A dripped chunk size grows until it is invalid, which may be sooner than the timeout.
     expected = {(408, "request_timeout"), *([(400, "invalid_http")] if drips and b"chunked" in begun else [])}

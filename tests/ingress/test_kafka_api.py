@@ -31,13 +31,13 @@ BOUNDS = BodyLimits(text_bytes_max=1_000)
 
 def record(body: Any = CHAT, partition: int = 3, offset: int = 41, **headers: str) -> Record:
     value = body if isinstance(body, bytes) else msgspec.json.encode(body)
-    told = {name.replace("_", "-"): text for name, text in headers.items()}
-    return Record("openai-requests", partition, offset, 1_700_000_000_000_000, value, None, told or None)
+    fields = {name.replace("_", "-"): text for name, text in headers.items()}
+    return Record("openai-requests", partition, offset, 1_700_000_000_000_000, value, None, fields or None)
 
 
-def refused(asked: Record) -> ApiError:
+def refused(incoming: Record) -> ApiError:
     with pytest.raises(ApiError) as caught:
-        body_of(asked, BOUNDS)
+        body_of(incoming, BOUNDS)
     return caught.value
 
 
@@ -115,7 +115,7 @@ def test_the_path_determines_the_type_of_the_body() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "status", "code"),
+    ("incoming", "status", "code"),
     [
         (record(b""), 400, "invalid_json"),
         (record(b"\xff\xfe"), 400, "invalid_json"),
@@ -129,8 +129,8 @@ def test_the_path_determines_the_type_of_the_body() -> None:
         (record({**CHAT, "nvext": {"annotations": ["query_instance_id"]}}), 400, "unsupported_parameter"),
     ],
 )
-def test_invalid_requests_get_the_errors_of_http(asked: Record, status: int, code: str) -> None:
-    error = refused(asked)
+def test_invalid_requests_get_the_errors_of_http(incoming: Record, status: int, code: str) -> None:
+    error = refused(incoming)
     assert (error.status, error.code) == (status, code)
 
 
@@ -152,8 +152,8 @@ async def test_adapters_are_served_and_unknown_models_rejected() -> None:
 async def test_the_headers_of_a_record_are_routing_hints() -> None:
     async with make_scene(routing_hints=True) as scene:
         headers = {"X-Dynamo-Worker-Instance-ID": "w1", "x-dynamo-dp-rank": "2"}
-        asked = msgspec.structs.replace(record(), headers=headers)
-        body = body_of(asked, BOUNDS)
+        incoming = msgspec.structs.replace(record(), headers=headers)
+        body = body_of(incoming, BOUNDS)
         assert isinstance(body, ChatBody)
         prepared = await scene.ingress.prepare(body, headers.items())
         submission = prepared.submission("a", reply_slot=1, reply_from=2, nonce=3, at_us=4, ingress_id="i")
@@ -207,9 +207,9 @@ class Fold:
 
 
 async def test_a_stream_has_a_record_per_chunk(scene: Scene) -> None:
-    position = scene.say("a", "one")
-    position = scene.say("a", " two", first=position)
-    scene.end("a", said=position)
+    position = scene.emit_text("a", "one")
+    position = scene.emit_text("a", " two", first=position)
+    scene.end("a", output=position)
     pieces = await Fold(scene, "a", stream=True).read()
     assert [piece.last for piece in pieces] == [False, False, True]
     assert [piece.index for piece in pieces] == [0, 1, 2]
@@ -221,7 +221,7 @@ async def test_a_stream_has_a_record_per_chunk(scene: Scene) -> None:
 
 
 async def test_the_usage_chunk_is_the_last_record(scene: Scene) -> None:
-    scene.end("a", said=scene.say("a", "one"), cached=4)
+    scene.end("a", output=scene.emit_text("a", "one"), cached=4)
     pieces = await Fold(scene, "a", stream=True, usage=True).read()
     assert [piece.last for piece in pieces] == [False, False, True]
     usage = msgspec.json.decode(pieces[-1].value)["usage"]
@@ -229,41 +229,41 @@ async def test_the_usage_chunk_is_the_last_record(scene: Scene) -> None:
 
 
 async def test_a_response_without_streaming_is_one_record(scene: Scene) -> None:
-    position = scene.say("a", "one")
-    scene.end("a", said=scene.say("a", " two", first=position))
+    position = scene.emit_text("a", "one")
+    scene.end("a", output=scene.emit_text("a", " two", first=position))
     (piece,) = await Fold(scene, "a", stream=False).read()
     assert (piece.index, piece.status, piece.last) == (0, 200, True)
     assert msgspec.json.decode(piece.value)["choices"][0]["message"]["content"] == "one two"
 
 
 async def test_repeated_events_do_not_change_the_response(scene: Scene) -> None:
-    position = scene.say("a", "one two three")
+    position = scene.emit_text("a", "one two three")
     scene.start_attempt("a", 2)
-    scene.say("a", "zombie", first=position)
-    position = scene.say("a", " four", first=position, attempt=2)
-    scene.end("a", attempt=2, said=position)
-    scene.end("a", attempt=2, said=position, owner=2)
+    scene.emit_text("a", "zombie", first=position)
+    position = scene.emit_text("a", " four", first=position, attempt=2)
+    scene.end("a", attempt=2, output=position)
+    scene.end("a", attempt=2, output=position, owner=2)
     once, often = Fold(scene, "a", stream=True), Fold(scene, "a", stream=True)
     assert await once.read() == await often.read(times=3)
     assert once.text() == "one two three four"
 
 
 async def test_a_stream_without_tokens_has_a_first_and_a_last_record(scene: Scene) -> None:
-    scene.end("a", said=0)
+    scene.end("a", output=0)
     pieces = await Fold(scene, "a", stream=True).read()
     assert [piece.last for piece in pieces] == [False, True]
 
 
 async def test_text_buffered_for_a_stop_string_is_sent_at_the_end(scene: Scene) -> None:
-    scene.end("a", said=scene.say("a", "one two"))
+    scene.end("a", output=scene.emit_text("a", "one two"))
     fold = Fold(scene, "a", stream=True, stop="two three")
     await fold.read()
     assert fold.text() == "one two"
 
 
 async def test_a_stop_string_ends_the_response(scene: Scene) -> None:
-    position = scene.say("a", "one two three")
-    scene.end("a", said=scene.say("a", " four", first=position))
+    position = scene.emit_text("a", "one two three")
+    scene.end("a", output=scene.emit_text("a", " four", first=position))
     fold = Fold(scene, "a", stream=True, stop=" three")
     pieces = await fold.read()
     assert fold.text() == "one two"
@@ -289,7 +289,7 @@ async def test_only_missing_capacity_counts_as_rejection(scene: Scene, status: i
 
 
 async def test_an_error_after_the_first_token_is_not_a_rejection(scene: Scene) -> None:
-    scene.say("a", "one")
+    scene.emit_text("a", "one")
     scene.refuse("a", 503, "workers_lost", attempt=1)
     fold = Fold(scene, "a", stream=True)
     await fold.read()
@@ -297,14 +297,14 @@ async def test_an_error_after_the_first_token_is_not_a_rejection(scene: Scene) -
 
 
 async def test_an_error_is_the_last_record_of_a_started_stream(scene: Scene) -> None:
-    scene.say("a", "one")
+    scene.emit_text("a", "one")
     scene.refuse("a", 502, "worker_lost", attempt=1)
     pieces = await Fold(scene, "a", stream=True).read()
     assert [(piece.index, piece.status, piece.last) for piece in pieces] == [(0, 200, False), (1, 502, True)]
 
 
 async def test_missing_tokens_are_an_error(scene: Scene) -> None:
-    scene.say("a", "later", first=5)
+    scene.emit_text("a", "later", first=5)
     (piece,) = await Fold(scene, "a", stream=False).read()
     assert (piece.status, msgspec.json.decode(piece.value)["error"]["code"]) == (502, "tokens_missing")
 
@@ -313,10 +313,10 @@ async def test_missing_tokens_are_an_error(scene: Scene) -> None:
 async def test_records_contain_the_objects_of_http(scene: Scene, stream: bool) -> None:
     options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
     post = scene.client.post("/v1/chat/completions", json={**CHAT, **options}, headers={"x-request-id": "same"})
-    asking = asyncio.ensure_future(post)
+    pending = asyncio.ensure_future(post)
     request = await scene.next_request()
-    scene.end("same", said=scene.say("same", "the very same"), cached=3)
-    body = (await asking).content
+    scene.end("same", output=scene.emit_text("same", "the very same"), cached=3)
+    body = (await pending).content
     fold = Fold(scene, "same", stream=stream, usage=stream, prompt_tokens=request.prompt_tokens)
     given = [msgspec.json.decode(piece.value) for piece in await fold.read()]
     events = [line.removeprefix(b"data: ") for line in body.splitlines() if line]

@@ -35,13 +35,13 @@ class FakeKafka:
             settings=SimpleNamespace(namespace="shop"),
         )
         metrics = KafkaApiMetrics(CollectorRegistry())
-        self.answers: list[Any] = []
+        self.responses: list[Any] = []
         self.lane = PartitionServer(
             SharedState(cast(Any, shared), scene.ingress, cast(Any, self), cast(Any, self), metrics, 16), 3
         )
         self.records = 0
 
-    async def ask(self, body: Any) -> None:
+    async def start_request(self, body: Any) -> None:
         """Add a record."""
         value = msgspec.json.encode(body)
         self.lane.push([Record("openai-requests", 3, self.records, 1_700_000_000_000_000, value, None, None)])
@@ -66,7 +66,7 @@ class FakeKafka:
 
     async def send(self, reply: Any, on_done: Any) -> None:
         """Accept a response record."""
-        self.answers.append(reply)
+        self.responses.append(reply)
         on_done(None)
 
 
@@ -78,13 +78,13 @@ async def test_a_record_that_raises_gets_a_500_and_the_next_is_served(
     try:
         with monkeypatch.context() as broken:
             broken.setattr(scene.model, "render", lambda *_: 1 // 0)
-            await fake.ask(CHAT)
-            await until(lambda: fake.answers or serving.done())
-        (answer,) = fake.answers
-        assert (answer.headers["status"], answer.headers["last"]) == ("500", "1")
-        assert msgspec.json.decode(answer.value)["error"]["code"] == "internal_error"
+            await fake.start_request(CHAT)
+            await until(lambda: fake.responses or serving.done())
+        (response,) = fake.responses
+        assert (response.headers["status"], response.headers["last"]) == ("500", "1")
+        assert msgspec.json.decode(response.value)["error"]["code"] == "internal_error"
         assert "record 0 of partition 3" in caplog.text
-        await fake.ask(CHAT)
+        await fake.start_request(CHAT)
         await until(lambda: scene.requests(RequestSubmitted) or serving.done())
         assert scene.requests(RequestSubmitted)[0].request_id == "kafka-api-3-1"
         assert scene.requests(RequestSubmitted)[0].patient, "the topic holds it anyway"
@@ -104,12 +104,12 @@ async def test_an_error_of_a_parser_ends_the_response(scene: Scene, monkeypatch:
     fake = FakeKafka(scene, monkeypatch)
     serving = asyncio.create_task(fake.lane.run())
     try:
-        await fake.ask({**CHAT, "stream": True})
-        asked = await scene.next_request()
-        scene.say(asked.request_id, "one")
-        await until(lambda: fake.answers or serving.done())
-        (answer,) = fake.answers
-        assert (answer.headers["status"], answer.headers["last"]) == ("502", "1")
+        await fake.start_request({**CHAT, "stream": True})
+        submitted = await scene.next_request()
+        scene.emit_text(submitted.request_id, "one")
+        await until(lambda: fake.responses or serving.done())
+        (response,) = fake.responses
+        assert (response.headers["status"], response.headers["last"]) == ("502", "1")
         assert (await scene.cancelled()).reason == "parser_failed"
     finally:
         serving.cancel()

@@ -50,8 +50,8 @@ def video(content: bytes) -> dict[str, Any]:
     return {"type": "video_url", "video_url": {"url": data_url(content, "video/mp4")}}
 
 
-def text(said: str) -> dict[str, Any]:
-    return {"type": "text", "text": said}
+def text(output: str) -> dict[str, Any]:
+    return {"type": "text", "text": output}
 
 
 def body(*parts: dict[str, Any], **changes: Any) -> dict[str, Any]:
@@ -70,11 +70,11 @@ async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
 
 async def test_an_image_is_expanded_to_the_tokens_of_the_model(scene: Scene) -> None:
     content, frames = png(), MP4
-    asked = body(text("What is this"), image(content), text("and"), video(frames), text("?"))
-    waiting = asyncio.create_task(scene.client.post(CHAT, json=asked))
+    payload = body(text("What is this"), image(content), text("and"), video(frames), text("?"))
+    waiting = asyncio.create_task(scene.client.post(CHAT, json=payload))
     event = await scene.next_request()
     name = event.request_id
-    scene.end(name, said=scene.say(name, " a cat"))
+    scene.end(name, output=scene.emit_text(name, " a cat"))
     assert (await waiting).status_code == 200
     model = scene.model
     before, between, after = (model.encode(part) for part in ("<|user|>What is this", "and", "?"))
@@ -166,9 +166,9 @@ async def test_unsupported_media_are_rejected_with_their_path(
     tmp_path: Path, part: dict[str, Any], status: int, code: str, says: str
 ) -> None:
     async with make_scene(Model(media_model.make(tmp_path / "m")), body_bytes_max=64 << 20) as scene:
-        answer = await scene.client.post(CHAT, json=body(text("see"), part))
-        error = answer.json()["error"]
-        assert answer.status_code == status
+        response = await scene.client.post(CHAT, json=body(text("see"), part))
+        error = response.json()["error"]
+        assert response.status_code == status
         assert error["code"] == code or not code
         assert says in error["message"]
         assert error["message"].startswith(f"messages[0].content[1].{part['type']}.url: ")
@@ -189,9 +189,9 @@ async def test_unsupported_media_are_rejected_with_their_path(
     ],
 )
 async def test_invalid_parts_are_rejected_by_name(scene: Scene, part: dict[str, Any], says: str) -> None:
-    answer = await scene.client.post(CHAT, json=body(part))
-    assert answer.status_code == 400
-    assert says in answer.json()["error"]["message"]
+    response = await scene.client.post(CHAT, json=body(part))
+    assert response.status_code == 400
+    assert says in response.json()["error"]["message"]
 
 
 async def test_too_many_images_are_rejected_before_any_is_fetched(scene: Scene) -> None:

@@ -35,7 +35,7 @@ class Site:
     """A small HTTP server that records path and host of each request."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[str, str]] = []
+        self.received: list[tuple[str, str]] = []
         self.headers: dict[str, str] = {}
         self.port = 0
         self.held: list[asyncio.StreamWriter] = []
@@ -44,7 +44,7 @@ class Site:
         head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
         self.headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in head[1:])}
         path = head[0].split()[1]
-        self.asked.append((path, self.headers["host"]))
+        self.received.append((path, self.headers["host"]))
         if path == "/never":
             self.held.append(writer)
             return
@@ -111,16 +111,16 @@ async def test_the_resolved_name_is_the_name_in_the_request(monkeypatch: pytest.
     names = Names(monkeypatch, **{fass: [["127.0.0.1"]]})
     async with site() as there, fetcher() as fetch:
         await fetch(f"http://fa\u00df.test:{there.port}/video")
-        assert there.asked == [("/video", f"{fass}:{there.port}")]
-    assert names.asked == [fass]
+        assert there.received == [("/video", f"{fass}:{there.port}")]
+    assert names.received == [fass]
 
 
 async def test_slow_name_servers_do_not_delay_other_fetches(monkeypatch: pytest.MonkeyPatch) -> None:
     released = threading.Event()
-    asked = []
+    received = []
 
     def getaddrinfo(host: str, *_: Any, **__: Any) -> Any:
-        asked.append(host)
+        received.append(host)
         released.wait(60)
         raise OSError
 
@@ -128,7 +128,7 @@ async def test_slow_name_servers_do_not_delay_other_fetches(monkeypatch: pytest.
     async with fetcher() as fetch:
         fetching = [asyncio.ensure_future(fetch(*[f"http://slow{n}.test/{at}" for at in range(16)])) for n in range(4)]
         try:
-            await until(lambda: len(asked) >= media.FETCHES_MAX)
+            await until(lambda: len(received) >= media.FETCHES_MAX)
             async with asyncio.timeout(30):
                 assert await asyncio.to_thread(lambda: "leases are looked at, say") is not None
         finally:
@@ -146,7 +146,7 @@ async def test_media_are_returned_in_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "says"),
+    ("path", "text"),
     [
         ("/nothing", "responded with status 404"),
         ("/torn", "cannot be read"),
@@ -157,19 +157,19 @@ async def test_media_are_returned_in_order() -> None:
         ("/to/http://xn--a/", "cannot be read (InvalidCodepoint)"),
     ],
 )
-async def test_errors_name_the_reference(path: str, says: str) -> None:
+async def test_errors_name_the_reference(path: str, text: str) -> None:
     async with site() as there, fetcher() as fetch:
         with pytest.raises(ApiError) as refused:
             await fetch(f"http://127.0.0.1:{there.port}/video", f"http://127.0.0.1:{there.port}{path}")
         assert refused.value.status == 400
-        assert says in refused.value.message
+        assert text in refused.value.message
         assert refused.value.message.startswith("part[1]: ")
 
 
 async def test_three_redirects_are_followed() -> None:
     async with site() as there, fetcher() as fetch:
         assert await fetch(f"http://127.0.0.1:{there.port}/to//to//to//video")
-        assert len(there.asked) == 4
+        assert len(there.received) == 4
 
 
 async def test_content_above_the_limit_is_not_read_completely() -> None:
@@ -198,16 +198,16 @@ async def test_a_refused_connection_is_an_error() -> None:
 class Names:
     """Replace name resolution: each lookup of a name returns its next addresses; the last ones repeat."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, **answers: list[list[str]]) -> None:
-        self.asked: list[str] = []
-        self._answers = {name.replace("_", "."): list(given) for name, given in answers.items()}
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **responses: list[list[str]]) -> None:
+        self.received: list[str] = []
+        self._answers = {name.replace("_", "."): list(given) for name, given in responses.items()}
         own = socket.getaddrinfo
 
         def getaddrinfo(host: str, port: int, *args: Any, **more: Any) -> Any:
             known = self._answers.get(host)
             if known is None:
                 return own(host, port, *args, **more)
-            self.asked.append(host)
+            self.received.append(host)
             addresses = known.pop(0) if len(known) > 1 else known[0]
             return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in addresses]
 
@@ -218,8 +218,8 @@ async def test_the_connection_uses_the_checked_address(monkeypatch: pytest.Monke
     names = Names(monkeypatch, pictures_test=[["127.0.0.1"], ["203.0.113.9"]])
     async with site() as there, fetcher(MediaSettings(allow_hosts=("pictures.test",))) as fetch:
         assert await fetch(f"http://Pictures.Test:{there.port}/video")
-        assert there.asked == [("/video", f"pictures.test:{there.port}")]
-        assert names.asked == ["pictures.test"]
+        assert there.received == [("/video", f"pictures.test:{there.port}")]
+        assert names.received == ["pictures.test"]
 
 
 async def test_every_address_of_a_name_must_be_public(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,7 +235,7 @@ async def test_a_redirect_to_a_private_address_is_rejected(monkeypatch: pytest.M
     async with site() as there, fetcher(MediaSettings(allow_hosts=("pictures.test",))) as fetch:
         with pytest.raises(ApiError, match=r"127\.0\.0\.1 is not a public address"):
             await fetch(f"http://pictures.test:{there.port}/to/http://127.0.0.1:{there.port}/video")
-        assert [path for path, _ in there.asked] == [f"/to/http://127.0.0.1:{there.port}/video"]
+        assert [path for path, _ in there.received] == [f"/to/http://127.0.0.1:{there.port}/video"]
 
 
 async def test_proxies_of_the_environment_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,7 +76,7 @@ def test_a_model_without_template_rejects_chats(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "says"),
+    ("name", "content", "message"),
     [
         ("tokenizer.json", None, "needs a tokenizer.json"),
         ("tokenizer.json", "{}", "not a valid tokenizer"),
@@ -86,14 +86,14 @@ def test_a_model_without_template_rejects_chats(tmp_path: Path) -> None:
     ],
 )
 def test_an_invalid_directory_is_rejected_with_the_reason(
-    tmp_path: Path, name: str, content: str | None, says: str
+    tmp_path: Path, name: str, content: str | None, message: str
 ) -> None:
     directory = copy(tmp_path)
     if content is None:
         (directory / name).unlink()
     else:
         (directory / name).write_text(content)
-    with pytest.raises(ModelUnusable, match=says):
+    with pytest.raises(ModelUnusable, match=message):
         Model(directory)
 
 
@@ -146,8 +146,8 @@ def test_any_sequence_of_bytes_decodes(pieces: list[list[int]]) -> None:
 @given(pieces=st.lists(st.lists(st.integers(0, 258), min_size=1, max_size=6)))
 def test_the_text_does_not_depend_on_how_tokens_are_split(tokenizer: Tokenizer, pieces: list[list[int]]) -> None:
     cut, single = Decoder(tokenizer), Decoder(tokenizer)
-    said = "".join([cut.push(piece) for piece in pieces])
-    assert said == "".join([single.push([token_id]) for piece in pieces for token_id in piece])
+    output = "".join([cut.push(piece) for piece in pieces])
+    assert output == "".join([single.push([token_id]) for piece in pieces for token_id in piece])
 
 
 def test_characters_before_an_invalid_byte_are_emitted_at_once() -> None:

@@ -21,6 +21,6 @@ async def test_adapters_need_a_valid_model_name(scene: Scene, path: str, name: s
 
 async def test_adapters_accept_every_valid_model_name(scene: Scene) -> None:
     for count, name in enumerate(("org/sql:v2", "meta-llama/Llama-3.1-8B-sql"), 1):
-        asked = scene.client.post("/v1/loras", json={**LORA, "lora_name": name})
-        response, command = await answered(scene, asked, outcome(), count=count)
+        call = scene.client.post("/v1/loras", json={**LORA, "lora_name": name})
+        response, command = await answered(scene, call, outcome(), count=count)
         assert (response.status_code, command.command.lora_name) == (200, name)

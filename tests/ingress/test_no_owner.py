@@ -27,19 +27,19 @@ async def test_without_an_owner_a_request_is_rejected_at_once(scene: Scene, path
 
     scene.ingress.model.encode = tokenised  # type: ignore[method-assign]
     scene.ingress.has_owner = lambda: False
-    answer = await scene.client.post(path, json=body)
-    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_owner")
-    assert int(answer.headers["retry-after"]) >= 1
+    response = await scene.client.post(path, json=body)
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "no_owner")
+    assert int(response.headers["retry-after"]) >= 1
     assert scene.requests() == []
 
 
 async def test_a_submitted_request_continues_without_an_owner(scene: Scene) -> None:
-    asking = asyncio.create_task(scene.client.post("/v1/completions", json={"model": NAME, "prompt": "Hello"}))
+    pending = asyncio.create_task(scene.client.post("/v1/completions", json={"model": NAME, "prompt": "Hello"}))
     request = await scene.next_request()
     scene.ingress.has_owner = lambda: False
-    said = scene.say(request.request_id, "Hi")
-    scene.end(request.request_id, said=said)
-    assert (await asking).status_code == 200
+    output = scene.emit_text(request.request_id, "Hi")
+    scene.end(request.request_id, output=output)
+    assert (await pending).status_code == 200
 
 
 async def test_an_unacknowledged_request_fails_and_is_cancelled(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,9 +52,9 @@ async def test_an_unacknowledged_request_fails_and_is_cancelled(scene: Scene, mo
         return await late[-1]
 
     monkeypatch.setattr(scene.log, "append", away)
-    answer = await scene.client.post("/v1/completions", json={"model": NAME, "prompt": "Hello"})
-    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "log_unavailable")
-    assert "retry-after" in answer.headers
+    response = await scene.client.post("/v1/completions", json={"model": NAME, "prompt": "Hello"})
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "log_unavailable")
+    assert "retry-after" in response.headers
     await until(lambda: scene.requests(RequestCancelled))
     (request,), (cancelled,) = scene.requests(RequestSubmitted), scene.requests(RequestCancelled)
     assert cancelled.request_id == request.request_id
@@ -64,15 +64,15 @@ async def test_an_unacknowledged_request_fails_and_is_cancelled(scene: Scene, mo
 async def test_a_full_log_rejects_one_request_and_keeps_the_others(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asking = asyncio.create_task(scene.client.post("/v1/completions", json={"model": NAME, "prompt": "Hello"}))
+    pending = asyncio.create_task(scene.client.post("/v1/completions", json={"model": NAME, "prompt": "Hello"}))
     request = await scene.next_request()
 
     async def full(_: Sequence[Draft]) -> list[int]:
         raise LogFull("256 MiB wait")
 
     monkeypatch.setattr(scene.log, "append", full)
-    answer = await scene.client.post("/v1/completions", json={"model": NAME, "prompt": "Hello"})
-    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "log_unavailable")
-    said = scene.say(request.request_id, "Hi")
-    scene.end(request.request_id, said=said)
-    assert (await asking).status_code == 200
+    response = await scene.client.post("/v1/completions", json={"model": NAME, "prompt": "Hello"})
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "log_unavailable")
+    output = scene.emit_text(request.request_id, "Hi")
+    scene.end(request.request_id, output=output)
+    assert (await pending).status_code == 200

@@ -37,8 +37,8 @@ def whole(text: str, tool: str = "none", reasoning: str = "none", how: ParseOpti
     return merge_deltas(parse([text], tool, reasoning, how))
 
 
-def calls(said: OutputDelta) -> list[tuple[str, Any]]:
-    return [(call.name, json.loads(call.arguments)) for call in said.calls]
+def calls(output: OutputDelta) -> list[tuple[str, Any]]:
+    return [(call.name, json.loads(call.arguments)) for call in output.calls]
 
 
 ONE = [("weather", CITY)]
@@ -103,21 +103,21 @@ TWO = [("weather", CITY), ("time", {"zone": 1})]
     ],
 )
 def test_tool_calls_in_each_format(tool: str, text: str, expected: list[Any], content: str) -> None:
-    said = whole(text, tool)
-    assert calls(said) == expected
-    assert said.content == content
+    output = whole(text, tool)
+    assert calls(output) == expected
+    assert output.content == content
 
 
 def test_a_truncated_call_keeps_its_partial_arguments() -> None:
-    said = whole('<tool_call>{"name": "weather", "arguments": {"city": "Pa', "hermes")
-    assert [(call.name, call.arguments) for call in said.calls] == [("weather", '{"city": "Pa')]
+    output = whole('<tool_call>{"name": "weather", "arguments": {"city": "Pa', "hermes")
+    assert [(call.name, call.arguments) for call in output.calls] == [("weather", '{"city": "Pa')]
 
 
 def test_arguments_are_streamed_and_the_id_is_sent_once() -> None:
     pieces = ['<tool_call>{"name": "weath', 'er", "argum', 'ents": {"ci', 'ty": "Paris"', "}}</tool_call>"]
-    said = [piece.calls for piece in parse(pieces, "hermes") if piece.calls]
-    assert [call[0].arguments for call in said] == ['{"ci', 'ty": "Paris"', "}"]
-    assert [(call[0].name, call[0].call_id != "") for call in said] == [("weather", True), ("", False), ("", False)]
+    output = [piece.calls for piece in parse(pieces, "hermes") if piece.calls]
+    assert [call[0].arguments for call in output] == ['{"ci', 'ty": "Paris"', "}"]
+    assert [(call[0].name, call[0].call_id != "") for call in output] == [("weather", True), ("", False), ("", False)]
 
 
 def test_call_ids_depend_on_the_request_and_mistral_uses_nine_characters() -> None:
@@ -163,14 +163,14 @@ def test_named_call_output_is_arguments_and_required_call_output_is_a_list() -> 
     ],
 )
 def test_reasoning_is_separated_from_content(name: str, is_open: bool, text: str, reasoning: str, content: str) -> None:
-    said = whole(text, reasoning=name, how=ParseOptions(NO_TOOLS, is_open))
-    assert (said.reasoning, said.content) == (reasoning, content)
+    output = whole(text, reasoning=name, how=ParseOptions(NO_TOOLS, is_open))
+    assert (output.reasoning, output.content) == (reasoning, content)
 
 
 def test_calls_within_reasoning_are_ignored() -> None:
     call = '<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>'
-    said = whole(f"<think>not {call}</think>\n{call}", "hermes", "qwen3")
-    assert (said.reasoning, calls(said), said.content) == (f"not {call}", ONE, "")
+    output = whole(f"<think>not {call}</think>\n{call}", "hermes", "qwen3")
+    assert (output.reasoning, calls(output), output.content) == (f"not {call}", ONE, "")
 
 
 def test_structured_output_has_no_implicit_reasoning() -> None:
@@ -230,23 +230,23 @@ def test_splitting_the_text_does_not_change_the_result(
 
 @given(cut(), st.sampled_from(FORMATS))
 def test_invalid_calls_are_text(text: tuple[str, list[str]], tool: str) -> None:
-    said = merge_deltas(parse(text[1], tool))
-    if not said.calls:
-        assert said.content == text[0]
+    output = merge_deltas(parse(text[1], tool))
+    if not output.calls:
+        assert output.content == text[0]
 
 
 @given(st.lists(st.tuples(st.sampled_from(["weather", "time"]), st.dictionaries(st.text(), JSON)), min_size=1), cut())
 def test_random_calls_are_parsed_as_they_were_written(
-    said: list[tuple[str, Any]], noise: tuple[str, list[str]]
+    output: list[tuple[str, Any]], noise: tuple[str, list[str]]
 ) -> None:
-    objects = [json.dumps({"name": name, "arguments": arguments}) for name, arguments in said]
+    objects = [json.dumps({"name": name, "arguments": arguments}) for name, arguments in output]
     texts = {
         "hermes": "".join(f"<tool_call>\n{one}\n</tool_call>" for one in objects),
         "llama3_json": "; ".join(objects),
         "mistral": f"[TOOL_CALLS][{', '.join(objects)}]",
     }
     for tool, text in texts.items():
-        assert calls(whole(text, tool)) == said, tool
+        assert calls(whole(text, tool)) == output, tool
 
 
 class TestChoosing:

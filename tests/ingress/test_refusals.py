@@ -141,18 +141,18 @@ async def test_invalid_bodies_are_rejected_by_field_name(
     ],
 )
 async def test_neutral_values_of_unsupported_fields_are_accepted(scene: Scene, neutral: dict[str, Any]) -> None:
-    asking = asyncio.create_task(scene.client.post(CHAT, json=chat(**neutral)))
+    pending = asyncio.create_task(scene.client.post(CHAT, json=chat(**neutral)))
     request = await scene.next_request()
     scene.refuse(request.request_id, 418, "teapot")
-    assert (await asking).status_code == 418
+    assert (await pending).status_code == 418
 
 
 async def test_a_response_may_be_sent_back_as_a_message(scene: Scene) -> None:
-    asking = asyncio.create_task(scene.client.post(CHAT, json=chat()))
+    pending = asyncio.create_task(scene.client.post(CHAT, json=chat()))
     request = await scene.next_request()
-    scene.say(request.request_id, " good day")
+    scene.emit_text(request.request_id, " good day")
     scene.end(request.request_id)
-    message = (await asking).json()["choices"][0]["message"]
+    message = (await pending).json()["choices"][0]["message"]
     again = asyncio.create_task(scene.client.post(CHAT, json=chat(messages=[*HELLO, message, *HELLO])))
     request = await scene.next_request()
     turns = [*HELLO, {"role": "assistant", "content": " good day"}, *HELLO]
@@ -266,14 +266,14 @@ async def test_arguments_that_break_a_template_are_rejected(template: str, tmp_p
     """Otherwise the Kafka API would read such a record again and again."""
     model = Model(media_model.make(tmp_path, template))
     async with make_scene(model) as scene:
-        answer = await scene.client.post(CHAT, json=chat(chat_template_kwargs={"n": 0}))
-    assert answer.status_code == 400
-    assert "chat template rejects" in answer.json()["error"]["message"]
+        reply = await scene.client.post(CHAT, json=chat(chat_template_kwargs={"n": 0}))
+    assert reply.status_code == 400
+    assert "chat template rejects" in reply.json()["error"]["message"]
 
 
 async def test_a_long_stop_string_is_rejected(scene: Scene) -> None:
-    answer = await scene.client.post(CHAT, json=chat(stop=["a" * 1_025]))
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "stop")
+    reply = await scene.client.post(CHAT, json=chat(stop=["a" * 1_025]))
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "stop")
 
 
 @pytest.mark.parametrize(("path", "field"), [(TEXT, "prompt"), ("/v1/embeddings", "input")])
@@ -283,12 +283,12 @@ async def test_a_prompt_beyond_the_context_is_rejected_before_it_is_hashed(
     """Hashing millions of tokens would block the event loop."""
     monkeypatch.setattr("forebay.ingress.prepare.sequence_hashes", lambda *_: 1 // 0)
     scene.model.context_tokens = 8
-    answer = await scene.client.post(path, json={"model": NAME, field: [1] * 9})
-    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+    reply = await scene.client.post(path, json={"model": NAME, field: [1] * 9})
+    assert (reply.status_code, reply.json()["error"]["code"]) == (400, "context_length_exceeded")
 
 
 @pytest.mark.parametrize("body", [chat(model="x" * 100_000), chat(**{"x" * 100_000: 1})])
 async def test_long_values_are_truncated_in_errors(scene: Scene, body: dict[str, Any]) -> None:
-    answer = await scene.client.post(CHAT, json=body)
-    assert answer.status_code in (400, 404)
-    assert len(answer.content) < 5_000
+    reply = await scene.client.post(CHAT, json=body)
+    assert reply.status_code in (400, 404)
+    assert len(reply.content) < 5_000

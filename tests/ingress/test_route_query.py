@@ -27,7 +27,7 @@ def candidate(worker: str, cost: float, overlap: int) -> ScoredCandidate:
     return ScoredCandidate(worker_id=worker, rank=1, terms=terms)
 
 
-def told(query: RouteQueried, **changes: Any) -> RouteResponse:
+def route_response(query: RouteQueried, **changes: Any) -> RouteResponse:
     best = candidate("w1", 7.25, 4)
     fields: dict[str, Any] = {"pool": "default", "mode": "kv", "choice": best, **changes}
     return RouteResponse(request_id=query.request_id, owner_epoch=1, candidates=(best, candidate("w2", 9, 0)), **fields)
@@ -45,14 +45,14 @@ def told(query: RouteQueried, **changes: Any) -> RouteResponse:
     ],
 )
 async def test_a_query_returns_the_selection_and_all_costs(scene: Scene, path: str, body: dict[str, Any]) -> None:
-    asking = asyncio.create_task(scene.client.post(path, json={"model": NAME, **body}))
+    pending = asyncio.create_task(scene.client.post(path, json={"model": NAME, **body}))
     query = await scene.next_query()
-    scene.send(told(query))
-    response = await asking
+    scene.send(route_response(query))
+    response = await pending
     assert response.status_code == 200, response.text
-    answer = response.json()
-    best, other = answer.pop("candidates")
-    assert answer == {
+    reply = response.json()
+    best, other = reply.pop("candidates")
+    assert reply == {
         "object": "forebay.route",
         "id": query.request_id,
         "model": NAME,
@@ -79,11 +79,11 @@ async def test_a_query_has_the_fields_of_the_request() -> None:
             "cache_salt": "t",
             "nvext": {"backend_instance_id": "w1", "session_control": {"session_id": "s"}},
         }
-        asking = asyncio.create_task(scene.client.post(ROUTE, json=body, headers={"x-request-id": "q1"}))
+        pending = asyncio.create_task(scene.client.post(ROUTE, json=body, headers={"x-request-id": "q1"}))
         query = await scene.next_query()
-        scene.send(told(query, choice=None, would_wait=True))
-        answer = (await asking).json()
-        assert (answer["worker_id"], answer["would_wait"], answer["model"]) == (None, True, "sql")
+        scene.send(route_response(query, choice=None, would_wait=True))
+        reply = (await pending).json()
+        assert (reply["worker_id"], reply["would_wait"], reply["model"]) == (None, True, "sql")
         assert (query.request_id, query.model, query.lora_name, query.reply_slot) == ("q1", NAME, "sql", 4)
         assert (query.routing.worker_id, query.routing.session_id, query.prompt_tokens) == ("w1", "s", 9)
         hashes = sequence_hashes(pack_u32(range(9)), 4, hash_seed("sql", "t"))
@@ -91,11 +91,11 @@ async def test_a_query_has_the_fields_of_the_request() -> None:
 
 
 async def test_a_rejection_of_the_router_is_an_http_error(scene: Scene) -> None:
-    asking = asyncio.create_task(scene.client.post(ROUTE, json={"model": NAME, "prompt": "a"}))
+    pending = asyncio.create_task(scene.client.post(ROUTE, json={"model": NAME, "prompt": "a"}))
     query = await scene.next_query()
     error = ResponseError(status=503, code="busy", message="all are busy")
     scene.send(RouteResponse(request_id=query.request_id, owner_epoch=1, error=error))
-    response = await asking
+    response = await pending
     assert (response.status_code, response.json()["error"]["code"]) == (503, "busy")
     assert response.headers["retry-after"] == "1"
     labels = f'endpoint="route",model="{NAME}",request_type="unary",status="error"'
@@ -107,7 +107,7 @@ async def test_a_query_without_a_response_times_out() -> None:
         response = await scene.client.post(ROUTE, json={"model": NAME, "prompt": "a"})
         assert (response.status_code, response.json()["error"]["code"]) == (504, "deadline_exceeded")
         query = await scene.next_query()
-        scene.send(told(query))  # too late, and nobody minds
+        scene.send(route_response(query))  # too late, and nobody minds
         await until(lambda: scene.ingress.replies.position == 1)
 
 
@@ -119,7 +119,7 @@ async def test_a_query_id_in_flight_is_rejected(scene: Scene) -> None:
     for path in (ROUTE, TEXT):
         response = await scene.client.post(path, json=body, headers=mine)
         assert (response.status_code, response.json()["error"]["code"]) == (409, "duplicate_request_id")
-    scene.send(told(query))
+    scene.send(route_response(query))
     assert (await first).status_code == 200
 
 
@@ -128,8 +128,8 @@ async def test_a_failed_log_is_a_503_for_all_queries(scene: Scene) -> None:
     waiting = asyncio.create_task(scene.client.post(ROUTE, json=body))
     await scene.next_query()
     scene.log._db.execute("PRAGMA query_only = ON")
-    for asking in (scene.client.post(ROUTE, json=body), waiting):
-        response = await asking
+    for pending in (scene.client.post(ROUTE, json=body), waiting):
+        response = await pending
         assert (response.status_code, response.json()["error"]["code"]) == (503, "log_unavailable")
     assert not len(scene.ingress.replies)
 
@@ -148,8 +148,8 @@ async def test_a_failed_log_is_a_503_for_all_queries(scene: Scene) -> None:
     ],
 )
 async def test_invalid_requests_are_invalid_queries(scene: Scene, body: Any, status: int, code: str) -> None:
-    asked = {"content": body} if isinstance(body, bytes) else {"json": body}
-    response = await scene.client.post(ROUTE, **asked)
+    payload = {"content": body} if isinstance(body, bytes) else {"json": body}
+    response = await scene.client.post(ROUTE, **payload)
     assert (response.status_code, response.json()["error"]["code"]) == (status, code), response.text
     assert scene.requests() == []
 
@@ -163,16 +163,16 @@ async def test_invalid_requests_are_invalid_queries(scene: Scene, body: Any, sta
 )
 async def test_queries_need_no_admin_api(path: str, body: dict[str, Any]) -> None:
     async with make_scene(admin_token="") as scene:
-        asking = asyncio.create_task(scene.client.post(path, json=body, headers={"authorization": "Bearer sk-any"}))
-        scene.send(told(await scene.next_query()))
-        assert (await asking).status_code == 200
+        pending = asyncio.create_task(scene.client.post(path, json=body, headers={"authorization": "Bearer sk-any"}))
+        scene.send(route_response(await scene.next_query()))
+        assert (await pending).status_code == 200
 
 
 async def test_disagg_a_query_names_the_prefill_worker(scene: Scene) -> None:
-    asking = asyncio.create_task(scene.client.post(ROUTE, json={"model": NAME, "prompt": "a"}))
+    pending = asyncio.create_task(scene.client.post(ROUTE, json={"model": NAME, "prompt": "a"}))
     query = await scene.next_query()
     place = PrefillPlace(remote=True, reason="long_prompt", uncached_tokens=7)
-    scene.send(told(query, pool="prefill", stage="prefill", prefill=place))
-    answer = (await asking).json()
-    assert (answer["stage"], answer["pool"]) == ("prefill", "prefill")
-    assert answer["prefill"] == {"remote": True, "reason": "long_prompt", "uncached_tokens": 7}
+    scene.send(route_response(query, pool="prefill", stage="prefill", prefill=place))
+    reply = (await pending).json()
+    assert (reply["stage"], reply["pool"]) == ("prefill", "prefill")
+    assert reply["prefill"] == {"remote": True, "reason": "long_prompt", "uncached_tokens": 7}

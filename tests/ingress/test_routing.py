@@ -34,10 +34,10 @@ def chat(nvext: Any = None, **changes: Any) -> dict[str, Any]:
 
 async def taken(scene: Scene, body: dict[str, Any], headers: dict[str, str] | None = None) -> RequestSubmitted:
     """Send a body, respond to it, and return the submitted request."""
-    asking = asyncio.create_task(scene.client.post(CHAT, json=body, headers=headers))
+    pending = asyncio.create_task(scene.client.post(CHAT, json=body, headers=headers))
     request = await scene.next_request()
     scene.end(request.request_id)
-    assert (await asking).status_code == 200
+    assert (await pending).status_code == 200
     return request
 
 
@@ -234,13 +234,13 @@ async def test_repeated_headers_must_have_the_same_value() -> None:
         headers = httpx.Headers([(WORKER, "w1"), (WORKER, "w2")])
         response = await scene.client.post(CHAT, json=chat(), headers=headers)
         assert (response.status_code, response.json()["error"]["code"]) == (400, "contradictory_routing")
-        asking = asyncio.create_task(
+        pending = asyncio.create_task(
             scene.client.post(CHAT, json=chat(), headers=httpx.Headers([(WORKER, "w1"), (WORKER, "w1")]))
         )
         request = await scene.next_request()
         assert request.routing.worker_id == "w1"
         scene.end(request.request_id)
-        assert (await asking).status_code == 200
+        assert (await pending).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -286,12 +286,12 @@ async def test_an_adapter_is_served_as_a_model() -> None:
         cards = (await scene.client.get("/v1/models")).json()["data"]
         assert [(card["id"], card.get("parent")) for card in cards] == [(NAME, None), ("sql", NAME), ("law", NAME)]
         assert (await scene.client.get("/v1/models/law")).json()["id"] == "law"
-        asking = asyncio.create_task(scene.client.post(CHAT, json=chat({"cache_salt": "t"}, model="sql")))
+        pending = asyncio.create_task(scene.client.post(CHAT, json=chat({"cache_salt": "t"}, model="sql")))
         request = await scene.next_request()
         assert (request.model, request.lora_name, request.cache_namespace) == (NAME, "sql", "t")
         assert request.sequence_hashes == sequence_hashes(request.token_ids, 4, hash_seed("sql", "t"))
         scene.end(request.request_id)
-        assert (await asking).json()["model"] == "sql"
+        assert (await pending).json()["model"] == "sql"
         unknown = await scene.client.post(CHAT, json=chat(model="poetry"))
         assert unknown.status_code == 404
         assert "'law'" in unknown.json()["error"]["message"]
@@ -306,14 +306,14 @@ def test_adapter_names_must_be_unique(loras: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("stream", [True, False])
 async def test_the_response_names_the_worker_in_nvext_on_request(scene: Scene, stream: bool) -> None:
     body = chat({"extra_fields": ["worker_id"]}, stream=stream)
-    asking = asyncio.create_task(scene.client.post(CHAT, json=body))
+    pending = asyncio.create_task(scene.client.post(CHAT, json=body))
     request = await scene.next_request()
-    scene.say(request.request_id, " hi", worker="w7")
+    scene.emit_text(request.request_id, " hi", worker="w7")
     scene.end(request.request_id)
-    lines = (await asking).text.replace("data: ", "").split("\n\n")
-    answer = json.loads(lines[-3] if stream else lines[0])
+    lines = (await pending).text.replace("data: ", "").split("\n\n")
+    reply = json.loads(lines[-3] if stream else lines[0])
     worker = {"prefill_worker_id": "w7", "prefill_dp_rank": 0, "decode_worker_id": "w7", "decode_dp_rank": 0}
-    assert answer["nvext"] == {"worker_id": worker}
+    assert reply["nvext"] == {"worker_id": worker}
 
 
 VALUES = st.recursive(

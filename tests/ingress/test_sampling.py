@@ -27,16 +27,16 @@ def text(**changes: Any) -> dict[str, Any]:
     return {"model": NAME, "prompt": "Hello", "max_tokens": 50, **changes}
 
 
-def ask(scene: Scene, path: str, body: dict[str, Any]) -> "asyncio.Task[Any]":
+def start_request(scene: Scene, path: str, body: dict[str, Any]) -> "asyncio.Task[Any]":
     return asyncio.create_task(scene.client.post(path, json=body))
 
 
 async def sampled(scene: Scene, **changes: Any) -> Sampling:
     """Return the sampling of a chat with these parameters."""
-    asking = ask(scene, CHAT, chat(**changes))
+    pending = start_request(scene, CHAT, chat(**changes))
     request = await scene.next_request()
     scene.refuse(request.request_id, 418, "teapot")
-    assert (await asking).status_code == 418
+    assert (await pending).status_code == 418
     return request.sampling
 
 
@@ -161,7 +161,7 @@ async def test_a_structure_above_the_limit_is_rejected(scene: Scene, monkeypatch
     assert response.json()["error"]["code"] == "structure_too_large"
 
 
-def told(scene: Scene, words: str) -> tuple[list[int], tuple[TokenLogprob, ...]]:
+def with_alternatives(scene: Scene, words: str) -> tuple[list[int], tuple[TokenLogprob, ...]]:
     """Return the tokens of a text, each with an alternative."""
     token_ids = scene.model.encode(words)
     return token_ids, tuple(
@@ -176,13 +176,13 @@ def told(scene: Scene, words: str) -> tuple[list[int], tuple[TokenLogprob, ...]]
 @pytest.mark.parametrize("stream", [True, False])
 async def test_chat_log_probabilities(scene: Scene, stream: bool) -> None:
     words = " the café 😀"
-    asking = ask(scene, CHAT, chat(logprobs=True, top_logprobs=1, stream=stream))
+    pending = start_request(scene, CHAT, chat(logprobs=True, top_logprobs=1, stream=stream))
     request = await scene.next_request()
-    token_ids, logprobs = told(scene, words)
+    token_ids, logprobs = with_alternatives(scene, words)
     for at, (token, logprob) in enumerate(zip(token_ids, logprobs, strict=True)):
         scene.emit(request.request_id, [token], first=at, logprobs=(logprob,))
     scene.end(request.request_id)
-    response = await asking
+    response = await pending
     if stream:
         lines = [line for line in response.text.split("\n\n") if line and not line.endswith("[DONE]")]
         choices = [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines]
@@ -197,12 +197,12 @@ async def test_chat_log_probabilities(scene: Scene, stream: bool) -> None:
 
 
 async def test_completion_log_probabilities(scene: Scene) -> None:
-    asking = ask(scene, TEXT, text(logprobs=2))
+    pending = start_request(scene, TEXT, text(logprobs=2))
     request = await scene.next_request()
-    token_ids, logprobs = told(scene, " the river")
+    token_ids, logprobs = with_alternatives(scene, " the river")
     scene.emit(request.request_id, token_ids, logprobs=logprobs)
     scene.end(request.request_id)
-    given = (await asking).json()["choices"][0]["logprobs"]
+    given = (await pending).json()["choices"][0]["logprobs"]
     assert "".join(given["tokens"]) == " the river"
     assert given["token_logprobs"] == [one.logprob for one in logprobs]
     assert given["text_offset"] == [len("".join(given["tokens"][:at])) for at in range(len(token_ids))]
@@ -210,30 +210,30 @@ async def test_completion_log_probabilities(scene: Scene) -> None:
 
 
 async def test_tokens_after_a_stop_string_have_no_log_probabilities(scene: Scene) -> None:
-    asking = ask(scene, CHAT, chat(logprobs=True, stop="river"))
+    pending = start_request(scene, CHAT, chat(logprobs=True, stop="river"))
     request = await scene.next_request()
-    token_ids, logprobs = told(scene, " the river ran")
+    token_ids, logprobs = with_alternatives(scene, " the river ran")
     scene.emit(request.request_id, token_ids, logprobs=logprobs)
-    choice = (await asking).json()["choices"][0]
+    choice = (await pending).json()["choices"][0]
     assert choice["message"]["content"] == " the "
     assert len(choice["logprobs"]["content"]) < len(token_ids)
 
 
 async def test_log_probabilities_are_null_if_the_engine_reports_none(scene: Scene) -> None:
-    asking = ask(scene, CHAT, chat(logprobs=True))
+    pending = start_request(scene, CHAT, chat(logprobs=True))
     request = await scene.next_request()
-    scene.end(request.request_id, said=scene.say(request.request_id, " the river"))
-    choice = (await asking).json()["choices"][0]
+    scene.end(request.request_id, output=scene.emit_text(request.request_id, " the river"))
+    choice = (await pending).json()["choices"][0]
     assert (choice["message"]["content"], choice["logprobs"]) == (" the river", None)
 
 
 @pytest.mark.parametrize("special", [True, False])
 async def test_special_tokens_become_text_on_request(scene: Scene, special: bool) -> None:
-    asking = ask(scene, TEXT, text(skip_special_tokens=not special))
+    pending = start_request(scene, TEXT, text(skip_special_tokens=not special))
     request = await scene.next_request()
-    scene.end(request.request_id, said=scene.say(request.request_id, "a<|im_start|>b<|im_end|>"))
-    said = (await asking).json()["choices"][0]["text"]
-    assert said == ("a<|im_start|>b" if special else "ab")
+    scene.end(request.request_id, output=scene.emit_text(request.request_id, "a<|im_start|>b<|im_end|>"))
+    output = (await pending).json()["choices"][0]["text"]
+    assert output == ("a<|im_start|>b" if special else "ab")
 
 
 def test_bytes_of_byte_level_tokens() -> None:
@@ -253,11 +253,11 @@ def test_bytes_of_byte_fallback_tokens() -> None:
 
 
 async def test_minus_infinity_becomes_the_minimum(scene: Scene) -> None:
-    asking = ask(scene, CHAT, chat(logprobs=True, top_logprobs=1))
+    pending = start_request(scene, CHAT, chat(logprobs=True, top_logprobs=1))
     request = await scene.next_request()
     (token,) = scene.model.encode("a")
     never = TopLogprob(token_id=token, logprob=float("-inf"))
     scene.emit(request.request_id, [token], logprobs=(TokenLogprob(logprob=float("-inf"), top=(never,)),))
     scene.end(request.request_id)
-    (told_of,) = (await asking).json()["choices"][0]["logprobs"]["content"]
+    (told_of,) = (await pending).json()["choices"][0]["logprobs"]["content"]
     assert (told_of["logprob"], told_of["top_logprobs"][0]["logprob"]) == (-9999.0, -9999.0)

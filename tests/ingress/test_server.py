@@ -79,9 +79,9 @@ def test_one_of_two_services_on_the_same_port_exits() -> None:
             loser = pair[ends.index("")]
             assert loser.wait(PATIENCE_S) == 2
             assert loser.stderr is not None
-            said = loser.stderr.read().splitlines()
-            assert len(said) == 1
-            assert said[0].startswith(f"forebay: cannot listen on 127.0.0.1:{port} ")
+            output = loser.stderr.read().splitlines()
+            assert len(output) == 1
+            assert output[0].startswith(f"forebay: cannot listen on 127.0.0.1:{port} ")
         finally:
             for process in pair:
                 process.kill()

@@ -48,7 +48,7 @@ async def reading(log: SqliteLog, offset: int) -> AsyncIterator[ReplyReader]:
         await asyncio.gather(running, return_exceptions=True)
 
 
-def said(name: str, first: int, *tokens: int) -> TokensEmitted:
+def output(name: str, first: int, *tokens: int) -> TokensEmitted:
     chunk = TokenChunk(request_id=name, attempt=1, first_index=first, token_ids=pack_u32(tokens))
     return TokensEmitted(worker_id="w1", worker_epoch=1, owner_epoch=1, chunks=(chunk,), group=GROUP)
 
@@ -56,7 +56,7 @@ def said(name: str, first: int, *tokens: int) -> TokensEmitted:
 async def test_events_of_another_group_on_the_same_slot_are_ignored(log: SqliteLog) -> None:
     ids: dict[str, Any] = {"request_id": "a", "owner_epoch": 9}
     strangers: list[TokenEvent] = [
-        msgspec.structs.replace(said("a", 0, 90, 91), owner_epoch=9),
+        msgspec.structs.replace(output("a", 0, 90, 91), owner_epoch=9),
         AttemptStarted(**ids, attempt=2, worker_id="w"),
         Embedded(**ids, attempt=2, worker_id="w", vector=b""),
         ResponseEnded(**ids, attempt=2, finish_reason="stop"),
@@ -64,7 +64,7 @@ async def test_events_of_another_group_on_the_same_slot_are_ignored(log: SqliteL
         CommandResponse(command_id="c", owner_epoch=9),
     ]
     own = [
-        said("a", 0, 7, 8),
+        output("a", 0, 7, 8),
         ResponseEnded(request_id="a", owner_epoch=1, attempt=1, finish_reason="stop", group=GROUP),
         RouteResponse(request_id="q", owner_epoch=1, group=GROUP),
         CommandResponse(command_id="c", owner_epoch=1, group=GROUP),
@@ -84,12 +84,12 @@ async def append(log: SqliteLog, *events: Event) -> None:
 
 
 async def test_position_follows_the_last_dispatched_record(log: SqliteLog) -> None:
-    await append(log, *[said("a", at, at) for at in range(2 * READ_MAX)])
+    await append(log, *[output("a", at, at) for at in range(2 * READ_MAX)])
     async with reading(log, 3) as reader:
         assert reader.position == 3
         await until(lambda: reader.position == 2 * READ_MAX)
         stream = reader.open("b")
-        await append(log, said("b", 0, 7))
+        await append(log, output("b", 0, 7))
         await stream.ready()
         await until(lambda: reader.position == 2 * READ_MAX + 1)
         assert stream.tokens == [7]
@@ -99,13 +99,13 @@ async def test_a_gap_wakes_the_reader(log: SqliteLog) -> None:
     async with reading(log, 0) as reader:
         stream = reader.open("a")
         waiting = asyncio.create_task(stream.ready())
-        await append(log, said("a", 1, 7), said("a", 0, 6))
+        await append(log, output("a", 1, 7), output("a", 0, 6))
         await waiting
         assert (stream.gap, stream.tokens) == (True, [])
 
 
 async def test_a_failed_log_interrupts_all_streams(log: SqliteLog) -> None:
-    await append(log, said("a", 0, 7))
+    await append(log, output("a", 0, 7))
     reader = ReplyReader(log, GROUP, SLOT, 0, lambda: None)
     streams = [reader.open(name) for name in "ab"]
     log._db.execute(f"UPDATE {TOKENS.name} SET value = x'00'")

@@ -105,11 +105,11 @@ async def test_a_long_prompt_that_fits_has_the_tokens_of_the_whole_text() -> Non
     text = words(PIECE_CHARS) + long * 12_000 + words(PIECE_CHARS)  # few tokens for its length: it is counted first
     assert len(text) > model.context_tokens * CHARS_PER_TOKEN
     async with make_scene(model) as scene:
-        asking = asyncio.create_task(scene.client.post(TEXT, json={"model": NAME, "prompt": text, "max_tokens": 1}))
+        pending = asyncio.create_task(scene.client.post(TEXT, json={"model": NAME, "prompt": text, "max_tokens": 1}))
         request = await scene.next_request()
         assert unpack_u32(request.token_ids) == Model(DEFAULT_MODEL).encode(text)
         scene.end(request.request_id)
-        assert (await asking).status_code == 200
+        assert (await pending).status_code == 200
 
 
 async def test_a_full_tokenizer_queue_is_503_but_short_prompts_are_served(scene: Scene) -> None:
@@ -123,16 +123,16 @@ async def test_a_full_tokenizer_queue_is_503_but_short_prompts_are_served(scene:
             response = await scene.client.post(path, json={"model": NAME, **body})
             assert (response.status_code, response.json()["error"]["code"]) == (503, "overloaded"), path
             assert response.headers["retry-after"]
-        asking = asyncio.create_task(scene.client.post(TEXT, json={"model": NAME, "prompt": "short"}))
+        pending = asyncio.create_task(scene.client.post(TEXT, json={"model": NAME, "prompt": "short"}))
         scene.end((await scene.next_request()).request_id)
-        assert (await asking).status_code == 200
+        assert (await pending).status_code == 200
     finally:
         free.set()
     await asyncio.gather(*held)
     await until(lambda: scene.ingress.tokenizer_pool.chars_queued == 0)
-    asking = asyncio.create_task(scene.client.post(TEXT, json={"model": NAME, "prompt": words(INLINE_CHARS_MAX * 2)}))
+    pending = asyncio.create_task(scene.client.post(TEXT, json={"model": NAME, "prompt": words(INLINE_CHARS_MAX * 2)}))
     scene.end((await scene.next_request()).request_id)
-    assert (await asking).status_code == 200
+    assert (await pending).status_code == 200
 
 
 async def test_rendering_stops_at_the_limit(tmp_path: Path) -> None:
@@ -210,9 +210,9 @@ async def test_images_have_a_higher_limit_than_text(tmp_path: Path) -> None:
     model = Model(media_model.make(tmp_path / "m"))
     limits: dict[str, Any] = {"body_bytes_max": 100_000, "media_body_bytes_max": 400_000}
     async with make_scene(model, **limits) as scene:
-        asking = asyncio.create_task(scene.client.post(CHAT, json=image_body(200_000, 100)))
+        pending = asyncio.create_task(scene.client.post(CHAT, json=image_body(200_000, 100)))
         scene.end((await scene.next_request()).request_id)
-        assert (await asking).status_code == 200
+        assert (await pending).status_code == 200
         for body, option in (
             (image_body(200_000, 100_000), "--body-bytes-max"),
             (image_body(400_000, 100), "--media-body-bytes-max"),

@@ -42,8 +42,8 @@ def on_the_log(scene: Scene) -> list[ControlEvent]:
 async def post(scene: Scene, **body: Any) -> dict[str, Any]:
     response = await scene.client.post(PATH, json={"model": NAME, **body})
     assert response.status_code == 200, response.text
-    answer: dict[str, Any] = response.json()
-    return answer
+    reply: dict[str, Any] = response.json()
+    return reply
 
 
 async def test_missing_fields_keep_their_value_and_null_disables(scene: Scene) -> None:
@@ -85,8 +85,8 @@ async def test_changes_by_another_ingress_or_a_router_apply(scene: Scene) -> Non
 async def test_invalid_bodies_are_rejected_by_field_name(
     scene: Scene, body: Any, status: int, param: str | None, code: str
 ) -> None:
-    asked = {"content": body} if isinstance(body, bytes) else {"json": body}
-    response = await scene.client.post(PATH, **asked)
+    payload = {"content": body} if isinstance(body, bytes) else {"json": body}
+    response = await scene.client.post(PATH, **payload)
     error = response.json()["error"]
     assert (response.status_code, error["param"], error["code"]) == (status, param, code), error
     assert len(on_the_log(scene)) == 1
@@ -154,10 +154,10 @@ async def test_thresholds_equal_those_of_the_log_at_any_time(steps: list[tuple[C
     log = SqliteLog.open(None)
     pools = PoolConfigurator(log, lambda: 0, lambda: None)
     written: list[ControlEvent] = []
-    for event, asked in steps:
+    for event, is_query in steps:
         log.append_soon([Draft(CONTROL.name, 0, encode(CONTROL, event))])
         written.append(event)
-        if asked:
+        if is_query:
             assert await pools.busy_thresholds() == naive(written)
     log.close()
 
@@ -185,13 +185,13 @@ def naive(events: list[ControlEvent]) -> list[tuple[str, str, BusyThresholds]]:
 async def test_prompts_are_hashed_with_the_block_size_of_the_pool(block_size: int) -> None:
     async with make_scene(block_size=None) as scene:
         prompt = list(range(100, 140))
-        asked = {"model": NAME, "prompt": prompt, "max_tokens": 1}
-        refused = await scene.client.post("/v1/completions", json=asked)
+        payload = {"model": NAME, "prompt": prompt, "max_tokens": 1}
+        refused = await scene.client.post("/v1/completions", json=payload)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_group")
         scene.control(msgspec.structs.replace(pool(model="other"), block_size=5))
         scene.control(msgspec.structs.replace(pool(), block_size=block_size))
-        answer = asyncio.create_task(scene.client.post("/v1/completions", json=asked))
+        reply = asyncio.create_task(scene.client.post("/v1/completions", json=payload))
         submitted = await scene.next_request()
         scene.end(submitted.request_id)
-        assert (await answer).status_code == 200
+        assert (await reply).status_code == 200
         assert submitted.sequence_hashes == sequence_hashes(pack_u32(prompt), block_size)

@@ -58,34 +58,34 @@ def chat(**changes: Any) -> dict[str, Any]:
     return {"model": NAME, "messages": [HELLO], "max_tokens": 90, **changes}
 
 
-async def asked(scene: Scene, **changes: Any) -> tuple["asyncio.Task[Any]", RequestSubmitted, str]:
+async def submit_chat(scene: Scene, **changes: Any) -> tuple["asyncio.Task[Any]", RequestSubmitted, str]:
     """Return the submitted request and its prompt as text."""
-    asking = asyncio.create_task(scene.client.post(CHAT, json=chat(**changes)))
+    pending = asyncio.create_task(scene.client.post(CHAT, json=chat(**changes)))
     await asyncio.sleep(0)
     request = asyncio.create_task(scene.next_request())
-    await asyncio.wait((asking, request), return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait((pending, request), return_when=asyncio.FIRST_COMPLETED)
     if not request.done():
         request.cancel()
-        raise AssertionError(asking.result().text)
+        raise AssertionError(pending.result().text)
     submitted = request.result()
     prompt: str = scene.model.tokenizer.decode(unpack_u32(submitted.token_ids), skip_special_tokens=False)
-    return asking, submitted, prompt
+    return pending, submitted, prompt
 
 
-def say(scene: Scene, request: RequestSubmitted, text: str, *, reason: str = "stop") -> None:
+def emit_text(scene: Scene, request: RequestSubmitted, text: str, *, reason: str = "stop") -> None:
     """Emit a text token by token and end the response."""
     at = 0
     for token in scene.model.encode(text):
         at = scene.emit(request.request_id, [token], first=at)
-    scene.end(request.request_id, reason=reason, said=at)
+    scene.end(request.request_id, reason=reason, output=at)
 
 
 async def test_tools_reach_the_template_and_a_call_is_returned(tools: Scene) -> None:
-    asking, request, prompt = await asked(tools, tools=[WEATHER, TIME])
+    pending, request, prompt = await submit_chat(tools, tools=[WEATHER, TIME])
     assert json.loads(prompt.splitlines()[0]) == [WEATHER, TIME]
     assert request.sampling.structured is None
-    say(tools, request, f"Let me look. {CALL}")
-    choice = (await asking).json()["choices"][0]
+    emit_text(tools, request, f"Let me look. {CALL}")
+    choice = (await pending).json()["choices"][0]
     assert choice["finish_reason"] == "tool_calls"
     message = choice["message"]
     assert message["content"] == "Let me look."
@@ -95,30 +95,32 @@ async def test_tools_reach_the_template_and_a_call_is_returned(tools: Scene) -> 
 
 
 async def test_a_conversation_continues_with_the_result_of_a_tool(tools: Scene) -> None:
-    asking, request, _ = await asked(tools, tools=[WEATHER])
-    say(tools, request, CALL)
-    message = (await asking).json()["choices"][0]["message"]
+    pending, request, _ = await submit_chat(tools, tools=[WEATHER])
+    emit_text(tools, request, CALL)
+    message = (await pending).json()["choices"][0]["message"]
     assert message["content"] is None
     result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "rain"}
-    asking, request, prompt = await asked(tools, tools=[WEATHER], messages=[HELLO, message, result])
+    pending, request, prompt = await submit_chat(tools, tools=[WEATHER], messages=[HELLO, message, result])
     assert "<|im_start|>assistant\n<tool_call>weather:Paris<|im_end|>" in prompt
     assert f"<|im_start|>tool\nrain #{result['tool_call_id']}<|im_end|>" in prompt
-    say(tools, request, "It rains.")
-    choice = (await asking).json()["choices"][0]
+    emit_text(tools, request, "It rains.")
+    choice = (await pending).json()["choices"][0]
     assert (choice["message"]["content"], choice["finish_reason"]) == ("It rains.", "stop")
 
 
 async def test_tool_choice_none_omits_the_tools(tools: Scene) -> None:
-    asking, request, prompt = await asked(tools, tools=[WEATHER], tool_choice="none")
+    pending, request, prompt = await submit_chat(tools, tools=[WEATHER], tool_choice="none")
     assert "weather" not in prompt
-    say(tools, request, CALL)
-    choice = (await asking).json()["choices"][0]
+    emit_text(tools, request, CALL)
+    choice = (await pending).json()["choices"][0]
     assert (choice["message"]["content"], choice["finish_reason"]) == (CALL, "stop")
 
 
 @pytest.mark.parametrize("parallel", [True, False])
 async def test_tool_choice_required_constrains_the_output_to_calls(tools: Scene, parallel: bool) -> None:
-    asking, request, _ = await asked(tools, tools=[WEATHER, TIME], tool_choice="required", parallel_tool_calls=parallel)
+    pending, request, _ = await submit_chat(
+        tools, tools=[WEATHER, TIME], tool_choice="required", parallel_tool_calls=parallel
+    )
     structured = request.sampling.structured
     assert structured is not None
     schema = json.loads(structured.text)
@@ -131,19 +133,19 @@ async def test_tool_choice_required_constrains_the_output_to_calls(tools: Scene,
         "name": {"type": "string", "enum": ["time"]},
         "parameters": {"type": "object", "properties": {}},
     }
-    say(tools, request, '[{"name": "weather", "parameters": {"city": "Paris"}}]')
-    choice = (await asking).json()["choices"][0]
+    emit_text(tools, request, '[{"name": "weather", "parameters": {"city": "Paris"}}]')
+    choice = (await pending).json()["choices"][0]
     assert choice["finish_reason"] == "tool_calls"
     assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": "Paris"}'
 
 
 async def test_a_named_tool_constrains_the_output_to_its_arguments(tools: Scene) -> None:
     named = {"type": "function", "function": {"name": "weather"}}
-    asking, request, _ = await asked(tools, tools=[WEATHER, TIME], tool_choice=named, stream=True)
+    pending, request, _ = await submit_chat(tools, tools=[WEATHER, TIME], tool_choice=named, stream=True)
     assert request.sampling.structured is not None
     assert json.loads(request.sampling.structured.text) == SCHEMA
-    say(tools, request, '{"city": "Paris"}', reason="length")
-    text = (await asking).text
+    emit_text(tools, request, '{"city": "Paris"}', reason="length")
+    text = (await pending).text
     assert '"finish_reason":"length"' in text
     assert '"name":"weather"' in text
 
@@ -194,16 +196,16 @@ async def test_different_definitions_of_a_name_cannot_be_merged(tools: Scene) ->
 
 
 async def test_reasoning_that_begins_in_the_prompt(tools: Scene) -> None:
-    asking, request, prompt = await asked(tools, chat_template_kwargs={"enable_thinking": True, "mood": "calm"})
+    pending, request, prompt = await submit_chat(tools, chat_template_kwargs={"enable_thinking": True, "mood": "calm"})
     assert prompt.endswith("calm<|im_start|>assistant\n<think>\n")
-    say(tools, request, "Hm.</think>\n\nYes.")
-    message = (await asking).json()["choices"][0]["message"]
+    emit_text(tools, request, "Hm.</think>\n\nYes.")
+    message = (await pending).json()["choices"][0]["message"]
     assert (message["content"], message["reasoning_content"], message["reasoning"]) == ("Yes.", "Hm.", "Hm.")
-    asking, request, prompt = await asked(tools, messages=[HELLO, message, HELLO], reasoning_effort="low")
+    pending, request, prompt = await submit_chat(tools, messages=[HELLO, message, HELLO], reasoning_effort="low")
     assert "Yes.(thought Hm.)" in prompt
     assert "low<|im_start|>" in prompt
-    say(tools, request, "Yes.")
-    assert "reasoning" not in (await asking).json()["choices"][0]["message"]
+    emit_text(tools, request, "Yes.")
+    assert "reasoning" not in (await pending).json()["choices"][0]["message"]
 
 
 async def test_reasoning_effort_is_rejected_if_the_template_ignores_it(scene: Scene) -> None:
@@ -229,9 +231,9 @@ async def test_openai_client_streams_reasoning_and_calls(tools: Scene) -> None:
                         thought += getattr(event.chunk.choices[0].delta, "reasoning_content", None) or ""
                 return thought, await events.get_final_completion()
 
-        asking = asyncio.create_task(stream())
-        say(tools, await tools.next_request(), text)
-        thought, completion = await asking
+        pending = asyncio.create_task(stream())
+        emit_text(tools, await tools.next_request(), text)
+        thought, completion = await pending
     choice = completion.choices[0]
     assert (thought, choice.message.content, choice.finish_reason) == ("Hm.\n", "Look:", "tool_calls")
     assert [(call.function.name, call.function.arguments) for call in choice.message.tool_calls] == [
@@ -246,10 +248,10 @@ async def test_openai_client_streams_reasoning_and_calls(tools: Scene) -> None:
 async def test_kafka_api_sends_the_objects_of_http(tools: Scene, stream: bool) -> None:
     body = chat(tools=[WEATHER], stream=stream)
     post = tools.client.post(CHAT, json=body, headers={"x-request-id": "same"})
-    asking = asyncio.ensure_future(post)
+    pending = asyncio.ensure_future(post)
     request = await tools.next_request()
-    say(tools, request, f"<think>a</think>b{CALL}")
-    given = (await asking).text
+    emit_text(tools, request, f"<think>a</think>b{CALL}")
+    given = (await pending).text
     parsed = parse(ChatBody, msgspec.json.encode(body))
     prepared = await tools.ingress.prepare(parsed, ())
     fold = tools.ingress.completion("same", parsed, prepared, created_s=0)
@@ -266,10 +268,10 @@ def deltas(events: list[str]) -> Any:
     """Return the merged content, reasoning, arguments and calls of a stream or an object."""
     content, reasoning, arguments, named = "", "", "", []
     for choice in (json.loads(event)["choices"][0] for event in events):
-        said = choice.get("delta") or choice.get("message") or {}
-        content += said.get("content") or ""
-        reasoning += said.get("reasoning") or ""
-        for call in said.get("tool_calls", ()):
+        output = choice.get("delta") or choice.get("message") or {}
+        content += output.get("content") or ""
+        reasoning += output.get("reasoning") or ""
+        for call in output.get("tool_calls", ()):
             arguments += call["function"]["arguments"]
             named += [(call["id"], call["function"]["name"])] if "id" in call else []
     return content, reasoning, arguments, named, json.loads(events[-1])["choices"][0]["finish_reason"]
@@ -283,15 +285,15 @@ async def test_messages_parsed_by_the_openai_client_may_be_sent_back(tools: Scen
     strict: Any = {**weather, "function": {**weather["function"], "strict": True}}
     hello: Any = HELLO
     async with openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="x", max_retries=0) as client:
-        asking = asyncio.create_task(client.chat.completions.parse(model=NAME, messages=[hello], tools=[strict]))
-        say(tools, await tools.next_request(), f"Look: {CALL}")
-        message: Any = (await asking).choices[0].message
+        pending = asyncio.create_task(client.chat.completions.parse(model=NAME, messages=[hello], tools=[strict]))
+        emit_text(tools, await tools.next_request(), f"Look: {CALL}")
+        message: Any = (await pending).choices[0].message
         assert message.tool_calls[0].function.parsed_arguments == {"city": "Paris"}
         result: Any = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "sunny"}
         given: Any = {**message.model_dump(), "parsed": 1}
         back = client.chat.completions.create(model=NAME, messages=[hello, given, result])
         again = asyncio.create_task(back)
-        say(tools, await tools.next_request(), "It is sunny.")
+        emit_text(tools, await tools.next_request(), "It is sunny.")
         assert (await again).choices[0].message.content == "It is sunny."
     server.should_exit = True
     await serving
