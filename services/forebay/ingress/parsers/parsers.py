@@ -7,6 +7,7 @@ out not to be one is emitted as content.
 """
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Container
 from enum import Enum, auto
 
@@ -83,17 +84,17 @@ class DeltaCollector:
         return delta
 
 
-class ParserStage:
+class ParserStage(ABC):
     """A stage of the chain. `push` and `finish` write to the collector."""
 
     def __init__(self, sink: DeltaCollector) -> None:
         self._sink = sink
 
+    @abstractmethod
     def push(self, text: str) -> None:
         """Process more text."""
-        raise NotImplementedError
 
-    def finish(self) -> None:
+    def finish(self) -> None:  # noqa: B027 - stages without a buffer have nothing to emit
         """Emit the buffered text at the end of the response."""
 
 
@@ -227,9 +228,9 @@ class ToolCallParser(ParserStage):
         elif self._at is not _CallState.CALL and (self._at is not _CallState.CLOSE or self._lead):
             self._sink.content(self._lead + self._held)
 
+    @abstractmethod
     def _step(self, text: str) -> str:
         """Consume the beginning of the text and return the remaining text, empty if more text is needed."""
-        raise NotImplementedError
 
     def _scan(self, text: str) -> str:
         scanner = self._scanner
