@@ -36,7 +36,7 @@ class FakeKafka:
         )
         metrics = KafkaApiMetrics(CollectorRegistry())
         self.responses: list[Any] = []
-        self.lane = PartitionServer(
+        self.server = PartitionServer(
             SharedState(cast(Any, shared), scene.ingress, cast(Any, self), cast(Any, self), metrics, 16), 3
         )
         self.records = 0
@@ -44,7 +44,7 @@ class FakeKafka:
     async def start_request(self, body: Any) -> None:
         """Add a record."""
         value = msgspec.json.encode(body)
-        self.lane.push([Record("openai-requests", 3, self.records, 1_700_000_000_000_000, value, None, None)])
+        self.server.push([Record("openai-requests", 3, self.records, 1_700_000_000_000_000, value, None, None)])
         self.records += 1
 
     async def committed(self, partition: int) -> None:
@@ -74,7 +74,7 @@ async def test_a_record_that_raises_gets_a_500_and_the_next_is_served(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     fake = FakeKafka(scene, monkeypatch)
-    serving = asyncio.create_task(fake.lane.run())
+    serving = asyncio.create_task(fake.server.run())
     try:
         with monkeypatch.context() as broken:
             broken.setattr(scene.model, "render", lambda *_: 1 // 0)
@@ -102,7 +102,7 @@ async def test_an_error_of_a_parser_ends_the_response(scene: Scene, monkeypatch:
 
     monkeypatch.setattr(scene.ingress.parsers, "parser", lambda how, request_id: Broken())
     fake = FakeKafka(scene, monkeypatch)
-    serving = asyncio.create_task(fake.lane.run())
+    serving = asyncio.create_task(fake.server.run())
     try:
         await fake.start_request({**CHAT, "stream": True})
         submitted = await scene.next_request()

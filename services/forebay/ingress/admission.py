@@ -151,7 +151,7 @@ class AdmissionMiddleware:
         try:
             self._admission.enter()
         except ApiError as error:
-            self._metrics.refused.labels(error.code).inc()
+            self._metrics.errors.labels(error.code).inc()
             self._metrics.rejected(endpoint)
             # The connection stays open. If it were closed during the upload, the client might not see the response.
             await error.send(send)

@@ -17,8 +17,11 @@ class IngressMetrics:
             ("model", "endpoint", "request_type", "status"),
             registry=registry,
         )
-        self.refused = Counter(
-            "forebay_ingress_refused", "requests answered with an error, by error code", ("code",), registry=registry
+        self.errors = Counter(
+            "forebay_ingress_refused",
+            "requests that got an error, by error code",
+            ("code",),
+            registry=registry,
         )
         self.undecodable = Counter(
             "forebay_ingress_undecodable", "records of the log that could not be decoded", registry=registry
@@ -76,7 +79,7 @@ class IngressMetrics:
 
     def reject(self, code: str) -> None:
         """Count an error by its code."""
-        self.refused.labels(code).inc()
+        self.errors.labels(code).inc()
 
     def ended(self, endpoint: str, *, stream: bool, status: str) -> None:
         """Count the end of a request."""

@@ -26,7 +26,7 @@ from forebay.ingress.model import RENDERED_CHARS_MAX, Model
 from forebay.ingress.openai.embeddings import EmbeddingBody
 from forebay.ingress.openai.nvext import Nvext
 from forebay.ingress.openai.requests import ChatBody, CompletionBody, TextBody
-from forebay.ingress.openai.routing_hints import RoutingHeaders, refuse_hints, routing_of
+from forebay.ingress.openai.routing_hints import RoutingHeaders, reject_hints, routing_of
 from forebay.ingress.openai.sampling import sampling_of
 from forebay.ingress.parsers.composer import OutputPlan
 from forebay.ingress.parsers.selection import ParseOptions, ParserFactory
@@ -165,7 +165,7 @@ class Preparer:
         """Return the routing hints. Without `--routing-hints`, reject hints in the body and ignore headers."""
         if self.settings.routing_hints:
             return routing_of(nvext, headers)
-        refuse_hints(nvext)
+        reject_hints(nvext)
         return NO_HINTS
 
     def media_refs(self, body: ChatBody | TextBody) -> list[MediaRef]:

@@ -47,9 +47,9 @@ def build_app(
     app = FastAPI(title="forebay", summary="OpenAI-compatible ingress", docs_url="/docs", redoc_url=None)
     app.add_middleware(AdmissionMiddleware, admission=ingress.admission, metrics=ingress.metrics)
     app.add_middleware(
-        DrainMiddleware, drain=ingress.drain, on_rejected=lambda error: ingress.metrics.refused.labels(error.code).inc()
+        DrainMiddleware, drain=ingress.drain, on_rejected=lambda error: ingress.metrics.errors.labels(error.code).inc()
     )
-    app.add_middleware(OriginGuard, hosts=hosts, on_rejected=lambda code: ingress.metrics.refused.labels(code).inc())
+    app.add_middleware(OriginGuard, hosts=hosts, on_rejected=lambda code: ingress.metrics.errors.labels(code).inc())
     _add_errors(app, ingress)
     _add_completions(app, ingress)
     _add_embeddings(app, ingress)
@@ -150,7 +150,7 @@ def _add_health(app: FastAPI, ingress: Ingress, registry: CollectorRegistry) -> 
 
 def _add_errors(app: FastAPI, ingress: Ingress) -> None:
     def respond(error: ApiError) -> Response:
-        ingress.metrics.refused.labels(error.code).inc()
+        ingress.metrics.errors.labels(error.code).inc()
         return Response(error.encoded(), error.status, error.headers(), "application/json")
 
     @app.exception_handler(ApiError)

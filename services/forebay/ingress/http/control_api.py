@@ -240,7 +240,7 @@ async def _run(request: Request, ingress: Ingress, body: CommandBody, command: C
     if command.action == "list_loras":
         content["loras"] = _by_name(result.outcomes)
     if error is not None:
-        ingress.metrics.refused.labels(error.code).inc()
+        ingress.metrics.errors.labels(error.code).inc()
         content |= error.body()
     return Response(
         msgspec.json.encode(content),

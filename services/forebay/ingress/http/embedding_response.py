@@ -51,7 +51,7 @@ class EmbeddingResponse(Response):
             metrics.duration.observe(runtime.monotonic_s() - began_s)
             metrics.input_tokens.observe(fold.prompt_tokens)
         except ApiError as error:
-            metrics.refused.labels(error.code).inc()
+            metrics.errors.labels(error.code).inc()
             await error.send(send, fold.request_id)
         finally:
             metrics.inflight.dec()

@@ -98,7 +98,7 @@ class BoundedProtocol(HttpToolsProtocol):
             transport.abort()
             return
         if count > limits.connections_max:
-            self.app = _refusing(self.app, limits)
+            self.app = _rejecting_app(self.app, limits)
         self._phase_s = self.loop.time()
         self._timer = self.loop.call_later(limits.head_s, self._on_timer)
 
@@ -125,7 +125,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._watch()
 
     def send_400_response(self, msg: str) -> None:
-        """Reject a request that the parser or a callback refused."""
+        """Reject a request that the parser or a callback rejected."""
         self._reject(self._violation or ApiError(400, "invalid_http", "the request is not valid HTTP/1.1"))
 
     def on_message_begin(self) -> None:
@@ -143,7 +143,7 @@ class BoundedProtocol(HttpToolsProtocol):
         """Count headers, and trailers of a chunked body."""
         self._header_count += 1
         if self._header_count > HEADERS_MAX:
-            self._refuse(_head_too_large(f"more than {HEADERS_MAX} headers"))
+            self._stop_parser(_head_too_large(f"more than {HEADERS_MAX} headers"))
         self._count_head(len(name) + len(value))
         super().on_header(name, value)
 
@@ -152,7 +152,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._phase, self._phase_s = _Phase.BODY, self.loop.time()
         if len(self.pipeline) >= PIPELINED_MAX:
             text = f"more than {PIPELINED_MAX} requests were sent ahead of their responses; wait for responses"
-            self._refuse(ApiError(400, "too_many_pipelined", text))
+            self._stop_parser(ApiError(400, "too_many_pipelined", text))
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -175,9 +175,9 @@ class BoundedProtocol(HttpToolsProtocol):
     def _count_head(self, size: int) -> None:
         self._head_bytes += size
         if self._head_bytes > HEAD_BYTES_MAX:
-            self._refuse(_head_too_large(f"more than {HEAD_BYTES_MAX:,} bytes"))
+            self._stop_parser(_head_too_large(f"more than {HEAD_BYTES_MAX:,} bytes"))
 
-    def _refuse(self, error: ApiError) -> NoReturn:
+    def _stop_parser(self, error: ApiError) -> NoReturn:
         """Stop the parser, which then calls `send_400_response`."""
         self._violation = error
         raise _Violation
@@ -250,19 +250,19 @@ def connections_allowed() -> int:
     return max(1, min(CONNECTIONS_MAX, soft - REFUSED_MAX - FILES_RESERVED))
 
 
-def _refusing(app: Any, limits: ConnectionLimits) -> Any:
+def _rejecting_app(app: Any, limits: ConnectionLimits) -> Any:
     """Return an application that serves probes and rejects all other requests."""
     text = f"this ingress has {limits.connections_max:,} open connections, its limit; close idle connections"
     error = ApiError(503, "connections_exhausted", text)
 
-    async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
+    async def reject(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"] in PROBES:
             await app(scope, receive, send)
             return
         limits.on_rejected(error.code)
         await error.send(send, closes=True)
 
-    return refuse
+    return reject
 
 
 def _head_too_large(limit: str) -> ApiError:

@@ -69,7 +69,7 @@ class CompletionResponse(Response):
             try:
                 await (self._send_stream(send) if self._fold.stream else self._send_whole(send))
             except ApiError as error:
-                self._metrics.refused.labels(error.code).inc()
+                self._metrics.errors.labels(error.code).inc()
                 await error.send(send, self._fold.request_id)
                 return "error"
             finally:
@@ -94,7 +94,7 @@ class CompletionResponse(Response):
                 chunks = await self._next()
         except ApiError as error:
             # The status was sent already, so the error is the last event of the stream.
-            self._metrics.refused.labels(error.code).inc()
+            self._metrics.errors.labels(error.code).inc()
             await send({"type": "http.response.body", "body": BEGIN + error.encoded() + END})
 
     async def _send_whole(self, send: Send) -> None:

@@ -38,7 +38,7 @@ class KafkaApi:
         self._group = KafkaGroup(log.settings, OPENAI_REQUESTS.name, GROUP)
         self._replies = KafkaReplies(log.settings, OPENAI_RESPONSES.name)
         self._shared = SharedState(log, ingress, self._group, self._replies, metrics, reply_slots)
-        self._lanes: dict[int, PartitionServer] = {}
+        self._servers: dict[int, PartitionServer] = {}
         self._serving: dict[int, asyncio.Task[None]] = {}
         self._tasks: asyncio.TaskGroup | None = None
 
@@ -63,25 +63,25 @@ class KafkaApi:
         if self._tasks is None:
             return
         for partition in partitions:
-            lane = self._lanes[partition] = PartitionServer(self._shared, partition)
-            self._serving[partition] = self._tasks.create_task(lane.run(), name=f"Kafka API partition {partition}")
-        self._metrics.partitions.set(len(self._lanes))
+            server = self._servers[partition] = PartitionServer(self._shared, partition)
+            self._serving[partition] = self._tasks.create_task(server.run(), name=f"Kafka API partition {partition}")
+        self._metrics.partitions.set(len(self._servers))
         logger.info("the Kafka API serves partitions: %s", ", ".join(map(str, partitions)) or "none")
 
     async def revoked(self, partitions: Collection[int]) -> None:
         """Stop serving partitions that the group coordinator revoked, and commit their progress."""
-        offsets = await self._stop_lanes(partitions)
-        await self._group.commit_last({number: lane.progress() for number, lane in offsets.items()})
+        offsets = await self._stop_servers(partitions)
+        await self._group.commit_last({number: server.progress() for number, server in offsets.items()})
 
     async def _poll(self) -> None:
         while True:
             for partition, records in (await self._group.take()).items():
-                lane = self._lanes.get(partition)
-                if lane is not None:
-                    lane.push(records)
-            for partition, lane in list(self._lanes.items()):
-                if lane.started:
-                    lane.reached(await self._group.position(partition))
+                server = self._servers.get(partition)
+                if server is not None:
+                    server.push(records)
+            for partition, server in list(self._servers.items()):
+                if server.started:
+                    server.advance(await self._group.position(partition))
 
     async def _commit(self) -> None:
         soon = self._shared.commit_soon
@@ -90,30 +90,30 @@ class KafkaApi:
                 async with asyncio.timeout(COMMIT_S):
                     await soon.wait()
             soon.clear()
-            lanes = {number: lane for number, lane in self._lanes.items() if lane.started}
-            offsets = {number: lane.progress() for number, lane in lanes.items()}
-            changed = {number: offset for number, offset in offsets.items() if lanes[number].committed != offset}
+            servers = {number: server for number, server in self._servers.items() if server.started}
+            offsets = {number: server.progress() for number, server in servers.items()}
+            changed = {number: offset for number, offset in offsets.items() if servers[number].committed != offset}
             if await self._group.commit(changed):
                 for number, offset in changed.items():
-                    lanes[number].noted(offset)
-            for lane in lanes.values():
-                lane.tick()
+                    servers[number].on_committed(offset)
+            for server in servers.values():
+                server.wake()
 
-    async def _stop_lanes(self, partitions: Collection[int]) -> dict[int, PartitionServer]:
+    async def _stop_servers(self, partitions: Collection[int]) -> dict[int, PartitionServer]:
         """Stop the servers of these partitions and return those that had started."""
-        stopped = {number: lane for number in partitions if (lane := self._lanes.pop(number, None)) is not None}
+        stopped = {number: server for number in partitions if (server := self._servers.pop(number, None)) is not None}
         serving = [task for number in partitions if (task := self._serving.pop(number, None)) is not None]
         for task in serving:
             task.cancel()
         await asyncio.gather(*serving, return_exceptions=True)
-        self._metrics.partitions.set(len(self._lanes))
-        return {number: lane for number, lane in stopped.items() if lane.started}
+        self._metrics.partitions.set(len(self._servers))
+        return {number: server for number, server in stopped.items() if server.started}
 
     async def _leave(self) -> None:
         """Wait for responses that are being sent, commit, and leave the group."""
-        lanes = await self._stop_lanes(list(self._lanes))
+        servers = await self._stop_servers(list(self._servers))
         await self._replies.stop()
-        await self._group.commit_last({number: lane.progress() for number, lane in lanes.items()})
+        await self._group.commit_last({number: server.progress() for number, server in servers.items()})
         await self._group.stop()
 
 

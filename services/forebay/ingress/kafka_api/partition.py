@@ -69,13 +69,13 @@ class SharedState:
         self.commit_soon = asyncio.Event()
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._in_flight = 0
-        self._room = asyncio.Event()
-        self._room.set()
+        self._capacity = asyncio.Event()
+        self._capacity.set()
 
-    async def room(self) -> None:
+    async def wait_for_capacity(self) -> None:
         """Wait until another request may be submitted: below the limit in flight, and with an owner."""
         while self._in_flight >= IN_FLIGHT_MAX:
-            await self._room.wait()
+            await self._capacity.wait()
         while self.ingress.find_partition() is None or not self.ingress.has_owner():  # noqa: ASYNC110 - they set no event
             await asyncio.sleep(PLACE_S)
 
@@ -84,9 +84,9 @@ class SharedState:
         self._in_flight += change
         self.metrics.in_flight.set(self._in_flight)
         if self._in_flight < IN_FLIGHT_MAX:
-            self._room.set()
+            self._capacity.set()
         else:
-            self._room.clear()
+            self._capacity.clear()
 
     def fail(self, error: LogError) -> None:
         """Stop the Kafka API because the broker does not accept responses."""
@@ -111,9 +111,9 @@ class PartitionServer:
         self._queue: deque[Record] = deque()
         self._queued_bytes = 0
         self._paused = False
-        self._reached = 0
+        self._pushed_to = 0
         self._pushed = asyncio.Event()
-        self._noted = asyncio.Event()
+        self._committed_event = asyncio.Event()
         self._wake = asyncio.Event()
         self._tail: Tail | None = None
         self._position = 0  # next offset in the reply slot
@@ -130,7 +130,7 @@ class PartitionServer:
     async def run(self) -> None:
         """Take over, then serve. Raises LogError."""
         try:
-            recover_to, slot_to = await self._begin()
+            recover_to, slot_to = await self._take_over()
             await self._recover(recover_to, slot_to)
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._serve())
@@ -139,7 +139,7 @@ class PartitionServer:
             if self._tail is not None:
                 self._tail.close()
             self._shared.ids.difference_update(self._pending)
-            self._shared.count(-sum(waiting.submission is None for waiting in self._pending.values()))
+            self._shared.count(-sum(request.submission is None for request in self._pending.values()))
             self._pending.clear()
 
     def push(self, records: list[Record]) -> None:
@@ -151,16 +151,16 @@ class PartitionServer:
             self._shared.group.pause(self.partition)
         self._pushed.set()
 
-    def reached(self, position: int) -> None:
+    def advance(self, position: int) -> None:
         """Record that all records before `position` were pushed."""
-        if position > self._reached:
-            self._reached = position
+        if position > self._pushed_to:
+            self._pushed_to = position
             self._pushed.set()
 
     def progress(self) -> Committed:
         """Return the progress to commit."""
         window = self._window
-        while window and window[0].answered:
+        while window and window[0].is_complete:
             window.popleft()
         offset, slot_from = self._next_offset, self._position
         if window:
@@ -169,20 +169,20 @@ class PartitionServer:
         submit_before = max(self._submit_before, self._next_offset + SUBMIT_AHEAD)
         return Committed(offset, f"{self._slot}:{slot_from}:{submit_before}")
 
-    def noted(self, committed: Committed) -> None:
+    def on_committed(self, committed: Committed) -> None:
         """Record a successful commit."""
         self.committed = committed
         metadata = _parse_metadata(committed.metadata)
         assert metadata is not None
         self._submit_before = metadata[2]
         self._window_end = committed.offset + WINDOW_MAX
-        self._noted.set()
+        self._committed_event.set()
 
-    def tick(self) -> None:
+    def wake(self) -> None:
         """Wake the task that checks deadlines."""
         self._wake.set()
 
-    async def _begin(self) -> tuple[int, int]:
+    async def _take_over(self) -> tuple[int, int]:
         """Read the committed progress; return the offsets up to which the partition and the slot are read again."""
         shared, group = self._shared, self._shared.group
         committed = await group.committed(self.partition)
@@ -200,10 +200,10 @@ class PartitionServer:
         self._submit_before = offset if note is None else note[2]
         recover_to = min(self._submit_before, end)
         self._position = max(slot_begin, slot_from)
-        self._next_offset = self._reached = offset
+        self._next_offset = self._pushed_to = offset
         first = self.progress()
         if await group.commit({self.partition: first}):
-            self.noted(first)
+            self.on_committed(first)
         self.started = True
         group.seek(self.partition, offset)
         group.resume(self.partition)
@@ -214,7 +214,7 @@ class PartitionServer:
         while self._next_offset < recover_to:
             record = await self._next_record()
             if record is not None:
-                await self._take(record)
+                await self._accept(record)
                 await asyncio.sleep(0)  # a long window must not block the heartbeat of the group
         self._tail = self._shared.log.tail(TOKENS.name, self._slot, self._position, self._wake)
         while self._position < slot_to:
@@ -222,9 +222,9 @@ class PartitionServer:
 
     async def _serve(self) -> None:
         """Submit recovered requests without a response, then new requests."""
-        for waiting in list(self._pending.values()):
-            await self._shared.room()
-            await self._submit(waiting)
+        for request in list(self._pending.values()):
+            await self._shared.wait_for_capacity()
+            await self._submit(request)
         while True:
             record = await self._next_record()
             if record is None:
@@ -233,18 +233,18 @@ class PartitionServer:
             while record.offset >= min(self._submit_before, self._window_end):
                 if record.offset >= self._submit_before:
                     self._shared.commit_soon.set()
-                self._noted.clear()
-                await self._noted.wait()
-            await self._shared.room()
-            for opened in await self._take(record):
-                await self._shared.room()
-                await self._submit(opened)
+                self._committed_event.clear()
+                await self._committed_event.wait()
+            await self._shared.wait_for_capacity()
+            for request in await self._accept(record):
+                await self._shared.wait_for_capacity()
+                await self._submit(request)
 
     async def _follow(self) -> None:
         """Turn events of the reply slot into responses."""
         while True:
             await self._read_slot()
-            await self._tidy()
+            await self._expire()
 
     async def _next_record(self) -> Record | None:
         """Return the next record, None if an offset was skipped, such as the marker of a transaction."""
@@ -252,8 +252,8 @@ class PartitionServer:
             if self._paused:
                 self._paused = False
                 self._shared.group.resume(self.partition)
-            if self._reached > self._next_offset:
-                self._next_offset = self._reached
+            if self._pushed_to > self._next_offset:
+                self._next_offset = self._pushed_to
                 return None
             self._pushed.clear()
             await self._pushed.wait()
@@ -261,7 +261,7 @@ class PartitionServer:
         self._queued_bytes -= len(record.value)
         return record if record.offset >= self._next_offset else None
 
-    async def _take(self, record: Record) -> list[PendingRequest]:
+    async def _accept(self, record: Record) -> list[PendingRequest]:
         """Add a record to the window, and open its requests or reject it."""
         entry = WindowEntry(record.offset, self._position)
         self._window.append(entry)
@@ -276,17 +276,17 @@ class PartitionServer:
                 raise invalid(text, "reply-topic", "unknown_reply_topic")
             return await self._open(record, entry, where)
         except ApiError as error:
-            await self._refuse(entry, where, error)
+            await self._reject(entry, where, error)
         except LogError:
             raise
         except Exception:  # another ingress would fail at the same record
             logger.exception(
                 "failed to process record %d of partition %d of openai-requests", record.offset, self.partition
             )
-            await self._refuse(entry, where, internal_error())
+            await self._reject(entry, where, internal_error())
         return []
 
-    async def _refuse(self, entry: WindowEntry, where: ReplyAddress, error: ApiError) -> None:
+    async def _reject(self, entry: WindowEntry, where: ReplyAddress, error: ApiError) -> None:
         if (
             malformed := error.status < 500
         ):  # otherwise the record is valid, for example if no pool serves the model yet
@@ -327,24 +327,24 @@ class PartitionServer:
             self._shared.ids.add(name)
         return response.requests
 
-    async def _submit(self, waiting: PendingRequest) -> None:
+    async def _submit(self, request: PendingRequest) -> None:
         """Append a request to the log, unless it is complete."""
-        if waiting.response.fold.is_over or waiting.submission is None:
+        if request.response.fold.is_over or request.submission is None:
             return
         ingress = self._shared.ingress
-        value = encode(REQUESTS, waiting.submission)
+        value = encode(REQUESTS, request.submission)
         try:
             partition = ingress.require_partition()
-            self._shared.log.append_soon([Draft(REQUESTS.name, partition, value, waiting.request_id.encode())])
+            self._shared.log.append_soon([Draft(REQUESTS.name, partition, value, request.request_id.encode())])
         except ValueError as error:
-            await self._fail(waiting, ApiError(413, "request_too_large", str(error)))
+            await self._fail(request, ApiError(413, "request_too_large", str(error)))
             return
         except ApiError as error:
-            await self._fail(waiting, error)
+            await self._fail(request, error)
             return
-        waiting.submission = None
+        request.submission = None
         due_s = asyncio.get_running_loop().time() + ingress.settings.timeout_s + GRACE_S
-        self._deadlines.append((due_s, waiting.request_id, waiting.response.entry))
+        self._deadlines.append((due_s, request.request_id, request.response.entry))
         self._shared.count(1)
 
     async def _read_slot(self) -> None:
@@ -367,27 +367,27 @@ class PartitionServer:
             self._shared.ingress.metrics.undecodable.inc()
             logger.warning("cannot decode a record of the reply slot: %s", error)
             return
-        for waiting in apply(self._pending, event, self._shared.ingress.settings.model_name):
-            records = waiting.response.step(waiting)
-            is_over = waiting.response.fold.is_over
-            if is_over and waiting.submission is not None:
+        for request in apply(self._pending, event, self._shared.ingress.settings.model_name):
+            records = request.response.step(request)
+            is_over = request.response.fold.is_over
+            if is_over and request.submission is not None:
                 self._shared.metrics.repeated.inc()
-            await self._deliver(waiting, records)
-            if waiting.ended is not None and not is_over:
-                self._drop(waiting)  # other inputs of the record may need the capacity
+            await self._deliver(request, records)
+            if request.ended is not None and not is_over:
+                self._drop(request)  # other inputs of the record may need the capacity
 
-    async def _tidy(self) -> None:
+    async def _expire(self) -> None:
         """Fail requests past their deadline, and send undeliverable responses to the default topic."""
         now_s = asyncio.get_running_loop().time()
-        while self._deadlines and (self._deadlines[0][0] <= now_s or self._deadlines[0][2].answered):
+        while self._deadlines and (self._deadlines[0][0] <= now_s or self._deadlines[0][2].is_complete):
             _, request_id, entry = self._deadlines.popleft()
-            waiting = self._awaited(request_id, entry)
-            if waiting is not None:
-                await self._fail(waiting, deadline_exceeded(self._shared.ingress.settings.timeout_s))
+            request = self._incomplete(request_id, entry)
+            if request is not None:
+                await self._fail(request, deadline_exceeded(self._shared.ingress.settings.timeout_s))
         while self._undeliverable:
-            entry, where, trouble = self._undeliverable.popleft()
-            diverted = self._awaited(where.request_id, entry)
-            error = invalid(str(trouble), "reply-topic", "reply_topic_unusable")
+            entry, where, failure = self._undeliverable.popleft()
+            diverted = self._incomplete(where.request_id, entry)
+            error = invalid(str(failure), "reply-topic", "reply_topic_unusable")
             if diverted is not None:
                 diverted.response.fail(error)
                 self._close(diverted)
@@ -395,57 +395,57 @@ class PartitionServer:
                 entry, ReplyAddress(where.request_id, ""), ResponseRecord(0, error.status, True, error.encoded())
             )
 
-    def _awaited(self, request_id: str, entry: WindowEntry) -> PendingRequest | None:
+    def _incomplete(self, request_id: str, entry: WindowEntry) -> PendingRequest | None:
         """Return the request of this record, None if it is complete."""
-        waiting = self._pending.get(request_id)
-        return waiting if waiting is not None and waiting.response.entry is entry else None
+        request = self._pending.get(request_id)
+        return request if request is not None and request.response.entry is entry else None
 
-    async def _fail(self, waiting: PendingRequest, error: ApiError) -> None:
-        await self._deliver(waiting, [waiting.response.fail(error)])
+    async def _fail(self, request: PendingRequest, error: ApiError) -> None:
+        await self._deliver(request, [request.response.fail(error)])
 
-    async def _deliver(self, waiting: PendingRequest, records: list[ResponseRecord]) -> None:
-        response = waiting.response
+    async def _deliver(self, request: PendingRequest, records: list[ResponseRecord]) -> None:
+        response = request.response
         if response.fold.is_over:
-            self._close(waiting)
+            self._close(request)
         for record in records:
             await self._send(response.entry, response.where, record)
 
-    def _close(self, waiting: PendingRequest) -> None:
+    def _close(self, request: PendingRequest) -> None:
         """Complete a response and remove its requests."""
-        shared, fold = self._shared, waiting.response.fold
-        dropped = [self._drop(request) for request in waiting.response.requests]
+        shared, fold = self._shared, request.response.fold
+        dropped = [self._drop(one) for one in request.response.requests]
         if not any(dropped):
             return
         shared.metrics.requests.labels("answered" if fold.error is None else "error").inc()
         status = "success" if fold.error is None else "error"
-        if was_rejected(waiting):
+        if was_rejected(request):
             shared.ingress.metrics.rejected(fold.endpoint)
         shared.ingress.metrics.ended(fold.endpoint, stream=fold.stream, status=status)
 
-    def _drop(self, waiting: PendingRequest) -> bool:
+    def _drop(self, request: PendingRequest) -> bool:
         """Remove a request and return whether it was registered. Cancel it if it has not ended."""
         shared = self._shared
-        if self._pending.pop(waiting.request_id, None) is None:
+        if self._pending.pop(request.request_id, None) is None:
             return False
-        shared.ids.discard(waiting.request_id)
-        if waiting.submission is None:
+        shared.ids.discard(request.request_id)
+        if request.submission is None:
             shared.count(-1)
-            if waiting.ended is None:
-                shared.ingress.cancel(waiting.request_id, waiting.response.fold.cancel_reason)
+            if request.ended is None:
+                shared.ingress.cancel(request.request_id, request.response.fold.cancel_reason)
         return True
 
     async def _send(self, entry: WindowEntry, where: ReplyAddress, record: ResponseRecord) -> None:
         """Send a record of a response. The last record completes the request once the broker acknowledges it."""
 
-        def on_done(trouble: LogError | TopicUnusable | None) -> None:
-            if trouble is None:
-                entry.answered = entry.answered or record.last
-            elif isinstance(trouble, LogError):
-                self._shared.fail(trouble)
+        def on_done(failure: LogError | TopicUnusable | None) -> None:
+            if failure is None:
+                entry.is_complete = entry.is_complete or record.last
+            elif isinstance(failure, LogError):
+                self._shared.fail(failure)
             elif not entry.diverted:
                 entry.diverted = True
                 self._shared.metrics.undeliverable.inc()
-                self._undeliverable.append((entry, where, trouble))
+                self._undeliverable.append((entry, where, failure))
                 self._wake.set()
 
         headers = {

@@ -32,13 +32,13 @@ class WindowEntry:
     Attributes:
         offset: offset in the partition.
         slot_from: offset in the reply slot at which the response can begin.
-        answered: whether the response is complete and acknowledged.
+        is_complete: whether the response is complete and acknowledged.
         diverted: whether the response goes to the default topic because its reply topic failed.
     """
 
     offset: int
     slot_from: int
-    answered: bool = False
+    is_complete: bool = False
     diverted: bool = False
 
 

@@ -162,7 +162,7 @@ def is_public(text: str) -> bool:
             return False
         if inner is not None and address.ipv4_mapped is not None:
             return True
-    refused = (
+    special = (
         address.is_private,
         address.is_loopback,
         address.is_link_local,
@@ -171,7 +171,7 @@ def is_public(text: str) -> bool:
         address.is_unspecified,
         isinstance(address, IPv6Address) and address.is_site_local,
     )
-    return not any(refused) and (address.is_global or (isinstance(address, IPv6Address) and address in NAT64))
+    return not any(special) and (address.is_global or (isinstance(address, IPv6Address) and address in NAT64))
 
 
 def _inner(address: IPv6Address) -> IPv4Address | None:

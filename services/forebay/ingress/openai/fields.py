@@ -25,7 +25,7 @@ Neutral = Mapping[str, tuple[Any, ...]]  # unsupported fields, with the values t
 
 
 class Body(BaseModel):
-    """Base of every body and of its parts. Unknown fields are kept for `refuse_extra`.
+    """Base of every body and of its parts. Unknown fields are kept for `reject_extra`.
 
     Attributes:
         neutral: unsupported fields, with the values that have no effect and are accepted.
@@ -46,7 +46,7 @@ class Body(BaseModel):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """Return the JSON schema, including the fields that `refuse_extra` accepts."""
+        """Return the JSON schema, including the fields that `reject_extra` accepts."""
         schema = handler(core_schema)
         found = handler.resolve_ref_schema(schema)
         properties: dict[str, Any] = found.setdefault("properties", {})
@@ -75,15 +75,15 @@ class CheckedBody(Body):
     path: ClassVar[str] = ""
 
     @model_validator(mode="after")
-    def _refuse_extra(self) -> Self:
-        refuse_extra(self, self.path)
+    def _reject_extra(self) -> Self:
+        reject_extra(self, self.path)
         return self
 
 
 BodyT = TypeVar("BodyT", bound=Body)
 
 
-def refuse_extra(body: Body, where: str) -> None:
+def reject_extra(body: Body, where: str) -> None:
     """Raise ApiError for an unknown parameter, or an unsupported one with a value that would have an effect."""
     for name, value in (body.model_extra or {}).items():
         if name in body.ignored:
@@ -119,11 +119,11 @@ def parse(kind: type[BodyT], raw: bytes) -> BodyT:
         return _sized(kind.model_validate_json(raw), raw)
     except ValidationError as failure:
         if (rewritten := _with_integers(raw, failure)) is None:
-            raise _refused(failure) from failure
+            raise _first_error(failure) from failure
     try:
         return _sized(kind.model_validate_json(rewritten), raw)
     except ValidationError as error:
-        raise _refused(error) from error
+        raise _first_error(error) from error
 
 
 def _sized(body: BodyT, raw: bytes) -> BodyT:
@@ -136,8 +136,8 @@ def _with_integers(raw: bytes, failure: ValidationError) -> bytes | None:
 
     In JSON 5.0 is an integer, but few clients write it. So a body is rewritten only after it was rejected, and once.
     """
-    refused = failure.errors(include_url=False, include_context=False)
-    if not any(isinstance(one["input"], float) and one["input"].is_integer() for one in refused):
+    errors = failure.errors(include_url=False, include_context=False)
+    if not any(isinstance(one["input"], float) and one["input"].is_integer() for one in errors):
         return None
     try:
         return msgspec.json.encode(_integral(msgspec.json.decode(raw)))
@@ -157,7 +157,7 @@ def _integral(value: Any) -> Any:
             return value
 
 
-def _refused(error: ValidationError) -> ApiError:
+def _first_error(error: ValidationError) -> ApiError:
     """Return the error of the first invalid field."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     if first["type"] == "json_invalid":

@@ -13,7 +13,7 @@ from forebay.events.requests import StructuredOutput
 from forebay.ingress.errors import ApiError, invalid
 from forebay.ingress.media.refs import MediaRef
 from forebay.ingress.media.tokens import MediaTokens
-from forebay.ingress.openai.fields import Body, CheckedBody, Neutral, refuse_extra
+from forebay.ingress.openai.fields import Body, CheckedBody, Neutral, reject_extra
 from forebay.ingress.openai.nvext import NAME_CHARS_MAX, WORKER_ID, Nvext
 from forebay.ingress.openai.sampling import JsonObject, SamplingFields, TokenIds
 from forebay.ingress.openai.tools import (
@@ -282,7 +282,7 @@ class ChatBody(CompletionBody):
         """Return the messages as input of a chat template. Raises ApiError for unsupported parts."""
         turns = []
         for at, message in enumerate(self.messages):
-            refuse_extra(message, f"messages[{at}].")
+            reject_extra(message, f"messages[{at}].")
             content = tokens.content(list(_parts(message, at)))
             turns.append({"role": _role(message.role), "content": content, **_assistant_fields(message, at)})
         return turns
@@ -365,7 +365,7 @@ def _parts(message: Message, at: int) -> Iterator[str | MediaRef]:
 def _part(part: ContentPart, where: str) -> str | MediaRef:
     if part.type not in PART_FIELDS:
         raise invalid(f"{where}: parts of type {part.type} are not supported", where, "unsupported_parameter")
-    refuse_extra(part, f"{where}.")
+    reject_extra(part, f"{where}.")
     for name in PART_FIELDS:
         if name != part.type and getattr(part, name) is not None:
             raise invalid(f"{where}.{name} is not allowed in a part of type {part.type}", f"{where}.{name}")
@@ -374,7 +374,7 @@ def _part(part: ContentPart, where: str) -> str | MediaRef:
         raise invalid(f"{where}.{part.type} is missing", f"{where}.{part.type}")
     if isinstance(value, str):
         return value
-    refuse_extra(value, f"{where}.{part.type}.")
+    reject_extra(value, f"{where}.{part.type}.")
     if value.url is None:
         raise invalid(f"{where}.{part.type}.url is missing", f"{where}.{part.type}.url")
     return MediaRef("image" if part.type == "image_url" else "video", value.url, f"{where}.{part.type}.url")

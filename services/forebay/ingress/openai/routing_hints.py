@@ -42,7 +42,7 @@ def routing_headers(headers: Iterable[tuple[str, str]]) -> RoutingHeaders:
     return found
 
 
-def refuse_hints(nvext: Nvext | None) -> None:
+def reject_hints(nvext: Nvext | None) -> None:
     """Raise ApiError for the first routing hint of a body, for an ingress without `--routing-hints`."""
     name = None if nvext is None else next(nvext.hints(), None)
     if name is not None:

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from forebay.events.requests import StructuredOutput
 from forebay.ingress.errors import ApiError, invalid
-from forebay.ingress.openai.fields import Body, Neutral, refuse_extra
+from forebay.ingress.openai.fields import Body, Neutral, reject_extra
 from forebay.ingress.openai.sampling import JsonObject, encoded_schema
 
 TOOLS_MAX = 128  # OpenAI's limit
@@ -77,8 +77,8 @@ class ToolCall(Body):
 
     def plain(self, where: str) -> dict[str, Any]:
         """Return the call as input of a chat template, with parsed arguments. Raises ApiError if they are no object."""
-        refuse_extra(self, f"{where}.")
-        refuse_extra(self.function, f"{where}.function.")
+        reject_extra(self, f"{where}.")
+        reject_extra(self.function, f"{where}.function.")
         try:
             arguments = msgspec.json.decode(self.function.arguments or "{}", type=dict[str, Any])
         except (msgspec.MsgspecError, RecursionError) as error:
@@ -129,14 +129,14 @@ NO_TOOLS = ToolSelection((), None, parallel=True)
 def choice_of(tools: list[Tool] | None, choice: ToolChoice | None, parallel: bool | None) -> ToolSelection:
     """Return the selected tools. Raises ApiError for a choice without tools, or of an unknown tool."""
     for at, tool in enumerate(tools or ()):
-        refuse_extra(tool, f"tools[{at}].")
-        refuse_extra(tool.function, f"tools[{at}].function.")
+        reject_extra(tool, f"tools[{at}].")
+        reject_extra(tool.function, f"tools[{at}].function.")
     names = [tool.function.name for tool in tools or ()]
     if len(set(names)) < len(names):
         raise invalid("tools: two functions have the same name; names must be unique", "tools")
     if isinstance(choice, NamedTool):
-        refuse_extra(choice, "tool_choice.")
-        refuse_extra(choice.function, "tool_choice.function.")
+        reject_extra(choice, "tool_choice.")
+        reject_extra(choice.function, "tool_choice.function.")
         name = choice.function.name
         if name not in names:
             raise invalid(f"tool_choice: unknown function {name!r}; functions are: {', '.join(names)}", "tool_choice")
