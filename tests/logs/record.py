@@ -25,8 +25,8 @@ SUFFIX = ".rec"
 FROM_SNAPSHOT = frozenset({"from-snapshot"})  # they begin there, not at the beginning
 
 
-async def record(name: str, out: Path) -> int:
-    """Play one scenario and write its recording; how many requests keep their tie seed."""
+async def record(name: str, out: Path) -> None:
+    """Play one scenario and write its recording."""
     with use(StoppedTime()):
         stage = await SCENARIOS[name]()
         await stage.owner.close()  # seals the state: what was applied after the last decision is recorded, too
@@ -36,7 +36,7 @@ async def record(name: str, out: Path) -> int:
         contents = await contents_of(
             stage.log, slices, namespace=stage.log.namespace, source="log", asked={}, anonymized=True
         )
-        return (await record_anonymized(stage.log, out, contents, custom=stage.owner.world.custom)).seeds_kept
+        await record_anonymized(stage.log, out, contents, custom=stage.owner.world.custom)
     finally:
         stage.log.close()
 
@@ -54,8 +54,8 @@ def main(names: list[str]) -> None:
     for name in names or SCENARIOS:
         out = FOLDER / f"{name}{SUFFIX}"
         out.unlink(missing_ok=True)
-        kept = asyncio.run(record(name, out))
-        sys.stdout.write(f"{out.name:<28} {out.stat().st_size:>8} bytes, {kept} tie seeds kept\n")
+        asyncio.run(record(name, out))
+        sys.stdout.write(f"{out.name:<28} {out.stat().st_size:>8} bytes\n")
     if not names:
         for path in FOLDER.glob(f"*{SUFFIX}"):
             if path.stem not in SCENARIOS:

@@ -29,6 +29,8 @@ KEPT = {
     ("*", "pool"),
     ("*", "tier"),
     ("*", "mode"),
+    ("OwnerClaimed", "policies"),
+    ("WorldState", "owner_policies"),
     ("*", "phase"),
     ("*", "reason"),  # of a decision: one of a list
     ("*", "table_digest"),
@@ -56,7 +58,7 @@ FREE_TEXTS = (  # as `reason`
     "IngressLost",
     "RequestCancelled",
 )
-HASHES = {"parent_hash", "tie_seed", "nonce", "content", "seed"}
+HASHES = {"parent_hash", "nonce", "content", "seed"}
 TOKENS = {"token_id", "stop_token_ids"}  # of which a client chose to speak
 WITHHELD = {"token_ids", "content", "descriptor"}  # packed, and not as long as they were
 NO_HASHES = {"due_us"}  # packed, and a time
@@ -133,7 +135,7 @@ def anonymised(kind: type, event: Any) -> Any:
     anonymizer = EventAnonymizer(Masks(KEY), 0)
     if kind in PARTS:
         return anonymizer.part(event)
-    return anonymizer.record(event) if kind in RECORDS else anonymizer.event(event, 7)
+    return anonymizer.record(event) if kind in RECORDS else anonymizer.event(event)
 
 
 @pytest.mark.parametrize("kind", [*INPUT_EVENTS, *RECORDS, *PARTS], ids=lambda kind: kind.__name__)
@@ -219,7 +221,7 @@ def test_names_of_the_system_stay_where_a_client_says_them_and_what_somebody_typ
     anonymizer.names.learn_pool(PoolConfigured(pool="p", model="m", block_size=4))
     wishes = (TaintWeight(taint="gpu", weight=1.0), TaintWeight(taint="typed", weight=1.0))
     known = submitted(worker_id="w1", allowed_workers=("w1", "typed"), preferred_taints=wishes, policy_class="default")
-    anew = anonymizer.submitted(known, 0)
+    anew = anonymizer.submitted(known)
     assert (anew.routing.worker_id, anew.routing.policy_class) == ("w1", "default")
     assert anew.routing.allowed_workers[0] == "w1"
     assert anew.routing.preferred_taints[0].taint == "gpu"
@@ -231,7 +233,7 @@ def test_an_adapter_is_the_same_for_workers_and_requests() -> None:
     anonymizer = EventAnonymizer(Masks(KEY), 0)
     joined = Filled().of(WorkerJoined)
     joined = msgspec.structs.replace(joined, spec=msgspec.structs.replace(joined.spec, loras=("mine",)))
-    anew = anonymizer.event(joined, 0)
+    anew = anonymizer.event(joined)
     assert isinstance(anew, WorkerJoined)
-    request = anonymizer.submitted(msgspec.structs.replace(submitted(), lora_name="mine"), 0)
+    request = anonymizer.submitted(msgspec.structs.replace(submitted(), lora_name="mine"))
     assert anew.spec.loras == (request.lora_name,)

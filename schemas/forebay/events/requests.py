@@ -132,9 +132,10 @@ class RequestSubmitted(Event, tag="request.submitted", frozen=True, kw_only=True
             `lora_name` and `cache_namespace`. Blocks with placeholders include the hashes of their media.
         reply_slot: partition of the topic `tokens` for the response.
         timeout_us: deadline in microseconds, counted from the owner's clock when it applies this event.
-        tie_seed: seed for tie-breaking and sampling: xxh3_64 of the request id, unless the recording was anonymized.
+        tie_seed: seed for tie-breaking and sampling: xxh3_64 of the nonce as little-endian u64.
         sampling: sampling parameters.
-        nonce: distinguishes requests with the same id; a redelivered event repeats it.
+        nonce: distinguishes requests with the same id; a redelivered event repeats it; random, except that for
+            the Kafka API it is a hash of partition and offset.
         reply_from: no record of the reply slot before this offset belongs to the response.
         ingress_id: id of the ingress.
         at_us: the ingress's wall clock in microseconds, for display and latency metrics only.

@@ -68,7 +68,6 @@ class RecordResult(msgspec.Struct, kw_only=True):
         left_out: groups that made no decision in the window.
         pools: pools of each group.
         verified: verification report of each group.
-        seeds_kept: in an anonymised recording, the number of requests that keep their original tie seed.
     """
 
     out: Path
@@ -76,7 +75,6 @@ class RecordResult(msgspec.Struct, kw_only=True):
     left_out: list[str]
     pools: dict[str, list[str]]
     verified: dict[str, VerifyReport]
-    seeds_kept: int = 0
 
 
 def record(
@@ -192,13 +190,13 @@ async def _record(
             slices = await _slices(source, log, options, window, left_out)
             contents = msgspec.structs.replace(await _contents(log, slices, identity), anonymized=True)
             written = await _anonymize(log, out, contents, progress, task, custom)
-            contents, verified, seeds_kept = written
+            contents, verified = written
         else:
             writer = RecordingWriter.resume(out, identity)
             if writer is None:
                 slices = await _slices(source, log, options, window, left_out)
                 writer = RecordingWriter.create(out, await _contents(log, slices, identity))
-            contents, verified, seeds_kept = await _copy(log, writer, progress, task), {}, 0
+            contents, verified = await _copy(log, writer, progress, task), {}
         progress.remove_task(task)
     return RecordResult(
         out=out,
@@ -206,7 +204,6 @@ async def _record(
         left_out=left_out,
         pools=await _pools(out),
         verified=verified,
-        seeds_kept=seeds_kept,
     )
 
 
@@ -328,7 +325,6 @@ def _plain(result: RecordResult) -> dict[str, Any]:
         "from": utc(contents.from_us),
         "to": utc(contents.to_us),
         "anonymized": contents.anonymized,
-        "seeds_kept": result.seeds_kept,
         "groups": [{**msgspec.to_builtins(one), "pools": result.pools[one.name]} for one in contents.groups],
         "extents": contents.extents,
         "left_out": result.left_out,
@@ -341,8 +337,7 @@ def _show(result: RecordResult) -> None:
     typer.echo(f"recorded   {result.out}, {result.out.stat().st_size / 1e6:.1f} MB, digest {contents.content}")
     typer.echo(f"window     {utc(contents.from_us)} to {utc(contents.to_us)}")
     if contents.anonymized:
-        kept = f"; {result.seeds_kept} requests keep their tie seed, a hash of their ID" if result.seeds_kept else ""
-        typer.echo(f"anonymised prompts, texts, keys and headers removed, names and hashes masked{kept}")
+        typer.echo("anonymised prompts, texts, keys and headers removed, names and hashes masked")
     for group in contents.groups:
         pools = ", ".join(result.pools[group.name])
         typer.echo(f"group      {group.name}: control partition {group.partition}, pools {pools}")

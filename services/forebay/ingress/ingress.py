@@ -182,7 +182,8 @@ class Ingress:
     async def query(self, request_id: str, prepared: PreparedRequest) -> RouteResponse:
         """Return which worker the router would select for a request. Raises ApiError, also if the router rejects it."""
         partition = self._require_free(request_id)
-        event = prepared.query(request_id, reply_slot=self.settings.reply_slot, at_us=runtime.wall_us())
+        slot, nonce = self.settings.reply_slot, runtime.random_int(8)
+        event = prepared.query(request_id, reply_slot=slot, nonce=nonce, at_us=runtime.wall_us())
         wait_s = min(QUERY_S, self.settings.timeout_s)
         future = self.replies.open_query(request_id)
         try:

@@ -16,7 +16,7 @@ from typing import Any
 from xxhash import xxh3_64_intdigest
 
 from forebay.core.block_hashes import hash_seed, mm_hashes, sequence_hashes
-from forebay.events.base import pack_u32
+from forebay.events.base import U64_BYTES, pack_u32
 from forebay.events.media import Media
 from forebay.events.requests import NO_HINTS, RequestSubmitted, RouteQueried, RoutingHints, Sampling, Task
 from forebay.ingress.errors import invalid
@@ -117,7 +117,7 @@ class PreparedRequest:
             sequence_hashes=self.sequence_hashes,
             reply_slot=reply_slot,
             timeout_us=self.timeout_us,
-            tie_seed=xxh3_64_intdigest(request_id.encode()),
+            tie_seed=tie_seed_of(nonce),
             sampling=self.sampling,
             nonce=nonce,
             reply_from=reply_from,
@@ -132,19 +132,27 @@ class PreparedRequest:
             patient=patient,
         )
 
-    def query(self, request_id: str, *, reply_slot: int, at_us: int) -> RouteQueried:
-        """Return the event that queries the route of the request. The arguments are fields of `RouteQueried`."""
+    def query(self, request_id: str, *, reply_slot: int, nonce: int, at_us: int) -> RouteQueried:
+        """Return the event that queries the route of the request; `nonce` makes two queries draw differently."""
         return RouteQueried(
             request_id=request_id,
             model=self.model,
             prompt_tokens=self.prompt_tokens,
             sequence_hashes=self.sequence_hashes,
             reply_slot=reply_slot,
-            tie_seed=xxh3_64_intdigest(request_id.encode()),
+            tie_seed=tie_seed_of(nonce),
             at_us=at_us,
             lora_name=self.lora_name,
             routing=self.routing,
         )
+
+
+def tie_seed_of(nonce: int) -> int:
+    """Return the seed of a request for tie-breaking and sampling.
+
+    Nothing about the request can be learned from a random nonce, so anonymised recordings keep the seed.
+    """
+    return xxh3_64_intdigest(nonce.to_bytes(U64_BYTES, "little"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,6 @@ from forebay.events.topics import CONTROL, DECISIONS, FLEET, GROUPS, INPUTS, REQ
 from forebay.replay.anonymize.events import EventAnonymizer, with_value
 from forebay.replay.anonymize.masks import KEY_BYTES, Masks, NotAnonymizable
 from forebay.replay.anonymize.rederive import AnonymizedJournal
-from forebay.replay.anonymize.tie_seeds import SeedNumbers, SeedSearch
 from forebay.replay.read_only import ReadOnlyLog, SliceLog
 from forebay.replay.record.slice import copy
 from forebay.replay.verify.verify import VerifyReport, verify
@@ -56,7 +55,6 @@ class Anonymized(NamedTuple):
 
     contents: Contents
     verified: dict[str, VerifyReport]
-    seeds_kept: int
 
 
 class AnonymousLog(ReadOnlyLog):
@@ -98,14 +96,9 @@ class AnonymousLog(ReadOnlyLog):
             anonymizer = EventAnonymizer(masks, partition)
             await _learn_names(log, anonymizer)
             await _learn_requests(log, anonymizer)
-            await _learn_choices(log, anonymizer, progress, custom)
+            await _learn_overdue(log, anonymizer, progress, custom)
             groups.append(anonymizer)
         return cls(log, masks, groups, custom)
-
-    @property
-    def seeds_kept(self) -> int:
-        """Number of requests that keep their original tie seed, because no other seed leads to the same decisions."""
-        return sum(group.seeds.kept for group in self._groups.values())
 
     async def begin(self, topic: str, partition: int) -> int:
         """Return the offset of the original log."""
@@ -137,7 +130,7 @@ class AnonymousLog(ReadOnlyLog):
             return with_value(record, self._masks.undecodable(topic, record.value))
         if topic is not GROUPS:
             anonymizer = self._groups[record.partition]
-            event = anonymizer.chunk(event) if topic is SNAPSHOTS else anonymizer.event(event, record.offset)
+            event = anonymizer.chunk(event) if topic is SNAPSHOTS else anonymizer.event(event)
         return with_value(record, encode(topic, event))
 
     async def _journal_at(self, partition: int, offset: int) -> AnonymizedJournal:
@@ -191,7 +184,7 @@ async def record_anonymized(
             if report.divergence is not None:
                 raise NotAnonymizable(f"the anonymised recording diverges at journal offset {report.divergence.offset}")
             verified[group.name] = report
-        return Anonymized(writer.finish(), verified, anonymous.seeds_kept)
+        return Anonymized(writer.finish(), verified)
     except BaseException:
         writer.close()
         part_of(out).unlink(missing_ok=True)
@@ -251,10 +244,10 @@ async def _learn_names(log: Log, anonymizer: EventAnonymizer) -> None:
 
 async def _learn_requests(log: Log, anonymizer: EventAnonymizer) -> None:
     """Collect the hashes by which snapshots identify requests and sessions, with their replacements."""
-    async for offset, event in _records(log, REQUESTS, anonymizer.partition):
+    async for _, event in _records(log, REQUESTS, anonymizer.partition):
         if not isinstance(event, RequestSubmitted):
             continue
-        masked = anonymizer.submitted(event, offset)
+        masked = anonymizer.submitted(event)
         anonymizer.contents.add(content_hash(event), content_hash(masked))
         if event.routing.session_id:
             for pool in anonymizer.names.pools:
@@ -264,20 +257,12 @@ async def _learn_requests(log: Log, anonymizer: EventAnonymizer) -> None:
     anonymizer.sessions.seal()
 
 
-async def _learn_choices(
+async def _learn_overdue(
     log: Log, anonymizer: EventAnonymizer, progress: OnProgress | None, custom: CustomPolicies
 ) -> None:
-    """Walk the original to find tie seeds with the same decisions, and the requests that exceeded a deadline."""
+    """Walk the original to verify it, and find the requests that exceeded a deadline."""
     partition = anonymizer.partition
-    anonymizer.seeds = SeedNumbers(await log.begin(REQUESTS.name, partition))
     walk = await walk_all(log, partition, custom)
-    search = SeedSearch(
-        walk.world,
-        anonymizer.seeds,
-        lambda *place: anonymizer.masks.tie_seed(partition, *place),
-        anonymizer.policy_request,
-    )
-    walk.world.on_plan = search.observe
     overdue: set[str] = set()
     records = 0
     async for offset, record, _, divergence in walk:

@@ -14,11 +14,10 @@ from typing import assert_never
 
 import msgspec
 
-from forebay.core.routing.policies import RoutingRequest
 from forebay.core.state.active_request import content_hash, id_hash
 from forebay.core.state.commands import RESPONSE_OMITTED, TIMED_OUT, WORKER_LOST
 from forebay.core.step import InputEvent
-from forebay.events.base import array_u64, hex_digest, pack_u64, unpack_u64
+from forebay.events.base import hex_digest, pack_u64, unpack_u64
 from forebay.events.control import BusyThresholdsSet, Command, DisaggregationSet, PoolConfigured, WorkerCommanded
 from forebay.events.decisions import (
     Advanced,
@@ -93,7 +92,6 @@ from forebay.events.snapshots import (
 )
 from forebay.events.transfer import Prefilled
 from forebay.replay.anonymize.masks import HashPairs, Masks
-from forebay.replay.anonymize.tie_seeds import SeedNumbers
 from forebay.transport.base import Record
 
 replace = msgspec.structs.replace
@@ -131,7 +129,6 @@ class EventAnonymizer:
         contents: replacements of the recording's request content hashes.
         sessions: replacements of the recording's session keys.
         ordered_ids: request IDs whose masks keep their sort order.
-        seeds: index of the tie seed that each request gets.
     """
 
     def __init__(self, masks: Masks, partition: int) -> None:
@@ -141,7 +138,6 @@ class EventAnonymizer:
         self.contents = HashPairs()
         self.sessions = HashPairs()
         self.ordered_ids: dict[str, str] = {}
-        self.seeds = SeedNumbers()
         self._ordered_hashes: dict[int, str] = {}
 
     def keep_order(self, request_ids: set[str]) -> None:
@@ -157,30 +153,13 @@ class EventAnonymizer:
         """Return the masked ID of a request."""
         return self.ordered_ids.get(request_id) or self.masks.request_id(request_id)
 
-    def tie_seed(self, offset: int, own: int) -> int:
-        """Return the tie seed of the request at an offset of `requests`."""
-        number = self.seeds.get(offset)
-        return own if number < 0 else self.masks.tie_seed(self.partition, offset, number)
-
-    def policy_request(self, request: RoutingRequest) -> RoutingRequest:
-        """Return the anonymised input of a policy. The tie seed stays; the caller replaces it."""
-        return RoutingRequest(
-            self.request_id(request.request_id),
-            request.prompt_tokens,
-            array_u64(self.masks.blocks.packed(pack_u64(request.blocks))),
-            request.tie_seed,
-            request.attempt,
-            self.hints(request.hints),
-            self.masks.name("lora", request.lora_name),
-        )
-
-    def event(self, event: InputEvent, offset: int) -> InputEvent:
-        """Return an anonymised input event; `offset` is its offset on its topic."""
+    def event(self, event: InputEvent) -> InputEvent:
+        """Return an anonymised input event."""
         match event:
             case RequestSubmitted():
-                return self.submitted(event, offset)
+                return self.submitted(event)
             case RouteQueried():
-                return self._queried(event, offset)
+                return self._queried(event)
             case RequestCancelled():
                 return replace(event, request_id=self.request_id(event.request_id), reason="")
             case BlocksStored() | BlocksRemoved() | CacheCleared():
@@ -227,7 +206,7 @@ class EventAnonymizer:
             case _:
                 assert_never(event)
 
-    def submitted(self, event: RequestSubmitted, offset: int) -> RequestSubmitted:
+    def submitted(self, event: RequestSubmitted) -> RequestSubmitted:
         """Return an anonymised submission.
 
         The nonce replaces the request's content, so repeated submissions of the same content stay equal.
@@ -239,7 +218,7 @@ class EventAnonymizer:
             sequence_hashes=self.masks.blocks.packed(event.sequence_hashes),
             reply_slot=event.reply_slot,
             timeout_us=event.timeout_us,
-            tie_seed=self.tie_seed(offset, event.tie_seed),
+            tie_seed=event.tie_seed,
             sampling=_sampling(event.sampling),
             nonce=self.masks.contents.of(content_hash(event)),
             reply_from=event.reply_from,
@@ -335,13 +314,12 @@ class EventAnonymizer:
             case _:
                 assert_never(part)
 
-    def _queried(self, event: RouteQueried, offset: int) -> RouteQueried:
+    def _queried(self, event: RouteQueried) -> RouteQueried:
         return replace(
             event,
             request_id=self.request_id(event.request_id),
             model=self._model(event.model),
             sequence_hashes=self.masks.blocks.packed(event.sequence_hashes),
-            tie_seed=self.tie_seed(offset, event.tie_seed),
             lora_name=self.masks.name("lora", event.lora_name),
             routing=self.hints(event.routing),
         )
@@ -382,7 +360,6 @@ class EventAnonymizer:
             state,
             request_id=self.request_id(state.request_id),
             content=self._content(state.content),
-            tie_seed=self.tie_seed(state.offset, state.tie_seed),
             sequence_hashes=self.masks.blocks.packed(state.sequence_hashes),
             lora_name=self.masks.name("lora", state.lora_name),
             routing=self.hints(state.routing),

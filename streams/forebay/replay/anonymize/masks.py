@@ -1,91 +1,78 @@
-"""Keyed one-to-one masks that replace hashes and names in an anonymised recording.
+"""Keyed masks that replace hashes and names in an anonymised recording.
 
 Theory of operation. Sequence hashes are public functions of the tokens with a public seed, so a short block can be
-guessed and checked. With a key that no longer exists this is impossible. Each number is sent through a keyed
-permutation: equal values stay equal, different values stay different, and no other relation remains. The permutation is
-a Feistel network (Luby and Rackoff, 1988) whose rounds are keyed BLAKE2. Four rounds are as good as a random
-permutation against an attacker who chooses inputs and has fewer than about 2**16 pairs. Two more rounds put that attack
-out of reach.
+guessed and checked. With a key that no longer exists this is impossible. Each number is replaced by its keyed BLAKE2
+hash of 64 bits: equal values stay equal, and no other relation remains. Different values collide as rarely as the
+sequence hashes themselves. Derivation of the anonymised events would report a collision that changes a decision.
 """
 
 from array import array
 from bisect import bisect_left
 from functools import lru_cache
-from hashlib import blake2b, blake2s
-from struct import Struct
+from hashlib import blake2b
 
 import msgspec
 
 from forebay.core.state.active_request import id_hash
-from forebay.events.base import hex_digest, pack_u64, unpack_u64
+from forebay.events.base import U64_BYTES, hex_digest, pack_u64, unpack_u64
 from forebay.events.codec import unknown_tag
 from forebay.events.topics import Topic
 from forebay.transport.base import LogError
 
 KEY_BYTES = 32
-ROUNDS = 6
 BLOCKS_REMEMBERED = 1 << 16  # about 13 MB; prefixes recur often
 IDS_REMEMBERED = 1 << 13  # each ID recurs in the progress of its response, then no more
 
 NO_RECORD = b"\xc1"  # neither JSON nor MessagePack has this byte
 
-_PLACE = Struct("<IQI")
 _BUCKET_BITS = 8
-_HALF_BITS = 32
-_HALF_BYTES = 4
-_HALF_MASK = (1 << _HALF_BITS) - 1
 
 
 class NotAnonymizable(LogError):
     """Raised if an anonymised recording would not have the same decisions. Discard everything that was written."""
 
 
-class Permutation:
-    """Keyed permutation of the integers below 2**64.
+class HashMask:
+    """Keyed hash of 64-bit numbers. Two of a billion numbers collide with a probability of three percent.
 
     Args:
         key: the secret key.
-        purpose: separates permutations of one key; up to 7 ASCII characters.
+        purpose: separates masks of one key; up to 16 ASCII characters.
         remembered: number of results to cache.
     """
 
     def __init__(self, key: bytes, purpose: str, remembered: int = 0) -> None:
-        self._rounds = [
-            blake2s(key=key, person=f"{number}{purpose}".encode(), digest_size=_HALF_BYTES) for number in range(ROUNDS)
-        ]
+        self._keyed = blake2b(key=key, person=purpose.encode(), digest_size=U64_BYTES)
         self.of = lru_cache(maxsize=remembered)(self._of) if remembered else self._of
 
     def packed(self, values: bytes) -> bytes:
-        """Return packed u64 values with each value permuted."""
+        """Return packed u64 values with each value masked."""
         return pack_u64(map(self.of, unpack_u64(values)))
 
     def _of(self, value: int) -> int:
-        left, right = value >> _HALF_BITS, value & _HALF_MASK
-        for keyed in self._rounds:
-            state = keyed.copy()
-            state.update(right.to_bytes(_HALF_BYTES, "little"))
-            left, right = right, left ^ int.from_bytes(state.digest(), "little")
-        return right << _HALF_BITS | left
+        keyed = self._keyed.copy()
+        keyed.update(value.to_bytes(U64_BYTES, "little"))
+        return int.from_bytes(keyed.digest(), "little")
 
 
 class Masks:
     """All masks of one key of `KEY_BYTES` bytes. Without the key no mask can be reversed.
 
     Attributes:
-        blocks: permutation of sequence hashes and of an engine's own hashes, which may be the same numbers.
-        contents: permutation of request content hashes.
-        sessions: permutation of session keys.
-        digests: permutation of digests that cannot be derived again.
+        blocks: mask of sequence hashes and of an engine's own hashes, which may be the same numbers.
+        contents: mask of request content hashes.
+        sessions: mask of session keys.
+        digests: mask of digests that cannot be derived again.
     """
 
     def __init__(self, key: bytes) -> None:
         assert len(key) == KEY_BYTES
         self._key = key
-        self.blocks = Permutation(key, "blocks", BLOCKS_REMEMBERED)
-        self.contents = Permutation(key, "content")
-        self.sessions = Permutation(key, "session")
-        self.digests = Permutation(key, "digest")
-        self._ids = Permutation(key, "id", IDS_REMEMBERED)
+        self.blocks = HashMask(key, "blocks", BLOCKS_REMEMBERED)
+        self.contents = HashMask(key, "content")
+        self.sessions = HashMask(key, "session")
+        self.digests = HashMask(key, "digest")
+        self._ids = HashMask(key, "id", IDS_REMEMBERED)
 
     def name(self, kind: str, name: str) -> str:
         """Return `kind` (up to 16 ASCII characters) followed by 64 bits. An empty name stays empty."""
@@ -115,11 +102,6 @@ class Masks:
     def request_id_of(self, hashed: int) -> str:
         """Return the masked request ID for an `id_hash`. Snapshots keep only that hash of ended requests."""
         return f"request-{hex_digest(self._ids.of(hashed))}"
-
-    def tie_seed(self, partition: int, offset: int, number: int) -> int:
-        """Return candidate `number` in the sequence of tie seeds for the request at an offset of a partition."""
-        data = _PLACE.pack(partition, offset, number)
-        return int.from_bytes(blake2b(data, key=self._key, person=b"tie seed", digest_size=8).digest(), "little")
 
 
 class HashPairs:
