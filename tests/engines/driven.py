@@ -1,4 +1,4 @@
-"""An engine without a worker: it runs, its batches are kept, and requests are asked one by one or together."""
+"""Driver of an engine without a worker: runs requests and collects the batches."""
 
 import asyncio
 import contextlib
@@ -28,19 +28,19 @@ GREEDY = {"temperature": 0.0, "ignore_eos": True}
 
 @dataclass
 class Answer:
-    """What an engine said to one request."""
+    """Response of an engine to one request."""
 
     item: WorkItem
     tokens: list[int] = field(default_factory=list)
     chunks: int = 0
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    cached: int | None = None  # as told with the first token
+    cached: int | None = None  # as reported with the first token
     finished: Finished | None = None
     error: ResponseError | None = None
     vector: tuple[float, ...] = ()
     prefilled: Prefilled | None = None
     not_fetched: str | None = None
-    missing: tuple[int, ...] | None = None  # blocks of the prompt that were not told when it ended
+    missing: tuple[int, ...] | None = None  # blocks of the prompt that were not reported when it ended
 
     @property
     def over(self) -> bool:
@@ -48,7 +48,7 @@ class Answer:
 
 
 class Driven:
-    """`held` is what an index would hold, by rank, from the changes alone."""
+    """Driver of one engine. `held` are the blocks of an index, by rank, from the cache changes."""
 
     def __init__(self, engine: Engine, spec: WorkerSpec) -> None:
         self.engine = engine
@@ -60,7 +60,7 @@ class Driven:
         self._news = asyncio.Event()
 
     def publish(self, batch: EngineBatch) -> None:
-        """What a worker does with a batch, in short."""
+        """Apply a batch as a worker would."""
         self.batches.append(batch)
         held = self.held[batch.rank]
         for change in batch.cache_changes:
@@ -118,7 +118,7 @@ class Driven:
         prefilled: Prefilled | None = None,
         **sampling: Any,
     ) -> WorkItem:
-        """A request; greedy and over the end of the text unless told otherwise."""
+        """Return a request, by default greedy and with `ignore_eos`."""
         packed = pack_u32(prompt)
         seed = hash_seed(lora_name, cache_namespace)
         return WorkItem(
@@ -140,18 +140,18 @@ class Driven:
         )
 
     def expect(self, item: WorkItem) -> Answer:
-        """What will be said to a request."""
+        """Return the response of a request, before it is submitted."""
         answer = self.answers[item.request_id] = Answer(item)
         return answer
 
     def submit(self, item: WorkItem) -> Answer:
-        """Ask, and go on."""
+        """Submit a request and return its response at once."""
         answer = self.expect(item)
         self.engine.submit(item)
         return answer
 
     async def ask(self, prompt: Sequence[int], max_tokens: int = 8, **options: Any) -> Answer:
-        """Ask, and wait for the end."""
+        """Submit a request and return its complete response."""
         answer = self.submit(self.item(prompt, max_tokens, **options))
         await self.until(lambda: answer.over)
         return answer
@@ -170,7 +170,7 @@ class Driven:
 
 @contextlib.asynccontextmanager
 async def driven(engine: Engine, spec: WorkerSpec) -> AsyncIterator[Driven]:
-    """Start an engine and run it; it is stopped at the end, however that comes."""
+    """Start and run an engine, and stop it at the end."""
     try:
         one = Driven(engine, await engine.start(spec))
         running = asyncio.create_task(engine.run(one.publish))

@@ -1,4 +1,4 @@
-"""What the tiny model says, and transformers to ask what else it says: greedy tokens that engines must agree on."""
+"""Expected greedy tokens of the tiny model, and transformers as an oracle for others."""
 
 import json
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from pathlib import Path
 MODEL_SHA256 = "448177f144cf279078fde212f834306c7ceffac3290968fd2af0090a009d177f"
 LORA_SHA256 = "a6cf48d8a85f79c05d24200d95168640a91b134f33e9c8576329019539743a29"
 
-# Prompt and continuation, both token ids. SGLang and llama.cpp were found to say the same.
+# Prompt and continuation, both token ids. SGLang and llama.cpp generate the same tokens.
 GREEDY: list[tuple[list[int], list[int]]] = [
     ([360, 359], [49, 378, 310, 217, 305, 147, 164, 190]),  # hello world
     (list(range(100, 140)), [235, 241, 264, 106, 295, 128, 415, 47, 149, 120, 231, 29]),
@@ -18,7 +18,7 @@ GREEDY: list[tuple[list[int], list[int]]] = [
 
 
 class Transformers:
-    """The model of a directory, in float32, as engines run it in tests; with a LoRA its weights are merged in."""
+    """Model of a directory in float32, optionally with the merged weights of a LoRA."""
 
     def __init__(self, directory: Path, lora: Path | None = None) -> None:
         import torch  # noqa: PLC0415 - tests are collected without it, too
@@ -31,7 +31,7 @@ class Transformers:
             self._merge(lora)
 
     def prompt(self, messages: list[dict[str, str]]) -> list[int]:
-        """The token ids of a chat, as the model's template has it."""
+        """Return the token ids of a chat by the model's template."""
         text = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         return list(self._tokenizer(text)["input_ids"])
 

@@ -1,4 +1,4 @@
-"""What a vLLM says of its cache on its own replay socket, read without forebay's adapter, as canonical hashes.
+"""Cache of a vLLM by its replay socket, read without forebay's adapter, as canonical hashes.
 
 Source: vLLM 0.32 `ZmqEventPublisher`: a DEALER asks `["", first sequence number]` and gets `["", topic, sequence
 number, batch]` for each batch that is kept, then one with sequence number -1. A batch is `[timestamp, events, rank]`.
@@ -18,7 +18,7 @@ from forebay.events.kv import BlocksStored
 
 END = b"\xff" * 8
 PATIENCE_S = 30.0
-EPOCH = 1  # of an index that nobody else sees
+EPOCH = 1  # of a private index
 
 
 async def replayed(port: int) -> list[Any]:
@@ -61,7 +61,7 @@ def canonical(events: Sequence[Any]) -> set[int]:
 
 
 def digest_of(blocks: set[int]) -> int:
-    """Of an index in which one worker holds just these on its device."""
+    """Return the digest of an index in which one worker holds these blocks."""
     index = PrefixIndex()
     index.add_holder("worker", 0, EPOCH)
     packed = pack_u64(sorted(blocks))

@@ -35,14 +35,14 @@ READ_MAX = 1_000
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """Where one worker's metrics and its engine's replay socket listen."""
+    """Ports of a worker's metrics and of its engine's replay socket."""
 
     replay: int
     metrics: int
 
 
 def ports_of(names: Iterable[str]) -> dict[str, Ports]:
-    """Free ports for each of these workers, behind those that a cluster takes for its ingresses."""
+    """Return free ports for each worker, after those of the ingresses."""
     workers = list(names)
     first = free_ports(INGRESSES_MAX + PORTS * len(workers)) + INGRESSES_MAX
     return {name: Ports(*range(first + PORTS * at, first + PORTS * (at + 1))) for at, name in enumerate(workers)}
@@ -101,7 +101,7 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """All that was said."""
+        """The complete text."""
         return "".join(self.pieces)
 
     @property
@@ -125,11 +125,11 @@ class Serving:
         return await self._stream(request_id, "/v1/chat/completions", tokens, messages=messages, **body)
 
     async def complete(self, request_id: str, prompt: list[int], tokens: int, worker: str = "", **body: Any) -> Answer:
-        """A streamed completion of token ids, greedy; by this worker, where one is named."""
+        """Stream a greedy completion of token ids, optionally on a given worker."""
         return await self.hear(Answer(request_id), prompt, tokens, worker, **body)
 
     async def hear(self, answer: Answer, prompt: list[int], tokens: int, worker: str = "", **body: Any) -> Answer:
-        """As `complete`, into an answer that can be looked at meanwhile."""
+        """Stream a completion into a response that can be read meanwhile."""
         if worker:
             body["nvext"] = {"decode_worker_id": worker}
         return await self._stream(answer.request_id, "/v1/completions", tokens, answer, prompt=prompt, **body)
@@ -140,11 +140,11 @@ class Serving:
         return {one["worker_id"]: one["device_overlap"] for one in told["candidates"]}
 
     async def request(self, method: str, path: str, **body: Any) -> httpx.Response:
-        """Ask the ingress for something else."""
+        """Send another request to the ingress."""
         return await self._client.request(method, f"{self.url}{path}", json=body or None)
 
     async def said(self, request_id: str) -> ResponseState:
-        """An answer as it stands on the log."""
+        """Return a response from the log."""
         reply = ResponseState()
         for slot in range(PLAN.replies):
             position, end = 0, await self._log.end(TOKENS.name, slot)
@@ -155,7 +155,7 @@ class Serving:
         return reply
 
     async def metric(self, worker: str, name: str) -> float:
-        """A metric of a worker, summed over its labels. Raises KeyError where it has no such metric."""
+        """Return a metric of a worker, summed over its labels. Raises KeyError if it is missing."""
         page = await self._client.get(f"http://{HOST}:{self.ports[worker].metrics}/metrics")
         samples = [
             sample.value

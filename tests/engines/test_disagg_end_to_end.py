@@ -1,4 +1,4 @@
-"""A real vLLM that computes prompts and one that answers, behind router and ingress on real Kafka and Redis.
+"""Disaggregated real vLLM workers behind router and ingress on real Kafka and Redis.
 
 The tests share one cluster and run in order; the last one takes its prefill worker away.
 """
@@ -62,12 +62,12 @@ async def serving(
 
 
 def prompt_of(number: int, blocks: int = 6) -> list[int]:
-    """So many blocks and five tokens; another number gives another first block."""
+    """Return a prompt of some blocks and five tokens; `number` selects the first block."""
     return [10 + number, *(100 + (place * (number + 3)) % 200 for place in range(blocks * BLOCK + 4))]
 
 
 async def told(serving: Serving, kind: type[ProgressEvent], request_id: str | None = None) -> list[Any]:
-    """What workers said of their requests."""
+    """Return the progress events of the workers."""
     events = await serving.cluster.events(PROGRESS, MODEL)
     return [one for one in events if isinstance(one, kind) and request_id in (None, one.request_id)]
 

@@ -1,4 +1,4 @@
-"""Two real vLLM workers behind router and ingress on real Kafka and Redis, and what each side says of the other.
+"""Two real vLLM workers behind router and ingress on real Kafka and Redis.
 
 The tests share one cluster and run in order; those at the end take its workers away.
 """
@@ -78,7 +78,7 @@ async def serving(
 
 
 def long_prompt(number: int) -> list[int]:
-    """Twenty blocks and one token; another number gives another first block."""
+    """Return a prompt of twenty blocks and one token; `number` selects the first block."""
     return [10 + number, *(100 + place % 200 for place in range(20 * BLOCK))]
 
 
@@ -268,19 +268,19 @@ async def test_stopped_worker_finishes_its_response(serving: Serving, oracle: Tr
 
 
 async def begun(heard: Answer) -> bool:
-    """Whether a client heard the first words."""
+    """Return whether a client has received the first tokens."""
     return bool(heard.pieces)
 
 
 async def agreed(serving: Serving) -> None:
-    """Wait until the index has of each worker just what its vLLM says it has."""
+    """Wait until the index equals the cache that each vLLM reports."""
     expected = {
         name: digest_of(canonical(await replayed(serving.ports[name].replay)))  # vLLM is at rest
         for name in WORKERS
     }
 
     async def equal() -> bool:
-        await serving.overlaps([100])  # asked for and journaled: the index is read as of the journal's end
+        await serving.overlaps([100])  # journaled by the query: the index is read as of the journal's end
         index = await serving.index()
         return {name: digest_of(index.get(name, set())) for name in WORKERS} == expected
 
@@ -288,12 +288,12 @@ async def agreed(serving: Serving) -> None:
 
 
 def outcomes(answer: httpx.Response) -> dict[str, tuple[str, list[str]]]:
-    """What became of a command at each worker, and the adapters that it has then."""
+    """Return the result of a command at each worker, with its adapters."""
     return {one["worker_id"]: (one["status"], one["loras"]) for one in answer.json()["outcomes"]}
 
 
 async def events(serving: Serving, worker: str) -> list[BlocksStored | BlocksRemoved | CacheCleared]:
-    """The KV events of a worker, as they stand on the log."""
+    """Return the KV events of a worker from the log."""
     return [event for event in await serving.cluster.events(KV_EVENTS, MODEL) if event.worker_id == worker]
 
 

@@ -1,4 +1,4 @@
-"""The oracle itself: weights are those it was made with, and transformers and vLLM say the same."""
+"""The oracle: unchanged weights, and equal output of transformers and vLLM."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Our few parsers beside vLLM's for the same formats: on what models are told to write, they find the same.
+"""Forebay's output parsers agree with those of vLLM on well-formed output.
 
 Left out is what vLLM 0.32 does not find in a stream: a call without arguments in Llama's format, and Mistral's list.
 """

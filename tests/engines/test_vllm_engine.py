@@ -1,4 +1,4 @@
-"""The vLLM engine for real: one engine for all tests of this file, so each uses prompts of its own."""
+"""Real vLLM: one engine for all tests of this file, so each test uses different prompts."""
 
 import asyncio
 import re
@@ -299,7 +299,7 @@ async def test_idle_engine_runs_health_requests(vllm: Driven, monkeypatch: pytes
             await vllm.engine.check()
             await asyncio.sleep(0)
     monkeypatch.setattr(async_engine, "CANARY_TIMEOUT_S", 0.0)
-    # It hangs, and nobody ordered it to.
+    # It hangs without a command.
     await vllm.engine._llm.pause_generation(mode="keep", clear_cache=False)  # type: ignore[attr-defined]
     with pytest.raises(EngineError, match="did not respond to a health request"):
         async with asyncio.timeout(60):

@@ -1,4 +1,4 @@
-"""Images in vLLM for real, a tiny LLaVA: as they are and as embeddings; its KV events name what the ingress names."""
+"""Images in real vLLM with a tiny LLaVA, raw and as embeddings, with the block hashes of the ingress."""
 
 import asyncio
 import importlib.util
@@ -57,7 +57,7 @@ RED, BLUE = png((200, 30, 30), (0, 0, 0)), png((20, 40, 220), (255, 255, 255), (
 
 
 class Llava:
-    """What the requests need: the ingress's prompts, and the oracle's embeddings and answers."""
+    """Prompts of the ingress, and embeddings and output of the oracle."""
 
     def __init__(self, directory: Path) -> None:
         from tests.harness.models import make_tiny_llava  # noqa: PLC0415 - imports torch
@@ -75,7 +75,7 @@ class Llava:
         return self._processor.image_processor(images, return_tensors="pt")["pixel_values"]
 
     def embeddings(self, contents: Sequence[bytes]) -> Any:
-        """[placeholders, width] of images, as an encode worker would have it."""
+        """Return the embeddings of images, [placeholders, width]."""
         import torch  # noqa: PLC0415
 
         with torch.inference_mode():
@@ -83,7 +83,7 @@ class Llava:
         return torch.cat(list(found)).numpy()
 
     def greedy(self, item: WorkItem, contents: Sequence[bytes]) -> list[int]:
-        """What transformers says."""
+        """Return the greedy output of transformers."""
         import torch  # noqa: PLC0415
 
         prompt = torch.frombuffer(bytearray(item.token_ids), dtype=torch.int32).long()[None]
@@ -160,7 +160,7 @@ async def test_image_and_its_embeddings_give_the_tokens_of_the_oracle(vllm: Driv
         answers = [await ask(vllm, raw)]
         embeddings = llava.embeddings(contents)
         assert embeddings.shape == (16 * len(contents), 64)
-        # Of its own namespace, so nothing of the first is reused; vLLM's cache of encoded images is told by digest.
+        # Of its own namespace, so nothing of the first is reused; vLLM's cache of encoded images is keyed by digest.
         await asyncio.wait_for(vllm.engine._llm.reset_encoder_cache(), 10)  # type: ignore[attr-defined]
         answers.append(await ask(vllm, llava.item(vllm, contents, namespace=f"embedded-{number}"), embeddings))
         assert [one.error for one in answers] == [None, None]

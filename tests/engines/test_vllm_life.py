@@ -93,7 +93,7 @@ async def test_a_start_that_is_cancelled_leaves_nothing(model: Path) -> None:
     engine = VllmEngine(settings(model))
     starting = asyncio.create_task(engine.start(SPEC))
     async with asyncio.timeout(120):
-        while not children() - before:  # noqa: ASYNC110 - a process tells nobody that it is there
+        while not children() - before:  # noqa: ASYNC110 - the start of a process has no event
             await asyncio.sleep(0)
     starting.cancel()
     await asyncio.gather(starting, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""vLLM's own parsers behind the ingress's interface: what they find, however the tokens come."""
+"""vLLM's parsers behind the interface of the ingress, with any split of the tokens."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ JSON = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris", "days": 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    """The default model as transformers loads it, with the tags that parsers look up in the vocabulary."""
+    """Return the default model's tokenizer with the tags that parsers need."""
     directory = tmp_path_factory.mktemp("model")
     tokenizer = json.loads((DEFAULT_MODEL / "tokenizer.json").read_bytes())
     first = 1 + max(tokenizer["model"]["vocab"].values())
@@ -42,7 +42,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 
 def said(model: Model, parsing: ParserFactory, text: str, step: int) -> OutputDelta:
-    """The answer, so many tokens at a time."""
+    """Return the parsed response, with `step` tokens at a time."""
     how = ParseOptions(ToolSelection(TOOLS, None, parallel=True), prompt_ids=model.encode("hi"))
     parser, decoder = parsing.parser(how, "r"), model.decoder(parsing.visible_tokens(how))
     assert parser is not None

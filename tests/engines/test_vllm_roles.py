@@ -1,4 +1,4 @@
-"""Prefill and decode roles for real: one vLLM computes a prompt, another fetches its KV blocks by NIXL and goes on.
+"""Prefill and decode roles with two real vLLM engines and NIXL.
 
 The tests share two engines and run in order: the last ones take the prefill engine away. Each uses prompts of its own.
 """
@@ -75,7 +75,7 @@ class Pair:
         await self.prefill.until(lambda: load(self.prefill).kv_blocks_used == 0)
 
     async def serves(self) -> None:
-        """The decode engine answers, and frees what it had."""
+        """Check that the decode engine responds and frees its blocks."""
         prompt, said = GREEDY[1]
         assert (await self.decode.ask(prompt, len(said))).tokens == said
         await self.decode.until(lambda: load(self.decode).kv_blocks_used == 0)
@@ -243,7 +243,7 @@ async def test_drop_notifies_the_holder(pair: Pair) -> None:
     assert isinstance(pair.decode.engine, KvEngine) and isinstance(pair.prefill.engine, KvEngine)
     assert pair.prefill.engine.kept() == 1
     pair.decode.engine.drop(prefilled)
-    pair.decode.engine.drop(msgspec.structs.replace(prefilled, descriptor=b"{}"))  # said, and that is all
+    pair.decode.engine.drop(msgspec.structs.replace(prefilled, descriptor=b"{}"))  # logged only
     await pair.gave_back()
     assert asyncio.get_running_loop().time() - begun_s < LEASE_S / 2
     assert (pair.prefill.engine.kept(), pair.decode.engine.kept()) == (0, 0)
@@ -259,7 +259,7 @@ async def test_cancellation_of_a_queued_request(pair: Pair) -> None:
     await pair.decode.until(lambda: load(pair.decode).waiting == 1)
     for one in (item, *(answer.item for answer in long)):
         pair.decode.engine.cancel(one.request_id)
-    # It says there that it will not come, and the blocks are free.
+    # It notifies the holder, and the blocks are free.
     await pair.gave_back()
     assert not waiting.over and not waiting.tokens
     await pair.serves()

@@ -7,7 +7,7 @@ from vllm import LLM, SamplingParams
 
 
 def main() -> None:
-    """Answer on the last line of stdout; vLLM writes on it, too."""
+    """Print the result on the last line of stdout, which vLLM also uses."""
     asked = json.load(sys.stdin)
     llm = LLM(
         sys.argv[1],

@@ -1,4 +1,4 @@
-"""A worker on a real log, and an owner that does what the test says."""
+"""A worker on a real log, with an owner that each test controls."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -29,12 +29,12 @@ GROUP = "model"
 PARTITION = 0
 WORK = work_topic("default")
 WORK_SLOT = 5
-PATIENCE_S = 55.0  # less than the timeout of a test, which says less about what did not come
+PATIENCE_S = 55.0  # less than the timeout of a test, whose message is less specific
 READ_MAX = 10_000
 
 
 async def until(condition: Callable[[], object]) -> None:
-    """Let others run until the condition holds."""
+    """Run other tasks until the condition holds."""
     async with asyncio.timeout(PATIENCE_S):
         while not condition():  # noqa: ASYNC110 - conditions are about the log
             await asyncio.sleep(0.001)
@@ -65,7 +65,7 @@ def work_item(name: str, prompt: list[int], max_tokens: int, **changes: Any) -> 
 
 
 class Scene:
-    """A log, leases and one worker; the methods play the owner."""
+    """A log, leases and one worker; the methods act as the owner."""
 
     def __init__(self, log: SqliteLog, leases: Leases, keeper: LeaseKeeper) -> None:
         self.log = log
@@ -104,7 +104,7 @@ class Scene:
 
     @asynccontextmanager
     async def serving(self, worker: Worker, token: str = "t1", slot: int = WORK_SLOT) -> AsyncIterator[int]:
-        """Run the worker and admit it: its epoch."""
+        """Run the worker, admit it, and yield its epoch."""
         task = asyncio.create_task(worker.run())
         try:
             epoch = await self.admit(worker, token, slot=slot)

@@ -1,4 +1,4 @@
-"""Prefill and decode workers with mock engines on one log, and an owner that sends what the test says to either."""
+"""Prefill and decode workers with mock engines on one log, with an owner that each test controls."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -30,7 +30,7 @@ def kv_settings(**changes: Any) -> KvSettings:
 
 @dataclass
 class Side:
-    """One worker; `epoch` is that in which it was admitted."""
+    """One worker, admitted in `epoch`."""
 
     worker: Worker
     engine: MockEngine
@@ -65,7 +65,7 @@ class Side:
 
 @dataclass
 class Pair:
-    """Who computes prompts, and who answers."""
+    """A prefill worker and a decode worker."""
 
     scene: Scene
     prefill: Side
@@ -93,12 +93,12 @@ class Pair:
         return prefilled
 
     async def answer(self, name: str, prefilled: Prefilled | None, stage: Stage = "decode", **changes: Any) -> None:
-        """Have the decode worker answer with what was computed."""
+        """Send a request with prefilled KV to the decode worker."""
         fields = {"stage": stage, "worker_epoch": self.decode.epoch, "prefilled": prefilled, **changes}
         await self.scene.send(msgspec.structs.replace(self.asked[name], **fields), self.decode.slot)
 
     async def said(self, name: str) -> list[int]:
-        """What the client was told, once that is all."""
+        """Return the complete output of a request."""
         await until(lambda: self.ended(name))
         assert self.ended(name).finish_reason == "length", self.ended(name)
         return said_by(self.scene, name)
@@ -168,7 +168,7 @@ async def pair_of(scene: Scene, prefill: Side, decode: Side) -> AsyncIterator[Pa
 async def aggregated(
     scene: Scene, name: str, prompt: list[int] = PROMPT, max_tokens: int = 6, **changes: Any
 ) -> list[int]:
-    """What one worker says that does it all."""
+    """Return the output of a worker that runs both stages."""
     async with serving(scene, side(scene, "aggregated", kv_settings(), name=f"one-{name}")) as one:
         await scene.send(work_item(name, prompt, max_tokens, worker_epoch=one.epoch, **changes), one.slot)
         await until(lambda: any(end.request_id == name for end in scene.progress(RequestFinished)))

@@ -1,4 +1,4 @@
-"""A process with a mock engine that computes prompts: says where the KV of each lies, until its standard input ends."""
+"""Process with a mock prefill engine. It prints the KV descriptor of each prompt until its standard input ends."""
 
 import asyncio
 import base64
@@ -18,15 +18,15 @@ from tests.workers.other_process import OtherProcess, running
 
 
 class Peer(OtherProcess):
-    """The other process, seen from the test."""
+    """Client of the other process."""
 
     async def compute(self, item: WorkItem) -> Prefilled:
-        """Have it compute a prompt."""
+        """Compute a prompt in the other process."""
         told = await self.ask(base64.b64encode(msgspec.msgpack.encode(item)).decode())
         return msgspec.msgpack.decode(base64.b64decode(told), type=Prefilled)
 
     async def kept(self) -> int:
-        """Of how many requests it keeps KV."""
+        """Return the number of requests whose KV is kept."""
         return int(await self.ask("kept"))
 
     async def gone(self) -> None:

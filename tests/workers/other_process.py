@@ -1,4 +1,4 @@
-"""Another process, that a test tells what to do: a line to its standard input, a line back."""
+"""Another process, controlled by a test: one line to its standard input, one line back."""
 
 import asyncio
 import os
@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class OtherProcess:
-    """The other process, seen from the test."""
+    """Client of the other process."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.process = process

@@ -1,4 +1,4 @@
-"""What a worker says of its caches: dense numbers, records that fit, and all of it again without a gap."""
+"""KV events of a worker: dense sequence numbers, bounded records, and re-announcements without gaps."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ def said(drafts: list[Draft]) -> list[AnyKvEvent]:
 
 
 def fold(held: dict[int, list[int]], events: list[AnyKvEvent]) -> None:
-    """What each rank holds, as a plain reader has it, which wants parents before children."""
+    """Return the blocks of each rank for a reader that requires parents before children."""
     for event in events:
         rank = held.setdefault(event.rank, [])
         match event:

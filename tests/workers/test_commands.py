@@ -1,4 +1,4 @@
-"""What operators command, at a worker: once, in order, and with an answer; and what the mock engine does then."""
+"""Operator commands at a worker: executed once, in order, with a result; and their effect on the mock engine."""
 
 import asyncio
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from tests.workers.conftest import GROUP, PARTITION, Scene, engine_config, until
 
 
 class Obedient(MockEngine):
-    """A mock engine that does commands when it is let, and keeps what it was told."""
+    """Mock engine that records commands and executes them when the test allows it."""
 
     def __init__(self) -> None:
         super().__init__(engine_config(), speedup=1000.0)
@@ -223,7 +223,7 @@ async def test_adapters_stay_loaded_in_the_next_epoch(scene: Scene, tmp_path: Pa
 
 
 async def told(scene: Scene, *sent: WorkerCommand | WorkItem) -> list[Any]:
-    """Send, and wait until each command is answered; the answers."""
+    """Send commands, wait for their results, and return them."""
     before = len(answers(scene))
     for event in sent:
         await scene.send(event)

@@ -1,4 +1,4 @@
-"""Whatever happens to requests at a prefill and a decode engine: each ends once, and everything is given back."""
+"""Random histories of requests at a prefill and a decode engine: each ends once, and all blocks are freed."""
 
 import asyncio
 from collections import Counter
@@ -39,7 +39,7 @@ operations = st.one_of(
 
 
 class Half:
-    """One engine, as its worker treats it: an id is under way at most once."""
+    """One engine, with at most one request in flight per id, as its worker guarantees."""
 
     def __init__(self, role: Role, run: "Run") -> None:
         config = engine_config(kv_blocks_total=BLOCKS)
@@ -81,7 +81,7 @@ class Half:
 
 
 class Run:
-    """Both, and what came of what."""
+    """Both engines, and the outcomes of their requests."""
 
     def __init__(self) -> None:
         self.prefill, self.decode = Half("prefill", self), Half("decode", self)
@@ -160,7 +160,7 @@ class Run:
                 self.reset(half)
 
     async def end(self) -> None:
-        """Let everything go its way, and see that nothing is left of it."""
+        """Run all requests to their end and check that nothing is left."""
         for half in (self.prefill, self.decode):
             for action in ("wake_up", "resume"):
                 await half.engine.command(Command(action=action))
@@ -171,7 +171,7 @@ class Run:
         assert +self.expected == Counter({name: self.ends[name] for name in self.expected})
 
     def _over(self) -> bool:
-        """What is kept is fetched, or given back where its reader is gone and could not tell: else its lease would."""
+        """Return whether all kept KV was fetched, or released because its reader could not notify the holder."""
         self.answer(0)
         for name in self.made:
             if name not in self.kept and name not in self.prefill.under_way and name not in self.decode.under_way:

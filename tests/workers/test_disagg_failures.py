@@ -1,4 +1,4 @@
-"""Holders that die, leases that end, requests given up at every stage, epochs lost: nothing hangs, nothing is lost."""
+"""Dead holders, expired leases, cancellations at every stage, lost epochs: nothing hangs or leaks."""
 
 import asyncio
 import signal
@@ -29,12 +29,12 @@ def pair(scene: Scene, decode_speedup: float = 1000.0, prefill_speedup: float = 
 
 @pytest.fixture
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A holder that does not answer is waited for shortly."""
+    """Shorten the timeout for unresponsive holders."""
     monkeypatch.setattr(mock_kv, "open_transport", partial(open_transport, fetch_s=1.0))
 
 
 class Gate:
-    """Where fetches of a decode worker wait, once it has a transport."""
+    """Gate at which the fetches of a decode worker wait."""
 
     def __init__(self, both: Pair) -> None:
         self.open = asyncio.Event()
@@ -81,7 +81,7 @@ async def test_a_disagg_holder_that_is_killed(scene: Scene, kind: str, when: str
             assert sum(both.decode.engine.kv_stats().failed.values()) == 1
             assert not said_by(scene, "r")
         await both.idle()
-        # The next one is fetched from somebody else.
+        # The next one is fetched from another holder.
         await both.answer("s", await both.compute("s"))
         assert await both.said("s") == expected
         await both.idle()
@@ -182,7 +182,7 @@ async def test_disagg_cancellation_during_decode(scene: Scene) -> None:
         await until(lambda: list(both.decode.rank._to_fetch) == ["fetched"])
         await both.cancel("fetched", both.decode)
         await until(lambda: not both.decode.used and not gate.waiting)
-        # Who is given up while it is fetched tells the holder; who never was asked for leaves that to the owner.
+        # A cancelled fetch notifies the holder; for one that never began, the owner does.
         await both.cancel("waits", both.prefill)
         await both.idle()
         gate.open.set()

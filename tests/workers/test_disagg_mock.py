@@ -1,4 +1,4 @@
-"""One mock engine computes prompts, another answers: by NIXL and by plain sockets, right bytes and wrong ones."""
+"""Disaggregated mock engines, by NIXL and by plain sockets, with correct and corrupt bytes."""
 
 import io
 import sys
@@ -98,7 +98,7 @@ async def test_disagg_corrupt_bytes_are_read_again_and_then_fail(scene: Scene, k
         assert "checksums" in await both.not_fetched("apart")
         stats = both.decode.engine.kv_stats()
         assert (stats.corrupt, stats.retries, stats.failed) == (3, 2, {"corrupt": 1})
-        await both.idle()  # the holder is told, so its lease is not waited for
+        await both.idle()  # the holder is notified, so its lease does not matter
     assert not said_by(scene, "apart")
 
 

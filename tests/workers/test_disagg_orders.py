@@ -1,4 +1,4 @@
-"""Prefill and decode at a worker, whatever its engine: what is said, what is given back, what comes again."""
+"""Prefill and decode stages at a worker with any engine: events, released KV and repeated items."""
 
 import asyncio
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ IDLE = EngineLoad(0, 0, 0, 8)
 
 
 class Engine:
-    """Takes what comes and says what the test tells it to."""
+    """Engine that records its requests and publishes the batches of the test."""
 
     def __init__(self) -> None:
         self.items: list[WorkItem] = []
@@ -76,7 +76,7 @@ class Engine:
         raise EngineRefused("it does nothing")
 
     async def check(self) -> None:
-        """It is well."""
+        """Report a live engine."""
 
     def collectors(self) -> Sequence[Collector]:
         return ()
@@ -118,7 +118,7 @@ def item_of(name: str, stage: str, epoch: int, **changes: Any) -> WorkItem:
 
 
 async def computed(scene: Scene, engine: KvEngine, item: WorkItem, lease_us: int = 60_000_000) -> None:
-    """Have its prompt computed, and said so."""
+    """Send a prefill and publish its result."""
     before = len(scene.progress(PrefillFinished))
     await scene.send(item)
     await until(lambda: item in engine.items)
@@ -266,7 +266,7 @@ async def test_disagg_failure_before_the_first_token_drops_the_kv(scene: Scene) 
 
 
 async def said_before(scene: Scene, tokens: list[int], ended: bool = False) -> None:
-    """An earlier attempt elsewhere said this."""
+    """Append output of an earlier attempt on another worker."""
     event: Any
     if tokens:
         chunk = TokenChunk(request_id="r", attempt=1, first_index=0, token_ids=pack_u32(tokens))
@@ -346,7 +346,7 @@ async def test_disagg_cancellation_frees_kept_kv(scene: Scene) -> None:
         cancelled = WorkCancelled(request_id="r", attempt=1, owner_epoch=0, worker_epoch=epoch)
         await scene.send(cancelled)
         await until(lambda: engine.released == ["r"])
-        # It is not said again either.
+        # The result is not sent again either.
         await scene.send(item_of("r", "prefill", epoch, owner_epoch=9))
         await until(lambda: worker.counters.repeated == 1)
         # One that is under way is cancelled; what comes of it all the same is given back.
@@ -361,7 +361,7 @@ async def test_disagg_cancellation_frees_kept_kv(scene: Scene) -> None:
 
 
 async def test_disagg_release_frees_only_its_attempt(scene: Scene) -> None:
-    """It may come late, from an owner that cannot know whether the one before it said so."""
+    """A release may come late, from an owner that does not know whether its predecessor sent it."""
     engine = KvEngine()
     worker = worker_of(scene, engine)
     async with scene.serving(worker) as epoch:

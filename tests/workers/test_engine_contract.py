@@ -1,4 +1,4 @@
-"""What every engine does for its worker: one suite over the stand-ins of SGLang and TensorRT-LLM, and the mock."""
+"""Contract of every engine: one suite over the stand-ins of SGLang and TensorRT-LLM, and the mock engine."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -26,7 +26,7 @@ PROMPT = list(range(50, 62))  # three blocks
 OTHER = list(range(150, 162))
 SPEC = WorkerSpec(
     worker_id="w1", model="m", block_size=1, kv_blocks_total=1, max_num_seqs=1, max_num_batched_tokens=1
-)  # as it is before the engine says its sizes
+)  # before the engine reports its sizes
 
 Start = Callable[..., AbstractAsyncContextManager[Driven]]
 
@@ -121,7 +121,7 @@ async def test_cached_blocks_are_reported_once_and_held(started: Start) -> None:
     async with started() as one:
         await one.ask(PROMPT, 6)
         await told(one, one.blocks(PROMPT))
-        held = set(one.engine.held(0))  # what is told so is told in no batch
+        held = set(one.engine.held(0))  # no later batch repeats these
         one.held[0] = set(held)
         assert held >= one.blocks(PROMPT)
         said = len(one.batches)

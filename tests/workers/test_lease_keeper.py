@@ -12,7 +12,7 @@ GROUP = "model"
 
 
 class Unreliable:
-    """Leases whose next calls fail; counts what got through."""
+    """Leases whose next calls fail, with a count of successful calls."""
 
     def __init__(self, leases: Leases, failures: int = 0) -> None:
         self._leases = leases

@@ -1,4 +1,4 @@
-"""Images at workers: encoded in one process's memory, fetched into another engine; and everything that goes wrong."""
+"""Images at workers: encoding, fetching of embeddings, and their failures."""
 
 import asyncio
 import io
@@ -48,7 +48,7 @@ def media(content: bytes, first_token: int = 1, tokens: int = 4, **changes: Any)
 
 
 class Memory:
-    """In place of NIXL: what is offered, by name; tests of NIXL itself are elsewhere."""
+    """Replacement of NIXL that keeps offers in memory."""
 
     def __init__(self) -> None:
         self.arrays: dict[bytes, Any] = {}
@@ -105,7 +105,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
 
 
 class Encoder(StandInEncoder):
-    """One that waits at a gate, and fails when it is told to."""
+    """Encoder that waits at a gate, and fails if `fails` is set."""
 
     def __init__(self) -> None:
         self.fails: Exception | None = None
@@ -280,7 +280,7 @@ async def test_cancelled_and_reset_work_is_not_published(memory: Memory) -> None
 
 
 async def test_output_depends_on_every_fetched_byte(scene: Scene, memory: Memory) -> None:
-    """And is the one that the engine gives when it encodes by itself."""
+    """It also equals the output of an engine that encodes the image itself."""
     one = media(png())
     offers = memory.offers("e@1")
     worker = scene.worker()
@@ -413,7 +413,7 @@ def test_block_hashes_depend_on_media() -> None:
 
 
 async def test_hashes_of_generated_blocks_depend_on_media(scene: Scene) -> None:
-    """The last block of the prompt is completed by the answer: its name must still know the image."""
+    """The output completes the last block of the prompt, whose hash must still contain the image."""
     one = media(png(), first_token=7, tokens=2)
     async with scene.serving(scene.worker()) as epoch:
         await scene.send(answer_item("r", one, epoch=epoch, max_tokens=7))

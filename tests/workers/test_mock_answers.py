@@ -1,4 +1,4 @@
-"""What a mock engine makes up: vectors of prompts, and probabilities of the tokens that it says."""
+"""Embeddings and log probabilities of the mock engine."""
 
 import asyncio
 from array import array

@@ -1,4 +1,4 @@
-"""The mock engine as its worker sees it: batches of what the model says."""
+"""Batches of the mock engine."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable

@@ -1,4 +1,4 @@
-"""Operators around `generate`: order, what they close, and those that come with forebay."""
+"""Operators around `generate`: order, closing, and the built-in operators."""
 
 import dataclasses
 import logging
@@ -34,7 +34,7 @@ async def said(pipeline: Pipeline, request: Request = ASKED) -> list[int]:
 
 def adding(number: int, calls: list[str]) -> "type":
     class Adding:
-        """Adds to each token of the prompt, and to each of the answer."""
+        """Operator that adds a number to each prompt and output token."""
 
         async def __call__(self, request: Request, generate: Generate) -> AsyncIterator[int]:
             calls.append(f"in {number}")

@@ -1,4 +1,4 @@
-"""Caches said anew, in the middle of work; and KV events that the log does not take."""
+"""Re-announcements of a cache during work, and failed appends of KV events."""
 
 import asyncio
 import sys
@@ -25,7 +25,7 @@ def over(scene: Scene, *names: str) -> bool:
 
 
 def cached(events: list[Any]) -> set[int]:
-    """The blocks of one rank that a reader of these events knows of; a parent has to come first."""
+    """Return the blocks of one rank for a reader that requires parents first."""
     blocks: set[int] = set()
     for event in events:
         match event:
@@ -44,7 +44,7 @@ def reannounced(worker: Worker, times: int) -> bool:
 
 
 async def test_cache_is_reannounced_during_work(scene: Scene) -> None:
-    """Whatever the engine did meanwhile and has not told: before and after, all that was said adds up."""
+    """All events before and after it add up, also with unpublished changes of the engine."""
     worker = scene.worker(dp_size=2, speedup=50.0)
     async with scene.serving(worker) as epoch:
         for number in range(20):
@@ -110,7 +110,7 @@ async def test_worker_without_kv_events_does_not_reannounce(scene: Scene) -> Non
 
 
 class RefusingLog(FaultyLog):
-    """Takes no KV events from one append on; the rest of that append is not taken either."""
+    """Log that rejects every append with KV events, from one append on."""
 
     def __init__(self, log: SqliteLog) -> None:
         super().__init__(log, crash_after=sys.maxsize)

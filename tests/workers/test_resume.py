@@ -1,4 +1,4 @@
-"""Later attempts: the answer goes on where the valid tokens end, whoever else still speaks."""
+"""Later attempts: the response continues after the valid tokens, despite late output of earlier attempts."""
 
 import asyncio
 import sys
@@ -63,12 +63,12 @@ def later(name: str, epoch: int, max_tokens: int = 10, **changes: Any) -> WorkIt
 
 
 def spoken(text: list[int], count: int) -> list[int]:
-    """What a mock engine says to a prompt: it depends on nothing but the prompt and the position after it."""
+    """Return the output of a mock engine, which depends only on the prompt and the position."""
     return generate_tokens(xxh3_64_intdigest(pack_u32(text), 0), 0, count, VOCABULARY)
 
 
 def heard(scene: Scene, name: str) -> ResponseState:
-    """The answer as a client has it."""
+    """Return the response of a client."""
     reply = ResponseState()
     for event in scene.tokens():
         apply({name: reply}, event, GROUP)
@@ -102,7 +102,7 @@ async def ended_group(worker: Worker) -> AsyncIterator["asyncio.Task[None]"]:
 
 
 async def test_response_continues_on_another_worker_despite_late_output(scene: Scene) -> None:
-    """A worker that was given up and does not know it: no token twice, none out of order, none after the end."""
+    """A lost worker that still emits: no token is repeated, out of order or after the end."""
     zombie, heir = scene.worker(speedup=10.0), scene.worker(name="w2", token="t2")
     async with scene.serving(zombie) as old, scene.serving(heir, "t2", slot=6) as new:
         await scene.send(later("a", old, 150, attempt=1))
@@ -135,7 +135,7 @@ async def test_structured_response_is_not_continued(scene: Scene) -> None:
     async with scene.serving(scene.worker()) as epoch:
         await scene.append(TOKENS, SLOT, emitted("a", 0, [7, 8]))
         await scene.send(later("a", epoch, sampling=sampling))
-        await scene.send(later("b", epoch, sampling=sampling))  # of which nothing was said
+        await scene.send(later("b", epoch, sampling=sampling))  # without output
         await until(lambda: scene.progress(RequestFailed) and scene.progress(RequestFinished))
     ended = heard(scene, "a").ended
     assert ended is not None

@@ -1,4 +1,4 @@
-"""`@service` and `@endpoint()`: names, what is refused where it is written, and services in files."""
+"""`@service` and `@endpoint()`: names, rejected definitions, and services in files."""
 
 import re
 import sys
@@ -24,7 +24,7 @@ from forebay.workers.service import (
 
 
 class Plain:
-    """A service, when it is decorated."""
+    """Class that becomes a service when decorated."""
 
     @endpoint()
     async def generate(self, request: Request) -> AsyncIterator[int]:
@@ -131,7 +131,7 @@ def test_an_endpoint_needs_its_parentheses() -> None:
 
 def test_two_classes_of_a_module_cannot_share_a_name() -> None:
     made(component="taken")
-    made(component="taken")  # the same class, defined anew
+    made(component="taken")  # the same class, defined again
     other = type("Other", (Plain,), {"__module__": "tests.taken"})
     with pytest.raises(ServiceInvalid, match=r"test\.taken is already Plain: set a component for Other"):
         service(namespace="test", component="taken")(other)

@@ -1,4 +1,4 @@
-"""A service as the engine of a worker on a real log: what it answers, tells and survives."""
+"""A service as the engine of a worker on a real log: responses, cache reports and failures."""
 
 import asyncio
 import struct
@@ -72,7 +72,7 @@ async def ended(scene: Scene, name: str) -> ResponseEnded:
 
 
 class Echo:
-    """Says the prompt again; one token waits until the test lets it."""
+    """Service that repeats the prompt; one token waits for the test."""
 
     gate: asyncio.Event
 
@@ -188,7 +188,7 @@ async def test_generator_that_ignores_cancellation_is_closed(scene: Scene) -> No
 
 
 class Moody:
-    """Fails as its prompt says."""
+    """Service that fails as its prompt requests."""
 
     @endpoint()
     async def generate(self, request: Request) -> AsyncGenerator[Any]:
@@ -340,7 +340,7 @@ async def test_vectors_of_a_service_that_embeds(scene: Scene) -> None:
 
 
 class Remembering:
-    """Caches the blocks of every prompt, and tells."""
+    """Service that caches and reports the blocks of every prompt."""
 
     cache: Cache
 
@@ -399,7 +399,7 @@ async def test_cache_of_a_service_is_announced_in_the_next_epoch(scene: Scene) -
 
 
 class Commanded:
-    """Notes what it was commanded."""
+    """Service that records its commands."""
 
     def __init__(self) -> None:
         self.did: list[str] = []

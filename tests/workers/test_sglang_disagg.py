@@ -1,4 +1,4 @@
-"""Prefill and decode workers of SGLang, against a stand-in with its signatures: apart they were never run for real."""
+"""Prefill and decode workers of SGLang, with a stand-in. These roles were never run with a real SGLang."""
 
 import sys
 from collections.abc import AsyncIterator
@@ -32,7 +32,7 @@ from tests.workers.test_engine_contract import PROMPT, SPEC, model_directory
 
 
 class Free:
-    """SGLang's one engine of a process may be another one's too: they are stand-ins."""
+    """Lock that lets several stand-ins run in one process."""
 
     def acquire(self, *, blocking: bool) -> bool:
         return not blocking

@@ -1,4 +1,4 @@
-"""SGLang's adapter against a stand-in with SGLang's signatures: what the contract does not say."""
+"""The SGLang engine with a stand-in: behaviour beyond the contract of all engines."""
 
 import asyncio
 import contextlib
@@ -95,7 +95,7 @@ async def test_response_that_sglang_aborts(started: Start, status: int | None, c
         answer = one.submit(item)
         await one.until(lambda: answer.over)
         assert answer.error is not None and answer.error.code == code and "no memory left" in answer.error.message
-        # The last token comes once more with the end: it was said.
+        # SGLang repeats the last token with the end.
         assert answer.tokens == answer_of(PROMPT, len(answer.tokens)) and len(answer.tokens) == 1
         assert (await one.ask(PROMPT, 3)).error is None
 
@@ -368,7 +368,7 @@ async def test_a_node_that_is_not_the_first_never_registers(
 async def test_health_request_without_response_fails_the_check(started: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(async_engine, "CANARY_EVERY_S", -1.0)
     async with started() as one:
-        await one.engine.check()  # asks
+        await one.engine.check()  # starts a health request
         await until(lambda: not manager().rid_to_state and len(manager().asked_with) > 1)
         manager().deaf = True
         monkeypatch.setattr(async_engine, "CANARY_TIMEOUT_S", -1.0)

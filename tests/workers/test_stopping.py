@@ -31,7 +31,7 @@ SLOW = 2.0
 
 
 def offered(scene: Scene) -> WorkerLease | None:
-    """What the worker's lease holds."""
+    """Return the content of the worker's lease."""
     lease = scene.lease()
     return None if lease is None else msgspec.msgpack.decode(lease.payload, type=WorkerLease)
 
@@ -42,7 +42,7 @@ def says_draining(scene: Scene) -> bool:
 
 
 async def announce(scene: Scene, epoch: int, worker_id: str = "w1") -> None:
-    """The owner writes that it knows."""
+    """Record the drain of the worker, as an owner would."""
     await until(lambda: says_draining(scene))
     fact = WorkerDraining(owner_epoch=0, worker_id=worker_id, worker_epoch=epoch)
     await scene.append(FLEET, PARTITION, fact)
@@ -50,7 +50,7 @@ async def announce(scene: Scene, epoch: int, worker_id: str = "w1") -> None:
 
 @asynccontextmanager
 async def admitted(scene: Scene, worker: Worker) -> AsyncIterator[tuple["asyncio.Task[None]", int]]:
-    """Run the worker and admit it: its task, and its epoch."""
+    """Run and admit the worker; return its task and epoch."""
     task = asyncio.create_task(worker.run())
     try:
         yield task, await scene.admit(worker, "t1")
@@ -60,7 +60,7 @@ async def admitted(scene: Scene, worker: Worker) -> AsyncIterator[tuple["asyncio
 
 
 async def gone(scene: Scene, worker: Worker, *, held: bool = True) -> None:
-    """Nothing of the worker is left but a lease that says so."""
+    """Check that only a released lease is left of the worker."""
     assert worker.life.state is State.DEREGISTERED
     assert worker.worker_epoch is None
     await until(lambda: scene.lease() is None and (scene.released() or not held))

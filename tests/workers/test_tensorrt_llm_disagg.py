@@ -1,4 +1,4 @@
-"""Prefill and decode workers of TensorRT-LLM, against a stand-in with its signatures: it was never run for real."""
+"""Prefill and decode workers of TensorRT-LLM, with a stand-in. The real engine was never run."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -1,4 +1,4 @@
-"""TensorRT-LLM's adapter against a stand-in with TensorRT-LLM's signatures: what the contract does not say."""
+"""The TensorRT-LLM engine with a stand-in: behaviour beyond the contract of all engines."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -150,7 +150,7 @@ async def test_lost_events_empty_the_rank_and_later_ones_count(started: Start) -
         await one.ask(other, 2)
         await told(one, one.blocks(other))
         assert one.held[0] == one.blocks(other) == set(one.engine.held(0))
-        # Their parents are not known any more, and nobody can be asked: they are left out.
+        # Their parents are unknown and cannot be replayed, so they are skipped.
         await one.ask([*PROMPT, *PROMPT], 2)
         third = list(range(300, 312))
         await one.ask(third, 2)

@@ -26,7 +26,7 @@ LONG = 5_000
 
 
 class FakeModel:
-    """Generates 1, 2, 3, ...; fails and blocks as `arguments` say."""
+    """Model that generates 1, 2, 3, ...; `arguments` select failures and blocking."""
 
     steps = threading.Semaphore(0)  # each permits one token if `blocks` is set
     vocabulary_size = 50

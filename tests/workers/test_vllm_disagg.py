@@ -1,4 +1,4 @@
-"""Prefill and decode on a vLLM engine, without vLLM: descriptors, leases and ports; a stand-in has its signatures."""
+"""Prefill and decode stages of the vLLM engine, with a stand-in: descriptors, leases and ports."""
 
 import asyncio
 import contextlib
@@ -56,7 +56,7 @@ KEPT = TOLD | {EXPIRES: 1e9}
 
 
 class VLLMError(Exception):
-    """What vLLM's errors are."""
+    """Base class of vLLM's errors."""
 
 
 class TransferConfig:
@@ -70,7 +70,7 @@ class TransferConfig:
 
 
 class Llm:
-    """An `AsyncLLM` with a KV connector. `answer` is what the next request gets; None is never."""
+    """`AsyncLLM` with a KV connector. `answer` is the output of the next request; None blocks it."""
 
     errored = False
 
@@ -155,7 +155,7 @@ def kept(**fields: Any) -> Prefilled:
 
 
 class Running:
-    """An engine that runs, and all that it said."""
+    """Running engine, with its batches."""
 
     def __init__(self, engine: VllmEngine, llm: Llm, spec: WorkerSpec) -> None:
         self.engine = engine
@@ -169,7 +169,7 @@ class Running:
         self._said.set()
 
     async def end(self, one: WorkItem) -> Any:
-        """How it ends."""
+        """Run a request and return its end."""
         self.batches.clear()
         self.engine.submit(one)
         async with asyncio.timeout(20):
@@ -404,7 +404,7 @@ def test_prompts_of_other_lengths_are_not_fetched() -> None:
 
 @pytest.fixture
 def connector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Any], None]]:
-    """Puts a connector's worker side in vLLM's place for it; None is a vLLM without one."""
+    """Install the worker side of a connector in vLLM; None for a vLLM without one."""
 
     def put(worker: Any) -> None:
         module = ModuleType("vllm.distributed.kv_transfer")

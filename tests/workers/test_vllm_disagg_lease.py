@@ -1,4 +1,4 @@
-"""How long an answer on a vLLM engine may take that goes on from KV of another, without vLLM."""
+"""Duration of decode requests on a vLLM engine, with a stand-in."""
 
 import asyncio
 from collections.abc import AsyncIterator

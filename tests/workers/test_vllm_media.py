@@ -1,4 +1,4 @@
-"""Images and videos as vLLM takes them: one placeholder each, named by their digests."""
+"""Prompts with images and videos for vLLM: one placeholder each, identified by their digests."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -64,7 +64,7 @@ def test_images_are_decoded_and_videos_are_not() -> None:
 
 
 class Rendering:
-    """In place of an `AsyncLLM`, as far as prompts go: `spans` is how many tokens it makes of a placeholder."""
+    """Stand-in for the prompt rendering of `AsyncLLM`, with `spans` tokens per placeholder."""
 
     def __init__(self, *, multimodal: bool = True, spans: int = 2) -> None:
         config = SimpleNamespace(supports_multimodal_inputs=multimodal, get_inputs_embeds_size=lambda: 4)

@@ -1,4 +1,4 @@
-"""What of the vLLM engine needs no vLLM: requests in its terms, its arguments, a rank's batches, adapters."""
+"""Parts of the vLLM engine that need no vLLM: arguments, rank buffers and adapters."""
 
 import itertools
 import struct

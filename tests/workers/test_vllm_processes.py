@@ -1,4 +1,4 @@
-"""Processes that are owned: they end with who started them, at whatever moment that dies. Without vLLM."""
+"""Owned processes end with their parent, at whatever moment it dies. Without vLLM."""
 
 import os
 import signal

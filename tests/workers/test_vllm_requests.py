@@ -1,4 +1,4 @@
-"""What one request does to the others on a vLLM engine, without vLLM: a stand-in has its signatures."""
+"""Isolation of requests on a vLLM engine, with a stand-in."""
 
 import asyncio
 import sys
@@ -33,7 +33,7 @@ SPEC = WorkerSpec(
 
 
 class Llm:
-    """Answers with one token; a request called `odd` makes it fail in a way that nobody expects."""
+    """Stand-in that emits one token, and raises an unexpected exception for the request `odd`."""
 
     errored = False
     vllm_config = SimpleNamespace(

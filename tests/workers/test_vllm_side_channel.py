@@ -1,4 +1,4 @@
-"""Where vLLM's NIXL connectors introduce themselves: the address, the port, and the environment left as it was."""
+"""Side channel of vLLM's NIXL connectors: address, port, and the restored environment."""
 
 import os
 import socket

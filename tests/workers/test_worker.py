@@ -1,4 +1,4 @@
-"""A worker's life on a real log: admission, work, what it writes, and how it loses its epoch."""
+"""Life cycle of a worker on a real log: admission, work, records, and the loss of its epoch."""
 
 import asyncio
 from functools import partial
@@ -34,7 +34,7 @@ from tests.workers.conftest import GROUP, PARTITION, WORK, WORK_SLOT, Scene, eng
 
 
 def answer(scene: Scene, name: str, attempt: int = 1, slot: int = 3) -> list[int]:
-    """The tokens of one attempt, each index once."""
+    """Return the tokens of one attempt, each index once."""
     tokens: list[int] = []
     for event in scene.tokens(TokensEmitted, slot):
         for chunk in event.chunks:
@@ -80,7 +80,7 @@ WorkEvents = list[WorkItem | WorkCancelled | ReleaseKv | ReannounceCache | Worke
 
 
 def work_of_every_kind(**to: Any) -> WorkEvents:
-    """Return one event of each type that a work topic carries, addressed as told."""
+    """Return one event of each type of a work topic, with this address."""
     pause = WorkerCommand(command_id="c", command=Command(action="pause"), owner_epoch=0, timeout_us=60_000_000, **to)
     return [
         msgspec.structs.replace(work_item("mine", [1], 2), **to),

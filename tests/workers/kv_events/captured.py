@@ -1,4 +1,4 @@
-"""What vLLM 0.32.0 and SGLang 0.5.23 published for a tiny model, as values; encoded they are the bytes on the wire."""
+"""KV events of vLLM 0.32.0 and SGLang 0.5.23 for a tiny model, decoded; encoding them gives the captured bytes."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -148,7 +148,7 @@ SGLANG_BATCHES: list[tuple[int, list[dict[str, Any]]]] = [
 
 
 def payload(events: Sequence[Any], ts: float = 1732212345.25) -> bytes:
-    """A batch of rank 0 as it is on the wire."""
+    """Return an encoded batch of rank 0."""
     return msgspec.msgpack.encode([ts, events, 0])
 
 

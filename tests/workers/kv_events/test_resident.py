@@ -189,7 +189,7 @@ def test_invalid_events_are_counted_and_ignored() -> None:
 
 
 class Engine:
-    """A cache that holds copies of a few sequences' blocks in two tiers, and says what it does."""
+    """Cache with copies of the blocks of a few sequences in two tiers, which reports its changes."""
 
     def __init__(self) -> None:
         self.copies: Counter[tuple[Tier, tuple[str, tuple[int, ...]]]] = Counter()
@@ -288,7 +288,7 @@ def test_an_index_holds_what_the_engine_holds(
 
 
 def fold(told: dict[Tier, set[int]], changes: list[CacheChange]) -> None:
-    """What a plain reader has, which wants to be told of every block once."""
+    """Return the blocks of a reader that requires every block to be reported once."""
     for change in changes:
         match change:
             case Stored(hashes=hashes, tier=tier):

@@ -1,4 +1,4 @@
-"""Numbers of batches: each once, in order, from one publisher; what is missing is had again or said to be lost."""
+"""Batch sequence numbers: each once, in order, from one publisher; gaps are replayed or reported as lost."""
 
 from collections import deque
 
@@ -17,7 +17,7 @@ def deliver(*seqs: int, publisher: int = 0) -> list[Step]:
 
 
 def started(*live: int, replays: bool = True, held_max: int = 8) -> Sequence:
-    """One that has these batches, after an empty answer at the start."""
+    """Return a sequence with these batches, after an empty first replay."""
     sequence = Sequence(replays=replays, held_max=held_max)
     if replays:
         assert sequence.check() == [RequestReplay(0)]
@@ -153,7 +153,7 @@ def test_request_during_a_replay_is_sent_after_it() -> None:
 
 
 class Publisher:
-    """A publisher and the network: live batches may be dropped, answers come late, and it may be replaced."""
+    """A publisher and the network: live batches may be dropped, replays delayed, and the publisher replaced."""
 
     def __init__(self, keeps: int) -> None:
         self.keeps = keeps
@@ -182,7 +182,7 @@ class Publisher:
 
 
 class Reader:
-    """Does what the steps say, and keeps what it was told."""
+    """Executes the steps and records the delivered batches."""
 
     def __init__(self, publisher: Publisher, replays: bool) -> None:
         self.publisher = publisher
@@ -215,7 +215,7 @@ class Reader:
     def restart(self) -> None:
         unanswered = self.sequence.asking
         self.publisher.restart()
-        self.do(self.sequence.check())  # it was connected anew
+        self.do(self.sequence.check())  # the connection was opened again
         if unanswered:
             self.asked = None
             self.do(self.sequence.failed())

@@ -1,4 +1,4 @@
-"""Engines' bytes to events: what was captured, every encoding that releases had, and bytes that nobody sends."""
+"""Decoding of engines' KV events: captured batches, the formats of all releases, and invalid bytes."""
 
 from collections import Counter
 from collections.abc import Callable

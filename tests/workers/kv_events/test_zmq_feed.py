@@ -1,4 +1,4 @@
-"""The feed on real sockets, against a publisher as vLLM's: PUB, and a ROUTER that answers from a buffer."""
+"""The feed on real sockets, with a publisher like vLLM's: PUB, and a ROUTER for replays."""
 
 import asyncio
 import logging
@@ -28,7 +28,7 @@ RANK = 3
 
 
 class Publisher:
-    """Numbers what it publishes and keeps it, on two loopback ports."""
+    """Publisher that numbers and keeps its batches, on two loopback ports."""
 
     def __init__(self, *, topics: bool = True) -> None:
         self.context = zmq.asyncio.Context()
@@ -98,7 +98,7 @@ def is_bound(socket: zmq.asyncio.Socket, endpoint: str) -> bool:
 
 
 class Told:
-    """What a feed said, and what a plain reader holds by it."""
+    """Changes that a feed reported, and the blocks that a reader holds."""
 
     def __init__(self) -> None:
         self.changes: list[CacheChange] = []
@@ -140,7 +140,7 @@ async def publishing(**options: Any) -> AsyncIterator[Publisher]:
 async def feeding(
     source: KvSource, *, quiet_s: float = 60.0, answer_timeout_s: float = 10.0
 ) -> AsyncIterator[tuple[KvFeed, Told]]:
-    """A feed that runs; quiet times are too long to matter unless a test says so."""
+    """Run a feed, by default with an idle timeout that never matters."""
     blocks = ResidentBlocks(32, counts_copies=True)
     feed = KvFeed(RANK, source, VllmDecoder(), blocks, quiet_s=quiet_s, answer_timeout_s=answer_timeout_s)
     told = Told()
@@ -155,7 +155,7 @@ async def feeding(
 
 
 async def subscribed(publisher: Publisher, feed: KvFeed, told: Told) -> None:
-    """Until what is published comes live."""
+    """Wait until the subscription is active."""
     while not feed.counts["live"]:
         await publisher.publish([vllm_stored(A_HASHES, PROMPT[:64])] if not publisher.next_seq else [])
         await asyncio.sleep(0.001)
@@ -219,7 +219,7 @@ async def test_unreplayable_loss_empties_the_rank_and_clears_the_engine() -> Non
 async def test_gap_is_a_loss_without_a_replay_socket() -> None:
     async with publishing() as publisher:
         source = KvSource(publisher.source.endpoint, None, "kv")
-        await publisher.publish(VLLM_BATCHES[0][1])  # nobody listens yet
+        await publisher.publish(VLLM_BATCHES[0][1])  # no subscriber yet
         async with feeding(source) as (feed, told):
             assert not await feed.catch_up()
             while not feed.counts["live"]:
@@ -264,7 +264,7 @@ async def test_catch_up_waits_for_earlier_batches() -> None:
         await subscribed(publisher, feed, told)
         for _, events in VLLM_BATCHES[1:5]:
             await publisher.publish(events, dropped=True)
-            # Two who ask at once are both right.
+            # Concurrent callers both succeed.
             assert all(await asyncio.gather(feed.catch_up(), feed.catch_up()))
             assert feed.sequence.next_seq == publisher.next_seq
         assert len(told.held) == 8

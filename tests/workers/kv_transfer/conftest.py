@@ -1,4 +1,4 @@
-"""Transports in this process and in others."""
+"""Transports in this process and in other processes."""
 
 import asyncio
 import os
@@ -25,7 +25,7 @@ __all__ = ["BLOCKS", "BLOCK_BYTES", "Other", "have", "held_for", "other", "trans
 
 
 def words(numbers: Sequence[int]) -> str:
-    """Numbers as one word."""
+    """Return numbers as one word."""
     return ",".join(map(str, numbers))
 
 
@@ -40,7 +40,7 @@ class Other(OtherProcess):
         return await self.ask(f"fetch {packed(prefilled)} {words(into)}")
 
     async def has(self, into: Sequence[int], blocks: Sequence[int]) -> bool:
-        """Whether what another process filled these blocks with is in those."""
+        """Return whether the slots `into` contain the content of another process's `blocks`."""
         return await self.ask(f"have {words(into)} {words(blocks)}") == "yes"
 
     async def stats(self) -> tuple[Stats, dict[str, int]]:
@@ -52,7 +52,7 @@ class Other(OtherProcess):
                 pass
 
     def signal(self, number: int) -> None:
-        os.killpg(self.process.pid, number)  # on another host it is a child of who brought it there
+        os.killpg(self.process.pid, number)  # on another host it is a child of the launcher
 
     async def kill(self) -> None:
         self.signal(signal.SIGKILL)
@@ -63,7 +63,7 @@ class Other(OtherProcess):
 async def other(
     kind: Kind, name: str, *, on: Host | None = None, environment: Mapping[str, str] = QUIET, **changes: Any
 ) -> AsyncIterator[Other]:
-    """One on this host, or `on` another."""
+    """Run a process with a transport on this host, or on the host `on`."""
     command = (sys.executable, "-m", "tests.workers.kv_transfer.peer")
     process = await asyncio.create_subprocess_exec(
         *(command if on is None else on.command(*command)),
@@ -87,7 +87,7 @@ async def other(
 
 @asynccontextmanager
 async def transport(kind: Kind, name: str, **changes: Any) -> AsyncIterator[tuple[KvTransport, list[tuple[str, str]]]]:
-    """A transport of this process, and what it has given back."""
+    """Open a transport in this process, with the list of its freed offers."""
     freed: list[tuple[str, str]] = []
     options: dict[str, Any] = {"block_bytes": BLOCK_BYTES, "blocks": BLOCKS, "fetch_s": PATIENCE_S, **changes}
     one = await open_transport(kind, name=name, on_free=lambda *what: freed.append(what), **options)
@@ -99,13 +99,13 @@ async def transport(kind: Kind, name: str, **changes: Any) -> AsyncIterator[tupl
 
 
 def within(one: KvTransport, fetch_s: float) -> None:
-    """Give later fetches another deadline: only those that are to miss it may have a short one."""
+    """Set the timeout of later fetches. Only fetches that must time out may have a short one."""
     assert isinstance(one, Transport)
     one._fetch_s = fetch_s
 
 
 def held_for(one: KvTransport, lease_s: float) -> None:
-    """Hold later offers for another time: only those that are to expire may have a short lease."""
+    """Set the lease of later offers. Only offers that must expire may have a short one."""
     assert isinstance(one, Transport)
     one._offers._lease_s = lease_s
 

@@ -1,4 +1,4 @@
-"""A process with a transport of its own: obeys lines of its standard input, with an answer each; ends with it."""
+"""Process with a transport. It obeys commands on its standard input and replies with one line to each."""
 
 import asyncio
 import base64
@@ -17,7 +17,7 @@ from forebay.workers.kv_transfer.transport import open_transport
 
 
 def fill(transport: KvTransport, seed: int) -> None:
-    """Write to all blocks what `content` says of them."""
+    """Write the `content` of each block."""
     for block in range(transport.memory.blocks):
         transport.memory.view(block)[:] = content(seed, block, transport.memory.block_bytes)
 
@@ -29,7 +29,7 @@ def content(seed: int, block: int, block_bytes: int) -> "np.ndarray[Any, np.dtyp
 
 
 def prefilled(transport: KvTransport, request_id: str, blocks: Sequence[int], *, checksum: bool = False) -> Prefilled:
-    """An offer as the log has it."""
+    """Return an offer as an event part."""
     worker_id, _, epoch = transport.name.rpartition("@")
     offer = transport.offer(request_id, blocks, checksum=checksum)
     return Prefilled(
@@ -46,7 +46,7 @@ def prefilled(transport: KvTransport, request_id: str, blocks: Sequence[int], *,
 
 
 def packed(value: Any) -> str:
-    """As one word of text."""
+    """Encode a value as one word."""
     return base64.b64encode(msgspec.msgpack.encode(value)).decode()
 
 
@@ -56,7 +56,7 @@ def unpacked(text: str, kind: Any) -> Any:
 
 
 def have(one: KvTransport, into: Sequence[int], blocks: Sequence[int], seed: int = 1) -> bool:
-    """Whether what a peer filled with a seed has come."""
+    """Return whether the content of a peer's blocks has arrived."""
     wanted = [content(seed, block, one.memory.block_bytes) for block in blocks]
     return all(np.array_equal(one.memory.view(mine), bytes_) for mine, bytes_ in zip(into, wanted, strict=True))
 
@@ -66,7 +66,7 @@ def _numbers(text: str) -> list[int]:
 
 
 class Peer:
-    """What the lines ask."""
+    """Executor of the commands."""
 
     def __init__(self) -> None:
         self.transport: KvTransport
@@ -75,14 +75,14 @@ class Peer:
         self.begun: asyncio.Task[str]
 
     def on_free(self, request_id: str, why: str) -> None:
-        """Count; what was offered for a race is written over at once, as an engine would."""
+        """Count the offer. Overwrite blocks of a race at once, as an engine would."""
         self.freed[why] += 1
         if request_id in self.versions:
             for block in range(self.transport.memory.blocks):
                 self.transport.memory.view(block)[:] = 0xEE
 
     async def fetch(self, text: str, into: str) -> str:
-        """How a fetch ends, in one word."""
+        """Fetch, and return `done` or the reason of the failure."""
         try:
             await self.transport.fetch(unpacked(text, Prefilled), 0, _numbers(into))
         except TransferError as error:
@@ -90,7 +90,7 @@ class Peer:
         return "done"
 
     async def obey(self, words: list[str]) -> str:
-        """Answer a line."""
+        """Execute a command and return its reply."""
         match words:
             case ["open", kind, name, text]:
                 options = unpacked(text, dict[str, Any])

@@ -1,4 +1,4 @@
-"""What is not whole is never believed, whoever dies, hangs or is late; and nobody waits for ever."""
+"""Incomplete transfers are never accepted, and no fetch waits for ever: dead, hung and late holders and readers."""
 
 import asyncio
 import signal
@@ -179,7 +179,7 @@ async def test_nixl_a_reader_that_dies_leaves_its_blocks_to_the_lease(kind: Kind
 
 @pytest.mark.parametrize("block_bytes", [64 << 10, 1 << 20])
 async def test_nixl_reused_blocks_are_never_accepted(kind: Kind, block_bytes: int) -> None:
-    """Leases end when a read may just have ended; the holder writes over what it gets back, as an engine would."""
+    """Leases end close to the end of a read, and the holder overwrites freed blocks at once, as an engine would."""
     failed = fetched = 0
     lease_s = 0.004
     async with (
@@ -279,7 +279,7 @@ from forebay.workers.kv_transfer.transport import open_transport
 
 async def opened():
     transport = await open_transport("nixl", name="w@1", block_bytes=8, blocks=1, on_free=lambda *_: None)
-    transport.offer("r", [0], checksum=False)  # who keeps something polls
+    transport.offer("r", [0], checksum=False)  # a holder of offers polls
     print([thread.name for thread in threading.enumerate() if thread.name.startswith("nixl")])
 
 asyncio.run(opened())

@@ -148,7 +148,7 @@ async def test_nixl_sockets_that_cannot_listen_are_reported() -> None:
 
 
 class Clock:
-    """As much of an event loop as leases need; its time goes on when told."""
+    """Event loop with a manual clock, for leases."""
 
     def __init__(self) -> None:
         self.now_s = 0.0

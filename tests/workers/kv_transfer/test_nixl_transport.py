@@ -1,4 +1,4 @@
-"""KV blocks from worker to worker, by NIXL and by plain sockets: what arrives, what is given back, what is bounded."""
+"""KV transfers by NIXL and by plain sockets: content, freed offers and bounds."""
 
 import asyncio
 from typing import Any

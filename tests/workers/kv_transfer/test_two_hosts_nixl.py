@@ -1,4 +1,4 @@
-"""KV blocks from host to host, over a cable: what arrives, and what becomes of it when host or cable fails.
+"""KV transfers between two hosts, and failures of a host or of the network.
 
 The hosts are namespaces of this machine, which share nothing but the cable. Where they cannot be made it is skipped.
 """
@@ -41,7 +41,7 @@ def hosts() -> Iterator[tuple[Host, Host]]:
 
 
 def at(kind: Kind, host: Host) -> str:
-    """Where a transport on a host is told to be: NIXL finds its way."""
+    """Return the `at` of a transport on a host; NIXL chooses its own."""
     return host.address if kind == "tcp" else ""
 
 
@@ -63,7 +63,7 @@ async def none_kept_apart(reader: Other) -> None:
 
 
 async def cut_in_the_middle(holder: Other, reader: Other, one: Host) -> str:
-    """Cut the cable while blocks cross it, for the second time: how the fetch ends."""
+    """Cut the cable during the second transfer, and return how the fetch ends."""
     assert await reader.fetch(await holder.offer("before", ALL), ALL) == "done"
     offer, began = await holder.offer("a", ALL), one.sent_bytes()
     assert await reader.ask(f"begin {packed(offer)} {words(ALL)}") == "done"

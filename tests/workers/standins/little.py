@@ -1,4 +1,4 @@
-"""What the stand-ins of engines compute with: tokens from the prompt, blocks in a small cache, one token a step."""
+"""Model and cache of the engine stand-ins: deterministic tokens, a small block cache, one token per step."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ def next_token(tokens: Sequence[int]) -> int:
 
 
 def answer_of(prompt: Sequence[int], count: int) -> list[int]:
-    """What a stand-in says."""
+    """Return the output of a stand-in."""
     tokens = list(prompt)
     for _ in range(count):
         tokens.append(next_token(tokens))
@@ -47,7 +47,7 @@ class Change:
 
 
 class LittleCache:
-    """Full blocks by what they hold; the least recently used ones go."""
+    """Cache of full blocks by content, with LRU eviction."""
 
     def __init__(self, block_size: int, blocks: int) -> None:
         self.block_size = block_size
@@ -59,7 +59,7 @@ class LittleCache:
         return (asked.lora, asked.salt, tuple(tokens[: blocks * self.block_size]))
 
     def cached_tokens(self, asked: Asked) -> int:
-        """How much of a prompt is there; at least one token of it is computed."""
+        """Return the cached tokens of a prompt; at least one token is always computed."""
         blocks = 0
         while (blocks + 1) * self.block_size < len(asked.prompt) and (
             self.key(asked, asked.prompt, blocks + 1) in self.names
@@ -92,5 +92,5 @@ class LittleCache:
 
 
 def signed(number: int) -> int:
-    """As engines say hashes."""
+    """Return a hash as engines publish it."""
     return number - (1 << 64) if number >> 63 else number

@@ -1,4 +1,4 @@
-"""How SGLang publishes KV events: on sockets of its own, with the last batches kept for who asks."""
+"""Publisher of KV events like SGLang's: on its own sockets, with a buffer for replays."""
 
 import asyncio
 import time

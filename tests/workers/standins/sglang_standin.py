@@ -1,4 +1,4 @@
-"""SGLang 0.5.23's API as the adapter uses it, with its signatures: what the real one refuses is refused here.
+"""Stand-in for SGLang 0.5.23 with the signatures that the adapter uses. It rejects what SGLang rejects.
 
 `Engine` and its tokenizer manager are in one process; `handle_loop` is the scheduler, too, so nothing is answered
 unless somebody runs it. KV events go over real sockets.
@@ -21,7 +21,7 @@ import pytest
 from tests.workers.standins.little import Asked, Change, LittleCache, next_token
 from tests.workers.standins.sglang_publisher import Publisher, wire
 
-SERVER_ARGS: dict[str, Any] = {  # with the values that stand when nothing is said
+SERVER_ARGS: dict[str, Any] = {  # with the defaults
     "model_path": None, "served_model_name": None, "page_size": 1, "max_total_tokens": 256,
     "max_running_requests": None, "chunked_prefill_size": 8192, "max_prefill_tokens": 16384, "dp_size": 1,
     "tp_size": 1, "nnodes": 1, "node_rank": 0, "dist_init_addr": None, "enable_lora": None, "lora_paths": None,
@@ -203,10 +203,10 @@ class TokenizerManager:
             self._tell(name, state, {"output_ids": asked.said[-1:]}, {"type": "length"} if done else None)
 
     def _meets(self, room: int | None) -> bool:
-        """Whether the other side of a request is there; nothing of a prompt is computed before that."""
+        """Return whether the other side of a request has connected; its prompt is computed only then."""
         mode = self.arguments["disaggregation_mode"]
         if mode == "null" or room is None or room < len(self.caches):
-            return True  # of a warm-up, which nobody else is there for
+            return True  # a warm-up has no other side
         Engine.rooms.setdefault(room, set()).add(mode)
         return Engine.rooms[room] == {"prefill", "decode"}
 
@@ -360,7 +360,7 @@ class Engine:
     made: "Engine | None" = None
     fails: Exception | None = None
     child = False  # whether it has a process
-    rooms: dict[int, set[str]] = {}  # noqa: RUF012 - who came, of all engines
+    rooms: dict[int, set[str]] = {}  # noqa: RUF012 - connected sides, of all engines
 
     def __init__(self, **kwargs: Any) -> None:
         self.server_args = ServerArgs(**kwargs)
@@ -431,7 +431,7 @@ def get_local_ip_auto(fallback: str | None = None) -> str:
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> type[Engine]:
-    """Make it importable as SGLang."""
+    """Make the stand-in importable as SGLang."""
     io_struct = (
         PauseGenerationReqInput, ContinueGenerationReqInput, ReleaseMemoryOccupationReqInput,
         ResumeMemoryOccupationReqInput, LoadLoRAAdapterReqInput, UnloadLoRAAdapterReqInput, EmbeddingReqInput,

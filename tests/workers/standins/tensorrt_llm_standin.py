@@ -1,4 +1,4 @@
-"""TensorRT-LLM's API as the adapter uses it, with the signatures of its source after 1.2: nothing else is taken."""
+"""Stand-in for TensorRT-LLM with the signatures of its source after 1.2. It rejects everything else."""
 
 import asyncio
 import os
@@ -112,7 +112,7 @@ class CompletionOutput:
 
 
 class RequestOutput:
-    """What `generate_async` gives: itself, again and again, with all that was said so far."""
+    """Result of `generate_async`: yields itself repeatedly, with all tokens so far."""
 
     def __init__(self, llm: "LLM", asked: Asked, params: SamplingParams) -> None:
         self.llm = llm
@@ -369,7 +369,7 @@ async def _drained(queue: list[dict[str, Any]]) -> AsyncIterator[dict[str, Any]]
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> type[LLM]:
-    """Make it importable as TensorRT-LLM."""
+    """Make the stand-in importable as TensorRT-LLM."""
     contents: dict[str, tuple[Any, ...]] = {
         "tensorrt_llm": (LLM, SamplingParams),
         "tensorrt_llm.executor": (),
