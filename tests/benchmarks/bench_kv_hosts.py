@@ -56,7 +56,7 @@ async def case(hosts: tuple[Host, Host], block_bytes: int, blocks: int, rounds: 
                 after = (await reader.stats())[0].read_us
                 if done != "done":
                     raise SystemExit(f"{way}: {done}")
-                await holder.gave_back("fetched", number + 1)
+                await holder.wait_freed("fetched", number + 1)
                 if number > 1:  # the first make connections and touch memory
                     taken[way].append(after - before)
         for way, (_, reader) in ways.items():

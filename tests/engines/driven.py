@@ -72,11 +72,11 @@ class Driven:
                     held.clear()
                 case _:
                     held.difference_update(change.hashes)
-        for said in batch.emitted:
-            one = self.answers[said.request_id]
-            assert said.first_index == len(one.tokens)
-            one.tokens += unpack_u32(said.token_ids)
-            one.logprobs += said.logprobs
+        for generated in batch.emitted:
+            one = self.answers[generated.request_id]
+            assert generated.first_index == len(one.tokens)
+            one.tokens += unpack_u32(generated.token_ids)
+            one.logprobs += generated.logprobs
             one.chunks += 1
         for first in batch.first_tokens:
             self.answers[first.request_id].cached = first.cached_tokens
@@ -95,10 +95,10 @@ class Driven:
             self.answers[missed.request_id].not_fetched = missed.error
         self._news.set()
 
-    async def until(self, said: Callable[[], Any]) -> None:
+    async def until(self, generated: Callable[[], Any]) -> None:
         """Wait for something that batches bring."""
         async with asyncio.timeout(DEADLINE_S):
-            while not said():
+            while not generated():
                 if self.ended is not None:
                     raise self.ended
                 self._news.clear()

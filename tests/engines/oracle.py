@@ -40,11 +40,11 @@ class Transformers:
         torch, tokens = self._torch, list(prompt)
         with torch.inference_mode():
             seen = self._model(torch.tensor([tokens]), use_cache=True)
-            said = [int(seen.logits[0, -1].argmax())]
-            while len(said) < max_tokens:
-                seen = self._model(torch.tensor([said[-1:]]), past_key_values=seen.past_key_values, use_cache=True)
-                said.append(int(seen.logits[0, -1].argmax()))
-        return said
+            generated = [int(seen.logits[0, -1].argmax())]
+            while len(generated) < max_tokens:
+                seen = self._model(torch.tensor([generated[-1:]]), past_key_values=seen.past_key_values, use_cache=True)
+                generated.append(int(seen.logits[0, -1].argmax()))
+        return generated
 
     def _merge(self, lora: Path) -> None:
         from safetensors.torch import load_file  # noqa: PLC0415 - as torch

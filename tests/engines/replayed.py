@@ -35,8 +35,8 @@ async def replayed(port: int) -> list[Any]:
             number, payload = frames[-2:]
             if number == END:
                 return events
-            _, told, _ = msgspec.msgpack.decode(payload)
-            events += told
+            _, reported, _ = msgspec.msgpack.decode(payload)
+            events += reported
 
 
 def canonical(events: Sequence[Any]) -> set[int]:

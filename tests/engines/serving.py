@@ -81,7 +81,7 @@ def vllm_options(model: Path, ports: Ports, events: Path) -> list[str]:
 
 @dataclass(slots=True)
 class Answer:
-    """What a client heard of one answer.
+    """What a client observed of one answer.
 
     Attributes:
         status: of the HTTP response.
@@ -126,9 +126,9 @@ class Serving:
 
     async def complete(self, request_id: str, prompt: list[int], tokens: int, worker: str = "", **body: Any) -> Answer:
         """Stream a greedy completion of token ids, optionally on a given worker."""
-        return await self.hear(Answer(request_id), prompt, tokens, worker, **body)
+        return await self.observe(Answer(request_id), prompt, tokens, worker, **body)
 
-    async def hear(self, answer: Answer, prompt: list[int], tokens: int, worker: str = "", **body: Any) -> Answer:
+    async def observe(self, answer: Answer, prompt: list[int], tokens: int, worker: str = "", **body: Any) -> Answer:
         """Stream a completion into a response that can be read meanwhile."""
         if worker:
             body["nvext"] = {"decode_worker_id": worker}
@@ -136,14 +136,14 @@ class Serving:
 
     async def overlaps(self, prompt: list[int]) -> dict[str, int]:
         """Blocks of a prompt that each worker has on its device, for the router; nothing is booked."""
-        told = (await self.request("POST", "/v1/route", model=MODEL, prompt=prompt)).raise_for_status().json()
-        return {one["worker_id"]: one["device_overlap"] for one in told["candidates"]}
+        reported = (await self.request("POST", "/v1/route", model=MODEL, prompt=prompt)).raise_for_status().json()
+        return {one["worker_id"]: one["device_overlap"] for one in reported["candidates"]}
 
     async def request(self, method: str, path: str, **body: Any) -> httpx.Response:
         """Send another request to the ingress."""
         return await self._client.request(method, f"{self.url}{path}", json=body or None)
 
-    async def said(self, request_id: str) -> ResponseState:
+    async def generated(self, request_id: str) -> ResponseState:
         """Return a response from the log."""
         reply = ResponseState()
         for slot in range(PLAN.replies):
@@ -185,8 +185,8 @@ class Serving:
     async def _stream(
         self, request_id: str, path: str, tokens: int, answer: Answer | None = None, **body: Any
     ) -> Answer:
-        heard = answer or Answer(request_id)
-        asked = {
+        observed = answer or Answer(request_id)
+        requested = {
             "model": MODEL,
             "max_tokens": tokens,
             "temperature": 0,
@@ -196,29 +196,29 @@ class Serving:
             **body,
         }
         headers = {"x-request-id": request_id}
-        async with self._client.stream("POST", f"{self.url}{path}", json=asked, headers=headers) as response:
-            heard.status = response.status_code
-            heard.worker = response.headers.get("x-forebay-worker", "")
+        async with self._client.stream("POST", f"{self.url}{path}", json=requested, headers=headers) as response:
+            observed.status = response.status_code
+            observed.worker = response.headers.get("x-forebay-worker", "")
             if response.status_code != httpx.codes.OK:
-                heard.problem = (await response.aread()).decode()
-                return heard
+                observed.problem = (await response.aread()).decode()
+                return observed
             async for line in response.aiter_lines():
                 if line.startswith("data: ") and line != "data: [DONE]":
-                    _note(heard, line.removeprefix("data: "))
-        return heard
+                    _note(observed, line.removeprefix("data: "))
+        return observed
 
 
-def _note(heard: Answer, data: str) -> None:
+def _note(observed: Answer, data: str) -> None:
     chunk = msgspec.json.decode(data)
     if "error" in chunk:
-        heard.problem = data
+        observed.problem = data
         return
     for choice in chunk["choices"]:
         piece = choice["text"] if "text" in choice else choice["delta"].get("content")
         if piece:
-            heard.pieces.append(piece)
-    heard.usage = chunk.get("usage") or heard.usage
-    heard.served = chunk.get("forebay") or heard.served
+            observed.pieces.append(piece)
+    observed.usage = chunk.get("usage") or observed.usage
+    observed.served = chunk.get("forebay") or observed.served
 
 
 @asynccontextmanager

@@ -66,7 +66,7 @@ def prompt_of(number: int, blocks: int = 6) -> list[int]:
     return [10 + number, *(100 + (place * (number + 3)) % 200 for place in range(blocks * BLOCK + 4))]
 
 
-async def told(serving: Serving, kind: type[ProgressEvent], request_id: str | None = None) -> list[Any]:
+async def reported(serving: Serving, kind: type[ProgressEvent], request_id: str | None = None) -> list[Any]:
     """Return the progress events of the workers."""
     events = await serving.cluster.events(PROGRESS, MODEL)
     return [one for one in events if isinstance(one, kind) and request_id in (None, one.request_id)]
@@ -94,14 +94,14 @@ async def test_disagg_processes_prefill_and_decode(serving: Serving, oracle: Tra
     moved = 0
     prompts = {f"apart-{at}": prompt for at, prompt in enumerate([*(one for one, _ in GREEDY), prompt_of(0)])}
     for request_id, prompt in prompts.items():
-        heard = await serving.complete(request_id, prompt, TOKENS)
-        assert (heard.status, heard.problem, heard.worker) == (200, "", "d1")
-        assert (await serving.said(request_id)).tokens == oracle.greedy(prompt, TOKENS)
+        observed = await serving.complete(request_id, prompt, TOKENS)
+        assert (observed.status, observed.problem, observed.worker) == (200, "", "d1")
+        assert (await serving.generated(request_id)).tokens == oracle.greedy(prompt, TOKENS)
         assert await stages(serving, request_id) == [("prefill", "p1"), ("decode", "d1")]
-        (computed,) = await told(serving, PrefillFinished, request_id)
+        (computed,) = await reported(serving, PrefillFinished, request_id)
         assert (computed.worker_id, computed.prefilled.tokens) == ("p1", len(prompt))
         assert computed.prefilled.bytes > 0
-        (first,) = await told(serving, FirstTokenEmitted, request_id)
+        (first,) = await reported(serving, FirstTokenEmitted, request_id)
         assert (first.worker_id, first.cached_tokens) == ("d1", len(prompt)), "it was computed once more"
         moved += computed.prefilled.bytes
     # A block that the decode worker had from an earlier prompt did not move again.
@@ -123,21 +123,21 @@ async def test_disagg_response_equals_the_aggregated_one(serving: Serving, oracl
     expected = oracle.greedy(prompt, TOKENS)
     decoder = Model(model).decoder()
     text = "".join(decoder.push([token]) for token in expected)
-    asked = {"model": MODEL, "messages": messages, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
-    whole = (await serving.request("POST", "/v1/chat/completions", **asked)).raise_for_status().json()
+    requested = {"model": MODEL, "messages": messages, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+    whole = (await serving.request("POST", "/v1/chat/completions", **requested)).raise_for_status().json()
     streamed = await serving.chat("streamed", messages, TOKENS)
     await disaggregate(serving, "never")
     cleared = await serving.request("POST", "/clear_kv_blocks")
     assert cleared.status_code == httpx.codes.OK, cleared.text
     together = await serving.chat("together", messages, TOKENS)
     assert whole["choices"][0]["message"]["content"] == streamed.text == together.text == text
-    assert (await serving.said("together")).tokens == (await serving.said("streamed")).tokens == expected
+    assert (await serving.generated("together")).tokens == (await serving.generated("streamed")).tokens == expected
     assert await stages(serving, "streamed") == [("prefill", "p1"), ("decode", "d1")]
     assert await stages(serving, "together") == [("aggregated", "d1")]
     await disaggregate(serving, "always")
     long = await serving.complete("long", prompt_of(1), LONG)
     assert len(long.pieces) > 1, "it came in one piece: that is no stream"
-    assert (await serving.said("long")).tokens == oracle.greedy(prompt_of(1), LONG)
+    assert (await serving.generated("long")).tokens == oracle.greedy(prompt_of(1), LONG)
 
 
 async def test_disagg_prefill_worker_killed_during_prefill(serving: Serving, oracle: Transformers) -> None:
@@ -146,12 +146,12 @@ async def test_disagg_prefill_worker_killed_during_prefill(serving: Serving, ora
     assert len(family) > 1, "vLLM's core is a process of its own"
     (core,) = [pid for pid in family if is_core(pid)]
     prompts = {f"killed-{number}": prompt_of(10 + number) for number in range(UNDER_WAY)}
-    done = len(await told(serving, PrefillFinished))
+    done = len(await reported(serving, PrefillFinished))
     first, *others = prompts
     answers = [asyncio.create_task(serving.complete(first, prompts[first], TOKENS))]
 
     async def computed() -> bool:
-        return len(await told(serving, PrefillFinished)) > done
+        return len(await reported(serving, PrefillFinished)) > done
 
     # Its core stops where it is: prompts are not computed, and what is computed is not read.
     await cluster.processes.until("a prompt is computed", computed)
@@ -164,17 +164,17 @@ async def test_disagg_prefill_worker_killed_during_prefill(serving: Serving, ora
 
     await cluster.processes.until("all of them are on their way", routed)
     cluster.kill("p1")
-    for name, heard in zip(prompts, await asyncio.gather(*answers), strict=True):
-        assert (heard.status, heard.problem) == (200, "")
-        assert (await serving.said(name)).tokens == oracle.greedy(prompts[name], TOKENS)
-        assert heard.served["worker"] == "d1"
+    for name, observed in zip(prompts, await asyncio.gather(*answers), strict=True):
+        assert (observed.status, observed.problem) == (200, "")
+        assert (await serving.generated(name)).tokens == oracle.greedy(prompts[name], TOKENS)
+        assert observed.served["worker"] == "d1"
     lost = [one for one in await cluster.events(FLEET, MODEL) if isinstance(one, WorkerLost)]
     assert [one.worker_id for one in lost] == ["p1"]
     assert [await stages(serving, name) for name in others] == [[("prefill", "p1"), ("aggregated", "d1")]] * len(others)
     assert still_running(family) == []
     after = await serving.complete("after", prompt_of(30), TOKENS)
     assert (after.status, after.problem) == (200, "")
-    assert (await serving.said("after")).tokens == oracle.greedy(prompt_of(30), TOKENS)
+    assert (await serving.generated("after")).tokens == oracle.greedy(prompt_of(30), TOKENS)
     assert await stages(serving, "after") == [("aggregated", "d1")]
 
 

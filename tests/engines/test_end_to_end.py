@@ -86,16 +86,16 @@ async def test_chat_streams_the_tokens_of_transformers(serving: Serving, oracle:
     messages = [{"role": "user", "content": "hello world"}]
     prompt = oracle.prompt(messages)
     expected = oracle.greedy(prompt, TOKENS)
-    heard = await serving.chat("chat", messages, TOKENS)
-    reply = await serving.said("chat")
-    assert (heard.status, heard.problem) == (200, "")
+    observed = await serving.chat("chat", messages, TOKENS)
+    reply = await serving.generated("chat")
+    assert (observed.status, observed.problem) == (200, "")
     assert reply.tokens == expected
     decoder = Model(model).decoder()
-    assert heard.text == "".join(decoder.push([token]) for token in expected)
-    assert len(heard.pieces) > 1, "it came in one piece: that is no stream"
-    assert (heard.usage["prompt_tokens"], heard.usage["completion_tokens"]) == (len(prompt), TOKENS)
-    assert heard.worker == reply.worker_id
-    assert heard.worker in WORKERS
+    assert observed.text == "".join(decoder.push([token]) for token in expected)
+    assert len(observed.pieces) > 1, "it came in one piece: that is no stream"
+    assert (observed.usage["prompt_tokens"], observed.usage["completion_tokens"]) == (len(prompt), TOKENS)
+    assert observed.worker == reply.worker_id
+    assert observed.worker in WORKERS
 
 
 async def test_a_shared_prefix_goes_to_the_warm_worker_and_vllm_counts_the_hits(
@@ -117,7 +117,7 @@ async def test_a_shared_prefix_goes_to_the_warm_worker_and_vllm_counts_the_hits(
         warm = await serving.chat(f"warm-{number}", chats[number], TOKENS)
         assert warm.worker == cold.worker
         assert warm.cached_tokens == shared * BLOCK
-        assert (await serving.said(f"warm-{number}")).tokens == oracle.greedy(prompt, TOKENS)
+        assert (await serving.generated(f"warm-{number}")).tokens == oracle.greedy(prompt, TOKENS)
         hits[cold.worker] += shared * BLOCK
 
     async def counted() -> bool:
@@ -128,10 +128,10 @@ async def test_a_shared_prefix_goes_to_the_warm_worker_and_vllm_counts_the_hits(
 
 async def test_evictions_are_events_and_the_index_is_vllms_own(serving: Serving, oracle: Transformers) -> None:
     for number in range(LONG_PROMPTS):
-        heard = await serving.complete(f"long-{number}", long_prompt(number), TOKENS, "v1")
-        assert (heard.worker, heard.problem) == ("v1", "")
+        observed = await serving.complete(f"long-{number}", long_prompt(number), TOKENS, "v1")
+        assert (observed.worker, observed.problem) == ("v1", "")
         expected = oracle.greedy(long_prompt(number), TOKENS)
-        assert (await serving.said(f"long-{number}")).tokens == expected
+        assert (await serving.generated(f"long-{number}")).tokens == expected
     first = set(unpack_u64(sequence_hashes(pack_u32(long_prompt(0)), BLOCK)))
 
     async def evicted() -> bool:
@@ -161,17 +161,17 @@ async def test_a_lora_is_loaded_used_and_unloaded_over_http(
         return LORA in {one["id"] for one in models["data"]}
 
     await serving.cluster.processes.until("the adapter is a model", listed)
-    heard = await serving.complete("lora", prompt, TOKENS, model=LORA)
-    assert (heard.status, heard.problem) == (200, "")
+    observed = await serving.complete("lora", prompt, TOKENS, model=LORA)
+    assert (observed.status, observed.problem) == (200, "")
     expected = Transformers(model, lora).greedy(prompt, TOKENS)
     assert expected != oracle.greedy(prompt, TOKENS)
-    assert (await serving.said("lora")).tokens == expected
+    assert (await serving.generated("lora")).tokens == expected
     await serving.complete("base", prompt, TOKENS)
-    assert (await serving.said("base")).tokens == oracle.greedy(prompt, TOKENS)
+    assert (await serving.generated("base")).tokens == oracle.greedy(prompt, TOKENS)
     options = ("--url", serving.url, "--json", *serving.cluster.admin_options)
     code, out = await serving.cluster.command("control", "control", "list_loras", *options, within_s=COMMAND_WITHIN_S)
-    told = {one["worker_id"]: one["loras"] for one in json.loads(out)["outcomes"]}
-    assert (code, told) == (0, {name: [LORA] for name in WORKERS})
+    reported = {one["worker_id"]: one["loras"] for one in json.loads(out)["outcomes"]}
+    assert (code, reported) == (0, {name: [LORA] for name in WORKERS})
     unloaded = await serving.request("DELETE", f"/v1/loras/{LORA}")
     assert unloaded.status_code == httpx.codes.OK, unloaded.text
     assert outcomes(unloaded) == dict.fromkeys(WORKERS, ("done", []))
@@ -209,19 +209,19 @@ async def test_a_cleared_cache_is_an_event_and_leaves_the_index(serving: Serving
 
     await serving.cluster.processes.until("both caches are cleared", empty)
     for name in WORKERS:
-        heard = await serving.complete(f"after-clear-{name}", prompt, TOKENS, name)
-        assert heard.cached_tokens == 0
-        assert (await serving.said(heard.request_id)).tokens == oracle.greedy(prompt, TOKENS)
+        observed = await serving.complete(f"after-clear-{name}", prompt, TOKENS, name)
+        assert observed.cached_tokens == 0
+        assert (await serving.generated(observed.request_id)).tokens == oracle.greedy(prompt, TOKENS)
     await agreed(serving)
 
 
 async def test_response_of_a_killed_worker_continues_on_another(serving: Serving, oracle: Transformers) -> None:
     cluster, prompt = serving.cluster, list(range(120, 280))
     assert set(await serving.index()) == set(WORKERS)
-    heard = Answer("killed")
-    listening = asyncio.create_task(serving.hear(heard, prompt, LONG))
-    await cluster.processes.until("the answer has begun", lambda: begun(heard))
-    victim, (other,) = heard.worker, set(WORKERS) - {heard.worker}
+    observed = Answer("killed")
+    listening = asyncio.create_task(serving.observe(observed, prompt, LONG))
+    await cluster.processes.until("the answer has begun", lambda: begun(observed))
+    victim, (other,) = observed.worker, set(WORKERS) - {observed.worker}
     epoch = (await cluster.members(MODEL))[victim].worker_epoch
     family = cluster.processes[victim].family()
     assert len(family) > 1, "vLLM's core is a process of its own"
@@ -234,10 +234,10 @@ async def test_response_of_a_killed_worker_continues_on_another(serving: Serving
 
     await cluster.processes.until("the worker is lost", lost)
     await listening
-    reply = await serving.said("killed")
-    assert reply.tokens == oracle.greedy(prompt, LONG), "what the other goes on with does not follow what was said"
-    assert (heard.problem, heard.usage["completion_tokens"]) == ("", LONG)
-    assert (heard.served["worker"], heard.served["attempts"]) == (other, 2)
+    reply = await serving.generated("killed")
+    assert reply.tokens == oracle.greedy(prompt, LONG), "the continuation does not follow the earlier output"
+    assert (observed.problem, observed.usage["completion_tokens"]) == ("", LONG)
+    assert (observed.served["worker"], observed.served["attempts"]) == (other, 2)
 
     async def nothing_left() -> bool:
         return not still_running(family)
@@ -254,22 +254,22 @@ async def test_response_of_a_killed_worker_continues_on_another(serving: Serving
 async def test_stopped_worker_finishes_its_response(serving: Serving, oracle: Transformers) -> None:
     cluster, prompt = serving.cluster, list(range(110, 200))
     (last,) = await cluster.members(MODEL)
-    heard = Answer("drained")
-    listening = asyncio.create_task(serving.hear(heard, prompt, LONG))
-    await cluster.processes.until("the answer has begun", lambda: begun(heard))
+    observed = Answer("drained")
+    listening = asyncio.create_task(serving.observe(observed, prompt, LONG))
+    await cluster.processes.until("the answer has begun", lambda: begun(observed))
     family = cluster.processes[last].family()
     await cluster.stop(last, within_s=DRAINED_WITHIN_S)
     await listening
-    assert (heard.problem, heard.served["worker"], heard.served["attempts"]) == ("", last, 1)
-    assert (await serving.said("drained")).tokens == oracle.greedy(prompt, LONG)
+    assert (observed.problem, observed.served["worker"], observed.served["attempts"]) == ("", last, 1)
+    assert (await serving.generated("drained")).tokens == oracle.greedy(prompt, LONG)
     assert still_running(family) == []
     report = await cluster.verify(MODEL)
     assert (report["divergence"], report["verified"]) == (None, await cluster.decided(MODEL))
 
 
-async def begun(heard: Answer) -> bool:
+async def begun(observed: Answer) -> bool:
     """Return whether a client has received the first tokens."""
-    return bool(heard.pieces)
+    return bool(observed.pieces)
 
 
 async def agreed(serving: Serving) -> None:
@@ -284,7 +284,7 @@ async def agreed(serving: Serving) -> None:
         index = await serving.index()
         return {name: digest_of(index.get(name, set())) for name in WORKERS} == expected
 
-    await serving.cluster.processes.until("the index is what vLLM says", equal)
+    await serving.cluster.processes.until("the index equals the cache of vLLM", equal)
 
 
 def outcomes(answer: httpx.Response) -> dict[str, tuple[str, list[str]]]:

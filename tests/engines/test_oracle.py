@@ -17,17 +17,19 @@ def sha256_lines(*arguments: str) -> list[str]:
 
 
 def test_oracle_weights_are_unchanged(tmp_path: Path) -> None:
-    said = sha256_lines(str(tmp_path / "model"), "--lora", str(tmp_path / "lora"))
-    assert [line.split()[0] for line in said] == [MODEL_SHA256, LORA_SHA256]
+    generated = sha256_lines(str(tmp_path / "model"), "--lora", str(tmp_path / "lora"))
+    assert [line.split()[0] for line in generated] == [MODEL_SHA256, LORA_SHA256]
 
 
 def test_transformers_generates_the_tokens_of_the_oracle(oracle: Transformers) -> None:
-    assert [oracle.greedy(prompt, len(said)) for prompt, said in GREEDY] == [said for _, said in GREEDY]
+    assert [oracle.greedy(prompt, len(generated)) for prompt, generated in GREEDY] == [
+        generated for _, generated in GREEDY
+    ]
 
 
 def test_vllm_generates_the_tokens_of_the_oracle(model: Path) -> None:
     command = [*tie(), sys.executable, "-m", "tests.engines.vllm_alone", str(model)]
-    asked = json.dumps([(prompt, len(said)) for prompt, said in GREEDY])
-    ran = subprocess.run(command, cwd=ROOT, input=asked, capture_output=True, text=True, check=False)
+    requested = json.dumps([(prompt, len(generated)) for prompt, generated in GREEDY])
+    ran = subprocess.run(command, cwd=ROOT, input=requested, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
-    assert json.loads(ran.stdout.splitlines()[-1]) == [said for _, said in GREEDY]
+    assert json.loads(ran.stdout.splitlines()[-1]) == [generated for _, generated in GREEDY]

@@ -37,7 +37,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return Model(directory)
 
 
-def said(model: Model, parsing: ParserFactory, text: str) -> OutputDelta:
+def generated(model: Model, parsing: ParserFactory, text: str) -> OutputDelta:
     how = ParseOptions(ToolSelection(TOOLS, None, parallel=True), prompt_ids=model.encode("hi"))
     parser, decoder = parsing.parser(how, "r"), model.decoder(parsing.visible_tokens(how))
     assert parser is not None
@@ -70,5 +70,5 @@ def found(one: OutputDelta) -> Any:
 )
 def test_parsers_agree_with_those_of_vllm(model: Model, tool: str, reasoning: str, text: str) -> None:
     theirs = [name if name == "none" else f"vllm:{name}" for name in (tool, reasoning)]
-    ours = found(said(model, ParserFactory(model, tool, reasoning), text))
-    assert ours == found(said(model, ParserFactory(model, *theirs), text))
+    ours = found(generated(model, ParserFactory(model, tool, reasoning), text))
+    assert ours == found(generated(model, ParserFactory(model, *theirs), text))

@@ -42,16 +42,16 @@ async def test_engine_reports_its_sizes(vllm: Driven) -> None:
 
 
 async def test_greedy_tokens_equal_the_oracle(vllm: Driven) -> None:
-    answers = [await vllm.ask(prompt, len(said)) for prompt, said in GREEDY]
-    assert [one.tokens for one in answers] == [said for _, said in GREEDY]
+    answers = [await vllm.ask(prompt, len(generated)) for prompt, generated in GREEDY]
+    assert [one.tokens for one in answers] == [generated for _, generated in GREEDY]
     assert {one.finished and one.finished.reason for one in answers} == {"length"}
     assert max(one.chunks for one in answers) > 1
 
 
 async def test_concurrent_requests_are_independent(vllm: Driven) -> None:
-    answers = [vllm.submit(vllm.item(prompt, len(said))) for prompt, said in GREEDY * 3]
+    answers = [vllm.submit(vllm.item(prompt, len(generated))) for prompt, generated in GREEDY * 3]
     await vllm.until(lambda: all(one.over for one in answers))
-    assert [one.tokens for one in answers] == [said for _, said in GREEDY * 3]
+    assert [one.tokens for one in answers] == [generated for _, generated in GREEDY * 3]
     assert any(len(batch.emitted) > 1 for batch in vllm.batches)
 
 
@@ -135,7 +135,7 @@ async def test_structured_output(vllm: Driven) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "status", "code", "says"),
+    ("options", "status", "code", "fragment"),
     [
         ({"prompt": [5] * 1024}, 400, "context_length_exceeded", "1024 tokens"),
         ({"prompt": []}, 400, "invalid_request", ""),
@@ -148,11 +148,11 @@ async def test_structured_output(vllm: Driven) -> None:
         ({"lora_name": "nobody"}, 404, "model_not_found", "nobody"),
     ],
 )
-async def test_refusals(vllm: Driven, options: dict[str, Any], status: int, code: str, says: str) -> None:
+async def test_refusals(vllm: Driven, options: dict[str, Any], status: int, code: str, fragment: str) -> None:
     answer = await vllm.ask(**({"prompt": [24]} | options))
     assert answer.error is not None
     assert (answer.error.status, answer.error.code) == (status, code)
-    assert says in answer.error.message
+    assert fragment in answer.error.message
     assert "\n" not in answer.error.message
     assert (await vllm.ask([24], 1)).finished is not None
 
@@ -163,9 +163,9 @@ async def test_cancelled_request_ends(vllm: Driven) -> None:
     assert vllm.batches[-1].load.running == 1
     vllm.engine.cancel(long.item.request_id)
     await vllm.until(lambda: vllm.batches[-1].load.running == 0)
-    said = len(long.tokens)
+    generated = len(long.tokens)
     assert (await vllm.ask([25, 27], 8)).finished is not None
-    assert len(long.tokens) == said < 900
+    assert len(long.tokens) == generated < 900
     assert not long.over
 
 
@@ -244,17 +244,17 @@ async def test_incompatible_adapters_are_refused(vllm: Driven, tmp_path: Path) -
 
 @pytest.mark.parametrize("level", [1, 2])
 async def test_sleep_and_wake_up(vllm: Driven, level: int) -> None:
-    prompt, said = GREEDY[2]
+    prompt, generated = GREEDY[2]
     await vllm.ask(prompt, 1)
     await vllm.until(lambda: vllm.blocks(prompt) <= vllm.held[0])
     await vllm.engine.command(Command(action="sleep", level=level))
     await vllm.until(lambda: not vllm.held[0])
-    waits = vllm.submit(vllm.item(prompt, len(said)))
+    waits = vllm.submit(vllm.item(prompt, len(generated)))
     await vllm.engine.check()
     assert not waits.tokens
     await vllm.engine.command(Command(action="wake_up"))
     await vllm.until(lambda: waits.over)
-    assert (waits.tokens, waits.cached) == (said, 0)
+    assert (waits.tokens, waits.cached) == (generated, 0)
     await vllm.until(lambda: vllm.blocks(prompt) <= vllm.held[0])
 
 
@@ -265,11 +265,11 @@ async def test_pause_and_resume(vllm: Driven) -> None:
     await vllm.until(lambda: answer.tokens)
     await vllm.engine.command(Command(action="pause"))
     assert not answer.over
-    said = len(answer.tokens)
+    generated = len(answer.tokens)
     await vllm.engine.check()
     await vllm.engine.command(Command(action="resume"))
     await vllm.until(lambda: answer.over)
-    assert said <= len(answer.tokens)
+    assert generated <= len(answer.tokens)
     assert answer.tokens == alone.tokens
     assert set(vllm.engine.held(0)) >= vllm.blocks(prompt)
 
@@ -280,11 +280,11 @@ async def test_reset_drops_requests_and_cache(vllm: Driven) -> None:
     await vllm.until(lambda: under_way.tokens)
     vllm.engine.reset()
     vllm.held[0].clear()  # as the owner does
-    before, said = len(vllm.batches), len(under_way.tokens)
+    before, generated = len(vllm.batches), len(under_way.tokens)
     assert not vllm.engine.held(0)
     new = await vllm.ask(prompt, 4)
     assert new.cached == 0
-    assert len(under_way.tokens) == said and not under_way.over
+    assert len(under_way.tokens) == generated and not under_way.over
     assert all(batch.load.running <= 1 for batch in vllm.batches[before:])
     await vllm.until(lambda: vllm.held[0] == vllm.blocks(prompt))
     assert set(vllm.engine.held(0)) == vllm.held[0]

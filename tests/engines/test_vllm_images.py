@@ -87,13 +87,13 @@ class Llava:
         import torch  # noqa: PLC0415
 
         prompt = torch.frombuffer(bytearray(item.token_ids), dtype=torch.int32).long()[None]
-        said: list[int] = []
+        generated: list[int] = []
         with torch.inference_mode():
             for _ in range(SAID):
-                tokens = torch.cat([prompt, torch.tensor([said], dtype=torch.long)], dim=1)
+                tokens = torch.cat([prompt, torch.tensor([generated], dtype=torch.long)], dim=1)
                 logits = self._model(input_ids=tokens, pixel_values=self._pixels(contents)).logits[0, -1]
-                said.append(int(logits.argmax()))
-        return said
+                generated.append(int(logits.argmax()))
+        return generated
 
     def item(
         self, vllm: Driven, contents: Sequence[bytes], text: Sequence[int] = AFTER, namespace: str = ""
@@ -124,7 +124,7 @@ async def ask(vllm: Driven, item: WorkItem, embeddings: Any = None) -> Answer:
     return answer
 
 
-async def told(vllm: Driven, names: Sequence[int]) -> None:
+async def reported(vllm: Driven, names: Sequence[int]) -> None:
     await vllm.until(lambda: set(names) <= vllm.held[0])
 
 
@@ -171,13 +171,13 @@ async def test_image_and_its_embeddings_give_the_tokens_of_the_oracle(vllm: Driv
 
 
 async def test_other_embeddings_give_other_tokens(vllm: Driven, llava: Llava) -> None:
-    said = []
+    generated = []
     for content in (RED, BLUE):
         item = llava.item(vllm, [content], range(100, 140))
         answer = await ask(vllm, item, llava.embeddings([content]))
         assert answer.tokens == llava.greedy(item, [content])
-        said.append([token.logprob for token in answer.logprobs])
-    assert max(abs(one - other) for one, other in zip(*said, strict=True)) > 1e-3
+        generated.append([token.logprob for token in answer.logprobs])
+    assert max(abs(one - other) for one, other in zip(*generated, strict=True)) > 1e-3
 
 
 async def test_hashes_of_images_equal_those_of_the_ingress(vllm: Driven, llava: Llava) -> None:
@@ -186,7 +186,7 @@ async def test_hashes_of_images_equal_those_of_the_ingress(vllm: Driven, llava: 
     names = {content: unpack_u64(item.sequence_hashes) for content, item in items.items()}
     assert names[RED][0] == names[BLUE][0] and not set(names[RED][1:]) & set(names[BLUE][1:])
     await ask(vllm, items[RED], llava.embeddings([RED]))
-    await told(vllm, names[RED])
+    await reported(vllm, names[RED])
     assert not set(names[BLUE][1:]) & vllm.held[0]
     # What the index foretells is what vLLM has: of one image all blocks, of another those before it.
     for content in (RED, BLUE, BLUE):
@@ -194,14 +194,14 @@ async def test_hashes_of_images_equal_those_of_the_ingress(vllm: Driven, llava: 
         foretold = next((n for n, name in enumerate(names[content]) if name not in vllm.held[0]), len(names[content]))
         answer = await ask(vllm, again)
         assert answer.cached == foretold * BLOCK
-        await told(vllm, names[content])
+        await reported(vllm, names[content])
     assert set(vllm.engine.held(0)) == vllm.held[0]
     plain = llava.item(vllm, [], text)
     both = llava.item(vllm, [RED, BLUE], text, "tenant")
     await ask(vllm, plain)
     await ask(vllm, both, llava.embeddings([RED, BLUE]))
     for item in (plain, both):
-        await told(vllm, unpack_u64(item.sequence_hashes))
+        await reported(vllm, unpack_u64(item.sequence_hashes))
 
 
 async def test_half_precision_embeddings(vllm: Driven, llava: Llava) -> None:

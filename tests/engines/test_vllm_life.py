@@ -59,7 +59,7 @@ async def refused(engine: VllmEngine) -> str:
 
 
 @pytest.mark.parametrize(
-    ("breakage", "says"),
+    ("breakage", "fragment"),
     [
         (shutil.rmtree, "no such model directory"),
         (lambda directory: (directory / "config.json").unlink(), "no config.json"),
@@ -69,13 +69,13 @@ async def refused(engine: VllmEngine) -> str:
     ],
 )
 async def test_a_broken_model_directory(
-    breakage: Callable[[Path], object], says: str, model: Path, tmp_path: Path
+    breakage: Callable[[Path], object], fragment: str, model: Path, tmp_path: Path
 ) -> None:
     directory = Path(shutil.copytree(model, tmp_path / "broken"))
     breakage(directory)
-    said = await refused(VllmEngine(settings(directory)))
-    assert says in said
-    assert str(directory) in said
+    generated = await refused(VllmEngine(settings(directory)))
+    assert fragment in generated
+    assert str(directory) in generated
 
 
 async def test_unknown_argument_of_vllm(model: Path) -> None:

@@ -41,7 +41,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return Model(Path(directory))
 
 
-def said(model: Model, parsing: ParserFactory, text: str, step: int) -> OutputDelta:
+def generated(model: Model, parsing: ParserFactory, text: str, step: int) -> OutputDelta:
     """Return the parsed response, with `step` tokens at a time."""
     how = ParseOptions(ToolSelection(TOOLS, None, parallel=True), prompt_ids=model.encode("hi"))
     parser, decoder = parsing.parser(how, "r"), model.decoder(parsing.visible_tokens(how))
@@ -58,7 +58,7 @@ def said(model: Model, parsing: ParserFactory, text: str, step: int) -> OutputDe
 def test_tool_call_with_any_split_of_tokens(model: Model, name: str, call: str) -> None:
     parsing = ParserFactory(model, f"vllm:{name}", "none")
     for step in (1, 3, 1000):
-        found = said(model, parsing, f"Look.\n{call}", step)
+        found = generated(model, parsing, f"Look.\n{call}", step)
         (piece,) = found.calls
         assert (piece.name, json.loads(piece.arguments)) == ("weather", {"city": "Paris", "days": 3}), step
         assert piece.call_id == call_ids("r")(0)
@@ -67,7 +67,7 @@ def test_tool_call_with_any_split_of_tokens(model: Model, name: str, call: str) 
 
 def test_reasoning_before_a_call(model: Model) -> None:
     parsing = ParserFactory(model, "vllm:hermes", "vllm:deepseek_r1")
-    found = said(model, parsing, f"<think>Hm.</think>{JSON}", 1)
+    found = generated(model, parsing, f"<think>Hm.</think>{JSON}", 1)
     assert found.reasoning == "Hm."
     assert [call.name for call in found.calls] == ["weather"]
 

@@ -70,14 +70,14 @@ class Pair:
     async def both(self, prompt: list[int], tokens: int = 8, **options: Any) -> Answer:
         return await self.decoded(prompt, await self.prefilled(prompt, **options), tokens, **options)
 
-    async def gave_back(self) -> None:
+    async def wait_freed(self) -> None:
         """The prefill engine keeps nothing any more."""
         await self.prefill.until(lambda: load(self.prefill).kv_blocks_used == 0)
 
     async def serves(self) -> None:
         """Check that the decode engine responds and frees its blocks."""
-        prompt, said = GREEDY[1]
-        assert (await self.decode.ask(prompt, len(said))).tokens == said
+        prompt, generated = GREEDY[1]
+        assert (await self.decode.ask(prompt, len(generated))).tokens == generated
         await self.decode.until(lambda: load(self.decode).kv_blocks_used == 0)
 
 
@@ -112,29 +112,29 @@ async def test_both_roles_report_their_layout(pair: Pair) -> None:
 async def test_decode_worker_continues_from_fetched_kv(pair: Pair) -> None:
     moved = pair.decode.metric("vllm:nixl_bytes_transferred_sum")
     expected = 0
-    for prompt, said in GREEDY:
+    for prompt, generated in GREEDY:
         prefilled = await pair.prefilled(prompt)
         blocks = -(-len(prompt) // BLOCK)
         assert (prefilled.worker_id, prefilled.model, prefilled.connector) == ("p", "tiny", CONNECTOR)
         assert (prefilled.tokens, prefilled.bytes) == (len(prompt), blocks * BLOCK_BYTES)
         assert 0 < prefilled.lease_us <= (LEASE_S - UNREAD_S) * 1e6
         warm = len(pair.decode.blocks(prompt) & pair.decode.held[0])
-        answer = await pair.decoded(prompt, prefilled, len(said))
-        assert answer.tokens == said
+        answer = await pair.decoded(prompt, prefilled, len(generated))
+        assert answer.tokens == generated
         assert answer.cached == len(prompt), "nothing of it is computed but the last token, once more"
         expected += (blocks - warm) * BLOCK_BYTES
         await pair.decode.until(partial(holds, pair.decode, prompt))
         await pair.prefill.until(partial(holds, pair.prefill, prompt))
     # What the decode engine had itself was not moved; the engine that started last has the process's metrics.
     assert pair.decode.metric("vllm:nixl_bytes_transferred_sum") - moved == expected > 0
-    await pair.gave_back()
+    await pair.wait_freed()
 
 
 async def test_prompt_cached_by_both_is_not_transferred(pair: Pair) -> None:
-    prompt, said = GREEDY[3]
+    prompt, generated = GREEDY[3]
     moved = pair.decode.metric("vllm:nixl_bytes_transferred_sum")
-    answer = await pair.both([*prompt, *said][: 3 * BLOCK + 1], 4)  # the last block is one token
-    assert answer.tokens == (await pair.decode.ask([*prompt, *said][: 3 * BLOCK + 1], 4)).tokens
+    answer = await pair.both([*prompt, *generated][: 3 * BLOCK + 1], 4)  # the last block is one token
+    assert answer.tokens == (await pair.decode.ask([*prompt, *generated][: 3 * BLOCK + 1], 4)).tokens
     assert pair.decode.metric("vllm:nixl_bytes_transferred_sum") - moved <= BLOCK_BYTES
 
 
@@ -179,12 +179,12 @@ async def test_a_request_that_a_prefill_worker_refuses(pair: Pair) -> None:
 async def test_unfetchable_kv_is_reported(pair: Pair) -> None:
     prompt = [(19 * at) % 250 + 10 for at in range(2 * BLOCK)]
     prefilled = await pair.prefilled(prompt)
-    told = msgspec.json.decode(prefilled.descriptor)
+    reported = msgspec.json.decode(prefilled.descriptor)
 
     def changed(**fields: Any) -> bytes:
-        return msgspec.json.encode({**told, **fields})
+        return msgspec.json.encode({**reported, **fields})
 
-    for broken, says in (
+    for broken, fragment in (
         ({"connector": "nixl"}, "transferred by nixl"),
         ({"model": "other"}, "of model other"),
         ({"descriptor": b"\xff"}, "cannot decode"),
@@ -195,7 +195,7 @@ async def test_unfetchable_kv_is_reported(pair: Pair) -> None:
         ({"descriptor": changed(transfer_mode="push")}, "cannot decode"),
     ):
         answer = await pair.decoded(prompt, msgspec.structs.replace(prefilled, **broken))
-        assert says in (answer.not_fetched or ""), answer
+        assert fragment in (answer.not_fetched or ""), answer
     assert "no KV descriptor" in ((await pair.decode.ask(prompt, stage="decode")).not_fetched or "")
     assert (await pair.decoded(prompt, prefilled)).finished is not None, "it still lay there"
 
@@ -204,8 +204,8 @@ async def test_a_peer_that_is_not_there(pair: Pair) -> None:
     prompt = [(23 * at) % 250 + 10 for at in range(2 * BLOCK)]
     prefilled = await pair.prefilled(prompt)
     nowhere = {"remote_engine_id": "gone", "remote_port": free_ports(1)}
-    told = msgspec.json.encode(msgspec.json.decode(prefilled.descriptor) | nowhere)
-    answer = await pair.decoded(prompt, msgspec.structs.replace(prefilled, descriptor=told))
+    reported = msgspec.json.encode(msgspec.json.decode(prefilled.descriptor) | nowhere)
+    answer = await pair.decoded(prompt, msgspec.structs.replace(prefilled, descriptor=reported))
     assert "could not load" in (answer.not_fetched or "")
     assert not answer.tokens
     await pair.serves()
@@ -213,11 +213,11 @@ async def test_a_peer_that_is_not_there(pair: Pair) -> None:
 
 async def test_expired_kv_is_not_read(pair: Pair) -> None:
     prompt = [(29 * at) % 250 + 10 for at in range(3 * BLOCK)]
-    await pair.gave_back()
+    await pair.wait_freed()
     prefilled = await pair.prefilled(prompt)
     await pair.prefill.until(lambda: load(pair.prefill).kv_blocks_used == 3)
     async with asyncio.timeout(2 * LEASE_S):
-        await pair.gave_back()
+        await pair.wait_freed()
     answer = await pair.decoded(prompt, prefilled)
     assert "could not load" in (answer.not_fetched or "")
     await pair.serves()
@@ -225,14 +225,14 @@ async def test_expired_kv_is_not_read(pair: Pair) -> None:
 
 async def test_released_kv_is_freed_before_its_lease_ends(pair: Pair) -> None:
     prompt = [(31 * at) % 250 + 10 for at in range(3 * BLOCK)]
-    await pair.gave_back()
+    await pair.wait_freed()
     begun_s = asyncio.get_running_loop().time()
     await pair.prefilled(prompt)
     await pair.prefill.until(lambda: load(pair.prefill).kv_blocks_used == 3)
     assert isinstance(pair.prefill.engine, VllmEngine)
     pair.prefill.engine.release(list(pair.prefill.answers)[-1])
     pair.prefill.engine.release("nothing of this id")
-    await pair.gave_back()
+    await pair.wait_freed()
     assert asyncio.get_running_loop().time() - begun_s < LEASE_S
 
 
@@ -244,7 +244,7 @@ async def test_drop_notifies_the_holder(pair: Pair) -> None:
     assert pair.prefill.engine.kept() == 1
     pair.decode.engine.drop(prefilled)
     pair.decode.engine.drop(msgspec.structs.replace(prefilled, descriptor=b"{}"))  # logged only
-    await pair.gave_back()
+    await pair.wait_freed()
     assert asyncio.get_running_loop().time() - begun_s < LEASE_S / 2
     assert (pair.prefill.engine.kept(), pair.decode.engine.kept()) == (0, 0)
     await pair.serves()
@@ -260,7 +260,7 @@ async def test_cancellation_of_a_queued_request(pair: Pair) -> None:
     for one in (item, *(answer.item for answer in long)):
         pair.decode.engine.cancel(one.request_id)
     # It notifies the holder, and the blocks are free.
-    await pair.gave_back()
+    await pair.wait_freed()
     assert not waiting.over and not waiting.tokens
     await pair.serves()
 

@@ -8,7 +8,7 @@ from vllm import LLM, SamplingParams
 
 def main() -> None:
     """Print the result on the last line of stdout, which vLLM also uses."""
-    asked = json.load(sys.stdin)
+    requested = json.load(sys.stdin)
     llm = LLM(
         sys.argv[1],
         dtype="float32",
@@ -18,12 +18,12 @@ def main() -> None:
         num_gpu_blocks_override=64,
         max_num_seqs=8,
     )
-    said = []
-    for prompt, max_tokens in asked:
+    generated = []
+    for prompt, max_tokens in requested:
         sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
         (answer,) = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
-        said.append(list(answer.outputs[0].token_ids))
-    print(json.dumps(said))
+        generated.append(list(answer.outputs[0].token_ids))
+    print(json.dumps(generated))
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ class Pair:
     scene: Scene
     prefill: Side
     decode: Side
-    asked: dict[str, WorkItem] = field(default_factory=dict)
+    requested: dict[str, WorkItem] = field(default_factory=dict)
 
     async def compute(self, name: str, prompt: list[int] = PROMPT, max_tokens: int = 6, **changes: Any) -> Prefilled:
         """Have the prompt computed: where its KV is."""
@@ -81,27 +81,27 @@ class Pair:
         item = work_item(
             name, prompt, max_tokens, **{"stage": "prefill", "worker_epoch": self.prefill.epoch, **changes}
         )
-        self.asked[name] = item
+        self.requested[name] = item
         await self.scene.send(item, self.prefill.slot)
 
     async def computed(self, name: str) -> Prefilled:
-        def said() -> list[Any]:
+        def generated() -> list[Any]:
             return [one for one in self.scene.progress(PrefillFinished) if one.request_id == name]
 
-        await until(said)
-        prefilled: Prefilled = said()[-1].prefilled
+        await until(generated)
+        prefilled: Prefilled = generated()[-1].prefilled
         return prefilled
 
     async def answer(self, name: str, prefilled: Prefilled | None, stage: Stage = "decode", **changes: Any) -> None:
         """Send a request with prefilled KV to the decode worker."""
         fields = {"stage": stage, "worker_epoch": self.decode.epoch, "prefilled": prefilled, **changes}
-        await self.scene.send(msgspec.structs.replace(self.asked[name], **fields), self.decode.slot)
+        await self.scene.send(msgspec.structs.replace(self.requested[name], **fields), self.decode.slot)
 
-    async def said(self, name: str) -> list[int]:
+    async def generated(self, name: str) -> list[int]:
         """Return the complete output of a request."""
         await until(lambda: self.ended(name))
         assert self.ended(name).finish_reason == "length", self.ended(name)
-        return said_by(self.scene, name)
+        return output_by(self.scene, name)
 
     def ended(self, name: str) -> Any:
         return next((end for end in self.scene.tokens(ResponseEnded) if end.request_id == name), None)
@@ -134,7 +134,7 @@ class Pair:
         await self.decode.idle()
 
 
-def said_by(scene: Scene, name: str) -> list[int]:
+def output_by(scene: Scene, name: str) -> list[int]:
     chunks = [chunk for event in scene.tokens(TokensEmitted) for chunk in event.chunks if chunk.request_id == name]
     return [token for chunk in chunks for token in unpack_u32(chunk.token_ids)]
 
@@ -172,4 +172,4 @@ async def aggregated(
     async with serving(scene, side(scene, "aggregated", kv_settings(), name=f"one-{name}")) as one:
         await scene.send(work_item(name, prompt, max_tokens, worker_epoch=one.epoch, **changes), one.slot)
         await until(lambda: any(end.request_id == name for end in scene.progress(RequestFinished)))
-    return said_by(scene, name)
+    return output_by(scene, name)

@@ -22,8 +22,8 @@ class Peer(OtherProcess):
 
     async def compute(self, item: WorkItem) -> Prefilled:
         """Compute a prompt in the other process."""
-        told = await self.ask(base64.b64encode(msgspec.msgpack.encode(item)).decode())
-        return msgspec.msgpack.decode(base64.b64decode(told), type=Prefilled)
+        reported = await self.ask(base64.b64encode(msgspec.msgpack.encode(item)).decode())
+        return msgspec.msgpack.decode(base64.b64decode(reported), type=Prefilled)
 
     async def kept(self) -> int:
         """Return the number of requests whose KV is kept."""
@@ -51,9 +51,9 @@ async def main(kind: str, name: str) -> None:
             answer = str(engine.kept())
         else:
             engine.submit(msgspec.msgpack.decode(base64.b64decode(line), type=WorkItem))
-            while not (said := (await batches.get()).prefilled):
+            while not (generated := (await batches.get()).prefilled):
                 pass
-            answer = base64.b64encode(msgspec.msgpack.encode(said[0].prefilled)).decode()
+            answer = base64.b64encode(msgspec.msgpack.encode(generated[0].prefilled)).decode()
         sys.stdout.write(answer + "\n")
         sys.stdout.flush()
     running.cancel()

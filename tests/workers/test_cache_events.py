@@ -24,7 +24,7 @@ def spec(**changes: Any) -> WorkerSpec:
     return WorkerSpec(worker_id="w1", model="m", **sizes, **changes)
 
 
-def said(drafts: list[Draft]) -> list[AnyKvEvent]:
+def generated(drafts: list[Draft]) -> list[AnyKvEvent]:
     return [decode(KV_EVENTS, draft.value) for draft in drafts]
 
 
@@ -56,24 +56,24 @@ changes = st.lists(
 
 
 @given(changes, st.integers(0, 1))
-def test_reannouncement_equals_the_announced_cache(history: list[tuple[int, Stored | Removed]], asked: int) -> None:
+def test_reannouncement_equals_the_announced_cache(history: list[tuple[int, Stored | Removed]], requested: int) -> None:
     events = CacheEvents(spec(dp_size=2), EPOCH, 0)
     log: list[AnyKvEvent] = []
     held: dict[int, set[int]] = {0: set(), 1: set()}
     for rank, change in history:
-        log += said(events.changes(rank, [change]))
+        log += generated(events.changes(rank, [change]))
         held[rank] = held[rank] | set(change.hashes) if isinstance(change, Stored) else held[rank] - set(change.hashes)
-    anew = said(events.reannouncement(asked, 0))
+    anew = generated(events.reannouncement(requested, 0))
     assert type(anew[0]) is CacheCleared
     assert all(type(event) is BlocksStored for event in anew[1:])
-    assert {event.rank for event in anew} == {asked}
+    assert {event.rank for event in anew} == {requested}
     again: dict[int, list[int]] = {}
     fold(again, anew)
-    assert set(again[asked]) == held[asked]
+    assert set(again[requested]) == held[requested]
     hashes = [
         block for event in anew[1:] if isinstance(event, BlocksStored) for block in unpack_u64(event.sequence_hashes)
     ]
-    assert len(hashes) == len(held[asked])
+    assert len(hashes) == len(held[requested])
     for rank in (0, 1):
         numbers = [event.seq for event in log + anew if event.rank == rank]
         assert numbers == list(range(1, len(numbers) + 1))
@@ -94,23 +94,23 @@ def test_a_circle_of_parents_loses_no_block() -> None:
 def test_every_record_fits_and_continues_the_previous_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_events, "EVENT_HASHES_MAX", 3)
     events = CacheEvents(spec(), EPOCH, 0)
-    stored = said(events.announcement(0, range(1, 9)))
+    stored = generated(events.announcement(0, range(1, 9)))
     assert [event.parent_hash for event in stored if isinstance(event, BlocksStored)] == [None, 3, 6]
-    anew = said(events.reannouncement(0, 0))
+    anew = generated(events.reannouncement(0, 0))
     assert [event.seq for event in anew] == [4, 5, 6, 7]
     assert [len(unpack_u64(event.sequence_hashes)) for event in anew[1:] if isinstance(event, BlocksStored)] == [
         3,
         3,
         2,
     ]
-    removed = said(events.changes(0, [Removed((1, 2, 3, 4))]))
+    removed = generated(events.changes(0, [Removed((1, 2, 3, 4))]))
     assert [(type(event), event.seq) for event in removed] == [(BlocksRemoved, 8), (BlocksRemoved, 9)]
 
 
 def test_empty_cache_is_reannounced_as_cleared() -> None:
     events = CacheEvents(spec(), EPOCH, 0)
     assert events.announcement(0, ()) == []
-    assert [type(event) for event in said(events.reannouncement(0, 0))] == [CacheCleared]
+    assert [type(event) for event in generated(events.reannouncement(0, 0))] == [CacheCleared]
 
 
 def test_no_events_without_kv_events() -> None:
@@ -120,6 +120,6 @@ def test_no_events_without_kv_events() -> None:
 
 def test_ranks_have_the_numbers_of_the_spec() -> None:
     events = CacheEvents(spec(dp_start_rank=2), EPOCH, 0)
-    assert [event.rank for event in said(events.announcement(2, [1]))] == [2]
+    assert [event.rank for event in generated(events.announcement(2, [1]))] == [2]
     with pytest.raises(KeyError):
         events.changes(0, [])

@@ -20,26 +20,26 @@ from forebay.workers.runtime.worker import Worker
 from tests.workers.conftest import GROUP, PARTITION, Scene, engine_config, until, work_item
 
 
-class Obedient(MockEngine):
+class CommandableEngine(MockEngine):
     """Mock engine that records commands and executes them when the test allows it."""
 
     def __init__(self) -> None:
         super().__init__(engine_config(), speedup=1000.0)
-        self.told: list[str] = []
+        self.reported: list[str] = []
         self.gate = asyncio.Event()
         self.gate.set()
         self.error: Exception | None = None
 
     async def command(self, command: Command) -> tuple[str, ...]:
-        self.told.append(command.lora_name or command.action)
+        self.reported.append(command.lora_name or command.action)
         await self.gate.wait()
         if self.error is not None:
             raise self.error
         return await super().command(command)
 
 
-def obedient(scene: Scene) -> tuple[Worker, Obedient]:
-    engine = Obedient()
+def obedient(scene: Scene) -> tuple[Worker, CommandableEngine]:
+    engine = CommandableEngine()
     spec: WorkerSpec = scene.spec()
     return Worker(scene.log, scene.keeper, spec, engine, token="t1", group=GROUP, partition=PARTITION), engine
 
@@ -58,8 +58,8 @@ def command(name: str, epoch: int, action: Any = "list_loras", **changes: Any) -
 
 
 def answers(scene: Scene) -> list[tuple[str, str | None]]:
-    said = [event for event in scene.progress() if isinstance(event, CommandDone | CommandRefused)]
-    return [(event.command_id, getattr(event, "error", None)) for event in said]
+    generated = [event for event in scene.progress() if isinstance(event, CommandDone | CommandRefused)]
+    return [(event.command_id, getattr(event, "error", None)) for event in generated]
 
 
 @pytest.mark.parametrize("name", [GROUP, "../x", "a\0b", "a\nb", ""])
@@ -73,7 +73,7 @@ async def test_invalid_adapter_name_is_refused(scene: Scene, tmp_path: Path, nam
     assert error is not None
     assert "the adapter name " in error
     assert error.isprintable()
-    assert engine.told == []
+    assert engine.reported == []
 
 
 async def test_commands_run_in_order_and_have_results(scene: Scene, tmp_path: Path) -> None:
@@ -84,11 +84,11 @@ async def test_commands_run_in_order_and_have_results(scene: Scene, tmp_path: Pa
             where = {"lora_name": name, "lora_path": str(tmp_path)}
             await scene.send(command(f"load-{name}", epoch, "load_lora", **where))
         await scene.send(command("list", epoch))
-        await until(lambda: engine.told)
-        assert engine.told == ["x"], "the second waits for the first"
+        await until(lambda: engine.reported)
+        assert engine.reported == ["x"], "the second waits for the first"
         engine.gate.set()
         await until(lambda: len(answers(scene)) == 3)
-    assert engine.told == ["x", "y", "list_loras"]
+    assert engine.reported == ["x", "y", "list_loras"]
     done = scene.progress(CommandDone)
     assert [(one.command_id, one.action, one.loras) for one in done] == [
         ("load-x", "load_lora", ("x",)),
@@ -104,7 +104,7 @@ async def test_an_id_that_is_used_again_is_another_command(scene: Scene) -> None
         await scene.send(command("nightly", epoch, nonce=1))
         await scene.send(command("nightly", epoch, "clear_kv_blocks", nonce=2))
         await until(lambda: len(answers(scene)) == 2)
-    assert engine.told == ["list_loras", "clear_kv_blocks"]
+    assert engine.reported == ["list_loras", "clear_kv_blocks"]
     assert worker.commands.repeated == 0
 
 
@@ -114,7 +114,7 @@ async def test_repeated_command_runs_once_and_replies_to_the_new_owner(scene: Sc
     where = {"lora_path": str(tmp_path)}
     async with scene.serving(worker) as epoch:
         await scene.send(command("c1", epoch, "load_lora", lora_name="x", **where))
-        await until(lambda: engine.told)
+        await until(lambda: engine.reported)
         await scene.send(command("c1", epoch, "load_lora", lora_name="x", owner_epoch=7, **where))
         await until(lambda: worker.commands.repeated == 1)
         engine.gate.set()
@@ -123,8 +123,8 @@ async def test_repeated_command_runs_once_and_replies_to_the_new_owner(scene: Sc
         await until(lambda: len(answers(scene)) == 2)
         await scene.send(command("c1", epoch, "load_lora", lora_name="x", owner_epoch=9, **where))
         await until(lambda: len(answers(scene)) == 3)
-    assert engine.told == ["x", "y"]
-    # Said again later, it does not hide what was loaded since.
+    assert engine.reported == ["x", "y"]
+    # LoggedLogprob again later, it does not hide what was loaded since.
     assert [(one.command_id, one.owner_epoch, one.loras) for one in scene.progress(CommandDone)] == [
         ("c1", 7, ("x",)),
         ("c2", 0, ("x", "y")),
@@ -149,13 +149,13 @@ async def test_late_command_is_not_executed(scene: Scene) -> None:
     engine.gate.clear()
     async with scene.serving(worker) as epoch:
         await scene.send(command("first", epoch))
-        await until(lambda: engine.told)
+        await until(lambda: engine.reported)
         await scene.send(command("late", epoch, "sleep", timeout_us=0))
         await scene.send(command("other", epoch, "pause"))
         await until(lambda: scene.log.next_offset("work.default", 5) == 3)
         engine.gate.set()
         await until(lambda: len(answers(scene)) == 3)
-    assert engine.told == ["list_loras", "pause"]
+    assert engine.reported == ["list_loras", "pause"]
     assert dict(answers(scene))["late"] == "it timed out while earlier commands were running"
 
 
@@ -164,7 +164,7 @@ async def test_queued_commands_are_bounded(scene: Scene) -> None:
     engine.gate.clear()
     async with scene.serving(worker) as epoch:
         await scene.send(command("first", epoch))
-        await until(lambda: engine.told)
+        await until(lambda: engine.reported)
         for number in range(WAITING_MAX + 1):
             await scene.send(command(f"c{number}", epoch))
         await until(lambda: answers(scene))
@@ -195,7 +195,7 @@ async def test_result_of_a_command_across_epochs_is_reported_in_the_next(scene: 
     async with scene.serving(worker) as epoch:
         await scene.send(command("c", epoch, "load_lora", lora_name="x", lora_path=str(tmp_path)))
         await scene.send(command("dropped", epoch, "sleep"))
-        await until(lambda: engine.told)
+        await until(lambda: engine.reported)
         await until(lambda: len(worker.commands._waiting) == 1)
         await scene.append(FLEET, PARTITION, WorkerLost(owner_epoch=0, worker_id="w1", worker_epoch=epoch))
         await until(lambda: scene.holds("t1.2"))
@@ -204,9 +204,9 @@ async def test_result_of_a_command_across_epochs_is_reported_in_the_next(scene: 
         assert answers(scene) == []
         again = await scene.admit(worker, "t1.2")
         await until(lambda: answers(scene))
-    (said,) = scene.progress(CommandDone)
-    assert (said.command_id, said.worker_epoch, said.loras) == ("c", again, ("x",))
-    assert engine.told == ["x"], "what had not begun belongs to the epoch that is over"
+    (generated,) = scene.progress(CommandDone)
+    assert (generated.command_id, generated.worker_epoch, generated.loras) == ("c", again, ("x",))
+    assert engine.reported == ["x"], "what had not begun belongs to the epoch that is over"
 
 
 async def test_adapters_stay_loaded_in_the_next_epoch(scene: Scene, tmp_path: Path) -> None:
@@ -222,15 +222,15 @@ async def test_adapters_stay_loaded_in_the_next_epoch(scene: Scene, tmp_path: Pa
 # The mock engine
 
 
-async def told(scene: Scene, *sent: WorkerCommand | WorkItem) -> list[Any]:
+async def reported(scene: Scene, *sent: WorkerCommand | WorkItem) -> list[Any]:
     """Send commands, wait for their results, and return them."""
     before = len(answers(scene))
     for event in sent:
         await scene.send(event)
     commands = sum(isinstance(event, WorkerCommand) for event in sent)
     await until(lambda: len(answers(scene)) == before + commands)
-    said: Sequence[Any] = scene.progress()
-    return [event for event in said if isinstance(event, CommandDone | CommandRefused)][before:]
+    generated: Sequence[Any] = scene.progress()
+    return [event for event in generated if isinstance(event, CommandDone | CommandRefused)][before:]
 
 
 def finished(scene: Scene) -> list[str]:
@@ -241,7 +241,7 @@ async def test_a_cache_is_cleared_while_nothing_runs(scene: Scene) -> None:
     async with scene.serving(scene.worker()) as epoch:
         await scene.send(work_item("a", list(range(8)), 2, worker_epoch=epoch))
         await until(lambda: finished(scene) == ["a"])
-        (done,) = await told(scene, command("c", epoch, "clear_kv_blocks"))
+        (done,) = await reported(scene, command("c", epoch, "clear_kv_blocks"))
         assert isinstance(done, CommandDone)
         await until(lambda: isinstance(scene.kv()[-1], CacheCleared))
         await scene.send(work_item("b", list(range(8)), 2, worker_epoch=epoch))
@@ -254,7 +254,7 @@ async def test_a_cache_in_use_is_not_cleared(scene: Scene) -> None:
     async with scene.serving(scene.worker(speedup=0.001)) as epoch:
         await scene.send(work_item("a", list(range(8)), 30, worker_epoch=epoch))
         pause = command("p", epoch, "pause")
-        refused = (await told(scene, pause, command("c", epoch, "clear_kv_blocks")))[1]
+        refused = (await reported(scene, pause, command("c", epoch, "clear_kv_blocks")))[1]
     assert isinstance(refused, CommandRefused)
     assert "KV blocks are in use by running requests" in refused.error
 
@@ -263,13 +263,13 @@ async def test_paused_engine_keeps_requests_and_cache(scene: Scene) -> None:
     async with scene.serving(scene.worker()) as epoch:
         await scene.send(work_item("before", list(range(8)), 2, worker_epoch=epoch))
         await until(lambda: finished(scene))
-        await told(scene, command("p", epoch, "pause"))
+        await reported(scene, command("p", epoch, "pause"))
         await scene.send(work_item("a", list(range(8)), 2, worker_epoch=epoch))
-        await told(scene, command("list", epoch))
+        await reported(scene, command("list", epoch))
         assert finished(scene) == ["before"]
-        await told(scene, command("w", epoch, "wake_up"))
+        await reported(scene, command("w", epoch, "wake_up"))
         assert finished(scene) == ["before"], "who is paused does not sleep"
-        await told(scene, command("r", epoch, "resume"))
+        await reported(scene, command("r", epoch, "resume"))
         await until(lambda: finished(scene) == ["before", "a"])
     assert scene.progress(RequestFinished)[1].cached_tokens == 4
 
@@ -278,15 +278,15 @@ async def test_engine_continues_without_cache_after_sleep(scene: Scene) -> None:
     async with scene.serving(scene.worker(speedup=30.0)) as epoch:
         await scene.send(work_item("a", list(range(8)), 40, worker_epoch=epoch))
         await until(scene.tokens)
-        await told(scene, command("s", epoch, "sleep", level=2))
+        await reported(scene, command("s", epoch, "sleep", level=2))
         await until(lambda: isinstance(scene.kv()[-1], CacheCleared))
         await until(lambda: scene.loads() and scene.loads()[-1].kv_blocks_used == 0)
         assert scene.loads()[-1].waiting == 1
         assert finished(scene) == []
-        await told(scene, command("w", epoch, "wake_up"))
+        await reported(scene, command("w", epoch, "wake_up"))
         await until(lambda: finished(scene) == ["a"])
-    said = list(scene.progress(RequestFinished))
-    assert said[0].output_tokens == 40
+    generated = list(scene.progress(RequestFinished))
+    assert generated[0].output_tokens == 40
     chunks = [chunk for event in scene.tokens() if hasattr(event, "chunks") for chunk in event.chunks]
     assert [chunk.first_index for chunk in chunks] == sorted({chunk.first_index for chunk in chunks})
 
@@ -303,20 +303,22 @@ async def test_engine_continues_without_cache_after_sleep(scene: Scene) -> None:
 )
 async def test_incompatible_adapters_are_refused(scene: Scene, sent: dict[str, Any], error: str) -> None:
     async with scene.serving(scene.worker(loras=("legal",))) as epoch:
-        (refused,) = await told(scene, command("c", epoch, **sent))
+        (refused,) = await reported(scene, command("c", epoch, **sent))
         assert error in refused.error
-        (listed,) = await told(scene, command("list", epoch))
+        (listed,) = await reported(scene, command("list", epoch))
         assert listed.loras == ("legal",)
 
 
 async def test_loading_again_is_no_error_and_an_unloaded_adapter_is_not_served(scene: Scene, tmp_path: Path) -> None:
     load = {"lora_name": "x", "lora_path": str(tmp_path)}
     async with scene.serving(scene.worker()) as epoch:
-        first = await told(scene, command("c1", epoch, "load_lora", **load), command("c2", epoch, "load_lora", **load))
+        first = await reported(
+            scene, command("c1", epoch, "load_lora", **load), command("c2", epoch, "load_lora", **load)
+        )
         assert [one.loras for one in first] == [("x",), ("x",)]
         await scene.send(work_item("a", list(range(8)), 2, worker_epoch=epoch, lora_name="x"))
         await until(lambda: finished(scene) == ["a"])
-        await told(scene, command("c3", epoch, "unload_lora", lora_name="x"))
+        await reported(scene, command("c3", epoch, "unload_lora", lora_name="x"))
         await scene.send(work_item("b", list(range(8)), 2, worker_epoch=epoch, lora_name="x"))
         await until(lambda: scene.progress(RequestFailed))
     assert scene.progress(RequestFailed)[0].error == "the adapter x is not loaded"

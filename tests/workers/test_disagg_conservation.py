@@ -38,7 +38,7 @@ operations = st.one_of(
 )
 
 
-class Half:
+class EngineSide:
     """One engine, with at most one request in flight per id, as its worker guarantees."""
 
     def __init__(self, role: Role, run: "Run") -> None:
@@ -54,7 +54,7 @@ class Half:
 
     async def serve(self) -> None:
         await self.engine.start(self.spec)
-        await self.engine.run(lambda batch: self._run.heard(self, batch))
+        await self.engine.run(lambda batch: self._run.observed(self, batch))
 
     def submit(self, item: WorkItem) -> None:
         self.under_way[item.request_id] = item
@@ -84,17 +84,17 @@ class Run:
     """Both engines, and the outcomes of their requests."""
 
     def __init__(self) -> None:
-        self.prefill, self.decode = Half("prefill", self), Half("decode", self)
+        self.prefill, self.decode = EngineSide("prefill", self), EngineSide("decode", self)
         self.made: list[str] = []
         self.kept: dict[str, tuple[WorkItem, Prefilled]] = {}
         self.expected: Counter[str] = Counter()  # answers that were not given up
         self.ends: Counter[str] = Counter()
-        self.said: dict[str, list[int]] = {}
+        self.generated: dict[str, list[int]] = {}
 
-    def heard(self, half: Half, batch: EngineBatch) -> None:
+    def observed(self, half: EngineSide, batch: EngineBatch) -> None:
         for one in batch.emitted:
             if one.request_id in half.under_way:
-                self.said.setdefault(one.request_id, []).extend(unpack_u32(one.token_ids))
+                self.generated.setdefault(one.request_id, []).extend(unpack_u32(one.token_ids))
         for prompt in batch.prefilled:
             if prompt.request_id in half.under_way:
                 self.kept[prompt.request_id] = half.under_way.pop(prompt.request_id), prompt.prefilled
@@ -108,7 +108,7 @@ class Run:
         for end in batch.finished:
             right = generate_tokens(xxh3_64_intdigest(self.token_ids(end.request_id), 0), 0, MAX_TOKENS, VOCABULARY)
             if end.request_id in self.expected:
-                assert self.said[end.request_id] == right
+                assert self.generated[end.request_id] == right
 
     def token_ids(self, name: str) -> bytes:
         return work_item(name, PROMPTS[int(name.partition(".")[0])], 1).token_ids
@@ -125,14 +125,14 @@ class Run:
             fields = {"stage": "decode", "worker_epoch": self.decode.epoch, "prefilled": prefilled}
             self.decode.submit(msgspec.structs.replace(item, **fields))
 
-    def cancel(self, half: Half, number: int) -> None:
+    def cancel(self, half: EngineSide, number: int) -> None:
         kept = list(self.kept) if half is self.prefill else []
         if (name := _nth([*half.under_way, *kept], number)) is not None:
             self.kept.pop(name, None)
             del self.expected[name]
             half.cancel(name)
 
-    def reset(self, half: Half) -> None:
+    def reset(self, half: EngineSide) -> None:
         if half is self.prefill:
             self.kept.clear()
         for name in half.under_way:

@@ -16,7 +16,7 @@ from forebay.events.work import ReleaseKv
 from forebay.workers.engines.mock import kv as mock_kv
 from forebay.workers.kv_transfer.transport import open_transport
 from tests.workers.conftest import PARTITION, Scene, until, work_item
-from tests.workers.disagg import PROMPT, Pair, aggregated, kv_settings, pair_of, said_by, serving, side
+from tests.workers.disagg import PROMPT, Pair, aggregated, kv_settings, output_by, pair_of, serving, side
 from tests.workers.disagg_peer import peer
 
 KINDS = ("nixl", "tcp")
@@ -56,7 +56,7 @@ class Gate:
 async def warmed(both: Pair) -> None:
     """Both sides have a transport."""
     await both.answer("warm", await both.compute("warm", [500]))
-    await both.said("warm")
+    await both.generated("warm")
 
 
 # Who keeps KV dies
@@ -68,22 +68,22 @@ async def warmed(both: Pair) -> None:
 async def test_a_disagg_holder_that_is_killed(scene: Scene, kind: str, when: str) -> None:
     expected = await aggregated(scene, "alone")
     async with pair(scene, transport=kind) as both, peer(kind, "elsewhere") as other:
-        item = both.asked["r"] = work_item("r", PROMPT, 6, stage="prefill", worker_epoch=9)
+        item = both.requested["r"] = work_item("r", PROMPT, 6, stage="prefill", worker_epoch=9)
         prefilled = await other.compute(item)
         if when == "after":
             await both.answer("r", prefilled)
-            assert await both.said("r") == expected
+            assert await both.generated("r") == expected
         other.signal(signal.SIGKILL)
         await other.gone()
         if when == "before":
             await both.answer("r", prefilled)
             assert await both.not_fetched("r")
             assert sum(both.decode.engine.kv_stats().failed.values()) == 1
-            assert not said_by(scene, "r")
+            assert not output_by(scene, "r")
         await both.idle()
         # The next one is fetched from another holder.
         await both.answer("s", await both.compute("s"))
-        assert await both.said("s") == expected
+        assert await both.generated("s") == expected
         await both.idle()
 
 
@@ -93,7 +93,7 @@ async def test_a_disagg_holder_that_is_killed(scene: Scene, kind: str, when: str
 async def test_a_disagg_holder_that_dies_while_it_is_read_from(scene: Scene, kind: str, then: str) -> None:
     expected = await aggregated(scene, "alone")
     async with pair(scene, transport=kind) as both, peer(kind, "elsewhere") as other:
-        item = both.asked["r"] = work_item("r", PROMPT, 6, stage="prefill", worker_epoch=9)
+        item = both.requested["r"] = work_item("r", PROMPT, 6, stage="prefill", worker_epoch=9)
         prefilled = await other.compute(item)
         other.signal(signal.SIGSTOP)
         await both.answer("r", prefilled)
@@ -103,10 +103,10 @@ async def test_a_disagg_holder_that_dies_while_it_is_read_from(scene: Scene, kin
             other.signal(signal.SIGKILL)
             await other.gone()
         assert await both.not_fetched("r")
-        assert not said_by(scene, "r")
+        assert not output_by(scene, "r")
         assert not both.decode.used
         await both.answer("s", await both.compute("s"))
-        assert await both.said("s") == expected
+        assert await both.generated("s") == expected
 
 
 async def test_disagg_expired_lease_frees_all_blocks(scene: Scene) -> None:
@@ -142,7 +142,7 @@ async def test_disagg_cancellation_before_the_transport_is_open(scene: Scene, mo
         await both.computed("s")
         await both.cancel("s", both.prefill)
         await both.idle()
-    assert [said.request_id for said in scene.progress(PrefillFinished)] == ["s"]
+    assert [generated.request_id for generated in scene.progress(PrefillFinished)] == ["s"]
 
 
 async def test_disagg_cancellation_during_prefill(scene: Scene) -> None:
@@ -165,7 +165,7 @@ async def test_disagg_cancellation_during_prefill(scene: Scene) -> None:
         assert both.prefill.engine.kept() == 1
         await both.cancel("last", both.prefill)
         await both.idle()
-    assert [said.request_id for said in scene.progress(PrefillFinished)] == ["warm", "last"]
+    assert [generated.request_id for generated in scene.progress(PrefillFinished)] == ["warm", "last"]
 
 
 async def test_disagg_cancellation_during_decode(scene: Scene) -> None:
@@ -187,7 +187,7 @@ async def test_disagg_cancellation_during_decode(scene: Scene) -> None:
         await both.idle()
         gate.open.set()
         await both.answer("answers", await both.compute("answers", PROMPT, 12))
-        await until(lambda: said_by(scene, "answers"))
+        await until(lambda: output_by(scene, "answers"))
         await both.cancel("answers", both.decode)
         await both.idle()
     assert {end.request_id for end in scene.tokens(ResponseEnded)} == {"warm"}
@@ -204,7 +204,7 @@ async def test_disagg_cancellation_before_the_first_token(scene: Scene) -> None:
         await until(lambda: both.decode.rank._fetched)
         await both.cancel("r", both.decode)
         await both.idle()
-    assert not said_by(scene, "r")
+    assert not output_by(scene, "r")
 
 
 async def test_a_second_disagg_attempt_at_the_same_worker_replaces_the_first(scene: Scene) -> None:
@@ -218,7 +218,7 @@ async def test_a_second_disagg_attempt_at_the_same_worker_replaces_the_first(sce
         await both.answer("r", first, attempt=1)
         assert await both.not_fetched("r")
         await both.answer("r", again, attempt=2)
-        assert await both.said("r") == expected
+        assert await both.generated("r") == expected
         await both.idle()
 
 
@@ -245,7 +245,7 @@ async def test_disagg_released_kv_is_not_read_and_that_of_the_next_attempt_stays
         gate.open.set()
         assert await both.not_fetched("r")
         await both.answer("r", await both.computed("r"), attempt=2)
-        assert await both.said("r") == expected
+        assert await both.generated("r") == expected
         await both.idle()
 
 
@@ -270,7 +270,7 @@ async def test_disagg_kv_is_freed_with_a_lost_epoch(scene: Scene, kind: str) -> 
         prefilled = await both.compute("next")
         assert prefilled.worker_epoch == both.prefill.epoch
         await both.answer("next", prefilled)
-        assert await both.said("next") == expected
+        assert await both.generated("next") == expected
         await both.idle()
         # So does a decode worker that loses its place in the middle of a fetch.
         gate = Gate(both)
@@ -283,7 +283,7 @@ async def test_disagg_kv_is_freed_with_a_lost_epoch(scene: Scene, kind: str) -> 
         await both.cancel("there", both.prefill)
         await both.idle()
         await both.answer("last", await both.compute("last"))
-        assert await both.said("last") == expected
+        assert await both.generated("last") == expected
         await both.idle()
 
 
@@ -308,7 +308,7 @@ async def test_disagg_sleeping_engines_keep_no_kv_and_continue_afterwards(scene:
         gate.open.set()
         assert await both.not_fetched("kept")
         await both.answer("next", await both.compute("next"))
-        assert await both.said("next") == expected
+        assert await both.generated("next") == expected
         await both.idle()
 
 
@@ -327,7 +327,7 @@ async def test_disagg_draining_prefill_worker_waits_for_its_readers(scene: Scene
         await until(lambda: prefill.worker._drain is not None and prefill.worker._drain.announced)
         assert not task.done()
         await both.answer("r", prefilled)
-        assert await both.said("r") == expected
+        assert await both.generated("r") == expected
         async with asyncio.timeout(20):
             await task
     assert prefill.engine.kv_stats().freed == {"fetched": 1}

@@ -25,7 +25,7 @@ from forebay.workers.kv_transfer.transport import open_transport
 from forebay.workers.runtime.metrics import WorkerMetrics
 from forebay.workers.runtime.probes import Probes
 from tests.workers.conftest import Scene, engine_config, until, work_item
-from tests.workers.disagg import BLOCK_BYTES, PROMPT, Pair, aggregated, kv_settings, pair_of, said_by, serving, side
+from tests.workers.disagg import BLOCK_BYTES, PROMPT, Pair, aggregated, kv_settings, output_by, pair_of, serving, side
 from tests.workers.test_media import Memory
 
 KINDS = ("nixl", "tcp")
@@ -55,7 +55,7 @@ async def test_disagg_output_equals_that_of_one_worker(scene: Scene, kind: str, 
         assert (prefilled.tokens, prefilled.bytes) == (length, -(-length // 4) * BLOCK_BYTES)
         assert (prefilled.checksum is not None) == checksum
         await both.answer("apart", prefilled)
-        assert await both.said("apart") == expected
+        assert await both.generated("apart") == expected
         await both.idle()
     first = next(one for one in scene.progress(FirstTokenEmitted) if one.request_id == "apart")
     assert first.transferred_bytes == prefilled.bytes
@@ -76,14 +76,14 @@ async def test_disagg_output_depends_on_every_transferred_byte(scene: Scene, kin
                 # Its own cache would hide what came: every one is answered from nothing.
                 await both.decode.engine.command(CLEAR)
                 await both.answer(name, prefilled)
-                answers.append(await both.said(name))
+                answers.append(await both.generated(name))
         # All bytes wrong alike is wrong, too.
         prefilled = await both.compute("all")
         for number in range(3):
             bytes_of(both, number)[:] ^= 1
         await both.decode.engine.command(CLEAR)
         await both.answer("all", prefilled)
-        answers.append(await both.said("all"))
+        answers.append(await both.generated("all"))
         await both.idle()
     assert expected not in answers
     assert len(set(map(tuple, answers))) == len(answers)
@@ -99,7 +99,7 @@ async def test_disagg_corrupt_bytes_are_read_again_and_then_fail(scene: Scene, k
         stats = both.decode.engine.kv_stats()
         assert (stats.corrupt, stats.retries, stats.failed) == (3, 2, {"corrupt": 1})
         await both.idle()  # the holder is notified, so its lease does not matter
-    assert not said_by(scene, "apart")
+    assert not output_by(scene, "apart")
 
 
 async def test_disagg_transient_corruption_is_corrected(scene: Scene) -> None:
@@ -121,7 +121,7 @@ async def test_disagg_transient_corruption_is_corrected(scene: Scene) -> None:
 
         transport._wrong = mended
         await both.answer("apart", prefilled)
-        assert await both.said("apart") == expected
+        assert await both.generated("apart") == expected
         assert transport.stats.corrupt == 4
         await both.idle()
 
@@ -131,12 +131,12 @@ async def test_disagg_cached_blocks_are_not_fetched(scene: Scene) -> None:
     expected = await aggregated(scene, "alone", prompt)
     async with pair(scene) as both:
         await both.answer("first", await both.compute("first"))
-        await both.said("first")
+        await both.generated("first")
         stored = [event for event in scene.kv() if isinstance(event, BlocksStored)]
         prefilled = await both.compute("second", prompt)
         assert prefilled.bytes == 3 * BLOCK_BYTES
         await both.answer("second", prefilled)
-        assert await both.said("second") == expected
+        assert await both.generated("second") == expected
         await both.idle()
     assert {event.worker_id for event in stored} == {"one-alone", "prefill-1", "decode-1"}
     first = [one for one in scene.progress(FirstTokenEmitted) if one.request_id == "second"]
@@ -152,7 +152,7 @@ async def test_disagg_common_prefixes_share_slots(scene: Scene) -> None:
         assert both.prefill.engine.kept() == 3
         for name in names:
             await both.answer(name, await both.computed(name))
-        answers = [await both.said(name) for name in names]
+        answers = [await both.generated(name) for name in names]
         await both.idle()
     assert answers[0] == answers[2] != answers[1]
 
@@ -188,10 +188,10 @@ async def test_disagg_kv_contains_the_media(scene: Scene, length: int) -> None:
         assert both.prefill.kv.slots.used == 3 * blocks
         for name in cases:
             await both.answer(name, await both.computed(name))
-        said = {name: await both.said(name) for name in cases}
+        generated = {name: await both.generated(name) for name in cases}
         await both.idle()
-    assert said == expected
-    assert len(set(map(tuple, said.values()))) == 3
+    assert generated == expected
+    assert len(set(map(tuple, generated.values()))) == 3
 
 
 async def test_a_disagg_prompt_whose_images_another_worker_encoded(scene: Scene) -> None:
@@ -206,7 +206,7 @@ async def test_a_disagg_prompt_whose_images_another_worker_encoded(scene: Scene)
         prefilled = await both.compute("apart", encoded=encoded, **fields)
         # What was encoded is in the KV: the decode worker needs neither it nor the image.
         await both.answer("apart", prefilled)
-        assert await both.said("apart") == expected
+        assert await both.generated("apart") == expected
         encoded = msgspec.structs.replace(encoded, descriptor=b"elsewhere")
         await both.ask("lost", encoded=encoded, **fields)
         assert "nobody is there" in await both.not_fetched("lost")
@@ -225,9 +225,9 @@ async def test_disagg_requests_wait_for_free_blocks(scene: Scene) -> None:
             await both.ask(name, prompt, 20)
         for name in prompts:
             await both.answer(name, await both.computed(name))
-        said = {name: await both.said(name) for name in prompts}
+        generated = {name: await both.generated(name) for name in prompts}
         await both.idle()
-    assert said == expected
+    assert generated == expected
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
@@ -294,7 +294,7 @@ async def test_disagg_kv_of_another_prompt_or_model_is_refused(scene: Scene) -> 
             error = await both.not_fetched(name)
             assert str(next(iter(change.values()))) in error, error
             await both.cancel(name, both.prefill)
-        both.asked["nowhere"] = both.asked["model"]
+        both.requested["nowhere"] = both.requested["model"]
         await both.answer("nowhere", None, request_id="nowhere")
         await until(lambda: both.ended("nowhere"))
         assert both.ended("nowhere").error.code == "nothing_to_fetch"
@@ -346,7 +346,7 @@ async def test_disagg_metrics_and_readiness_show_the_transport(scene: Scene, kin
         prefilled = await both.compute("r")
         assert metrics(both.prefill)["forebay_kv_transfer_held"] == 1
         await both.answer("r", prefilled)
-        await both.said("r")
+        await both.generated("r")
         await both.idle()
         # An epoch that ended counts on.
         both.decode.engine.reset()
@@ -382,11 +382,11 @@ async def test_disagg_ranks_share_one_transport(scene: Scene) -> None:
             await both.ask(f"apart.{name}", [ord(name), *PROMPT], rank=at % 2)
         for at, name in enumerate("abcd"):
             await both.answer(f"apart.{name}", await both.computed(f"apart.{name}"), rank=at // 2)
-        said = {name: await both.said(f"apart.{name}") for name in "abcd"}
+        generated = {name: await both.generated(f"apart.{name}") for name in "abcd"}
         await both.idle()
         assert both.prefill.engine.kv_stats().freed == {"fetched": 4}
         assert not any(rank.model.pool.used for one in sides for rank in one.engine._ranks.values())
-    assert said == expected
+    assert generated == expected
 
 
 async def test_disagg_engine_stopped_during_a_fetch_leaves_nothing(

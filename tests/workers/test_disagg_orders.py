@@ -51,14 +51,14 @@ class Engine:
         self.dropped: list[bytes] = []
         self.holds: set[str] = set()
         self.resets = 0
-        self.said: asyncio.Queue[EngineBatch] = asyncio.Queue()
+        self.generated: asyncio.Queue[EngineBatch] = asyncio.Queue()
 
     async def start(self, spec: WorkerSpec) -> WorkerSpec:
         return spec
 
     async def run(self, publish: Publish) -> None:
         while True:
-            publish(await self.said.get())
+            publish(await self.generated.get())
 
     async def stop(self) -> None:
         """Nothing was taken."""
@@ -85,8 +85,8 @@ class Engine:
         self.resets += 1
         self.holds.clear()
 
-    def say(self, **what: Any) -> None:
-        self.said.put_nowait(EngineBatch(rank=0, load=IDLE, **what))
+    def emit(self, **what: Any) -> None:
+        self.generated.put_nowait(EngineBatch(rank=0, load=IDLE, **what))
 
 
 class KvEngine(Engine):
@@ -124,7 +124,7 @@ async def computed(scene: Scene, engine: KvEngine, item: WorkItem, lease_us: int
     await until(lambda: item in engine.items)
     engine.holds.add(item.request_id)
     kept = prefilled(item.worker_epoch, lease_us)
-    engine.say(prefilled=[PromptPrefilled(item.request_id, item.attempt, kept, 4)])
+    engine.emit(prefilled=[PromptPrefilled(item.request_id, item.attempt, kept, 4)])
     await until(lambda: len(scene.progress(PrefillFinished)) > before)
 
 
@@ -133,9 +133,14 @@ async def test_prefill_result_is_reported_to_the_owner_only(scene: Scene) -> Non
     worker = worker_of(scene, engine)
     async with scene.serving(worker) as epoch:
         await computed(scene, engine, item_of("r", "prefill", epoch, owner_epoch=7))
-    (said,) = scene.progress()
-    assert said.prefilled == msgspec.structs.replace(prefilled(epoch), cached_tokens=4)
-    assert (said.request_id, said.attempt, said.owner_epoch, said.worker_epoch) == ("r", 1, 7, epoch)
+    (generated,) = scene.progress()
+    assert generated.prefilled == msgspec.structs.replace(prefilled(epoch), cached_tokens=4)
+    assert (generated.request_id, generated.attempt, generated.owner_epoch, generated.worker_epoch) == (
+        "r",
+        1,
+        7,
+        epoch,
+    )
     assert not scene.tokens()
     assert not worker.active_requests
 
@@ -146,20 +151,20 @@ async def test_disagg_result_has_the_rank(scene: Scene) -> None:
     worker = Worker(scene.log, scene.keeper, spec, engine, token="t1", group=GROUP, partition=PARTITION)
     async with scene.serving(worker) as epoch:
         await computed(scene, engine, item_of("r", "prefill", epoch, rank=1))
-    (said,) = scene.progress()
-    assert said.prefilled.rank == 1
+    (generated,) = scene.progress()
+    assert generated.prefilled.rank == 1
 
 
-@pytest.mark.parametrize(("status", "told"), [(400, 400), (503, 503), (0, 500), (302, 500), (700, 500)])
-async def test_prefill_failure_is_reported_to_the_owner_only(scene: Scene, status: int, told: int) -> None:
+@pytest.mark.parametrize(("status", "reported"), [(400, 400), (503, 503), (0, 500), (302, 500), (700, 500)])
+async def test_prefill_failure_is_reported_to_the_owner_only(scene: Scene, status: int, reported: int) -> None:
     engine = KvEngine()
     async with scene.serving(worker_of(scene, engine)) as epoch:
         await scene.send(item_of("r", "prefill", epoch))
         await until(lambda: engine.items)
-        engine.say(failed=[Failed("r", 1, ResponseError(status=status, code="c" * 300, message="m" * 900))])
+        engine.emit(failed=[Failed("r", 1, ResponseError(status=status, code="c" * 300, message="m" * 900))])
         await until(scene.progress)
-    (said,) = scene.progress(PrefillFailed)
-    assert (said.status, said.code, said.error) == (told, "c" * 256, "m" * 500)
+    (generated,) = scene.progress(PrefillFailed)
+    assert (generated.status, generated.code, generated.error) == (reported, "c" * 256, "m" * 500)
     assert not scene.tokens()
     assert not scene.progress(RequestFailed)
 
@@ -170,10 +175,10 @@ async def test_disagg_stage_with_an_unknown_rank_fails(scene: Scene) -> None:
         await scene.send(item_of("p", "prefill", epoch, rank=3))
         await scene.send(item_of("d", "decode", epoch, rank=3))
         await until(lambda: scene.progress(PrefillFailed) and scene.tokens(ResponseEnded))
-    (said,) = scene.progress(PrefillFailed)
-    assert (said.request_id, said.status, said.code) == ("p", 500, "no_such_rank")
+    (generated,) = scene.progress(PrefillFailed)
+    assert (generated.request_id, generated.status, generated.code) == ("p", 500, "no_such_rank")
     assert [end.request_id for end in scene.tokens(ResponseEnded)] == ["d"]
-    assert engine.dropped == [b"here"], "who keeps it is told"
+    assert engine.dropped == [b"here"], "the holder is notified"
     assert not engine.items
 
 
@@ -185,8 +190,8 @@ async def test_disagg_stages_are_refused_by_engines_without_kv_transfer(scene: S
         await scene.send(WorkCancelled(request_id="x", attempt=1, owner_epoch=0, worker_epoch=epoch))
         await scene.send(item_of("a", "aggregated", epoch))
         await until(lambda: engine.items)
-    (said,) = scene.progress(PrefillFailed)
-    assert (said.request_id, said.status, said.code) == ("p", 501, "stage_not_supported")
+    (generated,) = scene.progress(PrefillFailed)
+    assert (generated.request_id, generated.status, generated.code) == ("p", 501, "stage_not_supported")
     (end,) = scene.tokens(ResponseEnded)
     assert (end.request_id, end.error.status) == ("d", 501)
     assert "the engine Engine " in end.error.message
@@ -200,7 +205,7 @@ async def test_disagg_transfer_is_reported_with_the_first_token(scene: Scene) ->
         item = item_of("r", "decode", epoch, prefilled=kept)
         await scene.send(item)
         await until(lambda: engine.items == [item])
-        engine.say(
+        engine.emit(
             emitted=[Emitted("r", 1, 0, pack_u32([9, 9, 9, 9]))],
             first_tokens=[FirstTokenStep("r", 1, 5, transferred_bytes=32, transfer_us=11)],
             finished=[Finished("r", 1, "length", 6, 4, 5)],
@@ -221,15 +226,15 @@ async def test_disagg_prefill_worker_is_named_with_the_first_token_only(scene: S
         for name in "rs":
             await scene.send(item_of(name, "decode", epoch))
         await until(lambda: len(engine.items) == 2)
-        engine.say(
+        engine.emit(
             emitted=[Emitted(name, 1, 0, pack_u32([9])) for name in "sr"],
             first_tokens=[FirstTokenStep(name, 1, 5, transferred_bytes=size) for name, size in (("r", 8), ("s", 16))],
         )
-        engine.say(emitted=[Emitted(name, 1, 1, pack_u32([9])) for name in "sr"])
+        engine.emit(emitted=[Emitted(name, 1, 1, pack_u32([9])) for name in "sr"])
         await until(lambda: sum(len(event.chunks) for event in scene.tokens(TokensEmitted)) == 4)
     chunks = [chunk for event in scene.tokens(TokensEmitted) for chunk in event.chunks]
-    told = [(one.request_id, one.first_index, one.prefilled and one.prefilled.transferred_bytes) for one in chunks]
-    assert told == [("s", 0, 16), ("r", 0, 8), ("s", 1, None), ("r", 1, None)]
+    reported = [(one.request_id, one.first_index, one.prefilled and one.prefilled.transferred_bytes) for one in chunks]
+    assert reported == [("s", 0, 16), ("r", 0, 8), ("s", 1, None), ("r", 1, None)]
 
 
 async def test_disagg_kv_that_cannot_be_fetched_goes_back_to_the_owner(scene: Scene) -> None:
@@ -238,12 +243,12 @@ async def test_disagg_kv_that_cannot_be_fetched_goes_back_to_the_owner(scene: Sc
     async with scene.serving(worker) as epoch:
         await scene.send(item_of("r", "decode", epoch))
         await until(lambda: engine.items)
-        engine.say(not_fetched=[NotFetched("r", 2, "another attempt"), NotFetched("r", 1, "w9 is gone" * 100)])
+        engine.emit(not_fetched=[NotFetched("r", 2, "another attempt"), NotFetched("r", 1, "w9 is gone" * 100)])
         await until(scene.progress)
         assert not worker.active_requests
-    (said,) = scene.progress()
-    assert type(said) is TransferFailed
-    assert said.error == ("w9 is gone" * 100)[:500]
+    (generated,) = scene.progress()
+    assert type(generated) is TransferFailed
+    assert generated.error == ("w9 is gone" * 100)[:500]
     assert not scene.tokens()
 
 
@@ -255,17 +260,17 @@ async def test_disagg_failure_before_the_first_token_drops_the_kv(scene: Scene) 
             await scene.send(item_of(name, "decode", epoch, attempt=1))
         await scene.send(item_of("whole", "aggregated", epoch))
         await until(lambda: len(engine.items) == 4)
-        engine.say(failed=[Failed("stale", 2, refused), Failed("whole", 1, refused), Failed("nobody", 1, refused)])
-        engine.say(first_tokens=[FirstTokenStep("begun", 1, 5)])
-        engine.say(failed=[Failed("begun", 1, refused)])
+        engine.emit(failed=[Failed("stale", 2, refused), Failed("whole", 1, refused), Failed("nobody", 1, refused)])
+        engine.emit(first_tokens=[FirstTokenStep("begun", 1, 5)])
+        engine.emit(failed=[Failed("begun", 1, refused)])
         await until(lambda: len(scene.progress(RequestFailed)) == 2)
         assert not engine.dropped, "it was fetched, or is somebody else's"
-        engine.say(failed=[Failed("refused", 1, refused)])
+        engine.emit(failed=[Failed("refused", 1, refused)])
         await until(lambda: len(scene.progress(RequestFailed)) == 3)
     assert engine.dropped == [b"here"]
 
 
-async def said_before(scene: Scene, tokens: list[int], ended: bool = False) -> None:
+async def append_earlier_output(scene: Scene, tokens: list[int], ended: bool = False) -> None:
     """Append output of an earlier attempt on another worker."""
     event: Any
     if tokens:
@@ -290,17 +295,17 @@ async def test_disagg_later_attempt_without_output_fetches(scene: Scene) -> None
 
 async def test_disagg_later_attempt_with_output_continues_locally(scene: Scene) -> None:
     engine = KvEngine()
-    await said_before(scene, [70, 71])
+    await append_earlier_output(scene, [70, 71])
     async with scene.serving(worker_of(scene, engine)) as epoch:
         await scene.send(item_of("r", "decode", epoch, attempt=2))
         await until(lambda: engine.items)
-        engine.say(first_tokens=[FirstTokenStep("r", 2, 0)], emitted=[Emitted("r", 2, 0, pack_u32([72]))])
-        engine.say(failed=[Failed("r", 2, ResponseError(status=503, code="full", message="no room"))])
+        engine.emit(first_tokens=[FirstTokenStep("r", 2, 0)], emitted=[Emitted("r", 2, 0, pack_u32([72]))])
+        engine.emit(failed=[Failed("r", 2, ResponseError(status=503, code="full", message="no room"))])
         await until(lambda: scene.tokens(ResponseEnded))
     chunks = [chunk for event in scene.tokens(TokensEmitted) for chunk in event.chunks]
     assert [chunk.prefilled for chunk in chunks if chunk.attempt == 2] == [None], "nobody else computed it"
     (first,) = scene.progress(FirstTokenEmitted)
-    assert first.unfetched, "the owner has it given back where the one that keeps it cannot be told"
+    assert first.unfetched, "the owner releases it if the holder cannot be notified"
     (item,) = engine.items
     assert (item.stage, item.prefilled) == ("aggregated", None)
     assert unpack_u32(item.token_ids) == [*PROMPT, 70, 71]
@@ -309,10 +314,10 @@ async def test_disagg_later_attempt_with_output_continues_locally(scene: Scene) 
     assert engine.dropped == [b"here"]
 
 
-@pytest.mark.parametrize(("said", "ended"), [([], True), ([70], True), ([70, 71, 72, 73], False)])
-async def test_disagg_complete_response_needs_no_kv(scene: Scene, said: list[int], ended: bool) -> None:
+@pytest.mark.parametrize(("generated", "ended"), [([], True), ([70], True), ([70, 71, 72, 73], False)])
+async def test_disagg_complete_response_needs_no_kv(scene: Scene, generated: list[int], ended: bool) -> None:
     engine = KvEngine()
-    await said_before(scene, said, ended)
+    await append_earlier_output(scene, generated, ended)
     worker = worker_of(scene, engine)
     async with scene.serving(worker) as epoch:
         await scene.send(item_of("r", "decode", epoch, attempt=2))
@@ -355,7 +360,7 @@ async def test_disagg_cancellation_frees_kept_kv(scene: Scene) -> None:
         await scene.send(msgspec.structs.replace(cancelled, request_id="s"))
         await until(lambda: engine.cancelled == ["s"])
         engine.released.clear()
-        engine.say(prefilled=[PromptPrefilled("s", 1, prefilled(epoch))])
+        engine.emit(prefilled=[PromptPrefilled("s", 1, prefilled(epoch))])
         await until(lambda: engine.released == ["s"])
     assert len(scene.progress(PrefillFinished)) == 1
 
@@ -372,18 +377,18 @@ async def test_disagg_release_frees_only_its_attempt(scene: Scene) -> None:
         await until(lambda: engine.released == ["r"])
         await scene.send(item_of("r", "prefill", epoch, owner_epoch=9))
         await until(lambda: worker.counters.repeated == 1)
-        assert len(scene.progress(PrefillFinished)) == 1, "what was given back is not told of again"
+        assert len(scene.progress(PrefillFinished)) == 1, "a released result is not sent again"
         # The next attempt: while it is computed, and while its KV is kept.
         await scene.send(item_of("r", "prefill", epoch, attempt=2))
         await until(lambda: len(engine.items) == 2)
         engine.released.clear()
         await scene.send(first)
         engine.holds.add("r")
-        engine.say(prefilled=[PromptPrefilled("r", 2, prefilled(epoch), 4)])
+        engine.emit(prefilled=[PromptPrefilled("r", 2, prefilled(epoch), 4)])
         await until(lambda: len(scene.progress(PrefillFinished)) == 2)
         await scene.send(first)
-        await scene.send(msgspec.structs.replace(first, request_id="never heard of"))
-        await until(lambda: engine.released == ["never heard of"])
+        await scene.send(msgspec.structs.replace(first, request_id="unknown"))
+        await until(lambda: engine.released == ["unknown"])
         assert not engine.cancelled
         await scene.send(msgspec.structs.replace(first, attempt=2))
         await until(lambda: not engine.kept())
@@ -428,7 +433,7 @@ async def test_disagg_repeated_earlier_attempt_is_ignored(scene: Scene) -> None:
             await computed(scene, engine, item_of("r", "prefill", epoch, attempt=attempt))
         await scene.send(item_of("r", "prefill", epoch, attempt=1, owner_epoch=9))
         await until(lambda: worker.counters.repeated == 1)
-    assert [said.attempt for said in scene.progress(PrefillFinished)] == [1, 2]
+    assert [generated.attempt for generated in scene.progress(PrefillFinished)] == [1, 2]
 
 
 async def test_disagg_lost_epoch_frees_kept_kv(scene: Scene) -> None:
@@ -455,7 +460,7 @@ async def test_a_prefill_worker_that_drains_waits_for_its_disagg_readers(scene: 
     if fetched:
         await scene.send(item_of("later", "prefill", epoch))
         await until(lambda: len(engine.items) == 2)
-        engine.say(prefilled=[PromptPrefilled("later", 1, prefilled(epoch))])
+        engine.emit(prefilled=[PromptPrefilled("later", 1, prefilled(epoch))])
         await until(lambda: not worker.active_requests)
         assert not task.done()
         engine.holds.clear()

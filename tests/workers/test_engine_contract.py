@@ -11,37 +11,25 @@ import pytest
 
 from forebay.engine_model.model import EngineConfig, Stored
 from forebay.events.control import Command
-from forebay.events.fleet import WorkerSpec
 from forebay.workers.engine import Engine, EngineRefused
 from forebay.workers.engines.mock.engine import MockEngine
 from forebay.workers.engines.settings import EngineSettings
 from forebay.workers.engines.sglang.engine import SglangEngine
 from forebay.workers.engines.tensorrt_llm.engine import TensorRtLlmEngine
 from tests.engines.driven import Driven, driven
+from tests.workers.engine_setup import (
+    BLOCK_SIZE,
+    KV_BLOCKS,
+    OTHER,
+    PROMPT,
+    SPEC,
+    lora_directory,
+    model_directory,
+    reported,
+)
 from tests.workers.standins import sglang_standin, tensorrt_llm_standin
 
-BLOCK_SIZE = 4
-KV_BLOCKS = 32
-PROMPT = list(range(50, 62))  # three blocks
-OTHER = list(range(150, 162))
-SPEC = WorkerSpec(
-    worker_id="w1", model="m", block_size=1, kv_blocks_total=1, max_num_seqs=1, max_num_batched_tokens=1
-)  # before the engine reports its sizes
-
 Start = Callable[..., AbstractAsyncContextManager[Driven]]
-
-
-def model_directory(folder: Path) -> Path:
-    folder.mkdir()
-    (folder / "config.json").write_text("{}")
-    (folder / "model.bin").write_bytes(b"weights")
-    return folder
-
-
-def lora_directory(folder: Path) -> Path:
-    folder.mkdir()
-    (folder / "adapter_config.json").write_text("{}")
-    return folder
 
 
 def mock_engine(settings: EngineSettings) -> Engine:
@@ -91,11 +79,6 @@ def started(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
     return start
 
 
-async def told(one: Driven, blocks: set[int], rank: int = 0) -> None:
-    """Wait until an index would hold these."""
-    await one.until(lambda: blocks <= one.held[rank])
-
-
 async def test_engine_reports_its_sizes(started: Start) -> None:
     async with started() as one:
         assert one.spec.block_size == BLOCK_SIZE and "generate" in one.spec.tasks and one.spec.kv_events
@@ -120,18 +103,18 @@ async def test_response_is_streamed_and_ends(started: Start) -> None:
 async def test_cached_blocks_are_reported_once_and_held(started: Start) -> None:
     async with started() as one:
         await one.ask(PROMPT, 6)
-        await told(one, one.blocks(PROMPT))
+        await reported(one, one.blocks(PROMPT))
         held = set(one.engine.held(0))  # no later batch repeats these
         one.held[0] = set(held)
         assert held >= one.blocks(PROMPT)
-        said = len(one.batches)
+        generated = len(one.batches)
         branch = [*PROMPT[:8], *OTHER]
         await one.ask(branch, 2)
-        await told(one, one.blocks(branch))
+        await reported(one, one.blocks(branch))
         assert set(one.engine.held(0)) >= one.blocks(branch) | one.blocks(PROMPT)
         stored = [
             block
-            for batch in one.batches[said:]
+            for batch in one.batches[generated:]
             for change in batch.cache_changes
             if isinstance(change, Stored)
             for block in change.hashes
@@ -145,14 +128,14 @@ async def test_tenants_share_no_blocks(started: Start) -> None:
         answer = await one.ask(PROMPT, 2, cache_namespace="tenant")
         assert answer.cached == 0
         mine = one.blocks(PROMPT, cache_namespace="tenant")
-        await told(one, mine | one.blocks(PROMPT))
+        await reported(one, mine | one.blocks(PROMPT))
         assert not mine & one.blocks(PROMPT)
 
 
 async def test_evictions_are_reported(started: Start) -> None:
     async with started() as one:
         await one.ask(PROMPT, 2)
-        await told(one, one.blocks(PROMPT))
+        await reported(one, one.blocks(PROMPT))
         for start in range(200, 440, 12):
             await one.ask(list(range(start, start + 12)), 1)
         await one.until(lambda: not one.blocks(PROMPT) & one.held[0])
@@ -175,14 +158,14 @@ async def test_request_restarts_after_a_reset(started: Start) -> None:
         first = one.submit(item)
         await one.until(lambda: first.tokens)
         one.engine.reset()
-        said = len(one.batches)
+        generated = len(one.batches)
         one.held[0] = set(one.engine.held(0))  # an epoch begins with what is held
         second = one.submit(msgspec.structs.replace(item, attempt=2))
         await one.until(lambda: second.over)
         assert not first.over and second.error is None and len(second.tokens) == 80
-        named = {chunk.attempt for batch in one.batches[said:] for chunk in batch.emitted}
+        named = {chunk.attempt for batch in one.batches[generated:] for chunk in batch.emitted}
         assert named == {2}
-        await told(one, one.blocks(PROMPT))
+        await reported(one, one.blocks(PROMPT))
 
 
 async def test_unsupported_requests_fail_and_others_continue(started: Start, tmp_path: Path) -> None:
@@ -208,7 +191,7 @@ async def test_adapters_are_loaded_and_unloaded(started: Start, tmp_path: Path) 
                 await command(Command(action="load_lora", lora_name="three", lora_path=path))
         answer = await one.ask(PROMPT, 3, lora_name="two")
         assert answer.error is None and len(answer.tokens) == 3
-        await told(one, one.blocks(PROMPT, lora_name="two"))
+        await reported(one, one.blocks(PROMPT, lora_name="two"))
         assert await command(Command(action="unload_lora", lora_name="two")) == ("one",)
         with pytest.raises(EngineRefused, match="two"):
             await command(Command(action="unload_lora", lora_name="two"))
@@ -218,7 +201,7 @@ async def test_adapters_are_loaded_and_unloaded(started: Start, tmp_path: Path) 
 async def test_ranks_have_caches_of_their_own(started: Start) -> None:
     async with started(dp_size=2, dp_start_rank=4) as one:
         await one.ask(PROMPT, 2, rank=5)
-        await told(one, one.blocks(PROMPT), rank=5)
+        await reported(one, one.blocks(PROMPT), rank=5)
         assert not one.blocks(PROMPT) & (one.held[4] | set(one.engine.held(4)))
         assert (await one.ask(PROMPT, 2, rank=4)).cached == 0
         assert (await one.ask(PROMPT, 2, rank=5)).cached

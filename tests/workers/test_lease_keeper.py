@@ -116,28 +116,28 @@ async def test_vanished_lease_is_acquired_again(leases: Leases) -> None:
 
 async def test_replaced_worker_is_notified_once_on_the_loop(leases: Leases) -> None:
     loop_thread = threading.get_ident()
-    told: asyncio.Queue[tuple[str, int]] = asyncio.Queue()
+    reported: asyncio.Queue[tuple[str, int]] = asyncio.Queue()
     keeper = LeaseKeeper(leases, ttl_s=0.1)
     keeper.start()
-    keeper.hold(GROUP, "w1", "t1", b"", lambda other: told.put_nowait((other, threading.get_ident())))
+    keeper.hold(GROUP, "w1", "t1", b"", lambda other: reported.put_nowait((other, threading.get_ident())))
     await until(holds(leases, "t1"))
     leases.acquire(GROUP, "w1", "t2", b"", 60_000)
-    assert await told.get() == ("t2", loop_thread)
+    assert await reported.get() == ("t2", loop_thread)
     await keeper.stop()
-    assert told.empty()
+    assert reported.empty()
     assert held(leases, "w1") == "t2"
 
 
 async def test_new_incarnation_replaces_only_its_own_lease(leases: Leases) -> None:
-    told: asyncio.Queue[str] = asyncio.Queue()
+    reported: asyncio.Queue[str] = asyncio.Queue()
     keeper = LeaseKeeper(leases, ttl_s=60.0)
     keeper.start()
     for token in ("t1", "t1.2", "t1.3"):
-        keeper.hold(GROUP, "w1", token, b"", told.put_nowait)
+        keeper.hold(GROUP, "w1", token, b"", reported.put_nowait)
         await until(holds(leases, token))
     leases.acquire(GROUP, "w1", "stranger", b"", 60_000)
-    keeper.hold(GROUP, "w1", "t1.4", b"", told.put_nowait)
-    assert await told.get() == "stranger"
+    keeper.hold(GROUP, "w1", "t1.4", b"", reported.put_nowait)
+    assert await reported.get() == "stranger"
     await keeper.stop()
     assert held(leases, "w1") == "stranger"
 

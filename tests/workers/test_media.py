@@ -158,9 +158,14 @@ async def test_encode_result_is_reported_to_the_owner_only(scene: Scene, memory:
         assert (worker.spec.role, worker.spec.tasks, worker.spec.kv_events) == ("encode", (), False)
         await scene.send(encode_item("r", media(png()), media(png((1, 2, 3)), 5, 2), epoch=epoch))
         await until(lambda: scene.progress(EncodeFinished))
-        (told,) = scene.progress(EncodeFinished)
-        assert (told.request_id, told.attempt, told.worker_epoch, told.encoded.shape) == ("r", 1, epoch, (6, WIDTH))
-        assert told.encoded.descriptor.startswith(f"w1@{epoch}:".encode())
+        (reported,) = scene.progress(EncodeFinished)
+        assert (reported.request_id, reported.attempt, reported.worker_epoch, reported.encoded.shape) == (
+            "r",
+            1,
+            epoch,
+            (6, WIDTH),
+        )
+        assert reported.encoded.descriptor.startswith(f"w1@{epoch}:".encode())
         await until(lambda: not worker.active_requests)
     assert scene.tokens() == []
     assert not scene.kv()
@@ -292,8 +297,8 @@ async def test_output_depends_on_every_fetched_byte(scene: Scene, memory: Memory
             await scene.send(item)
         await scene.send(answer_item("itself", one, epoch=epoch))
         await until(lambda: len(scene.progress(RequestFinished)) == 3)
-    said = {name: answered(scene, name) for name in ("right", "wrong", "itself")}
-    assert said["right"] == said["itself"] != said["wrong"]
+    generated = {name: answered(scene, name) for name in ("right", "wrong", "itself")}
+    assert generated["right"] == generated["itself"] != generated["wrong"]
     assert worker.media.fetched == 2
     assert not memory.arrays
 
@@ -418,8 +423,8 @@ async def test_hashes_of_generated_blocks_depend_on_media(scene: Scene) -> None:
     async with scene.serving(scene.worker()) as epoch:
         await scene.send(answer_item("r", one, epoch=epoch, max_tokens=7))
         await until(lambda: scene.progress(RequestFinished))
-    said = answered(scene, "r")
-    packed = pack_u32([*range(10), *said[:6]])
+    generated = answered(scene, "r")
+    packed = pack_u32([*range(10), *generated[:6]])
     expected = unpack_u64(sequence_hashes(packed, 4, mm_hashes=mm_hashes([one], 4)))
     stored = [
         block for event in scene.kv() if isinstance(event, BlocksStored) for block in unpack_u64(event.sequence_hashes)

@@ -65,7 +65,7 @@ async def test_an_embedding_is_a_vector_of_length_1_and_no_token() -> None:
     assert vectors["a"] == vectors["b"] != vectors["c"]
     finished = [end for batch in batches for end in batch.finished]
     assert {(end.reason, end.output_tokens) for end in finished} == {("stop", 0)}
-    assert not [said for batch in batches for said in batch.emitted]
+    assert not [generated for batch in batches for generated in batch.emitted]
     assert not [first for batch in batches for first in batch.first_tokens]
     for batch in batches:  # the vector and its end come together
         assert [one.request_id for one in batch.vectors] == [end.request_id for end in batch.finished]
@@ -77,8 +77,8 @@ async def test_an_embedding_is_a_vector_of_length_1_and_no_token() -> None:
 async def test_log_probabilities_if_requested() -> None:
     asking = Sampling(max_tokens=5, logprobs=3)
     batches = await run(item("a", range(10), sampling=asking), item("b", range(10, 20)))
-    said = [chunk for batch in batches for chunk in batch.emitted]
-    for chunk in said:
+    generated = [chunk for batch in batches for chunk in batch.emitted]
+    for chunk in generated:
         token_ids = unpack_u32(chunk.token_ids)
         if chunk.request_id == "b":
             assert chunk.logprobs == ()
@@ -87,7 +87,7 @@ async def test_log_probabilities_if_requested() -> None:
         for one in chunk.logprobs:
             assert len({top.token_id for top in one.top}) == 3
             assert one.logprob == one.top[0].logprob > one.top[1].logprob > one.top[2].logprob
-    assert sum(len(chunk.logprobs) for chunk in said) == 5
+    assert sum(len(chunk.logprobs) for chunk in generated) == 5
 
 
 async def test_dropped_requests_are_not_published() -> None:

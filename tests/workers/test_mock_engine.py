@@ -32,7 +32,7 @@ async def running(engine: MockEngine) -> AsyncIterator[list[EngineBatch]]:
         await engine.stop()
 
 
-def said(batches: list[EngineBatch], name: str) -> list[int]:
+def generated(batches: list[EngineBatch], name: str) -> list[int]:
     tokens: list[int] = []
     for batch in batches:
         for chunk in batch.emitted:
@@ -55,7 +55,7 @@ async def test_same_prompt_and_seed_give_the_same_output_on_every_engine() -> No
             engine.submit(work_item("b", [1, 2, 3], 20, sampling=Sampling(max_tokens=20, seed=9)))
             engine.submit(work_item("c", [1, 2, 4], 20))
             await until(ended(batches, "a", "b", "c"))
-            answers.append([said(batches, name) for name in "abc"])
+            answers.append([generated(batches, name) for name in "abc"])
     first, second = answers
     assert first == second
     assert len({tuple(answer) for answer in first}) == 3
@@ -69,7 +69,7 @@ async def test_fast_engine_emits_one_chunk_per_batch() -> None:
             engine.submit(work_item(name, [ord(name)], 100))
         await until(ended(batches, "a", "b"))
     assert [len(batch.emitted) for batch in batches] == [2]
-    assert [len(said(batches, name)) for name in "ab"] == [100, 100]
+    assert [len(generated(batches, name)) for name in "ab"] == [100, 100]
     assert (batches[0].load.running, batches[0].load.kv_blocks_used) == (0, 0)
 
 
@@ -79,7 +79,7 @@ async def test_at_any_speedup_batches_stay_small_enough_to_share_the_loop() -> N
         engine.submit(work_item("a", [1], 10_000))
         await until(ended(batches, "a"))
     assert len(batches) > 1
-    assert len(said(batches, "a")) == 10_000
+    assert len(generated(batches, "a")) == 10_000
 
 
 async def test_rejections_are_reported_as_failures() -> None:
@@ -127,7 +127,7 @@ async def test_nothing_from_before_a_reset_is_published_after_it() -> None:
         engine.reset()
         engine.submit(work_item("after", [1, 2, 3, 4, 5], 1))
         await until(ended(batches, "after"))
-    assert said(batches, "before") == []
+    assert generated(batches, "before") == []
     assert not any(batch.failed for batch in batches)
     assert batches[0].finished[0].cached_tokens == 0
 
@@ -140,7 +140,7 @@ async def test_ranks_are_independent() -> None:
         await until(ended(batches, "a", "b"))
     by_rank = {batch.rank: batch for batch in batches if batch.cache_changes}
     assert sorted(by_rank) == [0, 1]
-    assert said(batches, "a") == said(batches, "b")
+    assert generated(batches, "a") == generated(batches, "b")
 
 
 @pytest.mark.parametrize("speedup", [0.0, -1.0, float("inf"), float("nan")])

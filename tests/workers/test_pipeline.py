@@ -20,7 +20,7 @@ async def echo(request: Request) -> AsyncGenerator[int]:
         yield token
 
 
-def saying(*tokens: int) -> Generate:
+def generating(*tokens: int) -> Generate:
     async def generate(_: Request) -> AsyncGenerator[int]:
         for token in tokens:
             yield token
@@ -28,7 +28,7 @@ def saying(*tokens: int) -> Generate:
     return generate
 
 
-async def said(pipeline: Pipeline, request: Request = ASKED) -> list[int]:
+async def generated(pipeline: Pipeline, request: Request = ASKED) -> list[int]:
     return [token async for token in pipeline(request)]
 
 
@@ -49,16 +49,16 @@ def adding(number: int, calls: list[str]) -> "type":
 async def test_the_first_operator_is_the_innermost() -> None:
     calls: list[str] = []
     pipeline = Pipeline(echo) | adding(10, calls)() | adding(2, calls)()
-    assert await said(pipeline) == [(token * 2 * 10) + 10 + 2 for token in (1, 2, 3)]
+    assert await generated(pipeline) == [(token * 2 * 10) + 10 + 2 for token in (1, 2, 3)]
     assert calls == ["in 2", "in 10", "out 10", "out 2"]
 
 
 async def test_a_pipeline_is_a_generate_and_never_changes() -> None:
     plain = Pipeline(echo)
     limited = plain | TokenLimit(1)
-    assert await said(limited) == [1]
-    assert await said(plain) == [1, 2, 3]
-    assert await said(Pipeline(limited) | adding(10, [])()) == [20]
+    assert await generated(limited) == [1]
+    assert await generated(plain) == [1, 2, 3]
+    assert await generated(Pipeline(limited) | adding(10, [])()) == [20]
 
 
 async def test_operators_are_closed_with_the_reader() -> None:
@@ -86,7 +86,7 @@ async def test_operators_are_closed_with_the_reader() -> None:
     assert await anext(stream) == 1
     await stream.aclose()
     assert closed == ["generate", "inner", "outer"]
-    assert await said(Pipeline(endless) | TokenLimit(3)) == [1, 1, 1]
+    assert await generated(Pipeline(endless) | TokenLimit(3)) == [1, 1, 1]
     assert closed[3:] == ["generate"]
 
 
@@ -117,59 +117,59 @@ async def test_response_ends_before_a_stop_sequence(answer: list[int], stops: li
     if ends:
         end, length = min(ends)
         expected = answer[: end + length]
-    assert await said(Pipeline(saying(*answer)) | StopSequences(*stops)) == expected
+    assert await generated(Pipeline(generating(*answer)) | StopSequences(*stops)) == expected
 
 
 async def test_only_a_prefix_of_a_stop_sequence_is_withheld() -> None:
-    asked: list[int] = []
+    requested: list[int] = []
 
     async def counted(_: Request) -> AsyncGenerator[int]:
         for token in (1, 2, 3, 4):
-            asked.append(token)
+            requested.append(token)
             yield token
 
     stream = (Pipeline(counted) | StopSequences([3, 9]))(ASKED)
     assert [await anext(stream), await anext(stream)] == [1, 2]
-    assert asked == [1, 2]
+    assert requested == [1, 2]
     assert await anext(stream) == 3
-    assert asked == [1, 2, 3, 4]
+    assert requested == [1, 2, 3, 4]
     await stream.aclose()
 
 
 @pytest.mark.parametrize(("attempts", "failures", "works"), [(1, 0, True), (3, 2, True), (3, 3, False)])
 async def test_retry_repeats_until_the_first_token(attempts: int, failures: int, works: bool) -> None:
-    asked = 0
+    requested = 0
 
     async def flaky(_: Request) -> AsyncGenerator[int]:
-        nonlocal asked
-        asked += 1
-        if asked <= failures:
+        nonlocal requested
+        requested += 1
+        if requested <= failures:
             raise ConnectionError("no answer")
         yield 7
 
     pipeline = Pipeline(flaky) | Retry(attempts)
     if works:
-        assert await said(pipeline) == [7]
+        assert await generated(pipeline) == [7]
     else:
         with pytest.raises(ConnectionError):
-            await said(pipeline)
-    assert asked == min(failures + 1, attempts)
+            await generated(pipeline)
+    assert requested == min(failures + 1, attempts)
 
 
 @pytest.mark.parametrize(("error", "tokens"), [(ConnectionError(), 1), (Refused("no"), 0)])
 async def test_retry_stops_after_output_or_rejection(error: Exception, tokens: int) -> None:
-    asked = 0
+    requested = 0
 
     async def broken(_: Request) -> AsyncGenerator[int]:
-        nonlocal asked
-        asked += 1
+        nonlocal requested
+        requested += 1
         for token in range(tokens):
             yield token
         raise error
 
     with pytest.raises(type(error)):
-        await said(Pipeline(broken) | Retry(5))
-    assert asked == 1
+        await generated(Pipeline(broken) | Retry(5))
+    assert requested == 1
 
 
 async def test_log_has_one_line_per_response(caplog: pytest.LogCaptureFixture) -> None:
@@ -179,10 +179,10 @@ async def test_log_has_one_line_per_response(caplog: pytest.LogCaptureFixture) -
 
     log = ResponseLog(logging.getLogger("answers"))
     with caplog.at_level(logging.INFO, logger="answers"):
-        await said(Pipeline(echo) | log)
+        await generated(Pipeline(echo) | log)
         with pytest.raises(RuntimeError):
-            await said(Pipeline(broken) | log)
-        await said(Pipeline(echo) | log | TokenLimit(1))
+            await generated(Pipeline(broken) | log)
+        await generated(Pipeline(echo) | log | TokenLimit(1))
     lines = [record.message.rpartition(" in ")[0] for record in caplog.records]
     assert lines == ["r ended: 3 tokens", "r failed: 1 tokens", "r closed: 1 tokens"]
 
@@ -202,8 +202,8 @@ async def test_request_shows_its_cancellation() -> None:
     assert not ASKED.cancelled
     with pytest.raises(Refused, match="this request has no tokenizer"):
         _ = ASKED.text
-    asked = Request(request_id="r", token_ids=(1, 2), sampling=Sampling(max_tokens=1), detokenize=str)
-    assert asked.text == "(1, 2)"
-    dataclasses.replace(asked, priority=1).stopped.set()
-    assert asked.cancelled
-    await asked.until_cancelled()
+    requested = Request(request_id="r", token_ids=(1, 2), sampling=Sampling(max_tokens=1), detokenize=str)
+    assert requested.text == "(1, 2)"
+    dataclasses.replace(requested, priority=1).stopped.set()
+    assert requested.cancelled
+    await requested.until_cancelled()

@@ -63,14 +63,14 @@ async def test_cache_is_reannounced_during_work(scene: Scene) -> None:
     assert len(cleared) == 6
     assert cached(events[: cleared[-1]]) == cached(events[cleared[-1] :]) == cached(events)
     for at in cleared[:-1]:
-        told = cached(events[:at])
+        reported = cached(events[:at])
         anew: set[int] = set()
         for event in events[at + 1 :]:
-            if anew == told:
+            if anew == reported:
                 break
             assert type(event) is BlocksStored
             anew.update(unpack_u64(event.sequence_hashes))
-        assert anew == told
+        assert anew == reported
     assert all(type(event) is not CacheCleared for event in scene.kv() if event.rank == 1)
 
 
@@ -79,14 +79,14 @@ async def test_sequence_numbers_of_others_are_skipped(scene: Scene) -> None:
     async with scene.serving(worker) as epoch:
         await scene.send(work_item("r", list(range(12)), 1, worker_epoch=epoch))
         await until(lambda: over(scene, "r"))
-        said = cached(scene.kv())
+        generated = cached(scene.kv())
         for turn, above_seq in enumerate((100, 7), 1):
             await scene.send(ReannounceCache(owner_epoch=0, worker_epoch=epoch, rank=0, above_seq=above_seq))
             await until(partial(reannounced, worker, turn))
     anew = [event for event in scene.kv() if event.seq > 100]
     assert [event.seq for event in anew] == list(range(101, 101 + len(anew)))
     assert [type(event) for event in anew].count(CacheCleared) == 2
-    assert cached(anew) == said
+    assert cached(anew) == generated
 
 
 async def test_unknown_rank_is_not_reannounced(scene: Scene) -> None:

@@ -62,12 +62,12 @@ def later(name: str, epoch: int, max_tokens: int = 10, **changes: Any) -> WorkIt
     return work_item(name, PROMPT, max_tokens, **{"worker_epoch": epoch, "attempt": 2, **changes})
 
 
-def spoken(text: list[int], count: int) -> list[int]:
+def expected_output(text: list[int], count: int) -> list[int]:
     """Return the output of a mock engine, which depends only on the prompt and the position."""
     return generate_tokens(xxh3_64_intdigest(pack_u32(text), 0), 0, count, VOCABULARY)
 
 
-def heard(scene: Scene, name: str) -> ResponseState:
+def observed(scene: Scene, name: str) -> ResponseState:
     """Return the response of a client."""
     reply = ResponseState()
     for event in scene.tokens():
@@ -114,13 +114,13 @@ async def test_response_continues_on_another_worker_despite_late_output(scene: S
     before = ResponseState()
     for event in events[:begin]:
         apply({"a": before}, event, GROUP)
-    said = before.tokens
-    assert 0 < len(said) < 150
+    generated = before.tokens
+    assert 0 < len(generated) < 150
     assert [event.chunks[0].attempt for event in events[begin:] if isinstance(event, TokensEmitted)].count(1) > 0
-    assert of_attempt(scene, "a", 2)[0].first_index == len(said)
-    reply = heard(scene, "a")
-    assert reply.tokens == said + spoken(PROMPT + said, 150 - len(said))
-    assert reply.tokens[: len(said)] == spoken(PROMPT, 150)[: len(said)]
+    assert of_attempt(scene, "a", 2)[0].first_index == len(generated)
+    reply = observed(scene, "a")
+    assert reply.tokens == generated + expected_output(PROMPT + generated, 150 - len(generated))
+    assert reply.tokens[: len(generated)] == expected_output(PROMPT, 150)[: len(generated)]
     assert reply.ended is not None
     assert reply.ended.attempt == 2
     assert reply.ended.usage == Usage(prompt_tokens=6, output_tokens=150, cached_tokens=0)
@@ -137,7 +137,7 @@ async def test_structured_response_is_not_continued(scene: Scene) -> None:
         await scene.send(later("a", epoch, sampling=sampling))
         await scene.send(later("b", epoch, sampling=sampling))  # without output
         await until(lambda: scene.progress(RequestFailed) and scene.progress(RequestFinished))
-    ended = heard(scene, "a").ended
+    ended = observed(scene, "a").ended
     assert ended is not None
     assert ended.error is not None
     assert (ended.error.status, ended.error.code) == (503, "structure_interrupted")
@@ -152,40 +152,40 @@ def test_continued_response_keeps_the_remaining_min_tokens() -> None:
 
 
 async def test_earlier_output_is_cached_and_not_counted_as_prompt(scene: Scene) -> None:
-    said = list(range(1000, 1010))
+    generated = list(range(1000, 1010))
     async with scene.serving(scene.worker()) as epoch:
-        await scene.append(TOKENS, SLOT, emitted("a", 0, said))
-        await scene.send(work_item("warm", PROMPT + said, 1, worker_epoch=epoch))
+        await scene.append(TOKENS, SLOT, emitted("a", 0, generated))
+        await scene.send(work_item("warm", PROMPT + generated, 1, worker_epoch=epoch))
         await until(lambda: finished(scene, "warm", 1))
         await scene.send(later("a", epoch, 12))
         await until(lambda: finished(scene, "a", 2))
-    reply = heard(scene, "a")
-    assert reply.tokens == said + spoken(PROMPT + said, 2)
+    reply = observed(scene, "a")
+    assert reply.tokens == generated + expected_output(PROMPT + generated, 2)
     assert reply.ended is not None
     assert reply.ended.usage == Usage(prompt_tokens=6, output_tokens=12, cached_tokens=6)
     assert finished(scene, "a", 2)[0].cached_tokens == 6
 
 
 async def test_continued_response_keeps_adapter_and_tenant(scene: Scene) -> None:
-    said = list(range(1000, 1010))
+    generated = list(range(1000, 1010))
     salts = {"lora_name": "adapter", "cache_namespace": "tenant"}
     seed = hash_seed(*salts.values())
-    prompt, whole = pack_u32(PROMPT), pack_u32(PROMPT + said)
+    prompt, whole = pack_u32(PROMPT), pack_u32(PROMPT + generated)
     salted = {**salts, "sequence_hashes": sequence_hashes(whole, 4, seed)}
     async with scene.serving(scene.worker(loras=("adapter",))) as epoch:
-        await scene.append(TOKENS, SLOT, emitted("a", 0, said))
-        await scene.send(work_item("plain", PROMPT + said, 1, worker_epoch=epoch))
+        await scene.append(TOKENS, SLOT, emitted("a", 0, generated))
+        await scene.send(work_item("plain", PROMPT + generated, 1, worker_epoch=epoch))
         await until(lambda: finished(scene, "plain", 1))
         plain = len(scene.kv())
         await scene.send(later("a", epoch, 15, **salts, sequence_hashes=sequence_hashes(prompt, 4, seed)))
         await until(lambda: finished(scene, "a", 2))
-        await scene.send(work_item("again", PROMPT + said, 1, worker_epoch=epoch, **salted))
+        await scene.send(work_item("again", PROMPT + generated, 1, worker_epoch=epoch, **salted))
         await until(lambda: finished(scene, "again", 1))
     assert finished(scene, "a", 2)[0].cached_tokens == 0
     assert finished(scene, "again", 1)[0].cached_tokens == 12
     stored = [block for event in scene.kv()[plain:] for block in unpack_u64(event.sequence_hashes)]
     # The last token of an answer is never computed, so its block is not full.
-    assert stored == unpack_u64(sequence_hashes(pack_u32(PROMPT + heard(scene, "a").tokens[:-1]), 4, seed))
+    assert stored == unpack_u64(sequence_hashes(pack_u32(PROMPT + observed(scene, "a").tokens[:-1]), 4, seed))
 
 
 async def test_growth_of_a_continued_response_counts_from_its_prompt(scene: Scene) -> None:
@@ -193,8 +193,8 @@ async def test_growth_of_a_continued_response_counts_from_its_prompt(scene: Scen
         await scene.append(TOKENS, SLOT, emitted("a", 0, [7] * 5))
         await scene.send(later("a", epoch, 60, report_output=True))
         await until(lambda: finished(scene, "a", 2))
-    told = [event.output_tokens for event in scene.progress(OutputGrown)]
-    assert told == [6, *range(7, 60, 4)]
+    reported = [event.output_tokens for event in scene.progress(OutputGrown)]
+    assert reported == [6, *range(7, 60, 4)]
 
 
 async def test_ended_response_is_reported_to_the_owner_only(scene: Scene) -> None:
@@ -225,7 +225,7 @@ async def test_complete_response_without_an_end_is_ended(scene: Scene) -> None:
         await scene.append(TOKENS, SLOT, emitted("a", 0, [7] * 10))
         await scene.send(later("a", epoch))
         await until(lambda: finished(scene, "a", 2))
-    reply = heard(scene, "a")
+    reply = observed(scene, "a")
     assert (reply.tokens, of_attempt(scene, "a", 2)) == ([7] * 10, [])
     assert reply.ended is not None
     assert (reply.ended.finish_reason, reply.ended.usage) == ("length", Usage(prompt_tokens=6, output_tokens=10))
@@ -290,13 +290,13 @@ async def test_moved_requests_share_one_read_of_a_slot(scene: Scene) -> None:
     worker = scene.worker()
     names = [f"r{number}" for number in range(40)]
     async with scene.serving(worker) as epoch:
-        said = [emitted(name, at, [at]) for at in range(40) for name in names]
-        assert len(said) > 2 * PAGE_RECORDS
-        await scene.log.append([Draft(TOKENS.name, SLOT, encode(TOKENS, event)) for event in said])
+        generated = [emitted(name, at, [at]) for at in range(40) for name in names]
+        assert len(generated) > 2 * PAGE_RECORDS
+        await scene.log.append([Draft(TOKENS.name, SLOT, encode(TOKENS, event)) for event in generated])
         items = [later(name, epoch, 42) for name in names]
         await scene.log.append([Draft(WORK.name, WORK_SLOT, encode(WORK, item)) for item in items])
         await until(lambda: all(finished(scene, name, 2) for name in names))
-    assert all(heard(scene, name).tokens[:40] == list(range(40)) for name in names)
+    assert all(observed(scene, name).tokens[:40] == list(range(40)) for name in names)
     assert worker.counters.continued == len(names)
     assert worker.counters.reading.passes == 1
 
@@ -344,7 +344,7 @@ async def test_repeated_item_during_the_read(scene: Scene, gate: GatedLog) -> No
         await until(lambda: finished(scene, "a", 2))
     assert [event.owner_epoch for event in scene.tokens(AttemptStarted)] == [1]
     assert {event.owner_epoch for event in scene.tokens(TokensEmitted)} == {2}
-    assert len(heard(scene, "a").tokens) == 10
+    assert len(observed(scene, "a").tokens) == 10
 
 
 async def test_worker_lost_during_the_read_emits_nothing(scene: Scene, gate: GatedLog) -> None:

@@ -83,13 +83,13 @@ def test_invalid_service_is_rejected_at_its_definition(options: dict[str, Any], 
         made(**options)
 
 
-async def coroutine(self: object, asked: object) -> None: ...
+async def coroutine(self: object, requested: object) -> None: ...
 
 
 async def greedy(self: object, one: object, two: object) -> None: ...
 
 
-async def stream(self: object, asked: object) -> AsyncIterator[int]:
+async def stream(self: object, requested: object) -> AsyncIterator[int]:
     yield 1
 
 
@@ -206,5 +206,5 @@ async def test_the_examples_of_the_documentation_work(tmp_path: Path) -> None:
     assert set(found.endpoints) == {"generate", "clear_kv_blocks"}
     operator_made = vars(sys.modules[found.cls.__module__])["no_repeats"]
     request = Request(request_id="r", token_ids=(1, 1, 2, 2, 1), sampling=Sampling(max_tokens=9))
-    said = Pipeline(found.cls().generate) | operator_made
-    assert [token async for token in said(request)] == [1, 2, 1]
+    generated = Pipeline(found.cls().generate) | operator_made
+    assert [token async for token in generated(request)] == [1, 2, 1]

@@ -187,7 +187,7 @@ async def test_generator_that_ignores_cancellation_is_closed(scene: Scene) -> No
     assert scene.tokens(ResponseEnded) == []
 
 
-class Moody:
+class FailingService:
     """Service that fails as its prompt requests."""
 
     @endpoint()
@@ -227,7 +227,7 @@ class Moody:
 async def test_exception_of_generate_fails_only_its_request(
     scene: Scene, prompt: list[int], status: int, code: str, message: str
 ) -> None:
-    async with serving(scene, engine_of(Moody)) as (worker, send):
+    async with serving(scene, engine_of(FailingService)) as (worker, send):
         await send("bad", prompt)
         failed = await ended(scene, "bad")
         await send("good", [7, 8])

@@ -2,11 +2,8 @@
 
 import sys
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import msgspec
 import pytest
@@ -15,20 +12,18 @@ from hypothesis import strategies as st
 
 from forebay.events.decisions import Stage
 from forebay.events.transfer import Prefilled
-from forebay.workers.engine import KvEngine
 from forebay.workers.engines.kv_descriptor import Unfetchable
-from forebay.workers.engines.settings import EngineSettings
 from forebay.workers.engines.sglang import core as sglang_core
 from forebay.workers.engines.sglang import engine as sglang_engine
 from forebay.workers.engines.sglang.core import bootstrap_host
 from forebay.workers.engines.sglang.engine import SglangEngine
 from forebay.workers.engines.sglang.transfer import CONNECTOR, LEASE_S, new_room, rendezvous
-from tests.engines.driven import Answer, Driven, driven
+from tests.engines.driven import Driven
 from tests.workers.conftest import until
+from tests.workers.engine_setup import PROMPT, StandinPair, standin_pair
 from tests.workers.standins import sglang_standin
 from tests.workers.standins.little import answer_of
 from tests.workers.standins.sglang_standin import Engine, TokenizerManager
-from tests.workers.test_engine_contract import PROMPT, SPEC, model_directory
 
 
 class Free:
@@ -41,25 +36,11 @@ class Free:
         """Nothing is held."""
 
 
-@dataclass
-class Pair:
-    prefill: Driven
-    decode: Driven
-    there: TokenizerManager  # the prefill worker's
-    here: TokenizerManager
+Pair = StandinPair[TokenizerManager]
 
-    async def prefilled(self, prompt: list[int], **options: Any) -> Prefilled:
-        answer = await self.prefill.ask(prompt, 6, stage="prefill", **options)
-        assert answer.prefilled is not None, answer
-        return answer.prefilled
 
-    async def decoded(self, prompt: list[int], prefilled: Prefilled | None, **options: Any) -> Answer:
-        return await self.decode.ask(prompt, 6, stage="decode", prefilled=prefilled, **options)
-
-    async def nothing_kept(self) -> None:
-        engine = self.prefill.engine
-        assert isinstance(engine, KvEngine)
-        await until(lambda: not engine.kept())
+def started_manager() -> TokenizerManager | None:
+    return None if Engine.made is None else Engine.made.tokenizer_manager
 
 
 @pytest.fixture
@@ -67,31 +48,23 @@ async def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
     sglang_standin.install(monkeypatch)
     monkeypatch.setattr(sglang_core, "_TAKEN", Free())
     monkeypatch.setattr(Engine, "rooms", {})
-    model = model_directory(tmp_path / "model")
-    managers, workers = [], []
-    async with AsyncExitStack() as stack:
-        for role in ("prefill", "decode"):
-            settings = EngineSettings(model=model, model_name="m", role=role, block_size=4, kv_blocks=32)
-            spec = msgspec.structs.replace(SPEC, worker_id=role, block_size=4)
-            workers.append(await stack.enter_async_context(driven(SglangEngine(settings), spec)))
-            assert Engine.made is not None and Engine.made.tokenizer_manager is not None
-            managers.append(Engine.made.tokenizer_manager)
-        yield Pair(workers[0], workers[1], managers[0], managers[1])
+    async with standin_pair(tmp_path, SglangEngine, started_manager) as both:
+        yield both
 
 
 async def test_prefill_and_decode_share_a_unique_room(pair: Pair) -> None:
     prefilled = await pair.prefilled(PROMPT)
     assert (prefilled.connector, prefilled.worker_id, prefilled.tokens) == (CONNECTOR, "prefill", len(PROMPT))
     meet = rendezvous(prefilled, "m", len(PROMPT))
-    assert (meet.host, meet.port) == ("127.0.0.1", pair.there.arguments["disaggregation_bootstrap_port"])
+    assert (meet.host, meet.port) == ("127.0.0.1", pair.prefill_backend.arguments["disaggregation_bootstrap_port"])
     assert meet.port != 8998, "that is every SGLang's"
     assert pair.prefill.engine.kept() == 1  # type: ignore[attr-defined]
     answer = await pair.decoded(PROMPT, prefilled)
     assert answer.tokens == answer_of(PROMPT, 6)
-    for manager, tokens in ((pair.there, 1), (pair.here, 6)):
-        asked = manager.asked_with[-1]
-        assert asked["bootstrap_room"] == meet.room
-        assert asked["sampling_params"]["max_new_tokens"] == tokens
+    for manager, tokens in ((pair.prefill_backend, 1), (pair.decode_backend, 6)):
+        requested = manager.requested_with[-1]
+        assert requested["bootstrap_room"] == meet.room
+        assert requested["sampling_params"]["max_new_tokens"] == tokens
     await pair.nothing_kept()
     other = await pair.prefilled([9, *PROMPT])
     assert rendezvous(other, "m", len(PROMPT) + 1).room != meet.room
@@ -111,25 +84,25 @@ async def test_unfetched_prompt_is_cancelled(pair: Pair, monkeypatch: pytest.Mon
     monkeypatch.setattr(sglang_engine, "LEASE_S", 0.01)
     await pair.prefilled(PROMPT)
     await pair.nothing_kept()
-    await until(lambda: [name for name, *_ in pair.there.calls].count("abort") == 2)
-    assert not pair.there.rid_to_state
+    await until(lambda: [name for name, *_ in pair.prefill_backend.calls].count("abort") == 2)
+    assert not pair.prefill_backend.rid_to_state
 
 
 async def test_unfetchable_kv_is_reported(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     prefilled = await pair.prefilled(PROMPT)
-    for changes, says in (
+    for changes, fragment in (
         ({"connector": "nixl"}, "its KV is transferred by nixl"),
         ({"model": "other"}, "of model other"),
         ({"tokens": 3}, "3 tokens"),
         ({"descriptor": b'{"host":"h","port":0,"room":1}'}, "cannot decode"),
     ):
         answer = await pair.decoded(PROMPT, msgspec.structs.replace(prefilled, **changes))
-        assert says in (answer.not_fetched or ""), answer
+        assert fragment in (answer.not_fetched or ""), answer
     assert "the request has no KV descriptor" in ((await pair.decoded(PROMPT, None)).not_fetched or "")
     monkeypatch.setattr(sglang_engine, "LEASE_S", 0.01)
-    pair.there.deaf = pair.here.deaf = True
+    pair.prefill_backend.deaf = pair.decode_backend.deaf = True
     assert "no token before the lease" in ((await pair.decoded(PROMPT, prefilled)).not_fetched or "")
-    assert not pair.here.rid_to_state
+    assert not pair.decode_backend.rid_to_state
 
 
 @pytest.mark.parametrize(("status", "fetched"), [(500, False), (400, True)])
@@ -139,7 +112,7 @@ async def test_aborted_decode_request_was_not_fetched_unless_it_is_invalid(
     prefilled = await pair.prefilled(PROMPT)
     item = pair.decode.item(PROMPT, stage="decode", prefilled=prefilled)
     reason = {"type": "abort", "status_code": status, "message": "KVTransferError: peer is gone"}
-    pair.here.abort_before[item.request_id] = reason
+    pair.decode_backend.abort_before[item.request_id] = reason
     answer = pair.decode.submit(item)
     await pair.decode.until(lambda: answer.over)
     text = answer.not_fetched if answer.error is None else answer.error.message

@@ -25,10 +25,10 @@ from forebay.workers.engines.sglang.engine import SglangEngine
 from forebay.workers.engines.sglang.requests import sampling_arguments
 from tests.engines.driven import Driven, driven
 from tests.workers.conftest import until
+from tests.workers.engine_setup import PROMPT, SPEC, lora_directory, model_directory, reported
 from tests.workers.standins import sglang_standin
 from tests.workers.standins.little import answer_of
 from tests.workers.standins.sglang_standin import Engine, PauseGenerationReqInput, TokenizerManager
-from tests.workers.test_engine_contract import PROMPT, SPEC, lora_directory, model_directory, told
 
 Start = Callable[..., AbstractAsyncContextManager[Driven]]
 
@@ -137,7 +137,7 @@ async def test_higher_priority_runs_sooner_if_sglang_schedules_by_priority(
 ) -> None:
     async with started(**arguments) as one:
         await one.ask(PROMPT, 1, priority=3)
-        assert manager().asked_with[-1].get("priority") == wanted
+        assert manager().requested_with[-1].get("priority") == wanted
 
 
 async def test_embeddings(started: Start) -> None:
@@ -152,18 +152,18 @@ async def test_embeddings(started: Start) -> None:
 async def test_early_kv_events_are_replayed(started: Start) -> None:
     async with started() as one:
         warm_up = [0] * 16  # was answered before `run`
-        await told(one, one.blocks(warm_up))
+        await reported(one, one.blocks(warm_up))
 
 
 async def test_idle_cache_is_cleared_at_once(started: Start) -> None:
     async with started() as one:
         await one.ask(PROMPT, 2)
-        await told(one, one.blocks(PROMPT))
+        await reported(one, one.blocks(PROMPT))
         await one.engine.command(Command(action="clear_kv_blocks"))
         await one.until(lambda: not one.held[0])
         assert not one.engine.held(0)
         await one.ask(PROMPT, 2)
-        await told(one, one.blocks(PROMPT))
+        await reported(one, one.blocks(PROMPT))
         assert one.ended is None
 
 
@@ -181,15 +181,17 @@ async def test_busy_cache_is_cleared_by_recomputation(started: Start) -> None:
 async def test_reset_flushes_and_publishes_no_earlier_events(started: Start) -> None:
     async with started() as one:
         await one.ask(PROMPT, 2)
-        await told(one, one.blocks(PROMPT))
+        await reported(one, one.blocks(PROMPT))
         one.engine.reset()
         assert not one.engine.held(0)
         one.held[0].clear()
-        said = len(one.batches)
+        generated = len(one.batches)
         answer = await one.ask(PROMPT, 2)
         assert answer.cached == 0 and "flush_cache" in manager().calls
-        await told(one, one.blocks(PROMPT))
-        assert not any(isinstance(change, Cleared) for batch in one.batches[said:] for change in batch.cache_changes)
+        await reported(one, one.blocks(PROMPT))
+        assert not any(
+            isinstance(change, Cleared) for batch in one.batches[generated:] for change in batch.cache_changes
+        )
 
 
 async def test_pause_keeps_requests_in_flight(started: Start) -> None:
@@ -264,8 +266,8 @@ async def test_reused_adapter_name_clears_the_cache(started: Start, tmp_path: Pa
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_prefill_or_decode_engine_warms_up_alone(started: Start, role: str) -> None:
     async with started(role=role) as one:
-        asked = manager().asked_with[0]
-        assert (asked["bootstrap_host"], asked["bootstrap_room"]) == ("2.2.2.2", 0)
+        requested = manager().requested_with[0]
+        assert (requested["bootstrap_host"], requested["bootstrap_room"]) == ("2.2.2.2", 0)
         answer = await one.ask(PROMPT, 2)
         assert answer.error is not None and answer.error.status == 501
 
@@ -369,7 +371,7 @@ async def test_health_request_without_response_fails_the_check(started: Start, m
     monkeypatch.setattr(async_engine, "CANARY_EVERY_S", -1.0)
     async with started() as one:
         await one.engine.check()  # starts a health request
-        await until(lambda: not manager().rid_to_state and len(manager().asked_with) > 1)
+        await until(lambda: not manager().rid_to_state and len(manager().requested_with) > 1)
         manager().deaf = True
         monkeypatch.setattr(async_engine, "CANARY_TIMEOUT_S", -1.0)
         with pytest.raises(EngineError, match="SGLang did not respond to a health request within -"):

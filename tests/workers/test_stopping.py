@@ -36,14 +36,14 @@ def offered(scene: Scene) -> WorkerLease | None:
     return None if lease is None else msgspec.msgpack.decode(lease.payload, type=WorkerLease)
 
 
-def says_draining(scene: Scene) -> bool:
+def is_draining(scene: Scene) -> bool:
     found = offered(scene)
     return found is not None and found.draining
 
 
 async def announce(scene: Scene, epoch: int, worker_id: str = "w1") -> None:
     """Record the drain of the worker, as an owner would."""
-    await until(lambda: says_draining(scene))
+    await until(lambda: is_draining(scene))
     fact = WorkerDraining(owner_epoch=0, worker_id=worker_id, worker_epoch=epoch)
     await scene.append(FLEET, PARTITION, fact)
 
@@ -94,7 +94,7 @@ async def test_drain_finishes_requests_in_flight_and_late_ones(scene: Scene) -> 
         await until(lambda: scene.tokens(TokensEmitted))
         worker.drain(LONG_S)
         worker.drain(0.0)  # the first word counts
-        await until(lambda: says_draining(scene))
+        await until(lambda: is_draining(scene))
         await scene.send(work_item("b", [1], 5, worker_epoch=epoch))
         await announce(scene, epoch)
         await task
@@ -121,10 +121,12 @@ async def test_drain_finishes_a_running_command(scene: Scene) -> None:
     engine = Fragile()
     worker = scene.worker(engine=engine)
     async with admitted(scene, worker) as (task, epoch):
-        engine.told = asyncio.Event()
+        engine.reported = asyncio.Event()
         order = Command(action="list_loras")
-        told = WorkerCommand(command_id="c", command=order, owner_epoch=0, worker_epoch=epoch, timeout_us=60_000_000)
-        await scene.send(told)
+        reported = WorkerCommand(
+            command_id="c", command=order, owner_epoch=0, worker_epoch=epoch, timeout_us=60_000_000
+        )
+        await scene.send(reported)
         await until(lambda: "command" in engine.calls)
         worker.drain(LONG_S)
         await announce(scene, epoch)
@@ -132,7 +134,7 @@ async def test_drain_finishes_a_running_command(scene: Scene) -> None:
         await scene.send(work_item("a", [1], 2, worker_epoch=epoch))
         await until(lambda: scene.tokens(ResponseEnded))
         assert not task.done()
-        engine.told.set()
+        engine.reported.set()
         await task
     assert [event.command_id for event in scene.progress(CommandDone)] == ["c"]
     await gone(scene, worker)
@@ -165,7 +167,7 @@ async def test_worker_lost_during_its_drain_does_not_rejoin(scene: Scene) -> Non
     async with admitted(scene, worker) as (task, epoch):
         await scene.send(work_item("a", [1], 200, worker_epoch=epoch))
         worker.drain(LONG_S)
-        await until(lambda: says_draining(scene))
+        await until(lambda: is_draining(scene))
         assert worker.life.state is State.STOPPING
         lost = WorkerLost(owner_epoch=0, worker_id="w1", worker_epoch=epoch, reason="test")
         await scene.append(FLEET, PARTITION, lost)
@@ -188,7 +190,7 @@ async def test_cancelled_drain_leaks_nothing(scene: Scene) -> None:
     async with admitted(scene, worker) as (task, epoch):
         await scene.send(work_item("a", [1], 200, worker_epoch=epoch))
         worker.drain(LONG_S)
-        await until(lambda: says_draining(scene))
+        await until(lambda: is_draining(scene))
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         assert task.cancelled()
@@ -205,8 +207,8 @@ class Fragile(MockEngine):
         self.started.set()
         self.sick: BaseException | None = None
         self.hangs = self.ends = False
-        self.told = asyncio.Event()
-        self.told.set()
+        self.reported = asyncio.Event()
+        self.reported.set()
 
     async def start(self, spec: WorkerSpec) -> WorkerSpec:
         self.calls.append("start")
@@ -225,7 +227,7 @@ class Fragile(MockEngine):
 
     async def command(self, command: Command) -> tuple[str, ...]:
         self.calls.append("command")
-        await self.told.wait()
+        await self.reported.wait()
         return await super().command(command)
 
     async def stop(self) -> None:
@@ -324,7 +326,7 @@ async def test_broken_engine_ends_the_worker_and_releases_its_requests(
     assert str(error) == expected[how]
     (failed,) = failures(scene)
     assert failed.error == expected[how]
-    assert (failed.worker_epoch is None) == (how == "ends"), "the log says in which epoch it was"
+    assert (failed.worker_epoch is None) == (how == "ends"), "the log names its epoch"
     assert engine.calls == ["start", "stop"]
     assert scene.tokens(ResponseEnded) == []
     await gone(scene, worker, held=how != "ends")

@@ -26,10 +26,10 @@ from forebay.workers.engines.tensorrt_llm.requests import (
 )
 from tests.engines.driven import Driven, driven
 from tests.workers.conftest import until
+from tests.workers.engine_setup import PROMPT, SPEC, lora_directory, model_directory, reported
 from tests.workers.standins import tensorrt_llm_standin
 from tests.workers.standins.little import answer_of
 from tests.workers.standins.tensorrt_llm_standin import LLM, MetricsCollector, RequestError
-from tests.workers.test_engine_contract import PROMPT, SPEC, lora_directory, model_directory, told
 
 Start = Callable[..., AbstractAsyncContextManager[Driven]]
 
@@ -71,7 +71,7 @@ async def test_tokens_are_streamed_with_log_probabilities(started: Start) -> Non
         )
         (alone,) = (await one.ask(PROMPT, 1, logprobs=0)).logprobs
         assert alone.logprob == -0.5 and alone.top == ()
-        assert llm().asked_with[-1]["sampling_params"].logprobs == 1
+        assert llm().requested_with[-1]["sampling_params"].logprobs == 1
 
 
 async def test_tokens_between_two_polls_are_emitted_once(started: Start) -> None:
@@ -123,17 +123,17 @@ async def test_rejections_have_the_message_of_the_engine(started: Start) -> None
 async def test_request_arguments_contain_only_deviations(started: Start) -> None:
     async with started() as one:
         await one.ask(PROMPT, 1)
-        plain = llm().asked_with[-1]
+        plain = llm().requested_with[-1]
         assert (plain["priority"], plain["cache_salt"], plain["scheduling_params"]) == (0.5, None, None)
         await one.ask(PROMPT, 1, priority=1, cache_namespace="tenant")
-        assert llm().asked_with[-1]["priority"] > 0.5 and llm().asked_with[-1]["cache_salt"] == "tenant"
+        assert llm().requested_with[-1]["priority"] > 0.5 and llm().requested_with[-1]["cache_salt"] == "tenant"
 
 
 @given(st.lists(st.integers(-1_000, 1_000), min_size=2))
 def test_higher_priority_runs_sooner_and_is_in_range(priorities: list[int]) -> None:
     ordered = sorted(set(priorities))
-    asked = [engine_priority(priority) for priority in ordered]
-    assert asked == sorted(set(asked)) and all(0.0 <= one <= 1.0 for one in asked)
+    requested = [engine_priority(priority) for priority in ordered]
+    assert requested == sorted(set(requested)) and all(0.0 <= one <= 1.0 for one in requested)
     assert engine_priority(0) == 0.5
 
 
@@ -144,17 +144,17 @@ def test_any_priority_is_in_range() -> None:
 async def test_lost_events_empty_the_rank_and_later_ones_count(started: Start) -> None:
     async with started() as one:
         await one.ask(PROMPT, 2)
-        await told(one, one.blocks(PROMPT))
+        await reported(one, one.blocks(PROMPT))
         llm().next_ids[0] += 5
         other = list(range(200, 212))
         await one.ask(other, 2)
-        await told(one, one.blocks(other))
+        await reported(one, one.blocks(other))
         assert one.held[0] == one.blocks(other) == set(one.engine.held(0))
         # Their parents are unknown and cannot be replayed, so they are skipped.
         await one.ask([*PROMPT, *PROMPT], 2)
         third = list(range(300, 312))
         await one.ask(third, 2)
-        await told(one, one.blocks(third))
+        await reported(one, one.blocks(third))
         assert one.held[0] == one.blocks(other) | one.blocks(third)
         told_empty = [change for batch in one.batches for change in batch.cache_changes if isinstance(change, Cleared)]
         assert len(told_empty) == 1
@@ -164,7 +164,7 @@ async def test_undecodable_event_is_counted(started: Start) -> None:
     async with started() as one:
         llm().events.append({"event_id": "nonsense"})
         await one.ask(PROMPT, 2)
-        await told(one, one.blocks(PROMPT))
+        await reported(one, one.blocks(PROMPT))
         found = {
             sample.labels.get("kind"): sample.value
             for collector in one.engine.collectors()
@@ -186,7 +186,7 @@ async def test_no_cache_changes_without_kv_events(started: Start) -> None:
 async def test_reset_keeps_and_reports_the_cache(started: Start) -> None:
     async with started() as one:
         await one.ask(PROMPT, 2)
-        await told(one, one.blocks(PROMPT))
+        await reported(one, one.blocks(PROMPT))
         one.engine.reset()
         assert set(one.engine.held(0)) >= one.blocks(PROMPT)
         assert (await one.ask(PROMPT, 2)).cached
@@ -208,14 +208,14 @@ async def test_an_adapters_name_keeps_its_number(started: Start, tmp_path: Path)
         for _ in range(2):
             await one.engine.command(load)
             await one.ask(PROMPT, 1, lora_name="x")
-            numbers.append(llm().asked_with[-1]["lora_request"].lora_int_id)
+            numbers.append(llm().requested_with[-1]["lora_request"].lora_int_id)
             await one.engine.command(Command(action="unload_lora", lora_name="x"))
         assert numbers[0] == numbers[1]
         with pytest.raises(EngineRefused, match="another name"):
             await one.engine.command(Command(action="load_lora", lora_name="x", lora_path=second))
         await one.engine.command(Command(action="load_lora", lora_name="y", lora_path=second))
         await one.ask(PROMPT, 1, lora_name="y")
-        assert llm().asked_with[-1]["lora_request"].lora_int_id != numbers[0]
+        assert llm().requested_with[-1]["lora_request"].lora_int_id != numbers[0]
     async with started() as one:
         with pytest.raises(EngineRefused, match="lora_config"):
             await one.engine.command(load)
@@ -294,7 +294,7 @@ async def test_loads_are_reported_and_return_to_idle(started: Start) -> None:
 async def test_engine_collector_counts_responses(started: Start) -> None:
     async with started() as one:
         await one.ask(PROMPT, 2)
-        assert len(MetricsCollector.told) == 1
+        assert len(MetricsCollector.reported) == 1
 
 
 @pytest.mark.parametrize("wrong", [None, 3, [], {}, {"kvCacheStats": {}}, {"kvCacheStats": {"usedNumBlocks": "x"}}])
@@ -336,7 +336,7 @@ def test_sampling_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_structured_output_arguments(started: Start, kind: Any, text: str, wanted: tuple[str, Any]) -> None:
     async with started() as one:
         await one.ask(PROMPT, 1, structured=StructuredOutput(kind=kind, text=text))
-        guided = llm().asked_with[-1]["sampling_params"].guided_decoding
+        guided = llm().requested_with[-1]["sampling_params"].guided_decoding
         assert getattr(guided, wanted[0]) == wanted[1]
 
 

@@ -86,7 +86,7 @@ class Llm:
             kv_transfer_config=TransferConfig(),
         )
         self.answer: Any = output([5], "length")
-        self.asked: list[Any] = []
+        self.requested: list[Any] = []
         self.calls: list[tuple[str, Any]] = []
         self.broken: Exception | None = None
         self.cleared = asyncio.Event()
@@ -96,7 +96,7 @@ class Llm:
         return ("generate",)
 
     async def generate(self, prompt: Any, params: Any, request_id: str, **_: Any) -> AsyncIterator[Any]:
-        self.asked.append(params)
+        self.requested.append(params)
         if self.answer is None and request_id == "r":
             try:
                 await asyncio.Event().wait()
@@ -123,8 +123,8 @@ class Llm:
 def output(token_ids: list[int], why: str | None, **fields: Any) -> SimpleNamespace:
     places = [{token_id: SimpleNamespace(logprob=-1.0, rank=1)} for token_id in token_ids]
     one = SimpleNamespace(token_ids=token_ids, logprobs=places, finish_reason=why)
-    said = {"kv_transfer_params": None, "metrics": None, "num_cached_tokens": 32, **fields}
-    return SimpleNamespace(outputs=[one], finished=why is not None, **said)
+    generated = {"kv_transfer_params": None, "metrics": None, "num_cached_tokens": 32, **fields}
+    return SimpleNamespace(outputs=[one], finished=why is not None, **generated)
 
 
 def item(stage: Stage, prefilled: Prefilled | None = None) -> WorkItem:
@@ -225,27 +225,34 @@ async def test_prompt_is_offered_with_its_remaining_lease(llm: Llm, monkeypatch:
     async with running(llm, monkeypatch) as one:
         computed = SimpleNamespace(last_token_ts=time.monotonic() - 4.0)
         llm.answer = output([5], "length", kv_transfer_params=TOLD, metrics=computed)
-        said = (await one.end(item("prefill"))).prefilled
-        assert (said.worker_id, said.worker_epoch, said.model, said.connector) == ("w", 7, "m", CONNECTOR)
-        assert (said.tokens, said.bytes) == (PROMPT, 2 * 2_000)
-        assert 10.0 < said.lease_us / 1e6 <= 11.0, "20 s, 4 of which are over, and in 5 it is not read"
-        sampling, transfer = llm.asked[-1]
+        generated = (await one.end(item("prefill"))).prefilled
+        assert (generated.worker_id, generated.worker_epoch, generated.model, generated.connector) == (
+            "w",
+            7,
+            "m",
+            CONNECTOR,
+        )
+        assert (generated.tokens, generated.bytes) == (PROMPT, 2 * 2_000)
+        assert 10.0 < generated.lease_us / 1e6 <= 11.0, "20 s, 4 of which are over, and in 5 it is not read"
+        sampling, transfer = llm.requested[-1]
         assert (sampling.max_tokens, sampling.min_tokens, sampling.logprobs) == (1, 0, None)
         assert transfer == {"do_remote_decode": True, "do_remote_prefill": False}
-        told = msgspec.json.decode(said.descriptor)
-        assert 15.0 < told.pop(EXPIRES) - time.perf_counter() <= 16.0
-        assert told == {name: value for name, value in KEPT.items() if name != EXPIRES} | {"remote_block_ids": [[4, 5]]}
+        reported = msgspec.json.decode(generated.descriptor)
+        assert 15.0 < reported.pop(EXPIRES) - time.perf_counter() <= 16.0
+        assert reported == {name: value for name, value in KEPT.items() if name != EXPIRES} | {
+            "remote_block_ids": [[4, 5]]
+        }
 
         llm.answer = output([6], "length")
-        assert (await one.end(item("decode", said))).output_tokens == 1
-        sampling, transfer = llm.asked[-1]
+        assert (await one.end(item("decode", generated))).output_tokens == 1
+        sampling, transfer = llm.requested[-1]
         assert (sampling.max_tokens, sampling.logprobs) == (9, 2)
         assert (transfer["do_remote_prefill"], transfer["remote_block_ids"]) == (True, [[4, 5]])
-        assert transfer["remote_prefill_cached_tokens"] is None, "or the client were told that of the prefill worker"
+        assert transfer["remote_prefill_cached_tokens"] is None, "the client gets the count of the prefill worker"
 
 
 @pytest.mark.parametrize(
-    ("fields", "age_s", "says"),
+    ("fields", "age_s", "fragment"),
     [
         ({"remote_port": None}, 0.0, "unknown kv_transfer_params"),
         ({"remote_block_ids": "all"}, 0.0, "unknown kv_transfer_params"),
@@ -254,14 +261,14 @@ async def test_prompt_is_offered_with_its_remaining_lease(llm: Llm, monkeypatch:
     ],
 )
 async def test_unusable_transfer_parameters_fail_the_prefill(
-    fields: dict[str, Any], age_s: float, says: str, llm: Llm, monkeypatch: pytest.MonkeyPatch
+    fields: dict[str, Any], age_s: float, fragment: str, llm: Llm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running(llm, monkeypatch) as one:
         computed = SimpleNamespace(last_token_ts=time.monotonic() - age_s)
         llm.answer = output([5], "length", kv_transfer_params=TOLD | fields, metrics=computed)
         error = (await one.end(item("prefill"))).error
         assert error.status == 500
-        assert says in error.message
+        assert fragment in error.message
 
 
 async def test_prefill_without_kv_and_aborted_prefill_fail(llm: Llm, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,6 +294,32 @@ async def test_response_after_the_lease_is_discarded(llm: Llm, monkeypatch: pyte
         async with asyncio.timeout(20):
             await llm.abandoned.wait()
             await llm.cleared.wait()  # what came late may be in the cache
+
+
+async def test_response_may_outlast_the_lease_after_its_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = Llm()
+    leases: list[asyncio.Timeout] = []
+    began = asyncio.Event()
+    limited = asyncio.timeout
+
+    def timeout(delay_s: float | None) -> asyncio.Timeout:
+        limit = limited(delay_s)
+        if delay_s == kept().lease_us / 1e6 + vllm_transfer.UNREAD_S:
+            leases.append(limit)
+        return limit
+
+    async def generate(*_: Any, **__: Any) -> AsyncIterator[Any]:
+        assert [lease.when() is None for lease in leases] == [False]
+        yield output([5], None)
+        assert [lease.when() for lease in leases] == [None], "the first token is there"
+        began.set()
+        yield output([6], "length")
+
+    async with running(llm, monkeypatch) as one:
+        monkeypatch.setattr(llm, "generate", generate)
+        monkeypatch.setattr(asyncio, "timeout", timeout)
+        assert (await one.end(item("decode", kept()))).output_tokens == 2
+        assert began.is_set()
 
 
 async def test_releases_and_drops_are_passed_to_vllm(
@@ -369,9 +402,9 @@ def test_descriptor_without_location_is_unfetchable(descriptor: bytes) -> None:
     value=st.none() | st.booleans() | st.integers() | st.text() | st.lists(st.lists(st.integers())),
 )
 def test_descriptor_fields_are_validated(name: str, value: Any) -> None:
-    told = KEPT | {name: value}
+    reported = KEPT | {name: value}
     try:
-        params = transfer_params(kept(descriptor=msgspec.json.encode(told)), "m", PROMPT, BLOCK)
+        params = transfer_params(kept(descriptor=msgspec.json.encode(reported)), "m", PROMPT, BLOCK)
     except Unfetchable:
         return
     assert 1 <= params["remote_port"] <= 65_535
@@ -382,21 +415,21 @@ def test_descriptor_fields_are_validated(name: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "says"),
+    ("fields", "fragment"),
     [
         ({"connector": "nixl"}, "its KV is transferred by nixl"),
         ({"model": "n"}, "its KV is of model n, this worker runs m"),
         ({"descriptor": b"{}"}, "cannot decode"),
     ],
 )
-def test_kv_of_other_engines_or_models_is_unfetchable(fields: dict[str, Any], says: str) -> None:
-    with pytest.raises(Unfetchable, match=says):
+def test_kv_of_other_engines_or_models_is_unfetchable(fields: dict[str, Any], fragment: str) -> None:
+    with pytest.raises(Unfetchable, match=fragment):
         transfer_params(kept(**fields), "m", PROMPT, BLOCK)
 
 
 def test_prompts_of_other_lengths_are_not_fetched() -> None:
-    for tokens, block, says in ((39, BLOCK, "40 tokens"), (PROMPT, 16, "2 blocks, the prompt has 3")):
-        with pytest.raises(Unfetchable, match=says):
+    for tokens, block, fragment in ((39, BLOCK, "40 tokens"), (PROMPT, 16, "2 blocks, the prompt has 3")):
+        with pytest.raises(Unfetchable, match=fragment):
             transfer_params(kept(), "m", tokens, block)
     with pytest.raises(Unfetchable, match="the request has no KV descriptor"):
         transfer_params(None, "m", PROMPT, BLOCK)

@@ -70,12 +70,12 @@ class Rendering:
         config = SimpleNamespace(supports_multimodal_inputs=multimodal, get_inputs_embeds_size=lambda: 4)
         self.vllm_config = SimpleNamespace(model_config=config)
         self.renderer = self
-        self.asked: list[dict[str, Any]] = []
+        self.requested: list[dict[str, Any]] = []
         self._spans = spans
 
     async def render_cmpl_async(self, prompts: list[dict[str, Any]], *, skip_mm_cache: bool) -> list[dict[str, Any]]:
         assert skip_mm_cache
-        self.asked += prompts
+        self.requested += prompts
         (prompt,) = prompts
         tokens: list[int] = []
         for one in prompt["prompt_token_ids"]:
@@ -91,7 +91,7 @@ async def test_expanded_prompt_must_equal_that_of_the_ingress() -> None:
     llm = Rendering()
     prompt = await engine_prompt(llm, item, None)
     assert (prompt["prompt_token_ids"], prompt["cache_salt"]) == ([1, 99, 99, 2], "tenant")
-    assert llm.asked[0]["prompt_token_ids"] == [1, 99, 2]
+    assert llm.requested[0]["prompt_token_ids"] == [1, 99, 2]
     with pytest.raises(MediaRefused, match="expands the prompt to 3 tokens") as caught:
         await engine_prompt(Rendering(spans=1), item, None)
     assert caught.value.error.status == 501
@@ -116,4 +116,4 @@ async def test_unsupported_media_are_refused() -> None:
         with pytest.raises(MediaRefused, match=text) as caught:
             await engine_prompt(llm, item, embeddings)
         assert (caught.value.error.status, caught.value.error.code) == (status, code)
-        assert not llm.asked
+        assert not llm.requested

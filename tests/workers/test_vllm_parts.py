@@ -54,15 +54,15 @@ def test_sampling_arguments_have_the_names_of_vllm() -> None:
         min_tokens=2,
         stop_token_ids=(1, 2),
     )
-    said = sampling_arguments(sampling)
+    generated = sampling_arguments(sampling)
     fields = {name: getattr(sampling, name) for name in Sampling.__struct_fields__}
     del fields["structured"]
     fields |= {"logit_bias": {4: -1.5}, "stop_token_ids": [1, 2], "detokenize": False}
-    assert said == fields
+    assert generated == fields
 
 
 @pytest.mark.parametrize(
-    ("kind", "text", "said"),
+    ("kind", "text", "generated"),
     [
         ("json_object", "", {"json_object": True}),
         ("json_schema", '{"type": "object"}', {"json": '{"type": "object"}'}),
@@ -71,8 +71,8 @@ def test_sampling_arguments_have_the_names_of_vllm() -> None:
         ("choice", '["a", "b"]', {"choice": ["a", "b"]}),
     ],
 )
-def test_structured_outputs(kind: Any, text: str, said: dict[str, Any]) -> None:
-    assert structured_arguments(StructuredOutput(kind=kind, text=text)) == said
+def test_structured_outputs(kind: Any, text: str, generated: dict[str, Any]) -> None:
+    assert structured_arguments(StructuredOutput(kind=kind, text=text)) == generated
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '"a"'])
@@ -93,18 +93,18 @@ def test_a_cache_namespace_is_a_salt() -> None:
 
 
 @dataclass
-class Said:
+class LoggedLogprob:
     logprob: float
     rank: int | None
 
 
 def test_logprobs_are_sorted_by_rank() -> None:
-    place = {5: Said(-3.0, 9), 7: Said(-1.0, 2), 6: Said(-0.5, 1)}
-    told = token_logprobs([5], [place], 2)
+    place = {5: LoggedLogprob(-3.0, 9), 7: LoggedLogprob(-1.0, 2), 6: LoggedLogprob(-0.5, 1)}
+    reported = token_logprobs([5], [place], 2)
     top = (TopLogprob(token_id=6, logprob=-0.5), TopLogprob(token_id=7, logprob=-1.0))
-    assert told == (TokenLogprob(logprob=-3.0, top=top),)
+    assert reported == (TokenLogprob(logprob=-3.0, top=top),)
     assert token_logprobs([5], [place], 0) == (TokenLogprob(logprob=-3.0),)
-    assert token_logprobs([5], [{5: Said(float("-inf"), 1)}], 1)[0].top[0].logprob == -9999.0
+    assert token_logprobs([5], [{5: LoggedLogprob(float("-inf"), 1)}], 1)[0].top[0].logprob == -9999.0
 
 
 def test_engine_arguments_override_settings() -> None:
@@ -131,8 +131,8 @@ def test_engine_arguments_override_settings() -> None:
         loras={"a": Path("/a")},
         arguments={"block_size": 64, "dtype": "float32"},
     )
-    said = engine_arguments(own, kv_events=False, sockets=Path("/private"))
-    assert said == {
+    generated = engine_arguments(own, kv_events=False, sockets=Path("/private"))
+    assert generated == {
         "enable_mm_embeds": True,
         "model": "/models/tiny",
         "served_model_name": "tiny",
@@ -153,16 +153,16 @@ def test_engine_arguments_override_settings() -> None:
 
 
 def test_model_directory_is_checked(tmp_path: Path) -> None:
-    def says(**arguments: Any) -> str:
+    def refusal(**arguments: Any) -> str:
         with pytest.raises(EngineError) as caught:
             check_model(EngineSettings(model=tmp_path / "m", model_name="m", arguments=arguments))
         return str(caught.value)
 
-    assert "no such model directory" in says()
+    assert "no such model directory" in refusal()
     (tmp_path / "m").mkdir()
-    assert "no config.json" in says()
+    assert "no config.json" in refusal()
     (tmp_path / "m" / "config.json").write_text("{}")
-    assert "no weights" in says()
+    assert "no weights" in refusal()
     check_model(EngineSettings(model=tmp_path / "m", model_name="m", arguments={"load_format": "dummy"}))
 
 
@@ -254,7 +254,7 @@ EVENTS = st.one_of(
     st.integers(0, 9).map(lambda block: ("stored", block)),
     st.integers(0, 9).map(lambda block: ("removed", block)),
     st.sampled_from([("clear", 0), ("reset", 0), ("take", 0)]),
-    st.integers(1, 5).map(lambda events: ("hear", events)),
+    st.integers(1, 5).map(lambda events: ("observe", events)),
 )
 
 
@@ -264,7 +264,7 @@ def test_index_never_holds_removed_blocks(history: list[tuple[str, int]]) -> Non
     rank, truth, index = RankBuffer(0, 10), set[int](), set[int]()
     on_the_way: list[CacheChange] = []
 
-    def hear(count: int) -> None:
+    def observe(count: int) -> None:
         rank.changed(on_the_way[:count])
         del on_the_way[:count]
 
@@ -296,10 +296,10 @@ def test_index_never_holds_removed_blocks(history: list[tuple[str, int]]) -> Non
                 rank.cleared(before)
             case "take":
                 take()
-            case "hear":
-                hear(number)
+            case "observe":
+                observe(number)
     assert not index
-    hear(len(on_the_way))
+    observe(len(on_the_way))
     take()
     assert index == truth
 
@@ -349,10 +349,10 @@ def test_other_metrics_are_excluded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_step_statistics() -> None:
-    told: list[tuple[int, int, int, float]] = []
-    stats = VllmStepStats(1, lambda *said: told.append(said))
+    reported: list[tuple[int, int, int, float]] = []
+    stats = VllmStepStats(1, lambda *generated: reported.append(generated))
     stats.record(None, None, engine_idx=1)
     stats.record(
         SimpleNamespace(num_running_reqs=3, num_waiting_reqs=2, num_skipped_waiting_reqs=1, kv_cache_usage=0.25), None
     )
-    assert told == [(1, 3, 3, 0.25)]
+    assert reported == [(1, 3, 3, 0.25)]

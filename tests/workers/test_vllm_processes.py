@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-# Starts a process that starts one in turn. Each says its number and blocks. A child "in its imports" blocks before
+# Starts a process that starts another one. Each prints its pid and blocks. A child "in its imports" blocks before
 # it has come to what it is to do: unpickling its arguments does.
 SCRIPT = """
 import multiprocessing, os, sys, threading

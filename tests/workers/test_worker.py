@@ -120,8 +120,8 @@ async def test_only_events_for_the_own_group_name_and_epoch_are_run(
     assert answer(scene, "mine") == []
     assert len(answer(scene, "under-way")) == 200
     assert (worker.counters.reannounced, scene.progress(CommandDone)) == (0, [])
-    told = [record for record in caplog.records if "is addressed to worker" in record.getMessage()]
-    assert len(told) == (reason != "other_epoch"), "the first is logged, further ones are counted"
+    reported = [record for record in caplog.records if "is addressed to worker" in record.getMessage()]
+    assert len(reported) == (reason != "other_epoch"), "the first is logged, further ones are counted"
 
 
 async def test_one_record_per_slot_and_batch(scene: Scene) -> None:
@@ -358,13 +358,13 @@ async def test_output_growth_is_reported_if_requested(scene: Scene, speedup: flo
         await until(lambda: over(scene, "a", "b"))
     grown = scene.progress(OutputGrown)
     assert {(event.request_id, event.attempt, event.worker_epoch) for event in grown} <= {("a", 1, epoch)}
-    told = [event.output_tokens for event in grown]
+    reported = [event.output_tokens for event in grown]
     ends = [0]
     for event in scene.tokens(TokensEmitted):
         ends += [chunk.first_index + len(chunk.token_ids) // 4 for chunk in event.chunks if chunk.request_id == "a"]
     crossed = [end for before, end in pairwise(ends) if -(-(6 + end) // 4) > -(-(6 + before) // 4)]
-    assert told == [end for end in crossed if end < 100]
-    assert (len(told) > 5) is (speedup == 100.0)
+    assert reported == [end for end in crossed if end < 100]
+    assert (len(reported) > 5) is (speedup == 100.0)
 
 
 async def test_burst_is_processed_in_slices(scene: Scene) -> None:

@@ -255,7 +255,7 @@ def test_an_index_holds_what_the_engine_holds(
     index, again = PrefixIndex(), PrefixIndex()
     for one in (index, again):
         one.add_holder("w", 0, 1)
-    told: dict[Tier, set[int]] = {"device": set(), "host": set(), "disk": set()}
+    announced: dict[Tier, set[int]] = {"device": set(), "host": set(), "disk": set()}
     for step in history:
         event: EngineEvent | None
         if isinstance(step, tuple):
@@ -269,36 +269,36 @@ def test_an_index_holds_what_the_engine_holds(
         if event is None:
             continue
         changes = blocks.apply(event)
-        fold(told, changes)
+        fold(announced, changes)
         for draft in log.changes(0, changes):
             assert index.apply(decode(KV_EVENTS, draft.value)) is None
         for tier in ("device", "host"):
-            assert told[tier] == engine.held(tier) == set(blocks.held(tier))
-            assert index.blocks_held("w", 0, tier) == len(told[tier])
+            assert announced[tier] == engine.held(tier) == set(blocks.held(tier))
+            assert index.blocks_held("w", 0, tier) == len(announced[tier])
     assert not blocks.counts
     assert not index.counts["unknown_block"]
     assert len(blocks) == len({one for (_, one), n in engine.copies.items() if n}), "as many names as blocks"
     for draft in log.reannouncement(0, 0):
         again.apply(decode(KV_EVENTS, draft.value))
     for tier in ("device", "host", "disk"):
-        assert again.blocks_held("w", 0, tier) == len(told[tier])
+        assert again.blocks_held("w", 0, tier) == len(announced[tier])
     for salt, tokens in {one for _, one in engine.copies}:
         query = names(list(tokens), "", salt)
         assert again.overlaps(query) == index.overlaps(query)
 
 
-def fold(told: dict[Tier, set[int]], changes: list[CacheChange]) -> None:
+def fold(announced: dict[Tier, set[int]], changes: list[CacheChange]) -> None:
     """Return the blocks of a reader that requires every block to be reported once."""
     for change in changes:
         match change:
             case Stored(hashes=hashes, tier=tier):
-                assert not told[tier] & set(hashes) and len(change.engine_hashes) == len(hashes)
-                told[tier] |= set(hashes)
+                assert not announced[tier] & set(hashes) and len(change.engine_hashes) == len(hashes)
+                announced[tier] |= set(hashes)
             case Removed(hashes=hashes, tier=tier):
-                assert told[tier] >= set(hashes) and len(change.engine_hashes) == len(hashes)
-                told[tier] -= set(hashes)
+                assert announced[tier] >= set(hashes) and len(change.engine_hashes) == len(hashes)
+                announced[tier] -= set(hashes)
             case Cleared():
-                for held in told.values():
+                for held in announced.values():
                     held.clear()
 
 
@@ -335,11 +335,11 @@ def test_loss_empties_the_rank_and_is_reported_once() -> None:
 @pytest.mark.parametrize("odd", ["undecodable", "orphan"])
 def test_an_engine_that_contradicts_itself_keeps_its_cache_after_a_while(odd: str) -> None:
     tracker = KvTracker(resident())
-    asked = 0
+    requested = 0
     for _ in range(CONTRADICTIONS_MAX + 3):
         outcome = tracker.undecodable("?") if odd == "undecodable" else tracker.batch(of(stored([3], [3, 4], 2)))
         assert outcome.changes == (Cleared(),)
-        asked += bool(outcome.lost)
+        requested += bool(outcome.lost)
         tracker.batch(of(ClearedBlocks()))
-    assert asked == CONTRADICTIONS_MAX
+    assert requested == CONTRADICTIONS_MAX
     assert tracker.missed("a real gap").lost

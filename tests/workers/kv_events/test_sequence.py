@@ -187,25 +187,25 @@ class Reader:
     def __init__(self, publisher: Publisher, replays: bool) -> None:
         self.publisher = publisher
         self.sequence = Sequence(replays=replays, held_max=3)
-        self.told: list[Deliver | Lost | Restarted] = []
-        self.asked: int | None = None
+        self.announced: list[Deliver | Lost | Restarted] = []
+        self.requested: int | None = None
 
     def do(self, steps: list[Step]) -> None:
         for step in steps:
             if isinstance(step, RequestReplay):
-                self.asked = step.from_seq
+                self.requested = step.from_seq
                 self.publisher.answer.clear()
             else:
-                self.told.append(step)
+                self.announced.append(step)
 
     def live(self) -> None:
         if self.publisher.live:
             self.do(self.sequence.live(*self.publisher.live.popleft()))
 
     def serve(self) -> None:
-        if self.asked is not None:
-            self.publisher.ask(self.asked)
-            self.asked = None
+        if self.requested is not None:
+            self.publisher.ask(self.requested)
+            self.requested = None
 
     def read_answer(self) -> None:
         if self.publisher.answer:
@@ -217,7 +217,7 @@ class Reader:
         self.publisher.restart()
         self.do(self.sequence.check())  # the connection was opened again
         if unanswered:
-            self.asked = None
+            self.requested = None
             self.do(self.sequence.failed())
 
     def settle(self) -> None:
@@ -230,10 +230,10 @@ class Reader:
                 self.read_answer()
 
 
-def check(told: list[Deliver | Lost | Restarted], last: Publisher, complete: bool) -> None:
+def check(announced: list[Deliver | Lost | Restarted], last: Publisher, complete: bool) -> None:
     due: int | None = 0
     publisher: bytes | None = None
-    for one in told:
+    for one in announced:
         match one:
             case Deliver(seq, payload):
                 by = payload.split(b" of ")[1]
@@ -277,14 +277,14 @@ def test_every_batch_is_delivered_once_in_order_or_lost(history: list[str], keep
                     reader.restart()
             case "silent":
                 if reader.sequence.asking:
-                    reader.asked = None
+                    reader.requested = None
                     publisher.answer.clear()
                     reader.do(reader.sequence.failed())
                     lossless = False
     reader.settle()
     lossless &= keeps >= publisher.next_seq and replays and "restart" not in history
-    check(reader.told, publisher, complete=replays)
+    check(reader.announced, publisher, complete=replays)
     if replays:
         assert reader.sequence.next_seq == publisher.next_seq
     if lossless:
-        assert reader.told == deliver(*range(publisher.next_seq))
+        assert reader.announced == deliver(*range(publisher.next_seq))

@@ -28,8 +28,8 @@ def event(event_id: int, kind: str, *, rank: int | None = 0, window: int | None 
 
 
 def block(name: int, tokens: list[int], **more: Any) -> dict[str, Any]:
-    told = [{"type": "unique_token", "token_id": token, "token_extra_id": 0} for token in tokens]
-    return {"type": "stored_block", "block_hash": name, "tokens": told, "cache_level": 0, "priority": 35, **more}
+    reported = [{"type": "unique_token", "token_id": token, "token_extra_id": 0} for token in tokens]
+    return {"type": "stored_block", "block_hash": name, "tokens": reported, "cache_level": 0, "priority": 35, **more}
 
 
 def stored(event_id: int, *blocks: dict[str, Any], parent: int | None = None, **more: Any) -> dict[str, Any]:
@@ -57,13 +57,13 @@ def test_a_chain_is_stored_and_removed() -> None:
 def test_events_become_changes_with_canonical_hashes() -> None:
     tracker = KvTracker(ResidentBlocks(2, counts_copies=False))
     names = ours([1, 2, 3, 4], 2, "ada", "tenant")
-    told = read(
+    reported = read(
         stored(0, block(5, [1, 2], cache_salt="tenant"), lora_name="ada"),
         stored(1, block(6, [3, 4]), block(7, [9]), parent=5, lora_name="ada"),
         removed(2, 7),
         removed(3, 6, 7),
     )
-    changes = [list(tracker.batch(one.batch).changes) for one in told]
+    changes = [list(tracker.batch(one.batch).changes) for one in reported]
     assert changes == [
         [Stored(None, (names[0],), "device", (5,))],
         [Stored(names[0], (names[1],), "device", (6,))],
@@ -74,13 +74,13 @@ def test_events_become_changes_with_canonical_hashes() -> None:
 
 
 def test_a_block_that_was_partial_can_be_stored_when_it_is_full() -> None:
-    told = read(stored(0, block(7, [1])), stored(1, block(7, [1, 2])), removed(2, 7))
-    assert [len(one.batch.events) for one in told] == [0, 1, 1]
-    assert told[0].batch.skipped == {"partial_blocks": 1}
+    reported = read(stored(0, block(7, [1])), stored(1, block(7, [1, 2])), removed(2, 7))
+    assert [len(one.batch.events) for one in reported] == [0, 1, 1]
+    assert reported[0].batch.skipped == {"partial_blocks": 1}
 
 
 def test_only_the_largest_window_that_was_created_counts() -> None:
-    told = read(
+    reported = read(
         event(0, "created", window=512, num_blocks_per_cache_level=[8, 0]),
         event(1, "created", window=4096, num_blocks_per_cache_level=[8, 0]),
         stored(2, block(1, [1, 2]), window=512),
@@ -90,13 +90,13 @@ def test_only_the_largest_window_that_was_created_counts() -> None:
         removed(6, 2, window=4096),
         removed(7, 2),
     )
-    assert [len(one.batch.events) for one in told] == [0, 0, 0, 1, 0, 0, 1, 1]
-    assert [dict(one.batch.skipped) for one in told if one.batch.skipped] == [{"other_window": 1}] * 2
-    assert not any(one.missed for one in told)
+    assert [len(one.batch.events) for one in reported] == [0, 0, 0, 1, 0, 0, 1, 1]
+    assert [dict(one.batch.skipped) for one in reported if one.batch.skipped] == [{"other_window": 1}] * 2
+    assert not any(one.missed for one in reported)
 
 
 def test_missing_number_is_a_loss_even_before_skipped_events() -> None:
-    told = read(
+    reported = read(
         event(0, "created", window=9),
         stored(4, block(1, [1, 2]), rank=1),
         stored(1, block(1, [1, 2])),
@@ -105,16 +105,16 @@ def test_missing_number_is_a_loss_even_before_skipped_events() -> None:
         removed(4, 2),
         event(6, "updated", window=3),
     )
-    assert [bool(one.missed) for one in told] == [False, False, False, True, False, False, True]
-    assert told[3].missed == "expected KV event 2, got 3" and told[3].rank == 0
-    assert told[5].batch.events == (), "partial blocks of after the gap are remembered"
-    assert told[6].batch.skipped == {"unknown_event": 1}
+    assert [bool(one.missed) for one in reported] == [False, False, False, True, False, False, True]
+    assert reported[3].missed == "expected KV event 2, got 3" and reported[3].rank == 0
+    assert reported[5].batch.events == (), "partial blocks of after the gap are remembered"
+    assert reported[6].batch.skipped == {"unknown_event": 1}
 
 
 def test_media_are_identified_by_their_digests() -> None:
     one = block(1, [1, 2], mm_keys=[{"type": "mm_key", "hash": DIGEST, "start_offset": 0}])
-    [told] = read(stored(0, block(9, [7, 8]), one))
-    [chain] = told.batch.events
+    [reported] = read(stored(0, block(9, [7, 8]), one))
+    [chain] = reported.batch.events
     assert isinstance(chain, StoredBlocks) and chain.mm_hashes == {1: [mm_hash(DIGEST)]} == {1: [0xA1B2C3D4E5F60718]}
 
 
@@ -170,9 +170,9 @@ def test_any_dicts_are_events_or_errors(events: list[Any]) -> None:
     reader = TensorRtLlmReader(2)
     for one in events:
         try:
-            told = reader.read(one)
+            reported = reader.read(one)
         except KvEventError:
             continue
-        for said in told.batch.events:
-            assert isinstance(said, StoredBlocks | RemovedBlocks)
-            assert all(0 <= name <= U64_MASK for name in said.hashes)
+        for generated in reported.batch.events:
+            assert isinstance(generated, StoredBlocks | RemovedBlocks)
+            assert all(0 <= name <= U64_MASK for name in generated.hashes)

@@ -34,7 +34,7 @@ class Publisher:
         self.context = zmq.asyncio.Context()
         self.topics = topics
         self.answers = True
-        self.asked: list[int] = []
+        self.requested: list[int] = []
         self._open()
         self.ports = (
             self.pub.bind_to_random_port(HOST, *PORTS),
@@ -77,12 +77,12 @@ class Publisher:
         while True:
             identity, empty, start = await self.router.recv_multipart()
             assert empty == b""
-            self.asked.append(int.from_bytes(start, "big"))
+            self.requested.append(int.from_bytes(start, "big"))
             if not self.answers:
                 continue
             topic = [b"kv"] if self.topics else []
             for seq, data in list(self.buffer):
-                if seq >= self.asked[-1]:
+                if seq >= self.requested[-1]:
                     await self.router.send_multipart([identity, b"", *topic, seq.to_bytes(8, "big"), data])
             await self.router.send_multipart([identity, b"", *([b""] if self.topics else []), END_OF_REPLAY, b""])
 
@@ -97,7 +97,7 @@ def is_bound(socket: zmq.asyncio.Socket, endpoint: str) -> bool:
     return True
 
 
-class Told:
+class FeedLog:
     """Changes that a feed reported, and the blocks that a reader holds."""
 
     def __init__(self) -> None:
@@ -139,14 +139,14 @@ async def publishing(**options: Any) -> AsyncIterator[Publisher]:
 @asynccontextmanager
 async def feeding(
     source: KvSource, *, quiet_s: float = 60.0, answer_timeout_s: float = 10.0
-) -> AsyncIterator[tuple[KvFeed, Told]]:
+) -> AsyncIterator[tuple[KvFeed, FeedLog]]:
     """Run a feed, by default with an idle timeout that never matters."""
     blocks = ResidentBlocks(32, counts_copies=True)
     feed = KvFeed(RANK, source, VllmDecoder(), blocks, quiet_s=quiet_s, answer_timeout_s=answer_timeout_s)
-    told = Told()
-    task = asyncio.create_task(feed.run(told.publish, told.on_lost))
+    announced = FeedLog()
+    task = asyncio.create_task(feed.run(announced.publish, announced.on_lost))
     try:
-        yield feed, told
+        yield feed, announced
         assert not task.done()
     finally:
         task.cancel()
@@ -154,39 +154,39 @@ async def feeding(
     assert isinstance(results[0], asyncio.CancelledError)
 
 
-async def subscribed(publisher: Publisher, feed: KvFeed, told: Told) -> None:
+async def subscribed(publisher: Publisher, feed: KvFeed, announced: FeedLog) -> None:
     """Wait until the subscription is active."""
     while not feed.counts["live"]:
         await publisher.publish([vllm_stored(A_HASHES, PROMPT[:64])] if not publisher.next_seq else [])
         await asyncio.sleep(0.001)
     await until(lambda: feed.sequence.next_seq == publisher.next_seq)
-    assert told.held == set(NAMES)
+    assert announced.held == set(NAMES)
 
 
 async def test_batches_before_the_subscription_are_replayed() -> None:
     async with publishing() as publisher:
         for _, events in VLLM_BATCHES:
             await publisher.publish(events)
-        async with feeding(publisher.source) as (feed, told):
+        async with feeding(publisher.source) as (feed, announced):
             await until(lambda: feed.sequence.next_seq == len(VLLM_BATCHES))
-            assert told.held == set(NAMES) == set(feed.held())
-            assert feed.counts == {"replayed": len(VLLM_BATCHES)} and not told.lost
-            assert publisher.asked[0] == 0
+            assert announced.held == set(NAMES) == set(feed.held())
+            assert feed.counts == {"replayed": len(VLLM_BATCHES)} and not announced.lost
+            assert publisher.requested[0] == 0
 
 
 @pytest.mark.parametrize("topics", [True, False], ids=["topics", "older releases"])
 async def test_dropped_batches_are_replayed_in_order(topics: bool) -> None:
-    async with publishing(topics=topics) as publisher, feeding(publisher.source) as (feed, told):
-        await subscribed(publisher, feed, told)
-        before, gaps = len(told.changes), feed.sequence.gaps
+    async with publishing(topics=topics) as publisher, feeding(publisher.source) as (feed, announced):
+        await subscribed(publisher, feed, announced)
+        before, gaps = len(announced.changes), feed.sequence.gaps
         await publisher.publish(VLLM_BATCHES[1][1], dropped=True)
         await publisher.publish(VLLM_BATCHES[2][1], dropped=True)
         await publisher.publish(VLLM_BATCHES[3][1])
         await until(lambda: feed.sequence.next_seq == publisher.next_seq)
-        assert [change.engine_hashes for change in told.changes[before:] if isinstance(change, Stored)] == [
+        assert [change.engine_hashes for change in announced.changes[before:] if isinstance(change, Stored)] == [
             tuple(events[0]["block_hashes"]) for _, events in VLLM_BATCHES[1:4]
         ]
-        assert feed.sequence.gaps == gaps + 1 and not told.lost and not feed.resident.counts
+        assert feed.sequence.gaps == gaps + 1 and not announced.lost and not feed.resident.counts
         registry = CollectorRegistry()
         registry.register(KvEventMetrics("w1", {RANK: feed.totals}))
         shown = {sample.labels["kind"]: sample.value for metric in registry.collect() for sample in metric.samples}
@@ -197,22 +197,22 @@ async def test_dropped_batches_are_replayed_in_order(topics: bool) -> None:
 
 
 async def test_gap_at_the_end_is_found_when_idle() -> None:
-    async with publishing() as publisher, feeding(publisher.source, quiet_s=0.02) as (feed, told):
-        await subscribed(publisher, feed, told)
+    async with publishing() as publisher, feeding(publisher.source, quiet_s=0.02) as (feed, announced):
+        await subscribed(publisher, feed, announced)
         await publisher.publish([{"type": "AllBlocksCleared"}], dropped=True)
         await until(lambda: feed.sequence.next_seq == publisher.next_seq)
-        assert told.held == set() and not told.lost
+        assert announced.held == set() and not announced.lost
 
 
 async def test_unreplayable_loss_empties_the_rank_and_clears_the_engine() -> None:
-    async with publishing() as publisher, feeding(publisher.source) as (feed, told):
-        await subscribed(publisher, feed, told)
+    async with publishing() as publisher, feeding(publisher.source) as (feed, announced):
+        await subscribed(publisher, feed, announced)
         for _ in range(3):
             await publisher.publish([], dropped=True)
         publisher.buffer.clear()
         await publisher.publish([vllm_stored([1], PROMPT[:32])])
         await until(lambda: feed.sequence.next_seq == publisher.next_seq)
-        assert told.held == {NAMES[0]} and len(told.lost) == 1 and "missing" in told.lost[0]
+        assert announced.held == {NAMES[0]} and len(announced.lost) == 1 and "missing" in announced.lost[0]
         assert feed.counts["lost"] == 1
 
 
@@ -220,65 +220,65 @@ async def test_gap_is_a_loss_without_a_replay_socket() -> None:
     async with publishing() as publisher:
         source = KvSource(publisher.source.endpoint, None, "kv")
         await publisher.publish(VLLM_BATCHES[0][1])  # no subscriber yet
-        async with feeding(source) as (feed, told):
+        async with feeding(source) as (feed, announced):
             assert not await feed.catch_up()
             while not feed.counts["live"]:
                 await publisher.publish([])
                 await asyncio.sleep(0.001)
-            await until(lambda: told.lost)
-            assert told.changes[0] == Cleared() and publisher.asked == []
+            await until(lambda: announced.lost)
+            assert announced.changes[0] == Cleared() and publisher.requested == []
 
 
 async def test_new_publisher_on_the_same_ports_resets_the_rank() -> None:
-    async with publishing() as publisher, feeding(publisher.source) as (feed, told):
-        await subscribed(publisher, feed, told)
+    async with publishing() as publisher, feeding(publisher.source) as (feed, announced):
+        await subscribed(publisher, feed, announced)
         await publisher.restart()
         await publisher.publish(VLLM_BATCHES[3][1])
         await until(lambda: feed.counts["restarted"] and feed.sequence.next_seq == 1)
-        assert told.held == set(ours(PROMPT, 32, "", "tenant-1")) and not told.lost
+        assert announced.held == set(ours(PROMPT, 32, "", "tenant-1")) and not announced.lost
 
 
 async def test_undecodable_batch_is_a_loss(caplog: pytest.LogCaptureFixture) -> None:
-    async with publishing() as publisher, feeding(publisher.source) as (feed, told):
-        await subscribed(publisher, feed, told)
+    async with publishing() as publisher, feeding(publisher.source) as (feed, announced):
+        await subscribed(publisher, feed, announced)
         with caplog.at_level(logging.WARNING):
             await publisher.publish([], data=b"\xc1")
             await publisher.publish([{"type": "Novel"}])
             await until(lambda: feed.sequence.next_seq == publisher.next_seq)
-        assert told.held == set() and "cannot decode" in told.lost[0]
+        assert announced.held == set() and "cannot decode" in announced.lost[0]
         assert feed.counts["undecodable"] == 1 and feed.counts["unknown_event"] == 1
         assert "rank 3: KV events, batch" in caplog.text
 
 
 async def test_invalid_messages_are_counted() -> None:
-    async with publishing() as publisher, feeding(publisher.source) as (feed, told):
-        await subscribed(publisher, feed, told)
+    async with publishing() as publisher, feeding(publisher.source) as (feed, announced):
+        await subscribed(publisher, feed, announced)
         await publisher.pub.send_multipart([b"kv", b"short", b"x"])
         await publisher.pub.send_multipart([b"kv"])
         await until(lambda: feed.counts["frames"] == 2)
-        assert told.held == set(NAMES)
+        assert announced.held == set(NAMES)
 
 
 async def test_catch_up_waits_for_earlier_batches() -> None:
-    async with publishing() as publisher, feeding(publisher.source) as (feed, told):
-        await subscribed(publisher, feed, told)
+    async with publishing() as publisher, feeding(publisher.source) as (feed, announced):
+        await subscribed(publisher, feed, announced)
         for _, events in VLLM_BATCHES[1:5]:
             await publisher.publish(events, dropped=True)
             # Concurrent callers both succeed.
             assert all(await asyncio.gather(feed.catch_up(), feed.catch_up()))
             assert feed.sequence.next_seq == publisher.next_seq
-        assert len(told.held) == 8
+        assert len(announced.held) == 8
 
 
 async def test_catch_up_returns_false_without_a_reply() -> None:
-    async with publishing() as publisher, feeding(publisher.source, answer_timeout_s=0.05) as (feed, told):
-        await subscribed(publisher, feed, told)
+    async with publishing() as publisher, feeding(publisher.source, answer_timeout_s=0.05) as (feed, announced):
+        await subscribed(publisher, feed, announced)
         publisher.answers = False
         first = asyncio.create_task(feed.catch_up())
         await until(lambda: feed.counts["unanswered"] == 2)
         second = await feed.catch_up()  # the last question of the first is under way
         assert not second and not await first
-        assert feed.counts["unanswered"] >= 3 and not told.lost
+        assert feed.counts["unanswered"] >= 3 and not announced.lost
         waiting = asyncio.create_task(feed.catch_up())
         await until(lambda: feed.sequence.asking)
     assert not await waiting

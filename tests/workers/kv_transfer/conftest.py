@@ -46,7 +46,7 @@ class Other(OtherProcess):
     async def stats(self) -> tuple[Stats, dict[str, int]]:
         return unpacked(await self.ask("stats"), tuple[Stats, dict[str, int]])  # type: ignore[no-any-return]
 
-    async def gave_back(self, why: str, count: int) -> None:
+    async def wait_freed(self, why: str, count: int) -> None:
         async with asyncio.timeout(PATIENCE_S):
             while (await self.stats())[1].get(why, 0) < count:
                 pass

@@ -38,7 +38,7 @@ PLACE = BlockLocation(
 
 
 def offered(place: BlockLocation = PLACE, **changes: Any) -> Prefilled:
-    said: dict[str, Any] = {
+    generated: dict[str, Any] = {
         "worker_id": "p",
         "worker_epoch": 7,
         "model": "m",
@@ -49,7 +49,7 @@ def offered(place: BlockLocation = PLACE, **changes: Any) -> Prefilled:
         "checksum": hex_digest(xxh3_64_intdigest(SUMS)),
         **changes,
     }
-    return Prefilled(**said)
+    return Prefilled(**generated)
 
 
 def changed(**changes: Any) -> Prefilled:

@@ -73,11 +73,11 @@ async def test_nixl_holder_that_dies_during_a_read_fails_before_the_deadline(by_
         await reader.fetch(await holder.offer("a", [1]), 0, [0])
         offer = await holder.offer("b", range(64))
         holder.signal(signal.SIGSTOP)
-        asked = asyncio.create_task(reader.fetch(offer, 0, range(64)))
+        requested = asyncio.create_task(reader.fetch(offer, 0, range(64)))
         await until(lambda: reader.stats.in_flight)
         await holder.kill()
         with pytest.raises(TransferError, match="p@4") as caught:
-            await asked
+            await requested
         assert caught.value.reason == "gone"
         assert (reader.stats.in_flight, reader.stats.quarantined_blocks) == (0, 0)
 
@@ -138,11 +138,11 @@ async def test_nixl_a_transport_closes_while_a_holder_hangs(by_socket: Kind) -> 
         await reader.fetch(await hung.offer("a", [1]), 0, [0])
         offer = await hung.offer("b", range(32))
         hung.signal(signal.SIGSTOP)
-        asked = asyncio.create_task(reader.fetch(offer, 0, range(32)))
+        requested = asyncio.create_task(reader.fetch(offer, 0, range(32)))
         await until(lambda: reader.stats.in_flight)
         await reader.close()
         with pytest.raises(TransferError, match="the transport is closed") as caught:
-            await asked
+            await requested
         assert caught.value.reason == "closed"
 
 

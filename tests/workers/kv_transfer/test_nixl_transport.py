@@ -30,7 +30,7 @@ async def test_nixl_scattered_blocks_arrive_and_are_freed(kind: Kind) -> None:
         assert (fetched.bytes, fetched.blocks, fetched.retries) == (6 * BLOCK_BYTES, 6, 0)
         assert have(reader, into, blocks)
         assert have(reader, [0, 4, 48], [0, 4, 48], seed=2), "nothing else was written to"
-        await holder.gave_back("fetched", 1)
+        await holder.wait_freed("fetched", 1)
         stats, _ = await holder.stats()
         assert (stats.offered, stats.held_offers, stats.held_blocks) == (1, 0, 0)
         assert (reader.stats.bytes, reader.stats.blocks, reader.stats.fetched) == (6 * BLOCK_BYTES, 6, 1)
@@ -83,7 +83,7 @@ async def test_nixl_two_readers_have_two_holders(kind: Kind) -> None:
             assert have(reader, range(20), range(20))
             assert have(reader, range(30, 50), range(20))
         for holder in (one, two):
-            await holder.gave_back("fetched", 6)
+            await holder.wait_freed("fetched", 6)
 
 
 async def test_nixl_corrupt_block_is_read_again_and_counted(kind: Kind) -> None:
@@ -104,17 +104,17 @@ async def test_nixl_transient_corruption_costs_one_retry(kind: Kind, monkeypatch
     async with transport(kind, "p@5") as (holder, freed), transport(kind, "d@5") as (reader, _):
         assert isinstance(reader, Transport)
         honest = reader._wrong
-        asked: list[int] = []
+        requested: list[int] = []
 
         def flipped(slots: Any, sums: Any) -> list[int]:
-            if not asked:
+            if not requested:
                 reader.memory.view(1)[0] ^= 1  # as if a bit had flipped on the way
-            asked.append(len(sums))
+            requested.append(len(sums))
             return honest(slots, sums)
 
         monkeypatch.setattr(reader, "_wrong", flipped)
         fetched = await reader.fetch(prefilled(holder, "a", [5, 6, 7], checksum=True), 0, [0, 1, 2])
-        assert (fetched.retries, asked) == (1, [3, 1]), "only what was wrong is read again"
+        assert (fetched.retries, requested) == (1, [3, 1]), "only what was wrong is read again"
         assert have(reader, [0, 1, 2], [5, 6, 7], seed=2)
         await until(lambda: freed == [("a", "fetched")])
 
@@ -152,11 +152,11 @@ async def test_nixl_slots_of_a_cancelled_fetch_are_not_written_to(kind: Kind) ->
         transport(kind, "d@7", block_bytes=size) as (reader, _),
     ):
         offer = await holder.offer("a", range(64))
-        asked = asyncio.create_task(reader.fetch(offer, 0, range(64)))
+        requested = asyncio.create_task(reader.fetch(offer, 0, range(64)))
         await until(lambda: reader.stats.in_flight)
-        asked.cancel()
+        requested.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await asked
+            await requested
         for block in range(64):
             reader.memory.view(block)[:] = 0x55
         await until(lambda: not reader.stats.quarantined_blocks)

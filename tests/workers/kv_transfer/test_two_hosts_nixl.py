@@ -83,7 +83,7 @@ async def test_nixl_hosts_blocks_are_transferred_between_hosts(kind: Kind, hosts
         assert await reader.fetch(offer, into) == "done"
         assert await reader.has(into, blocks)
         assert one.sent_bytes() - began > len(blocks) * BLOCK_BYTES, "they came by another way"
-        await holder.gave_back("fetched", 1)
+        await holder.wait_freed("fetched", 1)
         stats, _ = await reader.stats()
         assert (stats.blocks, stats.retries, stats.corrupt, stats.failed) == (len(blocks), 0, 0, {})
 
@@ -141,7 +141,7 @@ async def test_nixl_hosts_permanent_network_failure(kind: Kind, hosts: tuple[Hos
         other(kind, "p@2", on=two, at=at(kind, two), **SIZES) as near,
     ):
         assert await cut_in_the_middle(holder, reader, one) in ("deadline", "gone"), "whichever is noticed first"
-        await holder.gave_back("expired", 1)
+        await holder.wait_freed("expired", 1)
         await none_kept_apart(reader)
         assert await reader.fetch(await near.offer("b", ALL), ALL) == "done"
         assert await reader.has(ALL, ALL)

@@ -21,7 +21,7 @@ def answer_of(prompt: Sequence[int], count: int) -> list[int]:
 
 
 @dataclass
-class Asked:
+class StandinRequest:
     """A request that an engine has."""
 
     name: str
@@ -30,7 +30,7 @@ class Asked:
     lora: str = ""
     salt: str = ""
     rank: int = 0
-    said: list[int] = field(default_factory=list)
+    generated: list[int] = field(default_factory=list)
     cached: int = 0
 
 
@@ -55,23 +55,23 @@ class LittleCache:
         self.names: OrderedDict[Key, int] = OrderedDict()
         self.numbers = 0
 
-    def key(self, asked: Asked, tokens: Sequence[int], blocks: int) -> Key:
-        return (asked.lora, asked.salt, tuple(tokens[: blocks * self.block_size]))
+    def key(self, requested: StandinRequest, tokens: Sequence[int], blocks: int) -> Key:
+        return (requested.lora, requested.salt, tuple(tokens[: blocks * self.block_size]))
 
-    def cached_tokens(self, asked: Asked) -> int:
+    def cached_tokens(self, requested: StandinRequest) -> int:
         """Return the cached tokens of a prompt; at least one token is always computed."""
         blocks = 0
-        while (blocks + 1) * self.block_size < len(asked.prompt) and (
-            self.key(asked, asked.prompt, blocks + 1) in self.names
+        while (blocks + 1) * self.block_size < len(requested.prompt) and (
+            self.key(requested, requested.prompt, blocks + 1) in self.names
         ):
             blocks += 1
-            self.names.move_to_end(self.key(asked, asked.prompt, blocks))
+            self.names.move_to_end(self.key(requested, requested.prompt, blocks))
         return blocks * self.block_size
 
-    def store(self, asked: Asked, tokens: Sequence[int]) -> list[Change]:
+    def store(self, requested: StandinRequest, tokens: Sequence[int]) -> list[Change]:
         """Keep all full blocks of these tokens."""
         full = len(tokens) // self.block_size
-        new = [number for number in range(1, full + 1) if self.key(asked, tokens, number) not in self.names]
+        new = [number for number in range(1, full + 1) if self.key(requested, tokens, number) not in self.names]
         if not new:
             return []
         changes: list[Change] = []
@@ -79,15 +79,15 @@ class LittleCache:
             _, gone = self.names.popitem(last=False)
             changes.append(Change(went=(gone,)))
         first = new[0]
-        parent = self.names[self.key(asked, tokens, first - 1)] if first > 1 else None
+        parent = self.names[self.key(requested, tokens, first - 1)] if first > 1 else None
         came = []
         for number in new:
             self.numbers += 1
             name = self.numbers * 0x9E3779B97F4A7C15 % (1 << 64)
-            self.names[self.key(asked, tokens, number)] = name
+            self.names[self.key(requested, tokens, number)] = name
             came.append(name)
         token_ids = tuple(tokens[(first - 1) * self.block_size : full * self.block_size])
-        changes.append(Change(tuple(came), parent, token_ids, asked.lora, asked.salt))
+        changes.append(Change(tuple(came), parent, token_ids, requested.lora, requested.salt))
         return changes
 
 

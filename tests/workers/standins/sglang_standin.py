@@ -18,7 +18,7 @@ from typing import Any, Literal
 import msgspec
 import pytest
 
-from tests.workers.standins.little import Asked, Change, LittleCache, next_token
+from tests.workers.standins.little import Change, LittleCache, StandinRequest, next_token
 from tests.workers.standins.sglang_publisher import Publisher, wire
 
 SERVER_ARGS: dict[str, Any] = {  # with the defaults
@@ -103,7 +103,7 @@ class LoadSnapshot(msgspec.Struct):
 class State:
     """A request of the tokenizer manager's."""
 
-    asked: Asked
+    requested: StandinRequest
     finished: bool = False
     out: list[dict[str, Any]] = field(default_factory=list)
     event: asyncio.Event = field(default_factory=asyncio.Event)
@@ -144,7 +144,7 @@ class TokenizerManager:
         self.weights_lost = False
         self.loras: dict[str, str] = dict(arguments["lora_paths"] or {})
         self.calls: list[Any] = []
-        self.asked_with: list[dict[str, Any]] = []
+        self.requested_with: list[dict[str, Any]] = []
         self.seen: list[str] = []  # ids, in the order in which the scheduler took them
         self.abort_after: dict[str, dict[str, Any]] = {}  # finish reasons, by what a prompt begins with
         self.abort_before: dict[str, dict[str, Any]] = {}  # finish reasons before the first token, by request id
@@ -177,30 +177,32 @@ class TokenizerManager:
 
     async def _scheduler_step(self) -> None:
         for name, state in list(self.rid_to_state.items()):
-            asked = state.asked
+            requested = state.requested
             if not self._meets(state.room):
                 continue
-            cache = self.caches[asked.rank]
+            cache = self.caches[requested.rank]
             first = name not in self.seen
             if first:
                 self.seen.append(name)
-                asked.cached = cache.cached_tokens(asked)
-                await self._publish(asked.rank, cache.store(asked, asked.prompt))
+                requested.cached = cache.cached_tokens(requested)
+                await self._publish(requested.rank, cache.store(requested, requested.prompt))
             if state.vector:
-                self._tell(name, state, {"embedding": [float(len(asked.prompt)), 0.5]}, {"type": "stop"})
+                self._emit(name, state, {"embedding": [float(len(requested.prompt)), 0.5]}, {"type": "stop"})
                 continue
             if (abort := self.abort_before.get(name.partition(":")[2])) is not None:
-                self._tell(name, state, {"output_ids": []}, abort)
+                self._emit(name, state, {"output_ids": []}, abort)
                 continue
             abort = self.abort_after.get(name.partition(":")[2])
-            if abort is not None and asked.said:
-                self._tell(name, state, {"output_ids": asked.said[-1:]}, abort)
+            if abort is not None and requested.generated:
+                self._emit(name, state, {"output_ids": requested.generated[-1:]}, abort)
                 continue
-            asked.said.append(next_token([*asked.prompt, *asked.said]))
-            done = len(asked.said) >= asked.max_tokens
+            requested.generated.append(next_token([*requested.prompt, *requested.generated]))
+            done = len(requested.generated) >= requested.max_tokens
             if done:
-                await self._publish(asked.rank, cache.store(asked, [*asked.prompt, *asked.said[:-1]]))
-            self._tell(name, state, {"output_ids": asked.said[-1:]}, {"type": "length"} if done else None)
+                await self._publish(
+                    requested.rank, cache.store(requested, [*requested.prompt, *requested.generated[:-1]])
+                )
+            self._emit(name, state, {"output_ids": requested.generated[-1:]}, {"type": "length"} if done else None)
 
     def _meets(self, room: int | None) -> bool:
         """Return whether the other side of a request has connected; its prompt is computed only then."""
@@ -210,16 +212,16 @@ class TokenizerManager:
         Engine.rooms.setdefault(room, set()).add(mode)
         return Engine.rooms[room] == {"prefill", "decode"}
 
-    def _tell(self, name: str, state: State, out: dict[str, Any], reason: dict[str, Any] | None) -> None:
-        asked = state.asked
-        meta: dict[str, Any] = {"id": name, "finish_reason": reason, "prompt_tokens": len(asked.prompt)}
+    def _emit(self, name: str, state: State, out: dict[str, Any], reason: dict[str, Any] | None) -> None:
+        requested = state.requested
+        meta: dict[str, Any] = {"id": name, "finish_reason": reason, "prompt_tokens": len(requested.prompt)}
         if not state.vector:
-            meta |= {"completion_tokens": len(asked.said), "cached_tokens": asked.cached}
-        if state.logprobs is not None and asked.said:
-            meta["output_token_logprobs"] = [(-0.5, asked.said[-1], None)]
+            meta |= {"completion_tokens": len(requested.generated), "cached_tokens": requested.cached}
+        if state.logprobs is not None and requested.generated:
+            meta["output_token_logprobs"] = [(-0.5, requested.generated[-1], None)]
             if state.logprobs:
                 meta["output_top_logprobs"] = [
-                    [(-0.5, asked.said[-1], None), (float("-inf"), 7, None)][: state.logprobs]
+                    [(-0.5, requested.generated[-1], None), (float("-inf"), 7, None)][: state.logprobs]
                 ]
         if reason is not None:
             state.finished = True
@@ -247,11 +249,11 @@ class TokenizerManager:
             raise ValueError(f"top_p must be in (0, 1], got {params['top_p']}.")
         if len(obj.input_ids) > self.context_len:
             raise ValueError("The input is longer than the model's context length.")
-        asked = Asked(obj.rid, list(obj.input_ids), params.get("max_new_tokens", 1), obj.lora_path or "")
-        state = State(asked, vector=vector)
+        requested = StandinRequest(obj.rid, list(obj.input_ids), params.get("max_new_tokens", 1), obj.lora_path or "")
+        state = State(requested, vector=vector)
         if not vector:
-            asked.salt = obj.cache_salt or ""
-            asked.rank = obj.routed_dp_rank or 0
+            requested.salt = obj.cache_salt or ""
+            requested.rank = obj.routed_dp_rank or 0
             state.room = obj.bootstrap_room
             state.logprobs = obj.top_logprobs_num if obj.return_logprob else None
         while self.is_pause:  # noqa: ASYNC110 - it is a stand-in
@@ -260,18 +262,18 @@ class TokenizerManager:
         try:
             while True:
                 await state.event.wait()
-                told, state.out = state.out, []
+                reported, state.out = state.out, []
                 finished = state.finished
                 state.event.clear()
-                out = dict(told[-1])
+                out = dict(reported[-1])
                 if "output_ids" in out:
-                    if told[-1]["meta_info"]["finish_reason"] in self.abort_after.values():
-                        out["output_ids"] = told[-1]["output_ids"]
+                    if reported[-1]["meta_info"]["finish_reason"] in self.abort_after.values():
+                        out["output_ids"] = reported[-1]["output_ids"]
                     else:
-                        out["output_ids"] = [one for chunk in told for one in chunk["output_ids"]]
+                        out["output_ids"] = [one for chunk in reported for one in chunk["output_ids"]]
                     for name in ("output_token_logprobs", "output_top_logprobs"):
                         if name in out["meta_info"]:
-                            out["meta_info"][name] = [one for chunk in told for one in chunk["meta_info"][name]]
+                            out["meta_info"][name] = [one for chunk in reported for one in chunk["meta_info"][name]]
                 yield out
                 if finished:
                     return
@@ -342,7 +344,7 @@ class TokenizerManager:
     async def get_loads(self, include: list[str] | None = None, dp_rank: int | None = None) -> list[LoadSnapshot]:
         loads = []
         for rank, cache in enumerate(self.caches):
-            running = [state for state in self.rid_to_state.values() if state.asked.rank == rank]
+            running = [state for state in self.rid_to_state.values() if state.requested.rank == rank]
             total = cache.blocks * cache.block_size
             loads.append(LoadSnapshot(rank, len(running), 0, 16 * len(running), total, 48))
         return loads
@@ -412,7 +414,7 @@ class Engine:
             raise ValueError("Disaggregated request received without bootstrap room id.")
         if routed_dp_rank is not None and routed_dp_rank >= len(manager.caches):
             raise ValueError(f"routed_dp_rank={routed_dp_rank} out of range")
-        manager.asked_with.append(given)
+        manager.requested_with.append(given)
         obj = ModuleType("obj")
         obj.__dict__.update(locals())
         return manager.generate_request(obj, None)

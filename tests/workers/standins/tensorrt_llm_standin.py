@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.workers.standins.little import Asked, Change, LittleCache, next_token
+from tests.workers.standins.little import Change, LittleCache, StandinRequest, next_token
 
 LLM_ARGS: dict[str, Any] = {
     "model": None, "tensor_parallel_size": 1, "enable_attention_dp": False, "max_batch_size": 2048,
@@ -114,9 +114,9 @@ class CompletionOutput:
 class RequestOutput:
     """Result of `generate_async`: yields itself repeatedly, with all tokens so far."""
 
-    def __init__(self, llm: "LLM", asked: Asked, params: SamplingParams) -> None:
+    def __init__(self, llm: "LLM", requested: StandinRequest, params: SamplingParams) -> None:
         self.llm = llm
-        self.asked = asked
+        self.requested = requested
         self.params = params
         self.outputs = [CompletionOutput()]
         self.finished = False
@@ -127,8 +127,8 @@ class RequestOutput:
         self.apart: DisaggregatedParams | None = None
 
     def abort(self) -> None:
-        self.llm.aborted.append(self.asked.name)
-        self.llm.running.pop(self.asked.name, None)
+        self.llm.aborted.append(self.requested.name)
+        self.llm.running.pop(self.requested.name, None)
 
     async def aresult(self) -> "RequestOutput":
         async for _ in self:
@@ -149,7 +149,7 @@ class RequestOutput:
 
 
 class MetricsCollector:
-    told: list[Any] = []  # noqa: RUF012 - of all of them
+    reported: list[Any] = []  # noqa: RUF012 - of all of them
 
     def __init__(self, labels: dict[str, str]) -> None:
         assert set(labels) == {"model_name", "engine_type"}
@@ -158,7 +158,7 @@ class MetricsCollector:
         assert "kvCacheStats" in stats
 
     def log_request_metrics_dict(self, metrics: dict[str, Any]) -> None:
-        MetricsCollector.told.append(metrics)
+        MetricsCollector.reported.append(metrics)
 
 
 class LLM:
@@ -183,7 +183,7 @@ class LLM:
         self.numbers = 0
         self.running: dict[str, RequestOutput] = {}
         self.aborted: list[str] = []
-        self.asked_with: list[dict[str, Any]] = []
+        self.requested_with: list[dict[str, Any]] = []
         self.fail_after: dict[int, Exception] = {}  # by the first token of a prompt
         self.end_after: dict[int, str] = {}
         self.healthy = True
@@ -201,7 +201,7 @@ class LLM:
             self.events.append(event if len(self.caches) == 1 else {**event, "attention_dp_rank": rank})
         self.next_ids[rank] += 1
 
-    def _tell(self, rank: int, changes: list[Change]) -> None:
+    def _emit(self, rank: int, changes: list[Change]) -> None:
         for change in changes:
             if change.went:
                 self._event(rank, {"type": "removed", "block_hashes": list(change.went)})
@@ -238,19 +238,19 @@ class LLM:
         cache_salt: str | None = None,
         priority: float = 0.5,
     ) -> RequestOutput:
-        self.asked_with.append({name: value for name, value in locals().items() if name != "self"})
+        self.requested_with.append({name: value for name, value in locals().items() if name != "self"})
         if not 0.0 <= priority <= 1.0:
             raise ValueError(f"priority must be a float in [0.0, 1.0], got {priority}")
         if len(inputs) > self.args.max_num_tokens:
             raise RequestError("The sum of prompt length, query length should not exceed max_num_tokens")
         assert sampling_params is not None
         self.numbers += 1
-        asked = Asked(str(self.numbers), list(inputs), sampling_params.max_tokens, salt=cache_salt or "")
-        asked.lora = lora_request.lora_name if lora_request else ""
+        requested = StandinRequest(str(self.numbers), list(inputs), sampling_params.max_tokens, salt=cache_salt or "")
+        requested.lora = lora_request.lora_name if lora_request else ""
         if scheduling_params is not None:
             assert scheduling_params.attention_dp_rank is not None and not scheduling_params.attention_dp_relax
-            asked.rank = scheduling_params.attention_dp_rank
-        result = self.running[asked.name] = RequestOutput(self, asked, sampling_params)
+            requested.rank = scheduling_params.attention_dp_rank
+        result = self.running[requested.name] = RequestOutput(self, requested, sampling_params)
         result.apart = disaggregated_params
         if disaggregated_params is not None:
             self._check_apart(disaggregated_params)
@@ -279,56 +279,56 @@ class LLM:
                 await asyncio.sleep(0.001)
 
     def _advance(self, result: RequestOutput) -> None:
-        asked = result.asked
-        cache = self.caches[asked.rank]
+        requested = result.requested
+        cache = self.caches[requested.rank]
         (output,) = result.outputs
-        if not asked.said:
-            result.cached_tokens = cache.cached_tokens(asked)
-            self._tell(asked.rank, cache.store(asked, asked.prompt))
-        elif (failure := self.fail_after.get(asked.prompt[0])) is not None:
+        if not requested.generated:
+            result.cached_tokens = cache.cached_tokens(requested)
+            self._emit(requested.rank, cache.store(requested, requested.prompt))
+        elif (failure := self.fail_after.get(requested.prompt[0])) is not None:
             result.error = failure
-            del self.running[asked.name]
+            del self.running[requested.name]
             result.news.set()
             return
         apart = result.apart
-        fetches = apart is not None and apart.request_type == "generation_only" and not asked.said
-        if fetches and apart is not None and apart.opaque_state != b"state \xff of " + bytes(asked.prompt[:1]):
+        fetches = apart is not None and apart.request_type == "generation_only" and not requested.generated
+        if fetches and apart is not None and apart.opaque_state != b"state \xff of " + bytes(requested.prompt[:1]):
             result.error = RuntimeError("KV cache transfer failed")
-            del self.running[asked.name]
+            del self.running[requested.name]
             result.news.set()
             return
-        token = next_token([*asked.prompt, *asked.said])
+        token = next_token([*requested.prompt, *requested.generated])
         if fetches and apart is not None:
             assert apart.first_gen_tokens is not None
             (token,) = apart.first_gen_tokens
-        asked.said.append(token)
+        requested.generated.append(token)
         output.token_ids.append(token)
         if result.params.logprobs is not None:
             output.logprobs.append({token: Logprob(-0.5, 1), 7: Logprob(float("-inf"), 2)})
-        if (why := self.end_after.get(asked.prompt[0])) is not None:
+        if (why := self.end_after.get(requested.prompt[0])) is not None:
             output.finish_reason = why
-        elif len(asked.said) >= asked.max_tokens:
+        elif len(requested.generated) >= requested.max_tokens:
             output.finish_reason = "length"
         if output.finish_reason is not None:
-            self._tell(asked.rank, cache.store(asked, [*asked.prompt, *asked.said[:-1]]))
+            self._emit(requested.rank, cache.store(requested, [*requested.prompt, *requested.generated[:-1]]))
             result.finished = True
             if apart is not None and apart.request_type == "context_only":
                 output.disaggregated_params = DisaggregatedParams(
                     request_type="context_only",
-                    first_gen_tokens=list(asked.said),
+                    first_gen_tokens=list(requested.generated),
                     first_gen_log_probs=list(output.logprobs) or None,
                     ctx_request_id=1 << 62,
-                    opaque_state=b"state \xff of " + bytes(asked.prompt[:1]),
+                    opaque_state=b"state \xff of " + bytes(requested.prompt[:1]),
                 )
-            result.metrics_dict = {"request_id": asked.name}
-            del self.running[asked.name]
+            result.metrics_dict = {"request_id": requested.name}
+            del self.running[requested.name]
         result.news.set()
 
     def _iterated(self, advanced: list[RequestOutput]) -> None:
         if not advanced:
             return
         for rank, cache in enumerate(self.caches):
-            running = sum(result.asked.rank == rank for result in advanced)
+            running = sum(result.requested.rank == rank for result in advanced)
             self.stats.append(
                 {
                     "iter": 1,
@@ -389,5 +389,5 @@ def install(monkeypatch: pytest.MonkeyPatch) -> type[LLM]:
     monkeypatch.delitem(sys.modules, "forebay.workers.engines.tensorrt_llm.types", raising=False)
     monkeypatch.setattr(LLM, "made", None)
     monkeypatch.setattr(LLM, "fails", None)
-    monkeypatch.setattr(MetricsCollector, "told", [])
+    monkeypatch.setattr(MetricsCollector, "reported", [])
     return LLM
