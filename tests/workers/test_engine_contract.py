@@ -1,4 +1,4 @@
-"""Contract of every engine: one suite over the stand-ins of SGLang and TensorRT-LLM, and the mock engine."""
+"""Contract of every engine: one suite over vLLM, SGLang and TensorRT-LLM with stand-ins, and the mock."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -16,6 +16,7 @@ from forebay.workers.engines.mock.engine import MockEngine
 from forebay.workers.engines.settings import EngineSettings
 from forebay.workers.engines.sglang.engine import SglangEngine
 from forebay.workers.engines.tensorrt_llm.engine import TensorRtLlmEngine
+from forebay.workers.engines.vllm.engine import VllmEngine
 from tests.engines.driven import Driven, driven
 from tests.workers.engine_setup import (
     BLOCK_SIZE,
@@ -27,7 +28,7 @@ from tests.workers.engine_setup import (
     model_directory,
     reported,
 )
-from tests.workers.standins import sglang_standin, tensorrt_llm_standin
+from tests.workers.standins import sglang_standin, tensorrt_llm_standin, vllm_standin
 
 Start = Callable[..., AbstractAsyncContextManager[Driven]]
 
@@ -40,6 +41,7 @@ def mock_engine(settings: EngineSettings) -> Engine:
 
 
 ENGINES: dict[str, tuple[Callable[[EngineSettings], Engine], dict[str, Any]]] = {
+    "vllm": (VllmEngine, {"enable_lora": True}),
     "sglang": (SglangEngine, {"enable_lora": True}),
     "tensorrt-llm": (TensorRtLlmEngine, {"lora_config": {"max_lora_rank": 8}}),
     "mock": (mock_engine, {}),
@@ -51,6 +53,7 @@ def started(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
     """Starts the engine; keyword arguments are settings."""
     sglang_standin.install(monkeypatch)
     tensorrt_llm_standin.install(monkeypatch)
+    vllm_standin.install(monkeypatch, tmp_path / "sockets")
     make, arguments = ENGINES[request.param]
     model = model_directory(tmp_path / "model")
 

@@ -1,0 +1,178 @@
+"""Stand-in for vLLM's `AsyncLLM` with the calls that the adapter makes. KV events go over real sockets."""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from forebay.events.requests import Sampling
+from forebay.events.tokens import ResponseError
+from forebay.workers.engines.loras import LoraAdapter
+from forebay.workers.engines.vllm.core import VllmCore
+from tests.workers.standins.little import Change, LittleCache, StandinRequest, next_token
+from tests.workers.standins.sglang_publisher import Publisher
+
+CONTEXT_TOKENS = 256
+
+
+class EngineDeadError(Exception):
+    """The engine core died."""
+
+
+class VLLMError(Exception):
+    """vLLM failed on a request."""
+
+
+class AsyncLLM:
+    """`AsyncLLM` that emits one token per turn of the event loop."""
+
+    def __init__(self, arguments: dict[str, Any], make_logger: Any, sockets: Path) -> None:
+        self.errored = False
+        ranks, block_size = arguments.get("data_parallel_size", 1), arguments["block_size"]
+        blocks = arguments["num_gpu_blocks_override"]
+        self.vllm_config = SimpleNamespace(
+            scheduler_config=SimpleNamespace(
+                policy="fcfs",
+                max_num_seqs=arguments["max_num_seqs"],
+                max_num_batched_tokens=arguments["max_num_batched_tokens"],
+            ),
+            model_config=SimpleNamespace(max_model_len=CONTEXT_TOKENS),
+            cache_config=SimpleNamespace(
+                num_gpu_blocks=blocks * ranks, block_size=block_size, enable_prefix_caching=True
+            ),
+            lora_config=arguments.get("enable_lora"),
+            kv_transfer_config=None,
+        )
+        self.block_size = block_size
+        self.loggers = [make_logger(None, index) for index in range(ranks)]
+        self.caches = [LittleCache(block_size, blocks - 1) for _ in range(ranks)]
+        self.running = [0] * ranks
+        self.loras: set[str] = set()
+        self.sources = {
+            index: SimpleNamespace(
+                endpoint=f"ipc://{sockets}/events{index}", replay_endpoint=f"ipc://{sockets}/replay{index}", topic=""
+            )
+            for index in range(ranks)
+        }
+        self.publishers = [Publisher(vars(source), 0) for source in self.sources.values()]
+
+    async def get_supported_tasks(self) -> tuple[str, ...]:
+        return ("generate",)
+
+    def get_kv_event_sources(self) -> dict[int, Any]:
+        return self.sources
+
+    async def generate(
+        self,
+        prompt: dict[str, Any],
+        sampling: Sampling,
+        request_id: str,
+        *,
+        lora_request: LoraAdapter | None = None,
+        priority: int = 0,
+        data_parallel_rank: int = 0,
+    ) -> AsyncIterator[Any]:
+        assert priority == 0, "the policy is fcfs"
+        lora, salt = "" if lora_request is None else lora_request.name, prompt.get("cache_salt", "")
+        assert not lora or lora in self.loras
+        tokens, rank = list(prompt["prompt_token_ids"]), data_parallel_rank
+        request = StandinRequest(request_id, tokens, sampling.max_tokens, lora, salt, rank)
+        cache = self.caches[rank]
+        request.cached = cache.cached_tokens(request)
+        self._step(rank, 1)
+        try:
+            await self._publish(rank, cache.store(request, tokens))
+            while len(request.generated) < sampling.max_tokens:
+                await asyncio.sleep(0)
+                request.generated.append(next_token([*tokens, *request.generated]))
+                is_last = len(request.generated) == sampling.max_tokens
+                if is_last:
+                    await self._publish(rank, cache.store(request, [*tokens, *request.generated[:-1]]))
+                reason = "length" if is_last else None
+                one = SimpleNamespace(token_ids=request.generated[-1:], logprobs=None, finish_reason=reason)
+                yield SimpleNamespace(outputs=[one], finished=is_last, num_cached_tokens=request.cached)
+        finally:
+            self._step(rank, -1)
+
+    async def reset_prefix_cache(self, *, reset_running_requests: bool, reset_connector: bool) -> bool:
+        assert reset_running_requests and reset_connector
+        for cache, publisher in zip(self.caches, self.publishers, strict=True):
+            cache.names.clear()
+            await publisher.publish([{"type": "AllBlocksCleared"}])
+        return True
+
+    async def add_lora(self, adapter: LoraAdapter) -> None:
+        self.loras.add(adapter.name)
+
+    async def remove_lora(self, number: int) -> None:
+        assert number
+
+    def close(self) -> None:
+        for publisher in self.publishers:
+            publisher.close()
+
+    def _step(self, rank: int, change: int) -> None:
+        self.running[rank] += change
+        usage = len(self.caches[rank].names) / self.caches[rank].blocks if self.running[rank] else 0.0
+        stats = SimpleNamespace(
+            num_running_reqs=self.running[rank],
+            num_waiting_reqs=0,
+            num_skipped_waiting_reqs=0,
+            kv_cache_usage=usage,
+        )
+        self.loggers[rank].record(stats, None)
+
+    async def _publish(self, rank: int, changes: list[Change]) -> None:
+        if changes:
+            await self.publishers[rank].publish([self._event(change) for change in changes])
+
+    def _event(self, change: Change) -> dict[str, Any]:
+        if change.went:
+            return {"type": "BlockRemoved", "block_hashes": list(change.went), "medium": "GPU", "group_idx": 0}
+        keys: list[list[str]] = [[change.lora] if change.lora else [] for _ in change.came]
+        if change.salt and change.parent is None:
+            keys[0].append(change.salt)
+        return {
+            "type": "BlockStored",
+            "block_hashes": list(change.came),
+            "parent_block_hash": change.parent,
+            "token_ids": list(change.token_ids),
+            "block_size": self.block_size,
+            "lora_id": 1 if change.lora else None,
+            "medium": "GPU",
+            "lora_name": change.lora or None,
+            "extra_keys": [one or None for one in keys],
+            "group_idx": 0,
+            "kv_cache_spec_kind": "full_attention",
+        }
+
+
+def install(monkeypatch: pytest.MonkeyPatch, sockets: Path) -> None:
+    """Make the adapter start the stand-in, with its sockets in a new directory `sockets`."""
+    sockets.mkdir()
+    started: list[AsyncLLM] = []
+
+    async def start(_: VllmCore, arguments: dict[str, Any], logger: Any, channel: AbstractContextManager[None]) -> Any:
+        with channel:
+            started.append(AsyncLLM(arguments, logger, sockets))
+        return started[-1]
+
+    async def stop(_: VllmCore) -> None:
+        while started:
+            started.pop().close()
+
+    calls = SimpleNamespace(
+        EngineDeadError=EngineDeadError,
+        VLLMError=VLLMError,
+        response_error=lambda error: ResponseError(status=400, code="invalid_request", message=str(error)),
+        sampling_params=lambda sampling, _transfer=None: sampling,
+        lora_request=lambda adapter: adapter,
+    )
+    monkeypatch.setattr(VllmCore, "start", start)
+    monkeypatch.setattr(VllmCore, "stop", stop)
+    monkeypatch.setitem(sys.modules, "forebay.workers.engines.vllm.calls", calls)
