@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import msgspec
+import openai
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
@@ -163,6 +164,14 @@ class Scene:
             for connection in list(server.server_state.connections):
                 connection.transport.abort()
             await serving
+
+    @asynccontextmanager
+    async def openai_client(self) -> AsyncIterator[openai.AsyncOpenAI]:
+        """Serve over TCP; yield a client of OpenAI's library."""
+        async with self.served() as (port, _):
+            base_url = f"http://127.0.0.1:{port}/v1"
+            async with openai.AsyncOpenAI(base_url=base_url, api_key="x", max_retries=0) as client:
+                yield client
 
     def metric(self, line: str) -> bool:
         """Return whether /metrics has a line with this prefix."""

@@ -10,7 +10,6 @@ import pytest
 
 from forebay.core.block_hashes import sequence_hashes
 from forebay.events.base import unpack_u32
-from forebay.ingress.http.server import build_server
 from forebay.transport.base import Draft
 from tests.ingress.conftest import NAME, Scene, make_scene
 from tests.system import until
@@ -330,48 +329,35 @@ async def test_a_stalled_client_is_dropped_after_the_deadline(monkeypatch: pytes
         assert scene.metric(f'dynamo_frontend_disconnected_clients{{model="{NAME}"}} 1.0')
 
 
-class TestOverTcp:
-    """With uvicorn and sockets: the OpenAI client and disconnects."""
-
-    @staticmethod
-    async def serve(scene: Scene) -> tuple[Any, "asyncio.Task[None]", int]:
-        listener, port = scene.listen()
-        server = build_server(scene.app)
-        serving = asyncio.create_task(server.serve(sockets=[listener]))
-        await until(lambda: server.started)
-        return server, serving, port
-
-    async def test_openai_client(self, scene: Scene) -> None:
-        server, serving, port = await self.serve(scene)
-        async with openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="x", max_retries=0) as client:
-            assert [model.id async for model in await client.models.list()] == [NAME]
-            pending = asyncio.create_task(
-                client.chat.completions.create(
-                    model=NAME, messages=[{"role": "user", "content": "hi"}], max_completion_tokens=4, stream=True
-                )
+async def test_openai_client(scene: Scene) -> None:
+    async with scene.openai_client() as client:
+        assert [model.id async for model in await client.models.list()] == [NAME]
+        pending = asyncio.create_task(
+            client.chat.completions.create(
+                model=NAME, messages=[{"role": "user", "content": "hi"}], max_completion_tokens=4, stream=True
             )
-            request = await scene.next_request()
-            assert request.sampling.max_tokens == 4
-            scene.emit_text(request.request_id, " good")
-            stream = await pending
-            scene.emit_text(request.request_id, " day", first=1)
-            scene.end(request.request_id)
-            output = [chunk.choices[0].delta.content or "" async for chunk in stream]
-            assert "".join(output) == " good day"
-            with pytest.raises(openai.NotFoundError):
-                await client.chat.completions.create(model="other", messages=[{"role": "user", "content": "hi"}])
-            with pytest.raises(openai.BadRequestError, match="chat template of this model does not support tools"):
-                await client.chat.completions.create(
-                    model=NAME,
-                    messages=[{"role": "user", "content": "hi"}],
-                    tools=[{"type": "function", "function": {"name": "f"}}],
-                )
-        server.should_exit = True
-        await serving
+        )
+        request = await scene.next_request()
+        assert request.sampling.max_tokens == 4
+        scene.emit_text(request.request_id, " good")
+        stream = await pending
+        scene.emit_text(request.request_id, " day", first=1)
+        scene.end(request.request_id)
+        output = [chunk.choices[0].delta.content or "" async for chunk in stream]
+        assert "".join(output) == " good day"
+        with pytest.raises(openai.NotFoundError):
+            await client.chat.completions.create(model="other", messages=[{"role": "user", "content": "hi"}])
+        with pytest.raises(openai.BadRequestError, match="chat template of this model does not support tools"):
+            await client.chat.completions.create(
+                model=NAME,
+                messages=[{"role": "user", "content": "hi"}],
+                tools=[{"type": "function", "function": {"name": "f"}}],
+            )
 
-    @pytest.mark.parametrize("stream", [True, False])
-    async def test_a_disconnect_cancels_the_request(self, scene: Scene, stream: bool) -> None:
-        server, serving, port = await self.serve(scene)
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_disconnect_cancels_the_request(scene: Scene, stream: bool) -> None:
+    async with scene.served() as (port, _):
         _, writer = await asyncio.open_connection("127.0.0.1", port)
         body = json.dumps(chat(stream=stream)).encode()
         head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
@@ -381,5 +367,3 @@ class TestOverTcp:
         assert (await scene.cancelled()).request_id == request.request_id
         await until(lambda: not len(scene.ingress.replies))
         assert scene.metric("dynamo_frontend_disconnected_clients")
-        server.should_exit = True
-        await serving

@@ -6,7 +6,6 @@ from array import array
 from typing import Any
 
 import msgspec
-import openai
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +14,6 @@ from forebay.core.state.reply_slot import apply
 from forebay.events.base import unpack_u32
 from forebay.events.requests import RequestCancelled, RequestSubmitted
 from forebay.events.tokens import Embedded, ResponseEnded, ResponseError, TokenEvent, Usage
-from forebay.ingress.http.server import build_server
 from forebay.ingress.kafka_api.request import ReplyAddress
 from forebay.ingress.kafka_api.response import PendingRequest, RecordResponse, ResponseRecord, WindowEntry
 from forebay.ingress.openai.embeddings import INPUTS_MAX, EmbeddingBody
@@ -161,11 +159,7 @@ async def test_a_failed_log_is_a_503(scene: Scene) -> None:
 
 
 async def test_openai_client_gets_vectors_and_a_disconnect_cancels(scene: Scene) -> None:
-    listener, port = scene.listen()
-    server = build_server(scene.app)
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
-    await until(lambda: server.started)
-    async with openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="x", max_retries=0) as client:
+    async with scene.openai_client() as client:
         pending = asyncio.create_task(client.embeddings.create(model=NAME, input=["one", "two"]))
         for request in await submitted(scene, 2):
             reply(scene, request.request_id, [0.5, 0.25])
@@ -176,8 +170,6 @@ async def test_openai_client_gets_vectors_and_a_disconnect_cancels(scene: Scene)
         leaving.cancel()
         assert (await scene.cancelled()).request_id == request.request_id
         await until(lambda: not len(scene.ingress.replies))
-    server.should_exit = True
-    await serving
 
 
 def folded(records: list[TokenEvent], inputs: int) -> list[ResponseRecord]:

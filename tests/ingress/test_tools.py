@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import openai
 import pytest
 
 from forebay.core.state.reply_slot import apply
@@ -15,14 +14,12 @@ from forebay.events.base import unpack_u32
 from forebay.events.codec import decode
 from forebay.events.requests import RequestSubmitted
 from forebay.events.topics import TOKENS
-from forebay.ingress.http.server import build_server
 from forebay.ingress.kafka_api.request import ReplyAddress
 from forebay.ingress.kafka_api.response import PendingRequest, RecordResponse, WindowEntry
 from forebay.ingress.model import DEFAULT_MODEL, Model
 from forebay.ingress.openai.fields import parse
 from forebay.ingress.openai.requests import ChatBody
 from tests.ingress.conftest import NAME, SLOT, Scene, make_scene
-from tests.system import until
 
 CHAT = "/v1/chat/completions"
 HELLO = {"role": "user", "content": "Hello"}
@@ -214,12 +211,8 @@ async def test_reasoning_effort_is_rejected_if_the_template_ignores_it(scene: Sc
 
 
 async def test_openai_client_streams_reasoning_and_calls(tools: Scene) -> None:
-    listener, port = tools.listen()
-    server = build_server(tools.app)
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
-    await until(lambda: server.started)
     text = f"<think>\nHm.\n</think>\nLook: {CALL}\n{CALL}"
-    async with openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="x", max_retries=0) as client:
+    async with tools.openai_client() as client:
 
         async def stream() -> Any:
             messages: Any = [HELLO]
@@ -240,8 +233,6 @@ async def test_openai_client_streams_reasoning_and_calls(tools: Scene) -> None:
         ("weather", '{"city": "Paris"}')
     ] * 2
     assert len({call.id for call in choice.message.tool_calls}) == 2
-    server.should_exit = True
-    await serving
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -278,13 +269,10 @@ def deltas(events: list[str]) -> Any:
 
 
 async def test_messages_parsed_by_the_openai_client_may_be_sent_back(tools: Scene) -> None:
-    listener, port = tools.listen()
-    server = build_server(tools.app)
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
     weather: Any = WEATHER
     strict: Any = {**weather, "function": {**weather["function"], "strict": True}}
     hello: Any = HELLO
-    async with openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="x", max_retries=0) as client:
+    async with tools.openai_client() as client:
         pending = asyncio.create_task(client.chat.completions.parse(model=NAME, messages=[hello], tools=[strict]))
         emit_text(tools, await tools.next_request(), f"Look: {CALL}")
         message: Any = (await pending).choices[0].message
@@ -295,5 +283,3 @@ async def test_messages_parsed_by_the_openai_client_may_be_sent_back(tools: Scen
         again = asyncio.create_task(back)
         emit_text(tools, await tools.next_request(), "It is sunny.")
         assert (await again).choices[0].message.content == "It is sunny."
-    server.should_exit = True
-    await serving
