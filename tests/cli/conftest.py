@@ -1,4 +1,4 @@
-"""Commands that run in this process start the processes of their simulations quickly, and leave no imports behind."""
+"""Fixtures for commands run in the test process: fast simulation processes and restored imports."""
 
 from collections.abc import Iterator
 
@@ -15,6 +15,6 @@ def _warm_pools(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _imports(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Depends on `monkeypatch` so that the current directory of the test is still the current one."""
+    """Restore imports. Requires `monkeypatch`, so that the current directory is still that of the test."""
     with imports_undone():
         yield

@@ -1,8 +1,8 @@
-"""The commands of docs/cookbook.md and what they print; `python -m tests.cli.cookbook` writes it into the page anew.
+"""The commands of docs/cookbook.md and their output. `python -m tests.cli.cookbook` updates the output on the page.
 
-A block of `sh` is run, all of a section in one folder, in order; the block of `text` that follows is what it prints.
-The files of the first section are there for the others. Blocks of `bash` are for people: they need something that is
-not in the repository, and their output is left alone.
+The `sh` blocks of a section are run in order in one folder. A `text` block after an `sh` block is its output. The files
+of the first section are available to all sections. `bash` blocks are not run, because they need something outside the
+repository, and their output is not updated.
 """
 
 import os
@@ -19,26 +19,26 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/cookbook.md"
 SECTION = re.compile(r"^## (.+)$", re.MULTILINE)
 BLOCK = re.compile(r"^```sh\n(?P<command>.*?)^```\n(?:\n```text\n(?P<output>.*?)^```\n)?", re.DOTALL | re.MULTILINE)
-COLUMNS = "110"  # what a page shows without scrolling
-COMMAND_TIMEOUT_S = 240  # the longest takes ten seconds where nothing else runs
+COLUMNS = "110"  # width of a page without scrolling
+COMMAND_TIMEOUT_S = 240  # the longest takes ten seconds on an idle machine
 
 
 class Step(NamedTuple):
-    """One block; `output` is None where the page shows none."""
+    """One command block. `output` is None if the page shows no output."""
 
     command: str
     output: str | None
 
 
 class Recipe(NamedTuple):
-    """The blocks of one section."""
+    """The command blocks of one section."""
 
     title: str
     steps: list[Step]
 
 
 def recipes(page: str) -> list[Recipe]:
-    """Those of a page that can be run."""
+    """Return the recipes of a page that can be run."""
     _, *parts = SECTION.split(page)
     found = [
         Recipe(title, [Step(block["command"], block["output"]) for block in BLOCK.finditer(text)])
@@ -49,7 +49,7 @@ def recipes(page: str) -> list[Recipe]:
 
 @contextmanager
 def folder_of(parent: Path, given: Path | None = None) -> Iterator[Path]:
-    """Where a recipe is run: with the repository's tests, as a reader stands there, and the files of `given`."""
+    """Create a folder for a recipe, with the repository's tests and the files of `given`."""
     with tempfile.TemporaryDirectory(dir=parent) as name:
         folder = Path(name)
         for path in (ROOT / "tests", *(given.iterdir() if given else ())):
@@ -59,7 +59,7 @@ def folder_of(parent: Path, given: Path | None = None) -> Iterator[Path]:
 
 
 def run(recipe: Recipe, folder: Path) -> list[str]:
-    """What each step prints on stdout, without blanks at the ends of lines."""
+    """Return the stdout of each step, without trailing blanks."""
     return [_printed(step.command, folder) for step in recipe.steps]
 
 
@@ -80,7 +80,7 @@ def _printed(command: str, folder: Path) -> str:
 
 
 def renewed(page: str) -> str:
-    """The page with what its commands print now."""
+    """Return the page with the current output of its commands."""
     first, *others = recipes(page)
     with tempfile.TemporaryDirectory() as name, folder_of(Path(name)) as given:
         for recipe in (first, *others):

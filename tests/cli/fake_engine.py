@@ -1,4 +1,4 @@
-"""An engine that takes a real one's place: it says its sizes only when it starts, and fails when told to."""
+"""Fake engine that reports its sizes when it starts and fails on request."""
 
 import msgspec
 
@@ -13,7 +13,7 @@ VOCABULARY = (100, 101, 102)
 
 
 class FakeEngine(MockEngine):
-    """`arguments`: what `fails`, and the `block_sizes` of one engine after the other."""
+    """Fake engine configured by `arguments`: the method that `fails` and the `block_sizes` of successive engines."""
 
     def __init__(self, settings: EngineSettings) -> None:
         sizes = settings.arguments.get("block_sizes", [16])

@@ -1,6 +1,6 @@
-"""`forebay` in the process of the tests, which saves the start of a process and its imports.
+"""Run `forebay` in the test process, which avoids starting a process and its imports.
 
-For tests of the output and the exit code of a command. Each command has one test that starts a process.
+Use for tests of the output and the exit code of a command. Each command has one test that starts a process.
 """
 
 import subprocess
@@ -23,7 +23,7 @@ def forebay(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @contextmanager
 def imports_undone() -> Iterator[None]:
-    """Forget the modules that were imported from the current directory, and that it was searched."""
+    """Remove modules imported from the current directory, and its entry in the search path."""
     path, modules = list(sys.path), set(sys.modules)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Invented outcomes of simulations, for what is made of them: nobody simulated anything here."""
+"""Synthetic simulation outcomes, for tests of reports and comparisons."""
 
 import random
 from collections.abc import Sequence
@@ -33,9 +33,10 @@ def run(
     mode: str = "kv",
     held: bool = False,
 ) -> SimulationRun:
-    """A run whose times are `slower` than those of another with the same numbers of requests; same arrivals and sizes.
+    """Return a run with latencies scaled by `slower`. Arrivals and sizes depend only on the number of requests.
 
-    `failed` have no answer and `again` were sent twice, by number; with `held` every fifth waited in the router.
+    Requests in `failed` have no response and requests in `again` took two attempts, by number. With `held`, every fifth
+    request waited in the router.
     """
     settings = one_pool(workers, engine_config())
     names = [f"mock-{number}" for number in range(workers)]

@@ -1,4 +1,4 @@
-"""A log may name any policy; a command imports only those that `--allow-policy` names."""
+"""Commands import only the policies named by `--allow-policy`, whatever the log names."""
 
 import asyncio
 import json
@@ -36,7 +36,7 @@ READING = [
 
 
 class Last:
-    """The policy of the recorded owner."""
+    """Policy of the recorded owner: selects the last candidate."""
 
     def decide(self, world: Any, request: Any) -> int:
         return len(world.candidates) - 1
@@ -44,7 +44,7 @@ class Last:
 
 @pytest.fixture
 def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A log whose owner ran a custom policy, in a directory with a module of the same name."""
+    """Return a log whose owner ran a custom policy, in a directory with a module of the same name."""
     (tmp_path / "marked.py").write_text(SOURCE)
     monkeypatch.chdir(tmp_path)
     write(Recorder({MODE: Last}))
@@ -68,7 +68,7 @@ def write(made: Recorder) -> None:
 
 
 @pytest.mark.parametrize("command", READING, ids=" ".join)
-def test_a_command_imports_nothing_that_only_the_log_names(log: str, command: tuple[str, ...]) -> None:
+def test_a_policy_named_only_by_the_log_is_not_imported(log: str, command: tuple[str, ...]) -> None:
     run = forebay(*(log if argument == "LOG" else argument for argument in command))
     assert run.returncode == 2
     assert f"policy {MODE}" in run.stderr
@@ -109,7 +109,7 @@ def test_rejections_by_an_owner_without_the_policy_need_no_option(log: str) -> N
         ("fastest", "--allow-policy fastest: unknown router mode 'fastest'"),
     ],
 )
-def test_an_unusable_policy_is_refused(log: str, path: str, message: str) -> None:
+def test_an_unusable_policy_is_rejected(log: str, path: str, message: str) -> None:
     run = forebay("replay", "verify", log, "--allow-policy", path)
     assert run.returncode == 2
     assert message in run.stderr

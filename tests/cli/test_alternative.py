@@ -1,4 +1,4 @@
-"""`--set`, `--policy` and `--router-policy-config`: another configuration, or one line that says what is wrong."""
+"""`--set`, `--policy` and `--router-policy-config` give an alternative configuration or a one-line error."""
 
 import re
 from pathlib import Path
@@ -13,19 +13,19 @@ from forebay.ingress.errors import Unusable
 POOL = PoolConfigured(pool="default", model="m", block_size=16, router=RouterConfig(temperature=0.5))
 
 
-def refused(*sets: str, policy: str | None = None, policy_config: Path | None = None) -> str:
+def error_line(*sets: str, policy: str | None = None, policy_config: Path | None = None) -> str:
     with pytest.raises(Unusable) as caught:
         alternative(list(sets), policy, policy_config)
     (line,) = str(caught.value).splitlines()
     return line
 
 
-def given(*sets: str) -> Alternative:
+def parse_sets(*sets: str) -> Alternative:
     return alternative(list(sets), None, None)
 
 
-def test_what_is_set_changes_and_all_else_stays() -> None:
-    changed = given(
+def test_set_changes_only_the_named_settings() -> None:
+    changed = parse_sets(
         "router.prefill_load_scale=2",
         "router.use_kv_events=false",
         "router.queue.threshold=1.5",
@@ -43,15 +43,15 @@ def test_what_is_set_changes_and_all_else_stays() -> None:
 
 
 def test_lists_and_null_are_json() -> None:
-    one = given('router.queue.classes=[{"name": "default", "quantum": 5}]', "router.queue.threshold=null")
+    one = parse_sets('router.queue.classes=[{"name": "default", "quantum": 5}]', "router.queue.threshold=null")
     assert one.of(POOL).router.queue == QueueConfig(classes=(QueueClass(quantum=5),))
 
 
-def test_a_policy_is_the_mode() -> None:
+def test_policy_sets_the_mode() -> None:
     assert alternative(None, "round-robin", None).of(POOL).router == RouterConfig(mode="round-robin", temperature=0.5)
 
 
-def test_a_policy_file_replaces_what_was_recorded_and_flags_win_over_it(tmp_path: Path) -> None:
+def test_a_policy_file_replaces_recorded_settings_and_flags_override_it(tmp_path: Path) -> None:
     file = tmp_path / "policy.yaml"
     file.write_text("mode: least-loaded\nttl_s: 7\n")
     one = alternative(["router.ttl_s=9"], None, file)
@@ -59,8 +59,8 @@ def test_a_policy_file_replaces_what_was_recorded_and_flags_win_over_it(tmp_path
     assert str(one) == f"--router-policy-config {file} --set router.ttl_s=9"
 
 
-def test_one_pool_may_be_meant() -> None:
-    one = given("a:b:router.temperature=0.1")
+def test_a_setting_can_name_a_pool() -> None:
+    one = parse_sets("a:b:router.temperature=0.1")
     other = msgspec.structs.replace(POOL, pool="a:b")
     assert one.of(POOL) == POOL
     assert one.of(other).router.temperature == 0.1
@@ -69,14 +69,14 @@ def test_one_pool_may_be_meant() -> None:
         one.require_pools([POOL])
 
 
-def test_what_changes_nothing_is_named() -> None:
-    one = given("router.temperature=0.5", "router.ttl_s=3")
+def test_settings_without_effect_are_reported() -> None:
+    one = parse_sets("router.temperature=0.5", "router.ttl_s=3")
     assert one.idle([POOL]) == ["--set router.temperature=0.5"]
     assert one.idle([POOL, msgspec.structs.replace(POOL, router=RouterConfig())]) == []
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("router.temperature", "expected PATH=VALUE"),
         ("=1", r"unknown field \(none\); fields are: router.mode, .*attempts_max"),
@@ -99,16 +99,16 @@ def test_what_changes_nothing_is_named() -> None:
         ('router.queue.classes=[{"name": "a"}]', "missing queue class"),
     ],
 )
-def test_what_cannot_be_set_is_refused(text: str, told: str) -> None:
-    line = refused(text)
+def test_unknown_and_invalid_settings_are_rejected(text: str, message: str) -> None:
+    line = error_line(text)
     assert line.startswith(f"--set {text}: ")
-    assert re.search(told, line), line
+    assert re.search(message, line), line
 
 
-def test_nothing_given_twice_given_or_unusable_is_refused(tmp_path: Path) -> None:
-    assert "no change; pass" in refused()
-    assert "set the same field" in refused("router.mode=kv", policy="kv")
-    assert refused(policy="no.such.Policy").startswith("--policy no.such.Policy: ")
+def test_missing_duplicate_and_unusable_settings_are_rejected(tmp_path: Path) -> None:
+    assert "no change; pass" in error_line()
+    assert "set the same field" in error_line("router.mode=kv", policy="kv")
+    assert error_line(policy="no.such.Policy").startswith("--policy no.such.Policy: ")
     file = tmp_path / "policy.json"
     file.write_text('{"mode": "no.such.Policy"}')
-    assert refused(policy_config=file).startswith(f"--router-policy-config {file}: ")
+    assert error_line(policy_config=file).startswith(f"--router-policy-config {file}: ")

@@ -1,4 +1,4 @@
-"""The command line as a whole: every command is listed as it describes itself, and only the one that runs is loaded."""
+"""The root command lists every command with its own help and loads only the command that runs."""
 
 import subprocess
 import sys
@@ -24,7 +24,7 @@ except SystemExit:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_command_is_listed_as_it_describes_itself(name: str) -> None:
+def test_a_command_is_listed_with_its_own_help(name: str) -> None:
     command = load(name)
     assert command.name == name
     assert command.get_short_help_str(1_000) == COMMANDS[name].help
@@ -38,7 +38,7 @@ def test_help_lists_all_commands_in_order() -> None:
     assert [line.split()[0] for line in lines] == list(COMMANDS)
 
 
-def test_a_command_that_does_not_exist_is_refused_with_the_nearest() -> None:
+def test_error_for_an_unknown_command_suggests_the_nearest() -> None:
     refused = runner.invoke(app, ["simulat"])
     assert refused.exit_code == 2
     assert "Did you mean 'simulate'?" in refused.output
@@ -46,7 +46,7 @@ def test_a_command_that_does_not_exist_is_refused_with_the_nearest() -> None:
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 @pytest.mark.parametrize("more", [[], ["--json"]])
-def test_results_that_find_no_room_end_it_in_a_line(more: list[str]) -> None:
+def test_a_full_output_device_is_reported_in_one_line(more: list[str]) -> None:
     command = [sys.executable, "-m", "forebay.cli", "workload", "show", "synthetic:requests=3", *more]
     with Path("/dev/full").open("wb") as full:
         ran = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
@@ -55,7 +55,7 @@ def test_results_that_find_no_room_end_it_in_a_line(more: list[str]) -> None:
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["simulate", "--help"]])
-def test_what_a_command_does_not_use_is_not_imported(arguments: list[str]) -> None:
+def test_a_command_imports_only_what_it_uses(arguments: list[str]) -> None:
     ran = subprocess.run([sys.executable, "-c", LISTED, *arguments], capture_output=True, text=True, check=True)
     assert CLIENTS.isdisjoint(ran.stderr.split())
 

@@ -1,4 +1,4 @@
-"""The engine of README.md as it stands there: served by `forebay up`, streamed through the OpenAI API."""
+"""The engine example of README.md, served by `forebay up` and streamed through the OpenAI API."""
 
 import ast
 import re
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.timeout(180)
 
 
 def blocks() -> tuple[str, str]:
-    """The example and the commands after it, as in README.md."""
+    """Return the example and its commands from README.md."""
     section = README.read_text().partition("## Bring your own engine")[2].partition("\n## ")[0]
     (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     (commands,) = re.findall(r"```sh\n(.*?)```", section, re.DOTALL)
@@ -34,7 +34,7 @@ def blocks() -> tuple[str, str]:
 
 @contextmanager
 def up(*options: str) -> Iterator[str]:
-    """A running `forebay up`: its address."""
+    """Run `forebay up` and yield its address."""
     port = free_ports(1)
     process = fork_server.start("up", "--port", str(port), *options)
     url = f"http://127.0.0.1:{port}"
@@ -51,9 +51,9 @@ def up(*options: str) -> Iterator[str]:
             time.sleep(0.05)
         yield url
         process.send_signal(signal.SIGTERM)
-        said = process.communicate(timeout=PATIENCE_S)[0]
-        assert process.returncode == 0, said
-        assert "Traceback" not in said
+        output = process.communicate(timeout=PATIENCE_S)[0]
+        assert process.returncode == 0, output
+        assert "Traceback" not in output
     finally:
         process.kill()
         process.wait()
@@ -61,7 +61,7 @@ def up(*options: str) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def example(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A system that serves the example."""
+    """Run a system that serves the example and yield its address."""
     code, commands = blocks()
     folder = tmp_path_factory.mktemp("example")
     named = re.search(r"forebay up --engine (\w+\.py):(\w+)", commands)
@@ -71,14 +71,14 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield url
 
 
-def test_the_example_is_short_and_is_what_the_commands_name() -> None:
+def test_the_example_is_short_and_named_by_its_commands() -> None:
     code, _ = blocks()
     lines = [line for line in code.splitlines() if line.strip()]
     assert len(lines) <= LINES_MAX
     ast.parse(code)
 
 
-def test_the_example_answers_a_stream(example: str) -> None:
+def test_the_example_streams_a_response(example: str) -> None:
     client = openai.OpenAI(base_url=f"{example}/v1", api_key="none", max_retries=0)
     stream = client.completions.create(
         model="forebay-default", prompt=PROMPT, max_tokens=40, stream=True, stream_options={"include_usage": True}
@@ -89,11 +89,11 @@ def test_the_example_answers_a_stream(example: str) -> None:
     assert {chunk.choices[0].finish_reason for chunk in chunks if chunk.choices} == {None, "length"}
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens == 40
-    # Nothing but words of the prompt; the last one may be cut by `max_tokens`.
+    # Only words of the prompt. The last word may be cut by `max_tokens`.
     assert set("".join(pieces).split()[:-1]) <= set(PROMPT.split())
 
 
-def test_the_command_of_the_example_works_as_it_stands(example: str) -> None:
+def test_the_command_of_the_example_runs_unchanged(example: str) -> None:
     _, commands = blocks()
     body = re.search(r"-d '(\{.*\})'", commands)
     assert body is not None
@@ -103,7 +103,7 @@ def test_the_command_of_the_example_works_as_it_stands(example: str) -> None:
     assert answer.text.rstrip().endswith("data: [DONE]")
 
 
-def test_what_the_example_refuses_is_the_clients_error(example: str) -> None:
+def test_requests_rejected_by_the_example_are_client_errors(example: str) -> None:
     answer = httpx.post(
         f"{example}/v1/completions", json={"model": "forebay-default", "prompt": " ", "max_tokens": 4}, timeout=30
     )
@@ -125,7 +125,7 @@ def test_what_the_example_refuses_is_the_clients_error(example: str) -> None:
         ),
     ],
 )
-def test_an_engine_that_does_not_start_ends_the_command_with_a_line(
+def test_an_engine_that_fails_to_start_ends_the_command_with_one_line(
     tmp_path: Path, text: str, target: str, why: str
 ) -> None:
     file = tmp_path / "engine.py"

@@ -1,4 +1,4 @@
-"""`forebay control` against a running `forebay up`, and against what is none."""
+"""`forebay control` against a running `forebay up` and against other servers."""
 
 import json
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(180)
 
 @pytest.fixture(autouse=True)
 def token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Send the token that `Up` demands."""
+    """Set the token that `Up` requires."""
     monkeypatch.setenv("FOREBAY_ADMIN_TOKEN", ADMIN_TOKEN)
 
 
@@ -47,8 +47,8 @@ def test_an_adapter_is_loaded_used_and_unloaded(system: tuple[Up, Path], tmp_pat
     assert completion(up, "sql").status_code == 404
     options = ["--lora", "sql", "--path", str(tmp_path), "--worker", "mock-1", "--url", up.url]
     run = process("control", "load_lora", *options)
-    told = [line.split() for line in run.stdout.splitlines()]
-    assert (run.returncode, told[1:]) == (0, [["mock-1", "default", "done", "sql"]])
+    table = [line.split() for line in run.stdout.splitlines()]
+    assert (run.returncode, table[1:]) == (0, [["mock-1", "default", "done", "sql"]])
     assert completion(up, "sql").json()["model"] == "sql"
     models = httpx.get(f"{up.url}/v1/models", timeout=30).json()["data"]
     assert [card["id"] for card in models] == ["forebay-default", "sql"]
@@ -75,7 +75,7 @@ def test_every_worker_sleeps_and_wakes_up(system: tuple[Up, Path]) -> None:
     assert completion(up, "forebay-default").status_code == 200
 
 
-def test_what_goes_nowhere_says_why(system: tuple[Up, Path]) -> None:
+def test_error_for_an_unreachable_target_gives_the_reason(system: tuple[Up, Path]) -> None:
     up, _ = system
     assert control(up, "pause", "--worker", "x")[::2] == (1, "forebay: unknown worker x\n")
     assert control(up, "pause", "--pool", "x")[::2] == (1, "forebay: the model forebay-default has no pool x\n")
@@ -86,11 +86,11 @@ def test_what_goes_nowhere_says_why(system: tuple[Up, Path]) -> None:
 
 
 def settings(text: str) -> dict[str, list[str]]:
-    """The rows of a table of settings, with its head."""
+    """Return the rows of a table of settings, including its header, by their first cell."""
     return {line.split()[0]: line.split()[1:] for line in text.splitlines()[1:]}
 
 
-def test_when_workers_are_busy_is_shown_and_changed(system: tuple[Up, Path]) -> None:
+def test_busy_thresholds_are_shown_and_changed(system: tuple[Up, Path]) -> None:
     up, _ = system
     code, out, _ = control(up, "busy_threshold", "--active-decode-blocks-threshold", "0.9")
     assert (code, out.splitlines()[0]) == (0, "model forebay-default")
@@ -104,12 +104,12 @@ def test_when_workers_are_busy_is_shown_and_changed(system: tuple[Up, Path]) -> 
     _, out, _ = control(up, "busy_threshold")
     assert settings(out)["active_decode_blocks_threshold"] == ["0.9"]
     code, out, _ = control(up, "busy_threshold", "--active-decode-blocks-threshold", "none", "--json")
-    told = json.loads(out)
+    report = json.loads(out)
     assert code == 0
-    assert [told[when]["active_decode_blocks_threshold"] for when in ("before", "now")] == [0.9, None]
+    assert [report[when]["active_decode_blocks_threshold"] for when in ("before", "now")] == [0.9, None]
 
 
-def test_there_is_no_disaggregation_where_workers_do_all_of_a_request(system: tuple[Up, Path]) -> None:
+def test_disaggregation_cannot_be_set_without_prefill_and_decode_pools(system: tuple[Up, Path]) -> None:
     up, _ = system
     for options in ((), ("--policy", "never")):
         code, out, err = control(up, "disaggregation", *options)
@@ -117,7 +117,7 @@ def test_there_is_no_disaggregation_where_workers_do_all_of_a_request(system: tu
         assert err == "forebay: forebay-default is not disaggregated: it has no decode pool\n"
 
 
-def test_disagg_is_shown_and_changed_and_what_is_wrong_changes_nothing() -> None:
+def test_disagg_is_shown_and_changed_and_invalid_changes_are_rejected() -> None:
     with running("--prefill-workers", "1", "--decode-workers", "1", "--admin-api") as up:
         code, out, _ = control(up, "disaggregation")
         assert (code, out.splitlines()[0]) == (0, "model forebay-default, pool decode")
@@ -134,7 +134,7 @@ def test_disagg_is_shown_and_changed_and_what_is_wrong_changes_nothing() -> None
             "prefill_busy_threshold": ["1.0", "none"],
             "enforce": ["false", "true"],
         }
-        for option, wrong, says in (
+        for option, wrong, message in (
             ("policy", "sometimes", "policy: Input should be 'always', 'never', 'classic'"),
             ("max-local-prefill-length", "abc", "max_local_prefill_length: Input should be a valid integer"),
             ("max-prefill-queue-size", "0", "max_prefill_queue_size: Input should be greater than or equal to 1"),
@@ -142,13 +142,15 @@ def test_disagg_is_shown_and_changed_and_what_is_wrong_changes_nothing() -> None
         ):
             code, out, err = control(up, "disaggregation", f"--{option}", wrong)
             assert (code, out, len(err.splitlines())) == (2, "", 1)
-            assert err.startswith(f"forebay: {says}")
+            assert err.startswith(f"forebay: {message}")
         code, out, _ = control(up, "disaggregation", "--no-enforce", "--json")
-        told = json.loads(out)
-        assert (told["before"]["policy"], told["before"]["enforce"]) == ("classic", True), "nothing else changed it"
-        assert told["now"] == {**told["before"], "enforce": False}
+        report = json.loads(out)
+        assert (report["before"]["policy"], report["before"]["enforce"]) == ("classic", True), (
+            "the invalid changes had no effect"
+        )
+        assert report["now"] == {**report["before"], "enforce": False}
         assert httpx.get(f"{up.url}/disaggregation", headers=ADMIN, timeout=30).json() == {
-            "disaggregation": [told["now"]]
+            "disaggregation": [report["now"]]
         }
 
 
@@ -164,11 +166,11 @@ def test_the_log_of_commands_verifies(system: tuple[Up, Path], tmp_path: Path) -
     assert verified(log)["decisions"]
 
 
-def test_by_default_an_ingress_takes_no_commands() -> None:
+def test_the_admin_api_is_disabled_by_default() -> None:
     with running("--workers", "1") as up:
         answers = [control(up, name) for name in ("pause", "disaggregation", "busy_threshold")]
-    said = "forebay: the admin API is disabled; start the ingress with --admin-api and a token\n"
-    assert [(code, err) for code, _, err in answers] == [(1, said)] * 3
+    message = "forebay: the admin API is disabled; start the ingress with --admin-api and a token\n"
+    assert [(code, err) for code, _, err in answers] == [(1, message)] * 3
 
 
 def test_commands_need_the_token_of_the_ingress(
@@ -193,7 +195,7 @@ def test_commands_need_the_token_of_the_ingress(
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         (("--admin-api",), "--admin-api requires a token; set FOREBAY_ADMIN_TOKEN or use --admin-token-file FILE"),
         (("--admin-token-file", "x"), "--admin-token-file requires --admin-api"),
@@ -203,16 +205,16 @@ def test_commands_need_the_token_of_the_ingress(
     ],
 )
 @pytest.mark.parametrize("command", ["up", "ingress"])
-def test_an_ingress_does_not_start_without_what_it_needs(
-    command: str, options: tuple[str, ...], says: str, monkeypatch: pytest.MonkeyPatch
+def test_an_ingress_with_an_incomplete_admin_configuration_does_not_start(
+    command: str, options: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("FOREBAY_ADMIN_TOKEN")
     run = forebay(command, "--port", str(free_ports(1)), *options)
     assert (run.returncode, len(run.stderr.splitlines())) == (2, 1)
-    assert run.stderr.startswith(f"forebay: {says}")
+    assert run.stderr.startswith(f"forebay: {message}")
 
 
-def test_who_does_not_answer_is_named() -> None:
+def test_error_names_an_unreachable_ingress() -> None:
     url = f"http://127.0.0.1:{free_ports(1)}"
     run = forebay("control", "pause", "--url", url)
     assert run.returncode == 2
@@ -220,8 +222,8 @@ def test_who_does_not_answer_is_named() -> None:
     assert "does not respond" in forebay("control", "pause", "--url", "nonsense").stderr
 
 
-class Other(BaseHTTPRequestHandler):
-    """A server that is no ingress."""
+class OtherServer(BaseHTTPRequestHandler):
+    """HTTP server other than an ingress."""
 
     def do_GET(self) -> None:
         self.do_POST()
@@ -235,12 +237,12 @@ class Other(BaseHTTPRequestHandler):
         pass
 
 
-def test_a_server_that_is_no_ingress_is_named() -> None:
-    server = HTTPServer(("127.0.0.1", free_ports(1)), Other)
+def test_error_names_a_server_other_than_an_ingress() -> None:
+    server = HTTPServer(("127.0.0.1", free_ports(1)), OtherServer)
     Thread(target=server.serve_forever, daemon=True).start()
     url = f"http://127.0.0.1:{server.server_port}"
     runs = [forebay("control", name, "--url", url) for name in ("pause", "disaggregation")]
     server.shutdown()
     server.server_close()
-    said = f"forebay: {url} is not an ingress (unexpected response, HTTP 200); check --url\n"
-    assert [(run.returncode, run.stderr) for run in runs] == [(2, said)] * 2
+    message = f"forebay: {url} is not an ingress (unexpected response, HTTP 200); check --url\n"
+    assert [(run.returncode, run.stderr) for run in runs] == [(2, message)] * 2

@@ -1,4 +1,4 @@
-"""What a recording tells of each engine: requests by the rank that had them, clocks, and what is left out."""
+"""Engine runs extracted from a recording: requests by rank, clocks and exclusions."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ from tests.replay.recorded import MemoryLog
 from tests.replay.recorder import Recorder, fleet, report_progress, stored
 
 
-async def told(made: Recorder, pool: str = "") -> EngineRuns:
+async def extract_runs(made: Recorder, pool: str = "") -> EngineRuns:
     made.seal()
     log = await made.log()
     try:
@@ -25,23 +25,27 @@ async def told(made: Recorder, pool: str = "") -> EngineRuns:
         log.close()
 
 
-def served(made: Recorder, name: str, first_after_us: int, gap_us: int, *, late_us: int = 30, **asked: Any) -> int:
-    """A request, its first token and its third and last one; the owner hears of each later. When it was sent."""
-    made("requests", request(name, PROMPTS[0], **asked))
+def record_request(made: Recorder, name: str, ttft_us: int, gap_us: int, *, late_us: int = 30, **options: Any) -> int:
+    """Record a request, its first token and its third and last token, each reported `late_us` later.
+
+    Returns:
+        The time at which the request was dispatched.
+    """
+    made("requests", request(name, PROMPTS[0], **options))
     sent_us = made.now_us
     for kind, at_us, more in (
-        (FirstTokenEmitted, sent_us + first_after_us, {"cached_tokens": BLOCK}),
-        (RequestFinished, sent_us + first_after_us + 2 * gap_us, {"finish_reason": "length", "output_tokens": 3}),
+        (FirstTokenEmitted, sent_us + ttft_us, {"cached_tokens": BLOCK}),
+        (RequestFinished, sent_us + ttft_us + 2 * gap_us, {"finish_reason": "length", "output_tokens": 3}),
     ):
         event = report_progress(made, name, kind, at_us=at_us, **more)
         made("progress", event, after_us=at_us + late_us - made.now_us)
     return sent_us
 
 
-async def test_times_are_the_workers_where_its_clock_is_the_owners() -> None:
+async def test_worker_times_are_used_if_the_clocks_agree() -> None:
     made = fleet("a")
-    sent_us = served(made, "r", 1_000, 200)
-    runs = await told(made)
+    sent_us = record_request(made, "r", 1_000, 200)
+    runs = await extract_runs(made)
     ((one,), engine) = ([one for run in runs.runs for one in run.requests], runs.runs[0])
     assert (one.routed_us, one.first_us, one.last_us) == (sent_us, sent_us + 1_000, sent_us + 1_400)
     assert (one.prompt_tokens, one.output_tokens, one.cached_tokens, one.left_out) == (
@@ -52,7 +56,7 @@ async def test_times_are_the_workers_where_its_clock_is_the_owners() -> None:
 
 
 @pytest.mark.parametrize("late_us", [-1, 100_000])
-async def test_times_are_the_owners_where_another_clock_cannot_be_right(late_us: int) -> None:
+async def test_owner_times_are_used_if_the_clocks_contradict(late_us: int) -> None:
     made = fleet("a")
     made("requests", request("r", PROMPTS[0]))
     sent_us = made.now_us
@@ -60,17 +64,17 @@ async def test_times_are_the_owners_where_another_clock_cannot_be_right(late_us:
     made("progress", early, after_us=500)
     done = report_progress(made, "r", RequestFinished, finish_reason="stop", output_tokens=2, at_us=sent_us + 600)
     made("progress", done, after_us=200)
-    runs = await told(made)
+    runs = await extract_runs(made)
     (one,) = runs.runs[0].requests
     assert runs.clocks_differ
     assert (one.first_us, one.last_us) == (sent_us + 500, sent_us + 700)
 
 
-async def test_what_has_no_times_to_compare_says_why() -> None:
+async def test_excluded_requests_have_a_reason() -> None:
     made = Recorder()
     made("control", pool())
     made("fleet", joined("a", tasks=("generate", "embed")))
-    served(made, "fine", 10, 10)
+    record_request(made, "fine", 10, 10)
     made("requests", request("long", PROMPTS[0]))
     made("requests", request("embedded", task="embed"))
     made("progress", report_progress(made, "embedded", RequestFinished, finish_reason="stop"))
@@ -81,15 +85,15 @@ async def test_what_has_no_times_to_compare_says_why() -> None:
     made("progress", report_progress(made, "stopped", RequestFinished, finish_reason="cancelled", output_tokens=1))
     made("requests", request("failed"))
     made("progress", report_progress(made, "failed", RequestFailed, error="broken"))
-    found = (await told(made)).runs[0].requests
+    found = (await extract_runs(made)).runs[0].requests
     reasons = ["", UNFINISHED, NOT_GENERATED, STOPPED, STOPPED, STOPPED]
     assert [one.left_out for one in found] == reasons
     assert found[3].stopped_us == cancelled_us
     assert [bool(one.stopped_us) for one in found] == [False, False, True, True, True, True]
-    assert found[1].output_tokens == 2  # what was asked for
+    assert found[1].output_tokens == 2  # as requested
 
 
-async def test_a_worker_that_was_lost_and_came_back_is_another_engine() -> None:
+async def test_a_worker_that_rejoins_is_a_new_engine() -> None:
     made = fleet("a", "b")
     made("requests", request("r", PROMPTS[0]))
     one = made.world.requests.get("r")
@@ -106,7 +110,7 @@ async def test_a_worker_that_was_lost_and_came_back_is_another_engine() -> None:
     made("fleet", joined(first, 0))
     for name in ("s", "t"):
         made("requests", request(name, PROMPTS[2]))
-    runs = await told(made)
+    runs = await extract_runs(made)
     assert runs.lost == 1
     other = "b" if first == "a" else "a"
     assert sorted((run.name, len(run.requests)) for run in runs.runs) == sorted(
@@ -117,7 +121,7 @@ async def test_a_worker_that_was_lost_and_came_back_is_another_engine() -> None:
 
 
 class Slice(MemoryLog):
-    """A log that lost its beginning."""
+    """Log without its first records."""
 
     def __init__(self, made: Recorder, begins: dict[str, int]) -> None:
         super().__init__()
@@ -130,53 +134,53 @@ class Slice(MemoryLog):
         return self._begins.get(topic, 0)
 
 
-async def test_a_slice_begins_with_what_was_cached_on_the_device() -> None:
+async def test_a_slice_starts_with_the_blocks_cached_on_the_device() -> None:
     made = fleet("a")
-    served(made, "before", 10, 10)
+    record_request(made, "before", 10, 10)
     stored(made, "a", PROMPTS[0])
     stored(made, "a", [77], seq=2, tier="host")
     made.snapshot()
     begins = {**made.world.view, DECISIONS.name: len(made.journal) - 1}
-    served(made, "r", 10, 10)
+    record_request(made, "r", 10, 10)
     made.seal()
     (run,) = (await engine_runs(Slice(made, begins), 0, "", lambda *_: None)).runs
     assert len(run.requests) == 1
     assert sorted(run.warm) == sorted(PROMPTS[0])
-    assert list((await told(made)).runs[0].warm) == []  # all of it begins with nothing
+    assert list((await extract_runs(made)).runs[0].warm) == []  # the whole log starts with empty caches
 
 
-async def test_pools_are_chosen_where_workers_are_not_alike() -> None:
+async def test_a_pool_has_to_be_selected_if_workers_differ() -> None:
     made = fleet("a")
-    served(made, "r", 10, 10)
+    record_request(made, "r", 10, 10)
     made("fleet", joined("b", 1, kv_blocks_total=128))
     for number in range(4):
-        served(made, f"s{number}", 10, 10)
+        record_request(made, f"s{number}", 10, 10)
     with pytest.raises(
         Unusable,
         match=r"workers differ in engine or sizes; choose a pool of equal workers .*64 blocks of .*128 blocks of",
     ):
-        await told(made)
+        await extract_runs(made)
     with pytest.raises(Unusable, match="no request was routed to a worker of pool 'other'; pools are: default"):
-        await told(made, "other")
+        await extract_runs(made, "other")
 
 
-async def test_nothing_to_see() -> None:
+async def test_an_empty_log_is_rejected() -> None:
     with pytest.raises(Unusable, match=r"^no request was routed to a worker$"):
-        await told(Recorder())
+        await extract_runs(Recorder())
 
 
-async def test_sizes_that_the_engine_model_cannot_have() -> None:
+async def test_sizes_outside_the_engine_model_are_rejected() -> None:
     made = Recorder()
     made("control", pool())
     made("fleet", joined("a", 0, max_num_batched_tokens=4))
-    served(made, "r", 10, 10)
+    record_request(made, "r", 10, 10)
     with pytest.raises(Unusable, match="worker a cannot be modelled: max_num_batched_tokens"):
-        await told(made)
+        await extract_runs(made)
 
 
-async def test_another_history_is_no_history() -> None:
+async def test_a_diverging_log_is_rejected() -> None:
     made = fleet("a", "b")
-    served(made, "r", 10, 10)
+    record_request(made, "r", 10, 10)
     made.journal.pop(1)
     with pytest.raises(Unusable, match=r"history diverges at journal offset 1.*replay verify"):
-        await told(made)
+        await extract_runs(made)

@@ -1,4 +1,4 @@
-"""The choice of an engine: what is refused, what an engine gets, and a system around one that says its sizes."""
+"""Engine selection: rejected options, engine settings, and systems that use the sizes reported by an engine."""
 
 import json
 import sys
@@ -27,7 +27,7 @@ FAKE = Adapter("tests.cli.fake_engine", "FakeEngine", ())
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A real engine's place, taken."""
+    """Replace a real engine by the fake one."""
     monkeypatch.setitem(engines.ADAPTERS, "vllm", FAKE)
     CALLS.clear()
 
@@ -36,7 +36,7 @@ def choose(engine: str = "vllm", **options: Any) -> EngineChoice:
     return engine_choice(**{"engine": engine, "model": None if engine == "mock" else DEFAULT_MODEL, **options})
 
 
-def test_a_mock_engine_has_the_models_sizes_where_none_are_given() -> None:
+def test_a_mock_engine_uses_the_sizes_of_the_model_by_default() -> None:
     engine, spec = built(choose("mock", kv_blocks=99, lora=["a=b"]), "mock-0", pool="p", taints=["t"])
     assert isinstance(engine, MockEngine)
     assert spec == WorkerSpec(
@@ -76,7 +76,7 @@ def test_a_real_engine_gets_its_settings(tmp_path: Path, form: str) -> None:
 
 @pytest.mark.usefixtures("fake")
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         (
             {"engine": "llama"},
@@ -101,18 +101,18 @@ def test_a_real_engine_gets_its_settings(tmp_path: Path, form: str) -> None:
         ({"lora": ["a=.", "a=.."]}, "--lora a=..: the name a appears twice"),
     ],
 )
-def test_what_cannot_be_chosen_is_refused(
-    options: dict[str, Any], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_unusable_options_are_rejected(
+    options: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("ARGS.yaml").write_text("- a\n- b\n")
     Path("KEYS.yaml").write_text("1: a\n")
-    with pytest.raises(Unusable) as refused:
+    with pytest.raises(Unusable) as raised:
         choose(**options)
-    assert str(refused.value).startswith(says)
+    assert str(raised.value).startswith(message)
 
 
-def test_a_mock_engine_has_the_pace_and_the_sizes_of_its_profile_where_none_are_given(
+def test_a_mock_engine_uses_the_timing_and_sizes_of_its_profile_by_default(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     configs: list[EngineConfig] = []
@@ -124,35 +124,35 @@ def test_a_mock_engine_has_the_pace_and_the_sizes_of_its_profile_where_none_are_
     assert [config.timing for config in configs] == [LinearTiming(step=70.0)]
 
 
-def test_sizes_that_do_not_fit_and_a_missing_package_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inconsistent_sizes_and_a_missing_package_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Unusable, match=r"max_num_batched_tokens \(3\) must be at least max_num_seqs \(256\)"):
         built(choose("mock", max_num_batched_tokens=3), "w", pool="p")
     monkeypatch.setitem(engines.ADAPTERS, "sglang", Adapter("nowhere", "Nothing", ("no_such_package",)))
-    with pytest.raises(Unusable) as refused:
+    with pytest.raises(Unusable) as raised:
         built(choose("sglang"), "w", pool="p")
     expected = "the sglang engine requires the package no_such_package; install it with: pip install 'forebay[sglang]'"
-    assert str(refused.value) == expected
+    assert str(raised.value) == expected
 
 
 @pytest.mark.usefixtures("fake")
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         ({"fails": "start"}, "the weights are broken"),
         ({"fails": "run"}, "the engine died"),
         ({"block_sizes": [16, 32]}, "the workers have KV blocks of 16 and 32 tokens, but share one pool"),
     ],
 )
-def test_an_engine_that_fails_ends_the_system_with_a_line(arguments: dict[str, Any], says: str) -> None:
+def test_an_engine_failure_ends_the_system_with_one_line(arguments: dict[str, Any], message: str) -> None:
     command = ["up", "--port", str(free_ports(1)), "--engine", "vllm", "--model", str(DEFAULT_MODEL), "--workers", "2"]
     result = CliRunner().invoke(app, [*command, "--engine-args", json.dumps(arguments)])
     assert result.exit_code == (1 if "fails" in arguments else 2)
-    assert result.stderr == f"forebay: {says}\n"
+    assert result.stderr == f"forebay: {message}\n"
     assert CALLS.count("stop") == 2
 
 
-def test_a_system_has_the_block_size_that_its_engine_says(tmp_path: Path) -> None:
-    """One worker when none are asked for, named after its engine; its blocks are found by the ingress's hashes."""
+def test_a_system_uses_the_block_size_reported_by_its_engine(tmp_path: Path) -> None:
+    """The default is one worker, named after its engine. Its blocks match the hashes computed by the ingress."""
     program = tmp_path / "program.py"
     program.write_text(
         "import sys\n"
@@ -183,8 +183,8 @@ def test_a_system_has_the_block_size_that_its_engine_says(tmp_path: Path) -> Non
     assert "model default_model, 1 vllm worker, kv router" in output
 
 
-def test_a_missing_package_ends_the_command_with_a_line() -> None:
-    """As a user meets it who installed no engine: none is in the environment of these tests."""
+def test_a_missing_package_ends_the_command_with_one_line() -> None:
+    """The test environment has no engine installed."""
     run = forebay("worker", "--engine", "tensorrt-llm", "--model", ".")
     assert run.returncode == 2
     assert run.stderr == (
@@ -194,14 +194,14 @@ def test_a_missing_package_ends_the_command_with_a_line() -> None:
 
 
 @pytest.mark.parametrize(("role", "pool"), [("aggregated", "default"), ("prefill", "prefill"), ("decode", "decode")])
-def test_disagg_a_worker_is_in_the_pool_of_its_role_unless_told(role: Any, pool: str) -> None:
+def test_disagg_the_default_pool_of_a_worker_is_that_of_its_role(role: Any, pool: str) -> None:
     choice = playing(choose("mock"), role)
-    for told, expected in (("", pool), ("mine", "mine")):
-        _, spec = built(choice, "w", pool=told)
+    for option, expected in (("", pool), ("mine", "mine")):
+        _, spec = built(choice, "w", pool=option)
         assert (spec.role, spec.pool) == (role, expected)
 
 
-def test_disagg_a_mock_engine_is_told_how_kv_moves() -> None:
+def test_disagg_a_mock_engine_gets_the_kv_transfer_settings() -> None:
     given = {"kv_transport": "tcp", "kv_bytes_per_token": 32, "kv_checksum": True, "kv_lease_s": 5.0}
     settings = choose("mock", **given).settings
     assert {name: getattr(settings, name) for name in given} == given
@@ -210,7 +210,7 @@ def test_disagg_a_mock_engine_is_told_how_kv_moves() -> None:
 
 @pytest.mark.usefixtures("fake")
 @pytest.mark.parametrize("option", [{"kv_transport": "tcp"}, {"kv_checksum": False}, {"kv_lease_s": 3.0}])
-def test_disagg_a_real_engine_moves_its_kv_by_itself(option: dict[str, Any]) -> None:
+def test_disagg_a_real_engine_uses_its_own_kv_transfer(option: dict[str, Any]) -> None:
     flag = f"--{next(iter(option)).replace('_', '-')}"
     with pytest.raises(Unusable, match=f"{flag} requires --engine mock: vllm configures KV transfer in"):
         choose("vllm", **option)

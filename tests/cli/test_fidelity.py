@@ -22,7 +22,7 @@ from forebay.events.topics import DECISIONS
 from forebay.transport.sqlite.log import SqliteLog
 from tests.cli.test_record import at, made
 from tests.core.worlds import PROMPTS, request
-from tests.replay.mutations import replaced
+from tests.replay.mutations import replace_record
 from tests.replay.recorded import write
 from tests.replay.recorder import Recorder, fleet, report_progress
 from tests.replay.simulated import played
@@ -42,27 +42,27 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A live system with three owners, snapshots and a worker that is lost."""
+    """Return a log of a live system with three owners, snapshots and a lost worker."""
     path = tmp_path_factory.mktemp("live") / "run.db"
     asyncio.run(run(path))
     return path
 
 
-def told(*arguments: Any) -> tuple[int, str, str]:
+def run_against(*arguments: Any) -> tuple[int, str, str]:
     given = CliRunner().invoke(app, ["simulate", *map(str, arguments)])
     assert given.exception is None or isinstance(given.exception, SystemExit), given.exception
     return given.exit_code, given.stdout, given.stderr
 
 
 def found(*arguments: Any, code: int = 0) -> dict[str, Any]:
-    ended, out, err = told(*arguments, "--json")
+    ended, out, err = run_against(*arguments, "--json")
     assert ended == code, err
     result: dict[str, Any] = json.loads(out)
     return result
 
 
-def refused(*arguments: Any) -> str:
-    code, out, err = told(*arguments)
+def error_line(*arguments: Any) -> str:
+    code, out, err = run_against(*arguments)
     assert (code, out) == (2, "")
     (line,) = err.splitlines()
     return line.removeprefix("forebay: ")
@@ -74,7 +74,7 @@ def file(made: Recorder, path: Path) -> Path:
     return path
 
 
-def test_engines_of_the_simulators_own_are_simulated_without_any_error(recording: Path) -> None:
+def test_a_simulated_recording_is_reproduced_exactly(recording: Path) -> None:
     report = found("--against", recording)
     assert (report["requests"], report["workers"], report["left_out"], report["above"]) == (66, 3, {}, [])
     assert [one["name"] for one in report["simulated"]] == [AS_RECORDED, PLACED]
@@ -93,8 +93,8 @@ def test_engines_of_the_simulators_own_are_simulated_without_any_error(recording
     assert as_recorded["digest"] != placed["digest"]
 
 
-def test_a_live_systems_placements_and_reuse_are_found_again(tmp_path: Path) -> None:
-    asyncio.run(_asked_in_turn(tmp_path / "run.db"))
+def test_placements_and_reuse_of_a_live_system_are_reproduced(tmp_path: Path) -> None:
+    asyncio.run(_record_sequential_requests(tmp_path / "run.db"))
     made(tmp_path / "run.db", tmp_path / "rec")
     report = found("--against", tmp_path / "rec", "--speedup", SPEEDUP)
     assert (report["requests"], report["left_out"]) == (30, {})
@@ -102,11 +102,11 @@ def test_a_live_systems_placements_and_reuse_are_found_again(tmp_path: Path) -> 
         assert (one["compared"], one["placement"]["equal"]) == (30, 1)
         assert one["prefix_reuse"]["observed"] > 0.5
         assert one["prefix_reuse"]["error"] == one["load_max_over_mean"]["error"] == 0
-    assert set(report["hops_ms"]) == {"progress"}  # no ingress said when it submitted
+    assert set(report["hops_ms"]) == {"progress"}  # no ingress reported its submission times
 
 
-async def _asked_in_turn(path: Path) -> None:
-    """A live system under round robin; everybody waits for the one before."""
+async def _record_sequential_requests(path: Path) -> None:
+    """Record a live system with round-robin routing, where each request waits for the previous response."""
     log = SqliteLog.open(path)
     turns = PoolConfigured(pool="default", model=MODEL, block_size=BLOCK, router=RouterConfig(mode="round-robin"))
     async with System(log).started(workers=3) as system, system.owned(pool=turns) as owner:
@@ -118,8 +118,8 @@ async def _asked_in_turn(path: Path) -> None:
     log.close()
 
 
-def test_workers_come_and_go_as_recorded(live: Path) -> None:
-    code, text, _ = told("--against", live, "--speedup", SPEEDUP)
+def test_workers_join_and_leave_as_recorded(live: Path) -> None:
+    code, text, _ = run_against("--against", live, "--speedup", SPEEDUP)
     assert code == 0
     assert re.search(r"60 requests in [0-9.]+ s, 3 worker ranks", text)
     assert len(re.findall(r"observed, and simulated .*: (5\d|60) requests", text)) == 2
@@ -128,7 +128,7 @@ def test_workers_come_and_go_as_recorded(live: Path) -> None:
     assert "failed" not in text
 
 
-def test_a_recording_goes_on_from_its_snapshot(live: Path, tmp_path: Path) -> None:
+def test_a_simulation_resumes_from_the_snapshot_of_a_recording(live: Path, tmp_path: Path) -> None:
     records = journal_of(live)
     middle = next(
         one for one in records[len(records) // 2 :] if isinstance(decode(DECISIONS, one.value), SnapshotTaken)
@@ -137,7 +137,7 @@ def test_a_recording_goes_on_from_its_snapshot(live: Path, tmp_path: Path) -> No
     report = found("--against", tmp_path / "rec", "--speedup", SPEEDUP)
     assert 0 < report["requests"] < 60
     assert any("Caches start with the blocks of the index" in note for note in report["notes"])
-    # Prompts share their first blocks: who began with an empty cache would find less.
+    # Prompts share their first blocks, so a simulation with empty caches would have fewer hits.
     assert report["simulated"][1]["prefix_reuse"]["simulated"] > 0.5
 
 
@@ -155,7 +155,7 @@ def test_worker_lost_in_the_recording_is_lost_in_the_simulation(tmp_path: Path) 
         assert (one["compared"], one["failed"], one["placement"]["equal"]) == (1, 0, 1)
 
 
-def test_requests_that_history_did_not_finish_are_played_and_not_compared(tmp_path: Path) -> None:
+def test_requests_unfinished_in_history_are_simulated_and_not_compared(tmp_path: Path) -> None:
     made = fleet("a")
     for number, tokens in enumerate((5, 7, 9)):
         made("requests", request(f"r{number}", PROMPTS[0]))
@@ -164,8 +164,8 @@ def test_requests_that_history_did_not_finish_are_played_and_not_compared(tmp_pa
             (RequestFinished, {"finish_reason": "length", "output_tokens": tokens}),
         ):
             made("progress", report_progress(made, f"r{number}", kind, **fields), 10_000)
-    made("requests", request("gone", PROMPTS[1]))
-    made("requests", RequestCancelled(request_id="gone"), 30_000)
+    made("requests", request("cancelled", PROMPTS[1]))
+    made("requests", RequestCancelled(request_id="cancelled"), 30_000)
     made("requests", request("left", PROMPTS[2]))
     made("requests", request("nobody", PROMPTS[2], model="another"))
     report = found("--against", file(made, tmp_path / "run.db"))
@@ -181,13 +181,13 @@ def test_requests_that_history_did_not_finish_are_played_and_not_compared(tmp_pa
     assert report["simulated"][0]["compared"] == 3
 
 
-def test_nothing_to_compare(tmp_path: Path) -> None:
+def test_a_recording_without_requests_is_rejected(tmp_path: Path) -> None:
     made = fleet("a")
     made("requests", request("r1", PROMPTS[0]))
-    assert refused("--against", file(made, tmp_path / "run.db")).startswith("no recorded request finished")
+    assert error_line("--against", file(made, tmp_path / "run.db")).startswith("no recorded request finished")
 
 
-def test_other_policies_stand_beside_and_are_not_held_to_the_bar(recording: Path) -> None:
+def test_other_policies_are_shown_and_not_checked_against_the_limits(recording: Path) -> None:
     bar = "ttft=0,itl=0,e2e=0,reuse=0,load=0"
     report = found("--against", recording, "--policy", "round-robin", "--fail-above", bar)
     assert [one["name"] for one in report["simulated"]] == [AS_RECORDED, PLACED, "round-robin"]
@@ -196,10 +196,10 @@ def test_other_policies_stand_beside_and_are_not_held_to_the_bar(recording: Path
     assert other["prefix_reuse"]["error"] < -1
 
 
-def test_a_simulation_that_is_further_off_than_it_may_be(recording: Path) -> None:
+def test_an_error_above_the_limit_exits_1(recording: Path) -> None:
     options = ["--against", recording, "--speedup", 2]
     assert found(*options, "--fail-above", "reuse=100,load=1000")["above"] == []
-    code, out, err = told(*options, "--fail-above", "ttft=10,itl=10.5,reuse=100")
+    code, out, err = run_against(*options, "--fail-above", "ttft=10,itl=10.5,reuse=100")
     assert code == 1
     assert "observed, and simulated as recorded" in out
     assert [line.split(" is ")[0] for line in err.splitlines()] == [
@@ -215,10 +215,10 @@ def test_repeated_draws_show_random_variation(recording: Path) -> None:
     first, *others = (one["times"]["ttft_ms"]["mean"] for one in runs)
     assert first["error"] == 0
     assert all(0 < abs(one["error"]) < 10 for one in others)
-    assert "all simulated" in told("--against", recording, "--repeat", 2)[1]
+    assert "all simulated" in run_against("--against", recording, "--repeat", 2)[1]
 
 
-def test_a_history_that_its_log_does_not_tell_is_compared_with_nothing(recording: Path, tmp_path: Path) -> None:
+def test_a_diverging_log_is_not_compared(recording: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken.db"
     broken.write_bytes(recording.read_bytes())
     offset, routed = next(
@@ -227,8 +227,8 @@ def test_a_history_that_its_log_does_not_tell_is_compared_with_nothing(recording
         if isinstance(one, RequestRouted)
     )
     elsewhere = msgspec.structs.replace(routed, worker_id="elsewhere")
-    replaced(broken, DECISIONS, offset, lambda _: encode(DECISIONS, elsewhere))
-    code, out, err = told("--against", broken)
+    replace_record(broken, DECISIONS, offset, lambda _: encode(DECISIONS, elsewhere))
+    code, out, err = run_against("--against", broken)
     assert (code, out) == (1, "")
     assert f"history diverges at journal offset {offset}" in err
 
@@ -255,4 +255,4 @@ def test_options_that_conflict_with_against_are_rejected(
     broken = tmp_path / "broken.rec"
     broken.write_text("no log at all")
     places = {"REC": recording, "BROKEN": broken}
-    assert reason in refused(*(places.get(one, one) for one in given))
+    assert reason in error_line(*(places.get(one, one) for one in given))

@@ -1,4 +1,4 @@
-"""`forebay simulate --against` a recording of prefill and decode workers: both stages, and how KV moved."""
+"""`forebay simulate --against` a recording with disaggregation: both stages and KV transfers."""
 
 import asyncio
 import json
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.timeout(180)
 
 
 def recording(path: Path, policy: DisaggPolicy = "isl_bounding", transfer: Transfer = TRANSFER) -> Path:
-    """A run of two prefill and two decode workers, whose engines and links are the simulator's own."""
+    """Write a simulated run of two prefill and two decode workers."""
     rule = DisaggConfig(policy=policy, eff_isl_threshold=3_000, eff_isl_ratio_threshold=0.95)
     rows = conversations(sessions=11, turns=6, every_ms=1_000)
     run = played(rows, RouterConfig(disagg=rule), 4, 1_024, prefill=2, transfer=transfer)
@@ -40,8 +40,8 @@ def recording(path: Path, policy: DisaggPolicy = "isl_bounding", transfer: Trans
 
 
 @pytest.fixture(scope="module")
-def apart(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return recording(tmp_path_factory.mktemp("apart") / "run.db")
+def disaggregated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return recording(tmp_path_factory.mktemp("disaggregated") / "run.db")
 
 
 def served(worker: int, prefiller: int | None) -> RequestOutcome:
@@ -60,19 +60,19 @@ def test_disagg_stages_compare_requests_that_agree_on_earlier_stages() -> None:
     }
 
 
-def told(*arguments: Any, code: int = 0) -> str:
+def run_against(*arguments: Any, code: int = 0) -> str:
     run = CliRunner().invoke(app, ["simulate", "--against", *map(str, arguments)])
     assert run.exit_code == code, run.stderr
     return run.stdout + run.stderr
 
 
 def found(*arguments: Any) -> dict[str, Any]:
-    result: dict[str, Any] = json.loads(told(*arguments, "--json"))
+    result: dict[str, Any] = json.loads(run_against(*arguments, "--json"))
     return result
 
 
-def test_disagg_engines_and_links_of_the_simulators_own_are_simulated_without_any_error(apart: Path) -> None:
-    report = found(apart, *LINK)
+def test_disagg_a_simulated_recording_is_reproduced_exactly(disaggregated: Path) -> None:
+    report = found(disaggregated, *LINK)
     assert (report["requests"], report["workers"], report["left_out"]) == (66, 4, {})
     assert [one["name"] for one in report["simulated"]] == [AS_RECORDED, PLACED]
     for one in report["simulated"]:
@@ -90,8 +90,8 @@ def test_disagg_engines_and_links_of_the_simulators_own_are_simulated_without_an
         assert one["transferred_bytes"]["observed"] == one["transferred_bytes"]["simulated"] > 0
 
 
-def test_disagg_links_are_fitted_to_recorded_transfers(apart: Path, tmp_path: Path) -> None:
-    few = found(apart)["transfer"]
+def test_disagg_links_are_fitted_to_recorded_transfers(disaggregated: Path, tmp_path: Path) -> None:
+    few = found(disaggregated)["transfer"]
     assert (few["seen"], few["fitted"], few["transfer"]["kv_bytes_per_token"]) == (13, 13, 100_000)
     assert "are needed for a fit" in few["note"]
     link = Transfer(kv_bytes_per_token=1_000, kv_transfer_bandwidth=0.5, kv_transfer_latency_us=3_000)
@@ -106,8 +106,8 @@ def test_disagg_links_are_fitted_to_recorded_transfers(apart: Path, tmp_path: Pa
         assert abs(placed["times"][time]["p50"]["error"]) < 5
 
 
-def test_disagg_table_shows_placement_and_transfers(apart: Path) -> None:
-    text = " ".join(told(apart, *LINK).split())
+def test_disagg_table_shows_placement_and_transfers(disaggregated: Path) -> None:
+    text = " ".join(run_against(disaggregated, *LINK).split())
     assert "100.0% of 66 prompts were prefilled in the same pool in both" in text
     assert "100.0% of 13 prompts prefilled remotely in both used the same prefill worker" in text
     assert "transfers 700 us and 2 GB/s, 100,000 bytes per token; from 13 of 13 transfers, median error 0.0 %" in text
@@ -124,7 +124,7 @@ def test_disagg_policy_overrides_operator_settings(tmp_path: Path) -> None:
         PLACED: 0,
         "kv:disagg.policy=always": COUNT,
     }
-    # Nothing was moved in history, so nothing has a size in percent.
+    # History has no transfers, so relative errors are undefined.
     moved = runs["kv:disagg.policy=always"]["transferred_bytes"]
     assert (moved["observed"], moved["error"]) == (0, None)
 
@@ -142,16 +142,16 @@ def test_disagg_policy_overrides_operator_settings(tmp_path: Path) -> None:
 def test_disagg_options_without_effect_are_rejected(tmp_path: Path, given: tuple[str, ...], reason: str) -> None:
     run = played(conversations(sessions=2, turns=2), RouterConfig(), 2)
     asyncio.run(write(run.log, tmp_path / "run.db"))
-    assert told(tmp_path / "run.db", *given, code=2) == f"forebay: {reason}\n"
+    assert run_against(tmp_path / "run.db", *given, code=2) == f"forebay: {reason}\n"
 
 
-def test_disagg_a_live_fleet_is_simulated_as_it_decided(tmp_path: Path) -> None:
+def test_disagg_a_live_fleet_is_reproduced(tmp_path: Path) -> None:
     rule = {"policy": "classic", "max_local_prefill_length": 100}
     fleet = ("--prefill-workers", "2", "--decode-workers", "2", "--block-size", "16", "--speedup", "20")
     conditional = ("--router-conditional-disagg", "--router-conditional-disagg-config", json.dumps(rule))
     log = tmp_path / "run.db"
     with running(*fleet, *conditional, "--router-mode", "round-robin", "--log", str(log)) as up:
-        for number in range(40):  # each waits for the one before, so that nothing is a matter of time
+        for number in range(40):  # each waits for the previous response, so that timing has no influence
             token_ids = [(number * 7_919 + place) % 1_000 for place in range(40 + 20 * (number % 9))]
             body = {"model": "forebay-default", "prompt": token_ids, "max_tokens": 4, "ignore_eos": True}
             assert httpx.post(f"{up.url}/v1/completions", json=body, timeout=60).status_code == httpx.codes.OK

@@ -1,4 +1,4 @@
-"""`forebay fit` as a user runs it."""
+"""The `forebay fit` command."""
 
 import asyncio
 from importlib.util import find_spec
@@ -40,13 +40,13 @@ def test_a_recording_becomes_a_profile(tmp_path: Path) -> None:
     assert profile.timing.step + profile.timing.decode_step == pytest.approx(3500, rel=0.1)
     assert profile.sizes == EngineSizes(block_size=BLOCK, blocks=16_384, max_num_seqs=256, max_num_batched_tokens=8192)
     assert (profile.name, profile.source) == ("mock, fitted", "fitted to run.db")
-    for told in ("TTFT p50 / p90 of", "ITL p50 / p90 of", "on 2 ranks of mock", "(prefill_token)"):
-        assert told in result.stderr
-        assert told in out.read_text()
-    assert "the workers' clocks contradict the owner's clock" in result.stderr  # nobody's: they say no times
+    for text in ("TTFT p50 / p90 of", "ITL p50 / p90 of", "on 2 ranks of mock", "(prefill_token)"):
+        assert text in result.stderr
+        assert text in out.read_text()
+    assert "the workers' clocks contradict the owner's clock" in result.stderr  # no worker reported times
 
 
-def test_a_profile_on_stdout_is_a_file(tmp_path: Path) -> None:
+def test_a_profile_on_stdout_can_be_loaded(tmp_path: Path) -> None:
     log = recording(tmp_path / "run.db", conversations(5, 8))
     result = invoke(log)
     assert result.exit_code == 0, result.output
@@ -55,20 +55,20 @@ def test_a_profile_on_stdout_is_a_file(tmp_path: Path) -> None:
     assert load_profile(str(path)).sizes.block_size == BLOCK
 
 
-def test_too_few_requests(tmp_path: Path) -> None:
+def test_too_few_requests_are_rejected(tmp_path: Path) -> None:
     result = invoke(recording(tmp_path / "run.db", conversations(2, 3)))
     assert result.exit_code == 2
     assert "forebay: only 6 requests can be compared; at least 20 are needed" in result.stderr
 
 
-def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
+def test_an_unwritable_output_is_rejected(tmp_path: Path) -> None:
     log = recording(tmp_path / "run.db", conversations(5, 8))
     result = invoke(log, "-o", tmp_path / "none" / "engine.toml")
     assert result.exit_code == 2
     assert "engine.toml: No such file or directory" in result.stderr
 
 
-def test_a_profile_does_not_take_the_place_of_its_recording(tmp_path: Path) -> None:
+def test_the_output_cannot_overwrite_the_recording(tmp_path: Path) -> None:
     log = recording(tmp_path / "run.db", conversations(5, 8))
     before = log.read_bytes()
     (tmp_path / "same.db").symlink_to(log)
@@ -78,13 +78,13 @@ def test_a_profile_does_not_take_the_place_of_its_recording(tmp_path: Path) -> N
         assert f"{out}: --out names the recording itself" in result.stderr
 
 
-def test_no_recording(tmp_path: Path) -> None:
+def test_a_missing_recording_is_rejected(tmp_path: Path) -> None:
     result = invoke(tmp_path / "none.db")
     assert result.exit_code == 2
     assert "none.db" in result.stderr
 
 
-def test_without_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_extra_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fit_command, "find_spec", lambda name: None if name == "scipy" else find_spec(name))
     result = invoke(tmp_path / "run.db")
     assert result.exit_code == 2

@@ -1,4 +1,4 @@
-"""`forebay index dump` against the index it prints, on a log that is being written."""
+"""`forebay index dump` prints the prefix index, including that of a log being written."""
 
 import asyncio
 from pathlib import Path
@@ -20,12 +20,12 @@ from tests.cli.up import forebay as process
 from tests.system import BLOCK, System, submitted, until, until_ended
 
 PROMPT = list(range(4 * BLOCK))
-ON_DISK = list(range(1, 9_001))  # more than one line takes
+ON_DISK = list(range(1, 9_001))  # too many for one line
 TIERS: tuple[Tier, ...] = get_args(Tier)
 
 
 async def write(path: Path, *, dump_while_it_runs: bool = False) -> tuple[PrefixIndex, str]:
-    """A system with two workers that have something cached: its index, and what was printed meanwhile."""
+    """Write a log of two workers with cached blocks. Return its index and the dump made while it was written."""
     log = SqliteLog.open(path)
     printed = ""
     async with System(log).started(workers=2) as system:
@@ -41,7 +41,7 @@ async def write(path: Path, *, dump_while_it_runs: bool = False) -> tuple[Prefix
             )
             log.append_soon([Draft(KV_EVENTS.name, 0, encode(KV_EVENTS, stored))])
             await until(lambda: owner.world.index.blocks_held("w0", 0, "disk") == len(ON_DISK))
-            system.send(submitted("b", PROMPT))  # the journal's end is where it was decided
+            system.send(submitted("b", PROMPT))  # its decision ends the journal
             await until_ended(system, "b")
             await until(lambda: not len(owner.world.requests))
             if dump_while_it_runs:
@@ -56,7 +56,7 @@ def first(epoch: int) -> BlocksStored:
 
 
 def applied(lines: str, like: PrefixIndex) -> PrefixIndex:
-    """An index with the holders of `like` and what the lines say, through our own codec."""
+    """Return an index with the workers of `like` and the events of `lines`."""
     index = PrefixIndex()
     events = [msgspec.json.decode(line, type=AnyKvEvent) for line in lines.splitlines()]
     epochs = {(event.worker_id, event.rank): event.worker_epoch for event in events}
@@ -86,7 +86,7 @@ def test_the_printed_events_give_the_same_index(tmp_path: Path, *, while_it_runs
         assert copy.overlaps(query) == index.overlaps(query) != {}
 
 
-def test_one_worker_and_one_that_is_not_there(tmp_path: Path) -> None:
+def test_one_worker_can_be_selected_and_an_unknown_one_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "log.db"
     index, _ = asyncio.run(write(path))
     run = forebay("index", "dump", str(path), "--worker", "w0")
@@ -98,7 +98,7 @@ def test_one_worker_and_one_that_is_not_there(tmp_path: Path) -> None:
     assert (run.returncode, "unknown worker nobody; workers are: w0, w1" in run.stderr) == (2, True)
 
 
-def test_a_log_or_kafka_and_not_both(tmp_path: Path) -> None:
+def test_a_log_and_kafka_are_exclusive(tmp_path: Path) -> None:
     for arguments in ([], [str(tmp_path / "log.db"), "--kafka", "127.0.0.1:1"]):
         run = forebay("index", "dump", *arguments)
         assert (run.returncode, "expected either a log file or --kafka" in run.stderr) == (2, True)

@@ -1,4 +1,4 @@
-"""The address at which other workers fetch KV: what is told, what is found where nothing is, and what cannot be."""
+"""The address at which other workers fetch KV: `--kv-host`, its default, and rejected values."""
 
 import socket
 from typing import Any
@@ -26,7 +26,7 @@ def no_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
 
 
-def chosen(role: str = "decode", engine: str = "mock", **options: Any) -> EngineChoice:
+def choose(role: str = "decode", engine: str = "mock", **options: Any) -> EngineChoice:
     return engine_choice(engine=engine, model=DEFAULT_MODEL if engine != "mock" else None, role=role, **options)
 
 
@@ -36,13 +36,13 @@ def kv_of(choice: EngineChoice) -> KvSettings:
     return engine._kv_settings
 
 
-def test_a_name_is_a_number_to_others() -> None:
+def test_a_host_name_is_resolved() -> None:
     assert own_address("127.0.0.1") == own_address("2130706433") == "127.0.0.1"
     assert own_address("localhost") in ("127.0.0.1", "::1")
 
 
 @pytest.mark.parametrize(
-    ("host", "says"),
+    ("host", "message"),
     [
         ("nobody.invalid", "cannot resolve the name"),
         ("", "cannot resolve the name"),
@@ -55,59 +55,59 @@ def test_a_name_is_a_number_to_others() -> None:
         (NOBODYS, f"{NOBODYS} is not an address of this machine"),
     ],
 )
-def test_what_others_cannot_reach_is_refused(host: str, says: str) -> None:
-    with pytest.raises(Unusable) as refused:
-        reached_at(chosen(), host, LOCAL_KAFKA)
-    assert str(refused.value).startswith(f"--kv-host {host}: {says}")
+def test_unreachable_addresses_are_rejected(host: str, message: str) -> None:
+    with pytest.raises(Unusable) as raised:
+        reached_at(choose(), host, LOCAL_KAFKA)
+    assert str(raised.value).startswith(f"--kv-host {host}: {message}")
 
 
-def test_it_is_an_error_of_usage() -> None:
+def test_an_invalid_address_is_a_usage_error() -> None:
     done = forebay("worker", "--role", "prefill", "--kv-host", "0.0.0.0", "--kafka", "127.0.0.1:1")
     assert done.returncode == 2
     assert "--kv-host 0.0.0.0: 0.0.0.0 is a wildcard" in done.stderr
 
 
-def test_where_nothing_is_told_it_is_the_address_on_the_way_to_kafka() -> None:
-    assert reached_at(chosen(), None, f"{NOWHERE},{LOCAL_KAFKA}").settings.near_host == "127.0.0.1"
+def test_the_default_is_the_local_address_of_the_route_to_kafka() -> None:
+    assert reached_at(choose(), None, f"{NOWHERE},{LOCAL_KAFKA}").settings.near_host == "127.0.0.1"
     with socket.create_server(("127.0.0.2", 0)) as server, socket.create_connection(server.getsockname()) as connection:
         towards = f"127.0.0.2:{server.getsockname()[1]}"
         assert address_towards([towards]) == connection.getsockname()[0], "as a server sees who connects"
     for bad in (NOWHERE, "127.0.0.1", "127.0.0.1:kafka"):
         with pytest.raises(Unusable, match=f"--kafka {bad}: {bad}: "):
-            reached_at(chosen(), None, bad)
-    assert reached_at(chosen("aggregated"), None, NOWHERE) == chosen("aggregated"), "nobody fetches from it"
+            reached_at(choose(), None, bad)
+    assert reached_at(choose("aggregated"), None, NOWHERE) == choose("aggregated"), "nobody fetches from it"
 
 
-def test_plain_sockets_are_where_is_told_or_found() -> None:
-    choice = chosen(kv_transport="tcp")
+def test_the_tcp_transfer_uses_the_given_or_default_address() -> None:
+    choice = choose(kv_transport="tcp")
     assert kv_of(choice).at == "127.0.0.1"
     assert kv_of(reached_at(choice, "127.0.0.3", LOCAL_KAFKA)).at == "127.0.0.3"
 
 
-def test_nixl_is_on_the_interface_of_what_is_told_and_chooses_where_nothing_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    choice = chosen()
+def test_nixl_uses_the_interface_of_the_given_address_or_chooses_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    choice = choose()
     assert kv_of(reached_at(choice, None, LOCAL_KAFKA)).at == ""
-    told = reached_at(choice, "127.0.0.1", LOCAL_KAFKA)
-    assert kv_of(told).at == interface_of("127.0.0.1")
+    given = reached_at(choice, "127.0.0.1", LOCAL_KAFKA)
+    assert kv_of(given).at == interface_of("127.0.0.1")
     with pytest.raises(Unusable, match=r"--kv-host: 127.0.0.3 is not the first IPv4 address of any interface"):
         kv_of(reached_at(choice, "127.0.0.3", LOCAL_KAFKA))
     monkeypatch.setenv("UCX_NET_DEVICES", "mlx5_0:1")
-    assert kv_of(told).at == "", "UCX was told by its own name for it"
+    assert kv_of(given).at == "", "the UCX setting of the environment applies"
 
 
 @pytest.mark.parametrize(("role", "engine"), [("aggregated", "mock"), ("encode", "mock"), ("decode", "sglang")])
-def test_where_nothing_is_fetched_it_is_refused(role: str, engine: str) -> None:
+def test_kv_host_is_rejected_without_kv_transfer(role: str, engine: str) -> None:
     with pytest.raises(Unusable, match="--kv-host requires --role prefill or decode and --engine mock or vllm"):
-        reached_at(chosen(role, engine), "127.0.0.1", LOCAL_KAFKA)
+        reached_at(choose(role, engine), "127.0.0.1", LOCAL_KAFKA)
 
 
-def test_a_real_engine_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_real_engine_gets_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(engines.ADAPTERS, "vllm", FAKE)
-    engine: Any = built(reached_at(chosen("prefill", "vllm"), "127.0.0.3", LOCAL_KAFKA), "w", pool="")[0]
+    engine: Any = built(reached_at(choose("prefill", "vllm"), "127.0.0.3", LOCAL_KAFKA), "w", pool="")[0]
     assert engine.settings.kv_host == "127.0.0.3"
 
 
-async def test_what_is_offered_by_plain_sockets_names_the_address() -> None:
+async def test_descriptors_of_the_tcp_transfer_contain_the_address() -> None:
     pytest.importorskip("numpy", reason="numpy is not installed")
     options: Any = {"name": "p@1", "blocks": 1, "block_bytes": 16, "on_free": lambda *_: None}
     for at, host in (("", b"127.0.0.1"), ("127.0.0.3", b"127.0.0.3")):

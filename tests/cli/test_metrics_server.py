@@ -17,7 +17,7 @@ def registry() -> CollectorRegistry:
     return made
 
 
-def test_probes_stand_beside_the_metrics(capfd: pytest.CaptureFixture[str]) -> None:
+def test_probes_are_served_with_the_metrics(capfd: pytest.CaptureFixture[str]) -> None:
     port, is_ready = free_ports(1), [False]
     probes = {"/ready": lambda: (is_ready[0], "created"), "/live": lambda: (True, "running")}
     with (
@@ -43,7 +43,7 @@ def test_without_probes_and_without_a_port() -> None:
         pass
 
 
-def test_a_port_that_is_taken_is_refused() -> None:
+def test_a_port_in_use_is_rejected() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         serving = metrics_served("127.0.0.1", port, registry())

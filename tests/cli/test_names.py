@@ -1,4 +1,4 @@
-"""Names that cannot be used end a command with one line and exit code 2, before anything is connected to."""
+"""Invalid names end a command with one line and exit code 2 before it connects."""
 
 from pathlib import Path
 
@@ -31,7 +31,7 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize(("command", "option", "name"), OPTIONS)
-def test_an_option_refuses_a_name_that_cannot_be_used(command: str, option: str, name: str) -> None:
+def test_an_option_rejects_an_invalid_name(command: str, option: str, name: str) -> None:
     nobody = ["--kafka", "127.0.0.1:1"] if command != "up" else []
     arguments = [command, *(["create"] if command == "topics" else []), *nobody, option, name]
     run = forebay(*arguments)
@@ -42,7 +42,7 @@ def test_an_option_refuses_a_name_that_cannot_be_used(command: str, option: str,
     assert "cannot be used: " in line
 
 
-def test_a_model_directory_whose_name_is_no_model_name_is_refused(tmp_path: Path) -> None:
+def test_a_model_directory_with_an_invalid_model_name_is_rejected(tmp_path: Path) -> None:
     directory = tmp_path / "a\nb"
     directory.mkdir()
     run = forebay("up", "--model", str(directory))

@@ -1,4 +1,4 @@
-"""More requests than the workers can run: each is answered or refused in time, and none hangs."""
+"""Under overload each request is answered or rejected in time."""
 
 import asyncio
 from collections import Counter
@@ -31,7 +31,7 @@ def metric(up: Up, name: str) -> float:
     return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
 
 
-def test_every_request_is_answered_or_refused_with_a_time_to_come_back() -> None:
+def test_every_request_is_answered_or_rejected_with_retry_after() -> None:
     limits = ("--max-num-seqs", "1", "--router-queue-depth", "1", "--router-queue-timeout-secs", "5")
     with running("--workers", "1", "--speedup", "1", *limits) as up:
         answers = asyncio.run(offer(up))

@@ -1,4 +1,4 @@
-"""`forebay produce` without a broker: what its lines become, how answers are put together, what it says of faults."""
+"""`forebay produce` without a broker: request encoding, response assembly and errors."""
 
 import socket
 from pathlib import Path
@@ -21,26 +21,26 @@ def piece(index: int, *, last: bool = False, status: int = 200) -> dict[str, str
     return {"index": str(index), "last": "1" if last else "0", "status": str(status)}
 
 
-def test_a_line_is_a_record_named_by_run_and_number() -> None:
+def test_a_line_becomes_a_record_with_an_id_of_run_and_number() -> None:
     run = ProduceRun("run")
-    asked = run.encode_request(7, CHAT)
-    assert (asked.request_id, asked.path, asked.body) == ("run-7", CHAT_PATH, CHAT)
+    request = run.encode_request(7, CHAT)
+    assert (request.request_id, request.path, request.body) == ("run-7", CHAT_PATH, CHAT)
 
 
-def test_a_prompt_goes_to_the_endpoint_for_texts() -> None:
+def test_a_prompt_uses_the_completions_endpoint() -> None:
     assert ProduceRun().encode_request(1, b'{"model":"m","prompt":"once"}').path == TEXT_PATH
 
 
-def test_a_line_may_name_its_request() -> None:
-    asked = ProduceRun().encode_request(1, b'{"request_id":"mine","model":"m","prompt":"once"}')
-    assert asked.request_id == "mine"
-    assert msgspec.json.decode(asked.body) == {"model": "m", "prompt": "once"}
+def test_a_line_can_set_its_request_id() -> None:
+    request = ProduceRun().encode_request(1, b'{"request_id":"mine","model":"m","prompt":"once"}')
+    assert request.request_id == "mine"
+    assert msgspec.json.decode(request.body) == {"model": "m", "prompt": "once"}
 
 
 @pytest.mark.parametrize("line", [b"{no json", b"[1]", b'"request_id"', b"\xff", b"[" * 100_000])
 def test_an_invalid_line_gets_an_error_response(line: bytes) -> None:
-    asked = ProduceRun("run").encode_request(1, line)
-    assert (asked.request_id, asked.body) == ("run-1", line)
+    request = ProduceRun("run").encode_request(1, line)
+    assert (request.request_id, request.body) == ("run-1", line)
 
 
 @pytest.mark.parametrize("name", ['"two words"', "7", "null", '""'])
@@ -49,14 +49,14 @@ def test_invalid_request_id_is_reported_with_its_line(name: str) -> None:
         ProduceRun().encode_request(3, b'{"request_id":%s}' % name.encode())
 
 
-def test_an_id_is_used_once() -> None:
+def test_a_duplicate_id_is_rejected() -> None:
     run = ProduceRun()
     run.encode_request(1, b'{"request_id":"mine"}')
     with pytest.raises(LineUnusable, match="line 2: duplicate request_id 'mine'"):
         run.encode_request(2, b'{"request_id":"mine"}')
 
 
-def test_complete_response_is_a_body() -> None:
+def test_a_complete_response_is_returned_as_body() -> None:
     run = ProduceRun("run")
     run.encode_request(1, CHAT)
     answer = run.add_record("run-1", piece(0, last=True), b'{"a":1}')
@@ -64,7 +64,7 @@ def test_complete_response_is_a_body() -> None:
     assert (run.errors, run.waiting) == (0, set())
 
 
-def test_a_stream_is_its_chunks_each_once_also_when_it_is_given_again() -> None:
+def test_redelivered_chunks_of_a_stream_are_dropped() -> None:
     run = ProduceRun("run")
     run.encode_request(1, CHAT)
     assert run.add_record("run-1", piece(0), b"0") is None
@@ -76,7 +76,7 @@ def test_a_stream_is_its_chunks_each_once_also_when_it_is_given_again() -> None:
     assert run.add_record("run-1", piece(2, last=True), b"2") is None
 
 
-def test_answers_to_others_are_not_ours() -> None:
+def test_responses_to_other_requests_are_ignored() -> None:
     assert ProduceRun().add_record("theirs", piece(0, last=True), b"{}") is None
 
 
@@ -96,7 +96,7 @@ def test_missing_file_is_reported(tmp_path: Path) -> None:
 def test_unreachable_kafka_is_reported(tmp_path: Path) -> None:
     lines = tmp_path / "lines.jsonl"
     lines.write_bytes(CHAT)
-    with socket.socket() as taken:  # bound, but nobody listens
+    with socket.socket() as taken:  # bound but not listening
         taken.bind(("127.0.0.1", 0))
         result = CliRunner().invoke(app, [str(lines), "--kafka", f"127.0.0.1:{taken.getsockname()[1]}"])
     assert result.exit_code == 2

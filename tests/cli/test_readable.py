@@ -1,4 +1,4 @@
-"""Records as people read them: whatever stands on a topic can be shown as JSON."""
+"""Every record of every topic can be shown as JSON."""
 
 import json
 from pathlib import Path
@@ -25,6 +25,6 @@ def test_every_event_can_be_shown(path: Path) -> None:
     assert "event" in shown(path)
 
 
-def test_what_tells_nobody_anything_is_shown_as_its_size() -> None:
+def test_binary_fields_are_shown_as_their_size() -> None:
     event = shown(SAMPLES / "progress.prefill_finished" / "full.json")["event"]
     assert event["prefilled"]["descriptor"].endswith(" bytes")

@@ -1,4 +1,4 @@
-"""`forebay record` as a user runs it: what it prints, what it refuses, and beside a log that is being written."""
+"""The `forebay record` command: output, errors, and recording a log that is being written."""
 
 import asyncio
 import functools
@@ -36,7 +36,7 @@ US = 1_000_000
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with three owners, snapshots and a lost worker."""
+    """Return a log of a run with three owners, snapshots and a lost worker."""
     path = tmp_path_factory.mktemp("source") / "run.db"
     asyncio.run(run(path))
     return path
@@ -44,20 +44,20 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def joined(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two groups in one log."""
+    """Return a log with two groups."""
     folder = tmp_path_factory.mktemp("joined")
-    asyncio.run(run(folder / "other.db", lives=2, requests=8))
+    asyncio.run(run(folder / "other.db", owners=2, requests=8))
     asyncio.run(join(source, folder / "other.db", folder / "both.db"))
     return folder / "both.db"
 
 
 def invoke(*arguments: str | Path) -> Result:
-    """The command in this process."""
+    """Run the command in this process."""
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 def made(*arguments: str | Path) -> dict[str, Any]:
-    """What a recording that succeeds says, as JSON."""
+    """Make a recording that succeeds and return its JSON output."""
     result = invoke("record", "--json", *arguments)
     assert result.exit_code == 0, result.output
     fields: dict[str, Any] = json.loads(result.stdout)
@@ -67,8 +67,8 @@ def made(*arguments: str | Path) -> dict[str, Any]:
     return fields
 
 
-def refused(*arguments: str | Path, code: int = 2) -> str:
-    """The one line with which the command ends."""
+def error_line(*arguments: str | Path, code: int = 2) -> str:
+    """Run a command that fails and return its error line."""
     result = invoke("record", *arguments)
     assert (result.exit_code, result.stdout) == (code, ""), result.output
     (line,) = result.stderr.splitlines()
@@ -76,11 +76,11 @@ def refused(*arguments: str | Path, code: int = 2) -> str:
 
 
 def at(us: int) -> str:
-    """A time as an option."""
+    """Return a time as an option value."""
     return datetime.fromtimestamp(us / US, UTC).isoformat()
 
 
-def test_a_whole_log(source: Path, tmp_path: Path) -> None:
+def test_a_whole_log_is_recorded(source: Path, tmp_path: Path) -> None:
     result = invoke("record", source, tmp_path / "rec")
     assert result.exit_code == 0
     journal = journal_of(source)
@@ -92,11 +92,11 @@ def test_a_whole_log(source: Path, tmp_path: Path) -> None:
     assert re.fullmatch(r"(\d+) of \1 decisions, digest [0-9a-f]{16}", fields["verified"])
     assert re.fullmatch(rf"{tmp_path}/rec, \d\.\d MB, digest [0-9a-f]{{32}}", fields["recorded"])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rec"]
-    # What nobody had applied yet when the log ended was not recorded.
+    # Events not yet applied at the end of the log are not recorded.
     assert verified(tmp_path / "rec") == {**verified(source), "unapplied": 0}
 
 
-def test_windows(source: Path, tmp_path: Path) -> None:
+def test_windows_by_time(source: Path, tmp_path: Path) -> None:
     journal = journal_of(source)
     first, last = journal[len(journal) // 2], journal[-3]
     by_time = made("--from", at(first.at_us), "--to", at(last.at_us), source, tmp_path / "a")
@@ -112,18 +112,16 @@ def test_windows(source: Path, tmp_path: Path) -> None:
     again = made(tmp_path / "a", tmp_path / "c")
     assert again["source"] == "recording"
     assert again["groups"][0]["first"] == by_time["groups"][0]["start"] == again["groups"][0]["start"]
-    # A window that begins before all that is there would be recorded in part only.
+    # A window that starts before the log would be incomplete.
     earliest = utc(journal[again["groups"][0]["start"]].at_us)
-    text = refused("--from", "-1d", tmp_path / "a", tmp_path / "d")
+    text = error_line("--from", "-1d", tmp_path / "a", tmp_path / "d")
     assert text.startswith("the window begins too early: control partition ")
     assert f" can be recorded from {earliest} on" in text
     assert ", no decisions before offset" in text
 
 
-def test_the_last_of_a_log_is_counted_from_its_newest_decision(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An owner without requests goes on to write digests and snapshots."""
+def test_last_is_relative_to_the_newest_decision(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An idle owner keeps writing digests and snapshots."""
     monkeypatch.setattr(record, "PAGE_RECORDS", 2)
     idle = Path(shutil.copy(source, tmp_path / "idle.db"))
     offsets = [one.offset for one in journal_of(idle) if isinstance(decode(DECISIONS, one.value), AnyDecision)]
@@ -131,11 +129,11 @@ def test_the_last_of_a_log_is_counted_from_its_newest_decision(
     fields = made("--last", "30s", idle, tmp_path / "rec")
     assert fields["groups"][0]["decisions"] == len(offsets)
     later(idle, 0, 1 << 62)
-    assert "invalid append time" in refused("--last", "30s", idle, tmp_path / "again")
+    assert "invalid append time" in error_line("--last", "30s", idle, tmp_path / "again")
 
 
 def later(path: Path, first: int, by_us: int) -> None:
-    """Journal records from an offset on, appended later by so much."""
+    """Shift the times of journal records from an offset on by `by_us`."""
     with closing(sqlite3.connect(path)) as db, db:
         for row_id, at_us, value in db.execute(
             "SELECT id, at_us, value FROM decisions WHERE id >= ?", (first,)
@@ -144,7 +142,7 @@ def later(path: Path, first: int, by_us: int) -> None:
             db.execute("UPDATE decisions SET at_us = ?, checksum = ? WHERE id = ?", (at_us + by_us, sealed, row_id))
 
 
-def test_not_verified_at_once(source: Path, tmp_path: Path) -> None:
+def test_verification_can_be_skipped(source: Path, tmp_path: Path) -> None:
     result = invoke("record", "--no-verify", source, tmp_path / "rec")
     assert result.exit_code == 0
     assert f"not verified; run `forebay replay verify {tmp_path}/rec`" in result.stdout
@@ -169,37 +167,37 @@ def test_not_verified_at_once(source: Path, tmp_path: Path) -> None:
         (["--pools", "default", "--group", "nobody"], "unknown group nobody"),
     ],
 )
-def test_bad_options(source: Path, tmp_path: Path, options: list[str], text: str) -> None:
-    assert refused(*options, source, tmp_path / "rec").startswith(text.replace("SOURCE", str(source)))
+def test_invalid_options_are_rejected(source: Path, tmp_path: Path, options: list[str], text: str) -> None:
+    assert error_line(*options, source, tmp_path / "rec").startswith(text.replace("SOURCE", str(source)))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_bad_places(source: Path, tmp_path: Path) -> None:
-    assert refused(tmp_path / "rec") == "expected LOG and OUT, or OUT and --kafka"
-    assert refused("--kafka", "127.0.0.1:1", source, tmp_path / "rec") == "expected LOG and OUT, or OUT and --kafka"
-    assert "cannot be used" in refused("--kafka", "127.0.0.1:1", tmp_path / "rec")
-    assert refused(tmp_path / "none.db", tmp_path / "rec") == f"{tmp_path}/none.db: there is no such log"
-    assert "there is no directory" in refused(source, tmp_path / "deeper" / "rec")
-    assert "is a directory" in refused(source, tmp_path)
+def test_invalid_output_paths_are_rejected(source: Path, tmp_path: Path) -> None:
+    assert error_line(tmp_path / "rec") == "expected LOG and OUT, or OUT and --kafka"
+    assert error_line("--kafka", "127.0.0.1:1", source, tmp_path / "rec") == "expected LOG and OUT, or OUT and --kafka"
+    assert "cannot be used" in error_line("--kafka", "127.0.0.1:1", tmp_path / "rec")
+    assert error_line(tmp_path / "none.db", tmp_path / "rec") == f"{tmp_path}/none.db: there is no such log"
+    assert "there is no directory" in error_line(source, tmp_path / "deeper" / "rec")
+    assert "is a directory" in error_line(source, tmp_path)
     (tmp_path / "text").write_text("hello, world\n" * 99)
-    assert "is not a forebay log" in refused(tmp_path / "text", tmp_path / "rec")
+    assert "is not a forebay log" in error_line(tmp_path / "text", tmp_path / "rec")
     SqliteLog.open(tmp_path / "empty.db").close()
-    assert "journal of group 0 is empty" in refused(tmp_path / "empty.db", tmp_path / "rec")
-    assert refused(source, tmp_path / "text").endswith("text: exists already; remove it or choose another path")
-    assert refused(source, source).endswith("exists already; remove it or choose another path")
+    assert "journal of group 0 is empty" in error_line(tmp_path / "empty.db", tmp_path / "rec")
+    assert error_line(source, tmp_path / "text").endswith("text: exists already; remove it or choose another path")
+    assert error_line(source, source).endswith("exists already; remove it or choose another path")
     assert (tmp_path / "text").read_text().startswith("hello")
-    os.mkfifo(tmp_path / "pipe")  # to open it would wait for somebody to write
-    assert refused(tmp_path / "pipe", tmp_path / "rec") == f"{tmp_path}/pipe: is no plain file; choose another path"
-    assert "pipe: is no plain file" in refused(source, tmp_path / "pipe")
+    os.mkfifo(tmp_path / "pipe")  # opening it would block until a writer opens it
+    assert error_line(tmp_path / "pipe", tmp_path / "rec") == f"{tmp_path}/pipe: is no plain file; choose another path"
+    assert "pipe: is no plain file" in error_line(source, tmp_path / "pipe")
     os.mkfifo(part_of(tmp_path / "rec"))
-    assert "rec.part: is no plain file" in refused(source, tmp_path / "rec")
+    assert "rec.part: is no plain file" in error_line(source, tmp_path / "rec")
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    assert "link: exists already" in refused(source, tmp_path / "link")
+    assert "link: exists already" in error_line(source, tmp_path / "link")
     for length in (252, 300):
-        assert "cannot be looked at (File name too long)" in refused(source, tmp_path / ("x" * length))
+        assert "cannot be looked at (File name too long)" in error_line(source, tmp_path / ("x" * length))
 
 
-def test_groups_and_pools(joined: Path, tmp_path: Path) -> None:
+def test_groups_are_selected_by_group_and_pool(joined: Path, tmp_path: Path) -> None:
     both = made(joined, tmp_path / "both")
     assert [(one["name"], one["partition"], one["pools"]) for one in both["groups"]] == [
         (MODEL, 0, ["default"]),
@@ -214,7 +212,7 @@ def test_groups_and_pools(joined: Path, tmp_path: Path) -> None:
     ]
     repeated = made("--group", OTHER, "--group", MODEL, joined, tmp_path / "repeated")
     assert repeated["groups"] == both["groups"]
-    # Where there are several the other commands want to know which, and a recording knows what it holds.
+    # With several groups, the other commands need a selection. A recording lists its groups.
     assert "--group is required; " in invoke("replay", "verify", tmp_path / "both").stderr
     for name in (MODEL, OTHER):
         assert invoke("replay", "verify", "--group", name, tmp_path / "both").exit_code == 0
@@ -226,8 +224,8 @@ def test_groups_and_pools(joined: Path, tmp_path: Path) -> None:
     )
 
 
-def test_a_group_that_decided_nothing_is_left_out_and_said(joined: Path, tmp_path: Path) -> None:
-    """The other group's run began when this one's had ended."""
+def test_a_group_without_decisions_is_excluded_and_reported(joined: Path, tmp_path: Path) -> None:
+    """The run of the other group started after the end of this one."""
     newest = journal_of(joined)[-1].at_us
     result = invoke("record", "--from", at(newest + 1), joined, tmp_path / "rec")
     assert result.exit_code == 0
@@ -235,13 +233,13 @@ def test_a_group_that_decided_nothing_is_left_out_and_said(joined: Path, tmp_pat
     assert f"group      {OTHER}" in result.stdout
     assert f"group      {MODEL}" not in result.stdout
     for options in (["--group", MODEL], ["--group", MODEL, "--group", OTHER]):
-        text = refused(*options, "--from", at(newest + 1), joined, tmp_path / "named")
+        text = error_line(*options, "--from", at(newest + 1), joined, tmp_path / "named")
         assert f"group {MODEL} made no decision in the window" in text
-    text = refused("--to", "2020-01-01", joined, tmp_path / "none")
+    text = error_line("--to", "2020-01-01", joined, tmp_path / "none")
     assert text == f"no group made a decision in the window: {MODEL}, {OTHER}"
 
 
-def test_it_goes_on_where_it_ended_and_not_with_what_another_command_began(
+def test_an_interrupted_recording_is_resumed_only_by_the_same_command(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "rec"
@@ -249,7 +247,7 @@ def test_it_goes_on_where_it_ended_and_not_with_what_another_command_began(
 
     def interrupted(self: SqliteLog, *place: Any) -> Any:
         nonlocal pages
-        pages += place[3] == 9  # as many as are read at once
+        pages += place[3] == 9  # records per read
         if pages == 3:
             raise KeyboardInterrupt
         return read(self, *place)
@@ -262,12 +260,12 @@ def test_it_goes_on_where_it_ended_and_not_with_what_another_command_began(
     assert part_of(out).exists()
     assert not out.exists()
     assert "run the `forebay record` command that began it again" in invoke("replay", "verify", part_of(out)).stderr
-    assert "(last 1h, now 2h); repeat that one, or remove the file" in refused("--last", "2h", source, out)
-    assert "(last 1h, now not given)" in refused(source, out)
-    assert "(group not given, now model)" in refused("--last", "1h", "--group", MODEL, source, out)
+    assert "(last 1h, now 2h); repeat that one, or remove the file" in error_line("--last", "2h", source, out)
+    assert "(last 1h, now not given)" in error_line(source, out)
+    assert "(group not given, now model)" in error_line("--last", "1h", "--group", MODEL, source, out)
     other = tmp_path / "other.db"
     other.write_bytes(source.read_bytes())
-    assert re.search(r"\(source log \w+, now log \w+\)", refused("--last", "1h", other, out))
+    assert re.search(r"\(source log \w+, now log \w+\)", error_line("--last", "1h", other, out))
     made("--last", "1h", source, out)
     made("--last", "1h", source, tmp_path / "undisturbed")
     assert rows(out) == rows(tmp_path / "undisturbed")
@@ -293,7 +291,7 @@ def test_every_command_works_on_a_slice(source: Path, tmp_path: Path) -> None:
     assert invoke("topics", "tail", out, "tokens").exit_code == 2
 
 
-def test_a_byte_that_changed_where_no_record_is_fails_the_verification(source: Path, tmp_path: Path) -> None:
+def test_a_changed_byte_outside_of_records_fails_the_verification(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "rec"
     made("--no-verify", source, out)
     content = bytearray(out.read_bytes())
@@ -327,8 +325,8 @@ def change_cost(path: Path, offset: int) -> None:
         db.execute("UPDATE decisions SET value = ?, checksum = ? WHERE id = ?", (lie, sealed, offset))
 
 
-def test_policies_of_users_are_found_in_the_snapshot_when_control_no_longer_names_them(tmp_path: Path) -> None:
-    """A slice whose `control` is empty: what its pools route by stands in the snapshot that it begins with."""
+def test_custom_policies_are_found_in_the_snapshot_if_control_is_empty(tmp_path: Path) -> None:
+    """The policies of a slice with an empty `control` topic come from its first snapshot."""
     path = tmp_path / "run.db"
 
     async def scenario() -> None:
@@ -364,8 +362,8 @@ def has_decided(system: System, count: int) -> bool:
     return sum(isinstance(event, AnyDecision) for event in system.decisions()) == count
 
 
-def test_a_log_that_another_process_writes(tmp_path: Path) -> None:
-    """Recording beside load: each recording ends at a journal record, and holds all that was applied until then."""
+def test_a_log_can_be_recorded_while_it_is_written(tmp_path: Path) -> None:
+    """Each recording made under load ends at a journal record and contains every event applied until then."""
     path = tmp_path / "live.db"
 
     async def scenario() -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""`forebay record --anonymize` as a user runs it."""
+"""The `forebay record --anonymize` command."""
 
 import asyncio
 import json
@@ -20,7 +20,7 @@ READ_MAX = 10_000
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with owners, snapshots and a lost worker."""
+    """Return a log of a run with several owners, snapshots and a lost worker."""
     path = tmp_path_factory.mktemp("source") / "run.db"
     asyncio.run(run(path))
     return path
@@ -38,7 +38,7 @@ def requests(path: Path) -> list[RequestSubmitted]:
     return [event for event in events if isinstance(event, RequestSubmitted)]
 
 
-def test_a_log_is_recorded_without_what_its_clients_said(source: Path, tmp_path: Path) -> None:
+def test_a_log_is_recorded_without_client_content(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.rec"
     result = invoke("record", source, out, "--anonymize", "--json")
     assert result.exit_code == 0, result.output
@@ -55,25 +55,25 @@ def test_a_log_is_recorded_without_what_its_clients_said(source: Path, tmp_path:
     assert verified.exit_code == 0, verified.output
 
 
-def test_a_recording_can_be_made_anonymous_later(source: Path, tmp_path: Path) -> None:
+def test_a_recording_can_be_anonymised_later(source: Path, tmp_path: Path) -> None:
     assert invoke("record", source, tmp_path / "raw.rec").exit_code == 0
     result = invoke("record", tmp_path / "raw.rec", tmp_path / "out.rec", "--anonymize")
     assert result.exit_code == 0, result.output
     assert "anonymised prompts, texts, keys and headers removed, names and hashes masked\n" in result.stdout
-    # What is anonymous stays so, whoever records it again.
+    # An anonymised recording stays anonymised when it is recorded again.
     result = invoke("record", tmp_path / "out.rec", tmp_path / "again.rec", "--json")
     assert json.loads(result.stdout)["anonymized"] is True
 
 
-def test_a_window_is_made_anonymous(source: Path, tmp_path: Path) -> None:
+def test_a_window_is_anonymised(source: Path, tmp_path: Path) -> None:
     result = invoke("record", source, tmp_path / "out.rec", "--anonymize", "--last", "1s", "--json")
     assert result.exit_code == 0, result.output
     (report,) = json.loads(result.stdout)["verified"].values()
     assert report["verified"] == report["decisions"] > 0
 
 
-def test_several_groups_are_made_anonymous(source: Path, tmp_path: Path) -> None:
-    asyncio.run(run(tmp_path / "other.db", lives=2, requests=8))
+def test_several_groups_are_anonymised(source: Path, tmp_path: Path) -> None:
+    asyncio.run(run(tmp_path / "other.db", owners=2, requests=8))
     asyncio.run(join(source, tmp_path / "other.db", tmp_path / "both.db"))
     result = invoke("record", tmp_path / "both.db", tmp_path / "out.rec", "--anonymize", "--json")
     assert result.exit_code == 0, result.output
@@ -82,7 +82,7 @@ def test_several_groups_are_made_anonymous(source: Path, tmp_path: Path) -> None
     assert all(report["verified"] == report["decisions"] > 0 for report in reports.values())
 
 
-def test_an_anonymous_recording_is_always_verified(source: Path, tmp_path: Path) -> None:
+def test_an_anonymised_recording_is_always_verified(source: Path, tmp_path: Path) -> None:
     result = invoke("record", source, tmp_path / "out.rec", "--anonymize", "--no-verify")
     assert result.exit_code == 2
     assert result.stderr == "forebay: an anonymised recording is always verified; remove --no-verify\n"

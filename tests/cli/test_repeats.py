@@ -1,4 +1,4 @@
-"""Repeated problems are shown once and then counted, so that an outage does not bury what matters."""
+"""Repeated log records are shown once and then counted."""
 
 import io
 import logging
@@ -6,8 +6,8 @@ import logging
 from forebay.cli.common.repeats import KINDS_MAX, SUMMARY_S, CountingHandler
 
 
-class Scene:
-    """A handler on a clock that the test moves; `lines` is what it wrote."""
+class HandlerOnFakeClock:
+    """Handler with a clock set by the test. `lines` returns its output."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -24,8 +24,8 @@ class Scene:
         return self.stream.getvalue().splitlines()
 
 
-def test_an_outage_of_five_minutes_is_a_few_lines() -> None:
-    scene = Scene()
+def test_a_five_minute_outage_is_logged_in_a_few_lines() -> None:
+    scene = HandlerOnFakeClock()
     for number in range(68_000):
         scene.now_s = number * 300 / 68_000
         scene.log(f"Unable connect to node with id {number % 3}: [Errno 111]")
@@ -35,22 +35,22 @@ def test_an_outage_of_five_minutes_is_a_few_lines() -> None:
     assert sum(int(line.split("repeated ")[1].split()[0]) for line in scene.lines[1:]) == 68_000 - 1
 
 
-def test_our_own_records_are_repetitions_only_if_they_are_equal() -> None:
-    scene = Scene()
+def test_forebay_records_are_repeats_only_if_equal() -> None:
+    scene = HandlerOnFakeClock()
     for worker in (1, 2, 2):
         scene.log(f"worker w{worker} is lost", "forebay.live.owner.admission", logging.WARNING)
     assert scene.lines == ["worker w1 is lost", "worker w2 is lost"]
 
 
-def test_information_is_never_held_back() -> None:
-    scene = Scene()
+def test_info_records_are_never_suppressed() -> None:
+    scene = HandlerOnFakeClock()
     for _ in range(3):
         scene.log("assigned the control partitions [0]", "forebay.live.router.router", logging.INFO)
     assert len(scene.lines) == 3
 
 
-def test_a_problem_that_went_away_is_summarised_with_the_next_record_and_shown_when_it_comes_again() -> None:
-    scene = Scene()
+def test_an_ended_problem_is_summarised_with_the_next_record_and_shown_again_on_recurrence() -> None:
+    scene = HandlerOnFakeClock()
     scene.log("no answer")
     scene.log("no answer")
     scene.now_s = SUMMARY_S
@@ -62,8 +62,8 @@ def test_a_problem_that_went_away_is_summarised_with_the_next_record_and_shown_w
     assert scene.lines[3:] == ["all is well", "no answer"]
 
 
-def test_problems_that_are_all_different_need_bounded_memory_and_lose_no_count() -> None:
-    scene = Scene()
+def test_many_different_problems_are_counted_in_bounded_memory() -> None:
+    scene = HandlerOnFakeClock()
     for number in range(3 * KINDS_MAX):
         for _ in range(2):
             scene.log(f"record {number} is damaged", "forebay.live.owner.owner")

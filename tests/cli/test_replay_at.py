@@ -25,7 +25,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def at(*arguments: str) -> Result:
-    """In this process: starting one takes longer than all that it does."""
+    """Run the command in this process, which is faster than starting one."""
     return CliRunner().invoke(app, ["replay", "at", *arguments])
 
 
@@ -36,7 +36,7 @@ def moment(*arguments: str) -> dict[str, object]:
     return found
 
 
-def test_offset_and_time_name_the_same_moment(path: Path) -> None:
+def test_offset_and_time_select_the_same_record(path: Path) -> None:
     one = moment(str(path), "--offset", "20")
     other = moment(str(path), "--time", str(one["now_us"]))
     assert other["now_us"] == one["now_us"]
@@ -45,7 +45,7 @@ def test_offset_and_time_name_the_same_moment(path: Path) -> None:
     assert same == other
 
 
-def test_the_last_record_by_default_and_tables_for_people(path: Path) -> None:
+def test_the_default_is_the_last_record_shown_as_tables(path: Path) -> None:
     last = moment(str(path))
     run = at(str(path))
     assert run.exit_code == 0, run.stderr
@@ -75,19 +75,19 @@ def test_time_formats(path: Path) -> None:
         (["--time", "1", "--offset", "1"], "--time and --offset exclude each other; give one of them"),
     ],
 )
-def test_what_cannot_be_shown(path: Path, arguments: list[str], message: str) -> None:
+def test_invalid_offsets_and_times_are_rejected(path: Path, arguments: list[str], message: str) -> None:
     run = at(str(path), *arguments)
     assert (run.exit_code, run.stdout) == (2, "")
     assert message in run.stderr
     assert len(run.stderr.splitlines()) == 1
 
 
-def test_what_is_no_log(tmp_path: Path) -> None:
+def test_a_file_other_than_a_log_is_rejected(tmp_path: Path) -> None:
     run = forebay("replay", "at", str(tmp_path / "nothing.db"))
     assert (run.returncode, "there is no such log" in run.stderr) == (2, True)
 
 
-def test_what_a_terminal_would_obey_is_not_printed() -> None:
+def test_control_characters_are_not_printed() -> None:
     console = Console(file=io.StringIO(), width=60)
     with console.capture() as drawing:
         console.print(render_sheet(Sheet("a\x1b]0;title\x07", ("id",), {"k": ("r\x1b[2J\n",)})))

@@ -1,4 +1,4 @@
-"""`forebay replay diff`: tables, JSON and pages of a comparison, and what is said when there is none."""
+"""`forebay replay diff`: tables, JSON, report pages and errors."""
 
 import asyncio
 import json
@@ -28,7 +28,7 @@ COMMAND = ["replay", "diff"]
 
 @pytest.fixture(scope="module")
 def history() -> MemoryLog:
-    """A simulated run of conversations, whose engines the simulator can follow."""
+    """Return the log of a simulated run, which the simulator can reproduce."""
     return played(conversations(sessions=11, turns=6, every_ms=2_000), RouterConfig(), workers=3, blocks=1_024).log
 
 
@@ -52,7 +52,7 @@ def found(*arguments: Any) -> dict[str, Any]:
     return result
 
 
-def refused(*arguments: Any) -> str:
+def error_line(*arguments: Any) -> str:
     code, out, err = run_diff(*arguments)
     assert (code, out) == (2, "")
     (line,) = err.splitlines()
@@ -77,32 +77,32 @@ def test_set_without_effect_is_reported(recording: Path) -> None:
     assert "nothing to simulate" in out
 
 
-def test_closed_loop_stands_beside_what_was_recorded(recording: Path) -> None:
+def test_closed_loop_is_compared_with_the_recording(recording: Path) -> None:
     closed = found(recording, "--policy", "round-robin", "--closed-loop")["closed_loop"]
     runs = closed["runs"]
     assert list(runs) == [RECORDED, HISTORY, ALTERNATIVE]
     assert all(run["requests"] == closed["requests"] for run in runs.values())
     assert all(run["failed"] == 0 for run in runs.values())
-    # The recorded engines are the simulator's: what is left is how recently blocks were used.
+    # The recorded engines are simulated, so only the recency of blocks differs.
     error = abs(runs[RECORDED]["prefix_reuse"] - runs[HISTORY]["prefix_reuse"])
     assert 3 * error < runs[HISTORY]["prefix_reuse"] - runs[ALTERNATIVE]["prefix_reuse"]
     assert runs[HISTORY]["ttft_ms"]["p50"] == pytest.approx(runs[RECORDED]["ttft_ms"]["p50"], rel=0.2)
 
 
-def test_what_cannot_be_compared_is_refused(recording: Path, tmp_path: Path) -> None:
+def test_invalid_comparisons_are_rejected(recording: Path, tmp_path: Path) -> None:
     policy = ("--policy", "random")
-    assert "no change; pass" in refused(recording)
-    assert "unknown field" in refused(recording, "--set", "router.heat=1")
-    assert "unknown pool p; pools are: default" in refused(recording, "--set", "p:router.temperature=1")
-    assert "no such directory" in refused(recording, *policy, "--html", tmp_path / "no" / "page.html")
-    assert "unknown name" in refused(recording, *policy, "--allow", "anything")
-    assert "is not a report of this command" in refused(recording, *policy, "--html", recording)
-    assert "it needs --closed-loop" in refused(recording, *policy, "--speedup", "2")
-    assert "expected either a log file or --kafka" in refused(*policy)
-    assert str(tmp_path / "none.db") in refused(tmp_path / "none.db", *policy)
+    assert "no change; pass" in error_line(recording)
+    assert "unknown field" in error_line(recording, "--set", "router.heat=1")
+    assert "unknown pool p; pools are: default" in error_line(recording, "--set", "p:router.temperature=1")
+    assert "no such directory" in error_line(recording, *policy, "--html", tmp_path / "no" / "page.html")
+    assert "unknown name" in error_line(recording, *policy, "--allow", "anything")
+    assert "is not a report of this command" in error_line(recording, *policy, "--html", recording)
+    assert "it needs --closed-loop" in error_line(recording, *policy, "--speedup", "2")
+    assert "expected either a log file or --kafka" in error_line(*policy)
+    assert str(tmp_path / "none.db") in error_line(tmp_path / "none.db", *policy)
 
 
-def test_a_history_that_diverges_is_not_compared(history: MemoryLog, tmp_path: Path) -> None:
+def test_a_diverging_history_is_not_compared(history: MemoryLog, tmp_path: Path) -> None:
     journal = list(history.topics[DECISIONS.name])
     at = 9
     record = decode(DECISIONS, journal[at])
@@ -118,7 +118,7 @@ def test_a_history_that_diverges_is_not_compared(history: MemoryLog, tmp_path: P
     assert not page.exists()
 
 
-def test_events_that_nobody_here_knows_fail_it_unless_allowed(tmp_path: Path) -> None:
+def test_unknown_events_fail_the_comparison_unless_allowed(tmp_path: Path) -> None:
     drive = Driver().fleet("a", "b")
     drive("kv-events", None)
     drive("requests", request("r1", PROMPTS[0]))
@@ -135,7 +135,7 @@ def test_events_that_nobody_here_knows_fail_it_unless_allowed(tmp_path: Path) ->
 
 
 class Page(HTMLParser):
-    """What a page is made of: tags, attributes, and the text outside of scripts."""
+    """Parsed page: tags, attributes and the text outside of scripts."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ class Page(HTMLParser):
             self.text += data
 
 
-def test_a_page_needs_nothing_else_and_says_everything(recording: Path, tmp_path: Path) -> None:
+def test_a_page_is_self_contained_and_complete(recording: Path, tmp_path: Path) -> None:
     path = tmp_path / "page.html"
     code, _, err = run_diff(recording, "--policy", "round-robin", "--closed-loop", "--html", path)
     assert code == 0, err
@@ -178,11 +178,11 @@ def test_a_page_needs_nothing_else_and_says_everything(recording: Path, tmp_path
         assert text in page.text
 
 
-def test_what_clients_named_is_text(tmp_path: Path) -> None:
+def test_client_names_are_escaped(tmp_path: Path) -> None:
     run = played(conversations(sessions=6, turns=4), RouterConfig(), workers=2, name=HOSTILE)
     recording, path = tmp_path / "run.db", tmp_path / "page.html"
     asyncio.run(write(run.log, recording))
-    for _ in range(2):  # a page may be written again
+    for _ in range(2):  # an existing page can be overwritten
         code, out, _ = run_diff(recording, "--policy", "round-robin", "--html", path)
         assert code == 0
     assert "[bold]" in out

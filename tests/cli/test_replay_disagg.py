@@ -1,4 +1,4 @@
-"""`forebay replay` on a log of prefill and decode apart: what people are shown of its pools, stages and waits."""
+"""`forebay replay` on a log with disaggregation: pools, stages and waits."""
 
 import asyncio
 import json
@@ -15,20 +15,20 @@ from tests.core.worlds import PROMPTS, request
 from tests.replay.recorded import write
 from tests.replay.simulated import played
 from tests.replay.test_diff_disagg import history
-from tests.replay.test_explain_disagg import apart, lose, report_progress
+from tests.replay.test_explain_disagg import disaggregated, lose, report_progress
 from tests.simulate.traces import conversations
 
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A request whose KV is kept, and waits for a decode worker."""
-    made = apart("p", disagg=DisaggConfig(enforce=True))
+    """Return a log with a request whose KV is retained while it waits for a decode worker."""
+    made = disaggregated("p", disagg=DisaggConfig(enforce=True))
     made("requests", request("r", PROMPTS[0]))
     for name in "de":
         lose(made, name)
     report_progress(made, PrefillFinished)
     made.seal()
-    path = tmp_path_factory.mktemp("disagg") / "apart.db"
+    path = tmp_path_factory.mktemp("disagg") / "disaggregated.db"
     asyncio.run(made.log(path)).close()
     return path
 
@@ -39,7 +39,7 @@ def shown(*arguments: str) -> str:
     return " ".join(run.stdout.split())
 
 
-def test_disagg_pools_and_kept_kv_at_a_moment(path: Path) -> None:
+def test_disagg_pools_and_retained_kv_are_shown(path: Path) -> None:
     text = shown("at", str(path))
     assert "m, for decode, blocks of 4 tokens" in text
     assert "m, for prefill, blocks of 4 tokens" in text
@@ -47,23 +47,23 @@ def test_disagg_pools_and_kept_kv_at_a_moment(path: Path) -> None:
     assert "r waiting KV at p" in text
 
 
-def test_who_keeps_the_kv_is_shown_beside_who_fetches_it_in_disagg(tmp_path: Path) -> None:
-    made = apart("p", disagg=DisaggConfig(enforce=True))
+def test_disagg_transfers_show_the_holder_and_the_fetching_worker(tmp_path: Path) -> None:
+    made = disaggregated("p", disagg=DisaggConfig(enforce=True))
     made("requests", request("r", PROMPTS[0]))
     lose(made, "e")
     report_progress(made, PrefillFinished)
     made.seal()
-    asyncio.run(made.log(tmp_path / "apart.db")).close()
-    assert "r transfer d/0, KV at p" in shown("at", str(tmp_path / "apart.db"))
+    asyncio.run(made.log(tmp_path / "disaggregated.db")).close()
+    assert "r transfer d/0, KV at p" in shown("at", str(tmp_path / "disaggregated.db"))
 
 
-def test_disagg_says_where_the_time_to_first_token_went(tmp_path: Path) -> None:
-    made = apart("p")
+def test_disagg_parts_of_the_time_to_first_token_are_shown(tmp_path: Path) -> None:
+    made = disaggregated("p")
     made("requests", request("r", PROMPTS[0]))
     report_progress(made, PrefillFinished, after_us=18_600)
     report_progress(made, FirstTokenEmitted, after_us=9_100, transferred_bytes=34_000, transfer_us=900)
     made.seal()
-    path = tmp_path / "apart.db"
+    path = tmp_path / "disaggregated.db"
     asyncio.run(made.log(path)).close()
     text = shown("explain", str(path), "r")
     parts = "of this: prefill 18.6 ms, KV transfer 900 us, network and first decode step 8.2 ms"
@@ -80,32 +80,32 @@ def test_disagg_stages_are_explained(path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def by_hand(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A router that starts with `always`, and an operator who then says `never`."""
-    path = tmp_path_factory.mktemp("by-hand") / "apart.db"
+def operator_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a log of a router with the policy `always` that an operator changes to `never`."""
+    path = tmp_path_factory.mktemp("by-hand") / "disaggregated.db"
     asyncio.run(history("always", by_hand="never").log(path)).close()
     return path
 
 
-def test_disagg_what_is_named_wins_over_what_was_set_by_hand(by_hand: Path, tmp_path: Path) -> None:
-    named = json.loads(shown("diff", str(by_hand), "--set", "router.disagg.policy=always", "--json"))
+def test_disagg_the_alternative_overrides_operator_settings(operator_log: Path, tmp_path: Path) -> None:
+    named = json.loads(shown("diff", str(operator_log), "--set", "router.disagg.policy=always", "--json"))
     assert not named["identical"]
     assert (named["idle"], named["undone"]) == ([], ["router.disagg.policy"])
     file = tmp_path / "policy.yaml"
     file.write_text("disagg:\n  policy: always\n")
-    in_file = json.loads(shown("diff", str(by_hand), "--router-policy-config", str(file), "--json"))
+    in_file = json.loads(shown("diff", str(operator_log), "--router-policy-config", str(file), "--json"))
     assert (in_file["identical"], in_file["idle"]) == (False, [])
     file.write_text("temperature: 0.0\n")
-    other = json.loads(shown("diff", str(by_hand), "--router-policy-config", str(file), "--json"))
+    other = json.loads(shown("diff", str(operator_log), "--router-policy-config", str(file), "--json"))
     assert (other["identical"], other["undone"]) == (True, [])
-    same = json.loads(shown("diff", str(by_hand), "--set", "router.disagg.policy=never", "--json"))
+    same = json.loads(shown("diff", str(operator_log), "--set", "router.disagg.policy=never", "--json"))
     assert (same["identical"], same["undone"]) == (True, [])
     assert "An operator changed router.disagg.policy during the recording" in shown(
-        "diff", str(by_hand), "--set", "router.disagg.policy=always"
+        "diff", str(operator_log), "--set", "router.disagg.policy=always"
     )
 
 
-def test_disagg_a_closed_loop_moves_kv_as_it_was_moved(tmp_path: Path) -> None:
+def test_disagg_a_closed_loop_reproduces_kv_transfers(tmp_path: Path) -> None:
     transfer = Transfer(kv_bytes_per_token=1_000, kv_transfer_bandwidth=0.0, kv_transfer_latency_us=5_000)
     rows = conversations(sessions=11, turns=4, every_ms=1_000)
     router = RouterConfig(mode="round-robin", disagg=DisaggConfig())
@@ -116,7 +116,7 @@ def test_disagg_a_closed_loop_moves_kv_as_it_was_moved(tmp_path: Path) -> None:
     other = ("router.disagg.policy=never", "--closed-loop", "--json", "--html", str(page))
     closed = json.loads(shown(*given, *other))["closed_loop"]
     recorded, same, never = closed["runs"].values()
-    # Round robin goes on where it was, and links are fitted: the engines find the same, and take as long.
+    # Round robin continues from its state and links are fitted, so cache hits and latencies are equal.
     for figure in ("ttft_ms", "itl_ms", "e2e_ms", "prefix_reuse", "load_max_over_mean", "prefilled_remotely"):
         assert recorded[figure] == pytest.approx(same[figure]), figure
     assert recorded["transferred_bytes"] == same["transferred_bytes"] > 0
@@ -130,12 +130,12 @@ def test_disagg_a_closed_loop_moves_kv_as_it_was_moved(tmp_path: Path) -> None:
     assert "prefilled remotely, MB moved" in page.read_text()
 
 
-def test_disagg_choices_in_historys_own_state_keep_their_stage(by_hand: Path, tmp_path: Path) -> None:
+def test_disagg_selections_in_recorded_states_keep_their_stage(operator_log: Path, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     for given in ("router.disagg.policy=always", "router.disagg.max_local_prefill_length=1"):
-        report = json.loads(shown("diff", str(by_hand), "--set", given, "--json"))
+        report = json.loads(shown("diff", str(operator_log), "--set", given, "--json"))
         assert report["stages_kept"], given
-    assert not json.loads(shown("diff", str(by_hand), "--set", "router.temperature=1", "--json"))["stages_kept"]
-    text = shown("diff", str(by_hand), "--set", "router.disagg.policy=always", "--html", str(page))
+    assert not json.loads(shown("diff", str(operator_log), "--set", "router.temperature=1", "--json"))["stages_kept"]
+    text = shown("diff", str(operator_log), "--set", "router.disagg.policy=always", "--html", str(page))
     for output in (text, page.read_text()):
         assert "Each repeated decision keeps its stage" in output

@@ -24,7 +24,7 @@ from tests.core.worlds import PROMPTS, query, request
 from tests.replay.recorder import Recorder, report_progress
 
 MANY = 300  # workers
-DEEP = 1_500  # blocks of a prompt
+DEEP = 1_500  # blocks per prompt
 
 
 def forebay(*arguments: object) -> Result:
@@ -37,7 +37,7 @@ def explain(*arguments: object) -> Result:
 
 @pytest.fixture
 def log(tmp_path: Path) -> Path:
-    """Some requests of all kinds."""
+    """Return a log with requests of every kind."""
     made = Recorder()
     made.fleet("a", "b", temperature=0.5, queue=QueueConfig(threshold=0.25))
     made("requests", request("req-1", PROMPTS[0], at_us=100, routing=RoutingHints(worker_id="a", priority=3)))
@@ -62,7 +62,7 @@ def write(made: Recorder, path: Path) -> Path:
     return path
 
 
-def test_a_timeline_for_people(log: Path) -> None:
+def test_a_timeline_is_shown_as_text(log: Path) -> None:
     output = explain(log, "req-1")
     assert output.exit_code == 0, output.output
     lines = output.stdout.splitlines()
@@ -91,7 +91,7 @@ def test_queries_and_aborted_requests_are_explained(log: Path) -> None:
     assert "drawn at temperature 0.5" in explain(log, "req-3").stdout
 
 
-def test_one_json_object(log: Path) -> None:
+def test_json_output_is_one_object(log: Path) -> None:
     output = explain(log, "req-3", "--json")
     assert output.exit_code == 0
     explanation = msgspec.json.decode(output.stdout, type=Explanation)
@@ -100,7 +100,7 @@ def test_one_json_object(log: Path) -> None:
     assert json.loads(output.stdout)["routings"][0]["candidates"][0]["seen"]["worker_id"] == "a"
 
 
-def test_a_slice_of_the_log_explains_the_same(log: Path, tmp_path: Path) -> None:
+def test_explanations_from_a_slice_are_equal(log: Path, tmp_path: Path) -> None:
     out = tmp_path / "slice.db"
     assert forebay("record", log, out).exit_code == 0
     assert explain(out, "req-3").stdout == explain(log, "req-3").stdout
@@ -168,7 +168,7 @@ def test_a_large_fleet_and_a_long_prompt_stay_readable(tmp_path: Path) -> None:
     )
 
 
-def test_an_id_that_was_used_before(tmp_path: Path) -> None:
+def test_a_reused_id_is_reported(tmp_path: Path) -> None:
     made = Recorder()
     made.fleet("a")
     for number in range(2):

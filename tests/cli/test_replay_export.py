@@ -1,4 +1,4 @@
-"""`forebay replay export`: every record once, flat, with when it was applied; and views that read it."""
+"""`forebay replay export` writes every record once, flat, with its apply time, and views of the records."""
 
 import asyncio
 import base64
@@ -18,12 +18,12 @@ from forebay.events.topics import DECISIONS, KV_EVENTS
 from forebay.transport.base import Draft
 from forebay.transport.sqlite.log import SqliteLog
 from tests.replay import incident
-from tests.replay.duck import ask
+from tests.replay.duck import query_export
 
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The incident, with a record that does not decode on `progress` and a void one in the journal."""
+    """Return the incident log with an undecodable `progress` record and a stale journal record."""
     path = tmp_path_factory.mktemp("export") / "incident.db"
     asyncio.run(_record(path))
     return path
@@ -32,8 +32,8 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def _record(path: Path) -> None:
     await incident.record(path)
     log = SqliteLog.open(path)
-    void = log.records(DECISIONS.name, 0, 1, 1)[0].value
-    await log.append([Draft("progress", 0, b"\xff nothing"), Draft(DECISIONS.name, 0, void)])
+    stale = log.records(DECISIONS.name, 0, 1, 1)[0].value
+    await log.append([Draft("progress", 0, b"\xff nothing"), Draft(DECISIONS.name, 0, stale)])
     log.close()
 
 
@@ -55,7 +55,7 @@ def folder(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_every_record_of_every_topic_is_there_once(path: Path, folder: Path) -> None:
+def test_every_record_is_exported_once(path: Path, folder: Path) -> None:
     log = SqliteLog.open(path, readonly=True)
     topics: dict[str, list[tuple[int, int, int]]] = {}
     for name, partition, end in log.topics():
@@ -85,7 +85,7 @@ def test_hashes_are_hex_and_tokens_are_counted(path: Path, folder: Path, tmp_pat
     assert len(line["token_ids"]) == 120
 
 
-def test_when_it_was_applied_and_by_what(path: Path, folder: Path) -> None:
+def test_records_have_their_apply_time_and_decision(path: Path, folder: Path) -> None:
     journal = {line["log_offset"]: line for line in lines(folder, "decisions")}
     seen: dict[str, list[tuple[int, int]]] = {}
     for offset, record in journal.items():
@@ -98,9 +98,9 @@ def test_when_it_was_applied_and_by_what(path: Path, folder: Path) -> None:
         assert all(place == (None, None) for place in message[len(seen[topic]) :])
 
 
-def test_void_and_undecodable_records_say_so(folder: Path) -> None:
-    *valid, void = lines(folder, "decisions")
-    assert void["void"] is True
+def test_stale_and_undecodable_records_are_marked(folder: Path) -> None:
+    *valid, stale = lines(folder, "decisions")
+    assert stale["void"] is True
     assert not any(line["void"] for line in valid)
     (*_, broken) = lines(folder, "progress")
     assert broken["undecodable"].startswith("progress: ")
@@ -111,8 +111,8 @@ def test_void_and_undecodable_records_say_so(folder: Path) -> None:
 def test_every_view_has_every_column_of_its_events(folder: Path) -> None:
     files = sorted(folder.glob("*.ndjson"))
     views = [file.stem.replace("-", "_").replace(".", "_") for file in files]
-    described = ask(folder, *[f'DESCRIBE "{view}"' for view in views])
-    counted = ask(folder, *[f'SELECT count(*) FROM "{view}"' for view in views])
+    described = query_export(folder, *[f'DESCRIBE "{view}"' for view in views])
+    counted = query_export(folder, *[f'SELECT count(*) FROM "{view}"' for view in views])
     for file, columns, rows in zip(files, described, counted, strict=True):
         written = {name for line in lines(folder, file.stem) for name in line}
         assert written <= {column[0] for column in columns}
@@ -122,10 +122,10 @@ def test_every_view_has_every_column_of_its_events(folder: Path) -> None:
 def test_a_log_without_records_has_empty_views(tmp_path: Path) -> None:
     SqliteLog.open(tmp_path / "empty.db").close()
     assert export(tmp_path / "empty.db", tmp_path / "out").exit_code == 0
-    assert ask(tmp_path / "out", "SELECT request_id, terms.cost FROM decisions") == [[]]
+    assert query_export(tmp_path / "out", "SELECT request_id, terms.cost FROM decisions") == [[]]
 
 
-def test_what_cannot_be_exported(path: Path, tmp_path: Path) -> None:
+def test_invalid_exports_are_rejected(path: Path, tmp_path: Path) -> None:
     full = tmp_path / "full"
     full.mkdir()
     (full / "something").touch()

@@ -1,4 +1,4 @@
-"""The page of `forebay simulate --report`: what it says and holds, and what it must not do with what users name."""
+"""The page of `forebay simulate --report`: content, size limits and escaping."""
 
 import json
 import os
@@ -37,18 +37,18 @@ HOSTILE = "</script><img src=x onerror=alert(1)>[bold]\x1b[31m&amp;"
 
 
 class Page(HTMLParser):
-    """What a page says, asks for and carries."""
+    """Parsed page: texts by tag, external references and embedded data."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
         self.tags: list[str] = []
         self.attributes: dict[str, list[str]] = {}
         self.scripts: list[str] = []
-        self.said: dict[str, list[str]] = {}
+        self.texts: dict[str, list[str]] = {}
         self._open: list[str] = []
         self.feed(text)
         self.text = " ".join(
-            text for tag, texts in self.said.items() if tag not in ("script", "style") for text in texts
+            text for tag, texts in self.texts.items() if tag not in ("script", "style") for text in texts
         )
         self.data: dict[str, Any] = json.loads(zlib.decompress(b64decode(self.scripts[0])))
         self.figures: dict[str, Any] = json.loads(self.scripts[2])
@@ -69,7 +69,7 @@ class Page(HTMLParser):
     def handle_data(self, data: str) -> None:
         if self._open and self._open[-1] == "script":
             self.scripts[-1] += data
-        self.said.setdefault(self._open[-1] if self._open else "", []).append(data)
+        self.texts.setdefault(self._open[-1] if self._open else "", []).append(data)
 
 
 def made(*runs: SimulationRun, slo: Slo | None = None, **more: Any) -> Page:
@@ -81,7 +81,7 @@ def headline(*runs: SimulationRun, slo: Slo | None = None) -> str:
 
 
 def timed(name: str, *times_us: tuple[int, int, int], workers: int = 2) -> SimulationRun:
-    """A run of requests with these TTFT and E2E and so many tokens; a TTFT of 0 stands for no answer."""
+    """Return a run of requests with the given TTFT, E2E and output tokens. A TTFT of 0 means no response."""
     served = [
         RequestOutcome(number * 1_000, 100, tokens, None, failure="no room", number=number)
         if not first_us
@@ -96,7 +96,7 @@ def timed(name: str, *times_us: tuple[int, int, int], workers: int = 2) -> Simul
     return SimulationRun(name, one_pool(workers, engine_config()), RouterConfig(), outcome, summary(outcome, workers))
 
 
-def test_a_page_needs_nothing_else_and_has_all_charts() -> None:
+def test_a_page_is_self_contained_and_has_all_charts() -> None:
     found = made(
         run("kv", held=True),
         run("round-robin", slower=1.5, mode="round-robin", again=[3]),
@@ -128,7 +128,7 @@ def test_names_are_escaped() -> None:
     shown = [trace["name"] for figure in found.figures.values() for trace in figure["data"]]
     assert any("bold" in name for name in shown)
     assert not any("<" in name for name in shown)
-    assert found.data["labels"][0] == HOSTILE  # put into the page as text nodes
+    assert found.data["labels"][0] == HOSTILE  # the page inserts labels as text nodes
 
 
 def test_headline_names_the_best_and_the_second_policy() -> None:
@@ -137,7 +137,7 @@ def test_headline_names_the_best_and_the_second_policy() -> None:
     assert text.endswith("33.3% less than next.")
 
 
-def test_the_headline_claims_nothing_of_those_that_are_level() -> None:
+def test_headline_of_equal_policies_names_no_winner() -> None:
     assert "one and two are equal: mean TTFT" in headline(run("one"), run("two", slower=1.005))
     assert headline(run("one"), run("two", slower=1.005), run("far", slower=2.0)).startswith(
         "one and two are equal and have the lowest mean TTFT"
@@ -161,24 +161,24 @@ def test_headline_compares_slo_attainment() -> None:
 
 
 def test_equal_attainment_uses_the_tolerance_of_the_cards() -> None:
-    """A point apart is a lot where few are kept: 106 and 115 of 1,000 are not level, 991 and 1,000 are."""
+    """The tolerance is relative: 106 and 115 of 1,000 differ, 991 and 1,000 are equal."""
 
-    def kept(name: str, count: int) -> SimulationRun:
+    def attaining(name: str, count: int) -> SimulationRun:
         return timed(name, *[(1_000, 2_000, 2)] * count, *[(9_000, 10_000, 2)] * (1_000 - count))
 
     slo = Slo(ttft_ms=5, e2e_ms=15)
-    few = made(kept("less", 106), kept("more", 115), slo=slo)
-    assert "".join(few.said["h1"]) == (
+    few = made(attaining("less", 106), attaining("more", 115), slo=slo)
+    assert "".join(few.texts["h1"]) == (
         "more meets TTFT ≤ 5 ms, E2E ≤ 15 ms for 11.5% of all requests, less for 10.6%. "
         "No run meets all objectives for most requests; TTFT is missed most often, met for 11.5% under more."
     )
     assert few.attributes["class"].count("best") > 0
-    text = headline(kept("less", 106), kept("more", 115), slo=Slo(ttft_ms=5))
+    text = headline(attaining("less", 106), attaining("more", 115), slo=Slo(ttft_ms=5))
     assert text.endswith(", less for 10.6%. No run meets it for most requests.")
-    assert headline(kept("one", 991), kept("two", 1_000), slo=slo).endswith(
+    assert headline(attaining("one", 991), attaining("two", 1_000), slo=slo).endswith(
         "for 99.1% to 100.0% of all requests; they differ by less than 1%."
     )
-    assert headline(kept("one", 700), kept("two", 700), slo=slo).endswith(
+    assert headline(attaining("one", 700), attaining("two", 700), slo=slo).endswith(
         "for 70.0% of all requests; they differ by less than 1%."
     )
 
@@ -212,13 +212,13 @@ def test_runs_with_little_to_show_have_a_page(runs: list[SimulationRun]) -> None
     assert ("ttft" in found.figures) is any(one.summary["requests"] for one in runs)
 
 
-def test_cards_show_the_figures_and_mark_the_best() -> None:
+def test_cards_show_metrics_and_mark_the_best() -> None:
     kv, slow = run("kv", reuse=0.4), run("slow", slower=2.0, reuse=0.1)
     found = made(kv, slow)
-    values = found.said["dd"]
+    values = found.texts["dd"]
     assert f"{kv.summary['prefix_reuse']:.1%}" in values
     assert duration(slow.summary["ttft_ms"]["p99"]) in values
-    assert duration(kv.summary["ttft_ms"]["mean"]) in found.said["b"]
+    assert duration(kv.summary["ttft_ms"]["mean"]) in found.texts["b"]
     best = [name for name in found.attributes["class"] if name == "best"]
     assert 0 < len(best) < len(values) / 2
     alone = made(kv)
@@ -228,11 +228,11 @@ def test_cards_show_the_figures_and_mark_the_best() -> None:
 def test_runs_with_equal_names_get_unique_labels() -> None:
     found = made(run("kv", workers=2), run("kv", workers=4), run("kv", workers=4))
     assert found.data["labels"] == ["kv, 2 workers", "kv, 4 workers", "kv, 4 workers (2)"]
-    assert "cost" in found.figures  # they cost differently
+    assert "cost" in found.figures  # their costs differ
     assert "fleets of different sizes" in found.text
 
 
-def test_too_many_runs_are_not_shown_and_it_says_so() -> None:
+def test_omitted_runs_are_reported() -> None:
     found = made(*(run(f"run {number}", requests=3) for number in range(RUNS_MAX + 2)))
     assert len(found.data["labels"]) == RUNS_MAX
     assert f"The report shows the first {RUNS_MAX} of {RUNS_MAX + 2} runs." in found.text
@@ -250,7 +250,7 @@ times = st.tuples(st.integers(0, 5_000_000), st.integers(0, 9_000_000), st.integ
 def test_limits_match_goodput(
     given_times: list[tuple[int, int, int]], ttft_ms: float, itl_ms: float, e2e_ms: float | None
 ) -> None:
-    """At the promised limits, and at the last ones, which every answered request keeps."""
+    """Compare at the SLO limits and at the largest limits, which every answered request meets."""
     one = timed("one", *given_times)
     slo = Slo(ttft_ms=ttft_ms, itl_ms=itl_ms, e2e_ms=e2e_ms)
     found = limits(measured([one], 1), slo)
@@ -269,15 +269,15 @@ def test_page_starts_at_the_slo_limits() -> None:
     assert found["e2e"] == "900 ms"
 
 
-def test_attainment_curves_count_those_without_an_answer() -> None:
+def test_attainment_curves_count_requests_without_a_response() -> None:
     found = made(timed("half", (1_000, 3_000, 3), (0, 0, 3), (2_000, 2_000, 1), (0, 0, 1)))
     for name in ("ttft-slo", "itl-slo"):
         (curve,) = found.figures[name]["data"]
         assert max(curve["y"]) == 0.5
-    assert found.figures["itl-slo"]["data"][0]["y"][0] == 0.25  # one token has no time between tokens
+    assert found.figures["itl-slo"]["data"][0]["y"][0] == 0.25  # a single token has no ITL
 
 
-def test_a_request_is_the_same_under_every_policy_whenever_it_came() -> None:
+def test_requests_are_matched_across_policies_with_different_arrivals() -> None:
     first = timed("first", (1_000, 2_000, 5), (2_000, 3_000, 7))
     other = timed("other", (3_000, 4_000, 7), (4_000, 6_000, 5))
     numbers = other.outcome.requests.column("number")
@@ -288,7 +288,7 @@ def test_a_request_is_the_same_under_every_policy_whenever_it_came() -> None:
     assert [one["first"] for one in explorer["runs"]] == [[1_000, 2_000], [4_000, 3_000]]
 
 
-def test_a_request_that_never_came_under_a_policy_is_not_made_up() -> None:
+def test_requests_missing_under_a_policy_are_left_out() -> None:
     explorer = made(timed("one", (1_000, 2_000, 5)), timed("two", (1_000, 2_000, 5), (2_000, 3_000, 6))).data[
         "explorer"
     ]
@@ -297,7 +297,7 @@ def test_a_request_that_never_came_under_a_policy_is_not_made_up() -> None:
     assert explorer["runs"][0]["first"] == [1_000, -1]
 
 
-def test_decisions_stand_beside_their_runner_up() -> None:
+def test_decisions_are_shown_with_their_runner_up() -> None:
     kv = run("kv", requests=20, workers=3, held=True)
     (found,) = made(kv).data["explorer"]["runs"]
     routed = kv.outcome.routed[5]
@@ -309,7 +309,7 @@ def test_decisions_stand_beside_their_runner_up() -> None:
     assert found["waited_us"][5] == 20_000
 
 
-def test_of_too_many_requests_the_slowest_and_the_failed_are_kept() -> None:
+def test_the_slowest_and_failed_of_too_many_requests_are_kept() -> None:
     failed = [7, 23_456]
     long = run("long", requests=ROWS_MAX + 5_000, failed=failed)
     found = made(long)
@@ -323,10 +323,10 @@ def test_of_too_many_requests_the_slowest_and_the_failed_are_kept() -> None:
     ]
     assert {one.number for one in slowest} < set(explorer["rows"])
     assert f"{len(explorer['rows']):,} of {ROWS_MAX + 5_000:,} requests" in found.text
-    assert explorer["runs"][0]["mode"][-1] == -1  # decisions are kept of the first ones only
+    assert explorer["runs"][0]["mode"][-1] == -1  # decisions are kept for the first requests only
 
 
-def test_many_workers_and_times_are_put_together() -> None:
+def test_many_workers_and_bins_are_merged() -> None:
     found = made(run("wide", requests=2_000, workers=150))
     (heat,) = found.data["heat"]
     for values in heat.values():
@@ -337,7 +337,7 @@ def test_many_workers_and_times_are_put_together() -> None:
     assert drawn["customdata"][0][0] == "mock-0 … mock-2"
 
 
-def test_heat_is_in_units_of_a_second() -> None:
+def test_heat_map_values_are_per_second() -> None:
     one = run("one", requests=50, workers=1)
     (heat,) = made(one).data["heat"]
     computed = sum(served.prompt_tokens - served.cached_tokens for served in one.outcome.requests)
@@ -345,21 +345,21 @@ def test_heat_is_in_units_of_a_second() -> None:
 
 
 @pytest.mark.slow
-def test_five_policies_on_an_hour_of_requests_stay_small() -> None:
+def test_the_report_of_five_policies_and_one_hour_is_small() -> None:
     runs = [run(f"policy {number}", requests=12_031, workers=8, slower=1 + number / 9) for number in range(5)]
     size = len(page(runs, workload="hour", slo=None, digest=""))
     assert size < 9_000_000, size
 
 
-def test_the_settings_are_all_there() -> None:
+def test_every_setting_is_shown() -> None:
     found = made(run("kv"), run("random", mode="random"))
-    told = json.loads("".join(found.said["pre"]))
-    assert [one["run"] for one in told] == ["kv", "random"]
-    assert msgspec.convert(told[0]["router"], RouterConfig) == RouterConfig()
-    assert told[1]["fleet"] == "as under kv"
+    settings = json.loads("".join(found.texts["pre"]))
+    assert [one["run"] for one in settings] == ["kv", "random"]
+    assert msgspec.convert(settings[0]["router"], RouterConfig) == RouterConfig()
+    assert settings[1]["fleet"] == "as under kv"
 
 
-def test_a_report_is_never_written_over_something_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_report_overwrites_only_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, mine = tmp_path / "report.html", tmp_path / "notes.html"
     mine.write_text("mine")
     pipe = tmp_path / "pipe"
@@ -371,15 +371,15 @@ def test_a_report_is_never_written_over_something_else(tmp_path: Path, capsys: p
     ):
         with pytest.raises(typer.Exit):
             require_report(refused)
-        assert f"--report {refused}: " in (said := capsys.readouterr().err)
-        assert reason in said
-    for _ in range(2):  # a report may be
+        assert f"--report {refused}: " in (error := capsys.readouterr().err)
+        assert reason in error
+    for _ in range(2):  # a report can be overwritten
         require_report(path)
         write_report(path, [run("kv", requests=5)], workload="w", slo=None, digest="d")
     assert mine.read_text() == "mine"
     before = path.read_text()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))  # as though the disk were full
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))  # like a full disk
     try:
         with pytest.raises(typer.Exit) as ended:
             write_report(path, [run("random", requests=5)], workload="w", slo=None, digest="d")
@@ -389,7 +389,7 @@ def test_a_report_is_never_written_over_something_else(tmp_path: Path, capsys: p
     assert (path.read_text(), sorted(tmp_path.iterdir())) == (before, sorted([mine, path, pipe]))
 
 
-def test_the_command_refuses_before_it_simulates(tmp_path: Path) -> None:
+def test_an_unwritable_report_is_rejected_before_the_simulation(tmp_path: Path) -> None:
     mine = tmp_path / "mine.html"
     mine.write_text("mine")
     trace = write(tmp_path / "trace.jsonl", conversations(sessions=2, turns=1))

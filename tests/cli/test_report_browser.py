@@ -1,6 +1,6 @@
-"""Pages in a real browser that has no network: their charts, the explorer of a report, pictures.
+"""Report pages in a real browser without network: charts, the request explorer and image export.
 
-Where there is no Chromium these tests are skipped with the reason; with FOREBAY_REQUIRE_BROWSER=1 they fail.
+Without Chromium these tests are skipped with the reason, or fail if FOREBAY_REQUIRE_BROWSER=1.
 """
 
 import asyncio
@@ -54,7 +54,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def simulated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """A report that the command wrote, and what it printed."""
+    """Return a report and the output of the command that wrote it."""
     folder = tmp_path_factory.mktemp("report")
     trace = write(folder / "trace.jsonl", conversations(sessions=12, turns=10))
     command = ["simulate", str(trace), "--workers", "3", "--json"]
@@ -65,7 +65,7 @@ def simulated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str,
 
 
 def drawn(found: Opened) -> None:
-    """Wait until every chart is there; nothing may have gone wrong, and nobody been asked."""
+    """Wait until every chart is drawn, and check that there was no error and no network request."""
     found.page.wait_for_selector("html[data-drawn=all]")
     assert found.errors == []
     assert found.requests == []
@@ -108,7 +108,7 @@ def test_the_explorer_finds_sorts_and_opens_requests(simulated: tuple[Path, dict
         assert cells(found, 1) == [str(at + 1) for at in slowest[:25]]
         page.click("#after")
         assert cells(found, 1) == [str(at + 1) for at in slowest[25:50]]
-        page.get_by_role("button", name="TTFT", exact=True).press("Enter")  # by keyboard: the quickest first
+        page.get_by_role("button", name="TTFT", exact=True).press("Enter")  # by keyboard: lowest TTFT first
         assert cells(found, 1)[0] == str(slowest[-1] + 1)
         page.get_by_role("button", name="request", exact=True).click()
         assert cells(found, 1)[:3] == ["1", "2", "3"]
@@ -136,7 +136,7 @@ def test_the_explorer_finds_sorts_and_opens_requests(simulated: tuple[Path, dict
         assert found.errors == []
 
 
-def test_limits_runs_and_loads_can_be_chosen(simulated: tuple[Path, dict[str, Any]], browser: Browser) -> None:
+def test_limits_runs_and_loads_can_be_selected(simulated: tuple[Path, dict[str, Any]], browser: Browser) -> None:
     path, _ = simulated
     data = Page(path.read_text()).data
     limits = data["limits"]
@@ -160,7 +160,7 @@ def test_limits_runs_and_loads_can_be_chosen(simulated: tuple[Path, dict[str, An
 
 
 @pytest.mark.slow
-def test_every_chart_can_be_saved_as_a_picture(simulated: tuple[Path, dict[str, Any]], browser: Browser) -> None:
+def test_every_chart_can_be_saved_as_an_image(simulated: tuple[Path, dict[str, Any]], browser: Browser) -> None:
     with opened(simulated[0], browser) as found:
         drawn(found)
         for name in sorted(CHARTS):
@@ -170,13 +170,15 @@ def test_every_chart_can_be_saved_as_a_picture(simulated: tuple[Path, dict[str, 
             with Image.open(io.BytesIO(Path(download.value.path()).read_bytes())) as picture:
                 assert picture.format == "PNG"
                 assert picture.width > 600
-                assert len(picture.convert("RGB").getcolors(1 << 24) or ()) > 50  # something is drawn on it
+                assert len(picture.convert("RGB").getcolors(1 << 24) or ()) > 50  # the image is not blank
         assert found.errors == []
         assert {url.split(":")[0] for url in found.requests} <= {"data", "blob"}
 
 
 @pytest.mark.slow
-def test_it_follows_the_scheme_and_fits_a_phone(simulated: tuple[Path, dict[str, Any]], browser: Browser) -> None:
+def test_the_page_follows_the_colour_scheme_and_fits_a_phone(
+    simulated: tuple[Path, dict[str, Any]], browser: Browser
+) -> None:
     with opened(simulated[0], browser, scheme="dark", width=375, height=720) as found:
         drawn(found)
         page = found.page
@@ -192,7 +194,7 @@ def test_it_follows_the_scheme_and_fits_a_phone(simulated: tuple[Path, dict[str,
         assert found.errors == []
 
 
-def test_names_are_text_and_nothing_runs(tmp_path: Path, browser: Browser) -> None:
+def test_names_are_escaped_and_run_no_script(tmp_path: Path, browser: Browser) -> None:
     path = tmp_path / "report.html"
     runs = [run(HOSTILE, requests=60, failed=[3]), run("kv", requests=60, held=True)]
     write_report(path, runs, workload=HOSTILE, slo=Slo(e2e_ms=900), digest="d", survey_notes=[HOSTILE])
@@ -214,7 +216,7 @@ def test_names_are_text_and_nothing_runs(tmp_path: Path, browser: Browser) -> No
         assert found.errors == []
 
 
-def test_a_report_of_nothing_answered_has_no_errors(tmp_path: Path, browser: Browser) -> None:
+def test_a_report_without_responses_has_no_errors(tmp_path: Path, browser: Browser) -> None:
     path = tmp_path / "report.html"
     write_report(path, [run("kv", requests=4, failed=range(4))], workload="w", slo=None, digest="d")
     with opened(path, browser) as found:
@@ -223,7 +225,7 @@ def test_a_report_of_nothing_answered_has_no_errors(tmp_path: Path, browser: Bro
         assert cells(found, 7) == ["failed"] * 4
 
 
-def test_a_comparison_of_a_recording_is_drawn_and_saved_likewise(tmp_path: Path, browser: Browser) -> None:
+def test_charts_of_a_comparison_are_drawn_and_saved(tmp_path: Path, browser: Browser) -> None:
     log, path = tmp_path / "run.db", tmp_path / "page.html"
     history = played(conversations(sessions=6, turns=4), RouterConfig(), workers=2)
     with ThreadPoolExecutor(1) as thread:  # the browser's loop runs in this one

@@ -1,4 +1,4 @@
-"""Forty of forty: what was warm before `kill -9` is warm for the router that comes after, at the first request."""
+"""After `kill -9` and a restart, the router still knows every cached prefix from the first request on."""
 
 import asyncio
 import contextlib
@@ -13,28 +13,28 @@ from tests.cli.in_process import forebay
 from tests.cli.up import PATIENCE_S, Up, running, verified
 
 WORKERS, PREFIXES = 8, 40
-BLOCK = 64  # tokens, as workers have it by default
-BLOCKS = 6  # of a prompt
-TOKEN_IDS = 1_000  # every vocabulary has the lowest ids
+BLOCK = 64  # tokens, the default of workers
+BLOCKS = 6  # per prompt
+TOKEN_IDS = 1_000  # valid in every vocabulary
 IDLE = 'forebay_owner_requests_in_flight{model="forebay-default"} 0.0'
 
 pytestmark = pytest.mark.timeout(180)
 
 
 def prompt(number: int) -> list[int]:
-    """A prompt of its own: another number gives another first block."""
+    """Return a prompt whose first block is unique to `number`."""
     return [(number * 7_919 + place * (number % 13 + 1)) % TOKEN_IDS for place in range(BLOCKS * BLOCK + 1)]
 
 
 async def answered(client: httpx.AsyncClient, number: int) -> tuple[str, int]:
-    """The worker that answered a prompt, and how many of its tokens it had cached."""
+    """Complete a prompt. Return the worker and the number of cached prompt tokens."""
     body = {"model": "forebay-default", "prompt": prompt(number), "max_tokens": 1}
     answer = (await client.post("/v1/completions", json=body)).raise_for_status().json()
     return answer["forebay"]["worker"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
 async def one_by_one(up: Up) -> list[tuple[str, int]]:
-    """All prompts, each when the answer before it has ended for the owner: load decides nothing."""
+    """Complete all prompts one by one, so that load does not affect routing."""
     found = []
     async with httpx.AsyncClient(base_url=up.url, timeout=PATIENCE_S) as client:
         for number in range(PREFIXES):
@@ -44,21 +44,21 @@ async def one_by_one(up: Up) -> list[tuple[str, int]]:
 
 
 async def idle(client: httpx.AsyncClient) -> None:
-    """Wait until the owner knows that every answer ended."""
+    """Wait until the owner has applied the end of every request."""
     async with asyncio.timeout(PATIENCE_S):
         while IDLE not in (await client.get("/metrics")).text:  # noqa: ASYNC110 - another process sets no event
             await asyncio.sleep(0.002)
 
 
 async def spread(up: Up) -> list[tuple[str, int]]:
-    """All prompts at once, so that load spreads them, until the owner knows that every answer ended."""
+    """Complete all prompts concurrently, so that load spreads them over the workers."""
     async with httpx.AsyncClient(base_url=up.url, timeout=PATIENCE_S) as client:
         found = await asyncio.gather(*(answered(client, number) for number in range(PREFIXES)))
         await idle(client)
     return found
 
 
-def test_40_of_40_after_kill_9_and_each_decision_is_derived_again(tmp_path: Path) -> None:
+def test_all_prefixes_are_found_after_kill_9_and_every_decision_is_verified(tmp_path: Path) -> None:
     log = tmp_path / "log.db"
     options = ("--log", str(log), "--workers", str(WORKERS))
     with running(*options) as up:
@@ -76,7 +76,7 @@ def test_40_of_40_after_kill_9_and_each_decision_is_derived_again(tmp_path: Path
 
 
 def test_requests_in_flight_survive_a_restart_of_all_workers(tmp_path: Path) -> None:
-    """Every worker of the old process is lost at once: that costs a request one attempt, not one per worker."""
+    """All workers of the old process are lost together, which costs each request one attempt."""
     log = tmp_path / "log.db"
     options = ("--log", str(log), "--workers", "4")
 

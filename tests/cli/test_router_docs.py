@@ -1,4 +1,4 @@
-"""What docs/router-config.md shows is what there is: every flag, a file that loads, a policy that passes."""
+"""docs/router-config.md lists every flag, and its example file and policy are valid."""
 
 import re
 import sys
@@ -20,7 +20,7 @@ def block(language: str) -> str:
     return found[1]
 
 
-def test_every_flag_is_there_with_its_default_and_its_field() -> None:
+def test_every_flag_is_documented_with_its_default_and_field() -> None:
     rows = re.findall(
         r"^\| `--(\[no-\])?(router-[a-z-]+|active-[a-z-]+|load-aware|enforce-disagg)` \| (.*?) \| (.*?) \|",
         PAGE,
@@ -34,7 +34,7 @@ def test_every_flag_is_there_with_its_default_and_its_field() -> None:
             assert (default.split(",")[0], field) == (option.default, option.field)
 
 
-def test_the_file_loads(tmp_path: Path) -> None:
+def test_the_example_file_loads(tmp_path: Path) -> None:
     path = tmp_path / "policy.yaml"
     path.write_text(block("yaml"))
     config = read_policy_file(path)
@@ -42,7 +42,7 @@ def test_the_file_loads(tmp_path: Path) -> None:
     assert config.queue.classes[1] == QueueClass(uncached_tokens_min=16_384, quantum=4_096)
 
 
-def test_the_policy_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_policy_passes_its_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "bounded.py").write_text(block("python"))

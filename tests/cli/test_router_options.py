@@ -1,4 +1,4 @@
-"""The router's flags, variables and policy files: one `RouterConfig`, or one line that says what is wrong."""
+"""Router flags, environment variables and policy files give a `RouterConfig` or a one-line error."""
 
 import json
 from pathlib import Path
@@ -20,8 +20,8 @@ USAGE = 2
 SERVING = RouterConfig(queue=QueueConfig(run_ahead=0.25, depth=4.0, timeout_s=10.0))
 
 
-def told(*arguments: str) -> tuple[int, RouterConfig | None, str]:
-    """A command with the router's options: its exit code, what it got, and stderr."""
+def run_probe(*arguments: str) -> tuple[int, RouterConfig | None, str]:
+    """Run a command with the router options. Return its exit code, its configuration and stderr."""
     got: list[RouterConfig] = []
     app = typer.Typer()
 
@@ -35,24 +35,24 @@ def told(*arguments: str) -> tuple[int, RouterConfig | None, str]:
 
 
 def config(*arguments: str) -> RouterConfig:
-    code, got, err = told(*arguments)
+    code, got, err = run_probe(*arguments)
     assert code == 0, err
     assert got is not None
     return got
 
 
-def refused(*arguments: str) -> str:
-    code, got, err = told(*arguments)
+def error_line(*arguments: str) -> str:
+    code, got, err = run_probe(*arguments)
     assert (code, got) == (USAGE, None)
     assert len(err.splitlines()) == 1, err
     return err
 
 
-def test_without_flags_the_defaults_hold() -> None:
+def test_defaults_apply_without_flags() -> None:
     assert config() == SERVING == config("--workers", "2")
 
 
-def test_every_flag_arrives_in_its_field() -> None:
+def test_every_flag_sets_its_field() -> None:
     weights = {
         "--router-temperature": "0.5",
         "--router-kv-overlap-score-credit": "2",
@@ -122,39 +122,39 @@ def test_every_flag_arrives_in_its_field() -> None:
 
 @pytest.mark.parametrize("option", [one for one in OPTIONS if one.kind is float], ids=lambda one: one.flag)
 @pytest.mark.parametrize("value", ["nan", "-1", "inf"])
-def test_no_weight_is_negative_or_no_number(option: Any, value: str) -> None:
-    said = refused(f"{option.flag}={value}")
-    assert said.startswith(f"forebay: {option.flag} must be a number from 0 to ")
-    assert float(said.split()[-1]) == float(value) or value == "nan"
+def test_negative_and_non_numeric_weights_are_rejected(option: Any, value: str) -> None:
+    error = error_line(f"{option.flag}={value}")
+    assert error.startswith(f"forebay: {option.flag} must be a number from 0 to ")
+    assert float(error.split()[-1]) == float(value) or value == "nan"
 
 
 @pytest.mark.parametrize("value", ["-1", "9" * 400])
 def test_a_count_has_bounds(value: str) -> None:
-    assert "--active-prefill-tokens-threshold " in refused(f"--active-prefill-tokens-threshold={value}")
+    assert "--active-prefill-tokens-threshold " in error_line(f"--active-prefill-tokens-threshold={value}")
 
 
 @pytest.mark.parametrize("mode", ["fastest", "", "Mine", "a..B", "a-b.C"])
-def test_a_mode_that_is_none_is_refused_with_those_there_are(mode: str) -> None:
-    said = refused("--router-mode", mode)
-    assert "--router-mode: " in said
-    assert "kv, round-robin, random, power-of-two, least-loaded, direct" in said
+def test_error_for_an_unknown_mode_lists_the_modes(mode: str) -> None:
+    error = error_line("--router-mode", mode)
+    assert "--router-mode: " in error
+    assert "kv, round-robin, random, power-of-two, least-loaded, direct" in error
 
 
-def test_the_old_name_of_the_prefill_weight() -> None:
-    code, got, err = told("--router-kv-overlap-score-weight", "2")
+def test_the_deprecated_name_of_the_prefill_weight_is_accepted() -> None:
+    code, got, err = run_probe("--router-kv-overlap-score-weight", "2")
     assert (code, got) == (0, msgspec.structs.replace(SERVING, prefill_load_scale=2.0))
     assert err == "forebay: --router-kv-overlap-score-weight is the deprecated name of --router-prefill-load-scale\n"
-    assert "use only one of them" in refused(
+    assert "use only one of them" in error_line(
         "--router-kv-overlap-score-weight", "2", "--router-prefill-load-scale", "2"
     )
 
 
-def test_load_aware_routes_by_load_alone() -> None:
+def test_load_aware_mode_ignores_the_cache() -> None:
     alone = msgspec.structs.replace(SERVING, overlap_score_credit=0.0, use_kv_events=False)
     assert config("--load-aware") == config("--load-aware", "--router-mode", "kv") == alone
     weighted = config("--load-aware", "--router-decode-active-request-weight", "2")
     assert weighted == msgspec.structs.replace(alone, decode_active_request_weight=2.0)
-    assert "--load-aware implies router mode kv and cannot be combined with random" in refused(
+    assert "--load-aware implies router mode kv and cannot be combined with random" in error_line(
         "--load-aware", "--router-mode", "random"
     )
 
@@ -162,7 +162,7 @@ def test_load_aware_routes_by_load_alone() -> None:
 CONDITIONAL = "--router-conditional-disagg"
 
 
-def test_disagg_is_conditional_by_dynamos_flags(tmp_path: Path) -> None:
+def test_disagg_conditions_use_the_flags_of_dynamo(tmp_path: Path) -> None:
     assert config(CONDITIONAL).disagg == DisaggConfig(policy="isl_bounding")
     limits = '{"policy": "isl_or_load", "eff_isl_threshold": 512, "decode_busy_threshold": 0.8}'
     meant = DisaggConfig(policy="isl_or_load", eff_isl_threshold=512, decode_busy_threshold=0.8)
@@ -178,7 +178,7 @@ def test_disagg_is_conditional_by_dynamos_flags(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         ("{", '--router-conditional-disagg-config: { is not JSON; expected an object such as {"policy": "classic"}'),
         ("[]", "--router-conditional-disagg-config: expected an object such as"),
@@ -192,16 +192,16 @@ def test_disagg_is_conditional_by_dynamos_flags(tmp_path: Path) -> None:
         ('{"eff_isl_ratio_threshold": 2}', "eff_isl_ratio_threshold"),
     ],
 )
-def test_disagg_conditions_that_make_no_sense_are_refused(text: str, says: str) -> None:
-    assert says in refused(CONDITIONAL, f"{CONDITIONAL}-config", text)
+def test_disagg_invalid_conditions_are_rejected(text: str, message: str) -> None:
+    assert message in error_line(CONDITIONAL, f"{CONDITIONAL}-config", text)
 
 
 def test_disagg_conditions_need_their_flag() -> None:
-    assert f"{CONDITIONAL}-config requires {CONDITIONAL}" in refused(f"{CONDITIONAL}-config", "{}")
+    assert f"{CONDITIONAL}-config requires {CONDITIONAL}" in error_line(f"{CONDITIONAL}-config", "{}")
 
 
-def test_a_file_is_the_configuration_and_flags_win(tmp_path: Path) -> None:
-    told = {
+def test_flags_override_the_policy_file(tmp_path: Path) -> None:
+    settings = {
         "mode": "kv",
         "temperature": 0.3,
         "busy": {"active_decode_blocks_threshold": 0.8},
@@ -220,8 +220,8 @@ def test_a_file_is_the_configuration_and_flags_win(tmp_path: Path) -> None:
         ),
     )
     as_json, as_yaml = tmp_path / "policy.json", tmp_path / "policy.yaml"
-    as_json.write_text(json.dumps(told))
-    as_yaml.write_text(yaml.safe_dump(told))
+    as_json.write_text(json.dumps(settings))
+    as_yaml.write_text(yaml.safe_dump(settings))
     assert config("--router-policy-config", str(as_json)) == meant
     assert config("--router-policy-config", str(as_yaml)) == meant
     flags = ("--router-temperature", "0", "--router-queue-policy", "wspt", "--active-prefill-tokens-threshold", "7")
@@ -234,7 +234,7 @@ def test_a_file_is_the_configuration_and_flags_win(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         ("heat: 1", "unknown field heat; fields are: mode, selection_policy"),
         (
@@ -264,26 +264,26 @@ def test_a_file_is_the_configuration_and_flags_win(tmp_path: Path) -> None:
         ("#" * (1 << 20) + "\nmode: kv", "larger than 1048576 bytes"),
     ],
 )
-def test_a_file_with_a_fault_is_refused_by_its_name_and_the_field(tmp_path: Path, text: str, says: str) -> None:
+def test_error_names_the_file_and_the_invalid_field(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "policy.yaml"
     path.write_text(text)
-    said = refused("--router-policy-config", str(path))
-    assert str(path) in said
-    assert says in said
+    error = error_line("--router-policy-config", str(path))
+    assert str(path) in error
+    assert message in error
 
 
-def test_a_file_that_is_not_there_or_no_json(tmp_path: Path) -> None:
-    assert "No such file" in refused("--router-policy-config", str(tmp_path / "none.yaml"))
+def test_missing_and_malformed_files_are_rejected(tmp_path: Path) -> None:
+    assert "No such file" in error_line("--router-policy-config", str(tmp_path / "none.yaml"))
     path = tmp_path / "policy.json"
     path.write_bytes(b"temperature: 1")
-    assert f"{path}: JSON is malformed" in refused("--router-policy-config", str(path))
+    assert f"{path}: JSON is malformed" in error_line("--router-policy-config", str(path))
     path.write_bytes(b"[" * 100_000)
-    assert f"{path}: the policy file has more than 16 levels" in refused("--router-policy-config", str(path))
+    assert f"{path}: the policy file has more than 16 levels" in error_line("--router-policy-config", str(path))
     path.write_bytes(b"\xff")
-    assert str(path) in refused("--router-policy-config", str(path))
+    assert str(path) in error_line("--router-policy-config", str(path))
 
 
-def test_variables_say_the_same_as_flags(tmp_path: Path) -> None:
+def test_environment_variables_are_equivalent_to_flags(tmp_path: Path) -> None:
     path = tmp_path / "policy.json"
     path.write_text('{"ttl_s": 7}')
     environment = {
@@ -306,7 +306,7 @@ def test_variables_say_the_same_as_flags(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "says"),
+    ("name", "value", "message"),
     [
         ("FOREBAY_ROUTER_MODE", "fastest", "unknown router mode 'fastest'"),
         ("FOREBAY_ROUTER_TEMPERATURE", "warm", "got warm, must be a number"),
@@ -314,7 +314,7 @@ def test_variables_say_the_same_as_flags(tmp_path: Path) -> None:
         ("FOREBAY_ROUTER_QUEUE_POLICY", "fair", "got fair, must be one of fcfs"),
     ],
 )
-def test_a_variable_with_a_fault_is_named(name: str, value: str, says: str) -> None:
+def test_error_names_an_invalid_variable(name: str, value: str, message: str) -> None:
     with pytest.raises(Unusable, match=name) as refusal:
         router_config_of({name: value})
-    assert says in str(refusal.value)
+    assert message in str(refusal.value)

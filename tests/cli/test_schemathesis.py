@@ -1,4 +1,4 @@
-"""Requests made from /openapi.json, valid and invalid ones, against a running `forebay up`."""
+"""Generated valid and invalid requests from /openapi.json against a running `forebay up`."""
 
 import re
 import subprocess
@@ -24,7 +24,7 @@ CHECKS = (
     "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance,"
     "negative_data_rejection,unsupported_method,ignored_auth"
 )
-# Which characters can be printed in the name of an adapter is a rule of Unicode that no JSON schema expresses.
+# JSON Schema cannot express which characters of an adapter name are printable in Unicode.
 ADAPTERS = "lora|commands"
 
 
@@ -37,7 +37,7 @@ ADAPTERS = "lora|commands"
     ids=["all-but-adapters", "adapters"],
 )
 @pytest.mark.timeout(600)
-def test_the_service_does_what_its_openapi_document_says(tmp_path: Path, options: tuple[str, ...]) -> None:
+def test_the_service_conforms_to_its_openapi_document(tmp_path: Path, options: tuple[str, ...]) -> None:
     with running("--admin-api", "--workers", "2", "--timeout-s", "10") as up:
         config = tmp_path / "schemathesis.toml"
         config.write_text(CONFIG)

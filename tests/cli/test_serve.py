@@ -1,4 +1,4 @@
-"""`forebay serve`: each process's share of the machine, what it is refused for, and how the command ends."""
+"""`forebay serve`: resources of each process, rejected settings and shutdown."""
 
 import asyncio
 import os
@@ -44,7 +44,7 @@ def made(name: str, **options: Any) -> Service:
     return found
 
 
-def test_each_process_has_its_id_its_port_its_threads_and_its_gpus() -> None:
+def test_each_process_has_its_own_id_port_threads_and_gpus() -> None:
     found = shares(made("all", resources={"cpu": "1.5", "gpu": 2}), 2, "host-7", 9000, ["4", "5", "GPU-uuid", "7", "8"])
     assert [share.worker_id for share in found] == ["host-7-0", "host-7-1"]
     assert [share.options for share in found] == [
@@ -57,7 +57,7 @@ def test_each_process_has_its_id_its_port_its_threads_and_its_gpus() -> None:
     ]
 
 
-def test_what_a_service_does_not_ask_for_is_left_as_it_is() -> None:
+def test_unset_resources_keep_the_environment() -> None:
     (share,) = shares(made("none"), 1, "w", None, ["0", "1"])
     assert (share.options, share.environment) == (("--worker-id", "w-0"), {})
 
@@ -72,7 +72,7 @@ def test_what_a_service_does_not_ask_for_is_left_as_it_is() -> None:
         (None, 0, []),
     ],
 )
-def test_the_gpus_are_the_visible_ones_or_those_of_the_machine(
+def test_gpus_default_to_visible_or_all_devices(
     tmp_path: Path, visible: str | None, nodes: int, found: list[str]
 ) -> None:
     for name in ("nvidiactl", "nvidia-uvm", *(f"nvidia{number}" for number in range(nodes))):
@@ -80,7 +80,7 @@ def test_the_gpus_are_the_visible_ones_or_those_of_the_machine(
     assert devices({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}, tmp_path) == found
 
 
-def test_too_few_gpus_or_ports_are_refused() -> None:
+def test_too_few_gpus_or_ports_are_rejected() -> None:
     with pytest.raises(Unusable, match=r"test\.engine: 3 workers with 2 GPUs each need 6, and 5 are visible"):
         shares(made("gpus", resources={"gpu": 2}), 3, "w", None, list("01234"))
     with pytest.raises(Unusable, match="--metrics-port 65535: 2 workers need ports above the maximum of 65535"):
@@ -97,7 +97,7 @@ def serve(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[s
     return fork_server.run("serve", *arguments, environment={**os.environ, **environment}, timeout_s=PATIENCE_S)
 
 
-def test_a_command_that_cannot_start_its_service_says_why(tmp_path: Path) -> None:
+def test_a_service_that_cannot_start_gives_the_reason(tmp_path: Path) -> None:
     run = serve(engine(tmp_path, '{"gpu": 1}'), CUDA_VISIBLE_DEVICES="0")
     assert (run.returncode, run.stdout) == (2, "")
     assert "test.engine: 2 workers with 1 GPUs each need 2, and 1 are visible" in run.stderr
@@ -105,19 +105,19 @@ def test_a_command_that_cannot_start_its_service_says_why(tmp_path: Path) -> Non
     assert (run.returncode, run.stderr) == (1, "forebay: nowhere.py: no such file\n")
 
 
-def test_the_exit_code_is_that_of_the_worst_process(tmp_path: Path) -> None:
+def test_the_exit_code_is_the_highest_of_the_processes(tmp_path: Path) -> None:
     nobody = f"127.0.0.1:{free_ports(1)}"
     run = serve(engine(tmp_path), "--worker-id", "w", "--kafka", nobody)
     assert run.returncode == 2
     ended = [line for line in run.stderr.splitlines() if line.startswith("forebay: worker w-")]
     assert sorted(ended) == [f"forebay: worker w-{number} ended with code 2" for number in range(2)]
-    # What is no option of a worker is refused by each of them.
+    # Each worker rejects an unknown option.
     assert "No such option: --nonsense" in serve(engine(tmp_path), "--nonsense").stderr
 
 
 @contextmanager
 def silent_broker() -> Iterator[socket.socket]:
-    """Takes connections and says nothing, so that whoever connects waits."""
+    """Accept connections and never respond, so that clients wait."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(PATIENCE_S)
         yield server
@@ -132,19 +132,19 @@ def test_a_signal_ends_every_process(tmp_path: Path, number: signal.Signals) -> 
         )
         connections = [broker.accept()[0] for _ in range(2)]
         process.send_signal(number)
-        _, said = process.communicate(timeout=PATIENCE_S)
-        assert (process.returncode, said) == (0, "")
+        _, output = process.communicate(timeout=PATIENCE_S)
+        assert (process.returncode, output) == (0, "")
         for connection in connections:
             connection.settimeout(PATIENCE_S)
-            while connection.recv(4096):  # until the process at the other end is gone
+            while connection.recv(4096):  # until the peer process has ended
                 pass
             connection.close()
 
 
-async def test_a_process_that_was_being_started_when_the_signal_came_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_process_starting_during_the_signal_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     async def start(*_: object) -> asyncio.subprocess.Process:
         os.kill(os.getpid(), signal.SIGTERM)
-        # Several turns of the event loop, in the first of which it gets the signal.
+        # Several iterations of the event loop; the signal arrives in the first.
         return await asyncio.create_subprocess_exec(sys.executable, "-c", "import time; time.sleep(999)")
 
     monkeypatch.setattr("forebay.cli.processes.serve._start", start)
@@ -152,7 +152,7 @@ async def test_a_process_that_was_being_started_when_the_signal_came_is_ended(mo
         assert await _run([Share("w-0", (), {}), Share("w-1", (), {})], []) == 0
 
 
-def test_the_processes_end_with_the_command_that_is_killed(tmp_path: Path) -> None:
+def test_the_processes_end_if_the_command_is_killed(tmp_path: Path) -> None:
     with silent_broker() as broker:
         address = f"127.0.0.1:{broker.getsockname()[1]}"
         process = fork_server.start("serve", engine(tmp_path), "--workers", "1", "--kafka", address)

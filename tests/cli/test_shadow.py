@@ -1,4 +1,4 @@
-"""`forebay shadow` beside a running system on a log file: what it keeps, how it ends, and what it refuses."""
+"""`forebay shadow` on the log of a running system: output file, shutdown and rejected options."""
 
 import asyncio
 import shutil
@@ -44,29 +44,29 @@ async def owned(log: SqliteLog) -> AsyncIterator[System]:
         yield system
 
 
-async def ask(system: System, *names: str) -> None:
+async def complete(system: System, *names: str) -> None:
     for number, name in enumerate(names):
         system.send(submitted(name, [*PREFIX, *[number] * 4]))
         await until_ended(system, name)
 
 
 async def record(path: Path) -> None:
-    """A log of four requests."""
+    """Write a log of four requests."""
     log = SqliteLog.open(path)
     async with owned(log) as system:
-        await ask(system, "a", "b", "c", "d")
+        await complete(system, "a", "b", "c", "d")
     log.close()
 
 
 def events(path: Path, kind: type = DecisionShadowed) -> list[ShadowEvent]:
-    """The whole lines of a shadow's file."""
+    """Return the events of the complete lines of a shadow's file."""
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     found: list[ShadowEvent] = [msgspec.json.decode(line, type=ShadowEvent) for line in lines]
     return [event for event in found if isinstance(event, kind)]
 
 
 async def end(processes: Processes, name: str, number: signal.Signals) -> str:
-    """End a shadow as an operator does: what it said."""
+    """End a shadow by a signal and return its output."""
     process = processes[name]
     process.signal(number)
     assert await processes.ended(name, within_s=20.0) == 0
@@ -78,24 +78,24 @@ async def test_events_are_stored_and_the_shadow_resumes(tmp_path: Path, processe
     command = [FOREBAY, "shadow", str(path), "--policy", "round-robin", "--out", str(out), "--metrics-port", str(port)]
     log = SqliteLog.open(path)
 
-    async def live(system: System, number: signal.Signals, *names: str) -> None:
-        """One life of a shadow, in which so many requests come."""
+    async def run_shadow(system: System, number: signal.Signals, *names: str) -> None:
+        """Run a shadow while the requests `names` arrive, and end it."""
         starts, decisions = len(events(out, ShadowStarted)), len(events(out))
         processes.start("shadow", command)
         await until(lambda: len(events(out, ShadowStarted)) > starts)
-        await ask(system, *names)
+        await complete(system, *names)
         await until(lambda: len(events(out)) == decisions + len(names))
         async with httpx.AsyncClient() as client:
             text = (await client.get(f"http://{HOST}:{port}/metrics")).text
         assert 'forebay_shadow_decisions_total{pool="default",shadow=' in text
-        said = await end(processes, "shadow", number)
-        assert f"{len(names)} decisions" in said.splitlines()[-1]
+        output = await end(processes, "shadow", number)
+        assert f"{len(names)} decisions" in output.splitlines()[-1]
 
     async with owned(log) as system:
-        await live(system, signal.SIGTERM, "a", "b", "c")
+        await run_shadow(system, signal.SIGTERM, "a", "b", "c")
         with out.open("ab") as file:
-            file.write(b'{"type":"shadow.deci')  # as if a kill had cut it short
-        await live(system, signal.SIGINT, "d", "e")
+            file.write(b'{"type":"shadow.deci')  # as if cut short by a kill
+        await run_shadow(system, signal.SIGINT, "d", "e")
         routed = await valid(log, RequestRouted)
     log.close()
     assert [one.request_id for one in events(out) if isinstance(one, DecisionShadowed)] == list("abcde")
@@ -107,12 +107,12 @@ async def test_events_are_printed(recorded: Path, tmp_path: Path, processes: Pro
     command = [FOREBAY, "shadow", str(recorded), "--set", "router.temperature=0", "--from-start", "--json"]
     processes.start("shadow", command, output=out)
     await until(lambda: len(events(out)) == 4)
-    said = await end(processes, "shadow", signal.SIGTERM)
-    assert "4 decisions, 100.0% agree, regret mean 0.00 p99 0.00 blocks, overlap won 0 lost 0 blocks" in said
+    output = await end(processes, "shadow", signal.SIGTERM)
+    assert "4 decisions, 100.0% agree, regret mean 0.00 p99 0.00 blocks, overlap won 0 lost 0 blocks" in output
     assert len(events(out, ShadowStarted)) == 1
 
 
-async def test_a_decision_that_cannot_be_derived_again_ends_it(recorded: Path) -> None:
+async def test_a_divergence_ends_the_shadow(recorded: Path) -> None:
     offset, event = find(
         recorded, DECISIONS, lambda event: isinstance(event, RequestRouted) and event.request_id == "c"
     )
@@ -135,7 +135,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def recorded(original: Path, tmp_path: Path) -> Path:
-    """A log, and other files beside it."""
+    """Return a copy of the log in a directory with other files."""
     path = tmp_path / "run.db"
     shutil.copy(original, path)
     (tmp_path / "other.jsonl").write_text('{"type":"shadow.started","shadow":"other","alternative":"",')
@@ -184,7 +184,7 @@ def test_invalid_options_are_rejected(
     assert {path: path.read_bytes() for path in before} == before
 
 
-async def test_a_file_is_of_one_process(recorded: Path, tmp_path: Path, processes: Processes) -> None:
+async def test_a_file_is_locked_by_one_process(recorded: Path, tmp_path: Path, processes: Processes) -> None:
     out = tmp_path / "out.jsonl"
     options = ["shadow", str(recorded), "--policy", "random", "--out", str(out)]
     processes.start("shadow", [FOREBAY, *options])

@@ -1,4 +1,4 @@
-"""A service ends in bounded time after a signal, whatever hangs, and sooner after a second one."""
+"""A hanging service ends in bounded time after a signal, and sooner after a second signal."""
 
 import signal
 import subprocess
@@ -30,7 +30,7 @@ run_service(main())
 
 @pytest.mark.parametrize("hang", HANGS.values(), ids=HANGS)
 @pytest.mark.parametrize(("signals", "stop_s", "why"), [(1, 0.0, "after a signal"), (2, 3600.0, "after a second")])
-def test_a_service_that_hangs_is_ended(hang: str, signals: int, stop_s: float, why: str) -> None:
+def test_a_hanging_service_is_ended(hang: str, signals: int, stop_s: float, why: str) -> None:
     code = SERVICE.format(hang=hang, stop_s=stop_s)
     with subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

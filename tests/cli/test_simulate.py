@@ -1,4 +1,4 @@
-"""`forebay simulate` from a shell: the same answer from every process, and what it does not take."""
+"""The `forebay simulate` command: reproducible output and rejected options."""
 
 import json
 from pathlib import Path
@@ -39,7 +39,7 @@ def test_output_is_independent_of_processes(trace: Path) -> None:
     assert alone["digest"] != result["digest"]
 
 
-def test_a_policy_of_the_user_is_found_where_the_user_stands(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_custom_policy_is_imported_from_the_current_directory(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = (
         "class Last:\n    def decide(self, world, request):\n        return len(world.candidates) - 1\n"
         "class First:\n    def decide(self, world, request):\n        return 0\n"
@@ -53,7 +53,7 @@ def test_a_policy_of_the_user_is_found_where_the_user_stands(trace: Path, monkey
     assert requests == [[0, count], [count, 0]]
 
 
-def test_the_table_names_every_policy_and_its_figures(trace: Path) -> None:
+def test_the_table_shows_every_policy_with_its_metrics(trace: Path) -> None:
     run = CliRunner().invoke(app, ["simulate", str(trace), "--policy", "kv", "--duration-s", "1"])
     assert run.exit_code == 0
     assert "kv" in run.stdout
@@ -61,7 +61,7 @@ def test_the_table_names_every_policy_and_its_figures(trace: Path) -> None:
     assert "14 requests under 1 policy" in run.stderr
 
 
-def test_requests_that_fit_nowhere_are_named_and_end_in_exit_code_1(tmp_path: Path) -> None:
+def test_oversized_requests_are_named_and_exit_1(tmp_path: Path) -> None:
     rows = [MooncakeRow(at, 1024, 1, [2 * at, 2 * at + 1]) for at in range(7)]
     trace = write(tmp_path / "trace.jsonl", [*rows, MooncakeRow(9, 64, 1, [99])])
     run = CliRunner().invoke(app, ["simulate", str(trace), "--policy", "kv", "--blocks", "4"])
@@ -123,7 +123,7 @@ def test_numbers_have_bounds(option: str, value: str) -> None:
     assert f"Invalid value for '{option}'" in run.stderr
 
 
-def test_attainment_is_measured_and_decides_the_exit_code(trace: Path) -> None:
+def test_missed_attainment_sets_the_exit_code(trace: Path) -> None:
     promise = ["simulate", str(trace), "--policy", "kv", "--slo", "ttft=0.001,e2e=1e9"]
     run = CliRunner().invoke(app, [*promise, "--json"])
     assert run.exit_code == 0
@@ -139,17 +139,17 @@ def test_attainment_is_measured_and_decides_the_exit_code(trace: Path) -> None:
     assert "is below --attain" not in kept.stderr
 
 
-def test_an_engine_profile_says_how_fast_and_how_large_workers_are(trace: Path) -> None:
+def test_an_engine_profile_sets_timing_and_sizes(trace: Path) -> None:
     profile = trace.parent / "twice.toml"
     profile.write_text('kind = "linear"\n[costs_us]\nstep = 1000\n[sizes]\nblocks = 4096\nmax_num_seqs = 8\n')
     result = json.loads(printed(trace, "--engine", str(profile), "--max-num-seqs", "16", "--policy", "kv"))
     (group,) = result["settings"]["pools"][0]["groups"]
     assert group["profile"] == "twice"
     assert (group["engine"]["kv_blocks_total"], group["engine"]["max_num_seqs"]) == (4096, 16)
-    assert result["policies"]["kv"]["itl_ms"]["p50"] == 1.0  # a step is a token
+    assert result["policies"]["kv"]["itl_ms"]["p50"] == 1.0  # one token per step
 
 
-def test_a_worker_that_is_killed_costs_no_answer_and_another_attempt(trace: Path) -> None:
+def test_requests_of_a_killed_worker_complete_on_another(trace: Path) -> None:
     figures = json.loads(
         printed(trace, "--policy", "kv", "--workers", "2", "--kill", "mock-0@0.5+1", "--lease-ttl-s", "1")
     )["policies"]["kv"]
@@ -188,7 +188,7 @@ def test_report_matches_the_json_output(trace: Path) -> None:
     assert page.read_text() == "my diary"
 
 
-def test_rows_that_cannot_be_played_end_it_or_are_left_out_and_counted(trace: Path) -> None:
+def test_invalid_rows_are_errors_or_skipped_and_counted(trace: Path) -> None:
     with trace.open("a") as file:
         file.write('{"timestamp": 9e9, "input_length": -1, "output_length": 1, "hash_ids": [1]}\n')
     run = CliRunner().invoke(app, ["simulate", str(trace), "--policy", "kv", "--json"])
@@ -220,7 +220,7 @@ back_s = 0.5
 """
 
 
-def test_a_file_says_which_pools_there_are_and_options_win_over_it(trace: Path) -> None:
+def test_options_override_the_pools_of_a_fleet_file(trace: Path) -> None:
     file = trace.parent / "fleet.toml"
     file.write_text(FLEET)
     result = json.loads(printed(trace, "--pools", str(file), "--lease-ttl-s", "1", "--kill", "mock-0@0.4"))
@@ -239,8 +239,8 @@ def test_no_policy_is_needed_if_every_pool_has_a_router(trace: Path) -> None:
     file.write_text('[[pools]]\nrouter = {mode = "random"}\n[[pools.workers]]\ncount = 2\n')
     configured = json.loads(printed(trace, "--pools", str(file)))["policies"]
     assert list(configured) == ["as configured"]
-    asked = json.loads(printed(trace, "--workers", "2", "--policy", "random"))["policies"]
-    assert configured["as configured"] == asked["random"]
+    explicit = json.loads(printed(trace, "--workers", "2", "--policy", "random"))["policies"]
+    assert configured["as configured"] == explicit["random"]
     run = CliRunner().invoke(app, ["simulate", str(trace), "--pools", str(file), "--policy", "kv"])
     assert run.exit_code == 2
     assert "--policy kv: has no effect, because every pool has its own router" in run.stderr
@@ -271,14 +271,14 @@ def test_profile_with_work_us_delays_work(trace: Path) -> None:
     assert result["settings"]["delays"]["work"]["fixed_us"] == 0
 
 
-def test_a_process_that_is_killed_ends_it_in_one_line(trace: Path) -> None:
+def test_a_killed_process_ends_the_command_in_one_line(trace: Path) -> None:
     source = (
-        "import multiprocessing, os, signal\nclass Gone:\n    def decide(self, world, request):\n"
+        "import multiprocessing, os, signal\nclass Killed:\n    def decide(self, world, request):\n"
         "        if multiprocessing.parent_process() is not None:\n            os.kill(os.getpid(), signal.SIGKILL)\n"
         "        return 0\n"
     )
     (trace.parent / "mine.py").write_text(source)
-    command = ("simulate", str(trace), "--policy", "mine.Gone", "--policy", "mine.Gone:temperature=1")
+    command = ("simulate", str(trace), "--policy", "mine.Killed", "--policy", "mine.Killed:temperature=1")
     run = fork_server.run(*command, folder=trace.parent, timeout_s=60)
     assert run.returncode == 1
     assert run.stderr == "forebay: a simulation process was killed, possibly because it ran out of memory\n"

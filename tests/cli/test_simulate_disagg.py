@@ -1,4 +1,4 @@
-"""`forebay simulate` and `forebay sweep` with prefill and decode apart."""
+"""`forebay simulate` and `forebay sweep` with disaggregation."""
 
 import asyncio
 import json
@@ -83,7 +83,7 @@ def test_table_and_report_show_roles(trace: Path) -> None:
     assert "load to the prefill workers" in text
 
 
-def test_workers_of_both_pools_may_die(trace: Path) -> None:
+def test_workers_of_both_pools_can_die(trace: Path) -> None:
     kills = [word for kill in ("mock-0@0.2+0.5", "mock-2@0.4+0.5") for word in ("--kill", kill)]
     figures = simulated(trace, *APART, *kills, "--lease-ttl-s", "1")["policies"]["kv"]
     assert (figures["failed"], figures["requests"]) == (0, 20)
@@ -113,7 +113,7 @@ def test_conflicting_options_give_one_error_line(trace: Path, arguments: list[st
     assert run.stderr.count("\n") == 1
 
 
-def test_a_file_of_pools_says_it_too(trace: Path) -> None:
+def test_pools_of_a_fleet_file_match_the_options(trace: Path) -> None:
     file = trace.parent / "fleet.toml"
     pool = '[[pools]]\nname = "{0}"\nrole = "{0}"\nworkers = [{{count = {1}}}]\n'
     file.write_text(pool.format("prefill", 2) + pool.format("decode", 1) + "[transfer]\nkv_transfer_latency_us = 7\n")
@@ -123,7 +123,7 @@ def test_a_file_of_pools_says_it_too(trace: Path) -> None:
     assert "remove --prefill-workers and --decode-workers" in run.stderr
 
 
-def test_a_sweep_tells_how_many_of_each(trace: Path) -> None:
+def test_a_sweep_reports_the_size_of_each_pool(trace: Path) -> None:
     split = "prefill_workers:decode_workers=0:3,1:2,2:1"
     found = combinations(["kv"], axes_of([split]), FleetOptions(), ShapeOptions())
     assert [[(pool.role, pool.groups[0].count) for pool in one.fleet.pools] for one in found] == [
@@ -160,7 +160,7 @@ def test_sweep_finds_the_capacity_of_a_split(trace: Path) -> None:
     assert found["prefilled_remotely"] == 20
 
 
-def test_a_recording_of_them_is_a_workload(tmp_path: Path) -> None:
+def test_a_recording_with_disaggregation_is_a_workload(tmp_path: Path) -> None:
     recording = tmp_path / "run.db"
     asyncio.run(history("always").log(recording)).close()
     figures = simulated(recording, *APART, "--block-size", "4")["policies"]["kv"]

@@ -1,4 +1,4 @@
-"""`forebay sweep`: which runs there are, which of them are the best, what they can take, and how it ends."""
+"""`forebay sweep`: combinations, Pareto-optimal runs, capacity search and shutdown."""
 
 import csv
 import io
@@ -25,7 +25,7 @@ from tests.harness.fork_server import ForkedProcess
 from tests.simulate.traces import conversations, write
 
 SIX = ("--set", "workers=1,2", "--set", "temperature=0,0.5", "--policy", "kv", "--policy", "round-robin")
-# In a process of a sweep it says so and never decides; anywhere else it is a policy like others.
+# In a process of a sweep this policy reports its start and never returns. Elsewhere it decides normally.
 STUCK = """
 import multiprocessing, signal
 class Stuck:
@@ -60,7 +60,7 @@ def started(trace: Path, *arguments: str) -> ForkedProcess:
     return fork_server.start(*command, folder=trace.parent, stderr=subprocess.PIPE, new_session=True)
 
 
-def test_there_is_a_run_for_every_combination_that_differs(trace: Path) -> None:
+def test_every_distinct_combination_is_run(trace: Path) -> None:
     runs = runs_of(trace, *SIX)
     assert sorted(run["name"] for run in runs) == [
         "kv, workers=1, temperature=0",
@@ -95,7 +95,7 @@ def test_output_is_independent_of_cpus(trace: Path) -> None:
     assert alone[0]["digest"] == here[0]["digest"]
 
 
-def test_runs_come_by_cost_and_the_best_are_marked(trace: Path) -> None:
+def test_runs_are_sorted_by_cost_and_optimal_ones_are_marked(trace: Path) -> None:
     objectives = ["ttft_ms.p90", "prefix_reuse"]
     runs = runs_of(trace, *SIX, *(word for name in objectives for word in ("--objective", name)))
     points = [costs(run, objectives) for run in runs]
@@ -134,9 +134,9 @@ def test_csv_has_columns_for_settings_and_metrics(trace: Path) -> None:
     run = sweep(trace, *SIX, "--csv", "--slo", "ttft=80")
     rows = list(csv.DictReader(io.StringIO(run.stdout)))
     assert len(rows) == 6
-    told = {(row["policy"], row["set.workers"], row["set.temperature"]) for row in rows}
-    assert ("round-robin", "2", "") in told
-    assert ("kv", "1", "0.5") in told
+    settings = {(row["policy"], row["set.workers"], row["set.temperature"]) for row in rows}
+    assert ("round-robin", "2", "") in settings
+    assert ("kv", "1", "0.5") in settings
     assert all(float(row["ttft_ms.p90"]) > 0 and float(row["goodput_per_s"]) >= 0 for row in rows)
 
 
@@ -146,7 +146,7 @@ def test_missed_attainment_exits_1(trace: Path) -> None:
     assert "no run has an SLO attainment of at least 50.00%" in run.stdout
 
 
-def test_requests_that_fail_end_in_exit_code_1(tmp_path: Path) -> None:
+def test_failed_requests_exit_1(tmp_path: Path) -> None:
     trace = write(tmp_path / "trace.jsonl", [MooncakeRow(0, 64, 1, [1]), MooncakeRow(1, 512, 1, [2])])
     run = sweep(trace, "--set", "blocks=4,64", "--json", "--policy", "kv", "--objective", "ttft_ms.p90")
     assert run.exit_code == 1
@@ -183,7 +183,7 @@ def test_note_on_dependent_requests_in_a_capacity_search() -> None:
     assert "20 requests depend on responses" in run.stderr
 
 
-def test_capacity_search_reports_always_and_never(trace: Path) -> None:
+def test_capacity_search_reports_unlimited_and_zero_capacity(trace: Path) -> None:
     run = sweep(trace, "--policy", "kv", "--find-capacity", "--slo", "ttft=1e9")
     assert run.exit_code == 0
     assert ">= " in run.stdout
@@ -193,8 +193,8 @@ def test_capacity_search_reports_always_and_never(trace: Path) -> None:
     assert run.stdout.count("(missed)") == 11
 
 
-def test_a_run_that_dies_leaves_the_others_their_results() -> None:
-    # What they do to the function that they report their progress to.
+def test_a_killed_run_keeps_the_results_of_others() -> None:
+    # The runs fail in the function that receives their progress.
     fails, works = Work("fails", 1, methodcaller("fail")), Work("works", 1, callable)
     found = run_all([fails, works])
     assert isinstance(found[0], AttributeError)
@@ -203,7 +203,7 @@ def test_a_run_that_dies_leaves_the_others_their_results() -> None:
     assert isinstance(alone, AttributeError)
 
 
-def test_a_run_that_dies_is_named_and_ends_in_exit_code_1(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_run_is_named_and_exits_1(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def dies(*_: object) -> None:
         raise AssertionError("two requests of one id")
 
@@ -222,13 +222,13 @@ def test_ending_a_sweep_ends_its_processes(trace: Path, number: signal.Signals) 
     assert run.stderr is not None
     assert "deciding" in run.stderr.readline()
     if number == signal.SIGINT:
-        os.killpg(run.pid, number)  # as a terminal does
+        os.killpg(run.pid, number)  # like a terminal
     else:
         run.send_signal(number)
-    told, said = run.communicate(timeout=60)  # at the end of stderr, which all of its processes have
+    stdout, stderr = run.communicate(timeout=60)  # until stderr, which its processes share, is closed
     assert run.returncode != 0
-    assert not told
-    assert "Traceback" not in said
+    assert not stdout
+    assert "Traceback" not in stderr
 
 
 @pytest.mark.parametrize(
@@ -269,7 +269,7 @@ def test_invalid_sweeps_give_one_error_line_before_any_run(trace: Path, argument
     assert run.stderr.count("\n") == 1
 
 
-def test_blanks_between_values_mean_nothing() -> None:
+def test_blanks_between_values_are_ignored() -> None:
     assert axes_of(["workers : blocks = 2 : 6, 4:4"]) == axes_of(["workers:blocks=2:6,4:4"])
 
 
@@ -297,13 +297,13 @@ def test_pools_of_a_file_are_resized_one_by_one(tmp_path: Path) -> None:
         combinations(["kv"], axes_of(["workers=1"]), FleetOptions(pools=file), ShapeOptions())
 
 
-def test_no_name_means_two_things() -> None:
+def test_setting_names_are_unambiguous() -> None:
     assert not set(ROUTER_SETTINGS) & {*OF_FLEET, *OF_SHAPE}
     assert not set(OF_FLEET) & set(OF_SHAPE)
 
 
 @pytest.mark.parametrize("mode", sorted(BLIND_MODES - {"direct"}))
-def test_settings_of_the_cost_change_nothing_for_modes_that_do_not_look_at_it(trace: Path, mode: str) -> None:
+def test_cost_settings_are_ignored_by_modes_without_costs(trace: Path, mode: str) -> None:
     plain = ["simulate", str(trace), "--json", "--workers", "3", "--blocks", "512", "--policy"]
     other = {"selection_policy": "lmetric"}
     changed = ",".join(f"{name}={other.get(name, '0.6')}" for name in COST_SETTINGS)
@@ -312,5 +312,5 @@ def test_settings_of_the_cost_change_nothing_for_modes_that_do_not_look_at_it(tr
         for text in (mode, f"{mode}:{changed}")
     ]
     for one in figures:
-        del one["digest"]  # decisions say their costs
+        del one["digest"]  # the digest includes the costs of decisions
     assert figures[0] == figures[1]

@@ -1,4 +1,4 @@
-"""What the commands that tell of a log put on a terminal: whatever it holds, and whatever a policy prints."""
+"""Terminal output of commands that read a log: control characters, wide tables and output of policies."""
 
 import asyncio
 import io
@@ -47,7 +47,7 @@ def write_log(made: Recorder, path: Path) -> Path:
 
 
 class First:
-    """Decides as the policy of `NOISY`, silently."""
+    """The policy of `NOISY` without its output."""
 
     def decide(self, world: Any, request: Any) -> int:
         return 0
@@ -62,7 +62,7 @@ def routed(*names: str, custom: CustomPolicies = ONLY_BUILT_IN, **router: Any) -
 
 
 def diverging(path: Path) -> int:
-    """A log whose second decision is another than its events lead to; where that is."""
+    """Write a log whose second decision diverges and return the offset of that decision."""
     made = routed("r0", "r1", "r2")
     at = [number for number, record in enumerate(made.journal) if isinstance(record, RequestRouted)][1]
     was = made.journal[at]
@@ -72,7 +72,7 @@ def diverging(path: Path) -> int:
     return at
 
 
-def test_nothing_that_a_terminal_would_obey() -> None:
+def test_control_characters_are_escaped() -> None:
     assert printable(HOSTILE) == "[bold]\\x1b[2J\\u202er\\r\\n"
     assert printable("größer 模型") == "größer 模型"
     console = Console(file=io.StringIO(), width=80)
@@ -88,7 +88,7 @@ def test_a_wide_table_is_not_cut_to_a_narrow_terminal(monkeypatch: pytest.Monkey
     assert (results().width, results(wide=True).width) == (60, WIDTH)
 
 
-def test_ids_are_shown_and_never_obeyed(tmp_path: Path) -> None:
+def test_control_characters_in_ids_are_escaped(tmp_path: Path) -> None:
     path = write_log(routed("r0", "r1", HOSTILE), tmp_path / "log.db")
     for command in (
         ("explain", path, HOSTILE),
@@ -98,12 +98,12 @@ def test_ids_are_shown_and_never_obeyed(tmp_path: Path) -> None:
         ("diff", path, "--set", "router.busy.active_prefill_tokens_threshold=1"),
     ):
         run = forebay("replay", *command)
-        said = run.stdout + run.stderr
-        assert "[bold]\\x1b[2J" in said, command
-        assert not {"\x1b", "\u202e", "\r"} & set(said), command
+        output = run.stdout + run.stderr
+        assert "[bold]\\x1b[2J" in output, command
+        assert not {"\x1b", "\u202e", "\r"} & set(output), command
 
 
-def test_a_divergence_shows_ids_and_never_obeys_them(tmp_path: Path) -> None:
+def test_control_characters_in_a_divergence_are_escaped(tmp_path: Path) -> None:
     made = routed(HOSTILE)
     was = made.journal[-1]
     assert isinstance(was, RequestRouted)
@@ -114,7 +114,7 @@ def test_a_divergence_shows_ids_and_never_obeys_them(tmp_path: Path) -> None:
     assert not {"\x1b", "\u202e", "\x7f", "\x9b"} & set(run.stdout)
 
 
-def test_at_ends_like_the_others_where_the_journal_diverges(tmp_path: Path) -> None:
+def test_at_stops_at_a_divergence(tmp_path: Path) -> None:
     path = tmp_path / "log.db"
     at = diverging(path)
     for options in (("--offset", at), (), ("--json",)):
@@ -124,7 +124,7 @@ def test_at_ends_like_the_others_where_the_journal_diverges(tmp_path: Path) -> N
     assert forebay("replay", "at", path, "--offset", at - 1).exit_code == 0
 
 
-def test_at_says_what_it_passed_over(tmp_path: Path) -> None:
+def test_at_reports_skipped_records(tmp_path: Path) -> None:
     drive = Driver().fleet("a", "b")
     drive("requests", request("r1", PROMPTS[0]))
     drive("kv-events", None)
@@ -136,16 +136,16 @@ def test_at_says_what_it_passed_over(tmp_path: Path) -> None:
     assert run.exit_code == 2
     assert json.loads(run.stdout)["unverified"] == {"unknown-events": 1}
     assert run.stderr == "forebay: not verified: 1 events of types that this version does not know\n"
-    assert forebay("replay", "at", newer, "--offset", "1").exit_code == 0  # nothing was passed over before that
+    assert forebay("replay", "at", newer, "--offset", "1").exit_code == 0  # no record was skipped before that offset
     log.topics["kv-events"] = [GARBAGE]
     log.topics[DECISIONS.name].insert(2, b"{}")
     asyncio.run(write(log, foreign))
     run = forebay("replay", "at", foreign)
-    assert run.exit_code == 0, run.output  # owners passed over it, too
+    assert run.exit_code == 0, run.output  # owners skipped the record, too
     assert "not verified: 1 journal records that no owner wrote" in run.stderr
 
 
-def test_what_a_policy_prints_is_not_among_the_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_of_a_policy_is_separate_from_the_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "noisy.py").write_text(NOISY)
     monkeypatch.syspath_prepend(str(tmp_path))
     made = routed("r0", "r1", custom={"noisy.Noisy": First}, mode="noisy.Noisy")

@@ -1,4 +1,4 @@
-"""Times and spans as people type them."""
+"""Parsing of times and durations."""
 
 import time
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ NOON_US = 1_767_268_800 * S  # 2026-01-01T12:00:00Z
 
 @pytest.fixture(autouse=True)
 def zone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Two hours east of Greenwich."""
+    """Set the local time zone to UTC+2."""
     monkeypatch.setenv("TZ", "UTC-2")
     time.tzset()
     yield
@@ -27,12 +27,12 @@ def zone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ("text", "span"),
     [("90s", 90 * S), ("5m", 300 * S), ("2h", 7_200 * S), ("1d", 86_400 * S), ("0.5s", S // 2), ("1.5h", 5_400 * S)],
 )
-def test_spans(text: str, span: int) -> None:
+def test_durations_are_parsed(text: str, span: int) -> None:
     assert span_us("--last", text) == span
 
 
 @pytest.mark.parametrize("text", ["", "5", "m", "-5m", "5 m", "5w", "0s", "0.0000001s", "1e3s", "5m3s", "nans", "٣s٣"])
-def test_what_is_no_span(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_durations_are_rejected(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(typer.Exit) as ended:
         span_us("--last", text)
     assert ended.value.exit_code == 2
@@ -56,7 +56,7 @@ def test_what_is_no_span(text: str, capsys: pytest.CaptureFixture[str]) -> None:
         ("-0.5s", -0.5),
     ],
 )
-def test_times(text: str, seconds: float) -> None:
+def test_times_are_parsed(text: str, seconds: float) -> None:
     assert time_us("--from", text, NOON_US) == NOON_US + round(seconds * S)
 
 
@@ -70,7 +70,7 @@ def test_microseconds_are_exact() -> None:
 @pytest.mark.parametrize(
     "text", ["", "yesterday", "25:00", "12:61", "2026-13-01", "--5m", "-5", "1767268800", "9999999"]
 )
-def test_what_is_no_time(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_times_are_rejected(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(typer.Exit) as ended:
         time_us("--from", text, NOON_US)
     assert ended.value.exit_code == 2

@@ -1,4 +1,4 @@
-"""`forebay trace` against more than one server."""
+"""`forebay trace` against several servers."""
 
 import json
 import threading
@@ -29,13 +29,13 @@ def trace(tmp_path: Path) -> Path:
 
 
 def answered(up: Up) -> int:
-    """Requests that this system answered well."""
+    """Return the number of requests that this system completed."""
     lines = httpx.get(f"{up.url}/metrics").text.splitlines()
     counts = [line for line in lines if line.startswith("dynamo_frontend_requests_total{") and "success" in line]
     return int(sum(float(line.rpartition(" ")[2]) for line in counts))
 
 
-def test_requests_take_turns_at_several_systems(trace: Path) -> None:
+def test_requests_alternate_between_several_systems(trace: Path) -> None:
     with running("--workers", "1") as one, running("--workers", "1") as two:
         run = forebay("trace", str(trace), "--url", one.url, "--url", f"{two.url}/", "--json")
         assert run.returncode == 0, run.stderr
@@ -45,7 +45,7 @@ def test_requests_take_turns_at_several_systems(trace: Path) -> None:
     assert counted == {"requests": REQUESTS, "failed": 0, "answered_once": REQUESTS, "answered_again": 0}
 
 
-def test_a_system_that_is_not_there_is_named(trace: Path) -> None:
+def test_error_names_an_unreachable_system(trace: Path) -> None:
     url = f"http://127.0.0.1:{free_ports(1)}"
     run = forebay("trace", str(trace), "--url", url)
     assert (run.returncode, f"no response from {url}" in run.stderr) == (2, True)
@@ -53,14 +53,14 @@ def test_a_system_that_is_not_there_is_named(trace: Path) -> None:
     assert (run.returncode, "no response from http://[:: (InvalidURL" in run.stderr) == (2, True)
 
 
-def test_an_invented_workload_of_sessions_is_answered() -> None:
+def test_a_synthetic_workload_of_sessions_completes() -> None:
     recipe = "synthetic:requests=12,turns=3,rate=50,prompt=200,output=3,groups=2,prefix=128"
     with running("--workers", "1") as up:
         run = forebay("trace", recipe, "--url", up.url, "--json")
         assert run.returncode == 0, run.stderr
     summary = json.loads(run.stdout)
     assert (summary["requests"], summary["answered_once"]) == (12, 12)
-    # Of each later turn, the prompt before it; of the groups' prefixes, those that others had asked for.
+    # Cached: the previous prompt of each later turn, and group prefixes used before by other sessions.
     assert summary["prefix_reuse"] > 0.4
 
 
@@ -84,7 +84,7 @@ def test_disagg_workers_are_listed_with_their_roles(trace: Path) -> None:
 
 
 class RecordingServer(ThreadingHTTPServer):
-    """Answers any completion, and remembers when each prompt came and when somebody first looked what is here."""
+    """Server that completes every request and records when each prompt and the first model query arrived."""
 
     daemon_threads = True
 
@@ -103,10 +103,10 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        asked = len(body["prompt"])
-        self.server.came_s[asked] = time.monotonic()
-        usage = {"prompt_tokens": asked, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 0}}
-        chunk = {"id": str(asked), "choices": [], "usage": usage}
+        prompt_length = len(body["prompt"])
+        self.server.came_s[prompt_length] = time.monotonic()
+        usage = {"prompt_tokens": prompt_length, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 0}}
+        chunk = {"id": str(prompt_length), "choices": [], "usage": usage}
         self.answer(f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n".encode())
 
     def answer(self, body: bytes) -> None:
@@ -116,7 +116,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: Any) -> None:
-        """Tests are quiet."""
+        """Suppress the access log."""
 
 
 @pytest.fixture

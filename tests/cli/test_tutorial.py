@@ -13,21 +13,21 @@ from tests.harness.local import free_ports
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/tutorial.md"
 BLOCK = re.compile(r"^```sh\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-TIMEOUT_S = 900  # less than a minute where nothing else runs
+TIMEOUT_S = 900  # less than a minute on an idle machine
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(TIMEOUT_S + 30)]
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    """An empty folder; a server that a failed run left in it is killed."""
+    """Yield an empty folder, and kill a server that a failed run left in it."""
     yield tmp_path
     pid = tmp_path / "up.pid"
     if pid.exists():
         subprocess.run(["kill", "-9", pid.read_text().strip()], check=False, capture_output=True)
 
 
-def test_the_commands_of_the_tutorial_show_what_the_page_describes(folder: Path) -> None:
+def test_the_commands_of_the_tutorial_print_the_documented_output(folder: Path) -> None:
     port = free_ports(1)
     blocks = [block.replace("8000", str(port)) for block in BLOCK.findall(PAGE.read_text())]
     script = "\n".join(f"echo '== {number}'\n{block}" for number, block in enumerate(blocks))

@@ -1,4 +1,4 @@
-"""`forebay up` as a user runs it: a process of its own, the official client, kill -9 and restart."""
+"""`forebay up` in a separate process: the OpenAI client, kill -9 and restart."""
 
 import asyncio
 import json
@@ -20,8 +20,8 @@ from tests.harness.local import free_ports
 pytestmark = pytest.mark.timeout(180)
 
 
-def ask(client: openai.OpenAI, text: str) -> tuple[str, int]:
-    """Ask with a long prefix; the worker that answered and the prompt tokens that it had cached."""
+def complete(client: openai.OpenAI, text: str) -> tuple[str, int]:
+    """Complete a prompt with a long prefix. Return the worker and the number of cached prompt tokens."""
     answer = client.chat.completions.create(
         model="forebay-default", max_tokens=4, messages=[{"role": "user", "content": LONG_PREFIX + text}]
     )
@@ -51,14 +51,14 @@ def test_embeddings_and_probabilities_of_a_mock_engine() -> None:
         assert [len(one.top_logprobs) for one in logprobs.content] == [2] * 5
 
 
-def test_a_parser_that_nobody_knows_is_told() -> None:
+def test_an_unknown_tool_call_parser_is_reported() -> None:
     up = Up("--tool-call-parser", "hermez")
-    told = up.process.communicate(timeout=PATIENCE_S)[0]
+    output = up.process.communicate(timeout=PATIENCE_S)[0]
     assert up.process.returncode == 2
-    assert "unknown --tool-call-parser 'hermez'" in told
+    assert "unknown --tool-call-parser 'hermez'" in output
 
 
-def test_the_official_client_streams_and_the_prefix_is_found_on_the_same_worker(tmp_path: Path) -> None:
+def test_the_openai_client_streams_and_reuses_its_prefix(tmp_path: Path) -> None:
     log = tmp_path / "log.db"
     with running("--log", str(log)) as up:
         client = up.client()
@@ -78,7 +78,7 @@ def test_the_official_client_streams_and_the_prefix_is_found_on_the_same_worker(
         first = ends[0].model_extra["forebay"]["worker"]
         assert chunks[-1].usage is not None
         assert chunks[-1].usage.completion_tokens == 12
-        second, cached = ask(client, "two")
+        second, cached = complete(client, "two")
         assert second == first
         assert cached > 500
         assert "sqlite" not in up.url
@@ -90,16 +90,16 @@ def test_the_official_client_streams_and_the_prefix_is_found_on_the_same_worker(
     assert "requests/0	2" in listed.splitlines()
 
 
-def test_after_kill_9_the_journal_continues_and_warm_prefixes_are_found(tmp_path: Path) -> None:
+def test_after_kill_9_the_journal_continues_and_prefixes_are_reused(tmp_path: Path) -> None:
     log = tmp_path / "log.db"
     with running("--log", str(log)) as up:
         client = up.client()
-        homes = [ask(client, f"{number}")[0] for number in range(6)]
+        homes = [complete(client, f"{number}")[0] for number in range(6)]
         assert len(set(homes)) == 1
         assert up.end(signal.SIGKILL) == -signal.SIGKILL
     before = verified(log)
     with running("--log", str(log)) as up:
-        worker, cached = ask(up.client(), "after")
+        worker, cached = complete(up.client(), "after")
         assert worker == homes[0]
         assert cached > 500
         assert up.end(signal.SIGTERM) == 0
@@ -108,7 +108,7 @@ def test_after_kill_9_the_journal_continues_and_warm_prefixes_are_found(tmp_path
     assert after["claims"] == 2
 
 
-def test_a_policy_of_the_users_own_decides_and_its_decisions_are_derived_again(
+def test_a_custom_policy_decides_and_its_decisions_are_verified(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
@@ -119,12 +119,12 @@ def test_a_policy_of_the_users_own_decides_and_its_decisions_are_derived_again(
     (here / "mine.py").write_text(f"class Last:\n{decide}")
     monkeypatch.chdir(here)
     with running("--log", str(log), "--router-mode", "mine.Last") as up:
-        assert {ask(up.client(), f"{number}")[0] for number in range(3)} == {"mock-3"}
+        assert {complete(up.client(), f"{number}")[0] for number in range(3)} == {"mock-3"}
         assert up.end(signal.SIGKILL) == -signal.SIGKILL
     refused = forebay("up", "--log", str(log), "--router-mode", "round-robin")
     assert (refused.returncode, "pass --allow-policy mine.Last" in refused.stderr) == (2, True)
     with running("--log", str(log), "--router-mode", "round-robin", "--allow-policy", "mine.Last") as up:
-        assert len({ask(up.client(), f"{number}")[0] for number in range(4)}) == 4
+        assert len({complete(up.client(), f"{number}")[0] for number in range(4)}) == 4
         assert up.end(signal.SIGTERM) == 0
     allowed = ("replay", "verify", str(log), "--allow-policy", "mine.Last")
     assert json.loads(forebay(*allowed, "--json").stdout)["verified"] == 7
@@ -136,7 +136,7 @@ def test_a_policy_of_the_users_own_decides_and_its_decisions_are_derived_again(
     assert (refused.returncode, "the policy mine.Last cannot be imported" in refused.stderr) == (2, True)
 
 
-def test_labels_adapters_ranks_and_hints_are_what_the_flags_say(tmp_path: Path) -> None:
+def test_flags_set_labels_adapters_ranks_and_hints(tmp_path: Path) -> None:
     log = tmp_path / "log.db"
     flags = ["--dp-size", "2", "--taint", "fast", "--taint", "mock-1:zone-b", "--lora", "legal", "--routing-hints"]
 
@@ -161,7 +161,7 @@ def test_labels_adapters_ranks_and_hints_are_what_the_flags_say(tmp_path: Path) 
             routed(client, {"routing_constraints": {"required_taints": ["zone-c"]}})
         assert httpx.get(f"{up.url}/busy_threshold", headers=ADMIN).status_code == httpx.codes.OK
         assert up.end(signal.SIGTERM) == 0
-    # The second rank's cache outlives the process as well.
+    # The cache of the second rank also survives the restart.
     with running("--log", str(log), *flags) as up, up.client() as client:
         assert routed(client, pinned) == "mock-2"
         tail = forebay("topics", "tail", str(log), "decisions", "-n", "1")
@@ -169,12 +169,12 @@ def test_labels_adapters_ranks_and_hints_are_what_the_flags_say(tmp_path: Path) 
         assert httpx.get(f"{up.url}/busy_threshold", headers=ADMIN).status_code == httpx.codes.NOT_FOUND
         assert up.end(signal.SIGTERM) == 0
     with running("--log", str(log), "--no-kv-events") as up:
-        assert {ask(up.client(), "again")[0] for _ in range(3)} <= {"mock-0", "mock-1", "mock-2", "mock-3"}
+        assert {complete(up.client(), "again")[0] for _ in range(3)} <= {"mock-0", "mock-1", "mock-2", "mock-3"}
     verified(log)
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         (["--taint", "mock-9:zone-a"], "unknown worker mock-9; workers are mock-0 to mock-3"),
         (["--taint", "mock-1:"], "the label is empty"),
@@ -190,14 +190,14 @@ def test_labels_adapters_ranks_and_hints_are_what_the_flags_say(tmp_path: Path) 
         (["--speedup", "0"], "--speedup must be a positive number"),
     ],
 )
-def test_what_cannot_start_says_why_in_one_line(options: list[str], says: str) -> None:
+def test_a_failed_start_gives_the_reason_in_one_line(options: list[str], message: str) -> None:
     run = forebay("up", "--port", str(free_ports(1)), *options)
     assert run.returncode == 2
-    assert says in run.stderr
+    assert message in run.stderr
     assert len(run.stderr.splitlines()) == 1
 
 
-def test_a_taken_port_and_a_locked_or_foreign_log(tmp_path: Path) -> None:
+def test_a_port_in_use_and_a_locked_or_foreign_log_are_rejected(tmp_path: Path) -> None:
     log, foreign = tmp_path / "log.db", tmp_path / "foreign.db"
     foreign.write_text("this is no log")
     with running("--log", str(log)) as up:
@@ -211,9 +211,7 @@ def test_a_taken_port_and_a_locked_or_foreign_log(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", ['DELETE FROM requests WHERE "offset" > 40', "UPDATE snapshots SET checksum = 5"])
-def test_a_log_whose_trusted_part_is_damaged_is_refused_in_one_line_and_not_touched(
-    tmp_path: Path, change: str
-) -> None:
+def test_a_damaged_log_is_rejected_in_one_line_and_not_changed(tmp_path: Path, change: str) -> None:
     log = tmp_path / "log.db"
     asyncio.run(write_recording(log, Shape(workers=1, decisions=60, cached_blocks=32, snapshot_every=20)))
     with closing(sqlite3.connect(log)) as db, db:
@@ -226,7 +224,7 @@ def test_a_log_whose_trusted_part_is_damaged_is_refused_in_one_line_and_not_touc
     assert log.read_bytes() == damaged
 
 
-def test_a_trace_is_played_through_http(tmp_path: Path) -> None:
+def test_a_trace_is_replayed_over_http(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     rows = [
         {
@@ -251,7 +249,7 @@ def test_a_trace_is_played_through_http(tmp_path: Path) -> None:
     assert (refused.returncode, "line 1" in refused.stderr) == (2, True)
 
 
-def test_help_everywhere_and_the_version() -> None:
+def test_every_command_has_help_and_the_version_is_shown() -> None:
     assert forebay("--version").stdout.startswith("forebay ")
     commands = (["up"], ["trace"], ["replay"], ["replay", "verify"], ["topics"], ["topics", "tail"])
     for run in (forebay("--help"), *(in_process.forebay(*command, "--help") for command in commands)):
@@ -259,18 +257,18 @@ def test_help_everywhere_and_the_version() -> None:
         assert "Usage" in run.stdout
 
 
-def test_a_signal_ends_a_start_that_takes_long(tmp_path: Path) -> None:
+def test_a_signal_ends_a_slow_start(tmp_path: Path) -> None:
     log = tmp_path / "run.db"
     up = Up("--workers", "1024", "--log", str(log))
     while not log.exists():
         assert up.process.poll() is None, up.process.communicate()[0]
         time.sleep(0.005)
     up.process.send_signal(signal.SIGTERM)
-    said = up.process.communicate(timeout=PATIENCE_S)[0]
-    assert (up.process.returncode, said) == (0, "")
+    output = up.process.communicate(timeout=PATIENCE_S)[0]
+    assert (up.process.returncode, output) == (0, "")
 
 
-def test_a_fleet_that_is_no_fleet_is_refused() -> None:
+def test_an_invalid_fleet_is_rejected() -> None:
     refused = forebay("up", "--workers", "1024", "--dp-size", "5")
     assert (refused.returncode, refused.stderr) == (
         2,

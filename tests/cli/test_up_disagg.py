@@ -1,4 +1,4 @@
-"""`forebay up` with prefill and decode workers: real KV bytes by NIXL, the answers that one kind of worker gives."""
+"""`forebay up` with disaggregation: KV transfer by NIXL, and the same responses as without disaggregation."""
 
 import asyncio
 import json
@@ -29,17 +29,17 @@ BODIES: list[dict[str, Any]] = [
 ]
 
 
-def ask(up: Up, body: dict[str, Any]) -> dict[str, Any]:
-    asked = {"model": "forebay-default", "temperature": 1.0, "seed": 7, **body}
-    response = httpx.post(f"{up.url}/v1/completions", json=asked, timeout=60)
+def complete(up: Up, body: dict[str, Any]) -> dict[str, Any]:
+    request = {"model": "forebay-default", "temperature": 1.0, "seed": 7, **body}
+    response = httpx.post(f"{up.url}/v1/completions", json=request, timeout=60)
     assert response.status_code == httpx.codes.OK, response.text
     answer: dict[str, Any] = response.json()
     return answer
 
 
-def all_asked(up: Up) -> list[dict[str, Any]]:
+def complete_all(up: Up) -> list[dict[str, Any]]:
     with ThreadPoolExecutor(len(BODIES)) as threads:
-        return list(threads.map(lambda body: ask(up, body), BODIES))
+        return list(threads.map(lambda body: complete(up, body), BODIES))
 
 
 def texts(answers: list[dict[str, Any]]) -> list[tuple[str, str]]:
@@ -53,7 +53,7 @@ def metric(up: Up, start: str) -> float:
 
 
 def unseen(up: Up) -> set[str]:
-    """Queries of the dashboard's row that a scrape has no series for, by name and labels."""
+    """Return the dashboard queries of the disaggregation row for which a scrape has no series."""
     seen: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(httpx.get(f"{up.url}/metrics", timeout=10).text):
         for sample in family.samples:
@@ -78,19 +78,17 @@ def set_to(up: Up, **changes: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def whole() -> list[tuple[str, str]]:
-    """What workers that do all of a request answer."""
+def aggregated() -> list[tuple[str, str]]:
+    """Return the responses of a fleet without disaggregation."""
     with running("--workers", "2", "--block-size", "16", "--kv-blocks", "512") as up:
-        return texts(all_asked(up))
+        return texts(complete_all(up))
 
 
-def test_disagg_answers_are_those_of_workers_that_do_all_of_a_request(
-    tmp_path: Path, whole: list[tuple[str, str]]
-) -> None:
+def test_disagg_responses_equal_those_without_disaggregation(tmp_path: Path, aggregated: list[tuple[str, str]]) -> None:
     log = tmp_path / "log.db"
     with running(*APART, *ALIKE, "--log", str(log)) as up:
-        answers = all_asked(up)
-        assert texts(answers) == whole
+        answers = complete_all(up)
+        assert texts(answers) == aggregated
         assert {one["forebay"]["worker"].rstrip("01") for one in answers} == {"decode-"}
         assert metric(up, 'forebay_router_stages_total{model="forebay-default",stage="decode"}') == len(BODIES)
         assert metric(up, "forebay_router_prefills_total{") == len(BODIES)
@@ -102,30 +100,30 @@ def test_disagg_answers_are_those_of_workers_that_do_all_of_a_request(
         assert metric(up, "forebay_router_kv_fetched_bytes_total{") == metric(up, "forebay_kv_transfer_bytes_total{")
         assert not unseen(up)
         assert set_to(up, policy="never")["policy"] == "never"
-        assert texts(all_asked(up)) == whole
+        assert texts(complete_all(up)) == aggregated
         assert metric(up, 'forebay_router_prefills_total{model="forebay-default",place="local",reason="never"}') == 8
         up.end(signal.SIGKILL)
     with running(*APART, *ALIKE, "--log", str(log)) as up:
-        assert texts(all_asked(up)) == whole
+        assert texts(complete_all(up)) == aggregated
         assert up.end(signal.SIGTERM) == 0
     report = verified(log)
     assert report["claims"] == 2
 
 
 def last_chunk(up: Up, body: dict[str, Any]) -> dict[str, Any]:
-    """Of a streamed answer: the one that says why it ended, and who gave it."""
-    asked = {"model": "forebay-default", "stream": True, **body}
-    response = httpx.post(f"{up.url}/v1/completions", json=asked, timeout=60)
+    """Return the chunk of a streamed response that has the finish reason and the worker."""
+    request = {"model": "forebay-default", "stream": True, **body}
+    response = httpx.post(f"{up.url}/v1/completions", json=request, timeout=60)
     chunks = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line.startswith("data: {")]
     last: dict[str, Any] = json.loads(chunks[-1])
     return last
 
 
-def test_disagg_answers_name_who_computed_the_prompt_and_who_answered() -> None:
+def test_disagg_responses_name_the_prefill_and_decode_workers() -> None:
     body = {"prompt": "the log is the truth " * 40, "max_tokens": 4, "nvext": {"extra_fields": ["worker_id"]}}
     with running(*APART, *ALIKE) as up:
-        for told in (ask(up, body), last_chunk(up, body)):
-            named, served = told["nvext"]["worker_id"], told["forebay"]
+        for response in (complete(up, body), last_chunk(up, body)):
+            named, served = response["nvext"]["worker_id"], response["forebay"]
             assert named["prefill_worker_id"].rstrip("01") == "prefill-"
             assert named["decode_worker_id"].rstrip("01") == "decode-"
             assert (named["prefill_dp_rank"], named["decode_dp_rank"]) == (0, 0)
@@ -136,25 +134,25 @@ def test_disagg_answers_name_who_computed_the_prompt_and_who_answered() -> None:
             assert served["prefill"]["transferred_bytes"] > 0
             assert served["prefill"]["transfer_ms"] > 0
         set_to(up, policy="never")
-        told = ask(up, body)
-        assert told["nvext"]["worker_id"]["prefill_worker_id"] == told["forebay"]["worker"]
-        assert "prefill" not in told["forebay"]
+        response = complete(up, body)
+        assert response["nvext"]["worker_id"]["prefill_worker_id"] == response["forebay"]["worker"]
+        assert "prefill" not in response["forebay"]
 
 
-def test_disagg_by_the_plain_path_when_told_so(whole: list[tuple[str, str]]) -> None:
+def test_disagg_uses_the_tcp_transfer_if_configured(aggregated: list[tuple[str, str]]) -> None:
     with running(*APART, *ALIKE, "--kv-transport", "tcp") as up:
-        assert texts(all_asked(up)) == whole
+        assert texts(complete_all(up)) == aggregated
         ready = httpx.get(f"{up.url}/ready", timeout=10).json()
         assert ready == {"status": "ready", "kv_transport": "tcp (without NIXL)"}
         plain = 'forebay_kv_transport_info{plain="true",transport="tcp",worker_id='
         assert metric(up, plain) == 4
 
 
-def test_disagg_without_prefill_workers_decode_workers_do_it_unless_that_is_enforced(
-    whole: list[tuple[str, str]],
+def test_disagg_decode_workers_prefill_without_prefill_workers_unless_enforced(
+    aggregated: list[tuple[str, str]],
 ) -> None:
     with running("--prefill-workers", "0", "--decode-workers", "2", "--admin-api", *ALIKE[:4]) as up:
-        assert texts(all_asked(up)) == whole
+        assert texts(complete_all(up)) == aggregated
         set_to(up, enforce=True)
         body = {"model": "forebay-default", "prompt": "x", "max_tokens": 1}
         refused = httpx.post(f"{up.url}/v1/completions", json=body, timeout=60)
@@ -177,8 +175,8 @@ LEFT_OVER = (
 )
 
 
-async def ask_and_leave(up: Up, count: int) -> tuple[int, int]:
-    """Streams of which some are hung up on at any time: how many were whole, and how many were not waited for."""
+async def complete_and_disconnect(up: Up, count: int) -> tuple[int, int]:
+    """Start `count` streams and disconnect from some. Return the numbers of complete and abandoned streams."""
     chance = random.Random(SEED)
     print(f"{SEED=}")
 
@@ -192,23 +190,23 @@ async def ask_and_leave(up: Up, count: int) -> tuple[int, int]:
         return True
 
     async with httpx.AsyncClient(timeout=60, limits=httpx.Limits(max_connections=None)) as client:
-        asked = []
+        tasks = []
         for number in range(count):
             token_ids = [(number * 7_919 + place) % 1_000 for place in range(chance.choice((20, 200, 900)))]
             body = {"prompt": token_ids, "max_tokens": chance.randint(1, 60), "ignore_eos": True, "stream": True}
             patience_s = chance.uniform(0.0, 0.4) if chance.random() < 0.4 else None
-            asked.append(asyncio.create_task(one(client, body, patience_s)))
+            tasks.append(asyncio.create_task(one(client, body, patience_s)))
             await asyncio.sleep(0.005)
-        whole = sum(await asyncio.gather(*asked))
-    return whole, count - whole
+        completed = sum(await asyncio.gather(*tasks))
+    return completed, count - completed
 
 
-def test_disagg_nothing_is_kept_for_clients_that_left() -> None:
-    # The lease is longer than anybody waits here: what is given back was cancelled or fetched.
+def test_disagg_no_kv_is_retained_for_disconnected_clients() -> None:
+    # The lease is longer than this test, so KV is released by cancellation or fetch.
     small = ("--kv-blocks", "400", "--block-size", "16", "--kv-lease-s", "600", "--speedup", "2")
     with running(*APART, *small) as up:
-        whole, left = asyncio.run(ask_and_leave(up, 150))
-        assert whole > 50, "those that were waited for came"
+        completed, left = asyncio.run(complete_and_disconnect(up, 150))
+        assert completed > 50, "streams of clients that stayed completed"
         assert left > 20
         ends_s = time.monotonic() + 20.0
         while (over := {start: metric(up, start) for start in LEFT_OVER}) != dict.fromkeys(LEFT_OVER, 0.0):
@@ -218,7 +216,7 @@ def test_disagg_nothing_is_kept_for_clients_that_left() -> None:
         assert metric(up, 'forebay_router_requests_aborted_total{model="forebay-default",reason="cancelled"}') > 0
 
 
-def test_disagg_up_ends_every_engine_before_it_ends(tmp_path: Path) -> None:
+def test_disagg_up_stops_every_engine_before_it_exits(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(
         "import threading\n"
@@ -230,24 +228,24 @@ def test_disagg_up_ends_every_engine_before_it_ends(tmp_path: Path) -> None:
     )
     up = Up("--prefill-workers", "4", "--decode-workers", "4", program=[sys.executable, str(program)])
     up.wait_ready()
-    all_asked(up)
+    complete_all(up)
     up.process.send_signal(signal.SIGINT)
-    said = up.process.communicate(timeout=60)[0]
-    assert said.splitlines()[-1] == "left: []", said
-    assert up.process.returncode == 0, said
+    output = up.process.communicate(timeout=60)[0]
+    assert output.splitlines()[-1] == "left: []", output
+    assert up.process.returncode == 0, output
 
 
-def test_disagg_a_log_goes_on_with_the_other_kind_of_workers(tmp_path: Path, whole: list[tuple[str, str]]) -> None:
+def test_disagg_a_log_continues_with_other_worker_roles(tmp_path: Path, aggregated: list[tuple[str, str]]) -> None:
     log = tmp_path / "log.db"
     for fleet in (("--workers", "2"), APART, ("--workers", "1")):
         with running(*fleet, "--block-size", "16", "--log", str(log)) as up:
-            assert texts(all_asked(up)) == whole
+            assert texts(complete_all(up)) == aggregated
             assert up.end(signal.SIGTERM) == 0
     assert verified(log)["claims"] == 3
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         (("--prefill-workers", "1"), "--prefill-workers and --decode-workers require each other"),
         (("--decode-workers", "1"), "--prefill-workers and --decode-workers require each other"),
@@ -271,14 +269,14 @@ def test_disagg_a_log_goes_on_with_the_other_kind_of_workers(tmp_path: Path, who
         ),
     ],
 )
-def test_disagg_a_fleet_that_makes_no_sense_is_refused(options: tuple[str, ...], says: str) -> None:
+def test_disagg_an_invalid_fleet_is_rejected(options: tuple[str, ...], message: str) -> None:
     run = forebay("up", *options)
     assert run.returncode == 2
-    assert says in run.stderr
+    assert message in run.stderr
     assert len(run.stderr.splitlines()) == 1
 
 
-def test_disagg_of_a_policy_file_is_refused_where_it_would_do_nothing(tmp_path: Path) -> None:
+def test_disagg_settings_without_effect_in_a_policy_file_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "policy.yaml").write_text("disagg:\n  policy: never\n")
     run = forebay("up", "--workers", "2", "--router-policy-config", str(tmp_path / "policy.yaml"))
     assert (run.returncode, run.stderr) == (
@@ -287,35 +285,35 @@ def test_disagg_of_a_policy_file_is_refused_where_it_would_do_nothing(tmp_path: 
     )
 
 
-def test_disagg_up_says_who_computes_prompts(tmp_path: Path) -> None:
+def test_disagg_banner_names_the_prefilling_workers(tmp_path: Path) -> None:
     limits = json.dumps({"policy": "classic"})
     conditional = ("--router-conditional-disagg", "--router-conditional-disagg-config", limits, "--enforce-disagg")
-    told = told_by(*APART, *conditional, "--log", str(tmp_path / "log.db"))
-    assert "mock workers: 2 prefill, 2 decode" in told
+    banner = banner_of(*APART, *conditional, "--log", str(tmp_path / "log.db"))
+    assert "mock workers: 2 prefill, 2 decode" in banner
     assert (
         "by prefill workers if the policy classic requires it, KV transfer by nixl; requests that they cannot compute "
-        "are rejected" in told
+        "are rejected" in banner
     )
 
 
-def told_by(*options: str, then: dict[str, Any] | None = None) -> str:
-    """What `forebay up` says when it is there; `then` is what an operator sets afterwards."""
+def banner_of(*options: str, then: dict[str, Any] | None = None) -> str:
+    """Return the banner of `forebay up`, then apply the operator settings `then`."""
     up = Up(*options)
     up.wait_ready()
     if then is not None:
         set_to(up, **then)
-    said = up.banner()
+    output = up.banner()
     assert up.end(signal.SIGTERM) == 0
-    return said
+    return output
 
 
-def test_disagg_up_says_who_computes_prompts_when_it_is_not_as_set(tmp_path: Path) -> None:
+def test_disagg_banner_reports_settings_that_do_not_apply(tmp_path: Path) -> None:
     log = ("--log", str(tmp_path / "log.db"))
     nobody = ("--prefill-workers", "0", "--decode-workers", "1", *log)
     limits = json.dumps({"policy": "classic"})
     conditional = ("--router-conditional-disagg", "--router-conditional-disagg-config", limits, "--enforce-disagg")
-    assert "by decode workers, because there are no prefill workers\n" in told_by(*nobody)
-    told = told_by(*nobody, *conditional)
-    assert "by decode workers if the policy classic allows it; other requests are rejected\n" in told
-    assert "computed by prefill workers, KV transfer by nixl\n" in told_by(*APART, *log, then={"policy": "never"})
-    assert "computed by decode workers (set by `forebay control" in told_by(*APART, *log)
+    assert "by decode workers, because there are no prefill workers\n" in banner_of(*nobody)
+    banner = banner_of(*nobody, *conditional)
+    assert "by decode workers if the policy classic allows it; other requests are rejected\n" in banner
+    assert "computed by prefill workers, KV transfer by nixl\n" in banner_of(*APART, *log, then={"policy": "never"})
+    assert "computed by decode workers (set by `forebay control" in banner_of(*APART, *log)

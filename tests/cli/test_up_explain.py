@@ -1,4 +1,4 @@
-"""Explanations by a running `forebay up`: the official client's id, a process of its own, and what becomes of that."""
+"""Explanations by a running `forebay up`, including the life cycle of the explaining process."""
 
 import signal
 import subprocess
@@ -18,8 +18,8 @@ def children(up: Up) -> list[int]:
     return [int(line) for line in found.stdout.split()]
 
 
-def until_gone(pid: int) -> None:
-    """Wait until a process has ended, whether or not anybody took note of it."""
+def until_ended(pid: int) -> None:
+    """Wait until a process has ended, whether or not its parent has reaped it."""
     ends_s = time.monotonic() + PATIENCE_S
     while time.monotonic() < ends_s:
         state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False)
@@ -30,7 +30,7 @@ def until_gone(pid: int) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_an_answers_id_is_explained_and_no_process_stays_behind(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_response_id_is_explained_and_no_process_is_left(tmp_path: Path, number: signal.Signals) -> None:
     log = tmp_path / "log.db"
     with running("--log", str(log)) as up, up.client() as client:
         answers = [
@@ -40,9 +40,15 @@ def test_an_answers_id_is_explained_and_no_process_stays_behind(tmp_path: Path, 
             for text in ("one", "two")
         ]
         assert children(up) == []
-        told = httpx.get(f"{up.url}/v1/requests/{answers[1].id}/explain", timeout=PATIENCE_S).raise_for_status().json()
-        assert (told["request_id"], told["state"], told["ending"]["output_tokens"]) == (answers[1].id, "finished", 4)
-        (routing,) = told["routings"]
+        report = (
+            httpx.get(f"{up.url}/v1/requests/{answers[1].id}/explain", timeout=PATIENCE_S).raise_for_status().json()
+        )
+        assert (report["request_id"], report["state"], report["ending"]["output_tokens"]) == (
+            answers[1].id,
+            "finished",
+            4,
+        )
+        (routing,) = report["routings"]
         winner = routing["candidates"][routing["winner"]]
         assert answers[1].model_extra is not None
         assert winner["seen"]["worker_id"] == answers[1].model_extra["forebay"]["worker"]
@@ -50,7 +56,7 @@ def test_an_answers_id_is_explained_and_no_process_stays_behind(tmp_path: Path, 
         usage = answers[1].usage
         assert usage is not None
         assert usage.prompt_tokens_details is not None
-        assert told["first_token"]["cached_tokens"] == usage.prompt_tokens_details.cached_tokens
+        assert report["first_token"]["cached_tokens"] == usage.prompt_tokens_details.cached_tokens
         named = httpx.post(
             f"{up.url}/v1/route",
             json={"model": "forebay-default", "prompt": "where"},
@@ -58,17 +64,17 @@ def test_an_answers_id_is_explained_and_no_process_stays_behind(tmp_path: Path, 
             timeout=PATIENCE_S,
         )
         assert named.headers["x-request-id"] == "mine"
-        asked = httpx.get(f"{up.url}/v1/requests/mine/explain", timeout=PATIENCE_S).json()
-        assert (asked["kind"], asked["state"]) == ("query", "answered")
+        query = httpx.get(f"{up.url}/v1/requests/mine/explain", timeout=PATIENCE_S).json()
+        assert (query["kind"], query["state"]) == ("query", "answered")
         assert httpx.get(f"{up.url}/v1/requests/nobody/explain", timeout=PATIENCE_S).status_code == 404
         (worker,) = children(up)
         assert up.end(number) == (0 if number == signal.SIGINT else -number)
-        until_gone(worker)
+        until_ended(worker)
     shown = forebay("replay", "explain", str(log), answers[1].id)
     assert (shown.returncode, f"request {answers[1].id}: finished" in shown.stdout) == (0, True)
 
 
-def test_a_log_in_memory_is_not_explained() -> None:
+def test_explanations_need_a_log_file() -> None:
     with running("--workers", "1") as up:
         refused = httpx.get(f"{up.url}/v1/requests/r/explain", timeout=PATIENCE_S)
         assert (refused.status_code, refused.json()["error"]["code"]) == (501, "not_recorded")

@@ -1,4 +1,4 @@
-"""A worker that nobody admits says so, once, in its terminal."""
+"""A worker that is not admitted warns once."""
 
 import asyncio
 from types import SimpleNamespace
@@ -13,8 +13,8 @@ from forebay.workers.runtime.worker import Worker
 from tests.system import until
 
 
-class Looked:
-    """A worker's life as it is at each look; the looks after the last find it as at that."""
+class StateSequence:
+    """Life-cycle states returned one per query. The last state repeats."""
 
     def __init__(self, *states: State) -> None:
         self.states = list(states)
@@ -26,14 +26,14 @@ class Looked:
         return self.states[min(self.looks, len(self.states)) - 1]
 
 
-def watched(*states: State) -> tuple[Probes, Looked]:
-    probes, life = Probes(), Looked(*states)
+def watched(*states: State) -> tuple[Probes, StateSequence]:
+    probes, life = Probes(), StateSequence(*states)
     probes.worker = cast("Worker", cast(Any, SimpleNamespace(life=life)))
     return probes, life
 
 
 @pytest.mark.asyncio
-async def test_a_worker_that_nobody_admits_says_so(capfd: pytest.CaptureFixture[str]) -> None:
+async def test_a_worker_that_is_not_admitted_warns_once(capfd: pytest.CaptureFixture[str]) -> None:
     warning = "forebay: worker w is not admitted and keeps trying"
     await warn_if_not_admitted(Probes(), "w", check_s=0.0)  # no router has placed its model
     starts, joins = [State.CREATED] * 9, [State.REGISTERED] * CHECKS
@@ -45,7 +45,7 @@ async def test_a_worker_that_nobody_admits_says_so(capfd: pytest.CaptureFixture[
 
 
 @pytest.mark.asyncio
-async def test_a_member_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+async def test_an_admitted_worker_does_not_warn(capfd: pytest.CaptureFixture[str]) -> None:
     probes, life = watched(State.REGISTERED, State.HEALTHY)
     watching = asyncio.create_task(warn_if_not_admitted(probes, "w", check_s=0.0))
     await until(lambda: life.looks > 10 * CHECKS)

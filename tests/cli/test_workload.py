@@ -1,4 +1,4 @@
-"""`forebay workload`: figures of any workload, and any workload as one file."""
+"""`forebay workload`: statistics of workloads and conversion to one file."""
 
 import json
 import os
@@ -27,14 +27,14 @@ def trace(tmp_path: Path) -> Path:
     return path
 
 
-def test_figures_of_a_trace(trace: Path) -> None:
+def test_statistics_of_a_trace(trace: Path) -> None:
     found = json.loads(workload("show", trace, "--json").stdout)
     counted = {name: found[name] for name in ("requests", "sessions", "own_times", "duration_s", "skipped")}
     assert counted == {"requests": 3, "sessions": 3, "own_times": 3, "duration_s": 4.0, "skipped": 0}
     assert (found["rate_per_s"], found["most_in_a_second"]) == (0.75, 1)
     assert found["dispersion"] == pytest.approx((0.6 - 0.36) / 0.6)
     assert found["prompt_tokens"] == {"mean": 1000, "p50": 1000, "p90": 1000, "p99": 1000, "max": 1000}
-    # Of the second prompt one block of two is there, of the third both, the last of which is not full.
+    # The second prompt shares one of two blocks. The third shares both, the last of which is partial.
     assert found["ideal_reuse"]["tokens"] == pytest.approx(1512 / 3000)
     assert found["ideal_reuse"]["blocks"] == pytest.approx(3 / 6)
     assert found["ideal_reuse"]["distinct_blocks"] == 3
@@ -43,7 +43,7 @@ def test_figures_of_a_trace(trace: Path) -> None:
     assert "prompt_tokens" in table.stdout
 
 
-def test_figures_of_sessions_count_from_answers_that_take_no_time() -> None:
+def test_session_statistics_assume_instant_responses() -> None:
     found = json.loads(workload("show", "synthetic:turns=2,think_s=5,requests=4,rate=1000", "--json").stdout)
     assert (found["sessions"], found["own_times"], found["delay_s"]["mean"]) == (2, 2, 5)
     assert found["duration_s"] == pytest.approx(5, abs=0.1)
@@ -70,7 +70,7 @@ def test_converted_workload_has_the_options_applied(trace: Path, tmp_path: Path)
     assert not list(tmp_path.glob("*.part"))
 
 
-def test_bad_rows_are_named_and_skipped_only_on_request(trace: Path, tmp_path: Path) -> None:
+def test_invalid_rows_are_named_and_skipped_only_if_requested(trace: Path, tmp_path: Path) -> None:
     trace.write_text(trace.read_text() + "\nnonsense\n")
     out = tmp_path / "ours.jsonl"
     run = workload("convert", trace, "-o", out)
@@ -82,7 +82,7 @@ def test_bad_rows_are_named_and_skipped_only_on_request(trace: Path, tmp_path: P
     assert json.loads(workload("show", trace, "--skip-bad-rows", "--json").stdout)["skipped"] == 1
 
 
-def test_nothing_takes_the_place_of_a_device(tmp_path: Path) -> None:
+def test_devices_are_not_overwritten(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     run = workload("convert", "synthetic:requests=3", "-o", pipe)

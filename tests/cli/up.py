@@ -1,4 +1,4 @@
-"""A running `forebay up` in a process of its own, for tests that send it requests."""
+"""Run `forebay up` in a separate process, for tests that send requests to it."""
 
 import json
 import os
@@ -91,7 +91,7 @@ def forebay(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def verified(log: Path) -> dict[str, object]:
-    """Return the report of a log that verifies here; the process that wrote the log had another hash seed."""
+    """Return the verification report of a log, in a process with another hash seed than its writer."""
     run = in_process.forebay("replay", "verify", str(log), "--json")
     assert run.returncode == 0, run.stdout + run.stderr
     report: dict[str, object] = json.loads(run.stdout)

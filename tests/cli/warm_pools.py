@@ -1,4 +1,4 @@
-"""Pools of processes that need not import the simulator anew: spawning costs each process more than a second."""
+"""Process pools that fork from a server with the simulator imported, which saves a second per process."""
 
 import multiprocessing
 from types import SimpleNamespace

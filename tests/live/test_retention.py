@@ -33,7 +33,7 @@ from forebay.transport.sqlite.log import SqliteLog
 from forebay.transport.sqlite.schema import checksum
 from tests.benchmarks.recordings import Shape, write_recording
 from tests.harness.fake_runtime import FakeRuntime
-from tests.replay.mutations import rewritten
+from tests.replay.mutations import rewrite_topic
 from tests.system import SLOT, System, submitted, until
 
 SMALL = RetentionLimits(size_bytes=1)
@@ -149,7 +149,7 @@ def with_another_state(value: bytes) -> bytes:
 
 async def test_nothing_is_deleted_behind_a_snapshot_that_differs_from_its_seal(path: Path) -> None:
     async with owned(path) as (log, owner):
-        rewritten(path, SNAPSHOTS, lambda values: [*map(with_another_state, values)])
+        rewrite_topic(path, SNAPSHOTS, lambda values: [*map(with_another_state, values)])
         retention = Retention(log, owner, 0, SMALL)
         await retention.enforce()
         assert log.starts() == {}

@@ -17,7 +17,7 @@ json.dump(answers, sys.stdout, default=str)
 """
 
 
-def ask(folder: Path, *queries: str) -> list[list[list[Any]]]:
+def query_export(folder: Path, *queries: str) -> list[list[list[Any]]]:
     """Return the rows of each query on the views of an export.
 
     Values other than numbers, text and lists are returned as text.

@@ -1,4 +1,4 @@
-"""Generated histories as an owner would write them to the log: inputs, journal, digests and snapshots."""
+"""Generated histories in the form an owner writes to the log: inputs, journal, digests and snapshots."""
 
 import asyncio
 from collections import deque
@@ -18,7 +18,7 @@ from forebay.transport.sqlite.log import SqliteLog
 from tests.core.worlds import Driver, perform
 
 GARBAGE = b"\xc1 no event"
-DIGEST_EVERY, SNAPSHOT_EVERY, CLAIM_EVERY = 7, 25, 40  # things that happen
+DIGEST_EVERY, SNAPSHOT_EVERY, CLAIM_EVERY = 7, 25, 40  # actions
 
 Topics = dict[str, list[bytes]]
 
@@ -32,8 +32,8 @@ class Written:
         self._journal(OwnerClaimed(owner_id="one", core_version=CORE_VERSION))
         self._applied = self._decided = 0
 
-    def happen(self, number: int, action: tuple[str, Any]) -> None:
-        """One thing, and what an owner writes of it."""
+    def apply_action(self, number: int, action: tuple[str, Any]) -> None:
+        """Apply an action and write the records an owner would write for it."""
         perform(self.drive, number, action)
         for topic, event, _ in self.drive.applied[self._applied :]:
             value = GARBAGE if event is None else encode(topic_named(topic), event)
@@ -51,7 +51,7 @@ class Written:
             self._journal(OwnerClaimed(owner_id="another", core_version=CORE_VERSION))
 
     def seal(self) -> None:
-        """Take a snapshot of what is applied."""
+        """Write a snapshot of the current state."""
         world, chunks = self.drive.world, self.topics.setdefault(SNAPSHOTS.name, [])
         sealed = advance(world)
         self._journal(sealed)
@@ -77,7 +77,7 @@ def written(history: Sequence[tuple[str, Any]]) -> Topics:
     """Return the log of a history, sealed at its end."""
     happening = Written()
     for number, action in enumerate(history):
-        happening.happen(number, action)
+        happening.apply_action(number, action)
     happening.seal()
     return happening.topics
 
@@ -106,7 +106,7 @@ def verified(topics: Mapping[str, Sequence[bytes]]) -> VerifyReport:
     return asyncio.run(run())
 
 
-def follows(topics: Mapping[str, Sequence[bytes]]) -> bool:
+def journal_follows(topics: Mapping[str, Sequence[bytes]]) -> bool:
     """Return whether the journal follows from the events in the recorded order, checked by an independent loop."""
     world = World()
     ahead = {topic.name: deque(topics.get(topic.name, ())) for topic in INPUTS}

@@ -1,7 +1,7 @@
 """A recording with every kind of event, for the tests of `replay at`, the export and the SQL cookbook.
 
-Conversations that find their prefixes again, caches that run full, a queue, refusals, a worker that is lost with work
-under way, and a second owner.
+The recording has prefix reuse, full caches, a queue, rejections, a worker that is lost with requests in flight, and a
+second owner.
 """
 
 import random
@@ -32,19 +32,19 @@ async def record(path: Path) -> None:
     async with System(log).started(workers=3) as system:
         async with system.owned(pool=POOL, snapshot_every=20, owner_id="first") as owner:
             await until(lambda: len(owner.world.fleet) == 3)
-            await _talk(system, "talk")
+            await _converse(system, "talk")
             system.send(submitted("stranger", [1], model="another"))
             await until(lambda: system.decisions(RequestRejected))
             await _lose_a_worker(system, owner)
             await until(lambda: not len(owner.world.requests))
         async with system.owned(pool=POOL, snapshot_every=20, owner_id="second") as owner:
             await until(lambda: len(owner.world.fleet) == 3)
-            await _talk(system, "again")
+            await _converse(system, "again")
             await until(lambda: not len(owner.world.requests))
     log.close()
 
 
-async def _talk(system: System, name: str) -> None:
+async def _converse(system: System, name: str) -> None:
     rng = random.Random(name)
     prompts = [[rng.randrange(50) for _ in range(TURN_TOKENS)] for _ in range(CONVERSATIONS)]
     for turn in range(TURNS):

@@ -1,4 +1,4 @@
-"""Recordings that were edited and sealed again: every checksum matches, but the content differs."""
+"""Edits of recordings that are sealed again, so that every checksum matches."""
 
 import sqlite3
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from forebay.transport.sqlite.schema import checksum
 Values = list[bytes]
 
 
-def rewritten(path: Path, topic: Topic, change: Callable[[Values], Values]) -> None:
+def rewrite_topic(path: Path, topic: Topic, change: Callable[[Values], Values]) -> None:
     """Replace the records of a topic, with new offsets and checksums."""
     db = sqlite3.connect(path)
     values = [value for (value,) in db.execute(f'SELECT value FROM "{topic.name}" ORDER BY id')]
@@ -28,14 +28,14 @@ def rewritten(path: Path, topic: Topic, change: Callable[[Values], Values]) -> N
     db.close()
 
 
-def replaced(path: Path, topic: Topic, offset: int, change: Callable[[bytes], bytes]) -> None:
+def replace_record(path: Path, topic: Topic, offset: int, change: Callable[[bytes], bytes]) -> None:
     """Change one record."""
 
     def at(values: Values) -> Values:
         values[offset] = change(values[offset])
         return values
 
-    rewritten(path, topic, at)
+    rewrite_topic(path, topic, at)
 
 
 def find(path: Path, topic: Topic, wanted: Callable[[Any], bool]) -> tuple[int, Any]:

@@ -23,7 +23,7 @@ PARTS_A_CHUNK = 3
 
 
 class Sealed(NamedTuple):
-    """A snapshot that is being written."""
+    """Snapshot that is being written."""
 
     first_offset: int
     chunks: int
@@ -32,7 +32,7 @@ class Sealed(NamedTuple):
 
 
 class WrittenDriver(Driver):
-    """A driver that records its events and decisions, to write them to a log."""
+    """Driver that keeps its events and decisions as drafts for a log."""
 
     def __init__(self, custom: CustomPolicies = ONLY_BUILT_IN) -> None:
         super().__init__(custom=custom)
@@ -61,18 +61,18 @@ class WrittenDriver(Driver):
         claim(self.world, offset)
         self._sealed = None
 
-    def leave_void(self) -> None:
-        """The owner before did not know yet."""
+    def write_stale_record(self) -> None:
+        """Write a record of the previous owner, as if it had not noticed the takeover."""
         if self.world.owner_epoch:
             lie = advance(Driver().world)
             self.write(msgspec.structs.replace(lie, owner_epoch=self.world.owner_epoch - 1))
 
-    def leave_foreign(self) -> None:
+    def write_foreign_record(self) -> None:
         self.drafts.append(Draft(DECISIONS.name, 0, GARBAGE))
         self._journalled += 1
 
     def seal(self) -> None:
-        """A snapshot of the state as it is, of which the journal hears later."""
+        """Begin a snapshot of the current state. The journal records it later."""
         sealed = advance(self.world)
         self.write(sealed)
         parts = list(self.world.snapshot())
@@ -84,7 +84,7 @@ class WrittenDriver(Driver):
         self._chunks += len(chunks)
 
     def finish_snapshot(self) -> None:
-        """The journal hears of the snapshot on its way."""
+        """Journal the snapshot that was begun."""
         if self._sealed is not None:
             sealed, self._sealed = self._sealed, None
             self.write(SnapshotTaken(**self.world.stamp(), **sealed._asdict(), core_version=CORE_VERSION))
@@ -104,7 +104,7 @@ class WrittenDriver(Driver):
         return made
 
 
-OWNERS = ("take over", "crash", "void", "foreign", "seal", "taken")
+OWNERS = ("take over", "crash", "stale", "foreign", "seal", "taken")
 
 owner_histories = st.lists(
     st.one_of(*[actions()] * 8, st.sampled_from(OWNERS).map(lambda kind: (kind, None))), max_size=120
@@ -147,10 +147,10 @@ def played(history: list[tuple[str, Any]], drive: WrittenDriver | None = None) -
                 drive.take_over()
             case "crash":
                 drive.crashes = True
-            case "void":
-                drive.leave_void()
+            case "stale":
+                drive.write_stale_record()
             case "foreign":
-                drive.leave_foreign()
+                drive.write_foreign_record()
             case "seal":
                 drive.seal()
             case "taken":
@@ -160,7 +160,7 @@ def played(history: list[tuple[str, Any]], drive: WrittenDriver | None = None) -
     return drive
 
 
-async def on_a_log(drive: WrittenDriver, path: Path | None = None) -> SqliteLog:
+async def log_with(drive: WrittenDriver, path: Path | None = None) -> SqliteLog:
     """Return a log with the recorded events and decisions."""
     log = SqliteLog.open(path)
     await log.append(drive.drafts)

@@ -20,7 +20,7 @@ from tests.core.worlds import Driver
 
 
 class Recorder(Driver):
-    """A driver that keeps a log of its actions, as an owner would write it."""
+    """Driver that keeps a log of its actions, as an owner would write it."""
 
     def __init__(self, custom: CustomPolicies = ONLY_BUILT_IN) -> None:
         super().__init__(custom=custom)
@@ -31,7 +31,7 @@ class Recorder(Driver):
     def __call__(
         self, topic: str, event: InputEvent | None, after_us: int = 10, *, journalled: bool = True
     ) -> list[Any]:
-        """Apply an event; what it leads to is lost where the owner dies before it could write."""
+        """Apply an event. With `journalled=False` its decisions are lost, as if the owner died before writing them."""
         value = b"\xc1" if event is None else encode(topic_named(topic), event)
         self.drafts.append(Draft(topic, 0, value))
         decided = super().__call__(topic, event, after_us)
@@ -41,11 +41,11 @@ class Recorder(Driver):
         return self._wrote(super().wait(us))
 
     def seal(self) -> None:
-        """Journal what was applied since the last decision."""
+        """Journal the events applied since the last decision."""
         self.journal.append(advance(self.world))
 
     def snapshot(self) -> None:
-        """Write the state down, as an owner does at a quiet moment."""
+        """Write a snapshot, as an owner does when idle."""
         sealed = advance(self.world)
         parts = tuple(self.world.snapshot())
         first = sum(draft.topic == SNAPSHOTS.name for draft in self.drafts)
@@ -63,13 +63,13 @@ class Recorder(Driver):
         self.journal.append(taken)
 
     async def log(self, path: Path | None = None) -> SqliteLog:
-        """All of it on a log."""
+        """Return a log with all records."""
         log = SqliteLog.open(path)
         await log.append([*self.drafts, *(Draft(DECISIONS.name, 0, encode(DECISIONS, one)) for one in self.journal)])
         return log
 
     async def explain(self, request_id: str, **options: Any) -> Explanation:
-        """Explain a request by the log as it is."""
+        """Explain a request from the log written so far."""
         log = await self.log()
         try:
             return await explain(log, 0, request_id, **options)

@@ -1,4 +1,4 @@
-"""The log of a simulated run: a history whose engines are those of the simulator."""
+"""Logs of simulated runs, with the engines of the simulator."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -32,7 +32,7 @@ TIMEOUT_US = 600_000_000
 
 
 class _Written(deque[tuple[Topic, InputEvent]]):
-    """A queue of consequences that writes each event when it is applied."""
+    """Queue of events that writes each event to the log when it is applied."""
 
     def __init__(self, write: Callable[[Topic, InputEvent], None]) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class RecordedRun(SimulatedCluster):
         prefill: int = 0,
         transfer: Transfer = NO_TRANSFER,
     ) -> None:
-        """The first `prefill` of the workers compute prompts for the others."""
+        """Create the fleet. The first `prefill` workers prefill prompts for the others."""
         world = World()
         super().__init__(world, reports=False, transfer=transfer)
         self.log = MemoryLog()
@@ -65,8 +65,8 @@ class RecordedRun(SimulatedCluster):
         claim(world, 0)
         self._records = _Written(self._write)
         self.now_us = START_US
-        answering: PoolRole = "decode" if prefill else "aggregated"
-        roles: list[PoolRole] = [*repeat(PREFILL, prefill), *repeat(answering, workers - prefill)]
+        decoding_role: PoolRole = "decode" if prefill else "aggregated"
+        roles: list[PoolRole] = [*repeat(PREFILL, prefill), *repeat(decoding_role, workers - prefill)]
         for role in dict.fromkeys(roles):
             name = role if role == "prefill" else POOL
             pool = PoolConfigured(pool=name, model=MODEL, block_size=BLOCK, router=router, role=role)
@@ -110,10 +110,10 @@ def played(
     blocks: int = 16_384,
     name: str = "r",
     timing: EngineTiming = MOCKER,
-    **apart: Any,
+    **disagg: Any,
 ) -> RecordedRun:
-    """Return a run of a trace and its log. Request IDs begin with `name`; `apart` is as for `RecordedRun`."""
-    run = RecordedRun(router, workers, blocks, timing, **apart)
+    """Return a run of a trace and its log. Request IDs begin with `name`; `disagg` is passed on to `RecordedRun`."""
+    run = RecordedRun(router, workers, blocks, timing, **disagg)
     run.play(
         ListedArrivals(_arrival(f"{name}{number}", number, row) for number, row in enumerate(rows)), lambda _: None
     )

@@ -1,4 +1,4 @@
-"""Runs and slices of them, for the tests of recordings."""
+"""Logs of short runs and recordings of their slices."""
 
 import asyncio
 import sqlite3
@@ -23,21 +23,21 @@ from tests.system import MODEL, System, submitted, until, until_ended
 PREFIX = list(range(16))
 OTHER = "other-model"
 ALL = Window()
-ASKED = {"source": "test"}
+OPTIONS = {"source": "test"}
 
 
-async def run(path: Path, *, lives: int = 3, requests: int = 20, snapshot_every: int = 12) -> None:
+async def run(path: Path, *, owners: int = 3, requests: int = 20, snapshot_every: int = 12) -> None:
     """Write a run with several owners, snapshots that overlap with decisions, and a lost worker."""
     log = SqliteLog.open(path)
     async with System(log).started(workers=3) as system:
-        for life in range(lives):
+        for index in range(owners):
             async with system.owned(snapshot_every=snapshot_every) as owner:
                 await until(lambda: len(owner.world.fleet) >= 2)
-                for number in range(life * requests, (life + 1) * requests):
+                for number in range(index * requests, (index + 1) * requests):
                     system.send(submitted(f"r{number}", [*PREFIX, *[number % 5] * 8]))
                     if number % 3 == 0:
                         await until_ended(system, f"r{number}")
-                    if number == lives * requests // 2:
+                    if number == owners * requests // 2:
                         await system.stop_worker("w0")
                 await until(lambda: not len(owner.world.requests))
     log.close()
@@ -52,7 +52,7 @@ async def contents(log: SqliteLog, window: Window = ALL, names: tuple[str, ...] 
     """Return the contents that a recording of a window would have."""
     groups = await groups_of(log)
     slices = [await slice_of(log, name, groups[name], window) for name in names or groups]
-    return await contents_of(log, slices, namespace=log.namespace, source="log", asked=ASKED)
+    return await contents_of(log, slices, namespace=log.namespace, source="log", asked=OPTIONS)
 
 
 async def written(log: Log, writer: RecordingWriter, progress: OnProgress | None = None) -> Contents:
@@ -87,9 +87,9 @@ def rows(path: Path) -> dict[str, list[tuple[object, ...]]]:
     with closing(sqlite3.connect(path)) as db:
         query = "SELECT name FROM sqlite_master WHERE type = 'table' AND name != 'forebay_seal'"
         names = [name for (name,) in db.execute(query)]
-        told = {name: db.execute(f'SELECT * FROM "{name}" ORDER BY 1').fetchall() for name in names}
-    told["forebay_meta"] = [row for row in told["forebay_meta"] if row[0] != "created"]
-    return told
+        content = {name: db.execute(f'SELECT * FROM "{name}" ORDER BY 1').fetchall() for name in names}
+    content["forebay_meta"] = [row for row in content["forebay_meta"] if row[0] != "created"]
+    return content
 
 
 def spread(path: Path, out: Path) -> list[Record]:

@@ -32,7 +32,7 @@ from forebay.transport.recording.manifest import Extent
 from forebay.transport.recording.writer import part_of
 from forebay.transport.sqlite.log import LogUnusable, SqliteLog
 from tests.core.worlds import PROMPTS, joined, request, said_of
-from tests.replay.owner_histories import GARBAGE, WrittenDriver, dense_history, on_a_log, owner_histories, played
+from tests.replay.owner_histories import GARBAGE, WrittenDriver, dense_history, log_with, owner_histories, played
 
 KEY = bytes(range(32))
 READ_MAX = 100_000
@@ -86,15 +86,15 @@ async def assert_same(log: SqliteLog) -> None:
 
 
 @given(owner_histories)
-async def test_every_decision_comes_out_the_same(history: list[tuple[str, Any]]) -> None:
-    await assert_same(await on_a_log(played(history)))
+async def test_every_decision_is_derived_again_after_anonymising(history: list[tuple[str, Any]]) -> None:
+    await assert_same(await log_with(played(history)))
 
 
 @pytest.mark.parametrize("seed", range(24))
-async def test_long_histories_come_out_the_same(seed: int) -> None:
+async def test_long_histories_verify_after_anonymising(seed: int) -> None:
     drive = played(dense_history(seed))
     assert len(drive.decided) > 40
-    await assert_same(await on_a_log(drive))
+    await assert_same(await log_with(drive))
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -110,11 +110,11 @@ async def test_further_attempts_under_a_temperature_come_out_the_same(seed: int)
         if number % 3 == 0 and (one := drive.world.requests.get(f"r{number // 2}")) is not None:
             drive("progress", said_of(one, "finish", 0))
     assert len([one for one in drive.decided if isinstance(one, RequestRouted) and one.attempt > 1]) > 20
-    await assert_same(await on_a_log(drive))
+    await assert_same(await log_with(drive))
 
 
 async def test_anonymised_log_is_read_only() -> None:
-    log = await on_a_log(telling(8))
+    log = await log_with(content_history(8))
     anonymous = await AnonymousLog.open(log, key=KEY)
     with pytest.raises(LogError, match="read-only"):
         await anonymous.append([])
@@ -124,15 +124,15 @@ async def test_anonymised_log_is_read_only() -> None:
         anonymous.tail(REQUESTS.name, 0, 0, asyncio.Event())
     with pytest.raises(LogError, match="does not contain topic tokens"):
         await anonymous.read("tokens", 0, 0, 1)
-    # Read in any order, a journal is the same.
+    # Reading the journal in any order gives the same records.
     records = await anonymous.read(DECISIONS.name, 0, 0, READ_MAX)
     assert await anonymous.read(DECISIONS.name, 0, 7, 3) == records[7:10]
     assert await anonymous.read(DECISIONS.name, 0, 3, 2) == records[3:5]
     log.close()
 
 
-async def test_a_slice_of_a_log_ends_where_it_ends() -> None:
-    log = await on_a_log(telling(9))
+async def test_an_anonymised_slice_ends_where_the_slice_ends() -> None:
+    log = await log_with(content_history(9))
     cut = SliceLog(log, [Extent(REQUESTS.name, 0, 5, 9)])
     assert [await cut.begin(REQUESTS.name, 0), await cut.end(REQUESTS.name, 0)] == [5, 9]
     assert [record.offset for record in await cut.read(REQUESTS.name, 0, 6, 100)] == [6, 7, 8]
@@ -143,24 +143,24 @@ async def test_a_slice_of_a_log_ends_where_it_ends() -> None:
     log.close()
 
 
-async def test_equal_stays_equal(tmp_path: Path) -> None:
-    """What is said again, what is said otherwise under the same id, and sessions."""
+async def test_equal_values_stay_equal(tmp_path: Path) -> None:
+    """Redelivered requests, different requests with the same id, and sessions keep their equality."""
     drive = WrittenDriver().fleet("a", "b", session_ttl_s=10.0)
     for number, name in enumerate(("one", "two", "one", "one")):
         hints = RoutingHints(session_id=f"s{number % 2}")
         drive("requests", request(name, PROMPTS[number % 2], nonce=number // 3, routing=hints))
-    log = await on_a_log(drive)
+    log = await log_with(drive)
     anonymous = await copied(await AnonymousLog.open(log, key=KEY))
     before, after = (
         [one for one in events(each, REQUESTS) if isinstance(one, RequestSubmitted)] for each in (log, anonymous)
     )
-    for told in (
+    for extract in (
         lambda one: one.request_id,
         lambda one: one.sequence_hashes,
         lambda one: one.routing.session_id,
         lambda one: (one.request_id, one.nonce),
     ):
-        assert classes(map(told, before)) == classes(map(told, after))
+        assert classes(map(extract, before)) == classes(map(extract, after))
     refused = [one for one in events(anonymous, DECISIONS) if isinstance(one, RequestRejected)]
     assert [one.reason for one in refused] == ["duplicate_id"]
     assert refused[0].request_id in refused[0].message
@@ -173,12 +173,12 @@ def classes(values: Iterable[Any]) -> list[int]:
     return [listed.index(value) for value in listed]
 
 
-async def test_requests_of_one_deadline_are_given_up_in_their_order(tmp_path: Path) -> None:
+async def test_requests_with_equal_deadlines_expire_in_order(tmp_path: Path) -> None:
     drive = WrittenDriver().fleet("a")
     for number in range(20):
         drive("requests", request(f"r{number * 7 % 20:02}", (), timeout_us=1_000), after_us=0)
     drive.wait(2_000)
-    log = await on_a_log(drive)
+    log = await log_with(drive)
     copy = await copied(await AnonymousLog.open(log, key=KEY))
     given_up = [
         [one.request_id for one in events(each, DECISIONS) if isinstance(one, RequestAborted)] for each in (log, copy)
@@ -190,8 +190,8 @@ async def test_requests_of_one_deadline_are_given_up_in_their_order(tmp_path: Pa
     copy.close()
 
 
-async def test_a_slice_that_begins_at_a_snapshot(tmp_path: Path) -> None:
-    """Who is under way, remembered or bound there is the same whom the events after it speak of."""
+async def test_a_slice_can_begin_at_a_snapshot(tmp_path: Path) -> None:
+    """Active, remembered and session-bound requests of the snapshot have the ids used by later events."""
     drive = WrittenDriver().fleet("a", "b", session_ttl_s=10.0)
     for number in range(12):
         hints = RoutingHints(session_id=f"s{number % 3}")
@@ -263,7 +263,7 @@ def names_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def telling(seed: int) -> WrittenDriver:
+def content_history(seed: int) -> WrittenDriver:
     """Return a history with much client content."""
     drive = WrittenDriver()
     drive.fleet("a", "b", session_ttl_s=10.0, temperature=1.0)
@@ -291,12 +291,12 @@ def telling(seed: int) -> WrittenDriver:
     return drive
 
 
-async def test_nothing_of_the_clients_is_in_the_file(tmp_path: Path) -> None:
-    log = await on_a_log(telling(1))
+async def test_the_file_contains_no_client_content(tmp_path: Path) -> None:
+    log = await log_with(content_history(1))
     secrets = secrets_of(log)
     assert len(secrets) > 100
     original = tmp_path / "original.db"
-    (await on_a_log(telling(1), original)).close()
+    (await log_with(content_history(1), original)).close()
     seen = {name.partition(" ")[0] for name in leaks(original, secrets)}
     assert seen == {"garbage", "a", "id", "session", "namespace", "hash", "tokens", "block"}
     out = tmp_path / "out.rec"
@@ -324,9 +324,9 @@ def killed(path: Path, out: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
 
 
-async def test_a_killed_run_leaves_nothing_of_the_clients_and_is_begun_again(tmp_path: Path) -> None:
+async def test_a_killed_run_leaves_no_client_content_and_is_restarted(tmp_path: Path) -> None:
     path, out = tmp_path / "original.db", tmp_path / "out.rec"
-    log = await on_a_log(telling(2), path)
+    log = await log_with(content_history(2), path)
     secrets = secrets_of(log)
     ended = killed(path, out)
     assert ended.returncode < 0, ended.stderr
@@ -337,18 +337,18 @@ async def test_a_killed_run_leaves_nothing_of_the_clients_and_is_begun_again(tmp
     await written(log, out, key=None)
     assert not part.exists()
     assert leaks(out, secrets) == []
-    # Under another key: nothing that the first run said of a request is said again.
+    # The second run uses another key, so no masked value of the first run occurs again.
     again = SqliteLog.open(out, readonly=True)
     assert [one.request_id for one in events(again, REQUESTS) if one and one.request_id.encode() in first] == []
     again.close()
     log.close()
 
 
-async def test_what_another_process_is_about_to_name_is_left_to_it(
+async def test_a_file_that_another_process_is_about_to_rename_is_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It seals and renames without a lock; here it dies at that."""
-    log, out = await on_a_log(telling(2)), tmp_path / "out.rec"
+    """The other process seals and renames without a lock. In this test it dies while doing so."""
+    log, out = await log_with(content_history(2)), tmp_path / "out.rec"
     kept: list[bytes] = []
 
     def die(part: Path) -> None:
@@ -364,8 +364,8 @@ async def test_what_another_process_is_about_to_name_is_left_to_it(
     log.close()
 
 
-async def test_what_is_anonymous_can_be_recorded_anonymously_again(tmp_path: Path) -> None:
-    log = await on_a_log(telling(3))
+async def test_an_anonymised_recording_can_be_anonymised_again(tmp_path: Path) -> None:
+    log = await log_with(content_history(3))
     await written(log, tmp_path / "once.rec")
     once = SqliteLog.open(tmp_path / "once.rec", readonly=True)
     made = await written(once, tmp_path / "twice.rec", key=bytes(32))
@@ -378,7 +378,7 @@ async def test_what_is_anonymous_can_be_recorded_anonymously_again(tmp_path: Pat
 
 
 class ById:
-    """A policy that uses masked fields."""
+    """Policy that uses masked fields."""
 
     def decide(self, world: RoutingWorld, request: RoutingRequest) -> int:
         return int(request.request_id.startswith("vip"))
@@ -387,10 +387,10 @@ class ById:
 CUSTOM = {f"{__name__}.ById": ById}
 
 
-async def test_a_fault_of_the_masks_is_found_before_the_file_has_a_name(
+async def test_an_error_of_the_masks_is_found_before_the_file_is_renamed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log = await on_a_log(telling(7))
+    log = await log_with(content_history(7))
     monkeypatch.setattr(HashMask, "packed", lambda self, values: bytes(len(values)))
     with pytest.raises(NotAnonymizable, match="with anonymised events the decision at journal offset"):
         await written(log, tmp_path / "out.rec")
@@ -398,29 +398,29 @@ async def test_a_fault_of_the_masks_is_found_before_the_file_has_a_name(
     log.close()
 
 
-async def test_decisions_that_hang_on_what_is_masked_are_refused(tmp_path: Path) -> None:
+async def test_decisions_that_depend_on_masked_fields_are_rejected(tmp_path: Path) -> None:
     drive = WrittenDriver(CUSTOM).fleet("a", "b", mode=f"{__name__}.ById")
     drive("requests", request("vip-1", ()))
-    log = await on_a_log(drive)
+    log = await log_with(drive)
     with pytest.raises(NotAnonymizable, match="if a policy reads masked fields, record without --anonymize"):
         await written(log, tmp_path / "out.rec")
     assert names_in(tmp_path) == []
     log.close()
 
 
-async def test_an_original_that_diverges_is_refused(tmp_path: Path) -> None:
+async def test_a_diverging_original_is_rejected(tmp_path: Path) -> None:
     drive = WrittenDriver().fleet("a", "b")
     (routed,) = drive("requests", request("one", ()))
     drive.drafts[-1] = Draft(DECISIONS.name, 0, encode(DECISIONS, msgspec.structs.replace(routed, rank=7)))
-    log = await on_a_log(drive)
+    log = await log_with(drive)
     with pytest.raises(NotAnonymizable, match="journal offset 1 does not follow from the events: differs in rank"):
         await written(log, tmp_path / "out.rec")
     assert names_in(tmp_path) == []
     log.close()
 
 
-async def test_nothing_is_overwritten(tmp_path: Path) -> None:
-    log = await on_a_log(telling(4))
+async def test_an_existing_file_is_not_overwritten(tmp_path: Path) -> None:
+    log = await log_with(content_history(4))
     (tmp_path / "out.rec").write_text("mine")
     with pytest.raises(LogUnusable, match="exists already"):
         await written(log, tmp_path / "out.rec")
@@ -433,14 +433,14 @@ async def test_events_of_a_newer_version_stay_unverified(tmp_path: Path) -> None
     drive("requests", None)
     drive.drafts[-1] = Draft(REQUESTS.name, 0, msgspec.msgpack.encode({"type": "request.paused", "secret": 1}))
     drive("requests", request("one", ()))
-    log = await on_a_log(drive)
+    log = await log_with(drive)
     made = await written(log, tmp_path / "out.rec")
     assert made.verified["m"].unverified == {"unknown-events": 1}
     log.close()
 
 
-async def test_progress_is_told_by_step(tmp_path: Path) -> None:
-    log = await on_a_log(telling(5))
+async def test_progress_is_reported_by_step(tmp_path: Path) -> None:
+    log = await log_with(content_history(5))
     slices = [await slice_of(log, "m", 0, Window())]
     contents = await contents_of(log, slices, namespace="forebay", source="log", asked={}, anonymized=True)
     steps: list[tuple[str, int, int]] = []
@@ -451,8 +451,8 @@ async def test_progress_is_told_by_step(tmp_path: Path) -> None:
     log.close()
 
 
-async def test_a_chunk_of_a_snapshot_is_told_anew_in_place(tmp_path: Path) -> None:
-    log = await on_a_log(telling(6))
+async def test_snapshot_chunks_are_rewritten_in_place(tmp_path: Path) -> None:
+    log = await log_with(content_history(6))
     copy = await copied(await AnonymousLog.open(log, key=KEY))
     for before, after in zip(events(log, SNAPSHOTS), events(copy, SNAPSHOTS), strict=True):
         assert isinstance(before, SnapshotChunk)

@@ -51,7 +51,7 @@ def journal(log: SqliteLog) -> list[Any]:
     return [decode(DECISIONS, record.value) for record in log.records(DECISIONS.name, 0, 0, 10_000)]
 
 
-def the_first(log: SqliteLog, kind: type, after: int = 0) -> int:
+def first_of(log: SqliteLog, kind: type, after: int = 0) -> int:
     return next(at for at, record in enumerate(journal(log)) if at >= after and isinstance(record, kind))
 
 
@@ -65,14 +65,14 @@ async def moment_at(log: SqliteLog, offset: int) -> Moment:
     return await (await seek(log, 0, offset)).moment()
 
 
-def test_the_state_is_the_one_that_the_journal_sealed_there(log: SqliteLog) -> None:
+def test_the_state_has_the_digest_sealed_in_the_journal(log: SqliteLog) -> None:
     seals = {at: record.digest for at, record in enumerate(journal(log)) if isinstance(record, Advanced)}
     assert len(seals) >= 4
     for offset, digest in seals.items():
         assert run(moment_at(log, offset)).digest == digest
 
 
-def test_equal_from_the_beginning_and_from_a_snapshot(log: SqliteLog) -> None:
+def test_states_from_the_beginning_and_from_a_snapshot_are_equal(log: SqliteLog) -> None:
     async def both() -> None:
         walked = await seek(log, 0, 0)
         starts = set()
@@ -96,7 +96,7 @@ def test_equal_from_the_beginning_and_from_a_snapshot(log: SqliteLog) -> None:
     run(both())
 
 
-def test_equal_in_a_slice_of_the_log(log: SqliteLog, path: Path, tmp_path: Path) -> None:
+def test_states_from_a_slice_and_from_the_log_are_equal(log: SqliteLog, path: Path, tmp_path: Path) -> None:
     out = tmp_path / "slice.rec"
     last = max(at for at, record in enumerate(journal(log)) if isinstance(record, RequestRouted))
     (record,) = log.records(DECISIONS.name, 0, last, 1)
@@ -122,7 +122,7 @@ def test_equal_in_a_slice_of_the_log(log: SqliteLog, path: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize("recording", RECORDINGS, ids=lambda path: path.stem)
-def test_every_golden_recording_has_the_states_that_its_journal_sealed(recording: Path) -> None:
+def test_every_golden_recording_has_the_states_sealed_in_its_journal(recording: Path) -> None:
     golden = SqliteLog.open(recording, readonly=True)
     assert golden.recording is not None
     (group,) = golden.recording.groups
@@ -130,15 +130,15 @@ def test_every_golden_recording_has_the_states_that_its_journal_sealed(recording
     for offset, sealed in {record.offset: decode_journal(record) for record in records}.items():
         if isinstance(sealed, Advanced):
             position = run(seek(golden, group.partition, offset))
-            if position.offset == offset:  # a void one sealed another world
+            if position.offset == offset:  # a stale record has the digest of another state
                 assert run(position.moment()).digest == sealed.digest
     last = run(run(seek(golden, group.partition)).moment())
     assert msgspec.json.decode(msgspec.json.encode(last), type=Moment) == last
     golden.close()
 
 
-def test_owners_and_their_claims(log: SqliteLog) -> None:
-    second = the_first(log, OwnerClaimed, after=1)
+def test_owners_are_listed_with_their_claims(log: SqliteLog) -> None:
+    second = first_of(log, OwnerClaimed, after=1)
     before, after, last = (run(moment_at(log, offset)) for offset in (second - 1, second, len(journal(log)) - 1))
     assert (before.owner_id, before.owner_epoch) == ("first", 0)
     assert (after.owner_id, after.owner_epoch) == ("second", second)
@@ -147,7 +147,7 @@ def test_owners_and_their_claims(log: SqliteLog) -> None:
 
 
 def test_lost_worker_is_shown_before_and_after_its_loss(log: SqliteLog) -> None:
-    stranded = the_first(log, RequestRouted, after=the_first(log, RequestHeld))
+    stranded = first_of(log, RequestRouted, after=first_of(log, RequestHeld))
     facts = [decode(FLEET, record.value) for record in log.records(FLEET.name, 0, 0, 100)]
     (lost,) = [fact for fact in facts if isinstance(fact, WorkerLost) and fact.worker_id == incident.SLOW]
 
@@ -172,8 +172,8 @@ def test_lost_worker_is_shown_before_and_after_its_loss(log: SqliteLog) -> None:
     assert loss.ranks[0].predicted_blocks == held.predicted_blocks > 0
     late = run(moment_at(log, len(journal(log)) - 1))
     assert late.start > dead.offset
-    (told,) = late.lost
-    assert (told.worker_id, told.reason, told.ranks) == (incident.SLOW, lost.reason, None)
+    (entry,) = late.lost
+    assert (entry.worker_id, entry.reason, entry.ranks) == (incident.SLOW, lost.reason, None)
 
 
 def test_loss_reported_by_a_fenced_owner_is_ignored() -> None:
@@ -187,7 +187,7 @@ def test_loss_reported_by_a_fenced_owner_is_ignored() -> None:
         log = await made.log()
         moment = await (await seek(log, 0)).moment()
         log.close()
-        assert moment.start > 0, "what the log says of them, not what was derived"
+        assert moment.start > 0, "the state starts at the snapshot, so the losses come from the log"
         assert [worker.worker_id for worker in moment.workers] == ["a"]
         return [loss.worker_id for loss in moment.lost]
 
@@ -195,7 +195,7 @@ def test_loss_reported_by_a_fenced_owner_is_ignored() -> None:
 
 
 def test_queued_and_active_requests(log: SqliteLog) -> None:
-    held = the_first(log, RequestHeld)
+    held = first_of(log, RequestHeld)
     moment = run(moment_at(log, held + 1))
     (kind,) = moment.queues
     record = journal(log)[held]
@@ -212,7 +212,7 @@ def test_queued_and_active_requests(log: SqliteLog) -> None:
     assert sum(rank.active_requests for rank in moment.ranks) == len(moment.requests) - len(kind.waiting)
 
 
-def test_by_time_it_is_the_last_record_that_was_written_by_then(log: SqliteLog) -> None:
+def test_a_time_selects_the_last_record_written_by_then(log: SqliteLog) -> None:
     clocks: list[int] = []
     for record in journal(log):
         clocks.append(record.consumed[-1].now_us if record.consumed else (clocks[-1] if clocks else 0))
@@ -225,14 +225,12 @@ def test_by_time_it_is_the_last_record_that_was_written_by_then(log: SqliteLog) 
         run(offset_at(log, 0, clocks[-1] + 1))
 
 
-def test_a_time_is_found_in_a_long_journal_with_void_records_in_it(
-    log: SqliteLog, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_time_is_found_in_a_long_journal_with_stale_records(log: SqliteLog, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("forebay.replay.at.PAGE_RECORDS", 2)
-    test_by_time_it_is_the_last_record_that_was_written_by_then(log)
+    test_a_time_selects_the_last_record_written_by_then(log)
 
 
-def test_what_is_not_there(log: SqliteLog, tmp_path: Path) -> None:
+def test_offsets_and_times_outside_the_journal_are_rejected(log: SqliteLog, tmp_path: Path) -> None:
     end = len(journal(log))
     for offset in (end, end + 100):
         with pytest.raises(NoSuchRecord, match=f"no journal record {offset}: the recording has records 0 to {end - 1}"):
@@ -244,9 +242,9 @@ def test_what_is_not_there(log: SqliteLog, tmp_path: Path) -> None:
     empty.close()
 
 
-def test_nothing_is_shown_from_a_divergence_on(log: SqliteLog, path: Path, tmp_path: Path) -> None:
+def test_no_state_is_shown_after_a_divergence(log: SqliteLog, path: Path, tmp_path: Path) -> None:
     copy = copy_of(path, tmp_path)
-    wrong = the_first(log, RequestRouted, after=5)
+    wrong = first_of(log, RequestRouted, after=5)
     record = journal(log)[wrong]
 
     def lie(_: bytes) -> bytes:
@@ -261,23 +259,25 @@ def test_nothing_is_shown_from_a_divergence_on(log: SqliteLog, path: Path, tmp_p
     changed.close()
 
 
-def test_a_void_record_stands_for_the_valid_one_before(path: Path, tmp_path: Path, log: SqliteLog) -> None:
+def test_a_stale_record_shows_the_state_of_the_previous_valid_record(
+    path: Path, tmp_path: Path, log: SqliteLog
+) -> None:
     copy = copy_of(path, tmp_path)
-    second = the_first(log, OwnerClaimed, after=1)
+    second = first_of(log, OwnerClaimed, after=1)
     changed = SqliteLog.open(copy)
 
-    async def add_and_look() -> tuple[int, int]:
-        void = journal(log)[second - 1]
-        assert void.owner_epoch == 0
-        (offset,) = await changed.append([Draft(DECISIONS.name, 0, encode(DECISIONS, void))])
+    async def append_stale_record() -> tuple[int, int]:
+        stale = journal(log)[second - 1]
+        assert stale.owner_epoch == 0
+        (offset,) = await changed.append([Draft(DECISIONS.name, 0, encode(DECISIONS, stale))])
         return offset, (await seek(changed, 0, offset)).offset
 
-    offset, shown = run(add_and_look())
+    offset, shown = run(append_stale_record())
     changed.close()
     assert shown == offset - 1
 
 
-def test_a_damaged_record_is_named(path: Path, tmp_path: Path) -> None:
+def test_error_names_a_damaged_record(path: Path, tmp_path: Path) -> None:
     copy = copy_of(path, tmp_path)
     db = sqlite3.connect(copy)
     db.execute("UPDATE \"requests\" SET value = x'00' WHERE id = 3")

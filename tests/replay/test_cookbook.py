@@ -1,4 +1,4 @@
-"""Every query of docs/replay-sql.md as it stands: on a log and on a recording of it."""
+"""Every query of docs/replay-sql.md runs on a log and on a recording of it."""
 
 import asyncio
 import re
@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from forebay.cli.app import app
 from tests.harness.recordings import META_SAYS
 from tests.replay import incident
-from tests.replay.duck import ask
+from tests.replay.duck import query_export
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/replay-sql.md"
 STRAIGHT, EXPORTED = PAGE.read_text().split("\n## With DuckDB")
@@ -52,7 +52,7 @@ def tables(request: pytest.FixtureRequest, files: dict[str, Path]) -> Iterator[s
         yield db
 
 
-def test_there_are_ten_questions() -> None:
+def test_the_cookbook_has_ten_questions() -> None:
     numbers = [int(number) for number in re.findall(r"^### (\d+)\. ", PAGE.read_text(), re.MULTILINE)]
     assert numbers == list(range(1, 11))
     assert len(ON_THE_FILE) + len(ON_THE_EXPORT) == len(numbers)
@@ -61,25 +61,25 @@ def test_there_are_ten_questions() -> None:
 
 @pytest.mark.parametrize("tables", KINDS, indirect=True)
 @pytest.mark.parametrize("query", ON_THE_FILE)
-def test_a_question_to_the_file_has_an_answer(tables: sqlite3.Connection, query: str) -> None:
+def test_every_query_on_the_file_returns_rows(tables: sqlite3.Connection, query: str) -> None:
     assert tables.execute(query).fetchall()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("query", ON_THE_EXPORT)
-def test_a_question_to_the_export_has_an_answer(exported: dict[str, Path], kind: str, query: str) -> None:
-    (rows,) = ask(exported[kind], query)
+def test_every_query_on_the_export_returns_rows(exported: dict[str, Path], kind: str, query: str) -> None:
+    (rows,) = query_export(exported[kind], query)
     assert rows
 
 
 @pytest.mark.parametrize("tables", KINDS, indirect=True)
-def test_the_files_say_of_themselves_what_is_documented(tables: sqlite3.Connection) -> None:
+def test_metadata_of_the_files_is_documented(tables: sqlite3.Connection) -> None:
     keys = {key for (key,) in tables.execute("SELECT key FROM forebay_meta")}
     assert keys <= set(META_SAYS)
     assert len(keys) >= 4
 
 
-def test_every_documented_key_is_in_one_of_them(files: dict[str, Path]) -> None:
+def test_every_documented_key_occurs_in_a_file(files: dict[str, Path]) -> None:
     keys = set()
     for path in files.values():
         with closing(sqlite3.connect(path)) as db:

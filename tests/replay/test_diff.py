@@ -43,7 +43,7 @@ def require_conservation(report: DiffReport) -> None:
         assert side.sent + side.unsent + side.still_held == report.requests
 
 
-def require_all_heard(report: DiffReport, drive: Driver) -> None:
+def require_all_progress_counted(report: DiffReport, drive: Driver) -> None:
     """Require that every progress event that history accepted is accounted for in the alternative."""
     progress_events = sum(isinstance(event, RequestProgress) for _, event, _ in drive.applied)
     became = msgspec.to_builtins(report.progress)
@@ -57,11 +57,11 @@ def driver_of(history: list[Any], **router: Any) -> Driver:
     return perform_all(drive, history, 10)
 
 
-lives = st.lists(actions(), min_size=40, max_size=120)
+owners = st.lists(actions(), min_size=40, max_size=120)
 
 
-@given(lives, st.sampled_from(CONFIGS))
-def test_an_alternative_equal_to_history_makes_no_difference_at_all(history: list[Any], router: dict[str, Any]) -> None:
+@given(owners, st.sampled_from(CONFIGS))
+def test_an_alternative_equal_to_history_has_no_differences(history: list[Any], router: dict[str, Any]) -> None:
     report = compared(driver_of(history, **router), lambda pool: pool)
     assert report.identical
     assert report.fork is None
@@ -74,26 +74,26 @@ def test_an_alternative_equal_to_history_makes_no_difference_at_all(history: lis
     require_conservation(report)
 
 
-@given(lives, st.sampled_from(CONFIGS), st.sampled_from(CONFIGS))
+@given(owners, st.sampled_from(CONFIGS), st.sampled_from(CONFIGS))
 def test_every_request_is_accounted_for_under_any_alternative(
     history: list[Any], router: dict[str, Any], other: dict[str, Any]
 ) -> None:
     drive = driver_of(history, **router)
     report = compared(drive, altered(**other))
     require_conservation(report)
-    require_all_heard(report, drive)
+    require_all_progress_counted(report, drive)
     if report.fork is not None:
         assert report.fork.offset > 0
         assert report.fork.history != report.fork.alternative
         if report.fork.history.decision != "nothing":
-            before = drive.decided[: report.fork.offset - 1]  # behind the owner's claim
+            before = drive.decided[: report.fork.offset - 1]  # after the owner's claim
             assert report.fork.decisions_before == sum(isinstance(one, RequestDecision) for one in before)
     else:
         assert report.moved.moved == 0
         assert report.history.routed == report.other.routed
 
 
-# One history after another
+# Single histories
 
 
 def routed(decided: list[Any]) -> RequestRouted:
@@ -128,7 +128,7 @@ def store(drive: Driver, worker: str, blocks: list[int], seq: int = 1) -> None:
     )
 
 
-def test_a_policy_that_looks_at_no_cache_moves_requests_and_loses_their_overlap() -> None:
+def test_a_cache_blind_policy_moves_requests_and_loses_their_overlap() -> None:
     drive = Driver().fleet("a", "b")
     store(drive, "a", PROMPTS[0])
     for number in range(4):
@@ -163,12 +163,12 @@ def test_the_fork_names_the_journal_record_of_historys_decision() -> None:
         drive("requests", request(f"r{number}", PROMPTS[0]))
     report = compared(drive, altered(overlap_score_credit=0.0))
     assert report.fork is not None
-    decision = drive.decided[report.fork.offset - 1]  # the claim comes before
+    decision = drive.decided[report.fork.offset - 1]  # the claim is the first record
     assert isinstance(decision, RequestRouted)
     assert decision.request_id == report.fork.request_id
 
 
-def test_a_fork_may_be_the_second_of_the_decisions_that_an_event_leads_to() -> None:
+def test_a_fork_can_be_the_second_decision_of_an_event() -> None:
     drive = Driver().fleet("a", "b", queue=QueueConfig(threshold=0.25))
     here, there = (RoutingHints(worker_id=name) for name in ("a", "b"))
     end(drive, routed(drive("requests", request("before", PROMPTS[0], routing=here))))
@@ -188,9 +188,9 @@ def test_progress_is_delayed_like_its_request() -> None:
     second = routed(drive("requests", request("r2", PROMPTS[1])))
     begin(drive, second, 100)
     end(drive, second, 100)
-    begin(drive, first, 1_000)  # lets r2 go in the alternative
+    begin(drive, first, 1_000)  # releases r2 in the alternative
     end(drive, first, 20)
-    drive("requests", request("r3", PROMPTS[2]), 150)  # r2 began 100 after it was sent, and is to end after 200
+    drive("requests", request("r3", PROMPTS[2]), 150)  # r2 started 100 µs after its dispatch and ends after 200 µs
     report = compared(drive, altered(queue=QueueConfig(threshold=0.25)))
     assert report.other.held == report.moved.held == 1
     assert report.other.wait_ms["max"] == 1.2
@@ -206,7 +206,7 @@ def test_own_blocks_of_a_later_request_are_counted_separately() -> None:
     first = routed(drive("requests", request("r1", PROMPTS[0])))
     second = routed(drive("requests", request("r2", PROMPTS[1])))
     blocks = len(PROMPTS[1])
-    store(drive, "a", PROMPTS[1])  # history computed it while it waits in the alternative
+    store(drive, "a", PROMPTS[1])  # computed in history while the request is queued in the alternative
     begin(drive, first, 1_000)
     end(drive, first, 20)
     begin(drive, second, 100)
@@ -231,8 +231,8 @@ def test_request_rejected_only_in_history_has_unknown_end() -> None:
     assert any("were sent to a worker only by the alternative" in note for note in report.notes)
 
 
-@pytest.mark.parametrize(("altered_busy", "refused"), [(None, 1), (BusyThresholds(), 1), (10**6, 0)])
-def test_an_operators_thresholds_stand_unless_the_alternative_has_its_own(altered_busy: Any, refused: int) -> None:
+@pytest.mark.parametrize(("altered_busy", "rejected"), [(None, 1), (BusyThresholds(), 1), (10**6, 0)])
+def test_operator_thresholds_apply_unless_the_alternative_overrides_them(altered_busy: Any, rejected: int) -> None:
     drive = Driver().fleet("a")
     drive("control", BusyThresholdsSet(model="m", thresholds=BusyThresholds(active_prefill_tokens_threshold=10)))
     drive("requests", request("r1", PROMPTS[0]))
@@ -241,7 +241,7 @@ def test_an_operators_thresholds_stand_unless_the_alternative_has_its_own(altere
         altered_busy = BusyThresholds(active_prefill_tokens_threshold=altered_busy)
     alter = altered(temperature=0.0) if altered_busy is None else altered(busy=altered_busy)
     report = compared(drive, alter)
-    assert sum(report.other.rejected.values()) == refused
+    assert sum(report.other.rejected.values()) == rejected
 
 
 def test_rejected_request_resubmitted_while_history_holds_it() -> None:
@@ -269,7 +269,7 @@ def test_handover_of_active_and_new_requests_at_the_fork() -> None:
     assert [(one.request_id, one.in_flight) for one in handover.requests] == [("x", True), ("y", True), ("z", False)]
 
 
-def test_what_was_booked_by_historys_rule_is_named() -> None:
+def test_requests_charged_by_the_recorded_rule_are_counted() -> None:
     drive = Driver().fleet("a", "b")
     for number in range(4):
         drive("requests", request(f"r{number}", PROMPTS[number % 2]))
@@ -278,7 +278,7 @@ def test_what_was_booked_by_historys_rule_is_named() -> None:
     assert any("What track_prefill_tokens would change" in note for note in report.notes) == bool(report.moved.moved)
 
 
-def test_a_lost_worker_is_lost_in_both_worlds() -> None:
+def test_a_worker_is_lost_in_history_and_alternative() -> None:
     drive = Driver().fleet("a", "b")
     store(drive, "a", PROMPTS[0])
     for number in range(2):
@@ -289,7 +289,7 @@ def test_a_lost_worker_is_lost_in_both_worlds() -> None:
         end(drive, one)
     report = compared(drive, altered(mode="round-robin"))
     assert (report.history.routed, report.other.routed) == (4, 3)
-    assert report.progress.moved == 0  # what is heard is heard of b, which has everything in both
+    assert report.progress.moved == 0  # progress comes from b, which has every request in both
     assert report.progress.in_place == 4
     require_conservation(report)
 
@@ -305,7 +305,7 @@ def test_route_queries_with_another_result_are_counted() -> None:
     assert report.identical
 
 
-def test_the_alternative_takes_over_what_waits_at_the_start() -> None:
+def test_the_alternative_inherits_queued_requests_at_the_start() -> None:
     drive = Driver().fleet("a", queue=QueueConfig(threshold=0.25))
     drive("requests", request("r1", PROMPTS[0]))
     held = drive("requests", request("r2", PROMPTS[1]))
@@ -337,7 +337,7 @@ async def from_start(log: MemoryLog, start: Start, alter: Alternative) -> DiffRe
     return comparison.finish()
 
 
-def test_a_divergence_of_history_ends_it() -> None:
+def test_a_divergence_of_history_ends_the_comparison() -> None:
     drive = Driver().fleet("a", "b")
     for number in range(3):
         drive("requests", request(f"r{number}", PROMPTS[0]))

@@ -1,4 +1,4 @@
-"""Comparison under disaggregated prefill and decode: where prompts would have been computed."""
+"""Comparison with disaggregation: where each prompt would have been prefilled."""
 
 from typing import Any
 
@@ -37,7 +37,7 @@ def history(policy: DisaggPolicy, *, by_hand: DisaggPolicy | None = None, cached
         if routed.stage == "prefill":
             (routed,) = prefilled(made, routed)
         if number == 3 and routed.stage == "decode":
-            _, routed = made("progress", TransferFailed(**progress_fields(routed), error="gone"))
+            _, routed = made("progress", TransferFailed(**progress_fields(routed), error="lost"))
             (routed,) = prefilled(made, routed)
         made("progress", FirstTokenEmitted(**progress_fields(routed)))
         made("progress", RequestFinished(**progress_fields(routed), finish_reason="stop", output_tokens=2))
@@ -58,7 +58,7 @@ async def compared(made: Recorder, alter: Alternative, handover: Handover | None
 
 
 @pytest.mark.parametrize("policy", ["always", "never", "classic"])
-async def test_the_same_configuration_does_the_same(policy: DisaggPolicy) -> None:
+async def test_an_equal_configuration_has_no_differences(policy: DisaggPolicy) -> None:
     report = await compared(history(policy), lambda pool: pool)
     assert report.identical
     assert report.moved.moved == report.moved.otherwise == 0
@@ -86,7 +86,7 @@ def side(rank: Any, policy: str, ours: str) -> bool:
     return bool((rank.history if policy == ours else rank.alternative).prompt_tokens)
 
 
-async def test_operator_changes_stay_unless_the_alternative_names_them() -> None:
+async def test_operator_changes_apply_unless_the_alternative_overrides_them() -> None:
     made = history("never", by_hand="always")
     same = await compared(made, lambda pool: pool)
     assert same.identical
@@ -116,7 +116,7 @@ async def test_progress_of_a_missing_stage_is_counted_separately() -> None:
 
 @pytest.mark.parametrize(("ours", "theirs"), [("always", "never"), ("never", "always")])
 @pytest.mark.parametrize("cached_by", ["p", "pqde"])
-async def test_blocks_are_won_and_lost_where_prompts_are_computed(
+async def test_overlap_changes_are_counted_at_the_prefill_worker(
     ours: DisaggPolicy, theirs: DisaggPolicy, cached_by: str
 ) -> None:
     report = await compared(history(ours, cached_by=cached_by), rule(theirs))

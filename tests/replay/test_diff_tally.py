@@ -46,7 +46,7 @@ def moved(number: int, gain: int) -> MovedRequest:
 
 
 @pytest.mark.parametrize("count", [1, INTERVALS_MAX, INTERVALS_MAX + 1, 5 * INTERVALS_MAX])
-def test_stretches_of_time_get_longer_and_keep_everything(count: int) -> None:
+def test_time_bins_widen_without_losing_events(count: int) -> None:
     series = Series(7)
     for number in range(count):
         at_us = 7 + number * INTERVAL_FIRST_US
@@ -65,7 +65,7 @@ def test_stretches_of_time_get_longer_and_keep_everything(count: int) -> None:
     assert [one.after_s for one in intervals] == [number * series.width_us / 1e6 for number in range(len(intervals))]
 
 
-def test_a_time_long_after_the_last_leaves_empty_stretches() -> None:
+def test_a_gap_in_time_leaves_empty_bins() -> None:
     series = Series(0)
     series.compare(0, moved=True)
     series.compare(1 << 40, moved=True)
@@ -75,7 +75,7 @@ def test_a_time_long_after_the_last_leaves_empty_stretches() -> None:
     assert intervals[0].reuse is intervals[0].max_over_mean is None
 
 
-def test_pairs_of_overlaps_are_binned_when_there_are_too_many() -> None:
+def test_many_pairs_of_overlaps_are_binned() -> None:
     sums = PairTally()
     for number in range(4 * PAIRS_MAX):
         sums.add(terms(number), terms(number // 2), later=False)
@@ -86,7 +86,7 @@ def test_pairs_of_overlaps_are_binned_when_there_are_too_many() -> None:
     assert all(pair.history % sums.bin_blocks == pair.alternative % sums.bin_blocks == 0 for pair in pairs)
 
 
-def test_what_is_won_and_lost_is_summed_by_tier() -> None:
+def test_gained_and_lost_overlap_is_summed_by_tier() -> None:
     sums = PairTally()
     sums.add(terms(5, 1, 0), terms(2, 4, 0), later=True)
     sums.add(terms(1, 0, 7), terms(9, 0, 0), later=True)
@@ -96,7 +96,7 @@ def test_what_is_won_and_lost_is_summed_by_tier() -> None:
     assert (overlap.later, overlap.later_won) == (2, 1)
 
 
-def test_those_that_moved_most_are_kept_and_of_equal_ones_the_earlier() -> None:
+def test_the_most_moved_requests_are_kept_and_ties_go_to_the_earlier() -> None:
     sums = PairTally()
     for number in range(3 * MOST):
         sums.move(moved(number, (-1) ** number * (number // 2)))
@@ -107,7 +107,7 @@ def test_those_that_moved_most_are_kept_and_of_equal_ones_the_earlier() -> None:
     assert [one.request_id for one in most][:2] == [f"r{3 * MOST - 2}", f"r{3 * MOST - 1}"]
 
 
-def test_waits_are_binned_by_powers_of_two_and_told_in_milliseconds() -> None:
+def test_waits_are_binned_by_powers_of_two_and_reported_in_milliseconds() -> None:
     tally = WorldTally()
     tally.waits_us.extend([0, 1_000, 1_001, 2_000, 2_001, 64_000])
     side = tally.side([], 0, None)
@@ -116,7 +116,7 @@ def test_waits_are_binned_by_powers_of_two_and_told_in_milliseconds() -> None:
     assert side.wait_ms["p50"] == 1.001
 
 
-def test_nobody_has_anything_to_do() -> None:
+def test_a_comparison_without_requests() -> None:
     assert max_over_mean([0, 0]) is None
     assert max_over_mean([]) is None
     assert max_over_mean([3, 1]) == 1.5

@@ -23,7 +23,7 @@ INPUT_EVENTS = [kind for topic in INPUTS for kind in get_args(topic.events)]
 RECORDS = get_args(JournalRecord)
 PARTS = get_args(Chunk)
 
-# Texts of the system, by struct and field; "*" is any struct but `RoutingHints`, which a client writes.
+# System texts by struct and field. "*" is any struct except `RoutingHints`, which clients write.
 KEPT = {
     ("*", "worker_id"),
     ("*", "pool"),
@@ -32,7 +32,7 @@ KEPT = {
     ("OwnerClaimed", "policies"),
     ("WorldState", "owner_policies"),
     ("*", "phase"),
-    ("*", "reason"),  # of a decision: one of a list
+    ("*", "reason"),  # of a decision, from a fixed list
     ("*", "table_digest"),
     ("*", "queue_class"),
     ("*", "topic"),
@@ -50,7 +50,7 @@ KEPT = {
     ("PoolConfigured", "model"),
     ("ClassDeficit", "name"),
 }
-FREE_TEXTS = (  # as `reason`
+FREE_TEXTS = (  # like `reason`, but free text
     "WorkerSuspect",
     "WorkerRecovered",
     "WorkerDraining",
@@ -59,13 +59,13 @@ FREE_TEXTS = (  # as `reason`
     "RequestCancelled",
 )
 HASHES = {"parent_hash", "nonce", "content", "seed"}
-TOKENS = {"token_id", "stop_token_ids"}  # of which a client chose to speak
-WITHHELD = {"token_ids", "content", "descriptor"}  # packed, and not as long as they were
-NO_HASHES = {"due_us"}  # packed, and a time
+TOKENS = {"token_id", "stop_token_ids"}  # token ids chosen by a client
+WITHHELD = {"token_ids", "content", "descriptor"}  # packed, with a different length
+NO_HASHES = {"due_us"}  # packed times
 
 
 class Filled:
-    """Creates structs with a value in every field, and remembers the values that must not be found."""
+    """Creates structs with a value in every field and keeps the values that must not leak."""
 
     def __init__(self) -> None:
         self.kept: list[str] = []
@@ -85,7 +85,7 @@ class Filled:
             case inspect.Metadata():
                 return self._value(info.type, owner, name)
             case inspect.StructType() if info.cls is QueueConfig:
-                return QueueConfig(threshold=0.5)  # its classes must agree with each other
+                return QueueConfig(threshold=0.5)  # its classes must be consistent
             case inspect.StructType():
                 return self._struct(info)
             case inspect.UnionType():
@@ -114,7 +114,7 @@ class Filled:
     def _text(self, owner: str, name: str) -> str:
         self._count += 1
         theirs = owner == "RoutingHints" or (name == "reason" and owner in FREE_TEXTS)
-        theirs |= (owner, name) == ("WorkerCommanded", "pool")  # an operator may ask for one that is not there
+        theirs |= (owner, name) == ("WorkerCommanded", "pool")  # an operator may name a missing pool
         kept = not theirs and not KEPT.isdisjoint({(owner, name), ("*", name)})
         text = f"{'kept' if kept else 'SECRET'}-{self._count:04}"
         if kept:
@@ -189,7 +189,7 @@ def submitted(**hints: Any) -> RequestSubmitted:
     )
 
 
-def test_the_length_of_a_prompt_stays() -> None:
+def test_the_length_of_a_prompt_is_kept() -> None:
     anew = anonymised(RequestSubmitted, submitted())
     assert (anew.prompt_tokens, anew.token_ids) == (10, b"")
 
@@ -200,13 +200,13 @@ def test_task_of_a_request_is_kept(task: Task) -> None:
     assert anonymised(RequestSubmitted, event).task == task
 
 
-def test_a_nonce_is_no_hash_of_what_was_asked_for() -> None:
-    """Neither of the original, which could be guessed, nor of what is anonymised anew."""
+def test_a_nonce_is_not_a_hash_of_the_request() -> None:
+    """A hash of the original or of the anonymised request could be guessed."""
     event = submitted()
     assert anonymised(RequestSubmitted, event).nonce not in {event.nonce, content_hash(event)}
 
 
-def test_names_of_the_system_stay_where_a_client_says_them_and_what_somebody_typed_goes() -> None:
+def test_system_names_in_client_fields_are_kept_and_free_text_is_masked() -> None:
     anonymizer = EventAnonymizer(Masks(KEY), 0)
     spec = WorkerSpec(
         worker_id="w1",
@@ -229,7 +229,7 @@ def test_names_of_the_system_stay_where_a_client_says_them_and_what_somebody_typ
     assert anew.model.startswith("model-")
 
 
-def test_an_adapter_is_the_same_for_workers_and_requests() -> None:
+def test_adapter_names_of_workers_and_requests_stay_equal() -> None:
     anonymizer = EventAnonymizer(Masks(KEY), 0)
     joined = Filled().of(WorkerJoined)
     joined = msgspec.structs.replace(joined, spec=msgspec.structs.replace(joined.spec, loras=("mine",)))

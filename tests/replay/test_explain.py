@@ -1,4 +1,4 @@
-"""Explanations of a request in every course and outcome."""
+"""Explanations of requests, for every course and outcome."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +20,7 @@ DAY_US = 86_400_000_000
 
 
 class Broken:
-    """A policy that raises an exception."""
+    """Policy that raises an exception."""
 
     def decide(self, world: Any, request: Any) -> int:
         raise KeyError("nothing")
@@ -73,7 +73,7 @@ async def test_timeline_from_submission_to_finish() -> None:
     assert [moment.after_us for moment in explanation.timeline] == [0, 0, 400, 420, 430]
 
 
-async def test_it_waits_in_the_queue_and_is_routed_when_there_is_room() -> None:
+async def test_a_queued_request_is_routed_when_capacity_is_available() -> None:
     made = fleet("a", "b", queue=QueueConfig(threshold=0.25))
     for name in ("x", "y"):
         made("requests", request(name, LONG))
@@ -129,7 +129,7 @@ async def test_a_lost_worker_and_the_next_attempt() -> None:
     lost, epoch = first.worker_id, first.worker_epoch
     made("fleet", WorkerSuspect(owner_epoch=0, worker_id=lost, worker_epoch=epoch, reason="late"))
     late = report_progress(made, "r", RequestFinished, finish_reason="stop")
-    made("fleet", WorkerLost(owner_epoch=0, worker_id=lost, worker_epoch=epoch, reason="gone"), after_us=100)
+    made("fleet", WorkerLost(owner_epoch=0, worker_id=lost, worker_epoch=epoch, reason="closed"), after_us=100)
     made("progress", late)
     made("progress", report_progress(made, "r", FirstTokenEmitted))
     made("progress", report_progress(made, "r", RequestFailed, error="out of memory"))
@@ -256,7 +256,7 @@ async def test_too_many_active_requests(monkeypatch: pytest.MonkeyPatch) -> None
     assert explanation.ending.reason == "overloaded"
 
 
-async def test_repeated_submissions_and_other_requests_of_the_same_id() -> None:
+async def test_redeliveries_and_other_requests_with_the_same_id() -> None:
     made = fleet()
     made("requests", request("r", SHORT, nonce=1))
     made("requests", request("r", SHORT, nonce=1))
@@ -280,7 +280,7 @@ async def test_repeated_submissions_and_other_requests_of_the_same_id() -> None:
 
 
 async def test_stale_events_have_no_effect() -> None:
-    """Output before the first token, and a loss that an owner without the group explanation of."""
+    """Output before the first token, and a worker loss reported by an owner of another group, are ignored."""
     made = fleet("a", "b")
     made("requests", request("r", SHORT))
     made("progress", report_progress(made, "r", OutputGrown, output_tokens=3))
@@ -297,7 +297,9 @@ async def test_stale_events_have_no_effect() -> None:
     assert (explanation.state, explanation.output_tokens, len(explanation.routings)) == ("decode", None, 1)
 
 
-async def test_a_search_that_saw_only_its_end_goes_back_to_its_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_search_that_misses_the_submission_is_repeated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("forebay.replay.explain.find.PAGE_RECORDS", 1)
     made = fleet("a", queue=QueueConfig(threshold=0.25))
     made("requests", request("x", LONG))
@@ -308,7 +310,7 @@ async def test_a_search_that_saw_only_its_end_goes_back_to_its_beginning(monkeyp
     assert words(explanation) == ["submitted", "held", "routed"]
 
 
-async def test_an_id_is_used_again() -> None:
+async def test_a_reused_id_is_explained_by_its_last_request() -> None:
     made = fleet()
     for number in range(3):
         made("requests", request("r", PROMPTS[number], nonce=number))
@@ -324,13 +326,13 @@ async def test_an_id_is_used_again() -> None:
 
 
 @pytest.mark.parametrize("held", [False, True])
-async def test_deadlines_and_clients_that_leave(held: bool) -> None:
+async def test_expired_and_cancelled_requests(held: bool) -> None:
     made = fleet("a", queue=QueueConfig(threshold=0.1 if held else None))
     made("requests", request("x", LONG))
     made("requests", request("r", SHORT, timeout_us=1_000))
     made("requests", request("s", SHORT))
     made.wait(2_000)
-    made("requests", RequestCancelled(request_id="s", reason="gone"))
+    made("requests", RequestCancelled(request_id="s", reason="closed"))
     given_up, left = await made.explain("r"), await made.explain("s")
     route = "held" if held else "routed"
     assert (words(given_up), words(left)) == (
@@ -340,7 +342,7 @@ async def test_deadlines_and_clients_that_leave(held: bool) -> None:
     assert given_up.ending is not None
     assert left.ending is not None
     assert (given_up.ending.reason, left.ending.reason) == ("queue_deadline" if held else "deadline", "cancelled")
-    assert left.ending.text == "gone"
+    assert left.ending.text == "closed"
     assert (given_up.ending.duration_us, given_up.timeline[-1].after_us) == (2_010, 2_010)
 
 
@@ -351,16 +353,16 @@ async def test_unjournaled_events_are_marked() -> None:
     made("fleet", joined("d", 3))
     made("progress", report_progress(made, "r", FirstTokenEmitted, at_us=25))
     made("requests", request("late", SHORT), journalled=False)
-    made("requests", query("asked", SHORT), journalled=False)
+    made("requests", query("unanswered", SHORT), journalled=False)
     explanation = await made.explain("r")
     assert (routed.state, explanation.state) == ("prefill", "decode")
     assert words(explanation) == ["submitted", "routed", "first_token"]
     assert explanation.first_token is not None
     assert (explanation.first_token.ttft_us, explanation.first_token.wall_ttft_us) == (None, 20)
     assert (explanation.timeline[-1].now_us, explanation.timeline[-1].after_us) == (None, None)
-    late, asked = await made.explain("late"), await made.explain("asked")
+    late, unanswered = await made.explain("late"), await made.explain("unanswered")
     assert (late.state, late.kind, words(late)) == ("submitted", "request", ["submitted"])
-    assert (asked.state, asked.kind, asked.routings) == ("submitted", "query", ())
+    assert (unanswered.state, unanswered.kind, unanswered.routings) == ("submitted", "query", ())
     assert late.submitted is not None
     assert (late.submitted.now_us, late.submitted.offset) == (None, 1)
 

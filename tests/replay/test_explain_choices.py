@@ -18,7 +18,7 @@ SHORT, LONG = PROMPTS[0][:2], PROMPTS[1]
 
 
 class First:
-    """A custom policy."""
+    """Custom policy that selects the first candidate."""
 
     def decide(self, world: Any, request: Any) -> int:
         return 0
@@ -27,7 +27,7 @@ class First:
 CUSTOM = {f"{__name__}.First": First}
 
 
-async def chosen(made: Recorder, hints: RoutingHints = NO_HINTS, blocks: list[int] = LONG) -> Any:
+async def routing_of(made: Recorder, hints: RoutingHints = NO_HINTS, blocks: list[int] = LONG) -> Any:
     made("requests", request("r", blocks, routing=hints))
     explanation = await made.explain("r", custom=made.world.custom)
     return explanation.routings[0]
@@ -54,7 +54,7 @@ async def chosen(made: Recorder, hints: RoutingHints = NO_HINTS, blocks: list[in
     ],
 )
 async def test_reason_of_each_mode_with_equal_costs(router: dict[str, Any], reason: str, text: str) -> None:
-    routing = await chosen(fleet(custom=CUSTOM, **router))
+    routing = await routing_of(fleet(custom=CUSTOM, **router))
     assert (routing.mode, routing.reason) == (router.get("mode", "kv"), reason)
     assert text in routing.why
 
@@ -84,7 +84,7 @@ async def test_reason_of_each_mode_with_different_costs(router: dict[str, Any], 
     stored(made, "a", LONG)
     made("requests", request("x", SHORT, routing=RoutingHints(worker_id="b")))
     made("progress", report_progress(made, "x", FirstTokenEmitted))
-    routing = await chosen(made)
+    routing = await routing_of(made)
     assert routing.reason == reason
     assert text in routing.why
 
@@ -92,14 +92,14 @@ async def test_reason_of_each_mode_with_different_costs(router: dict[str, Any], 
 async def test_reasons_of_further_selections() -> None:
     made = fleet("a", "b", mode="least-loaded")
     made("requests", request("x", SHORT, routing=RoutingHints(worker_id="a")))
-    assert (await chosen(made)).why == "fewest active requests: 0"
+    assert (await routing_of(made)).why == "fewest active requests: 0"
     made = fleet("a", "b", mode="power-of-two")
     made("requests", request("x", SHORT, routing=RoutingHints(worker_id="a")))
-    assert (await chosen(made)).why.endswith("active requests: the smaller number")
+    assert (await routing_of(made)).why.endswith("active requests: the smaller number")
     made = fleet("a", "b", custom=CUSTOM, mode=f"{__name__}.First")
     stored(made, "b", LONG)
     why = "First selected it, although 1 of 2 candidates cost less: 16.5 against 8.5 of b"
-    assert (await chosen(made)).why.endswith(why)
+    assert (await routing_of(made)).why.endswith(why)
 
 
 async def test_blocks_in_lower_tiers_are_listed_separately() -> None:
@@ -110,7 +110,7 @@ async def test_blocks_in_lower_tiers_are_listed_separately() -> None:
         worker_id="a", worker_epoch=made.epoch("a"), seq=3, sequence_hashes=pack_u64(LONG[2:]), tier="device"
     )
     made("kv-events", removed)
-    routing = await chosen(made)
+    routing = await routing_of(made)
     assert routing.why.endswith(
         f"2 blocks of the prompt are cached on a and {len(LONG) - 2} in its host memory, 0 on b)"
     )
@@ -123,24 +123,24 @@ async def test_tie_goes_to_the_rank_with_fewest_computed_tokens() -> None:
         made("progress", report_progress(made, f"x{number}", RequestFinished, finish_reason="stop"))
     made("requests", request("y", PROMPTS[2][:1], routing=RoutingHints(worker_id=least_computed(made))))
     made("progress", report_progress(made, "y", RequestFinished, finish_reason="stop"))
-    routing = await chosen(made, blocks=[99])
+    routing = await routing_of(made, blocks=[99])
     assert (routing.reason, routing.ties) == ("tie_computed_tokens", 3)
     assert routing.why.endswith("this one was sent the fewest tokens to compute so far: 6, the next 34")
     assert routing.candidates[routing.winner].seen.computed_tokens == 6
     made = fleet("a", "b", "c")
     made("requests", request("x", LONG))
     made("progress", report_progress(made, "x", RequestFinished, finish_reason="stop"))
-    routing = await chosen(made, blocks=[99])
+    routing = await routing_of(made, blocks=[99])
     assert routing.reason == "tie_seed"
     assert "2 of them were sent the fewest tokens to compute" in routing.why
 
 
-async def test_equal_costs_and_equally_many_tokens_computed() -> None:
+async def test_ties_of_cost_and_computed_tokens() -> None:
     made = fleet()
     for name, blocks in zip("abc", PROMPTS, strict=False):
         made("requests", request(f"to-{name}", blocks, routing=RoutingHints(worker_id=name)))
         made("progress", report_progress(made, f"to-{name}", RequestFinished, finish_reason="stop"))
-    routing = await chosen(made, blocks=[7_001, 7_002])
+    routing = await routing_of(made, blocks=[7_001, 7_002])
     assert routing.reason == "tie_seed"
     assert ", and were sent the same number of tokens to compute; the request's tie seed selected" in routing.why
 
@@ -154,7 +154,7 @@ async def test_pinned_to_a_worker_or_one_of_its_ranks() -> None:
     made("control", pool())
     for slot, name in enumerate(("a", "b")):
         made("fleet", joined(name, slot, dp_size=2))
-    one = await chosen(made, RoutingHints(worker_id="b", rank=1))
+    one = await routing_of(made, RoutingHints(worker_id="b", rank=1))
     assert (one.reason, one.why) == ("pinned", "the request is pinned to it")
     assert [left.text for left in one.left_out] == ["the request is pinned to rank 1 of b"] * 3
     made("requests", request("two", LONG, routing=RoutingHints(worker_id="a")))
@@ -168,11 +168,11 @@ async def test_pinned_to_a_worker_or_one_of_its_ranks() -> None:
     three = (await made.explain("three")).routings[0]
     assert (three.mode, three.reason, three.overridden) == ("direct", "lowest_cost", ("mode",))
     four = fleet("a", "b", mode="direct")
-    assert (await chosen(four, RoutingHints(worker_id="a"))).reason == "pinned"
+    assert (await routing_of(four, RoutingHints(worker_id="a"))).reason == "pinned"
     five = Recorder()
     five("control", pool(mode="direct"))
     five("fleet", joined("a", dp_size=2))
-    assert (await chosen(five, RoutingHints(worker_id="a"))).reason == "tie_seed"
+    assert (await routing_of(five, RoutingHints(worker_id="a"))).reason == "tie_seed"
 
 
 @pytest.mark.parametrize("mode", ["hard", "soft"])
@@ -186,17 +186,17 @@ async def test_a_session_keeps_its_worker(mode: str) -> None:
     others = [name for name in ("a", "b", "c") if name != home.worker_id]
     made("requests", request("x", PROMPTS[0], routing=RoutingHints(worker_id=others[0])))
     made("requests", request("y", PROMPTS[2], routing=RoutingHints(worker_id=others[0])))
-    routing = await chosen(made, hints)
+    routing = await routing_of(made, hints)
     assert (routing.reason, routing.why) == ("session", f"the session s is bound to it ({mode} affinity)")
     kept_out = {one.seen.worker_id: one.reasons for one in routing.left_out}
     assert kept_out == {others[0]: ("other_session",) if mode == "hard" else ("busy",), others[1]: ("other_session",)}
     assert routing.config["session_mode"] == mode
     alone = fleet("a", session_ttl_s=600.0)
     alone("requests", request("first", SHORT, routing=hints))
-    assert (await chosen(alone, hints)).reason == "only_candidate"
+    assert (await routing_of(alone, hints)).reason == "only_candidate"
 
 
-async def test_a_hard_session_on_a_busy_worker_is_refused() -> None:
+async def test_a_hard_session_on_a_busy_worker_is_rejected() -> None:
     hints = RoutingHints(session_id="s")
     made = fleet("a", "b", session_ttl_s=600.0, busy=BusyThresholds(active_decode_blocks_threshold=0.1))
     made("requests", request("first", LONG, routing=hints))
@@ -206,7 +206,7 @@ async def test_a_hard_session_on_a_busy_worker_is_refused() -> None:
     assert sorted(one.reasons for one in explanation.ending.left_out) == [("busy",), ("other_session",)]
 
 
-async def test_taints_overrides_and_what_was_routed_count() -> None:
+async def test_costs_include_taints_overrides_and_routed_load() -> None:
     made = Recorder()
     made("control", pool(use_kv_events=False, decode_active_request_weight=2.0))
     made("fleet", joined("a", 0, taints=("fast",)))
@@ -215,7 +215,7 @@ async def test_taints_overrides_and_what_was_routed_count() -> None:
     hints = RoutingHints(
         preferred_taints=(TaintWeight(taint="fast", weight=1.0),), override=RouterOverride(overlap_score_credit=0.5)
     )
-    routing = await chosen(made, hints)
+    routing = await routing_of(made, hints)
     assert (routing.overridden, routing.config["overlap_score_credit"]) == (("overlap_score_credit",), 0.5)
     assert (routing.config["ttl_s"], routing.config["decode_active_request_weight"]) == (120.0, 2.0)
     assert routing.candidates[0].taint_factor == pytest.approx(0.467, abs=0.001)
@@ -228,7 +228,7 @@ async def test_preferred_taints_multiply_each_part_of_a_cost() -> None:
     made("control", pool())
     made("fleet", joined("a", 0, taints=("fast",)))
     made("fleet", joined("b", 1))
-    routing = await chosen(made, RoutingHints(preferred_taints=(TaintWeight(taint="fast", weight=1.0),)))
+    routing = await routing_of(made, RoutingHints(preferred_taints=(TaintWeight(taint="fast", weight=1.0),)))
     assert routing.why == (
         "lowest cost of 2 candidates: 7.7, 8.8 less than b (4.53 less to prefill; 4.26 less of decode blocks; "
         "taint factor 0.467, against 1.000)"
@@ -236,7 +236,7 @@ async def test_preferred_taints_multiply_each_part_of_a_cost() -> None:
 
 
 async def test_second_attempt_ignores_session_and_thresholds() -> None:
-    """Neither by a session nor by thresholds, which its second attempt passes by."""
+    """A retry is not bound by its session or by the busy thresholds."""
     made = fleet("a", "b", "c", session_ttl_s=600.0, busy=BusyThresholds(active_prefill_tokens_threshold=1))
     hints = RoutingHints(session_id="s", allowed_workers=("a", "b"))
     made("requests", request("r", LONG, routing=hints))
@@ -262,10 +262,10 @@ async def test_pinned_rank_is_excluded_only_by_missing_requirements() -> None:
     assert [one.reasons for one in explanation.ending.left_out] == [("not_pinned", "missing_taint"), ("missing_taint",)]
 
 
-async def test_chances_of_a_draw_add_up() -> None:
+async def test_sampling_probabilities_sum_to_one() -> None:
     made = fleet("a", "b", "c", temperature=0.7, predicted_ttl_s=1.0)
     stored(made, "a", LONG)
-    routing = await chosen(made)
+    routing = await routing_of(made)
     chances = [one.probability for one in routing.candidates]
     assert sum(chances) == pytest.approx(1.0)
     assert chances[0] > chances[1] == chances[2]

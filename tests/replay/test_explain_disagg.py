@@ -25,7 +25,7 @@ from tests.replay.recorder import Recorder, stored, words
 ENFORCED = DisaggConfig(enforce=True)
 
 
-def apart(*prefillers: str, **router: Any) -> Recorder:
+def disaggregated(*prefillers: str, **router: Any) -> Recorder:
     made = Recorder()
     made.disagg(prefillers or ("p", "q"), ("d", "e"), **router)
     return made
@@ -47,7 +47,7 @@ def lose(made: Recorder, name: str) -> None:
 
 
 async def test_all_stages_of_a_remote_prefill_are_explained() -> None:
-    made = apart()
+    made = disaggregated()
     stored(made, "q", PROMPTS[0])
     made("requests", request("r", PROMPTS[0]))
     report_progress(made, PrefillFailed, error="no room")
@@ -87,7 +87,7 @@ async def test_all_stages_of_a_remote_prefill_are_explained() -> None:
 
 
 async def test_parts_of_time_to_first_token() -> None:
-    made = apart("p")
+    made = disaggregated("p")
     made("control", prefill_pool(queue=QueueConfig(threshold=0.5)))
     made("requests", request("before", PROMPTS[0]))
     made("requests", request("r", PROMPTS[1]))
@@ -104,8 +104,8 @@ async def test_parts_of_time_to_first_token() -> None:
     assert first.parts_us == {"queue": 7_000, "prefill": 29_000, "transfer": 2_500, "decode": 9_500}
 
 
-async def test_a_first_token_that_is_not_journalled_yet_ends_the_parts_by_its_own_clock() -> None:
-    made = apart("p", "q")
+async def test_an_unjournalled_first_token_ends_the_parts_at_its_own_time() -> None:
+    made = disaggregated("p", "q")
     made("requests", request("r", PROMPTS[0], at_us=1))
     report_progress(made, PrefillFinished, after_us=20_000)
     now_us = made.world.now_us
@@ -118,8 +118,8 @@ async def test_a_first_token_that_is_not_journalled_yet_ends_the_parts_by_its_ow
     )
 
 
-async def test_a_wait_for_a_decode_worker_is_a_part_of_the_time_to_first_token() -> None:
-    made = apart("p")
+async def test_time_to_first_token_includes_the_wait_for_a_decode_worker() -> None:
+    made = disaggregated("p")
     made("requests", request("r", PROMPTS[0]))
     for name in "de":
         lose(made, name)
@@ -133,7 +133,7 @@ async def test_a_wait_for_a_decode_worker_is_a_part_of_the_time_to_first_token()
 
 
 async def test_reason_for_local_prefill() -> None:
-    made = apart(disagg=DisaggConfig(policy="classic", max_local_prefill_length=99))
+    made = disaggregated(disagg=DisaggConfig(policy="classic", max_local_prefill_length=99))
     made("requests", request("r", PROMPTS[0]))
     made("control", DisaggregationSet(model="m", disagg=DisaggConfig(policy="classic", max_local_prefill_length=9)))
     made("requests", query("q", PROMPTS[0]))
@@ -169,7 +169,7 @@ def test_singular_and_plural_in_prefill_reasons(place: PrefillPlace, text: str) 
 
 
 async def test_reason_for_remote_prefill_of_a_short_prompt() -> None:
-    made = apart(disagg=DisaggConfig(policy="isl_bounding"))
+    made = disaggregated(disagg=DisaggConfig(policy="isl_bounding"))
     made("requests", request("r", PROMPTS[0]))
     made.seal()
     explanation = await made.explain("r")
@@ -177,8 +177,8 @@ async def test_reason_for_remote_prefill_of_a_short_prompt() -> None:
     assert explanation.timeline[1].text.endswith(f"prompt computed by a prefill worker: {why}")
 
 
-async def test_where_it_is_while_its_kv_is_computed_kept_and_fetched() -> None:
-    made = apart("p")
+async def test_state_while_kv_is_computed_retained_and_fetched() -> None:
+    made = disaggregated("p")
     made("requests", request("r", PROMPTS[0]))
     made.seal()
     assert (await made.explain("r")).state == "remote_prefill"
@@ -196,7 +196,7 @@ async def test_where_it_is_while_its_kv_is_computed_kept_and_fetched() -> None:
 
 
 async def test_loss_of_the_kv_holder_is_reported_while_waiting() -> None:
-    made = apart("p")
+    made = disaggregated("p")
     made("requests", request("r", PROMPTS[0]))
     for name in "de":
         lose(made, name)
@@ -210,13 +210,13 @@ async def test_loss_of_the_kv_holder_is_reported_while_waiting() -> None:
 
 
 def fetching(kind: type[Any], **fields: Any) -> Callable[[Recorder], None]:
-    """What the worker text that is to fetch it."""
+    """Return a step in which the decode worker reports `kind`."""
 
-    def happens(made: Recorder) -> None:
+    def step(made: Recorder) -> None:
         report_progress(made, PrefillFinished)
         report_progress(made, kind, **fields)
 
-    return happens
+    return step
 
 
 def too_late(made: Recorder) -> None:
@@ -248,11 +248,11 @@ RELEASED: tuple[tuple[Callable[[Recorder], None], str], ...] = (
 )
 
 
-@pytest.mark.parametrize(("happens", "why"), RELEASED)
-async def test_released_kv_is_explained_with_reason(happens: Callable[[Recorder], None], why: str) -> None:
-    made = apart("p")
+@pytest.mark.parametrize(("step", "why"), RELEASED)
+async def test_released_kv_is_explained_with_reason(step: Callable[[Recorder], None], why: str) -> None:
+    made = disaggregated("p")
     made("requests", request("r", PROMPTS[0]))
-    happens(made)
+    step(made)
     made.seal()
     explanation = await made.explain("r")
     assert explanation.divergence is None
@@ -262,7 +262,7 @@ async def test_released_kv_is_explained_with_reason(happens: Callable[[Recorder]
 
 
 async def test_progress_of_the_wrong_stage_is_ignored() -> None:
-    made = apart()
+    made = disaggregated()
     made("requests", request("r", PROMPTS[0]))
     report_progress(made, RequestFinished, finish_reason="stop")
     report_progress(made, RequestFailed, error="?")
@@ -275,7 +275,7 @@ async def test_progress_of_the_wrong_stage_is_ignored() -> None:
 
 
 def test_timeline_starts_with_an_active_request() -> None:
-    made = apart()
+    made = disaggregated()
     made("requests", request("r", PROMPTS[0]))
     report_progress(made, PrefillFinished)
     timeline = Timeline("r", made.world)
@@ -293,7 +293,7 @@ def test_timeline_starts_with_an_active_request() -> None:
 
 
 async def test_wait_for_prefill_workers_is_explained() -> None:
-    made = apart("p")
+    made = disaggregated("p")
     made("control", prefill_pool(queue=QueueConfig(threshold=0.5)))
     made("requests", request("r0", PROMPTS[0]))
     made("requests", request("r", PROMPTS[1]))
@@ -308,7 +308,7 @@ async def test_wait_for_prefill_workers_is_explained() -> None:
 
 
 async def test_rejection_lists_excluded_prefill_workers() -> None:
-    made = apart("p", disagg=ENFORCED)
+    made = disaggregated("p", disagg=ENFORCED)
     lose(made, "p")
     made("fleet", joined("p", 0, pool="prefillers", role="prefill", loras=()))
     made("requests", request("r", PROMPTS[0], lora_name="x"))

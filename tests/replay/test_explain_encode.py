@@ -60,7 +60,7 @@ async def test_both_stages_are_explained() -> None:
     assert (explanation.first_token.attempt, explanation.state) == (2, "finished")
 
 
-async def test_where_it_is_while_it_is_encoded() -> None:
+async def test_state_while_an_image_is_encoded() -> None:
     made = staged()
     made("requests", request("r", PROMPTS[0][:2], media=(MEDIA,)))
     made.seal()

@@ -90,7 +90,7 @@ def same(explanation: Explanation) -> dict[str, Any]:
     return dict(plain)
 
 
-def chosen_for(name: str, journal: Sequence[Any]) -> list[RequestRouted | RouteAnswered]:
+def routings_of(name: str, journal: Sequence[Any]) -> list[RequestRouted | RouteAnswered]:
     """Return the routing records of an ID, newest first, because the ID may have been used before."""
     kinds = RequestRouted | RouteAnswered
     found = [one for one in reversed(journal) if isinstance(one, kinds) and one.request_id == name]
@@ -99,7 +99,7 @@ def chosen_for(name: str, journal: Sequence[Any]) -> list[RequestRouted | RouteA
 
 @given(histories)
 @examples(0.4)
-def test_any_history_is_explained_the_same_from_the_beginning_and_from_snapshots(history: list[Any]) -> None:
+def test_explanations_from_the_beginning_and_from_snapshots_are_equal(history: list[Any]) -> None:
     plain, sealed = Recorder(), Recorder()
     for made in (plain, sealed):
         made.fleet("a", "b")
@@ -119,7 +119,7 @@ async def check_all(plain: Recorder, sealed: Recorder) -> None:
         assert same(explanation) == same(again)
         assert explanation.divergence is None
         recorded = [one for one in plain.decided if getattr(one, "request_id", None) == name]
-        for routing, one in zip(reversed(explanation.routings), chosen_for(name, recorded), strict=False):
+        for routing, one in zip(reversed(explanation.routings), routings_of(name, recorded), strict=False):
             check_routing(routing, one)
         in_flight = plain.world.requests.get(name)
         assert (explanation.ending is None) == (in_flight is not None)
@@ -143,7 +143,7 @@ async def test_golden_recordings_are_explained(path: Path) -> None:
         explanation = await explain(log, partition, name, custom=CUSTOM)
         assert explanation.divergence is None
         assert explanation.ending is not None
-        for routing, one in zip(reversed(explanation.routings), chosen_for(name, journal), strict=False):
+        for routing, one in zip(reversed(explanation.routings), routings_of(name, journal), strict=False):
             check_routing(routing, one)
     log.close()
 
@@ -178,7 +178,7 @@ async def test_divergence_ends_the_explanation() -> None:
     assert (late.divergence == explanation.divergence, late.state) == (True, "unknown")
 
 
-async def test_a_divergence_between_two_attempts() -> None:
+async def test_a_divergence_between_two_attempts_ends_the_explanation() -> None:
     made = fleet("a", "b")
     made("requests", request("r", SHORT))
     made("requests", request("x", SHORT))
@@ -209,20 +209,20 @@ async def test_takeover_makes_events_of_the_previous_owner_stale() -> None:
 
 
 class Headless(SqliteLog):
-    """A log whose first records were removed, up to a snapshot."""
+    """Log whose records before a snapshot were removed."""
 
     begins: dict[str, int]
 
     async def begin(self, topic: str, partition: int) -> int:
-        """As retention left it."""
+        """Return the first offset that retention kept."""
         return self.begins.get(topic, 0)
 
 
-async def test_a_request_that_began_before_the_log_does() -> None:
+async def test_a_request_older_than_the_log() -> None:
     made = fleet("a", "b")
-    for name in ("gone", "r"):
+    for name in ("ended", "r"):
         made("requests", request(name, SHORT))
-    made("progress", report_progress(made, "gone", RequestFinished, finish_reason="stop"))
+    made("progress", report_progress(made, "ended", RequestFinished, finish_reason="stop"))
     made.snapshot()
     begin = len(made.journal) - 1
     view = dict(made.world.view)
@@ -230,7 +230,7 @@ async def test_a_request_that_began_before_the_log_does() -> None:
     made("progress", report_progress(made, "r", FirstTokenEmitted))
     made("progress", report_progress(made, "r", RequestFinished, finish_reason="stop", output_tokens=3))
     made.seal()
-    made("requests", request("r", PROMPTS[1]))  # refused: it is remembered
+    made("requests", request("r", PROMPTS[1]))  # rejected, because the id is remembered
     log = Headless.open(None)
     log.begins = {**view, "decisions": begin, "snapshots": 0}
     whole = await made.log()
@@ -252,7 +252,7 @@ async def test_a_request_that_began_before_the_log_does() -> None:
     log.close()
 
 
-async def test_a_damaged_record_is_named() -> None:
+async def test_error_names_a_damaged_record() -> None:
     made = fleet("a", "b")
     made("requests", request("r", SHORT))
     log = await made.log()
@@ -264,7 +264,7 @@ async def test_a_damaged_record_is_named() -> None:
 
 @pytest.fixture
 def recording(tmp_path: Path) -> Path:
-    """Mock workers and two owners; a worker is lost while it runs an endless request."""
+    """Return a log with mock workers and two owners, in which a worker is lost with an endless request."""
     path = tmp_path / "recording.db"
     asyncio.run(_record(path))
     return path

@@ -1,4 +1,4 @@
-"""`replay verify` reports progress and answers of workers that were not selected, and nothing that is only late."""
+"""`replay verify` reports progress of workers that were not selected, but not late progress."""
 
 import asyncio
 import json
@@ -23,8 +23,8 @@ from tests.cli.in_process import forebay
 from tests.system import BLOCK, MODEL, SLOT, System, submitted, until
 
 
-class Played(System):
-    """A system whose workers hold leases and do nothing: the test writes their progress."""
+class ScriptedSystem(System):
+    """System whose workers hold leases and do nothing. The test writes their progress."""
 
     def join(self, name: str) -> None:
         size: dict[str, Any] = {
@@ -41,7 +41,7 @@ class Played(System):
         return offset
 
     async def reported(self, owner: Owner, kind: type, about: str, worker: FleetWorker, **fields: Any) -> int:
-        """Append progress and wait until the owner applied it; return its offset."""
+        """Append progress, wait until the owner has applied it, and return its offset."""
         event = kind(
             request_id=about,
             attempt=fields.pop("attempt", 1),
@@ -67,9 +67,9 @@ class Played(System):
 
 
 async def record(path: Path, *, foreign: bool) -> list[int]:
-    """Write a log at `path`; return the offsets of the foreign progress, if there is to be any."""
+    """Write a log at `path`. Return the offsets of its foreign progress, empty if not `foreign`."""
     log = SqliteLog.open(path)
-    system, offsets = Played(log), []
+    system, offsets = ScriptedSystem(log), []
     for name in ("a", "b"):
         system.join(name)
     async with system.owned() as owner:
@@ -79,13 +79,13 @@ async def record(path: Path, *, foreign: bool) -> list[int]:
         if foreign:
             offsets.append(await system.reported(owner, FirstTokenEmitted, "r", other))
         await system.reported(owner, FirstTokenEmitted, "r", selected)
-        # The second of these comes late: the request has ended.
+        # The second report is late: the request has ended.
         for _ in range(2):
             await system.reported(owner, RequestFinished, "r", selected, finish_reason="stop")
         if foreign:
             offsets.append(await system.reported(owner, RequestFinished, "r", other, finish_reason="stop"))
             offsets.append(await system.reported(owner, FirstTokenEmitted, "of another model", other))
-        # A worker is lost, and reports on what it had while another has it.
+        # A lost worker reports on its request while another worker runs it.
         system.send(submitted("moved", [4, 5, 6]))
         first, second = await system.route(owner, "moved")
         system.leases.release(MODEL, first.spec.worker_id, first.lease)
@@ -95,12 +95,14 @@ async def record(path: Path, *, foreign: bool) -> list[int]:
         await command(system, owner, second, foreign=foreign, offsets=offsets)
         counted = owner.world.counts["foreign_progress"]
     log.close()
-    # The live core keeps nothing of a request that ended, and does not judge answers to commands.
+    # The live core forgets ended requests and does not check command responses.
     assert counted == (2 if foreign else 0)
     return offsets
 
 
-async def command(system: Played, owner: Owner, member: FleetWorker, *, foreign: bool, offsets: list[int]) -> None:
+async def command(
+    system: ScriptedSystem, owner: Owner, member: FleetWorker, *, foreign: bool, offsets: list[int]
+) -> None:
     pause = Command(action="pause")
     commanded = WorkerCommanded(command_id="c", model=MODEL, command=pause, reply_slot=SLOT, timeout_us=60_000_000)
     await system.append(CONTROL, commanded)
@@ -120,14 +122,14 @@ async def command(system: Played, owner: Owner, member: FleetWorker, *, foreign:
 
 
 @pytest.fixture(scope="module")
-def strange(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
-    """A log with foreign progress, and its offsets."""
+def foreign_log(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
+    """Return a log with foreign progress and the offsets of that progress."""
     path = tmp_path_factory.mktemp("foreign") / "strange.db"
     return path, asyncio.run(record(path, foreign=True))
 
 
-def test_foreign_progress_fails_the_verification_and_names_both_workers(strange: tuple[Path, list[int]]) -> None:
-    path, offsets = strange
+def test_foreign_progress_fails_the_verification_and_names_both_workers(foreign_log: tuple[Path, list[int]]) -> None:
+    path, offsets = foreign_log
     run = forebay("replay", "verify", str(path))
     assert run.returncode == 1
     lines = [line for line in run.stdout.splitlines() if line.startswith("foreign ")]
@@ -143,8 +145,8 @@ def test_foreign_progress_fails_the_verification_and_names_both_workers(strange:
     assert forebay("replay", "verify", str(path), "--allow", "foreign-progress").returncode == 0
 
 
-def test_the_report_names_the_selected_and_the_reporting_worker(strange: tuple[Path, list[int]]) -> None:
-    path, offsets = strange
+def test_the_report_names_the_selected_and_the_reporting_worker(foreign_log: tuple[Path, list[int]]) -> None:
+    path, offsets = foreign_log
     report = json.loads(forebay("replay", "verify", str(path), "--json").stdout)
     assert (report["divergence"], report["verified"]) == (None, report["decisions"])
     assert report["unverified"] == {"foreign-progress": 5}
@@ -155,7 +157,7 @@ def test_the_report_names_the_selected_and_the_reporting_worker(strange: tuple[P
     assert {first["reported_by"], selected.split(",")[0]} == {"a", "b"}
 
 
-def test_late_progress_is_no_fault(tmp_path: Path) -> None:
+def test_late_progress_is_not_reported(tmp_path: Path) -> None:
     path = tmp_path / "late.db"
     assert asyncio.run(record(path, foreign=False)) == []
     run = forebay("replay", "verify", str(path))

@@ -55,8 +55,8 @@ BYTES_MAX = 200_000
 READ_MAX = 100_000
 
 
-class Seen:
-    """What a recording holds."""
+class RecordingContent:
+    """Content of a recording."""
 
     def __init__(self, path: Path, report: VerifyReport) -> None:
         self.report = report
@@ -75,75 +75,75 @@ class Seen:
         log.close()
 
     def all(self, kind: type[Any], **fields: Any) -> list[Any]:
-        """The events of a kind with these fields."""
+        """Return the events of a kind with these fields."""
         found = [event for event in self.events if isinstance(event, kind)]
         return [event for event in found if all(getattr(event, name) == value for name, value in fields.items())]
 
     def router(self, **fields: Any) -> bool:
-        """Whether a pool was configured so, and decisions were made by it."""
+        """Return whether decisions were made with these router settings."""
         pools = [pool.router for pool in self.all(PoolConfigured)]
         return any(all(getattr(one, name) == value for name, value in fields.items()) for one in pools)
 
     def mode(self, mode: str) -> bool:
-        """Whether requests were routed by a mode."""
+        """Return whether requests were routed by `mode`."""
         return len(self.all(RequestRouted, mode=mode)) > 5
 
     def term(self, wanted: Callable[[CostTerms], object]) -> bool:
-        """Whether the terms of a winner are so."""
+        """Return whether the cost terms of a selected worker match."""
         return any(wanted(one.terms) for one in self.all(RequestRouted))
 
-    def refused(self, *reasons: str) -> bool:
-        """Whether requests were refused for each of these reasons."""
+    def rejected(self, *reasons: str) -> bool:
+        """Return whether requests were rejected for each of these reasons."""
         return {one.reason for one in self.all(RequestRejected)} >= set(reasons)
 
-    def given_up(self, *reasons: str) -> bool:
-        """Whether accepted requests were given up for each of these reasons."""
+    def aborted(self, *reasons: str) -> bool:
+        """Return whether accepted requests were aborted for each of these reasons."""
         return {one.reason for one in self.all(RequestAborted)} >= set(reasons)
 
     def hinted(self, wanted: Callable[[Any], object]) -> bool:
-        """Whether a request had such hints."""
+        """Return whether the hints of a request match."""
         return any(wanted(one.routing) for one in self.all(RequestSubmitted))
 
     def retried(self) -> bool:
-        """Whether requests went to a second worker."""
+        """Return whether requests were dispatched to a second worker."""
         return any(one.attempt > 1 for one in self.all(RequestRouted))
 
 
-def reused_ids(seen: Seen) -> bool:
-    ids = [one.request_id for one in seen.all(RequestSubmitted)]
+def reused_ids(content: RecordingContent) -> bool:
+    ids = [one.request_id for one in content.all(RequestSubmitted)]
     return len(set(ids)) < len(ids)
 
 
-def outcomes(seen: Seen) -> set[str]:
-    return {one.status for ended in seen.all(CommandEnded) for one in ended.outcomes}
+def outcomes(content: RecordingContent) -> set[str]:
+    return {one.status for ended in content.all(CommandEnded) for one in ended.outcomes}
 
 
-def cached_by_namespace(seen: Seen) -> bool:
-    """A prompt in another namespace finds nothing, later ones find what was said there."""
-    named = {one.request_id: one.cache_namespace for one in seen.all(RequestSubmitted)}
+def cached_by_namespace(content: RecordingContent) -> bool:
+    """Return whether prompts match only blocks of their own cache namespace."""
+    named = {one.request_id: one.cache_namespace for one in content.all(RequestSubmitted)}
     overlaps: dict[str, list[int]] = {}
-    for one in seen.all(RequestRouted):
+    for one in content.all(RequestRouted):
         overlaps.setdefault(named[one.request_id], []).append(one.terms.device_overlap)
     return len(overlaps) == 3 and all(found[0] == 0 and found[-1] > 0 for found in overlaps.values())
 
 
-def waited_and_ordered(seen: Seen) -> bool:
-    held = {one.queue_class for one in seen.all(RequestHeld)}
-    return held == {"default", "batch", "short"} and any(one.waited_us for one in seen.all(RequestRouted))
+def queued_by_priority(content: RecordingContent) -> bool:
+    held = {one.queue_class for one in content.all(RequestHeld)}
+    return held == {"default", "batch", "short"} and any(one.waited_us for one in content.all(RequestRouted))
 
 
-def places(seen: Seen) -> set[str]:
-    return {one.prefill.reason for one in seen.all(RequestRouted) if one.prefill is not None}
+def places(content: RecordingContent) -> set[str]:
+    return {one.prefill.reason for one in content.all(RequestRouted) if one.prefill is not None}
 
 
-def prefilled_elsewhere(seen: Seen) -> bool:
-    """Every rule had its say, questions were answered by them, and nothing of the KV is left in the recording."""
-    kept = [one.prefilled for one in seen.all(PrefillFinished)]
-    fetched = [one for one in seen.all(FirstTokenEmitted) if one.transferred_bytes]
-    rules = {one.disagg.policy for one in seen.all(DisaggregationSet)}
+def prefilled_remotely(content: RecordingContent) -> bool:
+    """Return whether every disaggregation rule decided, route queries applied it, and all KV was released."""
+    kept = [one.prefilled for one in content.all(PrefillFinished)]
+    fetched = [one for one in content.all(FirstTokenEmitted) if one.transferred_bytes]
+    rules = {one.disagg.policy for one in content.all(DisaggregationSet)}
     return (
         rules == {"classic", "isl_bounding", "prefill_load", "isl_or_load", "never"}
-        and places(seen)
+        and places(content)
         >= {
             "always",
             "never",
@@ -154,23 +154,23 @@ def prefilled_elsewhere(seen: Seen) -> bool:
             "prefill_busy",
             "decode_busy",
         }
-        and {one.stage for one in seen.all(RouteAnswered)} == {"prefill", "aggregated"}
-        and len(kept) == len(seen.all(RequestRouted, stage="decode")) == len(fetched)
+        and {one.stage for one in content.all(RouteAnswered)} == {"prefill", "aggregated"}
+        and len(kept) == len(content.all(RequestRouted, stage="decode")) == len(fetched)
         and all(one.descriptor == b"" and one.checksum == hex_digest(0) and one.bytes for one in kept)
-        and bool(seen.all(RequestHeld))
+        and bool(content.all(RequestHeld))
     )
 
 
-def encoded_first(seen: Seen) -> bool:
-    """Images go to encoders first, to another one when that fails, and nothing of them is left in the recording."""
-    routed = seen.all(RequestRouted, stage="encode")
-    media = [one for event in seen.all(RequestSubmitted) for one in event.media]
-    lies = [event.encoded for event in seen.all(EncodeFinished)]
+def encoded_first(content: RecordingContent) -> bool:
+    """Return whether images were encoded first, encodes were retried, and all embeddings were released."""
+    routed = content.all(RequestRouted, stage="encode")
+    media = [one for event in content.all(RequestSubmitted) for one in event.media]
+    lies = [event.encoded for event in content.all(EncodeFinished)]
     return (
         {one.pool for one in routed} == {"encoders"}
         and {one.attempt for one in routed} == {1, 2, 3}
-        and seen.given_up("encode_failed", "cancelled")
-        and bool(seen.all(EncodeFailed) and seen.all(TransferFailed) and seen.all(SnapshotTaken))
+        and content.aborted("encode_failed", "cancelled")
+        and bool(content.all(EncodeFailed) and content.all(TransferFailed) and content.all(SnapshotTaken))
         and {one.kind for one in media} == {"image", "video"}
         and not any(one.content or one.mime not in ("image/*", "video/*") for one in media)
         and not any(one.descriptor or int(one.checksum, 16) for one in lies)
@@ -178,98 +178,110 @@ def encoded_first(seen: Seen) -> bool:
     )
 
 
-CAPABILITIES: dict[str, Callable[[Seen], object]] = {
-    "kv": lambda seen: seen.mode("kv") and seen.term(lambda one: one.device_overlap),
-    "round-robin": lambda seen: seen.mode("round-robin"),
-    "random-choice": lambda seen: seen.mode("random"),
-    "power-of-two": lambda seen: seen.mode("power-of-two"),
-    "least-loaded": lambda seen: seen.mode("least-loaded"),
-    "direct": lambda seen: seen.mode("direct") and seen.refused("unknown_worker"),
-    "own-policy": lambda seen: seen.mode("tests.logs.own_policy.CheapestTwo"),
-    "temperature": lambda seen: seen.router(temperature=0.7) and seen.mode("kv"),
-    "lmetric": lambda seen: seen.router(selection_policy="lmetric") and seen.mode("kv"),
-    "overlap-decay": lambda seen: seen.term(lambda one: 0 < one.overlap_credit < one.device_overlap),
-    "active-request-weight": lambda seen: seen.router(decode_active_request_weight=2.0) and seen.mode("kv"),
-    "untracked-prefill": lambda seen: seen.term(lambda one: not one.prefill_blocks),
-    "no-reuse": lambda seen: seen.router(assume_kv_reuse=False) and seen.mode("kv"),
-    "overrides": lambda seen: (
-        {"kv", "round-robin", "least-loaded"} == {one.mode for one in seen.all(RequestRouted)}
-        and seen.hinted(lambda hints: hints.override and hints.override.temperature)
+CAPABILITIES: dict[str, Callable[[RecordingContent], object]] = {
+    "kv": lambda content: content.mode("kv") and content.term(lambda one: one.device_overlap),
+    "round-robin": lambda content: content.mode("round-robin"),
+    "random-choice": lambda content: content.mode("random"),
+    "power-of-two": lambda content: content.mode("power-of-two"),
+    "least-loaded": lambda content: content.mode("least-loaded"),
+    "direct": lambda content: content.mode("direct") and content.rejected("unknown_worker"),
+    "own-policy": lambda content: content.mode("tests.logs.own_policy.CheapestTwo"),
+    "temperature": lambda content: content.router(temperature=0.7) and content.mode("kv"),
+    "lmetric": lambda content: content.router(selection_policy="lmetric") and content.mode("kv"),
+    "overlap-decay": lambda content: content.term(lambda one: 0 < one.overlap_credit < one.device_overlap),
+    "active-request-weight": lambda content: content.router(decode_active_request_weight=2.0) and content.mode("kv"),
+    "untracked-prefill": lambda content: content.term(lambda one: not one.prefill_blocks),
+    "no-reuse": lambda content: content.router(assume_kv_reuse=False) and content.mode("kv"),
+    "overrides": lambda content: (
+        {"kv", "round-robin", "least-loaded"} == {one.mode for one in content.all(RequestRouted)}
+        and content.hinted(lambda hints: hints.override and hints.override.temperature)
     ),
-    "tiers": lambda seen: seen.term(lambda one: one.host_overlap) and seen.term(lambda one: one.disk_overlap),
-    "taints": lambda seen: (
-        seen.term(lambda one: one.taint_factor != 1.0)
-        and seen.refused("no_eligible_worker")
-        and seen.hinted(lambda hints: hints.required_taints)
+    "tiers": lambda content: content.term(lambda one: one.host_overlap) and content.term(lambda one: one.disk_overlap),
+    "taints": lambda content: (
+        content.term(lambda one: one.taint_factor != 1.0)
+        and content.rejected("no_eligible_worker")
+        and content.hinted(lambda hints: hints.required_taints)
     ),
-    "pinned": lambda seen: (
-        seen.refused("unknown_worker", "contradictory_routing", "no_eligible_worker")
-        and seen.hinted(lambda hints: hints.rank == 1)
-        and seen.hinted(lambda hints: len(hints.allowed_workers) > 1)
+    "pinned": lambda content: (
+        content.rejected("unknown_worker", "contradictory_routing", "no_eligible_worker")
+        and content.hinted(lambda hints: hints.rank == 1)
+        and content.hinted(lambda hints: len(hints.allowed_workers) > 1)
     ),
-    "lora": lambda seen: (
-        seen.refused("no_eligible_worker")
-        and len({one.lora_name for one in seen.all(RequestSubmitted)}) == 4
-        and any(one.spec.loras for one in seen.all(WorkerJoined))
+    "lora": lambda content: (
+        content.rejected("no_eligible_worker")
+        and len({one.lora_name for one in content.all(RequestSubmitted)}) == 4
+        and any(one.spec.loras for one in content.all(WorkerJoined))
     ),
     "cache-namespaces": cached_by_namespace,
-    "dp-ranks": lambda seen: {one.rank for one in seen.all(RequestRouted)} >= {0, 1, 2, 4, 5},
-    "sessions-hard": lambda seen: (
-        seen.router(session_mode="hard", session_ttl_s=30.0) and seen.hinted(lambda hints: hints.session_id)
+    "dp-ranks": lambda content: {one.rank for one in content.all(RequestRouted)} >= {0, 1, 2, 4, 5},
+    "sessions-hard": lambda content: (
+        content.router(session_mode="hard", session_ttl_s=30.0) and content.hinted(lambda hints: hints.session_id)
     ),
-    "sessions-soft": lambda seen: (
-        seen.router(session_mode="soft", session_ttl_s=30.0) and seen.hinted(lambda hints: hints.session_id)
+    "sessions-soft": lambda content: (
+        content.router(session_mode="soft", session_ttl_s=30.0) and content.hinted(lambda hints: hints.session_id)
     ),
-    "queue": lambda seen: waited_and_ordered(seen) and seen.refused("queue_full") and seen.given_up("queue_deadline"),
-    "busy-thresholds": lambda seen: seen.all(BusyThresholdsSet) and seen.refused("busy"),
-    "resync": lambda seen: seen.all(CacheResyncRequested) and seen.all(CacheCleared),
-    "approximate": lambda seen: (
-        seen.router(use_kv_events=False, approximate_blocks_max=40) and seen.term(lambda one: one.device_overlap)
+    "queue": lambda content: (
+        queued_by_priority(content) and content.rejected("queue_full") and content.aborted("queue_deadline")
     ),
-    "silent-workers": lambda seen: (
-        any(one.terms.device_overlap for one in seen.all(RequestRouted) if one.worker_id in ("w2", "w3"))
-        and not any(one.worker_id in ("w2", "w3") for one in seen.all(BlocksStored))
+    "busy-thresholds": lambda content: content.all(BusyThresholdsSet) and content.rejected("busy"),
+    "resync": lambda content: content.all(CacheResyncRequested) and content.all(CacheCleared),
+    "approximate": lambda content: (
+        content.router(use_kv_events=False, approximate_blocks_max=40) and content.term(lambda one: one.device_overlap)
     ),
-    "predicted": lambda seen: seen.router(predicted_ttl_s=2.0) and seen.term(lambda one: one.device_overlap),
-    "queries": lambda seen: (
-        {None, "no_workers", "no_eligible_worker"} == {one.reason for one in seen.all(RouteAnswered)}
-        and {False, True} == {one.would_wait for one in seen.all(RouteAnswered)}
+    "silent-workers": lambda content: (
+        any(one.terms.device_overlap for one in content.all(RequestRouted) if one.worker_id in ("w2", "w3"))
+        and not any(one.worker_id in ("w2", "w3") for one in content.all(BlocksStored))
     ),
-    "cancels": lambda seen: seen.given_up("cancelled") and seen.all(RequestCancelled),
-    "deadlines": lambda seen: len(seen.all(RequestAborted, reason="deadline")) == 8,
-    "redeliveries": lambda seen: seen.refused("duplicate_id") and reused_ids(seen),
-    "lost-workers": lambda seen: (
-        seen.all(WorkerLost) and seen.retried() and seen.given_up("attempts_exhausted") and seen.refused("no_workers")
+    "predicted": lambda content: content.router(predicted_ttl_s=2.0) and content.term(lambda one: one.device_overlap),
+    "queries": lambda content: (
+        {None, "no_workers", "no_eligible_worker"} == {one.reason for one in content.all(RouteAnswered)}
+        and {False, True} == {one.would_wait for one in content.all(RouteAnswered)}
     ),
-    "waiting-for-a-worker": lambda seen: seen.all(WorkerLost) and seen.retried(),
-    "suspect-and-draining": lambda seen: (
-        seen.all(WorkerSuspect) and seen.all(WorkerRecovered) and seen.all(WorkerDraining) and seen.all(WorkerLost)
+    "cancels": lambda content: content.aborted("cancelled") and content.all(RequestCancelled),
+    "deadlines": lambda content: len(content.all(RequestAborted, reason="deadline")) == 8,
+    "redeliveries": lambda content: content.rejected("duplicate_id") and reused_ids(content),
+    "lost-workers": lambda content: (
+        content.all(WorkerLost)
+        and content.retried()
+        and content.aborted("attempts_exhausted")
+        and content.rejected("no_workers")
     ),
-    "take-over": lambda seen: len(seen.all(OwnerClaimed)) == 2 and seen.report.void == 1,
-    "snapshots": lambda seen: len(seen.all(SnapshotTaken)) == 3 and seen.report.start == 0,
-    "from-snapshot": lambda seen: seen.report.start > 0 and len(seen.all(SnapshotTaken)) == 3,
-    "output-blocks": lambda seen: seen.all(OutputGrown) and seen.hinted(lambda hints: hints.expected_output_tokens),
-    "overload": lambda seen: seen.refused("queue_full") and seen.given_up("queue_deadline") and seen.all(BlocksRemoved),
-    "commands": lambda seen: (
-        {"done", "refused", "left", "timed_out"} == outcomes(seen)
-        and {None, "unknown_worker", "unknown_pool", "duplicate_id"} == {one.reason for one in seen.all(CommandSent)}
-        and {one.worker_id for one in seen.all(RequestRouted)} >= {"w0", "w1", "w2"}
-        and seen.refused("no_eligible_worker")
-        and len(seen.all(OwnerClaimed)) == 2
+    "waiting-for-a-worker": lambda content: content.all(WorkerLost) and content.retried(),
+    "suspect-and-draining": lambda content: (
+        content.all(WorkerSuspect)
+        and content.all(WorkerRecovered)
+        and content.all(WorkerDraining)
+        and content.all(WorkerLost)
     ),
-    "undecodable": lambda seen: seen.undecodable == 3,
+    "take-over": lambda content: len(content.all(OwnerClaimed)) == 2 and content.report.void == 1,
+    "snapshots": lambda content: len(content.all(SnapshotTaken)) == 3 and content.report.start == 0,
+    "from-snapshot": lambda content: content.report.start > 0 and len(content.all(SnapshotTaken)) == 3,
+    "output-blocks": lambda content: (
+        content.all(OutputGrown) and content.hinted(lambda hints: hints.expected_output_tokens)
+    ),
+    "overload": lambda content: (
+        content.rejected("queue_full") and content.aborted("queue_deadline") and content.all(BlocksRemoved)
+    ),
+    "commands": lambda content: (
+        {"done", "refused", "left", "timed_out"} == outcomes(content)
+        and {None, "unknown_worker", "unknown_pool", "duplicate_id"} == {one.reason for one in content.all(CommandSent)}
+        and {one.worker_id for one in content.all(RequestRouted)} >= {"w0", "w1", "w2"}
+        and content.rejected("no_eligible_worker")
+        and len(content.all(OwnerClaimed)) == 2
+    ),
+    "undecodable": lambda content: content.undecodable == 3,
     "encode-stage": encoded_first,
-    "disaggregation": prefilled_elsewhere,
-    "disaggregation-failures": lambda seen: (
-        seen.given_up("prefill_failed", "prefill_refused", "cancelled")
-        and {"failed", "no_prefill_worker", "begun", "always"} == places(seen)
-        and seen.all(TransferFailed)
-        and {one.stage for one in seen.all(RequestRouted) if one.attempt > 1} == {"prefill", "decode", "aggregated"}
-        and {one.stage for one in seen.all(RequestRouted)} >= {"encode"}
-        and len(seen.all(WorkerLost)) > 5
-        and {one.reason for one in seen.all(KvReleased)} >= {"not_fetched", "worker_lost", "lease_over"}
+    "disaggregation": prefilled_remotely,
+    "disaggregation-failures": lambda content: (
+        content.aborted("prefill_failed", "prefill_refused", "cancelled")
+        and {"failed", "no_prefill_worker", "begun", "always"} == places(content)
+        and content.all(TransferFailed)
+        and {one.stage for one in content.all(RequestRouted) if one.attempt > 1} == {"prefill", "decode", "aggregated"}
+        and {one.stage for one in content.all(RequestRouted)} >= {"encode"}
+        and len(content.all(WorkerLost)) > 5
+        and {one.reason for one in content.all(KvReleased)} >= {"not_fetched", "worker_lost", "lease_over"}
     ),
-    "foreign-records": lambda seen: seen.report.unverified == {"foreign-records": 1},
+    "foreign-records": lambda content: content.report.unverified == {"foreign-records": 1},
 }
 
 
@@ -282,14 +294,14 @@ def test_recorded_decisions(path: Path) -> None:
     allowed = {"foreign-records"} & {path.stem}
     (report,) = check_recording(path, allowed, CUSTOM).values()
     assert report.verified == report.decisions > 0
-    seen = Seen(path, report)
-    assert seen.contents.anonymized
-    assert CAPABILITIES[path.stem](seen), f"{path}: does not hold what it is named for; run `make golden`"
+    content = RecordingContent(path, report)
+    assert content.contents.anonymized
+    assert CAPABILITIES[path.stem](content), f"{path}: does not hold what it is named for; run `make golden`"
     assert path.stat().st_size < BYTES_MAX
 
 
 @pytest.mark.parametrize("name", ["temperature", "queue", "take-over"])
-def test_a_scenario_played_again_decides_the_same(tmp_path: Path, name: str) -> None:
+def test_a_replayed_scenario_makes_the_same_decisions(tmp_path: Path, name: str) -> None:
     out = tmp_path / f"{name}{SUFFIX}"
     asyncio.run(record(name, out))
     assert decided(out) == decided(FOLDER / out.name)
@@ -297,11 +309,11 @@ def test_a_scenario_played_again_decides_the_same(tmp_path: Path, name: str) -> 
 
 def decided(path: Path) -> list[tuple[str, int, str]]:
     (report,) = check_recording(path).values()
-    return [(one.worker_id, one.rank, one.table_digest) for one in Seen(path, report).all(RequestRouted)]
+    return [(one.worker_id, one.rank, one.table_digest) for one in RecordingContent(path, report).all(RequestRouted)]
 
 
 def rewritten(tmp_path: Path, name: str, change: Callable[[Any], Any]) -> Path:
-    """A golden recording whose journal was changed, and sealed again: nothing but its decisions can tell."""
+    """Return a golden recording with an edited journal, sealed again. Only its decisions reveal the edit."""
 
     def rewrite(record: Record) -> Record:
         if record.topic != DECISIONS.name:
@@ -322,12 +334,12 @@ def rewritten(tmp_path: Path, name: str, change: Callable[[Any], Any]) -> Path:
 
 
 def test_divergence_message_has_differences_and_both_tables(tmp_path: Path) -> None:
-    def dearer(record: Any) -> Any:
+    def raise_cost(record: Any) -> Any:
         if not isinstance(record, RequestRouted) or record.seq != 9:
             return record
         return msgspec.structs.replace(record, terms=msgspec.structs.replace(record.terms, cost=77.5))
 
-    path = rewritten(tmp_path, "kv", dearer)
+    path = rewritten(tmp_path, "kv", raise_cost)
     with pytest.raises(AssertionError) as failed:
         check_recording(path)
     text = str(failed.value)
@@ -338,20 +350,20 @@ def test_divergence_message_has_differences_and_both_tables(tmp_path: Path) -> N
     assert "applied before: requests" in text
 
 
-def test_other_rules_fail_with_a_remedy(tmp_path: Path) -> None:
-    def newer(record: Any) -> Any:
+def test_another_core_version_fails_with_a_remedy(tmp_path: Path) -> None:
+    def raise_version(record: Any) -> Any:
         if isinstance(record, OwnerClaimed | SnapshotTaken):
             return msgspec.structs.replace(record, core_version=CORE_VERSION + 1)
         return record
 
-    path = rewritten(tmp_path, "kv", newer)
+    path = rewritten(tmp_path, "kv", raise_version)
     expected = rf"OtherRules: .*version {CORE_VERSION + 1} .*Record it again, or verify it with the program"
     with pytest.raises(AssertionError, match=expected) as failed:
         check_recording(path)
     assert isinstance(failed.value.__cause__, OtherRules)
 
 
-def test_what_cannot_be_verified_fails_unless_it_is_allowed() -> None:
+def test_unverified_items_fail_unless_allowed() -> None:
     path = FOLDER / f"foreign-records{SUFFIX}"
     with pytest.raises(AssertionError, match="not verified: 1 foreign-records; if this is expected"):
         check_recording(path)
@@ -365,7 +377,7 @@ def test_a_policy_that_is_not_allowed_is_named_and_not_imported(monkeypatch: pyt
     assert CheapestTwo.__module__ not in sys.modules
 
 
-def test_a_changed_byte_is_no_failed_decision(tmp_path: Path) -> None:
+def test_a_changed_byte_is_reported_as_damage(tmp_path: Path) -> None:
     path = tmp_path / "damaged.rec"
     data = bytearray((FOLDER / f"kv{SUFFIX}").read_bytes())
     data[len(data) // 2] ^= 1

@@ -29,7 +29,7 @@ def test_every_purpose_and_every_key_has_a_mask_of_its_own() -> None:
     assert len({tuple(map(one.of, values)) for one in masks}) == 4
 
 
-def test_neighbours_are_torn_apart() -> None:
+def test_neighbours_are_separated() -> None:
     mask = HashMask(KEY, "blocks")
     flipped = [(mask.of(value) ^ mask.of(value + 1)).bit_count() for value in range(2_000)]
     assert 31 < sum(flipped) / len(flipped) < 33
@@ -38,7 +38,7 @@ def test_neighbours_are_torn_apart() -> None:
 
 
 @given(st.text(min_size=1), st.text(min_size=1))
-def test_names_are_equal_when_they_were(one: str, other: str) -> None:
+def test_names_are_equal_if_the_originals_are(one: str, other: str) -> None:
     masks = Masks(KEY)
     assert (masks.name("session", one) == masks.name("session", other)) == (one == other)
     assert (masks.request_id(one) == masks.request_id(other)) == (one == other)
@@ -46,7 +46,7 @@ def test_names_are_equal_when_they_were(one: str, other: str) -> None:
     assert masks.request_id(one) == masks.request_id_of(id_hash(one))
 
 
-def test_no_name_stays_none() -> None:
+def test_a_missing_name_stays_none() -> None:
     assert not Masks(KEY).name("lora", "")
 
 
@@ -62,14 +62,14 @@ def test_pairs_are_found(pairs: dict[int, int]) -> None:
 
 
 @pytest.mark.parametrize("topic", [REQUESTS, FLEET], ids=lambda topic: topic.codec)
-def test_what_does_not_decode_goes_on_not_to_decode_for_the_same_reason(topic: Topic) -> None:
+def test_undecodable_records_stay_undecodable_for_the_same_reason(topic: Topic) -> None:
     masks = Masks(KEY)
     for value in (b"secret", b"", b"{}"):
-        told = masks.undecodable(topic, value)
-        assert unknown_tag(topic, told) is None
+        masked = masks.undecodable(topic, value)
+        assert unknown_tag(topic, masked) is None
         with pytest.raises(DecodeError):
-            decode(topic, told)
+            decode(topic, masked)
     codec = msgspec.json if topic.codec == "json" else msgspec.msgpack
-    told = masks.undecodable(topic, codec.encode({"type": "secret.plan", "more": "secret"}))
-    assert unknown_tag(topic, told) is not None
-    assert b"secret" not in told
+    masked = masks.undecodable(topic, codec.encode({"type": "secret.plan", "more": "secret"}))
+    assert unknown_tag(topic, masked) is not None
+    assert b"secret" not in masked

@@ -29,7 +29,7 @@ from forebay.transport.recording.writer import RecordingWriter, part_of
 from forebay.transport.sqlite.log import LogUnusable, SqliteLog
 from tests.depth import sampled
 from tests.replay.slices import (
-    ASKED,
+    OPTIONS,
     OTHER,
     contents,
     join,
@@ -46,16 +46,16 @@ from tests.system import MODEL
 
 SEED = 20_260
 CUTS = 24
-PAGE = 16  # records: small, so that a copy has many pages
+PAGE = 16  # records; small, so that a copy has many pages
 
-# Copies a log into a recording and dies after so many pages.
+# Copies a log into a recording and dies after a given number of pages.
 COPIER = """
 import asyncio, os, signal, sys
 from pathlib import Path
 from forebay.replay.record import slice as record
 from forebay.transport.recording.writer import RecordingWriter
 from forebay.transport.sqlite.log import SqliteLog
-from tests.replay.slices import ASKED, contents, written
+from tests.replay.slices import OPTIONS, contents, written
 
 record.PAGE_RECORDS = int(sys.argv[4])
 left = int(sys.argv[3])
@@ -69,7 +69,7 @@ def on_progress(done, total):
 async def main():
     log = SqliteLog.open(sys.argv[1], readonly=True)
     out = Path(sys.argv[2])
-    writer = RecordingWriter.resume(out, ASKED) or RecordingWriter.create(out, await contents(log))
+    writer = RecordingWriter.resume(out, OPTIONS) or RecordingWriter.create(out, await contents(log))
     print((await written(log, writer, on_progress)).content)
 
 asyncio.run(main())
@@ -78,7 +78,7 @@ asyncio.run(main())
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with three owners, overlapping snapshots and a lost worker."""
+    """Return a log of a run with three owners, overlapping snapshots and a lost worker."""
     path = tmp_path_factory.mktemp("source") / "run.db"
     asyncio.run(run(path))
     return path
@@ -86,23 +86,23 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def joined(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two groups in one log."""
+    """Return a log with two groups."""
     folder = tmp_path_factory.mktemp("joined")
-    asyncio.run(run(folder / "other.db", lives=2, requests=8))
+    asyncio.run(run(folder / "other.db", owners=2, requests=8))
     asyncio.run(join(source, folder / "other.db", folder / "both.db"))
     return folder / "both.db"
 
 
 async def state_at(log: Log, end: int) -> str:
-    """The digest of the world right before a journal offset, derived from the log's beginning on."""
+    """Return the digest of the state right before a journal offset, replayed from the beginning of the log."""
     walk = Walk(log, 0, Start(World(), 0), end)
     async for step in walk:
         assert step.divergence is None
     return f"{walk.world.digest():016x}"
 
 
-def test_every_window_verifies_and_leads_to_the_state_that_the_whole_log_leads_to(source: Path, tmp_path: Path) -> None:
-    """Windows begin and end anywhere, also between a seal and its snapshot, and within the records of one event."""
+def test_every_window_verifies_and_reaches_the_state_of_the_whole_log(source: Path, tmp_path: Path) -> None:
+    """Windows can start and end anywhere: between a seal and its snapshot, or within the records of one event."""
     rng = random.Random(SEED)
     journal = journal_of(source)
     from_snapshot = 0
@@ -128,7 +128,7 @@ def test_every_window_verifies_and_leads_to_the_state_that_the_whole_log_leads_t
     assert from_snapshot > CUTS // 6
 
 
-def test_a_slice_holds_no_more_than_it_needs(source: Path, tmp_path: Path) -> None:
+def test_a_slice_contains_only_the_records_it_needs(source: Path, tmp_path: Path) -> None:
     journal = journal_of(source)
     with opened(source) as log:
         held = asyncio.run(sliced(log, tmp_path / "rec", Window(journal[-6].at_us)))
@@ -152,7 +152,7 @@ def test_a_slice_holds_no_more_than_it_needs(source: Path, tmp_path: Path) -> No
         assert [pool.pool for pool in asyncio.run(pools_of(log, 0))] == ["default"]
 
 
-def test_a_slice_of_a_slice(source: Path, tmp_path: Path) -> None:
+def test_a_slice_can_be_sliced_again(source: Path, tmp_path: Path) -> None:
     journal = spread(source, tmp_path / "spread.db")
     with opened(tmp_path / "spread.db") as log:
         (early, seal), (late, _), *_ = asyncio.run(seals_of(log, len(journal)))
@@ -173,15 +173,15 @@ def test_a_slice_of_a_slice(source: Path, tmp_path: Path) -> None:
     assert inner.groups[0].end == group.end
     with (
         opened(tmp_path / "inner.rec") as log,
-        pytest.raises(LogError, match="the window begins too early") as told,
+        pytest.raises(LogError, match="the window begins too early") as raised,
     ):
         asyncio.run(contents(log, Window(journal[early].at_us)))
-    assert utc(journal[inner.groups[0].start].at_us) in str(told.value)
-    assert "requests before offset" in str(told.value)
+    assert utc(journal[inner.groups[0].start].at_us) in str(raised.value)
+    assert "requests before offset" in str(raised.value)
 
 
-def test_a_window_of_a_slice_that_ends_before_its_snapshot_was_written(source: Path, tmp_path: Path) -> None:
-    """Between a seal and its `SnapshotTaken` decisions may stand; a slice of these alone would have no snapshot."""
+def test_a_window_that_ends_before_its_snapshot_was_written(source: Path, tmp_path: Path) -> None:
+    """A slice of only the decisions between a seal and its `SnapshotTaken` would have no snapshot."""
     journal = spread(source, tmp_path / "spread.db")
     with opened(tmp_path / "spread.db") as log:
         taken, seal = asyncio.run(seals_of(log, len(journal)))[1]
@@ -201,16 +201,16 @@ def test_groups_keep_their_partitions(joined: Path, source: Path, tmp_path: Path
         both = asyncio.run(sliced(log, tmp_path / "both.rec"))
         asyncio.run(sliced(log, tmp_path / "other.rec", names=(OTHER,)))
     assert [(group.name, group.partition) for group in both.groups] == [(MODEL, 0), (OTHER, 1)]
-    # What nobody had applied yet when the log ended was not recorded.
+    # Events not yet applied at the end of the log are not recorded.
     assert report_of(tmp_path / "both.rec", 0) == msgspec.structs.replace(report_of(source), unapplied=0)
     assert report_of(tmp_path / "both.rec", 1) == report_of(tmp_path / "other.rec", 1)
     with opened(tmp_path / "other.rec") as log:
         assert asyncio.run(groups_of(log)) == {OTHER: 1}
         with pytest.raises(LogError, match="decisions/0 was not recorded"):
-            asyncio.run(groups_of_nobody(log))
+            asyncio.run(no_groups(log))
 
 
-async def groups_of_nobody(log: Log) -> None:
+async def no_groups(log: Log) -> None:
     await slice_of(log, MODEL, 0, Window())
 
 
@@ -225,15 +225,15 @@ def test_an_embedded_log_names_its_group_by_its_model(source: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("choose", [lambda at: Window(at + 1), lambda at: Window(None, 1), lambda _: Window(1, 2)])
-def test_a_window_without_a_decision(source: Path, choose: Callable[[int], Window]) -> None:
+def test_a_window_without_decisions_is_rejected(source: Path, choose: Callable[[int], Window]) -> None:
     journal = journal_of(source)
-    with opened(source) as log, pytest.raises(NothingDecided, match="made no decision in the window") as told:
+    with opened(source) as log, pytest.raises(NothingDecided, match="made no decision in the window") as raised:
         asyncio.run(contents(log, choose(journal[-1].at_us)))
-    assert utc(journal[0].at_us) in str(told.value)
+    assert utc(journal[0].at_us) in str(raised.value)
 
 
 class Trimmed:
-    """A log from which retention removed the beginning of some topics."""
+    """Log from which retention removed the beginning of some topics."""
 
     def __init__(self, log: SqliteLog, begins: dict[str, int]) -> None:
         self._log = log
@@ -251,18 +251,18 @@ class Trimmed:
         return await self._log.read(topic, partition, offset, limit)
 
 
-def test_what_retention_removed_is_named_with_the_time_from_which_all_is_there(source: Path) -> None:
+def test_error_names_records_removed_by_retention_and_the_earliest_complete_time(source: Path) -> None:
     journal = journal_of(source)
     with opened(source) as log:
         held = asyncio.run(contents(log, Window(journal[len(journal) // 2].at_us)))
         start = held.groups[0].start
         progress = next(extent.first for extent in held.extents if extent.topic == PROGRESS.name)
         trimmed: Log = Trimmed(log, {PROGRESS.name: progress})  # type: ignore[assignment]
-        with pytest.raises(LogError, match=f"progress before offset {progress}$") as told:
+        with pytest.raises(LogError, match=f"progress before offset {progress}$") as raised:
             asyncio.run(slice_of(trimmed, MODEL, 0, Window(journal[0].at_us)))
         earliest = asyncio.run(slice_of(trimmed, MODEL, 0, Window())).group
         assert 0 < earliest.start == earliest.first <= start
-        assert utc(journal[earliest.start].at_us) in str(told.value)
+        assert utc(journal[earliest.start].at_us) in str(raised.value)
         assert asyncio.run(slice_of(trimmed, MODEL, 0, Window(journal[earliest.start].at_us))).group == earliest
         nothing: Log = Trimmed(log, {PROGRESS.name: 1_000})  # type: ignore[assignment]
         with pytest.raises(
@@ -271,8 +271,8 @@ def test_what_retention_removed_is_named_with_the_time_from_which_all_is_there(s
             asyncio.run(slice_of(nothing, MODEL, 0, Window()))
 
 
-def test_times_that_step_back_where_an_owner_follows_another(tmp_path: Path) -> None:
-    """A journal whose second owner's clock is behind: what lies in the window by its time is in it by its offset."""
+def test_a_clock_that_steps_back_at_a_takeover(tmp_path: Path) -> None:
+    """If the second owner's clock is behind, a window by time selects a contiguous range of offsets."""
     times = [10, 20, 30, 40, 50, 35, 45, 55, 65]
     path = tmp_path / "log.db"
 
@@ -299,7 +299,7 @@ class Stopped(Exception):
     """Raised to stop a copy."""
 
 
-def test_a_copy_that_stops_anywhere_goes_on_to_the_same_recording(
+def test_an_interrupted_copy_resumes_to_the_same_recording(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(record, "PAGE_RECORDS", PAGE)
@@ -316,7 +316,7 @@ def test_a_copy_that_stops_anywhere_goes_on_to_the_same_recording(
         assert pages > 8
         out = tmp_path / "resumed"
         for stops in range(pages + 1):
-            writer = RecordingWriter.resume(out, ASKED)
+            writer = RecordingWriter.resume(out, OPTIONS)
             assert (writer is None) == (stops == 0)
             writer = writer or RecordingWriter.create(out, asyncio.run(contents(log)))
             assert writer.done == min(stops * PAGE, writer.done)
@@ -338,7 +338,7 @@ def test_a_copy_that_stops_anywhere_goes_on_to_the_same_recording(
     assert report_of(out).divergence is None
 
 
-def test_kill_9_at_any_moment(source: Path, tmp_path: Path) -> None:
+def test_a_copy_killed_at_any_time_can_be_resumed(source: Path, tmp_path: Path) -> None:
     with opened(source) as log:
         undisturbed = asyncio.run(sliced(log, tmp_path / "whole"))
     out = tmp_path / "killed"
@@ -358,7 +358,7 @@ ENV = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2
 
 
 @pytest.mark.parametrize("step", ["forebay.transport.recording.manifest.seal", "pathlib.Path.rename"])
-def test_a_writer_that_ends_before_its_recording_has_its_name(
+def test_a_writer_that_stops_before_renaming_its_recording(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     def stop(*_: object) -> None:
@@ -371,7 +371,7 @@ def test_a_writer_that_ends_before_its_recording_has_its_name(
             with pytest.raises(Stopped):
                 asyncio.run(sliced(log, out))
         assert [path.name for path in tmp_path.iterdir()] == ["out.part"]
-        resumed = RecordingWriter.resume(out, ASKED)
+        resumed = RecordingWriter.resume(out, OPTIONS)
         assert resumed is not None
         held = asyncio.run(written(log, resumed))
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
@@ -379,56 +379,56 @@ def test_a_writer_that_ends_before_its_recording_has_its_name(
     assert report_of(out).divergence is None
 
 
-def test_another_command_does_not_go_on_with_it(source: Path, tmp_path: Path) -> None:
+def test_another_command_does_not_resume_the_recording(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     with opened(source) as log:
         RecordingWriter.create(out, asyncio.run(contents(log))).close()
     with pytest.raises(LogUnusable, match=r"out.part: was begun by another command \(last not given, now 5m\)"):
-        RecordingWriter.resume(out, {**ASKED, "last": "5m"})
+        RecordingWriter.resume(out, {**OPTIONS, "last": "5m"})
     with pytest.raises(LogUnusable, match=r"\(source test, now another\)"):
         RecordingWriter.resume(out, {"source": "another"})
     with opened(source) as log, pytest.raises(LogUnusable, match=r"out.part: exists already"):
         RecordingWriter.create(out, asyncio.run(contents(log)))
 
 
-def test_two_do_not_write_one_recording(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_writers_cannot_write_one_recording(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("forebay.transport.sqlite.schema.BUSY_TIMEOUT_S", 0.01)
     out = tmp_path / "out"
     with opened(source) as log:
         writer = RecordingWriter.create(out, asyncio.run(contents(log)))
         with pytest.raises(LogUnusable, match="another process writes it"):
-            RecordingWriter.resume(out, ASKED)
+            RecordingWriter.resume(out, OPTIONS)
         writer.close()
-        resumed = RecordingWriter.resume(out, ASKED)  # it has not written anything yet
+        resumed = RecordingWriter.resume(out, OPTIONS)  # without writing anything yet
         assert resumed is not None
         with pytest.raises(LogUnusable, match="another process writes it"):
-            RecordingWriter.resume(out, ASKED)
+            RecordingWriter.resume(out, OPTIONS)
         out.write_text("somebody else's")
         with pytest.raises(LogUnusable, match="out: exists already"):
             asyncio.run(written(log, resumed))
         assert out.read_text() == "somebody else's"
         out.unlink()
-        again = RecordingWriter.resume(out, ASKED)
+        again = RecordingWriter.resume(out, OPTIONS)
         assert again is not None
         asyncio.run(written(log, again))
         before = out.read_bytes()
         with pytest.raises(LogUnusable, match="out: exists already"):
-            RecordingWriter.resume(out, ASKED)
+            RecordingWriter.resume(out, OPTIONS)
         with pytest.raises(LogUnusable, match="out: exists already"):
             RecordingWriter.create(out, writer.contents)
     assert out.read_bytes() == before
 
 
-def test_who_finds_it_finished_but_for_its_seal_changes_nothing(
+def test_a_second_writer_does_not_change_a_recording_that_lacks_only_its_seal(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The one who finished it may be sealing it at that moment, without a lock."""
+    """The first writer may be sealing the recording at that time, without a lock."""
     out, part = tmp_path / "out", part_of(tmp_path / "out")
     kept: list[bytes] = []
 
-    def meanwhile(path: Path) -> None:
+    def write_concurrently(path: Path) -> None:
         kept.append(path.read_bytes())
-        another = RecordingWriter.resume(out, ASKED)
+        another = RecordingWriter.resume(out, OPTIONS)
         assert another is not None
         monkeypatch.setattr(recording, "seal", lambda path: kept.append(path.read_bytes()))
         monkeypatch.setattr(Path, "rename", lambda *_: None)
@@ -436,7 +436,7 @@ def test_who_finds_it_finished_but_for_its_seal_changes_nothing(
         monkeypatch.undo()
         recording.seal(path)
 
-    monkeypatch.setattr(recording, "seal", meanwhile)
+    monkeypatch.setattr(recording, "seal", write_concurrently)
     with opened(source) as log:
         asyncio.run(written(log, RecordingWriter.create(out, asyncio.run(contents(log)))))
     assert kept[0] == kept[1]
@@ -444,26 +444,24 @@ def test_who_finds_it_finished_but_for_its_seal_changes_nothing(
     assert report_of(out).divergence is None
 
 
-def test_what_else_lies_where_it_is_to_be_written(source: Path, tmp_path: Path) -> None:
+def test_other_files_at_the_output_path_are_rejected(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     part_of(out).write_text("what somebody else put here, and wants to keep " * 9)
     with pytest.raises(LogUnusable, match="remove it, then run the command again"):
-        RecordingWriter.resume(out, ASKED)
+        RecordingWriter.resume(out, OPTIONS)
     part_of(out).unlink()
     SqliteLog.open(part_of(out)).close()
     with pytest.raises(LogUnusable, match="is a log, expected an unfinished recording"):
-        RecordingWriter.resume(out, ASKED)
+        RecordingWriter.resume(out, OPTIONS)
     part_of(out).write_bytes(b"")  # killed before its first transaction
-    assert RecordingWriter.resume(out, ASKED) is None
+    assert RecordingWriter.resume(out, OPTIONS) is None
     with pytest.raises(LogUnusable, match="there is no directory"):
-        RecordingWriter.resume(tmp_path / "deeper" / "out", ASKED)
+        RecordingWriter.resume(tmp_path / "deeper" / "out", OPTIONS)
     with pytest.raises(LogUnusable, match="is a directory"):
-        RecordingWriter.resume(tmp_path, ASKED)
+        RecordingWriter.resume(tmp_path, OPTIONS)
 
 
-def test_a_full_disk_is_explained_and_gone_on_from(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_copy_resumes_after_a_full_disk(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record, "PAGE_RECORDS", PAGE)
     out = tmp_path / "out"
     with opened(source) as log:
@@ -471,14 +469,14 @@ def test_a_full_disk_is_explained_and_gone_on_from(
         writer.log._db.execute("PRAGMA max_page_count = 30")
         with pytest.raises(LogError, match=r"out.part: cannot be written \(.*full.*\); free disk space, then run"):
             asyncio.run(written(log, writer))
-        resumed = RecordingWriter.resume(out, ASKED)
+        resumed = RecordingWriter.resume(out, OPTIONS)
         assert resumed is not None
         assert 0 < resumed.done < resumed.total
         asyncio.run(written(log, resumed))
     assert report_of(out).divergence is None
 
 
-def test_what_is_written_can_be_read_at_once(source: Path, tmp_path: Path) -> None:
+def test_a_new_recording_can_be_read_at_once(source: Path, tmp_path: Path) -> None:
     with opened(source) as log:
         held = asyncio.run(contents(log))
         writer = RecordingWriter.create(tmp_path / "out", held)

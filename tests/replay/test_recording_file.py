@@ -22,14 +22,14 @@ from tests.replay.slices import journal_of, opened, report_of, run, sliced
 
 SEED = 42
 FLIPS = 1_000
-HEADER_BYTES = 100  # of a SQLite file
+HEADER_BYTES = 100  # length of a SQLite header
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """A small recording that begins with a snapshot, as bytes."""
+    """Return the bytes of a small recording that begins with a snapshot."""
     folder = tmp_path_factory.mktemp("made")
-    asyncio.run(run(folder / "run.db", lives=2, requests=8))
+    asyncio.run(run(folder / "run.db", owners=2, requests=8))
     journal = journal_of(folder / "run.db")
     with opened(folder / "run.db") as log:
         held = asyncio.run(sliced(log, folder / "rec", Window(journal[-8].at_us)))
@@ -45,14 +45,14 @@ def rec(made: bytes, tmp_path: Path) -> Path:
 
 
 def edit(path: Path, *statements: str) -> None:
-    """What somebody with another SQLite client did to the file."""
+    """Edit the file with a plain SQLite client."""
     with closing(sqlite3.connect(path)) as db, db:
         for statement in statements:
             assert db.execute(statement).rowcount != 0, "the statement changes something"
 
 
-def test_any_changed_byte_is_named(rec: Path, made: bytes) -> None:
-    """The header byte by byte, the page of the seal, and places drawn from the whole file."""
+def test_error_names_any_changed_byte(rec: Path, made: bytes) -> None:
+    """Change each header byte, the page of the seal, and random positions of the whole file."""
     rng = random.Random(SEED)
     with closing(sqlite3.connect(rec)) as db:
         (digest,) = db.execute("SELECT digest FROM forebay_seal").fetchone()
@@ -75,7 +75,7 @@ def test_any_changed_byte_is_named(rec: Path, made: bytes) -> None:
 
 
 @pytest.mark.parametrize("column", ["value", "checksum", "at_us"])
-def test_a_changed_record_is_named_with_its_place(rec: Path, column: str) -> None:
+def test_error_names_the_position_of_a_changed_record(rec: Path, column: str) -> None:
     changes = {
         "value": "value = CAST(substr(value, 1, 20) || '~' || substr(value, 22) AS BLOB)",
         "checksum": "checksum = checksum + 1",
@@ -94,7 +94,7 @@ HEAD, MIDDLE, TAIL = (
 
 
 @pytest.mark.parametrize("which", [HEAD, MIDDLE, TAIL], ids=["head", "middle", "tail"])
-def test_missing_records_are_named_where_they_are_missing(rec: Path, which: str) -> None:
+def test_error_names_the_position_of_missing_records(rec: Path, which: str) -> None:
     with closing(sqlite3.connect(rec)) as db:
         (missing,) = db.execute(f"SELECT id FROM progress WHERE id = {which}").fetchone()
         (end,) = db.execute("SELECT max(id) + 1 FROM progress").fetchone()
@@ -112,7 +112,7 @@ def test_missing_records_are_named_where_they_are_missing(rec: Path, which: str)
 
 EDITS: list[tuple[str, str, str]] = [
     ("extent", 'UPDATE forebay_extents SET "end" = "end" - 1 WHERE topic = \'decisions\'', "manifest was damaged"),
-    ("extent gone", "DELETE FROM forebay_extents WHERE topic = 'metrics'", "manifest was damaged"),
+    ("missing extent", "DELETE FROM forebay_extents WHERE topic = 'metrics'", "manifest was damaged"),
     ("extent checksum", "UPDATE forebay_extents SET checksum = NULL WHERE topic = 'fleet'", "manifest was damaged"),
     ("group", "UPDATE forebay_groups SET name = 'another'", "manifest was damaged"),
     ("time", "UPDATE forebay_meta SET value = '2020-01-01T00:00:00+00:00' WHERE key = 'from'", "manifest was damaged"),
@@ -120,9 +120,9 @@ EDITS: list[tuple[str, str, str]] = [
     ("flag", "UPDATE forebay_meta SET value = 'maybe' WHERE key = 'anonymized'", "manifest cannot be read"),
     ("anonymized", "UPDATE forebay_meta SET value = 'yes' WHERE key = 'anonymized'", "manifest was damaged"),
     ("type", "UPDATE forebay_groups SET \"start\" = 'x'", "manifest cannot be read"),
-    ("meta gone", "DELETE FROM forebay_meta WHERE key = 'source'", "manifest cannot be read"),
+    ("missing meta", "DELETE FROM forebay_meta WHERE key = 'source'", "manifest cannot be read"),
     ("incomplete", "UPDATE forebay_meta SET value = 'no' WHERE key = 'complete'", "was not finished; run the"),
-    ("asked", "UPDATE forebay_meta SET value = '{}' WHERE key = 'asked'", "after it was written, though"),
+    ("changed options", "UPDATE forebay_meta SET value = '{}' WHERE key = 'asked'", "after it was written, though"),
     ("seal", "UPDATE forebay_seal SET digest = '0123456789abcdef0123456789abcdef'", "after it was written, though"),
     ("unsealed", f"UPDATE forebay_seal SET digest = '{'0' * 32}'", "after it was written, though"),
     ("two seals", "INSERT INTO forebay_seal VALUES ('x')", "its seal is damaged"),
@@ -137,7 +137,7 @@ EDITS: list[tuple[str, str, str]] = [
 
 
 @pytest.mark.parametrize(("statement", "text"), [case[1:] for case in EDITS], ids=[case[0] for case in EDITS])
-def test_an_edit_is_named(rec: Path, statement: str, text: str) -> None:
+def test_error_names_an_edit(rec: Path, statement: str, text: str) -> None:
     edit(rec, statement)
     with pytest.raises(LogUnusable, match=text) as message:
         report_of(rec)
@@ -145,8 +145,8 @@ def test_an_edit_is_named(rec: Path, statement: str, text: str) -> None:
     assert "\n" not in str(message.value)
 
 
-def test_records_removed_and_added_again_with_checksums_of_their_own_are_named(rec: Path) -> None:
-    """Each record matches its checksum, and none is missing: the checksum over the extent tells."""
+def test_replaced_records_with_valid_checksums_are_detected(rec: Path) -> None:
+    """Each record matches its checksum and none is missing. The checksum of the extent reveals the change."""
     with closing(sqlite3.connect(rec)) as db, db:
         row_id, at_us, key, value = db.execute("SELECT id, at_us, key, value FROM progress LIMIT 1").fetchone()
         db.execute("DELETE FROM progress WHERE id = ?", (row_id,))
@@ -156,14 +156,14 @@ def test_records_removed_and_added_again_with_checksums_of_their_own_are_named(r
         report_of(rec)
 
 
-def test_records_that_were_added_are_named(rec: Path) -> None:
+def test_added_records_are_detected(rec: Path) -> None:
     edit(rec, 'INSERT INTO fleet (id, at_us, value, checksum) VALUES (1 << 40, 1, x"00", 1)'.replace('x"00"', "x'00'"))
     with pytest.raises(LogUnusable, match=r"fleet has \d+ records where \d+ were written"):
         report_of(rec)
 
 
-def test_who_seals_a_lie_is_found_by_deriving_it_again(rec: Path) -> None:
-    """What no checksum finds: a decision changed together with all of them. It does not follow from the events."""
+def test_a_resealed_edit_is_found_by_replaying(rec: Path) -> None:
+    """A decision changed together with every checksum does not follow from the events."""
     with closing(sqlite3.connect(rec)) as db, db:
         rows = db.execute("SELECT id, at_us, value FROM decisions ORDER BY id DESC").fetchall()
         row_id, at_us, value = next(row for row in rows if isinstance(decode(DECISIONS, row[2]), RequestRouted))
@@ -201,9 +201,7 @@ SPOILED: list[tuple[str, Callable[[Path], object], str]] = [
 
 
 @pytest.mark.parametrize(("spoil", "text"), [case[1:] for case in SPOILED], ids=[case[0] for case in SPOILED])
-def test_what_is_no_recording_any_more_is_refused_in_one_line(
-    rec: Path, spoil: Callable[[Path], object], text: str
-) -> None:
+def test_a_corrupt_recording_is_rejected_in_one_line(rec: Path, spoil: Callable[[Path], object], text: str) -> None:
     spoil(rec)
     with pytest.raises(LogUnusable, match=text) as message:
         report_of(rec)
@@ -211,7 +209,7 @@ def test_what_is_no_recording_any_more_is_refused_in_one_line(
     assert "\n" not in str(message.value)
 
 
-def test_it_opens_on_media_that_cannot_be_written_and_leaves_nothing_beside_it(rec: Path) -> None:
+def test_a_recording_opens_on_read_only_media_without_creating_files(rec: Path) -> None:
     rec.chmod(0o444)
     rec.parent.chmod(0o555)
     try:
@@ -230,7 +228,7 @@ def test_it_opens_on_media_that_cannot_be_written_and_leaves_nothing_beside_it(r
     assert sorted(meta) == message.split()
 
 
-def test_nothing_is_appended_to_a_recording(rec: Path, made: bytes) -> None:
+def test_a_recording_is_read_only(rec: Path, made: bytes) -> None:
     with pytest.raises(LogUnusable, match="is a recording, which is read-only"):
         SqliteLog.open(rec)
     with opened(rec) as log, pytest.raises(LogError, match="was opened read-only"):
@@ -238,17 +236,17 @@ def test_nothing_is_appended_to_a_recording(rec: Path, made: bytes) -> None:
     assert rec.read_bytes() == made
 
 
-def test_a_recording_that_goes_away_while_it_is_checked(rec: Path) -> None:
+def test_a_recording_deleted_during_its_check(rec: Path) -> None:
     with opened(rec) as log:
         rec.unlink()
         with pytest.raises(LogUnusable, match="cannot be read"):
             require_sealed(log._db, rec)
 
 
-def test_of_a_log_sqlite_finds_pages_that_lost_their_place(tmp_path: Path) -> None:
-    """A log has no seal, for it grows; but a page that nothing points to any more is found, whatever it held."""
+def test_orphaned_pages_of_a_log_are_found(tmp_path: Path) -> None:
+    """A growing log has no seal, but SQLite's check finds an orphaned page."""
     path = tmp_path / "run.db"
-    asyncio.run(run(path, lives=1, requests=20))
+    asyncio.run(run(path, owners=1, requests=20))
     assert report_of(path).divergence is None
     with closing(sqlite3.connect(path)) as db:
         (root,) = db.execute("SELECT rootpage FROM sqlite_master WHERE name = 'decisions'").fetchone()

@@ -27,7 +27,7 @@ REQUESTS_SENT = 12
 
 @pytest.fixture
 def recording(tmp_path: Path) -> Path:
-    """A run with two owners, a lost worker, a snapshot, and prefixes that are found again."""
+    """Return a log with two owners, a lost worker, a snapshot and prefix reuse."""
     path = tmp_path / "recording.db"
     asyncio.run(_record(path))
     return path
@@ -63,7 +63,7 @@ def test_every_decision_of_two_owners_is_derived_again(recording: Path) -> None:
 
 
 def rewrite(path: Path, topic: Topic, offset: int, change: Callable[[bytes], bytes]) -> None:
-    """Change a record and its checksum, as somebody would who wants to deceive."""
+    """Change a record together with its checksum, like a forger."""
     db = sqlite3.connect(path)
     query = f'SELECT at_us, key, headers, value FROM "{topic.name}" WHERE id = ?'
     at_us, key, headers, value = db.execute(query, (offset,)).fetchone()
@@ -109,7 +109,7 @@ def test_a_changed_decision_is_the_first_divergence(recording: Path) -> None:
     assert json.loads(run.stdout)["divergence"]["offset"] == offset
 
 
-def test_a_changed_kv_event_that_alters_an_overlap_is_found(recording: Path) -> None:
+def test_a_changed_kv_event_that_alters_an_overlap_is_detected(recording: Path) -> None:
     offset, event = find(recording, KV_EVENTS, lambda event: isinstance(event, BlocksStored))
     assert isinstance(event, BlocksStored)
     lie = msgspec.structs.replace(event, sequence_hashes=bytes(len(event.sequence_hashes)))
@@ -121,7 +121,7 @@ def test_a_changed_kv_event_that_alters_an_overlap_is_found(recording: Path) -> 
 
 
 @pytest.mark.parametrize("topic", ["decisions", "requests", "kv-events", "snapshots"])
-def test_a_flipped_byte_is_named(recording: Path, topic: str) -> None:
+def test_error_names_a_flipped_byte(recording: Path, topic: str) -> None:
     db = sqlite3.connect(recording)
     (value,) = db.execute(f'SELECT value FROM "{topic}" WHERE id = 0').fetchone()
     flipped = bytes([value[0], value[1] ^ 1, *value[2:]])
@@ -133,7 +133,7 @@ def test_a_flipped_byte_is_named(recording: Path, topic: str) -> None:
     assert command(recording).returncode == 2
 
 
-def test_a_journal_that_says_more_was_applied_than_there_is(recording: Path) -> None:
+def test_a_journal_that_applies_more_events_than_exist_is_rejected(recording: Path) -> None:
     db = sqlite3.connect(recording)
     db.execute('DELETE FROM "progress" WHERE id > 3')
     db.commit()

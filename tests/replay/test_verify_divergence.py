@@ -21,7 +21,7 @@ from forebay.events.topics import CONTROL, DECISIONS, KV_EVENTS, Topic
 from tests.benchmarks.recordings import Shape, write_recording
 from tests.cli.in_process import forebay
 from tests.cli.up import forebay as process
-from tests.replay.mutations import find, replaced, rewritten
+from tests.replay.mutations import find, replace_record, rewrite_topic
 
 WORKERS, DECISIONS_MADE = 4, 200
 Divergence = dict[str, Any]
@@ -29,7 +29,7 @@ Divergence = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A group with shared prompts; the journal ends with a digest."""
+    """Return a log with shared prompts whose journal ends with a digest."""
     path = tmp_path_factory.mktemp("recordings") / "original.db"
     asyncio.run(write_recording(path, Shape(WORKERS, DECISIONS_MADE, snapshot_every=100)))
     return path
@@ -54,7 +54,7 @@ def divergence(path: Path) -> Divergence:
 
 
 def routed(path: Path, after: int = 60) -> tuple[int, RequestRouted]:
-    """The first decision after a `seq` that had somebody else to choose."""
+    """Return the first decision after `seq` `after` that had another candidate."""
 
     def wanted(event: object) -> bool:
         return isinstance(event, RequestRouted) and event.seq > after and event.runner_up is not None
@@ -63,16 +63,16 @@ def routed(path: Path, after: int = 60) -> tuple[int, RequestRouted]:
 
 
 def edit(path: Path, topic: Topic, offset: int, event: Any, **changes: Any) -> None:
-    replaced(path, topic, offset, lambda _: encode(topic, msgspec.structs.replace(event, **changes)))
+    replace_record(path, topic, offset, lambda _: encode(topic, msgspec.structs.replace(event, **changes)))
 
 
-def test_what_was_recorded_is_verified(original: Path) -> None:
+def test_the_original_is_verified(original: Path) -> None:
     run = process("replay", "verify", str(original))
     assert run.returncode == 0
     assert f"decisions  {DECISIONS_MADE}, verified {DECISIONS_MADE}" in run.stdout
 
 
-def test_a_kv_event_that_alters_an_overlap(recording: Path) -> None:
+def test_changed_kv_event_that_alters_an_overlap(recording: Path) -> None:
     offset, stored = find(
         recording, KV_EVENTS, lambda event: isinstance(event, BlocksStored) and event.parent_hash is None
     )
@@ -97,7 +97,7 @@ def test_a_kv_event_that_alters_an_overlap(recording: Path) -> None:
         assert words in shown.stdout, shown.stdout
 
 
-def test_a_weight_of_the_cost(recording: Path) -> None:
+def test_changed_cost_weight(recording: Path) -> None:
     offset, pool = find(recording, CONTROL, lambda event: isinstance(event, PoolConfigured))
     router = msgspec.structs.replace(pool.router, overlap_score_credit=0.5)
     edit(recording, CONTROL, offset, pool, router=router)
@@ -107,7 +107,7 @@ def test_a_weight_of_the_cost(recording: Path) -> None:
     assert any("overlap_score_credit 0.5" in text for text in texts)
 
 
-def test_another_worker(recording: Path) -> None:
+def test_changed_worker(recording: Path) -> None:
     offset, event = routed(recording)
     assert event.runner_up is not None
     edit(recording, DECISIONS, offset, event, worker_id=event.runner_up.worker_id)
@@ -117,7 +117,7 @@ def test_another_worker(recording: Path) -> None:
     assert "equal digests" in report["hint"]
 
 
-def test_a_table_digest(recording: Path) -> None:
+def test_changed_table_digest(recording: Path) -> None:
     offset, event = routed(recording)
     edit(recording, DECISIONS, offset, event, table_digest="0" * 16)
     report = divergence(recording)
@@ -125,47 +125,47 @@ def test_a_table_digest(recording: Path) -> None:
     assert "the digest or a candidate" in report["hint"]
 
 
-def test_a_removed_decision(recording: Path) -> None:
+def test_removed_decision(recording: Path) -> None:
     offset, event = routed(recording)
 
     def remove(values: list[bytes]) -> list[bytes]:
         del values[offset]
         return values
 
-    rewritten(recording, DECISIONS, remove)
+    rewrite_topic(recording, DECISIONS, remove)
     report = divergence(recording)
     assert report["offset"] == offset
     assert f"its seq is {event.seq + 1}, that of the previous record is {event.seq - 1}: 1 records" in report["hint"]
 
 
 @pytest.mark.parametrize("place", ["middle", "end"])
-def test_one_decision_more(recording: Path, place: str) -> None:
+def test_added_decision(recording: Path, place: str) -> None:
     offset, event = routed(recording)
 
     def repeat(values: list[bytes]) -> list[bytes]:
         return [*values[: offset + 1], *values[offset:]] if place == "middle" else [*values, values[offset]]
 
-    rewritten(recording, DECISIONS, repeat)
+    rewrite_topic(recording, DECISIONS, repeat)
     report = divergence(recording)
     assert report["recorded"]["seq"] == event.seq
     assert "the record was inserted, repeated or moved" in report["hint"]
 
 
-def test_swapped_records(recording: Path) -> None:
+def test_swapped_decisions(recording: Path) -> None:
     offset, _ = routed(recording)
 
     def swap(values: list[bytes]) -> list[bytes]:
         values[offset], values[offset + 1] = values[offset + 1], values[offset]
         return values
 
-    rewritten(recording, DECISIONS, swap)
+    rewrite_topic(recording, DECISIONS, swap)
     report = divergence(recording)
     assert report["offset"] == offset
     assert "are missing or were moved" in report["hint"]
 
 
-def test_a_clock_reading(recording: Path) -> None:
-    """Nothing was decided otherwise, but deadlines are others: the next digest tells."""
+def test_changed_clock_reading(recording: Path) -> None:
+    """Decisions are equal but deadlines differ, so the next digest diverges."""
     offset, event = routed(recording)
     *runs, last = event.consumed
     later = ConsumedRun(topic=last.topic, count=last.count, now_us=last.now_us + 1)
@@ -176,7 +176,7 @@ def test_a_clock_reading(recording: Path) -> None:
     assert "digest" in report["differs"] or "backwards" in report["reason"]
 
 
-def test_a_digest_of_the_state(recording: Path) -> None:
+def test_changed_state_digest(recording: Path) -> None:
     offset, event = find(recording, DECISIONS, lambda event: isinstance(event, Advanced))
     edit(recording, DECISIONS, offset, event, digest="0" * 16)
     report = divergence(recording)
@@ -186,7 +186,7 @@ def test_a_digest_of_the_state(recording: Path) -> None:
     assert "differs from the sealed digest" in shown.stdout
 
 
-def test_a_later_divergence_is_bracketed_by_the_digest_before(recording: Path) -> None:
+def test_a_later_divergence_is_bracketed_by_the_previous_digest(recording: Path) -> None:
     digest, _ = find(recording, DECISIONS, lambda event: isinstance(event, Advanced))
     offset, event = routed(recording, after=digest + 5)
     edit(recording, DECISIONS, offset, event, ties=event.ties + 1)
@@ -195,7 +195,7 @@ def test_a_later_divergence_is_bracketed_by_the_digest_before(recording: Path) -
     assert report["held"]["journal_offset"] == digest
 
 
-def test_a_flipped_byte_is_named_and_no_divergence(recording: Path) -> None:
+def test_a_flipped_byte_is_reported_as_damage(recording: Path) -> None:
     change = lambda value: value[:-1] + bytes([value[-1] ^ 1])  # noqa: E731
     spoil(recording, KV_EVENTS, 5, change)
     run = verify(recording)
@@ -205,7 +205,7 @@ def test_a_flipped_byte_is_named_and_no_divergence(recording: Path) -> None:
 
 
 def spoil(path: Path, topic: Topic, offset: int, change: Callable[[bytes], bytes]) -> None:
-    """Change a record, and leave its checksum."""
+    """Change a record but not its checksum."""
     db = sqlite3.connect(path)
     (value,) = db.execute(f'SELECT value FROM "{topic.name}" WHERE id = ?', (offset,)).fetchone()
     db.execute(f'UPDATE "{topic.name}" SET value = ? WHERE id = ?', (change(value), offset))

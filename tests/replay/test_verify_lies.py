@@ -1,4 +1,4 @@
-"""Edited and resealed files in which every decision still follows: other statements are checked, too."""
+"""Verification checks fields other than decisions in edited and resealed files."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ from forebay.transport.base import Draft, LogError
 from forebay.transport.recording.writer import RecordingWriter
 from forebay.transport.sqlite.log import SqliteLog
 from tests.cli.up import forebay as process
-from tests.replay.mutations import find, replaced, rewritten
+from tests.replay.mutations import find, replace_record, rewrite_topic
 from tests.replay.slices import contents, journal_of, opened, report_of, run
 from tests.replay.test_verify_divergence import verify as command
 
@@ -31,7 +31,7 @@ replace = msgspec.structs.replace
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("recordings") / "original.db"
-    asyncio.run(run(path, lives=2, requests=40, snapshot_every=8))
+    asyncio.run(run(path, owners=2, requests=40, snapshot_every=8))
     return path
 
 
@@ -40,12 +40,12 @@ def recording(original: Path, tmp_path: Path) -> Path:
     return Path(shutil.copy(original, tmp_path / "changed.db"))
 
 
-def lie(path: Path, offset: int, change: Callable[[JournalRecord], JournalRecord]) -> None:
-    replaced(path, DECISIONS, offset, lambda value: encode(DECISIONS, change(decode(DECISIONS, value))))
+def falsify(path: Path, offset: int, change: Callable[[JournalRecord], JournalRecord]) -> None:
+    replace_record(path, DECISIONS, offset, lambda value: encode(DECISIONS, change(decode(DECISIONS, value))))
 
 
 def a_snapshot(path: Path) -> tuple[int, SnapshotTaken]:
-    """One that is not the first."""
+    """Return a snapshot other than the first, with its offset."""
     offset, taken = find(path, DECISIONS, lambda event: isinstance(event, SnapshotTaken) and event.seq > 20)
     assert taken.first_offset
     return offset, taken
@@ -61,61 +61,61 @@ def a_snapshot(path: Path) -> tuple[int, SnapshotTaken]:
     ],
     ids=["a field of a newer version", "a field twice", "its kind twice", "a space"],
 )
-def test_a_decision_that_says_more_than_was_derived(recording: Path, change: Callable[[bytes], bytes]) -> None:
-    """Others may read of it what verification does not."""
+def test_a_decision_with_unknown_fields_diverges(recording: Path, change: Callable[[bytes], bytes]) -> None:
+    """Other readers might use fields that verification ignores."""
     offset, _ = find(recording, DECISIONS, lambda event: isinstance(event, RequestRouted) and event.seq > 20)
-    replaced(recording, DECISIONS, offset, change)
+    replace_record(recording, DECISIONS, offset, change)
     ran = command(recording, "--json")
     assert (ran.returncode, json.loads(ran.stdout)["unverified"]) == (1, {"unread-fields": 1})
     assert "accept it with --allow unread-fields" in ran.stderr
     assert command(recording, "--allow", "unread-fields").returncode == 0
 
 
-def test_a_claim_that_consumes_events(recording: Path) -> None:
-    """Nobody would apply them."""
+def test_a_claim_that_consumes_events_is_rejected(recording: Path) -> None:
+    """No owner would apply these events."""
     runs = (ConsumedRun(topic=FLEET.name, count=1, now_us=0),)
-    lie(recording, 0, lambda claim: replace(claim, consumed=runs))
+    falsify(recording, 0, lambda claim: replace(claim, consumed=runs))
     divergence = report_of(recording).divergence
     assert divergence is not None
     assert (divergence.offset, divergence.reason) == (0, "an ownership claim must not consume events")
 
 
-def test_a_claim_of_other_rules(recording: Path) -> None:
-    """Whatever they would lead to, and though its snapshots say nothing of them."""
-    lie(recording, 0, lambda claim: replace(claim, core_version=CORE_VERSION + 1))
+def test_a_claim_with_another_core_version_is_rejected(recording: Path) -> None:
+    """The version is rejected even if its decisions match and no snapshot names it."""
+    falsify(recording, 0, lambda claim: replace(claim, core_version=CORE_VERSION + 1))
     ran = command(recording)
     assert (ran.returncode, ran.stdout) == (2, "")
     assert f"version {CORE_VERSION + 1} of the rules, this program has version {CORE_VERSION}" in ran.stderr
 
 
-def test_decisions_without_any_claim(recording: Path) -> None:
-    """Nothing says by which rules they were made."""
+def test_decisions_without_a_claim_are_rejected(recording: Path) -> None:
+    """Without a claim, the core version of the decisions is unknown."""
 
     def unclaimed(values: list[bytes]) -> list[bytes]:
         records = [decode(DECISIONS, value) for value in values[1:9]]
         return [encode(DECISIONS, replace(one, owner_epoch=-1)) for one in records]
 
-    rewritten(recording, DECISIONS, unclaimed)
+    rewrite_topic(recording, DECISIONS, unclaimed)
     with pytest.raises(LogError, match="journal record 0 has the owner epoch -1, whose claim is missing"):
         report_of(recording)
 
 
 @pytest.mark.parametrize("journal_offset", [0, 1, 20, 1_000_000])
-def test_a_snapshot_of_another_place(recording: Path, journal_offset: int) -> None:
-    """Its state is as sealed, and whoever started from there would apply the wrong events next."""
+def test_a_snapshot_with_another_offset_is_rejected(recording: Path, journal_offset: int) -> None:
+    """The state matches its digest, but a replay from there would apply the wrong events."""
     offset, _ = a_snapshot(recording)
-    lie(recording, offset, lambda taken: replace(taken, journal_offset=journal_offset))
+    falsify(recording, offset, lambda taken: replace(taken, journal_offset=journal_offset))
     divergence = report_of(recording).divergence
     assert divergence is not None
     assert divergence.offset == offset
 
 
-def test_the_state_of_another_owner_or_number(recording: Path) -> None:
-    """The digest of a state knows neither."""
+def test_a_state_with_another_owner_epoch_or_seq_is_rejected(recording: Path) -> None:
+    """The digest of a state covers neither field."""
     offset, taken = a_snapshot(recording)
     for field, value in (("owner_epoch", 10**9), ("seq", 3)):
         path = Path(shutil.copy(recording, recording.with_name(field)))
-        replaced(path, SNAPSHOTS, taken.first_offset, with_state(field, value))
+        replace_record(path, SNAPSHOTS, taken.first_offset, with_state(field, value))
         divergence = report_of(path).divergence
         assert divergence is not None, field
         assert divergence.offset == offset
@@ -131,8 +131,8 @@ def with_state(field: str, value: int) -> Callable[[bytes], bytes]:
     return change
 
 
-def test_a_slice_that_begins_in_the_time_of_an_owner_who_never_was(original: Path, tmp_path: Path) -> None:
-    """All that follows would be void, and nothing would be left to verify."""
+def test_a_slice_that_begins_with_an_unknown_owner_is_rejected(original: Path, tmp_path: Path) -> None:
+    """All later records would be stale, with no record left to verify."""
     journal = journal_of(original)
     last_claim = max(one.offset for one in journal if isinstance(decode(DECISIONS, one.value), OwnerClaimed))
     newest_us = max(one.at_us for one in journal if isinstance(decode(DECISIONS, one.value), AnyDecision))
@@ -156,14 +156,14 @@ def test_a_slice_that_begins_in_the_time_of_an_owner_who_never_was(original: Pat
         report_of(out)
 
 
-def test_a_journal_that_is_not_there(recording: Path) -> None:
-    rewritten(recording, DECISIONS, lambda _: [])
+def test_a_missing_journal_is_rejected(recording: Path) -> None:
+    rewrite_topic(recording, DECISIONS, lambda _: [])
     ran = command(recording)
     assert (ran.returncode, ran.stdout) == (2, "")
     assert "nothing to verify: the journal of control partition 0 in" in ran.stderr
 
 
-async def test_a_group_that_is_said_to_be_elsewhere(recording: Path) -> None:
+async def test_a_group_in_another_partition_is_rejected(recording: Path) -> None:
     log = SqliteLog.open(recording)
     await log.append([Draft(GROUPS.name, 0, encode(GROUPS, GroupPlaced(group="m", partition=5)))])
     log.close()
@@ -172,7 +172,7 @@ async def test_a_group_that_is_said_to_be_elsewhere(recording: Path) -> None:
     assert "nothing to verify: the journal of control partition 5 in" in ran.stderr
 
 
-def test_what_was_recorded_holds(original: Path) -> None:
+def test_the_original_is_verified(original: Path) -> None:
     report = report_of(original)
     assert (report.divergence, report.unverified, report.verified) == (None, {}, report.decisions)
     assert any(isinstance(decode(DECISIONS, one.value), Advanced) for one in journal_of(original))

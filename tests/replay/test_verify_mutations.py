@@ -13,7 +13,7 @@ from forebay.replay.verify.verify import FOREIGN_PROGRESS
 from forebay.transport.base import LogError
 from tests.core.worlds import actions
 from tests.depth import examples
-from tests.replay.histories import Topics, follows, verified, written
+from tests.replay.histories import Topics, journal_follows, verified, written
 
 HISTORIES = st.lists(actions(), min_size=20, max_size=90)
 
@@ -38,7 +38,7 @@ def flip(values: list[bytes], at: int, chance: Random) -> None:
 
 
 def number(values: list[bytes], at: int, chance: Random) -> None:
-    """Another digit, where there are digits: clock readings, counts, terms, hashes, seqs."""
+    """Change a digit of a clock reading, count, term, hash or seq."""
     places = [place for place, byte in enumerate(values[at]) if chr(byte).isdigit()]
     if places:
         value = bytearray(values[at])
@@ -56,13 +56,13 @@ MUTATIONS: tuple[Callable[[list[bytes], int, Random], None], ...] = (remove, rep
 @pytest.mark.parametrize("mutation", MUTATIONS)
 @examples(0.6)
 @given(history=HISTORIES, seed=st.integers(0, 1 << 32))
-def test_no_change_of_what_is_derived_is_verified(
+def test_every_change_of_a_derived_record_is_detected(
     mutation: Callable[[list[bytes], int, Random], None], history: list[tuple[str, Any]], seed: int
 ) -> None:
     topics, chance = written(history), Random(seed)
     whole = verified(topics)
     assert (whole.divergence, whole.verified) == (None, whole.decisions)
-    # A history may have a worker report on a request that waits in the queue.
+    # In a generated history, a worker may report on a queued request.
     assert whole.unverified.keys() <= {FOREIGN_PROGRESS}
     for _ in range(4):
         changed: Topics = {topic: list(values) for topic, values in topics.items()}
@@ -73,4 +73,4 @@ def test_no_change_of_what_is_derived_is_verified(
         except LogError:
             continue
         if report.divergence is None and report.unverified.keys() <= {FOREIGN_PROGRESS}:
-            assert topic == SNAPSHOTS.name or follows(changed)
+            assert topic == SNAPSHOTS.name or journal_follows(changed)

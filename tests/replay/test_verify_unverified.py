@@ -15,7 +15,7 @@ from forebay.replay.verify.verify import UNVERIFIED, verify
 from forebay.transport.base import Log, LogError
 from forebay.transport.sqlite.log import SqliteLog
 from tests.benchmarks.recordings import Shape, write_recording
-from tests.replay.mutations import find, replaced, rewritten
+from tests.replay.mutations import find, replace_record, rewrite_topic
 from tests.replay.test_verify_divergence import verify as command
 
 
@@ -32,18 +32,18 @@ def recording(original: Path, tmp_path: Path) -> Path:
 
 
 def put(path: Path, topic: Topic, offset: int, value: bytes) -> None:
-    rewritten(path, topic, lambda values: [*values[:offset], value, *values[offset:]])
+    rewrite_topic(path, topic, lambda values: [*values[:offset], value, *values[offset:]])
 
 
-def test_a_name_that_is_none(original: Path) -> None:
+def test_an_invalid_name_is_rejected(original: Path) -> None:
     run = command(original, "--allow", "everything")
     assert run.returncode == 2
     assert all(name in run.stderr for name in ("everything", *UNVERIFIED))
 
 
 @pytest.mark.parametrize("value", [b"not a record", b'{"type":"request.routed"}', b'{"type":"other","owner_epoch":-1}'])
-def test_foreign_records_of_the_journal(recording: Path, value: bytes) -> None:
-    """Put in behind the last snapshot: those name what stands before them by offset."""
+def test_foreign_journal_records_are_counted(recording: Path, value: bytes) -> None:
+    """Insert after the last snapshot, because snapshots refer to earlier records by offset."""
     last = find(recording, DECISIONS, lambda event: isinstance(event, RequestRouted) and event.seq > 115)[0]
     put(recording, DECISIONS, last, value)
     run = command(recording, "--json")
@@ -62,9 +62,9 @@ def test_allowed_names_are_reported(recording: Path) -> None:
 NEWER = b'{"type":"load.forecast","worker_id":"w0000"}'
 
 
-def test_events_of_a_newer_version(recording: Path) -> None:
-    """In place of a load report that another one follows before the next digest."""
-    replaced(recording, METRICS, 0, lambda _: NEWER)
+def test_events_of_a_newer_version_are_counted(recording: Path) -> None:
+    """Replace a load report that is superseded before the next digest."""
+    replace_record(recording, METRICS, 0, lambda _: NEWER)
     run = command(recording, "--json")
     report = json.loads(run.stdout)
     assert (run.returncode, report["divergence"], report["unverified"]) == (2, None, {"unknown-events": 1})
@@ -73,8 +73,8 @@ def test_events_of_a_newer_version(recording: Path) -> None:
     assert command(recording, "--allow", "unknown-events").returncode == 0
 
 
-def test_a_divergence_behind_events_of_a_newer_version_says_so(recording: Path) -> None:
-    replaced(recording, PROGRESS, 0, lambda _: NEWER)
+def test_a_divergence_after_events_of_a_newer_version_names_them(recording: Path) -> None:
+    replace_record(recording, PROGRESS, 0, lambda _: NEWER)
     run = command(recording, "--allow", "unknown-events")
     assert run.returncode == 1
     assert "1 earlier events of unknown types had no effect here: they may be the cause" in run.stdout
@@ -83,28 +83,28 @@ def test_a_divergence_behind_events_of_a_newer_version_says_so(recording: Path) 
 def test_malformed_events_are_ignored_and_counted(recording: Path) -> None:
     end = len(SqliteLog.open(recording, readonly=True).records(KV_EVENTS.name, 0, 0, 100_000))
     offset = end - 1
-    replaced(recording, KV_EVENTS, offset, lambda _: b"\xc1")
+    replace_record(recording, KV_EVENTS, offset, lambda _: b"\xc1")
     report = json.loads(command(recording, "--json").stdout)
     assert report["unverified"] == {}
     assert report["malformed"] == 1
 
 
-def test_a_snapshot_whose_chunks_are_gone(recording: Path) -> None:
-    rewritten(recording, SNAPSHOTS, lambda values: values[:-1])
+def test_a_snapshot_without_its_chunks(recording: Path) -> None:
+    rewrite_topic(recording, SNAPSHOTS, lambda values: values[:-1])
     run = command(recording)
     assert run.returncode == 1
     assert "1 missing-snapshots" in run.stderr
     assert command(recording, "--allow", "missing-snapshots").returncode == 0
 
 
-def test_a_snapshot_with_another_state(recording: Path) -> None:
+def test_a_snapshot_with_a_different_state(recording: Path) -> None:
     offset, taken = find(recording, DECISIONS, lambda event: isinstance(event, SnapshotTaken))
 
     def less(value: bytes) -> bytes:
         chunk = decode(SNAPSHOTS, value)
         return msgspec.msgpack.encode(msgspec.structs.replace(chunk, parts=chunk.parts[1:]))
 
-    replaced(recording, SNAPSHOTS, taken.first_offset, less)
+    replace_record(recording, SNAPSHOTS, taken.first_offset, less)
     report = json.loads(command(recording, "--json").stdout)
     assert report["divergence"]["offset"] == offset
     assert "snapshot at offset" in report["divergence"]["reason"]
@@ -117,7 +117,7 @@ def test_a_snapshot_with_another_state(recording: Path) -> None:
         (b'{"type":"request.rejected","owner_epoch":0,"seq":40,"reason":"too_dear"}', "request.rejected"),
     ],
 )
-def test_decisions_of_a_newer_version_are_refused_by_name(recording: Path, value: bytes, tag: str) -> None:
+def test_error_names_decisions_of_a_newer_version(recording: Path, value: bytes, tag: str) -> None:
     put(recording, DECISIONS, 41, value)
     run = command(recording)
     assert run.returncode == 2
@@ -125,32 +125,32 @@ def test_decisions_of_a_newer_version_are_refused_by_name(recording: Path, value
     assert run.stderr.rstrip().endswith("use the version that wrote it")
 
 
-class Holed:
-    """A log that lost records in the middle of a topic, as one that was compacted by mistake."""
+class LogWithGap:
+    """Log that lost a record in the middle of a topic, as after accidental compaction."""
 
-    def __init__(self, log: Log, topic: Topic, gone: int) -> None:
+    def __init__(self, log: Log, topic: Topic, missing: int) -> None:
         self._log = log
         self._topic = topic
-        self._gone = gone
+        self._missing = missing
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._log, name)
 
     async def read(self, topic: str, partition: int, offset: int, limit: int) -> list[object]:
         records = await self._log.read(topic, partition, offset, limit)
-        return [one for one in records if (topic, one.offset) != (self._topic.name, self._gone)]
+        return [one for one in records if (topic, one.offset) != (self._topic.name, self._missing)]
 
 
 def test_a_gap_in_the_offsets_of_an_input(original: Path) -> None:
     log = SqliteLog.open(original, readonly=True)
     with pytest.raises(LogError, match=r"progress/0: 1 records between 0 and \d+ are missing"):
-        asyncio.run(verify(Holed(log, PROGRESS, 7)))  # type: ignore[arg-type] # it passes on what it has not
+        asyncio.run(verify(LogWithGap(log, PROGRESS, 7)))  # type: ignore[arg-type] # forwards other attributes
     log.close()
 
 
 def test_pending_decisions_are_counted(recording: Path) -> None:
-    """Its end is cut off, as where a writer died: what stands there is verified, the rest is said to be ahead."""
-    rewritten(recording, DECISIONS, lambda values: values[:-10])
+    """If the end of the journal is cut off, the rest is verified and the lost decisions count as pending."""
+    rewrite_topic(recording, DECISIONS, lambda values: values[:-10])
     run = command(recording, "--json")
     report = json.loads(run.stdout)
     assert run.returncode == 0
