@@ -53,3 +53,8 @@ def test_the_writer_replaces_stale_files(tmp_path: Path, monkeypatch: pytest.Mon
     schemas.main()
     assert {path.stem for path in tmp_path.glob("*.json")} == set(registry())
     assert (tmp_path / "events.md").read_text() == schemas.page()
+
+
+def test_the_document_explains_every_field() -> None:
+    rows = [line.split("|") for line in document().splitlines() if line.startswith("| `")]
+    assert [row[1].strip() for row in rows if not row[-2].strip()] == [], "describe the field in its class docstring"

@@ -274,7 +274,11 @@ class PoolConfigured(Event, tag="control.pool_configured", frozen=True, kw_only=
 
 
 class BusyThresholdsSet(Event, tag="control.busy_thresholds_set", frozen=True, kw_only=True):
-    """An operator changed the busy thresholds of a model. Valid until the next change or `PoolConfigured`."""
+    """An operator changed the busy thresholds of a model. Valid until the next change or `PoolConfigured`.
+
+    Attributes:
+        thresholds: new busy thresholds of the model's pools.
+    """
 
     model: Name
     thresholds: BusyThresholds
@@ -282,7 +286,11 @@ class BusyThresholdsSet(Event, tag="control.busy_thresholds_set", frozen=True, k
 
 
 class DisaggregationSet(Event, tag="control.disaggregation_set", frozen=True, kw_only=True):
-    """An operator changed the disaggregation of a model. Valid until the next change or `PoolConfigured`."""
+    """An operator changed the disaggregation of a model. Valid until the next change or `PoolConfigured`.
+
+    Attributes:
+        disagg: new disaggregation settings of the model's decode pools.
+    """
 
     model: Name
     disagg: DisaggConfig

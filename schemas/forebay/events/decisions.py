@@ -77,7 +77,11 @@ class CostTerms(Part, frozen=True, kw_only=True):
 
 
 class ScoredCandidate(Part, frozen=True, kw_only=True):
-    """Worker rank that could have taken the request."""
+    """Worker rank that could have taken the request.
+
+    Attributes:
+        terms: cost of the rank, term by term.
+    """
 
     worker_id: Name
     rank: Count
@@ -398,7 +402,12 @@ class CommandOutcome(Part, frozen=True, kw_only=True):
 
 
 class CommandEnded(Decision, tag="command.ended", frozen=True, kw_only=True):
-    """A command has an outcome at every worker it was sent to."""
+    """A command has an outcome at every worker it was sent to.
+
+    Attributes:
+        action: what the workers were to do.
+        outcomes: outcome at each worker.
+    """
 
     command_id: Name
     reply_slot: Count
@@ -428,6 +437,9 @@ class Advanced(Decision, tag="advanced", frozen=True, kw_only=True):
     """Journal record without a decision.
 
     It bounds the length of `consumed`, and seals the state after it by a digest.
+
+    Attributes:
+        digest: digest of the state after the consumed events.
     """
 
     digest: Digest

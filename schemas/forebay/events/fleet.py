@@ -127,7 +127,11 @@ class IngressFact(FleetEvent, frozen=True, kw_only=True):
 
 
 class IngressJoined(IngressFact, tag="fleet.ingress_joined", frozen=True, kw_only=True):
-    """An ingress took a lease. Only an ingress with a lease can be lost."""
+    """An ingress took a lease. Only an ingress with a lease can be lost.
+
+    Attributes:
+        lease_ttl_ms: time to live of the lease in milliseconds; 0 if unknown.
+    """
 
     lease_ttl_ms: Count = 0  # for a later owner that does not find the lease; 0 if unknown
 

@@ -7,6 +7,9 @@ class GroupPlaced(Event, tag="group.placed", frozen=True, kw_only=True):
     """A group, the pools of one model, is assigned to a control partition. The record key is the group.
 
     Only the owner of control partition 0 writes this event. The first placement of a group wins.
+
+    Attributes:
+        partition: control partition of the group.
     """
 
     group: Name

@@ -14,6 +14,14 @@ class RouterHeartbeat(Event, tag="router.heartbeat", frozen=True, kw_only=True):
     `owner_epoch` is the epoch of the owner, or the newest epoch that a standby has read; -1 while it has read none.
     `position` is the journal offset that an owner has written up to, or that a standby has applied up to.
     The other fields are counts of ready workers by role, as of the owner's fleet; a standby leaves them at 0.
+
+    Attributes:
+        router_id: name of the router.
+        role: owner or standby of the group.
+        position: offset in the journal up to which the router has written or read.
+        ready_aggregated: ready workers that compute prompts and generate responses.
+        ready_prefill: ready prefill workers.
+        ready_decode: ready decode workers.
     """
 
     group: Name

@@ -53,7 +53,11 @@ class OutputGrown(ProgressEvent, tag="progress.output_grown", frozen=True, kw_on
 
 
 class RequestFinished(ProgressEvent, tag="progress.request_finished", frozen=True, kw_only=True):
-    """The attempt completed; its last tokens are on the reply slot."""
+    """The attempt completed; its last tokens are on the reply slot.
+
+    Attributes:
+        finish_reason: why the response ended, as in the OpenAI API.
+    """
 
     finish_reason: FinishReason
     output_tokens: Count = 0
@@ -67,7 +71,11 @@ class RequestFailed(ProgressEvent, tag="progress.request_failed", frozen=True, k
 
 
 class EncodeFinished(ProgressEvent, tag="progress.encode_finished", frozen=True, kw_only=True):
-    """The media of a request are encoded, and kept for the next worker for a limited time."""
+    """The media of a request are encoded, and kept for the next worker for a limited time.
+
+    Attributes:
+        encoded: location and size of the embeddings.
+    """
 
     encoded: Encoded
 
@@ -79,7 +87,11 @@ class EncodeFailed(ProgressEvent, tag="progress.encode_failed", frozen=True, kw_
 
 
 class PrefillFinished(ProgressEvent, tag="progress.prefill_finished", frozen=True, kw_only=True):
-    """The prompt is computed, and its KV is kept for the decode worker for a limited time."""
+    """The prompt is computed, and its KV is kept for the decode worker for a limited time.
+
+    Attributes:
+        prefilled: location and size of the KV, and how long the worker keeps it.
+    """
 
     prefilled: Prefilled
 
@@ -124,7 +136,11 @@ class CommandReport(Event, frozen=True, kw_only=True):
 
 
 class CommandDone(CommandReport, tag="progress.command_done", frozen=True, kw_only=True):
-    """The engine executed the command; `loras` are the adapters that are loaded now."""
+    """The engine executed the command; `loras` are the adapters that are loaded now.
+
+    Attributes:
+        loras: adapters that the worker has loaded now.
+    """
 
     loras: Annotated[tuple[Name, ...], msgspec.Meta(max_length=1_024)] = ()
 

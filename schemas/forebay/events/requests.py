@@ -29,7 +29,12 @@ class StructuredOutput(Part, frozen=True, kw_only=True):
 
 
 class TokenBias(Part, frozen=True, kw_only=True):
-    """Value that is added to the logit of a token."""
+    """Value that is added to the logit of a token.
+
+    Attributes:
+        token_id: the token.
+        bias: value added to its logit.
+    """
 
     token_id: Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
     bias: float
@@ -44,6 +49,16 @@ class Sampling(Part, frozen=True, kw_only=True):
         ignore_eos: whether to generate exactly `max_tokens`.
         top_k: number of most likely tokens to sample from; 0 is off.
         stop_token_ids: tokens that end the response, like the model's own end token.
+        temperature: softmax temperature; 0 is greedy.
+        top_p: probability mass of the tokens to sample from.
+        seed: seed of the engine's sampler; null draws one.
+        presence_penalty: penalty for tokens that occurred.
+        frequency_penalty: penalty per occurrence of a token.
+        logit_bias: values added to the logits of single tokens.
+        structured: structure that the response must have; null for none.
+        min_p: minimum probability, relative to the most likely token.
+        repetition_penalty: factor for the logits of tokens that occurred.
+        min_tokens: minimum number of output tokens.
     """
 
     max_tokens: Annotated[int, msgspec.Meta(ge=1, le=(1 << 31) - 1)]
@@ -64,7 +79,12 @@ class Sampling(Part, frozen=True, kw_only=True):
 
 
 class TaintWeight(Part, frozen=True, kw_only=True):
-    """Preference for workers with a taint (weight above 0) or against them (below 0)."""
+    """Preference for workers with a taint (weight above 0) or against them (below 0).
+
+    Attributes:
+        taint: label of a worker.
+        weight: weight of the preference.
+    """
 
     taint: Name
     weight: Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)]
@@ -75,7 +95,16 @@ class TaintWeight(Part, frozen=True, kw_only=True):
 
 
 class RouterOverride(Part, frozen=True, kw_only=True):
-    """Fields of the pool's `RouterConfig` that one request overrides; null keeps the pool's value."""
+    """Fields of the pool's `RouterConfig` that one request overrides; null keeps the pool's value.
+
+    Attributes:
+        mode: built-in router mode.
+        overlap_score_credit: prefill blocks that one cached block saves.
+        prefill_load_scale: weight of prefill blocks in the cost.
+        temperature: softmax temperature of the selection; 0 selects the lowest cost.
+        assume_kv_reuse: whether a prefix shared by running requests counts once.
+        track_prefill_tokens: whether prompt tokens not yet computed count as load.
+    """
 
     mode: RouterMode | None = None
     overlap_score_credit: Weight | None = None
@@ -191,7 +220,13 @@ class RequestCancelled(Event, tag="request.cancelled", frozen=True, kw_only=True
 
 
 class RouteQueried(Event, tag="request.route_queried", frozen=True, kw_only=True):
-    """Query where a request would be routed now. Nothing is booked and nothing is sent."""
+    """Query where a request would be routed now. Nothing is booked and nothing is sent.
+
+    Attributes:
+        tie_seed: seed for tie-breaking and sampling, derived from a random nonce.
+        lora_name: adapter; empty for none.
+        routing: routing hints of the client.
+    """
 
     request_id: Name
     model: Name

@@ -22,6 +22,7 @@ _BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusi
 _ATTRIBUTE = re.compile(r"^    (\w+): ((?:.*)(?:\n {5,}.*)*)", re.MULTILINE)
 # Meanings of fields that many events share, for events whose docstring does not describe them.
 _MEANINGS = {
+    "action": "what the workers are to do.",
     "at_us": "wall clock in microseconds.",
     "attempt": "attempt of the worker.",
     "cached_tokens": "prompt tokens that were not computed.",

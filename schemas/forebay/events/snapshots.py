@@ -29,13 +29,22 @@ class IndexBlocks(Part, tag_field="type", tag="index_blocks", frozen=True, kw_on
 
 
 class IndexChanges(Part, tag_field="type", tag="index_changes", frozen=True, kw_only=True):
-    """KV events applied while the blocks were written; applying them again in order makes the blocks exact."""
+    """KV events applied while the blocks were written; applying them again in order makes the blocks exact.
+
+    Attributes:
+        events: the KV events, in order.
+    """
 
     events: tuple[AnyKvEvent, ...]
 
 
 class IndexCursor(Part, tag_field="type", tag="index_cursor", frozen=True, kw_only=True):
-    """Last KV event applied for one (worker, rank). `resync`: its worker was asked to re-announce its cache."""
+    """Last KV event applied for one (worker, rank). `resync`: its worker was asked to re-announce its cache.
+
+    Attributes:
+        last_seq: sequence number of that event.
+        resync: whether the worker was asked to re-announce its cache.
+    """
 
     worker_id: Name
     rank: Count
@@ -66,7 +75,15 @@ class RoutedBlocks(Part, tag_field="type", tag="routed_blocks", frozen=True, kw_
 
 
 class WorkerState(Part, tag_field="type", tag="worker_state", frozen=True, kw_only=True):
-    """One worker of the fleet."""
+    """One worker of the fleet.
+
+    Attributes:
+        spec: description of the worker.
+        lease: token of its lease.
+        from_offset: first offset of its work topic slot that may be work for it.
+        phase: state of its life cycle.
+        lease_ttl_ms: time to live of the lease in milliseconds; 0 if unknown.
+    """
 
     spec: WorkerSpec
     lease: str
@@ -78,7 +95,11 @@ class WorkerState(Part, tag_field="type", tag="worker_state", frozen=True, kw_on
 
 
 class IngressState(Part, tag_field="type", tag="ingress_state", frozen=True, kw_only=True):
-    """One ingress with a lease."""
+    """One ingress with a lease.
+
+    Attributes:
+        lease_ttl_ms: time to live of the lease in milliseconds; 0 if unknown.
+    """
 
     ingress_id: Name
     incarnation: Name
@@ -114,6 +135,10 @@ class RequestState(Part, tag_field="type", tag="request_state", frozen=True, kw_
         decoder_id: worker that was last sent to fetch the KV.
         ingress: incarnation of the ingress whose HTTP client waits.
         queue_due_us: when it times out in the queue; 0 if only its deadline applies.
+        tie_seed: seed for tie-breaking and sampling.
+        lora_name: adapter; empty for none.
+        routing: routing hints of the client.
+        task: what the request asks for: a response or an embedding.
     """
 
     request_id: Name
@@ -205,7 +230,14 @@ class Booking(Part, tag_field="type", tag="booking", frozen=True, kw_only=True):
 
 
 class Reported(Part, tag_field="type", tag="reported", frozen=True, kw_only=True):
-    """The newest load report of one (worker, rank)."""
+    """The newest load report of one (worker, rank).
+
+    Attributes:
+        running: running requests.
+        waiting: requests queued in the engine.
+        kv_blocks_used: KV blocks in use.
+        kv_blocks_total: KV blocks of the rank.
+    """
 
     worker_id: Name
     rank: Count
@@ -216,7 +248,11 @@ class Reported(Part, tag_field="type", tag="reported", frozen=True, kw_only=True
 
 
 class ComputedTokens(Part, tag_field="type", tag="computed_tokens", frozen=True, kw_only=True):
-    """Prompt tokens sent to one (worker, rank) to compute, plus the lowest total of any rank when it joined."""
+    """Prompt tokens sent to one (worker, rank) to compute, plus the lowest total of any rank when it joined.
+
+    Attributes:
+        tokens: the total, in prompt tokens.
+    """
 
     worker_id: Name
     rank: Count
@@ -224,14 +260,24 @@ class ComputedTokens(Part, tag_field="type", tag="computed_tokens", frozen=True,
 
 
 class PoolTurns(Part, frozen=True, kw_only=True):
-    """Number of requests a pool has routed, which decides whose turn it is in round robin."""
+    """Number of requests a pool has routed, which decides whose turn it is in round robin.
+
+    Attributes:
+        turns: number of requests routed so far.
+    """
 
     pool: Name
     turns: Count
 
 
 class ClassDeficit(Part, frozen=True, kw_only=True):
-    """Deficit counter of one queue class, in tokens."""
+    """Deficit counter of one queue class, in tokens.
+
+    Attributes:
+        name: name of the queue class.
+        uncached_tokens_min: lower bound of the class, in uncached prompt tokens.
+        deficit: deficit counter, in tokens.
+    """
 
     name: Name
     uncached_tokens_min: Count
@@ -239,7 +285,12 @@ class ClassDeficit(Part, frozen=True, kw_only=True):
 
 
 class QueueTurns(Part, tag_field="type", tag="queue_turns", frozen=True, kw_only=True):
-    """Deficit round robin state of a pool's queue; queued requests are in `RequestState`."""
+    """Deficit round robin state of a pool's queue; queued requests are in `RequestState`.
+
+    Attributes:
+        turn: position of the class whose turn it is.
+        classes: deficit of each class, in configured order.
+    """
 
     pool: Name
     turn: Count
@@ -247,7 +298,11 @@ class QueueTurns(Part, tag_field="type", tag="queue_turns", frozen=True, kw_only
 
 
 class Sessions(Part, tag_field="type", tag="sessions", frozen=True, kw_only=True):
-    """Sessions bound to one (worker, rank), in order of expiry: packed u64 of session keys and expiry times."""
+    """Sessions bound to one (worker, rank), in order of expiry: packed u64 of session keys and expiry times.
+
+    Attributes:
+        keys: hashes of pool and session, as packed u64.
+    """
 
     pool: Name
     worker_id: Name
@@ -262,7 +317,14 @@ class Sessions(Part, tag_field="type", tag="sessions", frozen=True, kw_only=True
 
 
 class CommandState(Part, tag_field="type", tag="command_state", frozen=True, kw_only=True):
-    """Command that is pending at some worker; `offset` is that of its `WorkerCommanded`."""
+    """Command that is pending at some worker; `offset` is that of its `WorkerCommanded`.
+
+    Attributes:
+        nonce: distinguishes commands with the same id.
+        offset: offset of the `WorkerCommanded` on `control`.
+        command: what the workers are to do.
+        outcomes: outcome at each worker so far.
+    """
 
     command_id: Name
     nonce: Count
@@ -274,14 +336,22 @@ class CommandState(Part, tag_field="type", tag="command_state", frozen=True, kw_
 
 
 class PoolBusy(Part, frozen=True, kw_only=True):
-    """Busy thresholds of a pool that an operator changed."""
+    """Busy thresholds of a pool that an operator changed.
+
+    Attributes:
+        thresholds: busy thresholds set at run time.
+    """
 
     pool: Name
     thresholds: BusyThresholds
 
 
 class PoolDisagg(Part, frozen=True, kw_only=True):
-    """Disaggregation of a pool that an operator changed."""
+    """Disaggregation of a pool that an operator changed.
+
+    Attributes:
+        disagg: disaggregation settings set at run time.
+    """
 
     pool: Name
     disagg: DisaggConfig
@@ -335,7 +405,12 @@ Chunk = (
 
 
 class SnapshotChunk(Event, tag="snapshot.chunk", frozen=True, kw_only=True):
-    """Part `number` of a snapshot, counted from 0."""
+    """Part `number` of a snapshot, counted from 0.
+
+    Attributes:
+        number: number of the chunk, counted from 0.
+        parts: facts of the state.
+    """
 
     owner_epoch: int
     number: Count

@@ -19,7 +19,12 @@ class Usage(Part, frozen=True, kw_only=True):
 
 
 class ResponseError(Part, frozen=True, kw_only=True):
-    """Why a response is missing or incomplete: HTTP status, OpenAI error code, and a sentence for the caller."""
+    """Why a response is missing or incomplete: HTTP status, OpenAI error code, and a sentence for the caller.
+
+    Attributes:
+        status: HTTP status.
+        code: error code of the OpenAI API, or forebay's own.
+    """
 
     status: Count
     code: Name
@@ -27,14 +32,24 @@ class ResponseError(Part, frozen=True, kw_only=True):
 
 
 class TopLogprob(Part, frozen=True, kw_only=True):
-    """Alternative token and its log probability."""
+    """Alternative token and its log probability.
+
+    Attributes:
+        token_id: the token.
+        logprob: natural logarithm of its probability.
+    """
 
     token_id: Count
     logprob: float
 
 
 class TokenLogprob(Part, frozen=True, kw_only=True):
-    """Log probability of an output token, and of the most likely tokens at its position."""
+    """Log probability of an output token, and of the most likely tokens at its position.
+
+    Attributes:
+        logprob: natural logarithm of the probability.
+        top: most likely tokens at this position.
+    """
 
     logprob: float
     top: tuple[TopLogprob, ...] = ()
@@ -80,7 +95,11 @@ class TokenChunk(Part, frozen=True, kw_only=True):
 
 
 class TokensEmitted(Event, tag="tokens.emitted", frozen=True, kw_only=True):
-    """Output tokens of one engine step, for the requests of one reply slot."""
+    """Output tokens of one engine step, for the requests of one reply slot.
+
+    Attributes:
+        chunks: output tokens, one item per engine step.
+    """
 
     worker_id: Name
     worker_epoch: Count
@@ -92,7 +111,11 @@ class TokensEmitted(Event, tag="tokens.emitted", frozen=True, kw_only=True):
 
 
 class Embedded(Event, tag="tokens.embedded", frozen=True, kw_only=True):
-    """Embedding of a prompt, as packed little-endian f32."""
+    """Embedding of a prompt, as packed little-endian f32.
+
+    Attributes:
+        vector: the embedding, as packed f32.
+    """
 
     request_id: Name
     attempt: Count
@@ -117,7 +140,12 @@ class AttemptStarted(Event, tag="tokens.attempt_started", frozen=True, kw_only=T
 
 
 class ResponseEnded(Event, tag="tokens.response_ended", frozen=True, kw_only=True):
-    """Last record of a response. Either `usage` or `error` is set."""
+    """Last record of a response. Either `usage` or `error` is set.
+
+    Attributes:
+        finish_reason: why the response ended.
+        usage: token counts; null for an error.
+    """
 
     request_id: Name
     attempt: Count
@@ -129,7 +157,16 @@ class ResponseEnded(Event, tag="tokens.response_ended", frozen=True, kw_only=Tru
 
 
 class RouteResponse(Event, tag="tokens.route_told", frozen=True, kw_only=True):
-    """Response to a `RouteQueried`: the decision in the journal, or an error."""
+    """Response to a `RouteQueried`: the decision in the journal, or an error.
+
+    Attributes:
+        mode: router mode that selected the rank.
+        choice: selected rank; null if there is none.
+        candidates: all candidates with their costs.
+        would_wait: whether the request would be queued.
+        stage: stage that the selected rank would compute.
+        prefill: where the prompt would be computed; null without a decode pool.
+    """
 
     request_id: Name
     owner_epoch: Count
@@ -145,7 +182,11 @@ class RouteResponse(Event, tag="tokens.route_told", frozen=True, kw_only=True):
 
 
 class CommandResponse(Event, tag="tokens.command_told", frozen=True, kw_only=True):
-    """Response to a `WorkerCommanded`: the outcome at every worker, or why it was not sent."""
+    """Response to a `WorkerCommanded`: the outcome at every worker, or why it was not sent.
+
+    Attributes:
+        outcomes: outcome at each worker.
+    """
 
     command_id: Name
     owner_epoch: Count

@@ -92,6 +92,9 @@ class ReannounceCache(Event, tag="work.reannounce_cache", frozen=True, kw_only=T
 
     The worker sends `CacheCleared` and then `BlocksStored`. It uses its next sequence numbers, and only those above
     `above_seq`: the owner has seen that one, and treats lower numbers as redeliveries.
+
+    Attributes:
+        above_seq: highest sequence number that the owner has seen.
     """
 
     owner_epoch: Count
@@ -107,6 +110,11 @@ class WorkerCommand(Event, tag="work.command", frozen=True, kw_only=True):
 
     A command that was not started after `timeout_us` is not executed, because no client waits any more. The nonce is
     that of its `WorkerCommanded`.
+
+    Attributes:
+        command: what the worker is to do.
+        timeout_us: time after which the command is not started, in microseconds.
+        nonce: distinguishes commands with the same id.
     """
 
     command_id: Name
