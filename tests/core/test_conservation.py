@@ -130,7 +130,7 @@ def test_submitted_is_under_way_and_ended_and_rejected(history: list[Any]) -> No
         elif isinstance(one, RequestRouted) and one.request_id not in held | set(began):
             began.append(one.request_id)
     aborted = [one.request_id for one in drive.decided if isinstance(one, RequestAborted)]
-    under_way = [one.request_id for one in drive.world.requests.active()]
+    under_way = [one.submitted.request_id for one in drive.world.requests.active()]
     assert not Counter(aborted + under_way) - Counter(began)
     assert len(began) == len(aborted) + len(under_way) + drive.finished
     for name in under_way:
@@ -160,9 +160,9 @@ def test_the_winner_is_never_dearer_than_the_runner_up(history: list[Any]) -> No
 
 
 def may_go(world: World, request: ActiveRequest) -> bool:
-    config = world.pools[request.pool]
+    config = world.pools[request.submitted.pool]
     try:
-        roster = find_candidates(world, config, request)
+        roster = find_candidates(world, config, request.submitted)
         computing = locate_prompt(world, config, request, roster)
         return not must_queue(computing.pool, computing.roster)
     except Ineligible:
@@ -170,7 +170,7 @@ def may_go(world: World, request: ActiveRequest) -> bool:
 
 
 def policy_of(world: World, request: ActiveRequest) -> str:
-    return world.disagg.get(request.pool, world.pools[request.pool].router.disagg).policy
+    return world.disagg.get(request.submitted.pool, world.pools[request.submitted.pool].router.disagg).policy
 
 
 class Watchful(Driver):
@@ -180,14 +180,16 @@ class Watchful(Driver):
         made = super().__call__(topic, event, after_us)
         world = self.world
         for waiting in world.requests.queued():
-            session_id = waiting.hints.session_id
+            session_id = waiting.submitted.hints.session_id
             # A session that ends by time lets its requests go with the next event that looks at the queue; so do
             # blocks that are cached, where the length of what is not decides.
-            by_length = world.pools[waiting.pool].role == "decode" and policy_of(world, waiting) not in (
+            by_length = world.pools[waiting.submitted.pool].role == "decode" and policy_of(world, waiting) not in (
                 "always",
                 "never",
             )
-            if not by_length and (not session_id or world.sessions.find(waiting.pool, session_id) is not None):
+            if not by_length and (
+                not session_id or world.sessions.find(waiting.submitted.pool, session_id) is not None
+            ):
                 assert not may_go(world, waiting)
         return made
 

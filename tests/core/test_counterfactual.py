@@ -14,7 +14,7 @@ from forebay.core.routing.counterfactual import (
     merge_runtime_settings,
 )
 from forebay.core.routing.plan import Plan
-from forebay.core.state.active_request import ActiveRequest
+from forebay.core.state.submitted_request import SubmittedRequest
 from forebay.core.world import World
 from forebay.events.base import pack_u64
 from forebay.events.control import BusyThresholds, BusyThresholdsSet, PoolConfigured, QueueConfig
@@ -26,7 +26,7 @@ from tests.core.worlds import PROMPTS, Driver, histories, perform_all, pool, que
 from tests.depth import examples
 
 ONE_TOKEN = BusyThresholds(active_prefill_tokens_threshold=1)
-Seen = tuple[ActiveRequest, Counterfactual]
+Seen = tuple[SubmittedRequest, Counterfactual]
 
 
 def same(one: PoolConfigured) -> PoolConfigured:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from forebay.core.phases import Phase
 from forebay.core.routing.stages import as_decode_request, as_prefill_request
-from forebay.core.state.active_request import request_from_event
+from forebay.core.state.submitted_request import request_from_event
 from forebay.core.world import restore
 from forebay.events.base import pack_u64
 from forebay.events.control import (

@@ -76,7 +76,7 @@ class Books(Driver):
         self.released: Counter[str] = Counter()
 
     def __call__(self, topic: str, event: InputEvent | None, after_us: int = 10) -> list[Any]:
-        under_way = {one.request_id for one in self.world.requests.active()}
+        under_way = {one.submitted.request_id for one in self.world.requests.active()}
         outdated = self.world.counts["stale_progress"]
         made = super().__call__(topic, event, after_us)
         if self.world.counts["stale_progress"] == outdated:
@@ -130,7 +130,7 @@ class Books(Driver):
         self._look_at_requests()
         self._look_at_load()
         wanted = {
-            (one.request_id, one.prefills, one.prefilled.worker_id, one.prefilled.worker_epoch)
+            (one.submitted.request_id, one.prefills, one.prefilled.worker_id, one.prefilled.worker_epoch)
             for one in self.world.requests.active()
             if one.prefilled is not None
         }
@@ -177,30 +177,30 @@ class Books(Driver):
         )
 
     def _may_go(self, one: ActiveRequest) -> bool:
-        world, config = self.world, self.world.pools[one.pool]
+        world, config = self.world, self.world.pools[one.submitted.pool]
         try:
-            roster = find_candidates(world, config, one)
+            roster = find_candidates(world, config, one.submitted)
             computing = locate_prompt(world, config, one, roster)
             return not must_queue(computing.pool, computing.roster)
         except Ineligible:
             return False
 
     def _may_be_sent(self, one: ActiveRequest) -> bool:
-        world, config = self.world, self.world.pools[one.pool]
+        world, config = self.world, self.world.pools[one.submitted.pool]
         try:
-            find_retry_candidates(world, config, one)
+            find_retry_candidates(world, config, one.submitted)
             if one.has_kept_kv(world.now_us) or not requires_remote_prefill(world, config, one):
                 return True
             found = world.prefillers_of(config)
             if found is not None:
-                find_retry_candidates(world, found, as_prefill_request(one, found.pool))
+                find_retry_candidates(world, found, as_prefill_request(one.submitted, found.pool))
             return found is not None
         except Ineligible:
             return False
 
     def _look_at_load(self) -> None:
         booked = {part.request_id: part for part in self.world.load.snapshot() if isinstance(part, Booking)}
-        on_worker = {one.request_id: one for one in self.world.requests.active() if one.on_worker}
+        on_worker = {one.submitted.request_id: one for one in self.world.requests.active() if one.on_worker}
         assert booked.keys() == on_worker.keys()
         assert all(booked[name].worker_id == one.worker_id for name, one in on_worker.items())
 
@@ -254,7 +254,7 @@ def perform(drive: Books, number: int, kind: str, first: int, depth: int, past: 
         case "query":
             drive("requests", query(f"q{number}", blocks))
         case "cancel" if one is not None:
-            drive("requests", RequestCancelled(request_id=one.request_id))
+            drive("requests", RequestCancelled(request_id=one.submitted.request_id))
         case "again" | "too_late" if past:
             drive("progress", past[first % len(past)])
         case "wait":

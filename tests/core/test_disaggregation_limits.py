@@ -159,7 +159,7 @@ def test_kv_whose_lease_is_over_is_kept_by_nobody() -> None:
 def test_a_policy_gets_the_prefill_attempt() -> None:
     drive = Driver().disagg(["p"], ["d", "e"])
     attempts: list[tuple[str, int]] = []
-    drive.world.on_plan = lambda plan: attempts.append((plan.stage, plan.request.attempt))
+    drive.world.on_plan = lambda plan: attempts.append((plan.stage, plan.attempt))
     (then,) = prefilled(drive, ask(drive))
     _, again = drive("progress", TransferFailed(**progress_fields(then), error="gone"))
     (again,) = drive("progress", PrefillFailed(**progress_fields(again), error="no room"))

@@ -189,7 +189,7 @@ def test_a_lost_worker_ends_the_requests_that_are_for_it_alone() -> None:
     assert [(one.request_id, one.attempt, one.reason, one.message, one.worker_id) for one in made] == [
         ("r1", 1, *reason), ("r2", 1, *reason), ("r3", 0, *reason),
     ]  # fmt: skip
-    assert [one.request_id for one in drive.world.requests.active()] == ["r4"], "b is still there"
+    assert [one.submitted.request_id for one in drive.world.requests.active()] == ["r4"], "b is still there"
     assert [load.active_requests for load in drive.world.load.ranks()] == [1]
     assert elsewhere.worker_id == "b"
     assert not drive.world.queues.waiting("default")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from forebay.core.phases import Phase
 from forebay.core.routing.counterfactual import Counterfactual, counterfactual
-from forebay.core.state.active_request import content_hash
+from forebay.core.state.submitted_request import content_hash
 from forebay.core.world import restore
 from forebay.events.control import QueueConfig, RouterConfig
 from forebay.events.decisions import RequestAborted, RequestHeld, RequestRouted

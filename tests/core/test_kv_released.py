@@ -121,7 +121,11 @@ def perform(drive: Books, number: int, fault: str) -> None:
         drive("requests", request(f"r{number}", PROMPTS[number % 3], nonce=number, timeout_us=10_000_000))
         return
     one = under_way[number % len(under_way)]
-    fields: dict[str, Any] = {name: getattr(one, name) for name in ("request_id", "worker_id", "worker_epoch")}
+    fields: dict[str, Any] = {
+        "request_id": one.submitted.request_id,
+        "worker_id": one.worker_id,
+        "worker_epoch": one.worker_epoch,
+    }
     fields |= {"attempt": one.stage_attempt, "owner_epoch": 0}
     match fault:
         case "prefilled" | "foreign":
@@ -137,7 +141,7 @@ def perform(drive: Books, number: int, fault: str) -> None:
         case "finish":
             drive("progress", RequestFinished(**fields, finish_reason="stop"))
         case "cancel":
-            drive("requests", RequestCancelled(request_id=one.request_id))
+            drive("requests", RequestCancelled(request_id=one.submitted.request_id))
         case "too_late":
             for step in ("lose_decoders", "prefilled"):
                 perform(drive, number, step)

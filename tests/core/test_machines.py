@@ -8,10 +8,11 @@ import pytest
 
 from forebay.core.block_hashes import block_hashes, extend_chain
 from forebay.core.phases import Phase
-from forebay.core.state.active_request import ActiveRequest, request_from_event
+from forebay.core.state.active_request import ActiveRequest
 from forebay.core.state.fleet import TRANSITIONS as FLEET_TABLE
 from forebay.core.state.fleet import Fleet, WorkerPhase
 from forebay.core.state.requests import ActiveRequests
+from forebay.core.state.submitted_request import request_from_event
 from forebay.core.state.transitions import TRANSITIONS, RequestTransition
 from forebay.core.state_machine import IllegalTransition
 from forebay.events.base import pack_u32
@@ -122,7 +123,7 @@ STAGES: dict[Phase, Stage] = {
 
 def life_in(phase: Phase, *, encoded: bool = False) -> tuple[ActiveRequests, ActiveRequest]:
     requests = ActiveRequests()
-    one = request_from_event(request("r", [1, 2]), "default", 0, 1_000)
+    one = ActiveRequest(request_from_event(request("r", [1, 2]), "default", 0, 1_000))
     requests.add(one)
     if phase is Phase.QUEUED:
         requests.enqueue(one, "default", 10, 1_500)
@@ -226,20 +227,20 @@ def test_progress_of_unknown_requests_and_attempts_is_rejected() -> None:
 def test_ended_requests_leave_no_deadline_behind() -> None:
     requests = ActiveRequests()
     for number in range(500):
-        one = request_from_event(request(f"r{number}", timeout_us=10_000 + number), "default", number, 0)
+        one = ActiveRequest(request_from_event(request(f"r{number}", timeout_us=10_000 + number), "default", number, 0))
         requests.add(one)
         requests.route(one, "aggregated", "w", 3, 0)
         if number % 100:
             requests.end(one, 10)
     assert requests.next_due_us() == 10_000
-    assert [one.request_id for one in requests.expired(10_250)] == ["r0", "r100", "r200"]
+    assert [one.submitted.request_id for one in requests.expired(10_250)] == ["r0", "r100", "r200"]
     assert requests.next_due_us() == 10_300
     # An id that comes back with another deadline is not ended by the old one.
-    again = request_from_event(request("again", timeout_us=50), "default", 900, 0)
+    again = ActiveRequest(request_from_event(request("again", timeout_us=50), "default", 900, 0))
     requests.add(again)
     requests.end(again, 10)
     requests.expired(200_000_000)
-    requests.add(request_from_event(request("again", timeout_us=10**9), "default", 901, 200_000_000))
+    requests.add(ActiveRequest(request_from_event(request("again", timeout_us=10**9), "default", 901, 200_000_000)))
     assert requests.expired(200_000_001) == []
 
 

@@ -38,7 +38,7 @@ def test_a_lost_ingress_takes_its_requests_with_it_and_no_others() -> None:
         ("r3", "ingress_lost", True),
     ]
     assert made[0].message == "the ingress i of the request was lost: its lease ran out"
-    assert [one.request_id for one in drive.world.requests.active()] == ["r2", "by-kafka", "older"]
+    assert [one.submitted.request_id for one in drive.world.requests.active()] == ["r2", "by-kafka", "older"]
     assert [one.ingress_id for one in drive.world.fleet.ingresses()] == ["j"]
 
 
@@ -74,7 +74,7 @@ def test_a_restarted_ingress_is_another_incarnation() -> None:
     drive("fleet", ingress_joined(incarnation="two"))
     drive("requests", waiting_at("new", "two"))
     assert aborted.request_id == "old"
-    assert [one.request_id for one in drive.world.requests.active()] == ["new"]
+    assert [one.submitted.request_id for one in drive.world.requests.active()] == ["new"]
 
 
 def test_ingresses_outlive_a_snapshot() -> None:

@@ -270,8 +270,8 @@ configs = st.builds(
 
 def move(drive: Driver, kind: str, number: int, at: int) -> list[Any]:
     under_way = drive.world.requests.active()
-    one = under_way[number % len(under_way)].request_id if under_way else "nobody"
-    sent = [each.request_id for each in under_way if each.on_worker]
+    one = under_way[number % len(under_way)].submitted.request_id if under_way else "nobody"
+    sent = [each.submitted.request_id for each in under_way if each.on_worker]
     match kind:
         case "submit":
             return drive("requests", request(f"r{at}", timeout_us=HOUR_US, nonce=at))
@@ -298,18 +298,18 @@ def test_bounds_hold_nothing_is_lost_and_nobody_waits_past_the_limit(
     ended_requests: set[str] = set()
     lost = False
     for at, (kind, number) in enumerate(history):
-        ended = {one.request_id for one in drive.world.requests.active()}
+        ended = {one.submitted.request_id for one in drive.world.requests.active()}
         made = move(drive, kind, number, at)
         submitted |= {f"r{at}"} if kind == "submit" else set()
         ended_requests |= {one.request_id for one in made if isinstance(one, RequestRejected | RequestAborted)}
-        under_way = {one.request_id: one for one in drive.world.requests.active()}
+        under_way = {one.submitted.request_id: one for one in drive.world.requests.active()}
         if kind == "finish":
             ended_requests |= ended - set(under_way)
         assert submitted == set(under_way) | ended_requests, "each request is under way or has ended"
         lost = lost or kind == "lose"
         assert_bounds(drive, config, moved=lost)
     while drive.world.requests.active():
-        sent = [one.request_id for one in drive.world.requests.active() if one.on_worker]
+        sent = [one.submitted.request_id for one in drive.world.requests.active() if one.on_worker]
         if sent:
             finish(drive, sent[0])
         else:

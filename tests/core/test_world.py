@@ -171,7 +171,7 @@ def test_on_loss_is_called_before_the_worker_is_removed() -> None:
 
     def look(event: WorkerLost, worker: FleetWorker) -> None:
         held = world.index.blocks_held("a", 0, "device"), world.load.rank_load("a", 0).active_requests
-        on_it = [one.request_id for one in world.requests.of_worker("a", worker.worker_epoch)]
+        on_it = [one.submitted.request_id for one in world.requests.of_worker("a", worker.worker_epoch)]
         seen.append((event.reason, worker.spec.worker_id, held, on_it))
 
     world.on_loss = look
@@ -228,7 +228,7 @@ def test_every_request_ends_once_or_is_under_way(history: list[Any]) -> None:
     rejected = {one.request_id for one in drive.decided if isinstance(one, RequestRejected)}
     assert ids == rejected | taken
     under_way = drive.world.requests.active()
-    assert {one.request_id for one in under_way} <= taken
+    assert {one.submitted.request_id for one in under_way} <= taken
     assert sum(rank.active_requests for rank in drive.world.load.ranks()) == sum(one.on_worker for one in under_way)
     queued = [one for one in under_way if one.phase is Phase.QUEUED]
     assert (drive.world.queues.waiting("default") if drive.world.pools else 0) == len(queued)

@@ -342,7 +342,7 @@ histories = st.lists(actions(), max_size=120)
 
 def said_of(one: ActiveRequest, kind: str, number: int) -> InputEvent:
     fields: dict[str, Any] = {
-        "request_id": one.request_id,
+        "request_id": one.submitted.request_id,
         "attempt": one.stage_attempt,
         "worker_id": one.worker_id or "a",
         "worker_epoch": one.worker_epoch,
@@ -404,7 +404,7 @@ def perform(drive: Driver, number: int, action: tuple[str, Any]) -> None:
             )
             drive("metrics", report)
         case "cancel":
-            drive("requests", RequestCancelled(request_id=one.request_id if one else "nobody"))
+            drive("requests", RequestCancelled(request_id=one.submitted.request_id if one else "nobody"))
         case "wait":
             drive.wait(first * 1_000)
         case "join":

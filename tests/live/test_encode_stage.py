@@ -1,13 +1,13 @@
 """The encode stage in a live owner: pools by lease, work items of both stages, and a takeover between them."""
 
-from dataclasses import replace
 from typing import Any
 
 import msgspec
 import pytest
 
-from forebay.core.state.active_request import request_from_event as under_way
+from forebay.core.state.active_request import ActiveRequest
 from forebay.core.state.fleet import Fleet
+from forebay.core.state.submitted_request import request_from_event
 from forebay.events.codec import decode
 from forebay.events.control import PoolConfigured, RouterConfig
 from forebay.events.decisions import RequestRouted
@@ -30,7 +30,7 @@ ENCODES = msgspec.structs.replace(ANSWERS, worker_id="e", pool="encoders", role=
 
 def work_of(decided: RequestRouted, result: Encoded | None) -> WorkItem:
     submission = request("r", PROMPTS[0], media=(MEDIA,))
-    one = replace(under_way(submission, "default", 0, 0), encoded=result)
+    one = ActiveRequest(request_from_event(submission, "default", 0, 0), encoded=result)
     draft = encode_work_item(ANSWERS.model, decided, submission, one, report_output=False)
     assert (draft.topic, draft.partition) == (work_topic(decided.pool).name, decided.slot)
     item: WorkItem = decode(work_topic(decided.pool), draft.value)

@@ -104,7 +104,7 @@ async def test_history_behind_a_verified_snapshot_is_deleted_and_the_rest_verifi
         assert await log.begin(DECISIONS.name, 1) == 0, "another partition is not this group's"
         assert retention.trimmed[DECISIONS.name] == taken.journal_offset
         oldest = owner.world.requests.active()[0]
-        assert await log.begin(REQUESTS.name, 0) <= oldest.offset
+        assert await log.begin(REQUESTS.name, 0) <= oldest.submitted.offset
         cold = Standby(log, 0)
         await cold.catch_up(log.next_offset(DECISIONS.name, 0))
     after = await verified(path)
@@ -217,10 +217,10 @@ async def test_records_before_a_snapshot_are_kept_while_requests_in_flight_need_
         while not owner.snapshots.taken:
             await owner.turn(())
             await owner.snapshots.settle()
-        assert owner.world.view[REQUESTS.name] > oldest.offset
+        assert owner.world.view[REQUESTS.name] > oldest.submitted.offset
         await Retention(log, owner, 0, SMALL).enforce()
         assert await log.begin(DECISIONS.name, 0) >= end
-        assert 0 < await log.begin(REQUESTS.name, 0) <= oldest.offset
+        assert 0 < await log.begin(REQUESTS.name, 0) <= oldest.submitted.offset
         assert await log.begin(TOKENS.name, 0) == 0, "responses in flight may begin at this offset"
         assert [await log.begin(name, 0) for name in (CONTROL.name, GROUPS.name)] == [0, 0]
     await verified(path)

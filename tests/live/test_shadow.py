@@ -130,7 +130,7 @@ def test_an_alternative_policy_matches_a_direct_evaluation(history: list[tuple[s
     found: dict[tuple[str, int], Counterfactual] = {}
 
     def on_plan(plan: Plan) -> None:
-        key = plan.request.request_id, plan.request.attempt + 1
+        key = plan.request.request_id, plan.attempt + 1
         found[key] = counterfactual(drive.world, alternative(plan.pool), plan)
 
     drive.world.on_plan = on_plan

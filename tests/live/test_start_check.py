@@ -60,7 +60,7 @@ async def in_flight(path: Path) -> list[int]:
     with closing(SqliteLog.open(path, readonly=True)) as log:
         cold = Standby(log, 0)
         await cold.catch_up(log.next_offset(DECISIONS.name, 0))
-        return [request.offset for request in cold.world.requests.active()]
+        return [request.submitted.offset for request in cold.world.requests.active()]
 
 
 async def trusted(log: SqliteLog, offsets: list[int]) -> list[Record]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from forebay.core.block_hashes import hash_seed, sequence_hashes
-from forebay.core.state.active_request import id_hash
+from forebay.core.state.submitted_request import id_hash
 from forebay.engine_model.model import EngineConfig, EngineModel, EngineRequest, Stored
 from forebay.events.base import Event, pack_u32, pack_u64, unpack_u32, unpack_u64
 from forebay.events.codec import decode, encode

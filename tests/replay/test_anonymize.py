@@ -14,7 +14,7 @@ from hypothesis import given
 from xxhash import xxh3_64_intdigest
 
 from forebay.core.routing.policies import RoutingRequest, RoutingWorld
-from forebay.core.state.active_request import id_hash
+from forebay.core.state.submitted_request import id_hash
 from forebay.events.base import unpack_u64
 from forebay.events.codec import DecodeError, decode, encode
 from forebay.events.decisions import RequestAborted, RequestRejected, RequestRouted

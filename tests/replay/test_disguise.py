@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from msgspec import inspect
 
-from forebay.core.state.active_request import content_hash
+from forebay.core.state.submitted_request import content_hash
 from forebay.events.base import pack_u64
 from forebay.events.control import PoolConfigured, QueueConfig
 from forebay.events.decisions import JournalRecord

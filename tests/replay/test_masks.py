@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.core.state.active_request import id_hash
+from forebay.core.state.submitted_request import id_hash
 from forebay.events.base import pack_u64, unpack_u64
 from forebay.events.codec import DecodeError, decode, unknown_tag
 from forebay.events.topics import FLEET, REQUESTS, Topic

@@ -12,10 +12,11 @@ from forebay.core.routing.planner import (
     plan_new,
     plan_retry,
 )
-from forebay.core.state.active_request import ActiveRequest, content_hash, request_from_event, request_from_query
+from forebay.core.state.active_request import ActiveRequest
 from forebay.core.state.fleet import FleetWorker
 from forebay.core.state.queue import QueuedRequest
 from forebay.core.state.requests import ACTIVE_REQUESTS_MAX
+from forebay.core.state.submitted_request import content_hash, request_from_event, request_from_query
 from forebay.core.world import World
 from forebay.events.control import PoolConfigured
 from forebay.events.decisions import (
@@ -61,7 +62,7 @@ def submit(world: World, event: RequestSubmitted, offset: int) -> list[AnyDecisi
         pool = _pool_of(world, event.model)
         if len(requests) >= ACTIVE_REQUESTS_MAX:
             raise Ineligible("overloaded", f"{len(requests)} requests are in flight, the maximum of a group")
-        request = request_from_event(event, pool.pool, offset, world.now_us)
+        request = ActiveRequest(request_from_event(event, pool.pool, offset, world.now_us))
         plan = plan_new(world, pool, request)
     except Ineligible as ineligible:
         return [reject(world, event.request_id, event.reply_slot, ineligible)]
@@ -72,7 +73,7 @@ def query(world: World, event: RouteQueried) -> RouteAnswered:
     """Return where a request would be routed now. Nothing is booked; only the journal records the query."""
     try:
         pool = _pool_of(world, event.model)
-        request = request_from_query(event, pool.pool)
+        request = ActiveRequest(request_from_query(event, pool.pool))
         options = find_options(world, pool, request)
         plan = plan_first_stage(world, pool, request, options)
     except Ineligible as ineligible:
@@ -96,7 +97,7 @@ def drain_queues(world: World) -> list[AnyDecision]:
     def is_dispatchable(queued: QueuedRequest) -> bool:
         request = _queued_request(world, queued)
         try:
-            found = options[queued.request_id] = find_options(world, world.pools[request.pool], request)
+            found = options[queued.request_id] = find_options(world, world.pools[request.submitted.pool], request)
         except Ineligible:
             return False  # it waits for a change, or for its deadline
         return not found.should_queue
@@ -121,7 +122,7 @@ def reroute(world: World, requests: list[ActiveRequest], cause: str | None = Non
             world.requests.expire_prefilled(request)
     decided: list[AnyDecision] = [*release_kv(world)]
     for request in requests:
-        pool = world.pools[request.pool]
+        pool = world.pools[request.submitted.pool]
         exhausted = find_exhausted_attempts(world, pool, request, cause)
         if exhausted is not None:
             decided.append(abort(world, request, *exhausted))
@@ -142,7 +143,7 @@ def handle_worker_loss(world: World, worker: FleetWorker) -> list[AnyDecision]:
     stranded = world.requests.of_worker(worker.spec.worker_id, worker.worker_epoch)
     for request in stranded:
         world.requests.lose_worker(request)
-        world.load.free(request.request_id)
+        world.load.free(request.submitted.request_id)
     for request in world.requests.waiting_with_kv_of(worker.spec.worker_id, worker.worker_epoch):
         world.requests.forget_prefilled(request)
     world.dismiss(worker)
@@ -164,10 +165,10 @@ def _pool_of(world: World, model: str) -> PoolConfigured:
 
 def _serve(world: World, request: ActiveRequest, options: Options) -> RequestRouted | RequestRejected:
     try:
-        plan = plan_first_stage(world, world.pools[request.pool], request, options)
+        plan = plan_first_stage(world, world.pools[request.submitted.pool], request, options)
     except Ineligible as ineligible:
         world.requests.end(request, world.now_us)
-        return reject(world, request.request_id, request.reply_slot, ineligible)
+        return reject(world, request.submitted.request_id, request.submitted.reply_slot, ineligible)
     return dispatch(world, request, plan)
 
 

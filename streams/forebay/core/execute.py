@@ -35,7 +35,7 @@ def dispatch(world: World, request: ActiveRequest, plan: Plan) -> RequestRouted:
     cached_tokens = _count_reused(world, plan) if stage in ("aggregated", "prefill") else 0
     world.requests.route(request, stage, candidate.worker.spec.worker_id, candidate.worker.worker_epoch, candidate.rank)
     world.load.book(
-        request.request_id,
+        request.submitted.request_id,
         candidate.key,
         # An encode worker always computes its media; a decode worker is sent no prefill by its configuration.
         prefill_tokens=view.prompt_tokens - cached_tokens if config.track_prefill_tokens or stage == "encode" else 0,
@@ -73,17 +73,17 @@ def enqueue(
     world: World, pool: PoolConfigured, request: ActiveRequest, plan: QueuePlan
 ) -> RequestHeld | RequestRejected:
     """Put a new request into the queue of its pool, or reject it if the queue is full."""
-    wanted = request.hints.policy_class
+    wanted = request.submitted.hints.policy_class
     world.counts["unknown_queue_class"] += wanted not in ("", plan.queue_class)
     if plan.full is not None:
-        return reject(world, request.request_id, request.reply_slot, plan.full)
-    timeout_us = 0 if request.patient else round(pool.router.queue.timeout_s * 1e6)
+        return reject(world, request.submitted.request_id, request.submitted.reply_slot, plan.full)
+    timeout_us = 0 if request.submitted.patient else round(pool.router.queue.timeout_s * 1e6)
     world.requests.add(request)
     world.requests.enqueue(request, plan.queue_class, plan.uncached_tokens, world.now_us, timeout_us)
     world.queues.push(pool.pool, queued_request(request, pool))
     return RequestHeld(
         **world.stamp(),
-        request_id=request.request_id,
+        request_id=request.submitted.request_id,
         pool=pool.pool,
         queue_class=plan.queue_class,
         uncached_tokens=plan.uncached_tokens,
@@ -110,23 +110,23 @@ def abort(
     world.counts[f"aborted_{reason}"] += 1
     worker = world.fleet.get(request.worker_id) if request.on_worker else None
     if worker is not None:
-        world.load.free(request.request_id)
+        world.load.free(request.submitted.request_id)
     kept = request.prefilled
     holder = None if kept is None else _holder_of(world, kept.worker_id, kept.worker_epoch)
     if kept is not None:
         world.requests.forget_prefilled(request)  # the record itself names the worker that releases the KV
-    world.queues.remove(request.request_id)
+    world.queues.remove(request.submitted.request_id)
     world.requests.end(request, world.now_us)
     return RequestAborted(
         **world.stamp(),
-        request_id=request.request_id,
-        reply_slot=request.reply_slot,
+        request_id=request.submitted.request_id,
+        reply_slot=request.submitted.reply_slot,
         reason=reason,
         message=message,
         # The highest attempt of any stage: no output of an earlier attempt may follow this record, and both the
         # worker that has the request and the one that keeps its KV must stop.
         attempt=max(request.attempt, request.stage_attempt, 0 if holder is None else request.prefills),
-        pool=request.pool if worker is None else worker.spec.pool,
+        pool=request.submitted.pool if worker is None else worker.spec.pool,
         worker_id=request.worker_id if worker is not None else "",
         worker_epoch=request.worker_epoch,
         slot=worker.slot if worker is not None else 0,
@@ -168,7 +168,7 @@ def _routed(world: World, request: ActiveRequest, plan: Plan) -> RequestRouted:
     world.turns[pool] = world.turns.get(pool, 0) + 1
     return RequestRouted(
         **world.stamp(),
-        request_id=request.request_id,
+        request_id=request.submitted.request_id,
         attempt=request.next_encoding if stage == "encode" else request.attempts(stage) + 1,
         pool=pool,
         worker_id=candidate.worker.spec.worker_id,

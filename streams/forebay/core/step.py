@@ -195,10 +195,10 @@ def _progress(world: World, event: RequestProgress) -> list[AnyDecision]:
     match event:
         case FirstTokenEmitted():
             world.load.prefill_done(event.request_id)
-            if world.pools[request.pool].role == "decode":
+            if world.pools[request.submitted.pool].role == "decode":
                 world.requests.begin(request)
         case OutputGrown():
-            if world.pools[request.pool].router.track_output_blocks:
+            if world.pools[request.submitted.pool].router.track_output_blocks:
                 world.load.grow(event.request_id, event.output_tokens)
         case RequestFinished() | RequestFailed():
             # A worker that was declared lost may still have finished the request. Its booking is already gone then.
@@ -226,7 +226,7 @@ def _progress(world: World, event: RequestProgress) -> list[AnyDecision]:
 
 def _descriptor_fault(world: World, request: ActiveRequest, event: PrefillFinished) -> str | None:
     """Return why the KV descriptor of a prefill worker is unusable, and drop it; None if it is usable."""
-    prefilled, model = event.prefilled, world.pools[request.pool].model
+    prefilled, model = event.prefilled, world.pools[request.submitted.pool].model
     if (prefilled.worker_id, prefilled.worker_epoch, prefilled.model) == (event.worker_id, event.worker_epoch, model):
         return None
     world.requests.drop_unusable_prefilled(request)

@@ -22,6 +22,7 @@ from forebay.core.state.queue import QueuedRequest, Queues
 from forebay.core.state.requests import ActiveRequests
 from forebay.core.state.roster import CandidateRank, Roster, roster_of, session_roster
 from forebay.core.state.sessions import Binding, SessionAffinity
+from forebay.core.state.submitted_request import SubmittedRequest
 from forebay.core.state_machine import Digested, digest_of, plain
 from forebay.events.control import BusyThresholds, DisaggConfig, PoolConfigured, RouterConfig
 from forebay.events.decisions import ConsumedRun
@@ -205,8 +206,8 @@ class World:
         self.disagg.pop(event.pool, None)
         if known is not None and known.role != event.role:
             for request in self.requests.queued():
-                if request.pool == event.pool:
-                    self.queues.remove(request.request_id)
+                if request.submitted.pool == event.pool:
+                    self.queues.remove(request.submitted.request_id)
                     self.queues.push(event.pool, queued_request(request, event))
 
     def set_busy(self, model: str, thresholds: BusyThresholds) -> None:
@@ -259,7 +260,7 @@ class World:
             routed.drop_holder(worker_id, rank)
             routed.add_holder(worker_id, rank)
 
-    def book_routing(self, router: RouterConfig, candidate: CandidateRank, request: ActiveRequest) -> None:
+    def book_routing(self, router: RouterConfig, candidate: CandidateRank, request: SubmittedRequest) -> None:
         """Book the consequences of a routing: the prompt will be cached at the rank, and its session stays there."""
         worker_id, rank = candidate.key
         if not (router.use_kv_events and candidate.worker.spec.kv_events):
@@ -411,22 +412,22 @@ def _restore(world: World, index: PrefixIndex | IndexTally, chunks: Iterable[Chu
     for change in changes:
         index.restore(change)
     for request in world.requests.queued():
-        world.queues.push(request.pool, queued_request(request, world.pools[request.pool]))
+        world.queues.push(request.submitted.pool, queued_request(request, world.pools[request.submitted.pool]))
 
 
 def queued_request(request: ActiveRequest, pool: PoolConfigured) -> QueuedRequest:
     """Return a request in the form of its pool's queue."""
-    wanted = requirements_key(request.hints, request.lora_name, request.task)
+    wanted = requirements_key(request.submitted.hints, request.submitted.lora_name, request.submitted.task)
     if pool.role == "decode":
         # Candidates also depend on the prompt length. Short requests must not wait behind long ones.
         wanted = (*wanted, request.uncached_tokens.bit_length())
     return QueuedRequest(
-        request_id=request.request_id,
-        offset=request.offset,
-        policy_class=request.hints.policy_class,
+        request_id=request.submitted.request_id,
+        offset=request.submitted.offset,
+        policy_class=request.submitted.hints.policy_class,
         uncached_tokens=request.uncached_tokens,
-        priority=request.hints.priority,
-        strict_priority=request.hints.strict_priority,
+        priority=request.submitted.hints.priority,
+        strict_priority=request.submitted.hints.strict_priority,
         arrival_us=request.queued_at_us,
         demand=wanted,
     )

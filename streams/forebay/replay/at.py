@@ -139,7 +139,7 @@ class Position:
 
     async def _read_timeouts(self) -> dict[int, int]:
         """Return the timeouts of active requests by the offset of their submission, as far as the log holds them."""
-        offsets = [request.offset for request in self.world.requests.active()]
+        offsets = [request.submitted.offset for request in self.world.requests.active()]
         known = {offset: self._timeouts_us[offset] for offset in offsets if offset in self._timeouts_us}
         begin = await self._log.begin(REQUESTS.name, self._partition)
         for offset in offsets:

@@ -305,7 +305,7 @@ def loss_of(world: World, event: WorkerLost, worker: FleetWorker) -> LossFacts:
         at_us=event.at_us,
         lost_us=world.now_us,
         ranks=[_rank(world, cursor) for cursor in world.index.cursors() if (cursor.worker_id, cursor.rank) in keys],
-        requests=[request.request_id for request in stranded],
+        requests=[request.submitted.request_id for request in stranded],
     )
 
 
@@ -342,7 +342,7 @@ def queues_of(world: World) -> list[ClassFacts]:
 
 def requests_of(world: World, timeouts_us: dict[int, int]) -> list[RequestFacts]:
     """Return every active request, oldest first; `timeouts_us` are by offset of the submission."""
-    return [_request(world, request, timeouts_us.get(request.offset)) for request in world.requests.active()]
+    return [_request(world, request, timeouts_us.get(request.submitted.offset)) for request in world.requests.active()]
 
 
 def _rank(world: World, cursor: IndexCursor) -> RankFacts:
@@ -373,17 +373,17 @@ def _rank(world: World, cursor: IndexCursor) -> RankFacts:
 
 
 def _request(world: World, request: ActiveRequest, timeout_us: int | None) -> RequestFacts:
-    due_in_us = request.due_us - world.now_us
+    due_in_us = request.submitted.due_us - world.now_us
     kept = request.prefilled if request.has_kept_kv(world.now_us) else None
     return RequestFacts(
-        request_id=request.request_id,
+        request_id=request.submitted.request_id,
         phase=request.phase.value,
-        pool=request.pool,
+        pool=request.submitted.pool,
         worker_id=request.worker_id if request.on_worker else "",
         rank=request.rank,
         attempt=request.stage_attempt,
-        prompt_tokens=request.prompt_tokens,
-        submitted_offset=request.offset,
+        prompt_tokens=request.submitted.prompt_tokens,
+        submitted_offset=request.submitted.offset,
         age_us=None if timeout_us is None else timeout_us - due_in_us,
         due_in_us=due_in_us,
         kept_by="" if kept is None else kept.worker_id,

@@ -160,15 +160,15 @@ class _Reader:
             return  # the request or the worker ended with the same event
         rank = (routed.worker_id, routed.worker_epoch, routed.rank)
         self._specs[rank] = worker.spec
-        room = worker.spec.kv_blocks_total * worker.spec.block_size - request.prompt_tokens
+        room = worker.spec.kv_blocks_total * worker.spec.block_size - request.submitted.prompt_tokens
         observed = ObservedRequest(
             routed_us=now_us,
-            prompt_tokens=request.prompt_tokens,
-            sequence_hashes=request.packed,
+            prompt_tokens=request.submitted.prompt_tokens,
+            sequence_hashes=request.submitted.packed,
             output_tokens=max(1, min(self._tokens.get(routed.request_id, 1), room)),
             left_out=UNFINISHED,
         )
-        if request.task != "generate":
+        if request.submitted.task != "generate":
             observed.left_out = NOT_GENERATED
         elif routed.attempt > 1:
             observed.left_out = AGAIN

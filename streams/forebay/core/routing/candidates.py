@@ -1,8 +1,8 @@
 """Find the ranks that may take a request, by eligibility, session, load and stage. Only reads the world."""
 
 from forebay.core.routing.eligibility import Ineligible, all_above_threshold, filter_eligible, filter_not_busy
-from forebay.core.state.active_request import ActiveRequest
 from forebay.core.state.roster import Roster, session_roster, suspect_roster_of
+from forebay.core.state.submitted_request import SubmittedRequest
 from forebay.core.world import World
 from forebay.events.control import BusyThresholds, PoolConfigured
 
@@ -10,7 +10,7 @@ NO_READY_WORKER = frozenset(("no_workers", "no_eligible_worker"))
 
 
 def find_candidates(
-    world: World, pool: PoolConfigured, request: ActiveRequest, busy: BusyThresholds | None = None
+    world: World, pool: PoolConfigured, request: SubmittedRequest, busy: BusyThresholds | None = None
 ) -> Roster:
     """Return the ranks that may take a new request: eligible, in the request's session, and not busy.
 
@@ -41,7 +41,9 @@ def find_candidates(
     return mine
 
 
-def find_suspect_candidates(world: World, pool: PoolConfigured, request: ActiveRequest, refusal: Ineligible) -> Roster:
+def find_suspect_candidates(
+    world: World, pool: PoolConfigured, request: SubmittedRequest, refusal: Ineligible
+) -> Roster:
     """Return the ranks of suspect workers that could take a request once they renew their leases.
 
     Raises:
@@ -56,7 +58,7 @@ def find_suspect_candidates(world: World, pool: PoolConfigured, request: ActiveR
         raise refusal from None
 
 
-def find_retry_candidates(world: World, pool: PoolConfigured, request: ActiveRequest) -> Roster:
+def find_retry_candidates(world: World, pool: PoolConfigured, request: SubmittedRequest) -> Roster:
     """Return the ranks that may take an accepted request again, regardless of load and session. Raises Ineligible."""
     return filter_eligible(world.roster(pool.pool), world.fleet, pool, request.hints, request.lora_name, request.task)
 

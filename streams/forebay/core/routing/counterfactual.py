@@ -17,6 +17,7 @@ from forebay.core.routing.eligibility import Ineligible
 from forebay.core.routing.evaluation import evaluate
 from forebay.core.routing.plan import Plan, StageCandidates
 from forebay.core.routing.stages import find_decode_candidates, find_prefill_candidates
+from forebay.core.state.active_request import ActiveRequest
 from forebay.core.world import World
 from forebay.events.control import BusyThresholds, DisaggConfig, PoolConfigured
 
@@ -97,11 +98,10 @@ def counterfactual(world: World, pool: PoolConfigured, history: Plan) -> Counter
     """
     if history.stage == "encode":  # no configuration changes the selection of an encode worker
         return Counterfactual(history, history, None, would_hold=False)
-    request = history.request
-    # A prefill worker's view of a request counts prefill attempts only, so look at the request itself.
-    again = (world.requests.get(request.request_id) or request).was_dispatched
+    request = world.requests.get(history.request.request_id) or ActiveRequest(history.request)
+    again = request.was_dispatched
     try:
-        candidates = _candidates(world, pool, history, again=again)
+        candidates = _candidates(world, pool, history, request)
         choice = evaluate(world, candidates, as_owner=False)
     except Ineligible as ineligible:
         return Counterfactual(history, None, ineligible, would_hold=False)
@@ -109,18 +109,18 @@ def counterfactual(world: World, pool: PoolConfigured, history: Plan) -> Counter
     return Counterfactual(history, choice, None, would_hold=would_hold)
 
 
-def _candidates(world: World, pool: PoolConfigured, history: Plan, *, again: bool) -> StageCandidates:
+def _candidates(world: World, pool: PoolConfigured, history: Plan, request: ActiveRequest) -> StageCandidates:
     """Return the candidates of the same stage in `pool`, as the planner does. Raises Ineligible."""
-    busy, request = _busy(world, pool), history.request
+    busy, again = _busy(world, pool), request.was_dispatched
     if history.stage == "prefill":
         return find_prefill_candidates(world, pool, request, busy, again=again)
     if history.stage == "decode":
         roster = find_decode_candidates(world, pool, request, busy)
     elif again:
-        roster = find_retry_candidates(world, pool, request)
+        roster = find_retry_candidates(world, pool, history.request)
     else:
-        roster = find_candidates(world, pool, request, busy)
-    return StageCandidates(history.stage, pool, roster, request)
+        roster = find_candidates(world, pool, history.request, busy)
+    return StageCandidates(history.stage, pool, roster, history.request, history.attempt)
 
 
 def merge_runtime_settings(

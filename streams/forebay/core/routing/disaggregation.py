@@ -9,7 +9,7 @@ from dataclasses import replace
 from forebay.core.routing.eligibility import Ineligible
 from forebay.core.routing.evaluation import evaluate
 from forebay.core.routing.plan import Plan, StageCandidates
-from forebay.core.routing.stages import as_prefill_request, find_prefill_candidates
+from forebay.core.routing.stages import find_prefill_candidates
 from forebay.core.state.active_request import ActiveRequest
 from forebay.core.state.roster import Roster
 from forebay.core.world import World
@@ -26,8 +26,8 @@ def locate_prompt(world: World, pool: PoolConfigured, request: ActiveRequest, ro
     Raises:
         Ineligible: the policy enforces remote prefill, and no prefill worker is eligible.
     """
-    local = StageCandidates("aggregated", pool, roster, request)
-    if pool.role != "decode" or request.task != "generate":
+    local = StageCandidates("aggregated", pool, roster, request.submitted, request.attempt)
+    if pool.role != "decode" or request.submitted.task != "generate":
         return local
     config = world.disagg.get(pool.pool, pool.router.disagg)
     if request.begun:
@@ -82,9 +82,8 @@ def _find_remote(world: World, pool: PoolConfigured, request: ActiveRequest) -> 
     found = world.prefillers_of(pool)
     if found is None:
         return Ineligible("no_workers", f"no prefill worker for the pool {pool.pool} is ready")
-    view = as_prefill_request(request, found.pool)
     try:
-        return find_prefill_candidates(world, found, view, again=request.was_dispatched)
+        return find_prefill_candidates(world, found, request, again=request.was_dispatched)
     except Ineligible as ineligible:
         return ineligible
 

@@ -10,10 +10,10 @@ from forebay.core.routing.cost import CostTable, Demand, cost_table
 from forebay.core.routing.eligibility import Ineligible
 from forebay.core.routing.plan import Plan, StageCandidates
 from forebay.core.routing.policies import Candidate, Policy, RoutingRequest, RoutingWorld
-from forebay.core.state.active_request import ActiveRequest
 from forebay.core.state.holder_bits import HolderKey
 from forebay.core.state.prefix_index import NO_OVERLAP, Overlap
 from forebay.core.state.roster import Roster
+from forebay.core.state.submitted_request import SubmittedRequest
 from forebay.core.world import World
 from forebay.events.control import PoolConfigured, RouterConfig
 from forebay.events.requests import RouterOverride
@@ -45,8 +45,8 @@ def evaluate(world: World, candidates: StageCandidates, *, as_owner: bool = True
     )
     table = cost_table(config, pool.block_size, roster, demand)
     policy = world.policy(config.mode, as_owner=as_owner)
-    at = run_policy(policy, *policy_input(world, pool, request, config, table))
-    return Plan(candidates.stage, pool, request, config, table, at, candidates.place)
+    at = run_policy(policy, *policy_input(world, candidates, config, table))
+    return Plan(candidates.stage, pool, request, candidates.attempt, config, table, at, candidates.place)
 
 
 def find_overlaps(world: World, pool: PoolConfigured, blocks: Sequence[int]) -> dict[HolderKey, Overlap]:
@@ -59,7 +59,7 @@ def find_overlaps(world: World, pool: PoolConfigured, blocks: Sequence[int]) -> 
     return found
 
 
-def count_uncached_tokens(world: World, pool: PoolConfigured, request: ActiveRequest, roster: Roster) -> int:
+def count_uncached_tokens(world: World, pool: PoolConfigured, request: SubmittedRequest, roster: Roster) -> int:
     """Return the prompt tokens that even the candidate with the largest device overlap must compute."""
     positions = roster.positions
     known = find_overlaps(world, pool, request.blocks)
@@ -84,9 +84,10 @@ def _with_device_prefix(overlap: Overlap, device: int) -> Overlap:
 
 
 def policy_input(
-    world: World, pool: PoolConfigured, request: ActiveRequest, config: RouterConfig, table: CostTable
+    world: World, candidates: StageCandidates | Plan, config: RouterConfig, table: CostTable
 ) -> tuple[RoutingWorld, RoutingRequest]:
     """Return the input of a policy. Candidates are built on access from live load; copy them to keep them."""
+    pool, request = candidates.pool, candidates.request
     seen = RoutingWorld(
         _Candidates(table),
         tuple(table.costs),
@@ -101,7 +102,7 @@ def policy_input(
         request.prompt_tokens,
         request.blocks,
         request.tie_seed,
-        request.attempt + 1,
+        candidates.attempt + 1,
         request.hints,
         request.lora_name,
     )

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from forebay.core.routing.cost import CostTable
 from forebay.core.routing.eligibility import Ineligible
-from forebay.core.state.active_request import ActiveRequest
 from forebay.core.state.roster import CandidateRank, Roster
+from forebay.core.state.submitted_request import SubmittedRequest
 from forebay.events.control import PoolConfigured, RouterConfig
 from forebay.events.decisions import PrefillPlace, ScoredCandidate, Stage
 
@@ -23,13 +23,15 @@ class StageCandidates:
         pool: configuration of the pool that selects.
         roster: the candidates, at least one.
         request: request as that pool sees it.
+        attempt: earlier attempts at the stage.
         place: where the prompt is computed, and why; None if the pool always computes it, or no longer.
     """
 
     stage: Stage
     pool: PoolConfigured
     roster: Roster
-    request: ActiveRequest
+    request: SubmittedRequest
+    attempt: int
     place: PrefillPlace | None = None
 
 
@@ -41,6 +43,7 @@ class Plan:
         stage: next stage.
         pool: configuration of the pool that selects.
         request: request as that pool sees it.
+        attempt: earlier attempts at the stage.
         config: router configuration in effect, including the request's override.
         table: cost table over all candidates.
         at: position of the selected candidate in the table.
@@ -49,7 +52,8 @@ class Plan:
 
     stage: Stage
     pool: PoolConfigured
-    request: ActiveRequest
+    request: SubmittedRequest
+    attempt: int
     config: RouterConfig
     table: CostTable
     at: int

@@ -44,7 +44,7 @@ def plan_new(world: World, pool: PoolConfigured, request: ActiveRequest) -> Plan
     try:
         options = find_options(world, pool, request)
     except Ineligible as ineligible:
-        suspects = find_suspect_candidates(world, pool, request, ineligible)
+        suspects = find_suspect_candidates(world, pool, request.submitted, ineligible)
         return _plan_queueing(world, pool, request, suspects)
     if options.should_queue:
         return _plan_queueing(world, pool, request, options.roster)
@@ -57,7 +57,7 @@ def find_options(world: World, pool: PoolConfigured, request: ActiveRequest) -> 
     Raises:
         Ineligible: no worker may take the request.
     """
-    eligible = find_candidates(world, pool, request)
+    eligible = find_candidates(world, pool, request.submitted)
     roster = ranks_with_room(pool, eligible)
     if roster is None or is_room_reserved(world, pool):
         return Options(eligible, locate_prompt(world, pool, request, eligible), should_queue=True)
@@ -67,7 +67,9 @@ def find_options(world: World, pool: PoolConfigured, request: ActiveRequest) -> 
         room = ranks_with_room(computing.pool, computing.roster)
         should_queue = should_queue or room is None
         if room is not None and room is not computing.roster:
-            computing = StageCandidates("prefill", computing.pool, room, computing.request, computing.place)
+            computing = StageCandidates(
+                "prefill", computing.pool, room, computing.request, computing.attempt, computing.place
+            )
     return Options(roster, computing, should_queue)
 
 
@@ -81,8 +83,10 @@ def plan_retry(world: World, pool: PoolConfigured, request: ActiveRequest) -> Pl
     if request.has_kept_kv(world.now_us):
         roster = find_decode_candidates(world, pool, request)
         roster = ranks_with_room(pool, roster) or roster
-        return evaluate(world, StageCandidates("decode", pool, roster, as_decode_request(request)))
-    roster = find_retry_candidates(world, pool, request)
+        return evaluate(
+            world, StageCandidates("decode", pool, roster, as_decode_request(request.submitted), request.attempt)
+        )
+    roster = find_retry_candidates(world, pool, request.submitted)
     computing = locate_prompt(world, pool, request, ranks_with_room(pool, roster) or roster)
     return _plan_encode_or(computing, world, pool, request)
 
@@ -127,8 +131,8 @@ def _plan_encode_or(
 
 def _plan_queueing(world: World, pool: PoolConfigured, request: ActiveRequest, roster: Roster) -> QueuePlan:
     """Return the place of a request in the queue, or why the queue does not take it."""
-    tokens = count_uncached_tokens(world, pool, request, roster)
-    kind = class_of(pool.router.queue, request.hints.policy_class, tokens)
+    tokens = count_uncached_tokens(world, pool, request.submitted, roster)
+    kind = class_of(pool.router.queue, request.submitted.hints.policy_class, tokens)
     ahead = world.queues.length(pool.pool, kind)
     ready = world.roster(pool.pool)
     serving = ready if ready.ranks else roster  # without a ready rank, suspect ranks may serve the request later
@@ -137,7 +141,7 @@ def _plan_queueing(world: World, pool: PoolConfigured, request: ActiveRequest, r
     full = None
     if ahead >= kind.requests_per_worker_max * workers:
         full = Ineligible("queue_full", f"the queue class {kind.name} is full: {ahead} requests are queued")
-    elif bound is not None and waiting >= bound and not request.patient:
+    elif bound is not None and waiting >= bound and not request.submitted.patient:
         text = f"every worker is full, and so is the queue: {waiting} requests are queued"
         full = Ineligible("pool_full", text if bound else "every worker is full, and the pool queues no requests")
     return QueuePlan(kind.name, tokens, ahead, full)

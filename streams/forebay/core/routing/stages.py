@@ -22,6 +22,7 @@ from forebay.core.routing.evaluation import apply_override
 from forebay.core.routing.plan import StageCandidates
 from forebay.core.state.active_request import ActiveRequest
 from forebay.core.state.roster import Roster
+from forebay.core.state.submitted_request import SubmittedRequest
 from forebay.core.world import World
 from forebay.events.control import BusyThresholds, PoolConfigured
 from forebay.events.requests import NO_HINTS, RouterOverride, RoutingHints
@@ -31,15 +32,15 @@ LEAST_LOADED = RouterOverride(mode="least-loaded")
 
 def find_encode_candidates(world: World, pool: PoolConfigured, request: ActiveRequest) -> StageCandidates | None:
     """Return the encode workers for a request, or None if the serving worker encodes the media itself."""
-    if not request.media_tokens or request.encoded is not None:
+    if not request.submitted.media_tokens or request.encoded is not None:
         return None
     found = world.encoders_of(pool.model)
     if found is None:
         return None
     encode_pool, roster = found
     by_load = msgspec.structs.replace(encode_pool, router=apply_override(encode_pool.router, LEAST_LOADED))
-    view = as_encode_request(request, encode_pool.pool)
-    return StageCandidates("encode", by_load, _without_worker(roster, request.encoder_id), view)
+    view = as_encode_request(request.submitted, encode_pool.pool)
+    return StageCandidates("encode", by_load, _without_worker(roster, request.encoder_id), view, request.encodings)
 
 
 def find_prefill_candidates(
@@ -50,15 +51,17 @@ def find_prefill_candidates(
     Args:
         world: current state.
         pool: prefill pool.
-        request: request as prefill workers see it.
+        request: request that needs its prompt computed.
         busy: busy thresholds to apply instead of those in force; None applies those in force.
         again: whether the request was sent to a worker before. Then busy workers are candidates, too.
 
     Raises:
         Ineligible: no worker may take the request.
     """
-    roster = find_retry_candidates(world, pool, request) if again else find_candidates(world, pool, request, busy)
-    return StageCandidates("prefill", _as_prefill_pool(pool), _without_worker(roster, request.prefiller_id), request)
+    view = as_prefill_request(request.submitted, pool.pool)
+    roster = find_retry_candidates(world, pool, view) if again else find_candidates(world, pool, view, busy)
+    roster = _without_worker(roster, request.prefiller_id)
+    return StageCandidates("prefill", _as_prefill_pool(pool), roster, view, request.prefills)
 
 
 def find_decode_candidates(
@@ -80,13 +83,13 @@ def find_decode_candidates(
     """
     if not request.attempt:
         try:
-            return find_candidates(world, pool, request, busy)
+            return find_candidates(world, pool, request.submitted, busy)
         except Ineligible:
             pass
-    return _without_worker(find_retry_candidates(world, pool, request), request.decoder_id)
+    return _without_worker(find_retry_candidates(world, pool, request.submitted), request.decoder_id)
 
 
-def as_encode_request(request: ActiveRequest, pool: str) -> ActiveRequest:
+def as_encode_request(request: SubmittedRequest, pool: str) -> SubmittedRequest:
     """Return the request as an encode worker sees it: its media alone, without blocks or routing hints."""
     return replace(
         request,
@@ -96,12 +99,10 @@ def as_encode_request(request: ActiveRequest, pool: str) -> ActiveRequest:
         packed=b"",
         hints=NO_HINTS,
         lora_name="",
-        attempt=request.encodings,
-        stage="encode",
     )
 
 
-def as_prefill_request(request: ActiveRequest, pool: str) -> ActiveRequest:
+def as_prefill_request(request: SubmittedRequest, pool: str) -> SubmittedRequest:
     """Return the request as prefill workers see it: same prompt, session and adapter, but no selection of worker."""
     hints = request.hints
     if hints is not NO_HINTS:
@@ -109,12 +110,12 @@ def as_prefill_request(request: ActiveRequest, pool: str) -> ActiveRequest:
         if override is not None and override.mode == "direct":
             override = msgspec.structs.replace(override, mode=None)
         hints = msgspec.structs.replace(hints, worker_id="", rank=None, allowed_workers=(), override=override)
-    return replace(request, pool=pool, hints=hints, attempt=request.prefills, stage="prefill")
+    return replace(request, pool=pool, hints=hints)
 
 
-def as_decode_request(request: ActiveRequest) -> ActiveRequest:
+def as_decode_request(request: SubmittedRequest) -> SubmittedRequest:
     """Return the request as a decode worker sees it that fetches the KV of the whole prompt."""
-    return replace(request, hints=_decode_hints(request.hints), stage="decode")
+    return replace(request, hints=_decode_hints(request.hints))
 
 
 @lru_cache(maxsize=256)

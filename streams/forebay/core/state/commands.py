@@ -13,9 +13,9 @@ from typing import Literal, assert_never
 
 import msgspec
 
-from forebay.core.state.active_request import id_hash
 from forebay.core.state.recent_ids import RecentIds
 from forebay.core.state.requests import REMEMBER_US
+from forebay.core.state.submitted_request import id_hash
 from forebay.core.state_machine import IllegalTransition, digest_of, plain
 from forebay.events.base import U64_MASK
 from forebay.events.control import Command

@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from typing import Any, assert_never
 
 from forebay.core.phases import BEFORE_RESPONSE, Phase
-from forebay.core.state.active_request import ActiveRequest, id_hash, request_term
+from forebay.core.state.active_request import ActiveRequest, request_term
 from forebay.core.state.deadlines import Deadline, Deadlines
 from forebay.core.state.recent_ids import RecentIds
+from forebay.core.state.submitted_request import SubmittedRequest, id_hash
 from forebay.core.state.transitions import DISPATCHED, REPORTED, TRANSITIONS, RequestTransition
 from forebay.core.state.unfetched_kv import UnfetchedKv
 from forebay.core.state_machine import IllegalTransition
@@ -34,7 +35,8 @@ from forebay.events.snapshots import Remembered, RequestState
 
 ACTIVE_REQUESTS_MAX = 100_000  # active requests per group: bounds memory, far above what workers can run
 REMEMBER_US = 120_000_000  # a Kafka producer stops retrying after 120 s by default
-COPIED_FIELDS = [name for name in RequestState.__struct_fields__ if name not in ("sequence_hashes", "routing")]
+SUBMITTED_FIELDS = [name for name in RequestState.__struct_fields__ if name in SubmittedRequest.__slots__]
+STAGE_FIELDS = [name for name in RequestState.__struct_fields__ if name in ActiveRequest.__slots__]
 
 
 class ActiveRequests:
@@ -66,16 +68,18 @@ class ActiveRequests:
         """Return the content hash this id was used with before, or None for a new id."""
         request = self._active.get(request_id)
         if request is not None:
-            return request.content
+            return request.submitted.content
         return self._remembered.get(id_hash(request_id))
 
     def add(self, request: ActiveRequest) -> None:
         """Add a new request; its id must be new."""
-        assert self.known_content(request.request_id) is None
-        self._active[request.request_id] = request
-        self._deadlines.add((request.due_us, request.request_id, request.offset), len(self._active))
+        assert self.known_content(request.submitted.request_id) is None
+        self._active[request.submitted.request_id] = request
+        self._deadlines.add(
+            (request.submitted.due_us, request.submitted.request_id, request.submitted.offset), len(self._active)
+        )
         self._schedule_queue_timeout(request)
-        self._before_response[request.pool] += request.phase in BEFORE_RESPONSE
+        self._before_response[request.submitted.pool] += request.phase in BEFORE_RESPONSE
         self._sum_up(request)
 
     def route(self, request: ActiveRequest, stage: Stage, worker_id: str, worker_epoch: int, rank: int) -> None:
@@ -116,7 +120,7 @@ class ActiveRequests:
 
     def pinned_to(self, worker_id: str) -> list[ActiveRequest]:
         """Return the requests that only this worker may take, in order of submission."""
-        return self._in_order(one for one in self._active.values() if one.hints.worker_id == worker_id)
+        return self._in_order(one for one in self._active.values() if one.submitted.hints.worker_id == worker_id)
 
     def waiting_with_kv_of(self, worker_id: str, worker_epoch: int) -> list[ActiveRequest]:
         """Return the requests without a worker whose KV this worker keeps, in order of submission."""
@@ -152,7 +156,9 @@ class ActiveRequests:
         request.prefilled = None
         self._sum_up(request)
         reporter = request.worker_id, request.worker_epoch
-        self.unfetched.append(UnfetchedKv(request.request_id, request.prefills, *reporter, "foreign_descriptor"))
+        self.unfetched.append(
+            UnfetchedKv(request.submitted.request_id, request.prefills, *reporter, "foreign_descriptor")
+        )
 
     def begin(self, request: ActiveRequest) -> None:
         """Record that output tokens exist, so the next worker only continues the response."""
@@ -165,9 +171,9 @@ class ActiveRequests:
         self._remove(request, now_us)
 
     def _remove(self, request: ActiveRequest, now_us: int) -> None:
-        del self._active[request.request_id]
+        del self._active[request.submitted.request_id]
         self._sum -= request.term
-        self._remembered.add(id_hash(request.request_id), request.content, now_us + REMEMBER_US)
+        self._remembered.add(id_hash(request.submitted.request_id), request.submitted.content, now_us + REMEMBER_US)
 
     def progress(self, event: RequestProgress, now_us: int) -> ActiveRequest:
         """Apply a worker's progress event, and return the request.
@@ -242,18 +248,21 @@ class ActiveRequests:
     def snapshot(self) -> Iterator[RequestState | Remembered]:
         """Yield one fact per active request, then the remembered ids, oldest first."""
         for request in self.active():
-            fields: dict[str, Any] = {name: getattr(request, name) for name in COPIED_FIELDS}
-            yield RequestState(sequence_hashes=request.packed, routing=request.hints, **fields)
+            submitted = request.submitted
+            fields: dict[str, Any] = {name: getattr(submitted, name) for name in SUBMITTED_FIELDS}
+            fields |= {name: getattr(request, name) for name in STAGE_FIELDS}
+            yield RequestState(sequence_hashes=submitted.packed, routing=submitted.hints, **fields)
         yield from self._remembered.snapshot()
 
     def restore(self, chunk: RequestState | Remembered) -> None:
         """Apply one chunk of a snapshot, in the order of `snapshot`."""
         match chunk:
             case RequestState():
-                fields: dict[str, Any] = {name: getattr(chunk, name) for name in COPIED_FIELDS}
-                fields["phase"] = Phase(chunk.phase)
+                fields: dict[str, Any] = {name: getattr(chunk, name) for name in SUBMITTED_FIELDS}
                 packed = chunk.sequence_hashes
-                self.add(ActiveRequest(blocks=array_u64(packed), packed=packed, hints=chunk.routing, **fields))
+                request = SubmittedRequest(blocks=array_u64(packed), packed=packed, hints=chunk.routing, **fields)
+                stages: dict[str, Any] = {name: getattr(chunk, name) for name in STAGE_FIELDS}
+                self.add(ActiveRequest(request, **{**stages, "phase": Phase(chunk.phase)}))
             case Remembered():
                 self._remembered.restore(chunk)
             case _:
@@ -262,9 +271,11 @@ class ActiveRequests:
     def _move(self, request: ActiveRequest, transition: RequestTransition) -> None:
         rule = TRANSITIONS[transition]
         if request.phase not in rule.sources or (rule.guard is not None and not rule.guard(request)):
-            raise IllegalTransition(f"request {request.request_id} is in {request.phase}: {transition} does not apply")
+            raise IllegalTransition(
+                f"request {request.submitted.request_id} is in {request.phase}: {transition} does not apply"
+            )
         after = rule.target
-        self._before_response[request.pool] += (after in BEFORE_RESPONSE) - (request.phase in BEFORE_RESPONSE)
+        self._before_response[request.submitted.pool] += (after in BEFORE_RESPONSE) - (request.phase in BEFORE_RESPONSE)
         request.phase = after or request.phase
         if rule.drops_embeddings:
             request.encoded = None
@@ -276,7 +287,7 @@ class ActiveRequests:
         kept, request.prefilled = request.prefilled, None
         if kept is not None:
             keeper = kept.worker_id, kept.worker_epoch
-            self.unfetched.append(UnfetchedKv(request.request_id, request.prefills, *keeper, reason))
+            self.unfetched.append(UnfetchedKv(request.submitted.request_id, request.prefills, *keeper, reason))
 
     def _sum_up(self, request: ActiveRequest) -> None:
         """Update the digest for a request that changed."""
@@ -286,16 +297,18 @@ class ActiveRequests:
 
     def _schedule_queue_timeout(self, request: ActiveRequest) -> None:
         if request.queue_due_us and request.phase is Phase.QUEUED:
-            self._queue_deadlines.add((request.queue_due_us, request.request_id, request.offset), len(self._active))
+            self._queue_deadlines.add(
+                (request.queue_due_us, request.submitted.request_id, request.submitted.offset), len(self._active)
+            )
 
     def _is_active(self, deadline: Deadline) -> bool:
         # Compare offsets: an id may be reused after it was forgotten, while an old deadline is still in the heap.
         request = self._active.get(deadline[1])
-        return request is not None and request.offset == deadline[2]
+        return request is not None and request.submitted.offset == deadline[2]
 
     def _is_queued(self, deadline: Deadline) -> bool:
         return self._is_active(deadline) and self._active[deadline[1]].phase is Phase.QUEUED
 
     @staticmethod
     def _in_order(requests: Iterator[ActiveRequest]) -> list[ActiveRequest]:
-        return sorted(requests, key=lambda request: request.offset)
+        return sorted(requests, key=lambda request: request.submitted.offset)

@@ -313,7 +313,9 @@ class Owner:
                 if (request.stage, request.stage_attempt) != (decision.stage, decision.attempt):
                     continue  # the worker was lost in the same turn, so this attempt is stale
                 # Look up by offset: the same turn may hold a rejected submission with the same id.
-                submission = submitted.get(request.offset) or await self._submissions.at(request.offset)
+                submission = submitted.get(request.submitted.offset) or await self._submissions.at(
+                    request.submitted.offset
+                )
                 report_output = self._reports_output(decision.pool)
                 drafts.append(
                     encode_work_item(self._settings.group, decision, submission, request, report_output=report_output)
@@ -369,8 +371,8 @@ class Owner:
         for request in self.world.requests.active():
             worker = self.world.fleet.get(request.worker_id)
             if request.on_worker and worker is not None:
-                submission = await self._submissions.at(request.offset)
-                report_output = self._reports_output(request.pool)
+                submission = await self._submissions.at(request.submitted.offset)
+                report_output = self._reports_output(request.submitted.pool)
                 to = WorkerAddress(group, worker.spec.pool, worker.slot, request.worker_id, request.worker_epoch)
                 drafts.append(encode_resent_work(to, request, owner_epoch, submission, report_output=report_output))
         self._submissions.forget()

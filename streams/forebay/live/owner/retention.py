@@ -201,9 +201,9 @@ class Retention:
         world, partition = self._owner.world, self._partition
         requests = world.requests.active()[:SUBMISSIONS_MAX]
         unapplied = await self._log.read(REQUESTS.name, partition, world.view.get(REQUESTS.name, 0), SUBMISSIONS_MAX)
-        first_needed = {(REQUESTS.name, partition): requests[0].offset} if requests else {}
+        first_needed = {(REQUESTS.name, partition): requests[0].submitted.offset} if requests else {}
         reader = SubmissionReader(self._log, partition)
-        submissions = [await reader.at(request.offset) for request in requests]
+        submissions = [await reader.at(request.submitted.offset) for request in requests]
         submissions += [event for record in unapplied if isinstance(event := _event_of(record), RequestSubmitted)]
         for submitted in submissions:
             place = TOKENS.name, submitted.reply_slot

@@ -118,7 +118,7 @@ async def reply_starts(log: SqliteLog, partition: int, standby: Standby) -> dict
     reader = SubmissionReader(log, partition)
     starts: dict[int, int] = {}
     for request in standby.world.requests.active():
-        submitted = await reader.at(request.offset)
+        submitted = await reader.at(request.submitted.offset)
         slot = submitted.reply_slot
         starts[slot] = min(submitted.reply_from, starts.get(slot, submitted.reply_from))
         await asyncio.sleep(0)

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
-from forebay.core.state.active_request import content_hash
 from forebay.core.state.sessions import session_key
+from forebay.core.state.submitted_request import content_hash
 from forebay.events.codec import DecodeError, decode, encode
 from forebay.events.control import PoolConfigured
 from forebay.events.decisions import JournalRecord, RequestAborted, SnapshotTaken

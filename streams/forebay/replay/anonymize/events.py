@@ -14,8 +14,8 @@ from typing import assert_never
 
 import msgspec
 
-from forebay.core.state.active_request import content_hash, id_hash
 from forebay.core.state.commands import RESPONSE_OMITTED, TIMED_OUT, WORKER_LOST
+from forebay.core.state.submitted_request import content_hash, id_hash
 from forebay.core.step import InputEvent
 from forebay.events.base import hex_digest, pack_u64, unpack_u64
 from forebay.events.control import BusyThresholdsSet, Command, DisaggregationSet, PoolConfigured, WorkerCommanded

@@ -13,7 +13,7 @@ from hashlib import blake2b
 
 import msgspec
 
-from forebay.core.state.active_request import id_hash
+from forebay.core.state.submitted_request import id_hash
 from forebay.events.base import U64_BYTES, hex_digest, pack_u64, unpack_u64
 from forebay.events.codec import unknown_tag
 from forebay.events.topics import Topic

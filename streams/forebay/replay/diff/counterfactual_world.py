@@ -161,10 +161,10 @@ class CounterfactualWorld:
         if event is not None and request is None:
             self.counts["gone"] += 1
         elif event is not None and request is not None:
-            later_us = self._later_us(request.request_id)
+            later_us = self._later_us(request.submitted.request_id)
             here = (request.worker_id, request.worker_epoch) == (event.worker_id, event.worker_epoch)
             if not request.on_worker and not here:  # a lost worker may have finished the request anyway
-                self._unsent.setdefault(request.request_id, deque()).append((now_us, event))
+                self._unsent.setdefault(request.submitted.request_id, deque()).append((now_us, event))
             elif later_us:
                 self._delay(now_us + later_us, event)
             else:
@@ -179,7 +179,7 @@ class CounterfactualWorld:
             if request is None:
                 self.counts["gone"] += 1
             elif not request.on_worker:
-                self._unsent.setdefault(request.request_id, deque()).append((now_us, event))
+                self._unsent.setdefault(request.submitted.request_id, deque()).append((now_us, event))
             else:
                 decided += self._apply_progress(LATE, request, event, now_us, "late")
         return decided
@@ -192,13 +192,13 @@ class CounterfactualWorld:
         decided: list[AnyDecision] = []
         if request.phase is Phase.REMOTE_PREFILL and isinstance(event, FirstTokenEmitted | RequestFinished):
             # History computed this prompt on the decode worker. Here the prefill ends now; its KV is fetched at once.
-            sent_us = self._sent_us.get(request.request_id, now_us)
+            sent_us = self._sent_us.get(request.submitted.request_id, now_us)
             decided = self._after(step(world, LATE, _prefilled(world, request), now_us), now_us)
-            self._sent_us[request.request_id] = sent_us
+            self._sent_us[request.submitted.request_id] = sent_us
         if isinstance(event, RequestFinished):
-            self.landed.observe(world, request.blocks, request.worker_id, request.rank)
+            self.landed.observe(world, request.submitted.blocks, request.worker_id, request.rank)
         if isinstance(event, RequestFinished | RequestFailed):
-            self._forget(request.request_id)
+            self._forget(request.submitted.request_id)
         moved_event = msgspec.structs.replace(
             event, attempt=request.stage_attempt, worker_id=request.worker_id, worker_epoch=request.worker_epoch
         )
@@ -286,14 +286,14 @@ def _prefilled(world: World, request: ActiveRequest) -> PrefillFinished:
     kept = Prefilled(
         worker_id=request.worker_id,
         worker_epoch=request.worker_epoch,
-        model=world.pools[request.pool].model,
+        model=world.pools[request.submitted.pool].model,
         connector="none",
         descriptor=b"",
-        tokens=request.prompt_tokens,
+        tokens=request.submitted.prompt_tokens,
         lease_us=LEASE_US_MAX,
     )
     return PrefillFinished(
-        request_id=request.request_id,
+        request_id=request.submitted.request_id,
         attempt=request.stage_attempt,
         worker_id=request.worker_id,
         worker_epoch=request.worker_epoch,

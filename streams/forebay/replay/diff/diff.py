@@ -14,8 +14,8 @@ from itertools import zip_longest
 from forebay.core.routing.counterfactual import Alternative, Counterfactual, changed_booking_fields, counterfactual
 from forebay.core.routing.plan import Plan
 from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
-from forebay.core.state.active_request import ActiveRequest
 from forebay.core.state.holder_bits import HolderKey
+from forebay.core.state.submitted_request import SubmittedRequest
 from forebay.core.step import AnyDecision, InputEvent
 from forebay.events.base import hex_digest
 from forebay.events.control import PoolConfigured
@@ -149,7 +149,7 @@ class Comparison:
         for worker in walk.world.fleet.workers():
             self._ranks |= dict.fromkeys((worker.spec.worker_id, rank) for rank in worker.spec.ranks)
         for request in walk.world.requests.queued():
-            self._pair(request.request_id, request.queued_at_us)
+            self._pair(request.submitted.request_id, request.queued_at_us)
         self._other = CounterfactualWorld(walk.world, alter, named)
         self._worlds = (walk.world, self._other.world)
         self._compare([], self._other.configure(), walk.world.now_us)
@@ -321,7 +321,7 @@ class Comparison:
         else:
             self._count_prefill(number, routed, request, now_us)
         if routed.attempt == 1:
-            if request.queue_class and routed.stage != "decode":
+            if self._was_queued(number, routed) and routed.stage != "decode":
                 tally.waits_us.append(routed.waited_us)
             pair = self._pair(routed.request_id, now_us)
             pair.prompt_tokens, pair.blocks = request.prompt_tokens, len(request.blocks)
@@ -343,12 +343,12 @@ class Comparison:
         self._count_prefill(number, routed, request, now_us)
         if routed.attempt == 1:
             self._prefills[number][routed.request_id] = _FirstRoute(routed.worker_id, routed.rank, routed.terms, now_us)
-            if request.queue_class:
+            if self._was_queued(number, routed):
                 self._tallies[number].waits_us.append(routed.waited_us)
         if number == HISTORY:
             self._count_evaluation(self._evaluated[routed.request_id])
 
-    def _count_prefill(self, number: int, routed: RequestRouted, request: ActiveRequest, now_us: int) -> None:
+    def _count_prefill(self, number: int, routed: RequestRouted, request: SubmittedRequest, now_us: int) -> None:
         """Count a prompt that a rank gets to compute, except for its cached part."""
         assert self._series is not None
         key, terms = (routed.worker_id, routed.rank), routed.terms
@@ -357,10 +357,14 @@ class Comparison:
         self._tallies[number].route(key, terms, request.prompt_tokens, cached_tokens)
         self._series.route(number, now_us, key, request.prompt_tokens, cached_tokens)
 
-    def _request_of(self, number: int, routed: RequestRouted) -> ActiveRequest:
+    def _request_of(self, number: int, routed: RequestRouted) -> SubmittedRequest:
         if number == HISTORY:
             return self._evaluated[routed.request_id].history.request
         return self._other.plans[routed.request_id].request
+
+    def _was_queued(self, number: int, routed: RequestRouted) -> bool:
+        active = self._worlds[number].requests.get(routed.request_id)
+        return active is not None and bool(active.queue_class)
 
     def _count_evaluation(self, evaluated: Counterfactual) -> None:
         """Count the alternative's decision on history's own state."""

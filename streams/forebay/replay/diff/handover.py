@@ -95,8 +95,8 @@ class RequestCollector:
         """Add the active requests, except one that `event` has just submitted."""
         new = event.request_id if isinstance(event, RequestSubmitted) else None
         for request in history.requests.active():
-            if request.request_id != new:
-                self._add(_restarted(request, history.pools[request.pool].model, now_us))
+            if request.submitted.request_id != new:
+                self._add(_restarted(request, history.pools[request.submitted.pool].model, now_us))
 
     def observe(self, event: InputEvent | None, now_us: int, decided: Sequence[AnyDecision], *, accepted: bool) -> None:
         """Process one event of history.
@@ -240,14 +240,14 @@ def _submitted(event: RequestSubmitted, now_us: int) -> RecordedRequest:
 
 def _restarted(request: ActiveRequest, model: str, now_us: int) -> RecordedRequest:
     return RecordedRequest(
-        request.request_id,
+        request.submitted.request_id,
         now_us,
         model,
-        request.prompt_tokens,
-        request.packed,
-        request.tie_seed,
-        max(1, request.due_us - now_us),
-        request.hints,
-        request.lora_name,
+        request.submitted.prompt_tokens,
+        request.submitted.packed,
+        request.submitted.tie_seed,
+        max(1, request.submitted.due_us - now_us),
+        request.submitted.hints,
+        request.submitted.lora_name,
         in_flight=True,
     )

@@ -14,12 +14,12 @@ from forebay.core.routing.evaluation import find_overlaps
 from forebay.core.routing.plan import Plan
 from forebay.core.routing.policies import BUILT_IN
 from forebay.core.routing.selection import softmax_weights
-from forebay.core.state.active_request import ActiveRequest
 from forebay.core.state.fleet import FleetWorker, WorkerPhase
 from forebay.core.state.holder_bits import HolderKey
 from forebay.core.state.prefix_index import NO_OVERLAP
 from forebay.core.state.roster import CandidateRank, Roster
 from forebay.core.state.sessions import Binding
+from forebay.core.state.submitted_request import SubmittedRequest
 from forebay.core.world import World
 from forebay.events.base import hex_digest
 from forebay.events.control import BusyThresholds, PoolConfigured
@@ -55,7 +55,7 @@ def routing_of(world: World, plan: Plan) -> Routing:
     chances = _chances(plan)
     # The stage `decode` changes hints; these are not overrides.
     own = world.requests.get(request.request_id) if plan.stage == "decode" else None
-    override = (own or request).hints.override
+    override = (request if own is None else own.submitted).hints.override
     changed = () if override is None else override.__struct_fields__
     reason, text = why(world, plan)
     others = [other for other in range(len(costs)) if other != at]
@@ -63,7 +63,7 @@ def routing_of(world: World, plan: Plan) -> Routing:
         offset=-1,
         now_us=world.now_us,
         after_us=0,
-        attempt=request.attempt + 1,
+        attempt=plan.attempt + 1,
         waited_us=0,
         pool=pool.pool,
         block_size=pool.block_size,
@@ -82,7 +82,7 @@ def routing_of(world: World, plan: Plan) -> Routing:
 
 
 def left_out(
-    world: World, pool: PoolConfigured, request: ActiveRequest, candidates: Collection[HolderKey]
+    world: World, pool: PoolConfigured, request: SubmittedRequest, candidates: Collection[HolderKey]
 ) -> tuple[ExcludedRank, ...]:
     """Return every rank of the pool that is not a candidate, with the reasons, in worker and rank order."""
     rank_states = _RankStates(world, pool, request.blocks)
@@ -98,7 +98,7 @@ def left_out(
             key = worker.spec.worker_id, rank
             if key not in candidates:
                 reasons = dict(_unmet(worker, rank, request))
-                last = {"prefill": request.prefiller_id, "decode": request.decoder_id}.get(pool.role)
+                last = _last_worker_id(world, pool, request)
                 if not reasons and (pool.role == "encode" or worker.spec.worker_id == last):
                     reasons = {"had_it_last": "it ran the previous attempt, and another worker is available"}
                 elif not reasons:
@@ -108,6 +108,12 @@ def left_out(
                 text = "; ".join(reasons.values())
                 found.append(ExcludedRank(seen=rank_states.seen(worker, rank), reasons=tuple(reasons), text=text))
     return tuple(found)
+
+
+def _last_worker_id(world: World, pool: PoolConfigured, request: SubmittedRequest) -> str | None:
+    """Return the worker of the pool that ran the previous attempt at its stage."""
+    active = world.requests.get(request.request_id)
+    return None if active is None else {"prefill": active.prefiller_id, "decode": active.decoder_id}.get(pool.role)
 
 
 class _RankStates:
@@ -187,7 +193,7 @@ def _settings(world: World, plan: Plan) -> dict[str, Any]:
     return found
 
 
-def _unmet(worker: FleetWorker, rank: int, request: ActiveRequest) -> Iterator[tuple[ExclusionReason, str]]:
+def _unmet(worker: FleetWorker, rank: int, request: SubmittedRequest) -> Iterator[tuple[ExclusionReason, str]]:
     """Yield the requirements that a rank does not meet, as `core.routing.eligibility.filter_eligible` checks them."""
     spec, hints = worker.spec, request.hints
     if worker.phase is WorkerPhase.SUSPECT:

@@ -7,10 +7,10 @@ from forebay.core.routing.eligibility import Ineligible, filter_eligible
 from forebay.core.routing.plan import Plan
 from forebay.core.routing.policies.power_of_two import draw_two
 from forebay.core.routing.selection import softmax_weights
-from forebay.core.state.active_request import ActiveRequest
 from forebay.core.state.holder_bits import HolderKey
 from forebay.core.state.roster import session_roster
 from forebay.core.state.sessions import Binding
+from forebay.core.state.submitted_request import SubmittedRequest
 from forebay.core.world import World
 from forebay.events.control import PoolConfigured, RouterConfig
 from forebay.replay.explain.explanation import SelectionReason
@@ -55,7 +55,7 @@ def why(world: World, plan: Plan) -> tuple[SelectionReason, str]:
 
 
 def limiting_session(
-    world: World, pool: PoolConfigured, request: ActiveRequest, candidates: Collection[HolderKey]
+    world: World, pool: PoolConfigured, request: SubmittedRequest, candidates: Collection[HolderKey]
 ) -> Binding | None:
     """Return the session binding that excluded all ranks but one, as `find_candidates` applies it, or None."""
     hints = request.hints

@@ -197,10 +197,10 @@ class Timeline:
         kept = request.prefilled
         self._kept_by = None if kept is None else (kept.worker_id, kept.worker_epoch)
         self._on = request.stage_attempt, request.worker_id, request.worker_epoch
-        self._submission = submission_of_state(request, self._world.pools[request.pool].model)
+        self._submission = submission_of_state(request, self._world.pools[request.submitted.pool].model)
         where = f", attempt {request.stage_attempt} on {request.worker_id}" if request.on_worker else ""
         text = f"already active ({request.phase}{where}); this log does not hold earlier events"
-        self._add_entry("taken_up", text, self._zero_us, REQUESTS.name, request.offset)
+        self._add_entry("taken_up", text, self._zero_us, REQUESTS.name, request.submitted.offset)
 
     def _consume(self, topic: str, offset: int, event: Any) -> None:
         self._flush()

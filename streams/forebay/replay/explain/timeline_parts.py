@@ -6,8 +6,9 @@ from forebay.core.routing.candidates import find_candidates, find_suspect_candid
 from forebay.core.routing.eligibility import Ineligible
 from forebay.core.routing.planner import find_options
 from forebay.core.routing.stages import as_prefill_request
-from forebay.core.state.active_request import ActiveRequest, request_from_event, request_from_query
+from forebay.core.state.active_request import ActiveRequest
 from forebay.core.state.roster import Roster
+from forebay.core.state.submitted_request import request_from_event, request_from_query
 from forebay.core.world import World
 from forebay.events.base import U64_BYTES, hex_digest
 from forebay.events.decisions import KvReleased, PrefillPlace, RejectReason, RequestHeld
@@ -49,18 +50,18 @@ def submission_of_event(event: SubmissionEvent, offset: int, now_us: int | None)
 def submission_of_state(request: ActiveRequest, model: str) -> Submission:
     """Return the submission of an active request, as far as the state holds it."""
     return Submission(
-        offset=request.offset,
+        offset=request.submitted.offset,
         now_us=None,
         wall_us=0,
         model=model,
-        lora_name=request.lora_name,
-        prompt_tokens=request.prompt_tokens,
-        full_blocks=len(request.blocks),
+        lora_name=request.submitted.lora_name,
+        prompt_tokens=request.submitted.prompt_tokens,
+        full_blocks=len(request.submitted.blocks),
         max_tokens=None,
         timeout_us=None,
-        due_us=request.due_us,
-        tie_seed=hex_digest(request.tie_seed),
-        hints=msgspec.to_builtins(request.hints),
+        due_us=request.submitted.due_us,
+        tie_seed=hex_digest(request.submitted.tie_seed),
+        hints=msgspec.to_builtins(request.submitted.hints),
         anonymised=False,
     )
 
@@ -73,7 +74,7 @@ def queue_wait_of(world: World, offset: int, now_us: int, record: RequestHeld) -
     try:
         among = find_options(world, pool, request).computing
     except Ineligible as ineligible:
-        suspects = find_suspect_candidates(world, pool, request, ineligible)
+        suspects = find_suspect_candidates(world, pool, request.submitted, ineligible)
         return _waiting_for_suspects(suspects, offset, now_us, record)
     ranks, threshold = among.roster.ranks, among.pool.router.queue.threshold
     if threshold is not None and must_queue(among.pool, among.roster):

@@ -70,7 +70,7 @@ class ForeignProgress:
         self.first: list[ForeignEvent] = []
         self._world = walk.world
         self._from_begin = walk.start == 0
-        self._before = {request.request_id for request in walk.world.requests.active()}
+        self._before = {request.submitted.request_id for request in walk.world.requests.active()}
         self._sent: dict[str, list[Sent]] = {}
         self._commands: dict[str, dict[str, int]] = {}
         self._ended: deque[tuple[int, str]] = deque()

@@ -1,0 +1,123 @@
+"""Request as it was submitted, built from an event. It never changes while the request is active."""
+
+from array import array
+from dataclasses import dataclass
+
+from xxhash import xxh3_64_intdigest
+
+from forebay.core.state_machine import digest_of
+from forebay.events.base import array_u64
+from forebay.events.requests import RequestSubmitted, RouteQueried, RoutingHints, Task
+
+
+@dataclass(frozen=True, slots=True)
+class SubmittedRequest:
+    """Request as it was submitted, or as the workers of one stage see it.
+
+    Attributes:
+        request_id: id of the request.
+        content: hash of the content, see `content_hash`.
+        offset: offset of its `RequestSubmitted`.
+        due_us: deadline on the owner's clock, in microseconds.
+        reply_slot: partition of the topic `tokens` that gets the response.
+        prompt_tokens: length of the prompt.
+        tie_seed: seed for tie-breaking and sampling.
+        pool: pool that generates the response.
+        blocks: sequence hashes of the full prompt blocks.
+        packed: `blocks` as packed u64, kept for snapshots.
+        hints: routing hints of the client.
+        lora_name: adapter; empty for none.
+        task: what is generated: text or an embedding.
+        media_tokens: placeholder tokens of its images and videos.
+        ingress: incarnation of the ingress whose HTTP client waits; empty if there is none.
+        patient: whether the queue's bounds do not apply; used on submission only and not part of the state.
+    """
+
+    request_id: str
+    content: int
+    offset: int
+    due_us: int
+    reply_slot: int
+    prompt_tokens: int
+    tie_seed: int
+    pool: str
+    blocks: "array[int]"
+    packed: bytes
+    hints: RoutingHints
+    lora_name: str
+    task: Task
+    media_tokens: int = 0
+    ingress: str = ""
+    patient: bool = False
+
+    def identity_hash(self) -> int:
+        """Return a 64-bit digest over all fields except `patient`."""
+        return digest_of(
+            self.request_id,
+            self.offset,
+            self.due_us,
+            self.pool,
+            self.reply_slot,
+            self.prompt_tokens,
+            self.tie_seed,
+            xxh3_64_intdigest(self.packed),
+            self.lora_name,
+            self.task,
+            self.media_tokens,
+            self.ingress,
+            self.hints,
+            seed=self.content,
+        )
+
+
+def request_from_event(event: RequestSubmitted, pool: str, offset: int, now_us: int) -> SubmittedRequest:
+    """Return the new request of an event at `offset`; its deadline counts from `now_us`."""
+    return SubmittedRequest(
+        request_id=event.request_id,
+        content=content_hash(event),
+        offset=offset,
+        due_us=now_us + event.timeout_us,
+        reply_slot=event.reply_slot,
+        prompt_tokens=event.prompt_tokens,
+        tie_seed=event.tie_seed,
+        pool=pool,
+        blocks=array_u64(event.sequence_hashes),
+        packed=event.sequence_hashes,
+        hints=event.routing,
+        lora_name=event.lora_name,
+        task=event.task,
+        media_tokens=sum(one.tokens for one in event.media),
+        ingress=event.ingress_incarnation,
+        patient=event.patient,
+    )
+
+
+def request_from_query(event: RouteQueried, pool: str) -> SubmittedRequest:
+    """Return the request of a route query; it never becomes active."""
+    return SubmittedRequest(
+        request_id=event.request_id,
+        content=0,
+        offset=0,
+        due_us=0,
+        reply_slot=event.reply_slot,
+        prompt_tokens=event.prompt_tokens,
+        tie_seed=event.tie_seed,
+        pool=pool,
+        blocks=array_u64(event.sequence_hashes),
+        packed=event.sequence_hashes,
+        hints=event.routing,
+        lora_name=event.lora_name,
+        task="generate",
+    )
+
+
+def content_hash(event: RequestSubmitted) -> int:
+    """Return a 64-bit hash of what identifies the content: not the reply slot, timeout, times or routing hints."""
+    media = [(one.kind, one.digest, one.first_token, one.tokens) for one in event.media]
+    names = event.model, event.lora_name, event.cache_namespace, event.task
+    return digest_of(*names, event.nonce, event.sampling, media, seed=xxh3_64_intdigest(event.token_ids))
+
+
+def id_hash(request_id: str) -> int:
+    """Return the hash under which an ended request's id is remembered."""
+    return xxh3_64_intdigest(request_id.encode())
