@@ -1,4 +1,4 @@
-"""`python -m tests.benchmarks NAME [options]`: measures and prints; nothing is asserted."""
+"""`python -m tests.benchmarks NAME [options]`: run a benchmark and print its measurements."""
 
 import importlib
 import sys
@@ -24,10 +24,10 @@ BENCHMARKS = {name: f"tests.benchmarks.bench_{name.replace('-', '_')}" for name 
 
 
 def main() -> None:
-    """Run the benchmark that is named first."""
+    """Run the benchmark named by the first argument."""
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     if name not in BENCHMARKS:
-        raise SystemExit(f"which one? {', '.join(BENCHMARKS)}; then --help tells its options")
+        raise SystemExit(f"name a benchmark: {', '.join(BENCHMARKS)}; NAME --help lists its options")
     del sys.argv[1]
     importlib.import_module(BENCHMARKS[name]).main()
 

@@ -1,9 +1,9 @@
 """CPU time of one whole decision in the core, by workers and by blocks held in the prefix index.
 
-A decision is `open_run` and `step` of a `RequestSubmitted`: who may take it, what each would cost, the choice, its
-record and its booking; then, counted apart, the record as bytes. Every request hits the caches of the holders of its
-chain, one of a few: how many requests under way share a chain, which costs too, is the same at every size. Each case
-runs in a fresh process on one core.
+A decision is `open_run` and `step` of a `RequestSubmitted`: the candidates, their costs, the selection, the record and
+the load update. Encoding the record is measured separately. Every request hits the caches of the holders of its chain,
+one of a few, so the number of requests in flight that share a chain is the same at every size. Each case runs in a
+fresh process on one core.
 """
 
 import argparse
@@ -35,9 +35,9 @@ MODEL, POOL = "bench", "default"
 BLOCK_SIZE = 64
 PROMPT_TOKENS, PROMPT_BLOCKS = 1_000, 15
 CHAIN_BLOCKS = 8
-HOLDERS = 8  # of each chain
+HOLDERS = 8  # workers that cache each chain
 CHAINS_ASKED = 128
-UNDER_WAY = 4  # requests a worker
+IN_FLIGHT = 4  # requests in flight per worker
 SEED = 20_261_121
 EVERY_US = 100
 TIMEOUT_US = 3_600_000_000
@@ -54,10 +54,10 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
-    """CPU microseconds of one decision, sorted, without and with its record encoded.
+class Measurement:
+    """CPU microseconds of each decision, sorted, without and with encoding of its record.
 
-    `held` are (worker, block) pairs, `found` the blocks that the chosen worker had, in the mean.
+    `held` is the number of (worker, block) pairs, `found` the mean number of blocks that the selected worker had.
     """
 
     decided_us: list[float]
@@ -67,7 +67,7 @@ class Figures:
 
 
 class Group:
-    """A world with its workers, and requests that come and go."""
+    """A world with its workers and a changing set of requests."""
 
     def __init__(self, case: Case) -> None:
         self.world = World()
@@ -75,7 +75,7 @@ class Group:
         self._now_us = 0
         self._epochs: list[int] = []
         self._under_way: deque[RequestRouted] = deque()
-        self._under_way_max = UNDER_WAY * case.workers
+        self._under_way_max = IN_FLIGHT * case.workers
         claim(self.world, 0)
         router = RouterConfig(mode=case.mode)
         self._apply(CONTROL, PoolConfigured(pool=POOL, model=MODEL, block_size=BLOCK_SIZE, router=router))
@@ -95,7 +95,7 @@ class Group:
         self.held = self._fill(case)
 
     def requests(self, count: int) -> Iterator[RequestSubmitted]:
-        """Each begins as one of the chains and goes on by itself."""
+        """Yield requests, each of which begins with one of the chains and continues with its own blocks."""
         for number in range(count):
             cached = self._random.choice(self._asked)
             own = [self._random.getrandbits(64) for _ in range(PROMPT_BLOCKS - CHAIN_BLOCKS)]
@@ -111,7 +111,7 @@ class Group:
             )
 
     def decide(self, request: RequestSubmitted) -> tuple[float, float, RequestRouted]:
-        """A decision: its CPU time, that and its record's in microseconds, and the record."""
+        """Decide a request; return the CPU microseconds without and with encoding, and the record."""
         self._now_us += EVERY_US
         began_ns = time.thread_time_ns()
         open_run(self.world, self._now_us)
@@ -124,7 +124,7 @@ class Group:
         return (decided_ns - began_ns) / 1e3, (recorded_ns - began_ns) / 1e3, routed
 
     def settle(self) -> None:
-        """The oldest request ends, when there are enough: load stays as it is."""
+        """End the oldest request if enough are in flight, so that the load stays constant."""
         if len(self._under_way) <= self._under_way_max:
             return
         routed = self._under_way.popleft()
@@ -139,11 +139,11 @@ class Group:
     def _apply(self, topic: Topic, event: InputEvent) -> list[AnyDecision]:
         open_run(self.world, self._now_us)
         decided = step(self.world, topic.name, event, self._now_us)
-        self.world.consumed.clear()  # a decision's record says what was applied since the one before it
+        self.world.consumed.clear()  # a record lists the events applied since the previous record
         return decided
 
     def _fill(self, case: Case) -> int:
-        """Chains are dealt to the workers in turn; how many (worker, block) pairs that makes."""
+        """Assign the chains to the workers in turn; return the number of (worker, block) pairs."""
         holders = min(HOLDERS, case.workers)
         chains = max(CHAINS_ASKED, case.blocks // (CHAIN_BLOCKS * holders))
         for number in range(chains):
@@ -162,10 +162,10 @@ class Group:
         return chains * holders * CHAIN_BLOCKS
 
 
-def measure(case: Case) -> Figures:
-    """Run one case, once the load is what it stays at."""
+def measure(case: Case) -> Measurement:
+    """Measure one case after its load has become constant."""
     group = Group(case)
-    warm_up = UNDER_WAY * case.workers
+    warm_up = IN_FLIGHT * case.workers
     requests = list(group.requests(warm_up + case.decisions))
     gc.collect()
     gc.freeze()  # as an owner does with a large index
@@ -176,11 +176,11 @@ def measure(case: Case) -> Figures:
     taken = taken[warm_up:]
     found = statistics.fmean(routed.terms.device_overlap for *_, routed in taken)
     assert not +group.world.index.counts, group.world.index.counts
-    return Figures(sorted(one[0] for one in taken), sorted(one[1] for one in taken), group.held, found)
+    return Measurement(sorted(one[0] for one in taken), sorted(one[1] for one in taken), group.held, found)
 
 
-def row(case: Case, rounds: list[Figures]) -> str:
-    """A line of the table: the best round, because neighbours on the machine only ever add time."""
+def row(case: Case, rounds: list[Measurement]) -> str:
+    """Return a line of the table: the best round, because other load on the machine only adds time."""
     best = min(rounds, key=lambda figures: statistics.median(figures.decided_us))
     cells = (
         case.mode,
@@ -210,7 +210,7 @@ def main() -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
 
     def integers(text: str) -> list[int]:
         return [int(float(part)) for part in text.split(",")]
@@ -219,8 +219,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--modes", type=lambda text: text.split(","), default=["kv"], help="default kv")
     parser.add_argument("--workers", type=integers, default=[8, 64, 512], help="default 8,64,512")
     parser.add_argument("--blocks", type=integers, default=[10**4, 10**5, 10**6], help="default 1e4,1e5,1e6")
-    parser.add_argument("--decisions", type=int, default=5_000, help="of each round (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=3, help="default 3; the table shows the best")
+    parser.add_argument("--decisions", type=int, default=5_000, help="decisions per round (default %(default)s)")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="rounds per case, of which the table shows the best (default 3)"
+    )
     return parser.parse_args()
 
 

@@ -1,9 +1,9 @@
-"""Prefill and decode apart beside together: the same load on `forebay up` with equal numbers of mock engines, in turn.
+"""Compare disaggregated with aggregated serving: the same load on `forebay up` with equally many mock engines, in turn.
 
-The load is a long-prompt mix: chats that stream, and long prompts with short answers that come in between. Engines run
-at the pace of the GPU that they model, KV moves by NIXL between them. Told are the gaps between tokens and the times to
-the first as the clients of the chats saw them, and, apart, what passes between the end of prefill and the first token,
-from the log: events carry the clocks of one machine.
+The load mixes streamed chats with long prompts that have short responses. Engines run at the speed of the GPU that they
+model, and KV moves between them by NIXL. The tables show inter-token latencies and times to first token as seen by the
+chat clients, and the parts between the end of prefill and the first token, from the log, whose events carry the clock
+of one machine.
 """
 
 import argparse
@@ -38,12 +38,12 @@ READ_MAX = 1_000
 CHAT_TOKENS, CHAT_OUTPUT = 256, 160
 LONG_OUTPUT = 4
 HEAD = "| ms | p50 | p90 | p99 | of |\n|---|---|---|---|---|"
-VOCABULARY = range(300, 2_000)  # of token ids that the default model has
+VOCABULARY = range(300, 2_000)  # token ids of the default model
 
 
 @dataclass
-class Seen:
-    """What clients saw, in milliseconds."""
+class ClientLatencies:
+    """Latencies seen by clients, in milliseconds."""
 
     ttft: list[float] = field(default_factory=list)
     itl: list[float] = field(default_factory=list)
@@ -52,7 +52,7 @@ class Seen:
 
 @contextmanager
 def system(fleet: Sequence[str], log: Path) -> Iterator[None]:
-    """`forebay up` with these workers."""
+    """Run `forebay up` with these workers."""
     program = str(Path(sys.executable).with_name("forebay"))
     command = [program, "up", "--port", str(PORT), "--log", str(log), "--kv-blocks", "8192", *fleet]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
@@ -65,7 +65,7 @@ def system(fleet: Sequence[str], log: Path) -> Iterator[None]:
 
 
 async def answer(client: httpx.AsyncClient, prompt: list[int], output: int) -> tuple[float, list[float]]:
-    """One streamed answer: time to its first token and the gaps between chunks, in milliseconds."""
+    """Stream one response; return the time to first token and the gaps between chunks, in milliseconds."""
     body = {"model": "forebay-default", "prompt": prompt, "max_tokens": output, "stream": True}
     began, last = time.perf_counter(), 0.0
     first, gaps = 0.0, []
@@ -83,9 +83,9 @@ async def answer(client: httpx.AsyncClient, prompt: list[int], output: int) -> t
     return first, gaps
 
 
-async def drive(arguments: argparse.Namespace, seed: int) -> Seen:
-    """The load: `chats` streams that begin one after the other, and a long prompt now and then."""
-    chance, seen = random.Random(seed), Seen()
+async def drive(arguments: argparse.Namespace, seed: int) -> ClientLatencies:
+    """Apply the load: chat streams that begin one after another, and a long prompt now and then."""
+    chance, seen = random.Random(seed), ClientLatencies()
     words = list(VOCABULARY)
 
     async def chat(client: httpx.AsyncClient, after_s: float, prompt: list[int]) -> None:
@@ -110,7 +110,7 @@ async def drive(arguments: argparse.Namespace, seed: int) -> Seen:
 
 
 async def events(log: SqliteLog, topic: Topic) -> list[Any]:
-    """All of one topic."""
+    """Return all events of a topic."""
     found: list[Any] = []
     offset, end = await log.begin(topic.name, 0), await log.end(topic.name, 0)
     while offset < end:
@@ -121,10 +121,10 @@ async def events(log: SqliteLog, topic: Topic) -> list[Any]:
 
 
 async def parts(path: Path) -> dict[str, list[float]]:
-    """What passed between the end of prefill and the first token, in milliseconds, by part."""
+    """Return the durations of each part between the end of prefill and the first token, in milliseconds."""
     log = SqliteLog.open(path)
     try:
-        said = await events(log, PROGRESS)
+        progress = await events(log, PROGRESS)
         decided = {
             one.request_id: one.consumed[-1].now_us
             for one in await events(log, DECISIONS)
@@ -132,15 +132,15 @@ async def parts(path: Path) -> dict[str, list[float]]:
         }
     finally:
         log.close()
-    computed = {one.request_id: one.at_us for one in said if isinstance(one, PrefillFinished)}
+    computed = {one.request_id: one.at_us for one in progress if isinstance(one, PrefillFinished)}
     found: dict[str, list[float]] = {
-        "prefill said -> applied by the owner": [],
-        "applied -> first byte asked for, and after the last: journal, work hop, engine's turn, one step": [],
-        "transfer: first byte asked for -> last one checked": [],
-        "prefill said -> first token said": [],
+        "prefill reported -> applied by the owner": [],
+        "applied -> first byte requested, and after the last: journal, work hop, engine's turn, one step": [],
+        "transfer: first byte requested -> last byte checked": [],
+        "prefill reported -> first token reported": [],
     }
     names = list(found)
-    for one in said:
+    for one in progress:
         if not isinstance(one, FirstTokenEmitted) or one.request_id not in computed or one.request_id not in decided:
             continue
         began, taken = computed[one.request_id], decided[one.request_id]
@@ -151,12 +151,12 @@ async def parts(path: Path) -> dict[str, list[float]]:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """Of at least two values."""
+    """Return a quantile of at least two values."""
     return statistics.quantiles(values, n=1000, method="inclusive")[round(share * 1000) - 1]
 
 
 def row(name: str, values: Sequence[float]) -> str:
-    """A line of a table."""
+    """Return a line of a table."""
     shown = " | ".join(f"{quantile(values, share):.2f}" for share in (0.5, 0.9, 0.99))
     return f"| {name} | {shown} | {len(values)} |"
 
@@ -177,7 +177,7 @@ def main() -> None:
         "together": ["--workers", str(arguments.prefill + arguments.decode)],
         "apart": ["--prefill-workers", str(arguments.prefill), "--decode-workers", str(arguments.decode)],
     }
-    seen = {name: Seen() for name in fleets}
+    seen = {name: ClientLatencies() for name in fleets}
     passed: dict[str, list[float]] = {}
     for number in range(arguments.rounds):
         for name, fleet in fleets.items():

@@ -80,8 +80,8 @@ def dynamo(peers: Path) -> Iterator[str]:
         subprocess.run([script, "stop"], check=True)
 
 
-def figures(results: list[dict[str, Any]]) -> tuple[float, float, float, float]:
-    """Medians: requests a second, TTFT p50 in ms, CPU in us a request over all processes, events a request."""
+def medians(results: list[dict[str, Any]]) -> tuple[float, float, float, float]:
+    """Return medians: requests per second, TTFT p50 in ms, CPU us per request of all processes, events per request."""
     return (
         statistics.median(result["requests_per_s"] for result in results),
         statistics.median(result["ttft_ms"]["p50"] for result in results),
@@ -113,7 +113,7 @@ def main() -> None:
     print("| case | | requests/s | TTFT p50 ms | CPU us/request | events/request |")
     print("|---|---|---|---|---|---|")
     for case in CASES:
-        mine, peer = figures(ours[case]), figures(theirs[case])
+        mine, peer = medians(ours[case]), medians(theirs[case])
         print(f"| {case} | forebay | {mine[0]:.0f} | {mine[1]:.2f} | {mine[2]:.0f} | {mine[3]:.1f} |")
         print(f"| | Dynamo | {peer[0]:.0f} | {peer[1]:.2f} | {peer[2]:.0f} | {peer[3]:.1f} |")
         print(f"| | ratio | {mine[0] / peer[0]:.2f} | {mine[1] / peer[1]:.2f} | {mine[2] / peer[2]:.2f} | |")

@@ -1,7 +1,7 @@
-"""Speed and memory of the prefix index, beside Dynamo's RadixTree on the same input; never part of the tests.
+"""Benchmark of the prefix index: speed and memory beside Dynamo's RadixTree on the same input.
 
-The input comes from the peer's own benchmark, a file `index_dynamo.py` with `workload` and `queries`. Every case
-runs in a fresh process on one core, and prints JSON lines in the form of the peer's.
+The input comes from the peer's own benchmark, a file `index_dynamo.py` with `workload` and `queries`. Every case runs
+in a fresh process on one core and prints JSON lines in the peer's format.
 """
 
 import argparse
@@ -32,12 +32,12 @@ from forebay.events.kv import AnyKvEvent, BlocksRemoved, BlocksStored
 
 PEER_FILE = "index_dynamo.py"
 PEER_TIMEOUT_S = 600  # one case takes about half a minute
-WARM_UP_QUERIES = 50  # as many as the peer's benchmark
+WARM_UP_QUERIES = 50  # as in the peer's benchmark
 MATCHED_QUERIES = 100  # also
 REMOVED_EVENTS = 2000  # also
 SINGLE_SHARE = 5  # also: a fifth of the events is split into events of one block
 
-WALKED_BLOCKS = 20_000  # of one piece
+WALKED_BLOCKS = 20_000  # blocks per piece
 
 MEMORY = "memory"
 WALK = "walk"
@@ -68,12 +68,12 @@ class Case:
 
     @property
     def name(self) -> str:
-        """What its lines are called."""
+        """Return the name of the case in the output."""
         return f"{self.blocks} blocks, {self.workers} workers"
 
 
-class Figure(NamedTuple):
-    """A row of the table; `rising` means that more is better."""
+class Metric(NamedTuple):
+    """A row of the table; `rising` means that higher is better."""
 
     case: str
     what: str
@@ -82,7 +82,7 @@ class Figure(NamedTuple):
 
 
 class Wire:
-    """The peer's input as our events: hashes become canonical, so the same prefix has the same hash."""
+    """Converts the peer's input to our events, with canonical hashes: the same prefix has the same hash."""
 
     def __init__(self, workers: int) -> None:
         self._names = [f"worker-{worker}" for worker in range(workers)]
@@ -90,18 +90,18 @@ class Wire:
         self._canonical: dict[int, int] = {}
 
     def index(self) -> PrefixIndex:
-        """An empty index with every worker admitted."""
+        """Return an empty index with every worker admitted."""
         index = PrefixIndex()
         for name in self._names:
             index.add_holder(name, 0, worker_epoch=1)
         return index
 
     def stored(self, events: Iterable[Stored]) -> list[AnyKvEvent]:
-        """The events, in order."""
+        """Return the events, in order."""
         return [self._stored(event) for event in events]
 
     def removed(self, events: Iterable[Stored]) -> list[AnyKvEvent]:
-        """The blocks of each event removed again, last block first."""
+        """Return events that remove the blocks of each event, last block first."""
         return [
             BlocksRemoved(
                 worker_id=self._names[event.worker],
@@ -113,7 +113,7 @@ class Wire:
         ]
 
     def restart(self) -> None:
-        """The next events go to an empty index: sequence numbers start again."""
+        """Restart the sequence numbers, for an empty index."""
         self._seqs = [count(1) for _ in self._names]
 
     def _stored(self, event: Stored) -> BlocksStored:
@@ -131,11 +131,11 @@ class Wire:
 
 
 def load_peer(path: Path) -> ModuleType:
-    """The peer's benchmark as a module, for its workload and its queries."""
+    """Load the peer's benchmark as a module, for its workload and its queries."""
     spec = importlib.util.spec_from_file_location("peer_index_benchmark", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclasses look themselves up
+    sys.modules[spec.name] = module  # dataclasses look up their module
     spec.loader.exec_module(module)
     return module
 
@@ -161,7 +161,7 @@ def run_case(case: Case) -> list[Line]:
     queries |= listed
 
     gc.collect()
-    gc.freeze()  # the input is ours, not the index's: it must not be collected on the index's time
+    gc.freeze()  # so that collecting the input does not count as time of the index
     index = wire.index()
     line = {"what": "apply", **measured(partial(apply_wire, index, bulk), load.blocks, len(bulk))}
     rss_per_block = round(in_fresh_process(rss_of_index, bulk, case.workers) / load.blocks)
@@ -179,15 +179,15 @@ def run_case(case: Case) -> list[Line]:
 
 
 def in_fresh_process(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """The result of `work` from an interpreter that did nothing before."""
+    """Return the result of `work` in a fresh interpreter."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(work, *args, **kwargs).result()
 
 
 def rss_of_index(records: list[bytes], workers: int) -> int:
-    """Resident memory that an index of these records takes.
+    """Return the resident memory of an index of these records.
 
-    Not where the records were made: there the index would grow into memory that this left free.
+    Measured outside the process that created the records, where the index would reuse freed memory.
     """
     index = Wire(workers).index()
     before = rss_bytes()
@@ -196,31 +196,31 @@ def rss_of_index(records: list[bytes], workers: int) -> int:
 
 
 def packed(events: Iterable[AnyKvEvent]) -> list[bytes]:
-    """Events as they are on the topic."""
+    """Return the events as encoded on the topic."""
     return [encode(topics.KV_EVENTS, event) for event in events]
 
 
 def apply_wire(index: PrefixIndex, records: Iterable[bytes]) -> None:
-    """Decode and fold: what the owner does with each record of the topic."""
+    """Decode and apply each record, as the owner does."""
     for record in records:
         index.apply(decode(topics.KV_EVENTS, record))
     check(index)
 
 
 def apply(index: PrefixIndex, events: Iterable[AnyKvEvent]) -> None:
-    """Fold events that were decoded before."""
+    """Apply decoded events."""
     for event in events:
         index.apply(event)
     check(index)
 
 
 def check(index: PrefixIndex) -> None:
-    """A wrong input would be fast: nothing may have been skipped."""
+    """Check that no event was skipped, because skipped events would be fast."""
     assert not +index.counts, index.counts
 
 
 def walk(index: PrefixIndex) -> Line:
-    """Time the pieces in which the blocks are written down for a snapshot."""
+    """Time the pieces in which a snapshot walks the blocks."""
     took_us = []
     pieces = index.begin_scan()
     while not pieces.done:
@@ -253,7 +253,7 @@ def find(index: PrefixIndex, kind: str, queries: Sequence[Sequence[int]]) -> Lin
 
 
 def measured(work: Callable[[], None], blocks: int, events: int) -> Line:
-    """Rates of one piece of work."""
+    """Measure the rates of one piece of work."""
     cpu, wall = time.process_time(), time.perf_counter()
     work()
     wall_s, cpu_s = time.perf_counter() - wall, time.process_time() - cpu
@@ -268,12 +268,12 @@ def measured(work: Callable[[], None], blocks: int, events: int) -> Line:
 
 
 def rss_bytes() -> int:
-    """Resident memory of this process."""
+    """Return the resident memory of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def run_peer(python: Path, case: Case) -> list[Line]:
-    """The peer's benchmark on the same case, by its own interpreter."""
+    """Run the peer's benchmark on the same case, with its own interpreter."""
     command = [str(python), str(case.workload), "--blocks", str(case.blocks), "--workers", str(case.workers)]
     command += ["--queries", str(case.queries)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=PEER_TIMEOUT_S)
@@ -281,29 +281,29 @@ def run_peer(python: Path, case: Case) -> list[Line]:
     return [line | {"case": case.name} for line in lines if "case" in line]
 
 
-def figures(lines: Iterable[Line]) -> Iterator[tuple[Figure, float]]:
-    """What the table shows of each line."""
+def figures(lines: Iterable[Line]) -> Iterator[tuple[Metric, float]]:
+    """Yield the metrics that the table shows of each line."""
     for line in lines:
         case, what = line["case"], line["what"]
         if what == "find":
-            yield Figure(case, f"find, {line['query']}", "µs p50"), line["p50_us"]
-            yield Figure(case, f"find, {line['query']}", "µs p99"), line["p99_us"]
+            yield Metric(case, f"find, {line['query']}", "µs p50"), line["p50_us"]
+            yield Metric(case, f"find, {line['query']}", "µs p99"), line["p99_us"]
         elif what == WALK:
-            yield Figure(case, "walk, the longest of its pieces", "µs"), line["max_us"]
-            yield Figure(case, "walk, all pieces", "ms"), line["sum_us"] / 1e3
+            yield Metric(case, "walk, the longest of its pieces", "µs"), line["max_us"]
+            yield Metric(case, "walk, all pieces", "ms"), line["sum_us"] / 1e3
         else:
-            yield Figure(case, what, "M blocks/s", rising=True), line["blocks_per_s"] / 1e6
+            yield Metric(case, what, "M blocks/s", rising=True), line["blocks_per_s"] / 1e6
         if "rss_per_block" in line:
-            yield Figure(case, MEMORY, "B per block stored"), line["rss_per_block"]
+            yield Metric(case, MEMORY, "B per block stored"), line["rss_per_block"]
 
 
 def table(ours: Iterable[Line], peers: Iterable[Line]) -> Iterator[str]:
-    """A Markdown table of each side's best round; the ratio is above 1 where forebay is faster or smaller.
+    """Yield a Markdown table of each side's best round; the ratio is above 1 where forebay is faster or smaller.
 
-    The best, because neighbours on the machine only ever add time. They add no memory: there it is the worst.
+    Times are those of the best round, because other load on the machine only adds time. Memory is that of the worst.
     """
-    mine: defaultdict[Figure, list[float]] = defaultdict(list)
-    theirs: defaultdict[Figure, list[float]] = defaultdict(list)
+    mine: defaultdict[Metric, list[float]] = defaultdict(list)
+    theirs: defaultdict[Metric, list[float]] = defaultdict(list)
     for figure, value in figures(ours):
         mine[figure].append(value)
     for figure, value in figures(peers):
@@ -321,7 +321,7 @@ def table(ours: Iterable[Line], peers: Iterable[Line]) -> Iterator[str]:
 
 
 def main() -> None:
-    """Run the rounds, print every line as it comes, and the table last."""
+    """Run the rounds; print every line as it is measured, and the table last."""
     args = arguments()
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # children inherit it; the peer picks the same core
     ours: list[Line] = []
@@ -343,7 +343,7 @@ def main() -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
 
     def integers(text: str) -> list[int]:
         return [int(float(part)) for part in text.split(",")]
@@ -354,13 +354,15 @@ def arguments() -> argparse.Namespace:
         "--workload",
         type=Path,
         default=Path(folder) / PEER_FILE if folder else None,
-        help=f"the peer's {PEER_FILE}; default: the one in the folder that FOREBAY_PEERS names",
+        help=f"the peer's {PEER_FILE}; default: the one in the folder FOREBAY_PEERS",
     )
     parser.add_argument("--peer-python", type=Path, help="an interpreter with Dynamo: measure the peer in turn")
     parser.add_argument("--blocks", type=integers, default=[10**5, 10**6], help="default 1e5,1e6")
     parser.add_argument("--workers", type=integers, default=[64, 512], help="default 64,512")
     parser.add_argument("--queries", type=int, default=3000)
-    parser.add_argument("--rounds", type=int, default=3, help="default 3; the table shows the best")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="rounds per case, of which the table shows the best (default 3)"
+    )
     args = parser.parse_args()
     if args.workload is None or not args.workload.is_file():
         parser.error(f"no workload: give --workload PATH/{PEER_FILE} or set FOREBAY_PEERS to its folder")

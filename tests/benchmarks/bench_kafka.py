@@ -1,8 +1,8 @@
-"""forebay on Kafka beside Dynamo: the same load on both, in turn, on one machine; and where a request's time goes.
+"""Compare forebay on Kafka with Dynamo under the same load, in turn, on one machine; and time each hop of a request.
 
-forebay is a router, an ingress and four mock workers, each a process, on a Kafka and a Redis that run already; Dynamo,
-load and cases are those of `http`. Each round has topics of its own, which are removed afterwards. With --flood only
-forebay is measured: time to first token with and without eight busy engines' events in the same control partition.
+forebay is a router, an ingress and four mock workers, each a process, on a running Kafka and Redis. Dynamo, load and
+cases are those of `http`. Each round uses its own topics, which are removed afterwards. With --flood only forebay is
+measured: time to first token with and without eight busy engines' events in the same control partition.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from forebay.transport.kafka.log import KafkaLog
 from forebay.transport.kafka.settings import KafkaSettings
 from forebay.transport.kafka.topics import TopicPlan, create_topics
 from tests.benchmarks import bench_http, hops
-from tests.benchmarks.bench_http import PEER_PORT, WORKERS, dynamo, figures, load
+from tests.benchmarks.bench_http import PEER_PORT, WORKERS, dynamo, load, medians
 from tests.benchmarks.flood import POOL as FLOOD_POOL
 from tests.benchmarks.flood import WORKERS as FLOOD_WORKERS
 from tests.benchmarks.flood import flood, leases_held
@@ -34,17 +34,17 @@ from tests.harness.cluster import Cluster, remove_topics
 from tests.harness.processes import ProcessError
 
 MODEL = "tiny"
-METRICS_PORT = 18_120  # and those after it: one a worker
+METRICS_PORT = 18_120  # the first of one port per worker
 ONE, MANY, LONG_ANSWERS = "short, 1 connection", "short, 64 connections", "short, 128 tokens out, 16 connections"
 CASES = {name: bench_http.CASES[name] for name in (ONE, MANY, LONG_ANSWERS)}
 HOP_CASES = (ONE, MANY)
-WARM_UP = 50  # requests before the measured ones, as the load client has it
+WARM_UP = 50  # unmeasured requests, as in the load client
 PLAN = TopicPlan(groups=1, slots=16, replies=1, kafka_api=1)
 
 
 @dataclass(slots=True)
 class System:
-    """forebay, running."""
+    """A running forebay."""
 
     settings: KafkaSettings
     url: str
@@ -54,17 +54,17 @@ class System:
 
     @property
     def ingress_port(self) -> int:
-        """Where the ingress has its metrics, too."""
+        """Return the port of the ingress, which also serves its metrics."""
         return int(self.url.rpartition(":")[2])
 
 
 @dataclass(slots=True)
 class Run:
-    """What came of a case in each round.
+    """The measurements of a case, by round.
 
     Attributes:
-        results: what the load client says.
-        states_per_s: records of the state topics `kv-events` and `metrics` that the owner applied meanwhile.
+        results: output of the load client.
+        states_per_s: records per second of `kv-events` and `metrics` that the owner applied.
         hops: p50 and p99 of each hop, in ms.
     """
 
@@ -75,7 +75,7 @@ class Run:
 
 @asynccontextmanager
 async def forebay(args: argparse.Namespace, *, flooded: bool) -> AsyncIterator[System]:
-    """Start everything on fresh topics and stop it; `flooded`: with the members that the flood speaks for."""
+    """Run forebay on fresh topics; `flooded` adds the members whose events the flood writes."""
     namespace = f"bench-{uuid.uuid4().hex[:8]}"
     settings = KafkaSettings(args.kafka, namespace)
     model = ("--model", str(args.home / "tiny-model"), "--model-name", MODEL)
@@ -104,12 +104,12 @@ async def forebay(args: argparse.Namespace, *, flooded: bool) -> AsyncIterator[S
 
 
 async def run_case(args: argparse.Namespace, system: System, case: str, run: Run) -> None:
-    """One case on forebay, with its hops where they are asked for."""
+    """Run one case on forebay, and measure its hops if requested."""
     log = await KafkaLog.open(system.settings)
     try:
         before = await hops.place(log, PLAN.slots)
         counted = _counted(system)
-        # The event loop stands still meanwhile, so nothing of this process asks the broker for anything.
+        # The event loop is blocked meanwhile, so this process sends no requests to the broker.
         began_s = time.monotonic()
         run.results.append(load(args.peers, args.python, system.url, system.pids, CASES[case]))
         took_s = time.monotonic() - began_s
@@ -129,7 +129,7 @@ async def run_case(args: argparse.Namespace, system: System, case: str, run: Run
 
 
 def _counted(system: System) -> tuple[Counter[float], Counter[float]]:
-    """What the workers and the ingress counted of their hops so far."""
+    """Return the hop counts of the workers and of the ingress so far."""
     return hops.hop_counts(system.worker_ports, hops.WORK.name), hops.hop_counts([system.ingress_port], TOKENS.name)
 
 
@@ -139,7 +139,7 @@ def _p50_p99(values: Sequence[float]) -> tuple[float, float]:
 
 
 async def compare(args: argparse.Namespace) -> None:
-    """Both sides in turn, then the tables."""
+    """Measure both sides in turn, then print the tables."""
     ours, theirs = {case: Run() for case in CASES}, {case: Run() for case in CASES}
     for number in range(args.rounds):
         sys.stderr.write(f"round {number + 1} of {args.rounds}\n")
@@ -152,7 +152,7 @@ async def compare(args: argparse.Namespace) -> None:
     print("| case | | requests/s | TTFT p50 ms | CPU us/request | events/request |")
     print("|---|---|---|---|---|---|")
     for case in CASES:
-        mine, peer = figures(ours[case].results), figures(theirs[case].results)
+        mine, peer = medians(ours[case].results), medians(theirs[case].results)
         print(f"| {case} | forebay on Kafka | {mine[0]:.0f} | {mine[1]:.2f} | {mine[2]:.0f} | {mine[3]:.1f} |")
         print(f"| | Dynamo | {peer[0]:.0f} | {peer[1]:.2f} | {peer[2]:.0f} | {peer[3]:.1f} |")
         print(f"| | ratio | {mine[0] / peer[0]:.2f} | {mine[1] / peer[1]:.2f} | {mine[2] / peer[2]:.2f} | |")
@@ -161,7 +161,7 @@ async def compare(args: argparse.Namespace) -> None:
 
 
 def print_cpu(runs: dict[str, Run]) -> None:
-    """Where forebay's CPU time is spent, by process."""
+    """Print forebay's CPU time by process."""
     names = list(next(iter(runs.values())).results[0]["cpu_us_per_request"])
     print(f"\n| CPU us/request | {' | '.join(names)} | load client |")
     print(f"|---{'|---' * len(names)}|---|")
@@ -172,7 +172,7 @@ def print_cpu(runs: dict[str, Run]) -> None:
 
 
 def print_hops(runs: dict[str, Run]) -> None:
-    """Where a request's time goes, for the runs that know."""
+    """Print the time of each hop, for the runs that measured hops."""
     runs = {name: run for name, run in runs.items() if run.hops}
     print(f"\n| hop, p50 / p99 ms | {' | '.join(runs)} |")
     print(f"|---{'|---' * len(runs)}|")
@@ -191,7 +191,7 @@ def print_hops(runs: dict[str, Run]) -> None:
     print(
         f"| of that, before and after the exact rows: HTTP, tokenising, tokens -> ingress, SSE | {' | '.join(rest)} |"
     )
-    print("\nNo record says when a worker took a work item or an ingress took tokens: those are the receivers' counts.")
+    print("\nNo record has the time at which a worker took work or an ingress took tokens; receivers count those hops.")
 
 
 def _ttft(results: list[dict[str, Any]], part: str) -> float:
@@ -199,13 +199,13 @@ def _ttft(results: list[dict[str, Any]], part: str) -> float:
 
 
 async def flooding(args: argparse.Namespace) -> None:
-    """Time to first token at one connection, without and with the flood."""
+    """Measure time to first token at one connection, without and with the flood."""
     calm, flooded = Run(), Run()
     for number in range(args.rounds):
         sys.stderr.write(f"round {number + 1} of {args.rounds}\n")
         async with forebay(args, flooded=True) as system:
             epochs = {name: epoch for name, epoch in system.epochs.items() if name in FLOOD_WORKERS}
-            await run_case(args, system, ONE, Run())  # nobody's: the first run of fresh processes is slower
+            await run_case(args, system, ONE, Run())  # discarded, because the first run of fresh processes is slower
             if number % 2:
                 await run_case(args, system, ONE, calm)
             with flood(system.settings, epochs):
@@ -219,20 +219,24 @@ async def flooding(args: argparse.Namespace) -> None:
         print(f"| {name} | {rows['p50'][at]:.2f} | {rows['p99'][at]:.2f} |")
     applied = [f"{statistics.median(run.states_per_s):.0f}" for run in (calm, flooded)]
     print(f"| difference | {rows['p50'][1] - rows['p50'][0]:+.2f} | {rows['p99'][1] - rows['p99'][0]:+.2f} |")
-    print(f"\nKV events and load reports that the owner applied a second: {applied[0]} without, {applied[1]} with it")
+    print(f"\nKV events and load reports applied by the owner per second: {applied[0]} without, {applied[1]} with it")
     runs = {"without the flood": calm, "with it": flooded}
     print_cpu(runs)
     print_hops(runs)
 
 
 def main() -> None:
-    """Measure and print tables: medians of the rounds."""
+    """Measure, and print tables with medians of the rounds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kafka", required=True, help="host:port; topics of its own are created and removed")
     parser.add_argument("--redis", required=True, help="redis://host:port")
-    parser.add_argument("--standby", action="store_true", help="run a second router that stands by")
-    parser.add_argument("--flood", action="store_true", help="measure what busy engines cost a request")
-    parser.add_argument("--also", action="append", default=[], help="NAME=PID of more processes to count: the broker")
+    parser.add_argument("--standby", action="store_true", help="run a second router as a standby")
+    parser.add_argument(
+        "--flood", action="store_true", help="measure the effect of busy engines on time to first token"
+    )
+    parser.add_argument(
+        "--also", action="append", default=[], help="NAME=PID of further processes to measure, such as the broker"
+    )
     parser.add_argument("--peers", type=Path, default=os.environ.get("FOREBAY_PEERS"))
     parser.add_argument("--home", type=Path, default=Path.home() / ".cache" / "forebay-peers")
     parser.add_argument("--rounds", type=int, default=3)

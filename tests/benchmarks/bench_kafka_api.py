@@ -1,7 +1,7 @@
-"""The Kafka API under many requests: each answered once, counted by id; with `--kill`, an ingress dies on the way.
+"""Benchmark of the Kafka API: check that each of many requests is answered once; `--kill` kills an ingress.
 
-Two ingresses, two routers and some mock workers as processes; requests are produced by `forebay produce`, answers are
-read back from the topic afterwards, all of them. A repeated answer must be identical.
+Two ingresses, two routers and mock workers run as processes. `forebay produce` sends the requests, and all responses
+are read back from the topic afterwards. A repeated answer must be identical.
 """
 
 import argparse
@@ -22,11 +22,11 @@ from forebay.transport.kafka.settings import KafkaSettings
 from tests.harness.cluster import GROUP, Cluster
 
 WITHIN_S = 3_600.0
-KILL_AT = 0.4  # of the requests are routed
+KILL_AT = 0.4  # share of requests routed before the kill
 
 
 async def answers(settings: KafkaSettings) -> dict[str, list[tuple[int, str, bool, bytes]]]:
-    """Every answer record by request id: index, status, whether it is the last, value."""
+    """Return the response records by request id: index, status, whether it is the last, and value."""
     found: dict[str, list[tuple[int, str, bool, bytes]]] = {}
     consumer = AIOKafkaConsumer(bootstrap_servers=settings.bootstrap)
     await consumer.start()
@@ -51,7 +51,7 @@ async def answers(settings: KafkaSettings) -> dict[str, list[tuple[int, str, boo
 
 
 def judged(found: dict[str, list[tuple[int, str, bool, bytes]]], wanted: list[str]) -> dict[str, Any]:
-    """What came of the requests."""
+    """Return counts of the outcomes."""
     counts: Counter[str] = Counter()
     for request_id in wanted:
         records = found.get(request_id, [])
@@ -84,8 +84,8 @@ async def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             cluster.ingress(name)
         await cluster.until_serving(options.workers)
         began_s = time.monotonic()
-        told = ["--kafka", options.kafka, "--namespace", namespace, "--timeout-s", str(WITHIN_S)]
-        cluster.begin("produce", "produce", str(file), "--wait", *told)
+        connection = ["--kafka", options.kafka, "--namespace", namespace, "--timeout-s", str(WITHIN_S)]
+        cluster.begin("produce", "produce", str(file), "--wait", *connection)
         if options.kill:
             while await cluster.routed() < KILL_AT * options.requests:  # noqa: ASYNC110 - the log sets no event here
                 await asyncio.sleep(0.5)
@@ -114,7 +114,7 @@ def main() -> None:
     parser.add_argument("--redis", default="redis://127.0.0.1:16379")
     parser.add_argument("--requests", type=int, default=100_000)
     parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--kill", action="store_true", help="kill one of the two ingresses on the way")
+    parser.add_argument("--kill", action="store_true", help="kill one of the two ingresses during the run")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         print(json.dumps(asyncio.run(run(options, Path(folder)))))

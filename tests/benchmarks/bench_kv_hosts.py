@@ -1,8 +1,8 @@
-"""KV blocks from host to host over a cable, by NIXL and by plain sockets, and beside it within a host: in one run.
+"""Compare transfers of KV blocks by NIXL and by plain sockets, over a cable between hosts and within a host.
 
-The hosts are namespaces of this machine, so the cable is memory and the kernel's TCP: what it shows is what the ways
-cost beside each other, not what a network does. Every round takes all ways once, in changing order. Times are those of
-the reader's transport, from the call to the result.
+The hosts are namespaces of this machine, so the cable is memory and the kernel's TCP. The results compare the costs of
+the transports; they do not describe a real network. Every round measures all transports once, in changing order.
+Times are those of the reader's transport, from the call to the result.
 """
 
 import argparse
@@ -26,7 +26,7 @@ Pair = tuple[Other, Other]
 
 
 async def pairs(stack: AsyncExitStack, hosts: tuple[Host, Host], sizes: dict[str, Any]) -> dict[tuple[str, str], Pair]:
-    """A holder and a reader for every way: by NIXL and by sockets, on one host and on two."""
+    """Create a holder and a reader for NIXL and for sockets, each on one host and on two."""
     one, two = hosts
     found: dict[tuple[str, str], Pair] = {}
     for kind in KINDS:
@@ -42,7 +42,7 @@ async def pairs(stack: AsyncExitStack, hosts: tuple[Host, Host], sizes: dict[str
 
 
 async def case(hosts: tuple[Host, Host], block_bytes: int, blocks: int, rounds: int) -> dict[tuple[str, str], Any]:
-    """Microseconds of every round, by way."""
+    """Return the microseconds of every round, by transport and path."""
     order = np.random.default_rng(SEED).permutation(2 * blocks)
     wanted, into = order[:blocks].tolist(), order[blocks:].tolist()
     async with AsyncExitStack() as stack:
@@ -57,7 +57,7 @@ async def case(hosts: tuple[Host, Host], block_bytes: int, blocks: int, rounds: 
                 if done != "done":
                     raise SystemExit(f"{way}: {done}")
                 await holder.wait_freed("fetched", number + 1)
-                if number > 1:  # the first make connections and touch memory
+                if number > 1:  # the first rounds open connections and touch memory
                     taken[way].append(after - before)
         for way, (_, reader) in ways.items():
             if not await reader.has(into, wanted):
@@ -66,7 +66,7 @@ async def case(hosts: tuple[Host, Host], block_bytes: int, blocks: int, rounds: 
 
 
 def row(block_bytes: int, blocks: int, taken: dict[tuple[str, str], list[int]]) -> str:
-    """A line of the table: milliseconds and GB/s in the median, then NIXL's time as a share of the sockets'."""
+    """Return a line of the table: median milliseconds and GB/s, then the ratio of NIXL's time to the sockets'."""
     size = block_bytes * blocks
 
     def cell(kind: str, way: str) -> str:
@@ -91,7 +91,7 @@ async def measure(rounds: int) -> None:
 
 
 def main() -> None:
-    """Do what the command line says."""
+    """Run with the options of the command line."""
     parser = argparse.ArgumentParser(prog="kv-hosts", description=__doc__)
     parser.add_argument("--rounds", type=int, default=60)
     args = parser.parse_args()

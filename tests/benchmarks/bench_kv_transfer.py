@@ -1,9 +1,9 @@
-"""KV blocks by our layer beside NIXL alone, memmove and a socket: the same lists of blocks, in turn, in one run.
+"""Compare KV transfers by our layer with NIXL alone, memmove and a socket, on the same lists of blocks.
 
-The holder is a process of its own. Every round takes all sides once, each after the other in changing order, so that a
-busy machine is busy for all of them. Ratios are of the best rounds, medians of the two sides of a round, and medians of
-CPU time, all threads of the reader counted, which is the same however busy the machine is. NIXL alone is what must be
-done for one prompt by hand: a transfer made from prepared lists, posted, polled, released.
+The holder is a separate process. Every round measures all sides once, in changing order, so that other load affects all
+of them. The ratios are those of the best rounds, medians within a round, and medians of the CPU time of all reader
+threads, which other load does not change. "NIXL alone" transfers one prompt by hand: a transfer made from prepared
+lists, posted, polled and released.
 """
 
 import argparse
@@ -34,17 +34,17 @@ CASES = ((16 << 10, 1000), (64 << 10, 256), (1 << 20, 16), (16 << 10, 16), (64 <
 TOGETHER = 4
 SEED = 11
 LEASE_S = 3_000.0
-PAUSE_S = 0.003  # else a side waits until the holder has taken the notification of the one before
+PAUSE_S = 0.003  # so that the holder has taken the previous side's notification
 HOLDER = "holder@1"
 
 
 def scattered(blocks: int, seed: int) -> list[int]:
-    """Half of twice as many blocks, in no order."""
+    """Return `blocks` of twice as many block numbers, in random order."""
     return [int(n) for n in np.random.default_rng(seed).permutation(2 * blocks)[:blocks]]
 
 
 def hold(kind: Kind, block_bytes: int, blocks: int, pipe: "Connection[Any, int]") -> None:
-    """The other process: offers the list as often as it is asked to; ends at 0."""
+    """Run the holder process: offer the list as many times as requested, and end at 0."""
 
     async def act() -> None:
         transport = await open_transport(
@@ -69,7 +69,7 @@ def hold(kind: Kind, block_bytes: int, blocks: int, pipe: "Connection[Any, int]"
 
 @contextmanager
 def holder(kind: Kind, block_bytes: int, blocks: int) -> Any:
-    """A process that offers: a function for so many offers."""
+    """Run a holder process; yield a function that returns `count` offers."""
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=hold, args=(kind, block_bytes, blocks, theirs))
     process.start()
@@ -86,7 +86,7 @@ def holder(kind: Kind, block_bytes: int, blocks: int) -> Any:
 
 
 def prefilled(offer: Offer, kind: Kind) -> Prefilled:
-    """As the log has it."""
+    """Return the offer as recorded in the log."""
     return Prefilled(
         worker_id="holder",
         worker_epoch=1,
@@ -100,7 +100,7 @@ def prefilled(offer: Offer, kind: Kind) -> Prefilled:
 
 
 class Raw:
-    """NIXL by hand, and our reads without their thread, with an agent and memory of their own."""
+    """NIXL by hand, and our reads without their thread, with a separate agent and memory."""
 
     def __init__(self, block_bytes: int, blocks: int, place: BlockLocation) -> None:
         self.agent = open_agent("raw@1")
@@ -113,7 +113,7 @@ class Raw:
         self.ours = self.arena.slots_of(self.arena.numbers(scattered(blocks, SEED + 1)))
 
     def nixl(self) -> None:
-        """The list, by NIXL alone."""
+        """Transfer the list by NIXL alone."""
         handle = self.agent.make_prepped_xfer("READ", self.here.slots, self.ours, self.peer.blocks, self.theirs)
         state = self.agent.transfer(handle)
         while state == "PROC":
@@ -121,13 +121,13 @@ class Raw:
         self.agent.release_xfer_handle(handle)
 
     def steps(self, place: BlockLocation) -> None:
-        """The list, by what our thread does with it."""
+        """Transfer the list by the steps of our thread."""
         for _ in Read(place, self.theirs, self.ours, notify=True).steps(self.here, self.peers):
             pass
         notify(self.agent, place, FETCHED)
 
     def memmove(self) -> None:
-        """As many bytes, from block to block within this process."""
+        """Copy as many bytes, block by block, within this process."""
         size = self.arena.block_bytes
         rows = [self.arena.address + int(slot) * size for slot in self.ours]
         for start, end in zip(rows, reversed(rows), strict=True):
@@ -135,7 +135,7 @@ class Raw:
 
 
 async def measured(act: Callable[[], Any]) -> tuple[float, float]:
-    """Seconds that it took, and of CPU time."""
+    """Return the wall and CPU seconds of a call."""
     start_s, cpu_s = time.perf_counter(), time.process_time()
     done = act()
     if done is not None:
@@ -144,7 +144,7 @@ async def measured(act: Callable[[], Any]) -> tuple[float, float]:
 
 
 async def case(block_bytes: int, blocks: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds of every round, by side, and of CPU time."""
+    """Return the wall and CPU seconds of every round, by side."""
     into = scattered(blocks, SEED + 1)
     taken: dict[str, list[float]] = {}
     options: dict[str, Any] = {"block_bytes": block_bytes, "on_free": lambda *_: None}
@@ -169,7 +169,7 @@ async def case(block_bytes: int, blocks: int, rounds: int) -> dict[str, list[flo
                 await asyncio.sleep(PAUSE_S)
                 share = 1 / TOGETHER if side == "fetch x4" else 1
                 seconds, cpu = await measured(act)
-                if number > 1:  # the first make connections and touch memory
+                if number > 1:  # the first rounds open connections and touch memory
                     taken.setdefault(side, []).append(seconds * share)
                     taken.setdefault(f"{side}, CPU", []).append(cpu * share)
         check(nixl, into, scattered(blocks, SEED))
@@ -179,19 +179,19 @@ async def case(block_bytes: int, blocks: int, rounds: int) -> dict[str, list[flo
 
 
 async def together(transport: KvTransport, many: Sequence[Prefilled], into: Sequence[Sequence[int]]) -> None:
-    """Several fetches at once."""
+    """Run several fetches concurrently."""
     await asyncio.gather(*(transport.fetch(one, 0, to) for one, to in zip(many, into, strict=True)))
 
 
 def check(transport: KvTransport, into: Sequence[int], wanted: Sequence[int]) -> None:
-    """What was measured must have been done."""
+    """Check that the blocks were transferred."""
     for block, theirs in zip(into, wanted, strict=True):
         if (transport.memory.view(block) != theirs % 251).any():
             raise SystemExit("the bytes are not those offered")
 
 
 def row(block_bytes: int, blocks: int, taken: dict[str, list[float]]) -> str:
-    """A line of the table: milliseconds and GB/s at the best, then ratios of throughput, ours to NIXL's."""
+    """Return a line of the table: best milliseconds and GB/s, then ratios of throughput, ours to NIXL's."""
     size = block_bytes * blocks
 
     def cell(side: str) -> str:

@@ -32,7 +32,7 @@ UNLOADED_S = 20.0
 
 
 def measure(to: str, pids: list[int], args: argparse.Namespace) -> None:
-    """Offer a light load and then the overload, and print what became of both."""
+    """Apply a light load and then the overload, and print the results."""
     tokens, rate, seconds = MAX_TOKENS, CAPACITY_PER_S * TIMES, args.seconds
     if args.cpu_bound:
         tokens, rate, seconds = 16, 500.0, 20.0
@@ -84,7 +84,7 @@ async def on_kafka(args: argparse.Namespace) -> None:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=60.0, help="of the overload (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=60.0, help="duration of the overload (default %(default)s)")
     parser.add_argument("--cpu-bound", action="store_true", help="10,000 requests at 500/s, engines as by default")
     parser.add_argument("--kafka", help="HOST:PORT of a broker: measure a cluster")
     parser.add_argument("--redis", help="URL of its Redis")

@@ -1,8 +1,8 @@
-"""One owner on Kafka with many invented workers: decisions a second, CPU and journal bytes a decision.
+"""Benchmark of one owner on Kafka with many simulated workers: decisions/s, CPU and journal bytes per decision.
 
-The owner runs in a process of its own as in production (`Owner.run` on a `KafkaLog`, plain tails), with its leases in
-process. It is paused while every request is written, then let go. This process plays the workers: it follows the
-decisions and answers each with what a worker says of it, KV events included; it is no part of the figures.
+The owner runs in a separate process as in production (`Owner.run` on a `KafkaLog`, plain tails), with its leases in
+process. It is paused while every request is written, then resumed. This process simulates the workers: it follows the
+decisions and emits the events of a worker for each, KV events included. Its own CPU time is not counted.
 """
 
 import argparse
@@ -59,7 +59,7 @@ POLL_S = 0.02
 
 
 class Workload:
-    """Requests of `PROMPT_TOKENS`, each one of `PREFIXES` shared beginnings and an end of its own. Seeded."""
+    """Seeded requests of `PROMPT_TOKENS`, each with one of `PREFIXES` shared prefixes and a unique suffix."""
 
     def __init__(self, count: int) -> None:
         self._random = random.Random(SEED)
@@ -68,7 +68,7 @@ class Workload:
         self.hashes: list[bytes] = []
 
     def requests(self) -> Iterator[RequestSubmitted]:
-        """All requests in order; `hashes` holds the packed sequence hashes of those that were given."""
+        """Yield all requests in order; `hashes` has the packed sequence hashes of the yielded requests."""
         for number in range(self.count):
             prefix = self._random.choice(self._prefixes)
             token_ids = pack_u32(prefix + self._tokens(PROMPT_TOKENS - SHARED_TOKENS))
@@ -90,7 +90,7 @@ class Workload:
 
 
 class Workers:
-    """All invented workers: what each has cached, without bound, and what it says of a request."""
+    """The simulated workers: their unbounded caches, and the events that they emit for a request."""
 
     def __init__(self, workload: Workload) -> None:
         self._hashes = workload.hashes
@@ -99,7 +99,7 @@ class Workers:
         self.kv_events = 0
 
     def answer(self, decided: RequestRouted) -> list[Draft]:
-        """The blocks that are new to the worker, the first token, the end."""
+        """Return the events of a request: newly cached blocks, first token, and end."""
         hashes = unpack_u64(self._hashes[int(decided.request_id.rpartition("-")[2])])
         cached = self._cached.setdefault(decided.worker_id, set())
         known = next((at for at, one in enumerate(hashes) if one not in cached), len(hashes))
@@ -129,18 +129,19 @@ class Workers:
         return drafts
 
 
-class Spent(msgspec.Struct, frozen=True):
-    """What the owner's process says in the end. `shares` are those of its CPU time by group, if asked for."""
+class OwnerUsage(msgspec.Struct, frozen=True):
+    """The resource usage of the owner's process. `shares` has its CPU time by group, if profiled."""
 
     cpu_s: float
     shares: dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
-    """One run. `wall_s` is until the owner had applied every answer, so a decision's whole life is in it.
+class RunResult:
+    """The measurements of one run. `wall_s` lasts until the owner has applied every response.
 
-    Where the owner's CPU time is nearly all of it, the owner was the limit; else the broker, the driver or the machine.
+    If the owner's CPU time is nearly all of `wall_s`, the owner was the bottleneck; otherwise the broker, the driver or
+    the machine was.
     """
 
     workers: int
@@ -149,10 +150,10 @@ class Figures:
     driver_cpu_s: float
     journal_bytes: int
     kv_events: int
-    spent: Spent
+    spent: OwnerUsage
 
     def row(self) -> str:
-        """A line of the table."""
+        """Return a line of the table."""
         count, cpu_s = self.decisions, self.spent.cpu_s
         cells = (
             self.workers,
@@ -170,7 +171,7 @@ class Figures:
 
 
 def serve(settings: KafkaSettings, workers: int, profile: bool, driver: Connection) -> None:
-    """Own the group. Says None once all workers are admitted; hears the ends of its inputs; says what it spent."""
+    """Own the group: send None once all workers are admitted, receive the ends of the inputs, and send the usage."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(settings, workers, profile, driver))
 
@@ -200,7 +201,7 @@ async def _serve(settings: KafkaSettings, workers: int, profile: bool, driver: C
         await _until(running, driver.poll)
         ends: dict[str, int] = driver.recv()
         await _until(running, lambda: all(owner.world.view.get(topic, 0) >= end for topic, end in ends.items()))
-    driver.send(Spent(time.process_time() - began_s, sampler.shares()))
+    driver.send(OwnerUsage(time.process_time() - began_s, sampler.shares()))
     await owner.stop()
     await running
     owner.drop()
@@ -220,45 +221,45 @@ def _ready(owner: Owner) -> int:
 
 @contextmanager
 def owner_process(settings: KafkaSettings, workers: int, *, profile: bool) -> Iterator["OwnerProcess"]:
-    """The owner, with its workers admitted."""
+    """Run the owner process until its workers are admitted, and end it after the body."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=serve, args=(settings, workers, profile, there), daemon=True)
     process.start()
     assert process.pid is not None
-    there.close()  # so that its end is seen here
+    there.close()  # so that this process notices its end
     try:
         owner = OwnerProcess(process.pid, here)
-        owner.hear(READY_S)
+        owner.receive(READY_S)
         yield owner
     finally:
-        process.kill()  # also when it is paused
+        process.kill()  # works on a paused process too
         process.join()
 
 
 class OwnerProcess:
-    """The other process, as the driver has it."""
+    """The driver's handle of the owner process."""
 
     def __init__(self, pid: int, pipe: "Connection[object, object]") -> None:
         self._pid = pid
         self._pipe = pipe
 
     def pause(self) -> None:
-        """It does nothing until `go_on`."""
+        """Pause the process until `resume`."""
         os.kill(self._pid, signal.SIGSTOP)
 
-    def go_on(self) -> None:
-        """It runs again."""
+    def resume(self) -> None:
+        """Resume the process."""
         os.kill(self._pid, signal.SIGCONT)
 
-    def tell(self, message: object) -> None:
-        """Send it something."""
+    def send(self, message: object) -> None:
+        """Send a message to the process."""
         self._pipe.send(message)
 
-    def hear(self, within_s: float) -> object:
-        """The next that it says. Ends the program when it says nothing."""
+    def receive(self, within_s: float) -> object:
+        """Return the next message of the process; exit if none arrives in time."""
         if not self._pipe.poll(within_s):
-            raise SystemExit(f"the owner's process says nothing for {within_s:g} s")
+            raise SystemExit(f"the owner's process sent nothing for {within_s:g} s")
         try:
             return self._pipe.recv()
         except EOFError:
@@ -268,8 +269,8 @@ class OwnerProcess:
 # --- the driver -------------------------------------------------------------------------------------------------------
 
 
-async def drive(settings: KafkaSettings, owner: OwnerProcess, workers: int, requests: int) -> Figures:
-    """Write all requests while the owner is paused, let it go, and answer its decisions until it has seen all."""
+async def drive(settings: KafkaSettings, owner: OwnerProcess, workers: int, requests: int) -> RunResult:
+    """Write all requests while the owner is paused, resume it, and answer its decisions until all are applied."""
     workload = Workload(requests)
     log = await KafkaLog.open(settings)
     try:
@@ -278,15 +279,15 @@ async def drive(settings: KafkaSettings, owner: OwnerProcess, workers: int, requ
         await _touch_slots(log, workers)
         await _submit_all(log, workload)
         began_s, driver_began_s = time.monotonic(), time.process_time()
-        owner.go_on()
+        owner.resume()
         async with asyncio.timeout(DONE_S):
             played = await _play(log, workload, start)
-        owner.tell({REQUESTS.name: requests, PROGRESS.name: 2 * requests, KV_EVENTS.name: played.kv_events})
-        spent = await asyncio.to_thread(owner.hear, DONE_S)
+        owner.send({REQUESTS.name: requests, PROGRESS.name: 2 * requests, KV_EVENTS.name: played.kv_events})
+        spent = await asyncio.to_thread(owner.receive, DONE_S)
     finally:
         await log.close()
-    assert isinstance(spent, Spent)
-    return Figures(
+    assert isinstance(spent, OwnerUsage)
+    return RunResult(
         workers=workers,
         decisions=requests,
         wall_s=time.monotonic() - began_s,
@@ -298,8 +299,8 @@ async def drive(settings: KafkaSettings, owner: OwnerProcess, workers: int, requ
 
 
 @dataclass(slots=True)
-class Played:
-    """What the driver saw of the journal, and how many KV events it answered with."""
+class DriverResult:
+    """The driver's view of the journal, and the number of KV events that it emitted."""
 
     routed: int = 0
     journal_bytes: int = 0
@@ -307,7 +308,7 @@ class Played:
 
 
 async def _touch_slots(log: KafkaLog, workers: int) -> None:
-    """Write to every work partition once: a broker takes its time over the first record of each."""
+    """Write to every work partition once, because a broker is slow at the first record of each."""
     topic = work_topic(POOL)
     nothing = encode(topic, WorkCancelled(request_id="nobody", attempt=0, owner_epoch=0, worker_epoch=0))
     await log.append([Draft(topic.name, slot, nothing) for slot in range(workers)])
@@ -323,9 +324,9 @@ async def _submit_all(log: KafkaLog, workload: Workload) -> None:
     await log.append(drafts)
 
 
-async def _play(log: KafkaLog, workload: Workload, start: int) -> Played:
-    """Follow the journal from offset `start`, as all the workers, until every request is routed."""
-    played, workers, wake = Played(), Workers(workload), asyncio.Event()
+async def _play(log: KafkaLog, workload: Workload, start: int) -> DriverResult:
+    """Follow the journal from `start` and simulate all workers until every request is routed."""
+    played, workers, wake = DriverResult(), Workers(workload), asyncio.Event()
     tail = log.tail(DECISIONS.name, 0, start, wake)
     try:
         while played.routed < workload.count:
@@ -354,8 +355,8 @@ def _draft(topic: Topic, event: Event) -> Draft:
     return Draft(topic.name, 0, encode(topic, event))
 
 
-async def measure(bootstrap: str, workers: int, requests: int, *, profile: bool) -> Figures:
-    """One run on topics of its own, which are removed afterwards."""
+async def measure(bootstrap: str, workers: int, requests: int, *, profile: bool) -> RunResult:
+    """Measure one run on its own topics, which are removed afterwards."""
     namespace = f"bench-{uuid.uuid4().hex[:8]}"
     plan = TopicPlan(groups=1, slots=workers, replies=1, kafka_api=1)
     settings = KafkaSettings(bootstrap, namespace)
@@ -371,9 +372,11 @@ def main() -> None:
     """Measure and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kafka", required=True, help="host:port; topics of its own are created and removed")
-    parser.add_argument("--workers", default="8,64,512", help="how many workers, several with commas (%(default)s)")
-    parser.add_argument("--requests", type=int, default=20_000, help="of each run (%(default)s)")
-    parser.add_argument("--profile", action="store_true", help="also say where the owner's CPU time goes")
+    parser.add_argument(
+        "--workers", default="8,64,512", help="numbers of workers, separated by commas (default %(default)s)"
+    )
+    parser.add_argument("--requests", type=int, default=20_000, help="requests per run (default %(default)s)")
+    parser.add_argument("--profile", action="store_true", help="also print the owner's CPU time by group")
     args = parser.parse_args()
     runs = []
     for workers in (int(number) for number in args.workers.split(",")):

@@ -1,9 +1,9 @@
-"""How fast recordings are verified, decoding and checksums included, and how much memory that takes.
+"""Benchmark of verifying recordings: speed, decoding and checksums included, and peak memory.
 
-Each recording is made by driving the core (see `recordings`), then verified in fresh processes on one core. Rates are
-of CPU time, which neighbours on the machine change least; the table shows the best round and the median. The first rows
-are of conversations; `KV events` is hardly anything else; `full caches` has large ones, so snapshots are large; the
-last row is the one before it ten times as long, which must not take more memory.
+Each recording is made by driving the core (see `recordings`), then verified in fresh processes on one core. Rates use
+CPU time, which other load on the machine affects least. The table shows the best round and the median. The first rows
+are conversations, `KV events` has almost only KV events, and `full caches` has large caches and snapshots. The last row
+is ten times as long as the previous row, and must not need more memory.
 """
 
 import argparse
@@ -18,19 +18,19 @@ from pathlib import Path
 from forebay.replay.verify.verify import verify
 from forebay.transport.sqlite.log import SqliteLog
 from tests.benchmarks.bench_index import in_fresh_process
-from tests.benchmarks.recordings import SEED, Shape, Written, write_recording
+from tests.benchmarks.recordings import SEED, Shape, WrittenCounts, write_recording
 
 LONGER = 10
 KV_CACHED, KV_MORE = 16_384, 128
 FULL_CACHED = 16_384
 MIB = 1 << 20
-BARS = {8: 5_000, 64: 2_000}  # decisions a second, by workers
-BLOCKS_BAR = 1_000_000  # a second
+BARS = {8: 5_000, 64: 2_000}  # required decisions per second, by workers
+BLOCKS_BAR = 1_000_000  # required blocks per second
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One row: a recording, and the bar: decisions a second that must be reached at least, or blocks; 0 for none."""
+    """A row: a recording, and the required decisions or blocks per second; 0 for no requirement."""
 
     name: str
     shape: Shape
@@ -48,13 +48,13 @@ class Round:
     snapshots: int
 
 
-def make(path: Path, shape: Shape) -> Written:
+def make(path: Path, shape: Shape) -> WrittenCounts:
     """Write a recording."""
     return asyncio.run(write_recording(path, shape))
 
 
 def measure(path: Path) -> Round:
-    """Verify a recording. Ends the program when it does not hold."""
+    """Verify a recording; exit if verification fails."""
     log = SqliteLog.open(path, readonly=True)
     cpu_s, wall_s = time.process_time(), time.perf_counter()
     report = asyncio.run(verify(log))
@@ -66,14 +66,14 @@ def measure(path: Path) -> Round:
 
 
 def peak_mib() -> float:
-    """The most memory that this program had resident; `ru_maxrss` would begin with that of the one that started it."""
+    """Return the peak resident memory of this program; `ru_maxrss` would start with that of its parent."""
     status = Path("/proc/self/status").read_text()
     [line] = [line for line in status.splitlines() if line.startswith("VmHWM:")]
     return int(line.split()[1]) * 1024 / MIB
 
 
 def cases(args: argparse.Namespace) -> list[Case]:
-    """The rows, in order."""
+    """Return the rows, in order."""
     decisions = args.decisions
     rows = [Case("conversations", Shape(workers, decisions), BARS.get(workers, 0)) for workers in args.workers]
     rows.append(Case("KV events", Shape(8, decisions // KV_MORE, KV_CACHED, KV_MORE), blocks_bar=BLOCKS_BAR))
@@ -84,8 +84,8 @@ def cases(args: argparse.Namespace) -> list[Case]:
     return [row for row in rows if args.only in row.name]
 
 
-def row(case: Case, written: Written, size: int, rounds: list[Round]) -> str:
-    """A line of the table."""
+def row(case: Case, written: WrittenCounts, size: int, rounds: list[Round]) -> str:
+    """Return a line of the table."""
     best = min(one.cpu_s for one in rounds)
     median = statistics.median(one.cpu_s for one in rounds)
     ratio = ""
@@ -130,17 +130,17 @@ def main() -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
 
     def integers(text: str) -> list[int]:
         return [int(float(part)) for part in text.split(",")]
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=integers, default=[8, 64, 512], help="default 8,64,512")
-    parser.add_argument("--decisions", type=int, default=20_000, help="of each recording (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=5, help="of each recording (%(default)s)")
-    parser.add_argument("--only", default="", help="the rows whose name has this in it")
-    parser.add_argument("--folder", type=Path, help="where recordings are made: some hundred MiB")
+    parser.add_argument("--decisions", type=int, default=20_000, help="decisions per recording (default %(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds per recording (default %(default)s)")
+    parser.add_argument("--only", default="", help="run only rows whose name contains this text")
+    parser.add_argument("--folder", type=Path, help="folder for the recordings, some hundred MiB")
     return parser.parse_args()
 
 

@@ -1,4 +1,4 @@
-"""How many decisions a shadow follows in a second of CPU time, and what deriving them alone takes; on a log file."""
+"""Benchmark of a shadow on a log file: decisions per CPU second, beside the cost of deriving decisions alone."""
 
 import argparse
 import asyncio
@@ -30,7 +30,7 @@ ALTERNATIVES: dict[str, dict[str, Any]] = {
 
 
 class _Counting:
-    """A sink that encodes and counts."""
+    """A sink that encodes and counts events."""
 
     def __init__(self) -> None:
         self.decisions = 0
@@ -52,7 +52,7 @@ def _alternative(fields: dict[str, Any]) -> Alternative:
 
 
 async def _derived_s(path: Path) -> float:
-    """What following alone takes, as a standby does it."""
+    """Return the CPU seconds of following the log as a standby."""
     log = SqliteLog.open(path, readonly=True)
     standby = Standby(log, 0)
     end = log.next_offset(DECISIONS.name, 0)
@@ -101,8 +101,8 @@ async def _measure(workers: int, decisions: int, rounds: int, folder: Path) -> N
 def main() -> None:
     """Measure for each number of workers, three rounds each."""
     parser = argparse.ArgumentParser(prog="shadow", description=__doc__)
-    parser.add_argument("--workers", type=int, action="append", help="default: 8 and 64")
-    parser.add_argument("--decisions", type=int, help="of each recording")
+    parser.add_argument("--workers", type=int, action="append", help="number of workers, repeatable (default 8 and 64)")
+    parser.add_argument("--decisions", type=int, help="decisions per recording")
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -17,14 +17,14 @@ from pathlib import Path
 
 TRACE = Path("mooncake") / "conversation_trace.jsonl"
 PEER_FILE = "replay_dynamo.py"
-AS_RECORDED = 16  # workers, up to which arrivals come as they are recorded
-LINEAR = 16  # workers with which the number of requests grows
+AS_RECORDED = 16  # number of workers up to which arrivals keep the recorded rate
+LINEAR = 16  # number of workers up to which the number of requests grows
 KIB = 1 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One row. `requests` is how many of the trace, the first ones."""
+    """A row, which uses the first `requests` requests of the trace."""
 
     workers: int
     requests: int
@@ -32,22 +32,22 @@ class Case:
 
     @property
     def speed(self) -> float:
-        """What divides the times between arrivals."""
+        """Return the divisor of the times between arrivals."""
         return max(1.0, self.workers / AS_RECORDED)
 
     def ours(self, trace: Path) -> list[str]:
-        """Our command line."""
+        """Return our command line."""
         options = ["--workers", str(self.workers), "--speed", str(self.speed), "--requests", str(self.requests)]
         return [sys.executable, "-m", "forebay.cli", "simulate", str(trace), "--policy", "kv", "--json", *options]
 
     def dynamo(self, trace: Path, python: Path, peers: Path) -> list[str]:
-        """Dynamo's."""
+        """Return Dynamo's command line."""
         options = ["--workers", str(self.workers), "--speedup", str(self.speed), "--mode", "kv_router", "--json"]
         return [str(python), str(peers / PEER_FILE), str(trace), *options]
 
 
 def run(command: Sequence[str]) -> tuple[float, float]:
-    """CPU seconds and peak MiB of a command. Ends the program when it fails."""
+    """Run a command; return its CPU seconds and peak MiB, or exit if it fails."""
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
@@ -57,7 +57,7 @@ def run(command: Sequence[str]) -> tuple[float, float]:
 
 
 def row(case: Case, ours: list[tuple[float, float]], theirs: list[tuple[float, float]]) -> str:
-    """A line of the table."""
+    """Return a line of the table."""
     cpu_s = [cpu for cpu, _ in ours]
     cells = [
         case.workers,
@@ -101,7 +101,7 @@ def main() -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
 
     def folder(variable: str) -> Path | None:
         text = os.environ.get(variable)
@@ -114,7 +114,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--workers", type=lambda text: [int(part) for part in text.split(",")], default=[8, 16, 64, 512]
     )
-    parser.add_argument("--rounds", type=int, default=3, help="of each row (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds per row (default %(default)s)")
     args = parser.parse_args()
     if args.traces is None:
         parser.error("set FOREBAY_TRACES, or give --traces")

@@ -37,7 +37,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """The trace without what all their names end with."""
+        """Return the name of the trace without the common suffix."""
         return self.trace.stem.removesuffix("_trace")
 
     def __str__(self) -> str:
@@ -45,8 +45,8 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
-    """What a row shows: one run, or one of several by the same policy."""
+class Result:
+    """The metrics of one run of a policy."""
 
     reuse: float
     balance: float
@@ -55,12 +55,12 @@ class Figures:
     ttft_p99_ms: float
 
 
-def simulated(case: Case) -> dict[str, Figures]:
-    """Our figures, by policy."""
+def simulated(case: Case) -> dict[str, Result]:
+    """Return our results, by policy."""
     policies = [word for policy in POLICIES for word in ("--policy", policy)]
     result = json.loads(output(case, *policies))
     return {
-        policy: Figures(
+        policy: Result(
             reuse=one["prefix_reuse"],
             balance=one["load_max_over_mean"],
             ttft_mean_ms=one["ttft_ms"]["mean"],
@@ -72,7 +72,7 @@ def simulated(case: Case) -> dict[str, Figures]:
 
 
 def output(case: Case, *arguments: str, hash_seed: str = "0") -> str:
-    """What `forebay simulate` prints of a case."""
+    """Return the output of `forebay simulate` for a case."""
     command = [*COMMAND, str(case.trace), "--workers", str(case.workers), "--blocks", str(BLOCKS), "--json", *arguments]
     environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
     done = subprocess.run(
@@ -81,30 +81,30 @@ def output(case: Case, *arguments: str, hash_seed: str = "0") -> str:
     return done.stdout
 
 
-def replayed(case: Case, python: Path, script: Path, repeats: int) -> dict[str, list[Figures]]:
-    """Dynamo's figures, by the policy that is ours, a run each."""
+def replayed(case: Case, python: Path, script: Path, repeats: int) -> dict[str, list[Result]]:
+    """Return Dynamo's results, one per run, by our name of the policy."""
     command = [str(python), str(script), str(case.trace), "--workers", str(case.workers), "--blocks", str(BLOCKS)]
     command += ["--repeat", str(repeats), "--json"]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=RUN_TIMEOUT_S, check=True)
-    runs: dict[str, list[Figures]] = {policy: [] for policy in PEER_MODES.values()}
+    runs: dict[str, list[Result]] = {policy: [] for policy in PEER_MODES.values()}
     for line in map(json.loads, done.stdout.splitlines()):
-        if "mode" in line:  # the others compare the runs with each other
+        if "mode" in line:  # other lines compare the runs
             ttft = line["ttft_ms"]
-            one = Figures(line["reuse"], line["imbalance"], ttft["mean"], ttft["p50"], ttft["p99"])
+            one = Result(line["reuse"], line["imbalance"], ttft["mean"], ttft["p50"], ttft["p99"])
             runs[PEER_MODES[line["mode"]]].append(one)
     return runs
 
 
-def rows(case: Case, ours: dict[str, Figures], peers: dict[str, list[Figures]]) -> Iterator[str]:
-    """The table's lines of one case."""
+def rows(case: Case, ours: dict[str, Result], peers: dict[str, list[Result]]) -> Iterator[str]:
+    """Yield the table lines of one case."""
     for policy, figures in ours.items():
         if runs := peers.get(policy):
             yield f"| {case.name} | {case.workers} | {policy} | Dynamo | {shown(runs)} |"
         yield f"| {case.name} | {case.workers} | {policy} | forebay | {shown([figures])} |"
 
 
-def shown(runs: Sequence[Figures]) -> str:
-    """The columns of figures: the mean of the runs and, where they differ, the range."""
+def shown(runs: Sequence[Result]) -> str:
+    """Return the columns: the mean of the runs and, if they differ, the range."""
     ttft = [spread([run.ttft_mean_ms for run in runs], ".1f")]
     ttft += [
         f"{statistics.fmean(values):,.0f}"
@@ -115,18 +115,18 @@ def shown(runs: Sequence[Figures]) -> str:
 
 
 def spread(values: Sequence[float], width: str) -> str:
-    """A mean, and a range if there is one."""
+    """Return the mean, and the range if the values differ."""
     mean, low, high = (f"{value:{width}}" for value in (statistics.fmean(values), min(values), max(values)))
     return mean if low == high else f"{mean} ({low} to {high})"
 
 
-def order(case: Case, side: str, kv: Iterable[Figures], round_robin: Iterable[Figures]) -> str:
-    """Whether the KV router is above round robin on reuse and on TTFT, in every run."""
+def order(case: Case, side: str, kv: Iterable[Result], round_robin: Iterable[Result]) -> str:
+    """Report whether the KV router beats round robin on reuse and on TTFT in every run."""
     kv, round_robin = list(kv), list(round_robin)
     reuse = min(run.reuse for run in kv) > max(run.reuse for run in round_robin)
     ttft = max(run.ttft_mean_ms for run in kv) < min(run.ttft_mean_ms for run in round_robin)
-    said = {True: "yes", False: "no"}
-    return f"{case}, {side}: kv above round-robin on reuse: {said[reuse]}, on TTFT: {said[ttft]}"
+    text = {True: "yes", False: "no"}
+    return f"{case}, {side}: kv above round-robin on reuse: {text[reuse]}, on TTFT: {text[ttft]}"
 
 
 def table(args: argparse.Namespace) -> None:
@@ -137,7 +137,7 @@ def table(args: argparse.Namespace) -> None:
     orders = []
     for case in cases(args):
         ours = simulated(case)
-        peers: dict[str, list[Figures]] = {}
+        peers: dict[str, list[Result]] = {}
         if args.dynamo_python and args.peers:
             peers = replayed(case, args.dynamo_python, args.peers / PEER_FILE, args.repeat)
             orders.append(order(case, "Dynamo", peers["kv"], peers["round-robin"]))
@@ -164,27 +164,29 @@ def digests(args: argparse.Namespace) -> None:
 
 
 def cases(args: argparse.Namespace) -> Iterator[Case]:
-    """All traces with all numbers of workers."""
+    """Yield all traces with all numbers of workers."""
     for name in args.trace:
         for workers in args.workers:
             yield Case(args.traces / "mooncake" / f"{name}_trace.jsonl", workers)
 
 
 def main() -> None:
-    """Print the table, or with `--digests` how many digests there are."""
+    """Print the table, or with `--digests` the number of different digests."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for option, variable, says in (
+    for option, variable, description in (
         ("--traces", "FOREBAY_TRACES", "the folder that holds mooncake/"),
         ("--dynamo-python", "FOREBAY_DYNAMO_PYTHON", "a Python that has ai-dynamo"),
         ("--peers", "FOREBAY_PEERS", f"the folder that holds {PEER_FILE}"),
     ):
         default = os.environ.get(variable)
-        parser.add_argument(option, type=Path, default=default and Path(default), help=f"{says}; default: {variable}")
+        parser.add_argument(
+            option, type=Path, default=default and Path(default), help=f"{description}; default: {variable}"
+        )
     parser.add_argument("--trace", choices=TRACES, action="append", help="default: all")
     parser.add_argument("--workers", type=lambda text: [int(part) for part in text.split(",")], default=[8, 16])
-    parser.add_argument("--repeat", type=int, default=3, help="runs of Dynamo's; its KV router draws anew in each")
+    parser.add_argument("--repeat", type=int, default=3, help="runs of Dynamo's; its KV router is randomized")
     parser.add_argument(
-        "--digests", type=int, default=0, metavar="RUNS", help="run kv so many times instead of the table"
+        "--digests", type=int, default=0, metavar="RUNS", help="run kv RUNS times instead of printing the table"
     )
     args = parser.parse_args()
     args.trace = args.trace or TRACES

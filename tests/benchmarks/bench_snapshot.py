@@ -1,9 +1,8 @@
-"""How long decisions wait while a snapshot is taken: one owner on an embedded log in a file, with a large index.
+"""Benchmark of decision delays while a snapshot is taken: one owner on an embedded log file, with a large index.
 
-Requests come at a fixed rate, each with a prompt that is cached somewhere; a delay counts from the moment at which a
-request was due until its decision is in the journal. They are counted apart while a snapshot is on its way. This
-process also plays the clients and the workers, so the figures hold their work, too. What the snapshot itself takes of a
-turn is given in CPU time, which other processes do not change.
+Requests arrive at a fixed rate, each with a cached prompt. A delay lasts from the scheduled arrival of a request until
+its decision is in the journal. Delays during a snapshot are measured separately. This process also simulates the
+clients and the workers, so delays include their work. The snapshot's own share of a turn is measured in CPU time.
 """
 
 import argparse
@@ -40,12 +39,12 @@ PROMPT_BLOCKS = 64
 SEED = 20_261_121
 HOUR_MS = 3_600_000
 FILL_AT_ONCE = 64
-NEVER = 1 << 60  # records before a snapshot that nobody asks for
-NEVER_S = 86_400.0  # the leases are in this process: looking at them would hold the interpreter
+NEVER = 1 << 60  # records until an automatic snapshot
+NEVER_S = 86_400.0  # polling the in-process leases would block the interpreter
 
 
 class System:
-    """An owner, workers that finish at once, and clients."""
+    """An owner, simulated workers that finish at once, and simulated clients."""
 
     def __init__(self, log: SqliteLog, workers: int) -> None:
         self.log = log
@@ -84,7 +83,7 @@ class System:
         )
 
     async def fill(self, pairs: int) -> None:
-        """Have the workers say that they hold so many blocks in all, each prompt at one of them."""
+        """Emit KV events until the workers hold `pairs` blocks in all, each prompt at one worker."""
         workers = self.owner.world.fleet.workers()
         for number in range(pairs // PROMPT_BLOCKS):
             blocks = extend_chain(None, [self._random.getrandbits(64) for _ in range(PROMPT_BLOCKS)])
@@ -95,22 +94,22 @@ class System:
         await until(lambda: self.held() == len(self.prompts) * PROMPT_BLOCKS)
 
     def held(self) -> int:
-        """(worker, block) pairs in the index."""
+        """Return the number of (worker, block) pairs in the index."""
         index = self.owner.world.index
         return sum(index.blocks_held(*key, "device") for key in index.holders())
 
     async def serve(self, rate: float, seconds: float) -> None:
-        """Ask at this rate until the time is over; `delays` gets what each decision took."""
+        """Send requests at `rate` for `seconds`, and add the delay of each decision to `delays`."""
         begin = time.monotonic()
         for number in range(int(rate * seconds)):
             due = begin + number / rate
             if (ahead := due - time.monotonic()) > 0:
                 await asyncio.sleep(ahead)
-            self.ask(self._random.choice(self.prompts), due)
+            self.send(self._random.choice(self.prompts), due)
         await until(lambda: not self._due)
 
-    def ask(self, blocks: Sequence[int], due: float, *, lasting: bool = False) -> None:
-        """Send one request; one that is `lasting` never ends."""
+    def send(self, blocks: Sequence[int], due: float, *, lasting: bool = False) -> None:
+        """Send one request; a `lasting` request never ends."""
         name = f"r{self._sent}"
         self._sent += 1
         self._due[name] = due
@@ -126,10 +125,10 @@ class System:
             tie_seed=self._random.getrandbits(64),
             sampling=Sampling(max_tokens=1),
         )
-        self._say(REQUESTS, event)
+        self._append(REQUESTS, event)
 
     async def answer(self) -> None:
-        """Play the workers: every request ends at once, and leaves a few blocks behind."""
+        """Simulate the workers: every request ends at once and caches a few blocks."""
         wake = asyncio.Event()
         tail = self.log.tail(DECISIONS.name, 0, self.log.next_offset(DECISIONS.name, 0), wake)
         while True:
@@ -151,25 +150,25 @@ class System:
             "worker_epoch": decided.worker_epoch,
             "owner_epoch": decided.owner_epoch,
         }
-        self._say(PROGRESS, FirstTokenEmitted(**about))
-        self._say(PROGRESS, RequestFinished(finish_reason="length", **about))
+        self._append(PROGRESS, FirstTokenEmitted(**about))
+        self._append(PROGRESS, RequestFinished(finish_reason="length", **about))
 
     def _store(self, worker_id: str, blocks: list[int]) -> None:
         worker = self.owner.world.fleet.get(worker_id)
         assert worker is not None, "workers stay"
         seq = self._seqs[worker_id] = self._seqs.get(worker_id, 0) + 1
         hashes = pack_u64(blocks)
-        self._say(
+        self._append(
             KV_EVENTS,
             BlocksStored(worker_id=worker_id, worker_epoch=worker.worker_epoch, seq=seq, sequence_hashes=hashes),
         )
 
-    def _say(self, topic: Topic, event: Event) -> None:
+    def _append(self, topic: Topic, event: Event) -> None:
         self.log.append_soon([Draft(topic.name, 0, encode(topic, event))])
 
 
 async def measure(arguments: argparse.Namespace, path: Path) -> None:
-    """Fill, ask without and with a snapshot, and print."""
+    """Fill the index, measure without and with a snapshot, and print."""
     log = SqliteLog.open(path)
     system = System(log, arguments.workers)
     owner = system.owner
@@ -179,9 +178,9 @@ async def measure(arguments: argparse.Namespace, path: Path) -> None:
     await system.fill(arguments.pairs)
     for _ in range(arguments.under_way):
         blocks = extend_chain(None, [random.getrandbits(64) for _ in range(arguments.prompt_blocks)])
-        system.ask(blocks, time.monotonic(), lasting=True)
+        system.send(blocks, time.monotonic(), lasting=True)
         await asyncio.sleep(0.001)
-    print(f"{system.held():,} pairs at {arguments.workers} workers, {len(owner.world.requests)} requests under way")
+    print(f"{system.held():,} pairs at {arguments.workers} workers, {len(owner.world.requests)} requests in flight")
     await system.serve(arguments.rate, 1.0)
     slices = Stopwatch(owner.snapshots.work)
     seals = Stopwatch(owner.snapshots.records)
@@ -199,7 +198,9 @@ async def measure(arguments: argparse.Namespace, path: Path) -> None:
         took = time.monotonic() - begin
         await asking
         show("with one", system.delays)
-        print(f"{'':>20}  the snapshot took {took:.2f} s; CPU: {slices.told()} of slices, {seals.told()} of seals")
+        print(
+            f"{'':>20}  the snapshot took {took:.2f} s; CPU: {slices.summary()} of slices, {seals.summary()} of seals"
+        )
     records = log.records(SNAPSHOTS.name, 0, 0, 1 << 20)
     sizes = [len(record.value) for record in records]
     print(f"{len(sizes)} chunks, {sum(sizes) / 1e6:.1f} MB in all, the largest {max(sizes) / 1e3:.0f} kB")
@@ -211,7 +212,7 @@ async def measure(arguments: argparse.Namespace, path: Path) -> None:
 
 
 class Stopwatch:
-    """A function, and the CPU time that its calls take."""
+    """Wraps a function and measures the CPU time of its calls."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -225,8 +226,8 @@ class Stopwatch:
         self._longest_ns = max(self._longest_ns, took_ns)
         return found
 
-    def told(self) -> str:
-        """The times since it was asked last."""
+    def summary(self) -> str:
+        """Return the total and longest CPU time since the last call, and reset them."""
         text = f"{self._total_ns / 1e6:.0f} ms, the longest {self._longest_ns / 1e6:.2f} ms"
         self._total_ns = self._longest_ns = 0
         return text
@@ -237,13 +238,13 @@ def _taken(owner: Owner, count: int) -> bool:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Let others run until the condition holds."""
-    while not condition():  # noqa: ASYNC110 - what is waited for sets no event
+    """Yield to the event loop until the condition holds."""
+    while not condition():  # noqa: ASYNC110 - the condition has no event
         await asyncio.sleep(0.002)
 
 
 def show(what: str, delays: list[float]) -> None:
-    """One line about the delays of decisions."""
+    """Print a line about the delays of decisions."""
     delays = sorted(delays)
     at = [delays[min(len(delays) - 1, int(len(delays) * share))] * 1e3 for share in (0.5, 0.99, 0.999)]
     print(
@@ -257,10 +258,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="bench snapshot", description=__doc__)
     parser.add_argument("--pairs", type=int, default=1_000_000, help="(worker, block) pairs in the index")
     parser.add_argument("--workers", type=int, default=64)
-    parser.add_argument("--rate", type=float, default=400.0, help="requests a second")
-    parser.add_argument("--seconds", type=float, default=5.0, help="of each measurement")
+    parser.add_argument("--rate", type=float, default=400.0, help="requests per second")
+    parser.add_argument("--seconds", type=float, default=5.0, help="duration of each measurement")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--under-way", type=int, default=0, help="requests that last all the time")
+    parser.add_argument("--under-way", type=int, default=0, help="number of requests that stay in flight")
     parser.add_argument("--prompt-blocks", type=int, default=1_500, help="of those")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

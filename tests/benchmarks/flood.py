@@ -1,6 +1,6 @@
-"""What eight busy engines write all the time: KV events and load reports, into one group's control partition.
+"""Write the KV events and load reports of eight busy engines into the control partition of one group.
 
-The engines are members of the group in a pool that no request goes to, so the owner applies all that they say.
+The engines are members of the group in a pool without requests, so the owner applies all their events.
 """
 
 import asyncio
@@ -26,10 +26,10 @@ from forebay.transport.kafka.settings import KafkaSettings
 from forebay.transport.redis.leases import RedisLeases
 
 WORKERS = [f"flood-{number}" for number in range(8)]
-POOL = "flood"  # after `default`: requests go to the first pool, by name, that serves their model
+POOL = "flood"  # sorts after `default`, because requests go to the first pool by name that serves their model
 STEPS_PER_S = 50
-STEPS_PER_REPORT = 5  # ten reports a second
-BLOCKS_PER_STEP = 4  # what 256 sequences fill in a step, with blocks of 64 tokens
+STEPS_PER_REPORT = 5  # ten reports per second
+BLOCKS_PER_STEP = 4  # blocks of 64 tokens that 256 sequences fill per step
 LEASE_MS = 3_600_000
 SEED = 1
 READY_S = 60.0
@@ -37,7 +37,7 @@ READY_S = 60.0
 
 @contextmanager
 def leases_held(redis_url: str, namespace: str, model: str) -> Iterator[None]:
-    """Have the engines admitted; their leases are not renewed, and outlive any run."""
+    """Hold leases of the engines, which outlive any run without renewal."""
     with redis.Redis.from_url(redis_url) as client:
         leases = RedisLeases(client, namespace)
         for worker_id in WORKERS:
@@ -60,7 +60,7 @@ def leases_held(redis_url: str, namespace: str, model: str) -> Iterator[None]:
 
 @contextmanager
 def flood(settings: KafkaSettings, epochs: Mapping[str, int]) -> Iterator[None]:
-    """Write in a process of its own; `epochs` are those of the engines, and used once: sequences start anew."""
+    """Write in a separate process; use each set of `epochs` only once, because sequence numbers restart."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=write, args=(settings, dict(epochs), there), daemon=True)
@@ -79,7 +79,7 @@ def flood(settings: KafkaSettings, epochs: Mapping[str, int]) -> Iterator[None]:
 
 
 def write(settings: KafkaSettings, epochs: dict[str, int], starter: "Connection[None, None]") -> None:
-    """Write until killed; says None when the first records are on Kafka."""
+    """Write until killed; send None once the first records are on Kafka."""
     asyncio.run(_write(settings, epochs, starter))
 
 

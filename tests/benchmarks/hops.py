@@ -1,7 +1,7 @@
-"""How long each hop of a request took, from the records that a run left on Kafka and what receivers counted.
+"""Measure the duration of each hop of a request from the records of a run on Kafka and the receivers' counts.
 
 Producers' `at_us` and the owner's `now_us` are microseconds of one machine's clock. Kafka's own timestamps are
-whole milliseconds, rounded down, of the moment a producer was handed the record; hops that rest on one say so.
+whole milliseconds, rounded down, taken when the producer received the record; hops that use one are marked.
 """
 
 import math
@@ -41,27 +41,27 @@ HOPS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where the log ended before a run: offsets by topic and partition, and what the owner had applied by topic."""
+class LogEnds:
+    """The ends of the log before a run, by topic and partition, and the owner's applied offsets by topic."""
 
     ends: Mapping[tuple[str, int], int]
     view: Mapping[str, int]
 
 
-async def place(log: KafkaLog, slots: int) -> Place:
-    """Where the log ends now; no request must be under way."""
+async def place(log: KafkaLog, slots: int) -> LogEnds:
+    """Return the ends of the log; no request may be in flight."""
     wanted = [(topic.name, 0) for topic in (REQUESTS, PROGRESS, TOKENS)]
     wanted += [(WORK.name, slot) for slot in range(slots)]
     ends = {(topic, partition): await log.end(topic, partition) for topic, partition in wanted}
     while True:
         ends[DECISIONS.name, 0] = await log.end(DECISIONS.name, 0)
         view = await recorded_view(log, 0)
-        if await log.end(DECISIONS.name, 0) == ends[DECISIONS.name, 0]:  # else the view is of a later record
-            return Place(ends, view)
+        if await log.end(DECISIONS.name, 0) == ends[DECISIONS.name, 0]:  # otherwise the view belongs to a later record
+            return LogEnds(ends, view)
 
 
-async def hops(log: KafkaLog, before: Place, skip: int) -> dict[str, list[float]]:
-    """The hops of every request since `before` but the first `skip`, in ms."""
+async def hops(log: KafkaLog, before: LogEnds, skip: int) -> dict[str, list[float]]:
+    """Return the hops of every request since `before`, except the first `skip`, in ms."""
     requests = await _since(log, REQUESTS, 0, before)
     submitted = {
         event.request_id: (record.offset, event.at_us)
@@ -90,14 +90,14 @@ async def hops(log: KafkaLog, before: Place, skip: int) -> dict[str, list[float]
         found[TO_TOKENS].append((tokens_us - at_us) / 1000)
     for record in await _since(log, PROGRESS, 0, before):
         event = decode(PROGRESS, record.value)
-        applied_us = applied[PROGRESS.name].get(record.offset)  # of the last, no journal record says it yet
+        applied_us = applied[PROGRESS.name].get(record.offset)  # no journal record covers the last events yet
         if isinstance(event, FirstTokenEmitted) and event.request_id in measured and applied_us is not None:
             found[PROGRESSED].append((applied_us - event.at_us) / 1000)
     return found
 
 
-async def _decided(log: KafkaLog, before: Place) -> tuple[dict[str, int], dict[str, dict[int, int]]]:
-    """When each request's decision was written, and at what reading each record was applied, by topic and offset."""
+async def _decided(log: KafkaLog, before: LogEnds) -> tuple[dict[str, int], dict[str, dict[int, int]]]:
+    """Return the time of each request's decision, and the clock at each record's application, by topic and offset."""
     view = Counter(before.view)
     applied: dict[str, dict[int, int]] = {REQUESTS.name: {}, PROGRESS.name: {}}
     routed: dict[str, int] = {}
@@ -113,8 +113,8 @@ async def _decided(log: KafkaLog, before: Place) -> tuple[dict[str, int], dict[s
     return routed, applied
 
 
-async def _emitted(log: KafkaLog, before: Place) -> dict[str, int]:
-    """When the first tokens of each request were sent."""
+async def _emitted(log: KafkaLog, before: LogEnds) -> dict[str, int]:
+    """Return the time at which the first tokens of each request were sent."""
     emitted: dict[str, int] = {}
     for record in await _since(log, TOKENS, 0, before):
         event = decode(TOKENS, record.value)
@@ -124,7 +124,7 @@ async def _emitted(log: KafkaLog, before: Place) -> dict[str, int]:
     return emitted
 
 
-async def _since(log: KafkaLog, topic: Topic, partition: int, before: Place) -> list[Record]:
+async def _since(log: KafkaLog, topic: Topic, partition: int, before: LogEnds) -> list[Record]:
     found: list[Record] = []
     offset, end = before.ends[topic.name, partition], await log.end(topic.name, partition)
     while offset < end:
@@ -137,7 +137,7 @@ async def _since(log: KafkaLog, topic: Topic, partition: int, before: Place) -> 
 
 
 def hop_counts(ports: Iterable[int], topic: str) -> Counter[float]:
-    """How many fetches took at most so many seconds from producer to receiver, over these processes' metrics."""
+    """Return a histogram of seconds from producer to receiver, summed over the metrics of these processes."""
     counts: Counter[float] = Counter()
     for port in ports:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
@@ -150,7 +150,7 @@ def hop_counts(ports: Iterable[int], topic: str) -> Counter[float]:
 
 
 def quantile_ms(before: Counter[float], after: Counter[float], part: float) -> float:
-    """A quantile of what came between two readings, interpolated within its bucket; NaN when nothing came."""
+    """Return an interpolated quantile of the counts between two readings, or NaN without counts."""
     lower_s, below = 0.0, 0
     total = after[math.inf] - before[math.inf]
     for upper_s in sorted(after):

@@ -23,7 +23,7 @@ RETRY_HEADER = b"retry-after:"
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of one request; times in seconds from its planned start, `code` is of its error."""
+    """The outcome of one request; times are seconds since its planned start, `code` is its error code."""
 
     status: int = 0
     code: str = ""
@@ -48,7 +48,7 @@ class Client(asyncio.Protocol):
         cast(asyncio.WriteTransport, transport).write(self._request)  # uvloop's is no subclass
 
     def data_received(self, data: bytes) -> None:
-        """Keep the head and the beginning of the body; a longer answer is only timed."""
+        """Keep the head and the start of the body; later data is only timed."""
         if not self._outcome.status:
             self._outcome.first_s = time.monotonic() - self._due_s
         if len(self._head) < 4_096:
@@ -57,7 +57,7 @@ class Client(asyncio.Protocol):
                 self._outcome.status = int(self._head[9:12])
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The answer is over."""
+        """Record the end of the response."""
         outcome = self._outcome
         outcome.ended_s = time.monotonic() - self._due_s
         head = bytes(self._head)
@@ -71,7 +71,7 @@ class Client(asyncio.Protocol):
 
 
 def request_bytes(host: str, model: str, number: int, words: int, max_tokens: int) -> bytes:
-    """A streamed chat completion whose prompt no other request shares."""
+    """Return a streamed chat completion request with a unique prompt."""
     chance = random.Random(SEED + number)
     text = " ".join(f"w{chance.randrange(10_000)}" for _ in range(words))
     body = json.dumps(
@@ -109,7 +109,7 @@ async def one(address: tuple[str, int], request: bytes, due_s: float, patience_s
 
 
 def rss_bytes(pid: int) -> int:
-    """The resident memory of a process; 0 once it is gone."""
+    """Return the resident memory of a process, or 0 after its end."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4_096
     except OSError:
@@ -117,7 +117,7 @@ def rss_bytes(pid: int) -> int:
 
 
 async def sample_rss(pids: list[int], found: list[tuple[float, int]]) -> None:
-    """Note the memory of these processes together, until cancelled."""
+    """Sample the total memory of these processes until cancelled."""
     began_s = time.monotonic()
     while True:
         found.append((time.monotonic() - began_s, sum(map(rss_bytes, pids))))
@@ -125,7 +125,7 @@ async def sample_rss(pids: list[int], found: list[tuple[float, int]]) -> None:
 
 
 async def offer(args: argparse.Namespace) -> dict[str, Any]:
-    """Offer the load; what became of it."""
+    """Apply the load and return the outcomes."""
     chance = random.Random(SEED)
     addresses = [(host, int(port)) for host, _, port in (url.rpartition(":") for url in args.to.split(","))]
     outcomes: list[Outcome] = []
@@ -148,7 +148,7 @@ async def offer(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def summary(outcomes: list[Outcome], rss: list[tuple[float, int]], seconds: float) -> dict[str, Any]:
-    """Counts and percentiles."""
+    """Return counts and percentiles."""
     served = [one for one in outcomes if one.status == 200 and not one.trouble]
     by_code: dict[str, list[float]] = {}
     for refused in outcomes:
@@ -171,7 +171,7 @@ def summary(outcomes: list[Outcome], rss: list[tuple[float, int]], seconds: floa
 
 
 def percentiles(values: list[float]) -> dict[str, float]:
-    """p50, p99 and the largest, in milliseconds."""
+    """Return p50, p99 and the maximum, in milliseconds."""
     if not values:
         return {}
     ordered = sorted(values)
@@ -180,16 +180,18 @@ def percentiles(values: list[float]) -> dict[str, float]:
 
 
 def main() -> None:
-    """Offer load as the options say."""
+    """Apply the load of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--to", required=True, help="HOST:PORT of each ingress, with commas; they take turns")
+    parser.add_argument("--to", required=True, help="HOST:PORT of each ingress, separated by commas; used in turn")
     parser.add_argument("--model", default="forebay-default")
     parser.add_argument("--rate", type=float, required=True, help="requests per second, Poisson")
     parser.add_argument("--seconds", type=float, required=True)
     parser.add_argument("--words", type=int, default=50)
     parser.add_argument("--max-tokens", type=int, default=16)
-    parser.add_argument("--patience-s", type=float, default=40.0, help="a request that takes longer hangs")
-    parser.add_argument("--pids", default="", help="processes whose memory is summed up, with commas")
+    parser.add_argument(
+        "--patience-s", type=float, default=40.0, help="seconds after which a request counts as hanging"
+    )
+    parser.add_argument("--pids", default="", help="process ids whose memory is added up, separated by commas")
     args = parser.parse_args()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         print(json.dumps(runner.run(offer(args))))

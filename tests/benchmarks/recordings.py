@@ -1,7 +1,7 @@
-"""Recordings of a busy group, made by driving the core as an owner does and writing what it would: no waiting, seeded.
+"""Create seeded recordings of a busy group by driving the core as an owner does, without waiting.
 
-Conversations share system prompts and grow by a turn at a time; workers cache what they compute, evict the least lately
-used, and say so. Caches and what is remembered of clients are bounded, so that a longer recording has no larger state.
+Conversations share system prompts and grow by one turn at a time. Workers cache computed blocks, evict the least
+recently used, and emit KV events. Caches and client state are bounded, so a longer recording has no larger state.
 """
 
 import random
@@ -35,12 +35,12 @@ MODEL, POOL = "bench", "default"
 BLOCK_SIZE = 64
 SYSTEM_PROMPTS, SYSTEM_BLOCKS = 32, 8
 TURN_BLOCKS, TURNS_MAX = 4, 8
-TALKS = 20  # conversations a worker
-UNDER_WAY = 6  # requests a worker
-RATE = 20  # requests a second and worker, by the recorded clock
-TURN_REQUESTS_MAX = 4  # that an owner under load finds at once
-DIGEST_EVERY = 1_000  # decisions, as owners have it
-WALK_BLOCKS = 4_096  # of a snapshot, a turn
+TALKS = 20  # conversations per worker
+IN_FLIGHT = 6  # requests in flight per worker
+RATE = 20  # requests per second and worker, by the recorded clock
+TURN_REQUESTS_MAX = 4  # requests that a loaded owner reads in one turn
+DIGEST_EVERY = 1_000  # decisions per digest, as in an owner
+WALK_BLOCKS = 4_096  # snapshot blocks per turn
 CHUNK_BYTES = 128 << 10
 TIMEOUT_US = 600_000_000
 FLUSH_RECORDS = 5_000
@@ -49,15 +49,15 @@ SEED = 20_261_122
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a recording holds.
+    """The contents of a recording.
 
     Attributes:
-        workers: how many there are, each with one rank.
-        decisions: how many requests are routed.
-        cached_blocks: what a worker's cache holds, and so the state.
-        stored_more: KV events of `TURN_BLOCKS` * `TURNS_MAX` new blocks that come with each decision, beside its own.
-        tokens: whether prompts have their tokens, as a live recording does; an anonymised one has not.
-        snapshot_every: journal records.
+        workers: number of workers, each with one rank.
+        decisions: number of routed requests.
+        cached_blocks: capacity of a worker's cache.
+        stored_more: additional KV events per decision, each of `TURN_BLOCKS` * `TURNS_MAX` new blocks.
+        tokens: whether prompts have tokens, as in a live recording but not in an anonymised one.
+        snapshot_every: journal records per snapshot.
     """
 
     workers: int
@@ -69,16 +69,16 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
-    """What went into a recording; `blocks` are those of KV events, stored and removed."""
+class WrittenCounts:
+    """Counts of a recording; `blocks` counts the stored and removed blocks of its KV events."""
 
     decisions: int
     events: int
     blocks: int
 
 
-async def write_recording(path: Path, shape: Shape) -> Written:
-    """Make one at `path`, which must not exist."""
+async def write_recording(path: Path, shape: Shape) -> WrittenCounts:
+    """Write a recording to `path`, which must not exist."""
     log = SqliteLog.open(path)
     try:
         group = _Group(log, shape)
@@ -87,11 +87,11 @@ async def write_recording(path: Path, shape: Shape) -> Written:
         await group.end()
     finally:
         log.close()
-    return Written(group.decisions, group.events, group.blocks)
+    return WrittenCounts(group.decisions, group.events, group.blocks)
 
 
-class _Talk:
-    """A conversation: each turn asks with all that was said before."""
+class _Conversation:
+    """A conversation: the prompt of each turn contains all earlier turns."""
 
     def __init__(self, system: tuple[bytes, list[int]], chance: random.Random) -> None:
         self._chance = chance
@@ -107,7 +107,7 @@ class _Talk:
 
 
 class _Cache:
-    """What one worker has, the least lately used first, and what it says of it."""
+    """The cache of one worker, least recently used first, which emits KV events."""
 
     def __init__(self, name: str, epoch: int, blocks_max: int) -> None:
         self._where: dict[str, Any] = {"worker_id": name, "worker_epoch": epoch}
@@ -118,21 +118,21 @@ class _Cache:
     def use(self, chain: Sequence[int]) -> list[BlocksStored | BlocksRemoved]:
         held = self._blocks
         known = next((at for at, block in enumerate(chain) if block not in held), len(chain))
-        for block in reversed(chain):  # a prefix goes last
+        for block in reversed(chain):  # a prefix is evicted last
             held[block] = None
             held.move_to_end(block)
-        said: list[BlocksStored | BlocksRemoved] = []
+        events: list[BlocksStored | BlocksRemoved] = []
         if known < len(chain):
             parent = chain[known - 1] if known else None
-            said.append(
+            events.append(
                 BlocksStored(
                     **self._where, seq=self._next(), sequence_hashes=pack_u64(chain[known:]), parent_hash=parent
                 )
             )
         if len(held) > self._blocks_max:
-            gone = [held.popitem(last=False)[0] for _ in range(len(held) - self._blocks_max)]
-            said.append(BlocksRemoved(**self._where, seq=self._next(), sequence_hashes=pack_u64(gone)))
-        return said
+            evicted = [held.popitem(last=False)[0] for _ in range(len(held) - self._blocks_max)]
+            events.append(BlocksRemoved(**self._where, seq=self._next(), sequence_hashes=pack_u64(evicted)))
+        return events
 
     def report(self, running: int) -> LoadReported:
         return LoadReported(
@@ -149,7 +149,7 @@ class _Cache:
 
 
 class _Group:
-    """An owner, its workers and its clients, a turn at a time."""
+    """An owner, its workers and its clients, advanced turn by turn."""
 
     def __init__(self, log: SqliteLog, shape: Shape) -> None:
         self._log = log
@@ -163,13 +163,13 @@ class _Group:
         self._since_digest = self._since_snapshot = 0
         self._parts: list[Chunk] = []
         self._walk: IndexScan | None = None
-        self._said: deque[tuple[Topic, InputEvent]] = deque()
-        self._under_way: deque[RequestRouted] = deque()
-        self._asked: dict[str, list[int]] = {}
+        self._pending: deque[tuple[Topic, InputEvent]] = deque()
+        self._in_flight: deque[RequestRouted] = deque()
+        self._chains: dict[str, list[int]] = {}
         self.decisions = self.events = self.blocks = 0
         systems = [self._chance.randbytes(SYSTEM_BLOCKS * BLOCK_SIZE * U32_BYTES) for _ in range(SYSTEM_PROMPTS)]
         self._systems = [(tokens, extend_chain(None, block_hashes(tokens, BLOCK_SIZE))) for tokens in systems]
-        self._talks = [self._talk() for _ in range(TALKS * shape.workers)]
+        self._conversations = [self._new_conversation() for _ in range(TALKS * shape.workers)]
         self._journal(OwnerClaimed(owner_id="bench", core_version=CORE_VERSION))
         claim(self._world, 0)
         self._apply(FLEET, OwnershipAnnounced(owner_epoch=0))
@@ -177,43 +177,43 @@ class _Group:
         self._caches = {name: self._join(number, name) for number, name in enumerate(map(_name, range(shape.workers)))}
 
     async def turn(self) -> None:
-        """Requests come, workers say something of those before."""
+        """Submit new requests, and emit workers' events of earlier ones."""
         count = self._chance.randint(1, TURN_REQUESTS_MAX)
         self._now_us += count * 1_000_000 // (RATE * self._shape.workers)
         for _ in range(min(count, self._shape.decisions - self.decisions)):
-            self._ask()
-        for _ in range(len(self._said)):
-            self._apply(*self._said.popleft())
-        while len(self._under_way) > UNDER_WAY * self._shape.workers:
-            routed = self._under_way.popleft()
-            self._said.append((PROGRESS, RequestFinished(**_about(routed), finish_reason="length")))
-            self._said.append((METRICS, self._caches[routed.worker_id].report(UNDER_WAY)))
+            self._submit()
+        for _ in range(len(self._pending)):
+            self._apply(*self._pending.popleft())
+        while len(self._in_flight) > IN_FLIGHT * self._shape.workers:
+            routed = self._in_flight.popleft()
+            self._pending.append((PROGRESS, RequestFinished(**_about(routed), finish_reason="length")))
+            self._pending.append((METRICS, self._caches[routed.worker_id].report(IN_FLIGHT)))
         self._seal()
         if len(self._drafts) >= FLUSH_RECORDS:
             await self._flush()
 
     async def end(self) -> None:
-        """What was applied last is sealed, too."""
+        """Seal the last applied events."""
         self._journal(advance(self._world))
         await self._flush()
 
-    def _ask(self) -> None:
-        at = self._chance.randrange(len(self._talks))
-        talk = self._talks[at]
-        if talk.turns == TURNS_MAX:
-            talk = self._talks[at] = self._talk()
-        talk.grow()
+    def _submit(self) -> None:
+        at = self._chance.randrange(len(self._conversations))
+        conversation = self._conversations[at]
+        if conversation.turns == TURNS_MAX:
+            conversation = self._conversations[at] = self._new_conversation()
+        conversation.grow()
         name = f"request-{self.decisions:08}"
-        self._asked[name] = list(talk.chain)
-        tokens = len(talk.tokens) // U32_BYTES
+        self._chains[name] = list(conversation.chain)
+        tokens = len(conversation.tokens) // U32_BYTES
         self._apply(
             REQUESTS,
             RequestSubmitted(
                 request_id=name,
                 model=MODEL,
-                token_ids=talk.tokens if self._shape.tokens else b"",
+                token_ids=conversation.tokens if self._shape.tokens else b"",
                 withheld_tokens=0 if self._shape.tokens else tokens,
-                sequence_hashes=pack_u64(talk.chain),
+                sequence_hashes=pack_u64(conversation.chain),
                 reply_slot=0,
                 timeout_us=TIMEOUT_US,
                 tie_seed=self._chance.getrandbits(64),
@@ -223,15 +223,15 @@ class _Group:
         )
 
     def _answer(self, routed: RequestRouted) -> None:
-        """A worker took a request: its cache changes, its first token comes."""
+        """Simulate the selected worker: update its cache and emit the first token."""
         cache = self._caches[routed.worker_id]
-        said: list[BlocksStored | BlocksRemoved] = cache.use(self._asked.pop(routed.request_id))
+        events: list[BlocksStored | BlocksRemoved] = cache.use(self._chains.pop(routed.request_id))
         for _ in range(self._shape.stored_more):
-            said += cache.use([self._chance.getrandbits(64) for _ in range(TURN_BLOCKS * TURNS_MAX)])
-        self.blocks += sum(len(event.sequence_hashes) // 8 for event in said)
-        self._said.extend((KV_EVENTS, event) for event in said)
-        self._said.append((PROGRESS, FirstTokenEmitted(**_about(routed))))
-        self._under_way.append(routed)
+            events += cache.use([self._chance.getrandbits(64) for _ in range(TURN_BLOCKS * TURNS_MAX)])
+        self.blocks += sum(len(event.sequence_hashes) // 8 for event in events)
+        self._pending.extend((KV_EVENTS, event) for event in events)
+        self._pending.append((PROGRESS, FirstTokenEmitted(**_about(routed))))
+        self._in_flight.append(routed)
 
     def _join(self, number: int, name: str) -> _Cache:
         spec = WorkerSpec(
@@ -247,8 +247,8 @@ class _Group:
         self._apply(FLEET, WorkerJoined(owner_epoch=0, spec=spec, lease="lease", slot=number, from_offset=0))
         return _Cache(name, epoch, self._shape.cached_blocks)
 
-    def _talk(self) -> _Talk:
-        return _Talk(self._chance.choice(self._systems), self._chance)
+    def _new_conversation(self) -> _Conversation:
+        return _Conversation(self._chance.choice(self._systems), self._chance)
 
     def _apply(self, topic: Topic, event: InputEvent) -> None:
         self._write(topic, event)
@@ -265,7 +265,7 @@ class _Group:
             self._journal(advance(self._world))
 
     def _seal(self) -> None:
-        """What an owner journals beside its decisions: digests, and snapshots that it walks on the way."""
+        """Journal digests and snapshots, as an owner does beside its decisions."""
         if self._walk is None and self._since_snapshot >= self._shape.snapshot_every:
             self._walk = self._world.index.begin_scan()
             self._parts = []

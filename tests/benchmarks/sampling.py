@@ -1,7 +1,7 @@
-"""Where a process spends its CPU time, by group of functions: a sample at each step of that time.
+"""Sample where a process spends its CPU time, by group of functions.
 
-The sample is the innermost frame that a group names, so what a library or the standard library does counts for who
-called it. The signal comes to the main thread, so other threads' time counts for what the main thread is at.
+A sample is attributed to the innermost frame that a group names, so library time counts for its caller. The signal
+is delivered to the main thread, so the time of other threads counts for the main thread's current function.
 """
 
 import signal
@@ -9,10 +9,10 @@ from collections import Counter
 from types import CodeType, FrameType
 from typing import Self
 
-STEP_S = 0.001  # the kernel may make it longer: some 4 ms
+STEP_S = 0.001  # the kernel may round it up, to about 4 ms
 REST = "event loop and rest"
 
-# The first that fits wins: the end of a file's folder and name, the function ("" for any), the group.
+# The first match wins: end of the file path, function ("" for any), group.
 GROUPS: tuple[tuple[str, str, str], ...] = (
     ("", "take_snapshot", "snapshots"),
     ("", "_chunked", "snapshots"),
@@ -46,7 +46,7 @@ GROUPS: tuple[tuple[str, str, str], ...] = (
 
 
 class Sampler:
-    """Samples this process while it is entered; use it in the main thread."""
+    """Samples this process while entered as a context manager; use it in the main thread."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
@@ -62,7 +62,7 @@ class Sampler:
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
 
     def shares(self) -> dict[str, float]:
-        """The part of all samples that each group has, the largest first."""
+        """Return the share of samples of each group, largest first."""
         total = sum(self._counts.values())
         return {group: count / total for group, count in self._counts.most_common()}
 
@@ -80,7 +80,7 @@ class Sampler:
 
 
 def group_of(filename: str, function: str) -> str | None:
-    """The group of a function; None when it counts for its caller."""
+    """Return the group of a function, or None if its time counts for its caller."""
     for place, name, group in GROUPS:
         if place in filename and name in ("", function):
             return group
