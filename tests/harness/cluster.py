@@ -59,7 +59,7 @@ class Ownership:
         decided: number of its decisions, routings included.
         first_routed_us: time of its first routing, or None.
         last_routed_us: time of its last routing.
-        void: number of stale records, which it wrote after a newer claim.
+        stale: number of records, which it wrote after a newer claim.
     """
 
     router: str
@@ -69,7 +69,7 @@ class Ownership:
     decided: int = 0
     first_routed_us: int | None = None
     last_routed_us: int | None = None
-    void: int = 0
+    stale: int = 0
 
 
 @dataclass(slots=True)
@@ -91,7 +91,7 @@ class _Journal:
             return
         owner = self.owners[event.owner_epoch]
         if event.owner_epoch != max(self.owners):
-            owner.void += 1
+            owner.stale += 1
             return
         owner.decided += isinstance(event, AnyDecision)
         if isinstance(event, RequestRouted):

@@ -271,7 +271,7 @@ def _reap(running: dict[int, int]) -> None:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == 0:
             return
-        with contextlib.suppress(BrokenPipeError):  # nobody waits for it
+        with contextlib.suppress(BrokenPipeError):  # the test process no longer waits
             os.write(running[pid], str(os.waitstatus_to_exitcode(status)).encode())
         os.close(running.pop(pid))
 

@@ -16,63 +16,63 @@ ABOUT = f"""\
 ## Recordings
 
 A recording, made by `forebay record`, is a slice of a log in one SQLite file. A log file of `forebay up --log` has the
-same topic tables and `forebay_meta`; whatever reads a recording reads it, too. Any SQLite client opens both. They are
-told by `PRAGMA application_id` ({sqlite_schema.APPLICATION_ID:#x}, "FBAY") and `PRAGMA user_version`:
-{sqlite_schema.FORMAT_VERSION} for a log, {sqlite_schema.RECORDING_VERSION} for a recording.
-[Ten questions in SQL](replay-sql.md) shows how to ask them.
+same topic tables and `forebay_meta`, and every command that reads recordings reads log files too. Any SQLite client
+opens both. They are identified by `PRAGMA application_id` ({sqlite_schema.APPLICATION_ID:#x}, "FBAY") and
+`PRAGMA user_version`: {sqlite_schema.FORMAT_VERSION} for a log, {sqlite_schema.RECORDING_VERSION} for a recording.
+[Ten questions in SQL](replay-sql.md) has example queries.
 
-A slice keeps partition numbers and offsets as they were. Of each group it holds the topics that its owner applied
-(`requests`, `kv-events`, `metrics`, `progress`, `fleet`, `control`) from the view of the snapshot before the window on,
-that snapshot, the journal `decisions` from where it stands on, and `groups`; no answers (`tokens`), and no `work`.
+A slice keeps the partition numbers and offsets of the log. For each group it has the snapshot before the window, the
+topics that its owner applied (`requests`, `kv-events`, `metrics`, `progress`, `fleet`, `control`) from the view of that
+snapshot on, the journal `decisions` from the snapshot on, and `groups`. It has no responses (`tokens`) and no `work`.
 """
-TABLES_SAY = {
+TABLE_DESCRIPTIONS = {
     TOPIC: "The records of one topic; the table has its name, without a namespace.",
-    "forebay_meta": "What the file says of itself, as text.",
-    "forebay_extents": "From where to where each partition is held: what is missing has a name. Recordings only.",
+    "forebay_meta": "Metadata of the file, as text.",
+    "forebay_extents": "The range of offsets of each partition. Recordings only.",
     "forebay_groups": "The groups of a recording. Recordings only.",
     "forebay_seal": "One row. Recordings only.",
 }
-COLUMNS_SAY = {
+COLUMN_DESCRIPTIONS = {
     (TOPIC, "id"): f"`partition << {sqlite_schema.OFFSET_BITS} \\| offset`: the order of the log",
-    (TOPIC, "at_us"): "when it was appended, microseconds since 1970: for people only, no decision depends on it",
-    (TOPIC, "key"): "as given by its producer",
+    (TOPIC, "at_us"): "time of the append, microseconds since 1970; informative only, no decision depends on it",
+    (TOPIC, "key"): "key set by the producer",
     (TOPIC, "headers"): "a JSON object of strings",
     (TOPIC, "value"): "the event, in the topic's codec",
     (TOPIC, "checksum"): "XXH3-64 of the whole record, signed",
-    (TOPIC, "partition"): "from the id",
-    (TOPIC, "offset"): "from the id",
+    (TOPIC, "partition"): "derived from `id`",
+    (TOPIC, "offset"): "derived from `id`",
     ("forebay_meta", "key"): "see below",
     ("forebay_meta", "value"): "see below",
-    ("forebay_extents", "topic"): "its name",
-    ("forebay_extents", "partition"): "as in the log",
-    ("forebay_extents", "first"): "the first offset that is held",
-    ("forebay_extents", "end"): "one past the last",
+    ("forebay_extents", "topic"): "name of the topic",
+    ("forebay_extents", "partition"): "partition number in the log",
+    ("forebay_extents", "first"): "first offset in the recording",
+    ("forebay_extents", "end"): "one past the last offset in the recording",
     ("forebay_extents", "checksum"): "XXH3-64 of the checksums of its records, signed; NULL while it is being written",
-    ("forebay_groups", "name"): "of the group: its model",
-    ("forebay_groups", "partition"): "its control partition",
+    ("forebay_groups", "name"): "name of the group, which is its model",
+    ("forebay_groups", "partition"): "control partition of the group",
     (
         "forebay_groups",
         "start",
-    ): "the journal offset from which its decisions are derived: 0, or where the snapshot stands",
-    ("forebay_groups", "first"): "the journal offset at which the window begins",
-    ("forebay_groups", "end"): "one past its last journal offset",
-    ("forebay_groups", "decisions"): "how many are in the window",
-    ("forebay_groups", "core_version"): "of the rules that decided; 0 where no record says it",
+    ): "journal offset from which decisions are derived: 0, or the offset of the snapshot",
+    ("forebay_groups", "first"): "journal offset at which the window begins",
+    ("forebay_groups", "end"): "one past the last journal offset of the window",
+    ("forebay_groups", "decisions"): "number of decisions in the window",
+    ("forebay_groups", "core_version"): "version of the rules that decided; 0 if no record has it",
     ("forebay_seal", "digest"): "XXH3-128 of the file, as if these 32 digits were zeros",
 }
-META_SAYS = {
-    "format": "as `PRAGMA user_version`",
-    "created": "when, ISO 8601",
-    "namespace": "of the log",
-    "writer_pid": "of the process that wrote it last; logs only",
-    "source": "what it was recorded from: `log`, `kafka` or `recording`",
-    "forebay": "the version of forebay that recorded it",
-    "from": "when the first journal record of the window was appended, ISO 8601",
-    "to": "when the last one was",
-    "asked": "what was asked for, by option, as a JSON object",
+META_DESCRIPTIONS = {
+    "format": "value of `PRAGMA user_version`",
+    "created": "creation time, ISO 8601",
+    "namespace": "namespace of the log",
+    "writer_pid": "process id of the last writer; logs only",
+    "source": "source of the recording: `log`, `kafka` or `recording`",
+    "forebay": "version of forebay that made the recording",
+    "from": "time of the first journal record of the window, ISO 8601",
+    "to": "time of the last journal record of the window, ISO 8601",
+    "asked": "options of the recording command, as a JSON object",
     "anonymized": "`yes` or `no`",
     "complete": "`no` while it is being written",
-    "content": "XXH3-128 over what it holds: two recordings of the same records have the same",
+    "content": "XXH3-128 of the content; recordings of the same records have the same value",
 }
 
 
@@ -84,10 +84,10 @@ def chapter() -> str:
         for statement in (sqlite_schema.create_table(TOPIC), *TABLES):
             db.execute(statement)
         names = [name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
-        for name in sorted(names, key=list(TABLES_SAY).index):
+        for name in sorted(names, key=list(TABLE_DESCRIPTIONS).index):
             lines += _table(db, name)
-    lines += ["", "| key of `forebay_meta` | says |", "|---|---|"]
-    lines += [f"| `{key}` | {text} |" for key, text in META_SAYS.items()]
+    lines += ["", "| key of `forebay_meta` | value |", "|---|---|"]
+    lines += [f"| `{key}` | {text} |" for key, text in META_DESCRIPTIONS.items()]
     return ABOUT + "\n".join(lines) + "\n"
 
 
@@ -97,7 +97,7 @@ def _table(db: sqlite3.Connection, name: str) -> Iterator[str]:
         "",
         f"### `{name}`",
         "",
-        TABLES_SAY[name],
+        TABLE_DESCRIPTIONS[name],
         "",
         "```sql",
         f"{_COLUMN.sub(NEW_LINE, statement)};",
@@ -106,4 +106,4 @@ def _table(db: sqlite3.Connection, name: str) -> Iterator[str]:
     )
     yield from ("| column | type | holds |", "|---|---|---|")
     for _, column, kind, *_ in db.execute(f'PRAGMA table_xinfo("{name}")').fetchall():
-        yield f"| `{column}` | {kind.removesuffix(' GENERATED ALWAYS').lower()} | {COLUMNS_SAY[name, column]} |"
+        yield f"| `{column}` | {kind.removesuffix(' GENERATED ALWAYS').lower()} | {COLUMN_DESCRIPTIONS[name, column]} |"

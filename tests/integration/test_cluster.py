@@ -109,7 +109,7 @@ async def test_an_owner_sleeps_and_finds_itself_replaced(
         await cluster.until_balanced()
     owners = await cluster.ownerships()
     asleep = next(one for one in reversed(owners) if one.epoch < after.epoch)
-    tell(f"paused: {asleep.router} wrote {asleep.void} void records; owners then: {[one.router for one in owners]}")
+    tell(f"paused: {asleep.router} wrote {asleep.stale} stale records; owners then: {[one.router for one in owners]}")
     assert problems(clients.heard, SHORT) == []
     await proven(cluster, clients)
     # It is of use again: it owns when the other one goes, if it was not given the group back already.

@@ -49,7 +49,7 @@ def history(tmp_path_factory: pytest.TempPathFactory) -> Path:
         await write_recording(path, Shape(workers=2, decisions=300, cached_blocks=64, snapshot_every=60))
         log = SqliteLog.open(path)
         await log.append([Draft(TOKENS.name, 0, encode(TOKENS, _tokens(number))) for number in range(300)])
-        await log.append([Draft(DECISIONS.name, 1, b"of nobody"), Draft("dead-letters", 0, b"letter")])
+        await log.append([Draft(DECISIONS.name, 1, b"of another group"), Draft("dead-letters", 0, b"letter")])
         log.close()
 
     asyncio.run(make())

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from forebay.cli.app import app
-from tests.harness.recordings import META_SAYS
+from tests.harness.recordings import META_DESCRIPTIONS
 from tests.replay import incident
 from tests.replay.duck import query_export
 
@@ -75,7 +75,7 @@ def test_every_query_on_the_export_returns_rows(exported: dict[str, Path], kind:
 @pytest.mark.parametrize("tables", KINDS, indirect=True)
 def test_metadata_of_the_files_is_documented(tables: sqlite3.Connection) -> None:
     keys = {key for (key,) in tables.execute("SELECT key FROM forebay_meta")}
-    assert keys <= set(META_SAYS)
+    assert keys <= set(META_DESCRIPTIONS)
     assert len(keys) >= 4
 
 
@@ -84,4 +84,4 @@ def test_every_documented_key_occurs_in_a_file(files: dict[str, Path]) -> None:
     for path in files.values():
         with closing(sqlite3.connect(path)) as db:
             keys |= {key for (key,) in db.execute("SELECT key FROM forebay_meta")}
-    assert keys == set(META_SAYS)
+    assert keys == set(META_DESCRIPTIONS)

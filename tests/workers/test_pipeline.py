@@ -12,7 +12,7 @@ from forebay.events.requests import Sampling
 from forebay.workers.engines.service.request import Refused, Request
 from forebay.workers.pipeline import Generate, Pipeline, ResponseLog, Retry, StopSequences, TokenLimit
 
-ASKED = Request(request_id="r", token_ids=(1, 2, 3), sampling=Sampling(max_tokens=100))
+REQUEST = Request(request_id="r", token_ids=(1, 2, 3), sampling=Sampling(max_tokens=100))
 
 
 async def echo(request: Request) -> AsyncGenerator[int]:
@@ -28,7 +28,7 @@ def generating(*tokens: int) -> Generate:
     return generate
 
 
-async def generated(pipeline: Pipeline, request: Request = ASKED) -> list[int]:
+async def generated(pipeline: Pipeline, request: Request = REQUEST) -> list[int]:
     return [token async for token in pipeline(request)]
 
 
@@ -82,7 +82,7 @@ async def test_operators_are_closed_with_the_reader() -> None:
         finally:
             closed.append("generate")
 
-    stream = (Pipeline(endless) | watched("inner")() | watched("outer")())(ASKED)
+    stream = (Pipeline(endless) | watched("inner")() | watched("outer")())(REQUEST)
     assert await anext(stream) == 1
     await stream.aclose()
     assert closed == ["generate", "inner", "outer"]
@@ -95,7 +95,7 @@ async def test_errors_pass_through_every_operator() -> None:
         yield 1
         raise RuntimeError("the model is gone")
 
-    answer = (Pipeline(broken) | TokenLimit(5) | adding(1, [])())(ASKED)
+    answer = (Pipeline(broken) | TokenLimit(5) | adding(1, [])())(REQUEST)
     assert await anext(answer) == 2
     with pytest.raises(RuntimeError, match="the model is gone"):
         await anext(answer)
@@ -128,7 +128,7 @@ async def test_only_a_prefix_of_a_stop_sequence_is_withheld() -> None:
             requested.append(token)
             yield token
 
-    stream = (Pipeline(counted) | StopSequences([3, 9]))(ASKED)
+    stream = (Pipeline(counted) | StopSequences([3, 9]))(REQUEST)
     assert [await anext(stream), await anext(stream)] == [1, 2]
     assert requested == [1, 2]
     assert await anext(stream) == 3
@@ -199,9 +199,9 @@ def test_operators_without_effect_are_rejected() -> None:
 
 
 async def test_request_shows_its_cancellation() -> None:
-    assert not ASKED.cancelled
+    assert not REQUEST.cancelled
     with pytest.raises(Refused, match="this request has no tokenizer"):
-        _ = ASKED.text
+        _ = REQUEST.text
     requested = Request(request_id="r", token_ids=(1, 2), sampling=Sampling(max_tokens=1), detokenize=str)
     assert requested.text == "(1, 2)"
     dataclasses.replace(requested, priority=1).stopped.set()

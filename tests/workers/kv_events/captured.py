@@ -11,12 +11,12 @@ from forebay.events.base import pack_u32, unpack_u64
 VLLM_BLOCK_SIZE = 32
 VLLM_HEAD = b"\x91\x8b\xa4type\xabBlockS"  # of the first batch, after its time
 PROMPT = list(range(100, 180))
-SAID = [163, 417, 108, 242, 416, 503, 40, 119, 312, 62, 316, 182, 212, 155, 340, 159]  # greedily, after PROMPT
+GENERATED = [163, 417, 108, 242, 416, 503, 40, 119, 312, 62, 316, 182, 212, 155, 340, 159]  # greedily, after PROMPT
 BRANCH = [*PROMPT[:64], *range(300, 340)]
 D = [[10 + k, *range(150, 345)] for k in range(4)]
 
 A_HASHES = [702757842669265042, 12727516518541667169]
-A_SAID_HASH = 16992573556214476673
+A_GENERATED_HASH = 16992573556214476673
 BRANCH_HASH = 3582626340390673046
 SALTED_HASHES = [16510773700617727104, 7308806245783140248]
 LORA_HASHES = [16062799444019624759, 2265755298269123510]
@@ -84,7 +84,7 @@ A_STORED = vllm_stored(A_HASHES, PROMPT[:64])
 # Each batch with the length of the payload that was captured.
 VLLM_BATCHES: list[tuple[int, list[dict[str, Any]]]] = [
     (296, [A_STORED]),
-    (260, [vllm_stored([A_SAID_HASH], [*PROMPT[64:], *SAID], A_HASHES[1])]),
+    (260, [vllm_stored([A_GENERATED_HASH], [*PROMPT[64:], *GENERATED], A_HASHES[1])]),
     (290, [vllm_stored([BRANCH_HASH], BRANCH[64:96], A_HASHES[1])]),
     (305, [vllm_stored(SALTED_HASHES, PROMPT[:64], extra_keys=[["tenant-1"], None])]),
     (
@@ -100,7 +100,7 @@ VLLM_BATCHES: list[tuple[int, list[dict[str, Any]]]] = [
     (
         960,
         [
-            *map(vllm_removed, [A_SAID_HASH, BRANCH_HASH, A_HASHES[1], A_HASHES[0]]),
+            *map(vllm_removed, [A_GENERATED_HASH, BRANCH_HASH, A_HASHES[1], A_HASHES[0]]),
             vllm_stored(D_HASHES[2], D[2][:192]),
         ],
     ),

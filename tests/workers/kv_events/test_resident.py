@@ -33,8 +33,8 @@ from tests.workers.kv_events.captured import (
     A_HASHES,
     BRANCH,
     D_HASHES,
+    GENERATED,
     PROMPT,
-    SAID,
     SGLANG_BATCHES,
     VLLM_BATCHES,
     D,
@@ -71,7 +71,7 @@ def test_hashes_of_vllm_events_equal_those_of_prompts() -> None:
         [change for event in decoder(payload(events)).events for change in blocks.apply(event)]
         for _, events in VLLM_BATCHES
     ]
-    prompt = tuple(ours([*PROMPT, *SAID], 32))
+    prompt = tuple(ours([*PROMPT, *GENERATED], 32))
     assert changes[0] == [Stored(None, prompt[:2], "device", tuple(A_HASHES))]
     [generated], [branch], [salted], [adapted] = changes[1:5]
     assert isinstance(generated, Stored) and (generated.parent, generated.hashes) == (prompt[1], prompt[2:])
