@@ -59,7 +59,7 @@ class Side:
             await until(lambda: not self.kv.slots.used)
             stats = engine.kv_stats()
             assert (stats.held_offers, stats.held_blocks, stats.in_flight) == (0, 0, 0)
-        kept = rank._prompts, rank._kept, rank._to_fetch, rank._fetched, rank._answers._items
+        kept = rank._prompts, rank._kept, rank._to_fetch, rank._fetched, rank._outputs._items
         assert not any(kept), kept
 
 

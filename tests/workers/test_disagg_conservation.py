@@ -72,7 +72,7 @@ class EngineSide:
     async def idle(self) -> None:
         engine, rank = self.engine, self.engine._ranks[0]
         await until(lambda: not (engine.kept() or rank.model.pool.used or rank._fetching or engine._ending))
-        held = rank._prompts, rank._kept, rank._to_fetch, rank._fetched, rank._answers._items, engine._held
+        held = rank._prompts, rank._kept, rank._to_fetch, rank._fetched, rank._outputs._items, engine._held
         assert not any(held), held
         assert engine._kv is None or not engine._kv.slots.used
         stats = engine.kv_stats()

@@ -65,7 +65,7 @@ class MockEngine:
         self._kv_settings = kv or KvSettings()
         self._spec: WorkerSpec | None = None
         self._kv: MockKv | None = None  # of this epoch, once it is open
-        self._life = 0  # number of resets
+        self._generation = 0  # number of resets
         self._opening = False
         self._held: dict[str, tuple[WorkItem, int]] = {}  # items that wait for the transport
         self._ending: set[asyncio.Task[None]] = set()
@@ -210,7 +210,7 @@ class MockEngine:
 
     def reset(self) -> None:
         """Drop every request, the caches and all kept KV."""
-        self._life += 1
+        self._generation += 1
         self._held.clear()
         self._opening = False
         fetching = [task for rank in self._ranks.values() for task in rank.reset()]
@@ -231,9 +231,9 @@ class MockEngine:
             self._held[item.request_id] = item, seen
             if not self._opening:
                 self._opening = True
-                self._spawn(self._open(self._spec, item.worker_epoch, self._life))
+                self._spawn(self._open(self._spec, item.worker_epoch, self._generation))
 
-    async def _open(self, spec: WorkerSpec, worker_epoch: int, life: int) -> None:
+    async def _open(self, spec: WorkerSpec, worker_epoch: int, generation: int) -> None:
         broken: EngineError | None = None
         kv = MockKv(self._kv_settings, spec.model, spec.worker_id, worker_epoch, self._config.block_size)
         try:
@@ -241,7 +241,7 @@ class MockEngine:
         except Exception as error:  # NIXL raises its own classes
             logger.error("KV transfers failed to start", exc_info=not isinstance(error, EngineError))  # noqa: TRY400
             broken = EngineError(f"cannot transfer KV by {self._kv_settings.transport}: {error}")
-        if life != self._life:
+        if generation != self._generation:
             await kv.close()
             return
         self._opening = False
@@ -257,7 +257,7 @@ class MockEngine:
             if broken is None:
                 rank.submit(item, seen)
             elif item.stage == "decode":
-                rank.lose(item, str(broken))
+                rank.fail_fetch(item, str(broken))
             else:
                 rank.refuse(item, ResponseError(status=503, code="kv_not_kept", message=str(broken)))
 

@@ -19,7 +19,7 @@ DIMENSIONS = 64
 HALF = 1 << 63
 
 
-class MockAnswers:
+class ExtraOutputs:
     """Extra outputs of the requests of one rank; `vocabulary` has the possible tokens."""
 
     def __init__(self, vocabulary: Sequence[int]) -> None:
@@ -39,7 +39,7 @@ class MockAnswers:
         """Remove all requests."""
         self._items.clear()
 
-    def worded(self, batch: EngineBatch) -> EngineBatch:
+    def extend(self, batch: EngineBatch) -> EngineBatch:
         """Return the batch with the requested outputs. An embedding takes a prompt's time and emits no token."""
         if not self._items:
             return batch
@@ -48,7 +48,7 @@ class MockAnswers:
             for end in batch.finished
             if self._embeds(end.request_id)
         ]
-        worded = msgspec.structs.replace(
+        extended = msgspec.structs.replace(
             batch,
             emitted=[self._emitted(chunk) for chunk in batch.emitted if not self._embeds(chunk.request_id)],
             first_tokens=[first for first in batch.first_tokens if not self._embeds(first.request_id)],
@@ -57,7 +57,7 @@ class MockAnswers:
         )
         for end in batch.finished:
             self.end(end.request_id)
-        return worded
+        return extended
 
     def _embeds(self, request_id: str) -> bool:
         item = self._items.get(request_id)

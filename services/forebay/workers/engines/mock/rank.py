@@ -42,7 +42,7 @@ from forebay.workers.engine import (
     Publish,
 )
 from forebay.workers.engines.mock.kv import MockKv
-from forebay.workers.engines.mock.outputs import MockAnswers
+from forebay.workers.engines.mock.outputs import ExtraOutputs
 from forebay.workers.kv_transfer.api import FetchedKv
 from forebay.workers.kv_transfer.nixl_agent import TransferError
 
@@ -67,9 +67,9 @@ class MockRank:
         self._wake = asyncio.Event()
         self._failed: list[Failed] = []
         self._not_fetched: list[NotFetched] = []
-        self._answers = MockAnswers(config.vocabulary or ())
+        self._outputs = ExtraOutputs(config.vocabulary or ())
         self._published = self.model.load()
-        self._life = 0  # number of resets: batches from before a reset are not published
+        self._generation = 0  # number of resets: batches from before a reset are not published
         self._changes: list[CacheChange] = []
         self._paused = self._asleep = False
         self._prompts: dict[str, tuple[WorkItem, int]] = {}  # prompts to compute for other workers
@@ -106,12 +106,12 @@ class MockRank:
                 raise RequestMalformed("the block hashes do not match the prompt")
             self.model.submit(request)
         except RequestRefused as refusal:
-            self.refuse(item, _answer(refusal))
+            self.refuse(item, _rejection(refusal))
             return
         if stage == "prefill":
             self._prompts[item.request_id] = item, seen
         else:
-            self._answers.begin(item)
+            self._outputs.begin(item)
         if stage == "decode":
             self._to_fetch[item.request_id] = item
         self._wake.set()
@@ -121,7 +121,7 @@ class MockRank:
         self._failed.append(Failed(item.request_id, item.attempt, error))
         self._wake.set()
 
-    def lose(self, item: WorkItem, error: str) -> None:
+    def fail_fetch(self, item: WorkItem, error: str) -> None:
         """Report that the KV of an item cannot be fetched."""
         self._not_fetched.append(NotFetched(item.request_id, item.attempt, error))
         self._wake.set()
@@ -140,7 +140,7 @@ class MockRank:
         for request_id in list(self._fetching):
             item = self._to_fetch[request_id]
             self.cancel(request_id)
-            self.lose(item, "the cache was cleared during the fetch")
+            self.fail_fetch(item, "the cache was cleared during the fetch")
         self.model.clear_cache()
         for request_id in list(self._kept):
             self._release(request_id)
@@ -165,7 +165,7 @@ class MockRank:
 
     def reset(self) -> list[asyncio.Task[None]]:
         """Drop everything. Return the tasks of fetches that are still ending."""
-        self._life += 1
+        self._generation += 1
         fetching = list(self._fetching.values())
         for task in fetching:
             task.cancel()
@@ -174,7 +174,7 @@ class MockRank:
         for kept in (self._prompts, self._to_fetch, self._fetching, self._fetched):
             kept.clear()
         self._kept.clear()
-        self._answers.clear()
+        self._outputs.clear()
         self._failed.clear()
         self._not_fetched.clear()
         self._changes.clear()
@@ -185,7 +185,7 @@ class MockRank:
         """Run the model until cancelled."""
         due = runtime.monotonic_s()
         while True:
-            life = self._life
+            generation = self._generation
             batch, computed, span_us = self._collect()
             if batch is None:
                 self._wake.clear()
@@ -195,9 +195,9 @@ class MockRank:
             now = runtime.monotonic_s()
             due = max(due, now - LAG_S_MAX) + span_us / (self._speedup * US_PER_S)
             await asyncio.sleep(max(0.0, due - now))
-            if life == self._life:
+            if generation == self._generation:
                 self._published = batch.load
-                publish(self._with_kept(batch, computed) if computed else batch)
+                publish(self._with_prefilled(batch, computed) if computed else batch)
 
     def _collect(self) -> tuple[EngineBatch | None, list[Computed], int]:
         """Return a batch of about a quantum (None if empty), the prompts computed for others, and its time."""
@@ -223,7 +223,7 @@ class MockRank:
             rank=self._number, load=load, cache_changes=cache_changes, failed=failed, not_fetched=not_fetched
         )
         return (
-            self._answers.worded(self._with_outputs(batch, steps)),
+            self._outputs.extend(self._with_outputs(batch, steps)),
             [one for step in steps for one in step.computed],
             span_us,
         )
@@ -253,7 +253,7 @@ class MockRank:
             return first
         return msgspec.structs.replace(first, transferred_bytes=fetched.bytes, transfer_us=fetched.us)
 
-    def _with_kept(self, batch: EngineBatch, computed: list[Computed]) -> EngineBatch:
+    def _with_prefilled(self, batch: EngineBatch, computed: list[Computed]) -> EngineBatch:
         """Return the batch with prompts computed for other workers; those that cannot be kept have failed."""
         prefilled: list[PromptPrefilled] = []
         failed = list(batch.failed)
@@ -290,7 +290,7 @@ class MockRank:
             logger.warning("cannot fetch the KV of %s: %s", request_id, error, exc_info=not known)
             del self._fetching[request_id]
             self.cancel(request_id)
-            self.lose(item, str(error) or type(error).__name__)
+            self.fail_fetch(item, str(error) or type(error).__name__)
             return
         del self._fetching[request_id], self._to_fetch[request_id]
         self._fetched[request_id] = fetched
@@ -305,7 +305,7 @@ class MockRank:
         self._prompts.pop(request_id, None)
         self._to_fetch.pop(request_id, None)
         self._fetched.pop(request_id, None)
-        self._answers.end(request_id)
+        self._outputs.end(request_id)
 
 
 def _token_seed(item: WorkItem, seen: int) -> int:
@@ -330,7 +330,7 @@ def _merge(steps: list[EngineStep]) -> list[Emitted]:
     ]
 
 
-def _answer(refusal: RequestRefused) -> ResponseError:
+def _rejection(refusal: RequestRefused) -> ResponseError:
     match refusal:
         case RequestTooLarge():
             return ResponseError(status=400, code="context_length_exceeded", message=str(refusal))

@@ -96,4 +96,4 @@ async def test_dropped_requests_are_not_published() -> None:
     engine.cancel("a")
     engine.submit(item("b", range(10), task="embed"))
     engine.reset()
-    assert not engine._ranks[0]._answers._items
+    assert not engine._ranks[0]._outputs._items
