@@ -189,7 +189,11 @@ def default_model() -> Model:
 
 @asynccontextmanager
 async def make_scene(
-    model: Model | None = None, *, wrap: Callable[[SqliteLog], Any] = lambda log: log, **changes: Any
+    model: Model | None = None,
+    *,
+    wrap: Callable[[SqliteLog], Any] = lambda log: log,
+    find_partition: Callable[[], int | None] = lambda: 0,
+    **changes: Any,
 ) -> AsyncIterator[Scene]:
     """Yield a scene with these settings, whose ingress uses the log that `wrap` returns."""
     log = SqliteLog.open(None)
@@ -211,6 +215,7 @@ async def make_scene(
         IngressMetrics(registry, NAME),
         lambda: scenes[0].is_ready,
         0,
+        find_partition,
     )
     scenes.append(Scene(log, ingress, registry))
     running = asyncio.create_task(ingress.run())

@@ -482,12 +482,10 @@ async def never(*_: Any) -> int:
 
 
 async def test_configured_adapters_are_served_before_a_router_has_placed_the_model() -> None:
-    async with make_scene(loras=("legal",)) as scene:
-        scene.ingress.adapters._find_partition = lambda: None
+    async with make_scene(loras=("legal",), find_partition=lambda: None) as scene:
         assert await served(scene) == [NAME, "legal"]
 
 
 async def test_commands_are_rejected_before_a_router_has_placed_the_model() -> None:
-    async with make_scene() as scene:
-        scene.ingress.find_partition = lambda: None
+    async with make_scene(find_partition=lambda: None) as scene:
         assert (await scene.client.post("/pause")).json()["error"]["code"] == "no_group"

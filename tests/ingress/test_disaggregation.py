@@ -108,8 +108,7 @@ async def test_disagg_changes_are_rejected_for_aggregated_pools() -> None:
 
 
 async def test_disagg_changes_are_rejected_while_no_router_has_placed_the_model() -> None:
-    async with make_scene() as scene:
-        scene.ingress.pools._find_partition = lambda: None
+    async with make_scene(find_partition=lambda: None) as scene:
         assert (await scene.client.get(PATH)).json() == {"disaggregation": []}
         assert (await scene.client.post(PATH, json={"model": NAME, "policy": "never"})).status_code == 503
 

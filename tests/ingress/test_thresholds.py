@@ -102,8 +102,7 @@ async def test_changes_are_rejected_while_no_pool_serves_the_model() -> None:
 
 
 async def test_changes_are_rejected_while_no_router_has_placed_the_model() -> None:
-    async with make_scene() as scene:
-        scene.ingress.pools._find_partition = lambda: None
+    async with make_scene(find_partition=lambda: None) as scene:
         assert (await scene.client.get(PATH)).json() == {"thresholds": []}
         assert (await scene.client.post(PATH, json={"model": NAME, DECODE: 0.5})).status_code == 503
         assert on_the_log(scene) == []

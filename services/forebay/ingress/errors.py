@@ -82,6 +82,11 @@ def internal_error() -> ApiError:
     return ApiError(500, "internal_error", "an internal error; the server's log has the details")
 
 
+def no_router(model: str) -> ApiError:
+    """Return the error 503 while no router has placed a model."""
+    return ApiError(503, "no_group", f"no router serves {model} yet; start a router and a worker for it")
+
+
 def deadline_exceeded(timeout_s: float) -> ApiError:
     """Return the error 504 for a request without a response in time."""
     return ApiError(504, "deadline_exceeded", f"no response within {timeout_s:g} s")

@@ -14,7 +14,7 @@ from forebay.events.topics import REQUESTS
 from forebay.ingress.adapters import Adapters
 from forebay.ingress.admission import POOL_FULL, IngressAdmission
 from forebay.ingress.commands import CommandClient
-from forebay.ingress.errors import ApiError
+from forebay.ingress.errors import ApiError, no_router
 from forebay.ingress.http.body import BodyMemory
 from forebay.ingress.http.body_limits import VALUES_MAX, BodyLimits
 from forebay.ingress.http.drain import IngressDrain
@@ -220,9 +220,7 @@ class Ingress:
         """Return the partition of the model's control topics. Raises ApiError while no router has placed the model."""
         partition = self.find_partition()
         if partition is None:
-            raise ApiError(
-                503, "no_group", f"no router serves {self.settings.model_name} yet; start a router and a worker for it"
-            )
+            raise no_router(self.settings.model_name)
         return partition
 
     def require_owner(self) -> int:

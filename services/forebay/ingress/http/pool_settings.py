@@ -22,7 +22,7 @@ from forebay.events.control import (
     PoolConfigured,
 )
 from forebay.events.topics import CONTROL
-from forebay.ingress.errors import ApiError
+from forebay.ingress.errors import ApiError, no_router
 from forebay.transport.base import Draft, Log, LogError
 
 logger = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ class PoolConfigurator:
     def _require_partition(self, model: str) -> int:
         partition = self._find_partition()
         if partition is None:
-            raise ApiError(503, "no_group", f"no router serves {model} yet; start a router and a worker for it")
+            raise no_router(model)
         return partition
 
     async def _refresh(self) -> None:
