@@ -124,7 +124,7 @@ async def test_repeated_command_runs_once_and_replies_to_the_new_owner(scene: Sc
         await scene.send(command("c1", epoch, "load_lora", lora_name="x", owner_epoch=9, **where))
         await until(lambda: len(answers(scene)) == 3)
     assert engine.reported == ["x", "y"]
-    # LoggedLogprob again later, it does not hide what was loaded since.
+    # The repeated result does not hide adapters that were loaded later.
     assert [(one.command_id, one.owner_epoch, one.loras) for one in scene.progress(CommandDone)] == [
         ("c1", 7, ("x",)),
         ("c2", 0, ("x", "y")),

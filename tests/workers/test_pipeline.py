@@ -106,7 +106,7 @@ async def test_errors_pass_through_every_operator() -> None:
     st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=3), min_size=1, max_size=3),
 )
 async def test_response_ends_before_a_stop_sequence(answer: list[int], stops: list[list[int]]) -> None:
-    # The one that is complete first wins, and of those the longest.
+    # The stop sequence that completes first wins; of several, the longest.
     ends = [
         (at + len(stop), -len(stop))
         for stop in stops

@@ -9,9 +9,10 @@ from forebay.core.block_hashes import hash_seed, sequence_hashes
 from forebay.events.base import pack_u32, unpack_u64
 
 VLLM_BLOCK_SIZE = 32
-VLLM_HEAD = b"\x91\x8b\xa4type\xabBlockS"  # of the first batch, after its time
+VLLM_HEAD = b"\x91\x8b\xa4type\xabBlockS"  # start of the first batch, after its timestamp
 PROMPT = list(range(100, 180))
-GENERATED = [163, 417, 108, 242, 416, 503, 40, 119, 312, 62, 316, 182, 212, 155, 340, 159]  # greedily, after PROMPT
+# The greedy response to PROMPT.
+GENERATED = [163, 417, 108, 242, 416, 503, 40, 119, 312, 62, 316, 182, 212, 155, 340, 159]
 BRANCH = [*PROMPT[:64], *range(300, 340)]
 D = [[10 + k, *range(150, 345)] for k in range(4)]
 
@@ -81,7 +82,7 @@ def vllm_removed(block: int, **more: Any) -> dict[str, Any]:
 
 CLEARED = {"type": "AllBlocksCleared"}
 A_STORED = vllm_stored(A_HASHES, PROMPT[:64])
-# Each batch with the length of the payload that was captured.
+# Each batch with the length of its captured payload.
 VLLM_BATCHES: list[tuple[int, list[dict[str, Any]]]] = [
     (296, [A_STORED]),
     (260, [vllm_stored([A_GENERATED_HASH], [*PROMPT[64:], *GENERATED], A_HASHES[1])]),
@@ -153,5 +154,5 @@ def payload(events: Sequence[Any], ts: float = 1732212345.25) -> bytes:
 
 
 def ours(token_ids: Sequence[int], block_size: int, lora_name: str = "", cache_namespace: str = "") -> list[int]:
-    """Our names of a prompt's full blocks."""
+    """Return our hashes of a prompt's full blocks."""
     return unpack_u64(sequence_hashes(pack_u32(token_ids), block_size, hash_seed(lora_name, cache_namespace)))

@@ -1,4 +1,4 @@
-"""Engine events to cache changes: our names from the events alone, copies counted, nothing kept that is gone."""
+"""Conversion of engine events to cache changes: block hashes, copy counts, and removals."""
 
 from collections import Counter
 from typing import Any

@@ -83,7 +83,7 @@ def test_gap_without_a_replay_socket_is_lost_at_once() -> None:
 def test_outdated_replay_is_requested_again() -> None:
     sequence = Sequence(replays=True)
     sequence.check()
-    sequence.live(*batch(2))  # subscribed after 1
+    sequence.live(*batch(2))  # subscribed after batch 1
     assert answer(sequence, 0) == [*deliver(0), RequestReplay(0)]
     assert answer(sequence, 0, 1) == deliver(1, 2)
 

@@ -1,4 +1,4 @@
-"""TensorRT-LLM's event dicts, made after its documentation: none was recorded from an engine."""
+"""TensorRT-LLM's event dicts, written from its documentation; none was captured from an engine."""
 
 from typing import Any
 

@@ -146,7 +146,7 @@ def test_groups_without_full_attention_are_skipped() -> None:
         "kv_cache_spec_kind": "sliding_window",
         "kv_cache_spec_sliding_window": 64,
     }
-    # A window's blocks may be fewer than the tokens tell.
+    # A window may have fewer blocks than its tokens would fill.
     first = decode(payload([vllm_stored([1], PROMPT[:64], **window), vllm_stored([1, 2], PROMPT[:64])]))
     assert [type(event) for event in first.events] == [StoredBlocks] and first.skipped == {"other_group": 1}
     second = decode(payload([vllm_removed(1, group_idx=1), vllm_removed(2), vllm_removed(2, group_idx=7)]))
@@ -254,7 +254,7 @@ batch = st.builds(lambda events: [1.0, events, 0], st.lists(event, max_size=4)) 
 @given(data=st.binary(max_size=200) | batch.map(msgspec.msgpack.encode))
 @example(data=b"\x92\x01\x91" + b"\x91" * 50_000 + b"\xc0")  # nested too deeply
 @example(data=b"\x92\x01\x91" + b"\x82\xa4type\xabBlockStored\xa1x" + b"\x91" * 50_000 + b"\xc0")
-@example(data=b"\x92\x01\x91\x81\xa4type\xa2\xff\xff")  # no UTF-8
+@example(data=b"\x92\x01\x91\x81\xa4type\xa2\xff\xff")  # invalid UTF-8
 @example(data=b"\x92\x01\xdd\xff\xff\xff\xff")
 @example(data=b"")
 def test_any_bytes_are_a_batch_or_an_error(decoder: Callable[[], Decode], data: bytes) -> None:

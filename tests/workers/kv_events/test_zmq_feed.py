@@ -88,7 +88,7 @@ class Publisher:
 
 
 def is_bound(socket: zmq.asyncio.Socket, endpoint: str) -> bool:
-    """Bind, unless the socket that was closed has not let go of the port yet."""
+    """Try to bind; return False while the closed socket still occupies the port."""
     try:
         socket.bind(endpoint)
     except zmq.ZMQError as error:
@@ -276,7 +276,7 @@ async def test_catch_up_returns_false_without_a_reply() -> None:
         publisher.answers = False
         first = asyncio.create_task(feed.catch_up())
         await until(lambda: feed.counts["unanswered"] == 2)
-        second = await feed.catch_up()  # the last question of the first is under way
+        second = await feed.catch_up()  # the last replay request of the first call is in flight
         assert not second and not await first
         assert feed.counts["unanswered"] >= 3 and not announced.lost
         waiting = asyncio.create_task(feed.catch_up())

@@ -4,11 +4,11 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-Key = tuple[str, str, tuple[int, ...]]  # adapter, salt, all tokens up to the block's end
+Key = tuple[str, str, tuple[int, ...]]  # adapter, salt, and all tokens up to the end of the block
 
 
 def next_token(tokens: Sequence[int]) -> int:
-    """Greedily."""
+    """Return the next token of a greedy response."""
     return (sum(tokens) * 31 + len(tokens)) % 400 + 3
 
 
@@ -22,7 +22,7 @@ def answer_of(prompt: Sequence[int], count: int) -> list[int]:
 
 @dataclass
 class StandinRequest:
-    """A request that an engine has."""
+    """A request in an engine."""
 
     name: str
     prompt: list[int]
@@ -36,7 +36,7 @@ class StandinRequest:
 
 @dataclass(frozen=True)
 class Change:
-    """Blocks that came, from a parent on, or that went."""
+    """Blocks that were stored after `parent`, or removed."""
 
     came: tuple[int, ...] = ()
     parent: int | None = None
@@ -69,7 +69,7 @@ class LittleCache:
         return blocks * self.block_size
 
     def store(self, requested: StandinRequest, tokens: Sequence[int]) -> list[Change]:
-        """Keep all full blocks of these tokens."""
+        """Cache all full blocks of the tokens, and return the changes."""
         full = len(tokens) // self.block_size
         new = [number for number in range(1, full + 1) if self.key(requested, tokens, number) not in self.names]
         if not new:

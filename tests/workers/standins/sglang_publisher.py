@@ -13,7 +13,7 @@ from tests.workers.standins.little import Change, signed
 
 
 class Publisher:
-    """PUB and ROUTER of a rank."""
+    """The PUB and ROUTER sockets of a rank."""
 
     def __init__(self, config: dict[str, Any], rank: int) -> None:
         self.context = zmq.asyncio.Context()

@@ -41,7 +41,7 @@ SAMPLING_PARAMS = {
 
 
 class Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """SGLang's are structs, too."""
+    """Base of request structs, as in SGLang."""
 
 
 class PauseGenerationReqInput(Request):
@@ -101,7 +101,7 @@ class LoadSnapshot(msgspec.Struct):
 
 @dataclass
 class State:
-    """A request of the tokenizer manager's."""
+    """The state of a request in the tokenizer manager."""
 
     requested: StandinRequest
     finished: bool = False
@@ -145,11 +145,11 @@ class TokenizerManager:
         self.loras: dict[str, str] = dict(arguments["lora_paths"] or {})
         self.calls: list[Any] = []
         self.requested_with: list[dict[str, Any]] = []
-        self.seen: list[str] = []  # ids, in the order in which the scheduler took them
-        self.abort_after: dict[str, dict[str, Any]] = {}  # finish reasons, by what a prompt begins with
+        self.seen: list[str] = []  # request ids, in scheduling order
+        self.abort_after: dict[str, dict[str, Any]] = {}  # finish reasons after the first token, by request id
         self.abort_before: dict[str, dict[str, Any]] = {}  # finish reasons before the first token, by request id
         self.broken: BaseException | None = None
-        self.deaf = False  # answers nothing any more
+        self.deaf = False  # whether requests stop making progress
         self.step = asyncio.Event()
         self.step.set()
         pages = arguments["max_total_tokens"] // arguments["page_size"]
@@ -290,7 +290,7 @@ class TokenizerManager:
 
     async def flush_cache(self, timeout_s: float | None = None) -> Outcome:
         self.calls.append("flush_cache")
-        if self.rid_to_state and timeout_s is not None:  # retracted ones are waited for in vain
+        if self.rid_to_state and timeout_s is not None:  # retracted requests never become idle
             return Outcome(success=False, message="Timed out waiting for idle state.")
         if self.rid_to_state and not self.retracted:
             return Outcome(success=False, message="Cache not flushed because there are pending requests.")
@@ -357,11 +357,11 @@ class InitResult:
 
 
 class Engine:
-    """`made` is the last one; `fails` is what the next one's constructor raises."""
+    """`made` is the newest engine; `fails` is the exception of the next constructor call."""
 
     made: "Engine | None" = None
     fails: Exception | None = None
-    child = False  # whether it has a process
+    child = False  # whether an engine has a process
     rooms: dict[int, set[str]] = {}  # noqa: RUF012 - connected sides, of all engines
 
     def __init__(self, **kwargs: Any) -> None:

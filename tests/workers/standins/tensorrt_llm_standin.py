@@ -149,7 +149,7 @@ class RequestOutput:
 
 
 class MetricsCollector:
-    reported: list[Any] = []  # noqa: RUF012 - of all of them
+    reported: list[Any] = []  # noqa: RUF012 - shared by all instances
 
     def __init__(self, labels: dict[str, str]) -> None:
         assert set(labels) == {"model_name", "engine_type"}
@@ -162,7 +162,7 @@ class MetricsCollector:
 
 
 class LLM:
-    """`made` is the last one; `fails` is what the next one's constructor raises."""
+    """`made` is the newest LLM; `fails` is the exception of the next constructor call."""
 
     made: "LLM | None" = None
     fails: Exception | None = None
