@@ -14,9 +14,9 @@ os.environ.pop("SSL_CERT_FILE", None)
 os.environ["SSL_CERT_DIR"] = os.devnull
 
 
-@pytest.hookimpl(trylast=True)  # Hypothesis marks its own in the same hook
+@pytest.hookimpl(trylast=True)  # Hypothesis marks its tests in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give Hypothesis tests more time: Hypothesis takes a timeout within an example for a flaky strategy."""
+    """Extend the timeout of Hypothesis tests, because Hypothesis reports a timeout in an example as flaky."""
     timeout = pytest.mark.timeout(depth.TIMEOUT_S[depth.profile()])
     for item in items:
         has_own = item.get_closest_marker("timeout") and depth.profile() != "explore"

@@ -1,15 +1,15 @@
-"""The Grafana dashboard as data: what the panels of each row ask of Prometheus."""
+"""The Prometheus queries of the Grafana dashboard, by row."""
 
 import json
 import re
 from pathlib import Path
 
 DASHBOARD = Path(__file__).resolve().parent.parent / "infra/grafana/dashboards/forebay.json"
-APART = "Prefill and decode"  # a row
+APART = "Prefill and decode"  # title of a row
 
 
 def queries() -> dict[str, list[str]]:
-    """The expressions by row; those before the first one are of the row that has no name."""
+    """Return the expressions by row title. Panels before the first row have the empty title."""
     found: dict[str, list[str]] = {"": []}
     row = found[""]
     for panel in json.loads(DASHBOARD.read_text())["panels"]:
@@ -20,11 +20,11 @@ def queries() -> dict[str, list[str]]:
 
 
 def metrics(query: str) -> set[str]:
-    """The names of forebay's series in an expression."""
+    """Return the names of forebay's series in an expression."""
     return set(re.findall(r"\b(?:forebay|dynamo)_\w+", query))
 
 
 def labels(query: str) -> set[str]:
-    """The labels that an expression groups or selects by."""
+    """Return the labels that an expression groups or selects by."""
     grouped = (name for names in re.findall(r"\bby \(([^)]*)\)", query) for name in names.split(", "))
     return {*grouped, *re.findall(r"(\w+)=~?\"", query)}

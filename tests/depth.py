@@ -1,7 +1,7 @@
-"""How deep the tests go: the Hypothesis profile sets the number of examples and whether cases are sampled.
+"""The depth of tests: the Hypothesis profile sets the number of examples and whether cases are sampled.
 
-`quick` is the default, `full` what CI runs, `explore` a search with new examples. No test fixes a number of
-examples: one that needs more or fewer than the others scales the number of the profile.
+`quick` is the default, `full` is used by CI, and `explore` searches with new examples. Tests do not set a number of
+examples; a test that needs more or fewer examples scales the number of the profile.
 """
 
 from collections.abc import Sequence
@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 
 from hypothesis import HealthCheck, settings
 
-# A busy machine makes drawing slow, which says nothing about the test.
+# On a busy machine generation is slow, which is not a fault of the test.
 UNHURRIED = [HealthCheck.too_slow]
 EXAMPLES = {"quick": 20, "full": 100, "explore": 1_000}
-TIMEOUT_S = {"quick": 120, "full": 300, "explore": 7_200}  # of one test with drawn examples
+TIMEOUT_S = {"quick": 120, "full": 300, "explore": 7_200}  # per Hypothesis test
 EXAMPLES_MIN = 5
 
 Case = TypeVar("Case")

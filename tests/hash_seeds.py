@@ -1,7 +1,7 @@
-"""Everything that must not depend on the order of sets and on hashes of strings, as jobs of one process.
+"""Jobs whose results must not depend on the order of sets or on string hashes.
 
-`main` runs each job and prints a JSON object with what it returned. `tests/test_hash_seeds.py` calls it under two
-values of PYTHONHASHSEED.
+`main` runs each job and prints a JSON object of the results. `tests/test_hash_seeds.py` runs it with two values of
+PYTHONHASHSEED.
 """
 
 import asyncio
@@ -54,7 +54,7 @@ def verified() -> str:
 
 
 def world() -> str:
-    """Apply a random history to a world: its digest and its decisions."""
+    """Apply a random history to a world. Return its digest and decisions."""
     rng = random.Random(5)
     kinds = ["first", "finish", "stored", "stored", "removed", "report", "cancel", "wait", "join", "lose"]
     kinds += ["request"] * 6

@@ -1,7 +1,7 @@
-"""Record batches as bytes on Kafka's wire, with everything that client libraries refuse to write.
+"""Record batches in Kafka's wire format, including invalid ones that client libraries do not write.
 
-The format is version 2 of https://kafka.apache.org/documentation/#recordbatch. Header names and values, keys and values
-are bytes or null, and any field of the batch can be set, so a test can produce what a faulty or hostile client would.
+The format is version 2 of https://kafka.apache.org/documentation/#recordbatch. Header names, header values, keys and
+values are bytes or null. Any field of the batch can be set, so a test can write like a faulty or hostile client.
 """
 
 import gzip
@@ -18,7 +18,7 @@ from aiokafka.protocol.produce import ProduceRequest
 from aiokafka.record.util import calc_crc32c
 
 HEAD = struct.Struct(">qiib")  # base offset, length, leader epoch, magic
-BODY = struct.Struct(">hiqqqhii")  # attributes to record count: what the checksum covers, with the records
+BODY = struct.Struct(">hiqqqhii")  # attributes to record count; the checksum covers these fields and the records
 CONTROL, TRANSACTIONAL, LOG_APPEND_TIME = 0x20, 0x10, 0x08
 NONE, GZIP, SNAPPY, LZ4, ZSTD = CODECS = range(5)
 ACKED_BY_ALL = -1
@@ -49,7 +49,7 @@ class RawBatch:
     Attributes:
         offset: base offset; a broker replaces it.
         timestamp_ms: of the first record; -1 for none.
-        codec: how the records are compressed; a number without a codec leaves them as they are.
+        codec: compression codec; an unknown number leaves the records uncompressed.
         attributes: further attribute bits.
     """
 
@@ -62,11 +62,11 @@ class RawBatch:
 
     @property
     def payload(self) -> bytes:
-        """The records, not compressed."""
+        """Return the uncompressed records."""
         return b"".join(_record(index, record) for index, record in enumerate(self.records))
 
     def encoded(self, *, payload: bytes | None = None) -> bytes:
-        """Return the batch as it is on the wire, with `payload` in place of its compressed records if given."""
+        """Return the encoded batch, with `payload` in place of its compressed records if given."""
         if payload is None:
             payload = COMPRESS.get(self.codec, bytes)(self.payload)
         body = BODY.pack(
@@ -97,7 +97,7 @@ def varint(number: int) -> bytes:
 
 
 class RawProducer:
-    """Sends batches as they are: use it as an async context manager."""
+    """Sends raw batches. Use it as an async context manager."""
 
     def __init__(self, bootstrap: str) -> None:
         self._client = AIOKafkaClient(bootstrap_servers=bootstrap)
@@ -110,7 +110,7 @@ class RawProducer:
         await self._client.close()
 
     async def send(self, topic: str, partition: int, batch: bytes) -> int:
-        """Append a batch to a partition: the offset of its first record. Raises the broker's error."""
+        """Append a batch to a partition and return the offset of its first record. Raises the broker's error."""
         await self._client.add_topic(topic)
         leader = self._client.cluster.leader_for_partition(TopicPartition(topic, partition))
         request = ProduceRequest(

@@ -1,4 +1,4 @@
-"""A small system on one log for tests: owner, mock workers, and a client that speaks events."""
+"""Small system for tests on one log, with an owner, mock workers and an event-level client."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -31,14 +31,14 @@ SPEEDUP = 100_000.0
 
 
 async def until(condition: Callable[[], object]) -> None:
-    """Let others run until the condition holds."""
+    """Yield to other tasks until the condition holds."""
     async with asyncio.timeout(PATIENCE_S):
         while not condition():  # noqa: ASYNC110 - records set no event
             await asyncio.sleep(0.001)
 
 
 def submitted(name: str, prompt: list[int], max_tokens: int = 3, **changes: Any) -> RequestSubmitted:
-    """A request of the test's model."""
+    """Return a request for the test model."""
     packed = pack_u32(prompt)
     fields: dict[str, Any] = {
         "request_id": name,
@@ -55,7 +55,7 @@ def submitted(name: str, prompt: list[int], max_tokens: int = 3, **changes: Any)
 
 
 def settings(**changes: Any) -> GroupSettings:
-    """An owner's settings: small and quick. `pool` is its only one; None leaves pools to the leases."""
+    """Return settings of an owner for quick tests. `pool` is the only pool; None derives the pools from leases."""
     pool = PoolConfigured(pool="default", model=MODEL, block_size=BLOCK, router=RouterConfig())
     pool = changes.pop("pool", pool)
     fields: dict[str, Any] = {
@@ -69,7 +69,7 @@ def settings(**changes: Any) -> GroupSettings:
 
 
 class System:
-    """The parts that outlive an owner: log, leases and workers."""
+    """The parts of a system that outlive an owner: log, leases and workers."""
 
     def __init__(self, log: SqliteLog, *, ttl_s: float = 30.0) -> None:
         self.log = log
@@ -81,7 +81,7 @@ class System:
 
     @asynccontextmanager
     async def started(self, workers: int) -> AsyncIterator["System"]:
-        """Run the workers. One that dies ends what goes on here at once; a group with its error is raised."""
+        """Run the workers. If a worker dies, the body is cancelled and an exception group with its error is raised."""
         self.keeper.start()
         try:
             async with asyncio.TaskGroup() as self._group:
@@ -94,7 +94,7 @@ class System:
             await self.keeper.stop()
 
     def start_worker(self, name: str, *, speedup: float = SPEEDUP, block_size: int = BLOCK) -> None:
-        """Run one worker more, or one again."""
+        """Start a worker, or restart one."""
         config = EngineConfig(
             block_size=block_size,
             kv_blocks_total=256,
@@ -117,7 +117,7 @@ class System:
         self._tasks[name] = self._group.create_task(worker.run(), name=name)
 
     async def stop_worker(self, name: str) -> None:
-        """End a worker and give its lease up."""
+        """Stop a worker and release its lease."""
         task = self._tasks.pop(name)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -126,7 +126,7 @@ class System:
     async def owned(
         self, log: Log | None = None, ingress_leases: Leases | None = None, **changes: Any
     ) -> AsyncIterator[Owner]:
-        """Run an owner, on `log` in place of the system's when given."""
+        """Run an owner on `log`, by default the log of the system."""
         owner = Owner(log or self.log, self.leases, settings(**changes), ingress_leases=ingress_leases)
         await owner.start()
         running = asyncio.create_task(owner.run())
@@ -138,7 +138,7 @@ class System:
             await owner.close()
 
     def send(self, event: Event) -> None:
-        """Put an event on `requests`."""
+        """Append an event to `requests`."""
         self.log.append_soon([Draft(REQUESTS.name, 0, encode(REQUESTS, event))])
 
     def cancel(self, name: str) -> None:
@@ -146,24 +146,24 @@ class System:
         self.send(RequestCancelled(request_id=name))
 
     def events(self, topic: Topic, kind: type | None = None, partition: int = 0) -> list[Any]:
-        """All events of a partition so far."""
+        """Return the events of a partition."""
         records = self.log.records(topic.name, partition, 0, READ_MAX)
         found = [decode(topic, record.value) for record in records]
         return [event for event in found if kind is None or isinstance(event, kind)]
 
     def decisions(self, kind: type | None = None) -> list[Any]:
-        """The journal so far."""
+        """Return the decisions in the journal."""
         return self.events(DECISIONS, kind)
 
     def ends(self) -> dict[str, list[ResponseEnded]]:
-        """The ends of all answers so far."""
+        """Return the `ResponseEnded` events by request id."""
         found: dict[str, list[ResponseEnded]] = {}
         for event in self.events(TOKENS, ResponseEnded, SLOT):
             found.setdefault(event.request_id, []).append(event)
         return found
 
     def answer(self, name: str) -> list[int]:
-        """The tokens of one answer, as a client takes them: by position, each once."""
+        """Return the tokens of a response by position, without duplicates, as a client assembles them."""
         tokens: list[int] = []
         for event in self.events(TOKENS, TokensEmitted, SLOT):
             for chunk in event.chunks:
@@ -174,5 +174,5 @@ class System:
 
 
 async def until_ended(system: System, name: str) -> None:
-    """Wait for the end of a request."""
+    """Wait until a request has ended."""
     await until(lambda: name in system.ends())

@@ -1,4 +1,4 @@
-"""compose.yaml without Docker: it is valid, stays on the loopback address, and names what exists."""
+"""compose.yaml is valid, publishes loopback ports only, and refers to existing files, services and metrics."""
 
 import re
 import subprocess
@@ -14,14 +14,14 @@ from forebay.cli.app import COMMANDS, load
 from tests.dashboard import APART, metrics, queries
 
 ROOT = Path(__file__).resolve().parent.parent
-PORT_MAX = 32_767  # above, systems hand out ports to clients
+PORT_MAX = 32_767  # ephemeral ports start above
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text())
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 OURS = sorted(name for name, service in SERVICES.items() if service["image"] in ("forebay", "forebay-nixl"))
 
 
 def parse(arguments: list[str]) -> dict[str, Any]:
-    """Read a command line as `forebay` would, and run nothing: the value of each option."""
+    """Parse a `forebay` command line without running it and return the value of each option."""
     name, *arguments = arguments
     assert name in COMMANDS, f"forebay has no command {name}"
     command: Any = load(name)
@@ -33,13 +33,13 @@ def parse(arguments: list[str]) -> dict[str, Any]:
     return params
 
 
-def test_it_follows_the_compose_specification() -> None:
+def test_the_file_follows_the_compose_specification() -> None:
     checker = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec"]
     done = subprocess.run([*checker, ROOT / "compose.yaml"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_every_service_is_there() -> None:
+def test_every_service_is_defined() -> None:
     assert OURS == [
         "decode-worker", "ingress-1", "ingress-2", "prefill-worker", "router", "shadow", "topics", "worker",
     ]  # fmt: skip
@@ -47,12 +47,12 @@ def test_every_service_is_there() -> None:
 
 
 @pytest.mark.parametrize("service", OURS)
-def test_its_forebay_commands_can_be_read(service: str) -> None:
+def test_forebay_commands_of_services_are_valid(service: str) -> None:
     assert parse(SERVICES[service]["command"])["kafka"] == "redpanda:9092"
 
 
 @pytest.mark.parametrize("service", ["ingress-1", "ingress-2"])
-def test_an_ingress_knows_its_names_and_has_an_admin_api_only_with_a_token(
+def test_the_ingress_has_its_model_names_and_an_admin_api_only_with_a_token(
     service: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     environment = SERVICES[service]["environment"]
@@ -64,7 +64,7 @@ def test_an_ingress_knows_its_names_and_has_an_admin_api_only_with_a_token(
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_disagg_workers_are_a_profile_and_move_kv_by_nixl_to_whoever_reaches_them(role: str) -> None:
+def test_disagg_workers_are_a_profile_and_transfer_kv_by_nixl(role: str) -> None:
     service = SERVICES[f"{role}-worker"]
     options = parse(service["command"])
     assert (options["role"], options["kv_transport"], options["kv_host"]) == (role, None, None)
@@ -74,7 +74,7 @@ def test_disagg_workers_are_a_profile_and_move_kv_by_nixl_to_whoever_reaches_the
     assert "profiles" not in SERVICES["worker"]
 
 
-def test_a_command_that_forebay_lacks_is_found() -> None:
+def test_unknown_forebay_commands_are_detected() -> None:
     with pytest.raises(AssertionError, match="no command dam"):
         parse(["dam"])
     with pytest.raises(Exception, match="No such option"):
@@ -82,11 +82,11 @@ def test_a_command_that_forebay_lacks_is_found() -> None:
 
 
 @pytest.mark.parametrize("service", sorted(SERVICES.keys() - {"topics"}))
-def test_its_services_are_watched(service: str) -> None:
+def test_every_service_has_a_health_check(service: str) -> None:
     assert SERVICES[service]["healthcheck"]["test"][0].startswith("CMD")
 
 
-def test_only_loopback_ports_below_those_of_clients() -> None:
+def test_published_ports_are_loopback_and_not_ephemeral() -> None:
     published = [port for service in SERVICES.values() for port in service.get("ports", [])]
     hosts = []
     for port in published:
@@ -97,7 +97,7 @@ def test_only_loopback_ports_below_those_of_clients() -> None:
     assert max(hosts) <= PORT_MAX
 
 
-def test_what_it_mounts_and_builds_exists() -> None:
+def test_mounted_and_built_paths_exist() -> None:
     for name, service in SERVICES.items():
         for volume in service.get("volumes", []):
             source = volume.split(":")[0]
@@ -107,17 +107,17 @@ def test_what_it_mounts_and_builds_exists() -> None:
             assert re.search(rf"^FROM \S+ AS {service['build']['target']}$", dockerfile, re.MULTILINE)
 
 
-def test_prometheus_asks_services_that_exist() -> None:
+def test_prometheus_scrapes_existing_services() -> None:
     jobs = yaml.safe_load((ROOT / "infra/prometheus/prometheus.yaml").read_text())["scrape_configs"]
     names = {name for job in jobs for found in job.get("dns_sd_configs", []) for name in found["names"]}
     static = {target for job in jobs for found in job.get("static_configs", []) for target in found["targets"]}
     assert names | {target.split(":")[0] for target in static} <= SERVICES.keys()
 
 
-def test_the_dashboard_shows_metrics_that_exist() -> None:
+def test_the_dashboard_uses_existing_metrics() -> None:
     sources = [path for root in ("streams", "services") for path in (ROOT / root).rglob("*.py")]
     text = "\n".join(path.read_text() for path in sources).replace("{name}_", "dynamo_frontend_")
-    # Those of prefill and decode apart are scraped in tests/cli/test_up_disagg.py.
+    # The metrics of disaggregation are checked in tests/cli/test_up_disagg.py.
     shown = (query for row, found in queries().items() if row != APART for query in found)
     names = set().union(*map(metrics, shown))
     missing = {name for name in names if f'"{re.sub(r"_(total|bucket|sum|count)$", "", name)}"' not in text}

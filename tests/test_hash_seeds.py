@@ -1,4 +1,4 @@
-"""Two processes with different hash seeds derive, explain and simulate the same."""
+"""Replay, explanation and simulation give equal results in processes with different hash seeds."""
 
 import json
 import os
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(180)
 
 @pytest.fixture(scope="module")
 def outputs() -> list[dict[str, str]]:
-    """Results of the jobs by name, for each seed."""
+    """Return the results of the jobs by name, for each seed."""
     command = [sys.executable, "-c", "from tests.hash_seeds import main; main()"]
     found = []
     for seed in SEEDS:
@@ -36,5 +36,5 @@ def test_results_do_not_depend_on_the_hash_seed(outputs: list[dict[str, str]], j
     assert first == second
 
 
-def test_the_processes_had_the_seeds(outputs: list[dict[str, str]]) -> None:
+def test_the_processes_used_different_seeds(outputs: list[dict[str, str]]) -> None:
     assert tuple(found["hash seed"] for found in outputs) == SEEDS

@@ -1,4 +1,4 @@
-"""The whole path of an image: HTTP, the log, an encode worker, NIXL, the worker that answers; and what may go wrong."""
+"""The path of an image from HTTP through the log, an encode worker and NIXL to the decoding worker."""
 
 import asyncio
 import base64
@@ -33,13 +33,13 @@ CHAT = "/v1/chat/completions"
 
 
 def picture(red: int) -> str:
-    kept = io.BytesIO()
-    Image.new("RGB", (8, 8), (red, 60, 90)).save(kept, "PNG")
-    return "data:image/png;base64," + base64.b64encode(kept.getvalue()).decode()
+    buffer = io.BytesIO()
+    Image.new("RGB", (8, 8), (red, 60, 90)).save(buffer, "PNG")
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
-class Whole:
-    """An ingress, an owner, two workers that answer, and encode workers."""
+class ImageSystem:
+    """Ingress, owner, two aggregated workers and encode workers."""
 
     def __init__(self, system: System, scene: Scene, group: asyncio.TaskGroup) -> None:
         self.system = system
@@ -48,7 +48,7 @@ class Whole:
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     async def encoder(self, name: str, encoder: StandInEncoder | None = None) -> Worker:
-        """One encode worker more, admitted."""
+        """Start an encode worker and wait until it is admitted."""
         size: dict[str, Any] = {"block_size": 1, "kv_blocks_total": 1, "max_num_seqs": 1, "max_num_batched_tokens": 1}
         spec = WorkerSpec(worker_id=name, model=MODEL, pool="encoders", role="encode", **size)
         engine = EncodeEngine(encoder or StandInEncoder(), arena_bytes=1 << 20)
@@ -58,7 +58,7 @@ class Whole:
         return worker
 
     async def stop(self, name: str) -> None:
-        """One encode worker less; it gives its lease up."""
+        """Stop an encode worker, which releases its lease."""
         task = self._tasks.pop(name)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -67,8 +67,8 @@ class Whole:
         for name in list(self._tasks):
             await self.stop(name)
 
-    async def ask(self, red: int) -> Any:
-        """The answer to a question about a picture."""
+    async def complete(self, red: int) -> Any:
+        """Send a chat request with an image and return the response."""
         parts = [{"type": "text", "text": "what is it"}, {"type": "image_url", "image_url": {"url": picture(red)}}]
         body = {"model": MODEL, "messages": [{"role": "user", "content": parts}], "max_tokens": 6}
         return await self.scene.client.post(CHAT, json=body)
@@ -81,7 +81,7 @@ class Whole:
 
 
 @asynccontextmanager
-async def whole(tmp_path: Path) -> AsyncIterator[Whole]:
+async def running_system(tmp_path: Path) -> AsyncIterator[ImageSystem]:
     model = Model(media_model.make(tmp_path / "model"))
     async with make_scene(model, model_name=MODEL, block_size=BLOCK) as scene:
         system = System(scene.log)
@@ -89,26 +89,26 @@ async def whole(tmp_path: Path) -> AsyncIterator[Whole]:
             encoders = PoolConfigured(pool="encoders", model=MODEL, block_size=1, role="encode", attempts_max=3)
             await scene.log.append([Draft(CONTROL.name, 0, encode(CONTROL, encoders))])
             await until(lambda: "encoders" in owner.world.pools and len(owner.world.fleet) == 2)
-            made = Whole(system, scene, group)
-            yield made
-            await made.stop_all()
+            images = ImageSystem(system, scene, group)
+            yield images
+            await images.stop_all()
 
 
-async def test_nixl_an_answer_about_a_picture_is_the_same_whoever_encoded_it(tmp_path: Path) -> None:
-    async with whole(tmp_path) as all_of_it:
-        alone = (await all_of_it.ask(10)).json()["choices"][0]["message"]["content"]
-        assert [stage for stage, _ in all_of_it.stages()] == ["aggregated"]
-        await all_of_it.encoder("e0")
-        said = [(await all_of_it.ask(red)).json()["choices"][0]["message"]["content"] for red in (10, 11, 10)]
-        assert said[0] == said[2] == alone != said[1]
-        assert all_of_it.stages()[1:3][0] == ("encode", "e0")
-        assert [stage for stage, _ in all_of_it.stages()[1:]] == ["encode", "aggregated"] * 3
-        assert len(all_of_it.progress(EncodeFinished)) == 3
-        fetched = [worker.media.fetched for worker in all_of_it.system.workers.values()]
+async def test_nixl_a_response_does_not_depend_on_where_the_image_is_encoded(tmp_path: Path) -> None:
+    async with running_system(tmp_path) as images:
+        alone = (await images.complete(10)).json()["choices"][0]["message"]["content"]
+        assert [stage for stage, _ in images.stages()] == ["aggregated"]
+        await images.encoder("e0")
+        contents = [(await images.complete(red)).json()["choices"][0]["message"]["content"] for red in (10, 11, 10)]
+        assert contents[0] == contents[2] == alone != contents[1]
+        assert images.stages()[1:3][0] == ("encode", "e0")
+        assert [stage for stage, _ in images.stages()[1:]] == ["encode", "aggregated"] * 3
+        assert len(images.progress(EncodeFinished)) == 3
+        fetched = [worker.media.fetched for worker in images.system.workers.values()]
         assert sum(fetched) == 3
 
 
-async def test_nixl_an_encoder_that_dies_with_the_embeddings_is_replaced(
+async def test_nixl_an_image_is_encoded_again_if_its_encoder_dies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate, waiting = asyncio.Event(), asyncio.Event()
@@ -120,34 +120,34 @@ async def test_nixl_an_encoder_that_dies_with_the_embeddings_is_replaced(
         return await read(reader, encoded)
 
     monkeypatch.setattr(EmbeddingTransfer, "read", slow)
-    async with whole(tmp_path) as all_of_it:
-        await all_of_it.encoder("e0")
-        answer = asyncio.create_task(all_of_it.ask(10))
+    async with running_system(tmp_path) as images:
+        await images.encoder("e0")
+        answer = asyncio.create_task(images.complete(10))
         await waiting.wait()
-        await all_of_it.stop("e0")
-        await all_of_it.encoder("e1")
+        await images.stop("e0")
+        await images.encoder("e1")
         gate.set()
         assert (await answer).status_code == 200
-        assert len(all_of_it.progress(TransferFailed)) == 1
-        assert all_of_it.stages()[0] == ("encode", "e0")
-        assert ("encode", "e1") in all_of_it.stages()
+        assert len(images.progress(TransferFailed)) == 1
+        assert images.stages()[0] == ("encode", "e0")
+        assert ("encode", "e1") in images.stages()
 
 
 class Broken(StandInEncoder):
-    """One that is out of memory."""
+    """Encoder that is out of memory."""
 
     def encode_all(self, media: Any) -> Any:
         raise MemoryError("no memory is left")
 
 
-async def test_nixl_what_nobody_can_encode_is_told_with_the_reason(tmp_path: Path) -> None:
-    async with whole(tmp_path) as all_of_it:
+async def test_nixl_a_failed_encode_is_reported_with_the_reason(tmp_path: Path) -> None:
+    async with running_system(tmp_path) as images:
         for name in ("e0", "e1"):
-            await all_of_it.encoder(name, Broken())
-        answer = await all_of_it.ask(10)
+            await images.encoder(name, Broken())
+        answer = await images.complete(10)
         error = answer.json()["error"]
         assert (answer.status_code, error["code"]) == (502, "encode_failed")
         assert "could not be encoded and fetched in 3 attempts: MemoryError: no memory is left" in error["message"]
-        assert len(all_of_it.progress(EncodeFailed)) == 3
-        assert [one.reason for one in all_of_it.system.decisions(RequestAborted)] == ["encode_failed"]
-        assert {name for _, name in all_of_it.stages()} == {"e0", "e1"}
+        assert len(images.progress(EncodeFailed)) == 3
+        assert [one.reason for one in images.system.decisions(RequestAborted)] == ["encode_failed"]
+        assert {name for _, name in images.stages()} == {"e0", "e1"}

@@ -1,4 +1,4 @@
-"""The small system of the tests: when a worker dies, the test ends with the reason."""
+"""The test system ends a test with the error of a worker that dies."""
 
 import asyncio
 

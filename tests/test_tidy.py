@@ -1,4 +1,4 @@
-"""House rules that a machine can check, over every file of the repository."""
+"""House rules that can be checked automatically, for every file of the repository."""
 
 import ast
 import re
@@ -17,9 +17,9 @@ SOURCE_ROOTS = ("schemas", "streams", "services")
 PYTHON_ROOTS = (*SOURCE_ROOTS, "infra", "tests")
 FUNCTION_LINES_MAX = 70  # what fits on a screen
 FILE_LINES_MAX = 500  # what fits in a head
-MODULE_DOCSTRING_LINES_MAX = 12  # five lines, and a theory of operation where there is one
+MODULE_DOCSTRING_LINES_MAX = 12  # five lines, or more with a theory of operation
 
-# The patterns are put together from pieces, so that this file does not find itself.
+# The patterns are assembled from parts, so that this file does not match them.
 MACHINE_PATHS = re.compile(r"(?<![\w.@:/-])/(?:" + "work|root|home|Users" + r")/[\w.-]+")
 REGISTRY_HOSTS = re.compile(
     r"--(?:extra-)?index-url[ =]+\S+|files\.python"
@@ -31,7 +31,7 @@ REGISTRY_HOSTS = re.compile(
 
 
 def tracked_files() -> list[Path]:
-    """Files that are, or would be, part of the repository."""
+    """Return the files that are, or would be, part of the repository."""
     if shutil.which("git") and (ROOT / ".git").exists():
         command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
         names = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout.decode().split("\0")
@@ -107,12 +107,12 @@ def test_every_package_is_typed() -> None:
     check(faults, "packages without py.typed")
 
 
-def test_nothing_lies_loose_in_the_namespace() -> None:
+def test_the_namespace_contains_only_packages() -> None:
     check([shown(path) for path in SOURCES if path.parent.name == "forebay"], "every module belongs to a layer")
 
 
 def test_public_class_names_are_unique() -> None:
-    """One name means one thing."""
+    """Each class name has one meaning."""
     places: dict[str, list[str]] = {}
     for path in SOURCES:
         for name, node in public_definitions(parsed(path)):
@@ -137,7 +137,7 @@ def test_files_are_short() -> None:
     check(faults, f"files have at most {FILE_LINES_MAX} lines")
 
 
-def test_modules_say_what_they_are() -> None:
+def test_modules_have_short_docstrings() -> None:
     faults = []
     for path in MODULES:
         docstring = ast.get_docstring(parsed(path))
@@ -148,7 +148,7 @@ def test_modules_say_what_they_are() -> None:
     check(faults, f"every module has a docstring of at most {MODULE_DOCSTRING_LINES_MAX} lines")
 
 
-def test_public_names_say_what_they_are() -> None:
+def test_public_names_have_docstrings() -> None:
     faults = []
     for path in SOURCES:
         for name, node in public_definitions(parsed(path)):
@@ -158,7 +158,7 @@ def test_public_names_say_what_they_are() -> None:
     check(faults, "public classes and functions without a docstring")
 
 
-def test_nothing_is_put_off() -> None:
+def test_there_are_no_todo_comments() -> None:
     words = re.compile(r"#.*\b(?:" + "TO" + "DO|FIX" + "ME|X" + "XX|HA" + r"CK)\b")
     check([f for f in found_in_text(words) if f.split(":")[0].endswith(".py")], "finish it or file it")
 
@@ -167,7 +167,7 @@ def test_services_do_not_print() -> None:
     faults = [
         f"{shown(path)}:{node.lineno}"
         for path in SOURCES
-        if "/cli/" not in path.as_posix()  # a shell command prints
+        if "/cli/" not in path.as_posix()  # commands print
         for node in ast.walk(parsed(path))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
     ]
@@ -194,7 +194,7 @@ def test_no_registry_hosts() -> None:
         (REGISTRY_HOSTS, "https://keepachangelog.com/en/1.1.0/", False),
     ],
 )
-def test_the_patterns_find_what_they_should(pattern: re.Pattern[str], text: str, found: bool) -> None:
+def test_the_patterns_match_as_expected(pattern: re.Pattern[str], text: str, found: bool) -> None:
     assert bool(pattern.search(text)) is found
 
 
@@ -209,7 +209,7 @@ def test_every_tag_has_a_golden_sample() -> None:
     check(missing, "tags without a wire sample; run `make schemas` and commit it")
 
 
-def test_every_make_target_that_a_page_names_exists() -> None:
+def test_every_make_target_in_the_docs_exists() -> None:
     targets = set(re.findall(r"^([a-z][\w-]*):(?!=)", (ROOT / "Makefile").read_text(), re.MULTILINE))
     pages = [path for path in FILES if path.suffix == ".md" and path.name != "CHANGELOG.md"]
     named = [
@@ -221,7 +221,7 @@ def test_every_make_target_that_a_page_names_exists() -> None:
     )
 
 
-def test_every_make_target_is_explained() -> None:
+def test_every_make_target_is_documented() -> None:
     lines = (ROOT / "Makefile").read_text().splitlines()
     targets = [line for line in lines if re.match(r"[a-z][\w-]*:(?!=)", line)]
     assert targets

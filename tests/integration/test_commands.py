@@ -1,4 +1,4 @@
-"""Commands on real parts: an adapter that one ingress has loaded and another serves; workers and owners that die."""
+"""Worker commands on real services: adapters used by several ingresses, and deaths of workers and owners."""
 
 import asyncio
 import json
@@ -14,7 +14,7 @@ from forebay.events.topics import DECISIONS
 from tests.harness import fork_server
 from tests.harness.cluster import GROUP, Cluster
 from tests.integration.conftest import RUN
-from tests.integration.listeners import TIMEOUT_S, prompt
+from tests.integration.stream_clients import TIMEOUT_S, prompt
 
 WORKERS = ("w1", "w2")
 LEASE_S = 3
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(kafka: str, redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
-    """Two routers, two workers, two ingresses."""
+    """Run two routers, two workers and two ingresses."""
     folder = tmp_path_factory.mktemp("commands")
     async with Cluster(kafka, redis_url, f"{RUN}-commands", folder, spawn=fork_server.spawn) as running:
         running.router("r1")
@@ -44,7 +44,7 @@ async def client(cluster: Cluster) -> AsyncIterator[httpx.AsyncClient]:
 
 
 async def control(cluster: Cluster, *arguments: str) -> tuple[int, dict[str, str]]:
-    """`forebay control` at the first ingress: exit code, and status by worker."""
+    """Run `forebay control` at the first ingress. Return its exit code and the status by worker."""
     options = ("--url", cluster.urls["i1"], "--json", *cluster.admin_options)
     code, out = await cluster.command("control", "control", *arguments, *options, within_s=60)
     return code, {one["worker_id"]: one["status"] for one in json.loads(out)["outcomes"]}
@@ -56,7 +56,7 @@ async def complete(cluster: Cluster, client: httpx.AsyncClient, ingress: str, mo
 
 
 async def sent(cluster: Cluster, action: str) -> bool:
-    """Whether a command stands in the journal."""
+    """Return whether a command is journalled."""
     return any(getattr(event, "action", "") == action for event in await cluster.events(DECISIONS))
 
 
@@ -75,31 +75,31 @@ async def test_an_adapter_is_loaded_at_one_ingress_and_served_by_another(
     assert (await complete(cluster, client, "i2", "sql")).status_code == 404
 
 
-async def test_a_command_outlives_its_owner(cluster: Cluster, client: httpx.AsyncClient) -> None:
-    """The worker is stopped; the owner that sent it the command dies; the next one hears the answer."""
+async def test_a_command_survives_the_death_of_its_owner(cluster: Cluster, client: httpx.AsyncClient) -> None:
+    """The worker is paused, the owner that sent the command dies, and the next owner receives the response."""
     cluster.pause("w2")
-    asking = asyncio.create_task(client.post(f"{cluster.urls['i2']}/pause", json={"timeout_s": 100, "pool": "default"}))
+    load = asyncio.create_task(client.post(f"{cluster.urls['i2']}/pause", json={"timeout_s": 100, "pool": "default"}))
     await cluster.processes.until("the command is in the journal", lambda: sent(cluster, "pause"))
     owner = await cluster.owner()
     assert owner is not None
     cluster.kill(owner)
     cluster.resume("w2")
-    answer = await asking
+    answer = await load
     outcomes: list[dict[str, Any]] = answer.json()["outcomes"]
     assert outcomes[0]["status"] == "done"
-    # A worker that was stopped for longer than its lease has left; else it did it.
+    # A worker paused for longer than its lease has left. Otherwise it has executed the command.
     assert outcomes[1]["status"] in ("done", "left")
     assert await cluster.owner() != owner
     await cluster.until_serving(len(WORKERS))
     assert await control(cluster, "resume") == (0, dict.fromkeys(WORKERS, "done"))
 
 
-async def test_a_command_to_a_worker_that_dies_is_refused(cluster: Cluster, client: httpx.AsyncClient) -> None:
+async def test_a_command_to_a_dying_worker_fails(cluster: Cluster, client: httpx.AsyncClient) -> None:
     cluster.pause("w1")
-    asking = asyncio.create_task(client.post(f"{cluster.urls['i1']}/sleep", json={"timeout_s": 100}))
+    load = asyncio.create_task(client.post(f"{cluster.urls['i1']}/sleep", json={"timeout_s": 100}))
     await cluster.processes.until("the command is in the journal", lambda: sent(cluster, "sleep"))
     cluster.kill("w1")
-    answer = await asking
+    answer = await load
     assert answer.status_code == 502
     found = [(one["worker_id"], one["status"]) for one in answer.json()["outcomes"]]
     assert found == [("w1", "left"), ("w2", "done")]

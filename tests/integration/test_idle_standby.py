@@ -1,4 +1,4 @@
-"""A standby that had nothing to do for six minutes still takes over. Runs last: see `idle_standby`."""
+"""A standby that was idle for six minutes takes over. Runs last, see `idle_standby`."""
 
 import asyncio
 import re
@@ -17,7 +17,7 @@ OWNER = re.compile(rf"{GROUP}, partition 0: owner (\w+), (\d) standbys(?: (\w+))
 pytestmark = [getattr(pytest.mark, MARK), pytest.mark.timeout(IDLE_S + 2 * PATIENCE_S)]
 
 
-async def test_a_standby_that_idled_for_six_minutes_takes_over_from_a_killed_owner(idle_cluster: IdleCluster) -> None:
+async def test_a_standby_idle_for_six_minutes_takes_over_from_a_killed_owner(idle_cluster: IdleCluster) -> None:
     processes = idle_cluster.processes
     await asyncio.sleep(max(0.0, idle_cluster.began_s + IDLE_S - time.monotonic()))
     owner, count, standby = await groups(idle_cluster)
@@ -53,7 +53,7 @@ async def groups(cluster: IdleCluster) -> tuple[str, str, str]:
 
 
 async def has_status(client: httpx.AsyncClient, status: int) -> bool:
-    """Return whether `/ready` and `/health` answer so, and `/live` still says that the process lives."""
+    """Return whether `/ready` and `/health` have this status and `/live` is OK."""
     assert (await client.get("/live")).status_code == httpx.codes.OK
     answers = [await client.get(path) for path in ("/ready", "/health")]
     return [answer.status_code for answer in answers] == [status, status]

@@ -22,8 +22,8 @@ from forebay.transport.kafka.topics import partitions_of
 from tests.integration.kafka_api import (
     KAFKA_API_PARTITIONS,
     NAME,
-    Backstage,
     Client,
+    OwnerAndWorkerStub,
     kafka_api_server,
     opened,
     prepare,
@@ -46,9 +46,9 @@ async def settings(kafka: str, namespace: str) -> KafkaSettings:
 
 
 @pytest.fixture
-async def backstage(settings: KafkaSettings, model: Model) -> AsyncIterator[Backstage]:
+async def backstage(settings: KafkaSettings, model: Model) -> AsyncIterator[OwnerAndWorkerStub]:
     async with opened(settings) as log:
-        yield Backstage(log, model)
+        yield OwnerAndWorkerStub(log, model)
 
 
 @pytest.fixture
@@ -62,13 +62,13 @@ def metric(registry: CollectorRegistry, name: str, **labels: str) -> float:
 
 
 async def test_a_response_has_the_id_of_the_header(
-    settings: KafkaSettings, model: Model, backstage: Backstage, client: Client
+    settings: KafkaSettings, model: Model, backstage: OwnerAndWorkerStub, client: Client
 ) -> None:
     async with kafka_api_server(settings, model) as registry:
-        await client.ask(CHAT, request_id="r-1")
+        await client.submit(CHAT, request_id="r-1")
         (request,) = await backstage.submissions("r-1")
         await backstage.answer(request, "one two", " three")
-        (record,) = await client.whole("r-1")
+        (record,) = await client.complete_response("r-1")
         await until(lambda: metric(registry, "in_flight") == 0)
         assert metric(registry, "requests_total", outcome="answered") == 1
     assert (record.status, record.index) == (200, 0)
@@ -78,13 +78,13 @@ async def test_a_response_has_the_id_of_the_header(
 
 
 async def test_a_stream_has_a_record_per_chunk_and_marks_the_last(
-    settings: KafkaSettings, model: Model, backstage: Backstage, client: Client
+    settings: KafkaSettings, model: Model, backstage: OwnerAndWorkerStub, client: Client
 ) -> None:
     async with kafka_api_server(settings, model):
-        await client.ask(STREAM, request_id="s-1")
+        await client.submit(STREAM, request_id="s-1")
         (request,) = await backstage.submissions("s-1")
         await backstage.answer(request, "one", " two")
-        records = await client.whole("s-1")
+        records = await client.complete_response("s-1")
     assert [record.index for record in records] == [0, 1, 2, 3]
     assert [record.last for record in records] == [False, False, False, True]
     assert [record.body["choices"][0]["delta"].get("content") for record in records[:3]] == ["one", " two", None]
@@ -92,29 +92,29 @@ async def test_a_stream_has_a_record_per_chunk_and_marks_the_last(
 
 
 async def test_a_record_without_headers_gets_an_id_of_partition_and_offset(
-    settings: KafkaSettings, model: Model, backstage: Backstage, client: Client
+    settings: KafkaSettings, model: Model, backstage: OwnerAndWorkerStub, client: Client
 ) -> None:
     async with kafka_api_server(settings, model):
-        await client.ask({"model": NAME, "prompt": "a b", "max_tokens": 2}, partition=1, path="/v1/completions")
+        await client.submit({"model": NAME, "prompt": "a b", "max_tokens": 2}, partition=1, path="/v1/completions")
         (request,) = await backstage.submissions("kafka-api-1-0")
         await backstage.answer(request, " c d")
-        (record,) = await client.whole("kafka-api-1-0")
+        (record,) = await client.complete_response("kafka-api-1-0")
     assert record.body["object"] == "text_completion"
     assert record.body["choices"][0]["text"] == " c d"
 
 
 async def test_a_malformed_record_gets_an_error_and_the_next_is_served(
-    settings: KafkaSettings, model: Model, backstage: Backstage, client: Client
+    settings: KafkaSettings, model: Model, backstage: OwnerAndWorkerStub, client: Client
 ) -> None:
     async with kafka_api_server(settings, model) as registry:
-        await client.ask(b"{no json", request_id="bad")
-        await client.ask(CHAT, request_id="what is this?")
-        await client.ask(CHAT, request_id="good")
+        await client.submit(b"{no json", request_id="bad")
+        await client.submit(CHAT, request_id="what is this?")
+        await client.submit(CHAT, request_id="good")
         (request,) = await backstage.submissions("good")
         await backstage.answer(request, "fine")
-        (good,) = await client.whole("good")
-        (bad,) = await client.whole("bad")
-        (unnamed,) = await client.whole("kafka-api-0-1")
+        (good,) = await client.complete_response("good")
+        (bad,) = await client.complete_response("bad")
+        (unnamed,) = await client.complete_response("kafka-api-0-1")
         assert metric(registry, "malformed_total", reason="invalid_json") == 1
     assert good.status == 200
     assert (bad.status, bad.body["error"]["code"]) == (400, "invalid_json")
@@ -122,7 +122,7 @@ async def test_a_malformed_record_gets_an_error_and_the_next_is_served(
 
 
 async def test_responses_go_to_the_reply_topic_if_it_exists(
-    kafka: str, settings: KafkaSettings, model: Model, backstage: Backstage, namespace: str
+    kafka: str, settings: KafkaSettings, model: Model, backstage: OwnerAndWorkerStub, namespace: str
 ) -> None:
     mine = f"{namespace}.replies.mine"
     admin = AIOKafkaAdminClient(bootstrap_servers=kafka)
@@ -130,30 +130,30 @@ async def test_responses_go_to_the_reply_topic_if_it_exists(
     await admin.create_topics([NewTopic(mine, 1, 1)])
     await admin.close()
     async with Client(settings).running(mine) as client, kafka_api_server(settings, model):
-        await client.ask(CHAT, request_id="a", reply_topic=mine)
-        await client.ask(CHAT, request_id="b", reply_topic=f"{namespace}.replies.nobodys")
-        await client.ask(CHAT, request_id="c", reply_topic=settings.topic(REQUESTS.name))
+        await client.submit(CHAT, request_id="a", reply_topic=mine)
+        await client.submit(CHAT, request_id="b", reply_topic=f"{namespace}.replies.nobodys")
+        await client.submit(CHAT, request_id="c", reply_topic=settings.topic(REQUESTS.name))
         (request,) = await backstage.submissions("a")
         await backstage.answer(request, "yes")
-        (answer,) = await client.whole("a")
-        (missing,) = await client.whole("b")
-        (refused,) = await client.whole("c")
+        (answer,) = await client.complete_response("a")
+        (missing,) = await client.complete_response("b")
+        (refused,) = await client.complete_response("c")
         assert await backstage.log.end(REQUESTS.name, 0) == 1
     assert answer.status == 200
     assert missing.body["error"]["code"] == "unknown_reply_topic"
     assert refused.body["error"]["code"] == "invalid_reply_topic"
 
 
-async def test_no_response_goes_to_another_namespace(
-    kafka: str, settings: KafkaSettings, model: Model, backstage: Backstage, client: Client
+async def test_no_response_is_sent_to_another_namespace(
+    kafka: str, settings: KafkaSettings, model: Model, backstage: OwnerAndWorkerStub, client: Client
 ) -> None:
     other = await prepare(kafka, f"{settings.namespace}-other")
     names = sorted(await partitions_of(other))
     assert {"decisions", "control", "openai-requests", "work.default"} <= set(names)
     async with kafka_api_server(settings, model) as registry:
         for name in names:
-            await client.ask(CHAT, request_id=name, reply_topic=other.topic(name))
-        answers = [record for name in names for record in await client.whole(name)]
+            await client.submit(CHAT, request_id=name, reply_topic=other.topic(name))
+        answers = [record for name in names for record in await client.complete_response(name)]
         assert metric(registry, "malformed_total", reason="invalid_reply_topic") == len(names)
     assert {(one.status, one.body["error"]["code"]) for one in answers} == {(400, "invalid_reply_topic")}
     async with opened(other) as log:
@@ -162,12 +162,16 @@ async def test_no_response_goes_to_another_namespace(
 
 
 async def test_without_an_owner_a_request_times_out(
-    settings: KafkaSettings, model: Model, backstage: Backstage, client: Client, monkeypatch: pytest.MonkeyPatch
+    settings: KafkaSettings,
+    model: Model,
+    backstage: OwnerAndWorkerStub,
+    client: Client,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("forebay.ingress.kafka_api.partition.GRACE_S", 0.1)
     async with kafka_api_server(settings, model, timeout_s=0.2):
-        await client.ask(CHAT, request_id="late")
-        (record,) = await client.whole("late")
+        await client.submit(CHAT, request_id="late")
+        (record,) = await client.complete_response("late")
         assert (record.status, record.body["error"]["code"]) == (504, "deadline_exceeded")
         async with asyncio.timeout(20):
             while not await backstage.cancelled("late"):
@@ -175,13 +179,13 @@ async def test_without_an_owner_a_request_times_out(
 
 
 async def test_a_stop_string_ends_the_response_and_cancels_the_request(
-    settings: KafkaSettings, model: Model, backstage: Backstage, client: Client
+    settings: KafkaSettings, model: Model, backstage: OwnerAndWorkerStub, client: Client
 ) -> None:
     async with kafka_api_server(settings, model):
-        await client.ask({**CHAT, "stop": "three"}, request_id="stop")
+        await client.submit({**CHAT, "stop": "three"}, request_id="stop")
         (request,) = await backstage.submissions("stop")
         await backstage.emit(request, "one two three four")
-        (record,) = await client.whole("stop")
+        (record,) = await client.complete_response("stop")
         async with asyncio.timeout(20):
             while not await backstage.cancelled("stop"):
                 pass
@@ -190,22 +194,22 @@ async def test_a_stop_string_ends_the_response_and_cancels_the_request(
 
 
 async def test_a_takeover_sends_the_same_records_again(
-    settings: KafkaSettings, model: Model, backstage: Backstage, client: Client
+    settings: KafkaSettings, model: Model, backstage: OwnerAndWorkerStub, client: Client
 ) -> None:
     async with kafka_api_server(settings, model, "i1"):
-        await client.ask(STREAM, request_id="slow")
-        await client.ask(CHAT, request_id="done")
+        await client.submit(STREAM, request_id="slow")
+        await client.submit(CHAT, request_id="done")
         (request,) = await backstage.submissions("slow")
-        said = await backstage.emit(request, "one")
+        position = await backstage.emit(request, "one")
         await backstage.answer((await backstage.submissions("done"))[0], "quick")
-        await client.whole("done")
+        await client.complete_response("done")
         await until(lambda: client.of("slow"))
     async with kafka_api_server(settings, model, "i2") as registry:
         _, again = await backstage.submissions("slow", count=2)
-        said = await backstage.emit(request, " two", first=said)
-        await backstage.end(request, said)
-        records = await client.whole("slow")
-        await client.whole("done", times=2)
+        position = await backstage.emit(request, " two", first=position)
+        await backstage.end(request, position)
+        records = await client.complete_response("slow")
+        await client.complete_response("done", times=2)
         assert metric(registry, "repeated_total") == 1
     first, *rest = records
     assert (again.nonce, again.token_ids, again.reply_slot) == (request.nonce, request.token_ids, request.reply_slot)
@@ -216,47 +220,49 @@ async def test_a_takeover_sends_the_same_records_again(
 
 
 async def test_completed_requests_are_not_read_again(
-    settings: KafkaSettings, model: Model, backstage: Backstage, client: Client
+    settings: KafkaSettings, model: Model, backstage: OwnerAndWorkerStub, client: Client
 ) -> None:
     async with kafka_api_server(settings, model, "i1"):
-        await client.ask(CHAT, request_id="one")
+        await client.submit(CHAT, request_id="one")
         await backstage.answer((await backstage.submissions("one"))[0], "yes")
-        await client.whole("one")
+        await client.complete_response("one")
     async with kafka_api_server(settings, model, "i2"):
-        await client.ask(CHAT, request_id="two")
+        await client.submit(CHAT, request_id="two")
         await backstage.answer((await backstage.submissions("two"))[0], "yes")
-        await client.whole("two")
+        await client.complete_response("two")
     assert len(client.of("one")) == 1
     assert len(await backstage.submissions("one")) == 1
 
 
 async def test_ingresses_share_the_partitions(
-    settings: KafkaSettings, model: Model, backstage: Backstage, client: Client
+    settings: KafkaSettings, model: Model, backstage: OwnerAndWorkerStub, client: Client
 ) -> None:
     async with kafka_api_server(settings, model, "i1") as first, kafka_api_server(settings, model, "i2") as second:
         await until(lambda: metric(first, "partitions") == metric(second, "partitions") == 1)
         for partition in range(KAFKA_API_PARTITIONS):
-            await client.ask(CHAT, partition=partition, request_id=f"p{partition}")
+            await client.submit(CHAT, partition=partition, request_id=f"p{partition}")
         for partition in range(KAFKA_API_PARTITIONS):
             (request,) = await backstage.submissions(f"p{partition}")
             await backstage.answer(request, "yes")
-            await client.whole(f"p{partition}")
+            await client.complete_response(f"p{partition}")
 
 
 async def test_every_request_gets_a_response_while_ingresses_join_and_leave(
-    settings: KafkaSettings, model: Model, backstage: Backstage, client: Client
+    settings: KafkaSettings, model: Model, backstage: OwnerAndWorkerStub, client: Client
 ) -> None:
     names = [f"n{number}" for number in range(400)]
     serving = asyncio.create_task(backstage.serve())
 
-    async def ask() -> None:
+    async def submit() -> None:
         for number, name in enumerate(names):
-            await client.ask(STREAM if number % 2 else CHAT, partition=number % KAFKA_API_PARTITIONS, request_id=name)
+            await client.submit(
+                STREAM if number % 2 else CHAT, partition=number % KAFKA_API_PARTITIONS, request_id=name
+            )
 
     async def some(count: int) -> None:
         await until(lambda: len({one.request_id for one in client.records}) >= count)
 
-    asking = asyncio.create_task(ask())
+    load = asyncio.create_task(submit())
     async with AsyncExitStack() as last:
         async with kafka_api_server(settings, model, "i1"):
             await some(50)
@@ -265,9 +271,9 @@ async def test_every_request_gets_a_response_while_ingresses_join_and_leave(
                 await some(100)
             await some(150)
         await last.enter_async_context(kafka_api_server(settings, model, "i3"))
-        await asking
+        await load
         for name in names:
-            await client.whole(name)
+            await client.complete_response(name)
     serving.cancel()
     for number, name in enumerate(names):
         by_index: dict[int, set[bytes]] = {}
@@ -279,21 +285,21 @@ async def test_every_request_gets_a_response_while_ingresses_join_and_leave(
 
 
 async def test_a_killed_ingress_is_replaced(
-    kafka: str, settings: KafkaSettings, model: Model, backstage: Backstage, client: Client
+    kafka: str, settings: KafkaSettings, model: Model, backstage: OwnerAndWorkerStub, client: Client
 ) -> None:
     arguments = (sys.executable, "-m", "tests.integration.kafka_api", kafka, settings.namespace, "victim")
     victim = await asyncio.create_subprocess_exec(*arguments)
     try:
         for partition in range(KAFKA_API_PARTITIONS):
-            await client.ask(STREAM, partition=partition, request_id=f"k{partition}")
+            await client.submit(STREAM, partition=partition, request_id=f"k{partition}")
         requests = [(await backstage.submissions(f"k{partition}"))[0] for partition in range(KAFKA_API_PARTITIONS)]
-        said = [await backstage.emit(request, "before") for request in requests]
+        positions = [await backstage.emit(request, "before") for request in requests]
         await until(lambda: len(client.records) == KAFKA_API_PARTITIONS)
         victim.kill()
         async with kafka_api_server(settings, model, "heir"):
-            for request, position in zip(requests, said, strict=True):
+            for request, position in zip(requests, positions, strict=True):
                 await backstage.end(request, await backstage.emit(request, " after", first=position))
-                records = await client.whole(request.request_id)
+                records = await client.complete_response(request.request_id)
                 assert records[0] == records[1]
                 assert [record.index for record in records] == [0, 0, 1, 2, 3]
                 assert len(await backstage.submissions(request.request_id)) <= 2
@@ -304,7 +310,7 @@ async def test_a_killed_ingress_is_replaced(
 
 
 async def test_records_of_aborted_transactions_are_not_served(
-    kafka: str, settings: KafkaSettings, model: Model, backstage: Backstage, client: Client
+    kafka: str, settings: KafkaSettings, model: Model, backstage: OwnerAndWorkerStub, client: Client
 ) -> None:
     producer = AIOKafkaProducer(bootstrap_servers=kafka, transactional_id=settings.namespace)
     await producer.start()
@@ -314,13 +320,13 @@ async def test_records_of_aborted_transactions_are_not_served(
     await producer.abort_transaction()
     await producer.stop()
     async with kafka_api_server(settings, model, "i1"):
-        await client.ask(CHAT, request_id="after")
+        await client.submit(CHAT, request_id="after")
         await backstage.answer((await backstage.submissions("after"))[0], "yes")
-        await client.whole("after")
+        await client.complete_response("after")
     async with kafka_api_server(settings, model, "i2"):
-        await client.ask(CHAT, request_id="again")
+        await client.submit(CHAT, request_id="again")
         await backstage.answer((await backstage.submissions("again"))[0], "yes")
-        await client.whole("again")
+        await client.complete_response("again")
     assert {record.request_id for record in client.records} == {"after", "again"}
 
 
@@ -332,9 +338,9 @@ async def test_the_whole_system_serves_the_kafka_api(settings: KafkaSettings, mo
             names = [f"q{number}" for number in range(40)]
             for number, name in enumerate(names):
                 body = {**CHAT, "model": MODEL, "ignore_eos": True, "stream": bool(number % 2)}
-                await client.ask(body, partition=number % KAFKA_API_PARTITIONS, request_id=name)
+                await client.submit(body, partition=number % KAFKA_API_PARTITIONS, request_id=name)
             for number, name in enumerate(names):
-                records = await client.whole(name)
+                records = await client.complete_response(name)
                 assert {record.status for record in records} == {200}
                 assert [record.index for record in records] == list(range(len(records)))
                 if not number % 2:
@@ -342,7 +348,7 @@ async def test_the_whole_system_serves_the_kafka_api(settings: KafkaSettings, mo
 
 
 async def test_produce_prints_a_response_per_line(
-    kafka: str, settings: KafkaSettings, model: Model, backstage: Backstage, tmp_path: Path
+    kafka: str, settings: KafkaSettings, model: Model, backstage: OwnerAndWorkerStub, tmp_path: Path
 ) -> None:
     lines = tmp_path / "lines.jsonl"
     bodies = [{**CHAT, "request_id": "whole"}, {**STREAM, "request_id": "stream"}]

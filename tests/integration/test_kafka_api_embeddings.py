@@ -14,7 +14,7 @@ from forebay.events.topics import TOKENS
 from forebay.ingress.model import DEFAULT_MODEL, Model
 from forebay.transport.base import Draft
 from forebay.transport.kafka.settings import KafkaSettings
-from tests.integration.kafka_api import NAME, Backstage, Client, kafka_api_server, opened, prepare, until
+from tests.integration.kafka_api import NAME, Client, OwnerAndWorkerStub, kafka_api_server, opened, prepare, until
 
 PATH = "/v1/embeddings"
 
@@ -30,9 +30,9 @@ async def settings(kafka: str, namespace: str) -> KafkaSettings:
 
 
 @pytest.fixture
-async def backstage(settings: KafkaSettings, model: Model) -> AsyncIterator[Backstage]:
+async def backstage(settings: KafkaSettings, model: Model) -> AsyncIterator[OwnerAndWorkerStub]:
     async with opened(settings) as log:
-        yield Backstage(log, model)
+        yield OwnerAndWorkerStub(log, model)
 
 
 @pytest.fixture
@@ -45,30 +45,30 @@ def body(*texts: str) -> dict[str, Any]:
     return {"model": NAME, "input": list(texts)}
 
 
-async def submitted(backstage: Backstage, name: str, count: int = 1) -> RequestSubmitted:
+async def submitted(backstage: OwnerAndWorkerStub, name: str, count: int = 1) -> RequestSubmitted:
     request: RequestSubmitted = (await backstage.submissions(name, count=count))[-1]
     assert request.task == "embed"
     return request
 
 
-async def embed(backstage: Backstage, request: RequestSubmitted, number: float) -> None:
-    said: dict[str, Any] = {"request_id": request.request_id, "attempt": 1, "owner_epoch": 1, "group": NAME}
+async def embed(backstage: OwnerAndWorkerStub, request: RequestSubmitted, number: float) -> None:
+    fields: dict[str, Any] = {"request_id": request.request_id, "attempt": 1, "owner_epoch": 1, "group": NAME}
     usage = Usage(prompt_tokens=request.prompt_tokens, output_tokens=0)
     events = [
-        Embedded(**said, worker_id="w1", vector=array("f", [number]).tobytes()),
-        ResponseEnded(**said, finish_reason="stop", usage=usage),
+        Embedded(**fields, worker_id="w1", vector=array("f", [number]).tobytes()),
+        ResponseEnded(**fields, finish_reason="stop", usage=usage),
     ]
     await backstage.log.append([Draft(TOKENS.name, request.reply_slot, encode(TOKENS, event)) for event in events])
 
 
 async def test_a_record_with_several_inputs_gets_one_response(
-    settings: KafkaSettings, model: Model, backstage: Backstage, client: Client
+    settings: KafkaSettings, model: Model, backstage: OwnerAndWorkerStub, client: Client
 ) -> None:
     async with kafka_api_server(settings, model) as registry:
-        await client.ask(body("a", "b", "c"), request_id="e", path=PATH)
+        await client.submit(body("a", "b", "c"), request_id="e", path=PATH)
         for at in (2, 0, 1):
             await embed(backstage, await submitted(backstage, f"e-{at}"), float(at))
-        (record,) = await client.whole("e")
+        (record,) = await client.complete_response("e")
         await until(lambda: registry.get_sample_value("forebay_kafka_api_in_flight") == 0)
         assert registry.get_sample_value("forebay_kafka_api_requests_total", {"outcome": "answered"}) == 1
     assert (record.index, record.status) == (0, 200)
@@ -76,10 +76,10 @@ async def test_a_record_with_several_inputs_gets_one_response(
 
 
 async def test_one_failed_input_fails_the_request_and_cancels_the_others(
-    settings: KafkaSettings, model: Model, backstage: Backstage, client: Client
+    settings: KafkaSettings, model: Model, backstage: OwnerAndWorkerStub, client: Client
 ) -> None:
     async with kafka_api_server(settings, model) as registry:
-        await client.ask(body("a", "b"), request_id="e", path=PATH)
+        await client.submit(body("a", "b"), request_id="e", path=PATH)
         await submitted(backstage, "e-0")
         failing = await submitted(backstage, "e-1")
         error = ResponseError(status=503, code="busy", message="all are")
@@ -87,7 +87,7 @@ async def test_one_failed_input_fails_the_request_and_cancels_the_others(
             request_id="e-1", attempt=1, owner_epoch=1, finish_reason="error", error=error, group=NAME
         )
         await backstage.log.append([Draft(TOKENS.name, failing.reply_slot, encode(TOKENS, ended))])
-        (record,) = await client.whole("e")
+        (record,) = await client.complete_response("e")
         async with asyncio.timeout(20):
             while not await backstage.cancelled("e-0"):
                 pass
@@ -97,13 +97,17 @@ async def test_one_failed_input_fails_the_request_and_cancels_the_others(
 
 
 async def test_batches_above_the_capacity_are_all_served(
-    settings: KafkaSettings, model: Model, backstage: Backstage, client: Client, monkeypatch: pytest.MonkeyPatch
+    settings: KafkaSettings,
+    model: Model,
+    backstage: OwnerAndWorkerStub,
+    client: Client,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An input with its vector frees capacity before its record is complete."""
     monkeypatch.setattr("forebay.ingress.kafka_api.partition.IN_FLIGHT_MAX", 2)
     async with kafka_api_server(settings, model):
         for partition, name in enumerate("xy"):
-            await client.ask(body("a", "b", "c"), partition=partition, request_id=name, path=PATH)
+            await client.submit(body("a", "b", "c"), partition=partition, request_id=name, path=PATH)
         known: set[str] = set()
         async with asyncio.timeout(60):
             while len(known) < 6:
@@ -112,21 +116,21 @@ async def test_batches_above_the_capacity_are_all_served(
                         known.add(request.request_id)
                         await embed(backstage, request, float(request.request_id[-1]))
         for name in "xy":
-            (record,) = await client.whole(name)
+            (record,) = await client.complete_response(name)
             assert [one["embedding"] for one in record.body["data"]] == [[0.0], [1.0], [2.0]]
 
 
 async def test_a_takeover_uses_vectors_on_the_slot_and_submits_the_others(
-    settings: KafkaSettings, model: Model, backstage: Backstage, client: Client
+    settings: KafkaSettings, model: Model, backstage: OwnerAndWorkerStub, client: Client
 ) -> None:
     async with kafka_api_server(settings, model, "i1"):
-        await client.ask(body("a", "b"), request_id="e", path=PATH)
+        await client.submit(body("a", "b"), request_id="e", path=PATH)
         await embed(backstage, await submitted(backstage, "e-0"), 0.0)
         first = await submitted(backstage, "e-1")
     async with kafka_api_server(settings, model, "i2"):
         again = await submitted(backstage, "e-1", count=2)
         await embed(backstage, again, 1.0)
-        (record,) = await client.whole("e")
+        (record,) = await client.complete_response("e")
     assert (again.nonce, again.token_ids) == (first.nonce, first.token_ids)
     assert [one["embedding"] for one in record.body["data"]] == [[0.0], [1.0]]
     assert len(await backstage.submissions("e-0")) == 1

@@ -1,4 +1,4 @@
-"""`KafkaLog` on a real broker: the contract of the port `Log`, tails that share a consumer, and what goes wrong."""
+"""`KafkaLog` on a real broker: the contract of `Log`, tails that share a consumer, and errors."""
 
 import asyncio
 import gc
@@ -27,7 +27,7 @@ PATIENCE_S = 60.0
 
 @pytest.fixture
 async def settings(kafka: str, namespace: str) -> KafkaSettings:
-    """A namespace with its topics."""
+    """Create the topics of a namespace."""
     settings = KafkaSettings(kafka, namespace)
     await create_topics(settings, PLAN, ["default"])
     return settings
@@ -41,7 +41,7 @@ async def log(settings: KafkaSettings) -> AsyncIterator[KafkaLog]:
 
 
 class Reader:
-    """A tail with its wake, read until something is there."""
+    """Tail with its wake event, read until records arrive."""
 
     def __init__(self, log: KafkaLog, topic: str, partition: int = 0, offset: int = 0) -> None:
         self.wake = asyncio.Event()
@@ -59,7 +59,7 @@ class Reader:
 
 
 async def grow(settings: KafkaSettings, topic: str, count: int) -> None:
-    """Add partitions, and wait until the broker tells them."""
+    """Add partitions and wait until the broker reports them."""
     admin = AIOKafkaAdminClient(bootstrap_servers=settings.bootstrap)
     await admin.start()
     try:
@@ -79,7 +79,7 @@ def numbers(records: list[Record]) -> list[int]:
     return [int(record.value) for record in records]
 
 
-async def test_offsets_are_dense_in_each_partition_and_in_the_order_of_calls(log: KafkaLog) -> None:
+async def test_offsets_are_dense_per_partition_and_follow_the_order_of_calls(log: KafkaLog) -> None:
     assert await log.end(TOPIC, 0) == 0
     assert await log.append(drafts(3)) == [0, 1, 2]
     mixed = [Draft(TOPIC, 1, b"3"), Draft(TOPIC, 0, b"3"), Draft(FLEET.name, 0, b"0"), Draft(TOPIC, 1, b"4")]
@@ -98,7 +98,7 @@ async def test_offsets_are_dense_in_each_partition_and_in_the_order_of_calls(log
     assert await log.append([]) == []
 
 
-async def test_a_record_comes_back_as_it_was_given(log: KafkaLog) -> None:
+async def test_a_record_round_trips(log: KafkaLog) -> None:
     given = [
         Draft(TOPIC, 1, b""),
         Draft(TOPIC, 1, bytes(range(256)), b"", None),
@@ -115,7 +115,7 @@ async def test_a_record_comes_back_as_it_was_given(log: KafkaLog) -> None:
         assert [(one.topic, one.partition, one.offset) for one in found] == [(TOPIC, 1, at) for at in range(5)]
 
 
-async def test_reading_is_bounded_and_starts_anywhere(log: KafkaLog) -> None:
+async def test_reads_are_bounded_and_start_at_any_offset(log: KafkaLog) -> None:
     await log.append(drafts(10))
     assert numbers(await log.read(TOPIC, 0, 3, 4)) == [3, 4, 5, 6]
     assert numbers(await log.read(TOPIC, 0, 7, 4)) == [7, 8, 9]
@@ -126,11 +126,11 @@ async def test_reading_is_bounded_and_starts_anywhere(log: KafkaLog) -> None:
     assert [numbers(records) for records in both] == [[5, 6], [], [1, 2]]
 
 
-async def test_tails_of_one_process_do_not_disturb_each_other(log: KafkaLog) -> None:
+async def test_tails_of_one_process_are_independent(log: KafkaLog) -> None:
     await log.append(drafts(20))
     first = Reader(log, TOPIC)
     assert numbers(await first.take(20)) == list(range(20))
-    # A second tail of the same partition begins in the past; the first gets nothing twice.
+    # A second tail of the same partition starts earlier. The first tail gets no record twice.
     second, other = Reader(log, TOPIC, offset=5), Reader(log, FLEET.name)
     await log.append([*drafts(5, first=20), *drafts(1, FLEET.name)])
     assert numbers(await second.take(20)) == list(range(5, 25))
@@ -141,18 +141,18 @@ async def test_tails_of_one_process_do_not_disturb_each_other(log: KafkaLog) -> 
     assert numbers(await first.take(3)) == [25, 26, 27]
 
 
-async def test_tails_come_and_go_while_the_first_one_connects(log: KafkaLog) -> None:
+async def test_tails_are_opened_and_closed_while_the_first_one_connects(log: KafkaLog) -> None:
     await log.append(drafts(3))
     readers = []
     for _ in range(30):
         readers.append(Reader(log, TOPIC))
         Reader(log, FLEET.name).tail.close()
-        await asyncio.sleep(0)  # the connection is a little further each time
+        await asyncio.sleep(0)  # each iteration advances the connection
     for reader in readers:
         assert numbers(await reader.take(3)) == [0, 1, 2]
 
 
-async def test_a_log_that_is_closed_while_it_connects_leaves_nothing_open(settings: KafkaSettings) -> None:
+async def test_a_log_closed_while_connecting_leaks_no_connection(settings: KafkaSettings) -> None:
     for turns in range(0, 60, 3):
         log = await KafkaLog.open(settings)
         Reader(log, TOPIC)
@@ -164,10 +164,10 @@ async def test_a_log_that_is_closed_while_it_connects_leaves_nothing_open(settin
         await log.close()
         with pytest.raises(LogError, match="closed"):
             await log.end(TOPIC, 0)
-    gc.collect()  # a connection that is left open warns here, and a warning is an error
+    gc.collect()  # an open connection warns here, and warnings are errors
 
 
-async def test_no_reader_waits_for_tails_that_broke(log: KafkaLog) -> None:
+async def test_readers_of_failed_tails_are_woken(log: KafkaLog) -> None:
     def broken(topic: str, seconds: float) -> None:
         raise ZeroDivisionError(f"no metric for {topic}")
 
@@ -178,7 +178,7 @@ async def test_no_reader_waits_for_tails_that_broke(log: KafkaLog) -> None:
         await reader.take(1)
 
 
-async def test_a_tail_that_is_not_read_holds_up_no_other(log: KafkaLog, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_unread_tail_does_not_block_others(log: KafkaLog, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("forebay.transport.kafka.tail.BUFFER_RECORDS_MAX", 100)
     slow, quick = Reader(log, TOPIC), Reader(log, FLEET.name)
     for start in range(0, 500, 50):
@@ -188,7 +188,7 @@ async def test_a_tail_that_is_not_read_holds_up_no_other(log: KafkaLog, monkeypa
     assert numbers(await slow.take(500)) == list(range(500))
 
 
-async def test_records_for_a_partition_that_is_not_there_are_refused_alone(log: KafkaLog) -> None:
+async def test_only_records_of_a_missing_partition_are_rejected(log: KafkaLog) -> None:
     log.append_soon([Draft(TOKENS.name, 99, b"nobody")])
     with pytest.raises(LogError, match="tokens has no partition 99"):
         await log.append([Draft(TOKENS.name, 99, b"nobody")])
@@ -197,21 +197,21 @@ async def test_records_for_a_partition_that_is_not_there_are_refused_alone(log: 
     assert await log.append(drafts(1)) == [0]
 
 
-async def test_a_topic_that_grows_is_written_to_at_once(log: KafkaLog, settings: KafkaSettings) -> None:
+async def test_new_partitions_can_be_written_at_once(log: KafkaLog, settings: KafkaSettings) -> None:
     await log.append(drafts(1, TOKENS.name, 1))
     await grow(settings, TOKENS.name, 4)
     assert await log.append(drafts(1, TOKENS.name, 3)) == [0]
     assert numbers(await Reader(log, TOKENS.name, 3).take(1)) == [0]
 
 
-async def test_a_record_over_the_limit_is_refused_before_it_is_sent(log: KafkaLog) -> None:
+async def test_a_record_over_the_limit_is_rejected_before_it_is_sent(log: KafkaLog) -> None:
     with pytest.raises(ValueError, match=f"the limit is {RECORD_BYTES_MAX}"):
         await log.append([Draft(TOPIC, 0, b"small"), Draft(TOPIC, 0, bytes(RECORD_BYTES_MAX), b"k")])
     assert await log.end(TOPIC, 0) == 0
     assert await log.append([Draft(TOPIC, 0, bytes(RECORD_BYTES_MAX))]) == [0]
 
 
-async def test_a_log_that_is_closed_takes_nothing_and_wrote_everything(settings: KafkaSettings) -> None:
+async def test_closing_a_log_flushes_it_and_rejects_later_appends(settings: KafkaSettings) -> None:
     log = await KafkaLog.open(settings)
     for number in range(100):
         log.append_soon(drafts(1, first=number))
@@ -224,7 +224,7 @@ async def test_a_log_that_is_closed_takes_nothing_and_wrote_everything(settings:
     await again.close()
 
 
-async def test_what_was_removed_by_retention_is_named(log: KafkaLog, settings: KafkaSettings) -> None:
+async def test_error_names_records_removed_by_retention(log: KafkaLog, settings: KafkaSettings) -> None:
     await log.append(drafts(10))
     admin = AIOKafkaAdminClient(bootstrap_servers=settings.bootstrap)
     await admin.start()
@@ -236,12 +236,12 @@ async def test_what_was_removed_by_retention_is_named(log: KafkaLog, settings: K
     assert numbers(await log.read(TOPIC, 0, 4, 100)) == [4, 5, 6, 7, 8, 9]
     with pytest.raises(LogError, match="no longer holds offset 2"):
         await log.read(TOPIC, 0, 2, 1)
-    gone = Reader(log, TOPIC, offset=1)
+    removed = Reader(log, TOPIC, offset=1)
     with pytest.raises(LogError, match="missing from the log"):
-        await gone.take(1)
+        await removed.take(1)
 
 
-async def test_foreign_records_are_records(log: KafkaLog, settings: KafkaSettings) -> None:
+async def test_foreign_records_are_returned(log: KafkaLog, settings: KafkaSettings) -> None:
     producer = AIOKafkaProducer(bootstrap_servers=settings.bootstrap)
     await producer.start()
     try:
@@ -268,10 +268,12 @@ async def test_topics_are_created_once_and_checked(kafka: str, namespace: str) -
     assert (await count_topics(settings)).pools == {"default": 2, "other": 3}
 
 
-async def test_what_is_read_from_its_beginning_is_kept_for_ever(settings: KafkaSettings, kafka: str) -> None:
+async def test_topics_read_from_their_beginning_have_unlimited_retention(settings: KafkaSettings, kafka: str) -> None:
     admin = AdminClient({"bootstrap.servers": kafka})
-    asked = [ConfigResource(ResourceType.TOPIC, settings.topic(topic.name)) for topic in (CONTROL, GROUPS, DECISIONS)]
-    found = await asyncio.to_thread(lambda: [one.result() for one in admin.describe_configs(asked).values()])
+    resources = [
+        ConfigResource(ResourceType.TOPIC, settings.topic(topic.name)) for topic in (CONTROL, GROUPS, DECISIONS)
+    ]
+    found = await asyncio.to_thread(lambda: [one.result() for one in admin.describe_configs(resources).values()])
     control_ms, groups_ms, decisions_ms = (int(config["retention.ms"].value) for config in found)
     assert (control_ms, groups_ms) == (-1, -1)
     assert decisions_ms > 0
@@ -281,13 +283,13 @@ async def test_what_is_read_from_its_beginning_is_kept_for_ever(settings: KafkaS
     ("topic", "text"),
     [(FLEET.name, "the control topics must have equal partition counts.*fleet 5"), (GROUPS.name, "it must have 1")],
 )
-async def test_a_topic_with_the_wrong_partition_count_is_named(settings: KafkaSettings, topic: str, text: str) -> None:
+async def test_error_names_a_topic_with_a_wrong_partition_count(settings: KafkaSettings, topic: str, text: str) -> None:
     await grow(settings, topic, 5)
     with pytest.raises(KafkaUnusable, match=text):
         await count_topics(settings)
 
 
-async def test_no_broker_is_said_in_one_line() -> None:
+async def test_an_unreachable_broker_is_reported_in_one_line() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         nobody = f"127.0.0.1:{taken.getsockname()[1]}"
@@ -297,7 +299,7 @@ async def test_no_broker_is_said_in_one_line() -> None:
             assert "\n" not in str(error.value)
 
 
-async def test_credentials_are_passed_on_and_wrong_ones_are_named(local_kafka: Broker, namespace: str) -> None:
+async def test_credentials_are_used_and_wrong_ones_are_reported(local_kafka: Broker, namespace: str) -> None:
     user, password = SASL
     assert local_kafka.sasl_address is not None
     properties = {"security.protocol": "SASL_PLAINTEXT", "sasl.mechanism": "PLAIN", "sasl.username": user}
@@ -313,7 +315,7 @@ async def test_credentials_are_passed_on_and_wrong_ones_are_named(local_kafka: B
             await attempt
 
 
-async def test_the_end_of_a_topic_that_is_not_there_is_an_error(log: KafkaLog) -> None:
+async def test_the_end_of_a_missing_topic_is_an_error(log: KafkaLog) -> None:
     with pytest.raises(LogError, match=r"work\.nobody"):
         await log.end("work.nobody", 0)
     assert await log.append(drafts(1)) == [0]

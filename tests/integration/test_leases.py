@@ -1,4 +1,4 @@
-"""A cluster whose Redis is emptied, stopped and started again, and whose workers are killed: nobody else is lost."""
+"""Leases on a Redis that is flushed and restarted, and leases of killed workers."""
 
 import contextlib
 import uuid
@@ -15,8 +15,8 @@ from forebay.events.topics import DECISIONS, FLEET
 from tests.harness import fork_server
 from tests.harness.cluster import Cluster
 from tests.harness.local import local_redis
-from tests.integration.conftest import RUN, had_or_skipped
-from tests.integration.listeners import Listeners, listeners, problems, prompt
+from tests.integration.conftest import RUN, available_or_skipped
+from tests.integration.stream_clients import StreamClients, problems, prompt, stream_clients
 
 WORKERS = ("w1", "w2", "w3")
 TOKENS = 60
@@ -27,8 +27,8 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 @pytest.fixture(scope="module")
 def own_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A Redis of this module alone: its tests empty it."""
-    with had_or_skipped(local_redis(tmp_path_factory.mktemp("own-redis"))) as url:
+    """Yield a Redis used only by this module, because its tests flush it."""
+    with available_or_skipped(local_redis(tmp_path_factory.mktemp("own-redis"))) as url:
         yield url
 
 
@@ -45,8 +45,8 @@ async def cluster(kafka: str, own_redis: str, tmp_path_factory: pytest.TempPathF
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def clients(cluster: Cluster) -> AsyncIterator[Listeners]:
-    async with listeners(list(cluster.urls.values()), uuid.uuid4().hex[:8]) as speaking:
+async def clients(cluster: Cluster) -> AsyncIterator[StreamClients]:
+    async with stream_clients(list(cluster.urls.values()), uuid.uuid4().hex[:8]) as speaking:
         yield speaking
 
 
@@ -54,28 +54,30 @@ async def lost(cluster: Cluster) -> list[WorkerLost]:
     return [fact for fact in await cluster.events(FLEET) if isinstance(fact, WorkerLost)]
 
 
-async def test_emptying_redis_under_load_loses_no_request(cluster: Cluster, clients: Listeners, own_redis: str) -> None:
+async def test_flushing_redis_under_load_loses_no_request(
+    cluster: Cluster, clients: StreamClients, own_redis: str
+) -> None:
     with redis.Redis.from_url(own_redis) as client:
         for number in range(ROUNDS):
-            asked = [clients.ask(prompt(number * 1_000 + one), TOKENS) for one in range(PER_ROUND)]
+            results = [clients.submit(prompt(number * 1_000 + one), TOKENS) for one in range(PER_ROUND)]
             for _ in range(2):
                 client.flushall()
-                await cluster.processes.until("leases are taken again", lambda: all_back(client, cluster))
+                await cluster.processes.until("leases are taken again", lambda: all_registered(client, cluster))
             await clients.all()
-            assert problems(asked, TOKENS) == []
+            assert problems(results, TOKENS) == []
     assert await lost(cluster) == []
 
 
-async def all_back(client: redis.Redis, cluster: Cluster) -> bool:
+async def all_registered(client: redis.Redis, cluster: Cluster) -> bool:
     return len(list(client.scan_iter(match=f"{cluster.namespace}:lease:*"))) == len(WORKERS)
 
 
-async def test_a_killed_worker_is_lost_after_the_default_ttl_and_its_streams_go_on(
-    cluster: Cluster, clients: Listeners
+async def test_a_killed_worker_is_lost_after_the_default_ttl_and_its_streams_continue(
+    cluster: Cluster, clients: StreamClients
 ) -> None:
     cluster.worker("w4", "--speedup", "0.1")
     await cluster.until_serving(len(WORKERS) + 1)
-    streams = [clients.ask(prompt(9_000 + number), TOKENS) for number in range(12)]
+    streams = [clients.submit(prompt(9_000 + number), TOKENS) for number in range(12)]
 
     async def begun() -> bool:
         return all(one.text for one in streams)
@@ -83,10 +85,10 @@ async def test_a_killed_worker_is_lost_after_the_default_ttl_and_its_streams_go_
     await cluster.processes.until("every stream has begun", begun)
     cluster.kill("w4")
 
-    async def gone() -> list[WorkerLost]:
+    async def worker_lost() -> list[WorkerLost]:
         return await lost(cluster)
 
-    (fact,) = await cluster.processes.until("w4 is lost", gone)
+    (fact,) = await cluster.processes.until("w4 is lost", worker_lost)
     assert (fact.worker_id, fact.reason) == ("w4", "its lease of 3000 ms expired")
     await clients.all()
     assert problems(streams, TOKENS) == []
@@ -97,10 +99,10 @@ async def test_requests_of_a_killed_ingress_are_aborted_and_of_a_stopped_one_fin
         cluster.ingress(name)
     await cluster.until_serving(len(WORKERS))
     prefix = uuid.uuid4().hex[:8]
-    async with listeners([cluster.urls["i2"]], f"{prefix}-killed") as killed:
-        async with listeners([cluster.urls["i3"]], f"{prefix}-stopped") as stopped:
-            orphans = [killed.ask(prompt(20_000 + number), 5_000) for number in range(8)]
-            others = [stopped.ask(prompt(30_000 + number), 200) for number in range(8)]
+    async with stream_clients([cluster.urls["i2"]], f"{prefix}-killed") as killed:
+        async with stream_clients([cluster.urls["i3"]], f"{prefix}-stopped") as stopped:
+            orphans = [killed.submit(prompt(20_000 + number), 5_000) for number in range(8)]
+            others = [stopped.submit(prompt(30_000 + number), 200) for number in range(8)]
 
             async def begun() -> bool:
                 return all(one.text for one in orphans + others)

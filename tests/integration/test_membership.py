@@ -1,4 +1,4 @@
-"""Routers as members of their consumer group: one that has nothing to do stays a member, for days."""
+"""Routers stay members of their consumer group while idle, and report crashes of the consumer."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -14,12 +14,12 @@ from forebay.transport.kafka.settings import KafkaSettings
 from forebay.transport.kafka.topics import TopicPlan, create_topics
 
 PLAN = TopicPlan(groups=1, slots=2, replies=2, kafka_api=2)
-POLL_INTERVAL_MS = 3_000  # in place of five minutes
+POLL_INTERVAL_MS = 3_000  # the default is five minutes
 PATIENCE_S = 90.0
 
 
 class Member:
-    """One router's Faust app, and the control partitions that it was assigned last."""
+    """Faust app of a router, with its current control partitions."""
 
     def __init__(self, settings: KafkaSettings) -> None:
         self.partitions: set[int] | None = None
@@ -31,7 +31,7 @@ class Member:
 
 @asynccontextmanager
 async def member(settings: KafkaSettings) -> AsyncIterator[Member]:
-    """A member of the group of routers."""
+    """Run a member of the consumer group of routers."""
     joined = Member(settings)
     joined.app.finalize()
     await joined.app.start()
@@ -79,7 +79,7 @@ async def test_an_idle_member_stays_beyond_the_poll_interval_and_takes_over(kafk
         assert idle.app.is_member
 
 
-async def test_an_app_that_crashed_is_reported(kafka: str, namespace: str) -> None:
+async def test_a_crashed_app_is_reported(kafka: str, namespace: str) -> None:
     settings = KafkaSettings(kafka, namespace)
     await create_topics(settings, PLAN, ["default"])
     async with member(settings) as joined:

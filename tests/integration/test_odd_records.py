@@ -1,6 +1,6 @@
-"""Odd records on every topic of a running cluster: nobody stops, each record is accounted for, a fresh start works.
+"""Invalid records on every topic of a running cluster stop no service, and each is accounted for.
 
-Records are drawn by Hypothesis from FOREBAY_FUZZ_SEED, a new seed for each run without it; a failure prints the seed.
+Hypothesis generates the records from FOREBAY_FUZZ_SEED, by default a new seed per run. A failure prints the seed.
 """
 
 import asyncio
@@ -51,10 +51,10 @@ from tests.integration.conftest import RUN
 from tests.raw_batches import CODECS, LOG_APPEND_TIME, ZSTD, RawBatch, RawProducer, RawRecord
 
 SEED = int(os.environ.get("FOREBAY_FUZZ_SEED") or random.SystemRandom().getrandbits(32))
-DRAWN = 8  # batches for each partition, of up to four records
+DRAWN = 8  # batches per partition, of up to four records
 PATIENCE_S = 60.0
-TIMEOUT_S = 600  # 100 s on an idle machine; this is for one that eight others use
-ASKED = 10
+TIMEOUT_S = 600  # 100 s on an idle machine
+REQUEST_COUNT = 10
 PAGE = 1_000
 PLAN = TopicPlan(groups=1, slots=2, replies=2, kafka_api=2)
 WORK = work_topic(POOL)
@@ -64,15 +64,15 @@ PARTITIONS = dict.fromkeys(FIXED_TOPICS, 1) | {
     OPENAI_RESPONSES: PLAN.kafka_api,
 }
 PARTITIONS |= {topic: PLAN.replies for topic in FIXED_TOPICS if topic.name == "tokens"}
-BURIED = (*INPUTS, WORK)  # whoever reads these writes what is none of theirs to `dead-letters`
-HEAVY = (OPENAI_REQUESTS, REQUESTS, FLEET, CONTROL)  # one for each kind of reader: these records cost seconds
+DEAD_LETTERED = (*INPUTS, WORK)  # readers of these topics write invalid records to `dead-letters`
+HEAVY = (OPENAI_REQUESTS, REQUESTS, FLEET, CONTROL)  # one topic per kind of reader, because these records take seconds
 COUNTED = {
     "decisions": "forebay_owner_foreign_records_total",
     "groups": "forebay_placements_ignored_total",
     "tokens": "forebay_ingress_undecodable_total",
 }
 ROUTERS = ("r1", "r2")
-METRICS: dict[str, str] = {}  # where routers show them, once they run
+METRICS: dict[str, str] = {}  # addresses of the routers' metrics, set when they run
 BODY = {"model": GROUP, "prompt": "what is on the log?", "max_tokens": 3}
 Found = TypeVar("Found")
 Produced = dict[tuple[str, int], list[int]]
@@ -81,12 +81,12 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 def cut_short(topic: Topic) -> list[bytes]:
-    """Events of the topic without their last byte."""
+    """Return events of the topic without their last byte."""
     return [encode(topic, event)[:-1] for _, of, event, _ in samples() if of == topic and isinstance(event, Event)]
 
 
-def drawn(topic: Topic, number: int) -> list[RawBatch]:
-    """Batches that any producer may write; the same for the same seed."""
+def generated(topic: Topic, number: int) -> list[RawBatch]:
+    """Return seeded batches that any producer could write."""
     found: list[RawBatch] = []
     garbage = st.none() | st.binary(max_size=50) | st.sampled_from([b"{}", b"null", b"[" * 10_000, b"\x91" * 10_000])
     if events := cut_short(topic):
@@ -107,8 +107,8 @@ def drawn(topic: Topic, number: int) -> list[RawBatch]:
     return found
 
 
-def certain() -> list[RawBatch]:
-    """What the drawn ones may miss."""
+def fixed() -> list[RawBatch]:
+    """Return cases that generation might miss."""
     late_ms = int(time.time() * 1000) + 10**11
     same = [(b"y", b"one"), (b"y", b"two"), (b"x", b"\xff"), (b"x", None)]
     return [
@@ -122,7 +122,7 @@ def certain() -> list[RawBatch]:
 
 
 def large() -> list[tuple[str, bytes]]:
-    """Batches of a few kilobytes that are large once decompressed: over the limit of a record, and of a batch."""
+    """Return small batches that decompress to more than the limit of a record and of a batch."""
     sizes = {"large": 20 << 20, "bomb": DECOMPRESSED_BYTES_MAX}
     return [(name, RawBatch([RawRecord(bytes(size))], codec=ZSTD).encoded()) for name, size in sizes.items()]
 
@@ -132,7 +132,7 @@ async def cluster(kafka: str, redis_url: str, tmp_path_factory: pytest.TempPathF
     async with Cluster(
         kafka, redis_url, f"{RUN}-odd", tmp_path_factory.mktemp("odd"), PLAN, spawn=fork_server.spawn
     ) as cluster:
-        # Behind those that the cluster keeps for ingresses.
+        # After the ports reserved for ingresses.
         first = free_ports(INGRESSES_MAX + len(ROUTERS)) + INGRESSES_MAX
         for port, name in enumerate(ROUTERS, first):
             cluster.router(name, "--metrics-port", str(port))
@@ -145,33 +145,33 @@ async def cluster(kafka: str, redis_url: str, tmp_path_factory: pytest.TempPathF
 
 
 @pytest.mark.timeout(TIMEOUT_S)
-async def test_odd_records_stop_nobody(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_odd_records_stop_no_service(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
     with capsys.disabled():
         print(f"\n  FOREBAY_FUZZ_SEED={SEED}")
     log = await KafkaLog.open(cluster.settings)
     try:
-        await answered(cluster, log, "before")
+        await check_service(cluster, log, "before")
         produced = await produce_all(cluster)
         await asyncio.to_thread(transactions, cluster)
-        await answered(cluster, log, "after")
-        await accounted(cluster, log, produced)
+        await check_service(cluster, log, "after")
+        await check_accounting(cluster, log, produced)
         await cluster.stop(str(await cluster.owner()))
         cluster.kill("i1")
         cluster.router("r3")
         cluster.ingress("i2")
         await cluster.until_serving(2)
-        await answered(cluster, log, "fresh")
+        await check_service(cluster, log, "fresh")
     finally:
         await log.close()
     report = await cluster.verify()
     assert (report["divergence"], report["verified"]) == (None, report["decisions"])
-    assert report["decisions"] >= 3 * ASKED
-    await asyncio.to_thread(tails, cluster)
+    assert report["decisions"] >= 3 * REQUEST_COUNT
+    await asyncio.to_thread(check_tails, cluster)
     cluster.processes.check()
 
 
 async def produce_all(cluster: Cluster) -> Produced:
-    """Write odd records to every partition: the offsets that they got."""
+    """Write odd records to every partition and return their offsets."""
     produced: Produced = {}
     accepted: Counter[str] = Counter()
     heavy = large()
@@ -180,7 +180,7 @@ async def produce_all(cluster: Cluster) -> Produced:
         async def send(topic: Topic, partition: int, name: str, batch: bytes, count: int) -> None:
             try:
                 offset = await producer.send(cluster.settings.topic(topic.name), partition, batch)
-            except KafkaError as error:  # what a broker does not take harms nobody
+            except KafkaError as error:  # a record rejected by the broker is harmless
                 accepted[f"{name}: {type(error).__name__}"] += 1
                 return
             accepted[name] += count
@@ -188,7 +188,7 @@ async def produce_all(cluster: Cluster) -> Produced:
 
         for number, (topic, partitions) in enumerate(PARTITIONS.items()):
             for partition in range(partitions):
-                for batch in (*certain(), *drawn(topic, 100 * number + partition)):
+                for batch in (*fixed(), *generated(topic, 100 * number + partition)):
                     await send(topic, partition, "small", batch.encoded(), len(batch.records))
             for name, batch_bytes in heavy if topic in HEAVY else ():
                 await send(topic, 0, name, batch_bytes, 1)
@@ -198,7 +198,7 @@ async def produce_all(cluster: Cluster) -> Produced:
 
 
 def transactions(cluster: Cluster) -> None:
-    """Write to every topic in a transaction that is committed, and in one that is aborted."""
+    """Write to every topic in a committed and in an aborted transaction."""
     producer = Producer(
         {"bootstrap.servers": cluster.settings.bootstrap, "transactional.id": f"{cluster.namespace}-odd"}
     )
@@ -211,31 +211,31 @@ def transactions(cluster: Cluster) -> None:
         end(PATIENCE_S)
 
 
-async def answered(cluster: Cluster, log: KafkaLog, name: str) -> None:
-    """Requests over HTTP and by the Kafka API get their answers."""
+async def check_service(cluster: Cluster, log: KafkaLog, name: str) -> None:
+    """Check that requests over HTTP and the Kafka API complete."""
     cluster.processes.check()
-    ids = [f"{name}-{number}" for number in range(ASKED)]
+    ids = [f"{name}-{number}" for number in range(REQUEST_COUNT)]
     headers = [[(b"request-id", one.encode()), (b"path", b"/v1/completions")] for one in ids]
     async with RawProducer(cluster.settings.bootstrap) as producer:
-        for number, told in enumerate(headers):
-            record = RawRecord(msgspec.json.encode(BODY), headers=told)
-            # Without a timestamp the broker's retention takes them for old, and may remove them unread.
+        for number, request_headers in enumerate(headers):
+            record = RawRecord(msgspec.json.encode(BODY), headers=request_headers)
+            # Without a timestamp, retention considers the records old and may delete them unread.
             batch = RawBatch([record], timestamp_ms=time.time_ns() // 1_000_000)
             await producer.send(cluster.settings.topic(OPENAI_REQUESTS.name), number % PLAN.kafka_api, batch.encoded())
     async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
-        urls = [url for url in cluster.urls.values() for _ in range(ASKED)]
+        urls = [url for url in cluster.urls.values() for _ in range(REQUEST_COUNT)]
         responses = await asyncio.gather(*(client.post(f"{url}/v1/completions", json=BODY) for url in urls))
     assert [response.status_code for response in responses] == [200] * len(urls)
 
-    async def asked() -> dict[str, str | None]:
+    async def response_statuses() -> dict[str, str | None]:
         found = await statuses(log)
         return {one: found.get(one) for one in ids}
 
-    await until(asked, lambda found: found == dict.fromkeys(ids, "200"))
+    await until(response_statuses, lambda found: found == dict.fromkeys(ids, "200"))
 
 
 async def statuses(log: KafkaLog) -> dict[str, str]:
-    """The status of every answered request of the Kafka API, by its id."""
+    """Return the status of every completed request of the Kafka API, by request id."""
     found: dict[str, str] = {}
     for partition in range(PLAN.kafka_api):
         for record in await everything(log, OPENAI_RESPONSES.name, partition):
@@ -245,27 +245,27 @@ async def statuses(log: KafkaLog) -> dict[str, str]:
     return found
 
 
-async def accounted(cluster: Cluster, log: KafkaLog, produced: Produced) -> None:
-    """Each record is a dead letter, an error response, or counted."""
+async def check_accounting(cluster: Cluster, log: KafkaLog, produced: Produced) -> None:
+    """Check that each record is a dead letter, has an error response, or is counted."""
     wanted = {
         (topic.name, partition, record.offset)
-        for topic in BURIED
+        for topic in DEAD_LETTERED
         for partition in range(PARTITIONS[topic])
         for record in await everything(log, topic.name, partition)
         if not is_event(topic, record)
     }
-    for topic in BURIED:
+    for topic in DEAD_LETTERED:
         for partition in range(PARTITIONS[topic]):
             # Retention may already have removed records with ancient timestamps.
             begin = await log.begin(topic.name, partition)
             kept = [offset for offset in produced[topic.name, partition] if offset >= begin]
             assert wanted >= {(topic.name, partition, offset) for offset in kept}
     await until(lambda: letters(log), lambda found: found >= wanted)
-    asked = {
+    request_ids = {
         f"kafka-api-{at}-{offset}" for at in range(PLAN.kafka_api) for offset in produced[OPENAI_REQUESTS.name, at]
     }
-    refused = await until(lambda: statuses(log), lambda found: found.keys() >= asked)
-    assert {refused[one][0] for one in asked} == {"4"}
+    rejected = await until(lambda: statuses(log), lambda found: found.keys() >= request_ids)
+    assert {rejected[one][0] for one in request_ids} == {"4"}
     for name, metric in COUNTED.items():
         # An ingress reads one reply slot beside those of its Kafka API.
         least = min(len(offsets) for (topic_name, _), offsets in produced.items() if topic_name == name)
@@ -273,7 +273,7 @@ async def accounted(cluster: Cluster, log: KafkaLog, produced: Produced) -> None
 
 
 def is_event(topic: Topic, record: Record) -> bool:
-    """Whether readers of the topic can use a record."""
+    """Return whether a record decodes as an event of the topic."""
     try:
         event_of(topic, record)
     except DecodeError:
@@ -282,7 +282,7 @@ def is_event(topic: Topic, record: Record) -> bool:
 
 
 async def letters(log: KafkaLog) -> set[tuple[str, int, int]]:
-    """Topic, partition and offset of each record that lies in `dead-letters`."""
+    """Return topic, partition and offset of each record in `dead-letters`."""
     found = set()
     for record in await everything(log, DEAD_LETTERS.name, 0):
         headers = record.headers or {}
@@ -293,7 +293,7 @@ async def letters(log: KafkaLog) -> set[tuple[str, int, int]]:
 
 
 async def counted(cluster: Cluster, metric: str) -> float:
-    """A metric, added up over processes and labels."""
+    """Return the sum of a metric over processes and labels."""
     total = 0.0
     async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
         for url in (*cluster.urls.values(), *METRICS.values()):
@@ -303,8 +303,8 @@ async def counted(cluster: Cluster, metric: str) -> float:
     return total
 
 
-def tails(cluster: Cluster) -> None:
-    """`forebay topics tail` shows every record of every partition."""
+def check_tails(cluster: Cluster) -> None:
+    """Check that `forebay topics tail` shows every record of every partition."""
     where = ["--kafka", cluster.settings.bootstrap, "--namespace", cluster.namespace]
     for topic, partitions in PARTITIONS.items():
         for partition in range(partitions):
@@ -312,13 +312,13 @@ def tails(cluster: Cluster) -> None:
             lines = [msgspec.json.decode(line) for line in run.stdout.split("\n") if line]
             assert run.returncode == 0
             offsets = [line["offset"] for line in lines]
-            # The broker removes old segments by the timestamps of their records, and some were drawn as ancient.
+            # Retention deletes segments by record timestamps, and some generated timestamps are old.
             assert offsets == list(range(offsets[0], offsets[0] + len(offsets)))
             assert offsets[-1] >= DRAWN
 
 
 async def everything(log: KafkaLog, topic: str, partition: int) -> list[Record]:
-    """Every record that a partition still has: the broker removes old segments, and some records were drawn as old."""
+    """Return every record of a partition that retention has not deleted."""
     found: list[Record] = []
     at, end = await log.begin(topic, partition), await log.end(topic, partition)
     while at < end:
@@ -327,10 +327,10 @@ async def everything(log: KafkaLog, topic: str, partition: int) -> list[Record]:
     return found
 
 
-async def until(ask: Callable[[], Awaitable[Found]], condition: Callable[[Found], bool]) -> Found:
-    """Ask again until the condition holds: what was found then."""
+async def until(fetch: Callable[[], Awaitable[Found]], condition: Callable[[Found], bool]) -> Found:
+    """Fetch repeatedly until the condition holds and return the value."""
     deadline = time.monotonic() + PATIENCE_S
-    while not condition(found := await ask()):
+    while not condition(found := await fetch()):
         assert time.monotonic() < deadline, found
         await asyncio.sleep(0.1)
     return found

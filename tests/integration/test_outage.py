@@ -1,4 +1,4 @@
-"""The broker goes away and comes back, or does not: services stay up, refuse what nobody decides, and end when told."""
+"""Broker outages: services stay up, reject requests, recover, and stop on a signal."""
 
 import asyncio
 import logging
@@ -17,24 +17,24 @@ from infra.kafka.kafka import Broker, BrokerError, pid_of, start
 from tests.harness import fork_server
 from tests.harness.cluster import GROUP, Cluster
 from tests.harness.local import local_kafka
-from tests.integration.conftest import RUN, had_or_skipped
-from tests.integration.listeners import post
+from tests.integration.conftest import RUN, available_or_skipped
+from tests.integration.stream_clients import post
 
-AWAY_S = 20.0  # beyond the time in which clients give up one attempt of a request to the broker, which is 10 s
+AWAY_S = 20.0  # longer than the 10 s request timeout of Kafka clients
 ASK_EVERY_S = 0.1
-AT_ONCE_S = 5.0  # a refusal takes milliseconds, and this is for a busy machine
+AT_ONCE_S = 5.0  # a rejection takes milliseconds; margin for a busy machine
 REQUEST_S = 150.0
 PATIENCE_S = 120.0
 RESTARTS_MAX = 3
 AGAIN = 30  # requests after the outage
-LINES_MAX = 150  # of one service in one outage; without counting repetitions it was 100 per second
+LINES_MAX = 150  # per service and outage; uncounted repeats would log 100 per second
 ENDED_WITHIN_S = 60.0  # the bound is 19 s, and 64 s for a worker whose engine hangs
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
 
 
-class Away:
-    """A broker that goes away and comes back with its data."""
+class StoppableBroker:
+    """Broker that can be paused, killed and restarted with its data."""
 
     def __init__(self, broker: Broker) -> None:
         self.broker = broker
@@ -47,31 +47,31 @@ class Away:
         return pid
 
     def pause(self) -> None:
-        """Stop it where it is: connections stay, nothing is answered."""
+        """Pause the broker: connections stay open without responses."""
         os.kill(self.pid(), signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Let it go on."""
+        """Resume the broker."""
         os.kill(self.pid(), signal.SIGCONT)
 
     def kill(self) -> None:
-        """Kill it: connections are refused."""
+        """Kill the broker: connections are refused."""
         os.kill(self.pid(), signal.SIGKILL)
 
     def end(self) -> None:
-        """End what was started again."""
+        """Stop the restarted brokers."""
         for process in self._restarted:
             process.kill()
             process.wait()
 
     async def restart(self) -> None:
-        """Start it again on its data, once nothing is left of the killed one."""
-        while pid_of(self.broker.data) is not None:  # noqa: ASYNC110 - no event tells
+        """Restart the broker on its data, once the killed process has ended."""
+        while pid_of(self.broker.data) is not None:  # noqa: ASYNC110 - there is no event to wait for
             await asyncio.sleep(0.05)
         for tries_left in reversed(range(RESTARTS_MAX)):
             try:
                 self._restarted.append(await asyncio.to_thread(start, self.broker))
-            except BrokerError:  # it did not answer in time, on a busy machine
+            except BrokerError:  # not ready in time on a busy machine
                 if not tries_left:
                     raise
             else:
@@ -79,25 +79,25 @@ class Away:
 
 
 class Clients:
-    """Asks an ingress again and again; `answers` has when each request began, how long it took, and its status."""
+    """Sends requests at a fixed rate. `answers` has the start time, duration and status of each request."""
 
     def __init__(self, client: httpx.AsyncClient) -> None:
         self.answers: list[tuple[float, float, int]] = []
         self._client = client
         self._tasks: list[asyncio.Task[None]] = []
 
-    async def ask_for(self, seconds: float) -> None:
-        """Ask every `ASK_EVERY_S`, without waiting for answers."""
+    async def send_for(self, seconds: float) -> None:
+        """Send a request every `ASK_EVERY_S` seconds, without waiting for responses."""
         until_s = time.monotonic() + seconds
         while time.monotonic() < until_s:
-            self._tasks.append(asyncio.create_task(self._ask(len(self._tasks))))
+            self._tasks.append(asyncio.create_task(self._send(len(self._tasks))))
             await asyncio.sleep(ASK_EVERY_S)
 
     async def all(self) -> None:
-        """Wait for every answer. Raises httpx.TimeoutException for a request that hangs."""
+        """Wait for every response. Raises httpx.TimeoutException for a request that hangs."""
         await asyncio.gather(*self._tasks)
 
-    async def _ask(self, number: int) -> None:
+    async def _send(self, number: int) -> None:
         began_s = time.monotonic()
         body = {"model": GROUP, "prompt": [number % 900 + 1, 2, number % 7 + 1], "max_tokens": 5, "ignore_eos": True}
         answer = await self._client.post("/v1/completions", json=body)
@@ -106,7 +106,7 @@ class Clients:
 
 @pytest.fixture(scope="module", autouse=True)
 def _quiet_clients() -> Iterator[None]:
-    """Keep this process's own clients of the broker out of the report: they log every attempt to reconnect."""
+    """Silence the Kafka clients of the test process, which log every reconnection attempt."""
     logger = logging.getLogger("aiokafka")
     before = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -115,19 +115,21 @@ def _quiet_clients() -> Iterator[None]:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def away(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Away]:
-    """A broker of these tests alone."""
+async def broker(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[StoppableBroker]:
+    """Yield a broker used only by these tests."""
     folder: Path = tmp_path_factory.mktemp("outage-kafka")
-    with had_or_skipped(local_kafka(folder)) as broker:
-        given = Away(broker)
+    with available_or_skipped(local_kafka(folder)) as broker:
+        given = StoppableBroker(broker)
         yield given
         given.end()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def cluster(away: Away, redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
+async def cluster(
+    broker: StoppableBroker, redis_url: str, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Cluster]:
     folder = tmp_path_factory.mktemp("outage")
-    async with Cluster(away.broker.address, redis_url, f"{RUN}-outage", folder, spawn=fork_server.spawn) as running:
+    async with Cluster(broker.broker.address, redis_url, f"{RUN}-outage", folder, spawn=fork_server.spawn) as running:
         for name in ("r1", "r2"):
             running.router(name)
         for name in ("w1", "w2"):
@@ -144,28 +146,30 @@ async def client(cluster: Cluster) -> AsyncIterator[httpx.AsyncClient]:
 
 
 @pytest.mark.parametrize("way", ["paused", "killed"])
-async def test_a_broker_that_comes_back_finds_every_service_at_work(
-    cluster: Cluster, away: Away, client: httpx.AsyncClient, way: str
+async def test_services_recover_after_a_broker_outage(
+    cluster: Cluster, broker: StoppableBroker, client: httpx.AsyncClient, way: str
 ) -> None:
     processes, clients = cluster.processes, Clients(client)
     pids = {one.name: one.process.pid for one in processes.running()}
-    await clients.ask_for(2)
-    lines = said(cluster)
-    (away.pause if way == "paused" else away.kill)()
-    gone_s = time.monotonic()
-    asking = asyncio.create_task(clients.ask_for(AWAY_S))
+    await clients.send_for(2)
+    lines = log_lines(cluster)
+    (broker.pause if way == "paused" else broker.kill)()
+    outage_s = time.monotonic()
+    load = asyncio.create_task(clients.send_for(AWAY_S))
     await processes.until("the ingress misses the owner", lambda: is_ready(client, httpx.codes.SERVICE_UNAVAILABLE))
     known_s = time.monotonic()
     assert (await client.get("/live")).status_code == httpx.codes.OK
-    await asking
+    await load
     ended_s = time.monotonic()
-    assert {name: count - lines[name] for name, count in said(cluster).items() if count - lines[name] > LINES_MAX} == {}
+    assert {
+        name: count - lines[name] for name, count in log_lines(cluster).items() if count - lines[name] > LINES_MAX
+    } == {}
     if way == "paused":
-        away.resume()
+        broker.resume()
     else:
-        await away.restart()
+        await broker.restart()
     await processes.until("the ingress has an owner", lambda: is_ready(client, httpx.codes.OK), within_s=PATIENCE_S)
-    # Clients that come again as they are told get an answer, although owners may still change after the outage.
+    # Clients that retry as instructed complete, although ownership may still change after the outage.
     for number in range(AGAIN):
         body = {"model": GROUP, "prompt": [number + 1, 5, 6], "max_tokens": 5}
         assert (await post(client, "/v1/completions", json=body)).status_code == httpx.codes.OK
@@ -173,7 +177,7 @@ async def test_a_broker_that_comes_back_finds_every_service_at_work(
     during = [answer for answer in clients.answers if known_s < answer[0] < ended_s]
     assert {status for _, _, status in during} == {httpx.codes.SERVICE_UNAVAILABLE}
     assert [took_s for _, took_s, _ in during if took_s > AT_ONCE_S] == []
-    first = [status for began_s, _, status in clients.answers if gone_s < began_s < known_s]
+    first = [status for began_s, _, status in clients.answers if outage_s < began_s < known_s]
     assert set(first) <= {httpx.codes.OK, httpx.codes.SERVICE_UNAVAILABLE}
     assert {one.name: one.process.pid for one in processes.running()} == pids
     report = await cluster.verify()
@@ -181,13 +185,13 @@ async def test_a_broker_that_comes_back_finds_every_service_at_work(
     assert report["verified"] == report["decisions"] > 0
 
 
-async def test_services_end_when_told_also_without_a_broker(cluster: Cluster, away: Away) -> None:
-    shadow = ["--kafka", away.broker.address, "--namespace", cluster.namespace, "--group", GROUP]
+async def test_services_stop_on_a_signal_without_a_broker(cluster: Cluster, broker: StoppableBroker) -> None:
+    shadow = ["--kafka", broker.broker.address, "--namespace", cluster.namespace, "--group", GROUP]
     cluster.begin("shadow", "shadow", *shadow, "--policy", "round-robin")
-    await cluster.processes.until("the shadow follows", lambda: follows(cluster))
-    away.kill()
+    await cluster.processes.until("the shadow follows", lambda: is_following(cluster))
+    broker.kill()
     names = [one.name for one in cluster.processes.running()]
-    lines = said(cluster)
+    lines = log_lines(cluster)
     for name in names:
         cluster.processes.ask_to_end(name)
     for name in names:
@@ -197,16 +201,16 @@ async def test_services_end_when_told_also_without_a_broker(cluster: Cluster, aw
     assert {name: count for name, count in logs.items() if count - lines[name] > LINES_MAX} == {}
 
 
-async def follows(cluster: Cluster) -> bool:
-    """Return whether the shadow began."""
+async def is_following(cluster: Cluster) -> bool:
+    """Return whether the shadow has started."""
     return "decisions from journal offset" in (cluster.processes.folder / "shadow.out").read_text()
 
 
 async def is_ready(client: httpx.AsyncClient, status: int) -> bool:
-    """Return whether `/ready` and `/health` answer so."""
+    """Return whether `/ready` and `/health` have this status."""
     return {(await client.get(path)).status_code for path in ("/ready", "/health")} == {status}
 
 
-def said(cluster: Cluster) -> dict[str, int]:
-    """Return how many lines each process logged so far."""
+def log_lines(cluster: Cluster) -> dict[str, int]:
+    """Return the number of lines logged by each process."""
     return {one.name: one.output().count("\n") for one in cluster.processes.running()}

@@ -1,4 +1,4 @@
-"""Each real part does what forebay builds on; the contract of leases holds on a real Redis."""
+"""Real services have the properties forebay relies on, and the lease contract holds on a real Redis."""
 
 import os
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from infra.kafka.kafka import Broker, BrokerError, answers, pid_of, start, stop
 from tests.harness.local import free_ports
 from tests.integration import parts
 
-# The contract is written for any Redis; here its `client` is the shared one.
+# The contract works with any Redis. Here its `client` uses the shared one.
 from tests.transport.test_redis_leases import (  # noqa: F401
     test_a_group_can_be_announced_before_it_has_a_lease,
     test_a_lease_is_polled_as_it_was_acquired,
@@ -39,7 +39,7 @@ from tests.transport.test_redis_leases import (  # noqa: F401
 MIB = 1 << 20
 LARGEST = 16 * MIB
 PATIENCE_S = 30
-DATABASE = 15  # what nobody uses, on a Redis that others may use too
+DATABASE = 15  # an unused database on a Redis that may be shared
 
 
 async def create(kafka: str, topic: str, **settings: str) -> None:
@@ -61,7 +61,7 @@ def produced(kafka: str, topic: str, values: list[bytes]) -> None:
 
 
 def consumed(kafka: str, topic: str, count: int) -> list[bytes | None]:
-    """The first records of a topic, by a client library that forebay does not use."""
+    """Return the first records of a topic, read with a client library that forebay does not use."""
     consumer = Consumer({"bootstrap.servers": kafka, "group.id": "none"})
     consumer.assign([Assignment(topic, 0, 0)])
     try:
@@ -73,7 +73,7 @@ def consumed(kafka: str, topic: str, count: int) -> list[bytes | None]:
 
 
 @pytest.mark.parametrize("compression", [None, "gzip", "lz4", "snappy", "zstd"])
-async def test_what_one_client_library_writes_another_reads(
+async def test_records_are_compatible_between_client_libraries(
     kafka: str, namespace: str, compression: str | None
 ) -> None:
     topic = f"{namespace}.records"
@@ -86,7 +86,7 @@ async def test_what_one_client_library_writes_another_reads(
     assert consumed(kafka, topic, 20) == values
 
 
-async def test_a_group_reads_what_another_library_wrote(kafka: str, namespace: str) -> None:
+async def test_a_consumer_group_reads_records_of_another_library(kafka: str, namespace: str) -> None:
     topic = f"{namespace}.records"
     await create(kafka, topic)
     produced(kafka, topic, [b"one", b"two"])
@@ -97,7 +97,7 @@ async def test_a_group_reads_what_another_library_wrote(kafka: str, namespace: s
         assert await consumer.committed(TopicPartition(topic, 0)) == 2
 
 
-async def test_the_longest_record_passes(kafka: str, namespace: str) -> None:
+async def test_the_longest_record_is_accepted(kafka: str, namespace: str) -> None:
     topic = f"{namespace}.records"
     await create(kafka, topic, **{"max.message.bytes": str(LARGEST + MIB)})
     value = os.urandom(LARGEST)
@@ -108,7 +108,7 @@ async def test_the_longest_record_passes(kafka: str, namespace: str) -> None:
         assert (await consumer.getone()).value == value
 
 
-def test_topics_do_not_appear_by_themselves(kafka: str, namespace: str) -> None:
+def test_topics_are_not_created_automatically(kafka: str, namespace: str) -> None:
     topic = f"{namespace}.none"
     producer = Producer({"bootstrap.servers": kafka, "topic.metadata.propagation.max.ms": 0})
     reports: list[KafkaError | None] = []
@@ -120,7 +120,7 @@ def test_topics_do_not_appear_by_themselves(kafka: str, namespace: str) -> None:
 
 
 @pytest.mark.parametrize("password", [parts.SASL[1], "wrong"])
-async def test_a_login_is_checked(local_kafka: Broker, password: str) -> None:
+async def test_credentials_are_checked(local_kafka: Broker, password: str) -> None:
     producer = AIOKafkaProducer(
         bootstrap_servers=local_kafka.sasl_address,
         security_protocol="SASL_PLAINTEXT",
@@ -138,14 +138,14 @@ async def test_a_login_is_checked(local_kafka: Broker, password: str) -> None:
 
 @pytest.fixture
 def own_kafka(tmp_path: Path) -> Iterator[Broker]:
-    """A broker that a test may stop; not yet started."""
+    """Yield a broker, not yet started, that a test may stop."""
     broker = Broker(free_ports(3), tmp_path / "data", ends_with_starter=True)
     yield broker
     stop(broker.data)
 
 
-@pytest.mark.usefixtures("local_kafka")  # skips where Kafka cannot be run
-async def test_a_broker_keeps_its_records_when_it_is_started_again(own_kafka: Broker) -> None:
+@pytest.mark.usefixtures("local_kafka")  # skips if Kafka cannot be run
+async def test_a_broker_keeps_its_records_across_a_restart(own_kafka: Broker) -> None:
     first = start(own_kafka)
     await create(own_kafka.address, "records")
     produced(own_kafka.address, "records", [b"kept"])
@@ -161,7 +161,7 @@ async def test_a_broker_keeps_its_records_when_it_is_started_again(own_kafka: Br
 
 
 @pytest.mark.usefixtures("local_kafka")
-def test_a_broker_that_ends_is_told_with_its_log(own_kafka: Broker) -> None:
+def test_the_error_of_a_failed_broker_has_its_log(own_kafka: Broker) -> None:
     records = own_kafka.data / "records"
     records.mkdir(parents=True)
     (records / "meta.properties").write_text("version=1\nnode.id=7\ncluster.id=other\n")
@@ -172,8 +172,8 @@ def test_a_broker_that_ends_is_told_with_its_log(own_kafka: Broker) -> None:
 
 @pytest.fixture
 def client(redis_url: str) -> Iterator[redis.Redis]:
-    """An empty database of the shared Redis."""
-    # A database in the URL would win over an argument.
+    """Yield an empty database of the shared Redis."""
+    # A database in the URL would override the argument.
     options = parse_url(redis_url)  # type: ignore[no-untyped-call]  # redis-py has not typed it
     with redis.Redis(**{**options, "db": DATABASE}) as client:
         assert client.dbsize() == 0, f"database {DATABASE} of {redis_url} is in use"
@@ -186,7 +186,7 @@ def leases(client: redis.Redis) -> RedisLeases:
     return RedisLeases(client, "test")
 
 
-def test_redis_gives_back_what_it_was_given(client: redis.Redis, namespace: str) -> None:
+def test_redis_values_round_trip(client: redis.Redis, namespace: str) -> None:
     assert client.set(f"{namespace}:key", b"value", px=60_000)
     assert client.get(f"{namespace}:key") == b"value"
     assert 0 < client.pttl(f"{namespace}:key") <= 60_000

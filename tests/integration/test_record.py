@@ -1,4 +1,4 @@
-"""Slices of a live Kafka log: taken under load, past killed owners and workers, and after retention took the head."""
+"""Slices of a live Kafka log, recorded under load, across lost workers and takeovers, and after retention."""
 
 import asyncio
 import itertools
@@ -20,24 +20,24 @@ from forebay.events.topics import FLEET, METRICS
 from tests.harness import fork_server
 from tests.harness.cluster import FOREBAY, GROUP, Cluster
 from tests.integration.conftest import RUN
-from tests.integration.listeners import Listeners, listeners, problems
+from tests.integration.stream_clients import StreamClients, problems, stream_clients
 
 ROUTERS = ("r1", "r2")
 WORKERS = ("w1", "w2", "w3")
 NAMESPACE = f"{RUN}-record"
 EVERY = ("--snapshot-every", "60")
-SHORT = 6  # tokens of answers
+SHORT = 6  # output tokens
 ASK_EVERY_S = 0.05
 PATIENCE_S = 60.0
 COMMAND_S = 120.0
-ROUTED = 80  # requests before and after each thing that happens
+ROUTED = 80  # requests before and after each incident
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(kafka: str, redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
-    """Two routers that take snapshots often, three workers and an ingress."""
+    """Run two routers with frequent snapshots, three workers and an ingress."""
     async with Cluster(
         kafka, redis_url, NAMESPACE, tmp_path_factory.mktemp("record"), spawn=fork_server.spawn
     ) as running:
@@ -51,13 +51,13 @@ async def cluster(kafka: str, redis_url: str, tmp_path_factory: pytest.TempPathF
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def clients(cluster: Cluster) -> AsyncIterator[Listeners]:
-    async with listeners(list(cluster.urls.values()), "record") as speaking:
+async def clients(cluster: Cluster) -> AsyncIterator[StreamClients]:
+    async with stream_clients(list(cluster.urls.values()), "record") as speaking:
         yield speaking
 
 
 async def run(*arguments: str | Path, hash_seed: int = 0) -> "subprocess.CompletedProcess[str]":
-    """One forebay command in a process of its own."""
+    """Run a forebay command in a separate process."""
     return await asyncio.to_thread(
         subprocess.run,
         [FOREBAY, *map(str, arguments)],
@@ -70,17 +70,17 @@ async def run(*arguments: str | Path, hash_seed: int = 0) -> "subprocess.Complet
 
 
 async def recorded(kafka: str, out: Path, *options: str) -> dict[str, Any]:
-    """Record, and what it says; all of it must verify."""
+    """Record, check that the recording verifies, and return the JSON output."""
     done = await run("record", "--kafka", kafka, "--namespace", NAMESPACE, "--json", *options, out)
     assert done.returncode == 0, done.stderr + done.stdout
-    told: dict[str, Any] = json.loads(done.stdout)
-    report = told["verified"][GROUP]
+    output: dict[str, Any] = json.loads(done.stdout)
+    report = output["verified"][GROUP]
     assert (report["divergence"], report["unverified"]) == (None, {})
-    assert report["verified"] == report["decisions"] >= told["groups"][0]["decisions"] > 0
-    return told
+    assert report["verified"] == report["decisions"] >= output["groups"][0]["decisions"] > 0
+    return output
 
 
-async def routes_on(cluster: Cluster) -> None:
+async def until_more_routed(cluster: Cluster) -> None:
     """Wait until some more requests are routed."""
     before = await cluster.routed()
 
@@ -90,17 +90,17 @@ async def routes_on(cluster: Cluster) -> None:
     await cluster.processes.until(f"{ROUTED} more requests are routed", enough, within_s=PATIENCE_S)
 
 
-async def test_slices_under_load_across_a_lost_worker_and_a_take_over(
-    cluster: Cluster, clients: Listeners, kafka: str, tmp_path: Path
+async def test_slices_recorded_under_load_across_a_lost_worker_and_a_takeover(
+    cluster: Cluster, clients: StreamClients, kafka: str, tmp_path: Path
 ) -> None:
     owner = await cluster.owner()
     assert owner is not None
     numbers = itertools.count()
-    async with clients.asking(ASK_EVERY_S, SHORT, first=0):
-        await routes_on(cluster)
+    async with clients.load(ASK_EVERY_S, SHORT, first=0):
+        await until_more_routed(cluster)
         began = datetime.now(UTC)
         first = asyncio.create_task(recorded(kafka, tmp_path / f"{next(numbers)}.rec"))
-        await routes_on(cluster)
+        await until_more_routed(cluster)
         cluster.kill("w3")
 
         async def lost() -> bool:
@@ -110,27 +110,27 @@ async def test_slices_under_load_across_a_lost_worker_and_a_take_over(
         cluster.kill(owner)
         await cluster.taken_over(owner, within_s=PATIENCE_S)
         second = asyncio.create_task(recorded(kafka, tmp_path / f"{next(numbers)}.rec", "--from", began.isoformat()))
-        await routes_on(cluster)
-        told = [await first, await second]
-    assert problems(clients.heard, SHORT) == []
-    told.append(await recorded(kafka, tmp_path / f"{next(numbers)}.rec", "--from", began.isoformat()))
-    told.append(await recorded(kafka, tmp_path / f"{next(numbers)}.rec"))
-    groups = [one["groups"][0] for one in told]
+        await until_more_routed(cluster)
+        outputs = [await first, await second]
+    assert problems(clients.results, SHORT) == []
+    outputs.append(await recorded(kafka, tmp_path / f"{next(numbers)}.rec", "--from", began.isoformat()))
+    outputs.append(await recorded(kafka, tmp_path / f"{next(numbers)}.rec"))
+    groups = [one["groups"][0] for one in outputs]
     assert [group["start"] > 0 for group in groups] == [False, True, True, False]
     assert groups[1]["first"] == groups[2]["first"] > groups[2]["start"]
     assert groups[0]["end"] < groups[1]["end"] < groups[2]["end"] == groups[3]["end"]
-    assert {one["source"] for one in told} == {"kafka"}
-    assert told[2]["verified"][GROUP]["claims"] == 1
-    assert told[3]["verified"][GROUP]["claims"] == 2
-    assert told[3]["groups"][0]["decisions"] == await cluster.decided()
+    assert {one["source"] for one in outputs} == {"kafka"}
+    assert outputs[2]["verified"][GROUP]["claims"] == 1
+    assert outputs[3]["verified"][GROUP]["claims"] == 2
+    assert outputs[3]["groups"][0]["decisions"] == await cluster.decided()
 
 
-async def test_other_processes_and_hash_seeds_find_the_same_in_kafka_and_in_the_recording(
+async def test_kafka_and_the_recording_give_the_same_results_in_other_processes(
     cluster: Cluster, kafka: str, tmp_path: Path
 ) -> None:
     for name in ROUTERS:
         if name in cluster.processes:
-            await cluster.stop(name)  # the journal stands still from here on
+            await cluster.stop(name)  # no later records in the journal
     out = tmp_path / "whole.rec"
     whole = await recorded(kafka, out)
     anonymous = await recorded(kafka, tmp_path / "anonymous.rec", "--anonymize")
@@ -155,12 +155,14 @@ async def test_other_processes_and_hash_seeds_find_the_same_in_kafka_and_in_the_
 
 
 @pytest.mark.usefixtures("cluster")
-async def test_what_retention_took_is_named_and_the_rest_can_be_recorded(kafka: str, tmp_path: Path) -> None:
-    """Runs last: nobody owns the group any more, and the head of a topic is gone afterwards."""
+async def test_error_names_records_removed_by_retention_and_the_rest_can_be_recorded(
+    kafka: str, tmp_path: Path
+) -> None:
+    """Runs last, because it stops the owners and deletes the head of a topic."""
     whole = await recorded(kafka, tmp_path / "before.rec")
     middle = next(extent for extent in whole["extents"] if extent["topic"] == METRICS.name)["end"] // 2
     place = TopicPartition(f"{NAMESPACE}.{METRICS.name}", whole["groups"][0]["partition"], middle)
-    admin = AdminClient({"bootstrap.servers": kafka})  # the answers come to it, so it must stay
+    admin = AdminClient({"bootstrap.servers": kafka})  # keep a reference, because it receives the responses
     for removed in admin.delete_records([place]).values():
         assert removed.result(COMMAND_S).low_watermark == middle
     source = ("--kafka", kafka, "--namespace", NAMESPACE)

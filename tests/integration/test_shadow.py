@@ -1,4 +1,4 @@
-"""Shadows of a cluster under load, on real Kafka: each decision once, and nothing else in the namespace touched."""
+"""Shadows of a cluster under load evaluate each decision once and write only to their topic."""
 
 import contextlib
 import functools
@@ -24,7 +24,7 @@ from tests.harness import fork_server
 from tests.harness.cluster import GROUP, Cluster
 from tests.integration import kafka_api
 from tests.integration.conftest import RUN
-from tests.integration.listeners import Listeners, listeners, problems, prompt
+from tests.integration.stream_clients import StreamClients, problems, prompt, stream_clients
 
 WORKERS = ("w1", "w2", "w3")
 NAMESPACE = f"{RUN}-shadow"
@@ -51,14 +51,14 @@ async def cluster(kafka: str, redis_url: str, tmp_path_factory: pytest.TempPathF
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def log(kafka: str, cluster: Cluster) -> AsyncIterator[KafkaLog]:
-    """The cluster's log, for who is no part of it."""
+    """Open the cluster's log from outside of the cluster."""
     async with kafka_api.opened(KafkaSettings(kafka, NAMESPACE)) as opened:
         yield opened
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def clients(cluster: Cluster) -> AsyncIterator[Listeners]:
-    async with listeners(list(cluster.urls.values()), uuid.uuid4().hex[:8]) as speaking:
+async def clients(cluster: Cluster) -> AsyncIterator[StreamClients]:
+    async with stream_clients(list(cluster.urls.values()), uuid.uuid4().hex[:8]) as speaking:
         yield speaking
 
 
@@ -68,15 +68,15 @@ def start(cluster: Cluster, kafka: str, name: str, *options: str) -> None:
 
 
 async def stop(cluster: Cluster, name: str) -> str:
-    """End a shadow in the planned way: its last line."""
+    """Stop a shadow and return its last output line."""
     cluster.processes[name].signal(signal.SIGTERM)
-    code, said = await cluster.finish(name, within_s=PATIENCE_S)
+    code, output = await cluster.finish(name, within_s=PATIENCE_S)
     assert code == 0
-    return said.splitlines()[-1]
+    return output.splitlines()[-1]
 
 
-async def said(log: KafkaLog, name: str, kind: type = DecisionShadowed) -> list[Any]:
-    """What a shadow said on the topic so far."""
+async def shadow_events(log: KafkaLog, name: str, kind: type = DecisionShadowed) -> list[Any]:
+    """Return the events that a shadow has written."""
     found: list[Any] = []
     position, end = 0, await log.end(SHADOW.name, 0)
     while position < end:
@@ -88,39 +88,41 @@ async def said(log: KafkaLog, name: str, kind: type = DecisionShadowed) -> list[
 
 
 async def routed(log: KafkaLog) -> list[tuple[int, str, int]]:
-    """The valid routing decisions of the journal, with their offsets."""
+    """Return the valid routing decisions of the journal with their offsets."""
     end = await log.end("decisions", 0)
     records = journal(log, 0, 0, end, Validity(-1))
     return [(at, one.request_id, one.attempt) async for at, one in records if isinstance(one, RequestRouted)]
 
 
 async def started(log: KafkaLog, name: str, times: int) -> bool:
-    return len(await said(log, name, ShadowStarted)) == times
+    return len(await shadow_events(log, name, ShadowStarted)) == times
 
 
-async def spoken_of_all(log: KafkaLog, name: str) -> bool:
-    spoken = await said(log, name)
-    return bool(spoken) and spoken[-1].decision_offset == (await routed(log))[-1][0]
+async def evaluated_all(log: KafkaLog, name: str) -> bool:
+    evaluated = await shadow_events(log, name)
+    return bool(evaluated) and evaluated[-1].decision_offset == (await routed(log))[-1][0]
 
 
-BESIDE = {SHADOW.name, HEARTBEATS.name}  # they grow while nothing else happens
+BESIDE = {SHADOW.name, HEARTBEATS.name}  # these grow while the cluster is idle
 
 
 async def ends(kafka: str, log: KafkaLog) -> dict[str, int]:
-    """Where every partition of the namespace ends, except those of shadows and heartbeats."""
+    """Return the end offset of every partition except those of shadows and heartbeats."""
     partitions = await partitions_of(KafkaSettings(kafka, NAMESPACE))
     places = [(topic, number) for topic in partitions if topic not in BESIDE for number in range(partitions[topic])]
     return {f"{topic}/{number}": await log.end(topic, number) for topic, number in places}
 
 
-async def test_shadows_of_a_cluster_under_load(cluster: Cluster, kafka: str, log: KafkaLog, clients: Listeners) -> None:
-    """The owner is killed on the way, and so is one of the shadows."""
+async def test_shadows_of_a_cluster_under_load(
+    cluster: Cluster, kafka: str, log: KafkaLog, clients: StreamClients
+) -> None:
+    """The owner and one of the shadows are killed meanwhile."""
     for name in SHADOWS:
         start(cluster, kafka, name)
         await cluster.processes.until(f"{name} looks on", functools.partial(started, log, name, 1))
-    begin = {name: (await said(log, name, ShadowStarted))[0].from_offset for name in SHADOWS}
-    async with clients.asking(ASK_EVERY_S, TOKENS, first=0):
-        await cluster.processes.until("decisions are spoken of", functools.partial(said, log, "same"))
+    begin = {name: (await shadow_events(log, name, ShadowStarted))[0].from_offset for name in SHADOWS}
+    async with clients.load(ASK_EVERY_S, TOKENS, first=0):
+        await cluster.processes.until("decisions are evaluated", functools.partial(shadow_events, log, "same"))
         cluster.processes.kill("same")
         start(cluster, kafka, "same")
         owner = await cluster.owner()
@@ -128,26 +130,26 @@ async def test_shadows_of_a_cluster_under_load(cluster: Cluster, kafka: str, log
         cluster.kill(owner)
         await cluster.taken_over(owner, within_s=PATIENCE_S)
         await cluster.processes.until("same goes on", functools.partial(started, log, "same", 2))
-    assert problems(clients.heard, TOKENS) == []
+    assert problems(clients.results, TOKENS) == []
     for name in SHADOWS:
-        await cluster.processes.until(f"{name} has seen all", functools.partial(spoken_of_all, log, name))
+        await cluster.processes.until(f"{name} has seen all", functools.partial(evaluated_all, log, name))
     decided = await routed(log)
     for name in SHADOWS:
-        spoken = [(one.decision_offset, one.request_id, one.attempt) for one in await said(log, name)]
-        assert spoken == [one for one in decided if one[0] >= begin[name]]
-    assert all(one.agrees and one.regret_blocks == 0.0 for one in await said(log, "same"))
-    others = await said(log, "round")
+        evaluated = [(one.decision_offset, one.request_id, one.attempt) for one in await shadow_events(log, name)]
+        assert evaluated == [one for one in decided if one[0] >= begin[name]]
+    assert all(one.agrees and one.regret_blocks == 0.0 for one in await shadow_events(log, "same"))
+    others = await shadow_events(log, "round")
     assert 0.0 < sum(one.agrees for one in others) / len(others) < 1.0
     assert "100.0% agree, regret mean 0.00 p99 0.00 blocks" in await stop(cluster, "same")
     assert "% agree, regret mean -" in await stop(cluster, "round")
 
 
 async def test_a_shadow_writes_to_its_topic_alone(
-    cluster: Cluster, kafka: str, log: KafkaLog, clients: Listeners
+    cluster: Cluster, kafka: str, log: KafkaLog, clients: StreamClients
 ) -> None:
-    """Nothing goes on but a shadow, which reads all there is."""
-    heard = await clients.answers([prompt(number) for number in range(8)], 1)
-    assert problems(heard, 1) == []
+    """Only a shadow runs, and it reads the whole log."""
+    results = await clients.answers([prompt(number) for number in range(8)], 1)
+    assert problems(results, 1) == []
     before: dict[str, int] = {}
 
     async def quiet() -> bool:
@@ -157,30 +159,30 @@ async def test_a_shadow_writes_to_its_topic_alone(
 
     await cluster.processes.until("the system is idle", quiet)
     start(cluster, kafka, "late", "--policy", "random", "--from-start")
-    await cluster.processes.until("it has seen all", functools.partial(spoken_of_all, log, "late"))
-    assert len(await said(log, "late")) == len(await routed(log))
+    await cluster.processes.until("it has seen all", functools.partial(evaluated_all, log, "late"))
+    assert len(await shadow_events(log, "late")) == len(await routed(log))
     await stop(cluster, "late")
     assert await ends(kafka, log) == before
-    _, told = await cluster.command(
+    _, output = await cluster.command(
         "lag", "topics", "lag", "--kafka", kafka, "--namespace", NAMESPACE, within_s=PATIENCE_S
     )
-    rows = [line.split() for line in told.splitlines()]
+    rows = [line.split() for line in output.splitlines()]
     lags = {row[0]: row[-1] for row in rows if row and row[0].startswith("shadow-")}
     assert lags["shadow-late"] == "0"
     assert lags.keys() == {"shadow-late", "shadow-same", "shadow-round"}
 
 
-async def test_other_records_of_the_topic_do_not_matter(cluster: Cluster, kafka: str, log: KafkaLog) -> None:
+async def test_other_records_of_the_topic_are_ignored(cluster: Cluster, kafka: str, log: KafkaLog) -> None:
     await log.append([Draft(SHADOW.name, 0, b"?", b"same"), Draft(SHADOW.name, 0, b"?")])
-    before = len(await said(log, "same"))
+    before = len(await shadow_events(log, "same"))
     start(cluster, kafka, "same")
     await cluster.processes.until("same goes on", functools.partial(started, log, "same", 3))
-    await cluster.processes.until("same has seen all", functools.partial(spoken_of_all, log, "same"))
+    await cluster.processes.until("same has seen all", functools.partial(evaluated_all, log, "same"))
     await stop(cluster, "same")
-    assert len(await said(log, "same")) == before + 8, "the answers of the test before"
+    assert len(await shadow_events(log, "same")) == before + 8, "the decisions of the previous test"
 
 
-async def test_a_cluster_that_is_older_than_the_topic(kafka: str, cluster: Cluster) -> None:
+async def test_a_cluster_without_the_shadow_topic_is_reported(kafka: str, cluster: Cluster) -> None:
     settings = KafkaSettings(kafka, f"{NAMESPACE}-old")
     await create_topics(settings, TopicPlan(groups=1, slots=1, replies=1, kafka_api=1), ["default"])
     admin = AIOKafkaAdminClient(**settings.client_options())
@@ -190,12 +192,12 @@ async def test_a_cluster_that_is_older_than_the_topic(kafka: str, cluster: Clust
     finally:
         await admin.close()
 
-    async def gone() -> bool:
+    async def is_deleted() -> bool:
         return SHADOW.name not in await partitions_of(settings)
 
-    await cluster.processes.until("the topic is gone", gone)
+    await cluster.processes.until("the topic is deleted", is_deleted)
     where = ("--kafka", kafka, "--namespace", settings.namespace)
     code, _ = await cluster.command("old", "shadow", *where, "--policy", "random", within_s=PATIENCE_S)
     assert code == 2
-    told = (cluster.processes.folder / "old.log").read_text()
-    assert f"has no topic {settings.topic(SHADOW.name)}; run `forebay topics create`" in told
+    output = (cluster.processes.folder / "old.log").read_text()
+    assert f"has no topic {settings.topic(SHADOW.name)}; run `forebay topics create`" in output

@@ -1,7 +1,7 @@
-"""Prefill and decode workers on two hosts: KV crosses the cable between them, which is cut under load.
+"""Prefill and decode workers on two hosts: KV is transferred between them, and the link is cut under load.
 
-The hosts are namespaces of this machine; Kafka, Redis, router, ingress and clients are in the network of the first.
-The tests of this file go on with what the one before left running.
+The hosts are network namespaces. Kafka, Redis, router, ingress and clients are in the network of the first host.
+The tests of this file share a cluster and depend on their order.
 """
 
 import contextlib
@@ -22,9 +22,19 @@ from tests.harness.cluster import Cluster
 from tests.harness.hosts import Host, two_hosts
 from tests.harness.local import Missing, local_kafka, local_redis
 from tests.harness.mock_words import Words
-from tests.integration.conftest import had_or_skipped
-from tests.integration.listeners import Listeners, listeners
-from tests.integration.test_disagg import LONG, SHORT, SIZES, STREAMS, ask, at_work, members, right, routings
+from tests.integration.conftest import available_or_skipped
+from tests.integration.stream_clients import StreamClients, stream_clients
+from tests.integration.test_disagg import (
+    LONG,
+    SHORT,
+    SIZES,
+    STREAMS,
+    at_work,
+    check_responses,
+    members,
+    routings,
+    submit,
+)
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -33,7 +43,7 @@ KINDS = ("nixl", "tcp")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Two hosts, and a log that both reach."""
+    """Two hosts and a log reachable from both."""
 
     one: Host
     two: Host
@@ -43,16 +53,18 @@ class Place:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
-    """This process is in the network of the first host meanwhile."""
+    """Create the hosts and move this process into the network of the first one."""
     folder = tmp_path_factory.mktemp("hosts")
     with contextlib.ExitStack() as stack:
         try:
             one, two = stack.enter_context(two_hosts())
-        except Missing as missing:  # where parts are required, too: not every machine may make hosts
+        except (
+            Missing
+        ) as missing:  # also if services are required, because not every machine can create network namespaces
             pytest.skip(str(missing))
         stack.enter_context(one.network())
-        kafka = stack.enter_context(had_or_skipped(local_kafka(folder / "kafka", host=one.address)))
-        redis_url = stack.enter_context(had_or_skipped(local_redis(folder, host=one.address)))
+        kafka = stack.enter_context(available_or_skipped(local_kafka(folder / "kafka", host=one.address)))
+        redis_url = stack.enter_context(available_or_skipped(local_redis(folder, host=one.address)))
         yield Place(one, two, kafka.address, redis_url)
 
 
@@ -60,7 +72,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 async def cluster(
     place: Place, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Cluster]:
-    """The prefill worker is on the first host, a decode worker on the second; nobody is told an address."""
+    """Run the prefill worker on the first host and a decode worker on the second, without configured addresses."""
     kind = str(request.param)
     folder = tmp_path_factory.mktemp(kind)
     async with Cluster(
@@ -75,44 +87,46 @@ async def cluster(
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def clients(cluster: Cluster) -> AsyncIterator[Listeners]:
-    async with listeners(list(cluster.urls.values()), uuid.uuid4().hex[:8]) as speaking:
+async def clients(cluster: Cluster) -> AsyncIterator[StreamClients]:
+    async with stream_clients(list(cluster.urls.values()), uuid.uuid4().hex[:8]) as speaking:
         yield speaking
 
 
-async def test_hosts_disagg_kv_crosses_the_cable(cluster: Cluster, clients: Listeners, place: Place) -> None:
+async def test_hosts_disagg_kv_is_transferred_between_hosts(
+    cluster: Cluster, clients: StreamClients, place: Place
+) -> None:
     before = place.one.sent_bytes()
-    heard = ask(clients, STREAMS, SHORT)
+    results = submit(clients, STREAMS, SHORT)
     await clients.all()
     crossed = place.one.sent_bytes() - before
-    await right(cluster, Words(), heard, SHORT)
-    stages = [(one.stage, one.worker_id, one.attempt) for one in await routings(cluster, heard)]
+    await check_responses(cluster, Words(), results, SHORT)
+    stages = [(one.stage, one.worker_id, one.attempt) for one in await routings(cluster, results)]
     assert sorted(stages) == [("decode", "d1", 1)] * STREAMS + [("prefill", "p1", 1)] * STREAMS
-    ids = {one.request_id for one in heard}
-    said = [one for one in await cluster.events(PROGRESS) if isinstance(one, FirstTokenEmitted)]
-    fetched = sum(one.transferred_bytes for one in said if one.request_id in ids)
+    ids = {one.request_id for one in results}
+    first_tokens = [one for one in await cluster.events(PROGRESS) if isinstance(one, FirstTokenEmitted)]
+    fetched = sum(one.transferred_bytes for one in first_tokens if one.request_id in ids)
     assert fetched >= STREAMS * 3 * 64 * 256, "prompts have more than three blocks"
     assert crossed > fetched
 
 
-async def test_hosts_disagg_answers_go_on_when_the_cable_is_cut(
-    cluster: Cluster, clients: Listeners, place: Place
+async def test_hosts_disagg_responses_continue_when_the_link_is_cut(
+    cluster: Cluster, clients: StreamClients, place: Place
 ) -> None:
     kind = "tcp" if "hosts-tcp" in cluster.namespace else "nixl"
     cluster.worker("d2", "--role", "decode", "--kv-transport", kind, *SIZES, on=place.one)
     await members(cluster, "p1", "d1", "d2")
-    heard = ask(clients, STREAMS, LONG)
-    working = functools.partial(at_work, cluster, heard, "d1")
+    results = submit(clients, STREAMS, LONG)
+    working = functools.partial(at_work, cluster, results, "d1")
     await cluster.processes.until("d1 is in the middle of an answer", working)
     place.two.cut()
     try:
         await members(cluster, "p1", "d2")
-        heard += ask(clients, STREAMS, SHORT)
+        results += submit(clients, STREAMS, SHORT)
         await clients.all()
     finally:
         place.two.mend()
-    await right(cluster, Words(), heard[:STREAMS], LONG)
-    await right(cluster, Words(), heard[STREAMS:], SHORT)
-    by_d1 = {one.request_id for one in await routings(cluster, heard) if one.worker_id == "d1"}
-    assert {one.worker for one in heard if one.request_id in by_d1} == {"d2"}
+    await check_responses(cluster, Words(), results[:STREAMS], LONG)
+    await check_responses(cluster, Words(), results[STREAMS:], SHORT)
+    by_d1 = {one.request_id for one in await routings(cluster, results) if one.worker_id == "d1"}
+    assert {one.worker for one in results if one.request_id in by_d1} == {"d2"}
     await members(cluster, "p1", "d1", "d2")

@@ -15,11 +15,11 @@ from forebay.transport.kafka.topics import TopicPlan
 from tests.harness import fork_server
 from tests.harness.cluster import GROUP, Cluster
 from tests.integration.conftest import RUN
-from tests.integration.listeners import Heard, listeners, problems, prompt
+from tests.integration.stream_clients import StreamResult, problems, prompt, stream_clients
 
 OTHER = "org/other-model:chat"
 REQUESTS = 1_000  # per model
-IN_FLIGHT = 100  # per model: as many as the ingresses and a busy machine take without a queue
+IN_FLIGHT = 100  # per model; as many as a busy machine handles without a queue
 TOKENS = 4
 FAST = ("--speedup", "1000")
 SHARED_WORKER = "w"
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(kafka: str, redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
-    """Two models with two workers and an ingress each; one reply slot, so that both ingresses read all answers."""
+    """Run two models with two workers and an ingress each, and one reply slot read by both ingresses."""
     folder = tmp_path_factory.mktemp("two-models")
     plan = TopicPlan(groups=2, slots=4, replies=1, kafka_api=2)
     async with Cluster(kafka, redis_url, f"{RUN}-two-models", folder, plan, spawn=fork_server.spawn) as running:
@@ -46,20 +46,20 @@ async def cluster(kafka: str, redis_url: str, tmp_path_factory: pytest.TempPathF
         yield running
 
 
-async def answers(cluster: Cluster, prefix: str, models: Sequence[str], count: int) -> dict[str, list[Heard]]:
-    """Ask `count` requests of each model, with the same request ids for every model; return the answers by model."""
+async def answers(cluster: Cluster, prefix: str, models: Sequence[str], count: int) -> dict[str, list[StreamResult]]:
+    """Send `count` requests to each model, with equal request ids across models. Return the results by model."""
     async with contextlib.AsyncExitStack() as stack:
         clients = {
-            model: await stack.enter_async_context(listeners([cluster.urls[INGRESSES[model]]], prefix))
+            model: await stack.enter_async_context(stream_clients([cluster.urls[INGRESSES[model]]], prefix))
             for model in models
         }
         for first in range(0, count, IN_FLIGHT):
             for number in range(first, min(first + IN_FLIGHT, count)):
                 for model in models:
-                    clients[model].ask(prompt(number), TOKENS, model)
+                    clients[model].submit(prompt(number), TOKENS, model)
             for model in models:
                 await clients[model].all()
-        return {model: clients[model].heard for model in models}
+        return {model: clients[model].results for model in models}
 
 
 async def executions(cluster: Cluster, prefix: str) -> Counter[str]:
@@ -76,12 +76,12 @@ async def executions(cluster: Cluster, prefix: str) -> Counter[str]:
 
 @pytest.mark.timeout(600)
 async def test_each_model_runs_its_own_requests_exactly_once(cluster: Cluster) -> None:
-    heard = await answers(cluster, "same", [GROUP, OTHER], REQUESTS)
+    results = await answers(cluster, "same", [GROUP, OTHER], REQUESTS)
     for model in (GROUP, OTHER):
-        assert problems(heard[model], TOKENS) == []
-        answered_by = Counter(one.worker for one in heard[model])
+        assert problems(results[model], TOKENS) == []
+        answered_by = Counter(one.worker for one in results[model])
         assert set(answered_by) <= set(WORKERS[model]), answered_by
-        assert {one.attempts for one in heard[model]} == {1}
+        assert {one.attempts for one in results[model]} == {1}
     # Each id was used for one request per model, so it has two first tokens.
     assert Counter((await executions(cluster, "same")).values()) == {2: REQUESTS}
     for model in (GROUP, OTHER):
@@ -92,17 +92,17 @@ async def test_each_model_runs_its_own_requests_exactly_once(cluster: Cluster) -
 
 
 @pytest.mark.timeout(600)
-async def test_a_command_for_one_model_leaves_the_other_alone(cluster: Cluster) -> None:
+async def test_a_command_for_one_model_does_not_affect_the_other(cluster: Cluster) -> None:
     at_first = ["--url", cluster.urls[INGRESSES[GROUP]], "--json", *cluster.admin_options]
     code, out = await cluster.command("control", "control", "pause", *at_first, within_s=60)
     assert (code, {one["worker_id"] for one in json.loads(out)["outcomes"]}) == (0, set(WORKERS[GROUP]))
-    heard = await answers(cluster, "meanwhile", [OTHER], IN_FLIGHT)
-    assert problems(heard[OTHER], TOKENS) == []
-    assert {one.worker for one in heard[OTHER]} <= set(WORKERS[OTHER])
+    results = await answers(cluster, "meanwhile", [OTHER], IN_FLIGHT)
+    assert problems(results[OTHER], TOKENS) == []
+    assert {one.worker for one in results[OTHER]} <= set(WORKERS[OTHER])
     code, _ = await cluster.command("control", "control", "resume", *at_first, within_s=60)
     assert code == 0
-    heard = await answers(cluster, "after", [GROUP], IN_FLIGHT)
-    assert problems(heard[GROUP], TOKENS) == []
+    results = await answers(cluster, "after", [GROUP], IN_FLIGHT)
+    assert problems(results[GROUP], TOKENS) == []
     answered = [event for event in await cluster.events(PROGRESS, OTHER) if isinstance(event, CommandDone)]
     refused = [event for event in await cluster.events(PROGRESS, OTHER) if isinstance(event, CommandRefused)]
     assert (answered, refused) == ([], [])

@@ -1,4 +1,4 @@
-"""How worker processes end: drained, at once, or with the process that started them; clients notice nothing."""
+"""Shutdown of worker processes: drained, immediate, or with their parent, without effect on clients."""
 
 import functools
 import os
@@ -19,11 +19,11 @@ from tests.harness import fork_server
 from tests.harness.cluster import FOREBAY, GROUP, Cluster
 from tests.harness.local import free_ports
 from tests.integration.conftest import RUN
-from tests.integration.listeners import Heard, Listeners, listeners, problems, prompt
+from tests.integration.stream_clients import StreamClients, StreamResult, problems, prompt, stream_clients
 
-SLOW = ("--speedup", "0.1")  # a token takes about 57 ms: there is time to stop a worker in the middle of an answer
+SLOW = ("--speedup", "0.1")  # about 57 ms per token, so a worker can be stopped during a response
 ENDLESS = ("--speedup", "0.001")
-LONG, SHORT = 120, 4  # tokens of answers
+LONG, SHORT = 120, 4  # output tokens
 STREAMS = 6
 PATIENCE_S = 60.0
 LINGERING = """
@@ -53,7 +53,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(kafka: str, redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
-    """A router and an ingress; each test brings its workers, and ends them."""
+    """Run a router and an ingress. Each test starts and stops its own workers."""
     async with Cluster(
         kafka, redis_url, f"{RUN}-workers", tmp_path_factory.mktemp("workers"), spawn=fork_server.spawn
     ) as cluster:
@@ -63,22 +63,22 @@ async def cluster(kafka: str, redis_url: str, tmp_path_factory: pytest.TempPathF
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def clients(cluster: Cluster) -> AsyncIterator[Listeners]:
-    async with listeners(list(cluster.urls.values()), uuid.uuid4().hex[:8]) as speaking:
-        yield speaking
+async def clients(cluster: Cluster) -> AsyncIterator[StreamClients]:
+    async with stream_clients(list(cluster.urls.values()), uuid.uuid4().hex[:8]) as until_started:
+        yield until_started
 
 
-async def speaking(cluster: Cluster, heard: Sequence[Heard]) -> None:
-    """Wait until every answer has begun."""
+async def until_started(cluster: Cluster, results: Sequence[StreamResult]) -> None:
+    """Wait until every response has started."""
 
     async def begun() -> bool:
-        return all(one.text for one in heard)
+        return all(one.text for one in results)
 
     await cluster.processes.until("every stream has begun", begun)
 
 
 async def members(cluster: Cluster, names: set[str]) -> None:
-    """Wait until these workers and no others are members."""
+    """Wait until exactly these workers are members."""
 
     async def are() -> bool:
         return set(await cluster.members()) == names
@@ -86,8 +86,8 @@ async def members(cluster: Cluster, names: set[str]) -> None:
     await cluster.processes.until(f"{names} are members", are)
 
 
-async def told(cluster: Cluster, kind: type[WorkerFact], worker_id: str) -> int:
-    """How many facts of a kind there are about a worker."""
+async def fact_count(cluster: Cluster, kind: type[WorkerFact], worker_id: str) -> int:
+    """Return the number of facts of a kind about a worker."""
     facts = [event for event in await cluster.events(FLEET) if isinstance(event, kind)]
     return sum(fact.worker_id == worker_id for fact in facts)
 
@@ -98,7 +98,9 @@ async def probe(port: int, path: str) -> tuple[int, str]:
         return answer.status_code, answer.text.strip()
 
 
-async def test_a_terminated_worker_finishes_its_answers_and_takes_no_more(cluster: Cluster, clients: Listeners) -> None:
+async def test_a_terminated_worker_finishes_its_requests_and_gets_no_more(
+    cluster: Cluster, clients: StreamClients
+) -> None:
     port = free_ports(1)
     cluster.worker("a", *SLOW, "--metrics-port", str(port))
     cluster.worker("b", *SLOW)
@@ -108,22 +110,22 @@ async def test_a_terminated_worker_finishes_its_answers_and_takes_no_more(cluste
         return await probe(port, "/ready") == (200, "healthy")
 
     await cluster.processes.until("a is healthy", ready)
-    old = [clients.ask(prompt(number), LONG) for number in range(STREAMS)]
-    await speaking(cluster, old)
+    old = [clients.submit(prompt(number), LONG) for number in range(STREAMS)]
+    await until_started(cluster, old)
     cluster.processes["a"].signal(signal.SIGTERM)
-    await cluster.processes.until("a drains", functools.partial(told, cluster, WorkerDraining, "a"))
+    await cluster.processes.until("a drains", functools.partial(fact_count, cluster, WorkerDraining, "a"))
     assert await probe(port, "/ready") == (503, "stopping")
     assert await probe(port, "/live") == (200, "stopping")
     _, metrics = await probe(port, "/metrics")
     assert 'forebay_worker_state{state="stopping",worker_id="a"} 1.0' in metrics
-    new = [clients.ask(one.prompt, SHORT) for one in old]
+    new = [clients.submit(one.prompt, SHORT) for one in old]
     await clients.all()
     assert await cluster.processes.ended("a", within_s=PATIENCE_S) == 0
     await members(cluster, {"b"})
     assert problems(old, LONG) + problems(new, SHORT) == []
     assert {(one.worker, one.attempts) for one in old} == {("a", 1), ("b", 1)}
     assert {one.worker for one in new} == {"b"}
-    assert await told(cluster, WorkerLost, "a") == 1
+    assert await fact_count(cluster, WorkerLost, "a") == 1
     report = await cluster.verify()
     assert (report["divergence"], report["verified"]) == (None, report["decisions"])
     await cluster.stop("b")
@@ -131,33 +133,37 @@ async def test_a_terminated_worker_finishes_its_answers_and_takes_no_more(cluste
 
 
 @pytest.mark.parametrize("how", ["in time", "second signal"])
-async def test_what_a_worker_does_not_finish_goes_on_elsewhere(cluster: Cluster, clients: Listeners, how: str) -> None:
+async def test_requests_unfinished_by_a_worker_continue_on_another(
+    cluster: Cluster, clients: StreamClients, how: str
+) -> None:
     drain_s = "0.5" if how == "in time" else "3600"
     cluster.worker("a", *ENDLESS, "--drain-s", drain_s)
     await cluster.until_serving(1)
-    heard = [clients.ask(prompt(100 + number), SHORT) for number in range(2)]
-    # Its first token is minutes away: nothing but the end of the worker moves these.
-    await cluster.processes.until("the requests are routed", lambda: routed(cluster, heard))
+    results = [clients.submit(prompt(100 + number), SHORT) for number in range(2)]
+    # The first token would take minutes, so only the end of the worker redispatches these requests.
+    await cluster.processes.until("the requests are routed", lambda: routed(cluster, results))
     cluster.worker("b")
     await members(cluster, {"a", "b"})
     cluster.processes["a"].signal(signal.SIGTERM)
     if how == "second signal":
-        await cluster.processes.until("a drains", functools.partial(told, cluster, WorkerDraining, "a"))
+        await cluster.processes.until("a drains", functools.partial(fact_count, cluster, WorkerDraining, "a"))
         cluster.processes["a"].signal(signal.SIGTERM)
     assert await cluster.processes.ended("a", within_s=PATIENCE_S) == 0
     await clients.all()
-    assert problems(heard, SHORT) == []
-    assert {(one.worker, one.attempts) for one in heard} == {("b", 2)}
+    assert problems(results, SHORT) == []
+    assert {(one.worker, one.attempts) for one in results} == {("b", 2)}
     await cluster.stop("b")
     await members(cluster, set())
 
 
-async def routed(cluster: Cluster, heard: Sequence[Heard]) -> bool:
-    """Whether the owner says that all of them are on a worker."""
+async def routed(cluster: Cluster, results: Sequence[StreamResult]) -> bool:
+    """Return whether all of these requests are active at a worker."""
     async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
         url = next(iter(cluster.urls.values()))
-        told = (await client.post(f"{url}/v1/route", json={"model": GROUP, "prompt": "?"})).raise_for_status().json()
-    return sum(int(one["active_requests"]) for one in told["candidates"]) == len(heard)
+        response = (
+            (await client.post(f"{url}/v1/route", json={"model": GROUP, "prompt": "?"})).raise_for_status().json()
+        )
+    return sum(int(one["active_requests"]) for one in response["candidates"]) == len(results)
 
 
 @pytest.fixture
@@ -173,22 +179,22 @@ def serve(cluster: Cluster, kafka: str, redis_url: str, *arguments: str) -> None
 
 
 def children() -> list[int]:
-    """Worker processes of the service, as the system has them."""
+    """Return the process ids of the service's workers."""
     listed = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout
     return [
         int(line.split()[0]) for line in listed.splitlines() if re.search(r"forebay\.cli worker .*-id lin-\d", line)
     ]
 
 
-async def test_a_worker_whose_engine_breaks_ends_with_its_reason_and_its_answers_go_on(
-    cluster: Cluster, clients: Listeners, tmp_path: Path
+async def test_a_worker_with_a_failed_engine_exits_with_the_reason_and_its_requests_continue(
+    cluster: Cluster, clients: StreamClients, tmp_path: Path
 ) -> None:
     file, broken = tmp_path / "fragile.py", tmp_path / "broken"
     file.write_text(LINGERING + FRAGILE.replace("BROKEN", str(broken)))
     cluster.worker("a", "--engine", f"{file}:Fragile")
     await cluster.until_serving(1)
-    heard = clients.ask(prompt(400), LONG)
-    await speaking(cluster, [heard])
+    results = clients.submit(prompt(400), LONG)
+    await until_started(cluster, [results])
     cluster.worker("b")
     await members(cluster, {"a", "b"})
     log = cluster.processes["a"].log
@@ -197,27 +203,27 @@ async def test_a_worker_whose_engine_breaks_ends_with_its_reason_and_its_answers
     assert log.read_text().splitlines()[-1] == "forebay: test.fragile is broken: RuntimeError: the device fell off"
     await members(cluster, {"b"})
     await clients.all()
-    assert problems([heard], LONG) == []
-    assert (heard.worker, heard.attempts) == ("b", 2)
-    assert heard.text.startswith("on and on")
+    assert problems([results], LONG) == []
+    assert (results.worker, results.attempts) == ("b", 2)
+    assert results.text.startswith("on and on")
     await cluster.stop("b")
     await members(cluster, set())
 
 
 async def test_the_processes_of_a_service_stop_together(
-    cluster: Cluster, kafka: str, redis_url: str, clients: Listeners, lingering: str
+    cluster: Cluster, kafka: str, redis_url: str, clients: StreamClients, lingering: str
 ) -> None:
     serve(cluster, kafka, redis_url, lingering, "--worker-id", "lin", "--drain-s", "3600")
     await members(cluster, {"lin-0", "lin-1"})
-    heard = [clients.ask(prompt(200 + number), SHORT) for number in range(4)]
+    results = [clients.submit(prompt(200 + number), SHORT) for number in range(4)]
     await clients.all()
-    assert problems(heard, SHORT) == []
-    assert {one.worker for one in heard} == {"lin-0", "lin-1"}
-    open_end = clients.ask(prompt(300), 100_000)
-    await speaking(cluster, [open_end])
+    assert problems(results, SHORT) == []
+    assert {one.worker for one in results} == {"lin-0", "lin-1"}
+    open_end = clients.submit(prompt(300), 100_000)
+    await until_started(cluster, [open_end])
     cluster.processes["serve"].signal(signal.SIGINT)
-    await cluster.processes.until("lin-0 drains", functools.partial(told, cluster, WorkerDraining, "lin-0"))
-    await cluster.processes.until("lin-1 drains", functools.partial(told, cluster, WorkerDraining, "lin-1"))
+    await cluster.processes.until("lin-0 drains", functools.partial(fact_count, cluster, WorkerDraining, "lin-0"))
+    await cluster.processes.until("lin-1 drains", functools.partial(fact_count, cluster, WorkerDraining, "lin-1"))
     cluster.processes["serve"].signal(signal.SIGINT)
     assert await cluster.processes.ended("serve", within_s=PATIENCE_S) == 0
     assert children() == []
@@ -225,7 +231,7 @@ async def test_the_processes_of_a_service_stop_together(
     await clients.drop()
 
 
-async def test_the_processes_of_a_service_do_not_outlive_the_one_that_started_them(
+async def test_the_processes_of_a_service_end_with_their_parent(
     cluster: Cluster, kafka: str, redis_url: str, lingering: str
 ) -> None:
     serve(cluster, kafka, redis_url, lingering, "--worker-id", "lin", "--workers", "1")
@@ -235,7 +241,7 @@ async def test_the_processes_of_a_service_do_not_outlive_the_one_that_started_th
     assert await cluster.processes.ended("serve", within_s=PATIENCE_S) == -signal.SIGKILL
     await members(cluster, set())
 
-    async def gone() -> bool:
+    async def has_ended() -> bool:
         return children() == []
 
-    await cluster.processes.until("its worker ends", gone)
+    await cluster.processes.until("its worker ends", has_ended)

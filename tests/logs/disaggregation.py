@@ -28,8 +28,8 @@ async def join_prefill(stage: Stage, name: str) -> None:
     await stage.join(name, pool="prefillers", role="prefill")
 
 
-async def apart(**router: Any) -> Stage:
-    """A prefill and a decode pool of one model."""
+async def disaggregated(**router: Any) -> Stage:
+    """Return a stage with a prefill and a decode pool of one model."""
     stage = await Stage(role="decode", **router).begin(*DECODERS, role="decode")
     config = RouterConfig(queue=QueueConfig(threshold=0.3), session_ttl_s=10.0)
     stage.put(CONTROL, PoolConfigured(pool="prefillers", model=MODEL, block_size=BLOCK, role="prefill", router=config))
@@ -42,8 +42,8 @@ async def apart(**router: Any) -> Stage:
 
 @scenario
 async def disaggregation() -> Stage:
-    """Prompts computed by one pool and answered by another, under every rule."""
-    stage = await apart()
+    """Prompts are prefilled by one pool and decoded by another, under every rule."""
+    stage = await disaggregated()
     for number in range(5):
         stage.submit(f"r{number}", prompt(number, 6))
     await stage.play()
@@ -51,15 +51,15 @@ async def disaggregation() -> Stage:
         set_rule(stage, rule)
         await stage.settle()
         for name in ("q0", "q1"):
-            stage.ask(f"{name}-{number}", prompt(number % 4, 2 if name == "q0" else 9))
+            stage.route_query(f"{name}-{number}", prompt(number % 4, 2 if name == "q0" else 9))
         await burst(stage, number)
     return stage
 
 
 @scenario
 async def disaggregation_failures() -> Stage:
-    """Prompts that are not computed or not fetched, and workers of both pools that are lost: all is tried again."""
-    stage = await apart(disagg=DisaggConfig(enforce=True))
+    """Failed prefills, failed transfers and lost workers of both pools are retried."""
+    stage = await disaggregated(disagg=DisaggConfig(enforce=True))
     await fail(stage)
     await stage.owner.take_snapshot()
     await lose(stage)
@@ -67,7 +67,7 @@ async def disaggregation_failures() -> Stage:
 
 
 async def burst(stage: Stage, number: int) -> None:
-    """New prompts of some lengths at once, and what is cached of them again."""
+    """Submit new prompts of several lengths together, then resubmit two of them while cached."""
     for again, lengths in enumerate(((5, 4, 6, 2), (5, 4))):
         for at, length in enumerate(lengths):
             stage.submit(f"s{number}-{at}-{again}", prompt(10 * number + at, length, again), max_tokens=4)
@@ -75,7 +75,7 @@ async def burst(stage: Stage, number: int) -> None:
 
 
 async def fail(stage: Stage) -> None:
-    """Prompts that are not computed, not fetched, refused or cancelled, with and without images."""
+    """Make prefills and transfers fail, be refused or cancelled, with and without images."""
     stage.workers["p0"].fails = stage.workers["p1"].fails = 4
     stage.submit("never-computed", prompt(1, 5))  # enforced
     await stage.play()
@@ -101,17 +101,17 @@ async def fail(stage: Stage) -> None:
 
 
 async def lose(stage: Stage) -> None:
-    """Workers of both pools are lost at each stage, and leave; KV waits for a worker longer than its lease."""
+    """Lose and drain workers of both pools at each stage, and retain KV for longer than its lease."""
     stage.submit("prefiller-lost", prompt(0, 9))
     await stage.settle()
-    await stage.fact(WorkerLost, who_has(stage, "prefiller-lost"))
+    await stage.fact(WorkerLost, worker_of(stage, "prefiller-lost"))
     await stage.play()
     for name in ("p2", "p3"):
         await join_prefill(stage, name)
     for name in ("decoder-lost", "begun"):
         stage.submit(name, prompt(1, 9, 7), max_tokens=12)
         await stage.play(2 if name == "decoder-lost" else 4)
-        await stage.fact(WorkerLost, who_has(stage, name))
+        await stage.fact(WorkerLost, worker_of(stage, name))
         await stage.join(f"d-{name}", role="decode")
     await stage.play()
     stage.submit("waits", prompt(2, 9))
@@ -129,9 +129,9 @@ async def lose(stage: Stage) -> None:
     await mixed(stage, 3, prefix="alone")
 
 
-def who_has(stage: Stage, request_id: str) -> str:
-    """The worker that a request was sent to last."""
+def worker_of(stage: Stage, request_id: str) -> str:
+    """Return the worker of the current attempt of a request."""
     request = stage.owner.world.requests.get(request_id)
-    assert request is not None, "it is under way"
+    assert request is not None, "it is in flight"
     assert request.on_worker, request.phase
     return request.worker_id

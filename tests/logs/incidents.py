@@ -61,19 +61,19 @@ async def queries() -> Stage:
     """Route queries, also for requests that would wait or have no eligible worker."""
     stage = Stage(temperature=0.5, queue=QueueConfig(threshold=0.2))
     await stage.begin()
-    stage.ask("too-early", prompt(1, 3))
+    stage.route_query("too-early", prompt(1, 3))
     await stage.settle()
     for name in FLEET:
         await stage.join(name)
     for number in range(8):
-        stage.ask(f"q{number}", prompt(number % 3, 4))
+        stage.route_query(f"q{number}", prompt(number % 3, 4))
         stage.submit(f"r{number}", prompt(number % 3, 4))
         await stage.play(2)
     for number in range(12):
         stage.submit(f"more{number}", prompt(number, 6))
-    stage.ask("would-wait", prompt(1, 3))
-    stage.ask("nobody", prompt(1, 3), RoutingHints(required_taints=("of nobody",)))
-    stage.ask("no-adapter", prompt(1, 3), lora_name="adapter")
+    stage.route_query("would-wait", prompt(1, 3))
+    stage.route_query("nobody", prompt(1, 3), RoutingHints(required_taints=("of nobody",)))
+    stage.route_query("no-adapter", prompt(1, 3), lora_name="adapter")
     await stage.play()
     return stage
 
@@ -184,7 +184,7 @@ async def take_over() -> Stage:
         stage.submit(f"long{number}", prompt(number % 2, 4), max_tokens=30)
     await stage.play(3)
     first = stage.owner
-    # What this owner still writes after the other's claim is void.
+    # Records of this owner after the claim of the other owner are stale.
     late = encode(DECISIONS, advance(first.world))
     await stage.begin()
     await stage.log.append([Draft(DECISIONS.name, 0, late)])

@@ -1,10 +1,10 @@
-"""A policy as a user would write one, for the recording `own-policy`."""
+"""User-defined policy for the recording `own-policy`."""
 
 from forebay.core.routing.policies import RoutingRequest, RoutingWorld
 
 
 class CheapestTwo:
-    """One of the two cheapest candidates, by the request's seed."""
+    """Select one of the two cheapest candidates by the seed of the request."""
 
     def decide(self, world: RoutingWorld, request: RoutingRequest) -> int:
         order = sorted(range(len(world.candidates)), key=lambda at: world.costs[at])

@@ -1,7 +1,7 @@
-"""Writes the recordings of this folder anew: all, or those that are named. `make golden` runs it.
+"""Regenerate the recordings of this folder, or only the named ones. `make golden` runs this program.
 
-Needed when `CORE_VERSION` was raised, or a scenario changed. The recordings come from the real owner in virtual time
-and are anonymised as `forebay record --anonymize` does it.
+Run it after `CORE_VERSION` was raised or a scenario changed. The recordings come from the real owner in virtual time
+and are anonymised like those of `forebay record --anonymize`.
 """
 
 import asyncio
@@ -22,14 +22,14 @@ __all__ = ["FOLDER", "SCENARIOS", "SUFFIX", "record"]
 
 FOLDER = Path(__file__).parent
 SUFFIX = ".rec"
-FROM_SNAPSHOT = frozenset({"from-snapshot"})  # they begin there, not at the beginning
+FROM_SNAPSHOT = frozenset({"from-snapshot"})  # these start at a snapshot
 
 
 async def record(name: str, out: Path) -> None:
     """Play one scenario and write its recording."""
     with use(StoppedTime()):
         stage = await SCENARIOS[name]()
-        await stage.owner.close()  # seals the state: what was applied after the last decision is recorded, too
+        await stage.owner.close()  # seals the state, so that events applied after the last decision are recorded
     try:
         window = Window(await _begin_us(stage.log)) if name in FROM_SNAPSHOT else Window()
         slices = [await slice_of(stage.log, MODEL, 0, window)]
@@ -42,13 +42,13 @@ async def record(name: str, out: Path) -> None:
 
 
 async def _begin_us(log: SqliteLog) -> int:
-    """When the journal heard of the first snapshot."""
+    """Return the time at which the first snapshot was journalled."""
     places = [offset async for offset, _ in snapshots_taken(log, 0, 0, log.next_offset(DECISIONS.name, 0))]
     return log.records(DECISIONS.name, 0, places[0], 1)[0].at_us
 
 
 def main(names: list[str]) -> None:
-    """Write these recordings, or all, and remove what no scenario makes."""
+    """Write the named recordings, or all, and remove recordings without a scenario."""
     if unknown := [name for name in names if name not in SCENARIOS]:
         sys.exit(f"there is no scenario {unknown[0]}; there are {', '.join(sorted(SCENARIOS))}")
     for name in names or SCENARIOS:

@@ -1,4 +1,4 @@
-"""Recordings of what the router looks at: modes, weights, hints, sessions, queues, thresholds."""
+"""Recordings of routing: modes, weights, hints, sessions, queues and thresholds."""
 
 from forebay.events.control import BusyThresholds, BusyThresholdsSet, QueueClass, QueueConfig
 from forebay.events.fleet import WorkerLost
@@ -80,7 +80,7 @@ async def no_reuse() -> Stage:
 
 @scenario
 async def overrides() -> Stage:
-    """Single requests change the pool's configuration, then an operator does."""
+    """Requests override the configuration of the pool, then an operator changes it."""
     stage = await Stage().begin(*FLEET)
     await mixed(stage, 8)
     wanted = RouterOverride(mode="round-robin")
@@ -94,7 +94,7 @@ async def overrides() -> Stage:
 
 @scenario
 async def tiers() -> Stage:
-    """Blocks that left the device are found on the host and on disk."""
+    """Blocks evicted from the device are reused from host memory and disk."""
     stage = await Stage(host_cache_hit_weight=0.8, disk_cache_hit_weight=0.2).begin(*FLEET)
     await stage.serve(("first", prompt(1, 6)), ("second", prompt(2, 6)))
     for worker in stage.workers.values():
@@ -124,7 +124,7 @@ async def taints() -> Stage:
 
 @scenario
 async def pinned() -> Stage:
-    """Clients name the worker, its rank, or some of the workers; and some that cannot be."""
+    """Clients pin requests to a worker, a rank or several workers, including invalid ones."""
     stage = await Stage().begin(*FLEET, dp_size=2)
     await mixed(stage, 6, "pinned", hints=RoutingHints(worker_id="w1"))
     await mixed(stage, 4, "rank", hints=RoutingHints(worker_id="w2", rank=1))
@@ -200,7 +200,7 @@ async def with_sessions(mode: str) -> Stage:
 
 @scenario
 async def queue() -> Stage:
-    """Classes, their policies, priorities, a full class, and a deadline in the queue."""
+    """Queue classes, policies and priorities, with a full class and an expired deadline."""
     classes = (
         QueueClass(quantum=256),
         QueueClass(name="batch", quantum=64, policy="lcfs", requests_per_worker_max=1),
@@ -224,7 +224,7 @@ async def queue() -> Stage:
 
 @scenario
 async def busy_thresholds() -> Stage:
-    """Thresholds of the configuration, then others that an operator sets while it runs."""
+    """Configured busy thresholds, then thresholds set by an operator at run time."""
     stage = await Stage(busy=BusyThresholds(active_prefill_tokens_threshold=200)).begin("w0", "w1", kv_blocks_total=48)
     for number in range(10):
         stage.submit(f"first{number}", prompt(number, 5))

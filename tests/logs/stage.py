@@ -1,7 +1,7 @@
-"""A small system in virtual time: the real owner on a log in memory, and workers that are engine models.
+"""Small system in virtual time, with the real owner on a log in memory and engine models as workers.
 
-Nothing here waits for a clock or another thread, so a scenario is decided the same whenever it is played; only the
-times at which the log took its records are of the wall clock.
+The system does not wait for a clock or another thread, so a scenario always gives the same decisions. Only the append
+times of log records come from the wall clock.
 """
 
 import asyncio
@@ -65,14 +65,14 @@ NEVER = 1 << 40  # journal records: snapshots are taken when a scenario says so
 
 
 class StoppedTime(SystemRuntime):
-    """Makes owner turns take no time, so that a busy machine does not cut them short."""
+    """Runtime with a stopped clock, so that owner turns do not reach their time limit on a busy machine."""
 
     def monotonic_ns(self) -> int:
         return 0
 
 
 class StageWorker:
-    """One engine model per rank. It acts like `forebay.workers`, step by step."""
+    """Worker with one engine model per rank, run step by step."""
 
     def __init__(self, stage: "Stage", spec: WorkerSpec, epoch: int, slot: int) -> None:
         config = EngineConfig(
@@ -84,10 +84,10 @@ class StageWorker:
         )
         self.spec = spec
         self.epoch = epoch
-        self.loses = 0  # events that do not reach the log
-        self.fails = 0  # images and videos, or prompts, that it does not compute, or does not fetch
-        self.refuses = 0  # prompts
-        self.obeys = True  # commands; else it never answers
+        self.loses = 0  # number of KV events that do not reach the log
+        self.fails = 0  # number of encodes, prefills or transfers that fail
+        self.refuses = 0  # number of prompts that are refused
+        self.obeys = True  # whether commands are executed
         self.loras = spec.loras
         self._stage = stage
         self._slot = slot
@@ -96,10 +96,10 @@ class StageWorker:
         self._seqs = dict.fromkeys(spec.ranks, 0)
         self._items: dict[str, WorkItem] = {}
         self._to_encode: list[str] = []
-        self._fetched: dict[str, int] = {}  # bytes of KV, of prompts whose first token is to come
+        self._fetched: dict[str, int] = {}  # bytes of KV by request, until the first token
 
     def take_work(self) -> bool:
-        """Obey what is new on its slot; whether anything was."""
+        """Process new work events. Return whether there were any."""
         topic = work_topic(self.spec.pool)
         records = self._stage.log.records(topic.name, self._slot, self._read, READ_MAX)
         for record in records:
@@ -108,33 +108,33 @@ class StageWorker:
         return bool(records)
 
     def step(self) -> bool:
-        """One iteration of each engine; whether any had something to do."""
+        """Run one iteration of each engine. Return whether any engine had work."""
         encoded = self._encode()
         stepped = [self._step(rank, engine) for rank, engine in self._engines.items()]
         return encoded or any(stepped)
 
     def stored(self, hashes: Sequence[int], parent: int | None = None, tier: Tier = "device", rank: int = 0) -> None:
-        """Blocks entered a tier."""
+        """Report blocks as stored in a tier."""
         packed = pack_u64(hashes)
         self._report_cache(BlocksStored, rank, sequence_hashes=packed, parent_hash=parent, tier=tier)
 
     def removed(self, hashes: Sequence[int], tier: Tier = "device", rank: int = 0) -> None:
-        """Blocks left a tier."""
+        """Report blocks as removed from a tier."""
         self._report_cache(BlocksRemoved, rank, sequence_hashes=pack_u64(hashes), tier=tier)
 
     def held(self, rank: int = 0) -> list[int]:
-        """The blocks on its device."""
+        """Return the blocks cached on the device."""
         return self._engines[rank].held()
 
-    def give_back(self, request_id: str) -> bool:
-        """Nobody will fetch the KV of a prompt any more; whether it was kept."""
+    def release_kv(self, request_id: str) -> bool:
+        """Release the retained KV of a prompt. Return whether there was any."""
         return any(engine.release(request_id) for engine in self._engines.values())
 
     def _fetch(self, engine: EngineModel, request_id: str) -> None:
         kept = self._items[request_id].prefilled
         assert kept is not None, "it is decoded"
         holder = self._stage.workers.get(kept.worker_id)
-        if self._succeeds() and holder is not None and holder.give_back(request_id):
+        if self._succeeds() and holder is not None and holder.release_kv(request_id):
             engine.fetched(request_id)
             self._fetched[request_id] = kept.bytes
             return
@@ -211,7 +211,7 @@ class StageWorker:
             kv_blocks_total=load.kv_blocks_total,
             rank=rank,
         )
-        if step.first_tokens or step.finished:  # engines say it ten times a second at most
+        if step.first_tokens or step.finished:  # engines report at most ten times per second
             self._stage.put(METRICS, report)
         return True
 
@@ -250,7 +250,7 @@ class StageWorker:
                 item = self._items.pop(event.request_id)
                 self._engines[item.rank].cancel(item.request_id)
             case WorkCancelled():
-                self.give_back(event.request_id)
+                self.release_kv(event.request_id)
             case ReannounceCache():
                 self._seqs[event.rank] = max(self._seqs[event.rank], event.above_seq)
                 self._report_cache(CacheCleared, event.rank)
@@ -258,20 +258,20 @@ class StageWorker:
             case WorkerCommand() if self.obeys:
                 self._command(event)
             case _:
-                pass  # sent again by a new owner, or already over
+                pass  # dispatched again by a new owner, or already ended
 
     def _command(self, sent: WorkerCommand) -> None:
         command, fields = sent.command, {"worker_id": self.spec.worker_id, "worker_epoch": self.epoch}
-        told: Any = {
+        outcome: Any = {
             **fields, "command_id": sent.command_id, "action": command.action, "owner_epoch": sent.owner_epoch
         }  # fmt: skip
         if command.action == "unload_lora" and command.lora_name not in self.loras:
-            self._stage.put(PROGRESS, CommandRefused(**told, error=f"{command.lora_name} is not loaded"))
+            self._stage.put(PROGRESS, CommandRefused(**outcome, error=f"{command.lora_name} is not loaded"))
             return
         others = tuple(name for name in self.loras if name != command.lora_name)
         if command.action in ("load_lora", "unload_lora"):
             self.loras = (*others, command.lora_name) if command.action == "load_lora" else others
-        self._stage.put(PROGRESS, CommandDone(**told, loras=self.loras))
+        self._stage.put(PROGRESS, CommandDone(**outcome, loras=self.loras))
 
     def _report(self, kind: Any, request_id: str, **fields: Any) -> None:
         item = self._items[request_id]
@@ -297,7 +297,7 @@ class StageWorker:
 
 
 class Stage:
-    """One simulated group. `owner` is the current owner."""
+    """Simulated group. `owner` is the current owner."""
 
     owner: Owner
 
@@ -317,7 +317,7 @@ class Stage:
         self._fleet_end = 0
 
     async def begin(self, *workers: str, log: Log | None = None, **spec: Any) -> "Stage":
-        """An owner claims the group; then these workers join."""
+        """Start an owner, then let `workers` join."""
         settings = GroupSettings(
             group=MODEL,
             partition=0,
@@ -334,7 +334,7 @@ class Stage:
         return self
 
     async def join(self, name: str, **spec: Any) -> StageWorker:
-        """A worker is admitted."""
+        """Admit a worker."""
         fields: dict[str, Any] = {"kv_blocks_total": 256, "max_num_seqs": 8, "max_num_batched_tokens": 512, **spec}
         described = WorkerSpec(worker_id=name, model=MODEL, block_size=BLOCK, **{"pool": POOL, **fields})
         slot = len(self.workers)
@@ -347,7 +347,7 @@ class Stage:
         return self.workers[name]
 
     async def fact(self, kind: type[WorkerFact], name: str) -> None:
-        """Something happened to a worker; a lost one does nothing more."""
+        """Append a fact about a worker. Lost workers stop."""
         worker = self.workers[name]
         self.put(
             FLEET, kind(owner_epoch=self.owner.journal.epoch, worker_id=name, worker_epoch=worker.epoch, reason="seen")
@@ -357,23 +357,25 @@ class Stage:
         await self.settle()
 
     def put(self, topic: Topic, event: Event) -> None:
-        """An event on a topic of the group."""
+        """Append an event to a topic of the group."""
         self.log.append_soon([Draft(topic.name, 0, encode(topic, event))])
 
     def put_bytes(self, topic: Topic, value: bytes) -> None:
-        """A record that may be no event."""
+        """Append a record that need not be an event."""
         self.log.append_soon([Draft(topic.name, 0, value)])
 
     def submit(
         self, name: str, prompt: Sequence[int], max_tokens: int = 4, hints: RoutingHints = NO_HINTS, **changes: Any
     ) -> RequestSubmitted:
-        """A request."""
+        """Submit a request."""
         event = submission(name, prompt, max_tokens, hints, **changes)
         self.put(REQUESTS, event)
         return event
 
-    def ask(self, name: str, prompt: Sequence[int], hints: RoutingHints = NO_HINTS, lora_name: str = "") -> None:
-        """Where a request would go."""
+    def route_query(
+        self, name: str, prompt: Sequence[int], hints: RoutingHints = NO_HINTS, lora_name: str = ""
+    ) -> None:
+        """Submit a route query."""
         like = submission(name, prompt, 1, hints, lora_name=lora_name)
         query = RouteQueried(
             request_id=name,
@@ -388,11 +390,11 @@ class Stage:
         self.put(REQUESTS, query)
 
     def cancel(self, name: str) -> None:
-        """A client leaves."""
+        """Cancel a request."""
         self.put(REQUESTS, RequestCancelled(request_id=name))
 
     def command(self, name: str, action: Action, lora_name: str = "", **changes: Any) -> None:
-        """An operator commands workers."""
+        """Send a worker command as an operator."""
         fields: dict[str, Any] = {
             "command_id": name,
             "model": MODEL,
@@ -405,23 +407,23 @@ class Stage:
         self.put(CONTROL, WorkerCommanded(**fields))
 
     def configure(self, **router: Any) -> None:
-        """The pool routes by this from now on."""
+        """Change the router configuration of the pool."""
         self.put(CONTROL, PoolConfigured(pool=POOL, model=MODEL, block_size=BLOCK, router=RouterConfig(**router)))
 
     async def settle(self) -> None:
-        """Let the owner apply what there is; nobody computes anything."""
-        await asyncio.sleep(0)  # the log commits what was appended
+        """Let the owner apply all events without running engines."""
+        await asyncio.sleep(0)  # the log commits appended records
         self.now_us += TICK_US
         await self.owner.turn()
         await asyncio.sleep(0)
 
     async def pass_time(self, seconds: float) -> None:
-        """Nothing happens for a while."""
+        """Advance the clock without events."""
         self.now_us += round(seconds * 1e6)
         await self.settle()
 
     async def play(self, ticks: int = TICKS_MAX) -> None:
-        """Everybody works, until nothing is left to do or for some ticks."""
+        """Run owner and workers until they are idle or for `ticks` steps."""
         for _ in range(ticks):
             await self.settle()
             took = [worker.take_work() for worker in self.workers.values()]
@@ -431,13 +433,13 @@ class Stage:
                 return
 
     async def serve(self, *requests: tuple[str, Sequence[int]], **changes: Any) -> None:
-        """Requests, one after the other, each until it is answered."""
+        """Run requests one after another, each until it has ended."""
         for name, prompt in requests:
             self.submit(name, prompt, **changes)
             await self.play()
 
     def decided(self, kind: type[Decision]) -> list[Any]:
-        """The journal so far."""
+        """Return the decisions of a kind in the journal."""
         records = self.log.records(DECISIONS.name, 0, 0, READ_MAX)
         events = [decode(DECISIONS, record.value) for record in records]
         return [event for event in events if isinstance(event, kind)]
