@@ -21,6 +21,7 @@ from forebay.transport.base import Draft, LogError
 from forebay.transport.history.reader import decode_journal
 from forebay.transport.recording.manifest import utc
 from forebay.transport.sqlite.log import SqliteLog
+from tests.logs.own_policy import CUSTOM
 from tests.replay import incident
 from tests.replay.recorder import fleet
 from tests.replay.test_verify import rewrite
@@ -129,10 +130,10 @@ def test_every_golden_recording_has_the_states_sealed_in_its_journal(recording: 
     records = golden.records(DECISIONS.name, group.partition, group.start, 10_000)
     for offset, sealed in {record.offset: decode_journal(record) for record in records}.items():
         if isinstance(sealed, Advanced):
-            position = run(seek(golden, group.partition, offset))
+            position = run(seek(golden, group.partition, offset, CUSTOM))
             if position.offset == offset:  # a stale record has the digest of another state
                 assert run(position.moment()).digest == sealed.digest
-    last = run(run(seek(golden, group.partition)).moment())
+    last = run(run(seek(golden, group.partition, custom=CUSTOM)).moment())
     assert msgspec.json.decode(msgspec.json.encode(last), type=Moment) == last
     golden.close()
 
