@@ -21,11 +21,13 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("path", "body"), REQUESTS)
-async def test_without_an_owner_a_request_is_rejected_at_once(scene: Scene, path: str, body: dict[str, Any]) -> None:
+async def test_without_an_owner_a_request_is_rejected_at_once(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
     def tokenised(*_: object, **__: object) -> list[int]:
         raise AssertionError("the text was tokenised before the request was refused")
 
-    scene.ingress.model.encode = tokenised  # type: ignore[method-assign]
+    monkeypatch.setattr(scene.ingress.model, "encode", tokenised)
     scene.ingress.has_owner = lambda: False
     response = await scene.client.post(path, json=body)
     assert (response.status_code, response.json()["error"]["code"]) == (503, "no_owner")
