@@ -18,17 +18,20 @@ from pathlib import Path
 import pytest
 
 from forebay.events.control import RouterConfig
+from forebay.events.requests import RequestSubmitted
+from forebay.events.topics import REQUESTS
 from tests.cli.in_process import forebay
 from tests.cli.warm_pools import fork_from_a_server
 from tests.core.worlds import Driver, perform_all
 from tests.logs.record import FOLDER, SUFFIX
 from tests.replay.recorded import write as write_log
+from tests.replay.rewriting import find
 from tests.replay.simulated import played
 from tests.simulate.eventful import eventful
 from tests.simulate.traces import conversations, write
 
 Job = Callable[[], str]
-EXPLAINED = "request-a3351a1657d485b9"
+POLICY = "tests.logs.own_policy.CheapestTwo"
 FLEET = ("--prefill-workers", "2", "--decode-workers", "1")
 SWEEP = ("--set", "workers=1,2", "--set", "temperature=0,0.5", "--policy", "kv", "--policy", "round-robin")
 
@@ -48,9 +51,19 @@ def verified() -> str:
     """Verify each recording of `tests/logs`."""
     found = {}
     for path in sorted(FOLDER.glob(f"*{SUFFIX}")):
-        verify = command("replay", "verify", str(path), "--json", "--allow", "foreign-records")
+        verify = command(
+            "replay", "verify", str(path), "--json", "--allow", "foreign-records", "--allow-policy", POLICY
+        )
         found[path.name] = json.loads(verify())
     return json.dumps(found)
+
+
+def explained() -> str:
+    """Explain the first request of a recording with prefill and decode workers."""
+    recording = FOLDER / f"disaggregation{SUFFIX}"
+    _, submitted = find(recording, REQUESTS, lambda event: isinstance(event, RequestSubmitted))
+    assert isinstance(submitted, RequestSubmitted)
+    return command("replay", "explain", str(recording), submitted.request_id, "--json")()
 
 
 def world() -> str:
@@ -67,7 +80,7 @@ def world() -> str:
 JOBS: dict[str, Job] = {
     "world": world,
     "verify": verified,
-    "explain": command("replay", "explain", str(FOLDER / f"disaggregation{SUFFIX}"), EXPLAINED, "--json"),
+    "explain": explained,
     "diff": command("replay", "diff", "run.db", "--set", "router.temperature=0.4", "--closed-loop", "--json"),
     "fidelity": command("simulate", "--against", "run.db", "--json"),
     "simulation": eventful,

@@ -17,12 +17,12 @@ from forebay.events.fleet import WorkerSpec
 from forebay.ingress.errors import Unusable
 from forebay.ingress.model import DEFAULT_MODEL
 from forebay.workers.engines.mock.engine import MockEngine
+from tests.cli.adapters import FAKE
 from tests.cli.fake_engine import CALLS, FakeEngine
 from tests.cli.up import Up, forebay
 from tests.harness.local import free_ports
 
 ROOT = Path(__file__).parents[2]
-FAKE = Adapter("tests.cli.fake_engine", "FakeEngine", ())
 
 
 @pytest.fixture

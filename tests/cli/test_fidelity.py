@@ -20,7 +20,7 @@ from forebay.events.progress import FirstTokenEmitted, RequestFinished
 from forebay.events.requests import RequestCancelled
 from forebay.events.topics import DECISIONS
 from forebay.transport.sqlite.log import SqliteLog
-from tests.cli.test_record import at, made
+from tests.cli.logs import at, made
 from tests.core.worlds import PROMPTS, request
 from tests.replay.mutations import replace_record
 from tests.replay.recorded import write

@@ -18,9 +18,9 @@ from forebay.simulate.outcome import RequestOutcome
 from forebay.simulate.settings import Transfer
 from forebay.simulate.transfer_fit import FITTED_MIN
 from tests.cli.up import running
+from tests.replay.disagg_history import COUNT, history
 from tests.replay.recorded import write
 from tests.replay.simulated import played
-from tests.replay.test_diff_disagg import COUNT, history
 from tests.simulate.traces import conversations
 
 TRANSFER = Transfer(kv_bytes_per_token=100_000, kv_transfer_bandwidth=2.0, kv_transfer_latency_us=700)

@@ -13,7 +13,7 @@ from forebay.workers.engines.mock.engine import MockEngine
 from forebay.workers.engines.mock.kv import KvSettings
 from forebay.workers.kv_transfer.own_address import address_towards, interface_of, own_address
 from forebay.workers.kv_transfer.transport import open_transport
-from tests.cli.test_engines import FAKE
+from tests.cli.adapters import FAKE
 from tests.cli.up import forebay
 
 LOCAL_KAFKA = "127.0.0.1:19092"

@@ -8,14 +8,11 @@ import re
 import shutil
 import sqlite3
 from contextlib import closing
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
 
-from forebay.cli.app import app
 from forebay.core.routing.policies.round_robin import RoundRobin
 from forebay.core.step import AnyDecision
 from forebay.events.codec import decode
@@ -27,11 +24,10 @@ from forebay.transport.recording.manifest import utc
 from forebay.transport.recording.writer import part_of
 from forebay.transport.sqlite.log import SqliteLog
 from forebay.transport.sqlite.schema import checksum
+from tests.cli.logs import US, at, invoke, made
 from tests.cli.up import forebay, verified
 from tests.replay.slices import OTHER, join, journal_of, rows, run
 from tests.system import BLOCK, MODEL, System, submitted, until, until_ended
-
-US = 1_000_000
 
 
 @pytest.fixture(scope="module")
@@ -51,33 +47,12 @@ def joined(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "both.db"
 
 
-def invoke(*arguments: str | Path) -> Result:
-    """Run the command in this process."""
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
-def made(*arguments: str | Path) -> dict[str, Any]:
-    """Make a recording that succeeds and return its JSON output."""
-    result = invoke("record", "--json", *arguments)
-    assert result.exit_code == 0, result.output
-    fields: dict[str, Any] = json.loads(result.stdout)
-    for report in fields["verified"].values():
-        assert report["verified"] == report["decisions"] > 0
-        assert report["divergence"] is None
-    return fields
-
-
 def error_line(*arguments: str | Path, code: int = 2) -> str:
     """Run a command that fails and return its error line."""
     result = invoke("record", *arguments)
     assert (result.exit_code, result.stdout) == (code, ""), result.output
     (line,) = result.stderr.splitlines()
     return line.removeprefix("forebay: ")
-
-
-def at(us: int) -> str:
-    """Return a time as an option value."""
-    return datetime.fromtimestamp(us / US, UTC).isoformat()
 
 
 def test_a_whole_log_is_recorded(source: Path, tmp_path: Path) -> None:

@@ -12,10 +12,10 @@ from forebay.events.control import DisaggConfig, RouterConfig
 from forebay.events.progress import FirstTokenEmitted, PrefillFinished
 from forebay.simulate.settings import Transfer
 from tests.core.worlds import PROMPTS, request
+from tests.replay.disagg_explained import disaggregated, lose, report_progress
+from tests.replay.disagg_history import history
 from tests.replay.recorded import write
 from tests.replay.simulated import played
-from tests.replay.test_diff_disagg import history
-from tests.replay.test_explain_disagg import disaggregated, lose, report_progress
 from tests.simulate.traces import conversations
 
 

@@ -20,7 +20,7 @@ from forebay.cli.simulate.report.file import write_report
 from forebay.events.control import RouterConfig
 from forebay.simulate.slo import Slo
 from tests.cli.outcomes import run
-from tests.cli.test_report import HOSTILE, Page
+from tests.cli.report_page import HOSTILE, Page
 from tests.harness import fork_server
 from tests.harness.browser import Opened, chromium, launched, opened
 from tests.harness.local import Missing

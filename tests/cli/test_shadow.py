@@ -24,7 +24,7 @@ from tests.harness.cluster import FOREBAY
 from tests.harness.local import free_ports
 from tests.harness.processes import Processes
 from tests.live.shared import valid
-from tests.replay.test_verify import find, rewrite
+from tests.replay.rewriting import find, rewrite
 from tests.system import System, submitted, until, until_ended
 
 PREFIX = list(range(12))

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from forebay.cli.app import app
 from forebay.cli.simulate.options import FleetOptions, ShapeOptions
 from forebay.cli.simulate.sweep_axes import axes_of, combinations
-from tests.replay.test_diff_disagg import COUNT, history
+from tests.replay.disagg_history import COUNT, history
 from tests.simulate.traces import conversations, write
 
 APART = ("--prefill-workers", "2", "--decode-workers", "1")

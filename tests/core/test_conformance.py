@@ -18,7 +18,7 @@ from forebay.events.control import BusyThresholds, BusyThresholdsSet
 from forebay.events.decisions import CacheResyncRequested, RequestRejected, RequestRouted
 from forebay.events.kv import BlocksRemoved, BlocksStored, CacheCleared
 from forebay.events.requests import RoutingHints
-from tests.core.test_cost import roster, table
+from tests.core.costs import roster, table
 from tests.core.worlds import PROMPTS, Driver, joined, request
 
 KEY = ("w", 0)

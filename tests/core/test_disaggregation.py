@@ -12,7 +12,6 @@ from forebay.core.phases import Phase
 from forebay.core.routing.stages import as_decode_request, as_prefill_request
 from forebay.core.state.submitted_request import request_from_event
 from forebay.core.world import restore
-from forebay.events.base import pack_u64
 from forebay.events.control import (
     BusyThresholds,
     BusyThresholdsSet,
@@ -21,11 +20,10 @@ from forebay.events.control import (
     PoolConfigured,
     QueueConfig,
 )
-from forebay.events.decisions import PrefillPlace, RequestHeld, RequestRejected, RequestRouted
-from forebay.events.fleet import WorkerLost
-from forebay.events.kv import BlocksStored
-from forebay.events.progress import FirstTokenEmitted, PrefillFinished, RequestFinished
+from forebay.events.decisions import PrefillPlace, RequestHeld, RequestRejected
+from forebay.events.progress import FirstTokenEmitted, RequestFinished
 from forebay.events.requests import RouterOverride, RoutingHints
+from tests.core.disaggregated import ask, isl, lost, prefilled, progress_fields, rule, stored
 from tests.core.worlds import (
     BLOCK,
     PROMPTS,
@@ -41,37 +39,6 @@ from tests.core.worlds import (
 
 TOKENS = 8 * BLOCK + 2  # of PROMPTS[0] as `request` makes it
 STEP = 64  # tokens of an engine step of these workers
-
-
-def progress_fields(routed: RequestRouted) -> dict[str, Any]:
-    names = ("request_id", "attempt", "worker_id", "worker_epoch", "owner_epoch")
-    return {name: getattr(routed, name) for name in names}
-
-
-def prefilled(drive: Driver, routed: RequestRouted, **changes: Any) -> list[Any]:
-    kept = prefilled_by(routed.worker_id, routed.worker_epoch, **changes)
-    return drive("progress", PrefillFinished(**progress_fields(routed), prefilled=kept))
-
-
-def ask(drive: Driver, name: str = "r", blocks: Any = PROMPTS[0], **changes: Any) -> Any:
-    (decided,) = drive("requests", request(name, blocks, **changes))
-    return decided
-
-
-def stored(drive: Driver, worker_id: str, blocks: Any, seq: int = 1) -> None:
-    packed = pack_u64(blocks)
-    drive(
-        "kv-events",
-        BlocksStored(worker_id=worker_id, worker_epoch=drive.epoch(worker_id), seq=seq, sequence_hashes=packed),
-    )
-
-
-def lost(drive: Driver, name: str) -> Any:
-    return WorkerLost(owner_epoch=0, worker_id=name, worker_epoch=drive.epoch(name))
-
-
-def rule(policy: Any, **limits: Any) -> DisaggConfig:
-    return DisaggConfig(policy=policy, **limits)
 
 
 # The flow
@@ -247,10 +214,6 @@ def says(reason: Any, *, remote: bool, uncached: int, **facts: Any) -> PrefillPl
 
 def classic(most: int, queue: int = 2) -> DisaggConfig:
     return rule("classic", max_local_prefill_length=most, max_prefill_queue_size=queue)
-
-
-def isl(most: int, ratio: float, policy: Any = "isl_bounding", **limits: Any) -> DisaggConfig:
-    return rule(policy, eff_isl_threshold=most, eff_isl_ratio_threshold=ratio, **limits)
 
 
 CASES = {

@@ -20,7 +20,7 @@ from forebay.events.progress import (
     TransferFailed,
 )
 from forebay.events.requests import RequestCancelled
-from tests.core.test_disaggregation import ask, lost, prefilled, progress_fields
+from tests.core.disaggregated import ask, lost, prefilled, progress_fields
 from tests.core.worlds import ENCODED, LEASE_US, MEDIA, Driver, decode_pool, joined, prefilled_by, prefiller
 
 ENFORCED = DisaggConfig(enforce=True)

@@ -8,7 +8,7 @@ from forebay.events.control import BusyThresholds, DisaggConfig, DisaggregationS
 from forebay.events.decisions import PrefillPlace
 from forebay.events.progress import EncodeFinished, FirstTokenEmitted, PrefillFailed, TransferFailed
 from forebay.events.requests import RequestCancelled, RoutingHints
-from tests.core.test_disaggregation import ask, isl, lost, prefilled, progress_fields, stored
+from tests.core.disaggregated import ask, isl, lost, prefilled, progress_fields, stored
 from tests.core.worlds import ENCODED, LEASE_US, MEDIA, PROMPTS, Driver, encoder, joined, prefill_pool
 
 NOW = 10  # microseconds that each event comes after the one before

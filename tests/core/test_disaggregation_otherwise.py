@@ -6,7 +6,7 @@ from forebay.core.routing.counterfactual import Counterfactual, counterfactual
 from forebay.core.routing.plan import Plan
 from forebay.events.control import RouterConfig
 from forebay.events.progress import TransferFailed
-from tests.core.test_disaggregation import prefilled, progress_fields
+from tests.core.disaggregated import prefilled, progress_fields
 from tests.core.worlds import PROMPTS, Driver, request
 
 

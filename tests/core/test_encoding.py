@@ -18,25 +18,8 @@ from forebay.events.media import MEDIA_BYTES_MAX, MEDIA_MAX
 from forebay.events.progress import EncodeFailed, EncodeFinished, FirstTokenEmitted, RequestFinished, TransferFailed
 from forebay.events.requests import RequestCancelled, RoutingHints
 from forebay.events.snapshots import Booking
+from tests.core.encodings import ask, encoded, progress_fields, staged
 from tests.core.worlds import ENCODED, ENCODERS, MEDIA, PROMPTS, Driver, encode_pool, encoder, joined, pool, request
-
-
-def staged(*encoders: str, **router: Any) -> Driver:
-    return Driver().fleet("a", "b", **router).encoders(*encoders)
-
-
-def ask(drive: Driver, name: str = "r", **changes: Any) -> Any:
-    (decided,) = drive("requests", request(name, PROMPTS[0], media=(MEDIA,), **changes))
-    return decided
-
-
-def progress_fields(routed: RequestRouted) -> dict[str, Any]:
-    names = ("request_id", "attempt", "worker_id", "worker_epoch", "owner_epoch")
-    return {name: getattr(routed, name) for name in names}
-
-
-def encoded(drive: Driver, routed: RequestRouted) -> list[Any]:
-    return drive("progress", EncodeFinished(**progress_fields(routed), encoded=ENCODED))
 
 
 def lost(drive: Driver, name: str) -> list[Any]:

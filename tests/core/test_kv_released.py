@@ -17,7 +17,7 @@ from forebay.events.progress import (
     TransferFailed,
 )
 from forebay.events.requests import RequestCancelled, RoutingHints
-from tests.core.test_disaggregation import ask, lost, prefilled, progress_fields
+from tests.core.disaggregated import ask, lost, prefilled, progress_fields
 from tests.core.test_disaggregation_histories import Books, join, system
 from tests.core.worlds import LEASE_US, PROMPTS, Driver, joined, prefilled_by, request
 

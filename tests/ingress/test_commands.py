@@ -1,15 +1,14 @@
 """Commands over HTTP: events on the log, responses, and the adapters served afterwards."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-import httpx
 import msgspec
 import pytest
 
-from forebay.events.codec import decode, encode
+from forebay.events.codec import encode
 from forebay.events.control import Command, WorkerCommanded
 from forebay.events.decisions import CommandOutcome
 from forebay.events.fleet import WorkerJoined, WorkerLost, WorkerRecovered, WorkerSpec
@@ -17,36 +16,11 @@ from forebay.events.tokens import CommandResponse, ResponseError
 from forebay.events.topics import CONTROL, FLEET
 from forebay.ingress import adapters
 from forebay.transport.base import Draft, LogError
-from forebay.transport.sqlite.log import SqliteLog
+from tests.ingress.commands import LORA, answered, given, next_command, outcome
 from tests.ingress.conftest import NAME, SLOT, Scene, make_scene
 from tests.system import until
 
 EVERY = ("clear_kv_blocks", "load_lora", "unload_lora", "list_loras", "sleep", "wake_up", "pause", "resume")
-LORA = {"lora_name": "sql", "lora_path": "/adapters/sql"}
-
-
-def given(log: SqliteLog) -> list[WorkerCommanded]:
-    found = [decode(CONTROL, record.value) for record in log.records(CONTROL.name, 0, 0, 1000)]
-    return [event for event in found if isinstance(event, WorkerCommanded)]
-
-
-def outcome(worker_id: str = "w1", **changes: Any) -> CommandOutcome:
-    return CommandOutcome(**{"worker_id": worker_id, "worker_epoch": 1, "pool": "default", "status": "done", **changes})
-
-
-async def next_command(scene: Scene, count: int = 1) -> WorkerCommanded:
-    await until(lambda: len(given(scene.log)) >= count)
-    return given(scene.log)[count - 1]
-
-
-async def answered(
-    scene: Scene, call: Awaitable[httpx.Response], *outcomes: CommandOutcome, count: int = 1, error: Any = None
-) -> tuple[httpx.Response, WorkerCommanded]:
-    """Send a command, and respond as the router."""
-    pending = asyncio.ensure_future(call)
-    command = await next_command(scene, count)
-    scene.send(CommandResponse(command_id=command.command_id, owner_epoch=1, outcomes=outcomes, error=error))
-    return await pending, command
 
 
 @pytest.mark.parametrize(

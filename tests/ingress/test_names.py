@@ -2,8 +2,8 @@
 
 import pytest
 
+from tests.ingress.commands import LORA, answered, given, outcome
 from tests.ingress.conftest import NAME, Scene
-from tests.ingress.test_commands import LORA, answered, given, outcome
 
 
 @pytest.mark.parametrize(

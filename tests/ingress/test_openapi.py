@@ -45,7 +45,7 @@ async def test_every_reference_resolves(token: str) -> None:
     async with make_scene(admin_token=token) as scene:
         whole = await document(scene)
     assert len(set(references(whole))) > 10
-    for reference in references(whole):
+    for reference in sorted(set(references(whole))):
         Draft202012Validator.check_schema(resolved(whole, reference))
     assert ("/v1/commands" in whole["paths"]) is bool(token)
 

@@ -15,8 +15,8 @@ from forebay.events.transfer import KvLayout
 from forebay.live.owner.admission import PoolsByLease, WorkerAdmission
 from forebay.transport.base import Lease
 from forebay.transport.sqlite.log import SqliteLog
+from tests.live.disagg import PROMPT, IdleWorkers
 from tests.live.shared import proven
-from tests.live.test_disagg_effects import PROMPT, IdleWorkers
 from tests.system import submitted, until
 
 LAYOUT = KvLayout(connector="nixl", dtype="uint8", block_bytes=16_384)

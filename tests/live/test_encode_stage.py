@@ -19,7 +19,7 @@ from forebay.live.owner.admission import PoolsByLease, WorkerAdmission
 from forebay.live.owner.effects import WorkerAddress, encode_resent_work, encode_work_item
 from forebay.transport.base import Lease
 from forebay.transport.sqlite.log import SqliteLog
-from tests.core.test_encoding import ask, encoded, staged
+from tests.core.encodings import ask, encoded, staged
 from tests.core.worlds import ENCODED, MEDIA, PROMPTS, request
 
 ANSWERS = WorkerSpec(

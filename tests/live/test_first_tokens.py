@@ -27,8 +27,8 @@ from forebay.live.owner.ttft_metrics import DurationHistogram
 from forebay.transport.base import Draft
 from forebay.transport.sqlite.log import SqliteLog
 from tests.core.worlds import ENCODED, MEDIA
+from tests.live.disagg import PROMPT, IdleWorkers, flush, prefilled_by
 from tests.live.shared import proven
-from tests.live.test_disagg_effects import PROMPT, IdleWorkers, flush, prefilled_by
 from tests.system import MODEL, settings, submitted
 
 QUEUED = RouterConfig(queue=QueueConfig(threshold=0.5))  # one prompt of 34 tokens is above half a step of 64

@@ -14,8 +14,8 @@ from forebay.events.topics import DECISIONS, HEARTBEATS
 from forebay.transport.base import Draft
 from forebay.transport.heartbeats import OWNER_SILENT_S, STANDBY_SILENT_S, HeartbeatMetrics, RouterHeartbeats
 from forebay.transport.sqlite.log import SqliteLog
+from tests.live.routings import routing
 from tests.live.shared import SharedLog
-from tests.live.test_router import routing
 from tests.system import MODEL, System, settings, submitted, until
 
 READ_MAX = 10_000

@@ -15,15 +15,12 @@ from forebay.events.decisions import (
     SnapshotTaken,
 )
 from forebay.events.topics import DEAD_LETTERS, REQUESTS, work_topic
-from forebay.live.owner.owner import Owner
 from forebay.transport.base import Draft
 from forebay.transport.sqlite.log import SqliteLog
 from tests.depth import is_quick
-from tests.harness.faulty_log import Crashed, FaultyLog
+from tests.live.scenarios import PREFIX, all_ended, run_until_append, scenario
 from tests.live.shared import admit, proven
-from tests.system import System, settings, submitted, until, until_ended
-
-PREFIX = list(range(12))
+from tests.system import System, submitted, until
 
 
 async def test_a_request_is_answered_and_its_prefix_is_found_by_the_next(log: SqliteLog) -> None:
@@ -142,40 +139,6 @@ async def test_requests_of_a_lost_worker_move_and_keep_their_tokens(log: SqliteL
         assert system.answer("r")[: len(emitted)] == emitted
         assert len(system.answer("r")) == 60
     await proven(log)
-
-
-async def scenario(system: System) -> None:
-    """Send requests that end in each possible way, one after another, under whichever owner runs."""
-    for number in range(6):
-        system.send(submitted(f"r{number}", [*PREFIX, number, number, number, number], nonce=number))
-        await until_ended(system, f"r{number}")
-    system.send(submitted("r0", [*PREFIX, 0, 0, 0, 0], nonce=0))
-    system.send(submitted("wrong", PREFIX, model="another"))
-    await until(lambda: "wrong" in system.ends())
-    system.send(submitted("gone", PREFIX, max_tokens=100))
-    system.cancel("gone")
-
-
-SENT = {*(f"r{number}" for number in range(6)), "wrong", "gone"}
-
-
-def all_ended(system: System, owner: Owner) -> bool:
-    return set(system.ends()) >= SENT and not len(owner.world.requests)
-
-
-async def run_until_append(system: System, appends: int, **changes: int) -> bool:
-    """Run an owner that is killed at append number `appends` + 1; return whether the kill happened."""
-    owner = Owner(FaultyLog(system.log, appends), system.leases, settings(**changes))
-    try:
-        await owner.start()
-        running = asyncio.create_task(owner.run())
-        await until(lambda: running.done() or all_ended(system, owner))
-        await owner.stop()
-        await running
-        await owner.close()
-    except Crashed:
-        return True
-    return False
 
 
 @pytest.mark.timeout(240)

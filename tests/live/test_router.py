@@ -1,20 +1,14 @@
 """A router owns its assigned partitions, follows the others, and owns a lost group again only when reassigned."""
 
-import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-
-from prometheus_client import CollectorRegistry
+from collections.abc import Sequence
 
 from forebay.events.codec import decode
-from forebay.events.control import RouterConfig
 from forebay.events.heartbeats import RouterHeartbeat
 from forebay.events.topics import DECISIONS, HEARTBEATS
 from forebay.live.owner.owner import Owner
-from forebay.live.router.router import Router, RouterSettings
-from forebay.transport.base import Draft, Log, LogError, Record
-from forebay.transport.directory import Directory
+from forebay.transport.base import Draft, LogError, Record
 from forebay.transport.sqlite.log import SqliteLog
+from tests.live.routings import routing
 from tests.live.shared import SharedLog, proven
 from tests.system import System, settings, submitted, until, until_ended
 
@@ -43,25 +37,6 @@ class FailingLog(SharedLog):
         if self.is_away and topic == DECISIONS.name:
             self.refused += 1
             raise LogError("the broker is away")
-
-
-@asynccontextmanager
-async def routing(system: System, name: str, log: Log | None = None) -> AsyncIterator[Router]:
-    log = log or system.log
-    directory = Directory(log)
-    await directory.start()
-    options = RouterSettings(
-        router_id=name, partitions=1, slots_max=16, config=RouterConfig(), poll_s=0.005, retry_s=0.01
-    )
-    router = Router(log, system.leases, directory, options, CollectorRegistry())
-    running = asyncio.create_task(router.run())
-    try:
-        yield router
-        await router.stop()
-        await running
-    finally:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
 
 
 async def test_a_group_moves_with_its_assignment_and_the_next_owner_starts_warm(log: SqliteLog) -> None:

@@ -32,7 +32,7 @@ from forebay.transport.sqlite.log import SqliteLog
 from tests.core.worlds import PROMPTS, Driver, histories, perform_all, request
 from tests.depth import examples
 from tests.live.shared import SharedLog, valid
-from tests.live.test_standby import AlteredLog, serve, serve_unsealed
+from tests.live.standbys import AlteredLog, serve, serve_unsealed
 from tests.system import System, submitted, until
 
 NAME = "try"

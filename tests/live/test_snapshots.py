@@ -20,9 +20,9 @@ from forebay.replay.verify.verify import verify
 from forebay.transport.base import Draft, Record
 from forebay.transport.history.reader import load_snapshot
 from forebay.transport.sqlite.log import SqliteLog
+from tests.live.scenarios import all_ended as all_of_scenario_ended
+from tests.live.scenarios import run_until_append, scenario
 from tests.live.shared import SharedLog, admit, proven
-from tests.live.test_owner import all_ended as all_of_scenario_ended
-from tests.live.test_owner import run_until_append, scenario
 from tests.system import System, settings, submitted, until, until_ended
 
 PREFIX = list(range(12))

@@ -24,7 +24,7 @@ from forebay.transport.sqlite.log import SqliteLog
 from tests.logs.own_policy import CUSTOM
 from tests.replay import incident
 from tests.replay.recorder import fleet
-from tests.replay.test_verify import rewrite
+from tests.replay.rewriting import rewrite
 
 T = TypeVar("T")
 RECORDINGS = sorted((Path(__file__).parent.parent / "logs").glob("*.rec"))

@@ -7,42 +7,18 @@ import pytest
 
 from forebay.core.routing.counterfactual import Alternative
 from forebay.events.control import DisaggConfig, DisaggPolicy, DisaggregationSet
-from forebay.events.progress import FirstTokenEmitted, RequestFinished, TransferFailed
 from forebay.replay.diff.diff import diff
 from forebay.replay.diff.handover import Handover
 from forebay.replay.diff.report import DiffReport
 from forebay.replay.observed import observe_history
-from tests.core.test_disaggregation import prefilled, progress_fields
-from tests.core.worlds import PROMPTS, request
-from tests.replay.recorder import Recorder, stored
-
-COUNT = 12
+from tests.core.worlds import PROMPTS
+from tests.replay.disagg_history import COUNT, history
+from tests.replay.recorder import Recorder
 
 
 def rule(policy: DisaggPolicy, **limits: Any) -> Alternative:
     disagg = DisaggConfig(policy=policy, **limits)
     return lambda pool: msgspec.structs.replace(pool, router=msgspec.structs.replace(pool.router, disagg=disagg))
-
-
-def history(policy: DisaggPolicy, *, by_hand: DisaggPolicy | None = None, cached_by: str = "p") -> Recorder:
-    """Return a history in which each request finishes before the next one arrives."""
-    made = Recorder()
-    made.disagg(("p", "q"), ("d", "e"), disagg=DisaggConfig(policy=policy))
-    if by_hand is not None:
-        made("control", DisaggregationSet(model="m", disagg=DisaggConfig(policy=by_hand)))
-    for worker in cached_by:
-        stored(made, worker, PROMPTS[0])
-    for number in range(COUNT):
-        (routed,) = made("requests", request(f"r{number}", PROMPTS[number % 2]))
-        if routed.stage == "prefill":
-            (routed,) = prefilled(made, routed)
-        if number == 3 and routed.stage == "decode":
-            _, routed = made("progress", TransferFailed(**progress_fields(routed), error="lost"))
-            (routed,) = prefilled(made, routed)
-        made("progress", FirstTokenEmitted(**progress_fields(routed)))
-        made("progress", RequestFinished(**progress_fields(routed), finish_reason="stop", output_tokens=2))
-    made.seal()
-    return made
 
 
 async def compared(made: Recorder, alter: Alternative, handover: Handover | None = None) -> DiffReport:

@@ -7,7 +7,6 @@ import pytest
 
 from forebay.events.control import DisaggConfig, DisaggregationSet, QueueConfig
 from forebay.events.decisions import PrefillPlace
-from forebay.events.fleet import WorkerLost
 from forebay.events.progress import (
     FirstTokenEmitted,
     PrefillFailed,
@@ -19,31 +18,11 @@ from forebay.events.progress import (
 from forebay.replay.explain.timeline import Timeline
 from forebay.replay.explain.timeline_parts import place_text
 from forebay.replay.moment import pools_of, requests_of
-from tests.core.worlds import LEASE_US, PROMPTS, joined, prefill_pool, prefilled_by, query, request
+from tests.core.worlds import LEASE_US, PROMPTS, joined, prefill_pool, query, request
+from tests.replay.disagg_explained import disaggregated, lose, report_progress
 from tests.replay.recorder import Recorder, stored, words
 
 ENFORCED = DisaggConfig(enforce=True)
-
-
-def disaggregated(*prefillers: str, **router: Any) -> Recorder:
-    made = Recorder()
-    made.disagg(prefillers or ("p", "q"), ("d", "e"), **router)
-    return made
-
-
-def report_progress(made: Recorder, kind: type[Any], name: str = "r", after_us: int = 10, **fields: Any) -> None:
-    one = made.world.requests.get(name)
-    assert one is not None
-    if kind is PrefillFinished:
-        fields = {
-            "prefilled": prefilled_by(one.worker_id, one.worker_epoch, **{"tokens": 34, "bytes": 34_000, **fields})
-        }
-    of = {"worker_id": one.worker_id, "worker_epoch": one.worker_epoch, "owner_epoch": 0}
-    made("progress", kind(request_id=name, attempt=one.stage_attempt, **of, **fields), after_us)
-
-
-def lose(made: Recorder, name: str) -> None:
-    made("fleet", WorkerLost(owner_epoch=0, worker_id=name, worker_epoch=made.epoch(name)))
 
 
 async def test_all_stages_of_a_remote_prefill_are_explained() -> None:

@@ -4,21 +4,20 @@ import asyncio
 import json
 import sqlite3
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from forebay.events.codec import decode, encode
+from forebay.events.codec import encode
 from forebay.events.decisions import RequestRouted
 from forebay.events.kv import BlocksStored
-from forebay.events.topics import DECISIONS, KV_EVENTS, Topic
+from forebay.events.topics import DECISIONS, KV_EVENTS
 from forebay.replay.verify.verify import VerifyReport, verify
 from forebay.transport.base import LogError
 from forebay.transport.sqlite.log import SqliteLog
-from forebay.transport.sqlite.schema import checksum
 from tests.cli.in_process import forebay
+from tests.replay.rewriting import find, rewrite
 from tests.system import System, submitted, until, until_ended
 
 PREFIX = list(range(16))
@@ -60,29 +59,6 @@ def test_every_decision_of_two_owners_is_derived_again(recording: Path) -> None:
     assert report["claims"] == 2
     assert report["snapshots"] == 2
     assert report["divergence"] is None
-
-
-def rewrite(path: Path, topic: Topic, offset: int, change: Callable[[bytes], bytes]) -> None:
-    """Change a record together with its checksum, like a forger."""
-    db = sqlite3.connect(path)
-    query = f'SELECT at_us, key, headers, value FROM "{topic.name}" WHERE id = ?'
-    at_us, key, headers, value = db.execute(query, (offset,)).fetchone()
-    changed = change(value)
-    assert changed != value
-    sealed = checksum(topic.name, 0, offset, at_us, key, headers, changed)
-    db.execute(f'UPDATE "{topic.name}" SET value = ?, checksum = ? WHERE id = ?', (changed, sealed, offset))
-    db.commit()
-    db.close()
-
-
-def find(path: Path, topic: Topic, wanted: Callable[[object], bool]) -> tuple[int, object]:
-    log = SqliteLog.open(path, readonly=True)
-    for record in log.records(topic.name, 0, 0, 10_000):
-        event = decode(topic, record.value)
-        if wanted(event):
-            log.close()
-            return record.offset, event
-    raise AssertionError("the recording holds no such event")
 
 
 def report_of(path: Path) -> VerifyReport:

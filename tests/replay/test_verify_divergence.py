@@ -4,7 +4,6 @@ import asyncio
 import json
 import shutil
 import sqlite3
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,9 @@ from forebay.events.decisions import Advanced, ConsumedRun, RequestRouted
 from forebay.events.kv import BlocksStored
 from forebay.events.topics import CONTROL, DECISIONS, KV_EVENTS, Topic
 from tests.benchmarks.recordings import Shape, write_recording
-from tests.cli.in_process import forebay
 from tests.cli.up import forebay as process
 from tests.replay.mutations import find, replace_record, rewrite_topic
+from tests.replay.verifying import verify
 
 WORKERS, DECISIONS_MADE = 4, 200
 Divergence = dict[str, Any]
@@ -38,10 +37,6 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def recording(original: Path, tmp_path: Path) -> Path:
     return Path(shutil.copy(original, tmp_path / "changed.db"))
-
-
-def verify(path: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    return forebay("replay", "verify", str(path), *options)
 
 
 def divergence(path: Path) -> Divergence:

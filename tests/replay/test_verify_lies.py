@@ -23,7 +23,7 @@ from forebay.transport.sqlite.log import SqliteLog
 from tests.cli.up import forebay as process
 from tests.replay.mutations import find, replace_record, rewrite_topic
 from tests.replay.slices import contents, journal_of, opened, report_of, run
-from tests.replay.test_verify_divergence import verify as command
+from tests.replay.verifying import verify as command
 
 replace = msgspec.structs.replace
 

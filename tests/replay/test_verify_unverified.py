@@ -16,7 +16,7 @@ from forebay.transport.base import Log, LogError
 from forebay.transport.sqlite.log import SqliteLog
 from tests.benchmarks.recordings import Shape, write_recording
 from tests.replay.mutations import find, replace_record, rewrite_topic
-from tests.replay.test_verify_divergence import verify as command
+from tests.replay.verifying import verify as command
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from forebay.simulate.transfers import LEASE_US
 from forebay.simulate.workload import Turn
 from tests.depth import examples
 from tests.simulate.fleets import Turns, split, turn
-from tests.simulate.test_oracle import BLOCK, Cache, EngineSequence, workloads
+from tests.simulate.oracle import BLOCK, Cache, EngineSequence, workloads
 
 pytestmark = pytest.mark.timeout(300)
 

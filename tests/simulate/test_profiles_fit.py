@@ -27,6 +27,7 @@ def test_costs_are_recovered() -> None:
     assert (found.fitted, found.ttft.requests, found.left_out, found.warnings) == (280, 120, {}, [])
 
 
+@pytest.mark.slow
 def test_jittered_steps_are_fitted() -> None:
     found = found_in(*(engine_run(seed, timing=Jittered(TRUTH, 0.3, seed)) for seed in (3, 4)))
     assert found.timing.prefill_token == pytest.approx(TRUTH.prefill_token, rel=0.1)
@@ -36,6 +37,7 @@ def test_jittered_steps_are_fitted() -> None:
     assert found.itl.modelled_ms[0] == pytest.approx(found.itl.recorded_ms[0], rel=0.1)
 
 
+@pytest.mark.slow
 def test_a_fit_predicts_a_busier_workload() -> None:
     """A profile has to predict workloads other than the one it was fitted to."""
     found = found_in(engine_run(5, every_us=600_000))

@@ -26,7 +26,7 @@ from forebay.workers.runtime.metrics import WorkerMetrics
 from forebay.workers.runtime.probes import Probes
 from tests.workers.conftest import Scene, engine_config, until, work_item
 from tests.workers.disagg import BLOCK_BYTES, PROMPT, Pair, aggregated, kv_settings, output_by, pair_of, serving, side
-from tests.workers.test_media import Memory
+from tests.workers.pictures import Memory
 
 KINDS = ("nixl", "tcp")
 CLEAR = Command(action="clear_kv_blocks")

@@ -50,7 +50,7 @@ def test_embeddings_are_cut_by_item_and_kind() -> None:
 
 def test_images_are_decoded_and_videos_are_not() -> None:
     pytest.importorskip("PIL", reason="Pillow is not installed")
-    from tests.workers.test_media import png  # noqa: PLC0415 - it needs Pillow
+    from tests.workers.pictures import png  # noqa: PLC0415 - it needs Pillow
 
     prompt = raw_prompt(work_item("r", [1, 99, 99], 2, media=(media(1, 2, content=png()),)))
     (image,) = prompt["multi_modal_data"]["image"]
@@ -85,7 +85,7 @@ class Rendering:
 
 async def test_expanded_prompt_must_equal_that_of_the_ingress() -> None:
     pytest.importorskip("PIL", reason="Pillow is not installed")
-    from tests.workers.test_media import png  # noqa: PLC0415 - it needs Pillow
+    from tests.workers.pictures import png  # noqa: PLC0415 - it needs Pillow
 
     item = work_item("r", [1, 99, 99, 2], 2, media=(media(1, 2, content=png()),), cache_namespace="tenant")
     llm = Rendering()
