@@ -54,7 +54,7 @@ class Runtime(Protocol):
         ...
 
     async def offload(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run a blocking function off the event loop."""
+        """Run a blocking function on another thread and return its result."""
         ...
 
     def executor(self, threads: int, name: str) -> Executor:
@@ -62,7 +62,7 @@ class Runtime(Protocol):
         ...
 
     def start_ticker(self, step: Callable[[], float | None], name: str) -> Ticker:
-        """Call `step` repeatedly, off the event loop."""
+        """Call `step` repeatedly on a thread of its own, until it returns None."""
         ...
 
 
@@ -121,7 +121,7 @@ def random_id() -> str:
 
 
 async def offload(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-    """Run a blocking function off the event loop and return its result."""
+    """Run a blocking function on another thread, so that the event loop continues, and return its result."""
     return await _current.get().offload(function, *args, **kwargs)
 
 

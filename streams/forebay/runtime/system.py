@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class Ticker(Protocol):
-    """A function that is called repeatedly off the event loop."""
+    """Handle of a function that is called repeatedly on a thread of its own."""
 
     def wake(self) -> None:
         """Call the function as soon as possible instead of after the current wait. May be called on any thread."""
@@ -48,7 +48,7 @@ class SystemRuntime:
         return _ContextExecutor(threads, name)
 
     def start_ticker(self, step: Callable[[], float | None], name: str) -> Ticker:
-        """Start a thread that calls `step` and waits, until it returns None."""
+        """Start a thread that calls `step` and then sleeps for the returned seconds, until `step` returns None."""
         return _ThreadTicker(step, name)
 
 

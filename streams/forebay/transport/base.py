@@ -1,4 +1,4 @@
-"""Define the two ports to the outside: `Log` for events, and `Leases` for liveness.
+"""Define the two ports of the transport: `Log` for events, and `Leases` for liveness.
 
 Theory of operation. A log is a set of topics, a topic is a set of partitions, and a partition is a dense sequence of
 records from offset 0. An append is acknowledged once it survives the death of this process. Readers see a record only
@@ -12,11 +12,11 @@ import msgspec
 
 
 class LogError(Exception):
-    """A log operation failed. The text says what to do. After a failed append, the log stays failed."""
+    """A log operation failed. The message says what to do. After a failed append, every later append fails too."""
 
 
 class PolicyNotAllowed(LogError):
-    """The recorded owner ran a custom policy that this process may not run; the text names the option to allow it."""
+    """A recorded owner ran a custom policy that this process may not run. The message names the option to allow it."""
 
 
 class LogFull(LogError):
@@ -44,7 +44,7 @@ class Record(msgspec.Struct, frozen=True):
         at_us: Wall-clock time of the append in microseconds, 0 if the producer did not set it. No decision uses it.
         value: Content of the record. Empty for a record without a value, which never decodes as an event.
         headers: Headers by name. Of several headers with the same name, the last one.
-        fault: Why the record has no value to decode, None if it has one.
+        fault: Why the record has no value that can be decoded, for example a null value. None if it has a value.
     """
 
     topic: str
@@ -64,32 +64,35 @@ class Tail(Protocol):
         """Return up to `limit` next records without waiting; an empty list if none is ready."""
 
     def __len__(self) -> int:
-        """Return the number of records known to be ready, at least 1 if any is."""
+        """Return how many records are known to be ready. More may be ready, but none if the number is 0."""
 
     def close(self) -> None:
-        """Stop following."""
+        """Stop following the partition."""
 
 
 class Log(Protocol):
     """An append-only log. Used from one event loop."""
 
     async def append(self, drafts: Sequence[Draft]) -> list[int]:
-        """Append records in order within each partition, and return their offsets once all are durable.
+        """Append records in order within each partition, and return their offsets once all records are durable.
 
-        Raises LogError if any record is not durable, and on every later call. In that case a partition may hold only
-        the first of its records. The embedded log appends all records or none.
+        Raises LogError if any record is not durable, and then on every later call. After a failure, a partition may
+        hold only the first of the records for it. The embedded log appends all records or none.
         """
 
     def append_soon(self, drafts: Sequence[Draft]) -> None:
         """Append without waiting. A failure ends the log, and shows in `append` and `failure`."""
 
     def tail(self, topic: str, partition: int, offset: int, wake: "Wake") -> Tail:
-        """Follow a partition from `offset`, at most its end. `wake.set()` is called whenever records become ready."""
+        """Return a tail that follows a partition from `offset`, which is at most the partition's end.
+
+        The log calls `wake.set()` whenever records become ready.
+        """
 
     async def read(self, topic: str, partition: int, offset: int, limit: int) -> list[Record]:
-        """Return up to `limit` records from `offset`, fewer if they are large, and none only at the end.
+        """Return up to `limit` records from `offset`: fewer if they are large, and none only at the end.
 
-        Raises LogError for records that are damaged or removed.
+        Raises LogError if a record is damaged, or if retention removed it.
         """
 
     async def begin(self, topic: str, partition: int) -> int:
@@ -113,7 +116,7 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
         worker_id: Id of the worker or ingress that holds the lease.
         token: Token of the holder's incarnation.
         payload: Encoded description of the holder.
-        expires_in_ms: Milliseconds until the lease expires, negative once it expired.
+        expires_in_ms: Milliseconds until the lease expires, negative after the expiry.
         ttl_ms: Time to live in milliseconds.
         deadline_ms: Time of expiry on the store's clock, which may jump. It changes with every renewal.
         released: Whether the holder released the lease.
@@ -141,7 +144,7 @@ class Leases(Protocol):
         """Mark the lease as released if this incarnation holds it. Polls return it until `forget` deletes it."""
 
     def poll(self, group: str) -> list[Lease]:
-        """Return every lease of the group ordered by worker id, including expired and released ones."""
+        """Return every lease of the group ordered by worker id, including expired and released leases."""
 
     def forget(self, group: str, worker_id: str, token: str) -> None:
         """Delete an ended lease after the owner appended the loss to `fleet`."""

@@ -13,7 +13,10 @@ HEADERS_BYTES_MAX = 1 << 20
 
 
 def dead_letter(record: Record, partition: int, reason: str) -> Draft:
-    """Return the dead letter of `record` for `partition`, with headers `reason`, `source-*` and `omitted` added."""
+    """Return the dead letter for `record`, to be appended to `partition` of the topic `dead-letters`.
+
+    Added headers: `reason`, `source-topic`, `source-partition`, `source-offset`, and `omitted` if parts were too large.
+    """
     headers = dict(record.headers or {})
     size = sum(len(name.encode()) + len(value.encode()) for name, value in headers.items())
     value, key, omitted = record.value, record.key, []

@@ -1,4 +1,7 @@
-"""Look up the control partition of a group, by following the topic `groups`."""
+"""Look up the control partition of a group, by following the topic `groups`.
+
+Each record of this topic is a placement: it assigns a control partition to a group.
+"""
 
 import asyncio
 import logging
@@ -21,8 +24,8 @@ class Directory:
     Each lookup first reads the new records of `groups`; `run` reads them continuously.
 
     Attributes:
-        on_change: Called after new placements were read.
-        groups: The placements read so far.
+        on_change: Called after `run` or a lookup has read new placements.
+        groups: The placements that were read so far.
         undecodable: Number of records that do not decode as placements.
     """
 
@@ -45,7 +48,7 @@ class Directory:
         await self._until(lambda: False)
 
     def close(self) -> None:
-        """Stop following."""
+        """Stop following the topic `groups`."""
         if self._tail is not None:
             self._tail.close()
 
@@ -65,7 +68,7 @@ class Directory:
         return self.groups.partitions[group]
 
     async def reach(self, offset: int) -> None:
-        """Wait until every record before `offset` is read. Raises LogError."""
+        """Wait until every record of `groups` before `offset` has been read. Raises LogError."""
         await self._until(lambda: self._position >= offset)
 
     async def _until(self, condition: Callable[[], bool]) -> None:

@@ -1,4 +1,4 @@
-"""Follow the heartbeats of one group, to find out whether it has an owner and how many standbys.
+"""Follow the heartbeats of routers for one group, to find out whether it has an owner and how many standbys.
 
 Ages are measured with this process's monotonic clock from the arrival of a heartbeat, so no clocks are compared.
 """
@@ -28,7 +28,7 @@ class RouterHeartbeats:
     """Owner and standbys of one group, from the heartbeats that arrive after `follow` began.
 
     Attributes:
-        owner: Newest heartbeat of the newest owner, None before the first one.
+        owner: Newest heartbeat of the owner with the highest owner epoch. None before an owner's first heartbeat.
         undecodable: Number of records that do not decode as heartbeats.
     """
 
@@ -58,7 +58,7 @@ class RouterHeartbeats:
         return [beat for _, (at_s, beat) in sorted(self._standbys.items()) if at_s >= since_s]
 
     async def follow(self, partition: int) -> None:
-        """Read heartbeats until cancelled. Raises LogError."""
+        """Read the heartbeats in the group's control partition until cancelled. Raises LogError."""
         wake = asyncio.Event()
         # Begin at the end, because older heartbeats would look new on arrival.
         tail = self._log.tail(HEARTBEATS.name, partition, await self._log.end(HEARTBEATS.name, partition), wake)
@@ -104,7 +104,7 @@ class HeartbeatMetrics(Collector):
         self._heartbeats = heartbeats
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics as they are now."""
+        """Yield the current metrics."""
         heartbeats = self._heartbeats
         standbys = GaugeMetricFamily(
             "forebay_group_standbys", "routers that are standbys of the group", labels=["group"]

@@ -1,1 +1,1 @@
-"""Read recorded journals, the events that they consumed, and snapshots back from a log."""
+"""Read journals, the input events that the owner applied according to them, and snapshots from a log."""

@@ -16,9 +16,10 @@ READ_MAX = 1_000
 
 
 async def groups_of(log: Log) -> dict[str, int]:
-    """Return the control partition of each group that `log` holds, by name. Raises LogError.
+    """Return a map from the name of each group in `log` to its control partition. Raises LogError.
 
-    The single group of an embedded log has no placement. Its name is its model, or empty if no pool is configured yet.
+    The single group of an embedded log has no record on `groups`. It is named after its model, and its name is empty
+    until a pool is configured.
     """
     recording = log.recording if isinstance(log, SqliteLog) else None
     if recording is not None:
@@ -39,9 +40,9 @@ async def groups_of(log: Log) -> dict[str, int]:
 
 
 async def pools_of(log: Log, partition: int) -> list[PoolConfigured]:
-    """Return every configuration that the pools of a group had, oldest first. Raises LogError.
+    """Return every configuration that the pools of a group ever had, oldest first. Raises LogError.
 
-    The oldest snapshot holds the configurations from before the oldest record of `control`.
+    If retention removed the oldest records of `control`, the oldest snapshot supplies their configurations.
     """
     found: list[PoolConfigured] = []
     offset = await log.begin(CONTROL.name, partition)

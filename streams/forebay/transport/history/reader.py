@@ -1,7 +1,7 @@
-"""Read journal records, the events that they consumed, and snapshots back from a log.
+"""Read journal records, the input events that the owner applied before them, and snapshots from a log.
 
-Readers of a journal skip stale records, which are records of an owner epoch that a later claim ended. No function
-changes state while it waits, so a task that follows a live journal may be cancelled at any time and continue later.
+Readers of a journal skip stale records, which are records of an owner epoch that a later claim ended. State changes
+only between two awaits, so a task that follows a live journal may be cancelled at any time and continue later.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ CHUNKS_READ = 8  # snapshot chunks per read, each at most 1 MiB
 
 
 class OtherRules(LogError):
-    """Another version of the rules decided the journal, so this program cannot derive it."""
+    """A program with another `core_version` wrote the journal, so this program cannot derive its decisions."""
 
     def __init__(self, offset: int, version: int) -> None:
         super().__init__(
@@ -55,7 +55,7 @@ class MissingChunk(LogError):
 
 
 class OtherState(LogError):
-    """The state in the chunks of a snapshot differs from the sealed state."""
+    """The state in the chunks of a snapshot differs from the state that its owner sealed in the journal."""
 
 
 class Undecoded(NamedTuple):
@@ -71,11 +71,11 @@ class Undecoded(NamedTuple):
 
 
 class EventReader:
-    """Forward reader of one partition of an input topic. Records that do not decode are returned as None.
+    """Reads the events in one partition of an input topic in order. A record that does not decode is read as None.
 
     Attributes:
-        malformed: Number of records taken that no version can decode.
-        unknown: Number of records taken with an unknown event tag.
+        malformed: Number of records returned so far that no version can decode.
+        unknown: Number of records returned so far with an event tag that this version does not know.
         first_unknown: First record with an unknown event tag, None if there is none.
     """
 
@@ -96,7 +96,7 @@ class EventReader:
         return self._offset - len(self._ready)
 
     async def fill(self, count: int) -> None:
-        """Read until at least `count` events are ready for `take`. Raises LogError if the log ends before."""
+        """Read until at least `count` events are ready for `take`. Raises LogError if the partition has fewer."""
         if count > PAGE_RECORDS:
             await self._require(count)
         while len(self._ready) < count:
@@ -115,7 +115,7 @@ class EventReader:
                 self._ready.append(event)
 
     def take(self, count: int) -> list[InputEvent | None]:
-        """Return the next `count` events, which `fill` has read."""
+        """Return the next `count` events. The caller must have called `fill` with at least this count."""
         taken = [self._ready.popleft() for _ in range(count)]
         while self._undecoded and self._undecoded[0].offset < self.offset:
             undecoded = self._undecoded.popleft()
@@ -138,10 +138,12 @@ class EventReader:
 
 
 class RecordedOrder:
-    """Reader of the events that journal records consumed, starting at the offsets of a view.
+    """Reads the input events that the owner applied before each journal record, one journal record after the other.
+
+    `view` maps each topic to the offset of its first event to read. Topics without an entry begin at offset 0.
 
     Attributes:
-        readers: Readers by topic, for the topics of which a record consumed events.
+        readers: Reader of each topic from which the owner applied an event so far.
     """
 
     def __init__(self, log: Log, partition: int, view: Mapping[str, int]) -> None:
@@ -156,7 +158,10 @@ class RecordedOrder:
         return self._view.get(topic, 0) if reader is None else reader.offset
 
     async def events_of(self, consumed: tuple[ConsumedRun, ...]) -> RecordedEvents:
-        """Return the next events of each topic, as many as `consumed` counts. Raises LogError if any is missing."""
+        """Return the events that `consumed`, a field of the next journal record, counts, by topic.
+
+        Raises LogError if an event is missing.
+        """
         counts: dict[str, int] = {}
         for run in consumed:
             if run.topic != CLOCK:
@@ -189,9 +194,9 @@ def decode_or_none(topic: Topic, value: bytes) -> InputEvent | None:
 
 
 def decode_journal(record: Record) -> JournalRecord | None:
-    """Return the journal record in `record`, or None if it does not decode, as a foreign record does not.
+    """Return the journal record in `record`, or None if `record` does not decode, for example a foreign record.
 
-    Skipping a damaged or newer record of an owner is safe, because the `seq` of the next record shows the gap.
+    A caller may skip a record that does not decode. If an owner wrote it, the `seq` of the next record shows the gap.
     """
     try:
         decision: JournalRecord = decode(DECISIONS, record.value)
@@ -226,14 +231,15 @@ _STAMPED = msgspec.json.Decoder(_Stamped)
 
 
 class Validity:
-    """Filter of valid journal records, starting at an offset with owner epoch `epoch`.
+    """Filter that admits the valid records of a journal, in order. It rejects stale and foreign records.
 
-    The owner of that epoch is assumed to use this program's rules, because loading a snapshot checks this.
+    `epoch` is the owner epoch in effect before the first record, -1 if no router had claimed the group. The owner of
+    that epoch is assumed to have this program's `core_version`, because loading a snapshot checks this.
 
     Attributes:
-        epoch: Owner epoch of the last record.
-        void: Number of stale records, of owners that another claim ended.
-        foreign: Number of records that are not journal records.
+        epoch: Offset of the newest claim so far, which is the current owner epoch.
+        void: Number of stale records so far.
+        foreign: Number of records so far that are not journal records.
     """
 
     def __init__(self, epoch: int) -> None:
@@ -243,7 +249,10 @@ class Validity:
         self.foreign = 0
 
     def admits(self, decision: JournalRecord | None, offset: int) -> TypeGuard[JournalRecord]:
-        """Return whether the next journal record is valid. Raises LogError if the claim of its owner is missing."""
+        """Return whether the next record of the journal is valid. `decision` is None if it does not decode.
+
+        Raises LogError if the claim of its owner is missing.
+        """
         if decision is None:
             self.foreign += 1
             return False
@@ -260,9 +269,9 @@ class Validity:
         return True
 
     def require_own_rules(self, decision: JournalRecord, offset: int) -> None:
-        """Raise OtherRules for an admitted record that was decided by other rules.
+        """Raise OtherRules for an admitted record of an owner with another `core_version`.
 
-        Claims are accepted, because an owner that opened a log of another version leaves only its claim behind.
+        Claims are accepted, because an owner that opens a log of another version writes a claim but no decision.
         """
         if not isinstance(decision, OwnerClaimed) and self._rules != CORE_VERSION:
             raise OtherRules(offset, self._rules)
@@ -309,7 +318,7 @@ async def newest_snapshot(log: Log, partition: int, end: int) -> SnapshotTaken |
 async def snapshots_taken(log: Log, partition: int, start: int, end: int) -> AsyncIterator[tuple[int, SnapshotTaken]]:
     """Yield the `SnapshotTaken` records in [start, end) of the journal that no claim in this range makes stale.
 
-    A record of an owner that lost the group before `start` may be among them; its seal is before `start`, too.
+    They may include a stale record of an owner that lost the group before `start`. Its seal is before `start`, too.
     """
     epoch = -1
     async for record in journal_records(log, partition, start, end):
@@ -323,7 +332,7 @@ async def snapshots_taken(log: Log, partition: int, start: int, end: int) -> Asy
 async def _overtaken(log: Log, partition: int, taken: SnapshotTaken, offset: int) -> bool:
     """Return whether a claim made the `SnapshotTaken` at `offset` stale, or retention removed records after its seal.
 
-    Only claims after the seal matter, because the owner saw the seal acknowledged without a claim before it.
+    Only claims after the seal matter, because when the seal was acknowledged, the owner saw no claim before it.
     """
     if taken.journal_offset < await log.begin(DECISIONS.name, partition):
         return True
@@ -333,7 +342,7 @@ async def _overtaken(log: Log, partition: int, taken: SnapshotTaken, offset: int
 
 
 async def recorded_view(log: Log, partition: int) -> dict[str, int]:
-    """Return the offset up to which the owner applied each input topic, according to the journal. Raises LogError."""
+    """Return the offset up to which the owner applied each input topic according to the journal. Raises LogError."""
     end = await log.end(DECISIONS.name, partition)
     taken = await newest_snapshot(log, partition, end)
     start, epoch = 0, -1
@@ -350,7 +359,7 @@ async def recorded_view(log: Log, partition: int) -> dict[str, int]:
 
 
 async def state_of(log: Log, partition: int, taken: SnapshotTaken) -> WorldState:
-    """Return the `WorldState` of a snapshot without restoring the snapshot. Raises LogError if it is missing."""
+    """Return the `WorldState` of a snapshot without restoring the snapshot. Raises LogError if it has none."""
     async for _, chunk in _chunks(log, partition, taken):
         for part in chunk.parts:
             if isinstance(part, WorldState):
@@ -367,10 +376,10 @@ async def chunks_end(log: Log, partition: int, taken: SnapshotTaken) -> int:
 
 
 async def load_snapshot(log: Log, partition: int, taken: SnapshotTaken, custom: CustomPolicies | None = None) -> World:
-    """Return the world of a snapshot.
+    """Return the world that a snapshot holds.
 
     Raises:
-        OtherRules: An owner with other rules took the snapshot, if its version is known.
+        OtherRules: An owner with another `core_version` took the snapshot. Not raised if that version is unknown.
         MissingChunk: A chunk is missing.
         OtherState: The digest of the state differs from the sealed digest.
         LogError: The snapshot cannot be read.
@@ -384,7 +393,7 @@ async def load_snapshot(log: Log, partition: int, taken: SnapshotTaken, custom: 
 
 
 async def check_snapshot(log: Log, partition: int, taken: SnapshotTaken) -> None:
-    """Check a snapshot like `load_snapshot`, but without building its world, which is much faster."""
+    """Check a snapshot, and raise the errors of `load_snapshot`. This is much faster, because no world is built."""
     parts = await _parts(log, partition, taken)
     await _require_of_seal(log, partition, taken, parts)
     with _of_state(taken):
@@ -423,7 +432,7 @@ async def _parts(log: Log, partition: int, taken: SnapshotTaken) -> list[Chunk]:
 
 @contextmanager
 def _of_state(taken: SnapshotTaken) -> Iterator[None]:
-    """Raise OtherState for any error, because changed chunks may violate any invariant of the state."""
+    """Translate any error into OtherState, because changed chunks may violate any invariant of the state."""
     try:
         yield
     except Exception as error:
@@ -491,7 +500,7 @@ async def _chunks(
             try:
                 chunk: SnapshotChunk = decode(SNAPSHOTS, record.value)
             except DecodeError as error:
-                damaged = error  # or a foreign record, in which case the chunk follows
+                damaged = error  # unless it is a foreign record: then the chunk follows
                 continue
             if (chunk.owner_epoch, chunk.number) == (taken.owner_epoch, number):
                 yield record.offset, chunk

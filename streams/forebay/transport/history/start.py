@@ -11,11 +11,11 @@ from forebay.transport.history.reader import snapshots_taken, state_of
 
 
 class StoredState(NamedTuple):
-    """State that can be restored.
+    """State of a group from which the later decisions in the log can be derived.
 
     Attributes:
         offset: Journal offset of the first record after the state.
-        view: Offset up to which each input topic was applied, 0 for topics that are not in it.
+        view: Offset up to which the owner had applied each input topic. It is 0 for topics without an entry.
         owner_epoch: Epoch of the owner that sealed the state, -1 before the first claim.
         core_version: Rules version of that owner.
     """
@@ -30,14 +30,14 @@ EMPTY_STATE = StoredState(0, {}, -1, CORE_VERSION)
 
 
 async def begins_of(log: Log, partition: int) -> dict[str, int]:
-    """Return the first offset of each topic that a replay needs. Raises LogError."""
+    """Return the oldest stored offset in `partition` of each topic that a replay reads. Raises LogError."""
     return {topic.name: await log.begin(topic.name, partition) for topic in (*INPUTS, DECISIONS, SNAPSHOTS)}
 
 
 async def usable_state(log: Log, partition: int, taken: SnapshotTaken, begins: Mapping[str, int]) -> StoredState | None:
     """Return the state of a snapshot, or None if retention removed chunks of it or records after it.
 
-    Raises LogError.
+    `begins` maps each topic to its oldest stored offset, see `begins_of`. Raises LogError.
     """
     if taken.journal_offset < begins[DECISIONS.name] or taken.first_offset < begins[SNAPSHOTS.name]:
         return None
@@ -49,9 +49,10 @@ async def usable_state(log: Log, partition: int, taken: SnapshotTaken, begins: M
 
 
 async def oldest_state(log: Log, partition: int) -> StoredState:
-    """Return the state that a reader of the whole log begins with: the empty one, or the oldest usable snapshot.
+    """Return the oldest state from which a group can be replayed.
 
-    Raises LogError when the log does not begin at offset 0 and holds no usable snapshot.
+    This is the empty state if retention removed nothing, and otherwise the oldest usable snapshot. Raises LogError if
+    there is no usable snapshot.
     """
     begins = await begins_of(log, partition)
     if not any(begins.values()):

@@ -35,7 +35,7 @@ class AbsentRecord(ConsumerRecord):  # type: ignore[misc]  # aiokafka ships no t
 
     Attributes:
         reason: Why the offset has no readable record, for a dead letter.
-        is_gap: Whether no record of a producer is missing, so that nothing was lost.
+        is_gap: Whether the offset is a marker, or its record was aborted or removed. If not, a record was lost.
     """
 
     reason: str = ""

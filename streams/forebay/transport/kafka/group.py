@@ -176,7 +176,7 @@ class KafkaGroup:
         return True
 
     async def commit_last(self, offsets: Mapping[int, Committed]) -> None:
-        """Commit before partitions are released. If this fails, other members only repeat some records."""
+        """Commit before this member releases partitions. A failure is logged: the next member repeats some records."""
         try:
             async with asyncio.timeout(COMMIT_S):
                 await self.commit(offsets)

@@ -62,7 +62,7 @@ class KafkaLog:
 
     @classmethod
     async def open(cls, settings: KafkaSettings) -> Self:
-        """Connect. Raises KafkaUnusable if the broker is unreachable or rejects the connection."""
+        """Connect to the broker. Raises KafkaUnusable if the broker is unreachable or rejects the connection."""
         try:
             producer = await _started(settings)
         except (KafkaError, OSError, TimeoutError) as error:
@@ -70,9 +70,9 @@ class KafkaLog:
         return cls(settings, producer)
 
     async def append(self, drafts: Sequence[Draft]) -> list[int]:
-        """Append and wait for the broker's acknowledgement; see `Log.append`.
+        """Append records and wait for the broker's acknowledgement; see `Log.append`.
 
-        Raises ValueError for a record that is too large, and then appends nothing.
+        Raises ValueError for a record that is too large. In that case nothing is appended.
         """
         self._require_open()
         if not drafts:
@@ -87,7 +87,7 @@ class KafkaLog:
         self._writer.write(drafts, None)
 
     def tail(self, topic: str, partition: int, offset: int, wake: Wake) -> KafkaTail:
-        """Follow a partition from `offset`."""
+        """Return a tail that follows a partition from `offset`."""
         self._require_open()
         return self._tails.follow(topic, partition, offset, wake)
 

@@ -22,7 +22,7 @@ COMMIT_S = 1.0  # timeout of a commit; short, because the reader waits for it
 
 
 class KafkaPosition:
-    """Committed offset of a consumer group in one partition."""
+    """Commits the offset of a reader in one partition, under the name of a consumer group."""
 
     def __init__(self, consumer: AIOKafkaConsumer, place: TopicPartition, group: str) -> None:
         self._consumer = consumer

@@ -59,7 +59,7 @@ class KafkaTail:
         return taken
 
     def close(self) -> None:
-        """Stop following."""
+        """Stop following the partition."""
         self._buffer.clear()
         self._tails.leave(self._place, self)
 
@@ -122,7 +122,7 @@ class KafkaTails:
             self._consumer.resume(place)
 
     def lags(self) -> dict[tuple[str, int], int]:
-        """Return the number of records not fetched yet, by (topic, partition)."""
+        """Return the number of records that the slowest tail has not fetched yet, by (topic, partition)."""
         lags = {}
         if self._consumer is not None:
             for place, tails in self._tails.items():
@@ -139,7 +139,7 @@ class KafkaTails:
                 tail.wake.set()
 
     async def close(self) -> None:
-        """Stop fetching."""
+        """Stop fetching for all tails."""
         if self._pump is not None:
             self._pump.cancel()
             await asyncio.gather(self._pump, return_exceptions=True)

@@ -204,7 +204,7 @@ async def _admin(settings: KafkaSettings) -> AIOKafkaAdminClient:
 
 
 def unreachable(settings: KafkaSettings, error: Exception) -> KafkaUnusable:
-    """Return the error for a failed connection, with a hint what to check."""
+    """Return the error for a failed connection. Its message says what to check."""
     reason = explain(error)
     hint = "check that it runs and its address"
     if "sasl_mechanism" in settings.client_options():

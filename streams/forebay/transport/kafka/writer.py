@@ -23,7 +23,8 @@ logger = logging.getLogger(__name__)
 RECORD_BYTES_MAX = 16 << 20  # the configured maximum message size of the topics
 BATCH_RECORDS_MAX = 10_000
 BATCH_BYTES_MAX = 1 << 20  # a larger record gets a batch of its own
-# These topics are not latency-critical: they wait for the tokens of the same step, and fill larger batches.
+# Records of these topics are not latency-critical. They wait until the tokens of the same engine step are sent, and so
+# fill larger batches.
 LINGER_S = {PROGRESS.name: 0.002, KV_EVENTS.name: 0.005, METRICS.name: 0.005}
 HEADROOM_BYTES = 1 << 16  # for batch and record headers within the maximum message size
 # Maximum bytes of records that wait while the broker is unreachable.
@@ -54,7 +55,7 @@ class PendingAppend:
 
     Attributes:
         draft: The record to append.
-        size: Its size in bytes.
+        size: Size of the record in bytes.
         at_ms: Time of the append in milliseconds.
         waiter: Receiver of the offset, None for an append without waiting.
         index: Index of the draft in `waiter`.

@@ -51,16 +51,16 @@ class Extent(msgspec.Struct, frozen=True, order=True):
 
 
 class RecordedGroup(msgspec.Struct, frozen=True, order=True):
-    """Group of a recording.
+    """Group of a recording. Its window is the range of journal records that the recording was made for.
 
     Attributes:
         name: Name of the group.
         partition: Control partition of the group.
-        start: Journal offset from which the group is derived: 0, or that of the snapshot before the window.
+        start: Journal offset from which the decisions are derived: 0, or that of a snapshot before the window.
         first: Journal offset at which the window begins.
         end: Journal offset at which the window ends, exclusive.
         decisions: Number of decisions in the window.
-        core_version: Version of the rules of these decisions, 0 if unknown.
+        core_version: `core_version` of the program that made these decisions, 0 if unknown.
     """
 
     name: str
@@ -130,7 +130,7 @@ def is_recording(db: sqlite3.Connection) -> bool:
 
 
 def read_contents(db: sqlite3.Connection, path: Path) -> Contents:
-    """Return the contents of a finished recording, checked against their digest. Raises LogUnusable."""
+    """Return the contents of a finished recording after checking their digest. Raises LogUnusable."""
     (size,) = db.execute("SELECT page_count * page_size FROM pragma_page_count, pragma_page_size").fetchone()
     if path.stat().st_size != size:
         raise LogUnusable(f"{path}: is damaged or cut off (it should have {size} bytes); restore a copy")
@@ -217,7 +217,7 @@ def require_sealed(db: sqlite3.Connection, path: Path) -> None:
 
 
 def seal(path: Path) -> None:
-    """Write the digest of a file into the file. No connection to it may be open.
+    """Write the digest of a recording into its table `forebay_seal`. No connection to the file may be open.
 
     Raises LogUnusable, sqlite3.Error or OSError.
     """
@@ -244,7 +244,7 @@ def file_digest(path: Path, hole: int, length: int) -> str:
 
 
 def _seal_of(db: sqlite3.Connection, path: Path) -> tuple[str, int]:
-    """Return the digest stored in a file, and its byte offset in the file."""
+    """Return the digest that a recording stores about itself, and the byte offset of this digest in the file."""
     found = db.execute("SELECT digest FROM forebay_seal").fetchall()
     roots = db.execute("SELECT rootpage FROM sqlite_master WHERE name = 'forebay_seal'").fetchall()
     (page_bytes,) = db.execute("PRAGMA page_size").fetchone()

@@ -27,8 +27,8 @@ class RecordingWriter:
 
     Attributes:
         contents: Contents of the finished recording.
-        complete: Whether all records are written and verified. Another process may be sealing the file then.
-        log: The records written so far, for reading.
+        complete: Whether all records are written and verified. If so, another process may be sealing the file.
+        log: Log with the records written so far, for reading.
     """
 
     def __init__(self, db: sqlite3.Connection, out: Path, contents: Contents, *, complete: bool = False) -> None:
@@ -60,9 +60,10 @@ class RecordingWriter:
 
     @classmethod
     def resume(cls, out: Path, asked: Mapping[str, str]) -> Self | None:
-        """Resume a recording that the same command began; return None if there is none.
+        """Resume an unfinished recording at `out` that a command with the options `asked` began.
 
-        Raises LogUnusable if another command began it, and what `create` raises.
+        Returns None if there is no unfinished recording. Raises LogUnusable if a command with other options began it,
+        if `out` exists already, or if another process writes it.
         """
         require_free(out)
         part = part_of(out)
@@ -72,7 +73,7 @@ class RecordingWriter:
             db = _locked(part)
             try:
                 require_free(out)  # the previous holder of the lock may have finished meanwhile
-                if not schema.check_format(db, part):  # it ended before its first transaction
+                if not schema.check_format(db, part):  # the previous process ended before its first transaction
                     db.close()
                     return None
                 if not recording.is_recording(db):
@@ -97,7 +98,7 @@ class RecordingWriter:
         return sum(self._positions[place] - extent.first for place, extent in self._extents.items())
 
     def position(self, extent: Extent) -> int:
-        """Return the offset of the next record to write of an extent."""
+        """Return the offset of the next record to write in an extent."""
         return self._positions[extent.topic, extent.partition]
 
     def write(self, records: Sequence[Record]) -> None:
@@ -124,7 +125,8 @@ class RecordingWriter:
     def finish(self) -> Contents:
         """Verify, seal and rename the recording, close the writer, and return the contents.
 
-        Raises CorruptRecord or MissingRecords if the disk did not store a record correctly, and LogError otherwise.
+        Raises CorruptRecord or MissingRecords if the disk did not store a record correctly, and LogError for any other
+        failure.
         """
         assert self.done == self.total, "write all records first"
         part = part_of(self._out)

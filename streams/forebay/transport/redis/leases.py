@@ -15,7 +15,7 @@ import redis
 from forebay.transport.base import Lease, LeaseError
 
 LeaseKind = Literal["worker", "ingress"]
-# Time for which an expired lease stays visible to a new owner.
+# A new owner still sees a lease that expired less than KEPT_TTLS times its TTL plus KEPT_MS after its last renewal.
 KEPT_TTLS = 10
 KEPT_MS = 60_000
 
@@ -44,7 +44,7 @@ redis.call('HSET', KEYS[1], 'ttl_ms', ARGV[4])
 {_EXTEND}
 return 1
 """
-# The keys stay as they would after a lease that ran out, so that the owner sees that this one was released.
+# The keys are kept as after an expiry, so that the owner sees that the lease was released.
 _RELEASE = f"""
 {_NOW}
 if redis.call('HGET', KEYS[1], 'token') ~= ARGV[2] then return 0 end
@@ -58,7 +58,7 @@ redis.call('DEL', KEYS[1])
 redis.call('ZREM', KEYS[2], ARGV[1])
 return 1
 """
-# The deadlines of keys that are long gone are dropped here: nobody else would.
+# This script also deletes the deadlines of leases whose keys Redis has expired, because no other script does.
 _POLL = f"""
 {_NOW}
 local found = {{}}
@@ -75,7 +75,8 @@ for i = 1, #deadlines, 2 do
 end
 return found
 """
-# The deadline of nobody, which no `poll` drops before its time: until then the group counts as one that has leases.
+# This adds a deadline for an empty worker name, which `poll` deletes only once it has passed. Until then the group
+# counts as one with leases.
 _ANNOUNCE = f"""
 {_NOW}
 local ttl = tonumber(ARGV[2])
@@ -85,7 +86,7 @@ for i = 1, 2 do
   if redis.call('PTTL', KEYS[i]) < ttl then redis.call('PEXPIRE', KEYS[i], ttl) end
 end
 """
-# A group whose deadlines are all gone is dropped here, and only here.
+# This script also removes groups without deadlines, because no other script does.
 _GROUPS = f"""
 {_NOW}
 local found = {{}}
@@ -113,7 +114,7 @@ class RedisLeases:
 
     def __init__(self, client: redis.Redis, namespace: str = "forebay", kind: LeaseKind = "worker") -> None:
         assert not client.get_encoder().decode_responses, "payloads are bytes"
-        # Ingresses have key spaces of their own: an ingress alone does not place a group.
+        # Ingresses have keys of their own, because the lease of an ingress must not cause the placement of a group.
         self._prefix = _escape(namespace) + (":" if kind == "worker" else f":{kind}-")
         self._acquire = client.register_script(_ACQUIRE)
         self._renew = client.register_script(_RENEW)
@@ -124,7 +125,7 @@ class RedisLeases:
         self._announce = client.register_script(_ANNOUNCE)
 
     def acquire(self, group: str, worker_id: str, token: str, payload: bytes, ttl_ms: int) -> None:
-        """Take the lease of a worker, or replace that of another incarnation. Raises LeaseError."""
+        """Take the lease of a worker, even if another incarnation holds it. Raises LeaseError."""
         assert ttl_ms >= 1
         with _lease_errors():
             self._acquire(
@@ -142,7 +143,7 @@ class RedisLeases:
             return bool(self._renew(keys=self._keys(group, worker_id), args=args))
 
     def release(self, group: str, worker_id: str, token: str) -> None:
-        """Mark the lease as released if this incarnation holds it, so that the owner knows it did not vanish.
+        """Mark the lease as released if this incarnation holds it. The owner can then tell a release from a loss.
 
         Raises LeaseError.
         """
@@ -150,7 +151,10 @@ class RedisLeases:
             self._release(keys=self._keys(group, worker_id), args=[_escape(worker_id), token])
 
     def poll(self, group: str) -> list[Lease]:
-        """Return every lease of the group by worker id, including expired and released ones. Raises LeaseError."""
+        """Return every lease of the group ordered by worker id, including expired and released leases.
+
+        Raises LeaseError.
+        """
         with _lease_errors():
             found = self._poll(keys=[self._deadlines_key(group)], args=[self._lease_key(group, "")])
         leases = [
@@ -168,9 +172,10 @@ class RedisLeases:
         return sorted(leases, key=lambda lease: lease.worker_id)
 
     def forget(self, group: str, worker_id: str, token: str) -> None:
-        """Delete a lease after the owner appended the loss, unless another incarnation took the lease since.
+        """Delete a lease after the owner appended the loss to `fleet`, unless another incarnation took it since.
 
-        A late renewal does not keep the lease, because its holder must learn that it was lost. Raises LeaseError.
+        A late renewal by the lost incarnation does not prevent the deletion, because that incarnation must learn that
+        it was declared lost. Raises LeaseError.
         """
         with _lease_errors():
             self._drop(keys=self._keys(group, worker_id), args=[_escape(worker_id), token])
@@ -204,7 +209,7 @@ class RedisLeases:
 
 
 def embedded_leases(namespace: str = "forebay") -> RedisLeases:
-    """Return leases of this process alone, on an in-process Redis implementation."""
+    """Return a lease store for this process only, on an in-process implementation of Redis."""
     return RedisLeases(fakeredis.FakeRedis(server=fakeredis.FakeServer()), namespace)
 
 

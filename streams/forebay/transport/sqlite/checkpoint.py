@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class Checkpointer:
-    """Checkpoints of one log file.
+    """Runs the checkpoints of one log file, one at a time.
 
     Attributes:
         holding: Whether the writer has to delay its commits.
@@ -43,9 +43,10 @@ class Checkpointer:
         self._growth += value_bytes + tables * PAGE_BYTES
 
     def step(self, loop: AbstractEventLoop, flush: Callable[[], None]) -> None:
-        """Take the result of a finished checkpoint, and start one if it is due. `flush` is called when that finishes.
+        """Handle the result of a finished checkpoint, and start the next checkpoint if it is due.
 
-        Raises sqlite3.Error if a checkpoint failed, because the disk is full or broken.
+        When the started checkpoint finishes, `flush` is called on `loop`. Raises sqlite3.Error if a checkpoint failed
+        because the disk is full or broken.
         """
         hold = False
         if self._running is not None:
@@ -70,7 +71,10 @@ class Checkpointer:
 
 
 def fold(db: sqlite3.Connection) -> None:
-    """Move the WAL into the file and delete it, so that the file opens on read-only media. Readers may prevent it."""
+    """Move the WAL into the log file and delete the WAL, so that the log can be opened on read-only media.
+
+    If another connection reads the log, the WAL is kept.
+    """
     try:
         db.execute("PRAGMA busy_timeout = 0")
         db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
@@ -87,5 +91,5 @@ def _checkpoint(path: Path) -> tuple[int, int]:
 
 
 def _call(loop: AbstractEventLoop, flush: Callable[[], None]) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop is closed; the next append takes the result
+    with contextlib.suppress(RuntimeError):  # the loop is closed; the next append handles the result
         loop.call_soon_threadsafe(flush)

@@ -124,11 +124,11 @@ class SqliteLog:
         return await committed
 
     def append_soon(self, drafts: Sequence[Draft]) -> None:
-        """Append without waiting for the commit; otherwise like `append`. A later failure shows in `failure`."""
+        """Append like `append`, but without waiting for the commit. A later failure shows in `failure`."""
         self._enqueue(drafts, asyncio.get_running_loop())
 
     def tail(self, topic: str, partition: int, offset: int, wake: Wake) -> SqliteTail:
-        """Follow a partition from `offset`, which may be before or after its end."""
+        """Return a tail that follows a partition from `offset`, which may be before or after the partition's end."""
         self._require_open()
         place = self._partition(topic, partition)
         tail = SqliteTail(place, offset, wake, self._fetch, pushed=not self._readonly)
@@ -137,11 +137,11 @@ class SqliteLog:
         return tail
 
     async def read(self, topic: str, partition: int, offset: int, limit: int) -> list[Record]:
-        """Return what `records` returns, but fewer records if they are large. Does not wait."""
+        """Return up to `limit` records like `records`, but fewer if they are large. Does not wait."""
         return self._fetch(self._partition(topic, partition), offset, limit, TAIL_BYTES_MAX)
 
     async def begin(self, topic: str, partition: int) -> int:
-        """Return the offset of the oldest record, which `trim` or the start of a recording determines.
+        """Return the offset of the oldest record that `trim` did not delete, or with which a recording begins.
 
         Raises LogError for a partition that a recording does not hold.
         """
@@ -193,7 +193,8 @@ class SqliteLog:
 
         The deletion is one transaction, so a crash leaves the log either with or without all of these records. Records
         that a tail of this process has not taken yet are kept, and nothing is deleted while commits wait for a
-        checkpoint. Reads before the new start raise TrimmedRecords. Later appends use the free pages. Raises LogError.
+        checkpoint. Reads before the new start raise TrimmedRecords. Later appends use the pages that become free.
+        Raises LogError.
         """
         self._require_open()
         if self._failure is not None:
@@ -263,7 +264,10 @@ class SqliteLog:
                 self._fetch(self._partition(topic, partition), end - 1, 1, None)
 
     def refresh(self) -> bool:
-        """Read the ends that another process has written, wake tails with records, and return whether there are any."""
+        """Look for records that another process appended, and wake the tails that have records to take.
+
+        Returns whether any tail has records to take.
+        """
         self._require_open()
         wakes: dict[int, Wake] = {}
         for place in self._partitions.values():
@@ -335,7 +339,7 @@ class SqliteLog:
         return max(self._start_of(topic, partition) if extent is None else extent.first, end)
 
     def _start_of(self, topic: str, partition: int) -> int:
-        """Return the first offset of a partition. A reader reads it again, because the writer may have trimmed."""
+        """Return the first offset of a partition. A read-only log reads the file, because the writer may trim it."""
         starts = self.starts() if self._readonly else self._starts
         return starts.get((topic, partition), 0)
 
@@ -373,7 +377,7 @@ class SqliteLog:
         with self._reading():
             if not self._has_table(topic):
                 return []
-            # An unfinished statement would keep the WAL from starting over, hence the closing.
+            # Close the statement, because an unfinished statement prevents the WAL from restarting.
             with contextlib.closing(self._db.execute(schema.select_rows(topic), span)) as rows:
                 for row in rows:
                     record = schema.decode_row(topic, number, row)
@@ -393,7 +397,7 @@ class SqliteLog:
         return records
 
     def _require_untrimmed(self, topic: str, number: int, offset: int) -> None:
-        """Raise TrimmedRecords for an offset before the start, also if the writer moved it after the read began."""
+        """Raise TrimmedRecords for an offset before the start, even if the writer trimmed after the read began."""
         first = 0 if self.recording is not None else self._start_of(topic, number)
         if offset < first:
             raise TrimmedRecords(topic, number, offset, first)

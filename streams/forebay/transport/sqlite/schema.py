@@ -21,19 +21,19 @@ from forebay import runtime
 from forebay.events.topics import topic_named
 from forebay.transport.base import LogError, Record
 
-APPLICATION_ID = 0x46424159  # "FBAY", so that file(1) and other programs can tell
+APPLICATION_ID = 0x46424159  # "FBAY", so that file(1) and other programs recognise the file
 FORMAT_VERSION = 1
 RECORDING_VERSION = (
-    2  # the tables of a log and those of `forebay.transport.recording.manifest`; nothing can be appended
+    2  # a log that also has the tables of `forebay.transport.recording.manifest`, and accepts no appends
 )
 OFFSET_BITS = 40
 OFFSETS_MAX = 1 << OFFSET_BITS
 PARTITIONS_MAX = 1 << (63 - OFFSET_BITS)  # ids are signed 64-bit
-BUSY_TIMEOUT_S = 2.0  # another SQLite client in the middle of a write; longer would stall the event loop
+BUSY_TIMEOUT_S = 2.0  # maximum wait for another SQLite client that writes; it blocks the event loop
 # Errors that a damaged file may raise. SQLite's message about a damaged schema may not be valid UTF-8.
 UNREADABLE = (sqlite3.Error, UnicodeDecodeError)
 
-# Some builds of SQLite write zeros over every page that a deletion frees, which would cost as much as the append did.
+# Some builds of SQLite write zeros over every page that a deletion frees, which costs as much as the append did.
 SECURE_DELETE = "PRAGMA secure_delete = FAST"
 
 _TOPIC_NAME = re.compile(r"[a-z0-9.-]{1,200}")
@@ -127,7 +127,7 @@ def select_rows(topic: str) -> str:
 
 
 def encode_headers(headers: Mapping[str, str] | None) -> bytes | None:
-    """Return headers as a JSON object, the form in which they are stored and checksummed; None for None."""
+    """Return headers as a JSON object, in the form that is stored and checksummed. Returns None for None."""
     return None if headers is None else msgspec.json.encode(headers)
 
 
@@ -164,7 +164,7 @@ def signed(digest: int) -> int:
 
 
 def decode_row(topic: str, partition: int, row: tuple[Any, ...]) -> Record:
-    """Return a row of `select_rows` as a record. Raises CorruptRecord."""
+    """Return the record in a row that `select_rows` read. Raises CorruptRecord."""
     row_id, at_us, key, headers, value, stored = row
     offset = row_id & (OFFSETS_MAX - 1)
     try:
@@ -290,7 +290,7 @@ def check_place(path: Path, *, readonly: bool) -> None:
         mode = path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
         mode = 0
-    except (OSError, ValueError) as error:  # a name that is too long, a circle of links, a folder that is closed
+    except (OSError, ValueError) as error:  # for example a name that is too long, or a loop of links
         reason = getattr(error, "strerror", None) or error
         raise LogUnusable(f"{path}: cannot be looked at ({reason}); choose another path") from error
     if not path.parent.is_dir():
@@ -358,7 +358,7 @@ def initialise(db: sqlite3.Connection, namespace: str) -> None:
 
 
 def code_of(error: Exception) -> int:
-    """Return SQLite's primary result code of one of `UNREADABLE`."""
+    """Return SQLite's primary result code of an error whose type is in `UNREADABLE`."""
     return getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF  # the upper bytes are the extended code
 
 

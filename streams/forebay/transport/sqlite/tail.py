@@ -30,7 +30,10 @@ Fetch = Callable[[Partition, int, int, int], list[Record]]
 
 
 class SqliteTail:
-    """Tail of one partition. `wake` is set once for all records that become ready: take until `len` is 0."""
+    """Tail of one partition. A commit sets `wake` once for all its records, so call `take` until `len` is 0.
+
+    `pushed` says whether the log passes each committed record to `push`. Otherwise the tail always reads the file.
+    """
 
     def __init__(self, partition: Partition, offset: int, wake: Wake, fetch: Fetch, *, pushed: bool) -> None:
         self.wake = wake
@@ -56,7 +59,7 @@ class SqliteTail:
     def take(self, limit: int) -> list[Record]:
         """Return up to `limit` next records without waiting, fewer if they are large.
 
-        Raises LogError at a damaged record. The position does not advance, so every later call raises it too.
+        Raises LogError at a damaged record. The position does not advance past it, so every later call raises too.
         """
         records = self._take_buffered(limit) if self._live else self._take_stored(limit)
         if records:
