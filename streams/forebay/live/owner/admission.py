@@ -39,7 +39,7 @@ from forebay.transport.base import Draft, Lease, Log, LogError
 logger = logging.getLogger(__name__)
 
 SLOT_RETRY_S = 60.0  # reading the end of an unusable slot blocks the polls of all workers for 10 s, so retry rarely
-RESPONDING = {"aggregated", "decode"}  # roles that stream responses; a model has workers of only one of them
+RESPONDING = {"aggregated", "decode"}  # roles that stream responses; a model has workers of only one of these roles
 DISAGGREGATED = ("prefill", "decode")  # roles that exchange KV blocks
 
 
@@ -68,9 +68,10 @@ class _Member:
 
 
 class WorkerAdmission:
-    """Members of the fleet according to the events on `fleet`, whether applied or not.
+    """Admits workers of one group to the fleet, and removes them, as their leases require.
 
-    The `groups` control partitions share the `slots_max` slots of every pool.
+    The members are the workers that joined according to the events on `fleet`, including events that the owner has not
+    applied yet. The `groups` control partitions share the `slots_max` slots of every pool.
 
     Attributes:
         refused: Number of rejected leases by reason. The message is logged once per incarnation.
@@ -298,7 +299,7 @@ class WorkerAdmission:
         logger.info("worker %s joined the pool %s in slot %d", lease.worker_id, spec.pool, slot)
 
     async def _configure(self, spec: WorkerSpec, by_lease: PoolsByLease) -> None:
-        """Append the pool to `control` once; its workers are admitted when that is applied. Raises _Unfit."""
+        """Append the pool to `control` once; its workers are admitted once the owner has applied it. Raises _Unfit."""
         if spec.model != by_lease.model:
             raise _Unfit(f"it serves the model {spec.model}, but its group serves {by_lease.model}")
         if spec.pool in self._configured:

@@ -19,7 +19,7 @@ def steady_clock() -> Callable[[], int]:
 
 
 class RunClock:
-    """Clock readings for runs, in microseconds, which never go backwards.
+    """Clock of an owner in microseconds, which never goes backwards. The events of a run share one reading.
 
     Attributes:
         ahead_us: Microseconds by which the last recorded reading was ahead of this machine's clock at the takeover.
@@ -36,6 +36,6 @@ class RunClock:
         self.ahead_us = max(0, recorded_us - self._clock_us())
 
     def now_us(self) -> int:
-        """Return the clock reading for a run that opens now."""
+        """Return the clock reading for a run of events that begins now."""
         self._last_us = max(self._last_us, self._clock_us() + self.ahead_us)
         return self._last_us

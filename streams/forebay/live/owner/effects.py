@@ -114,13 +114,13 @@ def encode_resent_work(
 
 
 def encode_reannounce(to: WorkerAddress, owner_epoch: int, rank: int, above_seq: int) -> Draft:
-    """Return an order for a worker to re-announce the cache of one rank. Repeating it is harmless.
+    """Return an order for a worker to re-announce the cache of one rank. A repeated order does no harm.
 
     Args:
         to: The worker.
         owner_epoch: Epoch of the sending owner.
         rank: Data-parallel rank.
-        above_seq: Highest sequence number that the index has seen of the rank. The re-announced events use higher ones.
+        above_seq: Highest sequence number that the index has seen of the rank. Re-announced events get higher numbers.
     """
     return to.draft(ReannounceCache(owner_epoch=owner_epoch, rank=rank, above_seq=above_seq, **to.names))
 
@@ -156,7 +156,7 @@ def encode_effects(
     | CommandSent
     | CommandEnded,
 ) -> list[Draft]:
-    """Return the effects of a decision other than a routed request: responses to clients and orders for workers."""
+    """Return the effects of any decision but `RequestRouted`: responses to clients, and orders to workers."""
     match decided:
         case RequestHeld():
             return []

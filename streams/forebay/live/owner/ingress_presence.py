@@ -21,7 +21,7 @@ NAME_CHARS_MAX = 256  # the limit of names in events
 
 
 class IngressPresence:
-    """Ingresses that are members of the group, with their incarnations.
+    """Adds ingresses to the members of one group, and removes lost ingresses, as their leases require.
 
     Attributes:
         refused: Number of rejected leases by reason.

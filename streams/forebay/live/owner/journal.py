@@ -29,7 +29,7 @@ class Journal:
         end: Offset after the last valid record of this owner.
         written: Number of records that this owner appended, without its claim.
         stale: Number of records of earlier owners found between this owner's records.
-        foreign: Number of records found there that do not decode as journal records.
+        foreign: Number of records found between this owner's records that do not decode as journal records.
     """
 
     def __init__(self, log: Log, partition: int) -> None:

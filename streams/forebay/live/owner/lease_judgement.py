@@ -1,6 +1,6 @@
 """Decide from polled leases whether their holders are alive, without I/O.
 
-An account per holder counts the observed time without a renewal, which is a change of the lease's deadline:
+Next standing of a holder, by what a poll shows. A renewal changes the lease's deadline. Only observed time counts.
 
     standing   renewed  silent                absent                  released, replaced
     alive      alive    late after half a TTL vanished                lost
@@ -9,7 +9,7 @@ An account per holder counts the observed time without a renewal, which is a cha
     excused    alive    late after one TTL    vanished after one TTL  lost
 
 If more than half of the leases vanish between two polls, or none of several is renewed for half a TTL, Redis is faulty.
-All affected holders are then excused for one TTL, once per renewal, so a dead holder is lost after two TTLs.
+All affected holders are then excused for one TTL, once until their next renewal: a dead holder is lost after two TTLs.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ TTL_UNKNOWN_MS = 30_000  # TTL of holders admitted by an older version, the long
 
 
 class Standing(StrEnum):
-    """Standing of a lease holder, derived from its lease."""
+    """Judgement of a lease holder, derived from the polls of its lease. The module's table has the transitions."""
 
     ALIVE = "alive"
     LATE = "late"
@@ -35,7 +35,7 @@ DOUBTED = frozenset((Standing.LATE, Standing.VANISHED))
 
 
 class Sign(StrEnum):
-    """Observation of a lease in one poll."""
+    """Result of one poll for one lease. `SILENT` is a lease that was not renewed since the previous poll."""
 
     RENEWED = "renewed"
     SILENT = "silent"
@@ -68,7 +68,7 @@ class ObservedTime:
         return 0 if before is None else max(0, round((now_s - before) * 1000))
 
     def failed(self) -> None:
-        """Record a failed poll, so that the time around it does not count."""
+        """Record a failed poll, so that the time since the previous poll and until the next poll does not count."""
         self._read_s = None
 
 
@@ -132,7 +132,7 @@ class _Account:
 
 
 class LeaseJudge:
-    """Judge of the lease holders of one group, by name.
+    """Judges from polled leases whether the workers or the ingresses of one group are alive.
 
     Attributes:
         faults: Number of times that most leases failed at once.
@@ -160,11 +160,11 @@ class LeaseJudge:
         del self._accounts[name]
 
     def poll(self, leases: Mapping[str, Lease], observed_ms: int) -> dict[str, Verdict]:
-        """Judge every holder by one poll.
+        """Return the verdict on each holder, by name, after a poll.
 
         Args:
             leases: The polled leases by name of the holder.
-            observed_ms: Milliseconds since the previous successful poll.
+            observed_ms: Milliseconds since the previous poll, 0 if that poll failed.
         """
         signs = {name: account.sign(leases.get(name)) for name, account in self._accounts.items()}
         vanished = self._note_vanished(signs)
@@ -183,7 +183,10 @@ class LeaseJudge:
         return verdicts
 
     def _note_vanished(self, signs: Mapping[str, Sign]) -> set[str]:
-        """Mark holders whose lease just vanished: excused if most leases vanished, otherwise suspect. Return them."""
+        """Mark holders whose lease just vanished as excused if most leases vanished, otherwise as vanished.
+
+        Returns the names of these holders.
+        """
         accounts = self._accounts
         doubted = (Standing.VANISHED, Standing.EXCUSED)
         new = {name for name, sign in signs.items() if sign is Sign.ABSENT and accounts[name].standing not in doubted}

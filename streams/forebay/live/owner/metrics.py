@@ -23,7 +23,7 @@ from forebay.live.owner.ttft_metrics import BUCKETS_S, DurationHistogram
 from forebay.live.router.placement import GroupPlacement
 from forebay.transport.directory import Directory
 
-# Prefixes of the counts that have metrics of their own. All other counts are of events without effect.
+# Prefixes of the counts in `World.counts` that have their own metrics. All other counts are of events without effect.
 OUTCOMES = ("rejected_", "aborted_", "kv_released_", "command_", "non_max_overlap_selections", "overlap_blocks_lost")
 
 # Reasons for local prefill, by the decode worker. All other reasons lead to remote prefill.
@@ -31,7 +31,7 @@ LOCAL_REASONS = frozenset({"never", "short_prompt", "prefill_busy", "no_prefill_
 
 
 class OwnerMetrics(Collector):
-    """Prometheus metrics of one owner. Metrics that Dynamo has too have Dynamo's names."""
+    """Prometheus metrics of one owner. If Dynamo has the same metric, it has the same name here."""
 
     def __init__(self, owner: Owner, model: str) -> None:
         self._owner = owner

@@ -72,11 +72,11 @@ class Owner:
     """Owner of one group on one log, from `start` to `stop` or until the log fails.
 
     Attributes:
-        stages: Number of stages sent to workers, by stage.
-        prefills: Number of prefill placements, by ("remote" or "local", reason), for requests of decode pools.
+        stages: Number of times that the owner sent a stage of a request to a worker, by stage.
+        prefills: Number of decisions where to prefill a request of a decode pool, by ("remote" or "local", reason).
         dead_letters: Number of input records sent to `dead-letters`.
         unsent: Number of effects that no topic accepts, for example because they are too large.
-        first_tokens: Time to first token of requests with remote prefill.
+        first_tokens: Histograms of the time to first token of requests with remote prefill or encode.
     """
 
     def __init__(

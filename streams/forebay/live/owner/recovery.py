@@ -16,11 +16,11 @@ logger = logging.getLogger(__name__)
 async def recover(
     log: Log, partition: int, end: int, custom: CustomPolicies = ONLY_BUILT_IN, standby: Standby | None = None
 ) -> Standby:
-    """Return a replica that has followed the journal up to `end`: `standby` if it can, otherwise a new one.
+    """Return a replica that has followed the journal up to `end`: `standby` if it can follow, otherwise a new replica.
 
     Raises:
-        RecoveryDiverged: This version's rules lead to other decisions.
-        PolicyNotAllowed: A custom policy decided that this process may not run.
+        RecoveryDiverged: The recorded events lead to other decisions in this version.
+        PolicyNotAllowed: A recorded decision was made by a custom policy that this process may not run.
         LogError: A required part of the log is missing or damaged.
     """
     if standby is not None:

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 CHECK_S = 1.0  # between two size checks; a busy log grows by a few megabytes meanwhile
 AGE_CHECK_S = 60.0  # between two age checks; maximum ages are minutes or more
-WAITS_MAX = 100  # pauses without a deletion, because a reader of this process lags; then retention continues later
+WAITS_MAX = 100  # consecutive pauses in which a slow reader prevents deletions; then the partition is left as it is
 SLICE_S = 0.0005  # target duration of one deletion, equal to a slice of a snapshot
 SLICE_RECORDS_MAX = 512  # records per deletion; their pages must fit into the cache of the connection
 PAUSE_SHARE = 4  # a pause is this many times as long as the deletion, so deletions take at most a fifth of the time
@@ -56,7 +56,7 @@ class RetentionLimits(msgspec.Struct, frozen=True):
 
 
 class Retention:
-    """Retention of one group's embedded log, which deletes old records while the owner runs.
+    """Deletes old records of one group's embedded log while the owner runs.
 
     Attributes:
         limits: Limits of the log.
@@ -70,7 +70,7 @@ class Retention:
         self._partition = partition
         self._kept_bytes = 0  # after the last deletion
         self._next: tuple[SnapshotTaken, WorldState] | None = None
-        self._searched = 0  # the journal offset before which no snapshot is left to use
+        self._searched = 0  # journal offset before which there is no usable snapshot
         self._age_checked_s = -AGE_CHECK_S
         self._slice = 1
         self.limits = limits
@@ -84,7 +84,10 @@ class Retention:
             await asyncio.sleep(CHECK_S)
 
     async def enforce(self) -> None:
-        """Delete records that exceed the limits now. Raises LogError if the log can no longer be written."""
+        """Delete old records until the log is within its limits, as far as there are snapshots to begin with.
+
+        If the log stays too large, request a snapshot. Raises LogError if the log can no longer be written.
+        """
         try:
             while self._is_over_size():
                 if not await self._trim_to_next():

@@ -16,11 +16,11 @@ class GroupSettings:
         owner_id: Name of this owner in the journal and in heartbeats. No decision depends on it.
         pools: Settings of all pools that may have workers. The owner appends each one to `control` if it differs from
             the settings on the log. If empty, the first lease of each pool configures the pool.
-        router: Routing settings of pools that leases configure. The owner appends them to `control` where they differ
-            from the settings on the log.
+        router: Routing settings of pools that leases configure. The owner appends them to `control` if they differ from
+            the settings on the log.
         slots_max: Number of partitions of each work topic. All groups share them.
-        policies: Custom policies that the operator allowed, by router mode. The owner claims the group with their
-            names, and rejects requests of pools whose mode names another one.
+        policies: Custom policies that the operator allowed, by router mode. The owner writes their names into its
+            claim, and rejects requests of pools whose mode names any other custom policy.
         groups: Number of control partitions. Each group can use slots_max / groups slots of a pool.
         snapshot_every: Number of journal records between two snapshots.
         snapshot_age_s: Maximum time between two snapshots in seconds, if at least one record was journalled since.

@@ -37,10 +37,10 @@ CHUNK_BYTES = 128 << 10  # encoded and appended at once; a larger part becomes a
 
 
 class Snapshots:
-    """Snapshots of one owner, taken every `every` journal records, or after `age_s` seconds with at least one record.
+    """Takes a snapshot of an owner's world every `every` journal records, or after `age_s` seconds with any record.
 
-    In each turn the owner journals `records`, passes what it journalled to `journalled`, and calls `work` for one
-    slice. `wake` is set when another slice can run.
+    In each turn the owner appends the result of `records` to the journal, passes all records that it appended to
+    `journalled`, and calls `work`, which does one slice. `wake` is set when another slice can run.
 
     Attributes:
         taken: Number of snapshots whose `SnapshotTaken` is in the journal.
@@ -64,12 +64,12 @@ class Snapshots:
 
     @property
     def age_s(self) -> float:
-        """Seconds since the newest complete snapshot was sealed, or since the start if there is none."""
+        """Seconds since this owner sealed its newest snapshot, or since its start if there is none."""
         return runtime.monotonic_s() - self._sealed_s
 
     @property
     def eager(self) -> bool:
-        """Whether a snapshot is in progress and does not wait for an append."""
+        """Whether a snapshot is in progress and can continue now, because it does not wait for an append."""
         return self._current is not None and not self._current.waiting
 
     @property
@@ -97,7 +97,10 @@ class Snapshots:
             self._current.work(runtime.monotonic_ns() + SLICE_NS)
 
     def records(self, world: World) -> list[JournalRecord]:
-        """Return the seal, the `SnapshotTaken` or the digest to journal after the decisions of this turn, if any."""
+        """Return the record that the owner appends to the journal after the decisions of this turn, if there is one.
+
+        This is the seal or the `SnapshotTaken` of the snapshot in progress, or a digest.
+        """
         current = self._current
         if current is not None and current.is_written:
             self._current = None

@@ -35,9 +35,9 @@ async def open_checked(
 
     Raises:
         LogUnusable: The file is not a log, or a part that a start depends on is damaged.
-        OtherRules: Another version of the rules decided the journal.
-        RecoveryDiverged: This version's rules lead to other decisions.
-        PolicyNotAllowed: A custom policy decided that this process may not run.
+        OtherRules: A program with another `core_version` wrote the journal.
+        RecoveryDiverged: The recorded events lead to other decisions in this version.
+        PolicyNotAllowed: A recorded decision was made by a custom policy that this process may not run.
     """
     if path is None:
         return SqliteLog.open(None), None

@@ -49,7 +49,9 @@ class _Pending:
 
 
 class TtftRecorder:
-    """Recorder of the time to first token, from the first decision of this owner for a request to its first token.
+    """Measures the time from the first decision of this owner for a request to the first token of that request.
+
+    Only requests with remote prefill or encode are measured.
 
     Attributes:
         since_prefill: Durations from the end of prefill to the first token.
@@ -66,7 +68,7 @@ class TtftRecorder:
         self._pending: dict[str, _Pending] = {}
 
     def __len__(self) -> int:
-        """Return the number of requests without a first token yet."""
+        """Return the number of measured requests that have no first token yet."""
         return len(self._pending)
 
     def observe(self, world: World, event: InputEvent | None, decided: Sequence[AnyDecision], now_us: int) -> None:
@@ -76,7 +78,7 @@ class TtftRecorder:
             world: The world after the event.
             event: The applied event, or None if only time passed.
             decided: Decisions that the event led to.
-            now_us: Clock reading of the run in microseconds.
+            now_us: Clock reading with which the event was applied, in microseconds.
         """
         for decision in decided:
             if isinstance(decision, RequestRouted):

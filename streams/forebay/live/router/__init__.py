@@ -1,1 +1,1 @@
-"""The router process, which owns groups or is their standby, as Faust assigns their partitions."""
+"""The router process: owner of the groups whose control partitions Faust assigns to it, and standby of the others."""

@@ -43,7 +43,7 @@ OnAssigned = Callable[[set[int]], None]
 
 
 class Assignments:
-    """Publisher of assignments to one listener, which also gets an assignment made before it subscribed."""
+    """Passes assignments of control partitions to one listener. A late listener gets the newest earlier assignment."""
 
     def __init__(self) -> None:
         self._last: set[int] | None = None
@@ -56,7 +56,7 @@ class Assignments:
             self._listener(partitions)
 
     def subscribe(self, listener: OnAssigned) -> None:
-        """Call `listener` with the newest assignment, if any, and with every later one."""
+        """Call `listener` with the newest assignment, if there is one, and with every later assignment."""
         self._listener = listener
         if self._last is not None:
             listener(self._last)
@@ -126,7 +126,7 @@ class RouterApp(faust.App):  # type: ignore[misc]
             broker_heartbeat_interval=HEARTBEAT_MS / 1000,
             broker_rebalance_timeout=REBALANCE_MS / 1000,
             store="memory://",
-            # Faust makes this folder for tables, of which a router has none: its default is the working directory.
+            # Faust creates this folder for tables, although a router has none. The default is the working directory.
             datadir=Path(tempfile.gettempdir()) / f"forebay-faust-{os.getuid()}",
             topic_allow_declare=False,
             topic_disable_leader=True,
@@ -179,7 +179,7 @@ class RouterApp(faust.App):  # type: ignore[misc]
             async for event in stream.events():
                 message = event.message
                 if message.value is None:
-                    # The record has no value or cannot be read. The tail reads it from the log to find out.
+                    # The record has no value or cannot be read. The tail reads it from the log, which gives the reason.
                     feed.announce(name, message.partition, message.offset)
                     continue
                 at_us = max(0, round(message.timestamp * 1e6))

@@ -50,14 +50,14 @@ class FedTail:
         return taken
 
     def close(self) -> None:
-        """Stop following."""
+        """Stop following the partition."""
         self._feed.remove(self._place, self)
         self._watching.cancel()
         if self._filling is not None:
             self._filling.cancel()
 
     def push(self, record: Record) -> None:
-        """Take a record from Faust if it is the next one; otherwise read up to it from the log."""
+        """Buffer a record from Faust if it is the next record of this tail. Otherwise read the log up to it."""
         if record.offset == self.position and self._filling is None and len(self._buffer) < BUFFER_RECORDS_MAX:
             self._known_end = max(self._known_end, record.offset + 1)
             self._buffer.append(record)
@@ -67,7 +67,7 @@ class FedTail:
             self.announce(record.offset)
 
     def announce(self, offset: int) -> None:
-        """Note that a record exists at `offset`, and read up to it from the log."""
+        """Note that a record exists at `offset`, and read the log up to this record."""
         self._known_end = max(self._known_end, offset + 1)
         if self.position < self._known_end and len(self._buffer) < BUFFER_RECORDS_MAX:
             self._fill()
@@ -131,7 +131,7 @@ class FaustLog:
         self._log.append_soon(drafts)
 
     def tail(self, topic: str, partition: int, offset: int, wake: Wake) -> Tail:
-        """Follow a partition from `offset`, fed by Faust if it consumes the topic."""
+        """Return a tail that follows a partition from `offset`. Faust feeds it if Faust consumes the topic."""
         if topic in self._topics:
             return self._feed.tail(self._log, topic, partition, offset, wake)
         return self._log.tail(topic, partition, offset, wake)
@@ -156,7 +156,7 @@ class Feed:
         self._tails: dict[tuple[str, int], list[FedTail]] = {}
 
     def tail(self, log: Log, topic: str, partition: int, offset: int, wake: Wake) -> FedTail:
-        """Follow a partition of `log` from `offset`."""
+        """Return a tail that follows a partition of `log` from `offset`."""
         tail = FedTail(self, log, topic, partition, offset, wake)
         self._tails.setdefault((topic, partition), []).append(tail)
         return tail
@@ -167,7 +167,7 @@ class Feed:
             tail.push(record)
 
     def announce(self, topic: str, partition: int, offset: int) -> None:
-        """Note a record at `offset` that Faust consumed but cannot deliver; tails read it from the log."""
+        """Note that Faust consumed a record at `offset` that it cannot deliver. The tails read it from the log."""
         for tail in self._tails.get((topic, partition), ()):
             tail.announce(offset)
 

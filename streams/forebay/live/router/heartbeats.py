@@ -37,7 +37,10 @@ class HeartbeatWriter:
         return max(0.0, self._due_s - runtime.monotonic_s())
 
     def beat_as_owner(self, world: World, position: int) -> None:
-        """Append a heartbeat if one is due, or if the fleet changed. Call after every turn of the deciding loop."""
+        """Append a heartbeat if one is due, or if the fleet changed. Called after every turn of the owner.
+
+        `position` is the end of the owner's journal.
+        """
         fleet_read = world.view.get(FLEET.name, 0)
         if self.due_in_s() and fleet_read == self._fleet_read:
             return
@@ -62,7 +65,7 @@ class HeartbeatWriter:
         )
 
     async def beat_as_standby(self, standby: Standby, is_member: Callable[[], bool]) -> None:
-        """Append heartbeats of a standby until cancelled, while `is_member` returns true and it has not failed."""
+        """Append heartbeats of a standby until cancelled, as long as `is_member()` and `standby` has not failed."""
         while True:
             if is_member() and standby.failed is None and not self._is_appending():
                 self._append(

@@ -38,7 +38,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
         router_id: Name of the router in the journal and in heartbeats. No decision depends on it.
         partitions: Number of control partitions, which is the maximum number of groups.
         slots_max: Number of partitions of each work topic. All groups share them.
-        config: Routing settings of pools that leases configure.
+        config: Routing settings of the pools, each of which the first lease of a worker configures.
         policies: Custom policies that the operator allowed, by router mode.
         snapshot_every: Number of journal records between two snapshots.
         snapshot_age_s: Maximum time between two snapshots in seconds, if at least one record was journalled since.
@@ -169,7 +169,7 @@ class Router:
         stopped.cancel()
 
     async def _follow(self, group: str, partition: int, standby: Standby, changed: asyncio.Event) -> None:
-        """Follow until the assignment changes or the standby fails. Raises LogError if the log fails."""
+        """Run the standby until the assignment changes or the standby fails. Raises LogError if the log fails."""
         following = asyncio.create_task(standby.run(), name="standby")
         waiting = asyncio.create_task(changed.wait())
         writer = HeartbeatWriter(self._log, partition, group, self._settings.router_id)

@@ -59,7 +59,7 @@ class RecoveryDiverged(LogError):
 
 
 class JournalObserver(Protocol):
-    """Callbacks of a standby between its steps. They may read the world, but must not change it."""
+    """Callbacks that a standby makes while it follows the journal. They may read the world, but must not change it."""
 
     def on_start(self, world: World) -> None:
         """Receive the world in which the standby derives all later records."""
@@ -75,8 +75,8 @@ class Standby:
 
     Attributes:
         position: Journal offset up to which the replica has followed.
-        failed: Reason why the replica cannot follow any more, None while it can.
-        followed: The world, with decisions that were derived but are not journalled.
+        failed: Reason why the replica can no longer follow the journal. None while it can.
+        followed: The world, and the decisions that were derived from events but have no journal record yet.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Standby:
 
     @property
     def unconfirmed(self) -> list[Unconfirmed]:
-        """Newest decisions whose effects the owner may not have sent, in order per request."""
+        """Newest decisions whose effects the owner may not have sent. Decisions for one request are in order."""
         return [*self._unconfirmed, *self._bulk]
 
     @property
@@ -113,9 +113,9 @@ class Standby:
         """Follow the journal up to offset `end`. The first call begins at the newest snapshot before `end`.
 
         Raises:
-            RecoveryDiverged: This version's rules lead to other decisions.
-            PolicyNotAllowed: A custom policy decided that this process may not run.
-            OtherRules: Another version of the rules decided the journal.
+            RecoveryDiverged: The recorded events lead to other decisions in this version.
+            PolicyNotAllowed: A recorded decision was made by a custom policy that this process may not run.
+            OtherRules: A program with another `core_version` wrote the journal.
             LogError: A required part of the log is missing or damaged.
         """
         if self.failed is not None:
@@ -139,9 +139,9 @@ class Standby:
         self._order = RecordedOrder(log, self._partition, self.world.view)
 
     async def run(self) -> None:
-        """Follow until cancelled, or until a record cannot be derived, which sets `failed`.
+        """Follow the journal until cancelled. If a record cannot be derived again, set `failed` and return.
 
-        Raises LogError if the log fails. Another standby may follow the log later.
+        Raises LogError if the log fails. A new standby may then follow the log later.
         """
         try:
             end = await self._log.end(DECISIONS.name, self._partition)

@@ -3,7 +3,7 @@
 Theory of operation. A shadow follows the journal like a standby, so it evaluates each choice in the state in which the
 owner made it. It evaluates a choice when the choice is derived, and emits the result when it reads the journal record
 of that choice. A restarted shadow continues after the last decision in its sink, from the newest snapshot before that
-decision. No choice is between the two steps at a snapshot, so no decision is emitted twice or skipped.
+decision. At a snapshot every derived choice is also journalled, so no decision is emitted twice or skipped.
 
 The position of a shadow is a state, which a committed offset could not restore and a rebalance would discard. A shadow
 therefore reads partitions without a consumer group. It commits offsets only for tools that show the lag.
@@ -62,7 +62,7 @@ class ShadowSettings(msgspec.Struct, frozen=True, kw_only=True):
         text: Description of the changes. A shadow with another text needs another name.
         alternative: Function that returns the changed configuration of a recorded pool.
         from_start: Whether a new shadow begins with the first decision of the journal, instead of the next one.
-        custom: Custom policies that may run, those of the alternative among them.
+        custom: Custom policies that may run, including those of the alternative.
     """
 
     name: str
@@ -78,7 +78,7 @@ class ShadowSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Shadow:
-    """Evaluation of an alternative for every choice of a group's owners. Call `start`, then `run`.
+    """Evaluates what an alternative would select at each decision of a group's owners. Call `start`, then `run`.
 
     Attributes:
         statistics: Statistics of the evaluated decisions since the start of this process.
@@ -123,8 +123,8 @@ class Shadow:
         """Derive the state from which the shadow continues, without writing events.
 
         Raises:
-            RecoveryDiverged: This version's rules lead to other decisions.
-            OtherRules: Another version of the rules decided the journal.
+            RecoveryDiverged: The recorded events lead to other decisions in this version.
+            OtherRules: A program with another `core_version` wrote the journal.
             LogError: A required part of the log is missing or damaged, or another alternative used the same name.
         """
         self.end = await self._journal_end()
@@ -257,7 +257,7 @@ class _ChoiceObserver:
         self._pools: dict[str, tuple[PoolConfigured, PoolConfigured]] = {}
 
     def on_start(self, world: World) -> None:
-        """Begin in a state in which every derived choice is journalled."""
+        """Begin with `world`, a state in which every derived choice is also journalled."""
         self._world = world
         self._evaluated.clear()
         self._events.clear()

@@ -27,8 +27,8 @@ class PoolStatistics:
         regret_blocks: Sum of the positive regrets in blocks.
         excess_blocks: Sum of the negative regrets in blocks, as a positive number. A shadow that does not always select
             the cheapest rank has such decisions.
-        overlap_blocks_won: Blocks of overlap of the shadow's selections above the recorded ones.
-        overlap_blocks_lost: Blocks of overlap of the recorded selections above the shadow's.
+        overlap_blocks_won: Sum of overlap blocks by which the shadow's selections exceed the recorded selections.
+        overlap_blocks_lost: Sum of overlap blocks by which the recorded selections exceed the shadow's.
         buckets: Number of regrets per bucket of `REGRET_BUCKETS`, and above the last bound.
     """
 

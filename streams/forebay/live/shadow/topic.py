@@ -1,4 +1,4 @@
-"""Write a shadow's events to the topic `shadow`, and find the newest one to continue after it.
+"""Write a shadow's events to the topic `shadow`, and find the newest event, after which the shadow continues.
 
 At most one process runs a shadow of a given name. A newer process writes `ShadowStarted`, and the older process ends
 when it reads that event.
@@ -36,7 +36,7 @@ class TopicSink:
         return None
 
     async def write(self, events: Sequence[ShadowEvent]) -> None:
-        """Append the events. Raises LogError, also if another process has started the same shadow."""
+        """Append the events. Raises LogError if this fails, or if another process has started the same shadow."""
         key = self._name.encode()
         drafts = [Draft(SHADOW.name, self._partition, encode(SHADOW, event), key) for event in events]
         offsets = await self._log.append(drafts)

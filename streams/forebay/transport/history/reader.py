@@ -138,12 +138,11 @@ class EventReader:
 
 
 class RecordedOrder:
-    """Reads the input events that the owner applied before each journal record, one journal record after the other.
-
-    `view` maps each topic to the offset of its first event to read. Topics without an entry begin at offset 0.
+    """Reads the input events that the owner applied, journal record by journal record.
 
     Attributes:
-        readers: Reader of each topic from which the owner applied an event so far.
+        readers: Reader of each topic from which the owner applied an event so far. A topic begins at its offset in the
+            argument `view`, by default at 0.
     """
 
     def __init__(self, log: Log, partition: int, view: Mapping[str, int]) -> None:
@@ -158,10 +157,7 @@ class RecordedOrder:
         return self._view.get(topic, 0) if reader is None else reader.offset
 
     async def events_of(self, consumed: tuple[ConsumedRun, ...]) -> RecordedEvents:
-        """Return the events that `consumed`, a field of the next journal record, counts, by topic.
-
-        Raises LogError if an event is missing.
-        """
+        """Return the events that the next record's `consumed` counts, by topic. Raises LogError if one is missing."""
         counts: dict[str, int] = {}
         for run in consumed:
             if run.topic != CLOCK:
@@ -233,11 +229,10 @@ _STAMPED = msgspec.json.Decoder(_Stamped)
 class Validity:
     """Filter that admits the valid records of a journal, in order. It rejects stale and foreign records.
 
-    `epoch` is the owner epoch in effect before the first record, -1 if no router had claimed the group. The owner of
-    that epoch is assumed to have this program's `core_version`, because loading a snapshot checks this.
+    The first owner is assumed to have this program's `core_version`, because loading a snapshot checks this.
 
     Attributes:
-        epoch: Offset of the newest claim so far, which is the current owner epoch.
+        epoch: Owner epoch so far, which is the offset of the newest claim; -1 before the first claim.
         void: Number of stale records so far.
         foreign: Number of records so far that are not journal records.
     """
@@ -249,10 +244,7 @@ class Validity:
         self.foreign = 0
 
     def admits(self, decision: JournalRecord | None, offset: int) -> TypeGuard[JournalRecord]:
-        """Return whether the next record of the journal is valid. `decision` is None if it does not decode.
-
-        Raises LogError if the claim of its owner is missing.
-        """
+        """Return whether the next record, None if not decodable, is valid. Raises LogError if its claim is missing."""
         if decision is None:
             self.foreign += 1
             return False

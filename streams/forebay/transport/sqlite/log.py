@@ -264,10 +264,7 @@ class SqliteLog:
                 self._fetch(self._partition(topic, partition), end - 1, 1, None)
 
     def refresh(self) -> bool:
-        """Look for records that another process appended, and wake the tails that have records to take.
-
-        Returns whether any tail has records to take.
-        """
+        """Look for records of another process, and wake the tails with ready records. Returns whether there are any."""
         self._require_open()
         wakes: dict[int, Wake] = {}
         for place in self._partitions.values():
