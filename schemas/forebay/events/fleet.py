@@ -9,6 +9,7 @@ import msgspec
 
 from forebay.events.base import Count, Event, Name, Part
 from forebay.events.control import Role
+from forebay.events.privacy import DROPPED, INGRESS, KEPT
 from forebay.events.requests import Task
 from forebay.events.transfer import KvLayout
 
@@ -98,9 +99,9 @@ class WorkerJoined(FleetEvent, tag="fleet.worker_joined", frozen=True, kw_only=T
 class WorkerFact(FleetEvent, frozen=True, kw_only=True):
     """Event about one epoch of one worker."""
 
-    worker_id: Name
+    worker_id: Annotated[Name, KEPT]
     worker_epoch: Count
-    reason: str = ""
+    reason: Annotated[str, DROPPED] = ""
 
 
 class WorkerSuspect(WorkerFact, tag="fleet.worker_suspect", frozen=True, kw_only=True):
@@ -122,8 +123,8 @@ class WorkerLost(WorkerFact, tag="fleet.worker_lost", frozen=True, kw_only=True)
 class IngressFact(FleetEvent, frozen=True, kw_only=True):
     """Event about one incarnation of an ingress; a new process with the same ingress id has another one."""
 
-    ingress_id: Name
-    incarnation: Name
+    ingress_id: Annotated[Name, INGRESS]
+    incarnation: Annotated[Name, INGRESS]
 
 
 class IngressJoined(IngressFact, tag="fleet.ingress_joined", frozen=True, kw_only=True):
@@ -139,7 +140,7 @@ class IngressJoined(IngressFact, tag="fleet.ingress_joined", frozen=True, kw_onl
 class IngressLost(IngressFact, tag="fleet.ingress_lost", frozen=True, kw_only=True):
     """The lease of an ingress was released, expired or was not renewed; its HTTP requests are aborted."""
 
-    reason: str = ""
+    reason: Annotated[str, DROPPED] = ""
 
 
 class OwnershipAnnounced(FleetEvent, tag="fleet.owner_claimed", frozen=True, kw_only=True):

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from forebay.events.base import Count, Digest, Name, Part
+from forebay.events.privacy import CHECKSUM, DROPPED, KEPT
 
 MEDIA_BYTES_MAX = 8 << 20  # per request; the 16 MiB record also has to hold the longest prompt
 MEDIA_MAX = 64  # per request
@@ -44,10 +45,15 @@ class Encoded(Part, frozen=True, kw_only=True):
         checksum: XXH3-64 of the XXH3-64s of the transferred blocks, in order, as little-endian u64.
     """
 
-    descriptor: Annotated[bytes, msgspec.Meta(max_length=DESCRIPTOR_BYTES_MAX)]
+    descriptor: Annotated[bytes, msgspec.Meta(max_length=DESCRIPTOR_BYTES_MAX), DROPPED]
     shape: tuple[Count, ...]
-    dtype: Name
-    checksum: Digest
+    dtype: Annotated[Name, KEPT]
+    checksum: Annotated[Digest, CHECKSUM]
+
+    @property
+    def shape_text(self) -> str:
+        """Dimensions for display, such as `576 x 4096`."""
+        return " x ".join(map(str, self.shape))
 
 
 def require_bounded(media: tuple[Media, ...]) -> None:

@@ -1,23 +1,29 @@
 """Topic `progress`: worker events about requests and commands."""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
 from forebay.events.base import Count, Event, Name
 from forebay.events.control import Action
 from forebay.events.media import Encoded
+from forebay.events.privacy import DROPPED, KEPT, LORA, REQUEST_ID
 from forebay.events.transfer import Prefilled
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
 
 class ProgressEvent(Event, frozen=True, kw_only=True):
-    """Fields of every progress event: request, attempt, worker, and the owner whose decision the worker follows."""
+    """Fields of every progress event: request, attempt, worker, and the owner whose decision the worker follows.
 
-    request_id: Name
+    `SUMMARY` describes the event in a few words, with its fields in braces. `replay` prints it.
+    """
+
+    SUMMARY: ClassVar[str]
+
+    request_id: Annotated[Name, REQUEST_ID]
     attempt: Count
-    worker_id: Name
+    worker_id: Annotated[Name, KEPT]
     worker_epoch: Count
     owner_epoch: Count
     at_us: int = 0
@@ -40,6 +46,8 @@ class FirstTokenEmitted(ProgressEvent, tag="progress.first_token_emitted", froze
             this worker computes the prompt itself.
     """
 
+    SUMMARY = "first token"
+
     cached_tokens: Count = 0
     transferred_bytes: Count = 0
     transfer_us: Count = 0
@@ -48,6 +56,8 @@ class FirstTokenEmitted(ProgressEvent, tag="progress.first_token_emitted", froze
 
 class OutputGrown(ProgressEvent, tag="progress.output_grown", frozen=True, kw_only=True):
     """The output filled another KV block. Sent only if the work item requests it (`WorkItem.report_output`)."""
+
+    SUMMARY = "{0.output_tokens} tokens"
 
     output_tokens: Count
 
@@ -59,6 +69,8 @@ class RequestFinished(ProgressEvent, tag="progress.request_finished", frozen=Tru
         finish_reason: why the response ended, as in the OpenAI API.
     """
 
+    SUMMARY = "finished ({0.finish_reason})"
+
     finish_reason: FinishReason
     output_tokens: Count = 0
     cached_tokens: Count = 0
@@ -67,7 +79,9 @@ class RequestFinished(ProgressEvent, tag="progress.request_finished", frozen=Tru
 class RequestFailed(ProgressEvent, tag="progress.request_failed", frozen=True, kw_only=True):
     """The attempt failed."""
 
-    error: str
+    SUMMARY = "failed ({0.error})"
+
+    error: Annotated[str, DROPPED]
 
 
 class EncodeFinished(ProgressEvent, tag="progress.encode_finished", frozen=True, kw_only=True):
@@ -77,13 +91,17 @@ class EncodeFinished(ProgressEvent, tag="progress.encode_finished", frozen=True,
         encoded: location and size of the embeddings.
     """
 
+    SUMMARY = "images and videos encoded as {0.encoded.shape_text} {0.encoded.dtype}"
+
     encoded: Encoded
 
 
 class EncodeFailed(ProgressEvent, tag="progress.encode_failed", frozen=True, kw_only=True):
     """This worker cannot encode the media; another worker may. The client was not informed."""
 
-    error: str
+    SUMMARY = "encoding images and videos failed ({0.error})"
+
+    error: Annotated[str, DROPPED]
 
 
 class PrefillFinished(ProgressEvent, tag="progress.prefill_finished", frozen=True, kw_only=True):
@@ -92,6 +110,8 @@ class PrefillFinished(ProgressEvent, tag="progress.prefill_finished", frozen=Tru
     Attributes:
         prefilled: location and size of the KV, and how long the worker keeps it.
     """
+
+    SUMMARY = "prefill finished, KV of {0.prefilled.tokens:,} tokens kept for {0.prefilled.lease_s:g} s"
 
     prefilled: Prefilled
 
@@ -113,23 +133,27 @@ class PrefillFailed(ProgressEvent, tag="progress.prefill_failed", frozen=True, k
         code: error code, as in an error response.
     """
 
-    error: str
+    SUMMARY = "prefill failed ({0.error})"
+
+    error: Annotated[str, DROPPED]
     status: Annotated[int, msgspec.Meta(ge=400, le=599)] = 500
-    code: Annotated[str, msgspec.Meta(max_length=256)] = ""
+    code: Annotated[str, msgspec.Meta(max_length=256), DROPPED] = ""
 
 
 class TransferFailed(ProgressEvent, tag="progress.transfer_failed", frozen=True, kw_only=True):
     """Embeddings or KV of another worker could not be fetched. The client was not informed."""
 
-    error: str
+    SUMMARY = "fetching embeddings or KV failed ({0.error})"
+
+    error: Annotated[str, DROPPED]
 
 
 class CommandReport(Event, frozen=True, kw_only=True):
     """Fields of every response to a command: command, worker, and the owner whose order the worker follows."""
 
-    command_id: Name
+    command_id: Annotated[Name, REQUEST_ID]
     action: Action
-    worker_id: Name
+    worker_id: Annotated[Name, KEPT]
     worker_epoch: Count
     owner_epoch: Count
     at_us: int = 0
@@ -142,13 +166,13 @@ class CommandDone(CommandReport, tag="progress.command_done", frozen=True, kw_on
         loras: adapters that the worker has loaded now.
     """
 
-    loras: Annotated[tuple[Name, ...], msgspec.Meta(max_length=1_024)] = ()
+    loras: Annotated[tuple[Name, ...], msgspec.Meta(max_length=1_024), LORA] = ()
 
 
 class CommandRefused(CommandReport, tag="progress.command_refused", frozen=True, kw_only=True):
     """The engine did not execute the command; nothing changed."""
 
-    error: Annotated[str, msgspec.Meta(max_length=2_000)]
+    error: Annotated[str, msgspec.Meta(max_length=2_000), DROPPED]
 
 
 class EngineFailed(Event, tag="progress.engine_failed", frozen=True, kw_only=True):
@@ -163,10 +187,10 @@ class EngineFailed(Event, tag="progress.engine_failed", frozen=True, kw_only=Tru
         at_us: wall clock in microseconds.
     """
 
-    worker_id: Name
-    pool: Name
-    engine: str
-    error: Annotated[str, msgspec.Meta(max_length=2_000)]
+    worker_id: Annotated[Name, KEPT]
+    pool: Annotated[Name, KEPT]
+    engine: Annotated[str, KEPT]
+    error: Annotated[str, msgspec.Meta(max_length=2_000), DROPPED]
     worker_epoch: Count | None = None
     at_us: int = 0
 

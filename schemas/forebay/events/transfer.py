@@ -5,6 +5,7 @@ from typing import Annotated
 import msgspec
 
 from forebay.events.base import Count, Digest, Name, Part
+from forebay.events.privacy import CHECKSUM, DROPPED, KEPT
 
 DESCRIPTOR_BYTES_MAX = 256 << 10  # about 30,000 block numbers, as JSON
 LEASE_US_MAX = 3_600_000_000  # one hour; no reader comes later
@@ -43,14 +44,19 @@ class Prefilled(Part, frozen=True, kw_only=True):
         rank: rank that computed the prompt.
     """
 
-    worker_id: Name
+    worker_id: Annotated[Name, KEPT]
     worker_epoch: Count
-    model: Name
-    connector: Name
-    descriptor: Annotated[bytes, msgspec.Meta(max_length=DESCRIPTOR_BYTES_MAX)]
+    model: Annotated[Name, KEPT]
+    connector: Annotated[Name, KEPT]
+    descriptor: Annotated[bytes, msgspec.Meta(max_length=DESCRIPTOR_BYTES_MAX), DROPPED]
     tokens: Count
     lease_us: Annotated[int, msgspec.Meta(ge=1, le=LEASE_US_MAX)]
     bytes: Count = 0
     cached_tokens: Count = 0
-    checksum: Digest | None = None
+    checksum: Annotated[Digest | None, CHECKSUM] = None
     rank: Count = 0
+
+    @property
+    def lease_s(self) -> float:
+        """Seconds that the KV is kept."""
+        return self.lease_us / 1e6

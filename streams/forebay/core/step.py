@@ -57,6 +57,7 @@ from forebay.events.progress import (
     OutputGrown,
     PrefillFailed,
     PrefillFinished,
+    ProgressEvent,
     RequestFailed,
     RequestFinished,
     RequestProgress,
@@ -119,9 +120,7 @@ def _decide(world: World, event: InputEvent | None, offset: int) -> list[AnyDeci
             return submit(world, event, offset)
         case BlocksStored() | BlocksRemoved() | CacheCleared():
             return _cache(world, event)
-        case FirstTokenEmitted() | OutputGrown() | RequestFinished() | RequestFailed():
-            return _progress(world, event)
-        case EncodeFinished() | EncodeFailed() | PrefillFinished() | PrefillFailed() | TransferFailed():
+        case ProgressEvent():
             return _progress(world, event)
         case CommandDone() | CommandRefused():
             return _command_response(world, event)

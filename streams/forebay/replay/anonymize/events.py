@@ -1,16 +1,17 @@
 """Anonymise events: lengths, times, structure and the names of the system's own components stay.
 
-Theory of operation. Every event type is handled explicitly here, so a new type cannot be forgotten. Client data is
-removed: prompts, texts and sampling seeds are dropped. Request IDs, sessions, adapters, cache namespaces and sequence
-hashes are masked (`forebay.replay.anonymize.masks`). A worker, taint, model or queue class that a client names stays if
-the system has one of that name. Otherwise it is masked.
+Theory of operation. An event class declares beside each field how it is anonymised (`forebay.events.privacy`), or is
+handled explicitly here. Either way a new type or field cannot be forgotten. Client data is removed: prompts, texts and
+sampling seeds are dropped. Request IDs, sessions, adapters, cache namespaces and sequence hashes are masked
+(`forebay.replay.anonymize.masks`). A worker, taint, model or queue class that a client names stays if the system has
+one of that name. Otherwise it is masked.
 
 Snapshots identify requests and sessions by hashes. Their replacements are computed, or looked up in tables built from
 the recording itself, so a snapshot and the events after it still refer to the same requests.
 """
 
 from dataclasses import dataclass, field
-from typing import assert_never
+from typing import Any, TypeVar, assert_never
 
 import msgspec
 
@@ -35,34 +36,12 @@ from forebay.events.decisions import (
     RouteAnswered,
     SnapshotTaken,
 )
-from forebay.events.fleet import (
-    IngressJoined,
-    IngressLost,
-    OwnershipAnnounced,
-    WorkerDraining,
-    WorkerJoined,
-    WorkerLost,
-    WorkerRecovered,
-    WorkerSpec,
-    WorkerSuspect,
-)
+from forebay.events.fleet import IngressFact, OwnershipAnnounced, WorkerFact, WorkerJoined, WorkerSpec
 from forebay.events.kv import AnyKvEvent, BlocksRemoved, BlocksStored, CacheCleared
-from forebay.events.media import Encoded, Media
+from forebay.events.media import Media
 from forebay.events.metrics import LoadReported
-from forebay.events.progress import (
-    CommandDone,
-    CommandRefused,
-    EncodeFailed,
-    EncodeFinished,
-    EngineFailed,
-    FirstTokenEmitted,
-    OutputGrown,
-    PrefillFailed,
-    PrefillFinished,
-    RequestFailed,
-    RequestFinished,
-    TransferFailed,
-)
+from forebay.events.privacy import Rule, privacy_rules
+from forebay.events.progress import CommandReport, EngineFailed, ProgressEvent
 from forebay.events.requests import (
     NO_HINTS,
     RequestCancelled,
@@ -90,11 +69,11 @@ from forebay.events.snapshots import (
     WorkerState,
     WorldState,
 )
-from forebay.events.transfer import Prefilled
 from forebay.replay.anonymize.masks import HashPairs, Masks
 from forebay.transport.base import Record
 
 replace = msgspec.structs.replace
+T = TypeVar("T", bound=msgspec.Struct)
 
 
 @dataclass(slots=True)
@@ -164,47 +143,44 @@ class EventAnonymizer:
                 return replace(event, request_id=self.request_id(event.request_id), reason="")
             case BlocksStored() | BlocksRemoved() | CacheCleared():
                 return self._cache(event)
-            case FirstTokenEmitted() | OutputGrown() | RequestFinished():
-                return replace(event, request_id=self.request_id(event.request_id))
-            case EncodeFinished():
-                return replace(event, request_id=self.request_id(event.request_id), encoded=_withheld(event.encoded))
-            case PrefillFinished():
-                return replace(event, request_id=self.request_id(event.request_id), prefilled=_unnamed(event.prefilled))
-            case PrefillFailed():
-                return replace(event, request_id=self.request_id(event.request_id), error="", code="")
-            case RequestFailed() | EncodeFailed() | TransferFailed():
-                return replace(event, request_id=self.request_id(event.request_id), error="")
-            case CommandDone():
-                return replace(event, command_id=self.request_id(event.command_id), loras=self._loras(event.loras))
-            case CommandRefused():
-                return replace(event, command_id=self.request_id(event.command_id), error="")
-            case EngineFailed():
-                return replace(event, error="")
+            case ProgressEvent() | CommandReport() | EngineFailed() | WorkerFact() | IngressFact():
+                return self.by_rules(event)
             case WorkerCommanded():
                 return self._commanded(event)
             case WorkerJoined():
                 return replace(event, spec=self._spec(event.spec), lease=self.masks.name("lease", event.lease))
-            case WorkerSuspect() | WorkerRecovered() | WorkerDraining() | WorkerLost():
-                return replace(event, reason="")
-            case IngressJoined():
-                return replace(
-                    event,
-                    ingress_id=self.masks.name("ingress", event.ingress_id),
-                    incarnation=self.masks.name("ingress", event.incarnation),
-                )
-            case IngressLost():
-                return replace(
-                    event,
-                    ingress_id=self.masks.name("ingress", event.ingress_id),
-                    incarnation=self.masks.name("ingress", event.incarnation),
-                    reason="",
-                )
             case BusyThresholdsSet() | DisaggregationSet():
                 return replace(event, model=self._model(event.model))
             case LoadReported() | OwnershipAnnounced() | PoolConfigured():
                 return event
             case _:
                 assert_never(event)
+
+    def by_rules(self, value: T) -> T:
+        """Return an event or a part whose fields were anonymised by the rules that its class declares."""
+        rules = privacy_rules(type(value))
+        return replace(value, **{name: self._field(rule, getattr(value, name)) for name, rule in rules.items()})
+
+    def _field(self, rule: Rule, value: Any) -> Any:
+        if value is None:
+            return None
+        if isinstance(value, tuple):
+            return tuple(self._field(rule, one) for one in value)
+        match rule:
+            case "keep":
+                return value
+            case "drop":
+                return type(value)()
+            case "request_id":
+                return self.request_id(value)
+            case "lora" | "ingress":
+                return self.masks.name(rule, value)
+            case "checksum":
+                return hex_digest(0)
+            case "nested":
+                return self.by_rules(value)
+            case _:
+                assert_never(rule)
 
     def submitted(self, event: RequestSubmitted) -> RequestSubmitted:
         """Return an anonymised submission.
@@ -363,8 +339,8 @@ class EventAnonymizer:
             sequence_hashes=self.masks.blocks.packed(state.sequence_hashes),
             lora_name=self.masks.name("lora", state.lora_name),
             routing=self.hints(state.routing),
-            encoded=None if state.encoded is None else _withheld(state.encoded),
-            prefilled=None if state.prefilled is None else _unnamed(state.prefilled),
+            encoded=None if state.encoded is None else self.by_rules(state.encoded),
+            prefilled=None if state.prefilled is None else self.by_rules(state.prefilled),
             ingress=self.masks.name("ingress", state.ingress),
         )
 
@@ -418,19 +394,6 @@ def _sampling(sampling: Sampling) -> Sampling:
         logit_bias=tuple(replace(one, token_id=0) for one in sampling.logit_bias),
         stop_token_ids=(0,) * len(sampling.stop_token_ids),
     )
-
-
-def _withheld(encoded: Encoded) -> Encoded:
-    """Keep the size of embeddings and drop the checksum, which identifies the client's content."""
-    return replace(encoded, descriptor=b"", checksum=hex_digest(0))
-
-
-def _unnamed(prefilled: Prefilled) -> Prefilled:
-    """Keep the size of KV; drop its checksum and descriptor.
-
-    The checksum identifies the client's content, and the descriptor may contain anything.
-    """
-    return replace(prefilled, descriptor=b"", checksum=None if prefilled.checksum is None else hex_digest(0))
 
 
 def with_value(record: Record, value: bytes) -> Record:

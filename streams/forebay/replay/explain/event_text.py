@@ -30,18 +30,8 @@ from forebay.events.metrics import LoadReported
 from forebay.events.progress import (
     CommandDone,
     CommandRefused,
-    EncodeFailed,
-    EncodeFinished,
     EngineFailed,
-    FirstTokenEmitted,
-    OutputGrown,
-    PrefillFailed,
-    PrefillFinished,
     ProgressEvent,
-    RequestFailed,
-    RequestFinished,
-    RequestProgress,
-    TransferFailed,
 )
 from forebay.events.requests import RequestCancelled, RequestSubmitted, RouteQueried
 
@@ -92,7 +82,7 @@ def describe_event(event: InputEvent | None) -> str:
         case RequestCancelled():
             return f"{event.request_id}: {event.reason}"
         case ProgressEvent():
-            return f"{event.request_id}, attempt {event.attempt}: {_progress(event)} at {event.worker_id}"
+            return f"{event.request_id}, attempt {event.attempt}: {event.SUMMARY.format(event)} at {event.worker_id}"
         case LoadReported():
             used = f"{event.kv_blocks_used} of {event.kv_blocks_total} blocks"
             return f"{event.worker_id}/{event.rank}: {event.running} running, {event.waiting} waiting, {used}"
@@ -125,29 +115,6 @@ def describe_event(event: InputEvent | None) -> str:
             return f"{event.worker_id}: its engine {event.engine} failed ({event.error})"
         case _:
             assert_never(event)
-
-
-def _progress(event: RequestProgress) -> str:
-    match event:
-        case FirstTokenEmitted():
-            return "first token"
-        case OutputGrown():
-            return f"{event.output_tokens} tokens"
-        case RequestFinished():
-            return f"finished ({event.finish_reason})"
-        case RequestFailed():
-            return f"failed ({event.error})"
-        case EncodeFinished():
-            return f"images and videos encoded as {' x '.join(map(str, event.encoded.shape))} {event.encoded.dtype}"
-        case EncodeFailed():
-            return f"encoding images and videos failed ({event.error})"
-        case TransferFailed():
-            return f"fetching embeddings or KV failed ({event.error})"
-        case PrefillFinished():
-            kept = event.prefilled
-            return f"prefill finished, KV of {kept.tokens:,} tokens kept for {kept.lease_us / 1e6:g} s"
-        case PrefillFailed():
-            return f"prefill failed ({event.error})"
 
 
 def _command(command: Command) -> str:

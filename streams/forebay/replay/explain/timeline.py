@@ -13,6 +13,7 @@ import msgspec
 from forebay.core.phases import Phase
 from forebay.core.routing.plan import Plan
 from forebay.core.state.active_request import ActiveRequest
+from forebay.core.state.transitions import REPORTED, TRANSITIONS
 from forebay.core.step import CLOCK
 from forebay.core.ttft_parts import Part, TimeByPart
 from forebay.core.world import World
@@ -42,6 +43,7 @@ from forebay.events.progress import (
 from forebay.events.requests import RequestCancelled, RequestSubmitted, RouteQueried
 from forebay.events.topics import DECISIONS, FLEET, PROGRESS, REQUESTS
 from forebay.replay.explain.choices import routing_of
+from forebay.replay.explain.event_text import event_tag
 from forebay.replay.explain.explanation import (
     Ending,
     Explanation,
@@ -335,8 +337,11 @@ class Timeline:
             case RequestFailed():
                 self._end("failed", "", event.error, now_us, wall_us=event.at_us)
                 self._add_entry("failed", f"{name} failed: {event.error}", now_us, PROGRESS.name, offset)
-            case _:
+            case EncodeFinished() | EncodeFailed() | PrefillFinished() | PrefillFailed() | TransferFailed():
                 self._observe_stage_end(offset, event, name, now_us)
+            case _:  # an event without an entry of its own
+                text = f"{name} {event.SUMMARY.format(event)}"
+                self._add_entry(event_tag(event).rpartition(".")[2], text, now_us, PROGRESS.name, offset)
 
     def _observe_stage_end(
         self,
@@ -366,22 +371,17 @@ class Timeline:
         self._add_entry(what, text, now_us, PROGRESS.name, offset)
 
     def _follows(self, event: RequestProgress) -> bool:
+        """Return whether the core would accept the event in the current state."""
+        rule = TRANSITIONS[REPORTED[type(event)]]
         match event:
-            case FirstTokenEmitted():
-                return self._state in ("prefill", "transfer")
-            case OutputGrown():
-                return self._state == "decode"
-            case EncodeFinished() | EncodeFailed():
-                return self._state == "encode"
-            case PrefillFinished() | PrefillFailed():
-                return self._state == "remote_prefill"
             case TransferFailed():
-                fetches = self._state in ("prefill", "remote_prefill", "transfer")
-                return fetches and (self._embedded or self._kept_by is not None)
+                return self._state in rule.sources and (self._embedded or self._kept_by is not None)
             case RequestFinished():
                 return self._stage not in ("encode", "prefill")
             case RequestFailed():
                 return self._stage != "prefill"
+            case _:
+                return self._state in rule.sources
 
     def _first(self, event: FirstTokenEmitted, now_us: int | None) -> FirstTokenTiming:
         answers = (one for one in self._routings if one.stage not in ("encode", "prefill"))
