@@ -16,13 +16,13 @@ NOT_YET = -1
 
 
 class Arrival(NamedTuple):
-    """Record from outside the router: a request, or an operator's change.
+    """Record that reaches the router from outside: a request, or an operator's change.
 
     Attributes:
-        at_us: time at which it arrives.
+        at_us: virtual time at which the record arrives.
         topic: topic of the record.
         event: the record.
-        number: number of the turn, for requests.
+        number: for a request, its number in the workload (`Turn.number`).
     """
 
     at_us: int
@@ -32,10 +32,11 @@ class Arrival(NamedTuple):
 
 
 class Arrivals(Protocol):
-    """Records from outside the router, in the order of time.
+    """Source of the requests and operators' changes that reach the router, in the order of time.
 
     Attributes:
-        next_us: time of the next arrival. `FOREVER_US` if there is none, or if the next one depends on a response.
+        next_us: time of the next arrival. `FOREVER_US` if no arrival remains, or if every remaining arrival waits for a
+            response.
         think_us: lower bound of the delay between a response and the arrivals that depend on it. `FOREVER_US` if no
             arrival depends on a response.
     """
@@ -44,7 +45,7 @@ class Arrivals(Protocol):
     think_us: int
 
     def take(self) -> Arrival:
-        """Return the next arrival. No earlier arrival can follow."""
+        """Remove and return the next arrival. Later calls never return an earlier time."""
         ...
 
     def ended(self, number: int, at_us: int) -> None:
@@ -52,7 +53,7 @@ class Arrivals(Protocol):
         ...
 
     def close(self) -> None:
-        """Check, after the end of the run, that every arrival was taken."""
+        """Check that every arrival was taken. Call after the end of the run."""
         ...
 
 
@@ -82,7 +83,7 @@ class ListedArrivals:
 
 @dataclass(slots=True)
 class _Follower:
-    """Turn that waits for `missing` more responses. The last of the other responses came at `last_us`."""
+    """Turn that waits for `missing` more responses. The latest response so far came at `last_us`."""
 
     turn: Turn
     missing: int
@@ -90,10 +91,11 @@ class _Follower:
 
 
 class WorkloadArrivals:
-    """Arrivals of a workload, which is read incrementally: only one turn with a fixed time is read ahead.
+    """Arrivals of the turns of a workload: requests at a fixed time, or after the responses that they depend on.
 
-    A turn that depends on others is queued when it is read. That is early enough if the workload lists it before all
-    later turns with a fixed time. Otherwise it may arrive late.
+    The workload is read incrementally: only one turn with a fixed time is read ahead. A turn that depends on other
+    turns is queued when it is read. The workload must list it before all turns whose fixed time is later; otherwise the
+    turn may arrive too late.
     """
 
     def __init__(self, turns: Iterator[Turn], submitted: Callable[[Turn], RequestSubmitted]) -> None:
@@ -110,7 +112,7 @@ class WorkloadArrivals:
         self._look()
 
     def take(self) -> Arrival:
-        """Return the next turn; of several at one time, the first in the workload."""
+        """Remove and return the next turn. Of several turns at one time, return the first in the workload."""
         head, later = self._head, self._later
         self._now_us = self.next_us
         if head is None or (later and later[0][:2] < (head.at_us, head.number)):
@@ -122,7 +124,7 @@ class WorkloadArrivals:
         return Arrival(self._now_us, REQUESTS, self._submitted(turn), turn.number)
 
     def ended(self, number: int, at_us: int) -> None:
-        """Schedule the turns that depended on this response and on no other that is still missing."""
+        """Schedule the turns that waited only for the response to request `number`, which ended at `at_us`."""
         missing = number + 1 - len(self._ended_us)
         if missing > 0:
             self._ended_us.extend([NOT_YET] * missing)

@@ -23,7 +23,7 @@ class SpeedTrial(msgspec.Struct, frozen=True, kw_only=True):
         speed: factor by which arrival times are divided.
         requests_per_s: arrival rate at this speed.
         attained: share of requests that met the SLO, 0 to 1.
-        holds: whether that share is high enough.
+        holds: whether `attained` is high enough for the caller.
     """
 
     speed: float
@@ -33,13 +33,13 @@ class SpeedTrial(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Capacity(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of a search.
+    """Result of the search for the highest speed that meets the SLO.
 
     Attributes:
-        answer: `found`, `never` (no speed that was tried holds) or `always` (every speed that was tried holds).
-        step: the highest speed that holds; None for `never`.
-        steps: all speeds, in the order in which they were tried.
-        monotone: whether attainment never rose with the speed.
+        answer: `found`, `never` (no tried speed meets the SLO) or `always` (every tried speed meets the SLO).
+        step: the highest tried speed that meets the SLO; None if `answer` is `never`.
+        steps: all tried speeds, in the order of the trials.
+        monotone: whether attainment never rose with the speed, as the search assumes.
     """
 
     answer: Answer
@@ -49,12 +49,13 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def search(measure: Callable[[float], SpeedTrial], start: float, tolerance: float = TOLERANCE) -> Capacity:
-    """Find the highest speed that still holds.
+    """Find the highest speed at which the service still meets its SLO.
 
     Args:
-        measure: runs the workload at a speed.
+        measure: function that runs the workload at a given speed and returns the result.
         start: first speed to try.
-        tolerance: maximum relative gap between the returned speed and a speed that does not hold.
+        tolerance: the search stops when the gap between the highest speed that meets the SLO and the lowest that misses
+            it is at most this share of the speed.
     """
     steps = [measure(start)]
     factor = 2.0 if steps[0].holds else 0.5

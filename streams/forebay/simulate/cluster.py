@@ -8,8 +8,8 @@ Theory of operation. The clock jumps from one event to the next. Events of one t
 4. idle engines with work start a step.
 
 Every event goes through `forebay.core.step`, as on a live owner, so each decision is the one that an owner would make
-from the same log. A step spans several iterations as long as no event can give work to an engine in that time. Steps
-of prefill workers, and the records that they emit, may do so.
+from the same log. A step spans several iterations as long as no event can give work to an engine in that time. Only
+ends of steps of prefill workers, and their records, may also do so.
 """
 
 from collections import deque
@@ -52,13 +52,13 @@ BAD_REQUEST, UNAVAILABLE = 400, 503
 
 
 class SimulatedCluster:
-    """One simulated run. Add the ranks of all workers, then play the arrivals.
+    """One simulated run of an owner and its workers. Add the ranks of all workers with `add`, then call `play`.
 
     Attributes:
         world: state of the owner.
         requests: outcome of each request, in the order of arrival.
-        routed: last routing decision of each of the first `EXPLAINED_MAX` requests, by index.
-        lasted_us: time of the last response.
+        routed: last routing decision of each of the first `EXPLAINED_MAX` requests, by index in `requests`.
+        lasted_us: virtual time at which the last client got the end of its response, or its failure.
         now_us: current virtual time.
     """
 
@@ -74,11 +74,11 @@ class SimulatedCluster:
         """Create a cluster without workers.
 
         Args:
-            world: state of the owner; the cluster changes it.
-            reports: whether a policy reads load reports. They outnumber all other events, so skip them if not needed.
+            world: state of the owner. The cluster modifies this object.
+            reports: whether workers send load reports. They outnumber all other events, so set it only if needed.
             speedup: how much faster than their model the engines run.
-            hops: latencies of clients and of the router.
-            transfer: cost of moving KV; used only if there are prefill workers.
+            hops: latencies of the records that clients and the router send.
+            transfer: time that KV transfers take; used only if there are prefill workers.
         """
         self.world = world
         self.requests = RequestOutcomes()
@@ -105,7 +105,7 @@ class SimulatedCluster:
         self._transfers = Transfers(transfer, self.at, self._transferred)
 
     def add(self, rank: EngineRank) -> None:
-        """Add a rank, which may replace a dead one. Its worker is or will become a member of the fleet."""
+        """Add a rank, which may replace a dead rank. Its worker may join the fleet before or after this call."""
         self._ranks[rank.spec.worker_id, rank.rank] = rank
         self._numbered[rank.number] = rank
         self._disaggregated |= rank.spec.role == "prefill"
@@ -114,7 +114,7 @@ class SimulatedCluster:
         """Run until every request has ended.
 
         Args:
-            arrivals: the records from outside.
+            arrivals: the requests and operators' changes to play.
             on_arrived: called with the number of requests that have arrived so far.
         """
         self._arrivals = arrivals
@@ -148,16 +148,16 @@ class SimulatedCluster:
         self._apply_records(topic, (event,))
 
     def at(self, at_us: int, action: Callable[[], object]) -> None:
-        """Schedule an action that may give work to engines, now or later."""
+        """Schedule an action for `at_us`, for example one that gives work to an engine."""
         self._work_events.put(at_us, action)
 
     def tick(self) -> None:
-        """Advance the clock of the world without an input, which expires requests past their deadline."""
+        """Advance the clock of the world without an event, so that requests past their deadline expire."""
         self._execute(self._open())
         self._apply_all()
 
     def die(self, rank: EngineRank) -> None:
-        """Kill a rank. Work on its way to it is lost; output on its way from it is not."""
+        """Kill a rank. Work that was sent to the rank is lost; output that the rank has sent still arrives."""
         for request_id, emitted in rank.die(self.now_us).items():
             request = self._active.get(request_id)
             if request is not None:
@@ -172,7 +172,7 @@ class SimulatedCluster:
         return self._digest.hexdigest()
 
     def timeline(self) -> UtilizationTimeline:
-        """Return the development of the run over time. Call once, at the end."""
+        """Return the load and the throughput of the run over time. Call once, at the end."""
         return self._recorder.end(*self._state())
 
     def _state(self) -> tuple[int, int, Mapping[int, EngineRank]]:
@@ -195,7 +195,7 @@ class SimulatedCluster:
             self.at(self._hops.submit.arrives(self.now_us), partial(self._submit, event))
 
     def _submit(self, event: RequestSubmitted) -> None:
-        """Apply a request at the router, and schedule its deadline."""
+        """Apply a submitted request at the router, and schedule its deadline."""
         if event.timeout_us < TIMEOUT_US_MAX:  # at the maximum of a day, any later event expires the request
             self.at(self.now_us + event.timeout_us, partial(self._expire, event.request_id))
         self.apply(REQUESTS, event)
@@ -302,7 +302,7 @@ class SimulatedCluster:
             return
         request = self._active.get(routed.request_id)
         if request is None:
-            # The client has its whole response, but the router did not know when its worker was lost. Or it expired.
+            # The request expired, or the client got its whole response before the router, which then lost the worker.
             self._emit_progress(rank, rank.already_finished(routed))
             return
         assert routed.stage != "encode", "simulated prompts have no images"
@@ -318,7 +318,7 @@ class SimulatedCluster:
         self._ready[rank.number] = rank
 
     def _emit_progress(self, rank: EngineRank, event: InputEvent) -> None:
-        """Emit a progress event that a decision causes. It is applied after the other effects of that decision."""
+        """Emit a progress event caused by a decision. The router applies it after the decision's other effects."""
         if rank.hops.progress is None:
             self._records.append((PROGRESS, event))
         else:
@@ -346,7 +346,7 @@ class SimulatedCluster:
         self._arrivals.ended(request.number, at_us)
 
     def _arrival_us(self, hops: Hops) -> int:
-        """Return when the client gets a record that is sent now."""
+        """Return the time at which the client gets a record that is sent now."""
         return self.now_us if hops.tokens is None else hops.tokens.arrives(self.now_us)
 
     def _begin_steps(self) -> None:
@@ -388,7 +388,7 @@ class SimulatedCluster:
             self._queue_of(rank).put(rank.ends_us, partial(self._end_step, rank))
 
     def _lookahead_us(self, *, alone: bool) -> int:
-        """Return for how long no event can add or remove work; `alone` if only one engine starts a step now."""
+        """Return for how many us no event can add or remove work. `alone`: only one engine starts a step now."""
         if len(self.world.queues):
             return 0  # a queued request may be dispatched as soon as another engine has capacity
         until_us = min(self._arrivals.next_us, self._work_events[0][0])
@@ -466,7 +466,7 @@ class SimulatedCluster:
         return self._transfers.prefilled(rank, served.prompt_tokens + request.emitted)
 
     def _expire_lease(self, rank: EngineRank, request_id: str, prefill_attempt: int) -> None:
-        """Release KV whose lease expired before it was fetched."""
+        """Release prefilled KV that the decode worker did not fetch before its lease expired."""
         if rank.retains(request_id, prefill_attempt) and request_id in self._active:
             self._expired_leases.add(request_id)
         self._release(rank, request_id, prefill_attempt)

@@ -46,7 +46,7 @@ def _tables() -> tuple[int, list[int]]:
 
 
 class Draws:
-    """Independent stream of exponential draws: draws under other names do not affect it."""
+    """Stream of random draws from exponential distributions. Streams with different names are independent."""
 
     def __init__(self, seed: int, name: str) -> None:
         self._seed = xxh3_64_intdigest(name.encode(), seed & U64_MASK)
@@ -59,7 +59,7 @@ class Draws:
 
 
 class Hop:
-    """Latency of one producer's records on one topic. Records never overtake each other."""
+    """Latency of the records that one producer sends to one topic. Records never overtake each other."""
 
     def __init__(self, delay: Delay, seed: int, name: str) -> None:
         self._delay = delay
@@ -67,7 +67,7 @@ class Hop:
         self._last_us = 0
 
     def arrives(self, now_us: int) -> int:
-        """Return the arrival time of records sent together at `now_us`."""
+        """Return the time at which records arrive that were sent together at `now_us`."""
         at_us = now_us + self._delay.fixed_us
         if self._delay.jitter_us:
             at_us += self._draws.next(self._delay.jitter_us)
@@ -76,7 +76,7 @@ class Hop:
 
 
 class Hops:
-    """Hops from and to one producer, named as in `Delays`. None means no latency."""
+    """Latencies of the records from and to one client, router or rank, named as in `Delays`. None: no latency."""
 
     def __init__(self, delays: Delays, seed: int, producer: str) -> None:
         def hop(topic: str) -> Hop | None:

@@ -31,13 +31,13 @@ def allowed_values(kind: inspect.Type) -> str:
 
 
 def invalid_field(raw: Mapping[str, Any], kind: type[msgspec.Struct], error: Exception, *, strict: bool = True) -> str:
-    """Return an error text that names the first field of `raw` that cannot be converted, and its allowed values.
+    """Return an error text with the name of the first invalid field of `raw`, and its allowed values.
 
     Args:
-        raw: the fields as read.
-        kind: the struct that the fields should be converted to.
-        error: the error of the conversion; its text is used if no single field is at fault.
-        strict: whether the conversion was strict.
+        raw: the fields as read from the file or option.
+        kind: struct type to which the fields could not be converted.
+        error: error that the conversion raised. Its text is returned if no single field is invalid.
+        strict: whether the conversion was strict, that is, did not convert text to numbers.
     """
     for name, field in get_type_hints(kind, include_extras=True).items():
         if name not in raw:

@@ -50,7 +50,7 @@ class FleetUnusable(ValueError):
 
 
 class FleetDescription(msgspec.Struct, frozen=True, kw_only=True):
-    """Contents of a fleet file. None for a table that is absent, so that command-line options apply."""
+    """Contents of a fleet file. A table that the file lacks is None, so the command-line options apply instead."""
 
     pools: tuple[PoolSettings, ...]
     delays: Delays | None = None
@@ -162,13 +162,14 @@ def load_fleet(path: Path) -> FleetDescription:
 
 
 def worker_group(profile: Profile, count: int, gpus: float | None = None, **sizes: int | None) -> WorkerGroup:
-    """Return a group of workers with an engine profile.
+    """Return a group of identical workers whose engines have this profile.
 
     Args:
         profile: the engine profile.
         count: number of workers.
         gpus: GPUs per worker; None uses the profile's value.
-        sizes: sizes of the engine. None uses the profile's value, or else the default of `engine_config`.
+        sizes: sizes of the engine, named as the arguments of `engine_config`. None uses the profile's value, or the
+            default of `engine_config` if the profile has none.
 
     Raises:
         ValueError: the sizes contradict each other.
@@ -230,7 +231,7 @@ def _group(one: _Workers, folder: Path, where: str) -> WorkerGroup:
 
 
 def _router(fields: dict[str, Any], where: str) -> RouterConfig:
-    """Return the routing configuration of a pool, from the fields that a policy text takes as well."""
+    """Return the routing configuration of a pool. Its fields are those that a `--policy` accepts."""
     _require_fields(fields, RouterConfig, where)
     for part, kind in PARTS.items():
         if part and isinstance(fields.get(part), dict):

@@ -17,7 +17,7 @@ OutputTokens = Annotated[int, msgspec.Meta(ge=1, le=OUTPUT_TOKENS_MAX)]
 
 
 class MooncakeRow(msgspec.Struct, frozen=True, gc=False):
-    """One request of a trace."""
+    """One request of a Mooncake trace, with the field names of the trace."""
 
     timestamp: Milliseconds
     input_length: PromptTokens

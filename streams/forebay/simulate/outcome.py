@@ -1,4 +1,4 @@
-"""Outcome of a simulated workload, and its metrics."""
+"""Outcome of a simulation: what happened to each request, and the metrics of the run."""
 
 import statistics
 from array import array
@@ -15,23 +15,25 @@ NO_WORKER = -1
 
 @dataclass(slots=True)
 class RequestOutcome:
-    """Outcome of one request. Times are virtual microseconds, as the client sees them.
+    """Outcome of one request. Points in time are virtual microseconds at the client.
 
     Attributes:
         arrived_us: when the request arrived.
         prompt_tokens: length of the prompt.
         output_tokens: length of the response.
-        worker: number of the worker that it was routed to last; None if it was never routed.
-        cached_tokens: prompt tokens that were found in the cache.
-        first_us: when its first token came; 0 if there was none.
-        last_us: when its last token came; 0 if the response is not complete.
-        attempts: number of workers it was sent to in succession: the maximum of its prefill and its decode attempts.
-        failure: why the response is missing or incomplete; empty on success.
-        number: number of its turn in the workload.
-        prefiller: number of the worker that prefilled the prompt for another worker, and found `cached_tokens` there.
-        prefilled_us: when that prefill ended.
-        transferred_bytes: bytes of KV that were transferred.
-        transfer_us: microseconds from the request for the KV to the end of the transfer.
+        worker: number of the worker to which the request was routed last; None if it was never routed.
+        cached_tokens: prompt tokens that the worker found in its cache.
+        first_us: time of the first output token; 0 if there was none.
+        last_us: time of the last output token; 0 if the response is not complete.
+        attempts: number of attempts. For a disaggregated request, the larger of the numbers of prefill and decode
+            attempts.
+        failure: reason why the response is missing or incomplete; empty on success.
+        number: number of the request in the workload (`Turn.number`).
+        prefiller: number of the prefill worker that computed the prompt, in whose cache the `cached_tokens` were found;
+            None without disaggregation.
+        prefilled_us: time at which `prefiller` had computed the prompt; 0 without disaggregation.
+        transferred_bytes: bytes of KV that the decode worker fetched.
+        transfer_us: microseconds from the decode worker's request for the KV to the end of the transfer.
     """
 
     arrived_us: int
@@ -53,7 +55,7 @@ class RequestOutcome:
 class RequestOutcomes:
     """Outcomes of all requests of a run in the order of arrival, stored in columns of about 80 bytes per request.
 
-    Disaggregated runs take another 32 bytes per request.
+    Requests of disaggregated fleets take another 32 bytes each.
     """
 
     def __init__(self, served: Iterable[RequestOutcome] = ()) -> None:
@@ -98,7 +100,7 @@ class RequestOutcomes:
             self._columns |= {name: self.column(name) for name in TRANSFER_COLUMNS}
 
     def column(self, name: str) -> "array[int]":
-        """Return one attribute of all requests, in order. A worker that is None is -1."""
+        """Return one attribute of all requests, in the order of arrival. -1 stands for a worker that is None."""
         if name in self._columns:
             return self._columns[name]
         return array("q", [NO_WORKER if name in WORKERS else 0]) * len(self)
@@ -121,12 +123,12 @@ def _value(served: RequestOutcome, name: str) -> int:
 
 @dataclass(slots=True)
 class UtilizationTimeline:
-    """Development of a run over time, in at most 400 bins of equal width.
+    """Load and throughput of a run over time, in at most 400 bins of equal width.
 
     The width of a bin grows with the length of the run. Per-worker lists are indexed by worker number, then by bin.
 
     Attributes:
-        bin_us: width of a bin; the first one begins at 0.
+        bin_us: width of a bin in microseconds. The first bin begins at time 0.
         arrived: requests that arrived in the bin.
         finished: requests that completed or failed in the bin.
         prompt_tokens: prompt tokens of the requests whose prefill ended in the bin.
@@ -154,17 +156,17 @@ class UtilizationTimeline:
 
 @dataclass(slots=True)
 class SimulationOutcome:
-    """Outcome of a whole run.
+    """Outcome of a simulation of one policy on one workload.
 
     Attributes:
         requests: outcome of each request.
         digest: hash of all decisions, in hexadecimal.
-        workers: ids of all workers that ever joined, by number.
+        workers: ids of all workers that ever joined; the index is the worker's number.
         prefill_workers: numbers of the prefill workers.
-        gpu_s: GPU seconds of all worker processes, from their start to the end of the run or their death.
-        lasted_us: time of the last response or failure.
-        timeline: development over time.
-        routed: last routing decision of each of the first `EXPLAINED_MAX` requests, by index.
+        gpu_s: GPU seconds of all worker processes. A process counts from its start to its death or the end of the run.
+        lasted_us: virtual time of the last response or failure.
+        timeline: load and throughput over time.
+        routed: last routing decision of each of the first `EXPLAINED_MAX` requests, by index in `requests`.
     """
 
     requests: RequestOutcomes = field(default_factory=RequestOutcomes)
@@ -178,7 +180,7 @@ class SimulationOutcome:
 
 
 def worker_names(outcome: SimulationOutcome) -> list[str]:
-    """Return the ids of all workers for display. Prefill workers are marked."""
+    """Return the ids of all workers for display. The ids of prefill workers have a mark."""
     return [
         f"{name} (prefill)" if number in outcome.prefill_workers else name
         for number, name in enumerate(outcome.workers)
@@ -186,11 +188,11 @@ def worker_names(outcome: SimulationOutcome) -> list[str]:
 
 
 def summary(outcome: SimulationOutcome, workers: int) -> dict[str, Any]:
-    """Return the metrics of a run as they are printed in JSON. The names are those of `forebay trace`.
+    """Return the metrics of a run as `forebay simulate --json` prints them. `forebay trace` uses the same names.
 
     Args:
         outcome: the run.
-        workers: number of workers at the start; more may have joined.
+        workers: number of workers at the start of the run; more may have joined later.
     """
     workers = max(workers, len(outcome.workers))
     column, failures = outcome.requests.column, outcome.requests.failures
@@ -245,7 +247,7 @@ def summary(outcome: SimulationOutcome, workers: int) -> dict[str, Any]:
 
 
 def _transfers(outcome: SimulationOutcome) -> dict[str, Any]:
-    """Return the metrics of disaggregated runs: of the completed requests with a remote prefill."""
+    """Return the metrics of the completed requests whose prompt was computed by a prefill worker."""
     column, failures = outcome.requests.column, outcome.requests.failures
     prefill_ms, transfer_ms = array("d"), array("d")
     moved = 0
@@ -266,7 +268,7 @@ def _transfers(outcome: SimulationOutcome) -> dict[str, Any]:
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
-    """Return mean, p50, p90 and p99, interpolated between ranks; an empty dict for no values."""
+    """Return mean, p50, p90 and p99, interpolated between values; an empty dict if there are no values."""
     if not values:
         return {}
     cuts = statistics.quantiles(values, n=100, method="inclusive") if len(values) > 1 else [values[0]] * 99

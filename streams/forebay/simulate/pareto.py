@@ -22,7 +22,7 @@ OBJECTIVES: Mapping[str, float] = {  # metric paths; LESS or MORE says which dir
 
 
 def figure(figures: Mapping[str, Any], path: str) -> float | None:
-    """Return the metric at a path such as `ttft_ms.p90`; None if the run has no such metric."""
+    """Return the metric of a run at a path such as `ttft_ms.p90`; None if the run has no such metric."""
     found: Any = figures
     for part in path.split("."):
         found = found.get(part) if isinstance(found, Mapping) else None
@@ -30,10 +30,10 @@ def figure(figures: Mapping[str, Any], path: str) -> float | None:
 
 
 def costs(figures: Mapping[str, Any], objectives: Sequence[str]) -> tuple[float, ...]:
-    """Return the cost of a run in each objective, rounded to three digits. Lower is better.
+    """Return the cost of a run in each objective, rounded to three significant digits. Lower is better.
 
-    A missing metric costs infinity. So does a percentile if more requests failed than lie above it, because a failed
-    request counts as an infinite latency.
+    A metric that the run lacks costs infinity. A failed request counts as an infinite latency, so a percentile costs
+    infinity if the share of failed requests is larger than the share above the percentile.
     """
     found = ((_endured(figures, path), OBJECTIVES[path]) for path in objectives)
     return tuple(math.inf if value is None else sign * _rounded(value) for value, sign in found)

@@ -34,22 +34,22 @@ LOAD_INTERVAL_US = 100_000  # the reporting interval of live workers
 
 
 class EngineRank:
-    """Engine model of a rank, which computes whole steps ahead of the clock, and the events that it emits.
+    """One worker rank: its engine model, which computes whole steps ahead of the clock, and the events that it emits.
 
     Attributes:
         number: index among all ranks of the simulation.
-        spec: spec of its worker.
+        spec: spec of the worker.
         rank: data-parallel rank within the worker.
-        worker_epoch: epoch of its worker.
+        worker_epoch: epoch of the worker.
         engine: the engine model.
-        hops: latencies of its inputs and outputs.
+        hops: latencies of the records from and to the rank.
         step: current step; None while idle.
         began_us: start of the current step.
         ends_us: end of the current step.
         dead: whether the rank has crashed.
-        load: load at the end of the last step.
-        kept: retained KV of prefilled prompts: the prefill attempt by request id.
-        reported_us: time of the last load report.
+        load: load of the engine at the end of the last step.
+        kept: prefill attempt by request id, for each prompt whose KV the rank retains.
+        reported_us: virtual time of the last load report.
         report_held: whether a load report is scheduled for the end of the reporting interval.
     """
 
@@ -68,12 +68,12 @@ class EngineRank:
 
         Args:
             number: index among all ranks of the simulation.
-            spec: spec of its worker.
+            spec: spec of the worker.
             rank: data-parallel rank within the worker.
-            worker_epoch: epoch of its worker.
+            worker_epoch: epoch of the worker.
             engine: the engine model.
-            kv_seq: sequence number of its last KV event.
-            hops: latencies of its inputs and outputs.
+            kv_seq: sequence number of the last KV event of the rank.
+            hops: latencies of the records from and to the rank.
         """
         self.number = number
         self.spec = spec
@@ -91,18 +91,18 @@ class EngineRank:
         self._kv_seq = kv_seq
 
     def retains(self, request_id: str, prefill_attempt: int) -> bool:
-        """Return whether the rank still retains the KV of this prefill attempt."""
+        """Return whether the rank still retains the KV that this prefill attempt computed."""
         return not self.dead and self.retained.get(request_id) == prefill_attempt
 
     def release(self, request_id: str, prefill_attempt: int) -> bool:
-        """Release retained KV. Return whether that frees cache space for waiting requests."""
+        """Release the retained KV of a prefill attempt. Return whether this frees cache space for waiting requests."""
         if not self.retains(request_id, prefill_attempt):
             return False
         del self.retained[request_id]
         return self.engine.release(request_id)
 
     def drop(self, request_id: str) -> None:
-        """Cancel a request, and release its KV."""
+        """Cancel a request on the engine, and release the KV that the rank retains for it."""
         self.retained.pop(request_id, None)
         self.engine.cancel(request_id)
 

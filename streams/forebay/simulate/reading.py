@@ -1,6 +1,6 @@
-"""Resolution of a workload name: a path in any format, or a generator with parameters.
+"""Resolution of a workload name: the path of a workload file or folder, or a generator with parameters.
 
-The format is detected from the content of the file. A prefix such as `azure:PATH`, with any name of FORMATS, sets it.
+The format of a file is detected from its content. A prefix from FORMATS sets the format, as in `azure:PATH`.
 """
 
 from collections.abc import Sequence
@@ -30,11 +30,11 @@ def open_workload(name: str | Sequence[str], options: WorkloadOptions) -> Worklo
     """Open the workload with this name.
 
     Args:
-        name: a path or a generator. Several names are runs to be played side by side.
-        options: transformations to apply.
+        name: a path or a generator. Several names must be recorded agent runs, which are played side by side.
+        options: transformations to apply to the workload.
 
     Raises:
-        WorkloadUnusable: a file cannot be read or its format is unknown.
+        WorkloadUnusable: a file cannot be read, or its format is unknown.
     """
     return PreparedWorkload(_source([name] if isinstance(name, str) else list(name), options), options)
 
@@ -86,7 +86,7 @@ def detect_format(path: Path) -> str:
 
 
 def _rows(path: Path, head: bytes) -> str:
-    """Return Mooncake's format if a field of it occurs. Also for empty or binary files, which its reader rejects."""
+    """Return the format of a file with one JSON object per line, or of an empty or binary file."""
     if not head or b"\0" in head or any(name in head for name in ROW_FIELDS):
         return "mooncake"
     known = ", ".join(form for form in FORMATS if form != "synthetic")

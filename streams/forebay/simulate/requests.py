@@ -21,15 +21,15 @@ class SimulatedRequest:
     """Request that has not ended yet.
 
     Attributes:
-        place: index among all requests of the run.
-        number: number of its turn in the workload.
-        served: outcome so far.
+        place: index of the request among all requests of the run, in the order of arrival.
+        number: number of the request in the workload (`Turn.number`).
+        served: outcome of the request so far.
         hashes: packed hashes of the full blocks of the prompt.
-        rank: rank that the request was sent to last.
+        rank: rank to which the request was sent last.
         emitted: output tokens emitted by earlier attempts.
-        retained: prefilled KV that the decode worker is to fetch.
-        computing: rank that the prompt was last sent to for prefill.
-        prefill_attempt: attempt number of that prefill.
+        retained: KV that a prefill worker retains until the decode worker fetches it; None without remote prefill.
+        computing: prefill rank to which the prompt was sent last.
+        prefill_attempt: attempt number of the last prefill.
     """
 
     place: int
@@ -44,7 +44,7 @@ class SimulatedRequest:
 
     @classmethod
     def of(cls, submitted: RequestSubmitted, place: int, number: int, now_us: int) -> "SimulatedRequest":
-        """Create the state of a request that arrives at `now_us`. Only the number of its tokens is kept."""
+        """Create the state of a request that arrives at `now_us`, with the number of its tokens but not the tokens."""
         served = RequestOutcome(now_us, submitted.prompt_tokens, submitted.sampling.max_tokens, number=number)
         return cls(place, number, served, submitted.sequence_hashes)
 
@@ -64,10 +64,10 @@ class SimulatedRequest:
         self.retained = RetainedKv(self.computing, self.prefill_attempt)
 
     def attempt(self, request_id: str, attempt: int, block_size: int, stage: EngineStage) -> EngineRequest:
-        """Return the request for the engine.
+        """Return this attempt as a request to the engine model.
 
-        A later attempt continues after the output tokens of earlier attempts, so the engine must compute these tokens,
-        too. Their block hashes are those of an engine that emits no token ids.
+        A later attempt continues after the output tokens of earlier attempts, so its prompt includes these tokens.
+        Their blocks have the same hashes as blocks of an engine that emits no token ids.
         """
         served = self.served
         token_seed = xxh3_64_intdigest(request_id.encode())

@@ -1,7 +1,7 @@
-"""Simulation that starts from a snapshot: its fleet, caches and configuration, followed by later arrivals.
+"""Simulation that starts with the fleet, the caches and the configuration of a snapshot, and plays later arrivals.
 
-Caches start with the blocks of the prefix index, in its order. The recency of blocks is unknown, because the index does
-not record it. Blocks in host memory and on disk are ignored, because the engine model has no such tiers.
+The cache of each rank starts with its blocks of the prefix index, in the order of the index, because the index does not
+record when a block was used. Blocks in host memory and on disk are ignored, because the engine model has no such tiers.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,15 +33,16 @@ MOCKER = MockerTiming()
 
 
 class NotSimulable(Exception):
-    """State that cannot be simulated; the text says why."""
+    """A state cannot be simulated. The message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResumedOutcome:
-    """Outcome of a resumed simulation.
+    """Outcome of a simulation that started from a snapshot.
 
     Attributes:
-        served: outcome of each request by id. `Served.worker` and `Served.prefiller` are indexes into `ranks`.
+        served: outcome of each request by id. `RequestOutcome.worker` and `RequestOutcome.prefiller` are indexes into
+            `ranks`.
         digest: hash of all decisions, in hexadecimal.
         ranks: all worker ranks that ever joined.
     """
@@ -62,19 +63,19 @@ def resume(
     transfer: Transfer = NO_TRANSFER,
     custom: CustomPolicies = ONLY_BUILT_IN,
 ) -> ResumedOutcome:
-    """Play all arrivals on the state, until every request has ended.
+    """Simulate all arrivals, starting from a state, until every request has ended.
 
     Args:
-        state: a snapshot without requests.
-        arrivals: records in the order of time, none before the time of the state. Request ids are unique, and
-            `sampling.max_tokens` is the length of the response. Fleet facts refer to current members. Workers that join
-            start with an empty cache; workers that are lost die at that moment.
+        state: chunks of a snapshot without requests.
+        arrivals: records in the order of time, none before the time of the state. Request ids must be unique, and
+            `sampling.max_tokens` is the length of the response. Events of `fleet` must refer to current members. A
+            worker that joins starts with an empty cache, and a worker that is lost dies at that moment.
         on_arrived: called with the number of requests that have arrived so far.
         speedup: how much faster than their model the engines run.
         delays: latencies between clients, router and engines.
         timing: step timing of the engines.
-        transfer: cost of moving KV; used only if there are prefill workers.
-        custom: custom policies that may run.
+        transfer: time that KV transfers take; used only if there are prefill workers.
+        custom: custom policies that the simulation may run.
 
     Raises:
         NotSimulable: there is no worker, or the sizes of a worker contradict each other.
@@ -164,13 +165,13 @@ class _ResumedCluster(SimulatedCluster):
 
 
 def rank_keys(state: Sequence[Chunk]) -> list[HolderKey]:
-    """Return every prefill, decode or aggregated rank of a state, sorted. `Resumed.ranks` begins with these."""
+    """Return every prefill, decode or aggregated rank of a state, sorted. `ResumedOutcome.ranks` begins with them."""
     specs = [chunk.spec for chunk in state if isinstance(chunk, WorkerState) and chunk.spec.role != "encode"]
     return sorted((spec.worker_id, rank) for spec in specs for rank in spec.ranks)
 
 
 def _fitting(state: Sequence[Chunk]) -> Iterator[Chunk]:
-    """Yield the state, with the device blocks of each rank cut to the size of its cache."""
+    """Yield the chunks of the state, with the device blocks of each rank cut to the size of its cache."""
     room = {chunk.spec.worker_id: chunk.spec.kv_blocks_total for chunk in state if isinstance(chunk, WorkerState)}
     held: dict[HolderKey, int] = {}
     for chunk in state:

@@ -9,7 +9,7 @@ ScheduledEvent = tuple[int, int, Callable[[], object]]
 
 
 class EventQueue(list[ScheduledEvent]):
-    """Heap of scheduled actions. Actions of one time run in insertion order. The last entry is a sentinel."""
+    """Heap of actions scheduled for virtual times. Actions of one time run in insertion order."""
 
     def __init__(self) -> None:
         super().__init__([(FOREVER_US, 0, _never)])

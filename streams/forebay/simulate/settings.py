@@ -1,4 +1,4 @@
-"""Settings of a simulation: fleet, delays, life cycle of workers, and the policies to compare."""
+"""Settings of a simulation: fleet, delays and life cycle of workers; and the parser of `--policy`."""
 
 import math
 from difflib import get_close_matches
@@ -41,13 +41,13 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, le=TIME_S_MAX)]
 
 
 class WorkerGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """Group of identical workers.
+    """Identical workers of a pool.
 
     Attributes:
-        count: workers in the group.
+        count: number of workers in the group.
         engine: cache size, batch limits and step timing of each worker.
         profile: name of the engine profile, for reports.
-        gpus: GPUs per worker, for the cost in GPU hours.
+        gpus: GPUs per worker, to compute the GPU hours of a run.
     """
 
     count: Annotated[int, msgspec.Meta(ge=1, le=WORKERS_MAX)]
@@ -62,10 +62,10 @@ class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         name: unique name of the pool.
         model: model that the pool serves.
-        groups: worker groups; all use one block size.
-        router: routing configuration of the pool. None uses the policy that is simulated.
-        role: `prefill` computes prompts for the `decode` pool of the same model. The decode pool's router decides
-            which requests are disaggregated.
+        groups: worker groups of the pool. All must have the same block size.
+        router: routing configuration of the pool. None uses the policy of the simulation.
+        role: role of all workers of the pool. A `prefill` pool computes prompts for the `decode` pool of the same
+            model. The router of the decode pool decides which requests are disaggregated.
     """
 
     name: str = "default"
@@ -76,7 +76,7 @@ class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Delay(msgspec.Struct, frozen=True, kw_only=True):
-    """Latency of one hop: a fixed time plus a draw from an exponential distribution.
+    """Latency of one hop: a fixed time plus a random time from an exponential distribution.
 
     Records of one producer on one topic never overtake each other.
 
@@ -93,9 +93,9 @@ class Delays(msgspec.Struct, frozen=True, kw_only=True):
     """Latencies between clients, router and engines. All are 0 by default.
 
     Attributes:
-        submit: client to router: ingress, tokenization and the hop on `requests`.
-        work: decision to engine: acknowledgement of the journal and the hop on `work.<pool>`.
-        tokens: engine to client: the hop on `tokens` and HTTP. Also router to client, for rejections.
+        submit: client to router. Includes ingress, tokenization and the topic `requests`.
+        work: decision to engine. Includes the acknowledgement of the journal and the topic `work.<pool>`.
+        tokens: engine to client. Includes the topic `tokens` and HTTP. For rejections, router to client.
         kv_events: engine to the router's prefix index.
         progress: engine to router, for progress events.
         metrics: engine to router, for load reports.
@@ -135,14 +135,14 @@ DELAYS = {
 
 
 class Transfer(msgspec.Struct, frozen=True, kw_only=True):
-    """Cost of moving the KV of a prompt from a prefill worker to a decode worker. Names are those of Dynamo's mocker.
+    """Time to move the KV of a prompt from a prefill to a decode worker. The names of the fields are Dynamo's.
 
     Each worker has one outgoing and one incoming link. A link moves the blocks of one request at a time, first come,
     first served.
 
     Attributes:
         kv_bytes_per_token: bytes per token over all layers: 2 * layers * KV heads * head dimension * bytes per number.
-        kv_transfer_bandwidth: bandwidth of a link in GB (10^9 bytes) per second; 0 for no delay.
+        kv_transfer_bandwidth: bandwidth of a link in GB (10^9 bytes) per second; 0 for an unlimited bandwidth.
         kv_transfer_latency_us: microseconds from the request for blocks to the first block.
     """
 
@@ -158,12 +158,12 @@ class Transfer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerFault(msgspec.Struct, frozen=True, kw_only=True):
-    """Crash of a worker process. Ignored if the process is already dead.
+    """Scheduled crash of a worker's process. It has no effect if the process is already dead.
 
     Attributes:
         worker: id of the worker.
         at_us: time of the crash.
-        back_us: delay until a replacement process starts; None for no replacement.
+        back_us: microseconds from the crash to the start of a replacement process; None for no replacement.
     """
 
     worker: str
@@ -178,7 +178,7 @@ class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
         at_us: time of the start.
         pool: name of the pool.
         group: index of the worker group in the pool, from 0.
-        count: workers to start.
+        count: number of workers to start.
     """
 
     at_us: Time
@@ -188,7 +188,7 @@ class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LifeCycleSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Failures, restarts and scale-up of workers.
+    """Failures, restarts and additional starts of workers during a simulation.
 
     Attributes:
         faults: crashes at given times.
@@ -197,8 +197,8 @@ class LifeCycleSettings(msgspec.Struct, frozen=True, kw_only=True):
         repair_s: seconds from a random failure to the start of the replacement process.
         cold_start_s: seconds from the start of a process to its first lease: loading weights and warm-up. Workers of
             the initial fleet are warm.
-        lease_ttl_s: seconds from the death of a worker until the router marks it lost. After half of that time the
-            worker is suspect and gets no new requests.
+        lease_ttl_s: seconds from the death of a worker until the router marks it lost. After half of this time the
+            router marks it suspect and sends it no new requests.
     """
 
     faults: tuple[WorkerFault, ...] = ()
@@ -210,11 +210,11 @@ class LifeCycleSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SettingsUnusable(ValueError):
-    """Settings that contradict each other.
+    """A setting contradicts another one.
 
     Attributes:
-        where: path of the setting, such as `life.faults[0].worker`.
-        reason: what is wrong with it.
+        where: path of the invalid setting, such as `life.faults[0].worker`.
+        reason: what is wrong with the setting.
     """
 
     def __init__(self, where: str, reason: str) -> None:
@@ -224,13 +224,13 @@ class SettingsUnusable(ValueError):
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings that are the same for every policy and workload of a comparison.
+    """Settings of a simulation, except the policy and the workload that a comparison varies.
 
     Attributes:
         pools: worker pools.
         delays: latencies between clients, router and engines.
-        life: failures, restarts and scale-up of workers.
-        transfer: cost of moving KV between workers.
+        life: failures, restarts and additional starts of workers.
+        transfer: time that KV transfers between workers take.
         timeout_s: seconds that a client waits for its response.
         seed: seed for sampling and tie-breaking.
     """
@@ -244,7 +244,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def models(self) -> int:
-        """Return the number of models served. A prefill pool and its decode pool serve one model."""
+        """Return the number of models that the pools serve. A prefill pool and its decode pool serve the same model."""
         return len({pool.model for pool in self.pools})
 
     @property
@@ -254,7 +254,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def workers_ever(self) -> int:
-        """Return the number of workers at the start plus all scheduled starts."""
+        """Return the number of workers at the start plus those of all scheduled starts."""
         return self.workers + sum(start.count for start in self.life.starts)
 
 
@@ -262,7 +262,7 @@ def validate_settings(settings: Settings) -> None:
     """Check that the settings are consistent.
 
     Raises:
-        SettingsUnusable: names the first setting that contradicts another one.
+        SettingsUnusable: a setting contradicts another one. The error is about the first such setting.
     """
     names: dict[str, int] = {}
     if not settings.pools:
@@ -292,7 +292,7 @@ def validate_settings(settings: Settings) -> None:
 
 
 def _require_roles(pools: tuple[PoolSettings, ...]) -> None:
-    """Check that each model has one serving pool, and at most one prefill pool in front of a decode pool."""
+    """Check that each model has one aggregated pool, or one decode pool with at most one prefill pool."""
     answering: dict[str, PoolSettings] = {}
     prefilling: dict[str, tuple[int, PoolSettings]] = {}
     for at, pool in enumerate(pools):
@@ -317,7 +317,7 @@ def _require_roles(pools: tuple[PoolSettings, ...]) -> None:
 
 
 def worker_id(number: int) -> str:
-    """Return the id of a worker. Workers are numbered by pool and group, then in the order of scheduled starts."""
+    """Return the id of worker `number`. Initial workers are numbered by pool and group, then come scheduled starts."""
     return f"mock-{number}"
 
 
@@ -370,18 +370,18 @@ def one_pool(workers: int, engine: EngineConfig, *, seed: int = 0) -> Settings:
 
 
 class PolicySpecUnusable(ValueError):
-    """Policy text with an unknown policy or setting, or a policy that cannot be simulated."""
+    """A policy text has an unknown policy or setting, or its policy cannot be simulated."""
 
 
 def policy(text: str) -> RouterConfig:
     """Parse `NAME` or `NAME:setting=value,setting=value` into a routing configuration.
 
     Args:
-        text: NAME is a router mode or the dotted path of a policy class. Settings are fields of `RouterConfig`, or of
-            its parts, as in `busy.name` and `queue.name`.
+        text: policy as the user wrote it. NAME is a router mode or the dotted path of a policy class. A setting is a
+            field of `RouterConfig`, or of one of its structs, as in `busy.name` and `queue.name`.
 
     Raises:
-        PolicyUnusable: the policy or a setting is unknown or invalid.
+        PolicySpecUnusable: the policy or a setting is unknown or invalid.
     """
     name, _, rest = text.partition(":")
     if name == "direct":

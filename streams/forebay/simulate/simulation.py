@@ -33,12 +33,12 @@ class Simulation:
     """Simulation of one policy on one workload. Create a new instance for each run."""
 
     def __init__(self, settings: Settings, router: RouterConfig, custom: CustomPolicies = ONLY_BUILT_IN) -> None:
-        """Build the cluster and schedule the configured starts and faults.
+        """Build the simulated cluster, and schedule the configured starts and faults of workers.
 
         Args:
             settings: the fleet, its delays and its life cycle.
-            router: the policy of every pool that has no `router` of its own.
-            custom: custom policies that the routers name.
+            router: routing configuration of every pool that has no `router` of its own.
+            custom: custom policies that the routing configurations name.
 
         Raises:
             SettingsUnusable: the settings contradict each other.

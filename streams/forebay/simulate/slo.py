@@ -1,4 +1,4 @@
-"""Service level objectives, and the share of a run's requests that met them."""
+"""Service level objectives (SLOs), and the share of a run's requests that met them."""
 
 import math
 from collections.abc import Iterator
@@ -16,11 +16,11 @@ Limit = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class SloUnusable(ValueError):
-    """Invalid SLO text; the message says why."""
+    """The text of an SLO is invalid. The message says why."""
 
 
 class Slo(msgspec.Struct, frozen=True, kw_only=True):
-    """Service level objectives of one request, in milliseconds. None means no objective.
+    """Limits for the latencies of each request, in milliseconds. None means no limit.
 
     Attributes:
         ttft_ms: limit for the time from arrival to the first token.
@@ -34,10 +34,10 @@ class Slo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_slo(text: str) -> Slo:
-    """Parse objectives such as `ttft=500,itl=20,e2e=9000`; at least one is required.
+    """Parse the limits of an SLO, such as `ttft=500,itl=20,e2e=9000`. At least one limit is required.
 
     Raises:
-        SloUnusable: an objective is unknown, duplicate or not a positive number.
+        SloUnusable: a limit is unknown, duplicate or not a positive number.
     """
     limits: dict[str, float] = {}
     for one in text.split(","):
@@ -56,12 +56,13 @@ def parse_slo(text: str) -> Slo:
 
 
 def goodput(outcome: SimulationOutcome, slo: Slo) -> dict[str, Any]:
-    """Return the SLO attainment and the goodput of a run. A failed request meets no objective.
+    """Return the SLO attainment and the goodput of a run. A failed request meets no limit.
 
     Returns:
-        A dict with `attained`, the share of requests that met every objective; `attained_each`, the share that met
-        each objective; and `goodput_per_s`, the requests per second that met every objective, from the first arrival
-        to the last response. Goodput is defined as by Zhong et al., DistServe, OSDI 2024.
+        A dict with three keys. `attained` is the share of requests that met every limit. `attained_each` is the share
+        that met each single limit. `goodput_per_s` is the number of requests that met every limit, divided by the
+        seconds from the first arrival to the last response. Goodput is defined as by Zhong et al., DistServe, OSDI
+        2024.
     """
     kept = {name: 0 for name in PARTS if getattr(slo, PARTS[name]) is not None}
     kept_all = 0

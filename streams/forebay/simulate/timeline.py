@@ -1,4 +1,4 @@
-"""Recorder of a run's timeline: counts and states in bins, whose width doubles when there are too many of them."""
+"""Recorder of a run's load and throughput over time, in bins. If there are too many bins, their width doubles."""
 
 from collections.abc import Mapping, Sequence
 
@@ -17,7 +17,7 @@ NO_LOAD = EngineLoad(0, 0, 0, 0)  # load of a worker that has not joined yet
 
 
 class Recorder:
-    """Recorder that counts events, and samples the state at the end of each bin.
+    """Records a `UtilizationTimeline`: counts the events of each bin, and samples the state at the end of each bin.
 
     Attributes:
         end_us: end of the current bin. Call `advance` before any event at or after this time.
@@ -39,12 +39,12 @@ class Recorder:
         self._computed[worker] = self._computed.get(worker, 0) + prompt_tokens - cached_tokens
 
     def advance(self, now_us: int, queued: int, members: int, ranks: Mapping[int, EngineRank]) -> None:
-        """Close the bins that end by `now_us`.
+        """Complete all bins that end at `now_us` or earlier.
 
         Args:
             now_us: time of the next event.
-            queued: requests in the router's queue since the last event.
-            members: members of the fleet since the last event.
+            queued: number of requests in the router's queue since the previous event.
+            members: number of members of the fleet since the previous event.
             ranks: ranks by number.
         """
         while now_us >= BINS_MAX * self._timeline.bin_us:
@@ -53,7 +53,7 @@ class Recorder:
             self._close(queued, members, ranks)
 
     def end(self, queued: int, members: int, ranks: Mapping[int, EngineRank]) -> UtilizationTimeline:
-        """Close the last bin and return the timeline of the whole run."""
+        """Complete the last bin and return the timeline of the whole run."""
         self._close(queued, members, ranks)
         return self._timeline
 

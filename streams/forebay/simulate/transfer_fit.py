@@ -1,8 +1,9 @@
 """Fit of the KV transfer model to recorded transfers.
 
 Method: sort the transfers by size, split them into groups, and fit a line through the medians of the groups by least
-squares. Medians limit the weight of outliers that took ten times as long. A transfer that shared a link with another
-one measures waiting time, which the model adds itself. Such transfers are left out if enough others remain.
+squares. Medians limit the weight of outliers, which may take ten times as long. The duration of a transfer that shared
+a link with another transfer includes waiting time. The model adds this time itself, so the fit ignores such transfers
+if enough others remain.
 """
 
 import statistics
@@ -28,7 +29,7 @@ class ObservedTransfer:
         reader: rank that received the KV.
         bytes: size of the KV.
         took_us: duration in microseconds.
-        over_us: time of its end.
+        over_us: time at which the transfer ended, in microseconds.
     """
 
     holder: HolderKey
@@ -39,14 +40,14 @@ class ObservedTransfer:
 
 
 class TransferFit(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of a fit.
+    """Transfer model fitted to recorded transfers.
 
     Attributes:
-        transfer: fitted parameters. The bandwidth is 0 if larger transfers did not take longer.
+        transfer: fitted parameters. The bandwidth is 0 (unlimited) if larger transfers did not take longer.
         seen: number of recorded transfers.
         fitted: number of transfers that the parameters were fitted to.
         off_percent: median absolute error of the model on the fitted transfers, in percent of their duration.
-        note: caveat for users; empty for none.
+        note: warning to the user about the quality of the fit; empty if there is none.
     """
 
     transfer: Transfer
@@ -67,14 +68,14 @@ class TransferFit(msgspec.Struct, frozen=True, kw_only=True):
 def fit_transfers(
     moved: Sequence[ObservedTransfer], kv_bytes_per_token: int, given: Mapping[str, float]
 ) -> TransferFit:
-    """Fit the parameters of the transfer model.
+    """Fit the parameters of the KV transfer model to recorded transfers.
 
-    With fewer than `FITTED_MIN` transfers the latency is their median, and the bandwidth is unlimited.
+    With fewer than `FITTED_MIN` transfers the fitted latency is the median duration, and the bandwidth is unlimited.
 
     Args:
         moved: recorded transfers.
         kv_bytes_per_token: bytes of KV per token.
-        given: fields of `Transfer` to use as they are instead of fitting them.
+        given: values of `Transfer` fields that the user has set. These fields are not fitted.
     """
     fitted, note = _alone(moved), ""
     latency_us = us_per_byte = 0.0

@@ -1,9 +1,9 @@
 """KV transfers from prefill workers to decode workers, in virtual time.
 
 A worker sends the blocks of one request at a time, and receives the blocks of one request at a time, first come, first
-served. The sender retains blocks until they are fetched or released, or until their lease expires. A fetch of blocks
-that are no longer retained fails at once. A fetch from a dead worker fails after a timeout. Source of the transfer
-times: Dynamo's mocker, which has no queues.
+served. The sender retains blocks until they are fetched or released, or until their lease expires. If the sender no
+longer retains the blocks, the fetch fails at once. If the sender is dead, the fetch fails after a timeout. Transfer
+times are computed as in Dynamo's mocker; the queues at the links are an addition.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,12 @@ At = Callable[[int, Callable[[], object]], object]
 
 @dataclass(frozen=True, slots=True)
 class RetainedKv:
-    """Retained KV of a prompt: the rank that computed it, and the prefill attempt."""
+    """KV of a prompt that a prefill worker retains for a decode worker.
+
+    Attributes:
+        holder: rank that computed the prompt and retains its KV.
+        prefill_attempt: attempt in which the rank computed the prompt.
+    """
 
     holder: EngineRank
     prefill_attempt: int
@@ -31,14 +36,14 @@ class RetainedKv:
 
 @dataclass(frozen=True, slots=True)
 class TransferResult:
-    """Result of a fetch.
+    """Result of a decode worker's fetch of prefilled KV.
 
     Attributes:
-        reader: rank that fetched.
-        fetch: the blocks that it fetched.
-        holder: rank that retained the blocks; None if it is dead.
+        reader: rank that fetched the blocks.
+        fetch: the request and the blocks to fetch.
+        holder: rank that retained the blocks; None if this rank is dead.
         bytes: bytes transferred.
-        took_us: duration in microseconds.
+        took_us: duration of the fetch in microseconds.
         error: why the fetch failed; empty on success.
     """
 
@@ -51,12 +56,12 @@ class TransferResult:
 
 
 class Transfers:
-    """Links of all workers.
+    """Simulates the KV transfers over the links of all workers.
 
     Args:
-        transfer: cost of moving KV.
-        at: schedules an action at a time.
-        on_over: called with the result of every fetch.
+        transfer: time that a link needs for KV.
+        at: function that schedules an action at a virtual time.
+        on_over: function called at the end of every fetch with its result.
     """
 
     def __init__(self, transfer: Transfer, at: At, on_over: Callable[[TransferResult], object]) -> None:
@@ -67,7 +72,7 @@ class Transfers:
         self._receives_us: dict[EngineRank, int] = {}
 
     def prefilled(self, holder: EngineRank, tokens: int) -> Prefilled:
-        """Return the descriptor of a prefill of `tokens` tokens."""
+        """Return the event part `Prefilled`, which describes the KV of `tokens` tokens on rank `holder`."""
         spec = holder.spec
         blocks = -(-tokens // spec.block_size)
         return Prefilled(
@@ -82,7 +87,7 @@ class Transfers:
         )
 
     def begin(self, reader: EngineRank, fetch: Fetch, retained: RetainedKv, now_us: int) -> None:
-        """Start a fetch at `now_us`."""
+        """Start a fetch of retained KV by rank `reader` at `now_us`."""
         holder = retained.holder
         if holder.dead:
             self._fail_later(reader, fetch, now_us, now_us)

@@ -1,4 +1,4 @@
-"""Processes of workers: start, join, crash and restart."""
+"""Simulated worker processes: their start, their first lease, their crash and their restart."""
 
 from functools import partial
 
@@ -16,12 +16,12 @@ SUSPECT_AFTER = 0.5  # share of the lease, as on a live owner
 
 
 class WorkerProcess:
-    """One process of a worker, from its start to its death.
+    """One simulated process of a worker, from its start to its death.
 
     Attributes:
-        begun_us: time of its start.
-        died_us: time of its death; None while it lives.
-        rank: its rank; None before its first lease.
+        begun_us: virtual time at which the process started.
+        died_us: virtual time at which the process died; None while it runs.
+        rank: worker rank of the process; None before its first lease.
     """
 
     def __init__(self, begun_us: int) -> None:
@@ -31,7 +31,7 @@ class WorkerProcess:
 
 
 class SimulatedWorker:
-    """Worker of the fleet, run by one process after another. Each process offers the same `spec`."""
+    """Worker of the fleet. After a crash another process runs it, with the same `spec`."""
 
     def __init__(self, number: int, spec: WorkerSpec, group: WorkerGroup, seed: int) -> None:
         self.number = number
@@ -42,10 +42,10 @@ class SimulatedWorker:
 
 
 class WorkerProcesses:
-    """Processes of all workers of a run.
+    """Starts, crashes and restarts the processes of all workers of a run.
 
     Attributes:
-        workers: all workers by number.
+        workers: all workers; the index is the worker's number.
     """
 
     def __init__(self, settings: Settings, cluster: SimulatedCluster, owner_epoch: int) -> None:
@@ -65,7 +65,7 @@ class WorkerProcesses:
         self._cluster.at(at_us, partial(self._start_cold, worker))
 
     def plan_faults(self) -> None:
-        """Schedule the configured faults. Call after all workers were added."""
+        """Schedule the configured faults. Call this after all workers were added."""
         by_id = {worker.spec.worker_id: worker for worker in self.workers}
         for fault in self._life.faults:
             self._cluster.at(fault.at_us, partial(self._die, by_id[fault.worker], fault.back_us))

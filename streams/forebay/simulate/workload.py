@@ -16,24 +16,26 @@ from forebay.events.base import U64_BYTES, pack_u64
 
 
 class WorkloadUnusable(Exception):
-    """Workload that cannot be played; the text names the file, the row and the reason."""
+    """A workload cannot be played. The message names the file, the row and the reason."""
 
 
 class Turn(msgspec.Struct, frozen=True, gc=False):
     """One request of a workload.
 
     Attributes:
-        number: unique number, from 0 in the order of the workload.
+        number: unique number of the request. Numbers count from 0 in the order of the workload.
         prompt_tokens: length of the prompt, at least 1.
         output_tokens: length of the response, at least 1.
-        block_ids: 64-bit ids of the prompt's blocks; the last block may be partial. Empty for a prompt that shares no
-            prefix.
-        at_us: arrival time in microseconds from the start of the workload. For a dependent request, the earliest
-            possible arrival.
-        after: numbers of the requests whose responses it waits for, all lower than its own.
-        delay_us: microseconds from the last of these responses to its arrival: think time or tool time.
-        session_id: id of its session; empty for none.
-        model: name of the model; empty for the only one.
+        block_ids: 64-bit ids of the prompt's blocks; the last block may be partial. Empty if the prompt shares no
+            prefix with others.
+        at_us: arrival time in microseconds from the start of the workload. For a request with `after`, the earliest
+            possible arrival time.
+        after: numbers of the requests whose responses must be complete before this request arrives. All are lower than
+            `number`.
+        delay_us: microseconds from the end of the last of these responses to the arrival of this request: think time or
+            tool time.
+        session_id: id of the session of the request; empty if it has none.
+        model: name of the requested model; empty for the only model.
     """
 
     number: int
@@ -52,16 +54,19 @@ class WorkloadOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         speed: factor that divides the times between arrivals. Think times are unchanged.
-        duration_s: keep only requests that arrive in the first `duration_s` seconds. Arrival times are those of the
-            recording, computed as if every response were instant.
+        duration_s: keep only requests that arrive in the first `duration_s` seconds. For this, arrival times are
+            computed as if every response were instant.
         requests_max: keep only the first `requests_max` requests.
         prefix_multiplier: factor for the lengths of shared prefixes.
-        prefix_roots: number of copies of all shared prefixes. Different copies share nothing with each other.
-        prompt_multiplier: factor for the lengths of the parts that belong to one prompt alone.
-        session_spacing_s: seconds between the starts of consecutive runs, for workloads made of runs.
-        tokenizer: path of a tokenizer.json, for workloads of text. Without one, 4 characters count as a token.
-        by_model: send requests to the models that they name; otherwise all go to the only model.
-        skip_bad_rows: skip and count unusable rows instead of failing.
+        prefix_roots: number of copies of all shared prefixes, among which the sessions are divided. Different copies
+            share no blocks with each other.
+        prompt_multiplier: factor for the lengths of the parts of prompts that no other prompt shares.
+        session_spacing_s: seconds between the starts of consecutive sessions, for workloads of recorded agent runs.
+            None keeps the recorded starts.
+        tokenizer: path of a tokenizer.json, for workloads of text. None counts 4 characters as one token.
+        by_model: send each request to the model that it names. Otherwise all requests go to the only model.
+        skip_bad_rows: skip and count rows that cannot be played. Otherwise the first such row raises
+            `WorkloadUnusable`.
         seed: seed for sampling.
     """
 
@@ -79,12 +84,12 @@ class WorkloadOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Survey(msgspec.Struct, kw_only=True):
-    """Summary of a workload, from reading it once.
+    """Summary of a workload: how many requests can be played, and which rows cannot.
 
     Attributes:
         requests: number of requests to play.
-        skipped: number of unusable rows that were skipped.
-        reasons: why the first of these rows are unusable, each with its row number.
+        skipped: number of skipped rows that cannot be played.
+        reasons: for the first of the skipped rows, the row number and the reason.
         notes: remarks for the user on how the workload was read.
     """
 
@@ -95,7 +100,7 @@ class Survey(msgspec.Struct, kw_only=True):
 
 
 class Workload(Protocol):
-    """Requests to play. Implementations are picklable; every process reads the workload itself.
+    """Requests to play in a simulation. Implementations are picklable, because every process reads the workload itself.
 
     Attributes:
         name: name for tables and reports.
@@ -114,11 +119,11 @@ class Workload(Protocol):
         ...
 
     def turns(self) -> Iterator[Turn]:
-        """Yield every request. Requests with a fixed time come in the order of time, then in the order of the file.
+        """Yield every request. Requests with a fixed time are ordered by time, then by their position in the file.
 
-        A dependent request comes after all requests that it depends on. It comes before the next request with a fixed
-        time, unless it depends on that one, too. A reader that has reached a time therefore knows every request that
-        may arrive by then.
+        A dependent request comes after all requests on which it depends, and before the first request with a fixed time
+        that follows these. So a caller that has read up to a fixed time knows every request that may arrive before that
+        time.
 
         Raises:
             WorkloadUnusable: for the same reasons as `survey`.
@@ -127,10 +132,10 @@ class Workload(Protocol):
 
 
 def sequence_hashes(turn: Turn, block_tokens: int, block_size: int) -> bytes:
-    """Return a packed u64 hash per full block of the prompt. Prompts share hashes exactly where they share block ids.
+    """Return a packed u64 sequence hash per full block of the prompt, computed from its block ids.
 
-    The hashes distinguish prefixes as well as hashes of real tokens, but need no tokens. A prompt without block ids
-    shares none.
+    Two prompts have equal hashes exactly as far as they have equal block ids. A prompt without block ids has no hash in
+    common with another prompt.
 
     Args:
         turn: the request.

@@ -1,1 +1,1 @@
-"""Engine profiles: step times and sizes of an engine, read from files, derived from data sheets, or fitted."""
+"""Engine profiles: step times and sizes of an engine, from a file, from data sheets, or fitted to measurements."""

@@ -1,7 +1,7 @@
 """Linear timing fitted to the estimates of NVIDIA AIConfigurator for a model, a GPU and an engine.
 
-AIConfigurator holds measured operations. It is queried on a grid of single steps: prefill alone and decode alone. The
-linear costs with the smallest errors over all steps become the profile. Source:
+AIConfigurator has a database of measured operations. It is queried for a grid of single steps, each with prefill alone
+or decode alone. The linear costs with the smallest errors over all these steps become the profile. Source:
 https://github.com/ai-dynamo/aiconfigurator (Apache-2.0).
 """
 
@@ -25,12 +25,12 @@ US_PER_MS = 1_000.0
 
 
 class EstimatedTiming(NamedTuple):
-    """Fitted timing, and its relative errors in single steps.
+    """Linear timing fitted to AIConfigurator's estimates, and its relative errors against them per step.
 
     Attributes:
         timing: the fitted timing.
-        prefill: relative errors of prefill steps, p50 and p90.
-        decode: relative errors of decode steps, p50 and p90.
+        prefill: p50 and p90 of the relative errors of prefill steps.
+        decode: p50 and p90 of the relative errors of decode steps.
     """
 
     timing: LinearTiming

@@ -1,9 +1,10 @@
 """Fit of a linear engine timing to recorded engine runs.
 
-A first estimate are the costs that best explain the recorded times, given the work between events (`timeline.py`). Then
-the engine model runs the same requests, and its parameters are refined by least squares. The error of a request is the
-logarithm of modelled over recorded TTFT and ITL. A soft L1 loss limits the weight of outliers. The fit uses the first
-70 % of the requests; the reported errors are those of the remaining requests.
+The first estimate consists of the costs that best explain the recorded times, given the work between recorded events
+(`timeline.py`). Then the engine model runs the recorded requests, and least squares refine its parameters. The error of
+a request is the logarithm of modelled over recorded TTFT and ITL. A soft L1 loss limits the weight of outliers. The fit
+uses the first 70 % of the requests (the fitted set). The reported errors are those of the other requests (the test
+set).
 """
 
 import math
@@ -31,7 +32,7 @@ STEPS = (
 )  # step widths of finite differences, as a share of the times; smaller steps are dominated by noise
 MOVES_MAX = 12
 UNSEEN = 3e-3  # singular values below this share of the largest one mark parameters that cannot be separated
-PARTNER = 0.3  # minimum component of a parameter in such a direction to be named
+PARTNER = 0.3  # a warning names the parameters whose component in such a direction is at least this
 NORMAL = 1.4826  # standard deviation of a normal distribution in units of its median absolute deviation
 CACHE_AGREES_MIN = 0.95
 
@@ -40,16 +41,16 @@ OnProgress = Callable[[int], object]
 
 
 class FitImpossible(Exception):
-    """Recorded data does not suffice for a fit; the text says what is missing."""
+    """The recorded data does not suffice for a fit. The message says what is missing."""
 
 
 class FitError(NamedTuple):
-    """Error of modelled times against recorded times, on requests outside the fitted set.
+    """Error of modelled times against recorded times, measured on the test set.
 
     Attributes:
-        requests: number of requests compared.
-        p50: median relative error of single requests.
-        p90: 90th percentile of these relative errors.
+        requests: number of compared requests.
+        p50: median of the relative errors of the requests.
+        p90: 90th percentile of the relative errors of the requests.
         recorded_ms: p50 and p90 of the recorded times, in milliseconds.
         modelled_ms: p50 and p90 of the modelled times, in milliseconds.
     """
@@ -77,11 +78,11 @@ class TimingFit:
         timing: fitted costs of the engine.
         work_us: fitted time outside the engine, in microseconds per request.
         estimates: each parameter with its standard error.
-        fitted: number of requests in the fitted set.
-        ttft: error in TTFT.
-        itl: error in ITL; None if no test request has more than one output token.
-        left_out: number of requests that were not compared, by reason.
-        warnings: limits of the data, for users.
+        fitted: number of requests that the fit used.
+        ttft: error of the modelled TTFT.
+        itl: error of the modelled ITL; None if no request of the test set has more than one output token.
+        left_out: for each reason not to compare a request, the number of requests that it excluded.
+        warnings: messages to the user about limits of the recorded data.
     """
 
     timing: LinearTiming
@@ -95,7 +96,7 @@ class TimingFit:
 
 
 class _ModelledRequests(NamedTuple):
-    """Modelled times of all compared requests, in order. Rows are TTFT and ITL; nan where there is none."""
+    """Modelled times of all compared requests, in order. The rows are TTFT and ITL; nan if a request has none."""
 
     times: Vector  # (2, requests)
     agrees: Mask  # (requests): whether the cached tokens match the recorded ones
@@ -105,7 +106,7 @@ def fit(runs: Sequence[EngineRun], on_progress: OnProgress) -> TimingFit:
     """Fit an engine timing to recorded engine runs.
 
     Args:
-        runs: recorded runs; requests that the engine model rejects are removed from them.
+        runs: recorded engine runs. The function removes requests that the engine model rejects from these objects.
         on_progress: called with the number of evaluations of the engine model so far.
 
     Raises:
@@ -138,7 +139,7 @@ def fit(runs: Sequence[EngineRun], on_progress: OnProgress) -> TimingFit:
 
 
 class _Problem:
-    """Optimization problem: the compared requests, and the model's error for given parameters."""
+    """Optimization problem: find the parameters with the smallest error of the model on the compared requests."""
 
     def __init__(self, runs: Sequence[EngineRun], on_progress: OnProgress) -> None:
         self._runs = runs
@@ -207,7 +208,7 @@ class _Problem:
         return [Estimate(name, float(value), float(error)) for name, value, error in found], unseen
 
     def warnings(self, modelled: _ModelledRequests) -> list[str]:
-        """Return further warnings about the data."""
+        """Return further warnings about the recorded data."""
         found = []
         share = modelled.agrees.mean()
         if share < CACHE_AGREES_MIN:

@@ -16,18 +16,18 @@ FOREVER_US = 1 << 62  # no further arrivals: the engine may run until its next e
 
 @dataclass(slots=True)
 class ObservedRequest:
-    """Recorded request as its engine processed it. Times are microseconds of one clock.
+    """Recorded request with the times at which its engine processed it. All times are microseconds of one clock.
 
     Attributes:
-        routed_us: when it was sent to the engine.
-        prompt_tokens: length of its prompt.
-        sequence_hashes: packed hashes of the full blocks of its prompt.
-        output_tokens: length of its response, or the requested maximum if its end was not recorded.
+        routed_us: when the router sent the request to the engine.
+        prompt_tokens: number of tokens of the prompt.
+        sequence_hashes: packed sequence hashes of the full blocks of the prompt.
+        output_tokens: number of tokens of the response, or the requested maximum if the end was not recorded.
         cached_tokens: prompt tokens that the engine found in its cache; None if unknown.
-        first_us: when its first token came; 0 for never.
-        last_us: when its last token came; 0 for never.
-        stopped_us: when it was cancelled or failed; 0 for never.
-        left_out: why its times must not be compared; empty if they may.
+        first_us: time of the first output token; 0 if there was none.
+        last_us: time of the last output token; 0 if there was none.
+        stopped_us: time at which the request was cancelled or failed; 0 if it was not.
+        left_out: reason why the times of the request must not be compared with the model; empty if they may.
     """
 
     routed_us: int
@@ -43,13 +43,13 @@ class ObservedRequest:
 
 @dataclass(slots=True)
 class EngineRun:
-    """Recorded run of one rank of one worker epoch.
+    """Recorded requests of one worker rank during one worker epoch.
 
     Attributes:
-        name: name for messages.
+        name: name of the run for messages.
         config: sizes of the engine.
-        warm: block hashes in its cache at the start.
-        requests: its requests, in the order in which they were sent.
+        warm: sequence hashes of the blocks in the cache at the start.
+        requests: requests of the rank, in the order in which the router sent them.
     """
 
     name: str
@@ -59,7 +59,7 @@ class EngineRun:
 
 
 class ModelledTimes(NamedTuple):
-    """Times of the same request in the model.
+    """Times of a recorded request when the engine model runs it.
 
     Attributes:
         ttft_us: from routing to the first token, in microseconds.
@@ -73,7 +73,7 @@ class ModelledTimes(NamedTuple):
 
 
 def remove_rejected(run: EngineRun) -> list[str]:
-    """Remove the requests that the engine model rejects from a run. Return the reason for each."""
+    """Remove the requests that the engine model rejects from `run`. Return the reason for each removed request."""
     model = EngineModel(run.config)
     taken, reasons = [], []
     for number, one in enumerate(run.requests):
@@ -89,7 +89,7 @@ def remove_rejected(run: EngineRun) -> list[str]:
 
 
 class ModelledRun:
-    """Run of one engine in the model. Iterate once."""
+    """Runs the recorded requests of one engine in the engine model. Iterate over an instance only once."""
 
     def __init__(self, run: EngineRun, timing: EngineTiming, work_us: int = 0) -> None:
         """Prepare a run.
@@ -97,7 +97,7 @@ class ModelledRun:
         Args:
             run: the recorded run. The model must accept all of its requests.
             timing: step timing of the model.
-            work_us: microseconds from routing to the engine, which are part of TTFT.
+            work_us: microseconds from the router's decision to the engine. They are part of TTFT.
         """
         self._model = EngineModel(structs.replace(run.config, vocabulary=None, timing=timing))
         self._model.warm(run.warm)
@@ -107,7 +107,7 @@ class ModelledRun:
         self._first: dict[str, tuple[int, int]] = {}
 
     def __iter__(self) -> Iterator[tuple[ObservedRequest, ModelledTimes]]:
-        """Yield every compared request with its modelled times, in the order in which they end."""
+        """Yield every compared request with its modelled times, in the order in which the requests end in the model."""
         events = deque(sorted(self._events()))
         now_us = 0
         while self._wanted:

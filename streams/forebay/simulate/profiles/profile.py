@@ -1,4 +1,4 @@
-"""Engine profiles: the argument of `--engine`, and the format of profile files. See docs/engine-profiles.md.
+"""Engine profiles: the values of `--engine`, and the format of profile files. See docs/engine-profiles.md.
 
 A profile defines the step times of an engine and, optionally, its sizes.
 """
@@ -21,7 +21,7 @@ Cost = Annotated[float, msgspec.Meta(ge=0.0)]
 
 
 class EngineSizes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Sizes of an engine. None if the profile does not define one.
+    """Sizes of an engine. A size that the profile does not define is None.
 
     Attributes:
         block_size: tokens per KV block.
@@ -44,9 +44,9 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         timing: step timing.
         sizes: sizes of the engine.
-        name: name for reports.
-        source: origin of the values.
-        work_us: microseconds from the router's decision to the engine, if measured; else 0.
+        name: name of the profile for reports.
+        source: description of where the values come from.
+        work_us: microseconds from the router's decision to the engine; 0 if not measured.
     """
 
     timing: EngineTiming
@@ -87,11 +87,11 @@ class _Roofline(_File, frozen=True, kw_only=True, tag="roofline"):
 
     Attributes:
         model: path of a config.json, relative to the profile's directory.
-        gpu: name of a built-in data sheet, or a table with the values of one.
+        gpu: name of a built-in data sheet of a GPU, or a table with the fields of `Gpu`.
         tensor_parallel: GPUs per engine.
         weights: number format of the weights; None uses the format that the model was published in.
         kv_cache: number format of the KV cache.
-        assumed: efficiencies and overheads.
+        assumed: efficiencies and overheads that no data sheet states.
     """
 
     model: str
@@ -103,10 +103,10 @@ class _Roofline(_File, frozen=True, kw_only=True, tag="roofline"):
 
 
 def load_profile(name: str) -> Profile:
-    """Load the built-in profile or a profile file.
+    """Load an engine profile: the built-in one if `name` is its name, otherwise the profile file at this path.
 
     Raises:
-        ProfileUnusable: there is no such profile, or it is invalid. It is a ValueError.
+        ProfileUnusable: there is no such file, or its profile is invalid. This exception is a ValueError.
     """
     if name == MOCKER:
         return Profile(timing=MockerTiming())
@@ -132,7 +132,7 @@ def load_profile(name: str) -> Profile:
 
 
 def write_linear(profile: Profile, notes: str) -> str:
-    """Return the text of a profile file with linear timing. `notes` are comments at its top."""
+    """Return the text of a profile file with linear timing. The file begins with `notes` as comments."""
     assert isinstance(profile.timing, LinearTiming)
     lines = [f"# {line}".rstrip() for line in notes.splitlines()]
     lines += ["", 'kind = "linear"', f"name = {_text(profile.name)}", f"source = {_text(profile.source)}"]

@@ -11,11 +11,11 @@ Vector = NDArray[np.float64]
 
 
 def regression(shares: Vector) -> Vector:
-    """Return the non-negative cost of each column, robust to outliers.
+    """Return the non-negative cost of each column that explains the observed times best, robust to outliers.
 
     Args:
-        shares: one row per observed time, with each amount divided by that time. The costs make every row sum to 1 as
-            nearly as possible.
+        shares: one row per observed time and one column per kind of work. A cell is the amount of that work, divided by
+            the time. With the right costs the sum of amount times cost is 1 in each row.
     """
     units = np.maximum(shares.mean(axis=0), 1e-12)  # scales each cost to its share of the times
     columns = shares.shape[1]

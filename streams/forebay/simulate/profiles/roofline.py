@@ -22,18 +22,18 @@ Microseconds = Annotated[float, msgspec.Meta(ge=0.0)]
 
 
 class Assumptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Assumptions that no data sheet covers.
+    """Efficiencies and overheads of an engine that no data sheet states.
 
     The defaults are round numbers, not measurements. docs/engine-profiles.md shows their effect.
 
     Attributes:
-        compute: share of the data sheet's FLOPS that large matrix products reach.
-        memory: share of the data sheet's memory bandwidth that is reached.
-        link: share of the data sheet's link bandwidth that an all-reduce reaches.
+        compute: share of the GPU's FLOPS on the data sheet that large matrix products reach.
+        memory: share of the memory bandwidth on the data sheet that the engine reaches.
+        link: share of the link bandwidth on the data sheet that an all-reduce reaches.
         reduce_us: fixed microseconds per all-reduce.
         overhead_us: microseconds per step outside the model: scheduling, sampling, kernel launches.
         memory_share: share of a GPU's memory that the engine uses.
-        reserved_gib: GiB of that memory for activations and CUDA graphs.
+        reserved_gib: GiB of the used memory for activations and CUDA graphs.
     """
 
     compute: Share = 0.7
@@ -46,7 +46,7 @@ class Assumptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class NumberFormats(msgspec.Struct, frozen=True, kw_only=True):
-    """Number formats of the weights and the KV cache. int4 weights are computed in bf16."""
+    """Number formats of the weights and the KV cache. Matrix products with int4 weights are computed in bf16."""
 
     weights: Literal["bf16", "fp8", "int4"]
     kv_cache: Literal["bf16", "fp8"]
@@ -55,7 +55,7 @@ class NumberFormats(msgspec.Struct, frozen=True, kw_only=True):
 def roofline(
     model: Transformer, gpu: Gpu, numbers: NumberFormats, tensor_parallel: int, assumed: Assumptions
 ) -> RooflineTiming:
-    """Return the timing of an engine on `tensor_parallel` GPUs.
+    """Return the step timing of a model's engine on `tensor_parallel` GPUs.
 
     Raises:
         ProfileUnusable: the GPU lacks the number format, or the attention heads cannot be split evenly.
@@ -92,7 +92,10 @@ def roofline(
 
 
 def kv_bytes_token(model: Transformer, numbers: NumberFormats, tensor_parallel: int) -> float:
-    """Return the KV bytes per token on one GPU. KV heads that cannot be split are replicated."""
+    """Return the KV bytes per token on one GPU.
+
+    If there are more GPUs than KV heads, several GPUs have the same head.
+    """
     heads = max(1.0, model.kv_heads / tensor_parallel)
     return 2 * model.layers * heads * model.head_dim * NUMBER_BYTES[numbers.kv_cache]
 
@@ -100,7 +103,7 @@ def kv_bytes_token(model: Transformer, numbers: NumberFormats, tensor_parallel: 
 def kv_blocks(
     model: Transformer, gpu: Gpu, numbers: NumberFormats, tensor_parallel: int, assumed: Assumptions, block_size: int
 ) -> int:
-    """Return the number of KV blocks that fit beside the weights.
+    """Return the number of KV blocks that fit into the memory of the GPUs beside the weights.
 
     Raises:
         ProfileUnusable: not even one block fits.

@@ -21,11 +21,11 @@ OTHER_LAYERS = {
 
 
 class ProfileUnusable(ValueError):
-    """Invalid profile, or an invalid file that it names; the text says where and why."""
+    """An engine profile, or a file that it names, is invalid. The message says where and why."""
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Data sheet values of one GPU.
+    """Values from the data sheet of one GPU.
 
     Attributes:
         bf16_tflops: dense TFLOPS in bf16.
@@ -33,7 +33,7 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         memory_tb_s: memory bandwidth in 10^12 bytes per second.
         link_gb_s: bandwidth to the other GPUs of the node in 10^9 bytes per second, one way.
         fp8_tflops: dense TFLOPS in fp8; None if the GPU computes in bf16 only.
-        source: the data sheet.
+        source: name or address of the data sheet.
     """
 
     bf16_tflops: Positive
@@ -45,14 +45,14 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class Transformer(msgspec.Struct, frozen=True, kw_only=True):
-    """Sizes of a Llama-style decoder. Sizes of weights are numbers of parameters, not bytes.
+    """Sizes of a Llama-style decoder model. Sizes of weights are numbers of parameters, not bytes.
 
     Attributes:
         layers: number of layers.
-        hidden: width of the hidden state.
-        heads: attention heads.
-        kv_heads: heads of keys and values.
-        head_dim: width of a head.
+        hidden: number of elements of the hidden state.
+        heads: number of query heads per layer.
+        kv_heads: number of key and value heads per layer.
+        head_dim: number of elements of a head.
         layer: parameters of one layer without its experts.
         head: parameters of the output matrix.
         embedding: parameters of the input matrix; 0 if it is shared with the output matrix.
@@ -77,7 +77,7 @@ class Transformer(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def parameters(self) -> int:
-        """Return the number of all parameters, including the last norm."""
+        """Return the total number of parameters, including the last norm."""
         return self.layers * (self.layer + self.experts * self.expert) + self.head + self.embedding + self.hidden
 
 
@@ -107,7 +107,7 @@ def read_transformer(path: Path) -> Transformer:
     """Read a model's sizes from the `config.json` of Hugging Face's transformers.
 
     Raises:
-        ProfileUnusable: the file cannot be read, or the model has other layers than Llama's.
+        ProfileUnusable: the file cannot be read, or the layers of the model differ from Llama's.
     """
     try:
         config = msgspec.json.decode(read_file(path), type=dict[str, Any])
@@ -123,7 +123,7 @@ def read_transformer(path: Path) -> Transformer:
 
 
 def read_file(path: Path) -> bytes:
-    """Read a small file.
+    """Return the content of a file of at most `FILE_BYTES_MAX` bytes.
 
     Raises:
         ProfileUnusable: the file cannot be read or is too large.

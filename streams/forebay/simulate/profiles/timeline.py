@@ -1,4 +1,4 @@
-"""Amounts of work that an engine did between recorded events: tokens, attention pairs, iterations.
+"""Estimates of the work that an engine did between recorded events: tokens, attention pairs, iterations.
 
 The recording has the arrival, the first token and the last token of each request. Between these events every running
 sequence gets one token per iteration. The number of iterations between events therefore follows from the tokens of each
@@ -25,11 +25,11 @@ Vector = NDArray[np.float64]
 
 
 def amounts(run: EngineRun) -> tuple[list[ObservedRequest], Vector]:
-    """Return the compared requests, and the amounts of work that make up their times.
+    """Return the compared requests, and the amounts of work that explain their TTFT and ITL.
 
     Returns:
-        The requests, and an array of shape (2, requests, costs) with the amounts in TTFT and in ITL. The amounts in ITL
-        are averages over the gaps between tokens.
+        The requests, and an array of shape (2, requests, costs): for each request and each kind of cost, the amount of
+        work during its TTFT (index 0) and during an average gap between its tokens (index 1).
     """
     begun = [one for one in run.requests if one.first_us]
     moments = np.unique([at for one in begun for at in (one.routed_us, one.first_us, _end(one))])

@@ -1,1 +1,1 @@
-"""Workload formats, workload generators, and the transformations applied before a workload is played."""
+"""Readers of workload formats, workload generators, and the transformations applied before a workload is played."""

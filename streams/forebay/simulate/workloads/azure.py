@@ -1,6 +1,7 @@
 """Azure's LLM inference traces: CSV with TIMESTAMP, ContextTokens and GeneratedTokens. Prompts share no prefixes.
 
-Source: Patel et al., "Splitwise" (ISCA 2024), Azure Public Dataset. Timestamps have seven decimals; the last is cut.
+Source: Patel et al., "Splitwise" (ISCA 2024), Azure Public Dataset. Timestamps have seven decimals; the reader cuts the
+    last decimal.
 """
 
 import csv
@@ -14,13 +15,13 @@ from forebay.simulate.workloads.lines import lines
 from forebay.simulate.workloads.source import TIME_MS_MAX, US_PER_MS, RowErrors, invalid_lengths, require_readable
 
 COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
-BLOCK_TOKENS = 512  # arbitrary, because prompts have no block ids
+BLOCK_TOKENS = 512  # any value is valid, because the prompts have no block ids
 TIME = re.compile(r"(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(?:Z|\+00:00)?", re.ASCII)
 WHOLE = re.compile(r"-?\d{1,18}", re.ASCII)
 
 
 class AzureFile:
-    """Reader of an Azure trace."""
+    """Workload source that reads an Azure trace."""
 
     def __init__(self, path: Path) -> None:
         """Open the file.
@@ -34,7 +35,7 @@ class AzureFile:
         self.notes = ["the trace has no block ids, so prompts share no prefixes"]
 
     def turns(self, errors: RowErrors) -> Iterator[Turn]:
-        """Yield the requests in the order of the file. Times count from the first row."""
+        """Yield the requests in the order of the file. Arrival times count from the timestamp of the first row."""
         errors.file, errors.unit = str(self._path), "line"
         columns: list[int] | None = None
         number = 0
@@ -79,7 +80,7 @@ class AzureFile:
 
 
 def _time(text: str) -> datetime | None:
-    """Return the time in microsecond resolution; None if the text is not a timestamp."""
+    """Return a timestamp with a resolution of microseconds; None if the text is not a timestamp."""
     match = TIME.fullmatch(text.strip())
     if match is None:
         return None

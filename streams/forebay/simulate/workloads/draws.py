@@ -45,7 +45,7 @@ def normal(rng: random.Random) -> float:
 
 
 def exp(power: float) -> float:
-    """Return e to this power, with a relative error of about 1e-15, from sums and products."""
+    """Return e raised to `power`, with a relative error of about 1e-15. Uses only sums and products."""
     halvings = int(power / LN2 + (0.5 if power >= 0 else -0.5))
     rest = power - halvings * LN2
     total = 1.0
@@ -55,7 +55,7 @@ def exp(power: float) -> float:
 
 
 class Lengths:
-    """Distribution with a given mean: constant, or lognormal with a given 99th percentile."""
+    """Distribution of random lengths: lognormal with a given mean and 99th percentile, or a constant."""
 
     def __init__(self, mean: float, p99: float | None = None) -> None:
         """Create a distribution.
@@ -76,14 +76,14 @@ class Lengths:
             self._log = float(Decimal(mean).ln()) - self._deviation * self._deviation / 2.0
 
     def draw(self, rng: random.Random) -> float:
-        """Return one draw."""
+        """Return one random length."""
         if not self._deviation:
             return self._mean
         return exp(self._log + self._deviation * normal(rng))
 
 
 def poisson(rng: random.Random, rate: float) -> Iterator[int]:
-    """Yield arrival times of a Poisson process, in microseconds."""
+    """Yield arrival times of a Poisson process with `rate` arrivals per second, in microseconds."""
     at_us = 0
     while True:
         at_us += round(exponential(rng) / rate * US_PER_S)
@@ -91,10 +91,10 @@ def poisson(rng: random.Random, rate: float) -> Iterator[int]:
 
 
 def bursty(rng: random.Random, rate: float, cv: float) -> Iterator[int]:
-    """Yield arrival times with hyperexponential gaps, in microseconds.
+    """Yield arrival times with hyperexponential gaps and `rate` arrivals per second, in microseconds.
 
-    The phases have balanced means. The coefficient of variation `cv` is at least 1. Source: Whitt, "Approximating a
-    point process by a renewal process, I" (1982).
+    `cv` is the coefficient of variation of the gaps, at least 1. The two exponential phases have balanced means.
+    Source: Whitt, "Approximating a point process by a renewal process, I" (1982).
     """
     square = cv * cv
     short = (1.0 + sqrt((square - 1.0) / (square + 1.0))) / 2.0
@@ -108,8 +108,8 @@ def bursty(rng: random.Random, rate: float, cv: float) -> Iterator[int]:
 def diurnal(rng: random.Random, rate: float, period_s: float, swing: float) -> Iterator[int]:
     """Yield arrival times of a Poisson process with a periodic rate, in microseconds.
 
-    The rate swings by the share `swing` around its mean. Method: thinning. Source: Lewis and Shedler, "Simulation of
-    nonhomogeneous Poisson processes by thinning" (1979).
+    The rate rises and falls with a period of `period_s` around its mean `rate`, by at most `swing` times the mean.
+    Method: thinning. Source: Lewis and Shedler, "Simulation of nonhomogeneous Poisson processes by thinning" (1979).
     """
     most = 1.0 + swing
     period_us = round(period_s * US_PER_S)
@@ -119,7 +119,7 @@ def diurnal(rng: random.Random, rate: float, period_s: float, swing: float) -> I
 
 
 def wave(phase: float) -> float:
-    """Return a periodic wave of amplitude 1 for a phase from 0 to 1: a sine approximated by two parabolas."""
+    """Return the value of an approximate sine wave, made of two parabolas, at a phase from 0 to 1 of its period."""
     half = phase % 0.5
     height = 16.0 * half * (0.5 - half)
     return height if phase < 0.5 else -height

@@ -10,7 +10,7 @@ BOM = b"\xef\xbb\xbf"
 
 
 def lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
-    """Yield number, byte offset and stripped text of each line that is not blank. Numbers start at 1.
+    """Yield line number (from 1), byte offset and stripped content of each line that is not blank.
 
     Raises:
         WorkloadUnusable: the file cannot be read or is not text.

@@ -1,8 +1,9 @@
 """LMCache's agent traces: unordered JSON lines of timestamp (us), input, output (text) and session_id.
 
-A call depends on the previous call of its session: it arrives at its recorded time, but not before that response. Text
-is tokenized by a tokenizer, or counted as four characters per token. Block ids are hashes of the text up to their end,
-so sessions share equal prefixes. Source: github.com/LMCache/lmcache-agent-trace.
+Each row is a call of a model. A call arrives at its recorded time, but not before the response to the previous call of
+its session. Text is tokenized by a tokenizer, or counted as four characters per token. The id of a block is a hash of
+the text up to the end of the block, so equal prefixes have equal ids in all sessions. Source:
+github.com/LMCache/lmcache-agent-trace.
 """
 
 from functools import cache
@@ -40,7 +41,7 @@ class _Call(msgspec.Struct, frozen=True):
 
 
 class LmcacheRuns:
-    """Reader of LMCache traces."""
+    """`RunReader` of LMCache traces."""
 
     block_tokens = BLOCK_TOKENS
     local_ids = False
@@ -61,11 +62,11 @@ class LmcacheRuns:
             _tokenizer(tokenizer)
 
     def starts(self, path: Path) -> list[tuple[int, str]]:
-        """Return start and name of each session. See RunReader."""
+        """Return start and name of each session in a file. See `RunReader.starts`."""
         return [(calls[0][1].timestamp, name) for name, calls in _calls(path, RowErrors(skip=True)).items()]
 
     def sessions(self, path: Path, errors: RowErrors) -> dict[str, PositionedTurns]:
-        """Return the requests of each session. See RunReader."""
+        """Return the requests of each session in a file. See `RunReader.sessions`."""
         found: dict[str, PositionedTurns] = {}
         for name, calls in _calls(path, errors).items():
             placed: PositionedTurns = found.setdefault(name, [])
@@ -103,7 +104,7 @@ class LmcacheRuns:
 
 
 def _named(content: bytes, size: int) -> tuple[int, ...]:
-    """Return an id per `size` bytes, derived from all bytes up to its end. A partial last block gets its own id."""
+    """Return an id per block of `size` bytes: a hash of all bytes up to the end of the block, which may be partial."""
     before = 0
     names = []
     for at in range(0, len(content), size):

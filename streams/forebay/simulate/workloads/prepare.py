@@ -1,4 +1,4 @@
-"""Preparation of a workload: checking its rows, cutting, speeding up and scaling it."""
+"""Preparation of a workload before it is played: check its rows, and shorten, speed up and scale the workload."""
 
 from array import array
 from bisect import bisect_left
@@ -14,7 +14,7 @@ PARENTS_MAX = 1 << 19  # ids whose parent is remembered, about 60 MB; beyond tha
 
 
 class PreparedWorkload:
-    """Workload made from a source by applying options.
+    """Workload that a simulation can play: a source with `WorkloadOptions` applied.
 
     Attributes:
         name: name of the source.
@@ -77,7 +77,7 @@ class PreparedWorkload:
 
 
 def _checked(turns: Iterator[Turn], errors: RowErrors) -> Iterator[Turn]:
-    """Yield the requests that can be played, renumbered without the others."""
+    """Yield the requests that can be played, renumbered because bad rows are skipped."""
     parents: dict[int, int | None] = {}
     left_out: list[int] = []
     now_us = 0
@@ -100,7 +100,7 @@ def _checked(turns: Iterator[Turn], errors: RowErrors) -> Iterator[Turn]:
 
 
 def _unchained(ids: tuple[int, ...], parents: dict[int, int | None]) -> str:
-    """Return why these ids are not prefix-closed, that is, why an id has two different predecessors.
+    """Return why an id does not identify one prefix, that is, has two different predecessors; empty if every id does.
 
     Remembers the predecessors of valid ids.
     """

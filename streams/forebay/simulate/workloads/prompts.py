@@ -1,4 +1,4 @@
-"""Token ids for the prompts of a workload, for sending them to a live system."""
+"""Token ids for the prompts of a workload, to send the requests to a live system."""
 
 import random
 from functools import lru_cache
@@ -10,7 +10,7 @@ CACHED_TOKENS = 1 << 21
 
 
 def prompt(turn: Turn, block_tokens: int) -> list[int]:
-    """Return token ids for a prompt. Equal block ids give equal tokens; a prompt without ids shares no prefix."""
+    """Return token ids for the prompt of a request. Equal ids give equal tokens; a prompt without ids shares none."""
     if not turn.block_ids:
         return list(_tokens_of(f"turn {turn.number}", turn.prompt_tokens))
     tokens: list[int] = []

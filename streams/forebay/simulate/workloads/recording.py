@@ -1,7 +1,7 @@
 """Reader of a recording or a log file as a workload: its requests at the times at which the owner applied them.
 
-The recorded order is read twice, because the length of a response is recorded after its request. No decision is
-rederived, so recordings of other versions of the rules can be played, too.
+The recording is read twice, because the length of a response is recorded after its request. No decision is derived
+again, so recordings of other core versions can be played, too.
 """
 
 import statistics
@@ -34,10 +34,10 @@ T = TypeVar("T")
 
 
 class RecordingFile:
-    """Reader of the requests of one group. Only prompt, length and session are played; routing hints are ignored."""
+    """Workload source with the prompts, response lengths and sessions of one recorded group. Ignores routing hints."""
 
     def __init__(self, path: Path) -> None:
-        """Open the file and find its group.
+        """Open the file and find the group in it.
 
         Raises:
             WorkloadUnusable: the file cannot be read, or does not contain exactly one group with one block size.
@@ -49,7 +49,7 @@ class RecordingFile:
             self._partition, self.block_tokens = _at_once(self._group(log))
 
     def turns(self, errors: RowErrors) -> Iterator[Turn]:
-        """Yield the requests in the order in which they were applied. The first one arrives at time 0."""
+        """Yield the requests in the order in which the owner applied them. The first request arrives at time 0."""
         errors.file, errors.unit = str(self._path), "request"
         with self._opened() as log:
             lengths = self._lengths(log)
@@ -128,7 +128,7 @@ def _turn(number: int, at_us: int, event: RequestSubmitted, output_tokens: int, 
 
 
 def _story(log: SqliteLog, partition: int) -> Iterator[tuple[int, RequestSubmitted | RequestFinished]]:
-    """Yield requests when they are applied, and their ends, with the owner's clock.
+    """Yield submitted and finished requests in the order in which the owner applied them, with the owner's clock.
 
     Raises:
         LogError: the file cannot be read.
@@ -154,13 +154,14 @@ async def _applied(log: Log, partition: int) -> AsyncIterator[tuple[int, Request
                 event = next(events[run.topic])
                 if isinstance(event, RequestFinished):
                     yield run.now_us, event
-        # An applied request is decided at once, so it is the last event that its record consumed.
+        # The owner decides a submitted request at once, so the request is the last event that its journal record
+        # consumed.
         if isinstance(event, RequestSubmitted) and _takes(record, event.request_id):
             yield runs[-1].now_us, event
 
 
 def _takes(record: JournalRecord, request_id: str) -> bool:
-    """Return whether this record decides about a newly arrived request."""
+    """Return whether this journal record is the decision about a request that was just submitted."""
     if not isinstance(record, RequestRouted | RequestHeld | RequestRejected) or record.request_id != request_id:
         return False
     rejected = isinstance(record, RequestRejected) and record.reason == "duplicate_id"

@@ -40,7 +40,7 @@ class WorkloadHeader(msgspec.Struct, frozen=True, kw_only=True):
         version: version of the format.
         block_tokens: tokens per id of `hash_ids`.
         name: name for tables and reports.
-        source: origin of the workload, for information.
+        source: description of where the workload comes from, for readers of the file.
     """
 
     format: str = FORMAT
@@ -51,19 +51,19 @@ class WorkloadHeader(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LinkedRow(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=True):
-    """Request that may depend on others.
+    """Row of a workload file: a request that may depend on other requests.
 
     Attributes:
-        timestamp: arrival time in ms; for a dependent row the earliest arrival.
-        input_length: prompt tokens.
-        output_length: response tokens.
+        timestamp: arrival time in ms. For a row that depends on responses, the earliest arrival time.
+        input_length: number of prompt tokens.
+        output_length: number of response tokens.
         hash_ids: block ids of the prompt.
-        id: name by which other rows refer to it in `after`. Its row number in the file, from 0, works as well.
-        after: rows whose responses it waits for.
-        delay: ms from the last of these responses to its arrival. Without `after`, from the previous response of its
-            session.
-        session_id: id of its session.
-        model: name of the model.
+        id: name by which other rows refer to this row in `after`. They can also use its row number in the file, from 0.
+        after: ids or numbers of the rows whose responses must be complete before this request arrives.
+        delay: ms from the last response of `after` to the arrival of this request. Without `after`, ms from the
+            previous response of the session.
+        session_id: id of the session of the request; empty if it has none.
+        model: name of the requested model; empty for the only model.
     """
 
     timestamp: Milliseconds | None = None
@@ -78,7 +78,7 @@ class LinkedRow(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaul
 
 
 class RowFile:
-    """Reader of a file with one request per line."""
+    """Workload source that reads a file with one request per line."""
 
     def __init__(self, path: Path, *, ours: bool) -> None:
         """Open the file.
@@ -97,7 +97,7 @@ class RowFile:
         self.notes: list[str] = []
 
     def turns(self, errors: RowErrors) -> Iterator[Turn]:
-        """Yield the requests. Rows with a fixed time come in the order of the file."""
+        """Yield the requests in the order of `Workload.turns`. Rows with a fixed time keep the order of the file."""
         errors.file, errors.unit = str(self._path), "line"
         if _mentions(self._path, LINKS):
             return self._linked(errors)
@@ -183,7 +183,7 @@ class RowFile:
             raise WorkloadUnusable(f"{self._path}: the file changed while it was read ({error})") from error
 
     def _misnamed(self, ids: Sequence[int], tokens: int) -> str:
-        """Return why a prompt of `tokens` tokens cannot have these ids; empty if it can."""
+        """Return why a prompt of `tokens` tokens cannot have these block ids; empty if it can."""
         if len(ids) * self.block_tokens < tokens and (ids or self._header is None):
             return f"{len(ids)} hash ids cover fewer than {tokens} tokens"
         if reason := too_many_ids(len(ids), tokens, self.block_tokens):

@@ -1,4 +1,4 @@
-"""Recorded agent runs played side by side: each is a session with dependent requests (closed loop)."""
+"""Recorded runs of agents, played in parallel (closed loop). Each is a session whose requests wait for responses."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,12 +15,12 @@ RUN_FORMATS = ("weka", "lmcache")
 
 
 class RunReader(Protocol):
-    """Reader of a format with one run per file, or several sessions per file.
+    """Reader of a trace format whose files contain the sessions of agents.
 
     Attributes:
-        block_tokens: tokens per block id in the first file; the other files must have the same.
-        local_ids: whether block ids are only unique within a session.
-        notes: see `Source`.
+        block_tokens: tokens per block id in the first file. All other files must have the same value.
+        local_ids: whether equal block ids in different sessions mean different blocks.
+        notes: see `WorkloadSource`.
     """
 
     block_tokens: int
@@ -28,7 +28,7 @@ class RunReader(Protocol):
     notes: list[str]
 
     def starts(self, path: Path) -> list[tuple[int, str]]:
-        """Return start and name of each session of a file. Starts are in us on a clock common to all files.
+        """Return start and name of each session of a file. Starts are in microseconds of one clock for all files.
 
         Raises:
             WorkloadUnusable: the file cannot be read.
@@ -36,7 +36,7 @@ class RunReader(Protocol):
         ...
 
     def sessions(self, path: Path, errors: RowErrors) -> dict[str, PositionedTurns]:
-        """Return the sessions of a file by name. Requests are numbered, and timed, from the start of their session.
+        """Return the sessions of a file by name. Numbers and times of requests count from the start of their session.
 
         Raises:
             WorkloadUnusable: a request is invalid and bad rows are not skipped.
@@ -45,15 +45,15 @@ class RunReader(Protocol):
 
 
 class AgentRuns:
-    """Source that combines the runs of several files of one format."""
+    """Workload source that plays the sessions of one or more trace files of one format in parallel."""
 
     def __init__(self, form: str, paths: list[Path], options: WorkloadOptions, name: str) -> None:
         """Open all files.
 
         Args:
-            form: name of the format, one of RUN_FORMATS.
+            form: name of the format, from `RUN_FORMATS`.
             paths: the files.
-            options: tokenizer and session spacing are used.
+            options: only `tokenizer` and `session_spacing_s` are used.
             name: name for tables and reports.
 
         Raises:

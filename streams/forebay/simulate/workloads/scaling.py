@@ -1,11 +1,11 @@
 """Scaling of prompt lengths and prefix variety that preserves prefix sharing.
 
-Theory of operation. The shared part of a prompt consists of its leading ids that occur in another prompt, too. The rest
-is its own part. With the multiplier m, a shared block at depth d becomes the blocks at depths round(d * m) to
-round((d + 1) * m) - 1, in every prompt that has it. Prompts that shared k blocks then share round(k * m) blocks. The
-own part is scaled in tokens. Each copy of the shared prefixes has its own ids, and a session stays in one copy. The
-method follows Dynamo's data generator. That generator draws new prompts from the same tree; this module changes the
-recorded prompts.
+Theory of operation. The shared part of a prompt consists of its leading block ids that occur in another prompt, too.
+The remaining tokens are its own part. With the prefix multiplier m, a shared block at position d becomes the blocks at
+positions round(d * m) to round((d + 1) * m) - 1, in every prompt that contains the block. Prompts that shared k blocks
+then share round(k * m) blocks. The own part is scaled in tokens. Each copy of the shared prefixes has its own ids, and
+a session stays in one copy. The method follows Dynamo's data generator, which draws new prompts from the tree of
+recorded prefixes. This module changes the recorded prompts instead.
 """
 
 from array import array
@@ -22,10 +22,10 @@ ID_BITS_CUT = 11  # leaves 53 bits, because other JSON readers round larger inte
 
 
 class Scaling:
-    """Scaling of requests by the multipliers of the options.
+    """Scales the prompts of a workload by the multipliers of `WorkloadOptions`. Call `learn` first, then `scaled`.
 
     Attributes:
-        changes: whether the multipliers change anything.
+        changes: whether the multipliers change any prompt. If not, `learn` and `scaled` are not needed.
     """
 
     def __init__(self, options: WorkloadOptions, block_tokens: int) -> None:
@@ -39,7 +39,7 @@ class Scaling:
         self._copy = array("L")
 
     def learn(self, turns: Iterator[Turn]) -> None:
-        """Find the shared prefixes. Call with all requests in order before `scaled`.
+        """Find the shared prefixes of all requests, in the order of the workload.
 
         Raises:
             WorkloadUnusable: there are too many distinct block ids.
@@ -60,7 +60,7 @@ class Scaling:
                 raise WorkloadUnusable(f"{text}; scale fewer requests")
 
     def scaled(self, turn: Turn) -> Turn:
-        """Return a request with its scaled length and its new ids.
+        """Return a request with the scaled prompt length and new block ids.
 
         Raises:
             WorkloadUnusable: the scaled prompt is too long.
@@ -73,7 +73,7 @@ class Scaling:
         named = [new for depth, one in enumerate(shared) for new in self._names(one, depth, copy)]
         tokens = self._depth(whole) * size
         own_tokens = turn.prompt_tokens - min(len(shared) * size, turn.prompt_tokens)
-        if len(shared) > whole:  # a shared last block that is partial
+        if len(shared) > whole:  # the last block is shared and partial
             room = (self._depth(whole + 1) - self._depth(whole)) * size
             tokens += min(room, _rounded((turn.prompt_tokens - whole * size) * self._prefix))
         own_tokens = _rounded(own_tokens * self._prompt)

@@ -1,4 +1,4 @@
-"""Interface of workload formats: their requests as recorded, and errors in single rows."""
+"""Interface of the readers of workload formats: the recorded requests, and errors in single rows."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,12 +24,12 @@ PositionedTurns = list[tuple[int | str, Turn]]  # requests, each with its positi
 
 
 class RowErrors:
-    """Errors in the rows of a workload. They end the reading, or are counted if bad rows are skipped.
+    """Errors in the rows of a workload. An error ends the reading, or is only counted if bad rows are to be skipped.
 
     Attributes:
         file: name of the file that is read.
-        unit: what a row is called, such as `line`.
-        row: position of the current row.
+        unit: word for a row in messages, such as `line`.
+        row: position of the current row in the file.
     """
 
     def __init__(self, *, skip: bool) -> None:
@@ -44,7 +44,7 @@ class RowErrors:
         """Report that the current row cannot be played.
 
         Raises:
-            WorkloadUnusable: bad rows are not skipped.
+            WorkloadUnusable: bad rows are not to be skipped.
         """
         text = f"{self.file}, {self.unit} {self.row}: {reason}"
         if not self._skip:
@@ -54,7 +54,7 @@ class RowErrors:
             self._reasons.append(text)
 
     def survey(self, requests: int, notes: list[str]) -> Survey:
-        """Return the summary of the workload."""
+        """Return the summary of the workload, with the errors that were reported."""
         return Survey(requests=requests, skipped=self._skipped, reasons=self._reasons, notes=notes)
 
     def empty_workload(self, name: str) -> WorkloadUnusable:
@@ -64,12 +64,12 @@ class RowErrors:
 
 
 class WorkloadSource(Protocol):
-    """Workload as recorded or generated, before options are applied. Picklable.
+    """Workload as it was recorded or generated, before `WorkloadOptions` are applied. Picklable.
 
     Attributes:
         name: name for tables and reports.
         block_tokens: tokens per id of `Turn.block_ids`.
-        notes: remarks for the user on how it was read; complete after `turns` was read to its end.
+        notes: remarks for the user on how the workload was read. Complete once `turns` has yielded the last request.
     """
 
     name: str
@@ -77,7 +77,7 @@ class WorkloadSource(Protocol):
     notes: list[str]
 
     def turns(self, errors: RowErrors) -> Iterator[Turn]:
-        """Yield the requests in the order of `Workload.turns`, numbered from 0. Sets the position in `errors`."""
+        """Yield the requests in the order of `Workload.turns`, numbered from 0. Sets `errors.row` for each request."""
         ...
 
 
@@ -85,7 +85,7 @@ def require_readable(path: Path) -> Path:
     """Return the path after checking that it is a regular, readable file.
 
     Raises:
-        WorkloadUnusable: the file cannot be read, or not read twice.
+        WorkloadUnusable: the file cannot be read, or cannot be read twice, as a pipe.
     """
     try:
         if not path.is_file() and not path.is_dir() and path.exists():

@@ -14,15 +14,16 @@ FOUND_IDS_MAX = 1 << 24  # maximum number of distinct block ids to remember, abo
 
 
 class Reuse(msgspec.Struct, frozen=True, kw_only=True):
-    """Prefix reuse of an unbounded cache that serves the requests one after another, in the order of the workload.
+    """Prefix reuse in one unbounded cache, if the requests run one after another in the order of the workload.
 
-    This is the upper bound for every policy.
+    No policy can reach a higher reuse.
 
     Attributes:
-        tokens: share of prompt tokens found in the cache.
-        blocks: share of prompt blocks found in the cache, counting partial blocks.
+        tokens: share of the prompt tokens that are found in the cache.
+        blocks: share of the prompt blocks, including partial blocks, that are found in the cache.
         distinct_blocks: number of distinct block ids.
-        whole: whether all block ids were remembered; False if there were more than FOUND_IDS_MAX.
+        whole: whether all block ids were remembered. False if there were more than `FOUND_IDS_MAX`, so the reuse is
+            underestimated.
     """
 
     tokens: float
@@ -32,21 +33,21 @@ class Reuse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkloadStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """Statistics of a workload.
+    """Statistics of a workload: arrivals, lengths and prefix reuse.
 
     Distributions are dicts of mean, p50, p90, p99 and max.
 
     Attributes:
         requests: number of requests.
         sessions: number of sessions.
-        own_times: requests with a fixed arrival time; the others depend on responses.
+        own_times: number of requests with a fixed arrival time. The other requests wait for responses.
         duration_s: seconds from the first to the last arrival, computed as if every response were instant.
         rate_per_s: mean arrivals per second.
         most_in_a_second: maximum number of arrivals in one second.
-        dispersion: variance over mean of the arrivals per second; 1 for a Poisson process.
+        dispersion: variance of the arrivals per second, divided by their mean; 1 for a Poisson process.
         prompt_tokens: distribution of prompt lengths.
         output_tokens: distribution of response lengths.
-        delay_s: distribution of the delays after responses, in seconds.
+        delay_s: distribution of the delays between a response and a request that waits for it, in seconds.
         ideal_reuse: upper bound of prefix reuse.
     """
 
@@ -99,7 +100,7 @@ def workload_statistics(turns: Iterable[Turn], block_tokens: int) -> WorkloadSta
     """Return the statistics of a workload.
 
     Args:
-        turns: its requests; errors of reading them propagate.
+        turns: requests of the workload. Errors of the iterator propagate.
         block_tokens: tokens per block id.
     """
     earliest_us, delays_us = array("q"), array("q")
@@ -137,7 +138,7 @@ def workload_statistics(turns: Iterable[Turn], block_tokens: int) -> WorkloadSta
 
 
 def _dispersion(at_us: "array[int]", first_us: int, last_us: int) -> tuple[int, float]:
-    """Return the maximum number of arrivals in a second, and the variance over the mean of arrivals per second."""
+    """Return the maximum of the arrivals per second, and their variance divided by their mean."""
     counts: dict[int, int] = {}
     for one in at_us:
         second = (one - first_us) // US_PER_S

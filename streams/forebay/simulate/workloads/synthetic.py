@@ -1,9 +1,10 @@
 """Synthetic workload: `synthetic:arrivals=bursty,cv=4,rate=8,requests=100000,prompt=800/6000,groups=20,turns=5`.
 
 Theory of operation. Sessions begin at random times. The prompts of a session begin with a path through a tree of shared
-prefixes: one of `groups` roots, then one of `branches` children at each further level. Every node has a text and a
-length of its own. After that prefix, each turn appends new text to the previous prompt and response. A turn arrives one
-think time after the previous response. Sessions are generated one after another, so finished ones take no memory.
+prefixes: one of `groups` roots, then one of `branches` children at each further level. Each node stands for a text of
+its own with a random length. After that prefix, each turn appends new text to the previous prompt and response. A turn
+arrives one think time after the previous response. Sessions are generated one after another, so finished sessions take
+no memory.
 """
 
 import random
@@ -36,17 +37,18 @@ class SyntheticSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         rate: mean number of sessions that begin per second.
         cv: coefficient of variation of the gaps between bursty arrivals.
         period_s: period of a diurnal rate, in seconds.
-        swing: amplitude of a diurnal rate as a share of its mean.
+        swing: amplitude of a diurnal rate, as a share of the mean rate.
         prompt: tokens of new text per turn.
         output: tokens per response.
-        groups: roots of the tree of shared prefixes; 0 for no shared prefixes.
-        depth: levels of the tree.
-        branches: children of each node above the last level.
-        prefix: tokens per node, rounded to whole blocks.
-        popularity: how roots and children are chosen. With zipf, the k-th is chosen 1/k as often as the first.
-        turns: turns per session.
-        think_s: seconds between a response and the next turn.
-        context: a session ends before prompt plus response exceed this number of tokens.
+        groups: number of roots of the tree of shared prefixes; 0 for no shared prefixes.
+        depth: number of levels of the tree.
+        branches: number of children of each node above the last level.
+        prefix: tokens per node of the tree, rounded to whole blocks.
+        popularity: probabilities of the roots, and of the children of a node. With `zipf`, the k-th is chosen 1/k as
+            often as the first.
+        turns: number of requests per session.
+        think_s: seconds between a response and the next request of the session.
+        context: maximum tokens of prompt plus response. A session ends before a request would exceed it.
         block_tokens: tokens per block id.
     """
 
@@ -70,7 +72,7 @@ class SyntheticSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 class Synthetic:
-    """Source of the requests of a synthetic workload, for given parameters and seed."""
+    """Workload source that generates requests from parameters and a seed."""
 
     def __init__(self, text: str, seed: int) -> None:
         """Parse the parameters.

@@ -1,11 +1,11 @@
 """Weka's traces of coding agents: one JSON object per run, with think times and sub-agents.
 
 Theory of operation. `t` of a request is its start, in seconds from the start of its agent; `api_time` is the latency of
-its response. An entry with `requests` of its own is a sub-agent, and its `t` is its end. It began `duration_ms` before,
-when the previous request was answered. A sub-agent runs in parallel with its parent and other sub-agents. The parent's
-next request waits for all sub-agents whose entries precede it. So a request depends on the previous request of its
-agent and on the last requests of these sub-agents. Its delay is the time from the last of their ends to its start.
-Source: github.com/callanjfox/kv-cache-tester, docs/trace_replay_tester.md.
+its response. An entry with `requests` of its own is a sub-agent, and its `t` is its end. It began `duration_ms` before
+this end, when the previous request of its parent was answered. A sub-agent runs in parallel with its parent and other
+sub-agents. The parent's next request waits for all sub-agents whose entries precede it. So a request depends on the
+previous request of its agent and on the last requests of these sub-agents. The delay of a request is the time from the
+latest end of these responses to its start. Source: github.com/callanjfox/kv-cache-tester, docs/trace_replay_tester.md.
 """
 
 from collections.abc import Iterator
@@ -76,7 +76,7 @@ class _Agent(NamedTuple):
 
 
 class WekaRuns:
-    """Reader of Weka traces. Each file is a session that shares no prefix with others."""
+    """`RunReader` of Weka traces. Each file is one session, which shares no prefix with other sessions."""
 
     local_ids = True
 
@@ -84,7 +84,7 @@ class WekaRuns:
         """Create a reader.
 
         Args:
-            first: first file, which defines the block size for all files.
+            first: first file. Its block size must be the block size of all files.
 
         Raises:
             WorkloadUnusable: the file cannot be read.
@@ -93,12 +93,12 @@ class WekaRuns:
         self.notes: list[str] = []
 
     def starts(self, path: Path) -> list[tuple[int, str]]:
-        """Return one session that starts with those of the other files."""
+        """Return the only session of a file. The sessions of all files start at the same time."""
         del path
         return [(0, "")]
 
     def sessions(self, path: Path, errors: RowErrors) -> dict[str, PositionedTurns]:
-        """Return the requests of the only session. See RunReader."""
+        """Return the requests of the only session in a file. See `RunReader.sessions`."""
         document = _document(path)
         if document.block_size != self.block_tokens:
             reason = f"got blocks of {document.block_size} tokens, but earlier files have {self.block_tokens}"

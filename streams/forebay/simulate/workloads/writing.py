@@ -10,7 +10,7 @@ from forebay.simulate.workloads.source import US_PER_MS
 
 
 def encode_workload(turns: Iterable[Turn], header: WorkloadHeader) -> Iterator[bytes]:
-    """Yield the lines of a workload file with these requests. Errors of reading `turns` propagate."""
+    """Yield the lines of a workload file: the header, then one line per request. Errors of `turns` propagate."""
     encode = msgspec.json.Encoder().encode
     yield encode(header) + b"\n"
     for turn in turns:
@@ -31,5 +31,5 @@ def _row(turn: Turn) -> LinkedRow:
 
 
 def _ms(us: int) -> float:
-    """Return milliseconds, as an integer if possible. Floats are exact: 100 years have fewer than 2**53 us."""
+    """Return milliseconds, as an integer if possible. A float is precise: 100 years have fewer than 2**53 us."""
     return us // US_PER_MS if us % US_PER_MS == 0 else us / US_PER_MS
