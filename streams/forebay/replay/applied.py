@@ -14,7 +14,7 @@ class Applied(NamedTuple):
 
     Attributes:
         offset: offset of the event.
-        journal_offset: the journal record that consumed the event.
+        journal_offset: offset of the journal record whose `consumed` counts the event.
         now_us: the owner's clock when the event was applied, in microseconds.
     """
 
@@ -24,10 +24,9 @@ class Applied(NamedTuple):
 
 
 async def applied(log: Log, partition: int, topic: str) -> AsyncIterator[Applied]:
-    """Yield an entry per record of an input topic that the journal consumed, in order.
+    """Yield an entry for each record of an input topic that the owner applied according to the journal, in order.
 
-    A log that retention has trimmed begins with its oldest usable snapshot. Records consumed before it are not
-    included.
+    If retention has trimmed the log, the entries begin after the oldest usable snapshot.
 
     Raises:
         LogError: the log is damaged.

@@ -1,7 +1,8 @@
 """Derive the state of a recorded group at any journal record, as its owner had it when it wrote that record.
 
-The state includes everything that the record consumed and decided, so its digest equals the one that an `Advanced`
-record there seals. It is derived from the newest earlier snapshot. The starting point does not change the result.
+The state includes the events that `consumed` of the record counts, and the decision itself. If the record is an
+`Advanced`, its digest is the digest of this state. The derivation begins at the newest earlier snapshot. A start at an
+older snapshot would give the same state.
 """
 
 from collections import deque
@@ -45,9 +46,9 @@ class Position:
     """The state of a group at one journal record. A position moves forward only. Create it with `seek`.
 
     Attributes:
-        world: the state right after `step`, or the walk's start if `step` is None.
-        step: the last applied record, with the events that it consumed.
-        start: journal offset of the state from which this one was derived.
+        world: the state right after `step`, or the state at which the derivation began if `step` is None.
+        step: the last derived journal record and its input events; None if there is none yet.
+        start: journal offset at which the derivation began.
     """
 
     def __init__(self, log: Log, partition: int, start: Start, end: int) -> None:
@@ -66,11 +67,11 @@ class Position:
 
     @property
     def offset(self) -> int:
-        """Offset of the last applied record."""
+        """Journal offset of the last derived record; `start` - 1 if there is none yet."""
         return self.start - 1 if self.step is None else self.step.offset
 
     async def forward(self) -> Step | None:
-        """Apply the next valid record; return None at the end.
+        """Derive and return the next valid record; return None at the end.
 
         Raises:
             JournalDiverged: the record does not follow from the events. The position is invalid afterwards.
@@ -115,7 +116,7 @@ class Position:
         return ""
 
     async def _read_losses(self) -> list[LossFacts]:
-        """Return the workers lost before the walk began. Their load and cache are unknown."""
+        """Return the workers that were lost before the derivation began. Their load and cache are unknown."""
         found: dict[tuple[str, int], LossFacts] = {}
         epoch = -1
         offset = await self._log.begin(FLEET.name, self._partition)
@@ -155,13 +156,13 @@ class Position:
 
 
 async def seek(log: Log, partition: int, offset: int | None = None, custom: CustomPolicies = ONLY_BUILT_IN) -> Position:
-    """Return the position at the journal record at `offset`, by default the last one.
+    """Return the position at the journal record at `offset`, by default at the last record.
 
-    If that record is stale or foreign, the position is at the previous valid one.
+    If that record is stale or foreign, the position is at the last valid record before it.
 
     Raises:
-        NoSuchRecord: the recording has no such record.
-        JournalDiverged: a record up to there does not follow from the events.
+        NoSuchRecord: the recording has no record at `offset`.
+        JournalDiverged: a record up to `offset` does not follow from the events.
         LogError: the log is damaged or incomplete.
     """
     begin, end = await _extent(log, partition)
@@ -182,7 +183,7 @@ async def offset_at(log: Log, partition: int, time_us: int) -> int:
     """Return the offset of the last valid journal record written at or before `time_us` on the owner's clock.
 
     Raises:
-        NoSuchRecord: the recording begins later or ends earlier.
+        NoSuchRecord: the recording begins after `time_us` or ends before it.
         LogError: the log is damaged, or holds no state to derive from.
     """
     begin, end = await _extent(log, partition)
@@ -210,7 +211,7 @@ async def offset_at(log: Log, partition: int, time_us: int) -> int:
 
 
 async def last_clock(log: Log, partition: int) -> int:
-    """Return the owner's clock at the journal's end in microseconds, 0 if nothing was applied."""
+    """Return the owner's clock at the journal's end in microseconds, 0 if the owner applied no event."""
     begin, end = await _extent(log, partition)
     while begin < end:
         start = max(begin, end - PAGE_RECORDS)

@@ -1,6 +1,6 @@
-"""The state of a group at one moment as plain data, for display, programs and comparisons.
+"""Describe the state of a group at one moment as plain data, for display, programs and comparisons.
 
-Nothing here changes a world.
+No function here changes the world that it reads.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ from forebay.events.snapshots import IndexCursor
 
 
 class Fact(msgspec.Struct, frozen=True, kw_only=True):
-    """Base class of the parts of a moment."""
+    """Base class of `Moment` and its parts."""
 
 
 class PoolFacts(Fact, frozen=True, kw_only=True):
@@ -65,7 +65,7 @@ class WorkerFacts(Fact, frozen=True, kw_only=True):
 
 
 class ReportFacts(Fact, frozen=True, kw_only=True):
-    """The last load report of a rank.
+    """The newest load report of a rank.
 
     Attributes:
         running: requests in the running batch.
@@ -91,7 +91,7 @@ class RankFacts(Fact, frozen=True, kw_only=True):
         active_requests: number of active requests.
         computed_tokens: uncached prompt tokens sent to the rank so far. A new rank starts with the minimum of all
             ranks.
-        reported: the last load report; None if there is none.
+        reported: the newest load report; None if the rank sent none.
         blocks: cached blocks per tier, according to KV events.
         last_seq: sequence number of the last applied KV event.
         resync: whether the worker was asked to re-announce its cache.
@@ -116,16 +116,16 @@ class RankFacts(Fact, frozen=True, kw_only=True):
 class LossFacts(Fact, frozen=True, kw_only=True):
     """A lost worker.
 
-    Its load and cache are known only if it was lost after the state from which the moment was derived.
+    Its load and cache are known only if it was lost after the state at which the derivation began.
 
     Attributes:
         worker_id: ID of the worker.
         worker_epoch: epoch of the worker.
-        reason: why it was declared lost.
-        at_us: when the event was written, on the writer's clock.
-        lost_us: when the event was applied, on the owner's clock; None if unknown.
-        ranks: state of its ranks right before the loss; None if unknown.
-        requests: IDs of its active requests; None if unknown.
+        reason: why the owner declared the worker lost.
+        at_us: when the owner wrote `WorkerLost`, on its wall clock, in microseconds.
+        lost_us: when the owner applied `WorkerLost`, on the owner's clock, in microseconds; None if unknown.
+        ranks: state of the worker's ranks right before the loss; None if unknown.
+        requests: IDs of the worker's active requests; None if unknown.
     """
 
     worker_id: str
@@ -144,8 +144,8 @@ class HeldFacts(Fact, frozen=True, kw_only=True):
         request_id: ID of the request.
         waited_us: time in the queue so far, in microseconds.
         uncached_tokens: prompt tokens that are not cached on any rank.
-        priority: priority within the class.
-        strict_priority: strict priority.
+        priority: seconds by which the request is moved ahead in the queue.
+        strict_priority: requests with a higher value go first, regardless of cost.
     """
 
     request_id: str
@@ -156,17 +156,17 @@ class HeldFacts(Fact, frozen=True, kw_only=True):
 
 
 class ClassFacts(Fact, frozen=True, kw_only=True):
-    """A queue class.
+    """A queue class of a pool: one of several queues that take turns, each with a budget of tokens per turn.
 
     Attributes:
         pool: name of the pool.
         name: name of the class.
         uncached_tokens_min: minimum uncached tokens of its requests.
         policy: order within the class.
-        quantum: tokens added to the deficit per turn.
+        quantum: tokens added to `deficit` at each turn of the class.
         deficit: tokens that the class may still spend in this turn.
-        served_last: whether this class was served last.
-        waiting: its requests, first to last.
+        served_last: whether the last turn was a turn of this class.
+        waiting: requests in the class, in queue order.
     """
 
     pool: str
@@ -186,15 +186,15 @@ class RequestFacts(Fact, frozen=True, kw_only=True):
         request_id: ID of the request.
         phase: phase of the request.
         pool: name of the pool.
-        worker_id: its worker; empty while no worker has it.
+        worker_id: worker that has the request; empty while no worker has it.
         rank: rank of the worker.
         attempt: number of the attempt.
         prompt_tokens: length of the prompt.
-        submitted_offset: offset of its submission on topic `requests`.
-        age_us: microseconds since the submission; None if the log no longer holds it.
-        due_in_us: microseconds until its deadline.
-        kept_by: worker that keeps the KV of its prompt; empty if there is none.
-        kept_for_us: microseconds until that lease expires.
+        submitted_offset: offset of the submission on topic `requests`.
+        age_us: microseconds since the submission; None if the log no longer holds the submission.
+        due_in_us: microseconds until the deadline.
+        kept_by: prefill worker that keeps the KV of the prompt until it is fetched; empty if there is none.
+        kept_for_us: microseconds for which that worker still keeps the KV; 0 if there is no such worker.
     """
 
     request_id: str
@@ -215,22 +215,22 @@ class Moment(Fact, frozen=True, kw_only=True):
     """The state of a group right after a journal record.
 
     Attributes:
-        offset: offset of that record, the last valid one at or before the requested offset.
-        now_us: the owner's clock.
+        offset: offset of that record, the last valid record at or before the requested offset.
+        now_us: the owner's clock, in microseconds.
         owner_epoch: epoch of the owner.
         owner_id: ID of the owner; empty if the log no longer holds its claim.
-        digest: digest of the whole state, as the journal seals it.
-        record: the journal record at `offset`; None at the beginning.
-        start: journal offset of the state from which this one was derived.
-        view: next offset of every topic.
-        pools: pools by name.
-        workers: workers by ID.
-        ranks: ranks in order.
+        digest: digest of the whole state, in the form of the digests in the journal.
+        record: the journal record at `offset`; None if the state is the beginning of the derivation.
+        start: journal offset at which the derivation of the state began.
+        view: offset of the next event to apply, by input topic.
+        pools: pools, ordered by name.
+        workers: workers, ordered by ID.
+        ranks: worker ranks, ordered by worker and rank.
         lost: lost workers, oldest first.
         queues: queue classes of every pool.
         requests: active requests, oldest first.
         sessions: number of sessions.
-        unverified: counts of skipped records by name.
+        unverified: number of records and events that the derivation skipped, by the kind of problem.
     """
 
     offset: int
@@ -252,7 +252,7 @@ class Moment(Fact, frozen=True, kw_only=True):
 
 
 def pools_of(world: World) -> list[PoolFacts]:
-    """Return every pool, by name."""
+    """Return the facts of every pool, ordered by name."""
     return [
         PoolFacts(
             pool=name,
@@ -270,7 +270,7 @@ def pools_of(world: World) -> list[PoolFacts]:
 
 
 def workers_of(world: World) -> list[WorkerFacts]:
-    """Return every worker, by ID."""
+    """Return the facts of every worker, ordered by ID."""
     return [
         WorkerFacts(
             worker_id=worker.spec.worker_id,
@@ -290,12 +290,12 @@ def workers_of(world: World) -> list[WorkerFacts]:
 
 
 def ranks_of(world: World) -> list[RankFacts]:
-    """Return every admitted rank in order."""
+    """Return the facts of every worker rank, ordered by worker and rank."""
     return [_rank(world, cursor) for cursor in world.index.cursors()]
 
 
 def loss_of(world: World, event: WorkerLost, worker: FleetWorker) -> LossFacts:
-    """Return the facts of a worker that is about to be removed. Pass this to `World.on_loss`."""
+    """Return the facts of a lost worker. Call this before `world` removes the worker, in its callback `on_loss`."""
     keys: set[HolderKey] = {(event.worker_id, rank) for rank in worker.spec.ranks}
     stranded = world.requests.of_worker(event.worker_id, event.worker_epoch)
     return LossFacts(
@@ -310,7 +310,7 @@ def loss_of(world: World, event: WorkerLost, worker: FleetWorker) -> LossFacts:
 
 
 def queues_of(world: World) -> list[ClassFacts]:
-    """Return every queue class of every pool with its requests."""
+    """Return the facts of every queue class of every pool, with its requests."""
     found = []
     for turns in world.queues.snapshot():
         config = world.pools[turns.pool].router.queue
@@ -341,7 +341,10 @@ def queues_of(world: World) -> list[ClassFacts]:
 
 
 def requests_of(world: World, timeouts_us: dict[int, int]) -> list[RequestFacts]:
-    """Return every active request, oldest first; `timeouts_us` are by offset of the submission."""
+    """Return the facts of every active request, oldest first.
+
+    `timeouts_us` maps the offset of a submission to the time limit of its request in microseconds.
+    """
     return [_request(world, request, timeouts_us.get(request.submitted.offset)) for request in world.requests.active()]
 
 
@@ -402,7 +405,7 @@ def moment_of(
     timeouts_us: dict[int, int],
     unverified: dict[str, int],
 ) -> Moment:
-    """Return a world as plain data, together with the given facts from the log."""
+    """Return the state in `world` as plain data, together with the given facts from the log."""
     return Moment(
         offset=offset,
         now_us=world.now_us,

@@ -1,6 +1,6 @@
 """Read the observed history of a recording as input for the simulator.
 
-The input consists of the initial state and the external events after it.
+The input consists of the initial state, and the requests and external events after it.
 """
 
 from collections.abc import Sequence
@@ -26,14 +26,15 @@ class ObservedHistory:
     """Observed history of one group.
 
     Attributes:
-        state: snapshot chunks of the world at the beginning, without its requests.
-        requests: in order of arrival, starting with those active at the beginning.
-        external_events: configuration changes and effective fleet events, with the owner's clock.
-        begin_us: the owner's clock at the first event.
-        end_us: the owner's clock at the last event.
+        state: snapshot chunks of the group's world at the beginning, without requests.
+        requests: requests in order of arrival. The first ones are the requests that are active at the beginning.
+        external_events: configuration changes, and fleet events that had an effect. Each comes with the owner's clock
+            when it was applied, in microseconds.
+        begin_us: the owner's clock at the first event, in microseconds.
+        end_us: the owner's clock at the last event, in microseconds.
         commands: number of worker commands. Simulated engines ignore them.
         divergence: the first journal record that does not follow from the events; None if there is none.
-        unverified: skipped records, counted by name.
+        unverified: number of skipped records and events, by the kind of problem.
     """
 
     state: list[Chunk]
@@ -50,7 +51,7 @@ class _HistoryCollector:
     """Collects a history while a walk derives, and thereby verifies, its decisions."""
 
     def __init__(self, walk: Walk) -> None:
-        """Start before the first step of the walk."""
+        """Register with `walk`, which must not have begun."""
         world = walk.world
         self._world = world
         self._requests = RequestCollector()
@@ -87,16 +88,16 @@ class _HistoryCollector:
 async def observe_history(
     log: Log, partition: int, progress: OnProgress | None = None, custom: CustomPolicies = ONLY_BUILT_IN
 ) -> ObservedHistory:
-    """Derive the recorded history of a group from its earliest state, and collect its inputs.
+    """Derive the recorded history of a group from its oldest usable state, and collect the input for the simulator.
 
     Args:
         log: the log to read.
         partition: control partition of the group.
-        progress: as for `forebay.replay.verify.verify.verify`.
+        progress: called regularly with the number of journal records done, their total, and the decisions verified.
         custom: custom policies that may run.
 
     Raises:
-        OtherRules: the journal was written by another version of the rules.
+        OtherRules: a program with another `core_version` wrote the journal.
         LogError: the log is damaged, or lacks events that the journal consumed.
     """
     walk = await walk_all(log, partition, custom)

@@ -1,4 +1,4 @@
-"""Import custom policies that a user allowed, and refuse logs that name other ones before anything is derived."""
+"""Import the custom policies that a user allowed, and refuse logs that need other custom policies."""
 
 from collections.abc import Iterable
 from importlib import import_module
@@ -38,20 +38,20 @@ def load_policy(path: str) -> type[Policy]:
 
 
 def load_policies(modes: Iterable[str]) -> CustomPolicies:
-    """Import the custom policies among these router modes. Raises PolicyUnusable."""
+    """Import and return the custom policies among these router modes, by mode. Raises PolicyUnusable."""
     return {mode: load_policy(mode) for mode in sorted(set(modes) - set(BUILT_IN))}
 
 
 async def require_allowed(log: Log, partition: int, custom: CustomPolicies) -> None:
-    """Check that the recorded owners of a group ran only built-in policies and those in `custom`.
+    """Check that the recorded owners of a group ran only built-in policies and the policies in `custom`.
 
     Raises:
-        PolicyNotAllowed: an owner may have run another policy. Nothing was imported.
+        PolicyNotAllowed: an owner may have run another policy. This function did not import it.
         LogError: the log cannot be read.
     """
     named = {pool.router.mode: pool.pool for pool in await pools_of(log, partition)}
     refused = {mode: pool for mode, pool in named.items() if mode not in BUILT_IN and mode not in custom}
-    if not refused:  # do not read the journal for nothing
+    if not refused:  # the journal need not be read
         return
     for mode in sorted(refused.keys() & await policies_run(log, partition)):
         raise PolicyNotAllowed(

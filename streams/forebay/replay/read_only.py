@@ -35,14 +35,14 @@ class ReadOnlyLog:
 
 
 class SliceLog(ReadOnlyLog):
-    """A log restricted to fixed extents, so its content stays the same while the log grows."""
+    """A log restricted to a fixed offset range (extent) per partition. It stays the same while the log grows."""
 
     def __init__(self, log: Log, extents: Iterable[Extent]) -> None:
         self._log = log
         self._extents = {(extent.topic, extent.partition): extent for extent in extents}
 
     async def read(self, topic: str, partition: int, offset: int, limit: int) -> list[Record]:
-        """Read records up to the extent's end.
+        """Return up to `limit` records from `offset`, at most up to the end of the extent.
 
         Raises:
             LogError: `offset` is before the extent, or the log is damaged.

@@ -1,4 +1,4 @@
-"""Walk a recorded journal record by record and derive its world again beside it.
+"""Read a recorded journal record by record, and derive the owner's world and every decision again.
 
 All tools that analyse a recorded log use this walk, so they see what verification sees: the same start, the same order
 and the same errors. Nothing is skipped silently; stale and foreign records are counted.
@@ -33,20 +33,20 @@ FOREIGN_RECORDS, UNREAD_FIELDS, UNKNOWN_EVENTS = "foreign-records", "unread-fiel
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A state that the log still holds, right before the journal record at `offset`."""
+    """A state at which a walk can begin: the world right before the journal record at `offset`."""
 
     world: World
     offset: int
 
 
 class Step(NamedTuple):
-    """One valid journal record.
+    """One step of a walk: a valid journal record, and the result of deriving it again.
 
     Attributes:
-        offset: offset of the record.
+        offset: journal offset of the record.
         record: the decoded record.
-        events: the input events that the record consumed, by topic; None for an event that did not decode.
-        divergence: the difference from the derived decision; None if they are equal.
+        events: the input events that `record.consumed` counts, by topic; None for an event that did not decode.
+        divergence: difference between the recorded and the derived decision; None if they are equal.
     """
 
     offset: int
@@ -56,17 +56,19 @@ class Step(NamedTuple):
 
 
 class Walk:
-    """The steps from a start up to a journal offset, exclusive. A walk can be iterated once.
+    """Derives the journal records from `start` up to journal offset `end`, exclusive, and yields one step per record.
+
+    A walk can be iterated once.
 
     Attributes:
-        world: the state after the last step. `world.on_plan` may be set before the first step.
-        followed: derives the decisions. Its `on_applied` may be set before the first step.
+        world: the state after the last step. The callback `world.on_plan` may be set before the first step.
+        followed: derives the decisions. Its callback `on_applied` may be set before the first step.
         start: journal offset of the first step.
         end: journal offset at which the walk ends, for progress reports.
         validity: counts stale and foreign records.
         order: position in the input topics, and counts of events that did not decode.
         encoded: the record of the last step, encoded by this version.
-        unread: number of valid records whose bytes differ from that encoding.
+        unread: number of valid records whose stored bytes differ from their encoding by this version.
     """
 
     def __init__(self, log: Log, partition: int, start: Start, end: int) -> None:
@@ -88,18 +90,18 @@ class Walk:
 
     @property
     def pending(self) -> int:
-        """Number of these decisions."""
+        """Number of derived decisions that the journal does not contain yet."""
         return len(self.followed.pending)
 
     @property
     def unverified(self) -> dict[str, int]:
-        """Counts of skipped records and events by name. They had no effect, or an unknown one."""
+        """Number of skipped records and events, by name. They had no effect, or this version does not know it."""
         unknown = sum(reader.unknown for reader in self.order.readers.values())
         found = {FOREIGN_RECORDS: self.validity.foreign, UNREAD_FIELDS: self.unread, UNKNOWN_EVENTS: unknown}
         return {name: count for name, count in found.items() if count}
 
     def consumed_from(self, record: JournalRecord) -> dict[str, int]:
-        """Return the offset of the first event, by topic, that the last step's record consumed."""
+        """Return the offset of the first event that `record.consumed` counts, by topic. `record` is the last step's."""
         counts: Counter[str] = Counter()
         for run in record.consumed:
             counts[run.topic] += run.count
@@ -107,10 +109,10 @@ class Walk:
         return {topic: self.order.offset(topic) - count for topic, count in counts.items()}
 
     async def __aiter__(self) -> AsyncIterator[Step]:
-        """Apply one record after another. A divergence is the last step; the world is invalid after it.
+        """Derive and yield one record after another. A divergence ends the walk, and the world is then invalid.
 
         Raises:
-            OtherRules: the journal was written by another version of the rules.
+            OtherRules: a program with another `core_version` wrote the journal.
             PolicyNotAllowed: the owner ran a custom policy that this walk does not have.
             LogError: the log is damaged, or lacks events that the journal consumed.
         """
@@ -144,20 +146,20 @@ class Walk:
 
 
 async def walk_all(log: Log, partition: int, custom: CustomPolicies = ONLY_BUILT_IN) -> Walk:
-    """Return a walk from the earliest complete state to the journal's current end.
+    """Return a walk from the oldest usable state (see `oldest`) to the journal's current end.
 
     Raises:
-        LogError: the log holds no complete state.
+        LogError: the log holds no usable state.
     """
     end = await log.end(DECISIONS.name, partition)
     return Walk(log, partition, await oldest(log, partition, end, custom), end)
 
 
 async def oldest(log: Log, partition: int, end: int, custom: CustomPolicies = ONLY_BUILT_IN) -> Start:
-    """Return the earliest state after which the log is complete.
+    """Return the oldest usable state: one after which the log still holds all records that a derivation reads.
 
     Raises:
-        LogError: there is none.
+        LogError: the log holds no usable state.
     """
     begins = await _begins(log, partition)
     if not any(begins.values()):
@@ -177,10 +179,10 @@ async def oldest(log: Log, partition: int, end: int, custom: CustomPolicies = ON
 
 
 async def before(log: Log, partition: int, offset: int, custom: CustomPolicies = ONLY_BUILT_IN) -> Start:
-    """Return the newest state at or before the journal record at `offset`.
+    """Return the newest usable state (see `oldest`) from which the journal record at `offset` can be derived.
 
     Raises:
-        LogError: there is none.
+        LogError: the log holds no usable state before that record.
     """
     begins = await _begins(log, partition)
     end = await log.end(DECISIONS.name, partition)
@@ -203,7 +205,7 @@ async def _begins(log: Log, partition: int) -> dict[str, int]:
 async def _start_of(
     log: Log, partition: int, taken: SnapshotTaken, begins: dict[str, int], custom: CustomPolicies
 ) -> Start | None:
-    """Return the state of a snapshot, or None if events after it are gone."""
+    """Return the state of a snapshot, or None if retention removed events after it."""
     if taken.journal_offset < begins[DECISIONS.name] or taken.first_offset < begins[SNAPSHOTS.name]:
         return None
     world = await load_snapshot(log, partition, taken, custom)

@@ -1,10 +1,10 @@
-"""A world that receives history's events under another configuration: the open loop of a comparison.
+"""A world that applies history's events under another configuration: the open loop of a comparison.
 
 The counterfactual world gets every input event of history's world, in the same order and at the same clock readings.
 KV events, load reports and fleet events are unchanged. Progress of a request is attributed to the worker that has the
 request here. If the request was sent later than in history, its progress is delayed by the same time. Events that
-history ignored are ignored here. Up to the first decision that differs, the result is exact. After it the workers would
-have cached other blocks, which this model does not show.
+history ignored are ignored here. Up to the first decision that differs, the result is exact. After that decision the
+workers would have cached other blocks, which this model does not show.
 """
 
 from array import array
@@ -49,15 +49,15 @@ def names_nothing(_: PoolConfigured) -> Set[str]:
 
 
 class CounterfactualWorld:
-    """The world of an alternative, beside history's.
+    """The world of an alternative, which applies the same events as history's world.
 
     Attributes:
-        world: the state. Its owner may run every policy of this process.
-        plans: routing decisions at the last event, by request ID.
-        counts: how progress that history accepted was handled, by field of `report.ProgressOutcome`.
-        landed: whether prompts were cached on the selected rank when their requests ended.
-        operator_event: the operator's change as applied here, if the last event was one.
-        undone: named fields that an operator had changed during the recording.
+        world: the state. Its owner may run every custom policy that this process may run.
+        plans: routing decisions of this world at the last event, by request ID.
+        counts: number of progress events that history accepted, by field of `report.ProgressOutcome`.
+        landed: share of prompt blocks that were cached on the selected rank when the requests ended.
+        operator_event: the last configuration change by an operator, as applied here; None before the first change.
+        undone: fields that `named` returned and that an operator changed during the recording.
     """
 
     def __init__(self, start: World, alter: Alternative, named: Named = names_nothing) -> None:
@@ -67,8 +67,7 @@ class CounterfactualWorld:
             start: history's world.
             alter: returns the changed configuration of a pool.
             named: returns the disaggregation fields that take precedence over an operator's change, even if `alter`
-                leaves
-                them unchanged.
+                leaves them unchanged.
         """
         self.world = restore(start.snapshot(), start.custom)
         self.world.owner_policies = tuple(sorted(start.custom))
@@ -115,13 +114,13 @@ class CounterfactualWorld:
         claim(self.world, offset, self.world.owner_policies)
 
     def apply(self, topic: str, event: InputEvent | None, now_us: int, *, accepted: bool) -> list[AnyDecision]:
-        """Apply an event that history's world has just applied, and return the decisions made here.
+        """Apply an event that history's world has just applied, and return the decisions of this world.
 
         Args:
             topic: topic of the event.
             event: the event; None if it did not decode.
-            now_us: the owner's clock.
-            accepted: whether history accepted a progress event, or ignored it as stale.
+            now_us: the owner's clock when it applied the event, in microseconds.
+            accepted: for a progress event: False if history ignored it as stale.
         """
         self.plans.clear()
         if topic == CLOCK:
@@ -141,7 +140,7 @@ class CounterfactualWorld:
         return self._after(step(self.world, topic, event, now_us), now_us)
 
     def sent_in_history(self, request_id: str, now_us: int) -> None:
-        """Record that history sent a request to a worker. Call after `apply` of the event that led to it."""
+        """Record that history sent a request to a worker. Call this after `apply` of the event that caused it."""
         if self.world.requests.get(request_id) is not None:
             self._sent_in_history_us[request_id] = now_us
 
@@ -153,9 +152,9 @@ class CounterfactualWorld:
         self.plans[plan.request.request_id] = plan
 
     def _progress(self, topic: str, event: RequestProgress | None, now_us: int) -> list[AnyDecision]:
-        """Apply a progress event now, later or never; None if history ignored it.
+        """Apply a progress event now, later or never. `event` is None if history ignored the event.
 
-        The event keeps its offset in the topic.
+        The event takes its offset in the topic now in any case.
         """
         request = None if event is None else self.world.requests.get(event.request_id)
         if event is not None and request is None:
@@ -271,7 +270,7 @@ class CounterfactualWorld:
 
 
 def _stage_of(event: RequestProgress) -> Stage | None:
-    """Return the stage to which such progress belongs, or None if it may belong to several stages."""
+    """Return the stage to which a progress event of this type belongs, or None if it may belong to several stages."""
     match event:
         case PrefillFinished() | PrefillFailed():
             return "prefill"
@@ -303,7 +302,7 @@ def _prefilled(world: World, request: ActiveRequest) -> PrefillFinished:
 
 
 class PlacementHits:
-    """Share of prompt blocks that the index held on the selected rank when their requests ended."""
+    """Share of prompt blocks that the selected rank had cached when the request ended, by the prefix index."""
 
     def __init__(self) -> None:
         self.blocks = 0
@@ -318,5 +317,5 @@ class PlacementHits:
 
     @property
     def share(self) -> float | None:
-        """The share, between 0 and 1; None if no full block was routed."""
+        """The share of cached blocks, between 0 and 1; None if no block was counted."""
         return self.found / self.blocks if self.blocks else None

@@ -1,9 +1,9 @@
 """Compare history with an alternative configuration, on one walk over a recorded group.
 
-The comparison is open loop: the alternative world receives history's events
-(`forebay.replay.diff.counterfactual_world`). In addition, the alternative repeats each of history's decisions on
-history's own state, to separate its own choices from the consequences of earlier ones. The walk verifies history on the
-way.
+The comparison is open loop: a second world with the alternative configuration applies history's events
+(`forebay.replay.diff.counterfactual_world`). In addition, each of history's decisions is repeated under the alternative
+configuration on history's own state. This shows which moves do not depend on earlier moves. The walk also verifies
+history.
 """
 
 from array import array
@@ -48,13 +48,13 @@ Key = tuple[str, str, int, str, int]  # two decisions with equal keys count as t
 
 @dataclass(frozen=True, slots=True)
 class _FirstRoute:
-    """Where a world first sent a request; the worker is empty if it never did.
+    """Where a world first sent a request. The worker is empty if the world never sent the request.
 
     Attributes:
         worker_id: the worker that generates the response.
-        rank: its rank.
+        rank: rank of that worker.
         terms: cost terms of the rank that computes the prompt.
-        at_us: when that rank got the prompt.
+        at_us: when the rank that computes the prompt got it.
     """
 
     worker_id: str = ""
@@ -65,7 +65,7 @@ class _FirstRoute:
 
 @dataclass(slots=True)
 class _Pair:
-    """A request until both worlds routed it or gave it up. `by_choice` is as in `MovedRequests`."""
+    """A request that at least one world has neither routed nor given up yet. `by_choice` is as in `MovedRequest`."""
 
     at_us: int
     prompt_tokens: int = 0
@@ -86,7 +86,7 @@ async def diff(
     named: Named = names_nothing,
     custom: CustomPolicies = ONLY_BUILT_IN,
 ) -> DiffReport:
-    """Compare a group's recorded history with the same history under `alter`ed pool configurations.
+    """Compare a group's recorded history with its history under the pool configurations that `alter` returns.
 
     Args:
         log: the log to read.
@@ -96,13 +96,13 @@ async def diff(
         handover: filled with the input for a simulator that continues at the fork.
         named: returns the `router.disagg` fields that take precedence over an operator's change, even if `alter` leaves
             them unchanged.
-        custom: custom policies that may run, those of the alternative among them.
+        custom: custom policies that may run, including those of the alternative.
 
     Returns:
         The report. A record that does not follow from the events ends the comparison and is part of the report.
 
     Raises:
-        OtherRules: the journal was written by another version of the rules.
+        OtherRules: a program with another `core_version` wrote the journal.
         LogError: the log is damaged, or lacks events that the journal consumed.
     """
     walk = await walk_all(log, partition, custom)
@@ -123,10 +123,10 @@ async def diff(
 
 
 class Comparison:
-    """Follows a walk through history and runs the alternative world beside it."""
+    """Applies the events of a walk to the alternative world, and compares its decisions with history's."""
 
     def __init__(self, walk: Walk, alter: Alternative, handover: Handover | None, named: Named = names_nothing) -> None:
-        """Start before the first step of the walk."""
+        """Register with `walk`, which must not have begun."""
         self.report = DiffReport(start=walk.start)
         self._worlds = (walk.world, walk.world)
         self._alter = alter
@@ -160,7 +160,7 @@ class Comparison:
         walk.followed.on_applied = self._on_applied
 
     def follow(self, offset: int, record: JournalRecord) -> None:
-        """Count a step of the walk. Its events were compared while the walk applied them."""
+        """Count a step of the walk. The decisions on its events were compared when the walk applied the events."""
         report = self.report
         report.records += 1
         report.events += sum(run.count for run in record.consumed)
@@ -375,7 +375,7 @@ class Comparison:
         moved.otherwise += evaluated.choice is not None and not evaluated.agrees
 
     def _settle(self, request_ids: Iterable[str], now_us: int) -> None:
-        """Stop waiting for requests that no longer wait.
+        """Record which of these requests a world will no longer route.
 
         A request that one world rejected may be submitted again, and be a duplicate in the other world.
         """
@@ -395,7 +395,7 @@ class Comparison:
         return pair
 
     def _set_first_route(self, number: int, request_id: str, first: _FirstRoute, now_us: int) -> None:
-        """Record where a world first sent a request, or that it never did."""
+        """Record where a world first sent a request, or that it never sent the request."""
         pair, tally = self._pair(request_id, now_us), self._tallies[number]
         before = pair.firsts[number]
         tally.unsent -= before is not None  # rejected, then resubmitted while the other world holds it

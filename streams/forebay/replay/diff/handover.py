@@ -1,8 +1,9 @@
-"""Input for a simulator that continues at the fork of a comparison.
+"""Collect the input for a simulator that continues at the fork of a comparison.
 
-It consists of the state of both worlds and the later external events. One entry per request after the fork is kept in
-memory, with its block hashes. Requests that are active at the fork restart there, because their progress at that moment
-is unknown.
+The fork is the first event after which history and the alternative decide differently. The input consists of the state
+of both worlds at the fork, and of the requests and external events after it. One entry per request is kept in memory,
+with its block hashes. Requests that are active at the fork restart there, because their progress at that moment is
+unknown.
 """
 
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ REQUEST_CHUNKS = Booking | CommandState | Remembered | Reported | RequestState
 
 @dataclass(slots=True)
 class RecordedRequest:
-    """A request from the fork on, with its outcome in history. Times are on the owner's clock, in microseconds.
+    """A request as input for a simulator, with its outcome in history. Times are in microseconds on the owner's clock.
 
     Attributes:
         request_id: ID of the request.
@@ -35,7 +36,7 @@ class RecordedRequest:
         timeout_us: time limit of the request.
         hints: routing hints.
         lora_name: LoRA adapter; empty for none.
-        in_flight: whether the request arrived before the fork and restarts there.
+        in_flight: whether the request was already active where the simulation begins, and restarts there.
         worker: worker ID and rank of the last attempt in history; None if there was no attempt.
         attempts: number of attempts.
         first_us: when the router received the first-token event; 0 if it received none.
@@ -84,7 +85,7 @@ class RequestCollector:
     """Collects requests and their outcomes in history, event by event.
 
     Attributes:
-        requests: in order of arrival. An ID may occur twice.
+        requests: the collected requests, in order of arrival. An ID may occur twice.
     """
 
     def __init__(self) -> None:
@@ -92,7 +93,7 @@ class RequestCollector:
         self._open: dict[str, RecordedRequest] = {}
 
     def begin(self, history: World, event: InputEvent | None, now_us: int) -> None:
-        """Add the active requests, except one that `event` has just submitted."""
+        """Add the requests that are active in `history`, except a request that `event` has just submitted."""
         new = event.request_id if isinstance(event, RequestSubmitted) else None
         for request in history.requests.active():
             if request.submitted.request_id != new:
@@ -103,9 +104,9 @@ class RequestCollector:
 
         Args:
             event: the event; None if it did not decode.
-            now_us: the owner's clock.
+            now_us: the owner's clock when it applied the event, in microseconds.
             decided: history's decisions that follow from the event.
-            accepted: whether history accepted the event as valid progress.
+            accepted: False if history ignored the event because it was stale.
         """
         match event:
             case RequestSubmitted() if _is_new(event, decided):
@@ -149,12 +150,15 @@ TimedOperatorEvent = tuple[int, OperatorEvent]
 
 @dataclass(slots=True)
 class Handover:
-    """Collects data from the fork on. Empty if there is no fork.
+    """State at the fork and external events after it, from which a simulator continues.
+
+    Empty if history and the alternative never decide differently.
 
     Attributes:
-        at_us: the owner's clock at the fork.
-        states: snapshot chunks of history's world and the alternative's, without their requests.
-        operator_events: configuration changes by operators with their times, in history and in the alternative.
+        at_us: the owner's clock at the fork, in microseconds.
+        states: the world of history and the world of the alternative at the fork, as snapshot chunks without requests.
+        operator_events: configuration changes by operators after the fork, with their times, as applied in history and
+            as applied in the alternative.
         joined: number of workers that joined after the fork.
         lost: number of workers that were lost after the fork.
     """
@@ -168,7 +172,7 @@ class Handover:
 
     @property
     def requests(self) -> list[RecordedRequest]:
-        """The requests in order of arrival. An ID may occur twice."""
+        """The requests from the fork on, in order of arrival. An ID may occur twice."""
         return self._requests.requests
 
     def begin(self, history: World, other: World, event: InputEvent | None, now_us: int) -> None:
@@ -178,7 +182,7 @@ class Handover:
         self._requests.begin(history, event, now_us)
 
     def observe(self, event: InputEvent | None, now_us: int, decided: Sequence[AnyDecision], *, accepted: bool) -> None:
-        """Process one event of history, at the fork or later, with history's decisions."""
+        """Process one event of history at the fork or later; arguments as for `RequestCollector.observe`."""
         self._requests.observe(event, now_us, decided, accepted=accepted)
         self.joined += isinstance(event, WorkerJoined)
         self.lost += isinstance(event, WorkerLost)
@@ -192,7 +196,8 @@ class Handover:
 def state_of(world: World) -> list[Chunk]:
     """Return the snapshot chunks of a world without requests and commands.
 
-    Between two journal records `consumed` is not empty. It is not part of a state, so it is set aside.
+    The function may be called between two journal records, when `world.consumed` is not empty. The chunks do not
+    contain `consumed`, which is not part of a state.
     """
     consumed = list(world.consumed)
     world.consumed.clear()

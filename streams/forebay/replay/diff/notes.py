@@ -1,4 +1,4 @@
-"""Notes of a comparison: what the results mean, and where they stop being valid."""
+"""Write the notes of a comparison: what the results mean, and where they stop being valid."""
 
 from forebay.replay.diff.report import DiffReport
 

@@ -1,6 +1,8 @@
 """The result of a comparison of history with an alternative, as `forebay replay diff --json` prints it.
 
-Overlaps are leading KV blocks of a prompt that a worker rank holds, as each world saw them when it decided.
+History is the recorded run. The alternative is the same run under another configuration. Each has a world, which is the
+state of the owner. Overlaps are the leading KV blocks of a prompt that a worker rank has, according to the world that
+makes the decision.
 """
 
 from typing import Literal
@@ -64,9 +66,8 @@ class MovedRequests(msgspec.Struct, kw_only=True):
     Attributes:
         compared: requests that both worlds sent to a worker.
         moved: compared requests that went to different ranks.
-        by_choice: moved requests that the alternative would also move when it decides on history's own state. The
-            others
-            moved as a consequence of earlier moves.
+        by_choice: moved requests that the alternative would also move if it decided on history's own state. All other
+            moved requests moved as a consequence of earlier moves.
         evaluated: history's routing decisions, including further attempts, that the alternative repeated on history's
             own state.
         otherwise: evaluated decisions in which the alternative selects another rank.
@@ -95,11 +96,11 @@ class OverlapChange(msgspec.Struct, kw_only=True):
     """Change of the overlap over all compared requests, in blocks.
 
     Attributes:
-        won: sum of increases over history.
-        lost: sum of decreases.
-        later: requests that the alternative sent later than history did.
-        later_won: increases of these later requests in any tier. Most of these blocks are their own, because history
-            computed their prompts in the meantime.
+        won: blocks that the overlap in the alternative has more than in history, summed over the requests with more.
+        lost: blocks that the overlap in the alternative has less than in history, summed over the requests with less.
+        later: number of requests that the alternative sent later than history did.
+        later_won: blocks that these later requests gained in all tiers. Most of these blocks are of their own prompts,
+            which history computed in the meantime.
     """
 
     won: TierBlocks = msgspec.field(default_factory=TierBlocks)
@@ -109,7 +110,10 @@ class OverlapChange(msgspec.Struct, kw_only=True):
 
 
 class WaitBucket(msgspec.Struct, frozen=True, kw_only=True):
-    """Number of requests that waited at most `below_ms` milliseconds and more than half of that."""
+    """Number of requests that waited at most `below_ms` milliseconds and more than half of it.
+
+    The bucket of 1 ms has all shorter waits, too.
+    """
 
     below_ms: int
     requests: int
@@ -122,7 +126,7 @@ class WorldSummary(msgspec.Struct, kw_only=True):
         decisions: number of decisions about requests, of any type.
         routed: attempts sent to workers, including further attempts.
         sent: requests that were sent to a worker.
-        unsent: requests that were rejected or aborted before that.
+        unsent: requests that were rejected or aborted before they were sent to a worker.
         held: requests that were held in the router's queue.
         still_held: requests that were still held at the end. `sent`, `unsent` and `still_held` add up to all requests.
         rejected: number of rejected requests, by reason.
@@ -133,10 +137,9 @@ class WorldSummary(msgspec.Struct, kw_only=True):
         overlap: overlap in blocks, summed over all attempts.
         max_over_mean: prompt tokens to compute on the busiest rank, divided by the mean over all ranks.
         wait_ms: queueing time of held requests until they were sent, in milliseconds: mean, p50, p90, p99, max.
-        waits: the same as a histogram with powers of two as bounds.
-        landed: share of prompt blocks that the index held on the selected rank when the request ended. Close to 1 if
-            the
-            caches are those that these decisions create.
+        waits: the same queueing times as a histogram with powers of two as bounds.
+        landed: share of prompt blocks that the selected rank had cached when the request ended, according to the prefix
+            index. Close to 1 if the recorded caches match the decisions of this world. None if no block was counted.
     """
 
     decisions: int = 0
@@ -162,8 +165,8 @@ class RankRouting(msgspec.Struct, kw_only=True):
 
     Attributes:
         requests: number of attempts.
-        prompt_tokens: their prompt tokens.
-        computed_tokens: prompt tokens that were not cached.
+        prompt_tokens: prompt tokens of these attempts.
+        computed_tokens: prompt tokens of these attempts that were not cached.
     """
 
     requests: int = 0
@@ -183,9 +186,8 @@ class RankComparison(msgspec.Struct, kw_only=True):
 class MovedRequest(msgspec.Struct, kw_only=True):
     """A request that went to another rank.
 
-    The ranks are those that generate the response. The overlap is that of the rank that computes the prompt, which may
-    be a
-    different one.
+    The ranks are the ranks that generate the response. The overlap is on the rank that computes the prompt, which may
+    be a different rank.
 
     Attributes:
         request_id: ID of the request.
@@ -198,7 +200,7 @@ class MovedRequest(msgspec.Struct, kw_only=True):
         other_worker_id: worker in the alternative.
         other_rank: rank in the alternative.
         other_overlap: overlap in the alternative.
-        by_choice: whether the alternative would also move the request when it decides on history's own state.
+        by_choice: whether the alternative would also move the request if it decided on history's own state.
     """
 
     request_id: str
@@ -227,9 +229,9 @@ class Interval(msgspec.Struct, kw_only=True):
         compared: compared requests.
         moved: moved requests.
         reuse: predicted prefix reuse in history; None if no prompt was routed.
-        other_reuse: the same in the alternative.
-        max_over_mean: as in `WorldSummary`, within this interval; None if no rank had tokens to compute.
-        other_max_over_mean: the same in the alternative.
+        other_reuse: predicted prefix reuse in the alternative; None if no prompt was routed.
+        max_over_mean: as in `WorldSummary`, for history in this interval; None if no rank had tokens to compute.
+        other_max_over_mean: `max_over_mean` of the alternative.
         held: requests held in history.
         other_held: requests held in the alternative.
     """
@@ -246,7 +248,10 @@ class Interval(msgspec.Struct, kw_only=True):
 
 
 class OverlapPair(msgspec.Struct, frozen=True, kw_only=True):
-    """Number of compared requests with these overlaps, in blocks."""
+    """Number of compared requests whose overlaps in history and in the alternative are in these bins.
+
+    `history` and `alternative` are the lower bounds of the bins, in blocks.
+    """
 
     history: int
     alternative: int
@@ -254,20 +259,18 @@ class OverlapPair(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProgressOutcome(msgspec.Struct, kw_only=True):
-    """How the alternative world handled the progress events that history accepted.
+    """Number of progress events that history accepted, by how the alternative world handled them.
 
     Attributes:
-        in_place: the request was on the same worker.
-        moved: the request was on another worker, and the event was attributed to that worker.
-        late: the request was sent later than in history, and the event was delayed by the same time.
-        void: the event did not fit the request's state, because the alternative had to restart the request.
-        other_stage: the event belongs to a stage that the request does not pass, because its prompt is computed
-            elsewhere.
-        gone: the alternative had rejected, aborted or finished the request.
-        to_come: delayed events that were still due when the recording ended.
-        unknown_end: requests that history rejected or aborted and the alternative did not. Their progress is unknown,
-            so
-            they count as load until their deadline.
+        in_place: events of requests that were on the same worker as in history.
+        moved: events of requests on another worker than in history. The events were attributed to that worker.
+        late: events of requests that were sent later than in history. The events were delayed by the same time.
+        void: events that did not fit the request's state, because the alternative had to restart the request.
+        other_stage: events of a stage that the request does not have here, because another worker computes its prompt.
+        gone: events of requests that the alternative had rejected, aborted or finished.
+        to_come: delayed events that were not due yet when the recording ended.
+        unknown_end: number of requests, not events, that history rejected or aborted and the alternative did not. Their
+            progress is unknown, so they count as load until their deadline.
     """
 
     in_place: int = 0
@@ -285,8 +288,9 @@ class DiffReport(msgspec.Struct, kw_only=True):
 
     Attributes:
         alternative: description of the changed configuration.
-        idle: requested changes that have no effect.
-        undone: requested fields that an operator had changed during the recording. The request takes precedence.
+        idle: requested configuration changes that have no effect.
+        undone: requested configuration fields that an operator changed during the recording. The requested value takes
+            precedence.
         notes: what the results mean and when they stop being valid, in sentences.
         start: journal offset at which the walk began.
         records: number of journal records followed.
@@ -294,7 +298,7 @@ class DiffReport(msgspec.Struct, kw_only=True):
         span_s: seconds from the first to the last clock reading.
         requests: requests that arrived, or waited in the router at the start.
         identical: whether both worlds made the same decisions throughout.
-        fork: the first decision that differs. Everything before it is exact.
+        fork: the first decision that differs; None if none differs. Everything before the fork is exact.
         before_fork: share of history's decisions before the fork.
         moved: requests that went to another rank.
         overlap: change of the overlap.
@@ -307,20 +311,18 @@ class DiffReport(msgspec.Struct, kw_only=True):
         pairs: overlap per request, in bins of `bin_blocks` blocks.
         bin_blocks: width of these bins.
         progress: how the alternative handled history's progress events.
-        booked: changed fields whose effect shows only in part in history's own state, because history booked the
-            request
-            under its own configuration.
-        stages_kept: whether the alternative changes the disaggregation policy. This does not show in history's own
-            state,
-            because each repeated decision keeps its stage.
+        booked: changed fields whose effect `moved` shows only in part. It counts decisions on history's own state, in
+            which requests are booked under history's configuration.
+        stages_kept: whether the alternative changes the disaggregation policy. Decisions that are repeated on history's
+            own state do not show this change, because they keep their stage.
         queries: number of answered route queries.
         queries_otherwise: route queries for which the alternative selects another rank.
-        state: state digest of history's world at the end.
-        other_state: state digest of the alternative's world. Equal to `state` if nothing differs, including
-            configuration.
-        unverified: unverifiable items by name, as in a verification.
-        divergence: the first journal record that does not follow from the events; it ended the walk. None if there is
-            none.
+        state: digest of history's world at the end.
+        other_state: digest of the alternative's world at the end. Equal to `state` if the worlds are equal, including
+            their configuration.
+        unverified: number of records and events that could not be verified, by name, as in `VerifyReport`.
+        divergence: the first journal record that does not follow from the events, which ended the comparison. None if
+            all records follow.
     """
 
     alternative: str = ""

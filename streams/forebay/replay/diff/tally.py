@@ -1,4 +1,4 @@
-"""Totals of a comparison: per world, per time interval, and over requests that both worlds routed.
+"""Add up the totals of a comparison: per world, per time interval, and over the requests that both worlds routed.
 
 Memory is bounded by the fleet, the resolution of a chart and the active requests. Only queueing times are kept per
 request, eight bytes each.
@@ -31,7 +31,7 @@ MOST = 20  # moved requests in the report
 
 @dataclass(slots=True)
 class WorldTally:
-    """Running totals of one world."""
+    """Running totals of one world, history's or the alternative's. For the fields see `WorldSummary`."""
 
     decisions: int = 0
     routed: int = 0
@@ -62,11 +62,11 @@ class WorldTally:
         load.computed_tokens += prompt_tokens - cached_tokens
 
     def fetch(self) -> None:
-        """Count an attempt whose rank computes nothing of the prompt."""
+        """Count an attempt on a decode worker that fetches the KV of the prompt, so it computes no prompt tokens."""
         self.routed += 1
 
     def side(self, keys: list[HolderKey], still_held: int, landed: float | None) -> WorldSummary:
-        """Return the summary; `keys` are all ranks that existed."""
+        """Return the summary of the world. `keys` are all ranks that existed at any time."""
         return WorldSummary(
             decisions=self.decisions,
             routed=self.routed,
@@ -110,7 +110,7 @@ class _Stretch:
 class Series:
     """Totals over time. World 0 is history, world 1 the alternative.
 
-    Intervals double in length when there are too many.
+    When there are more than `INTERVALS_MAX` intervals, their length doubles.
     """
 
     def __init__(self, start_us: int) -> None:
@@ -136,7 +136,7 @@ class Series:
         stretch.computed[world][key] += prompt_tokens - cached_tokens
 
     def intervals(self, keys: list[HolderKey]) -> list[Interval]:
-        """Return one entry per interval; `keys` are all ranks that existed."""
+        """Return one entry per interval. `keys` are all ranks that existed at any time."""
         return [
             Interval(
                 after_s=number * self.width_us / 1e6,
@@ -180,7 +180,7 @@ class PairTally:
         self._seen = 0
 
     def add(self, history: CostTerms, other: CostTerms, *, later: bool) -> None:
-        """Count a request that both worlds routed. `later`: the alternative routed it later than history."""
+        """Count a request that both worlds routed. `later` is true if the alternative routed it later than history."""
         if later:
             self.later += 1
             self.later_won += max(0, blocks_of(other) - blocks_of(history))
@@ -223,7 +223,7 @@ class PairTally:
 
 
 def ranks(keys: list[HolderKey], history: WorldTally, other: WorldTally) -> list[RankComparison]:
-    """Return the load of every rank in both worlds."""
+    """Return, for every rank, the attempts that each world sent to it."""
     return [
         RankComparison(
             worker_id=worker_id,
@@ -236,7 +236,7 @@ def ranks(keys: list[HolderKey], history: WorldTally, other: WorldTally) -> list
 
 
 def blocks_of(terms: CostTerms) -> int:
-    """Return the overlap in all tiers, in blocks."""
+    """Return the overlap of a candidate in blocks, summed over all tiers."""
     return terms.device_overlap + terms.host_overlap + terms.disk_overlap
 
 

@@ -1,6 +1,6 @@
 """Explain one routing decision: every candidate with its cost terms, and why the other ranks of the pool were excluded.
 
-These functions read the world right before the decision is booked. They change nothing.
+These functions read the world right before the decision is booked. They do not change the world.
 """
 
 from collections.abc import Collection, Iterator, Sequence

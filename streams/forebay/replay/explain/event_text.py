@@ -1,4 +1,4 @@
-"""Descriptions of input events in one short line each, for reports."""
+"""Describe input events in one short line each, for reports."""
 
 from typing import assert_never
 
@@ -39,7 +39,7 @@ UNDECODED = "undecodable"
 
 
 class EventSummary(msgspec.Struct, kw_only=True):
-    """One input event of a report.
+    """One input event in a report.
 
     Attributes:
         topic: topic of the event.

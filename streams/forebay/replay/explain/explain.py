@@ -1,6 +1,6 @@
 """Explain one request from the log: derive its history again, starting at the newest state before it.
 
-Everything in an explanation was derived from the recorded events and equals the journal. A divergence ends the
+All decisions in an explanation were derived from the recorded events and equal the journal. A divergence ends the
 explanation and is part of it. Events after the end of the journal are listed as not yet applied by an owner.
 """
 
@@ -47,13 +47,13 @@ async def explain(
         log: the log to read.
         partition: control partition of the request's group.
         request_id: ID to look for.
-        thorough: whether to search the whole journal for earlier uses of the ID, too.
+        thorough: whether to search the whole journal, to count earlier requests with the same ID.
         progress: called with the number of records done and their total, first for the search, then for the derivation.
         custom: custom policies that may run.
 
     Raises:
         UnknownRequest: no record on the log is about the request.
-        OtherRules: the journal was written by another version of the rules.
+        OtherRules: a program with another `core_version` wrote the journal.
         LogError: the log is damaged, or no longer holds a state before the request.
     """
     try:

@@ -1,8 +1,8 @@
 """The result of `forebay.replay.explain.explain` as plain data that JSON can hold.
 
 Clock readings (`now_us`) are in microseconds on the owner's clock, as recorded. `after_us` counts from the submission.
-Fields named `wall` use the wall clocks of the ingress or worker that wrote the event (`at_us`). Costs and overlaps are
-in KV blocks. A time on the owner's clock is None if no owner has applied the event yet.
+Fields with `wall` in their names use the wall clock of the ingress or worker that wrote the event (`at_us`). Costs and
+overlaps are in KV blocks. A time on the owner's clock is None if no owner has applied the event yet.
 """
 
 from typing import Any, Literal
@@ -67,7 +67,7 @@ class Submission(ExplanationPart, frozen=True, kw_only=True):
 
     Attributes:
         offset: offset of the event in topic `requests`.
-        now_us: when the owner applied the event. None if the log no longer holds that part, or no owner applied it yet.
+        now_us: when the owner applied the event. None if the log no longer holds the event, or no owner applied it yet.
         wall_us: when the ingress wrote the event. 0 if the ingress did not record a time.
         model: name of the requested model.
         lora_name: name of the requested LoRA adapter; empty for the base model.
@@ -104,16 +104,16 @@ class QueueWait(ExplanationPart, frozen=True, kw_only=True):
         now_us: when the request was held, on the owner's clock.
         pool: name of the pool that owns the queue.
         queue_class: the request's class in that queue.
-        ahead: number of requests ahead of it in the class.
+        ahead: number of requests ahead of this request in the class.
         uncached_tokens: prompt tokens to compute on the rank that has most of the prompt cached.
         threshold: configured limit, in engine steps of prefill. Requests wait while every eligible rank is above it.
             None if the ranks were full instead.
         least: the rank with the least load, as `worker/rank`.
-        least_prefill_tokens: prompt tokens to prefill on that rank.
-        least_limit_tokens: the limit of that rank, in tokens.
+        least_prefill_tokens: prompt tokens to prefill on the rank `least`.
+        least_limit_tokens: the limit of the rank `least`, in tokens.
         suspects: the suspect workers that the request waits for, if no other worker is eligible. The `least` fields are
-            then empty.
-        least_requests: number of active requests on that rank.
+            then empty or 0.
+        least_requests: number of active requests on the rank `least`.
     """
 
     offset: int
@@ -139,13 +139,14 @@ class RankState(ExplanationPart, frozen=True, kw_only=True):
         device_overlap: leading blocks of the prompt in device memory.
         host_overlap: further leading blocks in host memory.
         disk_overlap: further leading blocks on disk.
-        assumed_overlap: the part of `device_overlap` that no KV event confirmed. It follows from earlier routing.
-        device_blocks: blocks in device memory in total, according to KV events.
-        host_blocks: blocks in host memory in total.
-        disk_blocks: blocks on disk in total.
+        assumed_overlap: the part of `device_overlap` that no KV event confirmed. The router assumes that the rank has
+            these blocks, because it routed a prompt with them to the rank.
+        device_blocks: number of all blocks in device memory, according to KV events.
+        host_blocks: number of all blocks in host memory, according to KV events.
+        disk_blocks: number of all blocks on disk, according to KV events.
         kv_blocks_total: capacity of the rank's device memory in KV blocks.
-        waiting_tokens: prompt tokens that were routed to the rank and wait for their first output token.
-        computed_tokens: prompt tokens that the rank was sent to compute so far.
+        waiting_tokens: uncached prompt tokens of requests on the rank that have no output token yet.
+        computed_tokens: uncached prompt tokens of all requests that were routed to the rank so far.
     """
 
     worker_id: str
@@ -192,7 +193,7 @@ class ExcludedRank(ExplanationPart, frozen=True, kw_only=True):
     Attributes:
         seen: cache and load of the rank.
         reasons: every reason for the exclusion.
-        text: the same reasons as a sentence.
+        text: the reasons as a sentence.
     """
 
     seen: RankState
@@ -201,7 +202,7 @@ class ExcludedRank(ExplanationPart, frozen=True, kw_only=True):
 
 
 class Routing(ExplanationPart, frozen=True, kw_only=True):
-    """One routing decision. It was derived again from the events and equals the recorded one, including the cost table.
+    """One routing decision, derived again from the events. It equals the recorded decision, including the cost table.
 
     Attributes:
         offset: offset of the decision in the journal.
@@ -218,11 +219,11 @@ class Routing(ExplanationPart, frozen=True, kw_only=True):
         runner_up: index of the cheapest other candidate; None if there is no other.
         ties: number of candidates with the lowest cost, if the cost decided.
         reason: the rule that decided, as an identifier.
-        why: the same as a sentence.
+        why: the rule that decided, as a sentence.
         candidates: all candidates, sorted by worker and rank.
-        left_out: the other ranks of the pool.
+        left_out: all ranks of the pool that were not candidates.
         table_digest: digest over every term of every candidate. It equals the recorded digest.
-        would_wait: for a query: whether such a request would be held in the queue.
+        would_wait: for a query: whether a request like it would be held in the queue.
         stage: part of the request that was routed. `encode`: only its images and videos. `prefill`: only its prompt.
             `decode`: fetching its KV and generating the response. `aggregated`: the whole request.
         prefill: where the prompt is computed, and why. None unless the pool is a decode pool.
@@ -257,15 +258,17 @@ class FirstTokenTiming(ExplanationPart, frozen=True, kw_only=True):
     Attributes:
         attempt: number of the attempt.
         worker_id: the worker that emitted the token.
-        ttft_us: time since the submission on the owner's clock.
-        wall_ttft_us: the same on the clocks of worker and ingress. None if either did not record a time.
+        ttft_us: time since the submission on the owner's clock. None if one of the two times is unknown.
+        wall_ttft_us: time from the submission on the ingress's wall clock to the token on the worker's wall clock. None
+            if ingress or worker did not record a time.
         cached_tokens: prompt tokens that the engine did not compute, because they were in its cache or were fetched.
-        predicted_tokens: prompt tokens that the router expected in the device cache. None if the KV was to be fetched.
-        transferred_bytes: bytes of KV fetched from a prefill worker. 0 if the engine does not report them.
+        predicted_tokens: prompt tokens that the router expected in the device cache. None if unknown, or if the worker
+            was to fetch the KV of the prompt.
+        transferred_bytes: bytes of KV fetched from a prefill worker. 0 if the engine does not report transfers.
         transfer_us: duration of that transfer in microseconds.
-        parts_us: time per part (`forebay.core.ttft_parts`) in microseconds. Parts add up to `ttft_us`; parts of zero
-            length are omitted. If `ttft_us` is None, the last part ends on the worker's clock. None if the log does not
-            hold the beginning of the request.
+        parts_us: microseconds per part of the time to first token (`forebay.core.ttft_parts`), without parts of zero
+            length. Their sum is `ttft_us`. If that is None, the last part ends when the worker emitted the token, on
+            its clock. `parts_us` is None if the log lacks the beginning of the request.
     """
 
     attempt: int
@@ -288,9 +291,10 @@ class Ending(ExplanationPart, frozen=True, kw_only=True):
         text: the message sent to the client, or the engine's error.
         attempt: number of the last attempt.
         output_tokens: number of output tokens that the engine reported; None if it reported none.
-        duration_us: time since the submission on the owner's clock.
-        wall_duration_us: the same on the clocks of worker and ingress.
-        left_out: for a rejection: why each worker rank of the pool was not eligible.
+        duration_us: time since the submission on the owner's clock. None if one of the two times is unknown.
+        wall_duration_us: time from the submission on the ingress's wall clock to the end on the worker's wall clock.
+            None if one of them did not record a time.
+        left_out: for a rejection: the worker ranks of the pool, with the reasons why they were not eligible.
     """
 
     state: State
@@ -307,8 +311,8 @@ class TimelineEntry(ExplanationPart, frozen=True, kw_only=True):
     """One entry in the timeline of a request.
 
     Attributes:
-        what: identifier of the entry, such as `routed` or `worker_lost`.
-        text: the same as a sentence.
+        what: kind of the entry, such as `routed` or `worker_lost`.
+        text: description of the entry as a sentence.
         now_us: when the owner applied the event or made the decision.
         after_us: microseconds since the submission.
         topic: topic of the record.
@@ -330,13 +334,13 @@ class Explanation(ExplanationPart, frozen=True, kw_only=True):
 
     Attributes:
         request_id: ID of the request.
-        kind: `request`, or `query` for a dry-run route query.
-        state: the current state, or the outcome.
+        kind: `request`, or `query` for a route query, which routes nothing.
+        state: the current state, or the outcome if the request has ended.
         earlier_uses: number of earlier requests with the same ID. None if they were not searched for.
         derived_from: journal offset at which the derivation began.
-        derived_to: journal offset at which it ended, exclusive.
+        derived_to: journal offset at which the derivation ended, exclusive.
         submitted: the submission; None if the log does not hold it.
-        held: the wait in the router's queue; None if the request was not held.
+        held: why the request was held in the router's queue; None if it was not held.
         routings: every routing decision for the request, in order.
         first_token: first token of the last attempt that produced one.
         output_tokens: output tokens reported so far.

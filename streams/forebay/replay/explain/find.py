@@ -1,7 +1,7 @@
 """Find a request in a journal by searching the bytes of its records backwards, without deriving anything.
 
-An ID may be used again once the owner has forgotten it. A use begins with the first decision about a submission. A
-rejected duplicate is not a use of its own; it belongs to the previous use.
+Another request may use the same ID once the owner has forgotten the first request. Each use of an ID begins with the
+first decision about a submission. A rejected duplicate is not a use of its own; it belongs to the previous use.
 """
 
 from collections.abc import Callable
@@ -122,7 +122,7 @@ async def find(
 async def find_unapplied_submission(
     log: Log, partition: int, request_id: str
 ) -> tuple[int, RequestSubmitted | RouteQueried] | None:
-    """Return a submission of this ID that the journal has not consumed yet, with its offset, or None."""
+    """Return a submission with this ID that the owner has not applied yet, with its offset, or None."""
     position = (await recorded_view(log, partition)).get(REQUESTS.name, 0)
     end = await log.end(REQUESTS.name, partition)
     needle = request_id.encode()
@@ -140,11 +140,11 @@ async def find_unapplied_submission(
 
 
 def starts_use(record: RequestRecord, *, held: bool) -> bool:
-    """Return whether a use of an ID begins with this record.
+    """Return whether `record` is the first decision about a submission, with which a new use of its ID begins.
 
     Args:
-        record: a decision about the ID.
-        held: whether the request waits in the router's queue at this point.
+        record: a decision about a request with this ID.
+        held: whether a request with this ID waits in the router's queue before this decision.
     """
     match record:
         case RequestHeld() | RouteAnswered():

@@ -17,7 +17,7 @@ from forebay.replay.explain.explanation import SelectionReason
 
 
 def why(world: World, plan: Plan) -> tuple[SelectionReason, str]:
-    """Return what decided between the candidates: an identifier and a sentence.
+    """Return why the candidate was selected, as an identifier and as a sentence.
 
     Call this function before the decision is booked, because it reads the world's current state.
     """
@@ -57,7 +57,7 @@ def why(world: World, plan: Plan) -> tuple[SelectionReason, str]:
 def limiting_session(
     world: World, pool: PoolConfigured, request: SubmittedRequest, candidates: Collection[HolderKey]
 ) -> Binding | None:
-    """Return the session binding that excluded all ranks but one, as `find_candidates` applies it, or None."""
+    """Return the session binding because of which `find_candidates` left only one rank; None if there was none."""
     hints = request.hints
     if not hints.session_id or not pool.router.session_ttl_s or hints.worker_id:
         return None

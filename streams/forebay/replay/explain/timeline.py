@@ -1,7 +1,8 @@
 """Build the timeline of one request from the steps of a journal walk.
 
-A use of an ID begins with the first decision about a submission. Progress from a worker counts only for the request's
-current attempt and worker epoch, as in `forebay.core.state.requests`.
+Several requests may use the same ID, one after the other. A use begins with the first decision about a submission.
+Progress events count only if they are from the request's current attempt and worker epoch, as in
+`forebay.core.state.requests`.
 """
 
 from collections import deque
@@ -79,10 +80,10 @@ TimelineEvent = ProgressEvent | WorkerFact | RequestCancelled
 
 
 class Timeline:
-    """Consumes the steps of a walk and explains the last use of a request ID.
+    """Explains the last request with a given ID, from the steps of a walk.
 
-    Register `on_plan` with the walk's world. If the request is already active where the walk begins, the timeline
-    starts there, without the submission.
+    The caller registers `on_plan` with the walk's world. If the request is already active where the walk begins, the
+    timeline starts there, without the submission.
     """
 
     def __init__(self, request_id: str, world: World) -> None:
@@ -113,11 +114,11 @@ class Timeline:
             self._choices.append(routing_of(self._world, plan))
 
     def apply(self, step: Step, offsets: Mapping[str, int]) -> None:
-        """Apply one step: first the consumed events, then the decision.
+        """Apply one step: first its input events, then its decision.
 
         Args:
             step: the next step of the walk.
-            offsets: offset of the first consumed event, by topic.
+            offsets: offset of the first input event of the step, by topic.
         """
         taken = dict.fromkeys(step.events, 0)
         for run in step.record.consumed:
@@ -154,7 +155,7 @@ class Timeline:
             self._observe_progress(offset, event, now_us)
 
     def explanation(self, *, diverged: bool) -> Explanation:
-        """Return the explanation. The caller fills in the fields about search and derivation.
+        """Return the explanation. The caller fills in the fields that depend on the search and on the walk.
 
         Args:
             diverged: whether the walk ended at a divergence.
@@ -269,7 +270,7 @@ class Timeline:
         self._add_entry("submitted", text, self._now_us, REQUESTS.name, offset)
 
     def _chosen(self, offset: int, table_digest: str | None, **fields: Any) -> Routing:
-        """Return the routing decision that belongs to a record. Both come from the same derivation."""
+        """Return the derived routing decision that belongs to a journal record."""
         routing = self._choices.popleft()
         assert routing.table_digest == table_digest, "the walk compares the digests"
         fields["after_us"] = routing.now_us - self._zero_us

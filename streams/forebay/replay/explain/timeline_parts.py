@@ -1,4 +1,4 @@
-"""Parts of a timeline: structs made from events and the world, and their texts."""
+"""Create the parts of a timeline from events and the world, and describe them in sentences."""
 
 import msgspec
 
@@ -48,7 +48,7 @@ def submission_of_event(event: SubmissionEvent, offset: int, now_us: int | None)
 
 
 def submission_of_state(request: ActiveRequest, model: str) -> Submission:
-    """Return the submission of an active request, as far as the state holds it."""
+    """Return the submission of an active request. Facts that the request's state does not hold are None, 0 or False."""
     return Submission(
         offset=request.submitted.offset,
         now_us=None,
@@ -118,7 +118,10 @@ def _waiting_for_suspects(suspects: Roster, offset: int, now_us: int, record: Re
 
 
 def excluded_ranks(world: World, event: SubmissionEvent | None, reason: RejectReason) -> tuple[ExcludedRank, ...]:
-    """Return why each rank of the pool could not take a request that was just rejected."""
+    """Return the ranks that could not take a request that was just rejected, with the reasons.
+
+    Returns nothing if eligibility was not the reason of the rejection.
+    """
     pool = None if event is None else world.pool_of(event.model)
     if event is None or pool is None or reason not in ELIGIBILITY_REJECTIONS:
         return ()

@@ -1,9 +1,10 @@
 """Select the slice of a log that a recording needs, and copy it.
 
-Theory of operation. The decisions of a window follow from a state before it and everything applied since. So a slice
-contains the newest snapshot before the window, or the log's beginning. It contains the journal from there to the
-window's end, and of each input topic exactly the records that this part of the journal consumed. All offsets are fixed
-before the first record is copied. So the log may grow meanwhile, and an interrupted copy can be resumed.
+Theory of operation. The user asks for a window, which is a range of journal records. Its decisions follow from a state
+before the window and all events applied since. A slice therefore contains the newest snapshot before the window, or the
+log's beginning. It contains the journal from there to the end of the window, and of each input topic the records that
+this part of the journal consumed. All offsets are fixed before the first record is copied. The log may therefore grow
+during the copy, and an interrupted copy can be resumed.
 """
 
 from collections import Counter
@@ -40,9 +41,9 @@ class NothingDecided(LogError):
 
 
 class Window(NamedTuple):
-    """Journal records appended at or after `from_us` and before `to_us`, in microseconds since 1970.
+    """Range of journal records: appended at or after `from_us` and before `to_us`, in microseconds since 1970.
 
-    None means no limit.
+    None means that the range has no limit on this side.
     """
 
     from_us: int | None = None
@@ -50,13 +51,13 @@ class Window(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """Input from which one group's decisions of a window can be derived.
+    """Part of a log from which one group's decisions in a window can be derived.
 
     Attributes:
         group: the group and its journal range.
-        extents: the records to copy, by topic.
-        from_us: append time of the window's first record.
-        to_us: append time of the window's last record.
+        extents: offset range of the records to copy, one per topic.
+        from_us: append time of the window's first record, in microseconds since 1970.
+        to_us: append time of the window's last record, in microseconds since 1970.
     """
 
     group: RecordedGroup
@@ -114,7 +115,7 @@ async def slice_of(log: Log, name: str, partition: int, window: Window) -> Slice
 async def contents_of(  # noqa: D417 - the rest are fields of `Contents`
     log: Log, slices: list[Slice], *, namespace: str, source: str, asked: Mapping[str, str], anonymized: bool = False
 ) -> Contents:
-    """Return the contents of one recording of these slices, including the whole directory of groups.
+    """Return the contents of one recording of these slices. It also gets the whole topic `groups`.
 
     Args:
         log: the log of the slices.
@@ -148,7 +149,7 @@ async def copy(
         log: the log to read.
         writer: the recording to complete.
         progress: called with the number of records done and their total.
-        rewrite: returns a record with another value, key and headers.
+        rewrite: returns the record to store instead of a record of the log. It may change value, key and headers only.
 
     Raises:
         LogError: retention removed a record meanwhile, a record is damaged, or the disk is full.
@@ -166,13 +167,11 @@ async def copy(
 
 
 async def offset_at(log: Log, partition: int, at_us: int, *, before: bool = False) -> int:
-    """Return the first journal offset at or after a time.
+    """Return the offset of the first journal record that was appended at or after `at_us`.
 
-    With `before`, return the offset after the last record before the time. Times may step back a little when a new
-    owner's
-    clock is behind. Within a page of the offset found, every record on the wanted side of the time is on the wanted
-    side of
-    the offset.
+    With `before`, return the offset after the last journal record that was appended before `at_us`. Append times may
+    step back a little when a new owner's clock is behind. The result is correct despite such steps if they span less
+    than `PAGE_RECORDS` records.
 
     Raises:
         LogError: the log is damaged.
@@ -194,7 +193,7 @@ async def offset_at(log: Log, partition: int, at_us: int, *, before: bool = Fals
 
 
 async def newest_us(log: Log, partition: int) -> int | None:
-    """Return when the newest decision was appended; None if the journal contains none.
+    """Return when the newest decision was appended, in microseconds since 1970. None if the journal has no decision.
 
     Raises:
         LogError: the log is damaged.
@@ -221,10 +220,10 @@ async def _at_us(log: Log, partition: int, offset: int) -> int:
 
 
 async def _start_before(log: Log, partition: int, first: int, last: int, begins: Mapping[str, int]) -> StoredState:
-    """Return the newest complete state at or before journal offset `first`, else the oldest.
+    """Return the newest usable state at or before journal offset `first`, or the oldest one if there is none.
 
     Raises:
-        LogError: there is none.
+        LogError: the log holds no usable state.
     """
     taken = await newest_snapshot(log, partition, min(first + 1, last))
     start = None if taken is None else await usable_state(log, partition, taken, begins)
@@ -239,7 +238,7 @@ async def _earliest(log: Log, partition: int, end: int, begins: Mapping[str, int
     """Return the state of the oldest usable snapshot.
 
     Raises:
-        LogError: there is none.
+        LogError: the log holds no usable snapshot.
     """
     async for _, taken in snapshots_taken(log, partition, begins[DECISIONS.name], end):
         start = await usable_state(log, partition, taken, begins)

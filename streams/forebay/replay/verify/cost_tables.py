@@ -1,7 +1,8 @@
-"""The derived cost table of a decision beside the recorded one.
+"""Compare the derived cost table of a decision with the recorded cost table.
 
-The journal holds the terms of the winner and the runner-up, and a digest over all candidates. Only an answered route
-query holds every candidate. So most recorded tables are incomplete, and this module does not complete them.
+The journal holds the cost terms of the winner (the selected candidate) and of the runner-up, and a digest over all
+candidates. Only the record of an answered route query holds every candidate. Most recorded tables are therefore
+incomplete, and this module does not complete them.
 """
 
 from collections.abc import Iterator
@@ -17,16 +18,16 @@ WINNER, RUNNER_UP = "winner", "runner-up"
 
 
 class CostTableRow(msgspec.Struct, kw_only=True):
-    """One candidate of either table.
+    """One candidate in the derived or the recorded cost table.
 
     Attributes:
         worker_id: ID of the worker.
         rank: data-parallel rank.
-        derived: derived terms; None if the rank is not a derived candidate.
-        recorded: recorded terms; None if the journal does not hold them.
+        derived: derived cost terms; None if the rank is not a derived candidate.
+        recorded: recorded cost terms; None if the journal does not hold them.
         place: `winner`, `runner-up` or empty, in the derived table.
-        recorded_place: the same in the recorded table.
-        differs: names of the terms that differ.
+        recorded_place: `winner`, `runner-up` or empty, in the recorded table.
+        differs: names of the cost terms that differ between `derived` and `recorded`, if both are known.
     """
 
     worker_id: str
@@ -39,7 +40,7 @@ class CostTableRow(msgspec.Struct, kw_only=True):
 
 
 class CostTables(msgspec.Struct, kw_only=True):
-    """Both cost tables of a decision.
+    """The derived and the recorded cost table of a decision.
 
     Attributes:
         request_id: ID of the request.
@@ -47,8 +48,8 @@ class CostTables(msgspec.Struct, kw_only=True):
         mode: routing mode of the pool.
         digest: digest over every term of every derived candidate.
         rows: the candidates of both tables.
-        comparable: whether the record decides the same request.
-        recorded_in_full: whether the journal holds every row.
+        comparable: whether the recorded decision is about the same request. Otherwise there are no recorded terms.
+        recorded_in_full: whether the journal holds the terms of every recorded candidate.
         recorded_digest: digest of the recorded table; None if not comparable.
         recorded_candidates: number of recorded candidates; None if not comparable.
     """
@@ -65,7 +66,7 @@ class CostTables(msgspec.Struct, kw_only=True):
 
 
 def tables(plan: Plan, record: JournalRecord) -> CostTables:
-    """Return the derived table of a routing decision beside the recorded terms."""
+    """Return the cost table of a derived routing decision together with the cost terms in the journal record."""
     derived, request_id = plan.table, plan.request.request_id
     next_best = plan.runner_up()
     second = None if next_best is None else (next_best.worker_id, next_best.rank)
@@ -103,7 +104,7 @@ def digest_of(table: CostTable) -> str:
 
 
 def _recorded(record: RequestRouted | RouteAnswered) -> Iterator[tuple[str, ScoredCandidate]]:
-    """Yield the recorded candidates of a decision with their places."""
+    """Yield the recorded candidates of a decision, each with its place (`winner`, `runner-up` or empty)."""
     if isinstance(record, RequestRouted):
         yield WINNER, ScoredCandidate(worker_id=record.worker_id, rank=record.rank, terms=record.terms)
         if record.runner_up is not None:

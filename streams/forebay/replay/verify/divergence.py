@@ -1,7 +1,7 @@
-"""Report a divergence: both decisions, both cost tables, the events in between, and where the cause may be.
+"""Report a divergence: recorded and derived decision, both cost tables, the events before, and what the cause may be.
 
-A state digest that matched brackets the cause: the wrong event was applied after it. The evidence kept during a walk is
-bounded, however long the walk is.
+If a digest in the journal matched the derived state, the cause was applied after that digest. The memory that a walk
+needs for a later report does not grow with the length of the walk.
 """
 
 from collections import deque
@@ -31,7 +31,7 @@ class LastVerifiedState(msgspec.Struct, kw_only=True):
     Attributes:
         journal_offset: journal offset of that state.
         sealed: whether a digest in the journal confirms the state. If not, it is the state where the walk began.
-        since: per topic, the first offset applied after that state, and the offset after the last one.
+        since: offset of the first event applied after that state and offset after the last applied event, by topic.
     """
 
     journal_offset: int
@@ -40,23 +40,24 @@ class LastVerifiedState(msgspec.Struct, kw_only=True):
 
 
 class DivergenceReport(msgspec.Struct, kw_only=True):
-    """The first record that does not follow from the events.
+    """The first journal record that does not follow from the events, and what may explain it.
 
     Attributes:
         offset: offset of the record in the journal.
         reason: what is wrong with the record.
         hint: the likely kind of cause; may be empty.
         owner_epoch: epoch of the owner that wrote the record.
-        differs: per field, the recorded and the derived value, if a decision was derived.
+        differs: recorded and derived value of each field that differs, by field; empty if no decision was derived.
         recorded: the recorded decision.
         derived: the derived decision; None if the events lead to no decision.
-        previous: the previous valid record, with its offset.
-        events: the last events applied since the previous record.
-        events_before: number of earlier events that are not in `events`.
-        events_offset: the journal record that consumed the events. It may have led to several decisions.
+        previous: the previous valid record, with its offset; None if there is none.
+        events: the last events applied before the record.
+        events_before: number of events that were applied together with `events` but earlier, and are not listed.
+        events_offset: offset of the journal record whose `consumed` counts these events. They may have led to several
+            decisions.
         table: both cost tables; None if no routing decision was derived.
         held: the last state that is known to be correct.
-        suspicion: events that may be the cause; None if it may be any event since `held`.
+        suspicion: events that may be the cause; None if any event since `held` may be the cause.
     """
 
     offset: int
@@ -76,7 +77,7 @@ class DivergenceReport(msgspec.Struct, kw_only=True):
 
 
 class DivergenceTrail:
-    """Collects during a walk what a divergence report needs. Create it before the walk's first step."""
+    """Collects the data for a divergence report during a walk. Create it before the first step of `walk`."""
 
     def __init__(self, walk: Walk) -> None:
         self._walk = walk
@@ -168,7 +169,7 @@ class DivergenceTrail:
         return {topic: span for topic, span in spans.items() if span[0] < span[1]}
 
     def _hint(self, recorded: JournalRecord, derived: JournalRecord | None, table: CostTables | None) -> str:
-        """Return what the divergence looks like, or an empty string."""
+        """Return the likely kind of cause as text, or an empty string."""
         unknown = sum(reader.unknown for reader in self._walk.order.readers.values())
         if unknown:
             return f"{unknown} earlier events of unknown types had no effect here: they may be the cause"

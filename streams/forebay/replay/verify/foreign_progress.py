@@ -1,4 +1,4 @@
-"""Find progress events from workers that were not selected, during a journal walk.
+"""Find progress events from workers that were not selected, while a journal is derived again.
 
 The live core can judge progress only by the request state that it keeps. A walk sees every decision, so it also knows
 where earlier attempts and ended requests were sent.
@@ -30,12 +30,11 @@ class ForeignEvent(msgspec.Struct, kw_only=True):
         offset: offset of the event on topic `progress`.
         type: wire tag of the event.
         about: ID of the request or command.
-        attempt: attempt that the worker reports on; 0 for a command.
+        attempt: attempt about which the worker reports; 0 for a command.
         reported_by: the worker that wrote the event.
         reported_epoch: epoch of that worker.
-        selected: the workers, with epochs, to which this attempt was sent. If no worker had this attempt, the workers
-            of
-            all attempts. For a command, the workers to which it was sent. Empty if there are none.
+        selected: the workers, with epochs, to which the owner sent this attempt. If the owner sent this attempt to no
+            worker, the workers of all attempts. For a command, the workers to which the owner sent it. May be empty.
     """
 
     offset: int
@@ -57,15 +56,15 @@ class ForeignEvent(msgspec.Struct, kw_only=True):
 
 
 class ForeignProgress:
-    """Collects progress of workers that were not selected, while `walk` derives the decisions.
+    """Collects progress events from workers that were not selected, while `walk` derives the decisions.
 
     Attributes:
-        count: number of such events so far.
-        first: the first of them, up to a limit.
+        count: number of these events so far.
+        first: the first `SHOWN_MAX` of these events.
     """
 
     def __init__(self, walk: Walk) -> None:
-        """Start before the first step of the walk."""
+        """Register with `walk`, which must not have begun."""
         self.count = 0
         self.first: list[ForeignEvent] = []
         self._world = walk.world

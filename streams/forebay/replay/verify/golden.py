@@ -35,7 +35,7 @@ def check_recording(
 
     Args:
         path: path of the recording.
-        allow: names that may stay unverified, as for `forebay replay verify --allow`.
+        allow: kinds of records that may stay unverified, as for `forebay replay verify --allow`.
         custom: classes of the custom policies that may run, by dotted path.
 
     Returns:
@@ -43,9 +43,8 @@ def check_recording(
 
     Raises:
         AssertionError: a derived decision differs from the recorded one, or this program cannot derive it. The message
-            contains the first such decision, the differing fields and both cost tables. If the recording was written by
-            a
-            program with other rules, the message contains `OtherRules` and the remedy.
+            contains the first such decision, the differing fields and both cost tables. If a program with another
+            `core_version` wrote the recording, the message contains `OtherRules` and the remedy.
         LogError: the file is damaged, truncated, or not a recording.
     """
     return asyncio.run(_check(Path(path), allow, custom))

@@ -1,6 +1,6 @@
-"""Find the events that may have caused a divergence: those of the type from which the differing terms come.
+"""Find the events that may have caused a divergence: events of the type that determines the differing cost terms.
 
-Only events after the last matching state digest are examined, newest first, up to a limit.
+Only events after the last matching digest are examined, and at most the newest `SCANNED_MAX` per topic.
 """
 
 from collections import deque
@@ -30,10 +30,11 @@ class Suspicion(msgspec.Struct, kw_only=True):
     """Events that may be the cause of a divergence.
 
     Attributes:
-        why: the reason for suspecting these events.
-        likely: the last events about blocks of the prompt.
-        others: the last of the other suspected events. An event whose block hashes were changed is among these.
-        more: number of further suspected events.
+        why: why these events may be the cause.
+        likely: the newest suspected events about blocks of the prompt.
+        others: the newest suspected events that are not about blocks of the prompt. If the block hashes of an event
+            were changed, the event is here.
+        more: number of suspected events that are not listed.
     """
 
     why: str
@@ -56,15 +57,15 @@ async def suspicion_of(
     blocks: frozenset[int],
     since: Mapping[str, tuple[int, int]],
 ) -> Suspicion | None:
-    """Return the events that may be the cause; None if it may be any event.
+    """Return the events that may be the cause of a divergence; None if any event may be the cause.
 
     Args:
         log: the log to read.
         partition: control partition of the group.
         records: the recorded and the derived record.
-        table: cost tables of both records.
+        table: cost tables of both records; None if no routing decision was derived.
         blocks: block hashes of the prompt.
-        since: the offsets to examine, by topic.
+        since: the offset range to examine, by topic.
 
     Raises:
         LogError: the log is damaged.

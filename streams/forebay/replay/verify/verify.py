@@ -1,7 +1,7 @@
 """Derive every recorded decision again from the recorded events, and compare it with the record.
 
-The log may contain crashes, restarts and failovers; the journal's order bridges them. Nothing unreadable is skipped
-silently: it ends the verification or is counted by name.
+The log may contain crashes, restarts and failovers, because the journal holds the order of events across them. No
+unreadable record is skipped silently: it ends the verification or is counted in `VerifyReport.unverified`.
 """
 
 from collections.abc import Callable, Set
@@ -47,11 +47,11 @@ class VerifyReport(msgspec.Struct, kw_only=True):
         claims: number of ownership claims, one for each start or failover.
         snapshots: number of snapshots whose chunks restore the sealed state.
         void: number of stale records: their owner had lost the group.
-        malformed: number of input events that no version can decode. They had no effect when they were applied, either.
-        pending: derived decisions that the journal does not hold yet, because the owner died or is still writing.
-        unapplied: number of input events that no journal record consumed.
-        unverified: number of unverifiable items, by a name of `UNVERIFIED`.
-        allowed: names that do not fail the verification.
+        malformed: number of input records that no version can decode. They had no effect when the owner read them.
+        pending: number of derived decisions that the journal does not hold yet, because the owner died or still writes.
+        unapplied: number of input events that the owner has not applied according to the journal.
+        unverified: number of records and events that could not be verified, by a name of `UNVERIFIED`.
+        allowed: names of `unverified` that do not fail the verification.
         unknown_event: location and tag of the first event of an unknown type.
         foreign_progress: the first progress events from workers that were not selected.
         digest: 64-bit digest over every verified journal record in order, in hex.
@@ -80,7 +80,7 @@ class VerifyReport(msgspec.Struct, kw_only=True):
 
     @property
     def failed(self) -> dict[str, int]:
-        """Unverified counts whose names are not allowed."""
+        """The entries of `unverified` that fail the verification, because their names are not in `allowed`."""
         return {name: count for name, count in self.unverified.items() if name not in self.allowed}
 
 
@@ -101,7 +101,7 @@ async def verify(
         custom: custom policies that may run.
 
     Raises:
-        OtherRules: the journal was written by another version of the rules.
+        OtherRules: a program with another `core_version` wrote the journal.
         PolicyNotAllowed: the owner ran a custom policy that is not in `custom`.
         LogError: the log is damaged, or lacks events that the journal consumed.
     """
@@ -156,7 +156,7 @@ async def _check_snapshot(
 
 
 async def _account(log: Log, partition: int, walk: Walk, report: VerifyReport) -> None:
-    """Add the counts of what the walk did not verify, and its final state."""
+    """Add the number of records and events that the walk did not verify, and the digest of its final state."""
     report.void = walk.validity.void
     report.unverified |= walk.unverified
     for topic in INPUTS:
