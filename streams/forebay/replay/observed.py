@@ -97,7 +97,7 @@ async def observe_history(
         custom: custom policies that may run.
 
     Raises:
-        OtherRules: a program with another `core_version` wrote the journal.
+        OtherRules: a program with other decision rules wrote the journal.
         LogError: the log is damaged, or lacks events that the journal consumed.
     """
     walk = await walk_all(log, partition, custom)

@@ -33,14 +33,14 @@ FOREIGN_RECORDS, UNREAD_FIELDS, UNKNOWN_EVENTS = "foreign-records", "unread-fiel
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A state at which a walk can begin: the world right before the journal record at `offset`."""
+    """A state at which a `Walk` can begin: the world right before the journal record at `offset`."""
 
     world: World
     offset: int
 
 
 class Step(NamedTuple):
-    """One step of a walk: a valid journal record, and the result of deriving it again.
+    """One step of a `Walk`: a valid journal record, and the result of deriving it again.
 
     Attributes:
         offset: journal offset of the record.
@@ -112,7 +112,7 @@ class Walk:
         """Derive and yield one record after another. A divergence ends the walk, and the world is then invalid.
 
         Raises:
-            OtherRules: a program with another `core_version` wrote the journal.
+            OtherRules: a program with other decision rules wrote the journal.
             PolicyNotAllowed: the owner ran a custom policy that this walk does not have.
             LogError: the log is damaged, or lacks events that the journal consumed.
         """

@@ -43,7 +43,7 @@ class RouterHeartbeats:
 
     @property
     def owner_age_s(self) -> float | None:
-        """Seconds since the owner's newest heartbeat arrived, None before the first one."""
+        """Seconds since the owner's newest heartbeat arrived, None before its first heartbeat."""
         return None if self.owner is None else self._clock_s() - self._owner_arrived_s
 
     @property

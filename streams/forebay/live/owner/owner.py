@@ -169,7 +169,7 @@ class Owner:
         self.ingresses = IngressPresence(self._log, settings.partition, epoch, self.world.fleet)
 
     async def run(self) -> None:
-        """Take turns until `stop` is called. Raises LogError if the log fails or another owner took over."""
+        """Repeat `turn` until `stop` is called. Raises LogError if the log fails or another owner took over."""
         polling = asyncio.create_task(self._poll_leases(), name="lease polling")
         try:
             while not self._stopping:
@@ -194,7 +194,7 @@ class Owner:
         self._wake.set()
 
     async def close(self) -> None:
-        """Take a final turn and a snapshot, so that the next owner starts without replaying the journal."""
+        """Call `turn` once more and take a snapshot, so that the next owner starts without replaying the journal."""
         await self.turn()
         await self.take_snapshot()
         self.drop()
@@ -412,7 +412,7 @@ class Owner:
             )
 
     async def _catch_up(self, topics: Sequence[Topic]) -> None:
-        """Take turns until these topics are applied up to their current ends."""
+        """Repeat `turn` until these topics are applied up to their current ends."""
         view, partition = self.world.view, self._settings.partition
         ends = {topic.name: await self._log.end(topic.name, partition) for topic in topics}
         while behind := [topic for topic, end in ends.items() if view.get(topic, 0) < end]:

@@ -40,7 +40,7 @@ class Snapshots:
     """Takes a snapshot of an owner's world every `every` journal records, or after `age_s` seconds with any record.
 
     In each turn the owner appends the result of `records` to the journal, passes all records that it appended to
-    `journalled`, and calls `work`, which does one slice. `wake` is set when another slice can run.
+    `journalled`, and calls `work`, which continues the snapshot for `SLICE_NS`. `wake` is set when it can continue.
 
     Attributes:
         taken: Number of snapshots whose `SnapshotTaken` is in the journal.

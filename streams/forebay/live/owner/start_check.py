@@ -35,7 +35,7 @@ async def open_checked(
 
     Raises:
         LogUnusable: The file is not a log, or a part that a start depends on is damaged.
-        OtherRules: A program with another `core_version` wrote the journal.
+        OtherRules: A program with other decision rules wrote the journal.
         RecoveryDiverged: The recorded events lead to other decisions in this version.
         PolicyNotAllowed: A recorded decision was made by a custom policy that this process may not run.
     """

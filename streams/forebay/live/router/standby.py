@@ -115,7 +115,7 @@ class Standby:
         Raises:
             RecoveryDiverged: The recorded events lead to other decisions in this version.
             PolicyNotAllowed: A recorded decision was made by a custom policy that this process may not run.
-            OtherRules: A program with another `core_version` wrote the journal.
+            OtherRules: A program with other decision rules wrote the journal.
             LogError: A required part of the log is missing or damaged.
         """
         if self.failed is not None:

@@ -124,7 +124,7 @@ class Shadow:
 
         Raises:
             RecoveryDiverged: The recorded events lead to other decisions in this version.
-            OtherRules: A program with another `core_version` wrote the journal.
+            OtherRules: A program with other decision rules wrote the journal.
             LogError: A required part of the log is missing or damaged, or another alternative used the same name.
         """
         self.end = await self._journal_end()

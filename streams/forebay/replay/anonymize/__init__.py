@@ -1,1 +1,1 @@
-"""Anonymised copies of recordings, in which every decision is derived as in the original."""
+"""Write anonymised copies of recordings, from which every decision can be derived as from the original."""

@@ -1,11 +1,11 @@
 """Write a copy of a recorded group without its clients' content. Every decision and every cost table stays the same.
 
-Theory of operation. A first pass walks and verifies the original. It collects what a single record does not show: the
-names of the system, the hashes that snapshots and requests share, and tie seeds that lead to the same decisions. Then
-`AnonymousLog` rewrites each record as it is read. Inputs and snapshots are anonymised one by one and keep their
-offsets. The journal is derived again from the anonymised inputs. Its decisions must equal the original ones; only state
-digests and message texts change. The key exists only in memory, so an interrupted copy cannot be resumed. Memory holds
-one or two worlds, and about 20 bytes per request, or 40 with a session.
+Theory of operation. A first pass reads and verifies the original. It collects data that a single record does not have:
+the names of the system, the hashes by which snapshots refer to requests, and the requests that exceeded a deadline.
+Then `AnonymousLog` rewrites each record when it is read. Input records and snapshots are anonymised one by one and keep
+their offsets. The journal is derived again from the anonymised input records. Its decisions must equal the original
+decisions; only digests and message texts change. The key exists only in memory, so an interrupted copy cannot be
+resumed. Memory holds one or two worlds, and about 20 bytes per request, or 40 if the request has a session.
 """
 
 import secrets
@@ -49,8 +49,6 @@ class Anonymized(NamedTuple):
     Attributes:
         contents: contents of the written recording.
         verified: verification report of each group, by group name.
-        seeds_kept: number of requests that keep their original tie seed, because no other seed leads to the same
-            decisions. The seed is a hash of the request ID.
     """
 
     contents: Contents
@@ -58,7 +56,10 @@ class Anonymized(NamedTuple):
 
 
 class AnonymousLog(ReadOnlyLog):
-    """Anonymised view of groups of a log. Read a journal in order, from its first record on."""
+    """Anonymised view of some groups of a log.
+
+    Read a journal in order: a read at an earlier offset derives the journal from its beginning again.
+    """
 
     def __init__(self, log: Log, masks: Masks, groups: Iterable[EventAnonymizer], custom: CustomPolicies) -> None:
         self._custom = custom
@@ -76,18 +77,18 @@ class AnonymousLog(ReadOnlyLog):
         key: bytes | None = None,
         custom: CustomPolicies = ONLY_BUILT_IN,
     ) -> Self:
-        """Run the first pass over groups of a log that does not grow.
+        """Run the first pass over some groups of a log, which must not grow, and return the anonymised view.
 
         Args:
             log: the original log.
             partitions: control partitions of the groups.
-            progress: called with the journal records done and their total, group by group.
+            progress: called with the number of journal records done and their total, group by group.
             key: the secret key. Random by default; tests pass one.
             custom: custom policies that may run.
 
         Raises:
-            NotAnonymizable: the original's decisions do not follow from its events.
-            OtherRules: the journal was written by another version of the rules.
+            NotAnonymizable: the decisions of the original do not follow from its events.
+            OtherRules: a program with other decision rules wrote the journal.
             LogError: the log is damaged or incomplete.
         """
         masks = Masks(key or secrets.token_bytes(KEY_BYTES))
@@ -101,15 +102,15 @@ class AnonymousLog(ReadOnlyLog):
         return cls(log, masks, groups, custom)
 
     async def begin(self, topic: str, partition: int) -> int:
-        """Return the offset of the original log."""
+        """Return the oldest offset, which is the same as in the original log."""
         return await self._log.begin(topic, partition)
 
     async def end(self, topic: str, partition: int) -> int:
-        """Return the offset of the original log."""
+        """Return the end offset, which is the same as in the original log."""
         return await self._log.end(topic, partition)
 
     async def read(self, topic: str, partition: int, offset: int, limit: int) -> list[Record]:
-        """Read anonymised records, without keys and headers.
+        """Return up to `limit` anonymised records from `offset`, without keys and headers.
 
         Raises:
             NotAnonymizable: the anonymised events would lead to other decisions.
@@ -134,7 +135,7 @@ class AnonymousLog(ReadOnlyLog):
         return with_value(record, encode(topic, event))
 
     async def _journal_at(self, partition: int, offset: int) -> AnonymizedJournal:
-        """Return a journal that is anonymised up to an offset. If it is further already, start again."""
+        """Return the journal after it was anonymised up to `offset`. If it is further already, start again."""
         journal = self._journals.get(partition)
         if journal is None or journal.offset > offset:
             journal = await AnonymizedJournal.begin(self._log, self, self._groups[partition], self._custom)
@@ -152,20 +153,21 @@ async def record_anonymized(
     key: bytes | None = None,
     custom: CustomPolicies = ONLY_BUILT_IN,
 ) -> Anonymized:
-    """Write an anonymised recording of `contents` from a log that may grow, and verify it.
+    """Write an anonymised recording of `contents` from a log, which may grow, and verify the recording.
 
-    Only anonymised data reaches the disk. An unfinished file of an earlier run is replaced, because its key is lost.
+    Only anonymised data is written to the disk. An unfinished file of an earlier call is replaced, because its key is
+    lost.
 
     Args:
         log: the log to read.
         out: path of the recording.
-        contents: what to record.
+        contents: contents of the recording, marked as anonymised.
         progress: called with the name of the current step, its progress and its total.
         key: the secret key. Random by default; tests pass one.
         custom: custom policies that may run.
 
     Raises:
-        NotAnonymizable: the decisions would differ. No file is left behind.
+        NotAnonymizable: decisions from the anonymised events would differ. No file is left behind.
         LogUnusable: `out` exists, or another process is writing it.
         LogError: the log is damaged or incomplete, or the disk is full.
     """

@@ -1,13 +1,13 @@
-"""Anonymise events: lengths, times, structure and the names of the system's own components stay.
+"""Anonymise events. Lengths, times, structure and the names of the system's own components stay the same.
 
-Theory of operation. An event class declares beside each field how it is anonymised (`forebay.events.privacy`), or is
-handled explicitly here. Either way a new type or field cannot be forgotten. Client data is removed: prompts, texts and
-sampling seeds are dropped. Request IDs, sessions, adapters, cache namespaces and sequence hashes are masked
-(`forebay.replay.anonymize.masks`). A worker, taint, model or queue class that a client names stays if the system has
-one of that name. Otherwise it is masked.
+Theory of operation. An event class declares for each field how the field is anonymised (`forebay.events.privacy`), or
+this module handles the class explicitly. Either way a new type or field cannot be forgotten. Client data is removed:
+prompts, texts and sampling seeds are dropped. Request IDs, sessions, adapters, cache namespaces and sequence hashes are
+masked (`forebay.replay.anonymize.masks`). The name of a worker, taint, model or queue class that a client uses stays if
+the system has a component of that name. Otherwise the name is masked.
 
-Snapshots identify requests and sessions by hashes. Their replacements are computed, or looked up in tables built from
-the recording itself, so a snapshot and the events after it still refer to the same requests.
+Snapshots identify requests and sessions by hashes. The replacements of these hashes are computed, or looked up in
+tables built from the recording itself, so a snapshot and the events after it still refer to the same requests.
 """
 
 from dataclasses import dataclass, field
@@ -78,7 +78,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 @dataclass(slots=True)
 class Names:
-    """Names that the system itself uses."""
+    """Names of the system's own components, which stay in an anonymised recording."""
 
     workers: set[str] = field(default_factory=set)
     taints: set[str] = field(default_factory=set)
@@ -87,12 +87,12 @@ class Names:
     classes: set[str] = field(default_factory=set)
 
     def learn_worker(self, spec: WorkerSpec) -> None:
-        """Add the names of a worker."""
+        """Add the names of a worker and its taints."""
         self.workers.add(spec.worker_id)
         self.taints.update(spec.taints)
 
     def learn_pool(self, pool: PoolConfigured) -> None:
-        """Add the names of a pool."""
+        """Add the names of a pool, its model and its queue classes."""
         self.models.add(pool.model)
         self.pools.add(pool.pool)
         self.classes.update(one.name for one in pool.router.queue.classes)
@@ -102,12 +102,12 @@ class EventAnonymizer:
     """Anonymises the events of one group.
 
     Attributes:
-        masks: masks of the recording's key.
+        masks: masks with the key of the recording.
         partition: control partition of the group.
-        names: names that stay even where a client uses them.
-        contents: replacements of the recording's request content hashes.
-        sessions: replacements of the recording's session keys.
-        ordered_ids: request IDs whose masks keep their sort order.
+        names: names of the system, which are not masked.
+        contents: replacement of each hash of a request's content in the recording.
+        sessions: replacement of each session key in the recording.
+        ordered_ids: masks of the request IDs passed to `keep_order`, by ID.
     """
 
     def __init__(self, masks: Masks, partition: int) -> None:
@@ -120,9 +120,9 @@ class EventAnonymizer:
         self._ordered_hashes: dict[int, str] = {}
 
     def keep_order(self, request_ids: set[str]) -> None:
-        """Mask these IDs so that their sort order is kept.
+        """Choose the masks of these IDs so that the masks sort like the IDs.
 
-        Requests with equal deadlines are aborted in ID order.
+        This keeps the order of decisions, because the owner aborts requests with equal deadlines in the order of IDs.
         """
         masked = sorted(map(self.masks.request_id, request_ids))
         self.ordered_ids = dict(zip(sorted(request_ids), masked, strict=True))

@@ -1,9 +1,9 @@
 """Keyed masks that replace hashes and names in an anonymised recording.
 
 Theory of operation. Sequence hashes are public functions of the tokens with a public seed, so a short block can be
-guessed and checked. With a key that no longer exists this is impossible. Each number is replaced by its keyed BLAKE2
+guessed and checked. A keyed hash whose key was discarded prevents this. Each number is replaced by its keyed BLAKE2
 hash of 64 bits: equal values stay equal, and no other relation remains. Different values collide as rarely as the
-sequence hashes themselves. Derivation of the anonymised events would report a collision that changes a decision.
+sequence hashes themselves. If a collision changed a decision, the derivation from the anonymised events would show it.
 """
 
 from array import array
@@ -21,7 +21,7 @@ from forebay.transport.base import LogError
 
 KEY_BYTES = 32
 BLOCKS_REMEMBERED = 1 << 16  # about 13 MB; prefixes recur often
-IDS_REMEMBERED = 1 << 13  # each ID recurs in the progress of its response, then no more
+IDS_REMEMBERED = 1 << 13  # the ID of a request recurs only until the end of its response
 
 NO_RECORD = b"\xc1"  # neither JSON nor MessagePack has this byte
 
@@ -46,7 +46,7 @@ class HashMask:
         self.of = lru_cache(maxsize=remembered)(self._of) if remembered else self._of
 
     def packed(self, values: bytes) -> bytes:
-        """Return packed u64 values with each value masked."""
+        """Return the masks of packed u64 values, packed in the same order."""
         return pack_u64(map(self.of, unpack_u64(values)))
 
     def _of(self, value: int) -> int:
@@ -56,10 +56,10 @@ class HashMask:
 
 
 class Masks:
-    """All masks of one key of `KEY_BYTES` bytes. Without the key no mask can be reversed.
+    """All masks with one key of `KEY_BYTES` bytes. Without the key no masked value can be reversed.
 
     Attributes:
-        blocks: mask of sequence hashes and of an engine's own hashes, which may be the same numbers.
+        blocks: mask of sequence hashes and of an engine's own block hashes, which may be the same numbers.
         contents: mask of request content hashes.
         sessions: mask of session keys.
         digests: mask of digests that cannot be derived again.
@@ -75,7 +75,7 @@ class Masks:
         self._ids = HashMask(key, "id", IDS_REMEMBERED)
 
     def name(self, kind: str, name: str) -> str:
-        """Return `kind` (up to 16 ASCII characters) followed by 64 bits. An empty name stays empty."""
+        """Return the mask of a name: `kind` (up to 16 ASCII characters) and 64 bits in hex. Return "" for ""."""
         if not name:
             return name
         return f"{kind}-{blake2b(name.encode(), key=self._key, person=kind.encode(), digest_size=8).hexdigest()}"
@@ -85,9 +85,9 @@ class Masks:
         return blake2b(bytes.fromhex(digest), key=self._key, person=b"sha256", digest_size=32).hexdigest()
 
     def undecodable(self, topic: Topic, value: bytes) -> bytes:
-        """Return a replacement for a record that does not decode.
+        """Return a replacement for a record value that does not decode.
 
-        It fails for the same reason and carries no other data.
+        The replacement fails to decode for the same reason, and contains no data of the original.
         """
         tag = None if topic.events is None else unknown_tag(topic, value)
         if tag is None:
@@ -100,12 +100,12 @@ class Masks:
         return self.request_id_of(id_hash(request_id))
 
     def request_id_of(self, hashed: int) -> str:
-        """Return the masked request ID for an `id_hash`. Snapshots keep only that hash of ended requests."""
+        """Return the masked request ID for the `id_hash` of an ID. Snapshots hold only this hash of ended requests."""
         return f"request-{hex_digest(self._ids.of(hashed))}"
 
 
 class HashPairs:
-    """Map of 64-bit hashes to replacements, 16 bytes per pair. Pairs can be looked up after `seal`."""
+    """Map from 64-bit hashes to their replacements, with 16 bytes per pair. Call `seal` before the first `get`."""
 
     def __init__(self) -> None:
         # Buckets by the leading bits limit memory, because sorting creates an object per number.
@@ -118,7 +118,7 @@ class HashPairs:
         stand_ins.append(stand_in)
 
     def seal(self) -> None:
-        """Sort the pairs. No more pairs may be added."""
+        """Sort the pairs, so that `get` can find them. No pairs may be added afterwards."""
         for numbers, stand_ins in self._buckets:
             pairs = sorted(zip(numbers, stand_ins, strict=True))
             numbers[:] = array("Q", (number for number, _ in pairs))

@@ -1,4 +1,4 @@
-"""Derive a journal again from anonymised events. Its decisions must equal those of the original."""
+"""Derive a journal again from anonymised events. Its decisions must equal the decisions of the original journal."""
 
 from typing import Self
 
@@ -21,7 +21,11 @@ CHANGED_FIELDS = frozenset({"message", "digest"})  # fields with masked values o
 
 
 class AnonymizedJournal:
-    """Anonymises the journal of one group, record by record. `offset` is that of the next record."""
+    """Anonymises the journal of one group, record by record.
+
+    Attributes:
+        offset: journal offset of the next record to anonymise.
+    """
 
     def __init__(self, inputs: Log, anonymizer: EventAnonymizer, start: Start, offset: int) -> None:
         self.offset = offset
@@ -36,7 +40,7 @@ class AnonymizedJournal:
     async def begin(
         cls, log: Log, inputs: Log, anonymizer: EventAnonymizer, custom: CustomPolicies = ONLY_BUILT_IN
     ) -> Self:
-        """Return a journal positioned before the first record of the original `log`.
+        """Return an `AnonymizedJournal` that begins with the first journal record of the original `log`.
 
         Args:
             log: the original log.
@@ -56,8 +60,8 @@ class AnonymizedJournal:
         """Return the next record, anonymised.
 
         Raises:
-            NotAnonymizable: the derived decision differs.
-            LogError: events that the record consumed are missing.
+            NotAnonymizable: the decision that was derived from the anonymised events differs.
+            LogError: events that the record's `consumed` counts are missing.
         """
         assert record.offset == self.offset, "records come in order"
         self.offset += 1

@@ -102,7 +102,7 @@ async def diff(
         The report. A record that does not follow from the events ends the comparison and is part of the report.
 
     Raises:
-        OtherRules: a program with another `core_version` wrote the journal.
+        OtherRules: a program with other decision rules wrote the journal.
         LogError: the log is damaged, or lacks events that the journal consumed.
     """
     walk = await walk_all(log, partition, custom)

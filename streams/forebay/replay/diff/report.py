@@ -175,7 +175,7 @@ class RankRouting(msgspec.Struct, kw_only=True):
 
 
 class RankComparison(msgspec.Struct, kw_only=True):
-    """One worker rank in both worlds."""
+    """Attempts sent to one worker rank, in history and in the alternative."""
 
     worker_id: str
     rank: int
@@ -292,7 +292,7 @@ class DiffReport(msgspec.Struct, kw_only=True):
         undone: requested configuration fields that an operator changed during the recording. The requested value takes
             precedence.
         notes: what the results mean and when they stop being valid, in sentences.
-        start: journal offset at which the walk began.
+        start: journal offset at which the comparison began.
         records: number of journal records followed.
         events: number of input events applied to each world.
         span_s: seconds from the first to the last clock reading.
@@ -300,19 +300,19 @@ class DiffReport(msgspec.Struct, kw_only=True):
         identical: whether both worlds made the same decisions throughout.
         fork: the first decision that differs; None if none differs. Everything before the fork is exact.
         before_fork: share of history's decisions before the fork.
-        moved: requests that went to another rank.
-        overlap: change of the overlap.
+        moved: how many requests went to another rank.
+        overlap: change of the overlap from history to the alternative.
         history: totals of history.
         other: totals of the alternative.
-        ranks: load of each rank in both worlds.
+        ranks: attempts sent to each rank, in history and in the alternative.
         most: the moved requests with the largest change of overlap.
-        series: both worlds over time.
+        series: totals of history and of the alternative per time interval.
         interval_s: length of an interval of `series`, in seconds.
-        pairs: overlap per request, in bins of `bin_blocks` blocks.
-        bin_blocks: width of these bins.
+        pairs: number of requests per combination of overlaps in history and in the alternative.
+        bin_blocks: width of the bins of `pairs`, in blocks.
         progress: how the alternative handled history's progress events.
-        booked: changed fields whose effect `moved` shows only in part. It counts decisions on history's own state, in
-            which requests are booked under history's configuration.
+        booked: changed fields whose effect the decisions repeated on history's own state show only in part, because
+            history booked its requests under its own configuration.
         stages_kept: whether the alternative changes the disaggregation policy. Decisions that are repeated on history's
             own state do not show this change, because they keep their stage.
         queries: number of answered route queries.

@@ -53,7 +53,7 @@ async def explain(
 
     Raises:
         UnknownRequest: no record on the log is about the request.
-        OtherRules: a program with another `core_version` wrote the journal.
+        OtherRules: a program with other decision rules wrote the journal.
         LogError: the log is damaged, or no longer holds a state before the request.
     """
     try:

@@ -51,12 +51,12 @@ class UnknownRequest(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RequestLocation:
-    """Journal location of the last use of a request ID.
+    """Where the journal has records about the last request with an ID.
 
     Attributes:
-        first: journal offset of a record of this use. Only a `RequestHeld` of the same use may come earlier.
+        first: journal offset of the first record about the request. Only a `RequestHeld` about it may come earlier.
         last: journal offset of the newest record about the ID.
-        earlier: number of earlier uses; None if they were not searched for.
+        earlier: number of earlier requests with the same ID; None if they were not searched for.
     """
 
     first: int
@@ -86,7 +86,7 @@ class _Scan:
 async def find(
     log: Log, partition: int, request_id: str, *, thorough: bool, progress: OnProgress | None = None
 ) -> RequestLocation:
-    """Find the last use of an ID in the journal.
+    """Find the records about the last request with an ID in the journal.
 
     Args:
         log: the log to read.

@@ -1,4 +1,4 @@
-"""Build the timeline of one request from the steps of a journal walk.
+"""Build the timeline of one request from the steps of a `forebay.replay.walk.Walk`.
 
 Several requests may use the same ID, one after the other. A use begins with the first decision about a submission.
 Progress events count only if they are from the request's current attempt and worker epoch, as in
@@ -80,7 +80,7 @@ TimelineEvent = ProgressEvent | WorkerFact | RequestCancelled
 
 
 class Timeline:
-    """Explains the last request with a given ID, from the steps of a walk.
+    """Explains the last request with a given ID, from the steps of a `Walk` through the journal.
 
     The caller registers `on_plan` with the walk's world. If the request is already active where the walk begins, the
     timeline starts there, without the submission.

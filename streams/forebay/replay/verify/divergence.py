@@ -30,7 +30,7 @@ class LastVerifiedState(msgspec.Struct, kw_only=True):
 
     Attributes:
         journal_offset: journal offset of that state.
-        sealed: whether a digest in the journal confirms the state. If not, it is the state where the walk began.
+        sealed: whether a digest in the journal confirms the state. If not, the derivation began with this state.
         since: offset of the first event applied after that state and offset after the last applied event, by topic.
     """
 

@@ -101,7 +101,7 @@ async def verify(
         custom: custom policies that may run.
 
     Raises:
-        OtherRules: a program with another `core_version` wrote the journal.
+        OtherRules: a program with other decision rules wrote the journal.
         PolicyNotAllowed: the owner ran a custom policy that is not in `custom`.
         LogError: the log is damaged, or lacks events that the journal consumed.
     """

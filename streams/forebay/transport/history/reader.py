@@ -32,7 +32,7 @@ CHUNKS_READ = 8  # snapshot chunks per read, each at most 1 MiB
 
 
 class OtherRules(LogError):
-    """A program with another `core_version` wrote the journal, so this program cannot derive its decisions."""
+    """A program with other decision rules (`core_version`) wrote the journal, so this program cannot derive it."""
 
     def __init__(self, offset: int, version: int) -> None:
         super().__init__(
@@ -229,7 +229,7 @@ _STAMPED = msgspec.json.Decoder(_Stamped)
 class Validity:
     """Filter that admits the valid records of a journal, in order. It rejects stale and foreign records.
 
-    The first owner is assumed to have this program's `core_version`, because loading a snapshot checks this.
+    The first owner is assumed to have this program's decision rules, because loading a snapshot checks this.
 
     Attributes:
         epoch: Owner epoch so far, which is the offset of the newest claim; -1 before the first claim.
@@ -261,7 +261,7 @@ class Validity:
         return True
 
     def require_own_rules(self, decision: JournalRecord, offset: int) -> None:
-        """Raise OtherRules for an admitted record of an owner with another `core_version`.
+        """Raise OtherRules for an admitted record of an owner with other decision rules.
 
         Claims are accepted, because an owner that opens a log of another version writes a claim but no decision.
         """
@@ -371,7 +371,7 @@ async def load_snapshot(log: Log, partition: int, taken: SnapshotTaken, custom: 
     """Return the world that a snapshot holds.
 
     Raises:
-        OtherRules: An owner with another `core_version` took the snapshot. Not raised if that version is unknown.
+        OtherRules: An owner with other decision rules took the snapshot. Not raised if their version is unknown.
         MissingChunk: A chunk is missing.
         OtherState: The digest of the state differs from the sealed digest.
         LogError: The snapshot cannot be read.

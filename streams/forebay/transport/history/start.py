@@ -17,7 +17,7 @@ class StoredState(NamedTuple):
         offset: Journal offset of the first record after the state.
         view: Offset up to which the owner had applied each input topic. It is 0 for topics without an entry.
         owner_epoch: Epoch of the owner that sealed the state, -1 before the first claim.
-        core_version: Rules version of that owner.
+        core_version: Version of the decision rules of that owner.
     """
 
     offset: int

@@ -34,9 +34,9 @@ class KafkaPosition:
 
     @classmethod
     async def open(cls, settings: KafkaSettings, topic: str, partition: int, name: str) -> Self:
-        """Connect for the group `name` and one partition of `topic`, both named without namespace.
+        """Connect to the broker, to commit as consumer group `name` in one partition of `topic`.
 
-        Raises KafkaUnusable if the broker is unreachable or rejects the connection.
+        Both names are without namespace. Raises KafkaUnusable if the broker is unreachable or rejects the connection.
         """
         group = settings.topic(name)
         consumer = AIOKafkaConsumer(**settings.client_options(), group_id=group, enable_auto_commit=False)

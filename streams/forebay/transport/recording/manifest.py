@@ -60,7 +60,7 @@ class RecordedGroup(msgspec.Struct, frozen=True, order=True):
         first: Journal offset at which the window begins.
         end: Journal offset at which the window ends, exclusive.
         decisions: Number of decisions in the window.
-        core_version: `core_version` of the program that made these decisions, 0 if unknown.
+        core_version: Version of the decision rules that led to these decisions, 0 if unknown.
     """
 
     name: str
