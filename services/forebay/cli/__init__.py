@@ -1,1 +1,1 @@
-"""All of forebay from a shell. Errors are one line that says what to do, with exit code 2."""
+"""The command line of forebay. A user error is reported as one line that says what to do, with exit code 2."""

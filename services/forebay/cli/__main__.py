@@ -1,4 +1,4 @@
-"""`python -m forebay.cli`: the command line where its script is not on the path."""
+"""`python -m forebay.cli`: the command line, if the script `forebay` is not on the path."""
 
 from forebay.cli.app import main
 

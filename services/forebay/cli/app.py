@@ -1,4 +1,4 @@
-"""The command line: `forebay up`, its parts as separate processes, and tools.
+"""The command line: `forebay up`, the same services as separate processes, and tools.
 
 The module of a command is imported when that command runs, because importing all modules takes seconds.
 """
@@ -97,7 +97,7 @@ COMMANDS = {
 
 
 class Commands(TyperGroup):
-    """Command group that imports only the command it runs."""
+    """Group of all commands, which imports only the module of the command that it runs."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
         """Return the name of the command, the command itself, and its arguments."""
@@ -131,7 +131,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # its tables cut the names of options on a narrow terminal
+    rich_markup_mode=None,  # the tables of rich truncate option names on a narrow terminal
 )
 for _name, _command in COMMANDS.items():
     app.command(_name, help=_command.help)(lambda: None)

@@ -26,7 +26,7 @@ from forebay.replay.policies import require_allowed
 app = typer.Typer(help="Show the cached blocks of each worker, according to the log.", no_args_is_help=True)
 
 EVENT_HASHES_MAX = 8_192  # about 90 kB per line
-LOOK_S = 0.2  # between progress updates
+LOOK_S = 0.2  # seconds between updates of the progress bar
 TIERS: tuple[Tier, ...] = get_args(Tier)
 
 
@@ -48,8 +48,7 @@ def dump(
     """Print the prefix index at the journal's end as `kv.blocks_stored` events, one JSON object per line.
 
     The events use the JSON form of topic `kv-events`, in which hashes are base64 of little-endian u64. Each rank's
-    events
-    are numbered from 1. Applied to an empty index, they restore the same index.
+    events are numbered from 1. Applied to an empty index, they restore the same index.
     """
     recording = Recording(log, kafka, namespace, kafka_config, group)
     recording.require_one_source()
@@ -66,7 +65,7 @@ def dump(
 
 
 async def _index_of(recording: Recording, progress: Progress, task: TaskID, custom: CustomPolicies) -> PrefixIndex:
-    """Return the index that recovery would restore."""
+    """Return the prefix index that a new owner would restore from the log."""
     async with recording.opened() as (log, partition):
         end = await log.end(DECISIONS.name, partition)
         await require_allowed(log, partition, custom)
@@ -80,11 +79,11 @@ async def _index_of(recording: Recording, progress: Progress, task: TaskID, cust
 
 
 def stored_events(index: PrefixIndex, worker: str = "") -> Iterator[BlocksStored]:
-    """Yield the content of an index as events, by worker, rank and tier, in the index's order.
+    """Yield the blocks of a prefix index as events, sorted by worker, rank and tier, in the order of the index.
 
     Args:
         index: the prefix index.
-        worker: only this worker; empty for all.
+        worker: worker whose blocks are returned; empty for all workers.
     """
     parts = [part for part in index.snapshot() if isinstance(part, IndexBlocks) and worker in ("", part.worker_id)]
     parts.sort(key=lambda part: (part.worker_id, part.rank, TIERS.index(part.tier)))

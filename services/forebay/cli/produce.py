@@ -48,12 +48,12 @@ Show = Callable[["ProduceRun"], None]
 
 
 class LineUnusable(Unusable):
-    """Line that cannot be sent; the text names its number."""
+    """A line of the file cannot be sent. The message names the line number."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """Line of the file as a record of the Kafka API."""
+    """One line of the file as a record on the request topic of the Kafka API."""
 
     request_id: str
     path: str
@@ -62,7 +62,7 @@ class RequestRecord:
 
 @dataclass(slots=True)
 class ProduceRun:
-    """State of a run: requests sent, responses received, and errors."""
+    """State of one `forebay produce`: requests sent, responses received, and errors."""
 
     run_id: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
     ids: set[str] = field(default_factory=set)
@@ -73,10 +73,10 @@ class ProduceRun:
     answered: asyncio.Event = field(default_factory=asyncio.Event)
 
     def encode_request(self, number: int, line: bytes) -> RequestRecord:
-        """Return the record for line `number`, counted from 1.
+        """Return the request record for line `number` of the file, counted from 1.
 
         Raises:
-            LineUnusable: its request_id is invalid or duplicate.
+            LineUnusable: the `request_id` in the line is invalid or duplicate.
         """
         request_id, path, body = f"{self.run_id}-{number}", CHAT_PATH, line
         try:
@@ -98,7 +98,7 @@ class ProduceRun:
         return RequestRecord(request_id, path, body)
 
     def add_record(self, request_id: str, headers: dict[str, str], value: bytes) -> dict[str, Any] | None:
-        """Add a record of a response. Return the whole response with its last record. Repeated records are dropped."""
+        """Add a record of a response; drop repeated records. Return the whole response if this was its last record."""
         if request_id not in self.waiting:
             return None
         pieces = self.pieces.setdefault(request_id, [])

@@ -1,4 +1,4 @@
-"""`forebay record`: copy a slice of a live log or a file into one self-contained recording."""
+"""`forebay record`: copy a slice of a live log or of a file into one self-contained recording."""
 
 import asyncio
 import time
@@ -31,7 +31,7 @@ from forebay.transport.sqlite.log import SqliteLog
 
 
 class RecordOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Selection of records to record, from the command line. Empty values mean no restriction."""
+    """Options that select which part of a log to record. An empty value selects everything."""
 
     start: str
     end: str
@@ -41,9 +41,9 @@ class RecordOptions(msgspec.Struct, frozen=True, kw_only=True):
     anonymize: bool
 
     def identity(self, source: Recording) -> dict[str, str]:
-        """Return the options by name, which identify this command when it is resumed.
+        """Return the options by name. A command with equal options resumes an interrupted recording.
 
-        The source appears only as a hash.
+        The recording contains them, so the source appears only as a hash.
         """
         place = source.name if source.log is None else str(source.log.resolve())
         options = {
@@ -54,7 +54,7 @@ class RecordOptions(msgspec.Struct, frozen=True, kw_only=True):
             "pools": ",".join(self.pools),
         }
         given = {name: value for name, value in options.items() if value}
-        if self.anonymize:  # never resumed, and its source stays private
+        if self.anonymize:  # such a recording is never resumed, and its source stays private
             return {**given, "anonymize": "yes"}
         return {"source": f"{'kafka' if source.log is None else 'log'} {xxh3_64_hexdigest(place.encode())}", **given}
 
@@ -64,10 +64,10 @@ class RecordResult(msgspec.Struct, kw_only=True):
 
     Attributes:
         out: path of the recording.
-        contents: what it contains.
-        left_out: groups that made no decision in the window.
-        pools: pools of each group.
-        verified: verification report of each group.
+        contents: what the recording contains.
+        left_out: groups that were not recorded, because their owners made no decision in the time window.
+        pools: names of the pools of each group.
+        verified: verification report of each group; empty if the recording was not verified.
     """
 
     out: Path

@@ -49,7 +49,7 @@ from forebay.transport.sqlite.log import SqliteLog
 
 NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 SHADOW_GROUP = "shadow-"  # followed by the shadow's name: the consumer group for its position
-SUMMARY_S = 10.0  # between two lines on stderr, if there were new decisions
+SUMMARY_S = 10.0  # seconds between two summary lines on stderr, if there were new decisions
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +89,8 @@ def shadow(
     """Report for every decision of a running system what another policy or configuration would decide.
 
     The shadow is a separate process that only reads the log. On Kafka it writes its events to topic `shadow`, and
-    nowhere
-    else. It runs until stopped. Started again under the same name, it resumes at its last position. Exits 1 if a
-    recorded
-    decision cannot be derived again.
+    nowhere else. It runs until stopped. Started again under the same name, it resumes at its last position. Exits 1
+    if a recorded decision cannot be derived again.
     """
     recording = Recording(log, kafka, namespace, kafka_config, group)
     recording.require_one_source()
@@ -200,7 +198,7 @@ async def _opened(options: _Options) -> AsyncIterator[Shadow]:
 
 
 def _text(chosen: Alternative) -> str:
-    """Return the description of the alternative, including a hash of a policy file's content."""
+    """Return the options that define the alternative, and a hash of the content of the policy file."""
     if chosen.base is None:
         return str(chosen)
     return f"{chosen} (content {hex_digest(xxh3_64_intdigest(msgspec.json.encode(chosen.base)))})"

@@ -26,10 +26,10 @@ class FileSink:
         self._name = name
 
     async def last(self) -> ShadowEvent | None:
-        """Return the event of the last complete line, and remove a line that was cut off by a kill.
+        """Return the event of the last complete line of the file. Remove a partial last line that a kill has left.
 
         Raises:
-            LogError: the file cannot be read, or holds something else.
+            LogError: the file cannot be read, or has other contents than events of this shadow.
         """
         try:
             size = self._file.seek(0, os.SEEK_END)
@@ -46,7 +46,7 @@ class FileSink:
         return self._event(lines[-1])
 
     async def write(self, events: Sequence[ShadowEvent]) -> None:
-        """Append events.
+        """Append events to the file.
 
         Raises:
             LogError: the file cannot be written.
@@ -74,25 +74,25 @@ class FileSink:
 
 
 class PrintingSink:
-    """Prints events, and passes them to another sink if there is one."""
+    """Prints a shadow's events as JSON lines, after another sink has stored them, if there is one."""
 
     def __init__(self, kept: ShadowSink | None, to: TextIO | None) -> None:
         self._kept = kept
         self._to = to
 
     async def last(self) -> ShadowEvent | None:
-        """Return the last event of the other sink; None without one, because printed events are not stored.
+        """Return the last event of the other sink; None if there is no other sink, because nothing else stores events.
 
         Raises:
-            LogError: the sink cannot be read.
+            LogError: the other sink cannot be read.
         """
         return None if self._kept is None else await self._kept.last()
 
     async def write(self, events: Sequence[ShadowEvent]) -> None:
-        """Write to the other sink, then print.
+        """Write events to the other sink, then print them.
 
         Raises:
-            LogError: the sink cannot be written.
+            LogError: the other sink cannot be written.
         """
         if self._kept is not None:
             await self._kept.write(events)

@@ -38,7 +38,7 @@ app = typer.Typer(help="Show the records of a log, and manage the topics of a br
 FOLLOW_S = 0.2
 PAGE = 500
 HEARTBEAT_WAIT_S = 3.0  # standbys write every second; allow two to be late
-READ_BY = ("router", "kafka-api")  # consumer group names after the namespace; each shadow has one, too
+READ_BY = ("router", "kafka-api")  # names of consumer groups, without namespace; each shadow has a group, too
 
 LogArgument = Annotated[
     Path | None,
@@ -211,7 +211,7 @@ async def _print_from(log: Log, topic: str, partition: int, offset: int) -> int:
 
 
 async def _lags(settings: KafkaSettings) -> tuple[list[tuple[str, str, int, int]], list[str]]:
-    """Return reader, topic, position and end of each reader, and a line per placed group."""
+    """Return (name, topic, position, end offset) of each reader, and a line per group that has a partition."""
     counts = await count_topics(settings)
     log = await KafkaLog.open(settings)
     admin = AIOKafkaAdminClient(**settings.client_options())

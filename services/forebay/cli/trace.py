@@ -28,13 +28,13 @@ from forebay.simulate.workloads.prompts import prompt
 IN_FLIGHT_MAX = 4_000  # requests in flight; a system that falls behind delays the trace instead of exhausting sockets
 TIMEOUT_S = 900.0
 URL = "http://127.0.0.1:8000"
-RETRY_S = 60.0  # retry requests without an owner for this long; a failover takes seconds
+RETRY_S = 60.0  # seconds to retry a request while its group has no owner; a failover takes seconds
 WORKING = ("aggregated", "prefill", "decode")
 
 
 @dataclass(slots=True)
 class TraceOutcome:
-    """Measured latencies in milliseconds, token counts and failures of the requests."""
+    """What `forebay trace` measured: latencies in milliseconds, token counts and failures of the requests."""
 
     ttft_ms: list[float] = field(default_factory=list)
     itl_ms: list[float] = field(default_factory=list)
@@ -251,7 +251,7 @@ def _workers(metrics: str) -> dict[str, str]:
 
 
 def summarise(outcome: TraceOutcome, roles: Mapping[str, str]) -> dict[str, Any]:
-    """Return the metrics as printed by `--json`. In a disaggregated fleet the balance is that of prefill workers."""
+    """Return the metrics as `--json` prints them. In a disaggregated fleet only prefill workers count for balance."""
     workers = [worker for worker, role in roles.items() if role in WORKING]
     computed = {worker: outcome.computed.get(worker, 0) for worker in sorted({*workers, *outcome.computed})}
     disaggregated = "prefill" in roles.values()

@@ -1,4 +1,4 @@
-"""Token of the admin API. `forebay control` sends it; an ingress requires it."""
+"""Token of the admin API. `forebay control` sends the token, and an ingress requires it."""
 
 import os
 from pathlib import Path
@@ -9,7 +9,7 @@ import typer
 from forebay.ingress.errors import Unusable
 
 VARIABLE = "FOREBAY_ADMIN_TOKEN"
-TOKEN_CHARS_MAX = 4_096  # it travels in a header
+TOKEN_CHARS_MAX = 4_096  # clients send the token in an HTTP header
 
 AdminTokenFileOption = Annotated[
     Path | None,
@@ -18,7 +18,7 @@ AdminTokenFileOption = Annotated[
 
 
 def admin_token(file: Path | None) -> str:
-    """Return the token from a file, or from the environment if `file` is None. Empty without a token.
+    """Return the token from a file, or from the environment if `file` is None. Empty if neither has a token.
 
     Raises:
         Unusable: The file cannot be read, or the token is not valid in a header.
@@ -46,7 +46,7 @@ def required_token(file: Path | None, *, admin_api: bool) -> str:
     """Return the token that an ingress requires, empty if its admin API is off.
 
     Raises:
-        Unusable: The token is invalid or missing, or a file is named while the admin API is off.
+        Unusable: The token is invalid or missing, or `file` is given although the admin API is off.
     """
     if not admin_api:
         if file is not None:

@@ -55,7 +55,7 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Addresses of Kafka, Redis and the metrics port of one process."""
+    """Addresses that one process uses: of Kafka, of Redis, and of its own metrics server."""
 
     kafka: KafkaSettings
     redis_url: str
@@ -64,7 +64,7 @@ class Cluster:
 
 
 def kafka_settings(bootstrap: str, namespace: str, properties: Path | None) -> KafkaSettings:
-    """Return the Kafka settings of a command. Raises KafkaUnusable."""
+    """Return the Kafka settings from the options of a command. Raises KafkaUnusable if an option is invalid."""
     try:
         require_name("namespace", namespace)
     except NameInvalid as error:
@@ -73,7 +73,7 @@ def kafka_settings(bootstrap: str, namespace: str, properties: Path | None) -> K
 
 
 def start_logging(*, verbose: bool) -> None:
-    """Log to stderr. Repeated problems are logged once, and client libraries log warnings only if `verbose`."""
+    """Log to stderr. A repeated problem is logged once. Warnings of client libraries are logged only if `verbose`."""
     logging.basicConfig(
         handlers=[CountingHandler(sys.stderr)],
         level=logging.INFO if verbose else logging.WARNING,
@@ -83,7 +83,7 @@ def start_logging(*, verbose: bool) -> None:
 
 
 def leases_at(url: str, namespace: str, kind: LeaseKind = "worker") -> RedisLeases:
-    """Return the leases of a namespace in Redis, without connecting yet. An invalid URL ends the command."""
+    """Return a client for the leases of a namespace in Redis. It connects later. An invalid URL ends the command."""
     try:
         client = redis.Redis.from_url(
             url,
@@ -97,7 +97,7 @@ def leases_at(url: str, namespace: str, kind: LeaseKind = "worker") -> RedisLeas
 
 
 def run_service(main: Coroutine[Any, Any, None]) -> None:
-    """Run a service until it ends. An error ends the process with a one-line message."""
+    """Run the coroutine of a service until it ends. An error ends the process with a one-line message."""
     with explained(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
             runner.run(main)
@@ -115,7 +115,7 @@ async def connected(
     """Open the log of a service, and serve its metrics and probes while the body runs.
 
     Raises:
-        LogError: The log cannot be opened, or failed during the body, which is then cancelled.
+        LogError: The log cannot be opened, or it failed while the body ran. The failure cancels the body.
     """
     log = await KafkaLog.open(cluster.kafka)
     whole = asyncio.current_task()
@@ -142,15 +142,15 @@ async def connected(
 async def until_signal(
     *parts: Awaitable[None], stop: Callable[[], Awaitable[None]] | None = None, stop_s: float = STOP_S
 ) -> None:
-    """Run tasks until SIGINT or SIGTERM, or until one of them ends. The error of that task is raised.
+    """Run tasks until SIGINT or SIGTERM, or until a task ends. If a task fails, raise its error.
 
-    After the first signal the process ends within `stop_s + CLOSE_S`, after the second one within `AT_ONCE_S`. That
-    also holds if a task hangs.
+    After the first signal the process ends within `stop_s + CLOSE_S` seconds, after a second signal within `AT_ONCE_S`,
+    even if a task hangs.
 
     Args:
         parts: Tasks of the service.
-        stop: Called at the first signal to stop the service. None cancels the tasks at once.
-        stop_s: Seconds that the service has to stop.
+        stop: Called at the first signal, to stop the service in order. If None, the signal cancels the tasks at once.
+        stop_s: Maximum seconds from the call of `stop` until the tasks are cancelled.
     """
     signalled = asyncio.Event()
     loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""Errors of commands: a one-line message on stderr, then exit code 2, or 1 after a failure of the engine."""
+"""Errors of commands: a one-line message on stderr, then exit code 2. If an engine failed, the exit code is 1."""
 
 import sys
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ BROKEN = 1
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Report errors that a user can correct and exit with code 2; report engine failures and exit with code 1."""
+    """Report errors of the body. Exit with code 2 after an error that the user can correct, 1 if an engine failed."""
     try:
         yield
     except (LogError, Unusable) as error:

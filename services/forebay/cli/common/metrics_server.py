@@ -24,9 +24,10 @@ def metrics_served(
 
     Args:
         host: Address to listen on.
-        port: Port to listen on. None serves nothing.
-        registry: Metrics to serve.
-        probes: Functions by path. Each returns whether the probe succeeds, and the text of the response.
+        port: Port to listen on. None starts no server.
+        registry: Prometheus registry with the metrics to serve.
+        probes: Function per path, such as `/ready`. It returns whether the probe succeeds, and the text of the
+            response.
 
     Raises:
         Unusable: The port cannot be opened.
@@ -66,4 +67,4 @@ def _app(registry: CollectorRegistry, probes: Mapping[str, Probe]) -> App:
 
 class _Handler(WSGIRequestHandler):
     def log_message(self, format: str, *arguments: object) -> None:  # noqa: A002 - the name of the base class
-        """Log nothing: one line per scrape would fill the log."""
+        """Log nothing, because one line per request of Prometheus would fill the log."""

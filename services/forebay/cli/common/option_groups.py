@@ -1,4 +1,4 @@
-"""Options shared by several commands. A frozen dataclass is an option group; its fields are the options."""
+"""Options shared by several commands, as frozen dataclasses. Each field of an option group is one option."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
@@ -8,7 +8,7 @@ from typing import Any, get_type_hints
 
 
 def spread(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace each parameter that is a dataclass by the fields of that dataclass, as options of the command."""
+    """Return the command with an option per field of each parameter that is an option group, instead of the group."""
     hints = get_type_hints(command, include_extras=True)
     flags: list[Parameter] = []
     groups: dict[str, type[Any]] = {}
@@ -33,7 +33,7 @@ def spread(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def options_of(group: type[Any]) -> Mapping[str, Parameter]:
-    """Return the fields of a group as parameters of a command, by name."""
+    """Return the fields of an option group as parameters of a command, by name."""
     hints = get_type_hints(group, include_extras=True)
     return {
         one.name: Parameter(one.name, Parameter.KEYWORD_ONLY, default=_default_of(one), annotation=hints[one.name])

@@ -22,7 +22,7 @@ LAYOUT: dict[str, Any] = {
 
 
 class Chart(msgspec.Struct, kw_only=True):
-    """Chart of a report. The two charts of a pair are placed side by side if the page is wide enough."""
+    """Chart of a report. `begins_pair` and `ends_pair` mark two charts that a wide page shows side by side."""
 
     id: str
     title: str
@@ -72,10 +72,10 @@ def plain(text: str) -> str:
 
 
 def short(name: str) -> str:
-    """Shorten a name to at most 16 characters, for axis labels."""
+    """Shorten a name to at most 16 characters, for the labels of an axis."""
     return name if len(name) <= 16 else f"{name[:7]}…{name[-8:]}"
 
 
 def _visible(value: Any) -> Any:
-    """Replace unprintable characters of template values, such as marks that reverse the text direction."""
+    """Replace unprintable characters in a value of a template, such as marks that reverse the text direction."""
     return printable(value) if type(value) is str else value

@@ -1,4 +1,4 @@
-"""Output file of a report. A command overwrites only its own reports."""
+"""Output file of a report. A command overwrites a file only if it is an earlier report of the same command."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,19 +7,19 @@ import typer
 
 from forebay.cli.common.errors import BROKEN, complain, fail
 
-HEAD_BYTES = 1024  # of a report; they contain its title
+HEAD_BYTES = 1024  # the first bytes of a report, which contain its title
 
 
 def require_writable(option: str, path: Path, title: str) -> None:
     """Check, before any work is done, that a report can be written to `path`.
 
     Args:
-        option: Option that names the file, for errors.
-        path: File that does not exist, or an earlier report of the same command.
-        title: Beginning of the title of the command's reports.
+        option: Name of the option with the path, for error messages.
+        path: Path of a file that does not exist, or of an earlier report of the same command.
+        title: Text with which the title of each report of the command begins.
 
     Raises:
-        typer.Exit: The file cannot be written, or is another file.
+        typer.Exit: The file cannot be written, or exists and is not a report of the command.
     """
     if not path.parent.is_dir():
         fail(f"{option} {path}: no such directory {path.parent}")
@@ -37,7 +37,7 @@ def require_writable(option: str, path: Path, title: str) -> None:
 
 
 def write(option: str, path: Path, page: Callable[[], str]) -> None:
-    """Render a report and write it atomically. Raises typer.Exit."""
+    """Render a report and write it atomically. Raises typer.Exit if the file cannot be written."""
     part = path.with_name(f"{path.name}.part")
     try:
         part.write_text(page(), encoding="utf-8")

@@ -17,7 +17,7 @@ def read_plain_file(path: Path, what: str) -> Any:
 
     Args:
         path: File to read.
-        what: Kind of file, for errors.
+        what: Kind of the file, such as `policy file`, for error messages.
 
     Raises:
         Unusable: The file cannot be read or decoded.
@@ -60,5 +60,5 @@ def _too_deep(what: str) -> str:
 
 
 def kind_of(raw: Any) -> str:
-    """Describe the type of decoded data, for errors."""
+    """Return the name of the type of decoded data, for error messages."""
     return {None: "nothing", list: "a list", dict: "a mapping"}.get(None if raw is None else type(raw), "one value")

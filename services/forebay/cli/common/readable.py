@@ -1,4 +1,4 @@
-"""Conversion of records to JSON values, for every codec."""
+"""Conversion of log records to JSON values that a person can read, for every codec."""
 
 from typing import Any
 
@@ -9,12 +9,12 @@ from forebay.events.codec import DecodeError, decode
 from forebay.events.topics import topic_named
 from forebay.transport.base import Record
 
-OPAQUE_FIELDS = frozenset({"descriptor", "content", "vector"})  # bytes without meaning for a reader
+OPAQUE_FIELDS = frozenset({"descriptor", "content", "vector"})  # bytes that mean nothing to a person
 HEX_FIELDS = frozenset({"parent_hash", "tie_seed", "nonce", "content"})  # 64-bit integers, which JSON readers round
 
 
 def readable(record: Record) -> dict[str, Any]:
-    """Return a record as JSON values: hashes as hex strings, token ids as numbers, images and descriptors as sizes."""
+    """Return a record as JSON values: hashes in hexadecimal, token ids as numbers, images and descriptors as sizes."""
     line: dict[str, Any] = {"offset": record.offset, "at_us": record.at_us}
     if record.key is not None:
         line["key"] = record.key.decode(errors="replace")
@@ -34,11 +34,11 @@ def readable(record: Record) -> dict[str, Any]:
 
 
 def plain(value: Any, name: str = "", *, token_ids: bool = True) -> Any:
-    """Return an event, or a field of one, as JSON values.
+    """Return an event, or the value of one of its fields, as JSON values.
 
     Args:
         value: Event or value of a field.
-        name: Name of the field, which selects the format of bytes and integers.
+        name: Name of the field. It determines how bytes and integers are formatted.
         token_ids: Include token ids. Otherwise `token_count` replaces them.
     """
     if isinstance(value, msgspec.Struct):

@@ -1,4 +1,4 @@
-"""Simulate the requests of a recorded history again, and return each outcome in the numbering of the recording."""
+"""Simulation of recorded requests. Recorded and simulated outcomes use the same numbers for the worker ranks."""
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -30,17 +30,18 @@ TimedEvents = Sequence[tuple[int, ExternalEvent]]
 
 
 class RecordedRequests:
-    """Recorded requests with unique ids.
+    """Requests of a recording, as input of a simulation. Each request has a unique id.
 
     Attributes:
-        by_id: requests in order of arrival. A repeated id gets a suffix, because clients may reuse an id once it is
-            forgotten.
-        median: median response length in tokens, assumed for requests that did not finish.
+        by_id: requests by id, in order of arrival. A repeated id gets a suffix, because clients may use an id again
+            once the owner has forgotten it.
+        median: median length of the recorded responses in tokens. A request that did not finish is assumed to have a
+            response of this length.
         assumed: number of requests that did not finish.
     """
 
     def __init__(self, requests: Sequence[RecordedRequest]) -> None:
-        """Raises Unusable if no request finished."""
+        """Assign unique ids to the recorded requests. Raises Unusable if no request finished."""
         self.by_id: dict[str, RecordedRequest] = {}
         for number, one in enumerate(requests):
             repeated = one.request_id in self.by_id
@@ -53,20 +54,21 @@ class RecordedRequests:
 
     @property
     def comparable(self) -> dict[str, RecordedRequest]:
-        """Requests that both arrived and finished in the recorded period."""
+        """Requests by id that both arrived and finished in the recorded period."""
         found = self.by_id.items()
         return {name: one for name, one in found if one.output_tokens is not None and not one.in_flight}
 
     def arrivals(
         self, events: TimedEvents, shift_us: Callable[[int], int] = lambda _: 0, *, placed: bool = False
     ) -> list[Arrival]:
-        """Return all arrivals in order of time. At equal times `events` come before requests.
+        """Return the requests and `events` as arrivals in order of time. At equal times `events` come before requests.
 
         Args:
-            events: operators' events and fleet facts, with their times.
-            shift_us: returns the delay of an arrival in microseconds, by the number of the request.
-            placed: whether a request that ran on one worker must go to that worker again. Its prompt is then computed
-                where it was: a remote prefill requires the taint `placement_taint`.
+            events: operators' changes and events of `fleet`, with their times.
+            shift_us: function that returns for the number of a request the microseconds by which its arrival is
+                delayed.
+            placed: whether a request that had a single attempt must go to the recorded worker again, and its prefill to
+                the recorded prefill worker (by requiring the taint `placement_taint`).
         """
         arrivals = [Arrival(at_us, FLEET if isinstance(one, FleetEvent) else CONTROL, one) for at_us, one in events]
         is_disaggregated = placed and any(one.prefills for one in self.by_id.values())
@@ -108,13 +110,14 @@ class RecordedRequests:
 
 @dataclass(frozen=True, slots=True)
 class RecordedSimulation:
-    """Simulator of recorded requests on the ranks of the recording.
+    """Simulates the requests of a recording on the worker ranks of the recording.
 
     Attributes:
         requests: the recorded requests.
-        ranks: number of each rank, in the recording and in every simulation of it.
-        prefill_workers: numbers of the prefill ranks.
-        fit: model of KV transfers, fitted to the recording; None without prefill and decode workers.
+        ranks: number of each worker rank. Recorded and simulated outcomes refer to ranks by this number.
+        prefill_workers: numbers of the ranks of prefill workers.
+        fit: KV transfer model fitted to the recorded transfers; None if the recording has no prefill and decode
+            workers.
     """
 
     requests: RecordedRequests
@@ -134,9 +137,10 @@ class RecordedSimulation:
 
         Args:
             requests: recorded requests in order of arrival.
-            ranks: all ranks to number.
-            specs: specs of the workers.
-            link: fields of `Transfer` to use as given; the others are fitted to the recorded transfers.
+            ranks: all worker ranks of the recording. Each gets a number.
+            specs: specs of the recorded workers.
+            link: values of `Transfer` fields that the user has set. The other fields are fitted to the recorded
+                transfers.
 
         Raises:
             Unusable: no request finished.
@@ -153,11 +157,11 @@ class RecordedSimulation:
     def run(
         self, state: Sequence[Chunk], arrivals: Sequence[Arrival], on_done: Callable[[int], object], **options: Any
     ) -> ResumedOutcome:
-        """Simulate `arrivals` from `state`, and return the outcomes with this simulation's rank numbers.
+        """Simulate `arrivals`, starting from `state`, and return the outcomes. They refer to ranks by `self.ranks`.
 
         Args:
-            state: a snapshot without requests.
-            arrivals: requests, operators' events and fleet facts in order of time.
+            state: chunks of a snapshot without requests.
+            arrivals: requests, operators' changes and events of `fleet`, in order of time.
             on_done: called with the number of requests that have arrived so far.
             options: further arguments of `resume`.
 
@@ -176,12 +180,12 @@ class RecordedSimulation:
         return resumed
 
     def observed(self) -> dict[str, RequestOutcome]:
-        """Return the recorded outcome of each comparable request. Ranks that joined later get further numbers."""
+        """Return the recorded outcome of each comparable request by id. Ranks without a number get the next numbers."""
         ranks = dict(self.ranks)
         return {name: _observed_outcome(one, ranks) for name, one in self.requests.comparable.items()}
 
     def summarize(self, outcomes: Iterable[RequestOutcome], digest: str = "") -> dict[str, Any]:
-        """Return the metrics of outcomes, as `forebay simulate` prints them."""
+        """Return the metrics of recorded or simulated outcomes, as `forebay simulate` prints them."""
         served = RequestOutcomes(outcomes)
         numbers = [number for one in served for number in (one.worker, one.prefiller) if number is not None]
         workers = max(len(self.ranks), max(numbers, default=-1) + 1)
@@ -189,7 +193,7 @@ class RecordedSimulation:
 
 
 def placement_taint(worker_id: str) -> str:
-    """Return the taint that directs a request to its recorded prefill worker."""
+    """Return the taint that only prefill worker `worker_id` gets. A request that requires it is prefilled there."""
     return f"recorded placement: {worker_id}"
 
 
@@ -217,7 +221,7 @@ def _observed_outcome(one: RecordedRequest, ranks: dict[HolderKey, int]) -> Requ
 def _fit_transfers(
     requests: Sequence[RecordedRequest], workers: Sequence[WorkerSpec], link: Mapping[str, float]
 ) -> TransferFit | None:
-    """Return the transfer model fitted to recorded transfers, or None without prefill and decode workers.
+    """Return the KV transfer model fitted to recorded transfers, or None without prefill and decode workers.
 
     Bytes per token come from the workers' KV layouts where these are known, otherwise from the recorded sizes.
     """

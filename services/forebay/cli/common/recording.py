@@ -1,4 +1,4 @@
-"""Source of recorded events: a log file, a recording or Kafka, and one group in it."""
+"""Source of recorded events: a log file, a recording or Kafka, and the group to read."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -36,18 +36,18 @@ class Recording:
     group: str
 
     def require_one_source(self) -> None:
-        """End the command unless exactly one source is named."""
+        """End the command with an error unless the options name exactly one source."""
         if (self.log is None) == (self.kafka is None):
             fail("expected either a log file or --kafka")
 
     @property
     def name(self) -> str:
-        """Name of the source in errors."""
+        """Name of the source for error messages: the path of the log, or the address of Kafka."""
         return str(self.log) if self.log is not None else f"{self.namespace} on {self.kafka}"
 
     @asynccontextmanager
     async def source(self) -> AsyncIterator[SqliteLog | KafkaLog]:
-        """Open the log read-only. Raises LogError."""
+        """Open the log read-only. Raises LogError if it cannot be read."""
         if self.log is not None:
             recording = SqliteLog.open(self.log, readonly=True)
             try:
@@ -69,7 +69,7 @@ class Recording:
 
     @asynccontextmanager
     async def opened(self) -> AsyncIterator[tuple[Log, int]]:
-        """Open the log read-only and yield it with the control partition of the group. Raises LogError."""
+        """Open the log read-only. Yield it with the group's control partition. Raises LogError if it cannot be read."""
         async with self.source() as log:
             yield log, self._partition(await groups_of(log))
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TextIO
 
 SUMMARY_S = 30.0  # minimum time between two lines about the same problem
-KINDS_MAX = 256  # maximum number of problems kept; a process has a few dozen
+KINDS_MAX = 256  # maximum number of problems in memory; a process has a few dozen
 NUMBERS = re.compile(r"\d+")
 
 
@@ -25,10 +25,11 @@ class _Problem:
 
 
 class CountingHandler(logging.StreamHandler[TextIO]):
-    """Write each warning or error once, and at most every `SUMMARY_S` how often it was repeated.
+    """Logging handler that writes a repeated warning or error once, and later the number of repetitions.
 
-    Records of forebay are repetitions if their text is equal. Records of libraries may differ in numbers, because
-    theirs contain node ids, ports and durations. Records below WARNING are all written.
+    The number is written at most every `SUMMARY_S` seconds per problem. Two records of forebay are the same problem if
+    their texts are equal. Records of libraries contain node ids, ports and durations, so their texts may differ in
+    numbers. Records below WARNING are always written.
     """
 
     def __init__(self, stream: TextIO, clock_s: Callable[[], float] = time.monotonic) -> None:
@@ -37,7 +38,7 @@ class CountingHandler(logging.StreamHandler[TextIO]):
         self._shown: dict[tuple[str, int, str], _Problem] = {}
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write the record, or count it."""
+        """Write the record, or only count it if it repeats a problem."""
         now_s = self._clock_s()
         self._write_summaries(now_s - SUMMARY_S)
         if record.levelno < logging.WARNING:
@@ -56,12 +57,12 @@ class CountingHandler(logging.StreamHandler[TextIO]):
         super().emit(record)
 
     def close(self) -> None:
-        """Write the pending summaries."""
+        """Write the number of repetitions of each problem that was not written yet."""
         self._write_summaries(self._clock_s())
         super().close()
 
     def _write_summaries(self, until_s: float) -> None:
-        """Write summaries of problems last written before `until_s`, and forget those without repetitions."""
+        """Write the repetitions of problems last written before `until_s`, and forget problems without repetitions."""
         for kind in [kind for kind, shown in self._shown.items() if shown.at_s <= until_s]:
             shown = self._shown.pop(kind)
             if shown.hidden:

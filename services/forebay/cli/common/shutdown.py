@@ -12,14 +12,14 @@ from contextlib import contextmanager
 
 from forebay.cli.common.errors import BROKEN, complain
 
-STOP_S = 15.0  # for requests in flight after the first signal, unless a service has its own limit
-CLOSE_S = 4.0  # for connections after that; both together stay below the 20 s of `stop_grace_period` in compose.yaml
-AT_ONCE_S = 3.0  # for connections after a second signal
+STOP_S = 15.0  # seconds for requests in flight after the first signal, unless a service has its own limit
+CLOSE_S = 4.0  # seconds to close connections; with STOP_S below the `stop_grace_period` of 20 s in compose.yaml
+AT_ONCE_S = 3.0  # seconds to close connections after a second signal
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def end_within(seconds: float, why: str) -> threading.Timer:
-    """Start a timer that ends this process after `seconds`, with `why` in the error message."""
+    """Start a timer that ends this process after `seconds`. Its error message contains the reason `why`."""
     timer = threading.Timer(seconds, _end, [seconds, why])
     timer.daemon = True
     timer.start()

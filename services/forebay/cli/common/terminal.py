@@ -23,7 +23,7 @@ def results(*, wide: bool = False, soft_wrap: bool = False) -> Console:
 
 
 def bar(*columns: ProgressColumn) -> Progress:
-    """Return a transient progress bar on stderr, disabled if stderr is no terminal. Default columns: rich's."""
+    """Return a progress bar on stderr that disappears at its end. It is disabled if stderr is not a terminal."""
     console = Console(stderr=True)
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
@@ -40,6 +40,6 @@ def in_markup(text: str) -> str:
 
 @contextmanager
 def own_stdout() -> Iterator[None]:
-    """Redirect prints of the body, such as those of a user's policy, to stderr, apart from the results on stdout."""
+    """Redirect to stderr what the body prints, for example a user's policy, because stdout is for results."""
     with redirect_stdout(sys.stderr):
         yield

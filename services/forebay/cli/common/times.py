@@ -24,7 +24,7 @@ def time_us(option: str, text: str, now_us: int) -> int:
     """Return a point in time in microseconds since 1970. An invalid one ends the command.
 
     Args:
-        option: Option that has the value, for errors.
+        option: Name of the option with the value, for error messages.
         text: Time, or negative duration relative to `now_us`.
         now_us: Current time in microseconds since 1970.
     """

@@ -1,4 +1,4 @@
-"""Option `--allow`, and exit codes of replays that skipped checks."""
+"""Option `--allow`, and exit codes of commands whose replay had to skip checks of the recorded decisions."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -13,12 +13,12 @@ DIVERGED = 1  # also the exit code if the replayed events contradict the journal
 
 
 def allow_option(names: Collection[str]) -> Any:
-    """Return the option `--allow` for these names of `UNVERIFIED`."""
+    """Return the option `--allow`, whose values are `names`: kinds of skipped checks, from `UNVERIFIED`."""
     return typer.Option(help=f"Check to skip: {', '.join(names)}. Repeatable.", metavar="NAME")
 
 
 def allowed_of(given: Collection[str] | None, names: Collection[str]) -> frozenset[str]:
-    """Return the values of `--allow`. An unknown name ends the command."""
+    """Return the values given for `--allow` as a set. A value that is not in `names` ends the command."""
     allowed = frozenset(given or ())
     if unknown := sorted(allowed.difference(names)):
         fail(f"--allow {unknown[0]}: unknown name; names are {', '.join(names)}")
@@ -29,7 +29,7 @@ def complaint(failed: Mapping[str, int], unknown_event: str = "") -> str:
     """Return the error of a verification that found no divergence but skipped checks.
 
     Args:
-        failed: Numbers of skipped checks that were not allowed, by name.
+        failed: Number of skipped checks per name, for the names that --allow does not contain.
         unknown_event: First event of an unknown type, if any.
     """
     first = f" (the first: {unknown_event})" if unknown_event else ""
@@ -40,12 +40,12 @@ def complaint(failed: Mapping[str, int], unknown_event: str = "") -> str:
 
 
 def exit_code(failed: Mapping[str, int]) -> int:
-    """Return the exit code of a verification that skipped checks: 2 for unknown events, which are bad input, else 1."""
+    """Return the exit code of a verification that skipped checks: 2 if events were unknown (bad input), otherwise 1."""
     return USAGE if UNKNOWN_EVENTS in failed else DIVERGED
 
 
 def tell_unverified(unverified: Mapping[str, int]) -> None:
-    """Report skipped checks on stderr. Unknown events end the command, because they may change the result."""
+    """Report skipped checks on stderr. If events were unknown, end the command, because the result may be wrong."""
     for name, count in unverified.items():
         complain(f"not verified: {count} {UNVERIFIED[name]}")
     if UNKNOWN_EVENTS in unverified:

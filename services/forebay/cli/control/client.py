@@ -22,14 +22,14 @@ class IngressClient:
 
     Attributes:
         url: base URL of the ingress.
-        token: token of the admin API, empty for none.
+        token: token of the admin API; empty if there is none.
     """
 
     url: str
     token: str = field(repr=False)
 
     def request(self, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float = 0.0) -> httpx.Response:
-        """Send a POST with this body, or a GET without one. Exit if the ingress does not respond."""
+        """Send a POST request with `body`, or a GET request if it is None. Exit if the ingress does not respond."""
         headers = {"authorization": f"Bearer {self.token}"} if self.token else {}
         method = "GET" if body is None else "POST"
         address = f"{self.url.rstrip('/')}{path}"
@@ -40,13 +40,13 @@ class IngressClient:
 
 
 def client_for(url: str, token_file: Path | None) -> IngressClient:
-    """Return a client with the token from a file or the environment."""
+    """Return a client for the ingress at `url`, with the admin token from a file or the environment."""
     with explained():
         return IngressClient(url, admin_token(token_file))
 
 
 def decode_response(url: str, response: httpx.Response, key: str) -> dict[str, Any]:
-    """Return the body, which must contain `key` or an error. Exit if it is not the response of an ingress."""
+    """Return the decoded body of a response. Exit if it has neither `key` nor an error, so is not from an ingress."""
     try:
         answer = response.json()
     except ValueError:
@@ -57,7 +57,7 @@ def decode_response(url: str, response: httpx.Response, key: str) -> dict[str, A
 
 
 def exit_unless_ok(answer: Mapping[str, Any], response: httpx.Response) -> None:
-    """Exit if the request failed: with 2 for an invalid request, else 1."""
+    """Exit if the response is an error: with code 2 if the request was invalid, otherwise with 1."""
     if response.status_code == httpx.codes.OK:
         return
     code = str(answer["error"].get("code"))

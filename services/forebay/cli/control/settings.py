@@ -15,7 +15,7 @@ from forebay.cli.common.terminal import in_markup, results
 from forebay.cli.control.client import URL, IngressClient, UrlOption, client_for, decode_response, exit_unless_ok
 from forebay.events.control import DisaggPolicy
 
-NONE = "none"  # disables a threshold
+NONE = "none"  # value of an option that disables a threshold
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the settings before and now as one JSON object.")]
 
 
@@ -115,7 +115,7 @@ def _settings(service: IngressClient, path: str, body: dict[str, Any]) -> dict[s
 
 
 def _value(text: str | bool) -> Any:
-    """Return a boolean, None, a JSON value, or the text itself."""
+    """Parse the value of an option: a boolean, `none`, a JSON value, or otherwise the text itself."""
     if isinstance(text, bool) or text == NONE:
         return None if text == NONE else text
     try:

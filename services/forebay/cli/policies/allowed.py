@@ -1,4 +1,4 @@
-"""Custom policies that a command may run: those that its options name, never those that only a log names."""
+"""Custom policies that a command may run: only policies that its options name, because a log is untrusted."""
 
 from collections.abc import Iterable
 from typing import Annotated
@@ -24,11 +24,11 @@ AllowPolicyOption = Annotated[
 
 
 def allowed_policies(allowed: Iterable[str] | None, modes: Iterable[str] = ()) -> CustomPolicies:
-    """Check and import custom policies.
+    """Check and import the custom policies that the options of a command name.
 
     Args:
         allowed: values of `--allow-policy`.
-        modes: router modes that other options of the command name, checked there.
+        modes: router modes that other options name. The parsers of these options have checked them.
 
     Raises:
         Unusable: A value names no policy class, or its class is not deterministic.
@@ -42,7 +42,7 @@ def allowed_policies(allowed: Iterable[str] | None, modes: Iterable[str] = ()) -
         except Unusable as error:
             raise Unusable(f"{ALLOW_POLICY} {mode}: {error}") from None
     try:
-        with own_stdout():  # output of a module is no result of the command
+        with own_stdout():  # what the imported module prints is no result of the command
             return load_policies([*wanted, *modes])
     except PolicyUnusable as error:
         raise Unusable(str(error)) from None

@@ -1,7 +1,7 @@
-"""Changes of the recorded configuration: `--set PATH=VALUE`, `--policy`, `--router-policy-config`.
+"""Options that change the recorded configuration: `--set PATH=VALUE`, `--policy`, `--router-policy-config`.
 
-An alternative changes some fields of the pool configurations on the log. All other fields keep their recorded values
-and later changes. Options are checked before the log is read.
+An alternative changes some fields of the pool configurations on the log. All other fields keep their recorded values,
+including changes that were recorded later. The options are checked before the log is read.
 """
 
 from collections.abc import Iterable, Iterator, Set
@@ -24,7 +24,7 @@ from forebay.simulate.field_descriptions import allowed_values
 SET = "--set"
 POLICY = "--policy"
 MODE = "router.mode"
-CHANGES_MAX = 256  # each is applied to every configuration on the log
+CHANGES_MAX = 256  # each change is applied to every configuration on the log
 
 SetOption = Annotated[
     list[str] | None,
@@ -49,7 +49,7 @@ _ANY_POOL = PoolConfigured(pool="any", model="any", block_size=1)
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Value of one configuration field.
+    """New value for one field of pool configurations, from `--set` or `--policy`.
 
     Attributes:
         pool: name of the pool; empty for all pools.
@@ -64,7 +64,7 @@ class Change:
     text: str
 
     def of(self, pool: PoolConfigured) -> PoolConfigured:
-        """Return a pool's configuration with this change. Raises Unusable if the value violates a constraint."""
+        """Return a pool's configuration with this change if it is for the pool. Raises Unusable if it is invalid."""
         if self.pool not in ("", pool.pool):
             return pool
         try:
@@ -76,13 +76,13 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """Changes of recorded pool configurations.
+    """Changed configuration that a command compares with the recorded one.
 
     Attributes:
-        changes: fields to change.
-        base: configuration that replaces the recorded router configuration; None keeps it.
+        changes: fields to change, after `base` was applied.
+        base: router configuration that replaces the recorded one; None keeps the recorded one.
         base_text: the option that names `base`, for messages.
-        base_named: paths of the fields in the file of `base`.
+        base_named: paths of the fields that the file of `base` contains.
     """
 
     changes: tuple[Change, ...]
@@ -91,33 +91,34 @@ class Alternative:
     base_named: frozenset[str] = frozenset()
 
     def of(self, pool: PoolConfigured) -> PoolConfigured:
-        """Return the changed configuration of a recorded pool."""
+        """Return a recorded pool configuration with all changes."""
         if self.base is not None:
             pool = msgspec.structs.replace(pool, router=self.base)
         return reduce(lambda changed, change: change.of(changed), self.changes, pool)
 
     @property
     def modes(self) -> list[str]:
-        """The router modes that were given."""
+        """Router modes that the options name."""
         return [change.value for change in self.changes if change.path == MODE] + (
             [] if self.base is None else [self.base.mode]
         )
 
     def named(self, pool: PoolConfigured) -> Set[str]:
-        """Return the paths of the fields that the options name for a pool."""
+        """Return the paths of the fields that the options set for a pool."""
         return self.base_named | {change.path for change in self.changes if change.pool in ("", pool.pool)}
 
     def require_pools(self, pools: Iterable[PoolConfigured]) -> None:
-        """Raise Unusable if a change names an unknown pool."""
+        """Raise Unusable if a change names a pool that is not among `pools`."""
         known = sorted({pool.pool for pool in pools})
         for change in self.changes:
             if change.pool and change.pool not in known:
                 raise Unusable(f"{change.text}: unknown pool {change.pool}; pools are: {', '.join(known) or 'none'}")
 
     def idle(self, pools: Iterable[PoolConfigured], undone: Iterable[str] = ()) -> list[str]:
-        """Return the options that change none of these configurations.
+        """Return the options that have no effect, because they equal the recorded configuration of `pools`.
 
-        `undone` has paths that an operator changed at run time. An option for such a path has an effect.
+        `undone` has the paths of fields that an operator changed at run time. An option for such a field always has an
+        effect.
         """
         paths = set(undone)
         configured = list(pools)
@@ -134,7 +135,7 @@ class Alternative:
 
 
 def alternative(sets: list[str] | None, policy: str | None, policy_config: Path | None) -> Alternative:
-    """Parse the options of a command. A custom policy is checked for determinism.
+    """Parse the three options of a command. A custom policy is checked for determinism.
 
     Raises Unusable with the option, the problem and the valid values.
     """
@@ -215,7 +216,7 @@ def _replaced(part: Any, path: list[str], value: Any) -> Any:
 
 
 def _fields(kind: type[msgspec.Struct], prefix: str) -> Iterator[tuple[str, Any]]:
-    """Yield the paths and types of all fields, with those of nested structs in place of the structs."""
+    """Yield path and type of every field of `kind`. For a nested struct, yield its fields instead."""
     for name, field in get_type_hints(kind, include_extras=True).items():
         if isinstance(field, type) and issubclass(field, msgspec.Struct):
             yield from _fields(field, f"{prefix}{name}.")

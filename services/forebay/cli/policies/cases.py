@@ -20,7 +20,7 @@ TAINTS = ((), ("zone-a",), ("zone-b",), ("zone-a", "spot"))
 
 
 class Candidates(Sequence[Candidate]):
-    """Candidates as a plain Sequence, as the router passes them, so that a policy cannot rely on a list."""
+    """Candidates as a Sequence that is not a list, like the router's, so that a policy cannot rely on list methods."""
 
     def __init__(self, candidates: Iterable[Candidate]) -> None:
         self._candidates = list(candidates)
@@ -51,11 +51,11 @@ class _Numbers:
 
 
 def case(number: int, mode: str) -> tuple[RoutingWorld, RoutingRequest]:
-    """Return one case as new objects, so that changes by a policy do not reach its next decision.
+    """Return one routing case as new objects, so that changes by a policy do not affect its next decision.
 
     Args:
         number: Case number, from 0 to CASES - 1.
-        mode: Router mode of the case's configuration.
+        mode: Router mode of the configuration in the case.
     """
     numbers = _Numbers(number)
     prompt_blocks = 1 + numbers.below(40)

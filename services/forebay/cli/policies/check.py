@@ -19,8 +19,8 @@ from forebay.core.routing.policies import BUILT_IN
 from forebay.ingress.errors import Unusable
 
 HASH_SEEDS = (1, 2)
-TRIAL_S = 60.0  # a trial is 640 decisions, each of which should take microseconds
-PATH_CHARS_MAX = 256  # of a mode on the wire
+TRIAL_S = 60.0  # seconds for a trial of 640 decisions, each of which should take microseconds
+PATH_CHARS_MAX = 256  # the maximum length of a router mode in an event
 
 
 def require_policy(mode: str) -> None:
@@ -48,7 +48,7 @@ def add_current_directory() -> None:
 
 
 def require_deterministic(path: str) -> None:
-    """Check a policy in two processes.
+    """Check in two processes that a policy is deterministic.
 
     Args:
         path: Dotted path of the policy class.

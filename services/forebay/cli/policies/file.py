@@ -15,7 +15,7 @@ AT = re.compile(r"(?P<what>.*) - at `\$\.?(?P<where>.*)`", re.DOTALL)
 
 
 def read_policy_file(path: Path) -> RouterConfig:
-    """Read a router configuration. Raises Unusable with the file and the field."""
+    """Read a router configuration from a policy file. Raises Unusable, with file and field, if it is invalid."""
     raw = read_plain_file(path, "policy file")
     if not isinstance(raw, dict):
         raise Unusable(f"{path}: expected fields of the router configuration, got {kind_of(raw)}")
@@ -32,7 +32,7 @@ def read_policy_file(path: Path) -> RouterConfig:
 
 
 def named_fields(path: Path, prefix: str) -> Iterator[str]:
-    """Yield the paths of the fields in a file that `read_policy_file` accepted, with `prefix`. Raises Unusable."""
+    """Yield `prefix` plus the path of each field in a valid policy file. Raises Unusable if it cannot be read."""
     parts = [(prefix, read_plain_file(path, "policy file"))]
     for where, part in parts:
         for key, value in part.items():
@@ -43,7 +43,7 @@ def named_fields(path: Path, prefix: str) -> Iterator[str]:
 
 
 def unknown_field(raw: Any, info: msgspec.inspect.Type, where: str = "") -> Iterator[tuple[str, list[str]]]:
-    """Yield the path of each unknown key in plain data, with the known fields. `where` is the path of the data.
+    """Yield the path of each unknown key in decoded data, and the known keys. `where` is the path of the data.
 
     Decoding ignores unknown keys, but in a file they are typing errors.
     """

@@ -43,8 +43,8 @@ class RouterOption:
         kind: Type of the value.
         help: Line in `--help`.
         hidden: Whether `--help` omits the option.
-        serving: Default of a router that serves, if the default of `RouterConfig` sets no limit. Logs of earlier
-            versions and simulations use the default of `RouterConfig`.
+        serving: Default of commands that serve requests, if the default of `RouterConfig` sets no limit. Simulations,
+            and replays of logs of earlier versions, use the default of `RouterConfig`.
     """
 
     flag: str
@@ -160,7 +160,7 @@ OPTIONS = (
         "queue.depth",
         float,
         "Queue at most this multiple of max_num_seqs of all ranks, minimum 64 per rank; else respond 429.",
-        serving=4.0,  # a full queue drains in four times the duration of a request: longer waits end by the timeout
+        serving=4.0,  # a full queue drains in four times the duration of a request; the timeout ends longer waits
     ),
     RouterOption(
         "--router-queue-timeout-secs",
@@ -243,11 +243,11 @@ def router_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def router_config(given: Mapping[RouterOption, Any], named: Named = lambda option: option.flag) -> RouterConfig:
-    """Return the configuration that these values make.
+    """Return the router configuration from the values of options.
 
     Args:
-        given: Values by option.
-        named: Return the name of an option in error messages.
+        given: Value of each option; None for an absent option.
+        named: Function that returns the name of an option for error messages.
 
     Raises:
         Unusable: An option or the policy file is invalid, or the policy is not deterministic.
@@ -284,7 +284,7 @@ def router_config(given: Mapping[RouterOption, Any], named: Named = lambda optio
 
 
 def router_config_of(environment: Mapping[str, str]) -> RouterConfig:
-    """Return the configuration that environment variables make. See `RouterOption.variable`.
+    """Return the router configuration from environment variables. See `RouterOption.variable`.
 
     Raises:
         Unusable: The value of a variable is invalid.
@@ -303,7 +303,7 @@ def router_config_of(environment: Mapping[str, str]) -> RouterConfig:
 
 
 def _serving(config: RouterConfig, named: Container[str]) -> RouterConfig:
-    """Apply the serving defaults to each field that the policy file does not name."""
+    """Set each field that the policy file does not contain to its default for serving (`RouterOption.serving`)."""
     for option in OPTIONS:
         if option.serving is not None and option.field not in named:
             config = _changed(config, option, option.serving, option.flag)

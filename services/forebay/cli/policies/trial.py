@@ -1,7 +1,7 @@
 """One determinism test of a policy, run as a process: `python -m forebay.cli.policies.trial module.Class [backwards]`.
 
-The policy decides every case twice: first with a new instance per case, as the router does, then in the opposite order
-with one instance for all cases. The process writes a `Trial` as JSON to stdout and discards the policy's own output.
+The policy decides every case twice: first with a new instance per case, as in the router, then in the opposite order
+with one instance for all cases. The process writes a `Trial` as JSON to stdout, and discards what the policy prints.
 """
 
 import os
@@ -23,7 +23,7 @@ class Trial(msgspec.Struct, kw_only=True):
     """Result of one determinism test.
 
     Attributes:
-        chosen: Positions of the selected candidates, by case number. Empty if the test failed.
+        chosen: Position of the selected candidate for each case, by case number. Empty if the test failed.
         fault: Reason of the failure. Empty if the test passed.
     """
 
@@ -32,11 +32,11 @@ class Trial(msgspec.Struct, kw_only=True):
 
 
 class Fault(Exception):
-    """Violation of the rules for policies. The text names the rule and the case."""
+    """A policy violated a rule. The message names the rule and the case."""
 
 
 def run_trial(path: str, *, backwards: bool) -> Trial:
-    """Run a policy on all cases.
+    """Run the determinism test of a policy on all cases.
 
     Args:
         path: Dotted path of the policy class.

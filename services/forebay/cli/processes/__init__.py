@@ -1,1 +1,1 @@
-"""Commands that serve: everything in one process, or one service per process."""
+"""Commands that run services: all of them in one process (`forebay up`), or one service per process."""

@@ -1,4 +1,4 @@
-"""The main system in one process: log, leases, owner, workers and ingress on one event loop."""
+"""The system of `forebay up`: log, leases, owner, workers and ingress on one event loop of one process."""
 
 import asyncio
 import logging
@@ -54,9 +54,9 @@ from forebay.workers.runtime.worker import Worker
 logger = logging.getLogger(__name__)
 
 PARTITION = 0  # of the control topics: one process serves one group
-DRAIN_S = 7.0  # with CLOSE_S, CUT_S and no more than 10 s in all: Ctrl-C must not seem to do nothing
+DRAIN_S = 7.0  # at most 10 s with CLOSE_S and CUT_S, so that Ctrl-C does not seem to do nothing
 
-OnReady = Callable[[DisaggConfig], None]  # called with the disaggregation settings in effect
+OnReady = Callable[[DisaggConfig], None]  # called once requests can be served, with the effective settings
 Caches = dict[tuple[str, int], list[int]]
 Engines = Sequence[tuple[Engine, WorkerSpec]]
 Hosts = frozenset[str] | None  # as `allowed_hosts` returns them
@@ -149,7 +149,7 @@ async def _serve_until(stop: asyncio.Event, system: _System, listener: socket.so
 
 @asynccontextmanager
 async def _running(settings: EmbeddedSettings, engines: Engines, model: Model, hosts: Hosts) -> AsyncIterator[_System]:
-    """Start everything except the HTTP listener, wait until requests can be served, and stop in reverse order."""
+    """Start everything except the HTTP listener, and wait until requests can be served. Stop it all after the body."""
     async with AsyncExitStack() as stack:
         log, standby = await open_checked(settings.log, PARTITION, settings.policies)
         stack.callback(log.close)
@@ -209,7 +209,7 @@ class _KvMetrics(Collector):
 
 
 class _Tasks:
-    """Tasks of the system. If one fails, the main task is cancelled and the error is raised there."""
+    """Tasks of the system. If a task fails, the main task is cancelled and raises the error."""
 
     def __init__(self, main: "asyncio.Task[Any]") -> None:
         self.error: BaseException | None = None
@@ -218,11 +218,11 @@ class _Tasks:
         self._owner: tuple[Owner, asyncio.Task[None]] | None = None
 
     def run(self, part: Coroutine[Any, Any, None], name: str) -> None:
-        """Start a task."""
+        """Start `part` as a task with this name."""
         self._tasks.append(self._task(part, name))
 
     def own(self, owner: Owner) -> None:
-        """Start the owner, which is stopped last."""
+        """Start the task of the owner, which `stop` stops separately."""
         self._owner = owner, self._task(owner.run(), "owner")
 
     async def until(self, reached: Callable[[], bool]) -> None:
@@ -280,7 +280,7 @@ async def _ended(tasks: "Sequence[asyncio.Task[None]]") -> None:
 
 
 def _block_size(workers: Sequence[Worker]) -> int:
-    """Return the block size of all workers. Raises Unusable if they differ."""
+    """Return the block size of all workers. Raises Unusable if the workers have different block sizes."""
     sizes = sorted({worker.spec.block_size for worker in workers})
     if len(sizes) > 1:
         raise Unusable(f"the workers have KV blocks of {' and '.join(map(str, sizes))} tokens, but share one pool")
@@ -319,7 +319,7 @@ def _admitted(owner: Owner, worker: Worker, caches: Caches) -> bool:
 
 
 def why_not_ready(world: World, model: str) -> str | None:
-    """Return why no request of a model can be served now, or None."""
+    """Return the reason why no request of a model can be served now; None if requests can be served."""
     pool = world.pool_of(model)
     if pool is None or not world.roster(pool.pool).ranks:
         return NO_WORKER

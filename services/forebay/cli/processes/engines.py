@@ -53,13 +53,13 @@ MOCKER_PROFILE = load_profile(MOCKER)
 MOCK_ONLY = {"speedup": "runs at its own speed", "engine_profile": "runs at its own speed"}
 OWN_KV_TRANSFER = "configures KV transfer in --engine-args"
 DISAGGREGATED = ("prefill", "decode")
-REACHED = (MOCK, "vllm")  # engines whose KV is fetched from an address that the worker reports
+REACHED = (MOCK, "vllm")  # engines whose worker reports an address from which other workers fetch KV
 NOT_KNOWN = 1  # placeholder for a size that the engine reports after its start
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """Location of a real engine's class.
+    """Where to import the class of a real engine from.
 
     Attributes:
         module: Module of the class.
@@ -95,7 +95,7 @@ class EngineChoice:
         settings: Settings of the engine. `model` is the default model directory if no model was named.
         loras: Names of LoRA adapters.
         speedup: Speed of a mock engine relative to the modelled GPU.
-        profile: Timing of a mock engine, and its default sizes.
+        profile: Step times and default sizes of a mock engine.
     """
 
     engine: str
@@ -111,7 +111,7 @@ class EngineChoice:
 
     @property
     def label(self) -> str:
-        """Name of the engine, or of the user's class."""
+        """Name of the engine, or of the user's service class."""
         return self.engine.rpartition(":")[2]
 
 
@@ -143,7 +143,7 @@ def engine_choice(
     kv_checksum: KvChecksumOption = None,
     kv_lease_s: KvLeaseOption = None,
 ) -> EngineChoice:
-    """Return the engine that the options select. Absent sizes are chosen by the engine. Raises Unusable."""
+    """Return the engine that the options select. Sizes that are None are left to the engine. Raises Unusable."""
     kv = {
         "kv_transport": kv_transport,
         "kv_bytes_per_token": kv_bytes_per_token,
@@ -194,7 +194,7 @@ def _require_engine(engine: str, model: Path | None) -> None:
 
 
 def _require_own(engine: str, given: Mapping[str, object]) -> None:
-    """Reject options that the selected kind of engine does not support."""
+    """Raise Unusable if an option is given that the selected engine does not support."""
     for name in [name for name, value in given.items() if value is not None]:
         flag = f"--{name.replace('_', '-')}"
         if engine == MOCK and name == "engine_args":
@@ -228,31 +228,31 @@ def engine_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def pool_of(role: Role) -> str:
-    """Return the default pool of a role. Workers of different roles never share a pool."""
+    """Return the name of the default pool of a role. Workers of different roles never share a pool."""
     return DEFAULT_POOL if role == "aggregated" else role
 
 
 def playing(choice: EngineChoice, role: Role) -> EngineChoice:
-    """Return the engine with another role."""
+    """Return the engine choice with another worker role."""
     return replace(choice, settings=replace(choice.settings, role=role))
 
 
 def ranked_from(choice: EngineChoice, dp_start_rank: int) -> EngineChoice:
-    """Return the engine with `dp_start_rank` as its first data-parallel rank."""
+    """Return the engine choice with `dp_start_rank` as the first data-parallel rank."""
     return replace(choice, settings=replace(choice.settings, dp_start_rank=dp_start_rank))
 
 
 def reached_at(choice: EngineChoice, kv_host: str | None, kafka: str) -> EngineChoice:
-    """Return the engine with the address from which other workers fetch its KV.
+    """Return the engine choice with the address from which other workers fetch KV of this engine.
 
     Args:
         choice: Engine to configure.
-        kv_host: Address of --kv-host. None selects the local address of the route to `kafka`: loopback if Kafka runs on
-            this machine, else an address in the network that the machines share.
+        kv_host: Value of --kv-host. None selects the local address of connections to `kafka`: loopback if Kafka runs on
+            this machine, otherwise an address in the network that the machines share.
         kafka: Bootstrap servers, separated by commas.
 
     Raises:
-        Unusable: The address is invalid, or the engine is not fetched from.
+        Unusable: The address is invalid, or other workers cannot fetch KV from this engine.
     """
     settings = choice.settings
     disaggregated = settings.role in DISAGGREGATED
@@ -277,7 +277,7 @@ def built(
     taints: Sequence[str] = (),
     kv_events: bool = True,
 ) -> tuple[Engine, WorkerSpec]:
-    """Return an engine, not started, and its worker's spec. Sizes that only the engine knows are 1 until its start.
+    """Build an engine without starting it, and the spec of its worker. Sizes that only a started engine knows are 1.
 
     Raises Unusable if the engine's package is missing, or the user's service cannot be loaded.
     """
@@ -349,11 +349,11 @@ def _mock(choice: EngineChoice, spec: WorkerSpec) -> tuple[Engine, WorkerSpec]:
 
 
 def _kv_at(settings: EngineSettings) -> str:
-    """Return the address from which a mock engine's KV is fetched, or with NIXL the network interface."""
+    """Return the address at which a mock engine offers its KV, or its network interface if the transport is NIXL."""
     if settings.kv_transport == "tcp":
         return settings.kv_host or settings.near_host
     if settings.kv_host is None or "UCX_NET_DEVICES" in os.environ:
-        return ""  # UCX chooses the interface, or reads UCX_NET_DEVICES
+        return ""  # UCX selects the interface, or uses UCX_NET_DEVICES
     try:
         return interface_of(settings.kv_host)
     except ValueError as error:

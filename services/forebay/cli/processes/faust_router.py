@@ -1,12 +1,12 @@
-"""The router as a plain Faust app, for those who run it with Faust's own command line.
+"""The router as a plain Faust app, to run it with Faust's own command line.
 
     export FOREBAY_KAFKA=host:9092 FOREBAY_REDIS=redis://host:6379
     faust -A forebay.cli.processes.faust_router worker -l warning
 
-Also read: FOREBAY_NAMESPACE, FOREBAY_KAFKA_CONFIG, FOREBAY_ROUTER_ID, FOREBAY_ALLOW_POLICY with policy classes
-separated by spaces, and a variable for each option of the router: FOREBAY_ROUTER_MODE for `--router-mode`,
-FOREBAY_ROUTER_KV_EVENTS=false for `--no-router-kv-events`. Importing this module makes the app and nothing else; the
-router runs as a task of it.
+Further environment variables: FOREBAY_NAMESPACE, FOREBAY_KAFKA_CONFIG, FOREBAY_ROUTER_ID, and FOREBAY_ALLOW_POLICY with
+policy classes separated by spaces. Each router option has a variable, too: FOREBAY_ROUTER_MODE for `--router-mode`,
+FOREBAY_ROUTER_KV_EVENTS=false for `--no-router-kv-events`. Importing this module only creates the app. The router runs
+as a task of the app.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ app = RouterApp(cluster.kafka, feed, assignments.publish)
 
 @app.task  # type: ignore[untyped-decorator]  # Faust ships no types
 async def route() -> None:
-    """Run the router until the app stops it; what it owns is sealed first."""
+    """Run the router until the app stops it. At its end the router seals the groups that it owns."""
     registry = CollectorRegistry()
     counts = await count_topics(cluster.kafka)
     settings = RouterSettings(

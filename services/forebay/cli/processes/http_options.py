@@ -42,15 +42,15 @@ class HttpOptions:
     timeout_s: Annotated[float, typer.Option(min=0.001, max=86_400, help="Timeout of a request in seconds.")] = 600.0
 
     def settings(self, **others: Any) -> "IngressSettings":
-        """Return the settings of an ingress.
+        """Return the settings of an ingress from these options.
 
         Args:
-            others: Settings that have no HTTP option, by field name.
+            others: Settings that no HTTP option sets, by the name of their field in `IngressSettings`.
 
         Raises:
             Unusable: The admin API has no token, or a host name is invalid.
         """
-        # Imported here, because no other command should wait for an HTTP server to load.
+        # Imported here, so that other commands do not wait for an HTTP server to load.
         from forebay.ingress.settings import IngressSettings  # noqa: PLC0415
 
         return IngressSettings(

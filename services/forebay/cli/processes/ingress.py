@@ -1,4 +1,4 @@
-"""`forebay ingress`: the OpenAI HTTP API and the Kafka API, as a process of its own."""
+"""`forebay ingress`: a separate process with the OpenAI HTTP API and the Kafka API."""
 
 import os
 import socket

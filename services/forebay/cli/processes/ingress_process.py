@@ -35,7 +35,7 @@ from forebay.transport.heartbeats import HeartbeatMetrics, RouterHeartbeats
 from forebay.transport.kafka.topics import count_topics
 from forebay.workers.runtime.lease_keeper import LeaseKeeper
 
-POLL_S = 1.0  # between two looks whether prompts must be computed by prefill workers
+POLL_S = 1.0  # seconds between two checks whether prompts must be computed by prefill workers
 
 
 def serve(
@@ -47,7 +47,7 @@ def serve(
     allow_hosts: Sequence[str],
     policies: tuple[str, ...],
 ) -> None:
-    """Serve until SIGINT or SIGTERM. Raises Unusable for what cannot be started with, LogError when the log fails."""
+    """Serve until SIGINT or SIGTERM. Raises Unusable if the options are invalid, and LogError if the log fails."""
     loaded = Model(model or DEFAULT_MODEL)
     source = LogSource(kafka=cluster.kafka, policies=policies)
     with listen(*address) as listener:
@@ -56,10 +56,10 @@ def serve(
 
 
 class Readiness:
-    """Readiness of an ingress: its group has a partition, an owner and a ready worker that generates responses.
+    """Whether an ingress can serve: its group has a partition, an owner and a ready worker that generates responses.
 
-    The owner's heartbeats carry how many workers of each role are ready, as of the events on `fleet` that it applied.
-    Where prompts must be computed by prefill workers (`enforced` returns that), one of them has to be ready, too.
+    The owner's heartbeats contain the number of ready workers per role, according to the events of `fleet` that the
+    owner has applied. If prompts must be computed by prefill workers (`enforced`), a prefill worker must be ready, too.
     """
 
     def __init__(self, heartbeats: RouterHeartbeats, directory: Directory) -> None:
@@ -69,19 +69,19 @@ class Readiness:
         self.enforced: Callable[[], Awaitable[bool]] | None = None
 
     def __call__(self) -> bool:
-        """Return whether a request would be served now."""
+        """Return whether the ingress can serve requests now."""
         return self._problem() is None
 
     def why_not(self) -> str:
-        """Return why no request would be served."""
+        """Return the reason why the ingress cannot serve requests."""
         return self._problem() or NO_WORKER
 
     def partition(self) -> int | None:
-        """Return the control partition of the group, None while no router placed it."""
+        """Return the control partition of the group; None until a router has assigned one."""
         return self._directory.partition_of(self._heartbeats.group)
 
     async def run(self) -> None:
-        """Follow the group's heartbeats until cancelled. Raises LogError."""
+        """Read the heartbeats of the group's owner until cancelled. Raises LogError if the log fails."""
         partition = await self._directory.placed(self._heartbeats.group)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._heartbeats.follow(partition))
@@ -90,7 +90,7 @@ class Readiness:
     async def _look(self) -> None:
         while True:
             if self.enforced is not None:
-                with contextlib.suppress(ApiError):  # what cannot be read stays as it was
+                with contextlib.suppress(ApiError):  # if the settings cannot be read, keep the previous ones
                     self._is_enforced = await self.enforced()
             await asyncio.sleep(POLL_S)
 
@@ -115,7 +115,7 @@ async def _enforced(ingress: Ingress) -> bool:
 
 
 def _hold_lease(keeper: LeaseKeeper, settings: IngressSettings) -> "asyncio.Future[None]":
-    """Take the lease of the ingress. The future fails with Unusable when another ingress takes it over."""
+    """Renew the Redis lease of the ingress. The future fails with Unusable if another ingress takes the lease over."""
     replaced: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def on_replaced(_: str) -> None:
@@ -128,7 +128,7 @@ def _hold_lease(keeper: LeaseKeeper, settings: IngressSettings) -> "asyncio.Futu
 
 
 async def _until_draining(part: Awaitable[None], drain: IngressDrain) -> None:
-    """Run a part until the drain begins, and wait on. Its requests are handed over to other ingresses."""
+    """Run the task `part` until the drain begins, because other ingresses then take over its requests; then wait."""
     running = asyncio.ensure_future(part)
     beginning = asyncio.create_task(drain.wait_begun())
     try:

@@ -10,7 +10,7 @@ import typer
 from forebay.events.names import Kind, NameInvalid, require_adapter, require_name
 from forebay.ingress.errors import Unusable
 
-NAME_CHARS_MAX = 256  # of a name on the wire
+NAME_CHARS_MAX = 256  # the maximum length of a name in an event
 
 TaintsOption = Annotated[
     list[str] | None, typer.Option("--taint", help="Worker label that requests may require or prefer. Repeatable.")
@@ -115,7 +115,7 @@ LogMaxAgeOption = Annotated[
 
 
 def names(flag: str, given: Sequence[str] | None) -> tuple[str, ...]:
-    """Return the values of a repeated option.
+    """Return the values of an option that may be repeated.
 
     Raises:
         Unusable: A value has an invalid length, or appears twice.
@@ -130,7 +130,7 @@ def names(flag: str, given: Sequence[str] | None) -> tuple[str, ...]:
 
 
 def named(flag: str, kind: Kind, name: str) -> str:
-    """Return `name` if it is valid for its kind. Raises Unusable with the option otherwise."""
+    """Return `name` if it is a valid name for its kind. Otherwise raise Unusable with the option `flag`."""
     try:
         return require_name(kind, name)
     except NameInvalid as error:
@@ -138,7 +138,7 @@ def named(flag: str, kind: Kind, name: str) -> str:
 
 
 def adapters(loras: Sequence[str], model: str) -> tuple[str, ...]:
-    """Return the adapter names of a model. Raises Unusable for an invalid one."""
+    """Return the names of the LoRA adapters of `model`. Raises Unusable if a name is invalid."""
     try:
         return tuple(require_adapter(name, model) for name in loras)
     except NameInvalid as error:
@@ -146,7 +146,7 @@ def adapters(loras: Sequence[str], model: str) -> tuple[str, ...]:
 
 
 def placed_taints(given: Sequence[str], workers: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Return the labels of each worker.
+    """Return the taints (labels) of each worker.
 
     Args:
         given: Values of --taint, each LABEL for all workers or WORKER:LABEL for one.
@@ -156,7 +156,7 @@ def placed_taints(given: Sequence[str], workers: Sequence[str]) -> dict[str, tup
         Unusable: A value names an unknown worker or has an empty label.
     """
     labels: dict[str, dict[str, None]] = {worker: {} for worker in workers}
-    kinds = {worker.rstrip(string.digits): worker for worker in workers}  # the last of each kind
+    kinds = {worker.rstrip(string.digits): worker for worker in workers}  # the last worker of each kind
     of_one = re.compile(rf"((?:{'|'.join(map(re.escape, kinds))})\d+):(.*)", re.DOTALL)
     for text in given:
         one = of_one.fullmatch(text)

@@ -1,4 +1,4 @@
-"""`forebay router`: owns groups, or stands by, as a process of its own."""
+"""`forebay router`: a separate process that owns groups, or stands by for them."""
 
 import os
 import socket

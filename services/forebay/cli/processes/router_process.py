@@ -16,7 +16,7 @@ from forebay.transport.directory import Directory
 from forebay.transport.kafka.log import KafkaLog
 from forebay.transport.kafka.topics import count_topics
 
-LEAVE_S = 10.0  # Faust's consumer commits and leaves within a second if the broker answers
+LEAVE_S = 10.0  # seconds; Faust's consumer commits and leaves within one second if the broker responds
 
 
 async def serve(
@@ -27,7 +27,7 @@ async def serve(
     snapshot_every: int,
     snapshot_age_s: float,
 ) -> None:
-    """Own groups, or stand by, until SIGINT or SIGTERM. Raises LogError when the log fails."""
+    """Run a router, which owns groups or stands by for them, until SIGINT or SIGTERM. Raises LogError."""
     counts = await count_topics(cluster.kafka)
     settings = RouterSettings(
         router_id=router_id,
@@ -63,7 +63,7 @@ async def start_router(
     registry: CollectorRegistry,
     is_member: Callable[[], bool],
 ) -> Router:
-    """Return a started router that reads its state topics from `feed` and knows the partition of each group."""
+    """Start a router that reads its state topics from `feed`. Return it once it knows the partition of each group."""
     log = FaustLog(kafka_log, feed, [topic.name for topic in STATE_TOPICS])
     directory = Directory(log)
     await directory.start()

@@ -1,6 +1,7 @@
 """`forebay serve`: the worker processes of one service, each with its share of the machine.
 
-A process that ends is not restarted, because that is the task of the machine's supervisor. The others continue.
+A process that ends is not restarted, because that is the task of the machine's supervisor. The other processes
+continue.
 """
 
 import asyncio
@@ -26,13 +27,13 @@ from forebay.ingress.errors import Unusable
 from forebay.workers.service import PROCESSES_MAX, Service, load_service
 
 GPU = re.compile(r"nvidia\d+")
-SIGNALS = (signal.SIGTERM, signal.SIGTERM, signal.SIGKILL)  # drain, stop at once, and kill
+SIGNALS = (signal.SIGTERM, signal.SIGTERM, signal.SIGKILL)  # sent in this order: drain, stop at once, kill
 SIGNALLED = 128  # plus the number of the signal, as in a shell
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Worker id, options and additional environment variables of one process."""
+    """What one worker process gets: its worker id, options and additional environment variables."""
 
     worker_id: str
     options: tuple[str, ...]
@@ -71,7 +72,7 @@ def serve(
 
 
 def devices(environment: Mapping[str, str], folder: Path) -> list[str]:
-    """Return the names of the GPUs that this process may use, as CUDA names them."""
+    """Return the names of the GPUs that this process may use, in the syntax of CUDA_VISIBLE_DEVICES."""
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [name.strip() for name in visible.split(",") if name.strip()]
@@ -81,7 +82,7 @@ def devices(environment: Mapping[str, str], folder: Path) -> list[str]:
 def shares(
     service: Service, workers: int, worker_id: str, metrics_port: int | None, gpus: Sequence[str]
 ) -> list[Share]:
-    """Divide GPUs and ports among the processes. Raises Unusable if there are too few."""
+    """Divide GPUs and ports among the worker processes. Raises Unusable if there are too few of them."""
     each = service.resources.gpu
     if workers * each > len(gpus):
         raise Unusable(
@@ -105,7 +106,7 @@ def shares(
 
 
 async def _run(shares: Sequence[Share], options: Sequence[str]) -> int:
-    """Run all processes until they ended, and return the highest exit code."""
+    """Run all processes until the last one ends, and return the highest exit code."""
     running: dict[str, Process] = {}
     signals = 0
 

@@ -1,4 +1,4 @@
-"""Settings of `forebay up`, separate from its code, so that other commands do not import an HTTP server."""
+"""Settings of `forebay up`, in their own module, so that other commands do not import an HTTP server."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Workers:
-    """Number of workers of one process.
+    """Number of workers that `forebay up` runs, by role.
 
     Attributes:
         aggregated: workers that compute prompts and responses.
         prefill: workers that compute prompts only.
-        decode: workers that generate responses, after a prefill worker or alone.
+        decode: workers that generate responses. The prompt is computed by a prefill worker or by the decode worker.
     """
 
     aggregated: int = 0
@@ -44,18 +44,18 @@ class Workers:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddedSettings:
-    """Settings of a system in one process.
+    """Settings of `forebay up`.
 
     Attributes:
-        log: file of the log; None for memory.
-        engine: engine of every worker; the ingress serves its model and adapters.
+        log: path of the log file; None keeps the log in memory.
+        engine: engine of every worker. The ingress serves the model and the adapters of this engine.
         router: configuration of the router.
-        policies: custom policies that may run.
+        policies: custom policies that the owner may run.
         roles: role of each worker by its id.
-        taints: labels of each worker by its id.
+        taints: taints (labels) of each worker by its id.
         kv_events: whether workers report the contents of their caches.
         ingress: settings of the ingress, without the block size, which the engine reports.
-        allow_hosts: names accepted in the header `Host`, in addition to those of the loopback address.
+        allow_hosts: names accepted in the header `Host`, in addition to the names of the loopback address.
         lease_ttl_s: seconds without a lease renewal after which a worker is lost.
         snapshot_every: journal records between snapshots.
         snapshot_age_s: maximum seconds between snapshots while records arrive.

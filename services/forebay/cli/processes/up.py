@@ -1,4 +1,4 @@
-"""`forebay up`: everything in one process, on the embedded log."""
+"""`forebay up`: router, workers and ingress in one process, on the embedded log."""
 
 import logging
 import os
@@ -41,10 +41,10 @@ DISAGG_OPTIONS = (
     "kv_checksum",
     "kv_lease_s",
 )
-LOG_SIZE = "10GB"  # a million requests or so
-LOG_SIZE_IN_MEMORY = "1GB"  # which the process holds beside its engines
-LOG_BYTES_MIN = 10_000_000  # of a snapshot and the records after it; the write-ahead log alone is larger
-MOCK_WORKERS = 4  # there is something to route; a real engine takes the machine for itself
+LOG_SIZE = "10GB"  # about a million requests
+LOG_SIZE_IN_MEMORY = "1GB"  # small, because the engines of the process need memory, too
+LOG_BYTES_MIN = 10_000_000  # room for a snapshot and the records after it; the write-ahead log alone is larger
+MOCK_WORKERS = 4  # enough to show routing; a real engine takes the machine for itself
 
 
 @spread
@@ -112,7 +112,7 @@ def up(
         snapshot_age_s=snapshot_age_s,
         log_limits=_log_limits(log, log_max_size, log_max_age),
     )
-    # Imported here, because no other command should wait for an HTTP server and its models to load.
+    # Imported here, so that other commands do not wait for an HTTP server and its models to load.
     from forebay.cli.processes.embedded import run  # noqa: PLC0415
 
     with explained():

@@ -1,4 +1,4 @@
-"""`forebay worker`: one engine in one process."""
+"""`forebay worker`: a separate process with one engine."""
 
 import asyncio
 import contextlib
@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 ANNOUNCEMENT_TTL_MS = 6_000
 CHECK_S = 5.0
-CHECKS = 3  # a takeover takes six seconds, and an owner reads the leases twice per second
+CHECKS = 3  # consecutive checks: a takeover takes six seconds, and an owner reads the leases twice per second
 
 
 @engine_options
@@ -129,7 +129,7 @@ async def _run(cluster: Cluster, spec: WorkerSpec, engine: Engine, *, lease_ttl_
 
 
 async def warn_if_not_admitted(probes: Probes, name: str, *, check_s: float = CHECK_S) -> None:
-    """Print a warning if `CHECKS` checks in a row find the worker outside of the fleet, with its engine running."""
+    """Print a warning if the engine runs, but `CHECKS` checks in a row find that no owner has added the worker."""
     checks = 0
     while checks < CHECKS:
         await asyncio.sleep(check_s)

@@ -1,1 +1,1 @@
-"""Decisions of a log: derived again, explained, compared, looked at in time."""
+"""Commands that derive the decisions of a log again, to verify, explain and compare them, or show a past state."""

@@ -22,14 +22,14 @@ _LEFT_OUT = {"owner_epoch", "seq", "consumed", "worker_epoch", "slot", "at_us", 
 
 @dataclass(frozen=True)
 class Sheet:
-    """A table to display.
+    """A table to print on the terminal.
 
     Attributes:
         name: title; empty for none.
         columns: column headings.
-        rows: cells by row key.
-        more: number of omitted rows.
-        empty: text shown instead of a table without rows.
+        rows: cells of each row, by the key of the row (its first column).
+        more: number of rows that are not shown.
+        empty: text that is shown instead of a table if there are no rows.
         texts: names of the columns that are left-aligned because they are not numbers.
     """
 
@@ -42,7 +42,7 @@ class Sheet:
 
 
 def span(us: int) -> str:
-    """Format a duration for display, rounded."""
+    """Format a duration in microseconds for display, rounded."""
     sign, us = ("-", -us) if us < 0 else ("", us)
     if us < 1_000:
         return f"{sign}{us} us"
@@ -54,7 +54,7 @@ def span(us: int) -> str:
 
 
 def facts_sheet(moment: Moment) -> Sheet:
-    """Return position, digest and pool configuration of a moment."""
+    """Return a table with journal position, digest and pool configuration at a moment of the recording."""
     place = f"{moment.offset}, derived from the state at {moment.start}"
     waiting = sum(len(kind.waiting) for kind in moment.queues)
     rows = {
@@ -71,7 +71,7 @@ def facts_sheet(moment: Moment) -> Sheet:
 
 
 def workers_sheet(moment: Moment, rows_max: int) -> Sheet:
-    """Return the workers of the fleet."""
+    """Return a table of the workers in the fleet at a moment of the recording."""
     found = {
         f"{worker.worker_id} {worker.worker_epoch}": (
             worker.worker_id,
@@ -92,12 +92,12 @@ def workers_sheet(moment: Moment, rows_max: int) -> Sheet:
 
 
 def ranks_sheet(moment: Moment, rows_max: int) -> Sheet:
-    """Return load and cache of every rank. Columns that are zero for all ranks are omitted."""
+    """Return a table with load and cache of every rank. Columns that are zero for all ranks are omitted."""
     return _ranks_sheet("load and cache, by rank", moment.ranks, rows_max)
 
 
 def lost_sheet(loss: LossFacts, rows_max: int) -> Sheet:
-    """Return load and cache of a lost worker right before its loss."""
+    """Return a table with load and cache of a lost worker's ranks right before it was declared lost."""
     when = utc(loss.lost_us if loss.lost_us is not None else loss.at_us)
     name = f"lost: {loss.worker_id}, epoch {loss.worker_epoch}, at {when}: {loss.reason or 'no reason recorded'}"
     if loss.ranks is None:
@@ -110,7 +110,7 @@ def lost_sheet(loss: LossFacts, rows_max: int) -> Sheet:
 
 
 def queue_sheet(moment: Moment, rows_max: int) -> Sheet:
-    """Return the requests held in the router's queue, by class, first to last."""
+    """Return a table of the requests in the router's queue, by queue class, first to last."""
     found = {
         held.request_id: (
             kind.pool,
@@ -136,7 +136,7 @@ def _worker(request: RequestFacts) -> str:
 
 
 def requests_sheet(moment: Moment, rows_max: int) -> Sheet:
-    """Return the active requests, oldest first."""
+    """Return a table of the requests in flight, oldest first."""
     found = {
         request.request_id: (
             request.request_id,
@@ -154,7 +154,7 @@ def requests_sheet(moment: Moment, rows_max: int) -> Sheet:
 
 
 def render_sheet(sheet: Sheet) -> Group | Table | Text:
-    """Return a sheet as a renderable table."""
+    """Return a sheet as an object that rich can print."""
     title = Text(printable(sheet.name), style="bold")
     if not sheet.rows:
         return Text.assemble(title, f": {sheet.empty}")

@@ -1,7 +1,8 @@
-"""`forebay replay diff --closed-loop`: simulate both policies from the fork of a comparison on.
+"""`forebay replay diff --closed-loop`: simulate the recorded and the alternative policy from the fork on.
 
-History's policy is simulated, too. The difference between its simulation and its recording is the simulator's error. A
-smaller difference between the two simulations is not significant.
+The fork is the first event after which the recorded history and the alternative differ. The recorded policy is
+simulated, too: the difference between its simulation and the recording is the simulator's error. A smaller difference
+between the two simulations is not significant.
 """
 
 from collections.abc import Callable
@@ -23,16 +24,19 @@ OnRun = Callable[[str, int, int], None]
 
 
 class ClosedLoop(msgspec.Struct, kw_only=True):
-    """History as recorded, and both policies simulated from the fork on.
+    """Metrics of three runs after the fork: history as recorded, history simulated, and the alternative simulated.
 
     Attributes:
         after_s: seconds from the fork to the end of the recording.
-        requests: requests that arrived after the fork and that history finished. The statistics cover these requests.
-        in_flight: requests active at the fork. They restart there and are not part of the statistics.
-        assumed: requests that history did not finish. Their responses are assumed to have the median length.
-        speedup: factor by which engines are faster than the modelled GPU.
-        runs: statistics by name of the run, as `forebay simulate` prints them.
-        notes: what the statistics mean, in sentences.
+        requests: number of requests that arrived after the fork and finished in the recording. The metrics cover these
+            requests.
+        in_flight: number of requests in flight at the fork. Both simulations restart them there; the metrics exclude
+            them.
+        assumed: number of requests that did not finish in the recording. Their responses are assumed to have the median
+            length.
+        speedup: factor by which the simulated engines are faster than the modelled GPU.
+        runs: metrics by name of the run, as `forebay simulate` prints them.
+        notes: sentences for the user that explain the metrics.
     """
 
     after_s: float
@@ -47,17 +51,18 @@ class ClosedLoop(msgspec.Struct, kw_only=True):
 def closed_loop(
     handover: Handover, end_us: int, speedup: float, progress: OnRun, custom: CustomPolicies = ONLY_BUILT_IN
 ) -> ClosedLoop:
-    """Simulate both policies from the fork on.
+    """Simulate the recorded and the alternative policy from the fork on, and return the metrics.
 
     Args:
-        handover: the state of both worlds at the fork, and the later events.
-        end_us: the owner's clock at the end of the recording.
-        speedup: factor by which engines are faster than the modelled GPU.
-        progress: called with the name of the run, the number of requests that arrived, and their total.
-        custom: custom policies that may run.
+        handover: state of history and of the alternative at the fork, and the external events after it.
+        end_us: time of the end of the recording, on the owner's clock.
+        speedup: factor by which the simulated engines are faster than the modelled GPU.
+        progress: called with the name of the run, the number of requests that have arrived, and the number of all
+            requests.
+        custom: custom policies that the simulations may run.
 
     Raises:
-        Unusable: the rest of the recording cannot be simulated.
+        Unusable: the recording after the fork cannot be simulated.
     """
     workers = [chunk.spec for chunk in handover.states[0] if isinstance(chunk, WorkerState)]
     try:

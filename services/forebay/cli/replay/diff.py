@@ -98,10 +98,10 @@ def diff_command(
 
 
 def _simulated(report: DiffReport, handover: Handover, speedup: float, custom: CustomPolicies) -> ClosedLoop | None:
-    """Return the closed-loop simulation, or None if there is nothing to simulate.
+    """Return the metrics of the closed-loop simulation, or None if there is nothing to simulate.
 
     Raises:
-        Unusable: the rest of the recording cannot be simulated.
+        Unusable: the recording after the fork cannot be simulated.
     """
     if report.divergence is not None or report.fork is None:
         return None
@@ -142,7 +142,7 @@ async def _diff(
 
 
 def _complain(report: DiffReport, allowed: Set[str], recording: Recording) -> None:
-    """Exit with the code of a failed verification, if it failed."""
+    """Exit with an error if the recorded history could not be verified."""
     if report.divergence is not None:
         divergence = report.divergence
         where = f"{recording.name}: history diverges at journal offset {divergence.offset}: {divergence.reason}"

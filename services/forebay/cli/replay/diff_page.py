@@ -14,7 +14,13 @@ HISTORY, ALTERNATIVE = "history", "alternative"
 
 
 def page(report: DiffReport, simulated: ClosedLoop | None, source: str) -> str:
-    """Return the page; `source` names the recording."""
+    """Return the HTML page of a comparison.
+
+    Args:
+        report: result of the comparison.
+        simulated: result of the closed-loop simulation; None if there is none.
+        source: name of the recording.
+    """
     charts = [*_overlap_and_load(report), _series(report), *_waits(report)]
     fork = report.fork
     there = None if fork is None else fork.alternative.there
@@ -115,7 +121,7 @@ def _load(report: DiffReport) -> graph_objects.Figure:
             marker={"line": {"width": 0}},
             meta=name,
         )
-    step = max(1, -(-len(names) // 16))  # as many labels as fit
+    step = max(1, -(-len(names) // 16))  # show at most 16 labels
     at = list(range(0, len(names), step))
     figure.update_layout(barmode="group", bargap=0.25)
     figure.update_xaxes(tickvals=at, ticktext=[short(names[number]) for number in at], type="linear")

@@ -21,7 +21,7 @@ HINT = "To include the effect on caches, use --closed-loop. It simulates both po
 
 
 def show(report: DiffReport, simulated: ClosedLoop | None) -> None:
-    """Print the report on stdout."""
+    """Print the comparison on stdout, and the closed-loop simulation if there is one."""
     console = results()
     _print_row(console, "alternative", report.alternative)
     for given in report.idle:
@@ -65,7 +65,7 @@ def show(report: DiffReport, simulated: ClosedLoop | None) -> None:
 
 
 def terms_text(terms: CostTerms) -> str:
-    """Return cost terms as one line."""
+    """Return the terms of a candidate's cost as one line."""
     found = [f"{terms.device_overlap} blocks on the device"]
     if terms.host_overlap or terms.disk_overlap:
         found.append(f"{terms.host_overlap} in host memory, {terms.disk_overlap} on disk")
@@ -76,7 +76,7 @@ def terms_text(terms: CostTerms) -> str:
 
 
 def outcome_text(outcome: DecisionOutcome) -> str:
-    """Return a decision as one line."""
+    """Return the outcome of a decision as one line."""
     match outcome.decision:
         case "routed":
             assert outcome.terms is not None, "routed by cost"
@@ -90,7 +90,7 @@ def outcome_text(outcome: DecisionOutcome) -> str:
 
 
 def rows(report: DiffReport) -> list[tuple[str, str, str]]:
-    """Return the statistics of both worlds: name, history, alternative."""
+    """Return one row per metric of a comparison: its name, its value in history and in the alternative."""
     sides = (report.history, report.other)
 
     def row(name: str, *values: str) -> tuple[str, str, str]:
@@ -122,7 +122,7 @@ def rows(report: DiffReport) -> list[tuple[str, str, str]]:
 
 
 def closed_rows(simulated: ClosedLoop) -> list[list[str]]:
-    """Return the statistics of all three runs: name, then one value per run."""
+    """Return one row per metric of a closed-loop simulation: its name, then its value in each of the three runs."""
     runs = list(simulated.runs.values())
 
     def times(key: str) -> list[str]:
@@ -140,7 +140,7 @@ def closed_rows(simulated: ClosedLoop) -> list[list[str]]:
 
 
 def _apart_rows(runs: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Return the statistics of remote prefills."""
+    """Return one row per metric of remote prefills: its name, then its value in each run."""
     moved = [f"{one['prefilled_remotely']:,}, {one['transferred_bytes'] / 1e6:,.3f}" for one in runs]
     times = [", ".join(f"{one['transfer_ms'][of]:,.2f}" for of in SHOWN) if one["transfer_ms"] else "-" for one in runs]
     return [["prefilled remotely, MB moved", *moved], ["transfer, ms: mean, p50, p99", *times]]

@@ -73,7 +73,7 @@ async def _explain(
 
 @contextmanager
 def _shown_progress() -> Iterator[OnProgress]:
-    """Show the number of journal records done on stderr, if that is a terminal."""
+    """Show on stderr how many journal records were read, if stderr is a terminal."""
     with bar() as progress:
         task = progress.add_task("searching the journal", total=None)
 

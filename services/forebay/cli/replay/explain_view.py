@@ -22,10 +22,10 @@ from forebay.replay.explain.explanation import (
 )
 from forebay.transport.recording.manifest import utc
 
-CANDIDATES_SHOWN = 10  # the cheapest ones; --all shows all
-LEFT_OUT_SHOWN = 5  # lines about excluded ranks
-NAMES_SHOWN = 6  # ranks per reason
-INDENT = 14  # of details of a timeline entry
+CANDIDATES_SHOWN = 10  # number of the cheapest candidates shown; --all shows all
+LEFT_OUT_SHOWN = 5  # maximum number of lines about excluded ranks
+NAMES_SHOWN = 6  # maximum number of ranks per reason
+INDENT = 14  # columns by which the details of a timeline entry are indented
 TABLE_INDENT = 4
 PARTS: dict[Part, str] = {
     "queue": "in the queue",
@@ -38,7 +38,7 @@ PARTS: dict[Part, str] = {
 
 
 def show(explanation: Explanation, *, everything: bool) -> None:
-    """Print the explanation on stdout; `everything` shows complete candidate lists."""
+    """Print the explanation of a request on stdout. `everything` shows all candidates of each decision."""
     console, tables = results(), results(wide=True)
     routings = {one.offset: one for one in explanation.routings}
     for line in _head(explanation):

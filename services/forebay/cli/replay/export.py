@@ -29,7 +29,7 @@ INPUT_NAMES = frozenset(topic.name for topic in INPUTS)
 
 
 class ExportedTopic(msgspec.Struct, kw_only=True):
-    """Counts of one exported topic."""
+    """Number of records of one exported topic, and how many of them could not be decoded."""
 
     records: int = 0
     undecodable: int = 0

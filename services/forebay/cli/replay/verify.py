@@ -25,7 +25,7 @@ RARE_TERMS = ("host_overlap", "disk_overlap", "taint_factor")
 
 @contextmanager
 def shown_progress() -> Iterator[OnProgress]:
-    """Show journal records done, decisions per second and the remaining time on stderr, if that is a terminal."""
+    """Show on stderr the records verified, decisions per second and remaining time, if stderr is a terminal."""
     columns = (
         TextColumn("deriving decisions"),
         BarColumn(),
@@ -45,7 +45,7 @@ def shown_progress() -> Iterator[OnProgress]:
 
 
 def show(report: VerifyReport) -> None:
-    """Print the report on stdout."""
+    """Print the result of a verification on stdout."""
     console = results(soft_wrap=True)
 
     def print_row(name: str, text: str) -> None:

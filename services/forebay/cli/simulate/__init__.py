@@ -1,1 +1,1 @@
-"""Commands for workloads in virtual time: simulate, sweep, workload, fit and profile."""
+"""Commands about simulation in virtual time: simulate, sweep, workload, fit and profile."""

@@ -1,4 +1,4 @@
-"""Options of `forebay simulate --against`. They live apart from its code, which takes a second to import."""
+"""Options of `forebay simulate --against`, in their own module, because its code takes a second to import."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,7 @@ from forebay.cli.policies.allowed import AllowPolicyOption
 
 @dataclass(frozen=True, slots=True)
 class AgainstOptions:
-    """Options for comparing a simulation with a recording."""
+    """Options of `forebay simulate` that compare a simulation with a recording."""
 
     against: Annotated[
         Path | None,

@@ -115,7 +115,7 @@ def simulate(
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Validated inputs of the command. `name` is the name of the workload."""
+    """Validated inputs of the command, ready to run. `name` is the name of the workload."""
 
     name: str
     survey: Survey

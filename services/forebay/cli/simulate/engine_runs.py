@@ -1,4 +1,4 @@
-"""Extraction of engine runs from a recording: sizes, initial cache, requests and their times."""
+"""Extraction of engine runs from a recording: for each rank its sizes, initial cache, requests and their times."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +30,7 @@ Rank = tuple[str, int, int]  # worker, its epoch, rank
 
 @dataclass(slots=True)
 class _EventTime:
-    """Time of an event by the worker's clock, and of its arrival by the owner's clock; 0 for never."""
+    """Time of an event on the worker's clock, and of its arrival on the owner's clock; 0 if there was no event."""
 
     worker_us: int = 0
     owner_us: int = 0
@@ -46,13 +46,14 @@ class _RoutedRequest:
 
 @dataclass(slots=True)
 class EngineRuns:
-    """Recorded runs of all engines of a pool.
+    """Recorded requests and their times on all engines of a pool.
 
     Attributes:
         engine: name of the engine.
         runs: one run per rank and worker epoch.
         lost: number of workers lost during the recording.
-        clocks_differ: whether the workers' clocks contradict the owner's clock. Then all times are the owner's.
+        clocks_differ: whether the workers' clocks contradict the owner's clock. If so, all times are of the owner's
+            clock, otherwise of the workers' clocks.
     """
 
     engine: str
@@ -70,12 +71,12 @@ async def engine_runs(
         log: the recording.
         partition: control partition of the group.
         pool: name of the pool; empty for the only one.
-        on_progress: called from time to time with the position.
-        custom: custom policies that may run.
+        on_progress: called from time to time with the position in the recording.
+        custom: custom policies that may run to derive the decisions again.
 
     Raises:
         LogError: the recording cannot be read.
-        Unusable: the history diverges, or the pool has no comparable engines.
+        Unusable: a derived decision differs from the journal, or the engines of the pool cannot be compared.
     """
     walk = await walk_all(log, partition, custom)
     reader = _Reader(walk)
@@ -114,7 +115,7 @@ class _Reader:
         walk.followed.on_applied = self._on_applied
 
     def finish(self, pool: str) -> EngineRuns:
-        """Return the collected runs.
+        """Return the runs of the engines of a pool.
 
         Raises:
             Unusable: no request went to the pool, or its workers have different sizes.

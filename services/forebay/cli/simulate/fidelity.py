@@ -1,7 +1,7 @@
-"""Fidelity of the simulation: a recorded history is simulated with engine models and compared with the observed times.
+"""Fidelity of the simulation: recorded requests are simulated again, and compared with the recorded times.
 
-All times are those of the recorded owner's clock. A request begins when its submission is applied. Its first token and
-its end count from when the router applies the corresponding event.
+All times are of the owner's clock in the recording. The arrival, the first token and the end of a request are the times
+at which the owner applied the corresponding events.
 """
 
 import statistics
@@ -30,7 +30,7 @@ from forebay.simulate.settings import Delays
 from forebay.simulate.transfer_fit import TransferFit
 
 AS_RECORDED = "as recorded"
-PLACED = "recorded placement"  # isolates the error of the engine model, because no decision differs
+PLACED = "recorded placement"  # no decision differs from the recording, so the error is that of the engine model
 TIMES = ("ttft_ms", "itl_ms", "e2e_ms")
 STAGE_TIMES = ("prefill_ms", "transfer_ms")  # of remote prefills
 STATISTICS = ("mean", "p50", "p90", "p99")
@@ -41,15 +41,15 @@ MOVED = ("prefilled_remotely", "transferred_bytes")
 
 @dataclass(frozen=True, slots=True)
 class FidelitySettings:
-    """Settings of the simulations of a history.
+    """Settings of the simulations that are compared with a recording.
 
     Attributes:
-        speedup: how much faster than their model the engines run.
+        speedup: factor by which the simulated engines are faster than the modelled GPU.
         repeat: number of simulations. All but the first shift each arrival by a random delay up to `LATER_US`.
-        delays: latencies. Those to the router are ignored, because the recorded times include them. Those to clients
-            are ignored, because times are measured at the router.
+        delays: latencies between router and engines. Latencies to the router are ignored, because the recorded times
+            include them. Latencies to clients are ignored, because times are measured at the router.
         timing: step timing of the engines.
-        link: fields of `Transfer` to use as given; the others are fitted to the recorded transfers.
+        link: values of `Transfer` fields that the user has set. The other fields are fitted to the recorded transfers.
     """
 
     speedup: float = 1.0
@@ -60,7 +60,7 @@ class FidelitySettings:
 
 
 class FidelityMetric(msgspec.Struct, frozen=True):
-    """One metric, observed and simulated.
+    """One metric, as recorded (observed) and as simulated.
 
     Attributes:
         observed: observed value.
@@ -74,11 +74,11 @@ class FidelityMetric(msgspec.Struct, frozen=True):
     error: float | None
 
 
-EXACT = FidelityMetric(0.0, 0.0, 0.0)  # metric that is 0 on both sides
+EXACT = FidelityMetric(0.0, 0.0, 0.0)  # a metric that is 0 in the recording and in the simulation
 
 
 class ErrorSpread(msgspec.Struct, frozen=True, kw_only=True):
-    """Distribution of the errors of single requests.
+    """Distribution of the errors of a simulated latency over the requests.
 
     Attributes:
         percent_p50: median absolute error in percent of the observed time.
@@ -96,23 +96,26 @@ class ErrorSpread(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SimulatedRun(msgspec.Struct, frozen=True, kw_only=True):
-    """Comparison of one simulation with the recording. All metrics are those of the `compared` requests.
+    """Comparison of one simulation with the recording. All metrics cover only the `compared` requests.
 
     Attributes:
-        name: name of the policy. `AS_RECORDED` and `PLACED` use the recorded configuration.
-        draw: 0 for the recorded arrival times; else the number of the random shift.
-        compared: requests that completed on both sides.
-        failed: requests that completed in the recording, but not in the simulation.
-        times: latencies in milliseconds, by `TIMES` and `OF`; in a disaggregated fleet by `STAGE_TIMES`, too.
+        name: name of the simulated policy. `AS_RECORDED` and `PLACED` use the recorded configuration.
+        draw: 0 if the arrival times are as recorded; otherwise the number of their random shift.
+        compared: number of requests that completed in the recording and in the simulation.
+        failed: number of requests that completed in the recording, but not in the simulation.
+        times: latencies in milliseconds, by name (`TIMES`, in a disaggregated fleet also `STAGE_TIMES`) and statistic
+            (`OF`).
         prefix_reuse: share of prompt tokens found in a cache.
-        load_max_over_mean: imbalance of computed prompt tokens; of the prefill workers in a disaggregated fleet.
-        placement: agreement on the worker rank that emitted the response.
-        stages: agreement per stage of a disaggregated fleet; see `forebay.cli.simulate.fidelity_stages.stages`.
+        load_max_over_mean: prompt tokens computed by the busiest worker, divided by the mean of all workers. In a
+            disaggregated fleet only prefill workers count.
+        placement: agreement of recording and simulation on the worker rank that generated the response.
+        stages: agreement per kind of decision in a disaggregated fleet; see
+            `forebay.cli.simulate.fidelity_stages.stages`.
         prefilled_remotely: number of remote prefills; None without prefill workers.
         transferred_bytes: bytes of KV transferred; None without prefill workers.
-        single: errors of single requests, by `TIMES`.
+        single: distribution of the errors over the requests, by latency (`TIMES`).
         failures: most frequent failure reasons.
-        digest: hash of all simulated decisions.
+        digest: hash of all simulated decisions. Equal simulations have equal digests.
     """
 
     name: str
@@ -132,19 +135,19 @@ class SimulatedRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FidelityReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Recording and the simulations of it.
+    """Result of `forebay simulate --against`: facts about the recording, and the comparison with each simulation.
 
     Attributes:
-        span_s: seconds from the first event to the last.
-        requests: requests of the recording, including those in flight at its beginning.
+        span_s: seconds from the first to the last event of the recording.
+        requests: number of recorded requests, including requests in flight at the beginning of the recording.
         workers: number of worker ranks.
         left_out: number of requests that are not compared, by reason.
-        hops_ms: p50 and p90 of latencies measured between wall clocks: `submit` from the ingress to the router,
-            `progress` from the worker to the router.
-        speedup: how much faster than their model the engines run.
-        transfer: fitted model of KV transfers; None without prefill workers.
-        simulated: all simulations, grouped by name.
-        notes: remarks for users.
+        hops_ms: p50 and p90 of recorded latencies, measured between the wall clocks of two processes. `submit` is from
+            the ingress to the router, `progress` from the worker to the router.
+        speedup: factor by which the simulated engines are faster than the modelled GPU.
+        transfer: KV transfer model fitted to the recording; None without prefill workers.
+        simulated: comparison of each simulation, sorted so that simulations of one name are consecutive.
+        notes: remarks for the user.
     """
 
     span_s: float
@@ -158,7 +161,7 @@ class FidelityReport(msgspec.Struct, frozen=True, kw_only=True):
     notes: list[str]
 
     def above(self, bounds: Mapping[str, float]) -> list[str]:
-        """Return a message for each mean error of the simulations as recorded that exceeds its bound."""
+        """Return a message for each metric whose mean error over the simulations `AS_RECORDED` exceeds its bound."""
         runs = [one for one in self.simulated if one.name == AS_RECORDED]
         found = []
         for name, most in bounds.items():
@@ -174,7 +177,7 @@ class FidelityReport(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """One request, observed and simulated. Both refer to workers by their index in one list of ranks."""
+    """Recorded and simulated outcome of one request. Both use the same numbers for the worker ranks."""
 
     observed: RequestOutcome
     simulated: RequestOutcome
@@ -183,11 +186,11 @@ class _Pair:
 def fidelity(
     history: ObservedHistory, routers: Mapping[str, RouterConfig], playing: FidelitySettings, custom: CustomPolicies
 ) -> FidelityReport:
-    """Simulate a history under its own configuration, and under each of `routers`, in one process per simulation.
+    """Simulate a recording under its own configuration and under each of `routers`, and compare the results with it.
 
     Args:
-        history: the recorded history.
-        routers: further routing configurations by name.
+        history: the recorded requests, events and state.
+        routers: further routing configurations to simulate, by name. Each simulation runs in its own process.
         playing: settings of the simulations.
         custom: custom policies that may run.
 
@@ -325,7 +328,7 @@ _MS: dict[str, Callable[[RequestOutcome], float | None]] = {
 
 
 def of_time(time: str, of: str) -> Callable[[SimulatedRun], FidelityMetric]:
-    """Return a getter for one of `TIMES` and one of `OF`."""
+    """Return a function that returns a run's metric for one of `TIMES` and one of `OF`."""
     return lambda one: one.times[time].get(of, EXACT)
 
 

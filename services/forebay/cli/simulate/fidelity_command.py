@@ -26,7 +26,7 @@ from forebay.replay.verify.verify import OnProgress
 from forebay.simulate.settings import policy
 from forebay.transport.sqlite.log import SqliteLog
 
-LINK = ("kv_transfer_bandwidth", "kv_transfer_latency_us")  # fitted to the recording unless given as options
+LINK = ("kv_transfer_bandwidth", "kv_transfer_latency_us")  # options that are fitted to the recording by default
 OWN = ("engine", "delays", *LINK)  # fleet options that a recording does not determine
 BOUNDS = ("ttft", "itl", "e2e", "reuse", "load")
 BOUND = re.compile(r"(?P<name>\w+)=(?P<most>\d+(\.\d+)?)")
@@ -42,14 +42,16 @@ def compare_with_recording(
     *,
     json: bool,
 ) -> None:
-    """Simulate a recording under its own configuration, and under each of `policies`.
+    """Simulate a recording under its own configuration and each of `policies`, and print how far the results are off.
+
+    Exits 1 if an error exceeds its bound.
 
     Args:
-        options: the recording and the bounds.
-        fleet: fleet options; only those in OWN may be set.
-        shape: workload options; none may be set.
+        options: the recording, and the largest error allowed per metric.
+        fleet: fleet options. Only those that the recording does not determine (`OWN`) may be set.
+        shape: workload options. None of them may be set.
         policies: further policies to simulate.
-        others: options that conflict with --against, and whether each was given.
+        others: for the name of each option that conflicts with --against, whether it was given.
         json: whether to print JSON.
     """
     assert options.against is not None
@@ -80,7 +82,7 @@ def compare_with_recording(
 
 
 def _require_nothing_else(fleet: FleetOptions, shape: ShapeOptions, others: Mapping[str, bool]) -> None:
-    """Reject options whose values come from the recording.
+    """Reject options whose values the recording determines.
 
     Raises:
         Unusable: such an option was given.
@@ -111,7 +113,7 @@ def _playing(options: AgainstOptions, fleet: FleetOptions) -> FidelitySettings:
 
 
 def _history(source: Recording, custom: CustomPolicies) -> ObservedHistory:
-    """Read the observed history. Exits if the journal and the rederived decisions diverge.
+    """Read the recorded history. Exits if a decision that is derived again differs from the journal.
 
     Raises:
         LogError: the recording cannot be read.
@@ -128,7 +130,7 @@ def _history(source: Recording, custom: CustomPolicies) -> ObservedHistory:
 
 
 def bounds_of(text: str | None) -> dict[str, float]:
-    """Parse `--fail-above` into the maximum error by name.
+    """Parse `--fail-above` into the maximum error per metric.
 
     Raises:
         Unusable: a name or a number is invalid.

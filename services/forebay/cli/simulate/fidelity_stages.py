@@ -16,12 +16,13 @@ T = TypeVar("T", WorkerState, WorkerJoined)
 
 
 class PlacementAgreement(msgspec.Struct, frozen=True, kw_only=True):
-    """Agreement between two lists of decisions.
+    """Agreement between recorded and simulated decisions.
 
     Attributes:
         compared: number of decisions compared.
         equal: share of equal decisions, 0 to 1.
-        by_chance: expected share if both sides assigned the same number of requests to each worker at random.
+        by_chance: share of equal decisions to expect if recording and simulation each kept their number of requests per
+            worker, but assigned the requests at random.
     """
 
     compared: int
@@ -30,7 +31,7 @@ class PlacementAgreement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def agreement(pairs: Sequence[tuple[object, object]]) -> PlacementAgreement:
-    """Return the agreement of pairs of an observed and a simulated decision; at least one pair is required."""
+    """Return how often the recorded and the simulated decision of a pair are equal. At least one pair is required."""
     ours, theirs = (Counter(side) for side in zip(*pairs, strict=True))
     return PlacementAgreement(
         compared=len(pairs),
@@ -40,12 +41,12 @@ def agreement(pairs: Sequence[tuple[object, object]]) -> PlacementAgreement:
 
 
 def stages(pairs: Sequence[tuple[RequestOutcome, RequestOutcome]]) -> dict[str, PlacementAgreement]:
-    """Return the agreement per kind of decision. A kind without decisions on both sides is left out.
+    """Return the agreement per kind of decision, from pairs of a recorded and a simulated outcome.
 
     Returns:
-        `place`: whether the prompt was prefilled remotely. Of the requests that agree on `place`: `prefill` is the
-        worker of a remote prefill, `decode` the decode worker after a remote prefill, and `aggregated` the worker of a
-        request without remote prefill.
+        A dict without the kinds that no pair has. `place` compares whether the prompt was prefilled remotely. If both
+        were, `prefill` compares the prefill workers and `decode` the decode workers. If none was, `aggregated` compares
+        the workers.
     """
     remote = [pair for pair in pairs if None not in (pair[0].prefiller, pair[1].prefiller)]
     local = [pair for pair in pairs if pair[0].prefiller is pair[1].prefiller is None]
@@ -59,16 +60,17 @@ def stages(pairs: Sequence[tuple[RequestOutcome, RequestOutcome]]) -> dict[str, 
 
 
 def specs(history: ObservedHistory) -> Iterator[WorkerSpec]:
-    """Yield the specs of all workers of a recording. A worker that rejoined occurs twice."""
+    """Yield the specs of all workers of a recording. A worker that joined twice occurs twice."""
     yield from (chunk.spec for chunk in history.state if isinstance(chunk, WorkerState))
     yield from (one.spec for _, one in history.external_events if isinstance(one, WorkerJoined))
 
 
 def placeable(history: ObservedHistory) -> tuple[Sequence[Chunk], Sequence[tuple[int, ExternalEvent]]]:
-    """Return the state and the events, changed so that a request can name its prefill worker.
+    """Return state and events of a recording, changed so that a simulated request can demand its prefill worker.
 
-    Each prefill worker gets a taint of its own, and all decode workers get all of these taints. The taint is needed
-    because a request can name only its decode worker, and required taints apply to both stages.
+    Each prefill worker gets a taint of its own, and all decode workers get all of these taints. Taints are needed
+    because a request can name only its decode worker. The decode workers need them, too, because the taints that a
+    request requires apply to both stages.
     """
     taints = tuple(dict.fromkeys(placement_taint(spec.worker_id) for spec in specs(history) if spec.role == "prefill"))
 

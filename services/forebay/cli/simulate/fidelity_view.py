@@ -28,7 +28,7 @@ STAGES = {
 
 
 def show(found: FidelityReport, recording: str) -> None:
-    """Print the comparison on stdout."""
+    """Print the comparison of a recording with its simulations on stdout."""
     console = results()
     where = f"{found.requests:,} requests in {found.span_s:,.1f} s, {found.workers} worker ranks"
     _print_line(console, "recording", f"{recording}: {where}")

@@ -73,7 +73,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object 
 
 @dataclass(frozen=True, slots=True)
 class FleetOptions:
-    """Options of the fleet. Sizes that are None come from the engine profile, or else from `engine_config`."""
+    """Options of the simulated fleet. A size that is None comes from the engine profile or from `engine_config`."""
 
     workers: Annotated[
         int | None, typer.Option(min=1, max=WORKERS_MAX, help="Number of workers.", show_default=str(WORKERS))
@@ -190,7 +190,7 @@ class ShapeOptions:
 
 
 def settings_of(fleet: FleetOptions) -> Settings:
-    """Return the settings of the fleet. Options override a fleet file.
+    """Return the settings of the fleet from its options. Options override the values of a fleet file.
 
     Raises:
         ValueError: an option or the file is invalid; the text names the option.
@@ -241,7 +241,7 @@ def _described(fleet: FleetOptions) -> FleetDescription:
 
 
 def _counts(fleet: FleetOptions) -> tuple[tuple[str, PoolRole, int], ...]:
-    """Return name, role and number of workers of each pool.
+    """Return name, role and number of workers of each pool that the options define.
 
     Raises:
         ValueError: the options conflict.
@@ -276,7 +276,7 @@ def policies_of(given: Sequence[str] | None, settings: Settings) -> Sequence[str
 
 
 def router_of(text: str) -> RouterConfig:
-    """Return the configuration of the pools without a router of their own.
+    """Return the routing configuration of the pools that have none of their own, from the text of `--policy`.
 
     Raises:
         ValueError: the policy is invalid.
@@ -285,7 +285,7 @@ def router_of(text: str) -> RouterConfig:
 
 
 def workload_options(shape: ShapeOptions, seed: int, *, models: int = 1) -> WorkloadOptions:
-    """Return the workload options. With several `models` each request goes to the model it names."""
+    """Return the workload options. If the fleet has several `models`, each request goes to the model that it names."""
     return WorkloadOptions(
         speed=shape.speed,
         duration_s=shape.duration_s,
@@ -302,7 +302,7 @@ def workload_options(shape: ShapeOptions, seed: int, *, models: int = 1) -> Work
 
 
 def slo_of(text: str | None, attain: float | None) -> Slo | None:
-    """Return the objectives; None if there are none.
+    """Return the limits given by --slo; None if there are none.
 
     Raises:
         ValueError: --slo is invalid, or --attain is given without it.
@@ -329,7 +329,7 @@ def require_routers(routers: Iterable[RouterConfig], pools: Iterable[PoolSetting
 
 
 def require_disaggregation(name: str, router: RouterConfig, pools: Iterable[PoolSettings]) -> None:
-    """Check that disagg settings are used only with prefill and decode workers.
+    """Check that a policy with disaggregation settings is used only if there are prefill and decode workers.
 
     Raises:
         ValueError: the fleet has no prefill and decode workers, so the settings would have no effect.
@@ -339,7 +339,7 @@ def require_disaggregation(name: str, router: RouterConfig, pools: Iterable[Pool
 
 
 def require_servable(workload: Workload, settings: Settings) -> None:
-    """Check that at least one request fits some worker.
+    """Check that some worker can serve at least one request of the workload.
 
     Raises:
         ValueError: every request would fail.
@@ -371,12 +371,12 @@ def require_servable(workload: Workload, settings: Settings) -> None:
 
 
 def settings_json(settings: Settings, options: WorkloadOptions, workload: str) -> dict[str, Any]:
-    """Return all settings except the policies, for JSON."""
+    """Return all settings except the policies as JSON values."""
     return {"workload": workload, "workload_options": to_json(options), **to_json(settings)}
 
 
 def to_json(settings: Any) -> Any:
-    """Return a struct for JSON including its defaults, which msgspec would omit."""
+    """Return a struct as JSON values, including fields with default values, which msgspec would omit."""
     if isinstance(settings, msgspec.Struct):
         return {name: to_json(getattr(settings, name)) for name in settings.__struct_fields__}
     return [to_json(one) for one in settings] if isinstance(settings, tuple) else settings
@@ -395,7 +395,7 @@ def _fault(text: str) -> WorkerFault:
 
 
 def _flag(where: str, fleet: FleetOptions, faults: int) -> str:
-    """Return the option that sets a setting. The first `faults` faults come from the file."""
+    """Return the name of the option that sets a setting, for errors. The first `faults` faults come from the file."""
     fault = FAULT.match(where)
     if fault is not None and fleet.kill and int(fault["at"]) >= faults:
         return f"--kill {fleet.kill[int(fault['at']) - faults]}"

@@ -39,12 +39,12 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """One simulation to run. Picklable.
 
     Attributes:
-        name: name for progress and reports.
+        name: name of the simulation for progress and reports.
         settings: the fleet.
         router: routing configuration.
-        workload: names of the workload, which is opened in the process that plays it.
+        workload: names of the workload, as `open_workload` takes them. The process that plays the workload opens it.
         options: transformations of the workload.
-        requests: expected number of requests, for progress.
+        requests: expected number of requests, for the progress bar.
     """
 
     name: str
@@ -60,11 +60,11 @@ class SimulationRun:
     """One finished simulation.
 
     Attributes:
-        name: policy as given by the user.
+        name: policy as the user wrote it.
         settings: the fleet.
         router: routing configuration.
-        outcome: outcome of single requests; empty if not kept.
-        summary: metrics as printed in JSON.
+        outcome: outcome of every request; empty if `simulate_run` was called without `whole`.
+        summary: metrics of the run, as `--json` prints them.
     """
 
     name: str
@@ -79,9 +79,9 @@ class Work(Generic[T]):
     """Task for a worker process.
 
     Attributes:
-        name: name for progress.
-        total: amount of work.
-        do: picklable function; reports the amount of work done so far to its argument.
+        name: name of the task in the progress display.
+        total: amount of work, in units of `do`.
+        do: picklable function that does the work. It calls its argument with the amount of work done so far.
     """
 
     name: str
@@ -119,7 +119,7 @@ def simulate_run(job: Job, slo: Slo | None, whole: bool, on_done: OnDone) -> Sim
 
 
 def reason(error: Exception) -> str:
-    """Return why a simulation failed, for the user."""
+    """Return the reason why a simulation failed, as text for the user."""
     if isinstance(error, BrokenProcessPool):
         return "a simulation process was killed, possibly because it ran out of memory"
     return str(error) or repr(error)

@@ -56,11 +56,11 @@ OF_SHAPE = _scalars(ShapeOptions)
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """Settings that vary together.
+    """One `--set` option of a sweep: one or more settings that vary together, and their values.
 
     Attributes:
         names: names of the settings.
-        points: for each point of the axis, the value of each setting as text.
+        points: values to try. Each point has one value per setting, as text.
     """
 
     names: tuple[str, ...]
@@ -72,11 +72,11 @@ class Combination:
     """One run of a sweep.
 
     Attributes:
-        policy: policy as given by the user.
-        varied: value of each varied setting that applies to the policy, by name.
-        router: routing configuration with the varied settings.
-        fleet: the fleet.
-        shape: workload options.
+        policy: policy as the user wrote it.
+        varied: value of each setting that the sweep varies and that applies to the policy, by name.
+        router: routing configuration, including the varied settings.
+        fleet: settings of the fleet, including the varied settings.
+        shape: workload options, including the varied settings.
         seed: random seed.
     """
 
@@ -89,7 +89,7 @@ class Combination:
 
     @property
     def name(self) -> str:
-        """Name for reports."""
+        """Name of the combination for reports."""
         return ", ".join([self.policy, *(f"{name}={value}" for name, value in self.varied.items())])
 
 
@@ -133,7 +133,7 @@ def axes_of(sets: Sequence[str]) -> list[Axis]:
 def combinations(
     policies: Sequence[str], axes: Sequence[Axis], fleet: FleetOptions, shape: ShapeOptions
 ) -> list[Combination]:
-    """Return all combinations: policies first, then the axes in order. Equal combinations occur once.
+    """Return every combination of a policy and one point per axis, sorted in this order. Equal ones occur once.
 
     Raises:
         ValueError: there are too many combinations, or one is invalid.

@@ -22,7 +22,7 @@ Metrics = Mapping[str, Any]
 
 
 def show(name: str, result: Metrics) -> None:
-    """Print the table, the cheapest run or the steps of the searches, and the digest."""
+    """Print the table of runs, the cheapest run or the steps of the capacity searches, and the digest."""
     runs: Sequence[Metrics] = result["runs"]
     searched = any("capacity" in run for run in runs)
     objectives_slo = result["settings"]["slo"] is not None
@@ -52,7 +52,7 @@ def show(name: str, result: Metrics) -> None:
 
 
 def as_csv(runs: Sequence[Metrics]) -> str:
-    """Return CSV with one row per run: the varied settings, then every metric by its path. Lists are omitted."""
+    """Return CSV with one row per run: the varied settings, then every metric. Metrics that are lists are omitted."""
     rows = [dict(_flat(run)) for run in runs]
     columns = list(dict.fromkeys(column for row in rows for column in row))
     text = io.StringIO()
@@ -63,9 +63,9 @@ def as_csv(runs: Sequence[Metrics]) -> str:
 
 
 def attaining(runs: Sequence[Metrics], dead: Sequence[Metrics], attain: float) -> dict[str, list[Metrics]]:
-    """Return the runs of the settings that attain the SLO with every seed, by name without the seed.
+    """Return the combinations that attain the SLO with every seed: their runs by name without the seed.
 
-    Settings with a failed run are left out.
+    A combination with a failed run (in `dead`) is left out.
     """
     found: dict[str, list[Metrics]] = {}
     for run in runs:
@@ -89,7 +89,7 @@ def _flat(figures: Metrics, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _rate(capacity: Metrics) -> tuple[str, str]:
-    """Return the request rate and the speed of a search result."""
+    """Return request rate and speed of the result of a capacity search, as text."""
     step = capacity["step"]
     if step is None:
         return "none", "-"

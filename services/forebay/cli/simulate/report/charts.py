@@ -24,7 +24,7 @@ SAME_COST = 1.02  # equal fleets differ slightly in cost, because their runs end
 
 
 def charts(runs: Sequence[Measured], limits: Limits, heats: Sequence[Heat]) -> list[Chart]:
-    """Return all charts that have data."""
+    """Return the charts of the report, except those without data."""
     answered = [one for one in runs if one.ttft_ms]
     found: list[Chart] = []
     if answered:

@@ -21,10 +21,10 @@ ReportOption = Annotated[
 
 
 def require_report(path: Path) -> None:
-    """Check, before anything is simulated, that the report can be written to this path.
+    """Check, before anything is simulated, that the report can be written to `path`.
 
     Raises:
-        typer.Exit: it cannot.
+        typer.Exit: the report cannot be written.
     """
     require_writable(OPTION, path, TITLE)
 
@@ -41,12 +41,12 @@ def write_report(
     """Write the report.
 
     Args:
-        path: where to write it.
-        runs: runs of one workload, at least one.
+        path: file to write.
+        runs: finished simulations of one workload, at least one.
         workload: name of the workload.
-        slo: objectives; None for none.
-        digest: hash of all decisions.
-        survey_notes: notes on the workload.
+        slo: latency limits; None if there are none.
+        digest: hash of all decisions, equal for equal runs.
+        survey_notes: remarks on how the workload was read.
 
     Raises:
         typer.Exit: the file cannot be written.

@@ -1,4 +1,4 @@
-"""Heat map data of the report: load of each worker over time, reduced in size."""
+"""Data of the report's heat maps: load of each worker over time, reduced in size."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,12 +17,12 @@ KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class Heat:
-    """Heat map of one run. If there are too many workers or bins, neighbours are averaged.
+    """Heat map of one run: load per worker and time. If there are too many workers or bins, neighbours are averaged.
 
     Attributes:
-        rows: names of the workers in each row.
+        rows: label of each row, with the names of its workers.
         bin_s: seconds per column.
-        values: rows of columns, by kind of load.
+        values: for each kind of load, a list of values per row, with one value per column.
     """
 
     rows: list[str]
@@ -31,7 +31,7 @@ class Heat:
 
 
 def heat_of(outcome: SimulationOutcome) -> Heat:
-    """Return the heat map of a run. It has no rows if nothing was recorded."""
+    """Return the heat map of a run. It has no rows if the run has no timeline."""
     timeline = outcome.timeline
     workers, times = len(timeline.computed), len(timeline.arrived)
     down, across = group_size(workers, ROWS), group_size(times, COLUMNS)

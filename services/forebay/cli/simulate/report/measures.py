@@ -1,4 +1,4 @@
-"""Measurements for the report: sorted latencies, SLO attainment at each limit, and sums over bins."""
+"""Measurements for the report: sorted latencies, SLO attainment per limit, and sums over bins."""
 
 from bisect import bisect_left
 from collections import Counter
@@ -12,7 +12,7 @@ from forebay.simulate.slo import Slo
 
 # Round limits, 35 per decade, so that common values such as 500 ms are among them.
 MANTISSAS = (*range(100, 200, 10), *range(200, 500, 20), *range(500, 1_000, 50))
-DECADE_MIN, DECADE_MAX = -3, 9  # of limits in ms: from 1 us to 11 days
+DECADE_MIN, DECADE_MAX = -3, 9  # powers of ten of the limits in ms: from 1 us to 11 days
 US_PER_MS = 1e3
 US_PER_S = 1e6
 
@@ -24,8 +24,8 @@ class Measured:
     """Measurements of one run for the report.
 
     Attributes:
-        run: the run.
-        group: identifier of the run within the page, `r0` and up.
+        run: the finished simulation.
+        group: identifier of the run within the page: `r0`, `r1` and so on.
         label: unique name of the run; includes the fleet if several runs have the same name.
         colour: name of a colour of the page's style sheet.
         ttft_ms: TTFT of completed requests, ascending.
@@ -50,12 +50,13 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Number of completed requests that meet each combination of limits.
+    """Numbers from which the page computes how many requests meet any combination of a TTFT and an ITL limit.
 
     Attributes:
-        ttft_ms: TTFT limits, ascending; every request of every run meets the last one.
-        itl_ms: ITL limits, ascending; every request of every run meets the last one.
-        kept: per run, the number of requests whose lowest limits are the i-th of TTFT and the j-th of ITL.
+        ttft_ms: TTFT limits, ascending. Every completed request meets the last limit.
+        itl_ms: ITL limits, ascending. Every completed request meets the last limit.
+        kept: per run, the number of requests for each pair (i, j): the i-th TTFT limit and the j-th ITL limit are the
+            lowest that the request meets.
     """
 
     ttft_ms: list[float]
@@ -64,7 +65,7 @@ class Limits:
 
 
 def measured(runs: Sequence[SimulationRun], colours: int) -> list[Measured]:
-    """Return the measurements of all runs. Colours are named `p0` and up, and repeat after `colours` runs."""
+    """Return the measurements of all runs. Their colours are `p0`, `p1` and so on, and repeat after `colours` runs."""
     labels = _labels(runs)
     return [
         _measured(run, f"r{at}", label, f"p{at % colours}")
@@ -73,7 +74,7 @@ def measured(runs: Sequence[SimulationRun], colours: int) -> list[Measured]:
 
 
 def times_of(outcome: SimulationOutcome) -> Iterable[tuple[int, float, float, float]]:
-    """Yield index, TTFT, ITL and E2E of each completed request, in ms. ITL is 0 for one token."""
+    """Yield index, TTFT, ITL and E2E latency of each completed request, in ms. ITL is 0 for one output token."""
     requests = outcome.requests
     columns = (requests.column(name) for name in ("arrived_us", "first_us", "last_us", "output_tokens"))
     failures = requests.failures
@@ -84,9 +85,9 @@ def times_of(outcome: SimulationOutcome) -> Iterable[tuple[int, float, float, fl
 
 
 def limits(runs: Sequence[Measured], slo: Slo | None) -> Limits:
-    """Count the requests per combination of limits.
+    """Count the completed requests per combination of a TTFT and an ITL limit.
 
-    The limits of `slo` are among the limits. Requests that miss its E2E limit are not counted.
+    The limits include those of `slo`. Requests that miss the E2E limit of `slo` are not counted.
     """
     slo = slo or Slo()
     ttft_ms = _round_limits([one.ttft_ms for one in runs], slo.ttft_ms)
@@ -105,7 +106,7 @@ def limits(runs: Sequence[Measured], slo: Slo | None) -> Limits:
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
-    """Return the quantile of sorted values, interpolated between ranks. At least one value is required."""
+    """Return the quantile at `share` of sorted values, interpolated between values. At least one value is required."""
     at = share * (len(ordered) - 1)
     low = int(at)
     high = min(low + 1, len(ordered) - 1)
@@ -118,8 +119,8 @@ def shares(ordered: Sequence[float], limits_ms: Sequence[float], of: int, free: 
     Args:
         ordered: latencies, ascending.
         limits_ms: limits, ascending.
-        of: number of all requests.
-        free: number of further requests that meet every limit.
+        of: number of all requests, which is the denominator of the shares.
+        free: number of requests without this latency, which therefore meet every limit.
     """
     found, at = [], 0
     for limit in limits_ms:
@@ -130,7 +131,7 @@ def shares(ordered: Sequence[float], limits_ms: Sequence[float], of: int, free: 
 
 
 def ratios(parts: Sequence[int], wholes: Sequence[int], size: int) -> list[float | None]:
-    """Return the ratio of the sums of each `size` consecutive parts and wholes; None if the sum of wholes is 0."""
+    """Return sum of parts / sum of wholes for each `size` consecutive values; None if the sum of wholes is 0."""
     sums = zip(_chunks(parts, size), _chunks(wholes, size), strict=True)
     return [round(sum(part) / sum(whole), 4) if sum(whole) else None for part, whole in sums]
 
@@ -178,7 +179,7 @@ def _labels(runs: Sequence[SimulationRun]) -> list[str]:
 
 
 def _round_limits(values: Iterable[Sequence[float]], given_ms: float | None) -> list[float]:
-    """Return round limits that span all values, including `given_ms` if it is set."""
+    """Return round numbers as limits that span all values. `given_ms` is included if it is not None."""
     ends = [(some[0], some[-1]) for some in values if some]
     if not ends:
         return [1.0] if given_ms is None else [given_ms]

@@ -1,4 +1,4 @@
-"""Data of the report's request explorer: columns of numbers, limited in size."""
+"""Data of the report's request explorer, which shows single requests: columns of numbers, limited in size."""
 
 from array import array
 from collections.abc import Iterable, Sequence
@@ -19,11 +19,11 @@ TERMS = ("cost", "prefill_blocks", "overlap_credit", "decode_blocks", "active_re
 
 
 def explored(runs: Sequence[Measured]) -> dict[str, Any]:
-    """Return the data of the explorer. Requests of different runs match if they are the same turn of the workload.
+    """Return the data of the explorer. Requests of different runs match if they have the same number in the workload.
 
     Returns:
-        `rows`: numbers of the turns shown, in order. `of`: number of all turns. `prompt` and `output`: tokens per turn.
-        `runs`: the columns of `_run` per run; unknown values are -1.
+        A dict. `rows`: workload numbers of the shown requests, in order. `of`: number of all requests. `prompt` and
+        `output`: tokens per shown request. `runs`: the columns of `_run` for each run; unknown values are -1.
     """
     places = [_places(one.run.outcome) for one in runs]
     of = [any(some) for some in zip_longest(*([place != UNKNOWN for place in some] for some in places))]
@@ -42,7 +42,7 @@ def explored(runs: Sequence[Measured]) -> dict[str, Any]:
 
 
 def _places(outcome: SimulationOutcome) -> "array[int]":
-    """Return for each turn of the workload its index in the order of arrival."""
+    """Return for each request of the workload its index in the order of arrival."""
     numbers = outcome.requests.column("number")
     found = array("q", [UNKNOWN]) * (max(numbers, default=UNKNOWN) + 1)
     for place, number in enumerate(numbers):

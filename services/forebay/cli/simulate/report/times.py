@@ -196,7 +196,7 @@ def loads(runs: Sequence[Measured], heats: Sequence[Heat]) -> Iterator[Chart]:
 
 
 def time_unit(span_s: float) -> tuple[float, str]:
-    """Return seconds per unit, and the name of the unit, for a run of `span_s` seconds."""
+    """Return the time unit for the axis of a run of `span_s` seconds: seconds per unit, and the name of the unit."""
     if span_s <= 600:
         return 1.0, "s"
     return (60.0, "min") if span_s <= 4 * 3_600 else (3_600.0, "h")

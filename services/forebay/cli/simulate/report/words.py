@@ -17,12 +17,12 @@ Figure = Callable[[Measured], float]
 
 
 class Line(msgspec.Struct, frozen=True):
-    """Metric on a card.
+    """One metric of a run on its card in the report.
 
     Attributes:
         name: name of the metric.
         value: formatted value.
-        share: value relative to the largest of all runs, for a bar.
+        share: value relative to the largest value of all runs, 0 to 1, for the length of a bar.
         best: whether the run is among the best in this metric.
     """
 
@@ -33,13 +33,13 @@ class Line(msgspec.Struct, frozen=True):
 
 
 class Card(msgspec.Struct, frozen=True):
-    """Card of a run.
+    """Summary of one run in the report.
 
     Attributes:
         label: name of the run.
         colour: name of its colour.
-        lead: highlighted value.
-        lead_name: name of that value.
+        lead: highlighted value, formatted.
+        lead_name: name of the highlighted value.
         lines: metrics of the run.
         failed: number of failed requests and the first reason; empty for none.
     """
@@ -53,7 +53,7 @@ class Card(msgspec.Struct, frozen=True):
 
 
 def duration(ms: float) -> str:
-    """Return a duration with three digits and a unit."""
+    """Return a duration as text with three significant digits and a unit."""
     if ms < 0.9995:
         return "0 ms" if ms == 0 else f"{ms * 1e3:.3g} µs"
     if ms < 999.5:
@@ -64,13 +64,13 @@ def duration(ms: float) -> str:
 
 
 def slo_text(slo: Slo) -> str:
-    """Return the objectives as text."""
+    """Return the limits of an SLO as text."""
     limits = (("TTFT", slo.ttft_ms), ("ITL", slo.itl_ms), ("E2E", slo.e2e_ms))
     return ", ".join(f"{name} ≤ {duration(limit)}" for name, limit in limits if limit is not None)
 
 
 def headline(runs: Sequence[Measured], slo: Slo | None) -> str:
-    """Return the result in one sentence. Differences below `TIE` are not claimed."""
+    """Return one sentence that says which run is best. Differences below `TIE` count as equal."""
     answered = [one for one in runs if one.ttft_ms]
     if not answered:
         return "No request completed." if any(one.requests for one in runs) else "The workload contains no requests."
@@ -81,7 +81,7 @@ def headline(runs: Sequence[Measured], slo: Slo | None) -> str:
 
 
 def findings(runs: Sequence[Measured]) -> list[str]:
-    """Return facts that a reader needs before comparing latencies."""
+    """Return sentences with facts that a reader needs before comparing latencies, such as failed requests."""
     found = []
     failed = [one for one in runs if one.failed]
     if failed:
@@ -108,7 +108,7 @@ def findings(runs: Sequence[Measured]) -> list[str]:
 
 
 def cards(runs: Sequence[Measured], slo: Slo | None) -> list[Card]:
-    """Return one card per run."""
+    """Return the summary card of each run."""
     kept = [goodput(one.run.outcome, slo) if slo else {} for one in runs]
     figures: list[tuple[str, list[float | None], Callable[[float], str], bool]] = []
 
@@ -269,7 +269,7 @@ def _failed(one: Measured) -> str:
 
 
 def notes(runs: Sequence[Measured]) -> list[str]:
-    """Return explanations of the metrics."""
+    """Return sentences that explain the metrics of the report."""
     profiles = sorted({group.profile for one in runs for pool in one.run.settings.pools for group in pool.groups})
     found = [
         "TTFT: time from the arrival of a request to its first token. ITL: mean time between the tokens of a response. "
@@ -293,7 +293,7 @@ def notes(runs: Sequence[Measured]) -> list[str]:
 
 
 def settings_shown(runs: Sequence[Measured]) -> list[dict[str, Any]]:
-    """Return all settings by run. Equal fleets are listed once."""
+    """Return the settings of all runs for display. Equal fleets are listed once."""
     found: list[dict[str, Any]] = []
     fleets: dict[bytes, str] = {}
     for one in runs:
