@@ -10,7 +10,7 @@ from forebay.transport.history.start import oldest_state
 
 
 class Applied(NamedTuple):
-    """One applied event.
+    """When the owner applied one event.
 
     Attributes:
         offset: offset of the event.

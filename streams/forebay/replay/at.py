@@ -43,7 +43,7 @@ class JournalDiverged(LogError):
 
 
 class Position:
-    """The state of a group at one journal record. A position moves forward only. Create it with `seek`.
+    """The state of a group at one journal record, which `forward` moves to the next record. Create it with `seek`.
 
     Attributes:
         world: the state right after `step`, or the state at which the derivation began if `step` is None.
@@ -85,7 +85,7 @@ class Position:
         return step
 
     async def moment(self) -> Moment:
-        """Return the state as plain data.
+        """Return the state at this position as plain data.
 
         Raises:
             LogError: the log is damaged or incomplete.

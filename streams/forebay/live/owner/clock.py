@@ -19,7 +19,7 @@ def steady_clock() -> Callable[[], int]:
 
 
 class RunClock:
-    """Clock of an owner in microseconds, which never goes backwards. The events of a run share one reading.
+    """Clock of an owner in microseconds, which never goes backwards. All events of a run share one reading of it.
 
     Attributes:
         ahead_us: Microseconds by which the last recorded reading was ahead of this machine's clock at the takeover.

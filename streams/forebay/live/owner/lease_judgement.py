@@ -53,7 +53,7 @@ class Verdict:
 
 
 class ObservedTime:
-    """Measurement of the time in which the leases were readable, on the caller's monotonic clock."""
+    """Measures the time in which the leases were readable, which is the time between successful polls."""
 
     def __init__(self) -> None:
         self._read_s: float | None = None
@@ -132,7 +132,7 @@ class _Account:
 
 
 class LeaseJudge:
-    """Judges from polled leases whether the workers or the ingresses of one group are alive.
+    """Decides from polled leases whether the workers or the ingresses of one group are alive.
 
     Attributes:
         faults: Number of times that most leases failed at once.
@@ -143,7 +143,7 @@ class LeaseJudge:
         self._accounts: dict[str, _Account] = {}
 
     def add(self, name: str, token: str, ttl_ms: int, lease: Lease | None = None) -> None:
-        """Begin to judge a holder.
+        """Add a lease holder, for which every later `poll` returns a verdict.
 
         Args:
             name: Name of the holder.
@@ -156,7 +156,7 @@ class LeaseJudge:
             account.renew(lease, 0)
 
     def remove(self, name: str) -> None:
-        """Stop judging a holder."""
+        """Remove a lease holder, for which `poll` then returns no verdict."""
         del self._accounts[name]
 
     def poll(self, leases: Mapping[str, Lease], observed_ms: int) -> dict[str, Verdict]:

@@ -84,7 +84,7 @@ class Retention:
             await asyncio.sleep(CHECK_S)
 
     async def enforce(self) -> None:
-        """Delete old records until the log is within its limits, as far as there are snapshots to begin with.
+        """Delete old records that snapshots replace, until the log is within its limits.
 
         If the log stays too large, request a snapshot. Raises LogError if the log can no longer be written.
         """

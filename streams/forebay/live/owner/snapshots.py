@@ -37,7 +37,9 @@ CHUNK_BYTES = 128 << 10  # encoded and appended at once; a larger part becomes a
 
 
 class Snapshots:
-    """Takes a snapshot of an owner's world every `every` journal records, or after `age_s` seconds with any record.
+    """Takes a snapshot of an owner's world every `every` journal records, or `age_s` seconds after the previous one.
+
+    If nothing was journalled since the previous snapshot, `age_s` has no effect.
 
     In each turn the owner appends the result of `records` to the journal, passes all records that it appended to
     `journalled`, and calls `work`, which continues the snapshot for `SLICE_NS`. `wake` is set when it can continue.
@@ -124,7 +126,7 @@ class Snapshots:
             gc.freeze()
 
     def journalled(self, records: Sequence[JournalRecord], end: int) -> None:
-        """Count records that are now in the journal; the last one is right before offset `end`."""
+        """Count records that the owner has just appended to the journal. The last one is right before offset `end`."""
         for record in records:
             self._since_seal += 1
             if isinstance(record, Advanced):

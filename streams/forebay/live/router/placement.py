@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class GroupPlacement:
-    """Placement of groups in control partitions 0 to `partitions` - 1, one group per partition.
+    """Assigns groups to control partitions 0 to `partitions` - 1, one group per partition.
 
     Attributes:
         refused: Number of groups rejected for lack of a free partition or for an invalid name. Each is logged once.
@@ -34,7 +34,7 @@ class GroupPlacement:
         self.refused = 0
 
     async def update(self) -> None:
-        """Read the groups of the leases once, and place each group that has no partition. Raises LogError."""
+        """Read the groups that have leases, and assign a partition to each group that has none. Raises LogError."""
         try:
             groups = await runtime.offload(self._leases.groups)
         except LeaseError as error:

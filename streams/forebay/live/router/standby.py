@@ -48,7 +48,7 @@ PROGRESS_EVERY = 20_000  # journal records between two log lines about the progr
 
 
 class RecoveryDiverged(LogError):
-    """The recorded events do not lead to the recorded decisions under this version's rules."""
+    """The recorded events do not lead to the recorded decisions under the decision rules of this version."""
 
     def __init__(self, divergence: Divergence) -> None:
         super().__init__(
@@ -106,7 +106,7 @@ class Standby:
 
     @property
     def world(self) -> World:
-        """State of the group as of `position`."""
+        """State of the group at journal offset `position`."""
         return self.followed.world
 
     async def catch_up(self, end: int) -> None:

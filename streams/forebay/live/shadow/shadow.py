@@ -257,14 +257,14 @@ class _ChoiceObserver:
         self._pools: dict[str, tuple[PoolConfigured, PoolConfigured]] = {}
 
     def on_start(self, world: World) -> None:
-        """Begin with `world`, a state in which every derived choice is also journalled."""
+        """Begin with `world`, at a point of the journal where every derived decision is also journalled."""
         self._world = world
         self._evaluated.clear()
         self._events.clear()
         world.on_plan = self._evaluate
 
     def on_record(self, offset: int, record: JournalRecord) -> None:
-        """Emit the evaluation of the choice that was journalled at `offset`."""
+        """Emit the evaluation of the decision that was journalled at `offset`."""
         if isinstance(record, RequestRouted):
             evaluated = self._evaluated.popleft()
             assert evaluated.request_id == record.request_id, "choices are journalled in order"

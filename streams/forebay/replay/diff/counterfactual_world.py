@@ -110,7 +110,7 @@ class CounterfactualWorld:
         )
 
     def claim(self, offset: int) -> None:
-        """Apply a change of owner, as in history."""
+        """Apply the claim of a new owner at journal offset `offset`, as in history."""
         claim(self.world, offset, self.world.owner_policies)
 
     def apply(self, topic: str, event: InputEvent | None, now_us: int, *, accepted: bool) -> list[AnyDecision]:

@@ -14,7 +14,7 @@ from forebay.replay.verify.divergence import DivergenceReport
 
 
 class DecisionOutcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One decision about a request, or the absence of one.
+    """The decision of one world (history's or the alternative's) at the fork, or the absence of a decision.
 
     Attributes:
         decision: the type of decision. `nothing` if only the other world made a decision at that event.
@@ -38,7 +38,7 @@ class DecisionOutcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
 
 class Fork(msgspec.Struct, kw_only=True):
-    """The first decision that differs.
+    """The first decision that differs between history and the alternative.
 
     Attributes:
         offset: journal offset of history's decision, or of the record whose events led only the alternative to a
@@ -61,7 +61,7 @@ class Fork(msgspec.Struct, kw_only=True):
 
 
 class MovedRequests(msgspec.Struct, kw_only=True):
-    """Requests whose first attempt went to another rank.
+    """How many requests the alternative sent to another rank than history in the first attempt.
 
     Attributes:
         compared: requests that both worlds sent to a worker.
@@ -110,9 +110,9 @@ class OverlapChange(msgspec.Struct, kw_only=True):
 
 
 class WaitBucket(msgspec.Struct, frozen=True, kw_only=True):
-    """Number of requests that waited at most `below_ms` milliseconds and more than half of it.
+    """Number of requests that waited in the queue for at most `below_ms` milliseconds but more than half of `below_ms`.
 
-    The bucket of 1 ms has all shorter waits, too.
+    The bucket with 1 ms also counts all shorter waits.
     """
 
     below_ms: int
@@ -120,7 +120,7 @@ class WaitBucket(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorldSummary(msgspec.Struct, kw_only=True):
-    """Decisions and totals of one world.
+    """Decisions and totals of one world, history's or the alternative's.
 
     Attributes:
         decisions: number of decisions about requests, of any type.
@@ -184,14 +184,14 @@ class RankComparison(msgspec.Struct, kw_only=True):
 
 
 class MovedRequest(msgspec.Struct, kw_only=True):
-    """A request that went to another rank.
+    """A request that the alternative sent to another rank than history.
 
     The ranks are the ranks that generate the response. The overlap is on the rank that computes the prompt, which may
     be a different rank.
 
     Attributes:
         request_id: ID of the request.
-        at_us: the owner's clock in microseconds.
+        at_us: the owner's clock at the first decision about the request, in microseconds.
         prompt_tokens: length of the prompt.
         blocks: number of full KV blocks of the prompt.
         worker_id: worker in history.
@@ -217,7 +217,7 @@ class MovedRequest(msgspec.Struct, kw_only=True):
 
     @property
     def gain(self) -> int:
-        """Additional overlap in blocks; negative if the alternative has less."""
+        """Overlap in the alternative minus overlap in history, in blocks."""
         return self.other_overlap - self.overlap
 
 

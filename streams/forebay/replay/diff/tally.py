@@ -119,13 +119,13 @@ class Series:
         self._stretches: list[_Stretch] = []
 
     def compare(self, at_us: int, *, moved: bool) -> None:
-        """Count a compared request, in the interval of its first decision."""
+        """Count a request that both worlds sent to a worker, in the interval of its first decision."""
         stretch = self._at(at_us)
         stretch.compared += 1
         stretch.moved += moved
 
     def hold(self, world: int, at_us: int) -> None:
-        """Count a held request."""
+        """Count a request that a world holds in its queue."""
         self._at(at_us).held[world] += 1
 
     def route(self, world: int, at_us: int, key: HolderKey, prompt_tokens: int, cached_tokens: int) -> None:
@@ -197,7 +197,7 @@ class PairTally:
             self._pairs = wider
 
     def move(self, moved: MovedRequest) -> None:
-        """Add a moved request."""
+        """Add a request that the worlds sent to different ranks."""
         self._seen += 1
         ranked = (abs(moved.gain), -self._seen, moved)
         if len(self._most) < MOST:

@@ -109,7 +109,7 @@ class Timeline:
         return self._ending is not None
 
     def on_plan(self, plan: Plan) -> None:
-        """Keep a routing decision if it is for this request."""
+        """Keep a derived routing decision if it is about this request."""
         if plan.request.request_id == self.request_id:
             self._choices.append(routing_of(self._world, plan))
 

@@ -43,8 +43,8 @@ def check_recording(
 
     Raises:
         AssertionError: a derived decision differs from the recorded one, or this program cannot derive it. The message
-            contains the first such decision, the differing fields and both cost tables. If a program with another
-            `core_version` wrote the recording, the message contains `OtherRules` and the remedy.
+            contains the first such decision, the differing fields and both cost tables. If a program with other
+            decision rules wrote the recording, the message contains `OtherRules` and the remedy.
         LogError: the file is damaged, truncated, or not a recording.
     """
     return asyncio.run(_check(Path(path), allow, custom))

@@ -107,7 +107,7 @@ class RedisLeases:
 
     Redis Cluster is not supported, because `poll` reads the keys of all workers in one script.
 
-    Keys: a hash `<namespace>:lease:<group>:<worker>` with token, payload and ttl_ms; a sorted set
+    Keys: a hash `<namespace>:lease:<group>:<worker>` with token, payload, ttl_ms and released; a sorted set
     `<namespace>:leases:<group>` of deadlines in milliseconds of the server's clock; a set `<namespace>:groups`. Colons
     in names are escaped. Leases of the kind `ingress` use the same keys with the prefix `ingress-` in the second part.
     """
