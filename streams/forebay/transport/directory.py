@@ -58,12 +58,12 @@ class Directory:
         return self.groups.partitions.get(group)
 
     def group_in(self, partition: int) -> str | None:
-        """Return the group placed in a control partition, or None if there is none. Raises LogError."""
+        """Return the group to which a control partition is assigned, or None if it is free. Raises LogError."""
         self._read()
         return self.groups.group_in(partition)
 
     async def placed(self, group: str) -> int:
-        """Wait until a group is placed, and return its control partition. Raises LogError."""
+        """Wait until a group has a control partition, and return the partition. Raises LogError."""
         await self._until(lambda: group in self.groups.partitions)
         return self.groups.partitions[group]
 

@@ -29,7 +29,7 @@ from forebay.events.topics import SNAPSHOTS
 from forebay.transport.base import Draft, Log, Wake
 
 TIERS: tuple[Tier, ...] = get_args(Tier)
-DIGEST_EVERY = 1_000  # decisions; bounds the distance from a divergence without differing decisions to its cause
+DIGEST_EVERY = 1_000  # decisions between digests, so that a difference that changes no decision is found soon
 SLICE_NS = 500_000  # per turn; a decision waits for at most two slices, before its turn and before its work is sent
 WALK_BLOCKS = 2_048  # blocks between two readings of the clock
 FREEZE_PAIRS = 100_000  # with fewer pairs of block and rank, a full garbage collection takes about 2 ms

@@ -79,7 +79,7 @@ class ForeignProgress:
         if isinstance(event, RequestSubmitted):
             if (
                 self._world.requests.get(event.request_id) is not None
-            ):  # otherwise a repeated submission of an ended request
+            ):  # if not, the event repeats the submission of an ended request
                 self._sent.setdefault(event.request_id, [])
         elif isinstance(event, get_args(RequestProgress)):
             self._check_progress(topic, event)

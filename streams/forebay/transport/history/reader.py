@@ -51,7 +51,7 @@ class UnreadableDecision(LogError):
 
 
 class MissingChunk(LogError):
-    """A chunk of a snapshot that the journal names is missing."""
+    """The journal has the record of a snapshot, but a chunk of this snapshot is missing."""
 
 
 class OtherState(LogError):
@@ -244,7 +244,7 @@ class Validity:
         self.foreign = 0
 
     def admits(self, decision: JournalRecord | None, offset: int) -> TypeGuard[JournalRecord]:
-        """Return whether the next record, None if not decodable, is valid. Raises LogError if its claim is missing."""
+        """Return whether the next record, None if undecodable, is valid. Raises LogError if its claim is missing."""
         if decision is None:
             self.foreign += 1
             return False

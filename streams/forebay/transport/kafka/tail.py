@@ -18,7 +18,7 @@ from forebay.transport.kafka.settings import KafkaSettings
 from forebay.transport.kafka.start import start_whole
 from forebay.transport.kafka.writer import explain
 
-FETCH_WAIT_MS = 20  # time that the broker may delay a fetch of quiet partitions, so the maximum delay of a new tail
+FETCH_WAIT_MS = 20  # maximum time that the broker delays a fetch without new records, and with it a new tail
 POLL_MS = 1_000  # the fetch loop wakes after this time, to notice that it should end
 BUFFER_RECORDS_MAX = 20_000
 RETRY_S = 0.2  # pause after a transient error of the broker

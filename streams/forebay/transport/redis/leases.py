@@ -15,7 +15,7 @@ import redis
 from forebay.transport.base import Lease, LeaseError
 
 LeaseKind = Literal["worker", "ingress"]
-# A new owner still sees a lease that expired less than KEPT_TTLS times its TTL plus KEPT_MS after its last renewal.
+# The keys of a lease live for KEPT_TTLS times its TTL plus KEPT_MS after a renewal, so a new owner sees expired leases.
 KEPT_TTLS = 10
 KEPT_MS = 60_000
 
@@ -181,9 +181,9 @@ class RedisLeases:
             self._drop(keys=self._keys(group, worker_id), args=[_escape(worker_id), token])
 
     def announce(self, group: str, ttl_ms: int) -> None:
-        """Make `groups` return the group for `ttl_ms`, for a worker that needs the group placed before its lease.
+        """Make `groups` return the group for `ttl_ms`, although no worker has a lease in it yet.
 
-        Raises LeaseError.
+        A worker calls this if its group needs a control partition before the worker has a lease. Raises LeaseError.
         """
         with _lease_errors():
             self._announce(keys=[self._deadlines_key(group), self._groups_key], args=[_escape(group), ttl_ms])
