@@ -140,7 +140,10 @@ def test_inconsistent_sizes_and_a_missing_package_are_rejected(monkeypatch: pyte
     [
         ({"fails": "start"}, "the weights are broken"),
         ({"fails": "run"}, "the engine died"),
-        ({"block_sizes": [16, 32]}, "the workers have KV blocks of 16 and 32 tokens, but share one pool"),
+        (
+            {"block_sizes": [16, 32]},
+            "the workers have KV blocks of 16 and 32 tokens, but share one pool; use one --block-size",
+        ),
     ],
 )
 def test_an_engine_failure_ends_the_system_with_one_line(arguments: dict[str, Any], message: str) -> None:

@@ -93,7 +93,7 @@ def test_disagg_a_simulated_recording_is_reproduced_exactly(disaggregated: Path)
 def test_disagg_links_are_fitted_to_recorded_transfers(disaggregated: Path, tmp_path: Path) -> None:
     few = found(disaggregated)["transfer"]
     assert (few["seen"], few["fitted"], few["transfer"]["kv_bytes_per_token"]) == (13, 13, 100_000)
-    assert "are needed for a fit" in few["note"]
+    assert "transfers are needed for a fit" in few["note"]
     link = Transfer(kv_bytes_per_token=1_000, kv_transfer_bandwidth=0.5, kv_transfer_latency_us=3_000)
     report = found(recording(tmp_path / "run.db", "always", link))
     fit = report["transfer"]
@@ -110,7 +110,10 @@ def test_disagg_table_shows_placement_and_transfers(disaggregated: Path) -> None
     text = " ".join(run_against(disaggregated, *LINK).split())
     assert "100.0% of 66 prompts were prefilled in the same pool in both" in text
     assert "100.0% of 13 prompts prefilled remotely in both used the same prefill worker" in text
-    assert "transfers 700 us and 2 GB/s, 100,000 bytes per token; from 13 of 13 transfers, median error 0.0 %" in text
+    assert (
+        "transfers 700 us latency and 2 GB/s, 100,000 bytes per token; from 13 of 13 transfers, median error 0.0 %"
+        in text
+    )
     for row in ("transfer p99, ms", "prefill mean, ms", "prefilled remotely 13 13 +0.00 %", "KV transferred, MB"):
         assert row in text
 

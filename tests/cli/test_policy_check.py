@@ -144,12 +144,14 @@ def test_policy_that_uses_the_order_of_a_set_fails(here: Path) -> None:
 def test_policy_that_does_not_return_times_out(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policy_check, "TRIAL_S", 0.5)
     write(here, "while True:\n    pass")
-    assert reason() == "the check of mine.Policy did not finish within 0.5 s"
+    assert reason() == (
+        "the determinism check of policy mine.Policy did not finish within 0.5 s; make its decide() faster"
+    )
 
 
 def test_policy_that_ends_its_process_fails(here: Path) -> None:
     write(here, "faulthandler._sigsegv()", top="import faulthandler")
-    assert reason().startswith("the check of mine.Policy ended with exit code -")
+    assert reason().startswith("the determinism check of policy mine.Policy ended with exit code -")
 
 
 @pytest.mark.parametrize(

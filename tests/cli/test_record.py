@@ -64,8 +64,8 @@ def test_a_whole_log_is_recorded(source: Path, tmp_path: Path) -> None:
     assert fields["group"] == f"{MODEL}: control partition 0, pools default"
     assert f"offsets 0 to {len(journal) - 1}, starting at the log's beginning" in fields["journal"]
     assert f"decisions {len(journal)}" in fields["records"]
-    assert re.fullmatch(r"(\d+) of \1 decisions, digest [0-9a-f]{16}", fields["verified"])
-    assert re.fullmatch(rf"{tmp_path}/rec, \d\.\d MB, digest [0-9a-f]{{32}}", fields["recorded"])
+    assert re.fullmatch(r"(\d+) of \1 decisions, digest of the final state [0-9a-f]{16}", fields["verified"])
+    assert re.fullmatch(rf"{tmp_path}/rec, \d\.\d MB, digest of all records [0-9a-f]{{32}}", fields["recorded"])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rec"]
     # Events not yet applied at the end of the log are not recorded.
     assert verified(tmp_path / "rec") == {**verified(source), "unapplied": 0}
@@ -211,7 +211,9 @@ def test_a_group_without_decisions_is_excluded_and_reported(joined: Path, tmp_pa
         text = error_line(*options, "--from", at(newest + 1), joined, tmp_path / "named")
         assert f"group {MODEL} made no decision in the window" in text
     text = error_line("--to", "2020-01-01", joined, tmp_path / "none")
-    assert text == f"no group made a decision in the window: {MODEL}, {OTHER}"
+    assert text == (
+        f"no selected group made a decision in the window; choose another window (groups: {MODEL}, {OTHER})"
+    )
 
 
 def test_an_interrupted_recording_is_resumed_only_by_the_same_command(

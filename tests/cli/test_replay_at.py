@@ -67,10 +67,10 @@ def test_time_formats(path: Path) -> None:
     ("arguments", "message"),
     [
         (["--offset", "100000"], "no journal record 100000: the recording has records 0 to "),
-        (["--time", "1"], "the recording begins later, at "),
-        (["--time", "2999-01-01"], "the recording ends earlier, at "),
+        (["--time", "1"], "the recording begins at "),
+        (["--time", "2999-01-01"], "the recording ends at "),
         (["--time", "yesterday"], "--time yesterday: not a time; expected 2026-01-31T12:00:00Z"),
-        (["--time", "9" * 19], "the recording ends earlier, at "),
+        (["--time", "9" * 19], "the recording ends at "),
         (["--time", "9" * 20], "not a time; expected"),
         (["--time", "1", "--offset", "1"], "--time and --offset exclude each other; give one of them"),
     ],

@@ -178,7 +178,7 @@ def test_flags_set_labels_adapters_ranks_and_hints(tmp_path: Path) -> None:
     [
         (["--taint", "mock-9:zone-a"], "unknown worker mock-9; workers are mock-0 to mock-3"),
         (["--taint", "mock-1:"], "the label is empty"),
-        (["--taint", "a", "--taint", "a"], "--taint: a name appears twice"),
+        (["--taint", "a", "--taint", "a"], "--taint a: the name appears twice"),
         (["--lora", ""], "--lora '': a name has 1 to 256 characters, got 0"),
         (["--lora", "forebay-default"], "it is the name of the base model"),
         (["--router-temperature", "nan"], "--router-temperature must be a number"),

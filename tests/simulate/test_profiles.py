@@ -203,7 +203,7 @@ def test_every_layer_includes_shared_experts_and_a_router(tmp_path: Path) -> Non
     ("changes", "reason"),
     [
         ({"kv_lora_rank": 512}, "multi-head latent attention"),
-        ({"first_k_dense_replace": 1, "num_experts": 8}, "mixed layers with and without experts"),
+        ({"first_k_dense_replace": 1, "num_experts": 8}, "a mix of layers with and without experts"),
         ({"hidden_size": None}, "missing key hidden_size"),
         ({"vocab_size": "many"}, "vocab_size must be a positive integer, not 'many'"),
         ({"num_hidden_layers": True}, "num_hidden_layers must be a positive integer, not True"),

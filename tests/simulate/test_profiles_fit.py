@@ -113,7 +113,7 @@ def test_later_prefixes_cached_only_by_the_engine_are_inferred() -> None:
     run = engine_run(13, requests=60)
     for one in run.requests[40:]:
         one.cached_tokens = 16
-    with pytest.raises(FitImpossible, match="no test request can be compared"):
+    with pytest.raises(FitImpossible, match="no request of the test set can be compared"):
         found_in(run)
 
 

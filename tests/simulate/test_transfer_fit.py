@@ -57,17 +57,17 @@ def test_overlapping_transfers_of_a_worker_are_excluded() -> None:
     assert found.off_percent == 0
     crowded = fitted([*together[:4], *together[:4], *alone[:-2]])
     assert crowded.fitted == crowded.seen == FITTED_MIN + 6
-    assert f"only {FITTED_MIN - 2} had both workers to themselves" in str(crowded)
+    assert f"only {FITTED_MIN - 2} transfers shared no link" in str(crowded)
 
 
 def test_too_few_transfers_are_not_fitted() -> None:
     few = fitted([moved(at, 1_000 * at, 100 * at) for at in range(1, FITTED_MIN)])
     assert few.transfer == Transfer(kv_bytes_per_token=1_000, kv_transfer_bandwidth=0.0, kv_transfer_latency_us=1_000)
-    assert "20 are needed for a fit" in str(few)
+    assert "20 transfers are needed for a fit" in str(few)
     none = fitted([])
     assert (none.fitted, none.transfer.kv_transfer_latency_us, none.off_percent) == (0, 0, 0.0)
     assert str(none) == (
-        "0 us and no time per byte, 1,000 bytes per token; from 0 of 0 transfers "
+        "0 us latency and unlimited bandwidth, 1,000 bytes per token; from 0 of 0 transfers "
         "(no transfer was recorded with its duration, so transfers take no time)"
     )
 
@@ -90,7 +90,7 @@ def test_given_parameters_are_not_fitted() -> None:
     assert found.off_percent == pytest.approx(76.8, abs=0.5)
     assert "kv_transfer_latency_us given, not fitted" in str(found)
     found = fitted(seen[:3], kv_transfer_bandwidth=5.0)
-    assert found.note.startswith("20 are needed for a fit"), "the latency is not given"
+    assert found.note.startswith("20 transfers are needed for a fit"), "the latency is not given"
     assert found.note.endswith("median time; kv_transfer_bandwidth given, not fitted")
 
 

@@ -249,7 +249,7 @@ async def _slices(
                 raise
             left_out.append(name)
     if not slices:
-        fail(f"no group made a decision in the window: {', '.join(chosen)}")
+        fail(f"no selected group made a decision in the window; choose another window (groups: {', '.join(chosen)})")
     return slices
 
 
@@ -334,7 +334,8 @@ def _plain(result: RecordResult) -> dict[str, Any]:
 
 def _show(result: RecordResult) -> None:
     contents = result.contents
-    typer.echo(f"recorded   {result.out}, {result.out.stat().st_size / 1e6:.1f} MB, digest {contents.content}")
+    size_mb = result.out.stat().st_size / 1e6
+    typer.echo(f"recorded   {result.out}, {size_mb:.1f} MB, digest of all records {contents.content}")
     typer.echo(f"window     {utc(contents.from_us)} to {utc(contents.to_us)}")
     if contents.anonymized:
         typer.echo("anonymised prompts, texts, keys and headers removed, names and hashes masked")
@@ -354,7 +355,8 @@ def _show(result: RecordResult) -> None:
         if report is None:
             typer.echo(f"  not verified; run `forebay replay verify {result.out}`")
         elif report.divergence is None:
-            typer.echo(f"  verified {report.verified} of {report.decisions} decisions, digest {report.digest}")
+            count = f"{report.verified} of {report.decisions} decisions"
+            typer.echo(f"  verified {count}, digest of the final state {report.digest}")
         else:
             typer.echo(f"  DIVERGENCE at journal offset {report.divergence.offset}: {report.divergence.reason}")
             typer.echo(f"  recording kept for analysis; run `forebay replay verify {result.out}`")

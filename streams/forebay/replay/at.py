@@ -201,12 +201,18 @@ async def offset_at(log: Log, partition: int, time_us: int) -> int:
             clock_us = record.consumed[-1].now_us
         if clock_us > time_us:
             if found < 0:
-                raise NoSuchRecord(f"the recording begins later, at {utc(clock_us)} on its owner's clock")
+                raise NoSuchRecord(
+                    f"the recording begins at {utc(clock_us)} on its owner's clock, after the requested time; give a "
+                    "later time"
+                )
             return found
         if clock_us:
             found = offset
     if clock_us < time_us:
-        raise NoSuchRecord(f"the recording ends earlier, at {utc(clock_us)} on its owner's clock")
+        raise NoSuchRecord(
+            f"the recording ends at {utc(clock_us)} on its owner's clock, before the requested time; give an earlier "
+            "time"
+        )
     return found
 
 

@@ -174,7 +174,8 @@ async def oldest(log: Log, partition: int, end: int, custom: CustomPolicies = ON
         start = await _start_of(log, partition, decision, begins, custom)
         if start is not None:
             return start
-    text = f"control partition {partition} holds neither its beginning nor a snapshot with all events after it"
+    text = f"control partition {partition} cannot be replayed: the log has neither the beginning of the partition nor a"
+    text += " snapshot with all events after it"
     raise LogError(text)
 
 
@@ -193,7 +194,7 @@ async def before(log: Log, partition: int, offset: int, custom: CustomPolicies =
             return start
     start = await oldest(log, partition, end, custom)
     if start.offset > offset:
-        text = f"journal offset {offset} is before the oldest state that can be restored, which is at {start.offset}"
+        text = f"journal offset {offset} is before the oldest state that can be restored; give {start.offset} or higher"
         raise LogError(text)
     return start
 

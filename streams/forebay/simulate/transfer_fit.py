@@ -59,7 +59,8 @@ class TransferFit(msgspec.Struct, frozen=True, kw_only=True):
     def __str__(self) -> str:
         link = self.transfer
         bandwidth = link.kv_transfer_bandwidth
-        text = f"{link.kv_transfer_latency_us:,} us and {f'{bandwidth:.4g} GB/s' if bandwidth else 'no time per byte'}"
+        rate = f"{bandwidth:.4g} GB/s" if bandwidth else "unlimited bandwidth"
+        text = f"{link.kv_transfer_latency_us:,} us latency and {rate}"
         text += f", {link.kv_bytes_per_token:,} bytes per token; from {self.fitted:,} of {self.seen:,} transfers"
         text += f", median error {self.off_percent:.1f} %" if self.fitted else ""
         return f"{text} ({self.note})" if self.note else text
@@ -80,14 +81,14 @@ def fit_transfers(
     fitted, note = _alone(moved), ""
     latency_us = us_per_byte = 0.0
     if len(fitted) < FITTED_MIN <= len(moved):
-        note = f"only {len(fitted)} had both workers to themselves, so the latency includes waiting for other transfers"
+        note = f"only {len(fitted)} transfers shared no link, so the latency includes waiting for other transfers"
         fitted = list(moved)
     if len(fitted) >= FITTED_MIN:
         latency_us, us_per_byte = _line(fitted)
     elif moved:
         fitted = list(moved)
         latency_us = statistics.median(one.took_us for one in moved)
-        note = f"{FITTED_MIN} are needed for a fit, so every transfer takes the median time"
+        note = f"{FITTED_MIN} transfers are needed for a fit, so every transfer takes the median time"
     else:
         note = "no transfer was recorded with its duration, so transfers take no time"
     transfer = Transfer(

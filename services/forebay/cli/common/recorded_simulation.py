@@ -48,7 +48,7 @@ class RecordedRequests:
             self.by_id[f"{one.request_id}#{number}" if repeated else one.request_id] = one
         finished = [one.output_tokens for one in requests if one.output_tokens is not None]
         if not finished:
-            raise Unusable("no recorded request finished, so the length of responses is unknown")
+            raise Unusable("no recorded request finished, so no response length is known; use a longer recording")
         self.median = max(1, round(statistics.median(finished)))
         self.assumed = len(requests) - len(finished)
 

@@ -104,7 +104,7 @@ def _model(service: IngressClient) -> str:
     try:
         return str(result["data"][0]["id"])
     except (LookupError, TypeError):
-        fail(f"{service.url} serves no model")
+        fail(f"{service.url} serves no model yet; wait until a worker has joined, or check --url")
 
 
 def _settings(service: IngressClient, path: str, body: dict[str, Any]) -> dict[str, Any]:

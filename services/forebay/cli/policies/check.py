@@ -90,12 +90,14 @@ def _result(path: str, trial: "subprocess.Popen[bytes]") -> Trial:
     try:
         out, err = trial.communicate(timeout=TRIAL_S)
     except subprocess.TimeoutExpired:
-        raise Unusable(f"the check of {path} did not finish within {TRIAL_S:g} s") from None
+        text = f"the determinism check of policy {path} did not finish within {TRIAL_S:g} s; make its decide() faster"
+        raise Unusable(text) from None
     try:
         result = msgspec.json.decode(out, type=Trial)
     except msgspec.DecodeError:
         last = err.decode(errors="replace").strip().rpartition("\n")[2]
-        raise Unusable(f"the check of {path} ended with exit code {trial.returncode} {last}".strip()) from None
+        text = f"the determinism check of policy {path} ended with exit code {trial.returncode} {last}".strip()
+        raise Unusable(text) from None
     if result.fault:
         raise Unusable(result.fault)
     return result

@@ -283,7 +283,8 @@ def _block_size(workers: Sequence[Worker]) -> int:
     """Return the block size of all workers. Raises Unusable if the workers have different block sizes."""
     sizes = sorted({worker.spec.block_size for worker in workers})
     if len(sizes) > 1:
-        raise Unusable(f"the workers have KV blocks of {' and '.join(map(str, sizes))} tokens, but share one pool")
+        found = " and ".join(map(str, sizes))
+        raise Unusable(f"the workers have KV blocks of {found} tokens, but share one pool; use one --block-size")
     return sizes[0]
 
 

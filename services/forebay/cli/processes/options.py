@@ -125,7 +125,8 @@ def names(flag: str, given: Sequence[str] | None) -> tuple[str, ...]:
             raise Unusable(f"{flag} {name[:32]!r}: a name has 1 to {NAME_CHARS_MAX} characters, got {len(name)}")
     values = tuple(dict.fromkeys(given or ()))
     if len(values) < len(given or ()):
-        raise Unusable(f"{flag}: a name appears twice; use each name once")
+        twice = next(name for name in values if (given or ()).count(name) > 1)
+        raise Unusable(f"{flag} {twice}: the name appears twice; use each name once")
     return values
 
 

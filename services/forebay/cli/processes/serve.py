@@ -90,7 +90,10 @@ def shares(
             "visible; start fewer workers, or list more GPUs in CUDA_VISIBLE_DEVICES"
         )
     if metrics_port is not None and metrics_port + workers > 65_536:
-        raise Unusable(f"--metrics-port {metrics_port}: {workers} workers need ports above the maximum of 65535")
+        raise Unusable(
+            f"--metrics-port {metrics_port}: {workers} workers need ports above the maximum of 65535; choose a lower "
+            "port"
+        )
     found = []
     for number in range(workers):
         environment = {}

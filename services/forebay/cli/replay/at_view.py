@@ -61,7 +61,7 @@ def facts_sheet(moment: Moment) -> Sheet:
         "journal": place,
         "clock": f"{utc(moment.now_us)} ({moment.now_us})" if moment.now_us else "no event applied yet",
         "owner": f"{moment.owner_id or 'unknown (claim no longer on the log)'}, epoch {moment.owner_epoch}",
-        "digest": moment.digest,
+        "state digest": moment.digest,
         "requests": f"{len(moment.requests)} active, {waiting} of them queued; {moment.sessions} sessions",
     }
     for pool in moment.pools:

@@ -91,7 +91,7 @@ def diff_command(
     elif report.divergence is None:
         show(report, simulated)
         if closed and simulated is None:
-            typer.echo("closed loop   nothing to simulate, because there is no fork")
+            typer.echo("closed loop   nothing to simulate, because the alternative never differs from history")
     if html is not None and report.divergence is None:
         _write(html, report, simulated, recording.name)
     _complain(report, allowed, recording)

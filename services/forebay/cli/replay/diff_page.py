@@ -175,7 +175,10 @@ def _series(report: DiffReport) -> Chart:
             showarrow=False,
             name="fork",
         )
-    text = f"In intervals of {report.interval_s:g} s on the owner's clock. The dashed line marks the fork."
+    text = (
+        f"In intervals of {report.interval_s:g} s on the owner's clock. The dashed line marks the fork: the first "
+        "difference between history and the alternative."
+    )
     return Chart(id="series", title="Over time", text=text, figure=figure, height=620)
 
 
@@ -198,7 +201,7 @@ def _waits(report: DiffReport) -> list[Chart]:
     figure.update_layout(barmode="group", bargap=0.25)
     figure.update_xaxes(title_text="time in the router's queue", type="category")
     figure.update_yaxes(title_text="requests")
-    held = f"{report.history.held:,} requests were held in history, {report.other.held:,} in the alternative."
+    held = f"The router queued {report.history.held:,} requests in history, {report.other.held:,} in the alternative."
     return [Chart(id="waits", title="Time in the router's queue", text=held, figure=figure, height=340)]
 
 

@@ -259,4 +259,4 @@ def _show(plan: _Plan, result: Mapping[str, Any]) -> None:
             typer.echo(f"{name}: request {failure['request']} failed: {printable(failure['reason'])}")
         if one["failed"] > FAILURES_PRINTED:
             typer.echo(f"{name}: and {one['failed'] - FAILURES_PRINTED} more")
-    typer.echo(f"digest {result['digest']}")
+    typer.echo(f"digest of all decisions, equal for equal runs: {result['digest']}")

@@ -48,7 +48,7 @@ def show(name: str, result: Metrics) -> None:
     Console(width=max(results().width, width), highlight=False).print(table)
     for line in _summary_lines(result, searched):
         typer.echo(printable(line))
-    typer.echo(f"digest {result['digest']}")
+    typer.echo(f"digest of all decisions, equal for equal runs: {result['digest']}")
 
 
 def as_csv(runs: Sequence[Metrics]) -> str:

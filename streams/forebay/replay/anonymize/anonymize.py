@@ -184,7 +184,10 @@ async def record_anonymized(
         for group in contents.groups:
             report = await verify(writer.log, group.partition, steps.of("verifying"), custom=custom)
             if report.divergence is not None:
-                raise NotAnonymizable(f"the anonymised recording diverges at journal offset {report.divergence.offset}")
+                raise NotAnonymizable(
+                    f"the anonymised recording diverges at journal offset {report.divergence.offset}; record without "
+                    "--anonymize"
+                )
             verified[group.name] = report
         return Anonymized(writer.finish(), verified)
     except BaseException:

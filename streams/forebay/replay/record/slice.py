@@ -246,7 +246,7 @@ async def _earliest(log: Log, partition: int, end: int, begins: Mapping[str, int
             return start
     raise LogError(
         f"no part of this window can be recorded: control partition {partition} has no {_heads(begins)}, nor a snapshot"
-        " with all events after it"
+        " with all events after it; choose a later window"
     )
 
 

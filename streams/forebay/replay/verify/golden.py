@@ -99,7 +99,7 @@ def _lines(divergence: DivergenceReport) -> Iterator[str]:
 
 
 def _table_lines(table: CostTables) -> Iterator[str]:
-    yield f"  cost table of {table.request_id}: derived {table.digest}, recorded {table.recorded_digest}"
+    yield f"  digest of the cost table of {table.request_id}: derived {table.digest}, recorded {table.recorded_digest}"
     ordered = sorted(table.rows, key=lambda row: not (row.place or row.recorded_place))
     for row in ordered[:ROWS_SHOWN]:
         yield f"    derived  {_row(row, row.derived, row.place)}"

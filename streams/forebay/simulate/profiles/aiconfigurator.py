@@ -66,7 +66,10 @@ def fit_estimates(model: str, system: str, backend: str, tensor_parallel: int) -
     rows = np.array([amounts for amounts, _ in (*prefill, *decode)])
     times = np.array([us for _, us in (*prefill, *decode)])
     if not (times > 0).all():
-        raise ProfileUnusable(f"AIConfigurator estimates a step time of 0 for {model} on {system} with {backend}")
+        raise ProfileUnusable(
+            f"cannot use the estimate of AIConfigurator for {model} on {system} with {backend}: it contains a step time"
+            " of 0; choose another system or backend"
+        )
     shares = rows / times[:, None]
     costs = regression(shares)
     errors: NDArray[np.float64] = np.abs(shares @ costs - 1.0)

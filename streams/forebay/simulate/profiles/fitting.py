@@ -120,7 +120,8 @@ def fit(runs: Sequence[EngineRun], on_progress: OnProgress) -> TimingFit:
     ttft = _error(problem.recorded[0], modelled.times[0], tested)
     if ttft is None:
         raise FitImpossible(
-            "no test request can be compared: the engine model finds other cached prefixes than the recording"
+            "no request of the test set can be compared: the engine model finds other cached prefixes than the "
+            "recording; check that the engine's sizes match the recording"
         )
     estimates, unseen = problem.estimates(theta)
     left_out = Counter(one.left_out for run in runs for one in run.requests if one.left_out) + Counter(refused)
@@ -258,7 +259,7 @@ def _limit_requests(runs: Sequence[EngineRun]) -> Sequence[EngineRun]:
     times = sorted(one.routed_us for run in runs for one in run.requests if not one.left_out)
     if len(times) < REQUESTS_MIN:
         reason = f"only {len(times)} requests can be compared; at least {REQUESTS_MIN} are needed"
-        raise FitImpossible(reason)
+        raise FitImpossible(f"{reason}: use a longer recording")
     if len(times) > REQUESTS_MAX:
         for run in runs:
             run.requests = [one for one in run.requests if one.routed_us < times[REQUESTS_MAX]]

@@ -143,7 +143,8 @@ def _transformer(config: dict[str, Any]) -> Transformer:
         if config.get(key):
             raise ProfileUnusable(f"{key}: the roofline model does not support {what}; fit a profile instead")
     if config.get("decoder_sparse_step", 1) != 1 or config.get("first_k_dense_replace", 0):
-        raise ProfileUnusable("the roofline model does not support mixed layers with and without experts")
+        text = "the roofline model does not support a mix of layers with and without experts; fit a profile instead"
+        raise ProfileUnusable(text)
     hidden, layers = _number(config, "hidden_size"), _number(config, "num_hidden_layers")
     heads = _number(config, "num_attention_heads")
     kv_heads = _number(config, "num_key_value_heads", heads)

@@ -106,7 +106,8 @@ class Synthetic:
         while number < recipe.requests:
             at_us = next(times)
             if at_us > TIME_MS_MAX * 1_000:
-                raise WorkloadUnusable(f"{self.name}: request {number} would arrive after more than 100 years")
+                text = f"{self.name}: request {number} would arrive after more than 100 years"
+                raise WorkloadUnusable(f"{text}; use a higher rate or fewer requests")
             for turn in self._session(session, at_us, number, choices, lengths):
                 if number == recipe.requests:
                     break
