@@ -82,7 +82,7 @@ def test_error_for_an_unreachable_target_gives_the_reason(system: tuple[Up, Path
     code, _, err = control(up, "dream")
     assert code == 2
     assert all(action in err for action in (*get_args(Action), "disaggregation", "busy_threshold"))
-    assert control(up, "load_lora")[::2] == (2, "forebay: lora_name, what the adapter is called, is missing\n")
+    assert control(up, "load_lora")[::2] == (2, "forebay: lora_name is missing; give the name of the adapter\n")
 
 
 def settings(text: str) -> dict[str, list[str]]:

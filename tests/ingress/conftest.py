@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import copy
 import functools
 import socket
 from collections.abc import AsyncIterator, Callable
@@ -210,7 +211,7 @@ async def make_scene(
     scenes: list[Scene] = []
     ingress = Ingress(
         wrap(log),
-        model or default_model(),
+        model or copy.copy(default_model()),  # a test may change attributes of its model
         settings,
         IngressMetrics(registry, NAME),
         lambda: scenes[0].is_ready,
