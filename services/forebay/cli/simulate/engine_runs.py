@@ -52,8 +52,8 @@ class EngineRuns:
         engine: name of the engine.
         runs: one run per rank and worker epoch.
         lost: number of workers lost during the recording.
-        clocks_differ: whether the workers' clocks contradict the owner's clock. If so, all times are of the owner's
-            clock, otherwise of the workers' clocks.
+        clocks_differ: whether the workers' clocks contradict the owner's clock. If so, the times of tokens are of the
+            owner's clock, otherwise of the workers' clocks.
     """
 
     engine: str
