@@ -89,7 +89,7 @@ mutations: $(READY) ## check that the tests notice each bug of tests/mutations; 
 
 coverage: $(READY) ## check that events and core have 100 % branch coverage
 	@$(BIN)/coverage erase
-	@$(PYTEST) --quiet --hypothesis-profile full --cov --cov-report= tests/events tests/core $(ARGS)
+	@$(PYTEST) --quiet --hypothesis-profile full --cov --cov-report= --cov-fail-under=0 tests/events tests/core $(ARGS)
 	@$(BIN)/coverage report
 
 bench: $(READY) ## run a benchmark and print its results; names in ARGS="..."

@@ -111,7 +111,7 @@ class RequestState(Part, tag_field="type", tag="request_state", frozen=True, kw_
 
     Attributes:
         request_id: id of the request.
-        phase: phase in the transition table of `forebay.core.phases`.
+        phase: phase of the request (`forebay.core.phases`).
         content: hash of the content.
         due_us: deadline in microseconds.
         offset: offset of its `RequestSubmitted`.

@@ -2,8 +2,8 @@
 
 Every (worker, rank) in the fleet is a holder with a bit. Clearing or losing a holder retires its bit in constant time.
 The events of each holder have consecutive sequence numbers. Lower numbers are redeliveries and have no effect. A
-missing number means that the content of the cache is no longer known. The worker is then query to re-announce its
-cache: it sends `CacheCleared` and the blocks it has.
+missing number means that the content of the cache is no longer known. The owner then orders the worker to re-announce
+its cache: the worker sends `CacheCleared` and the blocks that it has.
 """
 
 from collections import Counter
