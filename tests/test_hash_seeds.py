@@ -18,15 +18,22 @@ pytestmark = pytest.mark.timeout(180)
 
 @pytest.fixture(scope="module")
 def outputs() -> list[dict[str, str]]:
-    """Return the results of the jobs by name, for each seed."""
+    """Return the results of the jobs by name, for each seed. Both processes run at the same time."""
     command = [sys.executable, "-c", "from tests.hash_seeds import main; main()"]
-    found = []
-    for seed in SEEDS:
-        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join((str(ROOT), *sys.path))}
-        run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        assert run.returncode == 0, run.stderr
-        found.append(json.loads(run.stdout))
-    return found
+    path = os.pathsep.join((str(ROOT), *sys.path))
+    runs = [
+        subprocess.Popen(
+            command,
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": path},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for seed in SEEDS
+    ]
+    results = [run.communicate() for run in runs]
+    assert [run.returncode for run in runs] == [0, 0], "".join(stderr for _, stderr in results)
+    return [json.loads(stdout) for stdout, _ in results]
 
 
 @pytest.mark.parametrize("job", JOBS)

@@ -1,13 +1,15 @@
-"""Interfaces that every state machine of the core implements."""
+"""Interface and digest of the state machines of the core.
 
-from collections.abc import Iterator
+A state machine is a fold over the log and nothing else. Its digest is maintained incrementally as a sum whose terms
+have no order, so reading it visits no blocks or requests. `snapshot` yields the state as facts, each below 1 MiB when
+encoded. A machine restored from them has the same digest.
+"""
+
 from typing import Any, Protocol
 
 import msgspec
 from msgspec.msgpack import encode
 from xxhash import xxh3_64_intdigest
-
-from forebay.events.snapshots import Chunk
 
 
 class IllegalTransition(Exception):
@@ -19,17 +21,6 @@ class Digested(Protocol):
 
     def digest(self) -> int:
         """Return a 64-bit digest of the state."""
-
-
-class Machine(Digested, Protocol):
-    """State that is a fold over the log and nothing else.
-
-    The digest is maintained incrementally as a sum whose terms have no order, so reading it visits no blocks or
-    requests. `snapshot` yields plain facts. A machine restored from them has the same digest.
-    """
-
-    def snapshot(self) -> Iterator[Chunk]:
-        """Yield the state as facts, each below 1 MiB when encoded."""
 
 
 def digest_of(*fields: Any, seed: int = 0) -> int:
