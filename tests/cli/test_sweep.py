@@ -20,8 +20,7 @@ from forebay.cli.simulate.sweep_axes import BLIND_MODES, COST_SETTINGS, OF_FLEET
 from forebay.simulate.mooncake import MooncakeRow
 from forebay.simulate.pareto import costs
 from forebay.simulate.settings import ROUTER_SETTINGS
-from tests.harness import fork_server
-from tests.harness.fork_server import ForkedProcess
+from tests.cli.up import FOREBAY
 from tests.simulate.traces import conversations, write
 
 SIX = ("--set", "workers=1,2", "--set", "temperature=0,0.5", "--policy", "kv", "--policy", "round-robin")
@@ -55,9 +54,11 @@ def runs_of(trace: Path, *arguments: str) -> list[dict[str, Any]]:
     return runs
 
 
-def started(trace: Path, *arguments: str) -> ForkedProcess:
-    command = ("sweep", str(trace), *arguments)
-    return fork_server.start(*command, folder=trace.parent, stderr=subprocess.PIPE, new_session=True)
+def started(trace: Path, *arguments: str) -> subprocess.Popen[str]:
+    """Start a sweep without the fork server, because signals to its process group are the subject."""
+    command = [FOREBAY, "sweep", str(trace), *arguments]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=trace.parent, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
 
 
 def test_every_distinct_combination_is_run(trace: Path) -> None:

@@ -213,9 +213,9 @@ class Cluster:
         code = await self.processes.ended(name, within_s=within_s)
         return code, (self.processes.folder / f"{name}.out").read_text()
 
-    async def verify(self, group: str = GROUP) -> dict[str, Any]:
+    async def verify(self, group: str = GROUP, *options: str) -> dict[str, Any]:
         """Verify the group's decisions in a separate process and return the report. Raises ProcessError."""
-        return await self._replay("verify", group)
+        return await self._replay("verify", group, *options)
 
     async def explain(self, request_id: str, group: str = GROUP) -> dict[str, Any]:
         """Explain a request of the group in a separate process and return the report. Raises ProcessError."""

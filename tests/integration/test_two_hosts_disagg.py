@@ -17,7 +17,6 @@ pytest.importorskip("nixl_cu12", reason="NIXL (nixl-cu12) is not installed")
 
 from forebay.events.progress import FirstTokenEmitted
 from forebay.events.topics import PROGRESS
-from tests.harness import fork_server
 from tests.harness.cluster import Cluster
 from tests.harness.hosts import Host, two_hosts
 from tests.harness.local import Missing, local_kafka, local_redis
@@ -75,9 +74,8 @@ async def cluster(
     """Run the prefill worker on the first host and a decode worker on the second, without configured addresses."""
     kind = str(request.param)
     folder = tmp_path_factory.mktemp(kind)
-    async with Cluster(
-        place.kafka, place.redis_url, f"hosts-{kind}-{uuid.uuid4().hex[:8]}", folder, spawn=fork_server.spawn
-    ) as running:
+    # Not by the fork server, which is in the network of this machine.
+    async with Cluster(place.kafka, place.redis_url, f"hosts-{kind}-{uuid.uuid4().hex[:8]}", folder) as running:
         running.router("r1")
         running.worker("p1", "--role", "prefill", "--kv-transport", kind, *SIZES, on=place.one)
         running.worker("d1", "--role", "decode", "--kv-transport", kind, *SIZES, on=place.two)
