@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from forebay.cli.app import app
 from forebay.cli.processes import engines
-from forebay.cli.processes.engines import Adapter, EngineChoice, built, engine_choice, playing, ranked_from
+from forebay.cli.processes.engines import ENGINES, Adapter, EngineChoice, built, engine_choice, playing, ranked_from
 from forebay.engine_model.model import EngineConfig
 from forebay.engine_model.timing import LinearTiming
 from forebay.events.fleet import WorkerSpec
@@ -80,7 +80,7 @@ def test_a_real_engine_gets_its_settings(tmp_path: Path, form: str) -> None:
     [
         (
             {"engine": "llama"},
-            "--engine llama: unknown engine; expected mock, transformers, vllm, sglang, tensorrt-llm, or FILE.py:",
+            f"--engine llama: unknown engine; expected {', '.join(ENGINES)}, or FILE.py:",
         ),
         ({"role": "boss"}, "--role boss: unknown role; roles are aggregated, prefill, decode, encode"),
         ({"model": None}, "the vllm engine requires --model DIR"),

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from itertools import product
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -13,7 +13,7 @@ from forebay.core.state.fleet import TRANSITIONS as FLEET_TABLE
 from forebay.core.state.fleet import Fleet, WorkerPhase
 from forebay.core.state.requests import ActiveRequests
 from forebay.core.state.submitted_request import request_from_event
-from forebay.core.state.transitions import TRANSITIONS, RequestTransition
+from forebay.core.state.transitions import REPORTED, TRANSITIONS, RequestTransition
 from forebay.core.state_machine import IllegalTransition
 from forebay.events.base import pack_u32
 from forebay.events.control import QueueConfig
@@ -35,6 +35,7 @@ from forebay.events.progress import (
     PrefillFinished,
     RequestFailed,
     RequestFinished,
+    RequestProgress,
     TransferFailed,
 )
 from forebay.events.requests import RequestCancelled
@@ -53,6 +54,7 @@ def test_only_full_blocks_are_hashed_and_chains_go_on() -> None:
 
 # The fleet
 
+UNCHANGING = frozenset({RequestTransition.OUTPUT_GROWN})  # no field and no phase changes
 FACTS = (WorkerSuspect, WorkerRecovered, WorkerDraining, WorkerLost)
 
 
@@ -203,7 +205,7 @@ def test_the_request_transition_table(phase: Phase, move: RequestTransition) -> 
         assert (requests.digest(), list(requests.snapshot())) == before
         return
     perform()
-    assert (requests.digest() == before[0]) == (move is RequestTransition.OUTPUT_GROWN)
+    assert (requests.digest() == before[0]) == (move in UNCHANGING)
     assert (requests.get("r") is None) == (rule.target is None)
     assert one.phase is (rule.target or phase)
     restored = ActiveRequests()
@@ -255,3 +257,7 @@ def test_progress_of_a_queued_request_without_a_worker_is_stale() -> None:
     assert drive("progress", event) == []
     assert drive.world.counts["stale_progress"] == 1
     assert drive("requests", RequestCancelled(request_id="r1"))[0].request_id == "r1"
+
+
+def test_every_progress_event_has_a_transition() -> None:
+    assert set(REPORTED) == set(get_args(RequestProgress))

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from math import exp
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import pytest
 from hypothesis import given
@@ -19,7 +19,7 @@ from forebay.core.routing.policies import (
 )
 from forebay.core.routing.selection import draw, lowest, mix64, scale_draw, softmax_weights
 from forebay.core.world import World
-from forebay.events.control import RouterConfig
+from forebay.events.control import RouterConfig, RouterMode
 from forebay.events.decisions import RequestRejected, RequestRouted
 from forebay.events.requests import RouterOverride, RoutingHints
 from tests.core.worlds import PROMPTS, Driver, request
@@ -246,3 +246,7 @@ def test_a_policy_that_fails_refuses_the_request_and_says_why(mine: CustomPolici
     assert "0x" not in refused.message  # derived again in another process it is the same
     assert (drive.world.requests.digest(), drive.world.load.digest()) == before
     assert drive.world.counts["rejected_policy_failed"] == 1
+
+
+def test_every_built_in_policy_is_a_router_mode() -> None:
+    assert set(BUILT_IN) == set(get_args(RouterMode))

@@ -11,19 +11,12 @@ from aiokafka.errors import KafkaError, TopicAlreadyExistsError, for_code
 
 from forebay.events.topics import (
     CONTROL,
-    DEAD_LETTERS,
-    DECISIONS,
     FIXED_TOPICS,
-    FLEET,
     GROUPS,
     HEARTBEATS,
-    KV_EVENTS,
-    METRICS,
     OPENAI_REQUESTS,
     OPENAI_RESPONSES,
-    PROGRESS,
     REQUESTS,
-    SHADOW,
     SNAPSHOTS,
     TOKENS,
     Topic,
@@ -40,9 +33,7 @@ MINUTE_MS = 60_000
 HOUR_MS = 60 * MINUTE_MS
 DAY_MS = 24 * HOUR_MS
 # These topics have equal partition counts, because all events and decisions of a group use the same partition number.
-CONTROL_TOPICS = (
-    REQUESTS, KV_EVENTS, METRICS, PROGRESS, FLEET, CONTROL, DECISIONS, SNAPSHOTS, SHADOW, HEARTBEATS, DEAD_LETTERS,
-)  # fmt: skip
+CONTROL_TOPICS = tuple(topic for topic in FIXED_TOPICS if topic.partitioned_by == "group")
 RETENTION_MS = {
     # The first placement of a group is valid for ever, and compaction would keep only the last one.
     GROUPS.name: -1,
