@@ -21,8 +21,8 @@ COMPILE := pip compile --quiet --upgrade --generate-hashes --universal --no-emit
 PYTHONS := python3.13 python3.12 python3.11 python3
 SOURCES := schemas streams services
 ARGS ?=
-# Processes of pytest. Tests often wait for other processes, so there are more than cores.
-JOBS ?= $$(( 2 * $$(nproc) ))
+# Processes of pytest: as many as there are cores.
+JOBS ?= auto
 PYTEST = $(BIN)/pytest --numprocesses $(JOBS) --dist worksteal
 # These need Kafka and Redis, or vLLM.
 UNLESS_REAL := --ignore tests/integration --ignore tests/engines

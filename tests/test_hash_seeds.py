@@ -13,7 +13,7 @@ from tests.hash_seeds import JOBS
 ROOT = Path(__file__).resolve().parents[1]
 SEEDS = ("0", "12345")
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 
 @pytest.fixture(scope="module")
