@@ -1,7 +1,7 @@
 """How anonymising treats each field of an event. The rule is declared beside the field, as `Annotated[type, RULE]`.
 
-Numbers, booleans, literals and nested parts need no rule. A text or bytes field without a rule is an error, so a new
-field cannot leak by being forgotten.
+Numbers, booleans, literals and nested parts need no rule. Any other field without a rule is an error, so a new field
+cannot leak by being forgotten.
 """
 
 import typing
@@ -32,7 +32,7 @@ def privacy_rules(kind: type[msgspec.Struct]) -> Mapping[str, Rule]:
     """Return the rule of each field of an event or part that needs one.
 
     Raises:
-        TypeError: a text or bytes field has no rule.
+        TypeError: a field of another type than numbers, literals and parts has no rule.
     """
     rules: dict[str, Rule] = {}
     hints = typing.get_type_hints(kind, include_extras=True)
@@ -46,7 +46,7 @@ def privacy_rules(kind: type[msgspec.Struct]) -> Mapping[str, Rule]:
 
 
 def _rule_of(hint: Any) -> Rule | None:
-    """Return the rule of a type, or None for texts and bytes without one."""
+    """Return the rule of a type, or None if the type needs one and has none."""
     if typing.get_origin(hint) is Annotated:
         kind, *metas = typing.get_args(hint)
         declared = [meta.extra["privacy"] for meta in metas if isinstance(meta, msgspec.Meta) and meta.extra]
@@ -56,4 +56,4 @@ def _rule_of(hint: Any) -> Rule | None:
         return next((rule for rule in found if rule != "keep"), "keep")
     if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
         return "nested"
-    return None if hint in (str, bytes) else "keep"
+    return "keep" if hint in (int, float, bool) or typing.get_origin(hint) is Literal else None

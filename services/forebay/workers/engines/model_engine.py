@@ -239,8 +239,8 @@ class ModelEngine(AsyncEngine):
         return str(error) if isinstance(error, Unfetchable) else None
 
     async def _embed(self, item: WorkItem, prompt: Any, rank: RankBuffer) -> None:
-        """Compute an embedding. Only called if the task is in `_tasks`."""
-        raise NotImplementedError
+        """Compute an embedding. An engine whose `_tasks` contain `embed` overrides this method."""
+        raise AssertionError(f"{self.NAME} computes no embeddings")
 
     def _end_response(self, response: GeneratedResponse, reason: str) -> None:
         tokens = response.prompt_tokens, response.tokens, response.cached_tokens
