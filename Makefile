@@ -18,6 +18,8 @@ VENV_ENGINES := .venv-engines
 READY_ENGINES := $(VENV_ENGINES)/.ready
 UV := $$(command -v uv || echo .tools/bin/uv)
 COMPILE := pip compile --quiet --upgrade --generate-hashes --universal --no-emit-index-url --python-version 3.11
+# tensorrt-llm on PyPI only fetches wheels from an index of NVIDIA.
+NOT_RESOLVED := tensorrt-llm
 PYTHONS := python3.13 python3.12 python3.11 python3
 SOURCES := schemas streams services
 ARGS ?=
@@ -28,7 +30,7 @@ PYTEST = $(BIN)/pytest --numprocesses $(JOBS) --dist worksteal
 UNLESS_REAL := --ignore tests/integration --ignore tests/engines
 
 .PHONY: help setup setup-engines up test test-all explore test-kafka test-engines kafka kafka-stop demo-kafka demo-disagg lint type fmt mutations coverage bench \
-    schemas golden report-picture lock lock-engines ci clean
+    schemas golden report-picture lock lock-engines resolve ci clean
 
 help: ## show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -110,12 +112,22 @@ cookbook: $(READY) ## run the commands of docs/cookbook.md and update their outp
 	@$(BIN)/python -m tests.cli.cookbook
 
 lock: $(READY) lock-engines ## update all locked requirements, with hashes
-	@$(UV) $(COMPILE) --group dev pyproject.toml -o requirements/base.txt
+	@$(UV) $(COMPILE) --extra router --extra report --group dev pyproject.toml -o requirements/base.txt
 	@$(UV) $(COMPILE) requirements/nixl.in --override requirements/nixl-overrides.txt -o requirements/nixl.txt
 
 lock-engines: $(READY) ## update the locked requirements of .venv-engines, with hashes
-	@$(UV) $(COMPILE) --group build --group test pyproject.toml requirements/engines.in \
+	@$(UV) $(COMPILE) --extra router --group build --group test pyproject.toml requirements/engines.in \
 	    --override requirements/engines-overrides.txt -o requirements/engines.txt
+
+resolve: $(READY) ## check that every extra can be installed, except tensorrt-llm (package index)
+	@failed=0; extras=$$($(BIN)/python -c 'import tomllib; \
+	    print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"])'); \
+	for extra in $$extras; do \
+	    if [ $$extra = $(NOT_RESOLVED) ]; then continue; fi; \
+	    if count=$$($(UV) pip compile --quiet --no-header --no-annotate --extra $$extra pyproject.toml | wc -l); \
+	    then echo "resolve: forebay[$$extra] needs $$count packages"; \
+	    else echo "resolve: forebay[$$extra] has no solution" >&2; failed=1; fi; \
+	done; exit $$failed
 
 ci: ## run all CI checks
 	@.ci/run

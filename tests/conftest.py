@@ -1,5 +1,6 @@
 """Settings of the whole suite: the depth of Hypothesis tests and how long they may take."""
 
+import gc
 import os
 
 import pytest
@@ -8,6 +9,9 @@ from hypothesis import settings
 from tests import depth
 
 depth.register()
+# Collecting tests creates a million objects that stay. Garbage collection would visit them again and again, which takes
+# almost half of the CPU time of collecting.
+gc.disable()
 LONGEST = "test_hash_seeds.py"
 
 # Each HTTP client loads the certificates of all authorities, which takes 50 ms. No test needs any of them.
@@ -27,6 +31,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         has_own = item.get_closest_marker("timeout") and depth.profile() != "explore"
         if item.get_closest_marker("hypothesis") and not has_own:
             item.add_marker(timeout, append=False)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """Exempt modules and collected tests from garbage collection, which each process of pytest does on its own."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_report_header() -> str:

@@ -63,6 +63,17 @@ def test_the_ingress_has_its_model_names_and_an_admin_api_only_with_a_token(
         assert (options["admin_api"], service in options["allow_host"]) == (is_on, True)
 
 
+@pytest.mark.parametrize(("value", "keys"), [("", []), ("a,b", ["a,b"])])
+def test_an_ingress_takes_its_api_keys_from_the_environment(
+    value: str, keys: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for service in ("ingress-1", "ingress-2"):
+        assert SERVICES[service]["environment"]["FOREBAY_API_KEY"] == "${FOREBAY_API_KEY:-}"
+        monkeypatch.setenv("FOREBAY_API_KEY", value)
+        options = parse(SERVICES[service]["command"])
+        assert (list(options["api_key"]), options["allow_anonymous"]) == (keys, True)
+
+
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_disagg_workers_are_a_profile_and_transfer_kv_by_nixl(role: str) -> None:
     service = SERVICES[f"{role}-worker"]

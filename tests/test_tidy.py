@@ -1,11 +1,13 @@
 """House rules that can be checked automatically, for every file of the repository."""
 
 import ast
+import functools
 import re
 import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -54,23 +56,61 @@ def check(faults: list[str], rule: str) -> None:
     assert not faults, rule + ":\n  " + "\n  ".join(faults)
 
 
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(), shown(path))
+class Definition(NamedTuple):
+    """A public class or function."""
+
+    name: str  # with the names of the classes around it
+    line: int
+    is_class: bool
+    has_docstring: bool
 
 
-def functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    for node in ast.walk(tree):
+class Outline(NamedTuple):
+    """What the rules need of a module. Syntax trees of all modules would take half a gigabyte."""
+
+    docstring: str | None
+    functions: list[tuple[str, int, int]]  # name, first line, number of lines
+    definitions: list[Definition]
+    prints: list[int]  # lines that call `print`
+
+
+@functools.cache
+def outline(path: Path) -> Outline:
+    text = path.read_text()
+    tree = ast.parse(text, shown(path))
+    functions = [(node.name, node.lineno, (node.end_lineno or 0) - node.lineno + 1) for node in function_nodes(tree)]
+    definitions = list(public_definitions(tree))
+    prints = list(print_calls(tree)) if "print(" in text else []
+    return Outline(ast.get_docstring(tree), functions, definitions, prints)
+
+
+def function_nodes(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Visit only statements, which are a tenth of the nodes."""
+    pending: list[ast.AST] = [tree]
+    while pending:
+        node = pending.pop()
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node
+        for field in ("body", "orelse", "finalbody", "handlers", "cases"):
+            children = getattr(node, field, None)
+            if isinstance(children, list):  # an expression has a `body`, too
+                pending += children
 
 
-def public_definitions(node: ast.Module | ast.ClassDef, prefix: str = "") -> Iterator[tuple[str, ast.AST]]:
+def print_calls(tree: ast.Module) -> Iterator[int]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
+            yield node.lineno
+
+
+def public_definitions(node: ast.Module | ast.ClassDef, prefix: str = "") -> Iterator[Definition]:
     for child in node.body:
         if not isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         if child.name.startswith("_") or is_overload(child):
             continue
-        yield prefix + child.name, child
+        is_class = isinstance(child, ast.ClassDef)
+        yield Definition(prefix + child.name, child.lineno, is_class, bool(ast.get_docstring(child)))
         if isinstance(child, ast.ClassDef):
             yield from public_definitions(child, f"{prefix}{child.name}.")
 
@@ -79,17 +119,20 @@ def is_overload(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> 
     return any(ast.unparse(decorator).endswith(("overload", ".setter")) for decorator in node.decorator_list)
 
 
-def text_files() -> Iterator[tuple[Path, str]]:
+@functools.cache
+def text_files() -> dict[Path, str]:
+    texts = {}
     for path in FILES:
         try:
-            yield path, path.read_text()
+            texts[path] = path.read_text()
         except UnicodeDecodeError:
             continue
+    return texts
 
 
 def found_in_text(pattern: re.Pattern[str]) -> list[str]:
     faults = []
-    for path, text in text_files():
+    for path, text in text_files().items():
         for number, line in enumerate(text.splitlines(), 1):
             if match := pattern.search(line):
                 faults.append(f"{shown(path)}:{number}: {match[0]}")
@@ -115,19 +158,19 @@ def test_public_class_names_are_unique() -> None:
     """Each class name has one meaning."""
     places: dict[str, list[str]] = {}
     for path in SOURCES:
-        for name, node in public_definitions(parsed(path)):
-            if isinstance(node, ast.ClassDef) and "." not in name:
-                places.setdefault(name, []).append(shown(path))
+        for definition in outline(path).definitions:
+            if definition.is_class and "." not in definition.name:
+                places.setdefault(definition.name, []).append(shown(path))
     check([f"{name}: {', '.join(found)}" for name, found in places.items() if len(found) > 1], "class names used twice")
 
 
 def test_functions_are_short() -> None:
-    faults = []
-    for path in MODULES:
-        for function in functions(parsed(path)):
-            lines = (function.end_lineno or 0) - function.lineno + 1
-            if lines > FUNCTION_LINES_MAX:
-                faults.append(f"{shown(path)}:{function.lineno}: {function.name} has {lines} lines")
+    faults = [
+        f"{shown(path)}:{line}: {name} has {lines} lines"
+        for path in MODULES
+        for name, line, lines in outline(path).functions
+        if lines > FUNCTION_LINES_MAX
+    ]
     check(faults, f"functions have at most {FUNCTION_LINES_MAX} lines")
 
 
@@ -145,6 +188,61 @@ def test_no_module_imports_a_test_module() -> None:
     check(faults, "move what test modules share into a module without tests")
 
 
+def private_accesses(text: str) -> Iterator[tuple[int, str]]:
+    """Yield the line and the name of each private attribute of another object, and of each private name imported."""
+    if not re.search(r"""(?<!\bself)(?<!\bcls)\._[a-zA-Z]|["' ]_[a-zA-Z]""", text):
+        return  # most modules: a syntax tree takes long
+    tree = ast.parse(text)
+    defined = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
+    }
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Attribute | ast.ImportFrom | ast.Call):
+            continue
+        names: list[str] = []
+        if isinstance(node, ast.Attribute):
+            receiver = node.value.id if isinstance(node.value, ast.Name) else ""
+            names = [node.attr] if receiver not in ("self", "cls") and node.attr not in defined else []
+        elif isinstance(node, ast.ImportFrom):
+            names = [alias.name for alias in node.names]
+        elif ast.unparse(node.func).split(".")[-1] in ("getattr", "setattr"):
+            found = [part.value for part in node.args if isinstance(part, ast.Constant) and isinstance(part.value, str)]
+            names = [text.rsplit(".", 1)[-1] for text in found[:1]]
+        yield from ((node.lineno, name) for name in names if re.match(r"_(?!_)\w", name))
+
+
+def test_tests_use_no_private_names_of_the_code_under_test() -> None:
+    """Tests check behaviour through public names, so that the code can change inside."""
+    # Public in spite of the underscore, or of vLLM, which has no public name for them.
+    public = {"_asdict", "_exit", "_replace"}
+    vllm = {"_bidirectional_kv_xfer_enabled", "_num_image_tokens", "_reqs_to_send"}
+    faults = [
+        f"{shown(path)}:{line}: {name}"
+        for path in MODULES
+        if path.relative_to(ROOT).parts[0] == "tests"
+        for line, name in private_accesses(path.read_text())
+        if name not in public | vllm
+    ]
+    check(faults, "use a public name, or make one")
+
+
+@pytest.mark.parametrize(
+    ("code", "names"),
+    [
+        ("engine._ranks[0]", ["_ranks"]),
+        ("self.engine._ranks", ["_ranks"]),
+        ("from forebay.cli import _run", ["_run"]),
+        ("patch.setattr('forebay.cli.serve._start', None)", ["_start"]),
+        ("self._log = log; other._log", []),
+        ("__class__.__name__; from __future__ import annotations", []),
+    ],
+)
+def test_private_accesses_are_found(code: str, names: list[str]) -> None:
+    assert [name for _, name in private_accesses(code)] == names
+
+
 def test_files_are_short() -> None:
     lengths = {path: len(path.read_text().splitlines()) for path in MODULES}
     faults = [f"{shown(path)}: {lines} lines" for path, lines in lengths.items() if lines > FILE_LINES_MAX]
@@ -154,7 +252,7 @@ def test_files_are_short() -> None:
 def test_modules_have_short_docstrings() -> None:
     faults = []
     for path in MODULES:
-        docstring = ast.get_docstring(parsed(path))
+        docstring = outline(path).docstring
         if not docstring:
             faults.append(f"{shown(path)}: none")
         elif len(docstring.splitlines()) > MODULE_DOCSTRING_LINES_MAX:
@@ -163,12 +261,12 @@ def test_modules_have_short_docstrings() -> None:
 
 
 def test_public_names_have_docstrings() -> None:
-    faults = []
-    for path in SOURCES:
-        for name, node in public_definitions(parsed(path)):
-            assert isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-            if not ast.get_docstring(node):
-                faults.append(f"{shown(path)}:{node.lineno}: {name}")
+    faults = [
+        f"{shown(path)}:{definition.line}: {definition.name}"
+        for path in SOURCES
+        for definition in outline(path).definitions
+        if not definition.has_docstring
+    ]
     check(faults, "public classes and functions without a docstring")
 
 
@@ -179,11 +277,10 @@ def test_there_are_no_todo_comments() -> None:
 
 def test_services_do_not_print() -> None:
     faults = [
-        f"{shown(path)}:{node.lineno}"
+        f"{shown(path)}:{line}"
         for path in SOURCES
         if "/cli/" not in path.as_posix()  # commands print
-        for node in ast.walk(parsed(path))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+        for line in outline(path).prints
     ]
     check(faults, "services log, they do not print")
 

@@ -15,7 +15,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from aiokafka import AIOKafkaConsumer, TopicPartition
+from aiokafka import AIOKafkaConsumer
 
 from forebay.events.topics import OPENAI_RESPONSES
 from forebay.transport.kafka.settings import KafkaSettings
@@ -28,15 +28,10 @@ KILL_AT = 0.4  # share of requests routed before the kill
 async def answers(settings: KafkaSettings) -> dict[str, list[tuple[int, str, bool, bytes]]]:
     """Return the response records by request id: index, status, whether it is the last, and value."""
     found: dict[str, list[tuple[int, str, bool, bytes]]] = {}
-    consumer = AIOKafkaConsumer(bootstrap_servers=settings.bootstrap)
+    consumer = AIOKafkaConsumer(settings.topic(OPENAI_RESPONSES.name), bootstrap_servers=settings.bootstrap)
     await consumer.start()
     try:
-        topic = settings.topic(OPENAI_RESPONSES.name)
-        places = [TopicPartition(topic, number) for number in sorted(consumer.partitions_for_topic(topic) or ())]
-        if not places:
-            await consumer._client._wait_on_metadata(topic)
-            places = [TopicPartition(topic, number) for number in sorted(consumer.partitions_for_topic(topic) or ())]
-        consumer.assign(places)
+        places = sorted(consumer.assignment())  # without a consumer group: all partitions
         await consumer.seek_to_beginning(*places)
         ends = await consumer.end_offsets(places)
         while any([await consumer.position(place) < ends[place] for place in places]):

@@ -73,7 +73,8 @@ def simulated(case: Case) -> dict[str, Result]:
 
 def output(case: Case, *arguments: str, hash_seed: str = "0") -> str:
     """Return the output of `forebay simulate` for a case."""
-    command = [*COMMAND, str(case.trace), "--workers", str(case.workers), "--blocks", str(BLOCKS), "--json", *arguments]
+    options = ["--workers", str(case.workers), "--kv-blocks", str(BLOCKS), "--json"]
+    command = [*COMMAND, str(case.trace), *options, *arguments]
     environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
     done = subprocess.run(
         command, env=environment, stdout=subprocess.PIPE, text=True, timeout=RUN_TIMEOUT_S, check=True

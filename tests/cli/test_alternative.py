@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from forebay.cli.policies.alternative import Alternative, alternative
+from forebay.cli.policies.alternative import Alternative, AlternativeOptions
 from forebay.events.control import PoolConfigured, QueueClass, QueueConfig, RouterConfig
 from forebay.ingress.errors import Unusable
 
@@ -15,13 +15,13 @@ POOL = PoolConfigured(pool="default", model="m", block_size=16, router=RouterCon
 
 def error_line(*sets: str, policy: str | None = None, policy_config: Path | None = None) -> str:
     with pytest.raises(Unusable) as caught:
-        alternative(list(sets), policy, policy_config)
+        AlternativeOptions(list(sets), policy, policy_config).alternative()
     (line,) = str(caught.value).splitlines()
     return line
 
 
 def parse_sets(*sets: str) -> Alternative:
-    return alternative(list(sets), None, None)
+    return AlternativeOptions(list(sets)).alternative()
 
 
 def test_set_changes_only_the_named_settings() -> None:
@@ -48,13 +48,15 @@ def test_lists_and_null_are_json() -> None:
 
 
 def test_policy_sets_the_mode() -> None:
-    assert alternative(None, "round-robin", None).of(POOL).router == RouterConfig(mode="round-robin", temperature=0.5)
+    assert AlternativeOptions(policy="round-robin").alternative().of(POOL).router == RouterConfig(
+        mode="round-robin", temperature=0.5
+    )
 
 
 def test_a_policy_file_replaces_recorded_settings_and_flags_override_it(tmp_path: Path) -> None:
     file = tmp_path / "policy.yaml"
     file.write_text("mode: least-loaded\nttl_s: 7\n")
-    one = alternative(["router.ttl_s=9"], None, file)
+    one = AlternativeOptions(["router.ttl_s=9"], policy_config=file).alternative()
     assert one.of(POOL).router == RouterConfig(mode="least-loaded", ttl_s=9.0)
     assert str(one) == f"--router-policy-config {file} --set router.ttl_s=9"
 

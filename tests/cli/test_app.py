@@ -34,14 +34,14 @@ def test_a_command_is_listed_with_its_own_help(name: str) -> None:
 
 
 def test_help_lists_all_commands_in_order() -> None:
-    lines = runner.invoke(app, ["--help"]).output.partition("Commands:\n")[2].splitlines()
+    lines = runner.invoke(app, ["--help"]).output.partition("Commands:\n")[2].partition("\n\n")[0].splitlines()
     assert [line.split()[0] for line in lines] == list(COMMANDS)
 
 
 def test_error_for_an_unknown_command_suggests_the_nearest() -> None:
     refused = runner.invoke(app, ["simulat"])
     assert refused.exit_code == 2
-    assert "Did you mean 'simulate'?" in refused.output
+    assert "did you mean simulate?" in refused.output
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
@@ -68,4 +68,38 @@ def test_commands_are_functions_or_applications() -> None:
         "replay",
         "topics",
         "index",
+        "config",
     }
+
+
+def test_help_of_a_service_lists_options_in_sections() -> None:
+    shown = runner.invoke(app, ["up", "--help"]).output
+    headings = [line for line in shown.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert headings[0] == "Options:"
+    assert {"HTTP API:", "Log:", "Snapshots:", "Engine:", "Router:"} <= set(headings)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [("forebay sim", "simulate"), ("forebay up --router-mo", "--router-mode"), ("forebay topics ta", "tail")],
+)
+def test_shell_completion_completes_commands_and_options(words: str, expected: str) -> None:
+    count = len(words.split()) - 1
+    variables = {"_FOREBAY_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(count)}
+    assert runner.invoke(app, [], env=variables, prog_name="forebay").output.splitlines() == [expected]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["up", "--prot", "1"], "No such option: --prot: did you mean --port?"),
+        (["--helpx"], "No such option: --helpx: did you mean --help?"),
+        (["control", "rezume"], "No such command 'rezume': did you mean resume?"),
+        (["topics", "lst"], "No such command 'lst': did you mean list?"),
+        (["topics", "x"], "No such command 'x': commands are: create, list, tail, lag"),
+    ],
+)
+def test_error_for_an_unknown_name_suggests_similar_names(arguments: list[str], expected: str) -> None:
+    refused = runner.invoke(app, arguments)
+    assert refused.exit_code == 2
+    assert expected in refused.output

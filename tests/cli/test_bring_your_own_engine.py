@@ -101,6 +101,10 @@ def test_the_command_of_the_example_runs_unchanged(example: str) -> None:
     assert answer.status_code == httpx.codes.OK
     assert answer.text.count("data: ") > 5
     assert answer.text.rstrip().endswith("data: [DONE]")
+    shown = httpx.get(f"{example}/metrics", timeout=30).text
+    assert re.search(r'^forebay_endpoint_requests_total\{endpoint=".*",outcome="ok"\} [1-9]', shown, re.MULTILINE), (
+        shown
+    )
 
 
 def test_requests_rejected_by_the_example_are_client_errors(example: str) -> None:
@@ -112,27 +116,27 @@ def test_requests_rejected_by_the_example_are_client_errors(example: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("text", "target", "why"),
+    ("text", "code", "why"),
     [
-        ("x = 1", "Engine", "engine.py has no class Engine"),
-        ("raise RuntimeError('no GPU here')", "Engine", "engine.py: RuntimeError: no GPU here"),
+        ("x = 1", 2, "engine.py has no class Engine"),
+        ("raise RuntimeError('no GPU here')", 2, "engine.py: RuntimeError: no GPU here"),
         (
             "from forebay.workers.service import *\n@service(namespace='t')\nclass Engine:\n"
             "    async def start(self):\n        raise OSError('the weights are damaged')\n"
             "    @endpoint()\n    async def generate(self, request):\n        yield 1\n",
-            "Engine",
+            1,
             "t.engine failed to start: OSError: the weights are damaged",
         ),
     ],
 )
 def test_an_engine_that_fails_to_start_ends_the_command_with_one_line(
-    tmp_path: Path, text: str, target: str, why: str
+    tmp_path: Path, text: str, code: int, why: str
 ) -> None:
     file = tmp_path / "engine.py"
     file.write_text(text)
-    command = ["up", "--port", str(free_ports(1)), "--engine", f"{file}:{target}"]
+    command = ["up", "--port", str(free_ports(1)), "--engine", f"{file}:Engine"]
     run = fork_server.run(*command, timeout_s=PATIENCE_S)
-    assert run.returncode == 1
+    assert run.returncode == code
     assert run.stderr.startswith("forebay: ")
     assert run.stderr.count("\n") == 1
     assert why in run.stderr

@@ -46,13 +46,13 @@ def test_an_adapter_is_loaded_used_and_unloaded(system: tuple[Up, Path], tmp_pat
     up, _ = system
     assert completion(up, "sql").status_code == 404
     options = ["--lora", "sql", "--path", str(tmp_path), "--worker", "mock-1", "--url", up.url]
-    run = process("control", "load_lora", *options)
+    run = process("control", "load-lora", *options)
     table = [line.split() for line in run.stdout.splitlines()]
     assert (run.returncode, table[1:]) == (0, [["mock-1", "default", "done", "sql"]])
     assert completion(up, "sql").json()["model"] == "sql"
     models = httpx.get(f"{up.url}/v1/models", timeout=30).json()["data"]
     assert [card["id"] for card in models] == ["forebay-default", "sql"]
-    code, out, err = control(up, "unload_lora", "--lora", "sql")
+    code, out, err = control(up, "unload-lora", "--lora", "sql")
     assert code == 1
     assert [line.split()[:3] for line in out.splitlines()][1:] == [
         ["mock-0", "default", "refused"],
@@ -64,10 +64,10 @@ def test_an_adapter_is_loaded_used_and_unloaded(system: tuple[Up, Path], tmp_pat
 
 def test_every_worker_sleeps_and_wakes_up(system: tuple[Up, Path]) -> None:
     up, _ = system
-    for action in ("sleep", "wake_up", "pause", "resume", "clear_kv_blocks", "list_loras"):
+    for action in ("sleep", "wake-up", "pause", "resume", "clear-kv-blocks", "list-loras"):
         code, out, _ = control(up, action, "--json")
         answer = json.loads(out)
-        assert (code, answer["action"]) == (0, action)
+        assert (code, answer["action"]) == (0, action.replace("-", "_"))
         assert [(one["worker_id"], one["status"]) for one in answer["outcomes"]] == [
             ("mock-0", "done"),
             ("mock-1", "done"),
@@ -81,8 +81,8 @@ def test_error_for_an_unreachable_target_gives_the_reason(system: tuple[Up, Path
     assert control(up, "pause", "--pool", "x")[::2] == (1, "forebay: the model forebay-default has no pool x\n")
     code, _, err = control(up, "dream")
     assert code == 2
-    assert all(action in err for action in (*get_args(Action), "disaggregation", "busy_threshold"))
-    assert control(up, "load_lora")[::2] == (2, "forebay: lora_name is missing; give the name of the adapter\n")
+    assert all(action.replace("_", "-") in err for action in (*get_args(Action), "disaggregation", "busy-threshold"))
+    assert control(up, "load-lora")[::2] == (2, "forebay: lora_name is missing; give the name of the adapter\n")
 
 
 def settings(text: str) -> dict[str, list[str]]:
@@ -92,7 +92,7 @@ def settings(text: str) -> dict[str, list[str]]:
 
 def test_busy_thresholds_are_shown_and_changed(system: tuple[Up, Path]) -> None:
     up, _ = system
-    code, out, _ = control(up, "busy_threshold", "--active-decode-blocks-threshold", "0.9")
+    code, out, _ = control(up, "busy-threshold", "--active-decode-blocks-threshold", "0.9")
     assert (code, out.splitlines()[0]) == (0, "model forebay-default")
     off = ["none", "none"]
     assert settings(out) == {
@@ -101,9 +101,9 @@ def test_busy_thresholds_are_shown_and_changed(system: tuple[Up, Path]) -> None:
         "active_prefill_tokens_threshold": off,
         "active_prefill_tokens_threshold_frac": off,
     }
-    _, out, _ = control(up, "busy_threshold")
+    _, out, _ = control(up, "busy-threshold")
     assert settings(out)["active_decode_blocks_threshold"] == ["0.9"]
-    code, out, _ = control(up, "busy_threshold", "--active-decode-blocks-threshold", "none", "--json")
+    code, out, _ = control(up, "busy-threshold", "--active-decode-blocks-threshold", "none", "--json")
     report = json.loads(out)
     assert code == 0
     assert [report[when]["active_decode_blocks_threshold"] for when in ("before", "now")] == [0.9, None]
@@ -156,7 +156,7 @@ def test_disagg_is_shown_and_changed_and_invalid_changes_are_rejected() -> None:
 
 def test_the_log_of_commands_verifies(system: tuple[Up, Path], tmp_path: Path) -> None:
     up, log = system
-    control(up, "load_lora", "--lora", "x", "--path", str(tmp_path))
+    control(up, "load-lora", "--lora", "x", "--path", str(tmp_path))
     control(up, "pause", "--worker", "nobody")
     recording = tmp_path / "secret.rec"
     run = forebay("record", str(log), str(recording), "--anonymize")
@@ -168,7 +168,7 @@ def test_the_log_of_commands_verifies(system: tuple[Up, Path], tmp_path: Path) -
 
 def test_the_admin_api_is_disabled_by_default() -> None:
     with running("--workers", "1") as up:
-        answers = [control(up, name) for name in ("pause", "disaggregation", "busy_threshold")]
+        answers = [control(up, name) for name in ("pause", "disaggregation", "busy-threshold")]
     message = "forebay: the admin API is disabled; start the ingress with --admin-api and a token\n"
     assert [(code, err) for code, _, err in answers] == [(1, message)] * 3
 
@@ -185,12 +185,12 @@ def test_commands_need_the_token_of_the_ingress(
         "set FOREBAY_ADMIN_TOKEN or --admin-token-file\n",
     )
     monkeypatch.delenv("FOREBAY_ADMIN_TOKEN")
-    assert control(up, "busy_threshold")[::2][0] == 1
+    assert control(up, "busy-threshold")[::2][0] == 1
     token = tmp_path / "token"
     token.write_text(f"{ADMIN_TOKEN}\n")
-    assert control(up, "list_loras", "--admin-token-file", str(token))[0] == 0
+    assert control(up, "list-loras", "--admin-token-file", str(token))[0] == 0
     token.write_text("two words")
-    code, _, err = control(up, "list_loras", "--admin-token-file", str(token))
+    code, _, err = control(up, "list-loras", "--admin-token-file", str(token))
     assert (code, "visible ASCII" in err) == (2, True)
 
 

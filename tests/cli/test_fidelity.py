@@ -245,7 +245,7 @@ def test_a_diverging_log_is_not_compared(recording: Path, tmp_path: Path) -> Non
         (("--against", "REC", "--fail-above", "tpot=3"), "--fail-above tpot=3: got 'tpot=3', expected NAME=NUMBER"),
         (("--against", "REC", "--policy", "best"), "unknown policy 'best'"),
         (("--against", "REC", "--engine", "none.toml"), "unknown engine profile 'none.toml'"),
-        (("--against", "nowhere.rec"), "nowhere.rec: there is no such log"),
+        (("--against", "nowhere.rec"), "nowhere.rec: no such log file; check the path"),
         (("--against", "BROKEN"), "broken.rec: is not a forebay log"),
     ],
 )

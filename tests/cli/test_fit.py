@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from forebay.cli.app import app
-from forebay.cli.simulate import fit as fit_command
+from forebay.cli.common import extras
 from forebay.engine_model.timing import LinearTiming
 from forebay.events.control import RouterConfig
 from forebay.simulate.mooncake import MooncakeRow
@@ -38,7 +38,9 @@ def test_a_recording_becomes_a_profile(tmp_path: Path) -> None:
     assert isinstance(profile.timing, LinearTiming)
     assert profile.timing.prefill_token == pytest.approx(TRUTH.prefill_token, rel=0.1)
     assert profile.timing.step + profile.timing.decode_step == pytest.approx(3500, rel=0.1)
-    assert profile.sizes == EngineSizes(block_size=BLOCK, blocks=16_384, max_num_seqs=256, max_num_batched_tokens=8192)
+    assert profile.sizes == EngineSizes(
+        block_size=BLOCK, kv_blocks=16_384, max_num_seqs=256, max_num_batched_tokens=8192
+    )
     assert (profile.name, profile.source) == ("mock, fitted", "fitted to run.db")
     for text in ("TTFT p50 / p90 of", "ITL p50 / p90 of", "on 2 ranks of mock", "(prefill_token)"):
         assert text in result.stderr
@@ -85,7 +87,7 @@ def test_a_missing_recording_is_rejected(tmp_path: Path) -> None:
 
 
 def test_missing_extra_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fit_command, "find_spec", lambda name: None if name == "scipy" else find_spec(name))
+    monkeypatch.setattr(extras, "find_spec", lambda name: None if name == "scipy" else find_spec(name))
     result = invoke(tmp_path / "run.db")
     assert result.exit_code == 2
-    assert "forebay fit needs the package scipy: pip install 'forebay[fit]'" in result.stderr
+    assert "forebay fit requires the package scipy; install it with: pip install 'forebay[fit]'" in result.stderr

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from forebay.cli.processes import engines
-from forebay.cli.processes.engines import EngineChoice, built, engine_choice, reached_at
+from forebay.cli.processes.engines import EngineChoice, EngineOptions, built, reached_at
 from forebay.ingress.errors import Unusable
 from forebay.ingress.model import DEFAULT_MODEL
 from forebay.workers.engines.mock.engine import MockEngine
@@ -27,13 +27,15 @@ def no_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def choose(role: str = "decode", engine: str = "mock", **options: Any) -> EngineChoice:
-    return engine_choice(engine=engine, model=DEFAULT_MODEL if engine != "mock" else None, role=role, **options)
+    return EngineOptions(
+        engine=engine, model=str(DEFAULT_MODEL) if engine != "mock" else None, role=role, **options
+    ).choice()
 
 
 def kv_of(choice: EngineChoice) -> KvSettings:
     engine, _ = built(choice, "w", pool="")
     assert isinstance(engine, MockEngine)
-    return engine._kv_settings
+    return engine.kv_settings
 
 
 def test_a_host_name_is_resolved() -> None:
@@ -96,7 +98,8 @@ def test_nixl_uses_the_interface_of_the_given_address_or_chooses_one(monkeypatch
 
 
 @pytest.mark.parametrize(("role", "engine"), [("aggregated", "mock"), ("encode", "mock"), ("decode", "sglang")])
-def test_kv_host_is_rejected_without_kv_transfer(role: str, engine: str) -> None:
+def test_kv_host_is_rejected_without_kv_transfer(role: str, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(engines.ADAPTERS, "sglang", FAKE)
     with pytest.raises(Unusable, match="--kv-host requires --role prefill or decode and --engine mock or vllm"):
         reached_at(choose(role, engine), "127.0.0.1", LOCAL_KAFKA)
 

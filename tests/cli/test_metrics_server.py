@@ -1,12 +1,15 @@
 """Metrics and probes over HTTP."""
 
+import platform
 import socket
+from importlib.metadata import version
 
 import httpx
 import pytest
 from prometheus_client import CollectorRegistry, Gauge
 
 from forebay.cli.common.metrics_server import metrics_served
+from forebay.cli.common.process_metrics import process_registry
 from forebay.ingress.errors import Unusable
 from tests.harness.local import free_ports
 
@@ -52,3 +55,12 @@ def test_a_port_in_use_is_rejected() -> None:
             serving,
         ):
             pass
+
+
+def test_every_process_exports_its_resources_and_its_version() -> None:
+    port = free_ports(1)
+    with metrics_served("127.0.0.1", port, process_registry()):
+        shown = httpx.get(f"http://127.0.0.1:{port}/metrics").text
+    found = {line.split(" ")[0] for line in shown.splitlines() if not line.startswith("#")}
+    build = f'forebay_build_info{{python_version="{platform.python_version()}",version="{version("forebay")}"}}'
+    assert {build, "process_cpu_seconds_total", "process_resident_memory_bytes", "process_open_fds"} <= found

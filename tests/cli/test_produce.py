@@ -8,7 +8,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from forebay.cli.produce import LineUnusable, ProduceRun, produce
+from forebay.cli.produce import LineUnusable, ProduceRun, produce, summary_lines
 from forebay.ingress.kafka_api.request import CHAT_PATH, TEXT_PATH
 
 app = typer.Typer()
@@ -80,11 +80,21 @@ def test_responses_to_other_requests_are_ignored() -> None:
     assert ProduceRun().add_record("theirs", piece(0, last=True), b"{}") is None
 
 
-def test_an_error_is_counted() -> None:
+def test_errors_are_counted_by_kind() -> None:
     run = ProduceRun("run")
-    run.encode_request(1, CHAT)
-    run.add_record("run-1", piece(0, last=True, status=503), b"{}")
-    assert run.errors == 1
+    for number in (1, 2, 3, 4, 5):
+        run.encode_request(number, CHAT)
+    error = b'{"error": {"message": "no router owns the group", "code": "no_owner"}}'
+    for number in (1, 2):
+        run.add_record(f"run-{number}", piece(0, last=True, status=503), error)
+    run.add_record("run-3", piece(0, last=True, status=500), b"{}")
+    run.add_record("run-4", piece(0, last=True), b"{}")
+    assert run.errors == 3
+    assert list(summary_lines(run, wait=True)) == [
+        "5 requests sent, 4 answered, 3 of them with an error, 1 missing",
+        "failed 2x: HTTP 503 no_owner: no router owns the group",
+        "failed 1x: HTTP 500: {}",
+    ]
 
 
 def test_missing_file_is_reported(tmp_path: Path) -> None:

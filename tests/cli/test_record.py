@@ -26,25 +26,18 @@ from forebay.transport.sqlite.log import SqliteLog
 from forebay.transport.sqlite.schema import checksum
 from tests.cli.logs import US, at, invoke, made
 from tests.cli.up import forebay, verified
-from tests.replay.slices import OTHER, join, journal_of, rows, run
+from tests.replay.slices import OTHER, joined_log, journal_of, rows, source_log
 from tests.system import BLOCK, MODEL, System, submitted, until, until_ended
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a log of a run with three owners, snapshots and a lost worker."""
-    path = tmp_path_factory.mktemp("source") / "run.db"
-    asyncio.run(run(path))
-    return path
+    return source_log(tmp_path_factory.mktemp("source"))
 
 
 @pytest.fixture(scope="module")
 def joined(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a log with two groups."""
-    folder = tmp_path_factory.mktemp("joined")
-    asyncio.run(run(folder / "other.db", owners=2, requests=8))
-    asyncio.run(join(source, folder / "other.db", folder / "both.db"))
-    return folder / "both.db"
+    return joined_log(source, tmp_path_factory.mktemp("joined"))
 
 
 def error_line(*arguments: str | Path, code: int = 2) -> str:
@@ -130,7 +123,7 @@ def test_verification_can_be_skipped(source: Path, tmp_path: Path) -> None:
         (["--last", "5"], "--last 5: not a duration; expected a number above 0 with s, m, h or d"),
         (["--last", "-5m"], "--last -5m: not a duration"),
         (["--last", "0s"], "--last 0s: not a duration"),
-        (["--last", "5m", "--from", "-1h"], "--last excludes --from and --to; give one or the other"),
+        (["--last", "5m", "--from", "-1h"], "--last cannot be combined with --from or --to"),
         (["--from", "yesterday"], "--from yesterday: not a time; expected 2026-01-31T12:00:00Z (local time"),
         (["--to", "-5"], "--to 5: not a duration"),
         (["--from", "2026-01-02", "--to", "2026-01-01"], "--from 2026-01-02 is not before --to 2026-01-01"),
@@ -151,7 +144,7 @@ def test_invalid_output_paths_are_rejected(source: Path, tmp_path: Path) -> None
     assert error_line(tmp_path / "rec") == "expected LOG and OUT, or OUT and --kafka"
     assert error_line("--kafka", "127.0.0.1:1", source, tmp_path / "rec") == "expected LOG and OUT, or OUT and --kafka"
     assert "cannot be used" in error_line("--kafka", "127.0.0.1:1", tmp_path / "rec")
-    assert error_line(tmp_path / "none.db", tmp_path / "rec") == f"{tmp_path}/none.db: there is no such log"
+    assert error_line(tmp_path / "none.db", tmp_path / "rec") == f"{tmp_path}/none.db: no such log file; check the path"
     assert "there is no directory" in error_line(source, tmp_path / "deeper" / "rec")
     assert "is a directory" in error_line(source, tmp_path)
     (tmp_path / "text").write_text("hello, world\n" * 99)
@@ -162,14 +155,17 @@ def test_invalid_output_paths_are_rejected(source: Path, tmp_path: Path) -> None
     assert error_line(source, source).endswith("exists already; remove it or choose another path")
     assert (tmp_path / "text").read_text().startswith("hello")
     os.mkfifo(tmp_path / "pipe")  # opening it would block until a writer opens it
-    assert error_line(tmp_path / "pipe", tmp_path / "rec") == f"{tmp_path}/pipe: is no plain file; choose another path"
-    assert "pipe: is no plain file" in error_line(source, tmp_path / "pipe")
+    assert (
+        error_line(tmp_path / "pipe", tmp_path / "rec")
+        == f"{tmp_path}/pipe: is not a regular file; choose another path"
+    )
+    assert "pipe: is not a regular file" in error_line(source, tmp_path / "pipe")
     os.mkfifo(part_of(tmp_path / "rec"))
-    assert "rec.part: is no plain file" in error_line(source, tmp_path / "rec")
+    assert "rec.part: is not a regular file" in error_line(source, tmp_path / "rec")
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     assert "link: exists already" in error_line(source, tmp_path / "link")
     for length in (252, 300):
-        assert "cannot be looked at (File name too long)" in error_line(source, tmp_path / ("x" * length))
+        assert "cannot be accessed (File name too long)" in error_line(source, tmp_path / ("x" * length))
 
 
 def test_groups_are_selected_by_group_and_pool(joined: Path, tmp_path: Path) -> None:
@@ -278,7 +274,7 @@ def test_a_changed_byte_outside_of_records_fails_the_verification(source: Path, 
     result = invoke("replay", "verify", out)
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == (
-        f"forebay: {out}: was changed after it was written, though its records are as they were; restore a copy\n"
+        f"forebay: {out}: was changed after it was written, but its records are intact; restore a copy\n"
     )
 
 

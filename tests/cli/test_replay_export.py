@@ -141,7 +141,7 @@ def test_invalid_exports_are_rejected(path: Path, tmp_path: Path) -> None:
         (path, full, "full is not empty"),
         (path, file, "file is a file"),
         (path, file / "below", "cannot write to"),
-        (tmp_path / "nothing.db", tmp_path / "out", "there is no such log"),
+        (tmp_path / "nothing.db", tmp_path / "out", "no such log file; check the path"),
         (file, tmp_path / "out", "file: is empty"),
         (damaged, tmp_path / "half", "fleet/0: the record at offset 1 does not match its checksum"),
     ):

@@ -6,7 +6,6 @@ Without Chromium these tests are skipped with the reason, or fail if FOREBAY_REQ
 import asyncio
 import io
 import json
-import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,13 +21,12 @@ from forebay.simulate.slo import Slo
 from tests.cli.outcomes import run
 from tests.cli.report_page import HOSTILE, Page
 from tests.harness import fork_server
-from tests.harness.browser import Opened, chromium, launched, opened
-from tests.harness.local import Missing
+from tests.harness.browser import Opened, opened
 from tests.replay.recorded import write as write_log
 from tests.replay.simulated import played
 from tests.simulate.traces import conversations, write
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("browser")]
 
 PATIENCE_S = 60.0
 POLICIES = ("kv", "round-robin", "least-loaded")
@@ -37,19 +35,6 @@ DRAWN = """() => Object.fromEntries([...document.querySelectorAll(".chart")].map
     data: chart.data, calculated: (chart.calcdata || []).length,
     marks: chart.querySelectorAll(".scatterlayer .trace path, .heatmaplayer image").length,
     width: chart.querySelector("svg")?.getBoundingClientRect().width ?? 0 }]))"""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def browser() -> Iterator[Browser]:
-    """Run one browser for the tests of this module."""
-    try:
-        chromium()
-    except Missing as missing:
-        if os.environ.get("FOREBAY_REQUIRE_BROWSER") == "1":
-            pytest.fail(str(missing), pytrace=False)
-        pytest.skip(str(missing))
-    with launched() as running:
-        yield running
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +49,14 @@ def simulated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str,
     return folder / "report.html", json.loads(done.stdout)
 
 
+@pytest.fixture(scope="module")
+def report(simulated: tuple[Path, dict[str, Any]], browser: Browser) -> Iterator[Opened]:
+    """Open the report once, because drawing takes seconds. The tests run in this order: charts, explorer, limits."""
+    with opened(simulated[0], browser) as found:
+        drawn(found)
+        yield found
+
+
 def drawn(found: Opened) -> None:
     """Wait until every chart is drawn, and check that there was no error and no network request."""
     found.page.wait_for_selector("html[data-drawn=all]")
@@ -75,88 +68,82 @@ def cells(found: Opened, column: int) -> list[str]:
     return found.page.locator(f"#requests tbody tr.row td:nth-child({column})").all_inner_texts()
 
 
-def test_every_chart_is_drawn(simulated: tuple[Path, dict[str, Any]], browser: Browser) -> None:
+def test_every_chart_is_drawn(simulated: tuple[Path, dict[str, Any]], report: Opened) -> None:
     path, result = simulated
     written = Page(path.read_text())
     assert set(written.figures) == CHARTS
-    with opened(path, browser) as found:
-        drawn(found)
-        there = found.page.evaluate(DRAWN)
-        for name, figure in written.figures.items():
-            assert len(there[name]["data"]) == there[name]["calculated"] == len(figure["data"]) >= len(POLICIES)
-            assert there[name]["marks"] >= len(POLICIES), name
-            assert there[name]["width"] > 300, name
-            for trace, own in zip(there[name]["data"], figure["data"], strict=True):
-                for axis in ("x", "y", "z"):
-                    assert trace.get(axis) == own.get(axis), (name, axis)
-        medians = [trace["x"][0] for trace in there["ttft"]["data"] if trace["mode"] == "markers"]
-        assert medians == pytest.approx([result["policies"][name]["ttft_ms"]["p50"] for name in POLICIES])
-        kept = [found.page.locator(".attainment-row b").nth(at).inner_text() for at in range(len(POLICIES))]
-        assert kept == [f"{100 * result['policies'][name]['attained']:.1f}%" for name in POLICIES]
-        assert result["digest"] in found.page.inner_text("main")
+    there = report.page.evaluate(DRAWN)
+    for name, figure in written.figures.items():
+        assert len(there[name]["data"]) == there[name]["calculated"] == len(figure["data"]) >= len(POLICIES)
+        assert there[name]["marks"] >= len(POLICIES), name
+        assert there[name]["width"] > 300, name
+        for trace, own in zip(there[name]["data"], figure["data"], strict=True):
+            for axis in ("x", "y", "z"):
+                assert trace.get(axis) == own.get(axis), (name, axis)
+    medians = [trace["x"][0] for trace in there["ttft"]["data"] if trace["mode"] == "markers"]
+    assert medians == pytest.approx([result["policies"][name]["ttft_ms"]["p50"] for name in POLICIES])
+    kept = [report.page.locator(".attainment-row b").nth(at).inner_text() for at in range(len(POLICIES))]
+    assert kept == [f"{100 * result['policies'][name]['attained']:.1f}%" for name in POLICIES]
+    assert result["digest"] in report.page.inner_text("main")
 
 
-def test_the_explorer_finds_sorts_and_opens_requests(simulated: tuple[Path, dict[str, Any]], browser: Browser) -> None:
+def test_the_explorer_finds_sorts_and_opens_requests(simulated: tuple[Path, dict[str, Any]], report: Opened) -> None:
     path, _ = simulated
     explorer = Page(path.read_text()).data["explorer"]
     first = explorer["runs"][0]["first"]
     slowest = sorted(range(len(first)), key=lambda at: (-first[at], at))
-    with opened(path, browser) as found:
-        drawn(found)
-        page, where = found.page, found.page.locator("#where")
-        expect(where).to_have_text("1 to 25 of 120")
-        assert cells(found, 1) == [str(at + 1) for at in slowest[:25]]
-        page.click("#after")
-        assert cells(found, 1) == [str(at + 1) for at in slowest[25:50]]
-        page.get_by_role("button", name="TTFT", exact=True).press("Enter")  # by keyboard: lowest TTFT first
-        assert cells(found, 1)[0] == str(slowest[-1] + 1)
-        page.get_by_role("button", name="request", exact=True).click()
-        assert cells(found, 1)[:3] == ["1", "2", "3"]
-        page.fill("#search", "7")
-        expect(where).to_have_text("1 to 1 of 1")
-        page.locator("#requests button.open").press("Enter")
-        story = page.locator(".story")
-        expect(story).to_contain_text("Under kv it was routed to mock-")
-        expect(story).to_contain_text("Under round-robin it ")
-        assert page.locator(".side h3").all_inner_texts() == list(POLICIES)
-        page.locator("#requests button.open").press("Enter")
-        expect(story).to_have_count(0)
-        page.fill("#search", "mock-2")
-        assert set(cells(found, 5)) == {"mock-2"}
-        page.fill("#search", "nothing is called so")
-        expect(where).to_have_text("no matching requests")
-        page.fill("#search", "")
-        page.select_option("#only", "elsewhere")
-        moved = sum(one != other for one, other in zip(*(run["worker"] for run in explorer["runs"][:2]), strict=True))
-        expect(where).to_have_text(f"1 to 25 of {moved}")
-        page.select_option("#run", "2")
-        page.select_option("#only", "again")
-        again = sum(attempts > 1 for attempts in explorer["runs"][2]["attempts"])
-        expect(where).to_contain_text(f"of {again}" if again else "no matching")
-        assert found.errors == []
+    page, where = report.page, report.page.locator("#where")
+    expect(where).to_have_text("1 to 25 of 120")
+    assert cells(report, 1) == [str(at + 1) for at in slowest[:25]]
+    page.click("#after")
+    assert cells(report, 1) == [str(at + 1) for at in slowest[25:50]]
+    page.get_by_role("button", name="TTFT", exact=True).press("Enter")  # by keyboard: lowest TTFT first
+    assert cells(report, 1)[0] == str(slowest[-1] + 1)
+    page.get_by_role("button", name="request", exact=True).click()
+    assert cells(report, 1)[:3] == ["1", "2", "3"]
+    page.fill("#search", "7")
+    expect(where).to_have_text("1 to 1 of 1")
+    page.locator("#requests button.open").press("Enter")
+    story = page.locator(".story")
+    expect(story).to_contain_text("Under kv it was routed to mock-")
+    expect(story).to_contain_text("Under round-robin it ")
+    assert page.locator(".side h3").all_inner_texts() == list(POLICIES)
+    page.locator("#requests button.open").press("Enter")
+    expect(story).to_have_count(0)
+    page.fill("#search", "mock-2")
+    assert set(cells(report, 5)) == {"mock-2"}
+    page.fill("#search", "nothing is called so")
+    expect(where).to_have_text("no matching requests")
+    page.fill("#search", "")
+    page.select_option("#only", "elsewhere")
+    moved = sum(one != other for one, other in zip(*(run["worker"] for run in explorer["runs"][:2]), strict=True))
+    expect(where).to_have_text(f"1 to 25 of {moved}")
+    page.select_option("#run", "2")
+    page.select_option("#only", "again")
+    again = sum(attempts > 1 for attempts in explorer["runs"][2]["attempts"])
+    expect(where).to_contain_text(f"of {again}" if again else "no matching")
+    assert report.errors == []
 
 
-def test_limits_runs_and_loads_can_be_selected(simulated: tuple[Path, dict[str, Any]], browser: Browser) -> None:
+def test_limits_runs_and_loads_can_be_selected(simulated: tuple[Path, dict[str, Any]], report: Opened) -> None:
     path, _ = simulated
     data = Page(path.read_text()).data
     limits = data["limits"]
-    with opened(path, browser) as found:
-        drawn(found)
-        page = found.page
-        page.press("#ttft-limit", "End")
-        page.press("#itl-limit", "End")
-        assert page.locator(".attainment-row b").all_inner_texts() == ["100.0%"] * len(POLICIES)
-        page.press("#ttft-limit", "Home")
-        within = sum(count for ttft, _, count in limits["kept"][0] if ttft == 0)
-        assert page.locator(".attainment-row b").first.inner_text() == f"{100 * within / limits['requests'][0]:.1f}%"
-        line = page.evaluate("document.getElementById('ttft-slo').layout.shapes[0].x0")
-        assert line == limits["ttft"][0]
-        page.get_by_role("button", name="round-robin", exact=True).click()
-        shown = page.evaluate("document.getElementById('ttft-slo').data.map((trace) => trace.visible !== false)")
-        assert shown == [True, False, True]
-        page.select_option("#heat-kind", "running")
-        assert page.evaluate("document.getElementById('load').data[2].z") == data["heat"][2]["running"]
-        assert found.errors == []
+    page = report.page
+    page.press("#ttft-limit", "End")
+    page.press("#itl-limit", "End")
+    assert page.locator(".attainment-row b").all_inner_texts() == ["100.0%"] * len(POLICIES)
+    page.press("#ttft-limit", "Home")
+    within = sum(count for ttft, _, count in limits["kept"][0] if ttft == 0)
+    assert page.locator(".attainment-row b").first.inner_text() == f"{100 * within / limits['requests'][0]:.1f}%"
+    line = page.evaluate("document.getElementById('ttft-slo').layout.shapes[0].x0")
+    assert line == limits["ttft"][0]
+    page.get_by_role("button", name="round-robin", exact=True).click()
+    shown = page.evaluate("document.getElementById('ttft-slo').data.map((trace) => trace.visible !== false)")
+    assert shown == [True, False, True]
+    page.select_option("#heat-kind", "running")
+    assert page.evaluate("document.getElementById('load').data[2].z") == data["heat"][2]["running"]
+    assert report.errors == []
 
 
 @pytest.mark.slow
@@ -227,7 +214,7 @@ def test_a_report_without_responses_has_no_errors(tmp_path: Path, browser: Brows
 
 def test_charts_of_a_comparison_are_drawn_and_saved(tmp_path: Path, browser: Browser) -> None:
     log, path = tmp_path / "run.db", tmp_path / "page.html"
-    history = played(conversations(sessions=6, turns=4), RouterConfig(), workers=2)
+    history = played(conversations(sessions=6, turns=4), RouterConfig(), workers=8)
     with ThreadPoolExecutor(1) as thread:  # the browser's loop runs in this one
         thread.submit(asyncio.run, write_log(history.log, log)).result()
     command = ("replay", "diff", str(log), "--policy", "round-robin", "--html", str(path))
@@ -238,6 +225,8 @@ def test_charts_of_a_comparison_are_drawn_and_saved(tmp_path: Path, browser: Bro
         there = found.page.evaluate(DRAWN)
         assert set(there) == {"overlap", "load", "series"}
         assert all(chart["marks"] or chart["calculated"] for chart in there.values())
+        labels = found.page.locator("#load .xtick text:visible")
+        assert labels.all_text_contents() == [f"w{number}/0" for number in range(8)]
         with found.page.expect_download() as download:
             found.page.click("[data-png=series]")
         assert Path(download.value.path()).read_bytes().startswith(b"\x89PNG")

@@ -251,7 +251,7 @@ def test_flags_override_the_policy_file(tmp_path: Path) -> None:
         ("queue: {classes: []}", "queue: missing queue class: 'default' with uncached_tokens_min 0 is required"),
         ("queue: {classes: [{quantum: 0}]}", "queue.classes[0].quantum: Expected `int` >= 1"),
         ("queue: 7", "queue: Expected `object`, got `int`"),
-        ("mode: fastest", "unknown router mode 'fastest'; expected one of kv, "),
+        ("mode: fastest", "unknown router mode 'fastest'; modes are: kv, "),
         ("[1]", "expected fields of the router configuration, got a list"),
         ("", "expected fields of the router configuration, got nothing"),
         ("kv", "expected fields of the router configuration, got one value"),

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from forebay.cli.processes.serve import Share, _run, devices, shares
+from forebay.cli.processes.serve import Share, devices, run_shares, shares
 from forebay.ingress.errors import Unusable
 from forebay.workers.service import Request, Service, endpoint, service, service_of
 from tests.harness import fork_server
@@ -102,7 +102,7 @@ def test_a_service_that_cannot_start_gives_the_reason(tmp_path: Path) -> None:
     assert (run.returncode, run.stdout) == (2, "")
     assert "test.engine: 2 workers with 1 GPUs each need 2, and 1 are visible" in run.stderr
     run = serve("nowhere.py:Engine")
-    assert (run.returncode, run.stderr) == (1, "forebay: nowhere.py: no such file\n")
+    assert (run.returncode, run.stderr) == (2, "forebay: nowhere.py: no such file\n")
 
 
 def test_the_exit_code_is_the_highest_of_the_processes(tmp_path: Path) -> None:
@@ -142,14 +142,16 @@ def test_a_signal_ends_every_process(tmp_path: Path, number: signal.Signals) -> 
 
 
 async def test_a_process_starting_during_the_signal_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def start(*_: object) -> asyncio.subprocess.Process:
+    start = asyncio.create_subprocess_exec
+
+    async def start_during_signal(*_: str, **__: Any) -> asyncio.subprocess.Process:
         os.kill(os.getpid(), signal.SIGTERM)
         # Several iterations of the event loop; the signal arrives in the first.
-        return await asyncio.create_subprocess_exec(sys.executable, "-c", "import time; time.sleep(999)")
+        return await start(sys.executable, "-c", "import time; time.sleep(999)")
 
-    monkeypatch.setattr("forebay.cli.processes.serve._start", start)
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start_during_signal)
     async with asyncio.timeout(PATIENCE_S):
-        assert await _run([Share("w-0", (), {}), Share("w-1", (), {})], []) == 0
+        assert await run_shares([Share("w-0", (), {}), Share("w-1", (), {})], []) == 0
 
 
 def test_the_processes_end_if_the_command_is_killed(tmp_path: Path) -> None:

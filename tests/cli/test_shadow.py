@@ -151,7 +151,7 @@ REFUSED = [
     (("run.db",), "no change; pass"),
     (("slice.rec", "--policy", "random"), "slice.rec is a recording, which does not grow"),
     (("--policy", "random"), "expected either a log file or --kafka"),
-    (("nowhere.db", "--policy", "random"), "there is no such log"),
+    (("nowhere.db", "--policy", "random"), "no such log file; check the path"),
     (("run.db", "--set", "router.heat=1"), "unknown field router.heat"),
     (("run.db", "--set", "other:router.temperature=1"), "unknown pool other; pools are: default"),
     (("run.db", "--policy", "lucky.Policy"), "is not deterministic"),

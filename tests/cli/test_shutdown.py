@@ -1,8 +1,10 @@
 """A hanging service ends in bounded time after a signal, and sooner after a second signal."""
 
+import contextlib
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -28,23 +30,36 @@ run_service(main())
 """
 
 
-@pytest.mark.parametrize("hang", HANGS.values(), ids=HANGS)
-@pytest.mark.parametrize(("signals", "stop_s", "why"), [(1, 0.0, "after a signal"), (2, 3600.0, "after a second")])
-def test_a_hanging_service_is_ended(hang: str, signals: int, stop_s: float, why: str) -> None:
-    code = SERVICE.format(hang=hang, stop_s=stop_s)
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as run:
-        assert run.stdout is not None
-        try:
+Case = tuple[str, int]
+CASES: list[Case] = [(hang, signals) for hang in HANGS for signals in (1, 2)]
+
+
+@pytest.fixture(scope="module")
+def services() -> Iterator[dict[Case, "subprocess.Popen[str]"]]:
+    """Start a service for each case and send its signals. The services then take their seconds at the same time."""
+    with contextlib.ExitStack() as stack:
+        started = {}
+        for hang, signals in CASES:
+            # Without a second signal, the service ends when its own time is over.
+            code = SERVICE.format(hang=HANGS[hang], stop_s=0.0 if signals == 1 else 3600.0)
+            command = [sys.executable, "-c", code]
+            run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            started[hang, signals] = stack.enter_context(run)
+            stack.callback(run.kill)
+        for (_, signals), run in started.items():
+            assert run.stdout is not None
             assert run.stdout.readline() == "ready\n"
             run.send_signal(signal.SIGTERM)
             assert run.stdout.readline() == "stopping\n"
-            for _ in range(signals - 1):
+            if signals == 2:
                 run.send_signal(signal.SIGTERM)
-            _, errors = run.communicate(timeout=PATIENCE_S)
-        finally:
-            run.kill()
+        yield started
+
+
+@pytest.mark.parametrize(("hang", "signals"), CASES)
+def test_a_hanging_service_is_ended(services: dict[Case, "subprocess.Popen[str]"], hang: str, signals: int) -> None:
+    run = services[hang, signals]
+    _, errors = run.communicate(timeout=PATIENCE_S)
     assert run.returncode == 1
     assert "killed: the process did not stop" in errors
-    assert why in errors
+    assert ("after a signal" if signals == 1 else "after a second") in errors

@@ -64,7 +64,7 @@ def test_the_table_shows_every_policy_with_its_metrics(trace: Path) -> None:
 def test_oversized_requests_are_named_and_exit_1(tmp_path: Path) -> None:
     rows = [MooncakeRow(at, 1024, 1, [2 * at, 2 * at + 1]) for at in range(7)]
     trace = write(tmp_path / "trace.jsonl", [*rows, MooncakeRow(9, 64, 1, [99])])
-    run = CliRunner().invoke(app, ["simulate", str(trace), "--policy", "kv", "--blocks", "4"])
+    run = CliRunner().invoke(app, ["simulate", str(trace), "--policy", "kv", "--kv-blocks", "4"])
     assert run.exit_code == 1
     assert "kv: request 5 failed: 1024 prompt tokens and 1 to generate need 17 KV blocks" in run.stdout
     assert "kv: and 2 more" in run.stdout
@@ -81,7 +81,7 @@ def test_oversized_requests_are_named_and_exit_1(tmp_path: Path) -> None:
         (["--max-num-batched-tokens", "10"], "max_num_batched_tokens (10) must be at least max_num_seqs (256)"),
         (["--duration-s", "0.001"], "contains no request"),
         (
-            ["--blocks", "1"],
+            ["--kv-blocks", "1"],
             "no request of trace.jsonl fits a worker: the smallest, request 1, has 65 prompt and output",
         ),
         (["--engine", "h900"], "unknown engine profile 'h900'"),
@@ -112,7 +112,7 @@ def test_invalid_arguments_give_one_error_line(tmp_path: Path, arguments: list[s
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        *((option, str((1 << 31) + 1)) for option in ("--blocks", "--block-size", "--max-num-batched-tokens")),
+        *((option, str((1 << 31) + 1)) for option in ("--kv-blocks", "--block-size", "--max-num-batched-tokens")),
         *((option, "inf") for option in ("--mtbf-s", "--repair-s", "--cold-start-s", "--lease-ttl-s")),
         *((option, "inf") for option in ("--duration-s", "--session-spacing-s")),
     ],
@@ -141,7 +141,7 @@ def test_missed_attainment_sets_the_exit_code(trace: Path) -> None:
 
 def test_an_engine_profile_sets_timing_and_sizes(trace: Path) -> None:
     profile = trace.parent / "twice.toml"
-    profile.write_text('kind = "linear"\n[costs_us]\nstep = 1000\n[sizes]\nblocks = 4096\nmax_num_seqs = 8\n')
+    profile.write_text('kind = "linear"\n[costs_us]\nstep = 1000\n[sizes]\nkv_blocks = 4096\nmax_num_seqs = 8\n')
     result = json.loads(printed(trace, "--engine", str(profile), "--max-num-seqs", "16", "--policy", "kv"))
     (group,) = result["settings"]["pools"][0]["groups"]
     assert group["profile"] == "twice"
@@ -207,7 +207,7 @@ delays = "embedded"
 name = "big"
 [[pools.workers]]
 count = 2
-blocks = 4096
+kv_blocks = 4096
 gpus = 4
 [[pools.workers]]
 count = 1

@@ -32,7 +32,7 @@ def simulated(trace: Path, *arguments: str) -> dict[str, Any]:
 
 
 def test_disaggregated_pools_complete_all_requests(trace: Path) -> None:
-    result = simulated(trace, *APART, "--blocks", "4096", "--kv-bytes-per-token", "1000")
+    result = simulated(trace, *APART, "--kv-blocks", "4096", "--kv-bytes-per-token", "1000")
     pools = result["settings"]["pools"]
     assert [(pool["role"], pool["model"], pool["groups"][0]["count"]) for pool in pools] == [
         ("prefill", "simulated", 2),

@@ -79,9 +79,9 @@ def test_every_distinct_combination_is_run(trace: Path) -> None:
 
 
 def test_run_equals_simulate_with_the_same_settings(trace: Path) -> None:
-    (run,) = runs_of(trace, "--policy", "kv", "--set", "temperature=0.5", "--set", "blocks=512", "--set", "speed=3")
+    (run,) = runs_of(trace, "--policy", "kv", "--set", "temperature=0.5", "--set", "kv_blocks=512", "--set", "speed=3")
     alone = CliRunner().invoke(
-        app, ["simulate", str(trace), "--json", "--policy", "kv:temperature=0.5", "--blocks", "512", "--speed", "3"]
+        app, ["simulate", str(trace), "--json", "--policy", "kv:temperature=0.5", "--kv-blocks", "512", "--speed", "3"]
     )
     figures = json.loads(alone.stdout)["policies"]["kv:temperature=0.5"]
     assert {name: run[name] for name in figures if name != "workers"} == {
@@ -149,9 +149,9 @@ def test_missed_attainment_exits_1(trace: Path) -> None:
 
 def test_failed_requests_exit_1(tmp_path: Path) -> None:
     trace = write(tmp_path / "trace.jsonl", [MooncakeRow(0, 64, 1, [1]), MooncakeRow(1, 512, 1, [2])])
-    run = sweep(trace, "--set", "blocks=4,64", "--json", "--policy", "kv", "--objective", "ttft_ms.p90")
+    run = sweep(trace, "--set", "kv_blocks=4,64", "--json", "--policy", "kv", "--objective", "ttft_ms.p90")
     assert run.exit_code == 1
-    assert [(one["set"]["blocks"], one["failed"], one["pareto"]) for one in json.loads(run.stdout)["runs"]] == [
+    assert [(one["set"]["kv_blocks"], one["failed"], one["pareto"]) for one in json.loads(run.stdout)["runs"]] == [
         ("64", 0, True),
         ("4", 1, False),
     ]
@@ -191,7 +191,24 @@ def test_capacity_search_reports_unlimited_and_zero_capacity(trace: Path) -> Non
     run = sweep(trace, "--policy", "kv", "--find-capacity", "--slo", "ttft=0.001")
     assert run.exit_code == 1
     assert " none " in run.stdout
-    assert run.stdout.count("(missed)") == 11
+    assert run.stdout.count("(missed)") == 1
+    assert "kv: no rate meets the SLO: at nearly zero load, " in run.stdout
+    assert "have prompts that are too long for a TTFT of 0.001 ms, even on an idle worker: " in run.stdout
+
+
+def test_capacity_search_explains_an_slo_that_no_rate_meets(tmp_path: Path) -> None:
+    rows = [MooncakeRow(3_000 * (number // 4), 512, 3, [number]) for number in range(16)]
+    path = write(tmp_path / "stamps.jsonl", rows)
+    options = ["--policy", "kv", "--workers", "1", "--find-capacity", "--json"]
+    run = sweep(path, *options, "--slo", "ttft=20")
+    assert run.exit_code == 1
+    (one,) = json.loads(run.stdout)["runs"]
+    assert len(one["capacity"]["steps"]) == 1
+    (cause,) = one["capacity"]["causes"]
+    assert (cause["cause"], cause["requests"]) == ("shared_arrival", 16)
+    assert "up to 4 at one time" in cause["text"]
+    (met,) = runs_of(path, *options[:-1], "--slo", "ttft=1e6")
+    assert met["capacity"]["causes"] == []
 
 
 def test_a_killed_run_keeps_the_results_of_others() -> None:
@@ -251,8 +268,8 @@ def test_ending_a_sweep_ends_its_processes(trace: Path, number: signal.Signals) 
         (["--set", "pool.other.workers=1"], "unknown pool 'other'; pools are: default"),
         (["--set", "pool.default.1.workers=1"], "pool 'default' has 1 worker groups, counted from 0"),
         (["--set", "pool.default.colour=1"], "got colour; settings of a pool are"),
-        (["--set", "workers:blocks=1:2,3"], "2 names need 2 values per point"),
-        (["--set", "blocks=64,1"], "kv, blocks=1: no request of trace.jsonl fits a worker"),
+        (["--set", "workers:kv_blocks=1:2,3"], "2 names need 2 values per point"),
+        (["--set", "kv_blocks=64,1"], "kv, kv_blocks=1: no request of trace.jsonl fits a worker"),
         (["--set", f"seed={','.join(map(str, range(501)))}"], "the sweep would have 1002 runs; the maximum is 1000"),
         (["--policy", "kw"], "unknown policy 'kw'"),
         (["--find-capacity"], "--find-capacity requires --slo"),
@@ -271,11 +288,11 @@ def test_invalid_sweeps_give_one_error_line_before_any_run(trace: Path, argument
 
 
 def test_blanks_between_values_are_ignored() -> None:
-    assert axes_of(["workers : blocks = 2 : 6, 4:4"]) == axes_of(["workers:blocks=2:6,4:4"])
+    assert axes_of(["workers : kv_blocks = 2 : 6, 4:4"]) == axes_of(["workers:kv_blocks=2:6,4:4"])
 
 
 def test_settings_can_vary_together(trace: Path) -> None:
-    found = combinations(["kv"], axes_of(["workers:blocks=1:256,2:128"]), FleetOptions(), ShapeOptions())
+    found = combinations(["kv"], axes_of(["workers:kv_blocks=1:256,2:128"]), FleetOptions(), ShapeOptions())
     sizes = [(one.fleet.workers, one.fleet.pools[0].groups[0].engine.kv_blocks_total) for one in found]
     assert sizes == [(1, 256), (2, 128)]
 
@@ -289,7 +306,7 @@ def test_a_pool_is_resized_by_its_name() -> None:
 def test_pools_of_a_file_are_resized_one_by_one(tmp_path: Path) -> None:
     file = tmp_path / "fleet.toml"
     file.write_text("".join(f'[[pools]]\nname = "{of}"\nmodel = "{of}"\nworkers = [{{count = 2}}]\n' for of in "ab"))
-    axes = axes_of(["pool.a.workers:pool.b.workers=1:3,3:1", "pool.b.blocks=64"])
+    axes = axes_of(["pool.a.workers:pool.b.workers=1:3,3:1", "pool.b.kv_blocks=64"])
     found = combinations(["kv"], axes, FleetOptions(pools=file), ShapeOptions())
     groups = [[pool.groups[0] for pool in one.fleet.pools] for one in found]
     assert [[group.count for group in of] for of in groups] == [[1, 3], [3, 1]]
@@ -305,7 +322,7 @@ def test_setting_names_are_unambiguous() -> None:
 
 @pytest.mark.parametrize("mode", sorted(BLIND_MODES - {"direct"}))
 def test_cost_settings_are_ignored_by_modes_without_costs(trace: Path, mode: str) -> None:
-    plain = ["simulate", str(trace), "--json", "--workers", "3", "--blocks", "512", "--policy"]
+    plain = ["simulate", str(trace), "--json", "--workers", "3", "--kv-blocks", "512", "--policy"]
     other = {"selection_policy": "lmetric"}
     changed = ",".join(f"{name}={other.get(name, '0.6')}" for name in COST_SETTINGS)
     figures = [

@@ -121,7 +121,7 @@ def test_a_custom_policy_decides_and_its_decisions_are_verified(
     with running("--log", str(log), "--router-mode", "mine.Last") as up:
         assert {complete(up.client(), f"{number}")[0] for number in range(3)} == {"mock-3"}
         assert up.end(signal.SIGKILL) == -signal.SIGKILL
-    refused = forebay("up", "--log", str(log), "--router-mode", "round-robin")
+    refused = forebay("up", "--log", str(log), "--router-mode", "round-robin", "--port", str(free_ports(1)))
     assert (refused.returncode, "pass --allow-policy mine.Last" in refused.stderr) == (2, True)
     with running("--log", str(log), "--router-mode", "round-robin", "--allow-policy", "mine.Last") as up:
         assert len({complete(up.client(), f"{number}")[0] for number in range(4)}) == 4
@@ -182,7 +182,7 @@ def test_flags_set_labels_adapters_ranks_and_hints(tmp_path: Path) -> None:
         (["--lora", ""], "--lora '': a name has 1 to 256 characters, got 0"),
         (["--lora", "forebay-default"], "it is the name of the base model"),
         (["--router-temperature", "nan"], "--router-temperature must be a number"),
-        (["--model", "/nowhere"], "no such model directory"),
+        (["--model", "/nowhere"], "--model /nowhere: no such directory /nowhere; expected a directory, or ORG/NAME"),
         (["--log", "/nowhere/log.db"], "nowhere"),
         (["--log-max-size", "10"], "--log-max-size 10: not a size; expected a number with kB, MB, GB or TB"),
         (["--log-max-size", "9MB"], "--log-max-size 9MB: too small; the minimum is 10MB"),
@@ -272,5 +272,5 @@ def test_an_invalid_fleet_is_rejected() -> None:
     refused = forebay("up", "--workers", "1024", "--dp-size", "5")
     assert (refused.returncode, refused.stderr) == (
         2,
-        "forebay: --workers 1024 with --dp-size 5 are 5120 ranks; maximum 4096\n",
+        "forebay: --workers 1024 with --dp-size 5 are 5120 ranks; the maximum is 4096\n",
     )

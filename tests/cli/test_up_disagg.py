@@ -146,6 +146,7 @@ def test_disagg_uses_the_tcp_transfer_if_configured(aggregated: list[tuple[str, 
         assert ready == {"status": "ready", "kv_transport": "tcp (without NIXL)"}
         plain = 'forebay_kv_transport_info{plain="true",transport="tcp",worker_id='
         assert metric(up, plain) == 4
+        assert metric(up, "forebay_worker_member{") == 4
 
 
 def test_disagg_decode_workers_prefill_without_prefill_workers_unless_enforced(
@@ -253,7 +254,7 @@ def test_disagg_a_log_continues_with_other_worker_roles(tmp_path: Path, aggregat
         ((*APART, "--dp-size", "1024", "--workers", "1"), "--workers cannot be combined"),
         (
             (*APART, "--dp-size", "1024", "--decode-workers", "8"),
-            "10 workers with --dp-size 1024 are 10240 ranks; maximum",
+            "10 workers with --dp-size 1024 are 10240 ranks; the maximum",
         ),
         (("--workers", "2", "--enforce-disagg"), "--enforce-disagg requires --prefill-workers and --decode-workers"),
         (("--router-conditional-disagg",), "--router-conditional-disagg requires --prefill-workers and --decode"),

@@ -8,14 +8,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.cli.up import LONG_PREFIX, PATIENCE_S, Up, forebay, running
+from tests.cli.up import LONG_PREFIX, PATIENCE_S, forebay, running
 
 pytestmark = pytest.mark.timeout(180)
-
-
-def children(up: Up) -> list[int]:
-    found = subprocess.run(["pgrep", "-P", str(up.process.pid)], capture_output=True, text=True, check=False)
-    return [int(line) for line in found.stdout.split()]
 
 
 def until_ended(pid: int) -> None:
@@ -39,7 +34,7 @@ def test_a_response_id_is_explained_and_no_process_is_left(tmp_path: Path, numbe
             )
             for text in ("one", "two")
         ]
-        assert children(up) == []
+        assert up.children() == []
         report = (
             httpx.get(f"{up.url}/v1/requests/{answers[1].id}/explain", timeout=PATIENCE_S).raise_for_status().json()
         )
@@ -57,21 +52,23 @@ def test_a_response_id_is_explained_and_no_process_is_left(tmp_path: Path, numbe
         assert usage is not None
         assert usage.prompt_tokens_details is not None
         assert report["first_token"]["cached_tokens"] == usage.prompt_tokens_details.cached_tokens
-        named = httpx.post(
-            f"{up.url}/v1/route",
-            json={"model": "forebay-default", "prompt": "where"},
-            headers={"x-request-id": "mine"},
-            timeout=PATIENCE_S,
-        )
-        assert named.headers["x-request-id"] == "mine"
+        for path in ("/v1/completions", "/v1/completions", "/v1/route"):
+            named = httpx.post(
+                f"{up.url}{path}",
+                json={"model": "forebay-default", "prompt": "where"},
+                headers={"x-request-id": "mine"},
+                timeout=PATIENCE_S,
+            )
+            assert (named.status_code, named.headers["x-request-id"]) == (200, "mine")
         query = httpx.get(f"{up.url}/v1/requests/mine/explain", timeout=PATIENCE_S).json()
         assert (query["kind"], query["state"]) == ("query", "answered")
         assert httpx.get(f"{up.url}/v1/requests/nobody/explain", timeout=PATIENCE_S).status_code == 404
-        (worker,) = children(up)
+        (worker,) = up.children()
         assert up.end(number) == (0 if number == signal.SIGINT else -number)
         until_ended(worker)
     shown = forebay("replay", "explain", str(log), answers[1].id)
     assert (shown.returncode, f"request {answers[1].id}: finished" in shown.stdout) == (0, True)
+    assert "2 other requests have this ID too: mine~" in forebay("replay", "explain", str(log), "mine").stdout
 
 
 def test_explanations_need_a_log_file() -> None:

@@ -76,10 +76,20 @@ def test_invalid_rows_are_named_and_skipped_only_if_requested(trace: Path, tmp_p
     run = workload("convert", trace, "-o", out)
     assert (run.exit_code, out.exists()) == (2, False)
     assert "trace.jsonl, line 4: JSON is malformed" in run.stderr
+    assert run.stderr.endswith("; correct the row, or skip such rows with --skip-bad-rows\n")
     run = workload("convert", trace, "-o", out, "--skip-bad-rows")
     assert (run.exit_code, out.exists()) == (0, True)
     assert "skipped: " in run.stderr
     assert json.loads(workload("show", trace, "--skip-bad-rows", "--json").stdout)["skipped"] == 1
+
+
+@pytest.mark.parametrize("command", ["simulate", "sweep", "trace", "workload show", "workload convert -o out.jsonl"])
+def test_the_error_of_an_invalid_row_names_the_option_that_skips_it(trace: Path, command: str) -> None:
+    trace.write_text(trace.read_text() + "nonsense\n")
+    run = CliRunner().invoke(app, [*command.split(), str(trace)])
+    assert (run.exit_code, run.stdout) == (2, "")
+    assert run.stderr.endswith("; correct the row, or skip such rows with --skip-bad-rows\n")
+    assert "--skip-bad-rows" in CliRunner().invoke(app, [*command.split()[:2], "--help"]).stdout
 
 
 def test_devices_are_not_overwritten(tmp_path: Path) -> None:

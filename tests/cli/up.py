@@ -68,6 +68,11 @@ class Up:
     def client(self) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
 
+    def children(self) -> list[int]:
+        """Return the ids of the child processes."""
+        found = subprocess.run(["pgrep", "-P", str(self.process.pid)], capture_output=True, text=True, check=False)
+        return [int(line) for line in found.stdout.split()]
+
     def end(self, number: signal.Signals) -> int:
         self.process.send_signal(number)
         self.process.communicate(timeout=PATIENCE_S)

@@ -13,6 +13,7 @@ from forebay.engine_model.model import (
     Removed,
     Stored,
 )
+from forebay.engine_model.timing import StepWork
 from forebay.events.base import pack_u32, unpack_u32
 
 VOCABULARY = tuple(range(1000, 1100))
@@ -54,8 +55,8 @@ class RecordingTiming:
     def __init__(self) -> None:
         self.calls: list[dict[str, int]] = []
 
-    def step_us(self, **work: int) -> int:
-        self.calls.append(work)
+    def step_us(self, work: StepWork) -> int:
+        self.calls.append(work._asdict())
         return 10
 
 

@@ -134,7 +134,7 @@ def test_stranded_requests_move_in_the_order_of_submission_when_a_worker_recover
 
 
 def test_engine_failed_alone_moves_no_request() -> None:
-    """Its worker may have handed over all that it was asked for: only `fleet` says that it is lost."""
+    """The worker may have sent all of its output, so only an event of `fleet` reports that the worker is lost."""
     drive = Driver().fleet("a", "b")
     (routed,) = drive("requests", request("r", PROMPTS[0]))
     assert isinstance(routed, RequestRouted)

@@ -73,7 +73,7 @@ def test_enforced_prompts_are_given_up_with_the_reason() -> None:
     (given_up,) = failed(drive, made[-1], "out of blocks " + "x" * 9_000)
     assert isinstance(given_up, RequestAborted)
     assert (given_up.reason, given_up.worker_id, given_up.attempt, given_up.holder) == ("prefill_failed", "", 3, None)
-    assert given_up.message.startswith("remote prefill or its KV transfer failed in 3 attempts: out of blocks")
+    assert "3 attempts: out of blocks" in given_up.message
     assert len(given_up.message) < 1_000
     assert idle(drive)
 
@@ -217,10 +217,7 @@ def test_decode_workers_lost_one_after_another_are_not_replaced_for_ever() -> No
             drive("fleet", joined(f"d{len(made)}", 7, role="decode"))
             made += drive("fleet", lost(drive, routed.worker_id))
     assert stages == ["prefill", "decode", "prefill", "decode", "aggregated"]
-    assert (made[-1].reason, made[-1].message) == (
-        "attempts_exhausted",
-        "3 workers of the request were lost, the maximum",
-    )
+    assert made[-1].reason == "attempts_exhausted"
 
 
 def test_an_answer_that_has_begun_goes_on_where_it_is_decoded() -> None:
@@ -386,10 +383,8 @@ def test_an_enforced_prompt_with_images_is_given_up_for_what_failed() -> None:
     for _ in range(3):
         (prefill,) = encoded(drive, routed)
         (routed,) = failed(drive, prefill)
-    assert (routed.reason, routed.message) == (
-        "prefill_failed",
-        "remote prefill or its KV transfer failed in 3 attempts: out of blocks",
-    )
+    assert routed.reason == "prefill_failed"
+    assert "3 attempts: out of blocks" in routed.message
     drive = Driver().disagg(["p"], ["d"], disagg=ENFORCED).encoders("e")
     routed = ask(drive, media=(MEDIA,))
     for _ in range(2):

@@ -2,6 +2,7 @@
 
 from array import array
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -46,6 +47,19 @@ def test_one_request_from_prompt_to_end() -> None:
     assert [first.request_id for first in steps[0].first_tokens] == ["a"]
     assert finished(steps) == [Finished("a", 1, "length", 6, 3, 0)]
     assert (steps[-1].load.running, steps[-1].load.kv_blocks_used) == (0, 0)
+
+
+@pytest.mark.parametrize("output", [1, 5, 11])
+def test_given_output_tokens_precede_sampled_ones(output: int) -> None:
+    given_tokens = [1000 + at for at in range(output)]
+    model = EngineModel(config())
+    submitted = request("a", list(range(6)), 11)
+    model.submit(msgspec.structs.replace(submitted, output=pack_u32(given_tokens)))
+    steps = run(model)
+    expected = given_tokens + generate_tokens(7, output, 11 - output, VOCABULARY) if output < 11 else given_tokens
+    assert answers(steps) == {"a": expected}
+    model.submit(request("b", [*range(6), *expected], 1))  # the blocks of the output have these tokens
+    assert finished(run(model))[0].cached_tokens == 16
 
 
 def test_decoding_takes_as_long_as_its_contexts_are_whoever_shares_or_prefills() -> None:

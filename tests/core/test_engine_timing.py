@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.engine_model.timing import LinearTiming, MockerTiming, RooflineTiming, decode_us, prefill_us
+from forebay.engine_model.timing import LinearTiming, MockerTiming, RooflineTiming, StepWork, decode_us, prefill_us
 
 NOTHING = {"prefill_tokens": 0, "prefill_attended": 0, "decode_sequences": 0, "decode_tokens": 0, "cache_tokens": 6400}
 LINEAR = LinearTiming(
@@ -21,8 +21,8 @@ DENSE = RooflineTiming(
 )  # fmt: skip
 
 
-def did(**work: int) -> dict[str, Any]:
-    return {**NOTHING, **work}
+def did(**work: int) -> StepWork:
+    return StepWork(**{**NOTHING, **work})
 
 
 def exact_prefill_us(tokens: int) -> Decimal:
@@ -64,9 +64,9 @@ def test_usage_is_clamped() -> None:
 
 def test_the_mocker_prefills_and_then_decodes() -> None:
     mocker = MockerTiming()
-    assert mocker.step_us(**did(prefill_tokens=1000, prefill_attended=500_500)) == 32_106
-    assert mocker.step_us(**did(decode_sequences=3, decode_tokens=3200)) == 26_310
-    assert mocker.step_us(**did(prefill_tokens=1000, decode_sequences=3, decode_tokens=3200)) == 32_106 + 26_310
+    assert mocker.step_us(did(prefill_tokens=1000, prefill_attended=500_500)) == 32_106
+    assert mocker.step_us(did(decode_sequences=3, decode_tokens=3200)) == 26_310
+    assert mocker.step_us(did(prefill_tokens=1000, decode_sequences=3, decode_tokens=3200)) == 32_106 + 26_310
 
 
 @given(st.integers(0, 100_000), st.integers(1, 100_000), st.integers(1, 512))
@@ -75,15 +75,15 @@ def test_the_mocker_knows_no_unit_of_contexts(used: int, total: int, block_size:
 
 
 def test_a_linear_step_is_the_sum_of_its_parts() -> None:
-    assert LINEAR.step_us(**did(prefill_tokens=10, prefill_attended=55)) == 158  # 100 + 30 + 27.5, to the even one
-    assert LINEAR.step_us(**did(decode_sequences=2, decode_tokens=128)) == 100 + 40 + 14 + 32
-    both = LINEAR.step_us(**did(prefill_tokens=10, prefill_attended=56, decode_sequences=2, decode_tokens=128))
+    assert LINEAR.step_us(did(prefill_tokens=10, prefill_attended=55)) == 158  # 100 + 30 + 27.5, to the even one
+    assert LINEAR.step_us(did(decode_sequences=2, decode_tokens=128)) == 100 + 40 + 14 + 32
+    both = LINEAR.step_us(did(prefill_tokens=10, prefill_attended=56, decode_sequences=2, decode_tokens=128))
     assert both == 100 + 30 + 28 + 40 + 14 + 32
 
 
 def test_a_step_takes_some_time() -> None:
     free = LinearTiming(context_token=1e-9)
-    assert free.step_us(**did(prefill_tokens=1)) == free.step_us(**did(decode_sequences=1, decode_tokens=64)) == 1
+    assert free.step_us(did(prefill_tokens=1)) == free.step_us(did(decode_sequences=1, decode_tokens=64)) == 1
 
 
 @pytest.mark.parametrize("cost", [-1.0, float("nan"), float("inf")])
@@ -104,17 +104,17 @@ def changed(timing: RooflineTiming, **changes: Any) -> RooflineTiming:
 
 def test_a_decode_step_of_one_reads_the_weights() -> None:
     # 1000 + 2 * 64 bytes at 5 a microsecond; 20 + 30 + 4 * 64 FLOPs at 10 are less.
-    assert DENSE.step_us(**did(decode_sequences=1, decode_tokens=64)) == 226
+    assert DENSE.step_us(did(decode_sequences=1, decode_tokens=64)) == 226
 
 
 def test_a_long_prompt_computes() -> None:
     # 20 * 1000 + 4 * 500,500 FLOPs at 10 a microsecond; 1000 + 2 * 1000 bytes at 5 are less.
-    assert DENSE.step_us(**did(prefill_tokens=1000, prefill_attended=500_500)) == 202_200
+    assert DENSE.step_us(did(prefill_tokens=1000, prefill_attended=500_500)) == 202_200
 
 
 def test_reduction_and_overhead_come_on_top() -> None:
     more = changed(DENSE, reduce_us=11.0, reduce_us_token=0.5, overhead_us=100.0)
-    assert more.step_us(**did(decode_sequences=2, decode_tokens=128)) == 251 + 11 + 1 + 100
+    assert more.step_us(did(decode_sequences=2, decode_tokens=128)) == 251 + 11 + 1 + 100
 
 
 @given(st.integers(1, 3000), st.integers(1, 64), st.integers(0, 63))
@@ -123,13 +123,13 @@ def test_a_step_reads_the_experts_that_its_tokens_go_to(tokens: int, experts: in
     mixture = changed(DENSE, bytes_experts=1e9, experts=experts, experts_active=active, flops_us=1e12)
     missed = (1 - Fraction(active, experts)) ** tokens  # by a token each time with the same chance
     expected = (1000 + 2 * 100_000 + (1 - missed) * 10**9) / 5
-    took = mixture.step_us(**did(decode_sequences=tokens, decode_tokens=100_000))
+    took = mixture.step_us(did(decode_sequences=tokens, decode_tokens=100_000))
     assert took == pytest.approx(float(expected), rel=1e-9, abs=1)
 
 
 def test_one_expert_of_one_is_always_read() -> None:
     mixture = changed(DENSE, bytes_experts=500.0)
-    assert mixture.step_us(**did(prefill_tokens=1, prefill_attended=1)) == 300
+    assert mixture.step_us(did(prefill_tokens=1, prefill_attended=1)) == 300
 
 
 @pytest.mark.parametrize(

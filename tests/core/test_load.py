@@ -266,25 +266,16 @@ def test_load_equals_a_count_of_every_block(
     assert all(now(one, key) == (0, 0.0, 0) for one in (load, copy) for key in RANKS)
 
 
-def stretches(load: FleetLoad) -> int:
-    """Nodes of the tree, which bound its memory and the work of a query: at most two for each request."""
-    found, todo = 0, [load._root]
-    while todo:
-        children = todo.pop().children.values()
-        found += len(children)
-        todo += children
-    return found
-
-
 def test_a_prefix_that_others_left_at_many_places_is_one_stretch_again() -> None:
     load = loaded()
     prompt = extend_chain(None, list(range(64)))
     load.book("hot", ("w", 0), prefill_tokens=0, blocks=prompt)
     for at in range(1, 64):
         load.book(f"r{at}", ("v", 0), prefill_tokens=0, blocks=[*prompt[:at], at])
-    assert stretches(load) == 2 * 63 + 1
+    # Nodes bound the memory of the tree and the work of a query.
+    assert load.count_nodes() == 2 * 63 + 1
     for at in range(1, 64):
         load.free(f"r{at}")
-    assert stretches(load) == 1
+    assert load.count_nodes() == 1
     load.free("hot")
-    assert stretches(load) == 0
+    assert load.count_nodes() == 0

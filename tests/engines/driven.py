@@ -156,6 +156,11 @@ class Driven:
         await self.until(lambda: answer.over)
         return answer
 
+    def on_end(self, task: "asyncio.Task[None]") -> None:
+        """Record the end of the engine's `run`."""
+        self.ended = None if task.cancelled() else task.exception()
+        self._news.set()
+
     def metric(self, name: str) -> float:
         """The sum of a metric of the engine over its labels."""
         registry = CollectorRegistry()
@@ -174,12 +179,7 @@ async def driven(engine: Engine, spec: WorkerSpec) -> AsyncIterator[Driven]:
     try:
         one = Driven(engine, await engine.start(spec))
         running = asyncio.create_task(engine.run(one.publish))
-
-        def ended(task: "asyncio.Task[None]") -> None:
-            one.ended = None if task.cancelled() else task.exception()
-            one._news.set()
-
-        running.add_done_callback(ended)
+        running.add_done_callback(one.on_end)
         try:
             yield one
         finally:

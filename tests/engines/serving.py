@@ -114,6 +114,7 @@ class Serving:
     """Clients of the cluster's first ingress, readers of its log and of its workers' metrics."""
 
     def __init__(self, cluster: Cluster, log: KafkaLog, client: httpx.AsyncClient, ports: dict[str, Ports]) -> None:
+        self._ids: dict[str, str] = {}  # on the log, by the id that the client chose
         self.cluster = cluster
         self.ports = ports
         self._log = log
@@ -151,7 +152,7 @@ class Serving:
             while position < end:
                 for record in await self._log.read(TOKENS.name, slot, position, READ_MAX):
                     position = record.offset + 1
-                    apply({request_id: reply}, decode(TOKENS, record.value), MODEL)
+                    apply({self._ids[request_id]: reply}, decode(TOKENS, record.value), MODEL)
         return reply
 
     async def metric(self, worker: str, name: str) -> float:
@@ -205,6 +206,7 @@ class Serving:
             async for line in response.aiter_lines():
                 if line.startswith("data: ") and line != "data: [DONE]":
                     _note(observed, line.removeprefix("data: "))
+        self._ids[request_id] = observed.served.get("request_id", request_id)
         return observed
 
 

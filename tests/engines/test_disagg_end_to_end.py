@@ -18,6 +18,7 @@ import pytest_asyncio
 from forebay.events.decisions import RequestRouted
 from forebay.events.fleet import WorkerLost
 from forebay.events.progress import FirstTokenEmitted, PrefillFinished, ProgressEvent
+from forebay.events.request_ids import client_id_of
 from forebay.events.topics import DECISIONS, FLEET, PROGRESS
 from forebay.ingress.model import Model
 from tests.engines.oracle import GREEDY, Transformers
@@ -69,13 +70,13 @@ def prompt_of(number: int, blocks: int = 6) -> list[int]:
 async def reported(serving: Serving, kind: type[ProgressEvent], request_id: str | None = None) -> list[Any]:
     """Return the progress events of the workers."""
     events = await serving.cluster.events(PROGRESS, MODEL)
-    return [one for one in events if isinstance(one, kind) and request_id in (None, one.request_id)]
+    return [one for one in events if isinstance(one, kind) and request_id in (None, client_id_of(one.request_id))]
 
 
 async def stages(serving: Serving, request_id: str) -> list[tuple[str, str]]:
     """Where a request went, stage by stage."""
     decided = await serving.cluster.events(DECISIONS, MODEL)
-    routed = [one for one in decided if isinstance(one, RequestRouted) and one.request_id == request_id]
+    routed = [one for one in decided if isinstance(one, RequestRouted) and client_id_of(one.request_id) == request_id]
     return [(one.stage, one.worker_id) for one in routed]
 
 
@@ -160,7 +161,7 @@ async def test_disagg_prefill_worker_killed_during_prefill(serving: Serving, ora
 
     async def routed() -> bool:
         decided = await cluster.events(DECISIONS, MODEL)
-        return set(prompts) <= {one.request_id for one in decided if isinstance(one, RequestRouted)}
+        return set(prompts) <= {client_id_of(one.request_id) for one in decided if isinstance(one, RequestRouted)}
 
     await cluster.processes.until("all of them are on their way", routed)
     cluster.kill("p1")

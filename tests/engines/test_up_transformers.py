@@ -1,11 +1,12 @@
 """`forebay up --engine transformers`: real text over HTTP, and a one-line error for a failed start."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import httpx
 import pytest
 
 from tests.engines.oracle import Transformers
+from tests.harness.hub_stub import hub_stub
 from tests.harness.local import free_ports
 
 FOREBAY = str(Path(sys.executable).with_name("forebay"))
@@ -24,13 +26,30 @@ MESSAGES = [{"role": "user", "content": "tell me a story about a cache of blocks
 
 @pytest.fixture(scope="module")
 def url(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Base URL of a system in one process with one worker, which must exit cleanly on SIGTERM."""
-    port = free_ports(1)
-    arguments = tmp_path_factory.mktemp("up") / "arguments.yaml"
+    """Base URL of a system in one process with one worker, which must exit cleanly on SIGTERM.
+
+    The model comes from a stand-in for the Hugging Face Hub.
+    """
+    port, folder = free_ports(2), tmp_path_factory.mktemp("up")
+    files = {file.name: file.read_bytes() for file in model.iterdir()}
+    with hub_stub("org/tiny", files, port + 1) as hub:
+        yield from serving(port, folder, {"HF_ENDPOINT": hub.url, "HF_HOME": str(folder), "HF_HUB_OFFLINE": "0"})
+
+
+def serving(port: int, folder: Path, environment: Mapping[str, str]) -> Iterator[str]:
+    """Serve the model org/tiny until the generator ends."""
+    arguments = folder / "arguments.yaml"
     arguments.write_text("dtype: float32\nthreads: 1\n")
-    command = [FOREBAY, "up", "--port", str(port), "--engine", "transformers", "--model", str(model)]
+    command = [FOREBAY, "up", "--port", str(port), "--engine", "transformers", "--model", "org/tiny"]
     options = ["--model-name", "tiny", "--block-size", str(BLOCK), "--engine-args", str(arguments)]
-    process = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    options += ["--log-level", "warning"]
+    process = subprocess.Popen(
+        [*command, *options],
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     try:
         until_ready(process, f"http://127.0.0.1:{port}")
         yield f"http://127.0.0.1:{port}"
@@ -41,6 +60,7 @@ def url(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             "forebay: model tiny, 1 transformers worker, kv router",
             "forebay: log in memory (lost at exit; use --log FILE to keep it)",
             f"forebay: OpenAI API on http://127.0.0.1:{port}/v1, stop with Ctrl-C",
+            "forebay: shutting down: no requests in flight",
         ]
     finally:
         process.kill()
@@ -97,7 +117,7 @@ def test_sampled_responses_repeat_with_their_seed(url: str) -> None:
 @pytest.mark.parametrize(
     ("damage", "code", "message"),
     [
-        ("directory", 2, "no such model directory"),
+        ("directory", 2, "no such directory"),
         ("weights", 1, "transformers cannot load the model"),
         ("lora", 1, "does not support LoRA adapters"),
     ],

@@ -118,10 +118,10 @@ async def test_sampling_is_passed_on(vllm: Driven) -> None:
     assert seeded[0].tokens == seeded[1].tokens != seeded[2].tokens
 
 
-async def test_structured_output(vllm: Driven) -> None:
+async def test_structured_output(vllm: Driven, model: Path) -> None:
     from transformers import AutoTokenizer  # noqa: PLC0415
 
-    tokenizer = AutoTokenizer.from_pretrained(vllm.engine._settings.model)  # type: ignore[attr-defined]
+    tokenizer = AutoTokenizer.from_pretrained(model)
     kinds = {"choice": '["alpha", "beta"]', "regex": "[xy]{3}z", "json_schema": '{"enum": ["only"]}'}
     texts = {}
     for kind, text in kinds.items():
@@ -300,13 +300,13 @@ async def test_idle_engine_runs_health_requests(vllm: Driven, monkeypatch: pytes
             await asyncio.sleep(0)
     monkeypatch.setattr(async_engine, "CANARY_TIMEOUT_S", 0.0)
     # It hangs without a command.
-    await vllm.engine._llm.pause_generation(mode="keep", clear_cache=False)  # type: ignore[attr-defined]
+    await vllm.engine.llm.pause_generation(mode="keep", clear_cache=False)  # type: ignore[attr-defined]
     with pytest.raises(EngineError, match="did not respond to a health request"):
         async with asyncio.timeout(60):
             while True:
                 await vllm.engine.check()
                 await asyncio.sleep(0)
-    await vllm.engine._llm.resume_generation()  # type: ignore[attr-defined]
+    await vllm.engine.llm.resume_generation()  # type: ignore[attr-defined]
 
 
 async def test_engine_metrics_are_exported(vllm: Driven) -> None:

@@ -161,7 +161,7 @@ async def test_image_and_its_embeddings_give_the_tokens_of_the_oracle(vllm: Driv
         embeddings = llava.embeddings(contents)
         assert embeddings.shape == (16 * len(contents), 64)
         # Of its own namespace, so nothing of the first is reused; vLLM's cache of encoded images is keyed by digest.
-        await asyncio.wait_for(vllm.engine._llm.reset_encoder_cache(), 10)  # type: ignore[attr-defined]
+        await asyncio.wait_for(vllm.engine.llm.reset_encoder_cache(), 10)  # type: ignore[attr-defined]
         answers.append(await ask(vllm, llava.item(vllm, contents, namespace=f"embedded-{number}"), embeddings))
         assert [one.error for one in answers] == [None, None]
         assert [one.cached for one in answers] == [0, 0]

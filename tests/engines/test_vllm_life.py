@@ -137,7 +137,7 @@ async def main():
     async with driven(engine, SPEC) as one:
         one.submit(one.item([5, 6, 7], 900))
         await one.until(lambda: one.answers["r1"].tokens)
-        (core,) = engine._core.processes()
+        (core,) = engine.core.processes()
         print("core", core.pid, flush=True)
         await asyncio.Event().wait()
 

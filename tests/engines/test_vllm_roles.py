@@ -270,8 +270,7 @@ async def test_a_health_request_in_either_role(pair: Pair, monkeypatch: pytest.M
     for one in (pair.prefill, pair.decode):
         assert isinstance(one.engine, VllmEngine)
         await one.engine.check()
-        canary = one.engine._canary
-        assert canary is not None
+        (canary,) = (task for task in asyncio.all_tasks() if task.get_name() == f"{one.engine.NAME} canary")
         await canary
         await one.engine.check()
 
@@ -292,7 +291,7 @@ async def test_a_prefill_worker_that_dies_during_a_transfer_and_another_one(
     pair: Pair, model: Path, lora: Path, oracle: Transformers
 ) -> None:
     assert isinstance(pair.prefill.engine, VllmEngine)
-    (core,) = pair.prefill.engine._core.processes()
+    (core,) = pair.prefill.engine.core.processes()
     assert core.pid is not None
     prompts = [[(43 + more) * at % 250 + 10 for at in range(9 * BLOCK)] for more in range(2)]
     kept = [await pair.prefilled(prompt) for prompt in prompts]

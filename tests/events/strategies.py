@@ -1,5 +1,6 @@
 """Hypothesis strategies derived from the event types: any value that a type allows."""
 
+import functools
 from typing import Any
 
 from hypothesis import strategies as st
@@ -12,6 +13,7 @@ U64_MAX = 2**64 - 1
 PACKED_BYTES = 8  # a multiple of the sizes of u32 and u64
 
 
+@functools.cache  # building a strategy takes longer than drawing from it
 def instances(cls: type) -> st.SearchStrategy[Any]:
     """Return a strategy for every instance of a struct type that the wire can carry."""
     return _values(inspect.type_info(cls))

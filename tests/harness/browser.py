@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
+from urllib.parse import urlsplit
 
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Page, Route, sync_playwright
 
 from tests.harness.local import Missing
 
@@ -66,13 +67,45 @@ def opened(
         accept_downloads=True,
     )
     try:
-        context.set_default_timeout(PATIENCE_MS)
-        found = Opened(context.new_page())
-        found.page.on("pageerror", lambda error: found.errors.append(str(error)))
-        found.page.on("console", lambda message: found.errors.append(message.text) if message.type != "log" else None)
-        found.page.on("request", lambda request: found.requests.append(request.url))
+        found = _observed(context)
         found.page.goto(path.resolve().as_uri())
         found.requests.remove(path.resolve().as_uri())
         yield found
     finally:
         context.close()
+
+
+@contextlib.contextmanager
+def visited(address: str, path: str, browser: Browser, *, prefix: str = "") -> Iterator[Opened]:
+    """Open `path` of the server at `address`, an origin such as http://127.0.0.1:8000.
+
+    Requests to other origins fail. With a prefix, the page is shown as by a proxy that removes the prefix from paths.
+    """
+    context = browser.new_context()
+
+    def forward(route: Route) -> None:
+        inner = route.request.url.removeprefix(address + prefix)
+        if inner == route.request.url:
+            route.abort()
+        elif prefix:
+            route.fulfill(response=route.fetch(url=address + inner))
+        else:
+            route.continue_()
+
+    try:
+        context.route(lambda url: urlsplit(url).scheme in {"http", "https"}, forward)
+        found = _observed(context)
+        found.page.goto(f"{address}{prefix}{path}")
+        yield found
+    finally:
+        context.close()
+
+
+def _observed(context: BrowserContext) -> Opened:
+    """Return a new page whose errors and requests are collected."""
+    context.set_default_timeout(PATIENCE_MS)
+    found = Opened(context.new_page())
+    found.page.on("pageerror", lambda error: found.errors.append(str(error)))
+    found.page.on("console", lambda message: found.errors.append(message.text) if message.type != "log" else None)
+    found.page.on("request", lambda request: found.requests.append(request.url))
+    return found

@@ -152,19 +152,19 @@ class Cluster:
 
     def router(self, name: str, *options: str) -> None:
         """Start a router."""
-        self._service("router", name, "--router-id", name, "--verbose", *options)
+        self._service("router", name, "--router-id", name, *options)
         self._routers[name] = 0
         self._members_change(name)
 
     def worker(self, name: str, *options: str, on: Host | None = None) -> None:
         """Start a worker, by default a mock one, on this host or on `on`."""
-        self._service("worker", name, "--worker-id", name, "--verbose", *options, on=on)
+        self._service("worker", name, "--worker-id", name, *options, on=on)
 
     def ingress(self, name: str, *options: str) -> str:
         """Start an ingress and return its URL, which is also added to `urls`."""
         port = next(self._ports)
         admin = ("--admin-api", *self.admin_options)
-        self._service("ingress", name, "--ingress-id", name, "--port", str(port), "--verbose", *admin, *options)
+        self._service("ingress", name, "--ingress-id", name, "--port", str(port), *admin, *options)
         url = self.urls[name] = f"http://{HOST}:{port}"
         return url
 

@@ -41,6 +41,7 @@ MODULES = (
     "forebay.cli.processes.ingress_process",
     "forebay.cli.processes.router_process",
     "forebay.cli.simulate.fidelity_command",
+    "forebay.cli.trace.run",
     "forebay.ingress.http.app",
     "forebay.ingress.http.server",
 )

@@ -1,5 +1,6 @@
 """The verdict of `make demo-disagg`, and its check of the tokens of mock engines."""
 
+import asyncio
 from collections import Counter
 from typing import Any
 
@@ -55,7 +56,7 @@ def test_disagg_each_unmet_requirement_is_reported(change: dict[str, int], probl
 def engine_tokens(prompt: list[int], count: int) -> list[int]:
     """Return the tokens that a mock engine generates for a prompt."""
     vocabulary = word_token_ids(Model(DEFAULT_MODEL).tokenizer)
-    engine = MockEngine(EngineConfig(vocabulary=vocabulary))
+    engine = MockEngine(EngineConfig(vocabulary=vocabulary), speedup=1000.0)
     item = WorkItem(
         request_id="r",
         attempt=1,
@@ -67,13 +68,22 @@ def engine_tokens(prompt: list[int], count: int) -> list[int]:
         reply_slot=0,
         sampling=Sampling(max_tokens=count),
     )
-    engine.submit(item)
-    rank = engine._ranks[0]
     tokens: list[int] = []
-    while len(tokens) < count:
-        batch, *_ = rank._collect()
-        assert isinstance(batch, EngineBatch)
-        tokens += [token for one in batch.emitted for token in unpack_u32(one.token_ids)]
+
+    async def run() -> None:
+        done = asyncio.Event()
+
+        def publish(batch: EngineBatch) -> None:
+            tokens.extend(token for one in batch.emitted for token in unpack_u32(one.token_ids))
+            if batch.finished:
+                done.set()
+
+        running = asyncio.create_task(engine.run(publish))
+        engine.submit(item)
+        await done.wait()
+        running.cancel()
+
+    asyncio.run(run())
     return tokens
 
 

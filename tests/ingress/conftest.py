@@ -5,6 +5,7 @@ import contextlib
 import copy
 import functools
 import socket
+import sqlite3
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -40,6 +41,7 @@ from forebay.ingress.model import DEFAULT_MODEL, Model
 from forebay.ingress.settings import IngressSettings
 from forebay.transport.base import Draft
 from forebay.transport.sqlite.log import SqliteLog
+from tests.harness.memory_log import fail_commits, memory_log
 from tests.system import until
 
 NAME = "test-model"
@@ -52,8 +54,9 @@ HEADERS = {"authorization": f"Bearer {ADMIN_TOKEN}", "content-type": "applicatio
 class Scene:
     """HTTP client of an ingress, and methods that play router and worker on its log."""
 
-    def __init__(self, log: SqliteLog, ingress: Ingress, registry: CollectorRegistry) -> None:
+    def __init__(self, log: SqliteLog, db: sqlite3.Connection, ingress: Ingress, registry: CollectorRegistry) -> None:
         self.log = log
+        self._db = db
         self.ingress = ingress
         self.model = ingress.model
         self.registry = registry
@@ -62,6 +65,10 @@ class Scene:
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
         self.client = httpx.AsyncClient(transport=transport, base_url="http://test", timeout=20, headers=HEADERS)
         self._answered = 0
+
+    def fail_commits(self) -> None:
+        """Fail every later commit of the log."""
+        fail_commits(self._db)
 
     def requests(self, kind: type | None = None) -> list[Any]:
         """Return the events that the ingress appended to `requests`, of one type if given."""
@@ -197,7 +204,7 @@ async def make_scene(
     **changes: Any,
 ) -> AsyncIterator[Scene]:
     """Yield a scene with these settings, whose ingress uses the log that `wrap` returns."""
-    log = SqliteLog.open(None)
+    log, db = memory_log()
     registry = CollectorRegistry()
     fields: dict[str, Any] = {
         "model_name": NAME,
@@ -218,7 +225,7 @@ async def make_scene(
         0,
         find_partition,
     )
-    scenes.append(Scene(log, ingress, registry))
+    scenes.append(Scene(log, db, ingress, registry))
     running = asyncio.create_task(ingress.run())
     try:
         yield scenes[0]
@@ -230,6 +237,15 @@ async def make_scene(
 
 
 @pytest.fixture
-async def scene() -> AsyncIterator[Scene]:
-    async with make_scene() as made:
+def admin_token() -> str:
+    """Return the token of the admin API; empty for no admin API, whose 20 routes take longest to build.
+
+    Modules that test the admin API override this fixture.
+    """
+    return ""
+
+
+@pytest.fixture
+async def scene(admin_token: str) -> AsyncIterator[Scene]:
+    async with make_scene(admin_token=admin_token) as made:
         yield made

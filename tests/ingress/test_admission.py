@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from forebay.events.requests import RequestSubmitted
 from forebay.ingress.admission import BURST_S, POOL_FULL, RETRY_AFTER_S_MAX, STARTED_PER_ITERATION, IngressAdmission
-from forebay.ingress.errors import ApiError
+from forebay.ingress.errors import ApiError, Unusable
 from forebay.ingress.http.server import build_server, listen
 from forebay.ingress.metrics import IngressMetrics
 from tests.ingress.conftest import NAME, Scene
@@ -140,7 +140,7 @@ async def _iterations() -> int:
 
 def _free() -> socket.socket:
     for port in range(19_400, 19_900):
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Unusable):
             return listen("127.0.0.1", port)
     raise AssertionError("no port is free")
 

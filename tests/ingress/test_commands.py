@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from forebay import runtime
 from forebay.events.codec import encode
 from forebay.events.control import Command, WorkerCommanded
 from forebay.events.decisions import CommandOutcome
@@ -16,11 +17,17 @@ from forebay.events.tokens import CommandResponse, ResponseError
 from forebay.events.topics import CONTROL, FLEET
 from forebay.ingress import adapters
 from forebay.transport.base import Draft, LogError
+from tests.harness.fake_runtime import FakeRuntime
 from tests.ingress.commands import LORA, answered, given, next_command, outcome
-from tests.ingress.conftest import NAME, SLOT, Scene, make_scene
+from tests.ingress.conftest import ADMIN_TOKEN, NAME, SLOT, Scene, make_scene
 from tests.system import until
 
 EVERY = ("clear_kv_blocks", "load_lora", "unload_lora", "list_loras", "sleep", "wake_up", "pause", "resume")
+
+
+@pytest.fixture
+def admin_token() -> str:
+    return ADMIN_TOKEN
 
 
 @pytest.mark.parametrize(
@@ -277,6 +284,12 @@ async def served(scene: Scene) -> list[str]:
     return [card["id"] for card in response.json()["data"]]
 
 
+async def served_later(scene: Scene) -> list[str]:
+    """List the models after the pause between two lists."""
+    with runtime.use(FakeRuntime(monotonic_shift_s=2 * adapters.RETRY_S)):
+        return await served(scene)
+
+
 async def test_an_adapter_loaded_through_another_ingress_is_served_as_a_model() -> None:
     async with workers(loras=("legal",)) as played:
         scene = played.scene
@@ -343,8 +356,7 @@ async def test_adapters_of_a_late_worker_stay() -> None:
         played.loras["w1"] = ()
         assert "math" in await served(played.scene)
         played.late = set()
-        played.scene.ingress.adapters._retry_at_s = 0.0  # later
-        assert await served(played.scene) == [NAME, "math"]
+        assert await served_later(played.scene) == [NAME, "math"]
 
 
 async def test_adapters_are_listed_if_retention_removed_records(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -405,8 +417,7 @@ async def test_a_partial_list_is_requested_again() -> None:
         assert await served(played.scene) == [NAME, "sql"]
         played.late = set()
         assert await served(played.scene) == [NAME, "sql"], "not at once"
-        played.scene.ingress.adapters._retry_at_s = 0.0  # later
-        assert await served(played.scene) == [NAME, "math", "sql"]
+        assert await served_later(played.scene) == [NAME, "math", "sql"]
         assert played.listed == 2
 
 
@@ -418,8 +429,7 @@ async def test_the_last_list_stays_while_there_are_no_workers() -> None:
         played.error = None
         played.loras = {"w1": ("sql",)}
         assert await served(played.scene) == [NAME]
-        played.scene.ingress.adapters._retry_at_s = 0.0  # later
-        assert await served(played.scene) == [NAME, "sql"]
+        assert await served_later(played.scene) == [NAME, "sql"]
 
 
 async def test_undecodable_records_are_ignored() -> None:

@@ -115,7 +115,7 @@ async def test_disagg_changes_are_rejected_while_no_router_has_placed_the_model(
 
 async def test_disagg_a_log_that_cannot_be_written_is_a_503(scene: Scene) -> None:
     await post(scene)
-    scene.log._db.execute("PRAGMA query_only = ON")
+    scene.fail_commits()
     response = await scene.client.post(PATH, json={"model": NAME, "policy": "never"})
     assert (response.status_code, response.json()["error"]["code"]) == (503, "log_unavailable")
     assert (await post(scene))["policy"] == "classic"

@@ -47,7 +47,8 @@ async def served(scene: Scene, drain_s: float) -> AsyncIterator[Served]:
 
     serving = asyncio.create_task(serve_until_drained(server, listener, ingress.drain, interrupt, drain_s))
     await until(lambda: server.started)
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as client:
+    # A client that gives up would end a request that the server failed to end.
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=None) as client:
         try:
             yield Served(scene, client, serving)
         finally:
@@ -130,6 +131,7 @@ async def test_a_second_signal_ends_streams_at_once_with_an_error(scene: Scene) 
             await one.serving
 
 
+@pytest.mark.timeout(25)  # less than the 30 s after which an ingress ends a request by itself
 async def test_a_stalled_client_does_not_delay_the_shutdown(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -151,3 +153,22 @@ async def test_an_idle_ingress_ends_at_once(scene: Scene) -> None:
         assert (await one.client.get("/ready")).status_code == 200  # and keeps its connection
         scene.ingress.drain.begin()
         await one.serving
+
+
+async def test_a_request_that_is_still_arriving_at_the_end_of_the_drain_gets_503(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing interrupts a request without a response on the log, so uvicorn cancels it."""
+    monkeypatch.setattr("forebay.ingress.http.drain.CLOSE_S", 0.01)
+
+    async with served(scene, 0.0) as one:
+        reader, writer = await asyncio.open_connection(one.client.base_url.host, one.client.base_url.port)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\ncontent-type: application/json\r\ncontent-length: 9\r\n\r\n{")
+        await until(lambda: scene.ingress.drain.in_flight == 1)
+        scene.ingress.drain.begin()
+        await one.serving
+        head, body = (await reader.read()).split(b"\r\n\r\n")
+        writer.close()
+    assert head.startswith(b"HTTP/1.1 503")
+    assert json.loads(body)["error"]["type"] == "server_error"
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []

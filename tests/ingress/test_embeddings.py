@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from forebay.core.state.reply_slot import apply
 from forebay.events.base import unpack_u32
+from forebay.events.request_ids import client_id_of
 from forebay.events.requests import RequestCancelled, RequestSubmitted
 from forebay.events.tokens import Embedded, ResponseEnded, ResponseError, TokenEvent, Usage
 from forebay.ingress.kafka_api.request import ReplyAddress
@@ -43,13 +44,15 @@ def reply(scene: Scene, request_id: str, vector: list[float]) -> None:
 async def test_each_input_becomes_a_request_and_vectors_keep_the_order(scene: Scene) -> None:
     pending = start_request(scene, ["one", "two words", "three"])
     requests = await submitted(scene, 3)
-    assert [request.request_id for request in requests] == ["e-0", "e-1", "e-2"]
+    (group,) = {request.request_id.rpartition("-")[0] for request in requests}
+    assert [request.request_id for request in requests] == [f"{group}-{at}" for at in range(3)]
+    assert client_id_of(group) == "e"
     assert {(request.task, request.sampling.max_tokens) for request in requests} == {("embed", 1)}
     assert [unpack_u32(request.token_ids) for request in requests] == [
         scene.model.encode(text) for text in ("one", "two words", "three")
     ]
     for at in (2, 0, 1):
-        reply(scene, f"e-{at}", [float(at), 0.5])
+        reply(scene, f"{group}-{at}", [float(at), 0.5])
     response = await pending
     assert response.status_code == 200
     body = response.json()
@@ -77,7 +80,7 @@ async def test_more_inputs_than_the_limit_in_flight_all_complete(scene: Scene) -
     pending = start_request(scene, [f"text {at}" for at in range(count)])
     for at in range(count):
         request = await scene.next_request()
-        reply(scene, request.request_id, [float(request.request_id.removeprefix("e-"))])
+        reply(scene, request.request_id, [float(request.request_id.rpartition("-")[2])])
         assert len(scene.ingress.replies) <= 64, at
     assert [one["embedding"] for one in (await pending).json()["data"]] == [[float(at)] for at in range(count)]
 
@@ -130,22 +133,22 @@ async def test_dimensions_truncate_and_normalise_vectors(scene: Scene, monkeypat
 
 async def test_one_failed_input_fails_the_request_and_cancels_the_others(scene: Scene) -> None:
     pending = start_request(scene, ["a", "b", "c"])
-    await submitted(scene, 3)
-    reply(scene, "e-0", [1.0])
-    scene.refuse("e-2", 503, "no_eligible_worker")
+    served, cancelled, refused = [request.request_id for request in await submitted(scene, 3)]
+    reply(scene, served, [1.0])
+    scene.refuse(refused, 503, "no_eligible_worker")
     response = await pending
     assert (response.status_code, response.json()["error"]["code"]) == (503, "no_eligible_worker")
     assert response.headers["retry-after"] == "1"
     await until(lambda: scene.requests(RequestCancelled))
-    assert [event.request_id for event in scene.requests(RequestCancelled)] == ["e-1"]
+    assert [event.request_id for event in scene.requests(RequestCancelled)] == [cancelled]
     assert not len(scene.ingress.replies)
 
 
 async def test_an_engine_that_returns_tokens_instead_is_an_error(scene: Scene) -> None:
     pending = start_request(scene, "a")
-    await scene.next_request()
-    scene.emit_text("e-0", " one")
-    scene.end("e-0")
+    request = await scene.next_request()
+    scene.emit_text(request.request_id, " one")
+    scene.end(request.request_id)
     response = await pending
     assert (response.status_code, response.json()["error"]["code"]) == (502, "embedding_missing")
 

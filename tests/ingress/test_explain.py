@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import socket
+from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -54,6 +55,20 @@ def silence() -> Iterator[LogSource]:
         yield LogSource(kafka=KafkaSettings(f"127.0.0.1:{port}"))
 
 
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch) -> list[Process]:
+    """Return the list of processes that this test starts."""
+    started: list[Process] = []
+    start = asyncio.create_subprocess_exec
+
+    async def start_recorded(*arguments: str, **options: Any) -> Process:
+        started.append(await start(*arguments, **options))
+        return started[-1]
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start_recorded)
+    return started
+
+
 @asynccontextmanager
 async def pending(scene: Scene, source: LogSource | None, **options: Any) -> AsyncIterator[tuple[Explainer, Any]]:
     """Yield an explainer, and a function that requests an explanation over HTTP."""
@@ -76,17 +91,17 @@ def code(response: httpx.Response) -> tuple[int, str]:
     return response.status_code, response.json()["error"]["code"]
 
 
-async def test_explanations_equal_those_of_this_process_and_share_one_worker(scene: Scene, log: Path) -> None:
+async def test_explanations_equal_those_of_this_process_and_share_one_worker(
+    scene: Scene, log: Path, processes: list[Process]
+) -> None:
     opened = SqliteLog.open(log, readonly=True)
     here = await explain(opened, 0, "r", thorough=False)
     opened.close()
-    async with pending(scene, LogSource(path=str(log))) as (explainer, start_request):
+    async with pending(scene, LogSource(path=str(log))) as (_, start_request):
         responses = await asyncio.gather(*(start_request("r") for _ in range(3)))
         assert [reply.status_code for reply in responses] == [200] * 3
-        assert explainer._process is not None
-        pid = explainer._process.pid
         again = await start_request("r")
-        assert explainer._process.pid == pid
+    assert len(processes) == 1
     assert msgspec.json.decode(again.content, type=Explanation) == here
     assert (here.state, here.earlier_uses) == ("decode", None)
     labels = 'endpoint="explain",model="test-model",request_type="unary",status="success"'
@@ -134,43 +149,46 @@ class Here:
         return 0
 
 
-async def test_a_timeout_fails_the_queued_explanations_too(scene: Scene, silence: LogSource) -> None:
-    async with pending(scene, silence, limit_s=LIMIT_S) as (explainer, start_request):
+async def test_a_timeout_fails_the_queued_explanations_too(
+    scene: Scene, silence: LogSource, processes: list[Process]
+) -> None:
+    async with pending(scene, silence, limit_s=LIMIT_S) as (_, start_request):
         waiting = [asyncio.create_task(start_request("r")) for _ in range(CALLERS_MAX)]
-        await until(lambda: explainer._callers == CALLERS_MAX)
+        await asyncio.sleep(0)  # all of them begin before the next request
         refused = await start_request("r")
         assert code(refused) == (503, "explain_busy")
+        assert f"{CALLERS_MAX} requests" in refused.json()["error"]["message"]
         assert refused.headers["retry-after"] == "1"
         responses = [code(reply) for reply in await asyncio.gather(*waiting)]
         assert responses[0] == (504, "explain_timeout")
         assert set(responses[1:]) <= {(503, "explain_busy"), (504, "explain_timeout")}
         assert "forebay replay explain" in (await waiting[0]).json()["error"]["message"]
-        assert explainer._process is None, "it was killed"
+        assert {process.returncode for process in processes} == {-signal.SIGKILL}
 
 
-async def test_a_process_that_dies_is_replaced(scene: Scene, log: Path) -> None:
-    async with pending(scene, LogSource(path=str(log))) as (explainer, start_request):
+async def test_a_process_that_dies_is_replaced(scene: Scene, log: Path, processes: list[Process]) -> None:
+    async with pending(scene, LogSource(path=str(log))) as (_, start_request):
         assert (await start_request("r")).status_code == 200
-        process = explainer._process
-        assert process is not None
+        (process,) = processes
         os.kill(process.pid, signal.SIGKILL)
         await process.wait()
         assert (await start_request("r")).status_code == 200
 
 
-async def test_a_crash_is_reported_and_no_process_starts_after_close(scene: Scene, silence: LogSource) -> None:
+async def test_a_crash_is_reported_and_no_process_starts_after_close(
+    scene: Scene, silence: LogSource, processes: list[Process]
+) -> None:
     async with pending(scene, silence) as (explainer, start_request):
         waiting = asyncio.create_task(start_request("r"))
-        await until(lambda: explainer._process)
-        assert explainer._process is not None
-        os.kill(explainer._process.pid, signal.SIGKILL)
+        await until(lambda: processes)
+        os.kill(processes[0].pid, signal.SIGKILL)
         assert code(await waiting) == (503, "explain_failed")
         waiting = asyncio.create_task(start_request("r"))
-        await until(lambda: explainer._process)
+        await until(lambda: len(processes) == 2)
         await explainer.close()
         assert code(await waiting) == (503, "explain_failed")
         assert code(await start_request("r")) == (503, "explain_failed")
-        assert explainer._process is None
+    assert [process.returncode is None for process in processes] == [False, False]
 
 
 async def test_explanations_need_no_admin_api() -> None:

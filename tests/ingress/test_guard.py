@@ -18,6 +18,7 @@ from tests.ingress.conftest import ADMIN_TOKEN, HEADERS, NAME, Scene, make_scene
 from tests.system import until
 
 PUBLIC = {
+    "/docs/{name}",
     "/v1/chat/completions",
     "/v1/completions",
     "/v1/embeddings",
@@ -25,8 +26,11 @@ PUBLIC = {
     "/v1/models/{name:path}",
     "/v1/requests/{request_id:path}/explain",
     "/v1/route",
+    "/v1/status",
+    "/tokenize",
+    "/detokenize",
+    "/version",
 }
-DESCRIPTIONS = PAGES | {"/docs/oauth2-redirect", "/redoc"}
 BODY = {"model": NAME, "prompt": "a", "input": "a", "lora_name": "x", "lora_path": "/x", "action": "pause"}
 FOREIGN = [
     "https://evil.example",
@@ -38,12 +42,17 @@ FOREIGN = [
 ]
 
 
+@pytest.fixture
+def admin_token() -> str:
+    return ADMIN_TOKEN
+
+
 def operations(scene: Scene) -> list[tuple[str, str]]:
     """Return method and path of each route except probes and documentation."""
     found = []
     for route in scene.app.routes:
         assert isinstance(route, Route), f"{route} has no path that this test could ask"
-        if route.path not in UNCHECKED | DESCRIPTIONS:
+        if route.path not in UNCHECKED | PAGES:
             found += [(method, route.path) for method in sorted(route.methods or ())]
     assert len(found) >= len(PUBLIC)
     return found
@@ -179,7 +188,7 @@ async def test_an_unknown_host_is_rejected(
         for header in refused:
             # A page whose name resolves to this machine is of the same origin as it.
             sent = {"host": header, "origin": f"http://{header}", "sec-fetch-site": "same-origin"}
-            for path in ("/v1/models", "/docs", "/openapi.json", "/nothing"):
+            for path in ("/v1/models", *PAGES, "/nothing"):
                 response = await client.get(path, headers=sent)
                 error = response.json()["error"]
                 assert (response.status_code, error["code"]) == (403, "host_not_allowed"), header

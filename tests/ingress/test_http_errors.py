@@ -13,7 +13,7 @@ from forebay.events.control import PoolConfigured, RouterConfig
 from forebay.ingress.parsers.composer import Composer
 from forebay.transport.base import LogError
 from forebay.transport.sqlite.log import SqliteLog
-from tests.ingress.conftest import HEADERS, NAME, Scene, make_scene
+from tests.ingress.conftest import ADMIN_TOKEN, HEADERS, NAME, Scene, make_scene
 from tests.system import until
 
 TEXT = "/v1/completions"
@@ -37,6 +37,11 @@ ROUTES = [
     ("POST", "/disaggregation", {"model": NAME, "enforce": True}),
     ("GET", "/disaggregation", None),
 ]
+
+
+@pytest.fixture
+def admin_token() -> str:
+    return ADMIN_TOKEN
 
 
 class FailingLog:

@@ -142,7 +142,7 @@ def chat_of(body: dict[str, Any]) -> ChatBody:
 
 async def test_adapters_are_served_and_unknown_models_rejected() -> None:
     async with make_scene(loras=("sql",)) as scene:
-        prepared = await scene.ingress.prepare(chat_of({**CHAT, "model": "sql"}), ())
+        (prepared,) = await scene.ingress.prepare(chat_of({**CHAT, "model": "sql"}), ())
         assert prepared.lora_name == "sql"
         with pytest.raises(ApiError) as caught:
             await scene.ingress.prepare(chat_of({**CHAT, "model": "other"}), ())
@@ -155,7 +155,7 @@ async def test_the_headers_of_a_record_are_routing_hints() -> None:
         incoming = msgspec.structs.replace(record(), headers=headers)
         body = body_of(incoming, BOUNDS)
         assert isinstance(body, ChatBody)
-        prepared = await scene.ingress.prepare(body, headers.items())
+        (prepared,) = await scene.ingress.prepare(body, headers.items())
         submission = prepared.submission("a", reply_slot=1, reply_from=2, nonce=3, at_us=4, ingress_id="i")
         assert submission.routing == RoutingHints(worker_id="w1", rank=2)
 
@@ -187,7 +187,7 @@ class Fold:
     ) -> None:
         options: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": usage}} if stream else {}
         composer = Composer(TextAssembler(scene.model.decoder(), [stop] if stop else []))
-        fold = CompletionFold(request_id, chat_of({**CHAT, **options}), prompt_tokens, composer, created_s=7)
+        fold = CompletionFold(request_id, chat_of({**CHAT, **options}), prompt_tokens, [composer], created_s=7)
         self.scene = scene
         self.request = PendingRequest(request_id, RecordResponse(WindowEntry(0, 0), ReplyAddress("a", ""), fold))
         self.pieces: list[ResponseRecord] = []
@@ -312,12 +312,13 @@ async def test_missing_tokens_are_an_error(scene: Scene) -> None:
 @pytest.mark.parametrize("stream", [True, False])
 async def test_records_contain_the_objects_of_http(scene: Scene, stream: bool) -> None:
     options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
-    post = scene.client.post("/v1/chat/completions", json={**CHAT, **options}, headers={"x-request-id": "same"})
+    post = scene.client.post("/v1/chat/completions", json={**CHAT, **options})
     pending = asyncio.ensure_future(post)
     request = await scene.next_request()
-    scene.end("same", output=scene.emit_text("same", "the very same"), cached=3)
+    same = request.request_id
+    scene.end(same, output=scene.emit_text(same, "the very same"), cached=3)
     body = (await pending).content
-    fold = Fold(scene, "same", stream=stream, usage=stream, prompt_tokens=request.prompt_tokens)
+    fold = Fold(scene, same, stream=stream, usage=stream, prompt_tokens=request.prompt_tokens)
     given = [msgspec.json.decode(piece.value) for piece in await fold.read()]
     events = [line.removeprefix(b"data: ") for line in body.splitlines() if line]
     expected = [msgspec.json.decode(event) for event in events if event != b"[DONE]"]

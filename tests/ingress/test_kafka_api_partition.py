@@ -1,6 +1,7 @@
 """Errors that must not stop a partition of the Kafka API, without a broker."""
 
 import asyncio
+import logging
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -93,7 +94,11 @@ async def test_a_record_that_raises_gets_a_500_and_the_next_is_served(
         await asyncio.gather(serving, return_exceptions=True)
 
 
-async def test_an_error_of_a_parser_ends_the_response(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_error_of_a_parser_ends_the_response(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "forebay.access")
+
     class Broken:
         def push(self, text: str, token_ids: list[int]) -> OutputDelta:
             raise ApiError(502, "parser_failed", "it broke")
@@ -111,6 +116,12 @@ async def test_an_error_of_a_parser_ends_the_response(scene: Scene, monkeypatch:
         (response,) = fake.responses
         assert (response.headers["status"], response.headers["last"]) == ("502", "1")
         assert (await scene.cancelled()).reason == "parser_failed"
+        await fake.start_request({**CHAT, "model": "unknown"})
+        await until(lambda: len(fake.responses) == 2 or serving.done())
+        failed, rejected = (one.__dict__["fields"] for one in caplog.records if one.name == "forebay.access")
+        assert (failed["offset"], failed["status"], failed["error"]) == (0, 502, "parser_failed")
+        assert (failed["request_id"], failed["worker"]) == (submitted.request_id, "w1")
+        assert (rejected["offset"], rejected["status"], rejected["error"]) == (1, 404, "model_not_found")
     finally:
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)

@@ -59,7 +59,8 @@ def body(*parts: dict[str, Any], **changes: Any) -> dict[str, Any]:
 
 
 async def prepare(scene: Scene, *parts: dict[str, Any], **changes: Any) -> PreparedRequest:
-    return await scene.ingress.prepare(parse(ChatBody, msgspec.json.encode(body(*parts, **changes))), [])
+    (prepared,) = await scene.ingress.prepare(parse(ChatBody, msgspec.json.encode(body(*parts, **changes))), [])
+    return prepared
 
 
 @pytest.fixture

@@ -3,7 +3,12 @@
 import pytest
 
 from tests.ingress.commands import LORA, answered, given, outcome
-from tests.ingress.conftest import NAME, Scene
+from tests.ingress.conftest import ADMIN_TOKEN, NAME, Scene
+
+
+@pytest.fixture
+def admin_token() -> str:
+    return ADMIN_TOKEN
 
 
 @pytest.mark.parametrize(

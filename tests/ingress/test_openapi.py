@@ -8,10 +8,15 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from forebay.ingress.http.origin_guard import UNCHECKED
-from tests.ingress.conftest import NAME, Scene, make_scene
+from tests.ingress.conftest import ADMIN_TOKEN, NAME, Scene, make_scene
 
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "TRACE")
 ERROR = {"$ref": "#/components/schemas/Error"}
+
+
+@pytest.fixture
+def admin_token() -> str:
+    return ADMIN_TOKEN
 
 
 async def document(scene: Scene) -> dict[str, Any]:
@@ -111,7 +116,7 @@ HELLO = [{"role": "user", "content": "hi"}]
             {"model": NAME, "messages": HELLO, "n": 1, "user": "u", "stop": ["a"], "modalities": ["text"]},
             True,
         ),
-        ("ChatBody", {"model": NAME, "messages": HELLO, "n": 2}, False),
+        ("ChatBody", {"model": NAME, "messages": HELLO, "n": 0}, False),
         ("ChatBody", {"model": NAME, "messages": HELLO, "magic": 1}, False),
         ("ChatBody", {"model": NAME, "messages": HELLO, "stop": ""}, False),
         ("ChatBody", {"model": NAME, "messages": HELLO, "stop": ["a"] * 5}, False),
@@ -123,7 +128,8 @@ HELLO = [{"role": "user", "content": "hi"}]
         ("ChatBody", {"model": NAME, "messages": HELLO, "nvext": {"annotations": ["x"]}}, False),
         ("TextBody", {"model": NAME, "prompt": [1, 2], "suffix": None}, True),
         ("TextBody", {"model": "other", "prompt": [1.0, 2], "max_tokens": 5.0}, True),
-        ("TextBody", {"model": NAME, "prompt": "a", "echo": True}, False),
+        ("TextBody", {"model": NAME, "prompt": ["a", "b"], "echo": True, "n": 2}, True),
+        ("TextBody", {"model": NAME, "prompt": "a", "echo": True, "logprobs": 1}, False),
         ("EmbeddingBody", {"model": NAME, "input": ["a"], "user": "u"}, True),
         ("EmbeddingBody", {"model": NAME, "input": "a", "nvext": {"extra_fields": ["worker_id"]}}, False),
         ("AnyCommandBody", {"action": "pause", "timeout_s": 1}, True),

@@ -295,5 +295,5 @@ class TestChoosing:
         ParserFactory(MODEL, "none").require(ToolSelection(TOOLS, "", parallel=True))
 
     def test_no_parser_is_created_without_tools_and_reasoning(self) -> None:
-        assert ParserFactory(MODEL, "hermes").parser(ParseOptions(), "r") is None
+        assert ParserFactory(MODEL, "hermes", "none").parser(ParseOptions(), "r") is None
         assert msgspec.to_builtins(whole("a", reasoning="qwen3"))["content"] == "a"

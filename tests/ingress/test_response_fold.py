@@ -46,7 +46,7 @@ FAILED = ResponseEnded(
 
 def completion(*, stream: bool) -> CompletionFold:
     body = TextBody(model="m", prompt="p", stream=stream)
-    return CompletionFold("a", body, 3, Composer(TextAssembler(MODEL.decoder(), [])), created_s=7)
+    return CompletionFold("a", body, 3, [Composer(TextAssembler(MODEL.decoder(), []))], created_s=7)
 
 
 def emitted(*spans: tuple[int, int]) -> TokensEmitted:

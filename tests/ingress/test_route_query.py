@@ -8,6 +8,7 @@ import pytest
 from forebay.core.block_hashes import hash_seed, sequence_hashes
 from forebay.events.base import pack_u32, unpack_u64
 from forebay.events.decisions import CostTerms, PrefillPlace, ScoredCandidate
+from forebay.events.request_ids import client_id_of
 from forebay.events.requests import RouteQueried
 from forebay.events.tokens import ResponseError, RouteResponse
 from tests.ingress.conftest import NAME, Scene, make_scene
@@ -84,7 +85,12 @@ async def test_a_query_has_the_fields_of_the_request() -> None:
         scene.send(route_response(query, choice=None, would_wait=True))
         reply = (await pending).json()
         assert (reply["worker_id"], reply["would_wait"], reply["model"]) == (None, True, "sql")
-        assert (query.request_id, query.model, query.lora_name, query.reply_slot) == ("q1", NAME, "sql", 4)
+        assert (client_id_of(query.request_id), query.model, query.lora_name, query.reply_slot) == (
+            "q1",
+            NAME,
+            "sql",
+            4,
+        )
         assert (query.routing.worker_id, query.routing.session_id, query.prompt_tokens) == ("w1", "s", 9)
         hashes = sequence_hashes(pack_u32(range(9)), 4, hash_seed("sql", "t"))
         assert (query.sequence_hashes, len(unpack_u64(hashes))) == (hashes, 2)
@@ -111,23 +117,22 @@ async def test_a_query_without_a_response_times_out() -> None:
         await until(lambda: scene.ingress.replies.position == 1)
 
 
-async def test_a_query_id_in_flight_is_rejected(scene: Scene) -> None:
-    mine = {"x-request-id": "mine"}
+async def test_two_queries_may_have_the_same_client_id(scene: Scene) -> None:
     body = {"model": NAME, "prompt": "a"}
-    first = asyncio.create_task(scene.client.post(ROUTE, json=body, headers=mine))
-    query = await scene.next_query()
-    for path in (ROUTE, TEXT):
-        response = await scene.client.post(path, json=body, headers=mine)
-        assert (response.status_code, response.json()["error"]["code"]) == (409, "duplicate_request_id")
-    scene.send(route_response(query))
-    assert (await first).status_code == 200
+    both = [asyncio.create_task(scene.client.post(ROUTE, json=body, headers={"x-request-id": "mine"})) for _ in "ab"]
+    queries = [await scene.next_query(count) for count in (1, 2)]
+    assert queries[0].request_id != queries[1].request_id
+    for query in queries:
+        scene.send(route_response(query))
+    for response in await asyncio.gather(*both):
+        assert (response.status_code, response.headers["x-request-id"]) == (200, "mine")
 
 
 async def test_a_failed_log_is_a_503_for_all_queries(scene: Scene) -> None:
     body = {"model": NAME, "prompt": "a"}
     waiting = asyncio.create_task(scene.client.post(ROUTE, json=body))
     await scene.next_query()
-    scene.log._db.execute("PRAGMA query_only = ON")
+    scene.fail_commits()
     for pending in (scene.client.post(ROUTE, json=body), waiting):
         response = await pending
         assert (response.status_code, response.json()["error"]["code"]) == (503, "log_unavailable")

@@ -145,7 +145,8 @@ async def test_a_structure_reaches_the_engine(
         ({"guided_choice": []}, "guided_choice"),
         ({"guided_decoding_backend": "x"}, "guided_decoding_backend is not supported"),
         ({"echo": True}, "echo is not supported"),
-        ({"n": 2}, "n must be 1"),
+        ({"n": 129}, "n: Input should be less than or equal to 128"),
+        ({"best_of": 2}, "best_of must be 1"),
     ],
 )
 async def test_invalid_parameters_are_rejected_by_name(scene: Scene, changes: dict[str, Any], says: str) -> None:

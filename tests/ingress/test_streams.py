@@ -24,6 +24,7 @@ from forebay.events.topics import TOKENS
 from forebay.ingress.streams import READ_MAX, ReplyReader
 from forebay.transport.base import Draft, LogError
 from forebay.transport.sqlite.log import SqliteLog
+from tests.harness.memory_log import memory_log
 from tests.system import until
 
 GROUP = "model"
@@ -104,11 +105,13 @@ async def test_a_gap_wakes_the_reader(log: SqliteLog) -> None:
         assert (stream.gap, stream.tokens) == (True, [])
 
 
-async def test_a_failed_log_interrupts_all_streams(log: SqliteLog) -> None:
+async def test_a_failed_log_interrupts_all_streams() -> None:
+    log, db = memory_log()
     await append(log, output("a", 0, 7))
     reader = ReplyReader(log, GROUP, SLOT, 0, lambda: None)
     streams = [reader.open(name) for name in "ab"]
-    log._db.execute(f"UPDATE {TOKENS.name} SET value = x'00'")
+    db.execute(f"UPDATE {TOKENS.name} SET value = x'00'")
     with pytest.raises(LogError):
         await reader.run()
     assert all(stream.interrupt_reason for stream in streams)
+    log.close()

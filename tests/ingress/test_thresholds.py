@@ -122,7 +122,7 @@ async def test_undecodable_records_are_counted_and_skipped(scene: Scene) -> None
 
 async def test_a_log_that_cannot_be_written_is_a_503_and_is_still_read(scene: Scene) -> None:
     await post(scene)
-    scene.log._db.execute("PRAGMA query_only = ON")
+    scene.fail_commits()
     response = await scene.client.post(PATH, json={"model": NAME, DECODE: 0.1})
     assert (response.status_code, response.json()["error"]["code"]) == (503, "log_unavailable")
     assert (await post(scene))[DECODE] == 0.5

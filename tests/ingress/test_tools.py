@@ -205,9 +205,13 @@ async def test_reasoning_that_begins_in_the_prompt(tools: Scene) -> None:
     assert "reasoning" not in (await pending).json()["choices"][0]["message"]
 
 
-async def test_reasoning_effort_is_rejected_if_the_template_ignores_it(scene: Scene) -> None:
-    response = await scene.client.post(CHAT, json=chat(reasoning_effort="high"))
-    assert "reasoning_effort is not supported" in response.json()["error"]["message"]
+async def test_tools_and_reasoning_effort_are_rejected_if_the_template_ignores_them(tool_model: Model) -> None:
+    (tool_model.directory / "chat_template.jinja").write_text("{{ messages }}")
+    async with make_scene(Model(tool_model.directory)) as plain:
+        response = await plain.client.post(CHAT, json=chat(reasoning_effort="high"))
+        assert "reasoning_effort is not supported" in response.json()["error"]["message"]
+        response = await plain.client.post(CHAT, json=chat(tools=[WEATHER]))
+        assert "template of this model does not support tools" in response.json()["error"]["message"]
 
 
 async def test_openai_client_streams_reasoning_and_calls(tools: Scene) -> None:
@@ -238,18 +242,19 @@ async def test_openai_client_streams_reasoning_and_calls(tools: Scene) -> None:
 @pytest.mark.parametrize("stream", [True, False])
 async def test_kafka_api_sends_the_objects_of_http(tools: Scene, stream: bool) -> None:
     body = chat(tools=[WEATHER], stream=stream)
-    post = tools.client.post(CHAT, json=body, headers={"x-request-id": "same"})
+    post = tools.client.post(CHAT, json=body)
     pending = asyncio.ensure_future(post)
     request = await tools.next_request()
     emit_text(tools, request, f"<think>a</think>b{CALL}")
     given = (await pending).text
     parsed = parse(ChatBody, msgspec.json.encode(body))
     prepared = await tools.ingress.prepare(parsed, ())
-    fold = tools.ingress.completion("same", parsed, prepared, created_s=0)
-    waiting = PendingRequest("same", RecordResponse(WindowEntry(0, 0), ReplyAddress("same", ""), fold))
+    same = request.request_id
+    fold = tools.ingress.completion(same, parsed, prepared, created_s=0)
+    waiting = PendingRequest(same, RecordResponse(WindowEntry(0, 0), ReplyAddress(same, ""), fold))
     pieces = []
     for record in tools.log.records(TOKENS.name, SLOT, 0, 1000):
-        for changed in apply({"same": waiting}, decode(TOKENS, record.value), NAME):
+        for changed in apply({same: waiting}, decode(TOKENS, record.value), NAME):
             pieces += changed.response.step(changed)
     events = [line.removeprefix("data: ") for line in given.split("\n\n") if line not in ("", "data: [DONE]")]
     assert deltas([piece.value.decode() for piece in pieces]) == deltas(events)

@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 
+from forebay.events.request_ids import client_id_of
 from tests.harness.cluster import GROUP
 
 TIMEOUT_S = 120.0
@@ -22,6 +23,7 @@ class StreamResult:
     """Streamed response to one request.
 
     Attributes:
+        request_id: id of the request; until the response begins, the id that the client chose.
         ends: number of end markers received.
         problem: error that replaced or ended the response; empty for none.
     """
@@ -145,7 +147,8 @@ def _record(result: StreamResult, data: str) -> None:
     if "error" in chunk:
         result.problem = data
         return
-    assert chunk["id"] == result.request_id
+    assert client_id_of(chunk["id"]) == client_id_of(result.request_id)
+    result.request_id = chunk["id"]
     for choice in chunk["choices"]:
         result.text += choice["text"]
     result.usage = chunk.get("usage") or result.usage

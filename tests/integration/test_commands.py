@@ -65,13 +65,13 @@ async def test_an_adapter_is_loaded_at_one_ingress_and_served_by_another(
 ) -> None:
     assert (await complete(cluster, client, "i2", "sql")).status_code == 404
     where = ["--lora", "sql", "--path", str(tmp_path), "--worker", "w2"]
-    assert await control(cluster, "load_lora", *where) == (0, {"w2": "done"})
+    assert await control(cluster, "load-lora", *where) == (0, {"w2": "done"})
     for ingress in ("i2", "i1"):
         answer = await complete(cluster, client, ingress, "sql")
         assert answer.status_code == 200, answer.text
         models = (await client.get(f"{cluster.urls[ingress]}/v1/models")).json()["data"]
         assert [card["id"] for card in models] == [GROUP, "sql"]
-    assert await control(cluster, "unload_lora", "--lora", "sql") == (1, {"w1": "refused", "w2": "done"})
+    assert await control(cluster, "unload-lora", "--lora", "sql") == (1, {"w1": "refused", "w2": "done"})
     assert (await complete(cluster, client, "i2", "sql")).status_code == 404
 
 
@@ -103,6 +103,6 @@ async def test_a_command_to_a_dying_worker_fails(cluster: Cluster, client: httpx
     assert answer.status_code == 502
     found = [(one["worker_id"], one["status"]) for one in answer.json()["outcomes"]]
     assert found == [("w1", "left"), ("w2", "done")]
-    assert await control(cluster, "wake_up", "--worker", "w2") == (0, {"w2": "done"})
+    assert await control(cluster, "wake-up", "--worker", "w2") == (0, {"w2": "done"})
     report = await cluster.verify()
     assert (report["divergence"], report["verified"]) == (None, report["decisions"])

@@ -9,6 +9,7 @@ import pytest
 import pytest_asyncio
 
 from forebay.events.progress import CommandDone, CommandRefused
+from forebay.events.request_ids import client_id_of
 from forebay.events.tokens import TokensEmitted
 from forebay.events.topics import PROGRESS
 from forebay.transport.kafka.topics import TopicPlan
@@ -65,7 +66,7 @@ async def answers(cluster: Cluster, prefix: str, models: Sequence[str], count: i
 async def executions(cluster: Cluster, prefix: str) -> Counter[str]:
     """Return how often a worker emitted the first token of each request id, over all workers of both models."""
     first_tokens = (
-        chunk.request_id
+        client_id_of(chunk.request_id)
         for event in await cluster.replies()
         if isinstance(event, TokensEmitted)
         for chunk in event.chunks

@@ -1,5 +1,6 @@
 """Admission of workers: the fleet events that each poll of the leases produces."""
 
+import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -401,3 +402,39 @@ async def test_the_first_lease_of_a_pool_configures_it(log: SqliteLog, caplog: p
     assert polled.refused == {"spec": 2}
     assert "it serves the model other, but its group serves m" in caplog.text
     assert "blocks hold 16 tokens" in caplog.text
+
+
+async def test_a_worker_that_left_or_ended_while_no_router_ran_is_logged_without_a_warning(
+    log: SqliteLog, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After a clean restart nothing is lost, so a router must not alarm anybody."""
+    caplog.set_level(logging.INFO)
+    first = admission(log)
+    await poll(first, log, [lease(), *others("idle", "busy", "renamed")])
+    await poll(first, log, [lease(draining=True), *others("idle", "busy", "renamed")])
+    await poll(first, log, [lease(draining=True, released=True), *others("idle", "busy", "renamed")])
+    fleet = Fleet()
+    for offset, fact in enumerate(facts(log)):
+        fleet.apply(fact, offset)
+    second = WorkerAdmission(log, 0, 8, fleet, slots_max=16, busy={"busy"})
+    spec = msgspec.structs.replace(SPEC, worker_id="renamed")
+    for number in range(4):
+        successor = lease(token="successor", name="renamed", spec=spec, renewed=number)
+        await poll(second, log, [successor], observed_ms=HALF_MS)
+    outcomes = {(record.levelname, record.getMessage().partition(":")[0]) for record in caplog.records}
+    assert outcomes >= {
+        ("INFO", "worker w left"),
+        ("INFO", "worker idle ended while no router was running"),
+        ("INFO", "worker renamed ended while no router was running"),
+        ("WARNING", "worker busy is lost"),
+    }
+    assert {text for level, text in outcomes if level == "WARNING" and "worker" in text} == {"worker busy is lost"}
+
+
+async def test_a_draining_worker_that_dies_is_lost(log: SqliteLog, caplog: pytest.LogCaptureFixture) -> None:
+    polled = admission(log)
+    await poll(polled, log, [lease()])
+    await poll(polled, log, [lease(draining=True)])
+    while WorkerLost not in map(type, facts(log)):
+        await poll(polled, log, [], observed_ms=HALF_MS)
+    assert "worker w is lost" in caplog.text

@@ -103,7 +103,7 @@ class DisaggregatedSystem(System):
         stats = self.engine.kv_stats()
         assert stats.freed == {"released": released} | {reason: 0 for reason in stats.freed if reason != "released"}
         assert (stats.held_offers, stats.held_blocks, self.engine.kept()) == (0, 0, 0)
-        await until(lambda: not self.engine._ranks[0].model.pool.used)
+        await until(lambda: not self.engine.ranks[0].model.pool.used)
 
 
 Way = Callable[[DisaggregatedSystem, RequestRouted], Awaitable[None]]

@@ -1,13 +1,12 @@
 """The encode stage in a live owner: pools by lease, work items of both stages, and a takeover between them."""
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 import pytest
 
-from forebay.core.state.active_request import ActiveRequest
 from forebay.core.state.fleet import Fleet
-from forebay.core.state.submitted_request import request_from_event
 from forebay.events.codec import decode
 from forebay.events.control import PoolConfigured, RouterConfig
 from forebay.events.decisions import RequestRouted
@@ -16,11 +15,11 @@ from forebay.events.media import Encoded
 from forebay.events.topics import CONTROL, work_topic
 from forebay.events.work import WorkItem
 from forebay.live.owner.admission import PoolsByLease, WorkerAdmission
-from forebay.live.owner.effects import WorkerAddress, encode_resent_work, encode_work_item
+from forebay.live.owner.effects import WorkerAddress, encode_work
 from forebay.transport.base import Lease
 from forebay.transport.sqlite.log import SqliteLog
 from tests.core.encodings import ask, encoded, staged
-from tests.core.worlds import ENCODED, MEDIA, PROMPTS, request
+from tests.core.worlds import ENCODED, MEDIA, PROMPTS, Driver, request
 
 ANSWERS = WorkerSpec(
     worker_id="w", model="m", block_size=4, kv_blocks_total=8, max_num_seqs=4, max_num_batched_tokens=64
@@ -28,10 +27,13 @@ ANSWERS = WorkerSpec(
 ENCODES = msgspec.structs.replace(ANSWERS, worker_id="e", pool="encoders", role="encode", block_size=1)
 
 
-def work_of(decided: RequestRouted, result: Encoded | None) -> WorkItem:
+def work_of(drive: Driver, decided: RequestRouted, result: Encoded | None) -> WorkItem:
     submission = request("r", PROMPTS[0], media=(MEDIA,))
-    one = ActiveRequest(request_from_event(submission, "default", 0, 0), encoded=result)
-    draft = encode_work_item(ANSWERS.model, decided, submission, one, report_output=False)
+    active = drive.world.requests.get("r")
+    assert active is not None
+    one = replace(active, encoded=result)
+    to = WorkerAddress(ANSWERS.model, decided.pool, decided.slot, decided.worker_id, decided.worker_epoch)
+    draft = encode_work(to, one, decided.owner_epoch, submission, report_output=False)
     assert (draft.topic, draft.partition) == (work_topic(decided.pool).name, decided.slot)
     item: WorkItem = decode(work_topic(decided.pool), draft.value)
     return item
@@ -40,13 +42,13 @@ def work_of(decided: RequestRouted, result: Encoded | None) -> WorkItem:
 def test_each_stage_gets_only_its_own_inputs() -> None:
     drive = staged("e")
     first = ask(drive)
-    item = work_of(first, None)
+    item = work_of(drive, first, None)
     assert (item.stage, item.media, item.token_ids, item.sequence_hashes) == ("encode", (MEDIA,), b"", b"")
     (main,) = encoded(drive, first)
-    item = work_of(main, ENCODED)
+    item = work_of(drive, main, ENCODED)
     assert (item.stage, item.encoded, len(item.token_ids)) == ("aggregated", ENCODED, 34 * 4)
     assert item.media == (msgspec.structs.replace(MEDIA, content=b""),)
-    alone = work_of(main, None)
+    alone = work_of(drive, main, None)
     assert (alone.encoded, alone.media) == (None, (MEDIA,)), "an aggregated worker encodes by itself"
 
 
@@ -61,7 +63,7 @@ def test_a_new_owner_resends_the_unfinished_stage() -> None:
         worker = drive.world.fleet.get(one.worker_id)
         assert worker is not None
         to = WorkerAddress(ANSWERS.model, worker.spec.pool, worker.slot, one.worker_id, one.worker_epoch)
-        draft = encode_resent_work(to, one, 9, submission, report_output=False)
+        draft = encode_work(to, one, 9, submission, report_output=False)
         item: WorkItem = decode(work_topic(worker.spec.pool), draft.value)
         assert draft.topic == work_topic(worker.spec.pool).name
         return item

@@ -1,5 +1,10 @@
 """Ingress leases become events on `fleet`, and an owner cancels the requests of a lost ingress."""
 
+import logging
+from collections.abc import Collection
+
+import pytest
+
 from forebay.core.state.fleet import Fleet
 from forebay.events.codec import decode
 from forebay.events.decisions import RequestAborted
@@ -34,9 +39,9 @@ def lease(
 class PolledIngresses:
     """The ingress leases as polled by an owner that has applied all of `fleet`."""
 
-    def __init__(self, log: SqliteLog, fleet: Fleet | None = None) -> None:
+    def __init__(self, log: SqliteLog, fleet: Fleet | None = None, busy: Collection[str] = ()) -> None:
         self.log = log
-        self.presence = IngressPresence(log, 0, 7, Fleet() if fleet is None else fleet)
+        self.presence = IngressPresence(log, 0, 7, Fleet() if fleet is None else fleet, busy=busy)
 
     async def poll(self, *leases: Lease, observed_ms: int = 500) -> list[Lease]:
         return await self.presence.update(list(leases), self.log.next_offset(FLEET.name, 0), observed_ms)
@@ -73,6 +78,27 @@ async def test_a_restarted_or_released_ingress_is_lost_at_once(log: SqliteLog) -
         (IngressLost, "i1", "t"),
         (IngressJoined, "i1", "t2"),
         (IngressLost, "i1", "t2"),
+    ]
+
+
+async def test_an_ingress_that_released_its_lease_left_and_a_replaced_one_is_lost(
+    log: SqliteLog, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    polled = PolledIngresses(log)
+    await polled.poll(lease(), lease("i2"), lease("i3"), lease("i4"))
+    await polled.poll(lease(released=True), lease("i2", token="t2"), lease("i3"), lease("i4", token="t4"))
+    fleet = Fleet()
+    for offset, fact in enumerate(polled.facts()):
+        fleet.apply(fact, offset)
+    await PolledIngresses(log, fleet, busy={"t4"}).poll(lease("i2", token="t3"), lease("i4", token="t5"))
+    outcomes = [(record.levelname, record.getMessage().partition(":")[0]) for record in caplog.records]
+    assert [one for one in outcomes if "joined" not in one[1]] == [
+        ("INFO", "ingress i1 left"),
+        ("WARNING", "ingress i2 is lost"),
+        ("WARNING", "ingress i4 is lost"),
+        ("INFO", "ingress i2 ended while no router was running"),
+        ("WARNING", "ingress i4 is lost"),
     ]
 
 

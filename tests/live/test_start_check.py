@@ -242,3 +242,17 @@ async def test_a_log_in_use_is_refused_before_it_is_checked(log: Path) -> None:
     with pytest.raises(LogUnusable, match="another process"):
         await open_checked(log, 0)
     opened.close()
+
+
+async def test_a_file_that_is_not_a_log_gets_no_lock_file(tmp_path: Path) -> None:
+    page = tmp_path / "README.md"
+    page.write_text("# A page\n")
+    with pytest.raises(LogUnusable, match="is not a forebay log"):
+        await open_checked(page, 0)
+    with pytest.raises(LogUnusable, match="is not a forebay log"):
+        SqliteLog.open(page)
+    assert names_in(tmp_path) == ["README.md"]
+
+
+def names_in(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir()]

@@ -17,7 +17,8 @@ from forebay.live.owner.metrics import OwnerMetrics
 from forebay.live.owner.owner import Owner, OwnershipLost
 from forebay.live.router.standby import Standby
 from forebay.transport.base import Draft
-from forebay.transport.history.reader import newest_snapshot, recorded_view
+from forebay.transport.history.reader import newest_snapshot
+from forebay.transport.history.start import recorded_view
 from forebay.transport.sqlite import log as sqlite_log
 from forebay.transport.sqlite.log import SqliteLog
 from tests.depth import sampled

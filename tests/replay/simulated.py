@@ -1,7 +1,6 @@
 """Logs of simulated runs, with the engines of the simulator."""
 
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from itertools import repeat
 from typing import Any
 
@@ -9,6 +8,7 @@ from forebay.core.step import AnyDecision, InputEvent, claim
 from forebay.core.world import CORE_VERSION, World
 from forebay.engine_model.model import EngineConfig, EngineModel
 from forebay.engine_model.timing import EngineTiming, MockerTiming
+from forebay.events.base import Event
 from forebay.events.codec import encode
 from forebay.events.control import PoolConfigured, RouterConfig
 from forebay.events.decisions import JournalRecord, OwnerClaimed
@@ -31,19 +31,6 @@ MOCKER = MockerTiming()
 TIMEOUT_US = 600_000_000
 
 
-class _Written(deque[tuple[Topic, InputEvent]]):
-    """Queue of events that writes each event to the log when it is applied."""
-
-    def __init__(self, write: Callable[[Topic, InputEvent], None]) -> None:
-        super().__init__()
-        self._write = write
-
-    def popleft(self) -> tuple[Topic, InputEvent]:
-        taken = super().popleft()
-        self._write(*taken)
-        return taken
-
-
 class RecordedRun(SimulatedCluster):
     """A cluster that records what its owner applies and decides."""
 
@@ -61,9 +48,8 @@ class RecordedRun(SimulatedCluster):
         world = World()
         super().__init__(world, reports=False, transfer=transfer)
         self.log = MemoryLog()
-        self._journal(OwnerClaimed(owner_id="o", core_version=CORE_VERSION))
+        self._append(DECISIONS, OwnerClaimed(owner_id="o", core_version=CORE_VERSION))
         claim(world, 0)
-        self._records = _Written(self._write)
         self.now_us = START_US
         decoding_role: PoolRole = "decode" if prefill else "aggregated"
         roles: list[PoolRole] = [*repeat(PREFILL, prefill), *repeat(decoding_role, workers - prefill)]
@@ -87,20 +73,16 @@ class RecordedRun(SimulatedCluster):
             self.add(EngineRank(number, spec, 0, world.view.get(FLEET.name, 0), engine))
             self.apply(FLEET, WorkerJoined(owner_epoch=0, spec=spec, lease="l", slot=number, from_offset=0))
 
-    def _apply_records(self, topic: Topic, events: Sequence[InputEvent]) -> None:
-        for event in events:
-            self._write(topic, event)
-            super()._apply_records(topic, (event,))
+    def derive(self, topic: Topic, event: InputEvent) -> list[AnyDecision]:
+        self._append(topic, event)
+        return super().derive(topic, event)
 
-    def _write(self, topic: Topic, event: InputEvent) -> None:
+    def journal(self, record: JournalRecord) -> None:
+        super().journal(record)
+        self._append(DECISIONS, record)
+
+    def _append(self, topic: Topic, event: Event) -> None:
         self.log.topics.setdefault(topic.name, []).append(encode(topic, event))
-
-    def _seal(self, record: JournalRecord | AnyDecision) -> None:
-        super()._seal(record)
-        self._journal(record)
-
-    def _journal(self, record: JournalRecord) -> None:
-        self.log.topics.setdefault(DECISIONS.name, []).append(encode(DECISIONS, record))
 
 
 def played(

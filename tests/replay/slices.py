@@ -64,6 +64,19 @@ async def written(log: Log, writer: RecordingWriter, progress: OnProgress | None
         writer.close()
 
 
+def source_log(folder: Path) -> Path:
+    """Return a log of a run with three owners, overlapping snapshots and a lost worker."""
+    asyncio.run(run(folder / "run.db"))
+    return folder / "run.db"
+
+
+def joined_log(source: Path, folder: Path) -> Path:
+    """Return a log with the group of `source` and another one."""
+    asyncio.run(run(folder / "other.db", owners=2, requests=8))
+    asyncio.run(join(source, folder / "other.db", folder / "both.db"))
+    return folder / "both.db"
+
+
 def opened(path: Path) -> "closing[SqliteLog]":
     """Open a log or a recording for reading."""
     return closing(SqliteLog.open(path, readonly=True))

@@ -21,6 +21,7 @@ from forebay.transport.base import Draft, LogError
 from forebay.transport.history.reader import decode_journal
 from forebay.transport.recording.manifest import utc
 from forebay.transport.sqlite.log import SqliteLog
+from tests.depth import sampled
 from tests.logs.own_policy import CUSTOM
 from tests.replay import incident
 from tests.replay.recorder import fleet
@@ -106,7 +107,7 @@ def test_states_from_a_slice_and_from_the_log_are_equal(log: SqliteLog, path: Pa
     cut = SqliteLog.open(out, readonly=True)
     begin = run(cut.begin(DECISIONS.name, 0))
     assert begin > 0
-    for offset in range(begin, len(journal(log))):
+    for offset in sampled(range(begin, len(journal(log))), 12):
         one, other = run(moment_at(log, offset)), run(moment_at(cut, offset))
         assert (one.digest, one.record, one.ranks, one.now_us) == (
             other.digest,
@@ -222,8 +223,7 @@ def test_a_time_selects_the_last_record_written_by_then(log: SqliteLog) -> None:
         assert run(offset_at(log, 0, time_us)) == wanted
     with pytest.raises(NoSuchRecord, match=r"the recording begins at .* after the requested time"):
         run(offset_at(log, 0, min(clock for clock in clocks if clock) - 1))
-    with pytest.raises(NoSuchRecord, match=r"the recording ends at .* before the requested time"):
-        run(offset_at(log, 0, clocks[-1] + 1))
+    assert run(offset_at(log, 0, clocks[-1] + 1)) == len(clocks) - 1
 
 
 def test_a_time_is_found_in_a_long_journal_with_stale_records(log: SqliteLog, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from forebay.replay.diff.handover import Handover
 from forebay.replay.diff.report import DiffReport
 from forebay.replay.walk import Start, Walk
 from tests.core.worlds import CONFIGS, PROMPTS, Driver, actions, perform_all, pool, query, request
+from tests.depth import examples
 from tests.replay.recorded import MemoryLog, log_of
 
 
@@ -60,6 +61,7 @@ def driver_of(history: list[Any], **router: Any) -> Driver:
 owners = st.lists(actions(), min_size=40, max_size=120)
 
 
+@examples(0.5)
 @given(owners, st.sampled_from(CONFIGS))
 def test_an_alternative_equal_to_history_has_no_differences(history: list[Any], router: dict[str, Any]) -> None:
     report = compared(driver_of(history, **router), lambda pool: pool)
@@ -74,6 +76,7 @@ def test_an_alternative_equal_to_history_has_no_differences(history: list[Any], 
     require_conservation(report)
 
 
+@examples(0.5)
 @given(owners, st.sampled_from(CONFIGS), st.sampled_from(CONFIGS))
 def test_every_request_is_accounted_for_under_any_alternative(
     history: list[Any], router: dict[str, Any], other: dict[str, Any]

@@ -131,18 +131,15 @@ class Filled:
         return pack_u64([number])
 
 
-def anonymised(kind: type, event: Any) -> Any:
-    anonymizer = EventAnonymizer(Masks(KEY), 0)
-    if kind in PARTS:
-        return anonymizer.part(event)
-    return anonymizer.record(event) if kind in RECORDS else anonymizer.event(event)
+def anonymizer() -> EventAnonymizer:
+    return EventAnonymizer(Masks(KEY), 0)
 
 
 @pytest.mark.parametrize("kind", [*INPUT_EVENTS, *RECORDS, *PARTS], ids=lambda kind: kind.__name__)
 def test_no_client_content_is_left(kind: type) -> None:
     filled = Filled()
     event = filled.of(kind)
-    anew = anonymised(kind, event)
+    anew = anonymizer().anonymize(event)
     encoded = msgspec.msgpack.encode(anew) + msgspec.json.encode(anew)
     assert [secret for secret in filled.secrets if secret in encoded] == []
     assert [text for text in filled.kept if text.encode() not in encoded] == []
@@ -190,24 +187,24 @@ def submitted(**hints: Any) -> RequestSubmitted:
 
 
 def test_the_length_of_a_prompt_is_kept() -> None:
-    anew = anonymised(RequestSubmitted, submitted())
+    anew = anonymizer().anonymize(submitted())
     assert (anew.prompt_tokens, anew.token_ids) == (10, b"")
 
 
 @pytest.mark.parametrize("task", get_args(Task))
 def test_task_of_a_request_is_kept(task: Task) -> None:
     event = msgspec.structs.replace(submitted(), task=task)
-    assert anonymised(RequestSubmitted, event).task == task
+    assert anonymizer().anonymize(event).task == task
 
 
 def test_a_nonce_is_not_a_hash_of_the_request() -> None:
     """A hash of the original or of the anonymised request could be guessed."""
     event = submitted()
-    assert anonymised(RequestSubmitted, event).nonce not in {event.nonce, content_hash(event)}
+    assert anonymizer().anonymize(event).nonce not in {event.nonce, content_hash(event)}
 
 
 def test_system_names_in_client_fields_are_kept_and_free_text_is_masked() -> None:
-    anonymizer = EventAnonymizer(Masks(KEY), 0)
+    group = anonymizer()
     spec = WorkerSpec(
         worker_id="w1",
         model="m",
@@ -217,11 +214,11 @@ def test_system_names_in_client_fields_are_kept_and_free_text_is_masked() -> Non
         max_num_batched_tokens=1,
         taints=("gpu",),
     )
-    anonymizer.names.learn_worker(spec)
-    anonymizer.names.learn_pool(PoolConfigured(pool="p", model="m", block_size=4))
+    group.learn_worker(spec)
+    group.learn_pool(PoolConfigured(pool="p", model="m", block_size=4))
     wishes = (TaintWeight(taint="gpu", weight=1.0), TaintWeight(taint="typed", weight=1.0))
     known = submitted(worker_id="w1", allowed_workers=("w1", "typed"), preferred_taints=wishes, policy_class="default")
-    anew = anonymizer.submitted(known)
+    anew = group.anonymize(known)
     assert (anew.routing.worker_id, anew.routing.policy_class) == ("w1", "default")
     assert anew.routing.allowed_workers[0] == "w1"
     assert anew.routing.preferred_taints[0].taint == "gpu"
@@ -230,10 +227,10 @@ def test_system_names_in_client_fields_are_kept_and_free_text_is_masked() -> Non
 
 
 def test_adapter_names_of_workers_and_requests_stay_equal() -> None:
-    anonymizer = EventAnonymizer(Masks(KEY), 0)
+    group = anonymizer()
     joined = Filled().of(WorkerJoined)
     joined = msgspec.structs.replace(joined, spec=msgspec.structs.replace(joined.spec, loras=("mine",)))
-    anew = anonymizer.event(joined)
+    anew = group.anonymize(joined)
     assert isinstance(anew, WorkerJoined)
-    request = anonymizer.submitted(msgspec.structs.replace(submitted(), lora_name="mine"))
+    request = group.anonymize(msgspec.structs.replace(submitted(), lora_name="mine"))
     assert anew.spec.loras == (request.lora_name,)

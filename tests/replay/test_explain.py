@@ -322,7 +322,31 @@ async def test_a_reused_id_is_explained_by_its_last_request() -> None:
     assert explanation.submitted is not None
     assert (explanation.submitted.offset, len(explanation.routings)) == (4, 1)
     live = await made.explain("r", thorough=False)
-    assert live == msgspec.structs.replace(explanation, earlier_uses=None)
+    assert live == msgspec.structs.replace(explanation, earlier_uses=None, others=None)
+
+
+async def test_an_id_of_the_client_finds_its_last_routed_request() -> None:
+    made = fleet("a", queue=QueueConfig(threshold=0.25))
+    made("requests", request("r", LONG))
+    made("requests", request("r~1", SHORT))
+    made("requests", request("r~2", SHORT))
+    made("requests", request("r2~1", SHORT))
+    made("progress", report_progress(made, "r", RequestFinished, finish_reason="stop"))
+    made.seal()
+    explanation = await made.explain("r")
+    assert (explanation.request_id, explanation.others) == ("r~2", ("r~1", "r"))
+    assert (await made.explain("r~1")).others == ()
+    live = await made.explain("r", thorough=False)
+    assert live == msgspec.structs.replace(explanation, earlier_uses=None, others=None)
+
+
+async def test_the_id_of_a_whole_request_finds_its_parts() -> None:
+    made = fleet("a", queue=QueueConfig(threshold=0.25))
+    for part in ("cmpl-1f-0", "cmpl-1f-1", "cmpl-1f-2", "cmpl-2f-0"):
+        made("requests", request(part, SHORT))
+    made.seal()
+    explanation = await made.explain("cmpl-1f")
+    assert (explanation.request_id, explanation.others) == ("cmpl-1f-2", ("cmpl-1f-1", "cmpl-1f-0"))
 
 
 @pytest.mark.parametrize("held", [False, True])

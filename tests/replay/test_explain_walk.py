@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import sqlite3
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from tests.core.worlds import PROMPTS, histories, perform, request
 from tests.depth import examples
 from tests.logs.own_policy import CUSTOM
 from tests.replay.recorder import Recorder, fleet, report_progress, stored, words
+from tests.replay.slices import opened
 from tests.system import System, submitted, until, until_ended
 
 SHORT = PROMPTS[0][:2]
@@ -252,14 +255,15 @@ async def test_a_request_older_than_the_log() -> None:
     log.close()
 
 
-async def test_error_names_a_damaged_record() -> None:
+async def test_error_names_a_damaged_record(tmp_path: Path) -> None:
+    path = tmp_path / "log.db"
     made = fleet("a", "b")
     made("requests", request("r", SHORT))
-    log = await made.log()
-    log._db.execute('UPDATE "requests" SET value = ? WHERE id = 0', (b"x",))
-    with pytest.raises(LogError, match=REQUESTS.name):
+    (await made.log(path)).close()
+    with closing(sqlite3.connect(path)) as db, db:
+        db.execute('UPDATE "requests" SET value = ? WHERE id = 0', (b"x",))
+    with opened(path) as log, pytest.raises(LogError, match=REQUESTS.name):
         await explain(log, 0, "r")
-    log.close()
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from forebay.replay.policies import ERROR_CHARS_MAX, PolicyUnusable, load_policies
+from forebay.replay.load_policies import ERROR_CHARS_MAX, PolicyUnusable, load_policies
 
 SOURCE = """
 class Last:
@@ -39,10 +39,10 @@ def test_only_custom_policies_are_imported(mine: str) -> None:
         ("broken_{}.Any", "ZeroDivisionError"),
         ("leaving_{}.Any", "SystemExit"),
         ("nowhere.Any", "No module named 'nowhere'"),
-        ("fastest", "no router mode (kv, round-robin"),
-        ("{}.Nothing", "no class with a method `decide"),
-        ("{}.value", "no class with a method `decide"),
-        ("{}.absent", "no class with a method `decide"),
+        ("fastest", "neither a router mode (kv, round-robin"),
+        ("{}.Nothing", "not a class with a method `decide"),
+        ("{}.value", "not a class with a method `decide"),
+        ("{}.absent", "not a class with a method `decide"),
     ],
 )
 def test_an_unusable_policy_is_named(mine: str, path: str, problem: str) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import os
 import random
 import signal
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
@@ -24,28 +25,28 @@ from forebay.transport.base import Draft, Log, LogError, Record
 from forebay.transport.history.groups import groups_of, pools_of
 from forebay.transport.history.reader import newest_snapshot, snapshots_taken
 from forebay.transport.recording import manifest as recording
-from forebay.transport.recording.manifest import utc
 from forebay.transport.recording.writer import RecordingWriter, part_of
+from forebay.transport.sqlite import schema
 from forebay.transport.sqlite.log import LogUnusable, SqliteLog
 from tests.depth import sampled
 from tests.replay.slices import (
     OPTIONS,
     OTHER,
     contents,
-    join,
+    joined_log,
     journal_of,
     opened,
     report_of,
     rows,
-    run,
     sliced,
+    source_log,
     spread,
     written,
 )
 from tests.system import MODEL
 
 SEED = 20_260
-CUTS = 24
+CUTS = sampled(range(24), 12)
 PAGE = 16  # records; small, so that a copy has many pages
 
 # Copies a log into a recording and dies after a given number of pages.
@@ -78,19 +79,12 @@ asyncio.run(main())
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a log of a run with three owners, overlapping snapshots and a lost worker."""
-    path = tmp_path_factory.mktemp("source") / "run.db"
-    asyncio.run(run(path))
-    return path
+    return source_log(tmp_path_factory.mktemp("source"))
 
 
 @pytest.fixture(scope="module")
 def joined(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a log with two groups."""
-    folder = tmp_path_factory.mktemp("joined")
-    asyncio.run(run(folder / "other.db", owners=2, requests=8))
-    asyncio.run(join(source, folder / "other.db", folder / "both.db"))
-    return folder / "both.db"
+    return joined_log(source, tmp_path_factory.mktemp("joined"))
 
 
 async def state_at(log: Log, end: int) -> str:
@@ -106,7 +100,7 @@ def test_every_window_verifies_and_reaches_the_state_of_the_whole_log(source: Pa
     rng = random.Random(SEED)
     journal = journal_of(source)
     from_snapshot = 0
-    for number in range(CUTS):
+    for number in CUTS:
         first, last = sorted(rng.sample(range(len(journal)), 2))
         window = Window(journal[first].at_us, journal[last].at_us)
         out = tmp_path / f"{number}.rec"
@@ -125,7 +119,7 @@ def test_every_window_verifies_and_reaches_the_state_of_the_whole_log(source: Pa
         decided = [isinstance(decode(DECISIONS, one.value), AnyDecision) for one in inside]
         assert group.decisions == sum(decided)
         from_snapshot += group.start > 0
-    assert from_snapshot > CUTS // 6
+    assert from_snapshot > len(CUTS) // 6
 
 
 def test_a_slice_contains_only_the_records_it_needs(source: Path, tmp_path: Path) -> None:
@@ -176,7 +170,7 @@ def test_a_slice_can_be_sliced_again(source: Path, tmp_path: Path) -> None:
         pytest.raises(LogError, match="the window begins too early") as raised,
     ):
         asyncio.run(contents(log, Window(journal[early].at_us)))
-    assert utc(journal[inner.groups[0].start].at_us) in str(raised.value)
+    assert recording.utc(journal[inner.groups[0].start].at_us) in str(raised.value)
     assert "requests before offset" in str(raised.value)
 
 
@@ -229,7 +223,7 @@ def test_a_window_without_decisions_is_rejected(source: Path, choose: Callable[[
     journal = journal_of(source)
     with opened(source) as log, pytest.raises(NothingDecided, match="made no decision in the window") as raised:
         asyncio.run(contents(log, choose(journal[-1].at_us)))
-    assert utc(journal[0].at_us) in str(raised.value)
+    assert recording.utc(journal[0].at_us) in str(raised.value)
 
 
 class Trimmed:
@@ -262,7 +256,7 @@ def test_error_names_records_removed_by_retention_and_the_earliest_complete_time
             asyncio.run(slice_of(trimmed, MODEL, 0, Window(journal[0].at_us)))
         earliest = asyncio.run(slice_of(trimmed, MODEL, 0, Window())).group
         assert 0 < earliest.start == earliest.first <= start
-        assert utc(journal[earliest.start].at_us) in str(raised.value)
+        assert recording.utc(journal[earliest.start].at_us) in str(raised.value)
         assert asyncio.run(slice_of(trimmed, MODEL, 0, Window(journal[earliest.start].at_us))).group == earliest
         nothing: Log = Trimmed(log, {PROGRESS.name: 1_000})  # type: ignore[assignment]
         with pytest.raises(
@@ -464,9 +458,17 @@ def test_other_files_at_the_output_path_are_rejected(source: Path, tmp_path: Pat
 def test_a_copy_resumes_after_a_full_disk(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record, "PAGE_RECORDS", PAGE)
     out = tmp_path / "out"
+    connect = schema.connect
+
+    def connect_to_small_disk(path: Path | None, *, readonly: bool) -> sqlite3.Connection:
+        db = connect(path, readonly=readonly)
+        db.execute("PRAGMA max_page_count = 30")
+        return db
+
     with opened(source) as log:
-        writer = RecordingWriter.create(out, asyncio.run(contents(log)))
-        writer.log._db.execute("PRAGMA max_page_count = 30")
+        with monkeypatch.context() as patch:
+            patch.setattr(schema, "connect", connect_to_small_disk)
+            writer = RecordingWriter.create(out, asyncio.run(contents(log)))
         with pytest.raises(LogError, match=r"out.part: cannot be written \(.*full.*\); free disk space, then run"):
             asyncio.run(written(log, writer))
         resumed = RecordingWriter.resume(out, OPTIONS)

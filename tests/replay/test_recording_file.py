@@ -122,12 +122,12 @@ EDITS: list[tuple[str, str, str]] = [
     ("type", "UPDATE forebay_groups SET \"start\" = 'x'", "manifest cannot be read"),
     ("missing meta", "DELETE FROM forebay_meta WHERE key = 'source'", "manifest cannot be read"),
     ("incomplete", "UPDATE forebay_meta SET value = 'no' WHERE key = 'complete'", "was not finished; run the"),
-    ("changed options", "UPDATE forebay_meta SET value = '{}' WHERE key = 'asked'", "after it was written, though"),
-    ("seal", "UPDATE forebay_seal SET digest = '0123456789abcdef0123456789abcdef'", "after it was written, though"),
-    ("unsealed", f"UPDATE forebay_seal SET digest = '{'0' * 32}'", "after it was written, though"),
+    ("changed options", "UPDATE forebay_meta SET value = '{}' WHERE key = 'asked'", "but its records are intact"),
+    ("seal", "UPDATE forebay_seal SET digest = '0123456789abcdef0123456789abcdef'", "but its records are intact"),
+    ("unsealed", f"UPDATE forebay_seal SET digest = '{'0' * 32}'", "but its records are intact"),
     ("two seals", "INSERT INTO forebay_seal VALUES ('x')", "its seal is damaged"),
-    ("an index", "CREATE INDEX i ON metrics (at_us)", "after it was written, though"),
-    ("a table", "CREATE TABLE forebay_more (x)", "after it was written, though"),
+    ("an index", "CREATE INDEX i ON metrics (at_us)", "but its records are intact"),
+    ("a table", "CREATE TABLE forebay_more (x)", "but its records are intact"),
     ("no table", "DROP TABLE forebay_groups", "manifest cannot be read"),
     ("a log's format", "PRAGMA user_version = 1", "format of a log but the tables of a recording"),
     ("no format", "PRAGMA user_version = 0", "has format 0, which no forebay wrote"),
@@ -237,10 +237,11 @@ def test_a_recording_is_read_only(rec: Path, made: bytes) -> None:
 
 
 def test_a_recording_deleted_during_its_check(rec: Path) -> None:
-    with opened(rec) as log:
+    with closing(schema.connect(rec, readonly=True)) as db:
+        assert schema.read_meta(db)  # SQLite opens the file here
         rec.unlink()
         with pytest.raises(LogUnusable, match="cannot be read"):
-            require_sealed(log._db, rec)
+            require_sealed(db, rec)
 
 
 def test_orphaned_pages_of_a_log_are_found(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ MUTATIONS: tuple[Callable[[list[bytes], int, Random], None], ...] = (remove, rep
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
-@examples(0.6)
+@examples(0.4)
 @given(history=HISTORIES, seed=st.integers(0, 1 << 32))
 def test_every_change_of_a_derived_record_is_detected(
     mutation: Callable[[list[bytes], int, Random], None], history: list[tuple[str, Any]], seed: int

@@ -4,7 +4,7 @@ import random
 from typing import Any
 
 from forebay.engine_model.model import EngineConfig
-from forebay.engine_model.timing import EngineTiming, LinearTiming
+from forebay.engine_model.timing import EngineTiming, LinearTiming, StepWork
 from forebay.events.base import pack_u64
 from forebay.simulate.profiles.observed import EngineRun, ModelledRun, ObservedRequest
 
@@ -23,8 +23,8 @@ class Jittered:
         self._spread = spread
         self._rng = random.Random(seed)
 
-    def step_us(self, **work: int) -> int:
-        return max(1, round(self._timing.step_us(**work) * self._rng.uniform(1 - self._spread, 1 + self._spread)))
+    def step_us(self, work: StepWork) -> int:
+        return max(1, round(self._timing.step_us(work) * self._rng.uniform(1 - self._spread, 1 + self._spread)))
 
 
 def engine_run(seed: int, requests: int = 200, every_us: int = 400_000, timing: EngineTiming = TRUTH) -> EngineRun:

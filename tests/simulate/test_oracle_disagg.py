@@ -368,7 +368,7 @@ def test_disagg_pools_match_the_oracle(
     event(f"prefill preempted: {any(one.preempted for one in prefill)}")
     event(f"decode preempted: {any(one.preempted for one in decode)}")
     event(f"found: {any(one.cached for one in expected)}, local: {any(one.prefiller is None for one in expected)}")
-    sizes = {"blocks": blocks, "max_num_seqs": seqs, "max_num_batched_tokens": batched}
+    sizes = {"kv_blocks": blocks, "max_num_seqs": seqs, "max_num_batched_tokens": batched}
     router = "round-robin:disagg.policy=always"
     if local_max:
         limits = f"disagg.max_local_prefill_length={local_max},disagg.max_prefill_queue_size=1000000"

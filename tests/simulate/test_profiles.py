@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.engine_model.timing import LinearTiming, MockerTiming, RooflineTiming
+from forebay.engine_model.timing import LinearTiming, MockerTiming, RooflineTiming, StepWork
 from forebay.simulate.profiles.profile import EngineSizes, Profile, load_profile, write_linear
 from forebay.simulate.profiles.sheets import ProfileUnusable, gpu_sheet, read_transformer
 
@@ -55,11 +55,11 @@ def test_the_mocker_is_built_in() -> None:
 
 
 def test_a_file_can_change_the_sizes_of_the_mocker(tmp_path: Path) -> None:
-    path = profile_file(tmp_path, 'kind = "mocker"\n[sizes]\nblocks = 512\ngpus = 2')
+    path = profile_file(tmp_path, 'kind = "mocker"\n[sizes]\nkv_blocks = 512\ngpus = 2')
     profile = load_profile(path)
     assert (profile.timing, profile.sizes, profile.name) == (
         MockerTiming(),
-        EngineSizes(blocks=512, gpus=2.0),
+        EngineSizes(kv_blocks=512, gpus=2.0),
         "engine",
     )
 
@@ -67,7 +67,7 @@ def test_a_file_can_change_the_sizes_of_the_mocker(tmp_path: Path) -> None:
 def test_a_linear_profile_round_trips(tmp_path: Path) -> None:
     made = Profile(
         timing=LinearTiming(step=1200.5, attended_pair=1e-05, decode_sequence=3.0),
-        sizes=EngineSizes(block_size=16, blocks=4096, max_num_seqs=8, max_num_batched_tokens=2048),
+        sizes=EngineSizes(block_size=16, kv_blocks=4096, max_num_seqs=8, max_num_batched_tokens=2048),
         name='eight "cores"',
         source="run.rec\\",
         work_us=750,
@@ -90,7 +90,7 @@ def test_a_linear_profile_round_trips(tmp_path: Path) -> None:
         ('kind = "linear"\n[costs_us]\nstep = inf', "step must be a number from 0 on, not inf"),
         ('kind = "linear"\n[costs_us]\nstep = 0', "at least one cost must be above 0"),
         ('kind = "linear"\n[costs_us]\nstop = 1', "unknown field `stop`"),
-        ('kind = "mocker"\n[sizes]\nblocks = 0', "sizes.blocks: Expected `int` >= 1"),
+        ('kind = "mocker"\n[sizes]\nkv_blocks = 0', "sizes.kv_blocks: Expected `int` >= 1"),
         ('kind = "mocker"\n[sizes]\ngpus = inf', "sizes.gpus: Expected `float` <= 1000000.0"),
         ("kind = " + "[" * 5_000, "nested too deeply"),
         ('kind = "mocker"\n[sizes]\ngpus = 0', "sizes.gpus: Expected `float` > 0.0"),
@@ -128,7 +128,7 @@ def test_error_of_an_invalid_profile_names_the_key_and_the_reason(tmp_path: Path
 FIELDS = ("kind", "name", "sizes", "costs_us", "model", "gpu", "tensor_parallel", "weights", "assumed", "work_us")
 VALUES = (
     "'linear'", "'mocker'", "'roofline'", "'config.json'", "'h200'", "1", "-1", "nan", "'fp8'", "[]", "{step = 1}",
-    "{blocks = 9}", "{block_size = 0}", "{memory = 0.5}", "{bf16_tflops = 1}", "99999999999999999999",
+    "{kv_blocks = 9}", "{block_size = 0}", "{memory = 0.5}", "{bf16_tflops = 1}", "99999999999999999999",
 )  # fmt: skip
 
 
@@ -144,7 +144,7 @@ def test_any_file_is_a_profile_or_rejected(
             assert str(error).startswith(path)
         else:
             work = {"prefill_tokens": 1, "prefill_attended": 1, "decode_sequences": 1, "decode_tokens": 64}
-            assert profile.timing.step_us(**work, cache_tokens=64) >= 1
+            assert profile.timing.step_us(StepWork(**work, cache_tokens=64)) >= 1
 
 
 @pytest.mark.parametrize(
@@ -246,17 +246,16 @@ def test_llama_8b_on_one_h100(tmp_path: Path) -> None:
     timing = timing_of(profile)
     # Decoding one sequence of 640 tokens reads weights and cache: 2 bytes per number, 80 % of 3.35 TB/s.
     read = 2 * (32 * LAYER + HEAD) + 640 * 2 * 32 * 8 * 128 * 2
-    assert timing.step_us(**DECODE_ONE, decode_tokens=640) == round(read / (3.35e6 * 0.8) + 500)
+    assert timing.step_us(StepWork(**DECODE_ONE, decode_tokens=640)) == round(read / (3.35e6 * 0.8) + 500)
     assert read / (3.35e6 * 0.8) == pytest.approx(5632, abs=1)
     # Prefill of 2048 tokens: 70 % of 989 TFLOPS; a pair takes 4 FLOPs per number of 32 heads of 128.
     pairs = 2048 * 2049 // 2
     flops = 2048 * 2 * 32 * LAYER + pairs * 4 * 32 * 32 * 128
-    took = timing.step_us(prefill_tokens=2048, prefill_attended=pairs, decode_sequences=0, decode_tokens=0,
-                          cache_tokens=1)  # fmt: skip
+    took = timing.step_us(StepWork(2048, pairs, 0, 0, cache_tokens=1))
     assert took == round(flops / (989e6 * 0.7) + 500)
     # 90 % of 79 GiB less 2 GiB reserved and less the weights; 131,072 bytes of cache per token.
     left = 79 * 2**30 * 0.9 - 2 * 2**30 - 2 * 8_030_261_248
-    assert profile.sizes == EngineSizes(block_size=64, blocks=int(left // (131_072 * 64)), gpus=1.0)
+    assert profile.sizes == EngineSizes(block_size=64, kv_blocks=int(left // (131_072 * 64)), gpus=1.0)
     assert profile.source == gpu_sheet("h100-sxm").source
 
 
@@ -295,7 +294,7 @@ def test_mixture_reads_selected_experts_and_computes_active_ones(tmp_path: Path)
     assert timing.flops_token == 32 * (layer + 2 * expert)
     assert (timing.bytes_experts, timing.experts, timing.experts_active) == (32 * 8 * expert, 8, 2)
     read = 32 * layer + 4096 * 32000 + 32 * 2 * expert + 64 * 2 * 32 * 4 * 128 * 2
-    took = timing.step_us(**DECODE_ONE, decode_tokens=64)
+    took = timing.step_us(StepWork(**DECODE_ONE, decode_tokens=64))
     assert took == pytest.approx(read / (3.35e6 * 0.8) + 500 + 64 * 8 + timing.reduce_us_token, abs=1)
 
 
@@ -316,8 +315,8 @@ def test_a_custom_data_sheet_and_assumptions_are_used(tmp_path: Path) -> None:
     overhead_us = 0
     [sizes]
     block_size = 16
-    blocks = 1000
+    kv_blocks = 1000
     """
     profile = roofline_of(tmp_path, own.replace("[gpu]", "[gpu] # gpu ="))
-    assert timing_of(profile).step_us(**DECODE_ONE, decode_tokens=0) == round(2 * (32 * LAYER + HEAD) / 1e6)
-    assert profile.sizes == EngineSizes(block_size=16, blocks=1000, gpus=1.0)
+    assert timing_of(profile).step_us(StepWork(**DECODE_ONE, decode_tokens=0)) == round(2 * (32 * LAYER + HEAD) / 1e6)
+    assert profile.sizes == EngineSizes(block_size=16, kv_blocks=1000, gpus=1.0)

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from forebay.cli.app import app
-from forebay.engine_model.timing import LinearTiming
+from forebay.engine_model.timing import LinearTiming, StepWork
 from forebay.simulate.profiles.profile import EngineSizes, load_profile
 
 COSTS = LinearTiming(
@@ -110,8 +110,6 @@ def test_llama_8b_on_one_h100() -> None:
     from forebay.simulate.profiles.aiconfigurator import fit_estimates  # noqa: PLC0415 - imports the extra
 
     found = fit_estimates("meta-llama/Meta-Llama-3.1-8B", "h100_sxm", "vllm", 1)
-    one = found.timing.step_us(
-        prefill_tokens=0, prefill_attended=0, decode_sequences=1, decode_tokens=1024, cache_tokens=1 << 20
-    )
+    one = found.timing.step_us(StepWork(0, 0, decode_sequences=1, decode_tokens=1024, cache_tokens=1 << 20))
     assert 4_480 < one < 9_000
     assert found.decode[0] < 0.1

@@ -219,5 +219,5 @@ def test_a_joining_prefill_worker_takes_over_from_one_lost_while_sending() -> No
 def test_an_empty_fleet_and_inconsistent_sizes_are_rejected() -> None:
     with pytest.raises(NotSimulable, match="the state has no worker"):
         resumed(fleet(), submit("r", CHAIN[:3]))
-    with pytest.raises(NotSimulable, match="worker a cannot be modelled: max_num_batched_tokens"):
+    with pytest.raises(NotSimulable, match=r"worker a .*max_num_batched_tokens"):
         resumed(fleet("a", max_num_seqs=100), submit("r", CHAIN[:3]))

@@ -61,7 +61,7 @@ def test_a_queue_of_oversized_requests_drains() -> None:
     number = 1_000
     trace = [MooncakeRow(0, 512, 1, [0]), *(MooncakeRow(1, 64 * 16 + 1, 1, [at, at, at]) for at in range(number))]
     queue = QueueConfig(threshold=0.01, classes=(QueueClass(requests_per_worker_max=number),))
-    simulation = Simulation(one_pool(1, engine_config(blocks=16)), RouterConfig(queue=queue))
+    simulation = Simulation(one_pool(1, engine_config(kv_blocks=16)), RouterConfig(queue=queue))
     outcome = simulation.run(Rows(trace), lambda _: None)
     assert [bool(served.failure) for served in outcome.requests] == [False] + [True] * number
 
@@ -89,7 +89,7 @@ def test_reuse_matches_an_unbounded_cache_for_sequential_requests() -> None:
 def test_every_request_completes_and_is_counted_once() -> None:
     trace = conversations(sessions=8, turns=6)
     for name in ("kv", "round-robin"):
-        one = metrics(trace, name, blocks=400)
+        one = metrics(trace, name, kv_blocks=400)
         assert (one["requests"], one["failed"]) == (len(trace), 0)
         assert one["output_tokens"] == sum(row.output_length for row in trace)
         computed = sum(worker["computed_tokens"] for worker in one["workers"])
@@ -118,8 +118,8 @@ def test_an_oversized_request_fails_without_affecting_others() -> None:
     trace = conversations(sessions=4, turns=3)
     giant = MooncakeRow(trace[5].timestamp, 40 * 512, 9, list(range(9_000, 9_040)))
     with_giant = [*trace[:6], giant, *trace[6:]]
-    outcome = simulated(with_giant, "round-robin", workers=1, blocks=300)
-    alone = simulated(trace, "round-robin", workers=1, blocks=300)
+    outcome = simulated(with_giant, "round-robin", workers=1, kv_blocks=300)
+    alone = simulated(trace, "round-robin", workers=1, kv_blocks=300)
     others = [served for at, served in enumerate(outcome.requests) if at != 6]
     assert [replace(served, number=at) for at, served in enumerate(others)] == list(alone.requests)
     [failure] = summary(outcome, 1)["failures"]
@@ -129,7 +129,7 @@ def test_an_oversized_request_fails_without_affecting_others() -> None:
 
 def test_all_failures_are_counted_but_few_are_listed() -> None:
     trace = [MooncakeRow(at, 1024, 1, [at, at + 1]) for at in range(FAILURES_SHOWN + 5)]
-    one = metrics(trace, blocks=4)
+    one = metrics(trace, kv_blocks=4)
     assert (one["requests"], one["failed"], len(one["failures"])) == (0, FAILURES_SHOWN + 5, FAILURES_SHOWN)
     assert (one["prefix_reuse"], one["load_max_over_mean"], one["ttft_ms"]) == (0.0, 0.0, {})
 
@@ -188,7 +188,7 @@ def test_workers_that_report_many_used_blocks_are_busy_until_they_report_fewer()
         MooncakeRow(0, 64, 1, [3]),
     ]
     policy_name = "kv:queue.threshold=0,busy.active_decode_blocks_threshold=0.3"
-    first, second, third = simulated(trace, policy_name, workers=1, blocks=1_000).requests
+    first, second, third = simulated(trace, policy_name, workers=1, kv_blocks=1_000).requests
     assert not first.failure + second.failure + third.failure
     assert third.first_us > second.last_us + prefill_us(64) + 2 * decode_us(400, 1_000)
     assert third.first_us < second.last_us + prefill_us(64) + 2 * decode_us(400, 1_000) + LOAD_INTERVAL_US
@@ -203,7 +203,7 @@ def test_a_request_is_rejected_when_every_worker_is_busy() -> None:
 
 def test_a_long_queue_of_oversized_requests_fails_one_by_one() -> None:
     giants = [MooncakeRow(0, 1_024, 1, [2 * at, 2 * at + 1]) for at in range(1, 800)]
-    one = metrics([MooncakeRow(0, 64, 1, [0]), *giants], "kv:queue.threshold=0", workers=1, blocks=4)
+    one = metrics([MooncakeRow(0, 64, 1, [0]), *giants], "kv:queue.threshold=0", workers=1, kv_blocks=4)
     assert (one["requests"], one["failed"]) == (1, len(giants))
 
 

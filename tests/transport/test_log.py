@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.transport.base import Draft, Record, Tail
+from forebay.transport.base import Draft, LogError, Record, Tail
 from forebay.transport.sqlite import tail as sqlite_tail
 from forebay.transport.sqlite.log import RECORD_BYTES_MAX, SqliteLog
 from tests.depth import examples
@@ -188,9 +188,9 @@ async def test_a_closed_log_raises(log: SqliteLog) -> None:
     await log.append(drafts(1))
     log.close()
     log.close()
-    with pytest.raises(Exception, match="is closed"):
+    with pytest.raises(LogError, match="is closed"):
         await log.append(drafts(1))
-    with pytest.raises(Exception, match="is closed"):
+    with pytest.raises(LogError, match="is closed"):
         stored(log)
 
 

@@ -12,7 +12,7 @@ from forebay.core.block_hashes import hash_seed, sequence_hashes
 from forebay.engine_model.model import EngineConfig
 from forebay.events.base import Event, pack_u32
 from forebay.events.codec import decode, encode
-from forebay.events.fleet import WorkerJoined, WorkerSpec
+from forebay.events.fleet import WorkerJoined, WorkerLost, WorkerSpec
 from forebay.events.requests import Sampling
 from forebay.events.topics import DEAD_LETTERS, FLEET, KV_EVENTS, METRICS, PROGRESS, TOKENS, Topic, work_topic
 from forebay.events.work import AnyWorkEvent, WorkItem
@@ -136,6 +136,16 @@ class Scene:
         self._members[epoch] = worker.spec.worker_id
         await until(lambda: worker.worker_epoch == epoch)
         return epoch
+
+    async def lose(self, epoch: int, worker_id: str = "w1") -> None:
+        """Declare a worker lost."""
+        await self.append(FLEET, PARTITION, WorkerLost(owner_epoch=0, worker_id=worker_id, worker_epoch=epoch))
+
+    async def read_by(self, worker: Worker) -> None:
+        """Wait until a worker has read the whole fleet topic."""
+        undecodable = worker.counters.fleet_undecodable
+        await self.log.append([Draft(FLEET.name, PARTITION, b"\xff")])
+        await until(lambda: worker.counters.fleet_undecodable > undecodable)
 
     async def append(self, topic: Topic, partition: int, event: Event) -> int:
         if topic is TOKENS:

@@ -39,12 +39,12 @@ class Side:
 
     @property
     def rank(self) -> MockRank:
-        return self.engine._ranks[0]
+        return self.engine.ranks[0]
 
     @property
     def kv(self) -> MockKv:
-        assert self.engine._kv is not None
-        return self.engine._kv
+        assert self.engine.kv is not None
+        return self.engine.kv
 
     @property
     def used(self) -> int:
@@ -53,14 +53,12 @@ class Side:
 
     async def idle(self) -> None:
         """Nothing is under way, kept, fetched or referenced any more."""
-        engine, rank = self.engine, self.rank
-        await until(lambda: not (self.worker.active_requests or engine.kept() or self.used or rank._fetching))
-        if engine._kv is not None:
+        engine = self.engine
+        await until(lambda: not (self.worker.active_requests or engine.kept() or self.used or engine.requests()))
+        if engine.kv is not None:
             await until(lambda: not self.kv.slots.used)
             stats = engine.kv_stats()
             assert (stats.held_offers, stats.held_blocks, stats.in_flight) == (0, 0, 0)
-        kept = rank._prompts, rank._kept, rank._to_fetch, rank._fetched, rank._outputs._items
-        assert not any(kept), kept
 
 
 @dataclass

@@ -1,8 +1,8 @@
-"""Process with a mock prefill engine. It prints the KV descriptor of each prompt until its standard input ends."""
+"""Process with a mock prefill engine. It replies to each prompt with its KV descriptor."""
 
 import asyncio
 import base64
-import sys
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -14,7 +14,7 @@ from forebay.workers.engine import EngineBatch
 from forebay.workers.engines.mock.engine import MockEngine
 from tests.workers.conftest import Scene, engine_config
 from tests.workers.disagg import kv_settings
-from tests.workers.other_process import OtherProcess, running
+from tests.workers.other_process import OtherProcess, running, serve
 
 
 class Peer(OtherProcess):
@@ -29,36 +29,29 @@ class Peer(OtherProcess):
         """Return the number of requests whose KV is kept."""
         return int(await self.ask("kept"))
 
-    async def gone(self) -> None:
-        await self.process.wait()
-
 
 @asynccontextmanager
 async def peer(kind: str, name: str) -> AsyncIterator[Peer]:
     """A process whose worker is called so."""
-    async with running("tests.workers.disagg_peer", kind, name) as process:
-        yield Peer(process)
+    async with running("tests.workers.disagg_peer", kind, name) as connected:
+        yield Peer(*connected)
 
 
-async def main(kind: str, name: str) -> None:
-    """Obey."""
+async def main(kind: str, name: str, channel: socket.socket) -> None:
+    """Compute prompts until the socket is closed."""
     engine = MockEngine(engine_config(), speedup=1000.0, kv=kv_settings(transport=kind))
     batches: asyncio.Queue[EngineBatch] = asyncio.Queue()
     await engine.start(Scene.spec(None, name=name, role="prefill"))  # type: ignore[arg-type]
     running = asyncio.create_task(engine.run(batches.put_nowait))
-    while line := (await asyncio.to_thread(sys.stdin.readline)).strip():
+
+    async def obey(line: str) -> str:
         if line == "kept":
-            answer = str(engine.kept())
-        else:
-            engine.submit(msgspec.msgpack.decode(base64.b64decode(line), type=WorkItem))
-            while not (generated := (await batches.get()).prefilled):
-                pass
-            answer = base64.b64encode(msgspec.msgpack.encode(generated[0].prefilled)).decode()
-        sys.stdout.write(answer + "\n")
-        sys.stdout.flush()
+            return str(engine.kept())
+        engine.submit(msgspec.msgpack.decode(base64.b64decode(line), type=WorkItem))
+        while not (generated := (await batches.get()).prefilled):
+            pass
+        return base64.b64encode(msgspec.msgpack.encode(generated[0].prefilled)).decode()
+
+    await serve(channel, obey)
     running.cancel()
     await engine.stop()
-
-
-if __name__ == "__main__":
-    asyncio.run(main(*sys.argv[1:]))

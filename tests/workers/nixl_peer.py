@@ -1,16 +1,13 @@
-"""Process that offers arrays by NIXL and obeys commands on its standard input.
+"""Process that offers arrays by NIXL and obeys commands on a socket."""
 
-Arguments: agent name, lease in seconds.
-"""
-
-import asyncio
 import base64
-import sys
+import socket
 
 import msgspec
 import numpy as np
 
 from forebay.workers.kv_transfer.embeddings import EmbeddingTransfer
+from tests.workers.other_process import serve
 
 
 def array(seed: int, size: int) -> "np.ndarray[tuple[int, int], np.dtype[np.float32]]":
@@ -18,22 +15,18 @@ def array(seed: int, size: int) -> "np.ndarray[tuple[int, int], np.dtype[np.floa
     return np.random.default_rng(seed).standard_normal((size, 16), dtype=np.float32)
 
 
-async def main() -> None:
-    """Answer `offer SEED ROWS` and `waiting` with one line each, until the input ends."""
-    offers = EmbeddingTransfer(sys.argv[1], arena_bytes=64 << 20, lease_s=float(sys.argv[2]))
-    while line := await asyncio.to_thread(sys.stdin.readline):
+async def main(name: str, lease_s: str, channel: socket.socket) -> None:
+    """Reply to `offer SEED ROWS` and `waiting` with one line each, until the socket is closed."""
+    offers = EmbeddingTransfer(name, arena_bytes=64 << 20, lease_s=float(lease_s))
+
+    async def obey(line: str) -> str:
         match line.split():
             case ["offer", seed, rows]:
                 encoded = msgspec.msgpack.encode(await offers.offer(array(int(seed), int(rows))))
-                answer = base64.b64encode(encoded).decode()
+                return base64.b64encode(encoded).decode()
             case ["waiting"]:
-                answer = str(offers.waiting)
-            case _:
-                answer = "unknown command"
-        sys.stdout.write(answer + "\n")
-        sys.stdout.flush()
+                return str(offers.waiting)
+        return "unknown command"
+
+    await serve(channel, obey)
     offers.close()
-
-
-if __name__ == "__main__":
-    asyncio.run(main())

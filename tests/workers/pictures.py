@@ -26,6 +26,7 @@ class Memory:
         self.gate = asyncio.Event()
         self.gate.set()
         self.reading = 0
+        self.cancelled = 0
         self.closed: list[str] = []
 
     def offers(self, name: str, **_: Any) -> "MemoryOffers":
@@ -57,7 +58,11 @@ class MemoryReader:
 
     async def read(self, encoded: Encoded) -> Any:
         self.memory.reading += 1
-        await self.memory.gate.wait()
+        try:
+            await self.memory.gate.wait()
+        except asyncio.CancelledError:
+            self.memory.cancelled += 1
+            raise
         if encoded.descriptor not in self.memory.arrays:
             raise TransferError("nobody is there")
         return self.memory.arrays.pop(encoded.descriptor)

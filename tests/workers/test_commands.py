@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from forebay.events.control import Command
-from forebay.events.fleet import WorkerLost, WorkerSpec
+from forebay.events.fleet import WorkerSpec
 from forebay.events.kv import BlocksStored, CacheCleared
 from forebay.events.progress import CommandDone, CommandRefused, RequestFailed, RequestFinished
-from forebay.events.topics import FLEET
 from forebay.events.work import WorkerCommand, WorkItem
 from forebay.workers.engine import EngineError, EngineRefused
 from forebay.workers.engines.mock.engine import MockEngine
@@ -196,8 +195,8 @@ async def test_result_of_a_command_across_epochs_is_reported_in_the_next(scene: 
         await scene.send(command("c", epoch, "load_lora", lora_name="x", lora_path=str(tmp_path)))
         await scene.send(command("dropped", epoch, "sleep"))
         await until(lambda: engine.reported)
-        await until(lambda: len(worker.commands._waiting) == 1)
-        await scene.append(FLEET, PARTITION, WorkerLost(owner_epoch=0, worker_id="w1", worker_epoch=epoch))
+        await until(lambda: worker.commands.waiting == 1)
+        await scene.lose(epoch)
         await until(lambda: scene.holds("t1.2"))
         engine.gate.set()
         await until(lambda: worker.commands.loras)
@@ -214,7 +213,7 @@ async def test_adapters_stay_loaded_in_the_next_epoch(scene: Scene, tmp_path: Pa
     async with scene.serving(worker) as epoch:
         await scene.send(command("c", epoch, "load_lora", lora_name="x", lora_path=str(tmp_path)))
         await until(lambda: answers(scene))
-        await scene.append(FLEET, PARTITION, WorkerLost(owner_epoch=0, worker_id="w1", worker_epoch=epoch))
+        await scene.lose(epoch)
         await until(lambda: scene.holds("t1.2"))
         assert worker.spec.loras == ("x",)
 

@@ -70,14 +70,12 @@ class EngineSide:
         self.engine.reset()
 
     async def idle(self) -> None:
-        engine, rank = self.engine, self.engine._ranks[0]
-        await until(lambda: not (engine.kept() or rank.model.pool.used or rank._fetching or engine._ending))
-        held = rank._prompts, rank._kept, rank._to_fetch, rank._fetched, rank._outputs._items, engine._held
-        assert not any(held), held
-        assert engine._kv is None or not engine._kv.slots.used
+        engine, rank = self.engine, self.engine.ranks[0]
+        await until(lambda: not (engine.kept() or rank.model.pool.used or engine.requests()))
+        await until(lambda: engine.kv is None or not engine.kv.slots.used)
+        await until(lambda: engine.kv_stats().offered == sum(engine.kv_stats().freed.values()))
         stats = engine.kv_stats()
         assert (stats.held_offers, stats.held_blocks, stats.in_flight, stats.waiting) == (0, 0, 0, 0)
-        assert stats.offered == sum(stats.freed.values())
 
 
 class Run:

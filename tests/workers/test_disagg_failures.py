@@ -73,8 +73,7 @@ async def test_a_disagg_holder_that_is_killed(scene: Scene, kind: str, when: str
         if when == "after":
             await both.answer("r", prefilled)
             assert await both.generated("r") == expected
-        other.signal(signal.SIGKILL)
-        await other.gone()
+        await other.kill()
         if when == "before":
             await both.answer("r", prefilled)
             assert await both.not_fetched("r")
@@ -97,11 +96,10 @@ async def test_a_disagg_holder_that_dies_while_it_is_read_from(scene: Scene, kin
         prefilled = await other.compute(item)
         other.signal(signal.SIGSTOP)
         await both.answer("r", prefilled)
-        await until(lambda: both.decode.rank._fetching)
+        await until(lambda: both.decode.engine.requests().get("r") == "fetching")
         if then == "killed":
             await until(lambda: both.decode.engine.kv_stats().in_flight)
-            other.signal(signal.SIGKILL)
-            await other.gone()
+            await other.kill()
         assert await both.not_fetched("r")
         assert not output_by(scene, "r")
         assert not both.decode.used
@@ -134,9 +132,9 @@ async def test_disagg_cancellation_before_the_transport_is_open(scene: Scene, mo
     monkeypatch.setattr(mock_kv, "open_transport", gated)
     async with pair(scene) as both:
         await both.ask("r")
-        await until(lambda: both.prefill.engine._held)
+        await until(both.prefill.engine.requests)
         await both.cancel("r", both.prefill)
-        await until(lambda: not both.prefill.engine._held)
+        await until(lambda: not both.prefill.engine.requests())
         await both.ask("s")
         opened.set()
         await both.computed("s")
@@ -151,7 +149,7 @@ async def test_disagg_cancellation_during_prefill(scene: Scene) -> None:
         await both.cancel("warm", both.prefill)
         await both.prefill.engine.command(Command(action="pause"))
         await both.ask("waits")
-        await until(lambda: both.prefill.rank._prompts)
+        await until(lambda: both.prefill.engine.requests() == {"waits": "prefill"})
         await both.cancel("waits", both.prefill)
         await both.idle()
         await both.prefill.engine.command(Command(action="resume"))
@@ -177,9 +175,9 @@ async def test_disagg_cancellation_during_decode(scene: Scene) -> None:
         gate = Gate(both)
         for name in ("fetched", "waits"):
             await both.answer(name, await both.compute(name, [ord(name[0]), *PROMPT, 7, 8, 9], 8))
-        await until(lambda: gate.waiting == 1 and len(both.decode.rank._to_fetch) == 2)
+        await until(lambda: gate.waiting == 1 and len(both.decode.engine.requests()) == 2)
         await both.cancel("waits", both.decode)
-        await until(lambda: list(both.decode.rank._to_fetch) == ["fetched"])
+        await until(lambda: list(both.decode.engine.requests()) == ["fetched"])
         await both.cancel("fetched", both.decode)
         await until(lambda: not both.decode.used and not gate.waiting)
         # A cancelled fetch notifies the holder; for one that never began, the owner does.
@@ -201,7 +199,7 @@ async def test_disagg_cancellation_before_the_first_token(scene: Scene) -> None:
         await until(lambda: gate.waiting)
         await both.decode.engine.command(Command(action="pause"))
         gate.open.set()
-        await until(lambda: both.decode.rank._fetched)
+        await until(lambda: both.decode.engine.requests() == {"r": "fetched"})
         await both.cancel("r", both.decode)
         await both.idle()
     assert not output_by(scene, "r")
@@ -257,8 +255,7 @@ async def test_disagg_kv_is_freed_with_a_lost_epoch(scene: Scene, kind: str) -> 
     expected = await aggregated(scene, "alone")
     async with pair(scene, transport=kind) as both:
         kept = await both.compute("kept")
-        before = both.prefill.engine._kv
-        assert before is not None
+        before = both.prefill.kv
         lost = WorkerLost(owner_epoch=0, worker_id="prefill-1", worker_epoch=both.prefill.epoch, reason="test")
         await scene.append(FLEET, PARTITION, lost)
         both.prefill.epoch = await scene.admit(both.prefill.worker, "t-prefill-1.2", slot=both.prefill.slot)
@@ -300,7 +297,7 @@ async def test_disagg_sleeping_engines_keep_no_kv_and_continue_afterwards(scene:
             await one.engine.command(Command(action="sleep"))
         assert "the cache was cleared" in await both.not_fetched("fetched")
         await both.answer("kept", kept)
-        await until(lambda: both.decode.rank._to_fetch)
+        await until(lambda: both.decode.engine.requests() == {"kept": "to_fetch"})
         assert not both.prefill.engine.kept()
         assert not (both.prefill.used or both.decode.used)
         for one in (both.prefill, both.decode):
@@ -324,7 +321,7 @@ async def test_disagg_draining_prefill_worker_waits_for_its_readers(scene: Scene
         prefill.worker.drain(60.0)
         draining = WorkerDraining(owner_epoch=0, worker_id="prefill-1", worker_epoch=prefill.epoch)
         await scene.append(FLEET, PARTITION, draining)
-        await until(lambda: prefill.worker._drain is not None and prefill.worker._drain.announced)
+        await scene.read_by(prefill.worker)
         assert not task.done()
         await both.answer("r", prefilled)
         assert await both.generated("r") == expected

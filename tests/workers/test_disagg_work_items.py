@@ -12,7 +12,7 @@ from forebay.core.block_hashes import sequence_hashes
 from forebay.engine_model.model import Emitted, EngineLoad, Finished, FirstTokenStep
 from forebay.events.base import pack_u32, unpack_u32
 from forebay.events.control import Command
-from forebay.events.fleet import WorkerDraining, WorkerLost, WorkerSpec
+from forebay.events.fleet import WorkerDraining, WorkerSpec
 from forebay.events.media import Media
 from forebay.events.progress import (
     FirstTokenEmitted,
@@ -441,7 +441,7 @@ async def test_disagg_lost_epoch_frees_kept_kv(scene: Scene) -> None:
     worker = worker_of(scene, engine)
     async with scene.serving(worker) as epoch:
         await computed(scene, engine, item_of("r", "prefill", epoch))
-        await scene.append(FLEET, PARTITION, WorkerLost(owner_epoch=0, worker_id="w1", worker_epoch=epoch))
+        await scene.lose(epoch)
         await until(lambda: worker.worker_epoch is None)
         assert engine.resets == 1
         assert not engine.kept()

@@ -57,9 +57,11 @@ class Encoder(StandInEncoder):
         self.gate = threading.Event()
         self.gate.set()
         self.rows = 0
+        self.begun = 0  # calls
         self.passed = 0  # calls that have passed the gate
 
     def encode_all(self, media: Sequence[Media]) -> Any:
+        self.begun += 1
         self.gate.wait()
         self.passed += 1
         if self.fails is not None:
@@ -179,8 +181,9 @@ async def test_a_new_epoch_offers_under_a_new_name(scene: Scene, memory: Memory)
     async with scene.serving(worker) as epoch:
         await scene.send(encode_item("r", media(png()), epoch=epoch))
         await until(lambda: scene.progress(EncodeFinished))
-        worker._leave()
-        assert memory.closed == [f"w1@{epoch}"]
+        await scene.lose(epoch)
+        await until(lambda: memory.closed)
+    assert memory.closed == [f"w1@{epoch}"]
 
 
 @asynccontextmanager
@@ -211,13 +214,13 @@ async def test_cancelled_and_reset_work_is_not_published(memory: Memory) -> None
         assert [done.request_id for batch in batches for done in batch.encoded] == ["a", "c"]
         encoder.gate.clear()
         one.submit(encode_item("d", media(png()), epoch=1))
-        await until(lambda: one._running is not None)
+        await until(lambda: encoder.begun == 3)
         one.cancel("d")
         encoder.gate.set()
         await until(lambda: encoder.passed == 3)  # a, c and d: the gate must not close before d has passed
         encoder.gate.clear()
         one.submit(encode_item("e", media(png()), epoch=1))
-        await until(lambda: one._running is not None)
+        await until(lambda: encoder.begun == 4)
         one.reset()
         encoder.gate.set()
         one.submit(encode_item("f", media(png()), epoch=2))
@@ -296,8 +299,9 @@ async def test_cancellation_during_a_fetch(scene: Scene, memory: Memory) -> None
         await until(lambda: "r" not in worker.active_requests)
         memory.gate.set()
         await until(lambda: scene.progress(RequestFinished))
-        worker._leave()
-        assert memory.closed == [f"w1/reader@{epoch}"]
+        await scene.lose(epoch)
+        await until(lambda: memory.closed)
+    assert memory.closed == [f"w1/reader@{epoch}"]
     assert [one.request_id for one in scene.progress() if isinstance(one, RequestFinished)] == ["s"]
 
 
@@ -308,10 +312,8 @@ async def test_fetches_are_cancelled_with_their_epoch(scene: Scene, memory: Memo
         encoded = offers.offer_now(StandInEncoder().encode_all([one]))
         await scene.send(answer_item("r", withheld(one), epoch=epoch, encoded=encoded))
         await until(lambda: memory.reading == 1)
-        (task,) = worker.media._fetching.values()
-        worker._leave()
-        await until(task.done)
-        assert task.cancelled()
+        await scene.lose(epoch)
+        await until(lambda: memory.cancelled == 1)
     assert scene.progress() == []
 
 
@@ -404,9 +406,7 @@ def test_standin_depends_on_pixels_and_placeholders() -> None:
 
 def test_standin_refuses_invalid_images(monkeypatch: pytest.MonkeyPatch) -> None:
     for content in (b"", b"GIF89a", png()[:40]):
-        with pytest.raises(
-            MediaUnusable, match=r"cannot decode an image: cannot identify image file <_io\.BytesIO object at"
-        ):
+        with pytest.raises(MediaUnusable, match="cannot decode an image"):
             StandInEncoder().encode(media(content))
     monkeypatch.setattr("forebay.workers.engines.standin_encoder.IMAGE_PIXELS_MAX", 100)
     with pytest.raises(MediaUnusable, match="16 x 16 pixels is too large"):
@@ -422,7 +422,5 @@ def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, missing: str)
 
 def test_without_nixl_an_encode_worker_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "nixl_cu12", None)
-    with pytest.raises(
-        EngineError, match=r"halted; None in sys\.modules\): pip install numpy && pip install --no-deps nixl-cu"
-    ):
+    with pytest.raises(EngineError, match="pip install --no-deps nixl-cu12"):
         nixl_agent.load_nixl()

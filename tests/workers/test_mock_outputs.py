@@ -1,57 +1,24 @@
 """Embeddings and log probabilities of the mock engine."""
 
-import asyncio
 from array import array
-from typing import Any
 
-import msgspec
 import pytest
 
-from forebay.core.block_hashes import sequence_hashes
 from forebay.engine_model.model import EngineConfig, Stored
-from forebay.events.base import pack_u32, unpack_u32
+from forebay.events.base import unpack_u32
 from forebay.events.requests import Sampling
 from forebay.events.work import WorkItem
 from forebay.workers.engine import EngineBatch
 from forebay.workers.engines.mock.engine import MockEngine
 from forebay.workers.engines.mock.outputs import DIMENSIONS
+from tests.workers.work_items import finish, item
 
 CONFIG = EngineConfig(vocabulary=tuple(range(100, 140)), block_size=4, kv_blocks_total=64, max_num_seqs=8)
 
 
-def item(name: str, tokens: range, **changes: Any) -> WorkItem:
-    token_ids = pack_u32(tokens)
-    made = WorkItem(
-        request_id=name,
-        attempt=1,
-        owner_epoch=1,
-        worker_epoch=1,
-        rank=0,
-        token_ids=token_ids,
-        sequence_hashes=sequence_hashes(token_ids, 4),
-        reply_slot=0,
-        sampling=Sampling(max_tokens=3),
-    )
-    return msgspec.structs.replace(made, **changes)
-
-
 async def run(*items: WorkItem) -> list[EngineBatch]:
     """All batches until every item has ended."""
-    engine, batches = MockEngine(CONFIG, speedup=1000.0), []
-    done = asyncio.Event()
-
-    def publish(batch: EngineBatch) -> None:
-        batches.append(batch)
-        if sum(len(one.finished) for one in batches) == len(items):
-            done.set()
-
-    running = asyncio.create_task(engine.run(publish))
-    for one in items:
-        engine.submit(one)
-    await done.wait()
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
-    return batches
+    return await finish(MockEngine(CONFIG, speedup=1000.0), *items)
 
 
 @pytest.mark.timeout(60)
@@ -90,10 +57,11 @@ async def test_log_probabilities_if_requested() -> None:
     assert sum(len(chunk.logprobs) for chunk in generated) == 5
 
 
-async def test_dropped_requests_are_not_published() -> None:
+def test_dropped_requests_have_no_outputs() -> None:
     engine = MockEngine(CONFIG)
     engine.submit(item("a", range(10), task="embed"))
     engine.cancel("a")
     engine.submit(item("b", range(10), task="embed"))
+    assert engine.requests() == {"b": "output"}
     engine.reset()
-    assert not engine._ranks[0]._outputs._items
+    assert not engine.requests()

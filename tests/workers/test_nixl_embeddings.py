@@ -16,6 +16,7 @@ np = pytest.importorskip("numpy", reason="numpy is not installed")
 pytest.importorskip("nixl_cu12", reason="NIXL (nixl-cu12) is not installed")
 
 from forebay.events.media import Encoded  # noqa: E402 - NIXL first
+from forebay.workers.engine import EngineError  # noqa: E402
 from forebay.workers.kv_transfer import nixl_thread  # noqa: E402
 from forebay.workers.kv_transfer.embeddings import BLOCK_BYTES, EmbeddingTransfer  # noqa: E402
 from forebay.workers.kv_transfer.nixl_agent import TransferError, agent_name  # noqa: E402
@@ -41,8 +42,8 @@ class Holder(OtherProcess):
 
 @asynccontextmanager
 async def holder(name: str, lease_s: float = 60.0) -> AsyncIterator[Holder]:
-    async with running("tests.workers.nixl_peer", name, str(lease_s)) as process:
-        yield Holder(process)
+    async with running("tests.workers.nixl_peer", name, str(lease_s)) as connected:
+        yield Holder(*connected)
 
 
 @asynccontextmanager
@@ -81,8 +82,7 @@ async def test_nixl_dead_holder_fails_at_once_and_its_successor_is_read() -> Non
         async with holder("e@9") as other:
             assert len(await reader.read(await other.offer(1, 100))) == 100
             offered = await other.offer(2, 100)
-            other.signal(signal.SIGKILL)
-            await other.process.wait()
+            await other.kill()
             with pytest.raises(TransferError, match="e@9"):
                 await reader.read(offered)
         for name in ("e@10", "e@9"):  # another epoch, and the same agent name again
@@ -170,6 +170,6 @@ async def test_nixl_start_that_failed_is_repeated(monkeypatch: pytest.MonkeyPatc
     async with transfer("e@18") as offers:
         with monkeypatch.context() as patched:
             patched.setattr(nixl_thread, "open_agent", no_device)
-            with pytest.raises(Exception, match="cannot start NIXL: no device"):
+            with pytest.raises(EngineError, match="no device"):
                 await offers.offer(np.ones(4, dtype=np.float32))
         await offers.offer(np.ones(4, dtype=np.float32))

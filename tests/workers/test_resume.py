@@ -14,18 +14,17 @@ from forebay.core.state.reply_slot import ResponseState, apply
 from forebay.engine_model.sequence import generate_tokens
 from forebay.events.base import pack_u32, unpack_u64
 from forebay.events.codec import decode, encode
-from forebay.events.fleet import WorkerLost
 from forebay.events.progress import FirstTokenEmitted, OutputGrown, RequestFailed, RequestFinished
 from forebay.events.requests import Sampling, StructuredOutput
 from forebay.events.tokens import AttemptStarted, ResponseEnded, ResponseError, TokenChunk, TokensEmitted, Usage
-from forebay.events.topics import FLEET, TOKENS
+from forebay.events.topics import TOKENS
 from forebay.events.work import WorkCancelled, WorkItem
 from forebay.transport.base import Draft, LogError, Record
 from forebay.transport.sqlite.log import SqliteLog
 from forebay.workers.runtime.resume import PAGE_RECORDS, continued
 from forebay.workers.runtime.worker import Worker
 from tests.harness.faulty_log import FaultyLog
-from tests.workers.conftest import GROUP, PARTITION, VOCABULARY, WORK, WORK_SLOT, Scene, until, work_item
+from tests.workers.conftest import GROUP, VOCABULARY, WORK, WORK_SLOT, Scene, until, work_item
 
 SLOT = 3
 PROMPT = [1, 2, 3, 4, 5, 6]
@@ -352,7 +351,7 @@ async def test_worker_lost_during_the_read_emits_nothing(scene: Scene, gate: Gat
     async with scene.serving(worker) as epoch:
         await scene.send(later("a", epoch))
         await until(lambda: gate.reading)
-        await scene.append(FLEET, PARTITION, WorkerLost(worker_id="w1", worker_epoch=epoch, owner_epoch=0))
+        await scene.lose(epoch)
         again = await scene.admit(worker, "t1.2")
         gate.open.set()
         await scene.send(later("b", again))

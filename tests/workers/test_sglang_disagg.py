@@ -46,7 +46,7 @@ def started_manager() -> TokenizerManager | None:
 @pytest.fixture
 async def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pair]:
     sglang_standin.install(monkeypatch)
-    monkeypatch.setattr(sglang_core, "_TAKEN", Free())
+    monkeypatch.setattr(sglang_core, "ENGINE_LOCK", Free())
     monkeypatch.setattr(Engine, "rooms", {})
     async with standin_pair(tmp_path, SglangEngine, started_manager) as both:
         yield both

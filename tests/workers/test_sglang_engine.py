@@ -275,7 +275,7 @@ async def test_prefill_or_decode_engine_warms_up_alone(started: Start, role: str
 async def test_dead_scheduler_ends_run(started: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Engine, "child", True)
     async with started() as one:
-        assert manager()._subprocess_watchdog.stopped
+        assert manager().watchdog.stopped
         manager().deaf = True
         answer = one.submit(one.item(PROMPT, 2))
         assert Engine.made is not None
@@ -462,9 +462,10 @@ async def test_a_start_that_is_cancelled_ends_its_processes(
     monkeypatch.setattr(Engine, "child", True)
     engine = SglangEngine(settings)
     starting = asyncio.create_task(engine.start(SPEC))
-    await until(engine._core.processes)
+    await until(lambda: Engine.made is not None and Engine.made.processes)
+    assert Engine.made is not None
     starting.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await starting
     await engine.stop()
-    assert not engine._core.processes()
+    assert not any(process.is_alive() for process in Engine.made.processes)

@@ -91,13 +91,15 @@ async def test_kv_counts_as_kept_until_no_block_is_in_use(pair: Pair, monkeypatc
     assert isinstance(engine, KvEngine)
     for prompt in (PROMPT, [9, *PROMPT]):
         await pair.prefilled(prompt)
+    last = list(pair.prefill.answers)[-1]
     pair.prefill_backend.step.clear()
-    engine._ranks[0].report(0, 0, 0.5)
+    running = pair.prefill.item([8, *PROMPT], stage="prefill")
+    pair.prefill.submit(running)
     assert engine.kept() == 2
-    engine.release(list(pair.prefill.answers)[-1])
+    engine.release(last)
     engine.drop(kept())
     assert engine.kept() == 1
-    engine._ranks[0].report(0, 0, 0.0)
+    engine.cancel(running.request_id)
     assert engine.kept() == 0
 
 

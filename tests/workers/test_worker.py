@@ -261,7 +261,7 @@ async def test_later_worker_of_the_same_name_wins(scene: Scene) -> None:
     task = asyncio.create_task(worker.run())
     epoch = await scene.admit(worker, "t1")
     scene.leases.acquire(GROUP, "w1", "later", b"", 60_000)
-    await scene.append(FLEET, PARTITION, WorkerLost(worker_id="w1", worker_epoch=epoch, owner_epoch=0))
+    await scene.lose(epoch)
     with pytest.raises(ExceptionGroup) as caught:
         await task
     assert caught.group_contains(WorkerReplaced, match="later")
@@ -390,7 +390,7 @@ async def test_stale_and_foreign_fleet_events_are_ignored(scene: Scene) -> None:
     worker = scene.worker()
     async with scene.serving(worker) as epoch:
         await scene.append(FLEET, PARTITION, OwnershipAnnounced(owner_epoch=7))
-        await scene.append(FLEET, PARTITION, WorkerLost(worker_id="w1", worker_epoch=epoch, owner_epoch=0))
+        await scene.lose(epoch)
         await scene.append(FLEET, PARTITION, WorkerLost(worker_id="w2", worker_epoch=epoch, owner_epoch=7))
         await scene.append(FLEET, PARTITION, WorkerLost(worker_id="w1", worker_epoch=epoch + 9, owner_epoch=7))
         await scene.log.append([Draft(FLEET.name, PARTITION, b"{}")])

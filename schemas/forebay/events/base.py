@@ -1,7 +1,7 @@
 """Base of every event: the struct classes, packed number lists and digests.
 
-Packed lists are little-endian: token ids as u32, hashes as u64. They stay `bytes` inside events, because most readers
-only forward them. The helpers here are the only code that packs and unpacks.
+A packed list is a `bytes` field with little-endian numbers: token ids as u32, hashes as u64. Most readers only forward
+packed lists, so events keep them as `bytes`. The helpers here are the only code that packs and unpacks lists.
 """
 
 import sys
@@ -30,50 +30,70 @@ Digest = Annotated[
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", omit_defaults=True):
-    """Fact, command or decision. Each subclass has a dotted tag whose meaning never changes.
+    """Base class of all events: facts, commands and decisions.
 
-    New fields always have a default. Readers ignore unknown fields. An unknown tag is a decode error
-    (`forebay.events.codec.DecodeError`).
+    The field `type` of an encoded event has the dotted tag of its class, for example `request.submitted`. The meaning
+    of a tag never changes. New fields always have a default. Readers ignore unknown fields. An unknown tag is a decode
+    error (`forebay.events.codec.DecodeError`).
     """
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Named group of fields inside an event."""
+    """Base class of named groups of fields inside an event. A part has no tag of its own."""
 
 
 def pack_u32(values: Iterable[int]) -> bytes:
-    """Pack integers below 2**32 as little-endian u32. Raises OverflowError for others."""
+    """Pack integers from 0 to 2**32 - 1 as little-endian u32. Raises OverflowError for other integers."""
     return _little_endian(array("I", values)).tobytes()
 
 
 def unpack_u32(packed: bytes) -> list[int]:
-    """Unpack the result of `pack_u32`. Raises ValueError if the length is not a multiple of four."""
+    """Unpack little-endian u32, as packed by `pack_u32`.
+
+    Raises ValueError if the length is not a multiple of 4 bytes.
+    """
     return _unpack("I", packed)
 
 
 def pack_u64(values: Iterable[int]) -> bytes:
-    """Pack integers below 2**64 as little-endian u64. Raises OverflowError for others."""
+    """Pack integers from 0 to 2**64 - 1 as little-endian u64. Raises OverflowError for other integers."""
     return _little_endian(array("Q", values)).tobytes()
 
 
 def array_u64(packed: bytes) -> "array[int]":
-    """Return packed u64 as an array, without unpacking it. Raises ValueError as `unpack_u64` does."""
+    """Return packed u64 as an array of type "Q", which needs less memory than a list of integers.
+
+    Raises:
+        ValueError: the length is not a multiple of 8 bytes.
+    """
     return _little_endian(array("Q", packed))
 
 
 def unpack_u64(packed: bytes) -> list[int]:
-    """Unpack the result of `pack_u64`. Raises ValueError if the length is not a multiple of eight."""
+    """Unpack little-endian u64, as packed by `pack_u64`.
+
+    Raises ValueError if the length is not a multiple of 8 bytes.
+    """
     return _unpack("Q", packed)
 
 
 def require_packed(name: str, packed: bytes, width: int) -> None:
-    """Check that the length of a packed list is a multiple of `width` bytes. Raises ValueError otherwise."""
+    """Check that the length of a packed list is a multiple of `width` bytes.
+
+    Args:
+        name: name of the field, for the error message.
+        packed: the list.
+        width: bytes per number.
+
+    Raises:
+        ValueError: the length is not a multiple of `width`.
+    """
     if len(packed) % width:
         raise ValueError(f"{name}: {len(packed)} bytes are not a multiple of {width}")
 
 
 def hex_digest(value: int) -> str:
-    """Return a 64-bit integer as `Digest`."""
+    """Return the lowest 64 bits of an integer as 16 hex digits (`Digest`)."""
     return f"{value & U64_MASK:016x}"
 
 

@@ -14,11 +14,17 @@ MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 class DecodeError(ValueError):
-    """The record is not an event of its topic. The text names the position and is fit for a dead letter."""
+    """A record is not an event of its topic.
+
+    The text names the topic and the place of the error in the record, and may be written to a dead letter.
+    """
 
 
 def encode(topic: Topic, event: Event) -> bytes:
-    """Return the wire form of an event. Raises TypeError if the topic carries no events."""
+    """Return the bytes of an event as they are written to `topic`.
+
+    Raises TypeError if the topic carries raw records.
+    """
     if topic.codec == "json":
         return _JSON.encode(event)
     if topic.codec == "msgpack":
@@ -27,7 +33,11 @@ def encode(topic: Topic, event: Event) -> bytes:
 
 
 def decode(topic: Topic, value: bytes | None) -> Any:
-    """Return the event in a record of `topic`. Raises DecodeError for anything else, including null."""
+    """Return the event in the value of a record of `topic`.
+
+    Raises:
+        DecodeError: the value is null, malformed, or not an event of this topic.
+    """
     if value is None:
         raise DecodeError(f"{topic.name}: its value is null")
     try:
@@ -37,10 +47,14 @@ def decode(topic: Topic, value: bytes | None) -> Any:
 
 
 def unknown_tag(topic: Topic, value: bytes) -> str | None:
-    """Return the tag of a well-formed record whose tag is unknown here; a newer version may know it.
+    """Return the tag of a record whose event type this version does not know. A newer version may know it.
+
+    Args:
+        topic: topic of the record; it must carry events.
+        value: value of the record.
 
     Returns:
-        None if the tag is known or if the bytes are not a tagged record.
+        The tag, or None if this version knows the tag, or if the bytes are no well-formed record with a tag.
     """
     assert topic.events is not None, "a topic without events has no tags"
     decoder = _TAGGED_JSON if topic.codec == "json" else _TAGGED_MSGPACK

@@ -1,10 +1,13 @@
-"""Topic `control`: configuration and admin commands."""
+"""Topic `control`: configuration of pools, and commands of operators."""
 
+from collections.abc import Mapping
+from functools import lru_cache
 from typing import Annotated, Literal
 
 import msgspec
 
 from forebay.events.base import Count, Event, Name, Part
+from forebay.events.privacy import LORA, MODEL, NONCE, PATH, POOL, REQUEST_ID, WORKER, SystemName
 
 RouterMode = Literal["kv", "round-robin", "random", "power-of-two", "least-loaded", "direct"]
 QueuePolicy = Literal["fcfs", "wspt", "lcfs"]
@@ -18,12 +21,27 @@ DEFAULT_CLASS = "default"
 CLASSES_MAX = 256  # every queued request is compared with each class
 
 
-def require_numbers(part: msgspec.Struct, limits: dict[str, float]) -> None:
-    """Check that fields are numbers from 0 to their limit; None is allowed. Raises ValueError otherwise.
+@lru_cache
+def _limits(kind: type[msgspec.Struct]) -> Mapping[str, float]:
+    """Return the maximum of each number of a struct whose type declares one."""
+    limits: dict[str, float] = {}
+    for field in msgspec.structs.fields(kind):
+        info = msgspec.inspect.type_info(field.type)
+        for one in info.types if isinstance(info, msgspec.inspect.UnionType) else (info,):
+            if isinstance(one, msgspec.inspect.IntType | msgspec.inspect.FloatType) and one.le is not None:
+                limits[field.name] = one.le
+    return limits
 
-    The decoder checks events from the wire; this function checks structs that are created in a process.
+
+def require_numbers(part: msgspec.Struct) -> None:
+    """Check that each number is None or between 0 and the maximum that its type declares.
+
+    The decoder checks the ranges of events from the log. This function checks structs that a process creates itself.
+
+    Raises:
+        ValueError: a number is out of range or NaN.
     """
-    for name, most in limits.items():
+    for name, most in _limits(type(part)).items():
         value = getattr(part, name)
         if value is not None and not 0 <= value <= most:  # also false for NaN
             raise ValueError(f"{name} must be a number from 0 to {most:g}, not {value}")
@@ -36,18 +54,18 @@ COMMAND_TIMEOUT_US_MAX = 3_600_000_000  # one hour: loading an adapter from a sl
 
 
 class Command(Part, frozen=True, kw_only=True):
-    """Administrative command to an engine. Action names are Dynamo's and vLLM's.
+    """Operator's command to an engine. The names of the actions are Dynamo's and vLLM's.
 
     Attributes:
         action: what the engine does.
-        lora_name: adapter to load or unload.
-        lora_path: directory of the adapter, readable by the worker.
-        level: sleep level of the action `sleep`: 1 keeps the weights in host memory, 2 drops them.
+        lora_name: adapter to load or unload; empty for other actions.
+        lora_path: directory of the adapter, readable by the worker; empty for other actions.
+        level: level of the action `sleep`: 1 keeps the weights in host memory, 2 discards them.
     """
 
     action: Action
-    lora_name: Annotated[str, msgspec.Meta(max_length=256)] = ""
-    lora_path: Annotated[str, msgspec.Meta(max_length=4_096)] = ""
+    lora_name: Annotated[str, msgspec.Meta(max_length=256), LORA] = ""
+    lora_path: Annotated[str, msgspec.Meta(max_length=4_096), PATH] = ""
     level: Annotated[int, msgspec.Meta(ge=1, le=2)] = 1
 
 
@@ -56,9 +74,9 @@ class BusyThresholds(Part, frozen=True, kw_only=True):
 
     Attributes:
         active_decode_blocks_threshold: share of the rank's KV blocks in use; null is off.
-        active_prefill_tokens_threshold: prompt tokens queued or being computed; null is off.
-        active_prefill_tokens_threshold_frac: the same as a multiple of the worker's `max_num_batched_tokens`; null is
-            off.
+        active_prefill_tokens_threshold: prompt tokens sent to the rank and not computed yet; null is off.
+        active_prefill_tokens_threshold_frac: prompt tokens sent to the rank and not computed yet, as a multiple of the
+            worker's `max_num_batched_tokens`; null is off.
     """
 
     active_decode_blocks_threshold: Fraction | None = None
@@ -66,31 +84,25 @@ class BusyThresholds(Part, frozen=True, kw_only=True):
     active_prefill_tokens_threshold_frac: Weight | None = None
 
     def __post_init__(self) -> None:
-        require_numbers(
-            self,
-            {
-                "active_decode_blocks_threshold": 1.0,
-                "active_prefill_tokens_threshold": (1 << 63) - 1,
-                "active_prefill_tokens_threshold_frac": 1e6,
-            },
-        )
+        require_numbers(self)
 
 
 class QueueClass(Part, frozen=True, kw_only=True):
-    """Queue of one policy class.
+    """One of the classes of the router's queue. Each class is a queue of its own.
 
-    Classes take turns by deficit round robin: a turn adds `quantum` tokens, and a request costs its uncached tokens.
+    Classes are served by deficit round robin: the turn of a class adds `quantum` tokens to its deficit counter, and a
+    request that leaves the queue subtracts its uncached tokens.
 
     Attributes:
-        name: policy class. If several classes share a name, a request enters the one with the highest
-            `uncached_tokens_min` that it reaches.
+        name: name of the class, as in `RoutingHints.policy_class`. If several classes share a name, a request enters
+            the one with the highest `uncached_tokens_min` that the request reaches.
         quantum: tokens that a turn adds to the deficit counter of the class.
-        uncached_tokens_min: fewest uncached prompt tokens of a request in this class.
-        policy: order of requests; null uses the policy of the queue.
-        requests_per_worker_max: maximum length of the queue per ready worker of the pool.
+        uncached_tokens_min: minimum number of uncached prompt tokens of a request in this class.
+        policy: order of the requests in the class; null uses the policy of the queue.
+        requests_per_worker_max: maximum number of requests in the class per ready worker of the pool.
     """
 
-    name: Name = DEFAULT_CLASS
+    name: SystemName = DEFAULT_CLASS
     quantum: Annotated[int, msgspec.Meta(ge=1, le=(1 << 31) - 1)] = 8_192
     uncached_tokens_min: Count = 0
     policy: QueuePolicy | None = None
@@ -101,15 +113,15 @@ class QueueConfig(Part, frozen=True, kw_only=True):
     """Router queue of a pool: when requests are queued, how many, for how long, and in which order.
 
     Attributes:
-        threshold: requests are queued while every eligible rank has more than this multiple of its
-            `max_num_batched_tokens` to prefill; null sets no such limit.
-        policy: order of a class that has no policy of its own.
+        threshold: a request is queued while every eligible rank has more prompt tokens to compute than this multiple of
+            its `max_num_batched_tokens`; null sets no such limit.
+        policy: order of the requests in classes that have no policy of their own.
         classes: classes of the queue.
-        run_ahead: a rank is sent at most this share of its `max_num_seqs` beyond `max_num_seqs`; further requests are
-            queued. Null sends any number.
+        run_ahead: the owner sends a rank up to `max_num_seqs` * (1 + `run_ahead`) requests at a time and queues all
+            others. Null sets no such limit.
         depth: maximum number of queued requests, as a multiple of the `max_num_seqs` of all ranks of the pool; null
             sets no such limit.
-        timeout_s: seconds after which a queued request is aborted; 0 sets no such limit.
+        timeout_s: seconds after which the owner aborts a queued request; 0 sets no such limit.
     """
 
     threshold: Weight | None = None
@@ -120,7 +132,7 @@ class QueueConfig(Part, frozen=True, kw_only=True):
     timeout_s: Seconds = 0.0
 
     def __post_init__(self) -> None:
-        require_numbers(self, {"threshold": 1e6, "run_ahead": 1e6, "depth": 1e6, "timeout_s": 31_536_000.0})
+        require_numbers(self)
         if len(self.classes) > CLASSES_MAX:
             raise ValueError(f"too many queue classes: {len(self.classes)}, the maximum is {CLASSES_MAX}")
         kinds = [(one.name, one.uncached_tokens_min) for one in self.classes]
@@ -136,25 +148,27 @@ class QueueConfig(Part, frozen=True, kw_only=True):
 class DisaggConfig(Part, frozen=True, kw_only=True):
     """Conditional disaggregation: which prompts of a decode pool the prefill pool of its model computes.
 
-    All other prompts are computed by the worker that generates the response. Names and meanings are Dynamo's; `classic`
-    is the rule of its first releases. Prompt lengths do not count tokens that the decode worker in question has cached.
+    The worker that generates the response computes all other prompts. Names and meanings are Dynamo's; `classic` is the
+    rule of its first releases. The length of a prompt does not include tokens that the selected decode worker has
+    cached.
 
     Attributes:
-        policy: `always` or `never` use the prefill pool. `classic` uses it for prompts longer than
+        policy: `always` uses the prefill pool, `never` does not. `classic` uses it for prompts longer than
             `max_local_prefill_length` while fewer than `max_prefill_queue_size` requests wait there. `isl_bounding`
-            uses it for prompts that reach `eff_isl_threshold` or are cached to less than 1 - `eff_isl_ratio_threshold`.
-            `prefill_load` uses it while the prefill worker in question is not busy. `isl_or_load` uses it if both of
-            these rules would.
-        max_local_prefill_length: in tokens.
-        max_prefill_queue_size: requests at prefill workers beyond one per worker; at least 1.
-        eff_isl_threshold: in tokens.
-        eff_isl_ratio_threshold: share of the prompt.
-        prefill_busy_threshold: a prefill worker is busy with more prompt tokens than this multiple of its
-            `max_num_batched_tokens`; null means never.
-        decode_busy_threshold: a decode worker whose share of KV blocks in use is above this computes no prompt itself,
-            if the policy leaves the choice; null means never.
-        enforce: whether a request is aborted or rejected if its prompt cannot be computed in the prefill pool.
-            Otherwise the decode worker computes it.
+            uses it for prompts that reach `eff_isl_threshold`, and for prompts whose uncached share reaches
+            `eff_isl_ratio_threshold`. `prefill_load` uses it while the selected prefill worker is not busy.
+            `isl_or_load` uses it if both `isl_bounding` and `prefill_load` would.
+        max_local_prefill_length: limit of `classic`, in tokens.
+        max_prefill_queue_size: limit of `classic`, in requests, at least 1. One request per prefill worker is in
+            progress; all its others count as waiting.
+        eff_isl_threshold: limit of `isl_bounding`, in tokens.
+        eff_isl_ratio_threshold: limit of `isl_bounding`, as a share of the prompt.
+        prefill_busy_threshold: a prefill worker is busy if it has more prompt tokens to compute than this multiple of
+            its `max_num_batched_tokens`; null means never.
+        decode_busy_threshold: if more than this share of the decode worker's KV blocks is in use, the prefill pool
+            computes the prompt, unless the policy is `classic` or `never`; null means never.
+        enforce: whether only the prefill pool may compute prompts that the policy sends there. If it cannot, the owner
+            aborts or rejects the request. Otherwise the decode worker computes the prompt.
     """
 
     policy: DisaggPolicy = "always"
@@ -167,51 +181,46 @@ class DisaggConfig(Part, frozen=True, kw_only=True):
     enforce: bool = False
 
     def __post_init__(self) -> None:
-        require_numbers(
-            self,
-            {
-                "max_local_prefill_length": (1 << 63) - 1,
-                "max_prefill_queue_size": (1 << 63) - 1,
-                "eff_isl_threshold": (1 << 63) - 1,
-                "eff_isl_ratio_threshold": 1.0,
-                "prefill_busy_threshold": 1e6,
-                "decode_busy_threshold": 1.0,
-            },
-        )
+        require_numbers(self)
         if self.max_prefill_queue_size < 1:
             raise ValueError("max_prefill_queue_size must be at least 1; to disable remote prefill, use policy 'never'")
 
 
 class RouterConfig(Part, frozen=True, kw_only=True):
-    """Routing configuration of a pool. Names, defaults and meanings are Dynamo's (router configuration).
+    """Routing configuration of a pool. Names, defaults and meanings are those of Dynamo's router configuration.
 
     Attributes:
         mode: router mode, or the dotted path of a custom policy class.
-        selection_policy: `default` adds prefill and decode blocks, `lmetric` multiplies them.
-        overlap_score_credit: prefill blocks saved per block that is cached on the device.
-        overlap_score_credit_decay: reduction of that credit for ranks with more to prefill than others.
-        prefill_load_scale: weight of prefill blocks; formerly `overlap_score_weight` in Dynamo.
-        host_cache_hit_weight: prefill blocks saved per block in host memory.
-        disk_cache_hit_weight: prefill blocks saved per block on disk.
+        selection_policy: how the cost combines prefill blocks and decode blocks: `default` adds them, `lmetric`
+            multiplies them.
+        overlap_score_credit: prefill blocks that the cost is reduced by per block cached on the device.
+        overlap_score_credit_decay: how much smaller that credit is for ranks that have more prompt tokens to compute
+            than others; 0 is off.
+        prefill_load_scale: weight of prefill blocks in the cost; formerly `overlap_score_weight` in Dynamo.
+        host_cache_hit_weight: prefill blocks that the cost is reduced by per block cached in host memory.
+        disk_cache_hit_weight: prefill blocks that the cost is reduced by per block cached on disk.
         decode_active_request_weight: blocks added to the cost per request in flight.
         temperature: 0 selects the lowest cost; above 0, the selection is a random draw weighted by cost.
         track_prefill_tokens: whether prompts that are not computed yet count as load.
         track_active_blocks: whether blocks of requests in flight count as load.
         track_output_blocks: whether workers report blocks of output tokens, which then count as load.
-        assume_kv_reuse: whether requests that share a prefix share its blocks while they run.
-        use_kv_events: whether KV events are used. If not, routed prompts are assumed to be cached.
-        ttl_s: seconds for which a prompt routed to a worker without KV events is assumed to be cached.
-        approximate_blocks_max: maximum number of assumed blocks; beyond it the blocks with the earliest due time are
-            removed.
-        predicted_ttl_s: seconds for which a routed prompt is assumed to be cached until KV events confirm it; 0 is off.
-        session_ttl_s: seconds for which a session keeps its worker after its last request; 0 is off.
-        session_mode: `hard` routes a session to no other worker while its worker lives, `soft` prefers its worker.
+        assume_kv_reuse: whether a block that several running requests of a rank share counts once in its load.
+        use_kv_events: whether the prefix index uses KV events. Otherwise the owner assumes for `ttl_s` that a rank has
+            cached each prompt routed to it.
+        ttl_s: seconds for which the owner assumes a routed prompt to be cached at a worker without KV events.
+        approximate_blocks_max: maximum number of assumed blocks. Beyond it the owner drops the blocks whose time ends
+            first.
+        predicted_ttl_s: seconds for which the owner assumes a routed prompt to be cached until KV events confirm it; 0
+            is off.
+        session_ttl_s: seconds after its last request for which a session keeps its worker; 0 disables sessions.
+        session_mode: `hard` routes a session to no other worker as long as its worker is in the fleet; `soft` only
+            prefers its worker.
         busy: thresholds above which ranks count as busy.
         queue: router queue.
         disagg: conditional disaggregation; for decode pools.
     """
 
-    mode: Name = "kv"
+    mode: SystemName = "kv"
     selection_policy: Literal["default", "lmetric"] = "default"
     overlap_score_credit: Weight = 1.0
     overlap_score_credit_decay: Weight = 0.0
@@ -235,37 +244,27 @@ class RouterConfig(Part, frozen=True, kw_only=True):
     disagg: DisaggConfig = DisaggConfig()
 
     def __post_init__(self) -> None:
-        weights = (
-            "overlap_score_credit",
-            "overlap_score_credit_decay",
-            "prefill_load_scale",
-            "host_cache_hit_weight",
-            "disk_cache_hit_weight",
-            "decode_active_request_weight",
-            "temperature",
-        )
-        require_numbers(self, dict.fromkeys(weights, 1e6))
-        require_numbers(self, dict.fromkeys(("ttl_s", "predicted_ttl_s", "session_ttl_s"), 31_536_000.0))
+        require_numbers(self)
 
 
 class PoolConfigured(Event, tag="control.pool_configured", frozen=True, kw_only=True):
-    """The configuration of a pool is set; its router configuration is replaced as a whole.
+    """A pool has this configuration from now on. It replaces the whole earlier configuration.
 
     A pool of the role `encode` encodes the images and videos of requests to its model. A pool of the role `prefill`
-    computes prompts for a `decode` pool of its model with the same block size, which generates the responses.
+    computes prompts for the `decode` pool of its model with the same block size, which generates the responses.
 
     Attributes:
         pool: name of the pool.
         model: model that the pool serves.
         block_size: tokens per KV block.
         router: routing configuration.
-        attempts_max: workers that may be lost before a request is aborted.
-        at_us: wall clock in microseconds.
+        attempts_max: number of attempts at a request. The owner aborts a request after it has lost this many workers.
+        at_us: wall clock of the writer in microseconds.
         role: stage of requests that the pool computes.
     """
 
-    pool: Name
-    model: Name
+    pool: SystemName
+    model: SystemName
     block_size: Annotated[int, msgspec.Meta(ge=1, le=(1 << 31) - 1)]
     router: RouterConfig = RouterConfig()
     attempts_max: Annotated[int, msgspec.Meta(ge=1)] = 3
@@ -274,52 +273,56 @@ class PoolConfigured(Event, tag="control.pool_configured", frozen=True, kw_only=
 
 
 class BusyThresholdsSet(Event, tag="control.busy_thresholds_set", frozen=True, kw_only=True):
-    """An operator changed the busy thresholds of a model. Valid until the next change or `PoolConfigured`.
+    """An operator changed the busy thresholds of a model's pools.
+
+    They are valid until the next change or `PoolConfigured`.
 
     Attributes:
-        thresholds: new busy thresholds of the model's pools.
+        thresholds: new busy thresholds.
     """
 
-    model: Name
+    model: Annotated[Name, MODEL]
     thresholds: BusyThresholds
     at_us: int = 0
 
 
 class DisaggregationSet(Event, tag="control.disaggregation_set", frozen=True, kw_only=True):
-    """An operator changed the disaggregation of a model. Valid until the next change or `PoolConfigured`.
+    """An operator changed the disaggregation of a model's decode pools.
+
+    The change is valid until the next change or `PoolConfigured`.
 
     Attributes:
-        disagg: new disaggregation settings of the model's decode pools.
+        disagg: new disaggregation settings.
     """
 
-    model: Name
+    model: Annotated[Name, MODEL]
     disagg: DisaggConfig
     at_us: int = 0
 
 
 class WorkerCommanded(Event, tag="control.worker_commanded", frozen=True, kw_only=True):
-    """An operator sent a command to workers of a model. The outcomes are written to the reply slot.
+    """An operator gives a command to workers of a model. The owner writes the outcomes to the reply slot.
 
     Attributes:
         command_id: id of the command.
         model: model whose workers get the command.
-        command: what the workers do.
+        command: what the workers are to do.
         reply_slot: partition of the topic `tokens` for the outcomes.
         timeout_us: microseconds on the owner's clock after which a worker without a response has timed out.
         pool: pool whose workers get the command; empty for all pools of the model.
         worker_ids: workers that get the command; empty for all workers of the pools.
-        nonce: distinguishes commands with the same id; a redelivered event repeats it.
-        at_us: wall clock in microseconds.
+        nonce: distinguishes commands with the same id. A redelivered event has the same nonce.
+        at_us: wall clock of the writer in microseconds.
     """
 
-    command_id: Name
-    model: Name
+    command_id: Annotated[Name, REQUEST_ID]
+    model: Annotated[Name, MODEL]
     command: Command
     reply_slot: Count
     timeout_us: Annotated[int, msgspec.Meta(ge=1, le=COMMAND_TIMEOUT_US_MAX)]
-    pool: Annotated[str, msgspec.Meta(max_length=256)] = ""
-    worker_ids: Annotated[tuple[Name, ...], msgspec.Meta(max_length=1_024)] = ()
-    nonce: Count = 0
+    pool: Annotated[str, msgspec.Meta(max_length=256), POOL] = ""
+    worker_ids: Annotated[tuple[Name, ...], msgspec.Meta(max_length=1_024), WORKER] = ()
+    nonce: Annotated[Count, NONCE] = 0
     at_us: int = 0
 
 

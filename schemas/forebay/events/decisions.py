@@ -1,7 +1,7 @@
-"""Topic `decisions`: the journal of a group's owner. One writer, consecutive `seq`, no prompts.
+"""Topic `decisions`: the journal of a group's owner. Only the owner writes it. It contains no prompts.
 
-Each record carries what the owner applied since its previous record (`consumed`). Replay applies the same events in the
-same order at the same clock readings, and must reach the same decisions.
+The field `consumed` of each record lists the input events that the owner applied since its previous record. A replay
+applies the same events in the same order at the same clock readings, and must reach the same decisions.
 """
 
 from typing import Annotated, Literal
@@ -10,24 +10,29 @@ import msgspec
 
 from forebay.events.base import Count, Digest, Event, Name, Part
 from forebay.events.control import Action
+from forebay.events.privacy import DROPPED, KEPT, LORA, OUTCOME, OWNER, REQUEST_ID, STATE_DIGEST, SystemName
 
 
 class ConsumedRun(Part, frozen=True, kw_only=True):
-    """Consecutive records of one topic, applied one by one at one clock reading.
+    """Consecutive records of one input topic that the owner applied at the same clock reading.
 
     Attributes:
         topic: name of the topic.
         count: number of records.
-        now_us: clock reading in microseconds.
+        now_us: clock reading of the owner, in microseconds.
     """
 
-    topic: Name
+    topic: SystemName
     count: Count
     now_us: int
 
 
 class Decision(Event, frozen=True, kw_only=True):
-    """Fields of every journal record. Records of a lower `owner_epoch` after a claim are stale."""
+    """Base class of all journal records.
+
+    `owner_epoch` is the offset of the owner's claim. After a later claim, readers ignore records with a lower epoch.
+    `seq` is consecutive.
+    """
 
     owner_epoch: int = -1  # offset of the claim; the claim itself cannot know its offset
     seq: Count = 0
@@ -35,34 +40,38 @@ class Decision(Event, frozen=True, kw_only=True):
 
 
 class OwnerClaimed(Decision, tag="owner.claimed", frozen=True, kw_only=True):
-    """An owner claimed the group and decides from here on.
+    """A router claims the group: from this record on it is the owner and decides.
 
     Attributes:
+        owner_epoch: always -1; the offset of this record is the new owner epoch.
         owner_id: id of the owner.
         core_version: version of the decision rules.
-        at_us: wall clock in microseconds.
-        policies: custom policies that the owner's operator allowed; it rejects requests of pools that name another one.
+        at_us: the owner's wall clock in microseconds.
+        policies: custom policies that the owner's operator allowed. The owner rejects requests of a pool that uses
+            another custom policy.
     """
 
-    owner_id: Name
+    owner_id: Annotated[Name, OWNER]
     core_version: Count
     at_us: int = 0
-    policies: tuple[str, ...] = ()
+    policies: Annotated[tuple[str, ...], KEPT] = ()
 
 
 class CostTerms(Part, frozen=True, kw_only=True):
-    """Cost of one candidate in KV blocks, term by term; the lowest cost wins.
+    """Cost of one candidate in KV blocks, term by term.
+
+    The policy `kv` selects the lowest cost. The formula is in `forebay.core.routing.cost`.
 
     Attributes:
         cost: total cost.
-        prefill_blocks: prompt blocks to compute, including those already queued at the rank.
-        overlap_credit: credit for cached blocks.
-        decode_blocks: active blocks of the rank plus those of this request.
+        prefill_blocks: prompt blocks to compute for this request and for requests already sent to the rank.
+        overlap_credit: reduction of the cost for blocks that the rank has cached.
+        decode_blocks: blocks of the rank's requests in flight plus those of this request.
         active_requests: requests in flight on the rank.
         device_overlap: leading prompt blocks cached on the device.
-        host_overlap: prompt blocks after these that are cached in host memory.
-        disk_overlap: prompt blocks after these that are cached on disk.
-        taint_factor: factor from preferred taints.
+        host_overlap: prompt blocks after the device overlap that are cached in host memory.
+        disk_overlap: prompt blocks after the host overlap that are cached on disk.
+        taint_factor: factor of the cost from the request's preferred taints; 1 if it has none.
     """
 
     cost: float
@@ -77,13 +86,13 @@ class CostTerms(Part, frozen=True, kw_only=True):
 
 
 class ScoredCandidate(Part, frozen=True, kw_only=True):
-    """Worker rank that could have taken the request.
+    """Candidate and its cost.
 
     Attributes:
         terms: cost of the rank, term by term.
     """
 
-    worker_id: Name
+    worker_id: SystemName
     rank: Count
     terms: CostTerms
 
@@ -110,15 +119,17 @@ class PrefillPlace(Part, frozen=True, kw_only=True):
 
     Attributes:
         remote: whether the prefill pool computes the prompt; otherwise the decode worker does.
-        reason: `always` and `never`: set by the policy. `long_prompt`, `short_prompt`: by the policy's limits.
-            `uncached_prompt`: short, but too large a share is not cached. `prefill_idle`, `decode_busy`: load sends the
-            prompt to the prefill pool. `prefill_busy`: load keeps it local. `no_prefill_worker`: no worker is
-            available. `failed`: earlier attempts failed, and the last one depends on no other worker. `begun`: the
-            response has output tokens and is only continued.
-        uncached_tokens: prompt tokens that the decode worker in question would compute.
-        prefill_waiting: requests at the prefill pool's workers beyond one per worker.
-        prefill_busy: whether the prefill worker in question is above its limit; null if it was not checked.
-        decode_busy: whether the decode worker in question is above its limit; null if it was not checked.
+        reason: `always` and `never`: the policy has this name. `long_prompt`, `short_prompt`: by the policy's limits of
+            length. `uncached_prompt`: the prompt is short, but the decode worker has cached too small a share of it.
+            `prefill_idle`, `decode_busy`: load sends the prompt to the prefill pool. `prefill_busy`: the prefill pool
+            is too busy, so the decode worker computes the prompt. `no_prefill_worker`: no prefill worker is available.
+            `failed`: earlier attempts failed, so the last attempt uses no other worker. `begun`: earlier attempts have
+            emitted tokens, and the decode worker only continues the response.
+        uncached_tokens: prompt tokens that the selected decode worker would compute; null if not checked.
+        prefill_waiting: requests that wait at the prefill pool's workers, which are all but one of each worker's
+            requests; null if not checked.
+        prefill_busy: whether the selected prefill worker is above `prefill_busy_threshold`; null if not checked.
+        decode_busy: whether the selected decode worker is above `decode_busy_threshold`; null if not checked.
     """
 
     remote: bool
@@ -130,15 +141,16 @@ class PrefillPlace(Part, frozen=True, kw_only=True):
 
 
 class RequestRouted(Decision, tag="request.routed", frozen=True, kw_only=True):
-    """A request is routed to one worker rank.
+    """The owner routes one stage of a request to a worker rank.
 
-    In the stage `encode` only its images and videos are computed, in `pool`. In the stage `prefill` only its KV is
-    computed. In the stage `decode` the KV is fetched and the response generated.
+    In the stage `encode` the worker only encodes the images and videos. In the stage `prefill` it only computes the KV
+    of the prompt. In the stage `decode` it fetches the KV and generates the response. In the stage `aggregated` it
+    computes the prompt and generates the response.
 
     Attributes:
         request_id: id of the request.
-        attempt: attempt at this stage; `aggregated` and `decode` share one count. An encoding never has a lower number
-            than an earlier attempt at the response.
+        attempt: attempt at this stage, from 1. `aggregated` and `decode` share one count. The attempt of an encoding is
+            never lower than an earlier attempt at the response.
         pool: pool of the worker.
         worker_id: id of the worker.
         worker_epoch: epoch of the worker.
@@ -149,23 +161,23 @@ class RequestRouted(Decision, tag="request.routed", frozen=True, kw_only=True):
         table_digest: digest of the cost table, see `forebay.core.routing.cost`.
         terms: cost of the selected rank.
         ties: number of candidates with the lowest cost.
-        runner_up: cheapest other candidate.
+        runner_up: candidate with the lowest cost apart from the selected one; null if there is no other candidate.
         stage: stage to compute.
         waited_us: time in the router's queue, in microseconds.
-        earlier_attempts: attempts at other stages.
-        prefill: where the prompt of a decode pool's request is computed, and why.
+        earlier_attempts: number of attempts at other stages.
+        prefill: where the prompt of a decode pool's request is computed, and why; null in other pools.
     """
 
-    request_id: Name
+    request_id: Annotated[Name, REQUEST_ID]
     attempt: Annotated[int, msgspec.Meta(ge=1)]
-    pool: Name
-    worker_id: Name
+    pool: SystemName
+    worker_id: SystemName
     worker_epoch: Count
     slot: Count
     rank: Count
-    mode: str
+    mode: Annotated[str, KEPT]
     candidates: Count
-    table_digest: Digest
+    table_digest: Annotated[Digest, KEPT]
     terms: CostTerms
     ties: Count = 1
     runner_up: ScoredCandidate | None = None
@@ -176,19 +188,19 @@ class RequestRouted(Decision, tag="request.routed", frozen=True, kw_only=True):
 
 
 class RequestHeld(Decision, tag="request.held", frozen=True, kw_only=True):
-    """A request is queued in the router, because every eligible rank has no room or too much to prefill.
+    """The owner queues a request, because every eligible rank has no room or too many prompt tokens to compute.
 
     Attributes:
         request_id: id of the request.
         pool: pool that serves the request.
-        queue_class: class in which it is queued.
-        uncached_tokens: prompt tokens that the best rank has not cached.
-        ahead: requests in the class before it.
+        queue_class: queue class in which the request waits.
+        uncached_tokens: prompt tokens that even the rank with the largest overlap must compute.
+        ahead: requests already queued in the class.
     """
 
-    request_id: Name
-    pool: Name
-    queue_class: Name
+    request_id: Annotated[Name, REQUEST_ID]
+    pool: SystemName
+    queue_class: SystemName
     uncached_tokens: Count
     ahead: Count
 
@@ -221,33 +233,33 @@ AbortReason = Literal[
 
 
 class RouteAnswered(Decision, tag="route.answered", frozen=True, kw_only=True):
-    """Response to a route query: where a request would be routed now, or why nowhere. Nothing is booked.
+    """The owner answers a route query: where it would route a request now, or why it cannot. It books nothing.
 
     Attributes:
         request_id: id of the query.
         reply_slot: partition of the topic `tokens` for the response.
-        reason: why no rank may take it; null if one may.
+        reason: why no rank may take the request; null if one may.
         message: explanation of the reason.
         pool: pool of the selected rank.
         mode: router mode or policy class that selected the rank.
-        choice: selected rank.
+        choice: selected rank; null if no rank may take the request.
         candidates: all candidates with their costs.
-        table_digest: digest of the cost table.
+        table_digest: digest of the cost table; null if no rank may take the request.
         ties: number of candidates with the lowest cost.
-        would_wait: whether the request would be queued in the router.
+        would_wait: whether the owner would queue the request.
         stage: first stage, as in `RequestRouted`.
         prefill: where the prompt would be computed, as in `RequestRouted`.
     """
 
-    request_id: Name
+    request_id: Annotated[Name, REQUEST_ID]
     reply_slot: Count
     reason: RejectReason | None = None
-    message: str = ""
-    pool: str = ""
-    mode: str = ""
+    message: Annotated[str, DROPPED] = ""
+    pool: Annotated[str, KEPT] = ""
+    mode: Annotated[str, KEPT] = ""
     choice: ScoredCandidate | None = None
     candidates: tuple[ScoredCandidate, ...] = ()
-    table_digest: Digest | None = None
+    table_digest: Annotated[Digest | None, KEPT] = None
     ties: Count = 0
     would_wait: bool = False
     stage: Stage = "aggregated"
@@ -255,7 +267,7 @@ class RouteAnswered(Decision, tag="route.answered", frozen=True, kw_only=True):
 
 
 class CacheResyncRequested(Decision, tag="cache.resync_requested", frozen=True, kw_only=True):
-    """KV events of a rank are missing, so its worker must re-announce its cache.
+    """The owner has missed KV events of a rank, so it orders the worker to re-announce the rank's cache.
 
     Attributes:
         pool: pool of the worker.
@@ -263,12 +275,12 @@ class CacheResyncRequested(Decision, tag="cache.resync_requested", frozen=True, 
         worker_epoch: epoch of the worker.
         slot: partition of the pool's work topic that the worker reads.
         rank: rank whose events are missing.
-        expected_seq: sequence number that was next.
-        found_seq: sequence number that arrived.
+        expected_seq: sequence number of the first missing event.
+        found_seq: sequence number of the event that arrived instead.
     """
 
-    pool: Name
-    worker_id: Name
+    pool: SystemName
+    worker_id: SystemName
     worker_epoch: Count
     slot: Count
     rank: Count
@@ -277,20 +289,25 @@ class CacheResyncRequested(Decision, tag="cache.resync_requested", frozen=True, 
 
 
 class RequestRejected(Decision, tag="request.rejected", frozen=True, kw_only=True):
-    """A request is rejected before it was sent to a worker."""
+    """The owner rejects a request before it sends the request to any worker.
 
-    request_id: Name
+    Attributes:
+        reason: why no worker may take the request.
+        message: explanation of the reason, for the caller.
+    """
+
+    request_id: Annotated[Name, REQUEST_ID]
     reply_slot: Count
     reason: RejectReason
-    message: str
+    message: Annotated[str, DROPPED]
 
 
 class CommandTarget(Part, frozen=True, kw_only=True):
-    """Worker that a command or a release is addressed to."""
+    """Worker to which the owner sends a command or a `ReleaseKv`."""
 
-    worker_id: Name
+    worker_id: SystemName
     worker_epoch: Count
-    pool: Name
+    pool: SystemName
     slot: Count
 
 
@@ -300,29 +317,29 @@ class RequestAborted(Decision, tag="request.aborted", frozen=True, kw_only=True)
     Attributes:
         request_id: id of the request.
         reply_slot: partition of the topic `tokens` for the error.
-        reason: why the request is aborted.
+        reason: why the owner aborts the request.
         message: explanation of the reason.
         attempt: highest attempt so far, of any stage.
-        pool: pool of the request or of the worker that has it.
-        worker_id: worker whose work is cancelled; empty if no worker has the request.
+        pool: pool of `worker_id`, or of the request if no worker has it.
+        worker_id: worker that must stop its work for the request; empty if no worker has the request.
         worker_epoch: epoch of that worker.
-        slot: partition of the pool's work topic that the worker reads.
-        status: HTTP status of a prefill worker that rejected the request (`prefill_refused`).
-        code: error code of that worker.
-        holder: prefill worker that keeps KV for this request and must release it.
+        slot: partition of the pool's work topic that this worker reads.
+        status: HTTP status of a prefill worker that rejected the request (`prefill_refused`); otherwise 0.
+        code: error code from that prefill worker; otherwise empty.
+        holder: prefill worker that keeps KV for this request and must free it; null if there is none.
     """
 
-    request_id: Name
+    request_id: Annotated[Name, REQUEST_ID]
     reply_slot: Count
     reason: AbortReason
-    message: str
+    message: Annotated[str, DROPPED]
     attempt: Count
-    pool: Name
-    worker_id: str = ""
+    pool: SystemName
+    worker_id: Annotated[str, KEPT] = ""
     worker_epoch: Count = 0
     slot: Count = 0
     status: Annotated[int, msgspec.Meta(ge=0, le=599)] = 0
-    code: Annotated[str, msgspec.Meta(max_length=256)] = ""
+    code: Annotated[str, msgspec.Meta(max_length=256), DROPPED] = ""
     holder: CommandTarget | None = None
 
 
@@ -332,19 +349,19 @@ KvReleaseReason = Literal[
 
 
 class KvReleased(Decision, tag="request.kv_released", frozen=True, kw_only=True):
-    """KV that no worker will fetch is released; the owner orders its prefill worker to do so.
+    """The owner orders a prefill worker to free the KV of a prompt, because no worker will fetch it.
 
     Attributes:
         request_id: id of the request.
-        attempt: attempt to compute the prompt since which the KV is kept.
+        attempt: attempt in which the prefill worker computed the KV.
         holder: worker that keeps the KV.
-        reason: `worker_lost`, `not_fetched`: the worker that was to fetch it was lost, or could not. `not_needed`: that
-            worker continued from earlier output and needed no KV. `request_ended`: the request ended without it.
-            `lease_over`: no worker could be sent in time. `foreign_descriptor`: its descriptor is of another worker,
-            epoch or model.
+        reason: `worker_lost`: the worker that was to fetch the KV was lost. `not_fetched`: that worker could not fetch
+            it. `not_needed`: that worker computed the prompt itself, to continue earlier output. `request_ended`: the
+            request ended without the KV. `lease_over`: the lease ended before a worker was sent to fetch the KV.
+            `foreign_descriptor`: the descriptor names another worker, epoch or model than the one that reported it.
     """
 
-    request_id: Name
+    request_id: Annotated[Name, REQUEST_ID]
     attempt: Annotated[int, msgspec.Meta(ge=1)]
     holder: CommandTarget
     reason: KvReleaseReason
@@ -362,87 +379,90 @@ CommandRefusal = Literal[
 
 
 class CommandSent(Decision, tag="command.sent", frozen=True, kw_only=True):
-    """A command is sent to its workers, or rejected as a whole.
+    """The owner sends an operator's command to workers, or rejects it for all workers.
 
     Attributes:
         command_id: id of the command.
         reply_slot: partition of the topic `tokens` for the outcomes.
-        action: what the workers do.
-        targets: workers that get the command; empty if it is rejected.
-        reason: why it is rejected; null if it is sent.
+        action: what the workers are to do.
+        targets: workers that get the command; empty if the owner rejects it.
+        reason: why the owner rejects the command; null if it sends the command.
         message: explanation of the reason.
     """
 
-    command_id: Name
+    command_id: Annotated[Name, REQUEST_ID]
     reply_slot: Count
     action: Action
     targets: tuple[CommandTarget, ...] = ()
     reason: CommandRefusal | None = None
-    message: str = ""
+    message: Annotated[str, DROPPED] = ""
 
 
 class CommandOutcome(Part, frozen=True, kw_only=True):
-    """Outcome of a command at one worker.
+    """Outcome of an operator's command at one worker.
 
     Attributes:
         worker_id: id of the worker.
         worker_epoch: epoch of the worker.
         pool: pool of the worker.
-        status: `done`; `refused` by the engine; `left`: the worker was lost; `timed_out`: the command's time was over.
-        loras: adapters loaded afterwards.
-        message: why the command was not executed.
+        status: `pending`: the worker has not responded yet. `done`: the engine executed the command. `refused`: the
+            engine refused it. `left`: the worker was lost. `timed_out`: the worker did not respond in time.
+        loras: adapters that the worker has loaded after the command.
+        message: why the engine did not execute the command.
     """
 
-    worker_id: Name
+    worker_id: SystemName
     worker_epoch: Count
-    pool: Name
+    pool: SystemName
     status: Literal["pending", "done", "refused", "left", "timed_out"] = "pending"
-    loras: tuple[Name, ...] = ()
-    message: str = ""
+    loras: Annotated[tuple[Name, ...], LORA] = ()
+    message: Annotated[str, OUTCOME] = ""
 
 
 class CommandEnded(Decision, tag="command.ended", frozen=True, kw_only=True):
-    """A command has an outcome at every worker it was sent to.
+    """An operator's command has an outcome at every worker that got it.
 
     Attributes:
         action: what the workers were to do.
         outcomes: outcome at each worker.
     """
 
-    command_id: Name
+    command_id: Annotated[Name, REQUEST_ID]
     reply_slot: Count
     action: Action
     outcomes: tuple[CommandOutcome, ...]
 
 
 class SnapshotTaken(Decision, tag="snapshot.taken", frozen=True, kw_only=True):
-    """A snapshot is complete. Its digest was journaled by the `Advanced` right before `journal_offset`.
+    """A snapshot is complete on the topic `snapshots`.
+
+    The `Advanced` record right before `journal_offset` has the digest of the same state. It seals the snapshot.
 
     Attributes:
-        first_offset: offset of its first chunk on the topic `snapshots`.
+        first_offset: offset of the first chunk on `snapshots`.
         chunks: number of chunks.
         digest: digest of the state.
-        journal_offset: the state includes the journal records before this offset.
+        journal_offset: the state includes all journal records before this offset.
         core_version: version of the decision rules; 0 if the writer did not record it.
     """
 
     first_offset: Count
     chunks: Count
-    digest: Digest
+    digest: Annotated[Digest, STATE_DIGEST]
     journal_offset: Count
     core_version: Count = 0
 
 
 class Advanced(Decision, tag="advanced", frozen=True, kw_only=True):
-    """Journal record without a decision.
+    """Journal record without a decision. It records consumed events and a digest of the state.
 
-    It bounds the length of `consumed`, and seals the state after it by a digest.
+    The owner writes it if `consumed` would otherwise become too long, and to seal a snapshot.
 
     Attributes:
         digest: digest of the state after the consumed events.
     """
 
-    digest: Digest
+    digest: Annotated[Digest, STATE_DIGEST]
 
 
 JournalRecord = (

@@ -1,6 +1,7 @@
-"""Topic `fleet`: membership of workers and ingresses. Only the owner writes it, from leases; see `forebay.transport`.
+"""Topic `fleet`: which workers and ingresses belong to the group. Only the owner writes it.
 
-The epoch of a worker is the offset of its `WorkerJoined`.
+The owner derives the events from leases (`forebay.transport`). The epoch of a worker is the offset of its
+`WorkerJoined`.
 """
 
 from typing import Annotated
@@ -9,7 +10,7 @@ import msgspec
 
 from forebay.events.base import Count, Event, Name, Part
 from forebay.events.control import Role
-from forebay.events.privacy import DROPPED, INGRESS, KEPT
+from forebay.events.privacy import DROPPED, INGRESS, KEPT, LEASE, LORA, SystemName
 from forebay.events.requests import Task
 from forebay.events.transfer import KvLayout
 
@@ -18,7 +19,7 @@ Ranks = Annotated[int, msgspec.Meta(ge=1, le=1024)]  # bounded, because every ra
 
 
 class WorkerSpec(Part, frozen=True, kw_only=True):
-    """What a worker offers.
+    """Capabilities and limits of a worker, as the worker announces them.
 
     Attributes:
         worker_id: id of the worker.
@@ -30,27 +31,27 @@ class WorkerSpec(Part, frozen=True, kw_only=True):
         pool: pool that the worker belongs to.
         dp_size: number of data-parallel ranks.
         engine: name of the engine.
-        dp_start_rank: number of its first rank.
+        dp_start_rank: number of the worker's first rank.
         taints: labels that requests may require, prefer or avoid.
         loras: adapters that are loaded.
         kv_events: whether the worker sends KV events.
-        tasks: what its model can do.
+        tasks: tasks that the model supports.
         role: stage of requests that the worker computes.
-        kv_layout: memory layout of its KV blocks for workers that fetch them; null if unknown.
+        kv_layout: memory layout of the worker's KV blocks, for workers that fetch them; null if unknown.
     """
 
-    worker_id: Name
-    model: Name
+    worker_id: SystemName
+    model: SystemName
     block_size: Positive
     kv_blocks_total: Positive
     max_num_seqs: Positive
     max_num_batched_tokens: Positive
-    pool: Name = "default"
+    pool: SystemName = "default"
     dp_size: Ranks = 1
-    engine: str = "mock"
+    engine: Annotated[str, KEPT] = "mock"
     dp_start_rank: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 0
-    taints: tuple[Name, ...] = ()
-    loras: tuple[Name, ...] = ()
+    taints: Annotated[tuple[Name, ...], KEPT] = ()
+    loras: Annotated[tuple[Name, ...], LORA] = ()
     kv_events: bool = True
     tasks: tuple[Task, ...] = ("generate",)
     role: Role = "aggregated"
@@ -58,19 +59,27 @@ class WorkerSpec(Part, frozen=True, kw_only=True):
 
     @property
     def ranks(self) -> range:
-        """Numbers of its ranks."""
+        """Numbers of the worker's ranks: `dp_size` numbers from `dp_start_rank` on."""
         return range(self.dp_start_rank, self.dp_start_rank + self.dp_size)
 
 
 class WorkerLease(Part, frozen=True, kw_only=True):
-    """Content of a worker's lease, encoded as msgpack: what it offers, and whether it is draining."""
+    """Content of a worker's lease, encoded as msgpack.
+
+    Attributes:
+        spec: capabilities and limits of the worker.
+        draining: whether the worker is draining.
+    """
 
     spec: WorkerSpec
     draining: bool = False
 
 
 class FleetEvent(Event, frozen=True, kw_only=True):
-    """Fleet event. It is stale after a fleet `owner.claimed` of a higher epoch."""
+    """Base class of all events on `fleet`.
+
+    After an `OwnershipAnnounced` with a higher epoch, readers ignore fleet events with a lower `owner_epoch`.
+    """
 
     owner_epoch: Count
     at_us: int = 0
@@ -82,69 +91,86 @@ class WorkerJoined(FleetEvent, tag="fleet.worker_joined", frozen=True, kw_only=T
     Attributes:
         owner_epoch: epoch of the owner that wrote the event.
         at_us: wall clock in microseconds.
-        spec: what the worker offers.
-        lease: incarnation; a new process with the same worker id has another one.
+        spec: capabilities and limits of the worker.
+        lease: incarnation; a new process with the same worker id has another incarnation.
         slot: partition of the pool's work topic that the worker reads.
-        from_offset: first offset that the worker reads there.
-        lease_ttl_ms: lease duration, for a later owner that does not find the lease; 0 if unknown.
+        from_offset: first offset that the worker reads in that partition.
+        lease_ttl_ms: duration of the lease in milliseconds, for a later owner that does not find the lease; 0 if
+            unknown.
     """
 
     spec: WorkerSpec
-    lease: Name
+    lease: Annotated[Name, LEASE]
     slot: Count
     from_offset: Count
     lease_ttl_ms: Count = 0
 
 
 class WorkerFact(FleetEvent, frozen=True, kw_only=True):
-    """Event about one epoch of one worker."""
+    """Base class of events about one epoch of one worker."""
 
-    worker_id: Annotated[Name, KEPT]
+    worker_id: SystemName
     worker_epoch: Count
     reason: Annotated[str, DROPPED] = ""
 
 
 class WorkerSuspect(WorkerFact, tag="fleet.worker_suspect", frozen=True, kw_only=True):
-    """A worker missed lease renewals, or its lease vanished. It keeps its requests and gets no new ones for now."""
+    """A worker did not renew its lease in time, or the lease vanished.
+
+    The worker keeps its requests. It gets no new requests until it recovers.
+    """
 
 
 class WorkerRecovered(WorkerFact, tag="fleet.worker_recovered", frozen=True, kw_only=True):
-    """A suspect worker renewed its lease, or the leases of the whole group are at fault."""
+    """A suspect worker is ready again.
+
+    It renewed its lease, or the leases of the whole group failed, which is no sign that this worker is dead.
+    """
 
 
 class WorkerDraining(WorkerFact, tag="fleet.worker_draining", frozen=True, kw_only=True):
-    """A worker finishes its requests and gets no new ones."""
+    """A worker finishes its requests, gets no new requests, and then stops."""
 
 
 class WorkerLost(WorkerFact, tag="fleet.worker_lost", frozen=True, kw_only=True):
-    """A worker's lease was released, expired or was not renewed; its cache and its requests are lost."""
+    """The owner declares a worker dead, because its lease was released, expired or was not renewed.
+
+    The worker's cache leaves the prefix index, and its requests move to other workers.
+    """
 
 
 class IngressFact(FleetEvent, frozen=True, kw_only=True):
-    """Event about one incarnation of an ingress; a new process with the same ingress id has another one."""
+    """Base class of events about one incarnation of an ingress.
+
+    A new process with the same ingress id has another incarnation.
+    """
 
     ingress_id: Annotated[Name, INGRESS]
     incarnation: Annotated[Name, INGRESS]
 
 
 class IngressJoined(IngressFact, tag="fleet.ingress_joined", frozen=True, kw_only=True):
-    """An ingress took a lease. Only an ingress with a lease can be lost.
+    """An ingress took a lease. The owner can only notice the death of ingresses with leases.
 
     Attributes:
-        lease_ttl_ms: time to live of the lease in milliseconds; 0 if unknown.
+        lease_ttl_ms: duration of the lease in milliseconds, for a later owner that does not find the lease; 0 if
+            unknown.
     """
 
     lease_ttl_ms: Count = 0  # for a later owner that does not find the lease; 0 if unknown
 
 
 class IngressLost(IngressFact, tag="fleet.ingress_lost", frozen=True, kw_only=True):
-    """The lease of an ingress was released, expired or was not renewed; its HTTP requests are aborted."""
+    """The lease of an ingress was released, expired or was not renewed. The owner aborts its HTTP requests."""
 
     reason: Annotated[str, DROPPED] = ""
 
 
 class OwnershipAnnounced(FleetEvent, tag="fleet.owner_claimed", frozen=True, kw_only=True):
-    """The owner of `owner_epoch` writes from here on; fleet events of lower epochs are stale."""
+    """A new owner with the epoch `owner_epoch` writes the fleet events from now on.
+
+    Readers ignore later fleet events of lower epochs.
+    """
 
 
 AnyFleetEvent = (

@@ -1,15 +1,20 @@
-"""Topic `groups`: the control partition of each group. A directory for ingresses and workers; no world applies it."""
+"""Topic `groups`: the number of the control partition of each group.
+
+Ingresses and workers read it to find the partition of their group. It is no input topic of an owner.
+"""
 
 from forebay.events.base import Count, Event, Name
 
 
 class GroupPlaced(Event, tag="group.placed", frozen=True, kw_only=True):
-    """A group, the pools of one model, is assigned to a control partition. The record key is the group.
+    """A group, which is the pools of one model, is assigned to a control partition. The record key is the group.
 
-    Only the owner of control partition 0 writes this event. The first placement of a group wins.
+    Only the owner of control partition 0 writes this event. If there are several events for one group, the first is
+    valid.
 
     Attributes:
-        partition: control partition of the group.
+        group: name of the group.
+        partition: number of the partition that the group uses in all control topics.
     """
 
     group: Name

@@ -1,4 +1,4 @@
-"""Topic `heartbeats`: which routers of a group are alive, as owner or standby. Never journalled, never replayed."""
+"""Topic `heartbeats`: which routers of a group are running, as owner or standby. Replays do not use it."""
 
 from typing import Literal
 
@@ -6,22 +6,22 @@ from forebay.events.base import Count, Event, Name
 
 
 class RouterHeartbeat(Event, tag="router.heartbeat", frozen=True, kw_only=True):
-    """A router is alive and serves this group as its owner or as a standby.
+    """A router is running, and is the owner or a standby of this group.
 
-    The owner's deciding loop writes it, so a stuck loop stops its heartbeats. Readers ignore an owner whose
-    `owner_epoch` is lower than the highest one they have seen: a newer owner has replaced it.
-
-    `owner_epoch` is the epoch of the owner, or the newest epoch that a standby has read; -1 while it has read none.
-    `position` is the journal offset that an owner has written up to, or that a standby has applied up to.
-    The other fields are counts of ready workers by role, as of the owner's fleet; a standby leaves them at 0.
+    The owner's deciding loop writes this event, so a stuck loop stops its heartbeats. Readers ignore an owner whose
+    `owner_epoch` is lower than the highest epoch they have seen: a newer owner has replaced it.
 
     Attributes:
+        group: name of the group.
         router_id: name of the router.
         role: owner or standby of the group.
-        position: offset in the journal up to which the router has written or read.
-        ready_aggregated: ready workers that compute prompts and generate responses.
-        ready_prefill: ready prefill workers.
-        ready_decode: ready decode workers.
+        owner_epoch: epoch of the owner. For a standby, the newest epoch that it has read, or -1 if it has read none.
+        position: journal offset up to which an owner has written, or up to which a standby has applied the journal.
+        ready_aggregated: ready workers that compute prompts and generate responses, in the owner's fleet; 0 from a
+            standby.
+        ready_prefill: ready prefill workers in the owner's fleet; 0 from a standby.
+        ready_decode: ready decode workers in the owner's fleet; 0 from a standby.
+        at_us: the router's wall clock in microseconds.
     """
 
     group: Name

@@ -1,42 +1,44 @@
 """Topic `kv-events`: KV blocks that workers' caches gained and lost.
 
-Canonical hashes are the sequence hashes of `forebay.core.block_hashes`. An engine's own hashes are opaque, and omitted
-if they are the same. `seq` is consecutive per (worker, rank) and identifies redeliveries.
+`sequence_hashes` are the hashes of `forebay.core.block_hashes`. `engine_hashes` are the engine's own hashes of the same
+blocks, which forebay does not interpret; they are left out if they are equal. The numbers `seq` of one (worker, rank)
+are consecutive. A number that was applied before marks a redelivered event.
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from forebay.events.base import U64_BYTES, Count, Event, Name, require_packed
+from forebay.events.base import U64_BYTES, Count, Event, require_packed
+from forebay.events.privacy import HASH, HASHES, SystemName
 
 Tier = Literal["device", "host", "disk"]
 
 
 class KvEvent(Event, frozen=True, kw_only=True):
-    """Change of the cache of one (worker, rank)."""
+    """Base class of changes to the cache of one (worker, rank)."""
 
-    worker_id: Name
+    worker_id: SystemName
     worker_epoch: Count
     seq: Count
     rank: Count = 0
 
 
 class BlocksStored(KvEvent, tag="kv.blocks_stored", frozen=True, kw_only=True):
-    """Blocks entered one tier of a cache.
+    """One tier of a cache has stored blocks.
 
     Attributes:
         worker_id: id of the worker.
         worker_epoch: epoch of the worker.
         seq: sequence number, consecutive per (worker, rank).
         rank: rank of the worker.
-        sequence_hashes: hashes of the blocks, as packed u64.
-        parent_hash: hash of the block before them; null if they start a sequence.
+        sequence_hashes: hashes of the blocks in prompt order, as packed u64.
+        parent_hash: sequence hash of the block before the first of these blocks; null if they start a prompt.
         engine_hashes: the engine's own hashes, as packed u64; empty if they are the same.
         tier: tier of the cache.
     """
 
-    sequence_hashes: bytes
-    parent_hash: int | None = None
-    engine_hashes: bytes = b""
+    sequence_hashes: Annotated[bytes, HASHES]
+    parent_hash: Annotated[int | None, HASH] = None
+    engine_hashes: Annotated[bytes, HASHES] = b""
     tier: Tier = "device"
 
     def __post_init__(self) -> None:
@@ -45,10 +47,10 @@ class BlocksStored(KvEvent, tag="kv.blocks_stored", frozen=True, kw_only=True):
 
 
 class BlocksRemoved(KvEvent, tag="kv.blocks_removed", frozen=True, kw_only=True):
-    """Blocks left one tier of a cache."""
+    """One tier of a cache has removed blocks."""
 
-    sequence_hashes: bytes
-    engine_hashes: bytes = b""
+    sequence_hashes: Annotated[bytes, HASHES]
+    engine_hashes: Annotated[bytes, HASHES] = b""
     tier: Tier = "device"
 
     def __post_init__(self) -> None:
@@ -57,7 +59,7 @@ class BlocksRemoved(KvEvent, tag="kv.blocks_removed", frozen=True, kw_only=True)
 
 
 class CacheCleared(KvEvent, tag="kv.cache_cleared", frozen=True, kw_only=True):
-    """The cache of this (worker, rank) is empty in every tier."""
+    """The cache of this (worker, rank) has become empty in every tier."""
 
 
 AnyKvEvent = BlocksStored | BlocksRemoved | CacheCleared

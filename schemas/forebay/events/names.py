@@ -13,17 +13,20 @@ Kind = Literal["model", "adapter", "pool", "worker", "router", "ingress", "names
 
 NAME_CHARS_MAX = 256  # limit of the `Name` type of events
 NAMESPACE_CHARS_MAX, POOL_CHARS_MAX = 120, 120  # Kafka allows 249 characters: `<namespace>.work.<pool>`
-SHOWN_CHARS_MAX = 64  # of an invalid name in a message
+SHOWN_CHARS_MAX = 64  # characters of an invalid name that a message shows
 TOPIC_PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 WORK = "work"  # `<namespace>.work.<pool>` would also be a topic of the namespace `<namespace>.work`
 
 
 class NameInvalid(ValueError):
-    """A name breaks a rule. The text shows the escaped name and the rule."""
+    """A name breaks a rule. The text shows the name, with unprintable characters escaped, and the rule."""
 
 
 def require_name(kind: Kind, name: str) -> str:
-    """Return the name if it is valid for this kind. Raises NameInvalid."""
+    """Return `name` if it is a valid name for a model, adapter, pool or other `kind`.
+
+    Raises NameInvalid if it is not.
+    """
     problem = _topic_problem(kind, name) if kind in ("pool", "namespace") else _text_problem(kind, name)
     if problem is not None:
         raise NameInvalid(f"the {kind} name {_shown(name)} cannot be used: {problem}")
@@ -31,7 +34,11 @@ def require_name(kind: Kind, name: str) -> str:
 
 
 def require_adapter(name: str, model: str) -> str:
-    """Return the name if it is valid for an adapter of `model`. Raises NameInvalid."""
+    """Return `name` if it is a valid name for an adapter of `model`.
+
+    Raises:
+        NameInvalid: the name breaks a rule for adapters, or is the name of the model.
+    """
     if name == model:
         problem = "it is the name of the base model; requests could not tell them apart"
         raise NameInvalid(f"the adapter name {_shown(name)} cannot be used: {problem}")
@@ -39,7 +46,7 @@ def require_adapter(name: str, model: str) -> str:
 
 
 def printable(name: str) -> str:
-    """Return a name for a message, with unprintable characters escaped."""
+    """Return `name` for use in a message. If it has unprintable characters, they are escaped."""
     return name if name.isprintable() else ascii(name)[1:-1]
 
 

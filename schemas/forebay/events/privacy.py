@@ -1,7 +1,7 @@
-"""How anonymising treats each field of an event. The rule is declared beside the field, as `Annotated[type, RULE]`.
+"""How `replay anonymize` treats each field of an event. The rule is declared at the field, as `Annotated[type, RULE]`.
 
 Numbers, booleans, literals and nested parts need no rule. Any other field without a rule is an error, so a new field
-cannot leak by being forgotten.
+cannot leak because its author forgot the rule.
 """
 
 import typing
@@ -12,7 +12,9 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-Rule = Literal["keep", "drop", "request_id", "lora", "ingress", "checksum", "nested"]
+from forebay.events.base import Name
+
+Rule = str
 
 
 def _meta(rule: Rule) -> msgspec.Meta:
@@ -20,19 +22,47 @@ def _meta(rule: Rule) -> msgspec.Meta:
 
 
 KEPT = _meta("keep")  # names of the system's own components
+SystemName = Annotated[Name, KEPT]
+
 DROPPED = _meta("drop")  # texts and bytes that may quote a client
+UNSET = _meta("unset")  # optional numbers of a client
+ZEROED = _meta("zero")  # token ids
+OUTCOME = _meta("outcome")  # text of an engine, or an outcome that the owner determined
+CHECKSUM = _meta("checksum")  # checksums of a client's content, as 16 hex digits
+SHA256 = _meta("sha256")  # SHA-256 of a client's content, as hex
+
 REQUEST_ID = _meta("request_id")  # ids of requests and commands
+REQUEST_HASHES = _meta("request_hashes")  # packed hashes of these ids
+CONTENT = _meta("content")  # hash of a request's content
+CONTENTS = _meta("contents")  # packed hashes of requests' contents
+NONCE = _meta("nonce")  # of commands
+SESSION_KEYS = _meta("session_keys")  # packed hashes of sessions
+HASH = _meta("hash")  # hash of a block
+HASHES = _meta("hashes")  # packed hashes of blocks
+STATE_DIGEST = _meta("state_digest")  # digest of a world, as 16 hex digits
+
 LORA = _meta("lora")  # names of adapters
 INGRESS = _meta("ingress")  # names of ingresses and their incarnations
-CHECKSUM = _meta("checksum")  # checksums that identify a client's content
+OWNER = _meta("owner")  # names of owners
+LEASE = _meta("lease")  # tokens of leases
+SESSION = _meta("session")  # ids of sessions
+NAMESPACE = _meta("namespace")  # namespaces of caches
+PATH = _meta("path")  # paths of adapters
+
+# Names that a client wrote. They stay if the system has a component of that name.
+WORKER = _meta("worker")
+TAINT = _meta("taint")
+MODEL = _meta("model")
+POOL = _meta("pool")
+QUEUE_CLASS = _meta("class")
 
 
 @lru_cache(maxsize=256)
 def privacy_rules(kind: type[msgspec.Struct]) -> Mapping[str, Rule]:
-    """Return the rule of each field of an event or part that needs one.
+    """Return the rule of each field of an event or part, by field name. Fields that are kept as they are have no entry.
 
     Raises:
-        TypeError: a field of another type than numbers, literals and parts has no rule.
+        TypeError: a field has no rule but needs one, because its type is no number, boolean, literal or part.
     """
     rules: dict[str, Rule] = {}
     hints = typing.get_type_hints(kind, include_extras=True)
@@ -55,5 +85,5 @@ def _rule_of(hint: Any) -> Rule | None:
         found = [_rule_of(part) for part in typing.get_args(hint) if part not in (NoneType, Ellipsis)]
         return next((rule for rule in found if rule != "keep"), "keep")
     if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
-        return "nested"
+        return "nested" if privacy_rules(hint) else "keep"
     return "keep" if hint in (int, float, bool) or typing.get_origin(hint) is Literal else None

@@ -1,4 +1,4 @@
-"""Topic `progress`: worker events about requests and commands."""
+"""Topic `progress`: what workers report about requests and commands."""
 
 from typing import Annotated, ClassVar, Literal
 
@@ -7,43 +7,44 @@ import msgspec
 from forebay.events.base import Count, Event, Name
 from forebay.events.control import Action
 from forebay.events.media import Encoded
-from forebay.events.privacy import DROPPED, KEPT, LORA, REQUEST_ID
+from forebay.events.privacy import DROPPED, KEPT, LORA, REQUEST_ID, SystemName
 from forebay.events.transfer import Prefilled
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
 
 class ProgressEvent(Event, frozen=True, kw_only=True):
-    """Fields of every progress event: request, attempt, worker, and the owner whose decision the worker follows.
+    """Base class of a worker's events about a request. `owner_epoch` is the epoch of the owner that sent the work.
 
-    `SUMMARY` describes the event in a few words, with its fields in braces. `replay` prints it.
+    `SUMMARY` is a format string that describes the event in a few words. `replay` formats it with the event as argument
+    0 and prints the result.
     """
 
     SUMMARY: ClassVar[str]
 
     request_id: Annotated[Name, REQUEST_ID]
     attempt: Count
-    worker_id: Annotated[Name, KEPT]
+    worker_id: SystemName
     worker_epoch: Count
     owner_epoch: Count
     at_us: int = 0
 
 
 class FirstTokenEmitted(ProgressEvent, tag="progress.first_token_emitted", frozen=True, kw_only=True):
-    """The prompt is computed and the first token was generated.
+    """The worker has computed the prompt and generated the first token.
 
     Attributes:
         request_id: id of the request.
         attempt: attempt of the worker.
         worker_id: id of the worker.
         worker_epoch: epoch of the worker.
-        owner_epoch: owner whose work item the worker follows.
-        at_us: wall clock in microseconds.
+        owner_epoch: epoch of the owner that sent the work item.
+        at_us: the worker's wall clock in microseconds.
         cached_tokens: prompt tokens that this worker did not compute.
         transferred_bytes: bytes of KV fetched from a prefill worker; 0 if the engine does not report them.
-        transfer_us: time from the first request for KV to the last check, in microseconds; 0 if not reported.
-        unfetched: whether KV kept for this attempt was not needed, because an earlier attempt had emitted tokens and
-            this worker computes the prompt itself.
+        transfer_us: microseconds from the first request for KV to the last check of fetched blocks; 0 if not reported.
+        unfetched: whether this worker computed the prompt itself although a prefill worker keeps its KV, because an
+            earlier attempt had already emitted tokens. The owner then orders the prefill worker to free the KV.
     """
 
     SUMMARY = "first token"
@@ -55,7 +56,13 @@ class FirstTokenEmitted(ProgressEvent, tag="progress.first_token_emitted", froze
 
 
 class OutputGrown(ProgressEvent, tag="progress.output_grown", frozen=True, kw_only=True):
-    """The output filled another KV block. Sent only if the work item requests it (`WorkItem.report_output`)."""
+    """The output of a request filled another KV block.
+
+    A worker sends this event only if the work item requests it (`WorkItem.report_output`).
+
+    Attributes:
+        output_tokens: output tokens so far, including those of earlier attempts.
+    """
 
     SUMMARY = "{0.output_tokens} tokens"
 
@@ -63,7 +70,7 @@ class OutputGrown(ProgressEvent, tag="progress.output_grown", frozen=True, kw_on
 
 
 class RequestFinished(ProgressEvent, tag="progress.request_finished", frozen=True, kw_only=True):
-    """The attempt completed; its last tokens are on the reply slot.
+    """The worker completed the response. The last tokens are already in the reply slot.
 
     Attributes:
         finish_reason: why the response ended, as in the OpenAI API.
@@ -77,7 +84,7 @@ class RequestFinished(ProgressEvent, tag="progress.request_finished", frozen=Tru
 
 
 class RequestFailed(ProgressEvent, tag="progress.request_failed", frozen=True, kw_only=True):
-    """The attempt failed."""
+    """The request failed at the worker, and ends with this error."""
 
     SUMMARY = "failed ({0.error})"
 
@@ -85,7 +92,9 @@ class RequestFailed(ProgressEvent, tag="progress.request_failed", frozen=True, k
 
 
 class EncodeFinished(ProgressEvent, tag="progress.encode_finished", frozen=True, kw_only=True):
-    """The media of a request are encoded, and kept for the next worker for a limited time.
+    """The worker encoded the images and videos of a request.
+
+    It keeps the embeddings for a limited time, until another worker fetches them.
 
     Attributes:
         encoded: location and size of the embeddings.
@@ -97,7 +106,10 @@ class EncodeFinished(ProgressEvent, tag="progress.encode_finished", frozen=True,
 
 
 class EncodeFailed(ProgressEvent, tag="progress.encode_failed", frozen=True, kw_only=True):
-    """This worker cannot encode the media; another worker may. The client was not informed."""
+    """The worker could not encode the images and videos of a request.
+
+    The client is not informed, because the owner may try another worker.
+    """
 
     SUMMARY = "encoding images and videos failed ({0.error})"
 
@@ -105,7 +117,7 @@ class EncodeFailed(ProgressEvent, tag="progress.encode_failed", frozen=True, kw_
 
 
 class PrefillFinished(ProgressEvent, tag="progress.prefill_finished", frozen=True, kw_only=True):
-    """The prompt is computed, and its KV is kept for the decode worker for a limited time.
+    """The prefill worker computed the prompt. It keeps the KV for a limited time, until the decode worker fetches it.
 
     Attributes:
         prefilled: location and size of the KV, and how long the worker keeps it.
@@ -117,17 +129,18 @@ class PrefillFinished(ProgressEvent, tag="progress.prefill_finished", frozen=Tru
 
 
 class PrefillFailed(ProgressEvent, tag="progress.prefill_failed", frozen=True, kw_only=True):
-    """This worker cannot compute the prompt; another worker may, unless `status` is below 500.
+    """The prefill worker could not compute the prompt.
 
-    The client was not informed.
+    The client is not informed, because the owner may try another worker. If `status` is below 500, the request itself
+    is at fault and the owner does not retry it.
 
     Attributes:
         request_id: id of the request.
         attempt: attempt of the worker.
         worker_id: id of the worker.
         worker_epoch: epoch of the worker.
-        owner_epoch: owner whose work item the worker follows.
-        at_us: wall clock in microseconds.
+        owner_epoch: epoch of the owner that sent the work item.
+        at_us: the worker's wall clock in microseconds.
         error: what failed.
         status: HTTP status of the error.
         code: error code, as in an error response.
@@ -141,7 +154,10 @@ class PrefillFailed(ProgressEvent, tag="progress.prefill_failed", frozen=True, k
 
 
 class TransferFailed(ProgressEvent, tag="progress.transfer_failed", frozen=True, kw_only=True):
-    """Embeddings or KV of another worker could not be fetched. The client was not informed."""
+    """The worker could not fetch embeddings or KV from another worker.
+
+    The client is not informed, because the owner may try again.
+    """
 
     SUMMARY = "fetching embeddings or KV failed ({0.error})"
 
@@ -149,18 +165,21 @@ class TransferFailed(ProgressEvent, tag="progress.transfer_failed", frozen=True,
 
 
 class CommandReport(Event, frozen=True, kw_only=True):
-    """Fields of every response to a command: command, worker, and the owner whose order the worker follows."""
+    """Base class of a worker's responses to a command.
+
+    `owner_epoch` is the epoch of the owner that sent the command.
+    """
 
     command_id: Annotated[Name, REQUEST_ID]
     action: Action
-    worker_id: Annotated[Name, KEPT]
+    worker_id: SystemName
     worker_epoch: Count
     owner_epoch: Count
     at_us: int = 0
 
 
 class CommandDone(CommandReport, tag="progress.command_done", frozen=True, kw_only=True):
-    """The engine executed the command; `loras` are the adapters that are loaded now.
+    """The engine executed the command.
 
     Attributes:
         loras: adapters that the worker has loaded now.
@@ -170,25 +189,27 @@ class CommandDone(CommandReport, tag="progress.command_done", frozen=True, kw_on
 
 
 class CommandRefused(CommandReport, tag="progress.command_refused", frozen=True, kw_only=True):
-    """The engine did not execute the command; nothing changed."""
+    """The engine did not execute the command, and changed nothing."""
 
     error: Annotated[str, msgspec.Meta(max_length=2_000), DROPPED]
 
 
 class EngineFailed(Event, tag="progress.engine_failed", frozen=True, kw_only=True):
-    """The engine could not start or failed, so the worker ends. Its loss is reported separately on `fleet`.
+    """The engine could not start or failed, so the worker process ends.
+
+    The owner reports the loss of the worker separately, on `fleet`.
 
     Attributes:
         worker_id: id of the worker.
         pool: pool of the worker.
         engine: name of the engine.
         error: what failed.
-        worker_epoch: epoch of the worker; null before it joined.
-        at_us: wall clock in microseconds.
+        worker_epoch: epoch of the worker; null if it had not joined yet.
+        at_us: the worker's wall clock in microseconds.
     """
 
-    worker_id: Annotated[Name, KEPT]
-    pool: Annotated[Name, KEPT]
+    worker_id: SystemName
+    pool: SystemName
     engine: Annotated[str, KEPT]
     error: Annotated[str, msgspec.Meta(max_length=2_000), DROPPED]
     worker_epoch: Count | None = None

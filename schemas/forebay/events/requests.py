@@ -1,4 +1,4 @@
-"""Topic `requests`: client requests, tokenized and hashed by an ingress. Contains prompts."""
+"""Topic `requests`: client requests, as tokenized and hashed by an ingress. The events contain prompts."""
 
 from math import isfinite
 from typing import Annotated, Literal
@@ -8,6 +8,21 @@ import msgspec
 from forebay.events.base import U32_BYTES, U64, U64_BYTES, Count, Event, Name, Part, require_packed
 from forebay.events.control import RouterMode, Weight, require_numbers
 from forebay.events.media import Media, require_bounded
+from forebay.events.privacy import (
+    DROPPED,
+    HASHES,
+    INGRESS,
+    LORA,
+    MODEL,
+    NAMESPACE,
+    QUEUE_CLASS,
+    REQUEST_ID,
+    SESSION,
+    TAINT,
+    UNSET,
+    WORKER,
+    ZEROED,
+)
 
 TIMEOUT_US_MAX = 86_400_000_000  # one day; no client waits longer
 
@@ -16,27 +31,27 @@ Task = Literal["generate", "embed"]
 
 
 class StructuredOutput(Part, frozen=True, kw_only=True):
-    """Format of the response text; the engine constrains its tokens to it.
+    """Format that the response text must have. The engine generates only tokens that keep to the format.
 
     Attributes:
-        kind: type of constraint.
-        text: by kind a JSON schema, a regular expression, a JSON list of strings, or an EBNF grammar; empty for
-            `json_object`.
+        kind: type of the format.
+        text: the format. Depending on `kind`, a JSON schema, a regular expression, a JSON list of strings (`choice`) or
+            an EBNF grammar. Empty for `json_object`.
     """
 
     kind: Literal["json_object", "json_schema", "regex", "choice", "grammar"]
-    text: str = ""
+    text: Annotated[str, DROPPED] = ""
 
 
 class TokenBias(Part, frozen=True, kw_only=True):
-    """Value that is added to the logit of a token.
+    """Value that the engine adds to the logit of one token.
 
     Attributes:
         token_id: the token.
         bias: value added to its logit.
     """
 
-    token_id: Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
+    token_id: Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1), ZEROED]
     bias: float
 
 
@@ -45,26 +60,27 @@ class Sampling(Part, frozen=True, kw_only=True):
 
     Attributes:
         max_tokens: maximum number of output tokens.
-        logprobs: number of alternatives per token that are returned with log probabilities; null returns none.
-        ignore_eos: whether to generate exactly `max_tokens`.
-        top_k: number of most likely tokens to sample from; 0 is off.
-        stop_token_ids: tokens that end the response, like the model's own end token.
-        temperature: softmax temperature; 0 is greedy.
+        temperature: softmax temperature; 0 always takes the most likely token.
         top_p: probability mass of the tokens to sample from.
-        seed: seed of the engine's sampler; null draws one.
-        presence_penalty: penalty for tokens that occurred.
-        frequency_penalty: penalty per occurrence of a token.
+        seed: seed of the engine's sampler; null lets the engine choose one.
+        presence_penalty: reduction of the logits of tokens that the text already contains.
+        frequency_penalty: reduction of the logit of a token per occurrence in the text.
         logit_bias: values added to the logits of single tokens.
-        structured: structure that the response must have; null for none.
-        min_p: minimum probability, relative to the most likely token.
-        repetition_penalty: factor for the logits of tokens that occurred.
+        logprobs: number of most likely tokens returned per output token, with log probabilities; null returns no log
+            probabilities.
+        structured: format that the response text must have; null for none.
+        ignore_eos: whether to continue after the model's end token, so that the output has exactly `max_tokens`.
+        top_k: number of most likely tokens to sample from; 0 sets no limit.
+        min_p: minimum probability of a token, as a share of the probability of the most likely token.
+        repetition_penalty: factor that makes tokens less likely if the text already contains them; 1 is off.
         min_tokens: minimum number of output tokens.
+        stop_token_ids: tokens that end the response, in addition to the model's own end token.
     """
 
     max_tokens: Annotated[int, msgspec.Meta(ge=1, le=(1 << 31) - 1)]
     temperature: float = 1.0
     top_p: float = 1.0
-    seed: int | None = None
+    seed: Annotated[int | None, UNSET] = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: tuple[TokenBias, ...] = ()
@@ -75,18 +91,18 @@ class Sampling(Part, frozen=True, kw_only=True):
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     min_tokens: Count = 0
-    stop_token_ids: tuple[Count, ...] = ()
+    stop_token_ids: Annotated[tuple[Count, ...], ZEROED] = ()
 
 
 class TaintWeight(Part, frozen=True, kw_only=True):
-    """Preference for workers with a taint (weight above 0) or against them (below 0).
+    """Preference of a request for workers with a taint (weight above 0) or against them (below 0).
 
     Attributes:
         taint: label of a worker.
-        weight: weight of the preference.
+        weight: strength of the preference.
     """
 
-    taint: Name
+    taint: Annotated[Name, TAINT]
     weight: Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)]
 
     def __post_init__(self) -> None:
@@ -95,15 +111,15 @@ class TaintWeight(Part, frozen=True, kw_only=True):
 
 
 class RouterOverride(Part, frozen=True, kw_only=True):
-    """Fields of the pool's `RouterConfig` that one request overrides; null keeps the pool's value.
+    """Fields of the pool's `RouterConfig` that one request overrides. A null field keeps the pool's value.
 
     Attributes:
         mode: built-in router mode.
-        overlap_score_credit: prefill blocks that one cached block saves.
+        overlap_score_credit: prefill blocks that the cost is reduced by per block cached on the device.
         prefill_load_scale: weight of prefill blocks in the cost.
         temperature: softmax temperature of the selection; 0 selects the lowest cost.
-        assume_kv_reuse: whether a prefix shared by running requests counts once.
-        track_prefill_tokens: whether prompt tokens not yet computed count as load.
+        assume_kv_reuse: whether a prefix that several running requests of a rank share counts once in its load.
+        track_prefill_tokens: whether prompt tokens that are not computed yet count as load.
     """
 
     mode: RouterMode | None = None
@@ -114,35 +130,39 @@ class RouterOverride(Part, frozen=True, kw_only=True):
     track_prefill_tokens: bool | None = None
 
     def __post_init__(self) -> None:
-        require_numbers(self, dict.fromkeys(("overlap_score_credit", "prefill_load_scale", "temperature"), 1e6))
+        require_numbers(self)
 
 
 class RoutingHints(Part, frozen=True, kw_only=True):
-    """Routing hints of a client. Names and meanings are Dynamo's (`nvext`, routing headers).
+    """Conditions and wishes of a client for the routing of its request.
+
+    Names and meanings are Dynamo's (`nvext`, routing headers).
 
     Attributes:
         worker_id: only worker that may take the request; empty for any.
-        rank: only rank of that worker; null for any.
+        rank: only rank of `worker_id` that may take the request; null for any.
         allowed_workers: only workers that may take the request; empty for any.
         required_taints: taints that the worker must have.
-        preferred_taints: taints that multiply the cost of a worker by exp(-tanh(sum of weights)).
-        session_id: session; its requests stay on one worker.
+        preferred_taints: preferences for taints. The cost of a worker is multiplied by exp(-tanh(sum of the weights of
+            its taints)).
+        session_id: id of the session; empty for none. One worker rank serves all requests of a session.
         priority: seconds by which the request is moved ahead in the router's queue.
-        strict_priority: requests with a higher value go first in the router's queue, regardless of cost.
-        policy_class: queue class.
-        expected_output_tokens: expected length of the response, for its load; 0 if unknown.
-        override: router settings of this request.
+        strict_priority: requests with a higher value leave the router's queue first, whatever their `priority`.
+        policy_class: name of the queue class (`QueueClass`) in which the request waits; the default class if no class
+            has this name.
+        expected_output_tokens: expected length of the response, used to estimate the load of its rank; 0 if unknown.
+        override: router settings for this request; null for the pool's.
     """
 
-    worker_id: str = ""
+    worker_id: Annotated[str, WORKER] = ""
     rank: Count | None = None
-    allowed_workers: tuple[Name, ...] = ()
-    required_taints: tuple[Name, ...] = ()
+    allowed_workers: Annotated[tuple[Name, ...], WORKER] = ()
+    required_taints: Annotated[tuple[Name, ...], TAINT] = ()
     preferred_taints: tuple[TaintWeight, ...] = ()
-    session_id: str = ""
+    session_id: Annotated[str, SESSION] = ""
     priority: Annotated[int, msgspec.Meta(ge=-(1 << 31), le=(1 << 31) - 1)] = 0
     strict_priority: Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)] = 0
-    policy_class: str = ""
+    policy_class: Annotated[str, QUEUE_CLASS] = ""
     expected_output_tokens: Count = 0
     override: RouterOverride | None = None
 
@@ -157,47 +177,50 @@ class RequestSubmitted(Event, tag="request.submitted", frozen=True, kw_only=True
         request_id: id of the request.
         model: model that the request names.
         token_ids: prompt tokens, as packed u32.
-        sequence_hashes: one u64 per full block of `token_ids`, chained as in `forebay.core.block_hashes` and salted by
-            `lora_name` and `cache_namespace`. Blocks with placeholders include the hashes of their media.
+        sequence_hashes: one u64 per full block of `token_ids`, as computed by `forebay.core.block_hashes`. They depend
+            on `lora_name` and `cache_namespace`, too. Hashes of blocks with placeholder tokens also depend on the
+            hashes of the images and videos.
         reply_slot: partition of the topic `tokens` for the response.
-        timeout_us: deadline in microseconds, counted from the owner's clock when it applies this event.
+        timeout_us: microseconds after which the request expires. They count from the moment when the owner applies this
+            event, on the owner's clock.
         tie_seed: seed for tie-breaking and sampling: xxh3_64 of the nonce as little-endian u64.
         sampling: sampling parameters.
-        nonce: distinguishes requests with the same id; a redelivered event repeats it; random, except that for
-            the Kafka API it is a hash of partition and offset.
-        reply_from: no record of the reply slot before this offset belongs to the response.
+        nonce: distinguishes requests with the same id. A redelivered event has the same nonce. The HTTP ingress draws
+            it at random; for the Kafka API it is a hash of partition and offset.
+        reply_from: first offset of the reply slot that may have a record of the response.
         ingress_id: id of the ingress.
         at_us: the ingress's wall clock in microseconds, for display and latency metrics only.
-        lora_name: adapter that its worker must have loaded.
-        cache_namespace: cached blocks are shared only within one namespace.
-        routing: routing hints.
+        lora_name: adapter that the worker must have loaded; empty for none.
+        cache_namespace: requests share cached blocks only if they have the same value.
+        routing: routing hints of the client.
         task: whether to generate a response or an embedding.
-        withheld_tokens: prompt tokens that an anonymized recording leaves out of `token_ids`.
+        withheld_tokens: number of prompt tokens that an anonymized recording leaves out of `token_ids`.
         media: images and videos, in prompt order.
         ingress_incarnation: incarnation of the ingress whose HTTP client waits; empty if the request outlives its
             ingress.
-        patient: whether the bound and the timeout of the router's queue do not apply, so that only its deadline does.
+        patient: whether the request ignores the length limit and the timeout of the router's queue. Then only its
+            deadline ends the wait.
     """
 
-    request_id: Name
-    model: Name
-    token_ids: bytes
-    sequence_hashes: bytes
+    request_id: Annotated[Name, REQUEST_ID]
+    model: Annotated[Name, MODEL]
+    token_ids: Annotated[bytes, DROPPED]
+    sequence_hashes: Annotated[bytes, HASHES]
     reply_slot: Count
     timeout_us: Annotated[int, msgspec.Meta(ge=1, le=TIMEOUT_US_MAX)]
     tie_seed: U64
     sampling: Sampling
     nonce: U64 = 0
     reply_from: Count = 0
-    ingress_id: str = ""
+    ingress_id: Annotated[str, DROPPED] = ""
     at_us: int = 0
-    lora_name: str = ""
-    cache_namespace: str = ""
+    lora_name: Annotated[str, LORA] = ""
+    cache_namespace: Annotated[str, NAMESPACE] = ""
     routing: RoutingHints = NO_HINTS
     task: Task = "generate"
     withheld_tokens: Count = 0
     media: tuple[Media, ...] = ()
-    ingress_incarnation: str = ""
+    ingress_incarnation: Annotated[str, INGRESS] = ""
     patient: bool = False
 
     def __post_init__(self) -> None:
@@ -207,35 +230,43 @@ class RequestSubmitted(Event, tag="request.submitted", frozen=True, kw_only=True
 
     @property
     def prompt_tokens(self) -> int:
-        """Length of the prompt in tokens."""
+        """Length of the prompt in tokens, including withheld tokens."""
         return len(self.token_ids) // U32_BYTES + self.withheld_tokens
 
 
 class RequestCancelled(Event, tag="request.cancelled", frozen=True, kw_only=True):
-    """The client no longer wants the response."""
+    """The client disconnected or cancelled the request, so nobody needs the response.
 
-    request_id: Name
-    reason: str = "client disconnected"
+    Attributes:
+        reason: who cancelled the request, or how.
+        at_us: the ingress's wall clock in microseconds.
+    """
+
+    request_id: Annotated[Name, REQUEST_ID]
+    reason: Annotated[str, DROPPED] = "client disconnected"
     at_us: int = 0
 
 
 class RouteQueried(Event, tag="request.route_queried", frozen=True, kw_only=True):
-    """Query where a request would be routed now. Nothing is booked and nothing is sent.
+    """Question where the owner would route a request now. The owner books nothing and sends no work.
 
     Attributes:
+        request_id: id of the query.
+        sequence_hashes: sequence hashes of the prompt blocks, as packed u64.
         tie_seed: seed for tie-breaking and sampling, derived from a random nonce.
+        at_us: the ingress's wall clock in microseconds.
         lora_name: adapter; empty for none.
         routing: routing hints of the client.
     """
 
-    request_id: Name
-    model: Name
+    request_id: Annotated[Name, REQUEST_ID]
+    model: Annotated[Name, MODEL]
     prompt_tokens: Annotated[int, msgspec.Meta(ge=1, le=(1 << 31) - 1)]
-    sequence_hashes: bytes
+    sequence_hashes: Annotated[bytes, HASHES]
     reply_slot: Count
     tie_seed: U64
     at_us: int = 0
-    lora_name: str = ""
+    lora_name: Annotated[str, LORA] = ""
     routing: RoutingHints = NO_HINTS
 
     def __post_init__(self) -> None:

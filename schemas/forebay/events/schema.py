@@ -64,12 +64,15 @@ JSON. Packed lists are little-endian: token ids as u32, hashes as u64. Times in 
 
 
 def registry() -> dict[str, Schema]:
-    """Return the JSON Schema (2020-12) of each topic with events, by file stem; `work` covers all pools."""
+    """Return the JSON Schema (2020-12) of each topic that carries events.
+
+    The key `work` covers the topics of all pools.
+    """
     return {topic.name.partition(".")[0]: _schema(topic) for topic in TOPICS if topic.events is not None}
 
 
 def document() -> str:
-    """Return all topics, events and parts as Markdown."""
+    """Return `docs/events.md`: all topics, events and parts as Markdown."""
     schemas = registry()
     events: list[str] = []
     parts: dict[str, list[str]] = {}

@@ -1,4 +1,7 @@
-"""Topic `shadow`: decisions of policies that run in parallel for comparison. They have no effect."""
+"""Topic `shadow`: what shadows would have decided.
+
+A shadow evaluates another policy beside the owner, without effect.
+"""
 
 from typing import Annotated
 
@@ -10,15 +13,16 @@ from forebay.events.base import Count, Digest, Event, Name
 class ShadowStarted(Event, tag="shadow.started", frozen=True, kw_only=True):
     """A shadow starts, or resumes after it was stopped.
 
-    If `from_offset` is more than one above its last decision, the decisions between were skipped, because the events
-    that led to them are gone. A process that finds a newer start of its own shadow ends.
+    If `from_offset` is more than 1 above the shadow's last decision, the shadow skipped the decisions between both,
+    because the log no longer has the events that led to them. If a process finds a newer start of its own shadow, it
+    ends.
 
     Attributes:
         shadow: name of the shadow.
-        alternative: description of what it changes.
-        alternative_digest: digest of what it changes.
-        from_offset: first journal offset whose decisions it covers.
-        at_us: wall clock of the process, in microseconds.
+        alternative: description of the policy or settings that the shadow evaluates.
+        alternative_digest: digest of that policy or those settings.
+        from_offset: first journal offset whose decisions the shadow covers.
+        at_us: the process's wall clock in microseconds.
     """
 
     shadow: Name
@@ -29,30 +33,30 @@ class ShadowStarted(Event, tag="shadow.started", frozen=True, kw_only=True):
 
 
 class DecisionShadowed(Event, tag="shadow.decision_shadowed", frozen=True, kw_only=True):
-    """Selection of a shadow beside the recorded one, both made in the same state.
+    """Selection of a shadow, and the owner's recorded selection for the same request in the same state.
 
-    If two processes run the same shadow for a moment, a decision may appear twice with the same content.
+    If two processes run the same shadow for a moment, the topic may have the same decision twice.
 
     Attributes:
         shadow: name of the shadow.
-        alternative_digest: digest of what it changes, as in `shadow.started`.
+        alternative_digest: digest of the policy or settings that the shadow evaluates, as in `shadow.started`.
         decision_offset: journal offset of the `RequestRouted`.
         request_id: id of the request.
         attempt: attempt of the recorded routing.
         pool: pool of the recorded routing.
         worker_id: recorded worker.
         rank: recorded rank.
-        overlap_blocks: leading prompt blocks on the device of the recorded rank.
+        overlap_blocks: leading prompt blocks that the recorded rank has cached on its device.
         shadow_worker_id: worker that the shadow selected; empty if it selected none.
         shadow_rank: rank that the shadow selected.
-        shadow_overlap_blocks: leading prompt blocks on the device of that rank.
-        agrees: whether both selected the same rank.
-        would_hold: whether the shadow would have queued the request; its selection is then the one it would have made
-            otherwise.
+        shadow_overlap_blocks: leading prompt blocks that the shadow's rank has cached on its device.
+        agrees: whether the shadow selected the recorded rank.
+        would_hold: whether the shadow would have queued the request. Its selection is then the rank that it would have
+            selected without a queue.
         regret_blocks: cost of the recorded rank minus cost of the shadow's rank, in blocks, by the shadow's cost table.
-            Negative if the shadow does not select the lowest cost; null if the recorded rank is not one of its
-            candidates.
-        failure: why the shadow selected no rank; empty if it did.
+            It is negative if the shadow does not select the lowest cost, and null if the recorded rank is not a
+            candidate of the shadow.
+        failure: why the shadow selected no rank; empty if it selected one.
         at_us: the owner's clock at the decision, in microseconds.
     """
 

@@ -1,7 +1,9 @@
-"""Topic `snapshots`: the state of a world in chunks of at most 1 MiB, each a list of plain facts.
+"""Topic `snapshots`: the complete state of an owner, in chunks of at most 1 MiB. Each chunk is a list of parts.
 
-A snapshot is valid only once the journal has the matching `SnapshotTaken`.
+A snapshot is valid only if the journal has the matching `SnapshotTaken`.
 """
+
+from typing import Annotated
 
 from forebay.events.base import U64, U64_BYTES, Count, Event, Name, Part, require_packed
 from forebay.events.control import BusyThresholds, Command, DisaggConfig, PoolConfigured
@@ -9,6 +11,20 @@ from forebay.events.decisions import CommandOutcome, ConsumedRun, Stage
 from forebay.events.fleet import WorkerSpec
 from forebay.events.kv import AnyKvEvent, Tier
 from forebay.events.media import Encoded
+from forebay.events.privacy import (
+    CONTENT,
+    CONTENTS,
+    HASHES,
+    INGRESS,
+    KEPT,
+    LEASE,
+    LORA,
+    NONCE,
+    REQUEST_HASHES,
+    REQUEST_ID,
+    SESSION_KEYS,
+    SystemName,
+)
 from forebay.events.requests import RoutingHints, Task
 from forebay.events.transfer import Prefilled
 
@@ -16,12 +32,15 @@ CHUNK_HASHES_MAX = 131_072 - 64  # keeps the packed hashes of a chunk and their 
 
 
 class IndexBlocks(Part, tag_field="type", tag="index_blocks", frozen=True, kw_only=True):
-    """Blocks that one (worker, rank) has in one tier. Blocks of another worker epoch are ignored."""
+    """Blocks that one (worker, rank) has cached in one tier.
 
-    worker_id: Name
+    A reader ignores the blocks if the worker has another epoch in the `IndexCursor` of this snapshot.
+    """
+
+    worker_id: SystemName
     rank: Count
     tier: Tier
-    sequence_hashes: bytes
+    sequence_hashes: Annotated[bytes, HASHES]
     worker_epoch: Count = 0
 
     def __post_init__(self) -> None:
@@ -29,7 +48,9 @@ class IndexBlocks(Part, tag_field="type", tag="index_blocks", frozen=True, kw_on
 
 
 class IndexChanges(Part, tag_field="type", tag="index_changes", frozen=True, kw_only=True):
-    """KV events applied while the blocks were written; applying them again in order makes the blocks exact.
+    """KV events that the owner applied while it copied the blocks of the prefix index.
+
+    A reader applies them after all `IndexBlocks`, in order. The result is the index at the end of the snapshot.
 
     Attributes:
         events: the KV events, in order.
@@ -39,14 +60,14 @@ class IndexChanges(Part, tag_field="type", tag="index_changes", frozen=True, kw_
 
 
 class IndexCursor(Part, tag_field="type", tag="index_cursor", frozen=True, kw_only=True):
-    """Last KV event applied for one (worker, rank). `resync`: its worker was asked to re-announce its cache.
+    """Position of the prefix index in the KV events of one (worker, rank).
 
     Attributes:
-        last_seq: sequence number of that event.
-        resync: whether the worker was asked to re-announce its cache.
+        last_seq: sequence number of the last applied event.
+        resync: whether the owner has ordered the worker to re-announce its cache, and the worker has not begun yet.
     """
 
-    worker_id: Name
+    worker_id: SystemName
     rank: Count
     last_seq: int
     worker_epoch: Count
@@ -54,21 +75,21 @@ class IndexCursor(Part, tag_field="type", tag="index_cursor", frozen=True, kw_on
 
 
 class RoutedBlocks(Part, tag_field="type", tag="routed_blocks", frozen=True, kw_only=True):
-    """Blocks assumed to be cached until `due_us`, because a prompt with them was routed to this (worker, rank).
+    """Blocks that the owner assumes to be cached, because a prompt with them was routed to this (worker, rank).
 
     Attributes:
         worker_id: id of the worker.
         rank: rank of the worker.
-        due_us: when the assumption ends, in microseconds.
-        predicted: whether KV events will confirm the blocks; otherwise the rank sends none.
+        due_us: when the assumption ends, on the owner's clock in microseconds.
+        predicted: whether KV events of the rank will confirm the blocks; false if the rank sends no KV events.
         sequence_hashes: hashes of the blocks, as packed u64.
     """
 
-    worker_id: Name
+    worker_id: SystemName
     rank: Count
     due_us: int
     predicted: bool
-    sequence_hashes: bytes
+    sequence_hashes: Annotated[bytes, HASHES]
 
     def __post_init__(self) -> None:
         require_packed("sequence_hashes", self.sequence_hashes, U64_BYTES)
@@ -78,19 +99,19 @@ class WorkerState(Part, tag_field="type", tag="worker_state", frozen=True, kw_on
     """One worker of the fleet.
 
     Attributes:
-        spec: description of the worker.
-        lease: token of its lease.
-        from_offset: first offset of its work topic slot that may be work for it.
-        phase: state of its life cycle.
-        lease_ttl_ms: time to live of the lease in milliseconds; 0 if unknown.
+        spec: capabilities and limits of the worker.
+        lease: incarnation of the worker, as in `WorkerJoined`.
+        from_offset: first offset that the worker reads in its partition of the work topic.
+        phase: state of its life cycle (`forebay.core.state.fleet.WorkerPhase`).
+        lease_ttl_ms: duration of the lease in milliseconds; 0 if unknown.
     """
 
     spec: WorkerSpec
-    lease: str
+    lease: Annotated[str, LEASE]
     slot: Count
     worker_epoch: Count
     from_offset: Count
-    phase: str
+    phase: Annotated[str, KEPT]
     lease_ttl_ms: Count = 0
 
 
@@ -98,81 +119,83 @@ class IngressState(Part, tag_field="type", tag="ingress_state", frozen=True, kw_
     """One ingress with a lease.
 
     Attributes:
-        lease_ttl_ms: time to live of the lease in milliseconds; 0 if unknown.
+        lease_ttl_ms: duration of the lease in milliseconds; 0 if unknown.
     """
 
-    ingress_id: Name
-    incarnation: Name
+    ingress_id: Annotated[Name, INGRESS]
+    incarnation: Annotated[Name, INGRESS]
     lease_ttl_ms: Count = 0
 
 
 class RequestState(Part, tag_field="type", tag="request_state", frozen=True, kw_only=True):
-    """One active request; its prompt is in its `RequestSubmitted`.
+    """One active request. Its prompt is in its `RequestSubmitted`.
 
     Attributes:
         request_id: id of the request.
         phase: phase of the request (`forebay.core.phases`).
         content: hash of the content.
-        due_us: deadline in microseconds.
+        due_us: deadline on the owner's clock, in microseconds.
         offset: offset of its `RequestSubmitted`.
-        attempt: last attempt at the response.
-        worker_id: worker of the last routing.
-        worker_epoch: epoch of that worker.
-        rank: rank of that worker.
-        queue_class: class in which it is or was queued.
-        uncached_tokens: prompt tokens that the best rank had not cached when it was queued.
-        queued_at_us: when it was queued.
-        media_tokens: placeholder tokens of its media.
-        stage: stage of the last routing.
-        encodings: last attempt to encode its media.
+        attempt: last attempt at the response, from 1; 0 before the first.
+        worker_id: worker to which the request was last routed, at any stage; empty if none.
+        worker_epoch: epoch of `worker_id`.
+        rank: rank of `worker_id`.
+        queue_class: queue class in which the request is or was queued; empty if it never was.
+        uncached_tokens: prompt tokens that even the rank with the largest overlap had to compute when the request was
+            queued.
+        queued_at_us: when the request was queued, on the owner's clock in microseconds.
+        media_tokens: placeholder tokens of its images and videos.
+        stage: stage for which the request was last routed.
+        encodings: last attempt to encode its images and videos, from 1; 0 if there was none.
         encoder_id: worker of that attempt.
-        encoded: location of the embeddings.
-        prefills: last attempt to compute its prompt in a prefill pool.
+        encoded: location of the embeddings; null if no worker keeps embeddings.
+        prefills: last attempt to compute its prompt in a prefill pool, from 1; 0 if there was none.
         prefiller_id: worker of that attempt.
-        prefilled: location of its KV.
-        prefilled_due_us: when the lease of that KV expires.
-        begun: whether output tokens exist.
-        decoder_id: worker that was last sent to fetch the KV.
-        ingress: incarnation of the ingress whose HTTP client waits.
-        queue_due_us: when it times out in the queue; 0 if only its deadline applies.
+        prefilled: location of the KV of the prompt; null if no prefill worker keeps it.
+        prefilled_due_us: when the lease of that KV expires, on the owner's clock in microseconds.
+        begun: whether a worker has emitted output tokens; tracked for decode pools only.
+        decoder_id: worker that was last sent to fetch the KV; empty if none.
+        ingress: incarnation of the ingress whose HTTP client waits; empty if there is none.
+        queue_due_us: when it times out in the queue, on the owner's clock in microseconds; 0 if only its deadline
+            applies.
         tie_seed: seed for tie-breaking and sampling.
         lora_name: adapter; empty for none.
         routing: routing hints of the client.
-        task: what the request asks for: a response or an embedding.
+        task: whether to generate a response or an embedding.
     """
 
-    request_id: Name
-    phase: str
-    content: U64
+    request_id: Annotated[Name, REQUEST_ID]
+    phase: Annotated[str, KEPT]
+    content: Annotated[U64, CONTENT]
     due_us: int
     offset: Count
     reply_slot: Count
     prompt_tokens: Count
     tie_seed: U64
-    pool: Name
+    pool: SystemName
     attempt: Count
-    worker_id: str
+    worker_id: Annotated[str, KEPT]
     worker_epoch: Count
     rank: Count
-    sequence_hashes: bytes
-    lora_name: str = ""
+    sequence_hashes: Annotated[bytes, HASHES]
+    lora_name: Annotated[str, LORA] = ""
     routing: RoutingHints = RoutingHints()
-    queue_class: str = ""
+    queue_class: Annotated[str, KEPT] = ""
     uncached_tokens: Count = 0
     queued_at_us: int = 0
     task: Task = "generate"
     media_tokens: Count = 0
     stage: Stage = "aggregated"
     encodings: Count = 0
-    encoder_id: str = ""
+    encoder_id: Annotated[str, KEPT] = ""
     encoded: Encoded | None = None
     prefills: Count = 0
-    prefiller_id: str = ""
+    prefiller_id: Annotated[str, KEPT] = ""
     prefilled: Prefilled | None = None
     prefilled_due_us: int = 0
     begun: bool = False
-    decoder_id: str = ""
-    ingress: str = ""
+    decoder_id: Annotated[str, KEPT] = ""
+    ingress: Annotated[str, INGRESS] = ""
     queue_due_us: int = 0
 
     def __post_init__(self) -> None:
@@ -180,18 +203,20 @@ class RequestState(Part, tag_field="type", tag="request_state", frozen=True, kw_
 
 
 class Remembered(Part, tag_field="type", tag="remembered", frozen=True, kw_only=True):
-    """Recently ended requests, or `commands`, to recognize a repeated id.
+    """Ids of recently ended requests or commands, by which the owner recognizes a repeated id.
+
+    The three lists have one number per id, in the same order.
 
     Attributes:
         ids: hashes of the ids, as packed u64.
-        contents: hashes of the contents, or nonces of commands, as packed u64.
-        due_us: when each id is forgotten, as packed u64 in microseconds.
-        commands: whether these are commands.
+        contents: hashes of the contents of requests, or nonces of commands, as packed u64.
+        due_us: when the owner forgets each id, on its clock, as packed u64 in microseconds.
+        commands: whether these are ids of commands.
     """
 
-    ids: bytes
-    contents: bytes
-    due_us: bytes
+    ids: Annotated[bytes, REQUEST_HASHES]
+    contents: Annotated[bytes, CONTENTS]
+    due_us: Annotated[bytes, KEPT]
     commands: bool = False
 
     def __post_init__(self) -> None:
@@ -207,19 +232,19 @@ class Booking(Part, tag_field="type", tag="booking", frozen=True, kw_only=True):
         request_id: id of the request.
         worker_id: id of the worker.
         rank: rank of the worker.
-        prefill_tokens: uncached prompt tokens.
+        prefill_tokens: uncached prompt tokens; 0 after the first output token.
         sequence_hashes: hashes of the prompt blocks, as packed u64.
         prompt_tokens: length of the prompt.
-        reuse: whether its blocks are shared with other requests of the rank.
+        reuse: whether the request shares prompt blocks with other requests of the rank.
         output_tokens: output tokens so far.
         expected_output_tokens: expected length of the response; 0 if unknown.
     """
 
-    request_id: Name
-    worker_id: Name
+    request_id: Annotated[Name, REQUEST_ID]
+    worker_id: SystemName
     rank: Count
     prefill_tokens: Count
-    sequence_hashes: bytes
+    sequence_hashes: Annotated[bytes, HASHES]
     prompt_tokens: Count = 0
     reuse: bool = True
     output_tokens: Count = 0
@@ -233,13 +258,13 @@ class Reported(Part, tag_field="type", tag="reported", frozen=True, kw_only=True
     """The newest load report of one (worker, rank).
 
     Attributes:
-        running: running requests.
+        running: requests that the engine is computing.
         waiting: requests queued in the engine.
         kv_blocks_used: KV blocks in use.
         kv_blocks_total: KV blocks of the rank.
     """
 
-    worker_id: Name
+    worker_id: SystemName
     rank: Count
     running: Count
     waiting: Count
@@ -248,68 +273,74 @@ class Reported(Part, tag_field="type", tag="reported", frozen=True, kw_only=True
 
 
 class ComputedTokens(Part, tag_field="type", tag="computed_tokens", frozen=True, kw_only=True):
-    """Prompt tokens sent to one (worker, rank) to compute, plus the lowest total of any rank when it joined.
+    """Total number of uncached prompt tokens sent to one (worker, rank).
+
+    Among candidates of equal cost, the candidate with the lowest total is selected.
+    A rank starts with the lowest total of any rank at the time when it joins.
 
     Attributes:
         tokens: the total, in prompt tokens.
     """
 
-    worker_id: Name
+    worker_id: SystemName
     rank: Count
     tokens: Count
 
 
 class PoolTurns(Part, frozen=True, kw_only=True):
-    """Number of requests a pool has routed, which decides whose turn it is in round robin.
+    """Number of requests that a pool has routed. It determines the next candidate in round robin.
 
     Attributes:
         turns: number of requests routed so far.
     """
 
-    pool: Name
+    pool: SystemName
     turns: Count
 
 
 class ClassDeficit(Part, frozen=True, kw_only=True):
-    """Deficit counter of one queue class, in tokens.
+    """Deficit counter of one queue class. The class may send requests that cost up to this many tokens.
 
     Attributes:
         name: name of the queue class.
-        uncached_tokens_min: lower bound of the class, in uncached prompt tokens.
+        uncached_tokens_min: minimum number of uncached prompt tokens of a request in the class.
         deficit: deficit counter, in tokens.
     """
 
-    name: Name
+    name: SystemName
     uncached_tokens_min: Count
     deficit: int
 
 
 class QueueTurns(Part, tag_field="type", tag="queue_turns", frozen=True, kw_only=True):
-    """Deficit round robin state of a pool's queue; queued requests are in `RequestState`.
+    """State of the deficit round robin between the queue classes of a pool.
+
+    The queued requests themselves are in `RequestState`.
 
     Attributes:
-        turn: position of the class whose turn it is.
+        turn: position of the class that was served last, from 0.
         classes: deficit of each class, in configured order.
     """
 
-    pool: Name
+    pool: SystemName
     turn: Count
     classes: tuple[ClassDeficit, ...]
 
 
 class Sessions(Part, tag_field="type", tag="sessions", frozen=True, kw_only=True):
-    """Sessions bound to one (worker, rank), in order of expiry: packed u64 of session keys and expiry times.
+    """Sessions that one (worker, rank) serves, in order of expiry. `keys` and `due_us` have one number per session.
 
     Attributes:
-        keys: hashes of pool and session, as packed u64.
+        keys: hashes of pool and session id, as packed u64.
+        due_us: when each session expires, on the owner's clock, as packed u64 in microseconds.
     """
 
-    pool: Name
-    worker_id: Name
+    pool: SystemName
+    worker_id: SystemName
     worker_epoch: Count
     rank: Count
-    keys: bytes
-    due_us: bytes
+    keys: Annotated[bytes, SESSION_KEYS]
+    due_us: Annotated[bytes, KEPT]
 
     def __post_init__(self) -> None:
         require_packed("keys", self.keys, U64_BYTES)
@@ -317,7 +348,7 @@ class Sessions(Part, tag_field="type", tag="sessions", frozen=True, kw_only=True
 
 
 class CommandState(Part, tag_field="type", tag="command_state", frozen=True, kw_only=True):
-    """Command that is pending at some worker; `offset` is that of its `WorkerCommanded`.
+    """Operator's command that is pending at one or more workers.
 
     Attributes:
         nonce: distinguishes commands with the same id.
@@ -326,8 +357,8 @@ class CommandState(Part, tag_field="type", tag="command_state", frozen=True, kw_
         outcomes: outcome at each worker so far.
     """
 
-    command_id: Name
-    nonce: Count
+    command_id: Annotated[Name, REQUEST_ID]
+    nonce: Annotated[Count, NONCE]
     offset: Count
     command: Command
     reply_slot: Count
@@ -336,40 +367,40 @@ class CommandState(Part, tag_field="type", tag="command_state", frozen=True, kw_
 
 
 class PoolBusy(Part, frozen=True, kw_only=True):
-    """Busy thresholds of a pool that an operator changed.
+    """Busy thresholds of a pool, if an operator has changed them since `PoolConfigured`.
 
     Attributes:
-        thresholds: busy thresholds set at run time.
+        thresholds: busy thresholds in effect.
     """
 
-    pool: Name
+    pool: SystemName
     thresholds: BusyThresholds
 
 
 class PoolDisagg(Part, frozen=True, kw_only=True):
-    """Disaggregation of a pool that an operator changed.
+    """Disaggregation settings of a pool, if an operator has changed them since `PoolConfigured`.
 
     Attributes:
-        disagg: disaggregation settings set at run time.
+        disagg: settings in effect.
     """
 
-    pool: Name
+    pool: SystemName
     disagg: DisaggConfig
 
 
 class WorldState(Part, tag_field="type", tag="world_state", frozen=True, kw_only=True):
-    """State of the world outside its state machines.
+    """State of the owner that is in no other part of the snapshot.
 
     Attributes:
         now_us: the owner's clock in microseconds.
-        view: next offset per topic, as `count`.
+        view: per input topic, the next offset to apply, as `count`.
         pools: configuration of each pool.
-        turns: number of routings per pool.
+        turns: number of routed requests per pool.
         owner_epoch: epoch of the owner.
-        fleet_epoch: newest owner epoch that was announced on `fleet`, as applied.
+        fleet_epoch: highest owner epoch in the applied events of `fleet`.
         seq: sequence number of the next decision.
         busy: busy thresholds that an operator changed.
-        disagg: disaggregation that an operator changed.
+        disagg: disaggregation settings that an operator changed.
         owner_policies: custom policies that the owner's operator allowed.
     """
 
@@ -382,7 +413,7 @@ class WorldState(Part, tag_field="type", tag="world_state", frozen=True, kw_only
     seq: Count
     busy: tuple[PoolBusy, ...] = ()
     disagg: tuple[PoolDisagg, ...] = ()
-    owner_policies: tuple[str, ...] = ()
+    owner_policies: Annotated[tuple[str, ...], KEPT] = ()
 
 
 Chunk = (
@@ -405,11 +436,11 @@ Chunk = (
 
 
 class SnapshotChunk(Event, tag="snapshot.chunk", frozen=True, kw_only=True):
-    """Part `number` of a snapshot, counted from 0.
+    """Chunk of a snapshot.
 
     Attributes:
-        number: number of the chunk, counted from 0.
-        parts: facts of the state.
+        number: number of the chunk in its snapshot, from 0.
+        parts: parts of the world, for example blocks or sessions.
     """
 
     owner_epoch: int

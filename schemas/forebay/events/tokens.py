@@ -1,7 +1,8 @@
-"""Topic `tokens`: everything that a client needs, in order, in one partition (its reply slot).
+"""Topic `tokens`: responses of requests, route queries and commands.
 
-Groups share the reply slots, and two groups may use the same request id. Every event names its `group`. Readers take
-only the events of their own group, because attempts and owner epochs are ordered within one group only.
+A partition of this topic is a reply slot. All events of one response are in the reply slot that its ingress reads, in
+order. Groups share the reply slots, and two groups may use the same request id, so every event names its `group`. A
+reader ignores the events of other groups, because attempts and owner epochs are comparable within one group only.
 """
 
 from typing import Literal
@@ -11,7 +12,7 @@ from forebay.events.decisions import CommandOutcome, PrefillPlace, ScoredCandida
 
 
 class Usage(Part, frozen=True, kw_only=True):
-    """Token counts of a complete response."""
+    """Token counts of a complete response, as in the OpenAI API."""
 
     prompt_tokens: Count
     output_tokens: Count
@@ -19,11 +20,12 @@ class Usage(Part, frozen=True, kw_only=True):
 
 
 class ResponseError(Part, frozen=True, kw_only=True):
-    """Why a response is missing or incomplete: HTTP status, OpenAI error code, and a sentence for the caller.
+    """Error that a client gets instead of a complete response.
 
     Attributes:
         status: HTTP status.
         code: error code of the OpenAI API, or forebay's own.
+        message: sentence that explains the error to the caller.
     """
 
     status: Count
@@ -32,7 +34,7 @@ class ResponseError(Part, frozen=True, kw_only=True):
 
 
 class TopLogprob(Part, frozen=True, kw_only=True):
-    """Alternative token and its log probability.
+    """One of the most likely tokens at a position of the output, and its log probability.
 
     Attributes:
         token_id: the token.
@@ -44,11 +46,11 @@ class TopLogprob(Part, frozen=True, kw_only=True):
 
 
 class TokenLogprob(Part, frozen=True, kw_only=True):
-    """Log probability of an output token, and of the most likely tokens at its position.
+    """Log probability of one output token, and the most likely tokens at its position.
 
     Attributes:
-        logprob: natural logarithm of the probability.
-        top: most likely tokens at this position.
+        logprob: natural logarithm of the probability of the output token.
+        top: most likely tokens at this position; empty if the request did not ask for them.
     """
 
     logprob: float
@@ -59,10 +61,10 @@ class PrefilledBy(Part, frozen=True, kw_only=True):
     """Worker rank that computed the prompt for another worker, which generates the response.
 
     Attributes:
-        worker_id: id of the worker.
-        rank: rank of the worker.
-        transferred_bytes: bytes of KV fetched from there; 0 if the engine does not report them.
-        transfer_us: duration of the fetch in microseconds; 0 if not reported.
+        worker_id: id of the worker that computed the prompt.
+        rank: rank that computed the prompt.
+        transferred_bytes: bytes of KV fetched from that worker; 0 if the engine does not report them.
+        transfer_us: duration of the KV transfer in microseconds; 0 if the engine does not report it.
     """
 
     worker_id: Name
@@ -76,11 +78,12 @@ class TokenChunk(Part, frozen=True, kw_only=True):
 
     Attributes:
         request_id: id of the request.
-        attempt: attempt of the worker.
-        first_index: position of the first token in the output, from 0.
+        attempt: attempt in which the worker generated the tokens.
+        first_index: position of the first token of this chunk in the whole output, from 0.
         token_ids: tokens, as packed u32.
-        logprobs: one entry per token, if the request asked for them.
-        prefilled: worker that computed the prompt, with the first token, if it is another worker.
+        logprobs: one entry per token, if the request asked for log probabilities; otherwise empty.
+        prefilled: worker that computed the prompt, if it is not the worker that generates the response. Only the chunk
+            with the first token of an attempt has it.
     """
 
     request_id: Name
@@ -95,10 +98,11 @@ class TokenChunk(Part, frozen=True, kw_only=True):
 
 
 class TokensEmitted(Event, tag="tokens.emitted", frozen=True, kw_only=True):
-    """Output tokens of one engine step, for the requests of one reply slot.
+    """New output tokens of all requests that have the same reply slot, from one worker rank.
 
     Attributes:
-        chunks: output tokens, one item per engine step.
+        chunks: new output tokens; one item per request and engine step.
+        at_us: the worker's wall clock in microseconds.
     """
 
     worker_id: Name
@@ -111,10 +115,10 @@ class TokensEmitted(Event, tag="tokens.emitted", frozen=True, kw_only=True):
 
 
 class Embedded(Event, tag="tokens.embedded", frozen=True, kw_only=True):
-    """Embedding of a prompt, as packed little-endian f32.
+    """Embedding of a prompt: the result of an embedding request.
 
     Attributes:
-        vector: the embedding, as packed f32.
+        vector: the embedding, as packed little-endian f32.
     """
 
     request_id: Name
@@ -130,7 +134,10 @@ class Embedded(Event, tag="tokens.embedded", frozen=True, kw_only=True):
 
 
 class AttemptStarted(Event, tag="tokens.attempt_started", frozen=True, kw_only=True):
-    """A later attempt starts; tokens of lower attempts after this record are stale."""
+    """A worker starts a later attempt at a request, for example because the previous worker was lost.
+
+    Readers of the reply slot ignore events of lower attempts that follow this event.
+    """
 
     request_id: Name
     attempt: Count
@@ -140,11 +147,12 @@ class AttemptStarted(Event, tag="tokens.attempt_started", frozen=True, kw_only=T
 
 
 class ResponseEnded(Event, tag="tokens.response_ended", frozen=True, kw_only=True):
-    """Last record of a response. Either `usage` or `error` is set.
+    """Last event of a response. It has either `usage` or `error`.
 
     Attributes:
         finish_reason: why the response ended.
-        usage: token counts; null for an error.
+        usage: token counts of a complete response; null if `error` is set.
+        error: why the response is incomplete; null if `usage` is set.
     """
 
     request_id: Name
@@ -157,13 +165,18 @@ class ResponseEnded(Event, tag="tokens.response_ended", frozen=True, kw_only=Tru
 
 
 class RouteResponse(Event, tag="tokens.route_told", frozen=True, kw_only=True):
-    """Response to a `RouteQueried`: the decision in the journal, or an error.
+    """Response to a `RouteQueried`: the worker rank that the owner would select now, or an error.
+
+    The journal has the same result as `RouteAnswered`.
 
     Attributes:
+        request_id: id of the query.
+        pool: pool of the selected rank.
         mode: router mode that selected the rank.
-        choice: selected rank; null if there is none.
+        choice: selected rank; null if no rank may take the request.
         candidates: all candidates with their costs.
-        would_wait: whether the request would be queued.
+        would_wait: whether the owner would queue the request.
+        error: why no rank may take the request; null if one may.
         stage: stage that the selected rank would compute.
         prefill: where the prompt would be computed; null without a decode pool.
     """
@@ -182,10 +195,11 @@ class RouteResponse(Event, tag="tokens.route_told", frozen=True, kw_only=True):
 
 
 class CommandResponse(Event, tag="tokens.command_told", frozen=True, kw_only=True):
-    """Response to a `WorkerCommanded`: the outcome at every worker, or why it was not sent.
+    """Response to a `WorkerCommanded`: the outcome at every worker, or why the owner did not send the command.
 
     Attributes:
         outcomes: outcome at each worker.
+        error: why the owner rejected the command; null if the owner sent it.
     """
 
     command_id: Name

@@ -1,4 +1,7 @@
-"""List of all topics with their codec and events. Codecs, tools and documents are derived from it."""
+"""List of all topics with their codecs and events.
+
+The codecs, the tools and `docs/events.md` are derived from this list.
+"""
 
 from dataclasses import dataclass
 from types import UnionType
@@ -30,9 +33,9 @@ class Topic:
     Attributes:
         name: name without the namespace.
         codec: encoding of its records.
-        events: union of its event types; None if it carries raw records.
-        partitioned_by: what selects the partition.
-        description: summary of its content.
+        events: union of its event types; None if its records are raw bytes.
+        partitioned_by: value that determines the partition of a record, in words for the docs.
+        description: one sentence about its content, for the docs.
     """
 
     name: str
@@ -70,7 +73,7 @@ INPUTS = (REQUESTS, FLEET, CONTROL, PROGRESS, METRICS, KV_EVENTS)
 
 
 def work_topic(pool: str) -> Topic:
-    """Return the work topic of one pool; its partition is the worker's slot."""
+    """Return the topic on which the workers of `pool` get their work. Its partition is the slot of a worker."""
     return Topic(f"work.{pool}", "msgpack", work.AnyWorkEvent, "worker slot", f"work for the pool {pool}")
 
 
@@ -81,7 +84,7 @@ FIXED_TOPICS = (
 
 
 def topic_named(name: str) -> Topic:
-    """Return the topic of this name. Raises KeyError for a name that forebay does not use."""
+    """Return the topic with this name, given without the namespace. Raises KeyError if forebay has no such topic."""
     for topic in FIXED_TOPICS:
         if topic.name == name:
             return topic

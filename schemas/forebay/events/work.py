@@ -1,8 +1,9 @@
-"""Topic `work.<pool>`: effects of decisions; the partition is the worker's slot. Contains prompts.
+"""Topic `work.<pool>`: effects that the owner sends to the workers of a pool. The events contain prompts.
 
-All groups of a namespace share the topic of a pool. Every event names the group and the worker it is addressed to, in
-addition to the epoch. Epochs are offsets of one group's `fleet`, so equal epochs of two groups are unrelated. An event
-without these names is from an older version and is addressed to no worker.
+Each worker of the pool reads one partition, its slot. All groups of a namespace share the topic of a pool, and epochs
+are offsets of one group's `fleet`, so workers of two groups may have equal epochs. Every event therefore names the
+group and the worker that it is addressed to. An event without these names is from an older version, and every worker
+ignores it.
 """
 
 from forebay.events.base import U32_BYTES, U64_BYTES, Count, Event, Name, require_packed
@@ -14,7 +15,11 @@ from forebay.events.transfer import Prefilled
 
 
 class WorkEvent(Event, frozen=True, kw_only=True):
-    """Work event, idempotent by (request, stage, attempt). A worker runs only events with its group, id and epoch."""
+    """Base class of the owner's orders to a worker about one request.
+
+    A worker ignores an event if group, worker id or worker epoch are not its own. A second event with the same request,
+    stage and attempt has no effect.
+    """
 
     request_id: Name
     attempt: Count
@@ -25,10 +30,11 @@ class WorkEvent(Event, frozen=True, kw_only=True):
 
 
 class WorkItem(WorkEvent, tag="work.item", frozen=True, kw_only=True):
-    """Generate a response and write it to `reply_slot`. In the stage `encode`, only encode the media.
+    """Order to compute one stage of a request.
 
-    In the stage `prefill`, compute the KV of the prompt and keep it for another worker. In the stage `decode`, fetch
-    that KV from the location in `prefilled`.
+    In the stages `aggregated` and `decode` the worker generates the response and writes it to `reply_slot`. In the
+    stage `decode` it first fetches the KV of the prompt from the location in `prefilled`. In the stage `prefill` it
+    computes that KV and keeps it for another worker. In the stage `encode` it only encodes the images and videos.
 
     Attributes:
         request_id: id of the request.
@@ -42,16 +48,16 @@ class WorkItem(WorkEvent, tag="work.item", frozen=True, kw_only=True):
         sequence_hashes: hashes of the full prompt blocks, as packed u64.
         reply_slot: partition of the topic `tokens` for the response.
         sampling: sampling parameters.
-        reply_from: first offset of the reply slot that may hold output of an earlier attempt, as in `RequestSubmitted`.
-        lora_name: adapter.
-        cache_namespace: namespace of cached blocks.
-        priority: higher goes first, for engines that order their own queue.
-        report_output: whether to send `OutputGrown`.
+        reply_from: first offset of the reply slot that may have output of an earlier attempt, as in `RequestSubmitted`.
+        lora_name: adapter; empty for none.
+        cache_namespace: requests share cached blocks only if they have the same value.
+        priority: for engines that order their own queue; a higher value goes first.
+        report_output: whether the worker sends `OutputGrown`.
         task: whether to generate a response or an embedding.
         stage: stage to compute.
         media: images and videos of the prompt; without content if `encoded` is set.
-        encoded: location of the embeddings to fetch.
-        prefilled: location of the KV to fetch.
+        encoded: location of the embeddings to fetch; null if there are none.
+        prefilled: location of the KV to fetch; null if there is none.
     """
 
     rank: Count
@@ -77,21 +83,25 @@ class WorkItem(WorkEvent, tag="work.item", frozen=True, kw_only=True):
 
 
 class WorkCancelled(WorkEvent, tag="work.cancelled", frozen=True, kw_only=True):
-    """Stop generating and free the blocks, including those kept for another worker; no client waits any more."""
+    """Order to stop a request and free its KV blocks, because no client waits any more.
+
+    This includes blocks that the worker keeps for another worker.
+    """
 
 
 class ReleaseKv(WorkEvent, tag="work.release_kv", frozen=True, kw_only=True):
-    """Release the KV that is kept since this attempt to compute the prompt, or an earlier one.
+    """Order to free the KV of a prompt that the worker has computed in this attempt or an earlier attempt.
 
-    A later attempt at the same worker continues. A new owner may send this event again after that attempt started.
+    A later attempt at the same prompt on this worker continues. A new owner may send this event again, even after the
+    later attempt has started.
     """
 
 
 class ReannounceCache(Event, tag="work.reannounce_cache", frozen=True, kw_only=True):
-    """Re-announce everything that a rank has cached, because the owner missed some of its KV events.
+    """Order to publish all blocks that a rank has cached, because the owner missed some of its KV events.
 
-    The worker sends `CacheCleared` and then `BlocksStored`. It uses its next sequence numbers, and only those above
-    `above_seq`: the owner has seen that one, and treats lower numbers as redeliveries.
+    The worker sends `CacheCleared` and then `BlocksStored`. It continues its sequence numbers, but only uses numbers
+    above `above_seq`, because the owner treats all numbers up to `above_seq` as redeliveries.
 
     Attributes:
         above_seq: highest sequence number that the owner has seen.
@@ -106,15 +116,14 @@ class ReannounceCache(Event, tag="work.reannounce_cache", frozen=True, kw_only=T
 
 
 class WorkerCommand(Event, tag="work.command", frozen=True, kw_only=True):
-    """Execute a command and respond on `progress`; idempotent by command id and nonce.
+    """Order to execute an operator's command and respond on `progress`.
 
-    A command that was not started after `timeout_us` is not executed, because no client waits any more. The nonce is
-    that of its `WorkerCommanded`.
+    A second event with the same command id and nonce has no effect.
 
     Attributes:
         command: what the worker is to do.
-        timeout_us: time after which the command is not started, in microseconds.
-        nonce: distinguishes commands with the same id.
+        timeout_us: microseconds after which the worker no longer starts the command, because no client waits any more.
+        nonce: nonce of the `WorkerCommanded`; it distinguishes commands with the same id.
     """
 
     command_id: Name

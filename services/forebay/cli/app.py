@@ -7,11 +7,13 @@ import errno
 import os
 import sys
 from importlib import import_module
-from importlib.metadata import version
 from typing import Annotated, Any, NamedTuple
 
 import typer
-from typer.core import TyperGroup
+
+from forebay.cli.common.command_class import EPILOG, CliCommand, CliGroup, long_name
+from forebay.cli.common.config_file import OPTION as CONFIG
+from forebay.cli.common.config_file import with_config_file
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -24,33 +26,43 @@ class CommandEntry(NamedTuple):
         name: Function in that module, or `typer.Typer` application with subcommands.
         help: Line in `forebay --help`. Equals the summary of the command's own help.
         settings: Context settings for the command-line parser.
+        has_config: Whether the command is a service, which has an option --config.
     """
 
     module: str
     name: str
     help: str
     settings: dict[str, Any] | None = None
+    has_config: bool = False
 
 
 # A test compares each help text with the docstring of the function.
 COMMANDS = {
     "up": CommandEntry(
-        "processes.up", "up", "Serve an OpenAI-compatible API with a KV-aware router and workers in one process."
+        "processes.up",
+        "up",
+        "Serve an OpenAI-compatible API with a KV-aware router and workers in one process.",
+        has_config=True,
     ),
     "ingress": CommandEntry(
-        "processes.ingress", "ingress", "Serve the OpenAI API and the Kafka API of a distributed system."
+        "processes.ingress",
+        "ingress",
+        "Serve the OpenAI API and the Kafka API of a distributed system.",
+        has_config=True,
     ),
     "router": CommandEntry(
         "processes.router",
         "router",
         "Run a router of a distributed system.",
+        has_config=True,
     ),
-    "worker": CommandEntry("processes.worker", "worker", "Run a worker of a distributed system."),
+    "worker": CommandEntry("processes.worker", "worker", "Run a worker of a distributed system.", has_config=True),
     "serve": CommandEntry(
         "processes.serve",
         "serve",
         "Run the workers of a service class, one process per worker.",
         {"allow_extra_args": True, "ignore_unknown_options": True},
+        has_config=True,
     ),
     "control": CommandEntry(
         "control.command",
@@ -63,7 +75,7 @@ COMMANDS = {
         "Send requests through the Kafka API.",
     ),
     "trace": CommandEntry(
-        "trace",
+        "trace.command",
         "trace",
         "Play a recorded or synthetic workload into a running system.",
     ),
@@ -71,6 +83,7 @@ COMMANDS = {
         "shadow",
         "shadow",
         "Report for every decision of a running system what another policy or configuration would decide.",
+        has_config=True,
     ),
     "simulate": CommandEntry(
         "simulate.command",
@@ -91,13 +104,25 @@ COMMANDS = {
     ),
     "workload": CommandEntry("simulate.workload", "app", "Inspect and convert workloads."),
     "replay": CommandEntry("replay.command", "app", "Verify, explain and compare recorded decisions."),
+    "status": CommandEntry(
+        "status", "status", "Show the owner, workers, requests and topics of a running system or a log."
+    ),
     "topics": CommandEntry("topics", "app", "Show the records of a log, and manage the topics of a broker."),
     "index": CommandEntry("index", "app", "Show the cached blocks of each worker, according to the log."),
+    "config": CommandEntry("config", "app", "Show the options of a command and where their values come from."),
 }
+SERVICES = tuple(name for name, entry in COMMANDS.items() if entry.has_config)
 
 
-class Commands(TyperGroup):
+class Commands(CliGroup):
     """Group of all commands, which imports only the module of the command that it runs."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the arguments up to the name of the command."""
+        for param in self.get_params(ctx):
+            if getattr(param, "is_flag", False) and param.default is None:
+                param.default = False  # typer would import pydantic to convert None, which takes 100 ms
+        return super().parse_args(ctx, args)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
         """Return the name of the command, the command itself, and its arguments."""
@@ -111,15 +136,28 @@ def load(name: str) -> Any:
     target = getattr(import_module(f"forebay.cli.{command.module}"), command.name)
     alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
     if isinstance(target, typer.Typer):
-        alone.add_typer(target, name=name)
+        for one in target.registered_commands:
+            one.cls = CliCommand
+        alone.add_typer(target, name=name, cls=CliGroup)
         group: Any = typer.main.get_command(alone)
         return group.commands[name]
-    alone.command(name, context_settings=command.settings)(target)
+    if command.has_config:
+        target = with_config_file(target, SERVICES, _names_of_services)
+    alone.command(
+        name, cls=CliCommand, context_settings=command.settings, epilog=EPILOG if command.has_config else None
+    )(target)
     return typer.main.get_command(alone)
+
+
+def _names_of_services() -> set[str]:
+    """Return the names of the options of all services."""
+    return {long_name(param) for name in SERVICES for param in load(name).params} - {"", CONFIG}
 
 
 def _show_version(wanted: bool) -> None:
     if wanted:
+        from importlib.metadata import version  # noqa: PLC0415 - takes 60 ms, which every command would wait for
+
         typer.echo(f"forebay {version('forebay')}")
         raise typer.Exit
 
@@ -129,7 +167,7 @@ app = typer.Typer(
     cls=Commands,
     help="Event-sourced serving of large language models. Every state change and every decision is an event.",
     no_args_is_help=True,
-    add_completion=False,
+    epilog=EPILOG,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # the tables of rich truncate option names on a narrow terminal
 )

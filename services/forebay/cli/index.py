@@ -9,9 +9,10 @@ import msgspec
 import typer
 from rich.progress import Progress, TaskID
 
-from forebay.cli.common.cluster import NAMESPACE, KafkaSource, NamespaceOption, PropertiesOption
+from forebay.cli.common.command_class import suggestion
 from forebay.cli.common.errors import explained, fail
-from forebay.cli.common.recording import LogArgument, Recording
+from forebay.cli.common.option_groups import spread
+from forebay.cli.common.recording import KafkaSource, LogArgument, Recording
 from forebay.cli.common.terminal import bar
 from forebay.cli.policies.allowed import AllowPolicyOption, allowed_policies
 from forebay.core.routing.policies import CustomPolicies
@@ -36,11 +37,10 @@ def _root() -> None:
 
 
 @app.command("dump")
+@spread
 def dump(
+    source: KafkaSource,
     log: LogArgument = None,
-    kafka: KafkaSource = None,
-    namespace: NamespaceOption = NAMESPACE,
-    kafka_config: PropertiesOption = None,
     group: Annotated[str, typer.Option(help="Model whose index is printed, if there are several.")] = "",
     worker: Annotated[str, typer.Option(help="Only this worker's blocks.")] = "",
     allow_policy: AllowPolicyOption = None,
@@ -50,7 +50,7 @@ def dump(
     The events use the JSON form of topic `kv-events`, in which hashes are base64 of little-endian u64. Each rank's
     events are numbered from 1. Applied to an empty index, they restore the same index.
     """
-    recording = Recording(log, kafka, namespace, kafka_config, group)
+    recording = Recording(source.kafka, source.namespace, source.kafka_config, log, group)
     recording.require_one_source()
     with explained():
         custom = allowed_policies(allow_policy)
@@ -59,7 +59,7 @@ def dump(
             index = asyncio.run(_index_of(recording, progress, task, custom))
         names = sorted({name for name, _ in index.holders()})
         if worker and worker not in names:
-            fail(f"unknown worker {worker}; workers are: {', '.join(names) or 'none'}")
+            fail(f"unknown worker {worker}; {suggestion(worker, names, 'workers')}")
         for event in stored_events(index, worker):
             typer.echo(msgspec.json.encode(event))
 

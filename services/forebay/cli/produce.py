@@ -18,16 +18,11 @@ from aiokafka import AIOKafkaProducer, ConsumerRecord, TopicPartition
 from aiokafka.errors import KafkaError
 from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from forebay.cli.common.cluster import (
-    KAFKA,
-    NAMESPACE,
-    KafkaOption,
-    NamespaceOption,
-    PropertiesOption,
-    kafka_settings,
-    start_logging,
-)
-from forebay.cli.common.errors import explained
+from forebay.cli.common.cluster import KafkaOptions
+from forebay.cli.common.errors import complain, explained
+from forebay.cli.common.failures import FailureCounts, status_failure
+from forebay.cli.common.logs import LoggingOptions, LogLevel
+from forebay.cli.common.option_groups import spread
 from forebay.cli.common.terminal import bar
 from forebay.events.topics import OPENAI_REQUESTS, OPENAI_RESPONSES
 from forebay.ingress.errors import Unusable
@@ -44,6 +39,7 @@ from forebay.transport.kafka.writer import RECORD_BYTES_MAX, explain
 LINGER_MS = 5  # lines of a file are sent in batches
 FILE_LINES = 500  # lines read at once; a pipe is read line by line
 ERROR_STATUS = 400
+INTERRUPTED = 130  # exit code after Ctrl-C, as of a shell
 Show = Callable[["ProduceRun"], None]
 
 
@@ -62,15 +58,20 @@ class RequestRecord:
 
 @dataclass(slots=True)
 class ProduceRun:
-    """State of one `forebay produce`: requests sent, responses received, and errors."""
+    """State of one `forebay produce`: requests sent, responses received, and errors by kind."""
 
     run_id: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
     ids: set[str] = field(default_factory=set)
     pieces: dict[str, list[bytes]] = field(default_factory=dict)
     waiting: set[str] = field(default_factory=set)
-    errors: int = 0
+    failures: FailureCounts = field(default_factory=FailureCounts)
     trouble: KafkaError | None = None
     answered: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def errors(self) -> int:
+        """Number of responses with an error."""
+        return sum(self.failures.counts.values())
 
     def encode_request(self, number: int, line: bytes) -> RequestRecord:
         """Return the request record for line `number` of the file, counted from 1.
@@ -109,38 +110,49 @@ class ProduceRun:
             return None
         self.waiting.discard(request_id)
         status = int(headers["status"])
-        self.errors += status >= ERROR_STATUS
+        if status >= ERROR_STATUS:
+            self.failures.add(status_failure(status, pieces[-1]))
         bodies = [msgspec.Raw(piece) for piece in self.pieces.pop(request_id)]
         payload = {"body": bodies[0]} if len(bodies) == 1 else {"chunks": bodies}
         return {"request_id": request_id, "status": status, **payload}
 
 
+@spread
 def produce(
     file: Annotated[str, typer.Argument(help="JSON lines with one request body each; - for standard input.")],
-    kafka: KafkaOption = KAFKA,
-    namespace: NamespaceOption = NAMESPACE,
-    kafka_config: PropertiesOption = None,
+    kafka: KafkaOptions,
     wait: Annotated[bool, typer.Option("--wait", help="Print each response as a JSON line.")] = False,
     timeout_s: Annotated[float, typer.Option(min=0.001, help="Seconds to wait after the last request.")] = 600.0,
 ) -> None:
-    """Send requests through the Kafka API. With --wait, exits 1 if a response is missing or an error."""
-    start_logging(verbose=False)
+    """Send requests through the Kafka API. With --wait, exits 1 if a response is missing or an error.
+
+    After Ctrl-C, or if Kafka fails, prints how many requests were sent and answered.
+    """
+    LoggingOptions(log_level=LogLevel.WARNING).start()
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    run = ProduceRun()
     with explained(), _opened(file) as source, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        settings = kafka_settings(kafka, namespace, kafka_config)
-        with bar(*columns) as progress:
-            task = progress.add_task("connecting")
+        settings = kafka.settings()
+        try:
+            with bar(*columns) as progress:
+                task = progress.add_task("connecting")
 
-            def show(run: ProduceRun) -> None:
-                progress.update(task, description=_progress_text(run, wait=wait))
+                def show(run: ProduceRun) -> None:
+                    progress.update(task, description=_progress_text(run, wait=wait))
 
-            run = runner.run(_produce(source, settings, show, wait_s=timeout_s if wait else None))
-    sys.stderr.write(f"forebay: {_progress_text(run, wait=wait)}\n")
+                runner.run(_produce(source, settings, run, show, wait_s=timeout_s if wait else None))
+        except KeyboardInterrupt:
+            raise typer.Exit(INTERRUPTED) from None
+        finally:  # also if Kafka fails or the command is interrupted
+            for line in summary_lines(run, wait=wait) if run.ids else ():
+                complain(line)
     if wait and (run.errors or run.waiting):
         raise typer.Exit(1)
 
 
-async def _produce(source: BinaryIO, settings: KafkaSettings, show: Show, *, wait_s: float | None) -> ProduceRun:
+async def _produce(
+    source: BinaryIO, settings: KafkaSettings, run: ProduceRun, show: Show, *, wait_s: float | None
+) -> None:
     """Send every line. If `wait_s` is not None, wait that many seconds for the responses.
 
     Raises:
@@ -148,7 +160,6 @@ async def _produce(source: BinaryIO, settings: KafkaSettings, show: Show, *, wai
         LineUnusable: a line cannot be sent.
     """
     await count_topics(settings)
-    run = ProduceRun()
     try:
         async with AsyncExitStack() as stack:
             producer = await stack.enter_async_context(_producer(settings))
@@ -160,7 +171,6 @@ async def _produce(source: BinaryIO, settings: KafkaSettings, show: Show, *, wai
                 await _wait(run, wait_s)
     except (KafkaError, OSError) as error:
         raise LogError(f"Kafka at {settings.bootstrap} failed: {explain(error)}") from error
-    return run
 
 
 async def _wait(run: ProduceRun, wait_s: float) -> None:
@@ -271,6 +281,13 @@ def _opened(file: str) -> BinaryIO:
         return Path(file).open("rb")
     except OSError as error:
         raise Unusable(f"{file} cannot be read ({error.strerror})") from error
+
+
+def summary_lines(run: ProduceRun, *, wait: bool) -> Iterator[str]:
+    """Yield how many requests were sent and answered, and the errors by kind with an example."""
+    yield _progress_text(run, wait=wait)
+    for kind, count in run.failures.counts.items():
+        yield f"failed {count}x: {kind}: {run.failures.examples[kind]}"
 
 
 def _progress_text(run: ProduceRun, *, wait: bool) -> str:

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,9 +11,9 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from xxhash import xxh3_64_hexdigest
 
-from forebay.cli.common.cluster import NAMESPACE, KafkaSource, NamespaceOption, PropertiesOption
 from forebay.cli.common.errors import complain, explained, fail
-from forebay.cli.common.recording import Recording
+from forebay.cli.common.option_groups import spread
+from forebay.cli.common.recording import KafkaSource, Recording
 from forebay.cli.common.terminal import bar, own_stdout, printable
 from forebay.cli.common.times import TIMES_HELP, span_us, time_us
 from forebay.cli.common.unverified import DIVERGED, complaint
@@ -77,6 +78,7 @@ class RecordResult(msgspec.Struct, kw_only=True):
     verified: dict[str, VerifyReport]
 
 
+@spread
 def record(
     where: Annotated[
         list[str],
@@ -84,9 +86,7 @@ def record(
             metavar="[LOG] OUT", help="LOG: log file or recording; omit with --kafka. OUT: the new recording."
         ),
     ],
-    kafka: KafkaSource = None,
-    namespace: NamespaceOption = NAMESPACE,
-    kafka_config: PropertiesOption = None,
+    kafka: KafkaSource,
     start: Annotated[str, typer.Option("--from", help=f"Record decisions from this time on: {TIMES_HELP}.")] = "",
     end: Annotated[str, typer.Option("--to", help="Record decisions before this time.")] = "",
     last: Annotated[
@@ -118,13 +118,11 @@ def record(
     The same command resumes an interrupted recording; an anonymised one starts again. Exits 1 if a decision cannot be
     derived again; the recording is kept for analysis.
     """
-    if len(where) != (1 if kafka else 2):
-        fail("expected LOG and OUT, or OUT and --kafka")
+    source = kafka.recording(where, "OUT")
     if last and (start or end):
-        fail("--last excludes --from and --to; give one or the other")
+        fail("--last cannot be combined with --from or --to")
     if anonymize and not check:
         fail("an anonymised recording is always verified; remove --no-verify")
-    source = Recording(None if kafka else Path(where[0]), kafka, namespace, kafka_config, "")
     options = RecordOptions(
         start=start, end=end, last=last, groups=tuple(group or ()), pools=_names(pools), anonymize=anonymize
     )
@@ -288,19 +286,15 @@ async def _contents(log: SqliteLog | KafkaLog, slices: list[Slice], identity: di
 
 async def _pools(out: Path) -> dict[str, list[str]]:
     """Return the pools of each group, read from the recording."""
-    log = SqliteLog.open(out, readonly=True)
-    try:
+    with closing(SqliteLog.open(out, readonly=True)) as log:
         groups = await groups_of(log)
         return {
             name: sorted({pool.pool for pool in await pools_of(log, partition)}) for name, partition in groups.items()
         }
-    finally:
-        log.close()
 
 
 async def _verify(result: RecordResult, progress: Progress, custom: CustomPolicies) -> None:
-    log = SqliteLog.open(result.out, readonly=True)
-    try:
+    with closing(SqliteLog.open(result.out, readonly=True)) as log:
         log.check()
         for group in result.contents.groups:
             task = progress.add_task(f"verifying {group.name}", total=group.end)
@@ -311,8 +305,6 @@ async def _verify(result: RecordResult, progress: Progress, custom: CustomPolici
             await require_allowed(log, group.partition, custom)
             result.verified[group.name] = await verify(log, group.partition, on_progress, custom=custom)
             progress.remove_task(task)
-    finally:
-        log.close()
 
 
 def _plain(result: RecordResult) -> dict[str, Any]:

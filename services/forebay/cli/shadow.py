@@ -11,30 +11,19 @@ from typing import Annotated, NoReturn, TextIO
 
 import msgspec
 import typer
-from prometheus_client import CollectorRegistry
 from xxhash import xxh3_64_intdigest
 
-from forebay.cli.common.cluster import (
-    LOOPBACK,
-    NAMESPACE,
-    KafkaSource,
-    MetricsHostOption,
-    MetricsPortOption,
-    NamespaceOption,
-    PropertiesOption,
-    VerboseOption,
-    kafka_settings,
-    run_service,
-    start_logging,
-    until_signal,
-)
+from forebay.cli.common.cluster import ServiceOptions, run_service, until_signal
 from forebay.cli.common.errors import complain, explained, fail
+from forebay.cli.common.logs import LoggingOptions
 from forebay.cli.common.metrics_server import metrics_served
-from forebay.cli.common.recording import GroupOption, LogArgument, Recording
+from forebay.cli.common.option_groups import spread
+from forebay.cli.common.process_metrics import process_registry
+from forebay.cli.common.recording import Recording
 from forebay.cli.common.terminal import own_stdout
 from forebay.cli.common.unverified import DIVERGED
 from forebay.cli.policies.allowed import AllowPolicyOption, allowed_policies
-from forebay.cli.policies.alternative import Alternative, PolicyConfigOption, PolicyOption, SetOption, alternative
+from forebay.cli.policies.alternative import Alternative, AlternativeOptions
 from forebay.cli.shadow_lines import PrintingSink, file_sink
 from forebay.events.base import hex_digest
 from forebay.events.topics import DECISIONS
@@ -59,32 +48,31 @@ class _Options:
     chosen: Alternative
     out: Path | None
     printed_to: TextIO | None
-    metrics_host: str
-    metrics_port: int | None
+    service: ServiceOptions
 
 
+@spread
 def shadow(
-    log: LogArgument = None,
-    sets: SetOption = None,
-    policy: PolicyOption = None,
-    policy_config: PolicyConfigOption = None,
+    given: AlternativeOptions,
     name: Annotated[
         str,
         typer.Option(help="Name of this shadow, by which a restart resumes it. Default: a hash of the alternative."),
     ] = "",
     from_start: Annotated[
-        bool, typer.Option("--from-start", help="Begin a new shadow at the first decision, not the next one.")
+        bool,
+        typer.Option(
+            "--from-start",
+            help="Begin at the first decision in the journal instead of the next new one."
+            " No effect on a shadow that has run before, which resumes.",
+        ),
     ] = False,
     out: Annotated[Path | None, typer.Option(help="With LOG: append its events to this file as JSON lines.")] = None,
     allow_policy: AllowPolicyOption = None,
     json: Annotated[bool, typer.Option("--json", help="Print its events on stdout as JSON lines.")] = False,
-    kafka: KafkaSource = None,
-    namespace: NamespaceOption = NAMESPACE,
-    kafka_config: PropertiesOption = None,
-    group: GroupOption = "",
-    metrics_port: MetricsPortOption = None,
-    metrics_host: MetricsHostOption = LOOPBACK,
-    verbose: VerboseOption = False,
+    *,
+    recording: Recording,
+    service: ServiceOptions,
+    logs: LoggingOptions,
 ) -> None:
     """Report for every decision of a running system what another policy or configuration would decide.
 
@@ -92,15 +80,14 @@ def shadow(
     nowhere else. It runs until stopped. Started again under the same name, it resumes at its last position. Exits 1
     if a recorded decision cannot be derived again.
     """
-    recording = Recording(log, kafka, namespace, kafka_config, group)
     recording.require_one_source()
-    if out is not None and kafka is not None:
+    if out is not None and recording.kafka is not None:
         fail("--out needs a log file; on Kafka the events are written to topic shadow")
     if name and not NAME.fullmatch(name):
         fail(f"invalid --name {name!r}: use 1 to 64 letters, digits, dots, dashes and underscores")
-    start_logging(verbose=verbose)
+    logs.start(quiet=("forebay.live.shadow",))  # the command prints the same itself
     with explained():
-        chosen = alternative(sets, policy, policy_config)
+        chosen = given.alternative()
         custom = allowed_policies(allow_policy, chosen.modes)
     text = _text(chosen)
     settings = ShadowSettings(
@@ -110,7 +97,7 @@ def shadow(
         from_start=from_start,
         custom=custom,
     )
-    options = _Options(recording, settings, chosen, out, sys.stdout if json else None, metrics_host, metrics_port)
+    options = _Options(recording, settings, chosen, out, sys.stdout if json else None, service)
     with own_stdout() if json else nullcontext():
         run_service(_serve(options))
 
@@ -121,10 +108,10 @@ async def _serve(options: _Options) -> None:
     Raises:
         LogError: the log is damaged or unavailable.
     """
-    registry = CollectorRegistry()
+    registry = process_registry()
     async with _opened(options) as shadow:
         registry.register(ShadowMetrics(shadow))
-        with metrics_served(options.metrics_host, options.metrics_port, registry):
+        with metrics_served(options.service.metrics_host, options.service.metrics_port, registry):
             try:
                 await until_signal(_run(shadow, options), stop=shadow.stop)
             except RecoveryDiverged as error:
@@ -187,7 +174,7 @@ async def _opened(options: _Options) -> AsyncIterator[Shadow]:
             await require_allowed(log, partition, settings.custom)
             yield Shadow(log, partition, settings, PrintingSink(kept, options.printed_to))
             return
-        kafka = kafka_settings(recording.kafka, recording.namespace, recording.kafka_config)
+        kafka = recording.settings()
         await count_topics(kafka)  # a cluster of an earlier version may lack topic `shadow`
         log, partition = await stack.enter_async_context(recording.opened())
         await require_allowed(log, partition, settings.custom)

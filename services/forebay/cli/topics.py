@@ -1,6 +1,7 @@
 """`forebay topics`: show the records of a log, and create and inspect the topics of a broker."""
 
 import asyncio
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated
 
@@ -10,24 +11,19 @@ from aiokafka.admin import AIOKafkaAdminClient
 from rich.console import Console
 from rich.table import Table
 
-from forebay.cli.common.cluster import (
-    KAFKA,
-    NAMESPACE,
-    KafkaOption,
-    KafkaSource,
-    NamespaceOption,
-    PropertiesOption,
-    kafka_settings,
-)
+from forebay.cli.common.cluster import KafkaOptions
+from forebay.cli.common.command_class import suggestion
 from forebay.cli.common.errors import complain, explained, fail
+from forebay.cli.common.option_groups import spread
 from forebay.cli.common.readable import readable
+from forebay.cli.common.recording import KafkaSource
 from forebay.cli.processes.options import named
 from forebay.cli.shadow import SHADOW_GROUP
 from forebay.events.topics import DECISIONS
 from forebay.transport.base import Log, Record
 from forebay.transport.directory import Directory
 from forebay.transport.heartbeats import RouterHeartbeats
-from forebay.transport.history.reader import recorded_view
+from forebay.transport.history.start import recorded_view
 from forebay.transport.kafka.log import KafkaLog
 from forebay.transport.kafka.settings import KafkaSettings
 from forebay.transport.kafka.topics import TopicPlan, count_topics, create_topics, partitions_of
@@ -52,10 +48,9 @@ def _root() -> None:
 
 
 @app.command("create")
+@spread
 def create(
-    kafka: KafkaOption = KAFKA,
-    namespace: NamespaceOption = NAMESPACE,
-    kafka_config: PropertiesOption = None,
+    kafka: KafkaOptions,
     pool: Annotated[list[str] | None, typer.Option(help="Pool that gets a work topic; may be repeated.")] = None,
     groups: Annotated[int, typer.Option(min=1, help="Maximum number of models: partitions of the control topics.")] = 4,
     slots: Annotated[
@@ -80,80 +75,79 @@ def create(
 
     with explained():
         pools = [named("--pool", "pool", name) for name in pool or ["default"]]
-        for name in asyncio.run(run(kafka_settings(kafka, namespace, kafka_config))):
+        for name in asyncio.run(run(kafka.settings())):
             typer.echo(f"created {name}")
 
 
 @app.command("list")
+@spread
 def list_topics(
+    source: KafkaSource,
     log: LogArgument = None,
-    kafka: KafkaSource = None,
-    namespace: NamespaceOption = NAMESPACE,
-    kafka_config: PropertiesOption = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
 ) -> None:
     """List every topic partition that has records, with its end offset, and its first offset if retention moved it."""
     starts: dict[tuple[str, int], int] = {}
     with explained():
-        if (log is None) == (kafka is None):
+        if (log is None) == (source.kafka is None):
             fail("expected a log file or --kafka")
         if log is not None:
-            opened = SqliteLog.open(log, readonly=True)
-            try:
+            with closing(SqliteLog.open(log, readonly=True)) as opened:
                 ends, starts = opened.topics(), opened.starts()
-            finally:
-                opened.close()
         else:
-            assert kafka is not None
-            ends = asyncio.run(_ends(kafka_settings(kafka, namespace, kafka_config)))
+            ends = asyncio.run(_ends(source.settings()))
     for topic, partition, end in ends:
         first = starts.get((topic, partition), 0)
+        if json:
+            typer.echo(msgspec.json.encode({"topic": topic, "partition": partition, "first": first, "end": end}))
+            continue
         typer.echo(f"{topic}/{partition}\t{end}" + (f"\tfrom {first}" if first else ""))
 
 
 @app.command("tail")
+@spread
 def tail(
     where: Annotated[
         list[str], typer.Argument(metavar="[LOG] TOPIC", help="LOG: log file; omit with --kafka. TOPIC: topic name.")
     ],
-    kafka: KafkaSource = None,
-    namespace: NamespaceOption = NAMESPACE,
-    kafka_config: PropertiesOption = None,
+    source: KafkaSource,
     partition: Annotated[int, typer.Option("--partition", "-p", min=0)] = 0,
     count: Annotated[int, typer.Option("--lines", "-n", min=0, help="Print the last N records.")] = 10,
     start: Annotated[int, typer.Option("--from", min=-1, help="Print from this offset on instead.")] = -1,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing new records.")] = False,
 ) -> None:
     """Print records as JSON lines."""
-    if len(where) != (1 if kafka else 2):
+    if len(where) != (1 if source.kafka else 2):
         fail("expected LOG and TOPIC, or TOPIC and --kafka")
     topic = where[-1]
     with explained():
-        if kafka is not None:
-            settings = kafka_settings(kafka, namespace, kafka_config)
-            asyncio.run(_tail_kafka(settings, topic, partition, count, start, follow=follow))
+        if source.kafka is not None:
+            asyncio.run(_tail_kafka(source.settings(), topic, partition, count, start, follow=follow))
             return
-        opened = SqliteLog.open(Path(where[0]), readonly=True)
-        try:
+        with closing(SqliteLog.open(Path(where[0]), readonly=True)) as opened:
             if topic not in {name for name, _, _ in opened.topics()}:
-                fail(f"{where[0]} has no topic {topic}; `forebay topics list {where[0]}` lists its topics")
+                known = sorted({name for name, _, _ in opened.topics()})
+                fail(f"{where[0]} has no topic {topic}; {suggestion(topic, known, 'topics')}")
             asyncio.run(_tail(opened, topic, partition, count, start, follow=follow))
-        finally:
-            opened.close()
 
 
 @app.command("lag")
+@spread
 def lag(
-    kafka: KafkaOption = KAFKA,
-    namespace: NamespaceOption = NAMESPACE,
-    kafka_config: PropertiesOption = None,
+    kafka: KafkaOptions,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
 ) -> None:
     """Show how far consumers are behind: consumer groups by their commits, owners by their journals.
 
     Below, a line per placed group names the router that owns it and the standby routers.
     """
     with explained():
-        settings = kafka_settings(kafka, namespace, kafka_config)
-        found, groups = asyncio.run(_lags(settings))
+        found, groups = asyncio.run(_lags(kafka.settings()))
+    if json:
+        names = ("reader", "topic", "at", "end")
+        readers = [{**dict(zip(names, one, strict=True)), "lag": one[3] - one[2]} for one in found]
+        typer.echo(msgspec.json.encode({"readers": readers, "groups": groups}))
+        return
     table = Table("reader", "topic", "at", "end", "lag", box=None)
     for reader, topic, position, end in found:
         table.add_row(reader, topic, str(position), str(end), str(end - position))

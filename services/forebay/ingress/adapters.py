@@ -1,10 +1,10 @@
 """Directory of the LoRA adapters that are served as models: configured ones, and ones that workers have loaded.
 
-Theory of operation. The set of adapters changes when a worker joins or leaves, or is commanded to load or unload one.
-The topics `fleet` and `control` carry these events and few others, so the directory follows both. It does not follow
-`progress`, which carries the outcomes of commands but is most of a log. After a change the directory sends the command
-`list_loras` to the workers. Workers execute commands in order, so the result includes all earlier commands. The result
-is cached until the next change.
+Theory of operation. The set of loaded adapters changes when a worker joins or leaves, or executes a command to load or
+unload an adapter. The topics `fleet` and `control` carry these events and few others, so the directory follows both. It
+does not follow `progress`: this topic carries the outcomes of commands, but most records of a log belong to it. After a
+change the directory sends the command `list_loras` to the workers. Workers execute commands in order, so the result
+includes all earlier commands. The result is cached until the next change.
 """
 
 import asyncio
@@ -25,19 +25,19 @@ logger = logging.getLogger(__name__)
 
 READ_MAX = 256
 LIST_S = 5.0  # a worker may still execute another command; the list is requested again
-RETRY_S = 2.0  # before the list is requested again because not every worker responded
+RETRY_S = 2.0  # pause before the list is requested again because a worker did not respond
 CATCH_UP_S = 5.0
 
 
 class Adapters:
-    """Directory of the adapters of one model.
+    """Directory of the LoRA adapters of one model.
 
     Args:
-        log: the log to follow.
-        commands: sends `list_loras`.
+        log: log whose topics `fleet` and `control` the directory follows.
+        commands: sends the command `list_loras` to workers.
         model: name of the base model.
         static: configured adapters, which are always served.
-        find_partition: as for `Ingress`.
+        find_partition: returns the partition of the model's control topics; None while no router has assigned one.
     """
 
     def __init__(
@@ -68,7 +68,11 @@ class Adapters:
         self._tails.clear()
 
     async def resolve(self, name: str) -> str:
-        """Return the adapter that the field `model` of a request names, empty for the base model. Raises ApiError."""
+        """Return the adapter that the field `model` of a request names; empty for the base model.
+
+        Raises:
+            ApiError: 404 for an unknown name, 503 if the log fails.
+        """
         if name == self._model:
             return ""
         if name in self._static:
@@ -76,7 +80,11 @@ class Adapters:
         return adapter_of(name, self._model, await self.names())
 
     async def names(self) -> tuple[str, ...]:
-        """Return the configured adapters, then the loaded ones, sorted. Raises ApiError if the log fails."""
+        """Return the names of the configured adapters, followed by the sorted names of the loaded adapters.
+
+        Raises:
+            ApiError: 503 if the log fails.
+        """
         partition = self._find_partition()
         if partition is not None:
             async with self._lock:
@@ -86,7 +94,7 @@ class Adapters:
         return (*self._static, *self._loaded)
 
     async def _list(self) -> None:
-        """List the adapters of all workers. If some do not respond, keep a partial list and try again later."""
+        """List the adapters of all workers. If some workers do not respond, keep a partial list and retry later."""
         changes = self._changes
         try:
             result = await self._commands.run(Command(action="list_loras"), timeout_s=LIST_S)
@@ -96,7 +104,7 @@ class Adapters:
             return
         found = {name for outcome in result.outcomes for name in outcome.loras}
         if any(outcome.status == "timed_out" for outcome in result.outcomes):
-            found.update(self._loaded)  # the workers that did not respond may have them
+            found.update(self._loaded)  # workers that did not respond may still have these adapters
             self._retry_at_s = runtime.monotonic_s() + RETRY_S
         else:
             self._listed_changes = changes

@@ -5,9 +5,9 @@ Theory of operation. Two resources can run out.
 - *CPU of this process.* Validating and tokenising a prompt takes milliseconds of the event loop, which also accepts
   connections and streams responses. So only a few requests are prepared per iteration of the loop, and the others wait.
   If requests would wait too long, new requests get 503.
-- *Capacity of the router's queue.* Its bounds depend on the workers, and only the owner knows them.
-  So the ingress learns from responses: after the owner has rejected a request because the pool's queue is full, new
-  requests get 429 until a request in flight has ended or a second has passed.
+- *Capacity of the router's queue.* The bounds of the queue depend on the workers, and only the owner knows them. So the
+  ingress learns from responses: after the owner has rejected a request because the pool's queue is full, new requests
+  get 429 until a request in flight has ended or a second has passed.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ WAIT_S = 4.0  # requests that would wait longer are rejected; shorter than the t
 BURST_S = 1.0  # a burst of this length is always queued, because its rate is not known yet
 FULL_S = 1.0  # other ingresses may have freed capacity: reject for at most one second
 RATE_WINDOW_S = 5.0  # window in which completed requests are counted
-RETRY_AFTER_S_MAX = 30  # after this time the load has changed
+RETRY_AFTER_S_MAX = 30  # a longer estimate is useless, because the load changes within this time
 GATED = {
     "/v1/chat/completions": "chat_completions",
     "/v1/completions": "completions",
@@ -38,44 +38,50 @@ GATED = {
 
 
 class IngressAdmission:
-    """Counts and paces the requests of an ingress, and rejects requests that cannot be served in time.
+    """Counts the requests of an ingress, spreads their preparation over iterations of the event loop, and rejects some.
+
+    A request is rejected if too many are in flight, or if it would wait too long.
 
     Attributes:
-        in_flight: admitted requests that have not ended.
+        in_flight: number of admitted requests that have not ended.
     """
 
     def __init__(self, metrics: IngressMetrics, now_s: Callable[[], float] = runtime.monotonic_s) -> None:
         self.in_flight = 0
         self._metrics = metrics
         self._now_s = now_s
-        self._started = 0  # in this iteration of the event loop
+        self._started = 0  # requests started in this iteration of the event loop
         self._waiting: deque[asyncio.Future[None]] = deque()
-        self._busy_since_s = 0.0  # since when requests have been waiting
-        self._begun = 0  # requests started since then
+        self._busy_since_s = 0.0  # time from which on requests have been waiting without a break
+        self._begun = 0  # requests started since that time
         self._full_from = 0
         self._full_until_s = -math.inf
-        self._window = (now_s(), 0)  # begin of the window, and requests that ended in it
+        self._window = (now_s(), 0)  # beginning of the window, and requests that ended in it
         self._ended_per_s = 0.0
 
     @property
     def is_full(self) -> bool:
-        """Whether the router's queue is assumed to be full."""
+        """Whether the ingress assumes that the router's queue is full, because the owner just rejected a request."""
         return self.in_flight >= self._full_from and self._now_s() < self._full_until_s
 
-    def enter(self) -> None:
-        """Admit a request, which must call `leave` when it ends. Raises ApiError if the request is rejected."""
+    def enter(self, count: int = 1) -> None:
+        """Admit a request, or `count` more choices of it. The caller must call `leave` with the same count at its end.
+
+        Raises:
+            ApiError: 429 if the router's queue is full, 503 if too many requests are in flight or wait.
+        """
         if self.is_full:
             text = "all workers and the queue of the pool are full; try again later"
             raise ApiError(429, POOL_FULL, text, retry_after_s=self.retry_after_s)
-        if self.in_flight >= IN_FLIGHT_MAX or self._is_behind():
+        if self.in_flight + count > IN_FLIGHT_MAX or self._is_behind():
             raise ApiError(
                 503, "overloaded", "requests arrive faster than this ingress can prepare them; try again later"
             )
-        self.in_flight += 1
+        self.in_flight += count
         self._metrics.admitted.set(self.in_flight)
 
     async def turn(self) -> None:
-        """Wait until another request may be prepared on the event loop."""
+        """Wait until the request may be prepared. At most `STARTED_PER_ITERATION` start per event loop iteration."""
         if self._waiting or self._started >= STARTED_PER_ITERATION:
             if not self._waiting:
                 self._busy_since_s, self._begun = self._now_s(), 0
@@ -85,26 +91,29 @@ class IngressAdmission:
         else:
             self._start()
 
-    def leave(self) -> None:
-        """Count the end of an admitted request."""
-        self.in_flight -= 1
+    def leave(self, count: int = 1) -> None:
+        """Count the end of an admitted request, or of `count` choices."""
+        self.in_flight -= count
         self._metrics.admitted.set(self.in_flight)
-        began_s, count = self._window
+        began_s, ended = self._window
         took_s = self._now_s() - began_s
         if took_s < RATE_WINDOW_S:
-            self._window = began_s, count + 1
+            self._window = began_s, ended + count
         else:
-            self._ended_per_s = (count + 1) / took_s
+            self._ended_per_s = (ended + count) / took_s
             self._window = began_s + took_s, 0
 
     def mark_queue_full(self) -> None:
-        """Record that the owner rejected a request in flight because its queue is full."""
+        """Record that the owner rejected a request because the queue of its pool is full."""
         self._full_from = max(0, self.in_flight - 1)
         self._full_until_s = self._now_s() + FULL_S
 
     @property
     def retry_after_s(self) -> int:
-        """Return the number of seconds until the requests in flight have ended, at the recent completion rate."""
+        """Estimated seconds until the requests in flight have ended, at the recent completion rate.
+
+        The value is between `RETRY_AFTER_S` and `RETRY_AFTER_S_MAX`.
+        """
         began_s, count = self._window
         recent = count / max(self._now_s() - began_s, 1.0)
         rate = max(self._ended_per_s, recent)
@@ -135,7 +144,10 @@ class IngressAdmission:
 
 
 class AdmissionMiddleware:
-    """ASGI middleware that admits requests for the router or rejects them immediately."""
+    """ASGI middleware that admits or rejects completion and embedding requests before their bodies are read.
+
+    `IngressAdmission` decides. Requests of other routes pass without a check.
+    """
 
     def __init__(self, app: ASGIApp, admission: IngressAdmission, metrics: IngressMetrics) -> None:
         self._app = app
@@ -143,7 +155,7 @@ class AdmissionMiddleware:
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass an admitted request on, or send an error."""
+        """Pass an admitted request to the application, or respond to a rejected one with its error."""
         endpoint = GATED.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
         if endpoint is None:
             await self._app(scope, receive, send)

@@ -1,4 +1,4 @@
-"""Client for commands to workers: appends a command to the log and waits for the outcomes. Independent of HTTP."""
+"""Client for commands to workers: appends a command to the log and waits for the outcomes. It does not use HTTP."""
 
 import asyncio
 from collections.abc import Callable
@@ -17,12 +17,12 @@ NONCE_BYTES = 7  # JSON parsers of other languages may support only 63 bits
 
 
 class CommandClient:
-    """Sends the commands of one ingress to workers.
+    """Sends commands of one ingress to workers, for example to load an adapter.
 
     Args:
-        log: where commands are appended.
-        replies: reader of the reply slot.
-        model: name of the model whose workers are commanded.
+        log: the log to which commands are appended.
+        replies: reader of the reply slot, which receives the results.
+        model: name of the model whose workers get the commands.
         reply_slot: partition of `tokens` on which the ingress reads results.
         require_partition: returns the control partition of the model, or raises ApiError.
     """
@@ -45,17 +45,17 @@ class CommandClient:
         pool: str = "",
         worker_ids: tuple[str, ...] = (),
     ) -> CommandResponse:
-        """Send a command to workers and wait for the outcome of each.
+        """Send a command to workers, and return the outcome of each worker.
 
         Args:
             command: the command.
-            timeout_s: seconds that workers have.
-            command_id: unique id; generated if empty.
-            pool: only workers of this pool; all pools if empty.
-            worker_ids: only these workers; all workers if empty.
+            timeout_s: seconds that each worker has to execute the command.
+            command_id: unique id of the command; generated if empty.
+            pool: pool whose workers execute the command; empty for all pools.
+            worker_ids: workers that execute the command; empty for all workers.
 
         Raises:
-            ApiError: the command was rejected, or no result arrived.
+            ApiError: the owner rejected the command, the id is in flight already, or no result arrived.
         """
         partition = self._require_partition()
         command_id = command_id or f"command-{runtime.random_id()}"

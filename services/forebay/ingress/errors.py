@@ -1,9 +1,11 @@
 """Errors of the API: an HTTP status, a stable code, and a body in OpenAI's format."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-from starlette.types import Send
+
+if TYPE_CHECKING:
+    from starlette.types import Send
 
 RETRY_STATUSES = frozenset({429, 503})  # temporary: the same request may succeed later
 MESSAGE_CHARS_MAX = 4_096  # messages quote names from the request, which may be megabytes long
@@ -12,15 +14,15 @@ RETRY_AFTER_S = 1  # load reports arrive ten times per second; a lost owner is r
 
 
 class Unusable(Exception):
-    """An invalid option or configuration. The message is one line: what is wrong and what to do."""
+    """An option or a configuration is invalid. The message is one line: what is wrong and what to do."""
 
 
 class ApiError(Exception):
-    """An error response.
+    """The request cannot be served. A client receives the exception as an error response.
 
     Args:
-        status: HTTP status.
-        code: stable name of the error.
+        status: HTTP status of the response.
+        code: name of the error for programs, which does not change between versions.
         message: what failed and what to do, truncated to `MESSAGE_CHARS_MAX`.
         param: path of the invalid parameter, None if the error concerns no parameter.
         retry_after_s: value of `Retry-After` in seconds, sent with status 429 and 503.
@@ -37,16 +39,16 @@ class ApiError(Exception):
         self.param = param and param[:PARAM_CHARS_MAX]
 
     def headers(self) -> dict[str, str]:
-        """Return the additional headers of the response, with names in lower case."""
+        """Return the headers that this error needs: `www-authenticate` for 401, `retry-after` for 429 and 503."""
         return {"www-authenticate": "Bearer"} if self.status == 401 else retry_headers(self.status, self.retry_after_s)
 
     def body(self) -> dict[str, Any]:
-        """Return OpenAI's error object."""
+        """Return the body of the response: an object `error` in OpenAI's format."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def encoded(self) -> bytes:
-        """Return the body as JSON."""
+        """Return the body of the response as encoded JSON."""
         return msgspec.json.encode(self.body())
 
     def raw_headers(self, body: bytes, *, request_id: str = "", closes: bool = False) -> list[tuple[bytes, bytes]]:
@@ -64,8 +66,14 @@ class ApiError(Exception):
             headers["connection"] = "close"
         return [(name.encode(), value.encode()) for name, value in headers.items()]
 
-    async def send(self, send: Send, request_id: str = "", *, closes: bool = False) -> None:
-        """Send the error as a complete HTTP response. The arguments are those of `raw_headers`."""
+    async def send(self, send: "Send", request_id: str = "", *, closes: bool = False) -> None:
+        """Send the error as a complete HTTP response.
+
+        Args:
+            send: ASGI function that sends messages.
+            request_id: id of the request, empty if it has none yet.
+            closes: whether the server closes the connection after the response.
+        """
         body = self.encoded()
         headers = self.raw_headers(body, request_id=request_id, closes=closes)
         await send({"type": "http.response.start", "status": self.status, "headers": headers})
@@ -73,25 +81,30 @@ class ApiError(Exception):
 
 
 def retry_headers(status: int, after_s: int = RETRY_AFTER_S) -> dict[str, str]:
-    """Return the header `retry-after` for a status that may go away, else no header."""
+    """Return the header `retry-after` for status 429 or 503, and no header for any other status.
+
+    Args:
+        status: HTTP status of the response.
+        after_s: seconds until the client should retry.
+    """
     return {"retry-after": str(after_s)} if status in RETRY_STATUSES else {}
 
 
 def internal_error() -> ApiError:
-    """Return the error for an unexpected exception."""
+    """Return the error 500, for an unexpected exception."""
     return ApiError(500, "internal_error", "an internal error; the server's log has the details")
 
 
 def no_router(model: str) -> ApiError:
-    """Return the error 503 while no router has placed a model."""
+    """Return the error 503 for a model that no router serves yet."""
     return ApiError(503, "no_group", f"no router serves {model} yet; start a router and a worker for it")
 
 
 def deadline_exceeded(timeout_s: float) -> ApiError:
-    """Return the error 504 for a request without a response in time."""
+    """Return the error 504 for a request that was not complete within `timeout_s` seconds."""
     return ApiError(504, "deadline_exceeded", f"no response within {timeout_s:g} s")
 
 
 def invalid(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
-    """Return the error 400 for an invalid request."""
+    """Return the error 400 for an invalid request. The arguments are those of `ApiError`."""
     return ApiError(400, code, message, param)

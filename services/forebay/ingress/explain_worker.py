@@ -1,4 +1,6 @@
-"""Child process that explains requests for an ingress, so that re-deriving decisions does not block the ingress.
+"""Child process that reads the log for an ingress, so that re-deriving decisions does not block the ingress.
+
+It explains requests, and derives the status of a group.
 
 The process reads JSON lines from stdin: first the location of the log, then one request per line. It writes each
 response to stdout as a length followed by that many bytes of JSON. It exits immediately when stdin ends, because then
@@ -10,13 +12,16 @@ import os
 import sys
 import threading
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from typing import BinaryIO
 
 import msgspec
 
 from forebay.replay.explain.explain import UnknownRequest, explain
-from forebay.replay.policies import PolicyUnusable, load_policies, require_allowed
+from forebay.replay.explain.explanation import Explanation
+from forebay.replay.load_policies import PolicyUnusable, load_policies
+from forebay.replay.policies import require_allowed
+from forebay.replay.status import GroupStatus, read_status
 from forebay.transport.base import Log, LogError, PolicyNotAllowed
 from forebay.transport.kafka.log import KafkaLog
 from forebay.transport.kafka.settings import KafkaSettings
@@ -30,9 +35,9 @@ class LogSource(msgspec.Struct, frozen=True):
     """Location of the log: the file of an embedded log, or Kafka.
 
     Attributes:
-        path: file of the log; None for Kafka.
-        kafka: how to connect to Kafka; None for a file.
-        policies: custom policies that the ingress's operator allowed.
+        path: path of the log file; None for Kafka.
+        kafka: settings of the connection to Kafka; None for a log file.
+        policies: custom routing policies that may be imported, from the command line of the ingress.
     """
 
     path: str | None = None
@@ -40,36 +45,51 @@ class LogSource(msgspec.Struct, frozen=True):
     policies: tuple[str, ...] = ()
 
 
-class ExplainRequest(msgspec.Struct, frozen=True):
-    """Request for an explanation.
+class ExplainRequest(msgspec.Struct, frozen=True, tag="explain"):
+    """Message to the child process: explain one request.
 
     Attributes:
-        request_id: the request to explain.
-        partition: control partition of its group.
+        request_id: id of the request to explain.
+        partition: partition of the control topics of the request's group.
     """
 
     request_id: str
     partition: int
 
 
-class ExplainResponse(msgspec.Struct, frozen=True):
-    """An explanation or an error.
+class StatusRequest(msgspec.Struct, frozen=True, tag="status"):
+    """Message to the child process: derive the status of a group.
 
     Attributes:
-        explanation: JSON of the explanation, unset for an error.
-        status: HTTP status.
-        code: error code, empty for no error.
-        message: error message, empty for no error.
+        group: name of the group.
+        partition: partition of its control topics.
     """
 
-    explanation: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    group: str
+    partition: int
+
+
+AnyRequest = ExplainRequest | StatusRequest
+
+
+class ExplainResponse(msgspec.Struct, frozen=True):
+    """Message from the child process: an explanation, the status of a group, or an error.
+
+    Attributes:
+        content: the explanation or status as JSON; unset for an error.
+        status: HTTP status of the response to the client.
+        code: error code; empty if there is content.
+        message: error message; empty if there is content.
+    """
+
+    content: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     status: int = 200
     code: str = ""
     message: str = ""
 
 
 def main() -> None:
-    """Serve requests until stdin ends."""
+    """Read `LogSource` from stdin, then respond to one message per line until stdin ends."""
     os.nice(NICENESS)
     # Output that a user's policy prints must not corrupt the responses.
     output = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
@@ -89,18 +109,22 @@ async def _serve(source: LogSource, output: BinaryIO) -> None:
 
     threading.Thread(target=listen, name="stdin", daemon=True).start()
     while True:
-        request = msgspec.json.decode(await lines.get(), type=ExplainRequest)
-        encoded = msgspec.json.encode(await _explain(source, request))
+        request = msgspec.json.decode(await lines.get(), type=AnyRequest)
+        encoded = msgspec.json.encode(await _respond(source, request))
         output.write(len(encoded).to_bytes(LENGTH_BYTES, "big") + encoded)
         output.flush()
 
 
-async def _explain(source: LogSource, request: ExplainRequest) -> ExplainResponse:
+async def _respond(source: LogSource, request: AnyRequest) -> ExplainResponse:
     try:
         async with _opened(source) as log:
             custom = load_policies(source.policies)
             await require_allowed(log, request.partition, custom)
-            explanation = await explain(log, request.partition, request.request_id, thorough=False, custom=custom)
+            found: Explanation | GroupStatus
+            if isinstance(request, StatusRequest):
+                found = await read_status(log, request.partition, request.group, custom)
+            else:
+                found = await explain(log, request.partition, request.request_id, thorough=False, custom=custom)
     except UnknownRequest as unknown:
         return ExplainResponse(status=404, code="request_not_found", message=str(unknown))
     except (PolicyNotAllowed, PolicyUnusable) as unusable:
@@ -109,7 +133,7 @@ async def _explain(source: LogSource, request: ExplainRequest) -> ExplainRespons
         )
     except LogError as error:
         return ExplainResponse(status=503, code="log_unavailable", message=str(error))
-    return ExplainResponse(explanation=msgspec.Raw(msgspec.json.encode(explanation)))
+    return ExplainResponse(content=msgspec.Raw(msgspec.json.encode(found)))
 
 
 @asynccontextmanager
@@ -122,11 +146,8 @@ async def _opened(source: LogSource) -> AsyncIterator[Log]:
             await kafka.close()
         return
     assert source.path is not None, "two processes share either Kafka or a file"
-    log = SqliteLog.open(source.path, readonly=True)
-    try:
+    with closing(SqliteLog.open(source.path, readonly=True)) as log:
         yield log
-    finally:
-        log.close()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Explain requests in one child process, which is started at the first request.
+"""Explain requests and derive the status of a group in one child process, which is started at the first request.
 
-Re-deriving decisions takes a second or more of CPU time. The child process opens the log itself. It is killed if it
-exceeds the time limit or the ingress stops, and it exits when the ingress is gone.
+Re-deriving decisions takes a second or more of CPU time. The child process opens the log itself. The ingress kills it
+if it exceeds the time limit or when the ingress stops. It exits on its own if the ingress process has died.
 """
 
 import asyncio
@@ -12,7 +12,15 @@ from pathlib import Path
 import msgspec
 
 from forebay.ingress.errors import ApiError
-from forebay.ingress.explain_worker import LENGTH_BYTES, ExplainRequest, ExplainResponse, LogSource
+from forebay.ingress.explain_worker import (
+    LENGTH_BYTES,
+    AnyRequest,
+    ExplainRequest,
+    ExplainResponse,
+    LogSource,
+    StatusRequest,
+)
+from forebay.replay.status import GroupStatus
 
 LIMIT_S = 30.0  # about ten thousand decisions after a snapshot; `forebay replay explain` has no limit
 CALLERS_MAX = 8  # concurrent requests, including the one being explained
@@ -20,11 +28,13 @@ EXIT_S = 5.0  # for a killed process to exit
 
 
 class Explainer:
-    """Explains the requests of one log.
+    """Reads one log in a child process: explains the routing of requests, and derives the status of its group.
+
+    The explainer starts the process, and passes requests to it one at a time.
 
     Args:
-        source: location of the log, None for a log in memory, which cannot be explained.
-        limit_s: seconds per request.
+        source: location of the log; None for a log in memory, which cannot be explained.
+        limit_s: maximum seconds to explain one request.
     """
 
     def __init__(self, source: LogSource | None, limit_s: float = LIMIT_S) -> None:
@@ -36,7 +46,31 @@ class Explainer:
         self._closed = False
 
     async def explain(self, request_id: str, partition: int) -> bytes:
-        """Return the explanation of a request, as JSON of `forebay.replay.explain.explanation`. Raises ApiError."""
+        """Return the explanation of a request, as JSON of `forebay.replay.explain.explanation`.
+
+        Args:
+            request_id: id of the request to explain.
+            partition: partition of the control topics of its group.
+
+        Raises:
+            ApiError: 501 for a log in memory, 503 if too many requests wait, 404 for an unknown request, 504 if the
+                time limit is exceeded, or an error of the child process.
+        """
+        return await self._request(ExplainRequest(request_id, partition))
+
+    async def status(self, group: str, partition: int) -> GroupStatus:
+        """Return the status of a group, derived from the log.
+
+        Args:
+            group: name of the group.
+            partition: partition of its control topics.
+
+        Raises:
+            ApiError: as `explain`, but never 404.
+        """
+        return msgspec.json.decode(await self._request(StatusRequest(group, partition)), type=GroupStatus)
+
+    async def _request(self, request: AnyRequest) -> bytes:
         if self._source is None:
             text = "the log is in memory and cannot be explained; start the server with --log FILE"
             raise ApiError(501, "not_recorded", text)
@@ -44,15 +78,15 @@ class Explainer:
             raise ApiError(503, "explain_busy", f"{CALLERS_MAX} requests are already being explained; try again later")
         self._callers += 1
         try:
-            response = await self._run(self._source, ExplainRequest(request_id, partition))
+            response = await self._run(self._source, request)
         finally:
             self._callers -= 1
-        if response.explanation is msgspec.UNSET:
+        if response.content is msgspec.UNSET:
             raise ApiError(response.status, response.code, response.message)
-        return bytes(response.explanation)
+        return bytes(response.content)
 
     async def close(self) -> None:
-        """Kill the process and start no other one."""
+        """Kill the child process. Later calls of `explain` start no other process."""
         self._closed = True
         await self._kill()
 
@@ -62,7 +96,7 @@ class Explainer:
             process.kill()
             await asyncio.wait_for(process.wait(), EXIT_S)
 
-    async def _run(self, source: LogSource, request: ExplainRequest) -> ExplainResponse:
+    async def _run(self, source: LogSource, request: AnyRequest) -> ExplainResponse:
         is_sent = False
         try:
             async with asyncio.timeout(self._limit_s), self._lock:
@@ -73,14 +107,15 @@ class Explainer:
         except TimeoutError as error:
             if not is_sent:
                 raise ApiError(503, "explain_busy", "other requests are being explained; try again later") from error
-            text = f"the explanation took longer than {self._limit_s:g} s; `forebay replay explain` has no time limit"
+            text = f"the answer took longer than {self._limit_s:g} s; `forebay replay explain` and `forebay status`"
+            text += " have no time limit if they read the log themselves"
             raise ApiError(504, "explain_timeout", text) from error
         except (OSError, EOFError) as error:
             raise ApiError(
                 503, "explain_failed", "the process that explains requests ended; see the server's log for the reason"
             ) from error
 
-    async def _exchange(self, source: LogSource, request: ExplainRequest) -> ExplainResponse:
+    async def _exchange(self, source: LogSource, request: AnyRequest) -> ExplainResponse:
         """Send a request and read its response. Raises OSError or EOFError if the process has exited."""
         is_complete = False
         try:

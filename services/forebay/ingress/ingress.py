@@ -1,32 +1,35 @@
-"""The core of an ingress: appends requests to the log and reads their responses. Independent of HTTP."""
+"""The core of an ingress: appends requests to the log and reads their responses. It does not use HTTP."""
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from forebay import runtime
 from forebay.events.base import Event
 from forebay.events.codec import encode
+from forebay.events.request_ids import choice_ids
 from forebay.events.requests import RequestCancelled
 from forebay.events.tokens import RouteResponse
 from forebay.events.topics import REQUESTS
 from forebay.ingress.adapters import Adapters
 from forebay.ingress.admission import POOL_FULL, IngressAdmission
 from forebay.ingress.commands import CommandClient
-from forebay.ingress.errors import ApiError, no_router
+from forebay.ingress.errors import ApiError, invalid, no_router
 from forebay.ingress.http.body import BodyMemory
 from forebay.ingress.http.body_limits import VALUES_MAX, BodyLimits
 from forebay.ingress.http.drain import IngressDrain
 from forebay.ingress.http.pool_settings import PoolConfigurator
 from forebay.ingress.media.fetch import MediaFetcher
+from forebay.ingress.media.refs import MediaRef
 from forebay.ingress.metrics import IngressMetrics
 from forebay.ingress.model import Model
 from forebay.ingress.openai.embeddings import EmbeddingBody
+from forebay.ingress.openai.fields import BodyT, parse
 from forebay.ingress.openai.requests import ChatBody, TextBody
 from forebay.ingress.openai.routing_hints import RoutingHeaders, routing_headers
 from forebay.ingress.parsers.selection import ParserFactory
-from forebay.ingress.prepare import PreparedRequest, Preparer, Target
+from forebay.ingress.prepare import PreparedRequest, Preparer, Target, TokenizedPrompt
 from forebay.ingress.response_fold import CompletionFold
 from forebay.ingress.settings import IngressSettings
 from forebay.ingress.streams import ReplyReader, Stream, interruption
@@ -47,20 +50,20 @@ NO_PREFILL_WORKER = "no prefill worker is ready, and decode workers must not com
 
 
 class Ingress:
-    """Submits requests and reads their responses from one reply slot.
+    """Appends requests to the log, and reads their responses from one reply slot (a partition of `tokens`).
 
     Args:
         log: the log.
-        model: the model directory.
+        model: tokenizer, chat template and configuration of the model.
         settings: settings of the ingress.
         metrics: metrics of the ingress.
         ready: returns whether requests can be served.
-        reply_from: first offset of the reply slot to read.
-        find_partition: returns the partition of the model's control topics, None while no router has placed it.
+        reply_from: offset in the reply slot at which reading begins.
+        find_partition: returns the partition of the model's control topics; None while no router has assigned one.
 
     Attributes:
-        ready_details: additional fields of the readiness response.
-        not_ready_reason: returns the message of the readiness response while the ingress is not ready.
+        ready_details: additional fields of the response to `GET /ready`.
+        not_ready_reason: returns the error message of `GET /ready` while the ingress is not ready.
         has_owner: returns whether the model has an owner. In the embedded system the owner is a task of this process.
     """
 
@@ -102,7 +105,10 @@ class Ingress:
         self._fetcher = MediaFetcher(settings.media)
 
     async def run(self) -> None:
-        """Dispatch responses until cancelled. Raises LogError if the log fails."""
+        """Read the reply slot and dispatch its events to their requests, until cancelled.
+
+        Raises LogError if the log cannot be read.
+        """
         try:
             await self.replies.run()
         finally:
@@ -112,31 +118,68 @@ class Ingress:
 
     async def prepare(
         self, body: ChatBody | TextBody, headers: Iterable[tuple[str, str]], *, is_patient: bool = False
-    ) -> PreparedRequest:
-        """Prepare a chat or text completion.
+    ) -> list[PreparedRequest]:
+        """Turn a chat or text completion into requests for the log: tokenise the prompts and fetch their media.
+
+        The result has one request per choice: `n` for the first prompt, then `n` for the next one.
 
         Args:
-            body: the body.
+            body: parsed body of the client's request.
             headers: HTTP headers, or headers of the Kafka record.
             is_patient: whether to wait if the tokenizer queue is full, instead of raising ApiError 503.
 
         Raises:
             ApiError: the request is invalid or cannot be served.
         """
-        steps, run = self._preparer, partial(self.tokenizer_pool.run, is_patient=is_patient)
+        steps = self._preparer
         lora_name = await self.adapters.resolve(body.model)
         routing = steps.routing(body.nvext, self._routing_headers(headers))
         refs = steps.media_refs(body)
-        body_chars = body.size_bytes - sum(len(ref.url) for ref in refs) if isinstance(body, ChatBody) else 0
-        rendered = await run(partial(steps.render, body), body_chars)
-        prompt = await run(partial(steps.tokenize, body, rendered), len(rendered) if isinstance(rendered, str) else 0)
+        prompts = await self._tokenize(body, refs, is_patient=is_patient)
         fetched = await self._fetcher.fetch(refs)  # only after the text was validated
-        return steps.complete(body, prompt, refs, fetched, Target(lora_name, routing, await self._block_size()))
+        target = Target(lora_name, routing, await self._block_size())
+        prepared = []
+        for number, prompt in enumerate(prompts):
+            if number:
+                await asyncio.sleep(0)  # many prompts must not block other requests
+            prepared += steps.choices(body, steps.complete(body, prompt, refs, fetched, target))
+        return prepared
+
+    async def tokenize(self, body: ChatBody | TextBody) -> list[int]:
+        """Return the token ids of the prompt of a chat, or of the only prompt of a text completion.
+
+        Raises:
+            ApiError: the body is invalid, its prompt does not fit into the context, or it has images or videos.
+        """
+        await self.resolve_adapter(body.model)
+        if refs := self._preparer.media_refs(body):
+            text = "images and videos cannot be tokenized; leave them out"
+            raise invalid(text, "messages", "unsupported_parameter")
+        (prompt,) = await self._tokenize(body, refs)
+        return prompt.token_ids
+
+    async def resolve_adapter(self, name: str | None) -> None:
+        """Raise ApiError (404) if `name` is neither empty, nor the model, nor one of its adapters."""
+        if name:
+            await self.adapters.resolve(name)
+
+    def parse(self, kind: type[BodyT], raw: bytes) -> BodyT:
+        """Return a parsed body. Raises ApiError (400) for an invalid one, by the settings also for unknown fields."""
+        return parse(kind, raw, ignores_unknown=self.settings.ignore_unknown_fields)
 
     async def prepare_embedding(
         self, body: EmbeddingBody, headers: Iterable[tuple[str, str]], *, is_patient: bool = False
     ) -> list[PreparedRequest]:
-        """Prepare each input of an embedding request. The arguments and exceptions are those of `prepare`."""
+        """Turn each input of an embedding request into a request for the log.
+
+        Args:
+            body: parsed body of the client's request.
+            headers: HTTP headers, or headers of the Kafka record.
+            is_patient: whether to wait if the tokenizer queue is full, instead of raising ApiError 503.
+
+        Raises:
+            ApiError: the request is invalid or cannot be served.
+        """
         steps, inputs = self._preparer, body.inputs
         lora_name = await self.adapters.resolve(body.model)
         body.require_dimensions(self.model)
@@ -151,15 +194,29 @@ class Ingress:
         return prepared
 
     def completion(
-        self, request_id: str, body: ChatBody | TextBody, prepared: PreparedRequest, created_s: int
+        self, request_id: str, body: ChatBody | TextBody, prepared: Sequence[PreparedRequest], created_s: int
     ) -> CompletionFold:
-        """Return the empty response of a chat or text completion; `created_s` is its Unix time in seconds."""
-        composer = prepared.output.composer(self.model, self.parsers, request_id)
-        return CompletionFold(request_id, body, prepared.prompt_tokens, composer, created_s)
+        """Return an empty response to a chat or text completion, which `CompletionFold.step` fills.
+
+        Args:
+            request_id: id of the request and of the response.
+            body: parsed body of the client's request.
+            prepared: result of `prepare`.
+            created_s: time of the response, in seconds of Unix time.
+        """
+        ids = choice_ids(request_id, len(prepared))
+        parts = zip(ids, prepared, strict=True)
+        composers = [one.output.composer(self.model, self.parsers, name) for name, one in parts]
+        prompt_tokens = sum(one.prompt_tokens for one in prepared[:: body.choices_per_prompt])
+        return CompletionFold(request_id, body, prompt_tokens, composers, created_s)
 
     async def submit(self, request_id: str, prepared: PreparedRequest) -> Stream:
-        """Append a request to the log and return the stream of its response. Raises ApiError."""
-        partition = self._require_free(request_id)
+        """Append a request with a unique id to the log, and return the stream of its response.
+
+        Raises:
+            ApiError: 413 if the request is too large for a record, 503 if no router serves the model or the log fails.
+        """
+        partition = self.require_partition()
         event = prepared.submission(
             request_id,
             reply_slot=self.settings.reply_slot,
@@ -180,8 +237,12 @@ class Ingress:
         return stream
 
     async def query(self, request_id: str, prepared: PreparedRequest) -> RouteResponse:
-        """Return which worker the router would select for a request. Raises ApiError, also if the router rejects it."""
-        partition = self._require_free(request_id)
+        """Query the owner which worker it would select for a request with a unique id, and return its response.
+
+        Raises:
+            ApiError: the owner rejects the request or does not respond in time, or the log fails.
+        """
+        partition = self.require_partition()
         slot, nonce = self.settings.reply_slot, runtime.random_int(8)
         event = prepared.query(request_id, reply_slot=slot, nonce=nonce, at_us=runtime.wall_us())
         wait_s = min(QUERY_S, self.settings.timeout_s)
@@ -201,7 +262,10 @@ class Ingress:
         return result
 
     def observe(self, error: ApiError) -> ApiError:
-        """Update admission if a queue of the router is full, and return the error with the time of the next attempt."""
+        """Return an error of the owner, with the estimated time for a retry if it concerns the router's queue.
+
+        If the queue of the pool is full, also make the admission reject new requests for a short time.
+        """
         if error.code == POOL_FULL:
             self.admission.mark_queue_full()
         if error.code in QUEUE_CODES:
@@ -209,7 +273,7 @@ class Ingress:
         return error
 
     def cancel(self, request_id: str, reason: str) -> None:
-        """Append the cancellation of a request."""
+        """Append the cancellation of a request to the log. If the log fails, only log a warning."""
         event = RequestCancelled(request_id=request_id, reason=reason, at_us=runtime.wall_us())
         try:
             self._log.append_soon([_draft(self.require_partition(), request_id, event)])
@@ -217,26 +281,17 @@ class Ingress:
             logger.warning("cannot cancel request %s: %s", request_id, error)
 
     def require_partition(self) -> int:
-        """Return the partition of the model's control topics. Raises ApiError while no router has placed the model."""
+        """Return the partition of the model's control topics. Raises ApiError (503) while it has no router."""
         partition = self.find_partition()
         if partition is None:
             raise no_router(self.settings.model_name)
         return partition
 
     def require_owner(self) -> int:
-        """Return the partition of the model's control topics. Raises ApiError while the model has no owner."""
+        """Return the partition of the model's control topics. Raises ApiError (503) while the model has no owner."""
         partition = self.require_partition()
         if not self.has_owner():
             raise ApiError(503, "no_owner", NO_OWNER)
-        return partition
-
-    def _require_free(self, request_id: str) -> int:
-        """Return the partition of the model's control topics. Raises ApiError also if the id is in flight."""
-        partition = self.require_partition()
-        if request_id in self.replies:
-            raise ApiError(
-                409, "duplicate_request_id", f"the request id {request_id} is already in flight; use another id"
-            )
         return partition
 
     async def _append(self, partition: int, request_id: str, event: Event) -> None:
@@ -255,6 +310,15 @@ class Ingress:
             raise ApiError(503, "log_unavailable", str(error)) from error
         except ValueError as error:
             raise ApiError(413, "request_too_large", str(error)) from error
+
+    async def _tokenize(
+        self, body: ChatBody | TextBody, refs: Sequence[MediaRef], *, is_patient: bool = False
+    ) -> list[TokenizedPrompt]:
+        steps, run = self._preparer, partial(self.tokenizer_pool.run, is_patient=is_patient)
+        body_chars = body.size_bytes - sum(len(ref.url) for ref in refs) if isinstance(body, ChatBody) else 0
+        rendered = await run(partial(steps.render, body), body_chars)
+        chars = sum(len(one) for one in rendered if isinstance(one, str))
+        return await run(partial(steps.tokenize, body, rendered), chars)
 
     def _routing_headers(self, headers: Iterable[tuple[str, str]]) -> RoutingHeaders:
         """Return the routing headers, and count them if the ingress ignores them."""

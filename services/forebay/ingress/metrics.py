@@ -7,7 +7,7 @@ TOKENS = (1, 16, 64, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 1310
 
 
 class IngressMetrics:
-    """The metrics of one ingress and model, with the labels that never change filled in."""
+    """Prometheus metrics of one ingress, which serves one model. Labels with a constant value are already set."""
 
     def __init__(self, registry: CollectorRegistry, model: str) -> None:
         name = "dynamo_frontend"
@@ -78,11 +78,17 @@ class IngressMetrics:
         self._ended: dict[tuple[str, bool, str], Counter] = {}
 
     def reject(self, code: str) -> None:
-        """Count an error by its code."""
+        """Count an error response with this error code."""
         self.errors.labels(code).inc()
 
     def ended(self, endpoint: str, *, stream: bool, status: str) -> None:
-        """Count the end of a request."""
+        """Count the end of a request.
+
+        Args:
+            endpoint: label of the endpoint.
+            stream: whether the response is a stream.
+            status: `success`, `error` or `cancelled`.
+        """
         key = (endpoint, stream, status)
         child = self._ended.get(key)
         if child is None:
@@ -91,7 +97,7 @@ class IngressMetrics:
         child.inc()
 
     def rejected(self, endpoint: str) -> None:
-        """Count a request that was rejected because no worker had capacity."""
+        """Count a request of this endpoint that was rejected because no worker had capacity."""
         self._rejections.labels(self._model, endpoint).inc()
 
 

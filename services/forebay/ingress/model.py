@@ -1,4 +1,4 @@
-"""Read the parts of a model directory that an ingress needs: tokenizer, chat template, context length. No weights.
+"""Read the parts of a model directory that an ingress needs: tokenizer, chat template and context length, not weights.
 
 Files: tokenizer.json, tokenizer_config.json (chat_template, bos_token, eos_token) or chat_template.jinja,
 config.json (max_position_embeddings, matryoshka_dimensions), generation_config.json (eos_token_id). Templates
@@ -36,14 +36,14 @@ TEMPLATE_ERRORS = (
     AttributeError,
     RecursionError,
 )
-NO_TEXT = "\ufffd"  # replaces bytes that are not a valid character
+NO_TEXT = "\ufffd"  # the decoder writes it for bytes that are not a valid character
 RENDERED_CHARS_MAX = (
     16 << 20
 )  # of a chat: four times the text of a body, because templates add roles and may repeat tools
 
 
 class ModelUnusable(Unusable):
-    """An unusable model directory. The message is one line: what is wrong and what is needed."""
+    """The model directory cannot be used. The message is one line: what is wrong and what is needed."""
 
 
 class Model:
@@ -51,12 +51,13 @@ class Model:
 
     Attributes:
         directory: the model directory.
-        context_tokens: length of the context in tokens.
+        context_tokens: maximum number of tokens of a prompt and its response together.
         vocabulary_size: number of token ids, including added tokens.
-        text_chars_max: length in characters that no text of the context exceeds, None if unknown.
+        text_chars_max: maximum number of characters of a text that fits into the context; None if the tokenizer
+            allows no such bound.
         end_ids: token ids that end a response.
-        dimensions: lengths that embeddings may be cut to: None for no cutting, empty for any length.
-        template_source: source of the default chat template, empty for none.
+        dimensions: lengths to which embeddings may be truncated; None if truncation is not allowed, empty for any.
+        template_source: source of the default chat template; empty if the model has none.
         media: placeholder tokens of images and videos.
     """
 
@@ -98,13 +99,13 @@ class Model:
         arguments: Mapping[str, Any] | None = None,
         chars_max: int = RENDERED_CHARS_MAX,
     ) -> str:
-        """Return the prompt of a chat.
+        """Return the prompt of a chat as text: the output of the chat template.
 
         Args:
-            messages: the chat, as the template expects it.
+            messages: the messages, in the format that the chat template expects.
             tools: tools that the model may call.
-            arguments: additional variables of the template.
-            chars_max: length of the prompt at which rendering stops, because a template may repeat its input.
+            arguments: additional variables of the chat template.
+            chars_max: maximum characters of the prompt. Rendering stops there, because a template may repeat its input.
 
         Raises:
             ApiError: the template rejects the messages, or the prompt is too long.
@@ -145,17 +146,31 @@ class Model:
         return name in self.template_source
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
-        """Return the token ids of a text. Special tokens in the text are recognised; `special` adds those around it."""
+        """Return the token ids of a text. Special tokens in the text are recognised.
+
+        Args:
+            text: the text.
+            special: whether to add the special tokens that the tokenizer puts around a prompt.
+        """
         # The `fast` batch call does not compute the offsets of tokens, which are not needed.
         ids: list[int] = self.tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
         return ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of these tokens, without special tokens. Unknown ids are dropped."""
+        text: str = self.tokenizer.decode(token_ids, skip_special_tokens=True)
+        return text
 
     def count(self, text: str) -> int:
         """Return the number of tokens of a text, without the special tokens around a prompt."""
         return len(self.tokenizer.encode_batch_fast([text], add_special_tokens=False)[0])
 
     def decoder(self, visible: Collection[str] | None = ()) -> "Decoder":
-        """Return a decoder that drops special tokens except `visible`; None keeps all except end tokens."""
+        """Return a decoder for one response.
+
+        Args:
+            visible: texts of the special tokens to keep; all others are dropped. None keeps all except end tokens.
+        """
         special = self.token_bytes.special
         if visible is None:
             hidden = special.keys() & self.end_ids
@@ -169,7 +184,7 @@ class Decoder:
 
     Args:
         tokenizer: the tokenizer of the model.
-        hidden: special tokens to drop, None for all.
+        hidden: ids of the special tokens to drop; None to drop all.
     """
 
     __slots__ = ("_hidden", "_stream", "_tokenizer")
@@ -180,7 +195,7 @@ class Decoder:
         self._stream = DecodeStream(skip_special_tokens=hidden is None)
 
     def push(self, token_ids: list[int]) -> str:
-        """Return the text that these tokens complete."""
+        """Return the new text after these tokens. An incomplete character is kept for the next call."""
         hidden = self._hidden or ()
         # One by one: with several tokens the stream buffers the text of all of them while the last one is an incomplete
         # character, so the text at the end of a response would depend on how its tokens were batched.
@@ -199,7 +214,15 @@ class Decoder:
 
 
 def model_name_of(directory: Path | None, name: str) -> str:
-    """Return the name of a model in the API: `name`, or that of its directory if empty. Raises Unusable."""
+    """Return the name of a model in the API.
+
+    Args:
+        directory: model directory, whose name is the default; None if there is none.
+        name: value of `--model-name`; empty for the default.
+
+    Raises:
+        Unusable: the name is invalid.
+    """
     try:
         return require_name("model", name or (DEFAULT_NAME if directory is None else directory.resolve().name))
     except NameInvalid as error:
@@ -207,7 +230,10 @@ def model_name_of(directory: Path | None, name: str) -> str:
 
 
 def word_token_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the ids of complete lower-case words with a leading space, ascending, as output of a mock engine."""
+    """Return the ids of tokens that are a whole lower-case word with a leading space, in ascending order.
+
+    A mock engine generates its output from them. If the vocabulary has no such token, all ids are returned.
+    """
     vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=False)
     words = sorted(token for token in vocabulary if re.fullmatch("[Ġ▁][a-z]{3,}", token))
     # A token that is a prefix of another token is usually a fragment of a word.
@@ -237,7 +263,7 @@ def _end_ids(directory: Path, config: dict[str, Any], tokenizer: Tokenizer, end:
 
 
 def _dimensions(config: dict[str, Any]) -> tuple[int, ...] | None:
-    """Return the lengths that embeddings may be cut to: None for no cutting, empty for any. As in vLLM."""
+    """Return `Model.dimensions` for the config.json of a model, by the same rules as vLLM."""
     given = config.get("matryoshka_dimensions")
     if isinstance(given, list) and given:
         return tuple(size for size in given if isinstance(size, int))

@@ -1,9 +1,10 @@
 """Prepare a request: turn a validated body into an immutable request for the log. Performs no I/O.
 
-Theory of operation. `Ingress.prepare` runs the steps of `Preparer` in the order of this module. Between them it does
-what needs I/O: resolve the adapter, run the CPU-bound steps in the tokenizer pool, fetch media, read the block size.
+Theory of operation. `Ingress.prepare` calls the methods of `Preparer` in the order of this module. Between them it does
+the work that needs I/O or threads: it resolves the adapter, runs CPU-bound methods in the tokenizer pool, fetches media
+and reads the block size.
 
-    routing -> media_refs -> render -> tokenize -> complete -> submission or query
+    routing -> media_refs -> render -> tokenize -> complete -> choices -> submission or query
 
 An embedding request takes another path in the middle: `tokenize_inputs`, then `embed` for each input. Clock readings
 and random numbers are arguments, so equal arguments give an equal event.
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 from xxhash import xxh3_64_intdigest
 
 from forebay.core.block_hashes import hash_seed, mm_hashes, sequence_hashes
@@ -27,7 +29,7 @@ from forebay.ingress.openai.embeddings import EmbeddingBody
 from forebay.ingress.openai.nvext import Nvext
 from forebay.ingress.openai.requests import ChatBody, CompletionBody, TextBody
 from forebay.ingress.openai.routing_hints import RoutingHeaders, reject_hints, routing_of
-from forebay.ingress.openai.sampling import sampling_of
+from forebay.ingress.openai.sampling import PROMPT_TOKENS_MAX, SEED_MAX, sampling_of
 from forebay.ingress.parsers.composer import OutputPlan
 from forebay.ingress.parsers.selection import ParseOptions, ParserFactory
 from forebay.ingress.settings import IngressSettings
@@ -39,12 +41,12 @@ EMBEDDING = Sampling(max_tokens=1, temperature=0.0)  # no tokens are generated, 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Adapter and pool that a request is prepared for.
+    """Values outside of the prompt that a prepared request depends on.
 
     Attributes:
-        lora_name: the adapter, empty for the base model.
+        lora_name: name of the LoRA adapter; empty for the base model.
         routing: routing hints of the client.
-        block_size: tokens per KV block of the pool.
+        block_size: tokens per KV block of the pool that serves the model.
     """
 
     lora_name: str
@@ -54,33 +56,36 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class TokenizedPrompt:
-    """Tokens of a prompt without its media.
+    """Tokens of a prompt, before its media placeholders are expanded.
 
     Attributes:
         token_ids: token ids, with one placeholder per image or video.
-        parsing: options for parsing the response, None for a text completion.
+        parsing: options for parsing the response; None for a text completion, which is not parsed.
+        echo: text with which the response begins; empty unless the client requested the text of its prompt.
     """
 
     token_ids: list[int]
     parsing: ParseOptions | None = None
+    echo: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """A valid request without its id and reply slot.
+    """A validated request for the log, still without its id and reply slot.
 
     Attributes:
         model: name of the base model.
-        token_ids: the prompt as packed u32.
-        sequence_hashes: packed u64, one per full block, salted by adapter and cache namespace.
+        token_ids: token ids of the prompt, packed as little-endian u32.
+        sequence_hashes: hash of each full block of the prompt, packed as little-endian u64. The hashes depend on the
+            adapter and on `cache_namespace`.
         prompt_tokens: number of prompt tokens.
-        lora_name: the adapter, empty for the base model.
-        cache_namespace: salt of the KV cache, empty for the shared cache.
-        media: images and videos, in order.
+        lora_name: name of the LoRA adapter; empty for the base model.
+        cache_namespace: salt of the block hashes. Requests share KV blocks only if their salts are equal.
+        media: images and videos of the prompt, in order.
         sampling: sampling parameters.
-        routing: routing hints.
-        timeout_us: time for the whole request, in microseconds.
-        output: how output tokens become deltas.
+        routing: routing hints of the client.
+        timeout_us: maximum time for the whole request, in microseconds.
+        output: how output tokens become the response.
         task: `generate` or `embed`.
     """
 
@@ -109,7 +114,10 @@ class PreparedRequest:
         incarnation: str = "",
         patient: bool = False,
     ) -> RequestSubmitted:
-        """Return the event that submits the request. The arguments are fields of `RequestSubmitted`."""
+        """Return the event that submits the request.
+
+        The arguments are the fields of `RequestSubmitted` with the same names; `nonce` is hashed into `tie_seed`.
+        """
         return RequestSubmitted(
             request_id=request_id,
             model=self.model,
@@ -133,7 +141,14 @@ class PreparedRequest:
         )
 
     def query(self, request_id: str, *, reply_slot: int, nonce: int, at_us: int) -> RouteQueried:
-        """Return the event that queries the route of the request; `nonce` makes two queries draw differently."""
+        """Return the event that queries where the request would be routed.
+
+        Args:
+            request_id: id of the query.
+            reply_slot: partition of `tokens` that receives the response.
+            nonce: random number for tie-breaking, so that two equal queries may select different workers.
+            at_us: Unix time in microseconds.
+        """
         return RouteQueried(
             request_id=request_id,
             model=self.model,
@@ -148,20 +163,20 @@ class PreparedRequest:
 
 
 def tie_seed_of(nonce: int) -> int:
-    """Return the seed of a request for tie-breaking and sampling.
+    """Return the seed of a request for tie-breaking and sampling, a hash of `nonce`.
 
-    Nothing about the request can be learned from a random nonce, so anonymised recordings keep the seed.
+    The seed depends only on the random nonce and reveals nothing about the request, so anonymised recordings keep it.
     """
     return xxh3_64_intdigest(nonce.to_bytes(U64_BYTES, "little"))
 
 
 @dataclass(frozen=True, slots=True)
 class Preparer:
-    """Steps that turn a body into prepared requests. Every step raises ApiError for an invalid request.
+    """Turns request bodies into prepared requests, in several methods. Each raises ApiError for an invalid request.
 
     Attributes:
-        model: the model directory.
-        parsers: parsers of the ingress.
+        model: tokenizer, chat template and configuration of the model.
+        parsers: creates the parsers of responses.
         settings: settings of the ingress.
     """
 
@@ -170,22 +185,25 @@ class Preparer:
     settings: IngressSettings
 
     def routing(self, nvext: Nvext | None, headers: RoutingHeaders) -> RoutingHints:
-        """Return the routing hints. Without `--routing-hints`, reject hints in the body and ignore headers."""
+        """Return the routing hints in the body (`nvext`) and the headers of a request.
+
+        Without `--routing-hints` the result is empty: hints in the body raise ApiError, and the headers are ignored.
+        """
         if self.settings.routing_hints:
             return routing_of(nvext, headers)
         reject_hints(nvext)
         return NO_HINTS
 
     def media_refs(self, body: ChatBody | TextBody) -> list[MediaRef]:
-        """Return the images and videos of a request, in order."""
+        """Return the images and videos of a request, in order. Raises ApiError if the model does not support them."""
         refs = body.media() if isinstance(body, ChatBody) else []
         self.model.media.require(refs)
         return refs
 
-    def render(self, body: ChatBody | TextBody) -> str | list[int]:
-        """Return the prompt as text, or as token ids if the client sent token ids."""
+    def render(self, body: ChatBody | TextBody) -> list[str | list[int]]:
+        """Return the prompts as text, for a chat by the chat template. If the client sent token ids, return these."""
         if isinstance(body, TextBody):
-            return body.prompt
+            return body.prompts
         arguments: dict[str, Any] = dict(body.chat_template_kwargs or {})
         if body.reasoning_effort is not None:
             if not self.model.uses_template_argument("reasoning_effort"):
@@ -193,10 +211,27 @@ class Preparer:
                 raise invalid(text, "reasoning_effort", "unsupported_parameter")
             arguments["reasoning_effort"] = body.reasoning_effort
         chars_max = max(RENDERED_CHARS_MAX, 4 * self.settings.body_bytes_max)
-        return self.model.render(body.chat(self.model.media), body.choice.plain(), arguments, chars_max)
+        return [self.model.render(body.chat(self.model.media), body.choice.plain(), arguments, chars_max)]
 
-    def tokenize(self, body: ChatBody | TextBody, rendered: str | list[int]) -> TokenizedPrompt:
-        """Return the tokens of a rendered prompt, at most as many as the context has."""
+    def tokenize(self, body: ChatBody | TextBody, rendered: Sequence[str | list[int]]) -> list[TokenizedPrompt]:
+        """Return the tokens of each prompt.
+
+        Args:
+            body: parsed body of the client's request.
+            rendered: result of `render`.
+
+        Raises:
+            ApiError: a prompt does not fit into the context, all choices together have too many prompt tokens, or the
+                tool calls could not be parsed.
+        """
+        prompts = [self._tokenize(body, one) for one in rendered]
+        total = sum(len(prompt.token_ids) for prompt in prompts) * body.choices_per_prompt
+        if total > PROMPT_TOKENS_MAX and (len(prompts) > 1 or body.choices_per_prompt > 1):
+            text = f"the choices have {total:,} prompt tokens together; the limit is {PROMPT_TOKENS_MAX:,}"
+            raise invalid(text, "n", "context_length_exceeded")
+        return prompts
+
+    def _tokenize(self, body: ChatBody | TextBody, rendered: str | list[int]) -> TokenizedPrompt:
         if isinstance(body, ChatBody):
             assert isinstance(rendered, str), "a chat is rendered to text"
             self.parsers.require(body.choice)
@@ -204,10 +239,10 @@ class Preparer:
             parsing = ParseOptions(body.choice, self.parsers.is_open(rendered), prompt_ids=token_ids)
             prompt = TokenizedPrompt(token_ids, parsing)
         elif isinstance(rendered, str):
-            special = body.add_special_tokens
-            prompt = TokenizedPrompt(encode_prompt(self.model, rendered, "prompt", "prompt", special=special))
+            token_ids = encode_prompt(self.model, rendered, "prompt", "prompt", special=body.add_special_tokens)
+            prompt = TokenizedPrompt(token_ids, echo=rendered if body.echo else "")
         else:
-            prompt = TokenizedPrompt(rendered)
+            prompt = TokenizedPrompt(rendered, echo=self.model.decode(rendered) if body.echo else "")
         if len(prompt.token_ids) > self.model.context_tokens:  # reject the request before its media are fetched
             self._output_tokens_max(body, len(prompt.token_ids))
         return prompt
@@ -223,11 +258,11 @@ class Preparer:
         """Return the prepared request of a chat or text completion.
 
         Args:
-            body: the body.
+            body: parsed body of the client's request.
             prompt: result of `tokenize`.
             refs: result of `media_refs`.
-            fetched: the media of `refs`, in the same order.
-            target: adapter, hints and block size.
+            fetched: the fetched media of `refs`, in the same order.
+            target: adapter, routing hints and block size.
         """
         expanded, parsing = ExpandedPrompt(prompt.token_ids), prompt.parsing
         if self.model.media.ids:
@@ -248,8 +283,20 @@ class Preparer:
             sampling=sampling,
             routing=target.routing,
             timeout_us=self._timeout_us,
-            output=OutputPlan(body.stop_strings, parsing, sampling.logprobs, special=not body.skip_special_tokens),
+            output=OutputPlan(
+                body.stop_strings, parsing, sampling.logprobs, special=not body.skip_special_tokens, echo=prompt.echo
+            ),
         )
+
+    def choices(self, body: ChatBody | TextBody, prepared: PreparedRequest) -> list[PreparedRequest]:
+        """Return one request per choice of a prompt. As in vLLM, the seed of a choice is the seed plus its position."""
+        seed = prepared.sampling.seed
+        return [
+            prepared
+            if seed is None or not number
+            else replace(prepared, sampling=msgspec.structs.replace(prepared.sampling, seed=(seed + number) & SEED_MAX))
+            for number in range(body.choices_per_prompt)
+        ]
 
     def tokenize_inputs(self, inputs: Sequence[str | list[int]]) -> list[list[int]]:
         """Return the token ids of each input of an embedding request."""
@@ -259,7 +306,14 @@ class Preparer:
         ]
 
     def embed(self, body: EmbeddingBody, index: int, token_ids: list[int], target: Target) -> PreparedRequest:
-        """Return the prepared request of one input of an embedding request; `index` counts from 0."""
+        """Return the prepared request of one input of an embedding request.
+
+        Args:
+            body: parsed body of the client's request.
+            index: position of the input, from 0, for error messages.
+            token_ids: token ids of the input, from `tokenize_inputs`.
+            target: adapter, routing hints and block size.
+        """
         context = self.model.context_tokens
         if len(token_ids) > context:
             text = f"input[{index}] has {len(token_ids)} tokens, more than the context of {context} tokens; shorten it"

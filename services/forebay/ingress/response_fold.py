@@ -1,17 +1,22 @@
 """Fold the events of a reply slot into the response for a client. Performs no I/O and reads no clock.
 
-Theory of operation. A `ResponseState` collects the valid output of a request on the log. Whenever it changed, the HTTP
-API or the Kafka API calls `step`, which takes the new output and returns the JSON objects that the client can receive:
+Theory of operation. A `ResponseState` collects the valid output of one request on the log. Whenever the state has
+changed, the HTTP API or the Kafka API calls `step`. This method takes the new output and returns the JSON objects to
+send to the client:
 
-- of a stream, a chunk per call, and at the end also the chunk with the finish reason and the usage chunk;
-- otherwise nothing until the end, and then the whole object.
+- for a stream, one chunk per call, at the end of a choice also the chunk with its finish reason, and at last the usage
+  chunk;
+- without streaming, nothing until the end, and then the whole response object.
 
 After the last objects `is_over` is true, and `error` is the error that ended the response, if any.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
 
 from forebay.core.state.reply_slot import ResponseState
+from forebay.events.request_ids import choice_ids, client_id_of
 from forebay.events.tokens import TokenLogprob, Usage
 from forebay.ingress.errors import RETRY_STATUSES, ApiError
 from forebay.ingress.openai.embeddings import EmbeddingBody, embeddings
@@ -22,18 +27,19 @@ from forebay.ingress.parsers.deltas import EMPTY_DELTA, OutputDelta, merge_delta
 
 
 class ResponseFold(ABC):
-    """Response to one client request.
+    """Builds the response to one request of a client from the events of the reply slot.
 
     Args:
         endpoint: label of the endpoint in metrics.
-        request_id: id of the request for its client.
-        prompt_tokens: number of prompt tokens, of all inputs.
+        request_id: id of the client's request.
+        prompt_tokens: number of prompt tokens of all inputs together.
         stream: whether the response is a stream of chunks.
 
     Attributes:
-        cached_tokens: prompt tokens that the engine found in its cache; 0 until the end.
-        is_over: whether the response is complete.
-        error: error that ended the response, None for success.
+        cached_tokens: number of prompt tokens that the engine found in its cache; 0 until the response is over.
+        output_tokens: number of output tokens of all choices so far.
+        is_over: whether the response is complete, successfully or with an error.
+        error: error that ended the response; None for success, or if it is not over.
     """
 
     def __init__(self, endpoint: str, request_id: str, prompt_tokens: int, *, stream: bool = False) -> None:
@@ -42,12 +48,18 @@ class ResponseFold(ABC):
         self.prompt_tokens = prompt_tokens
         self.stream = stream
         self.cached_tokens = 0
+        self.output_tokens = 0
         self.is_over = False
         self.error: ApiError | None = None
 
     @property
+    def client_id(self) -> str:
+        """Value of the header `x-request-id` of the response: the id that the client chose, otherwise `request_id`."""
+        return client_id_of(self.request_id)
+
+    @property
     def cancel_reason(self) -> str:
-        """Reason for cancelling a request on the log that has not ended; empty while the response is not over."""
+        """Reason to cancel the requests on the log that have not ended when the response is over; empty before that."""
         if not self.is_over:
             return ""
         return "stop" if self.error is None else self.error.code
@@ -56,19 +68,19 @@ class ResponseFold(ABC):
         """Take the output since the previous step, and return the JSON objects to send.
 
         Args:
-            state: output of a request on the log; its tokens are taken away.
-            index: position of the input that the request on the log belongs to, from 0.
+            state: output of one request on the log. The call removes the output from it.
+            index: position of the choice or input to which the request on the log belongs, from 0.
         """
-        if self.is_over:
+        if self.is_over or self.is_part_over(index):
             return []
         token_ids, logprobs = state.tokens, state.logprobs
         state.tokens, state.logprobs = [], []
         try:
             objects = self._push(state, index, token_ids, logprobs)
-        except ApiError as error:  # of a parser, or of a vector that is too short
+        except ApiError as error:  # raised by a parser, or for a vector that is too short
             self.fail(error)
             return []
-        if not self.is_over:
+        if not self.is_over and not self.is_part_over(index):
             if state.gap:
                 self.fail(ApiError(502, "tokens_missing", f"the response has a gap after {state.next_index} tokens"))
             elif state.ended is not None and (reported := state.ended.error) is not None:
@@ -80,85 +92,145 @@ class ResponseFold(ABC):
         self.is_over, self.error = True, error
 
     @abstractmethod
+    def is_part_over(self, index: int) -> bool:
+        """Return whether the output of the request on the log at this position is complete."""
+
+    @abstractmethod
     def _push(
         self, state: ResponseState, index: int, token_ids: list[int], logprobs: list[TokenLogprob]
     ) -> list[bytes]:
-        """Return the JSON objects for new output. Sets `is_over` after the last one. Raises ApiError."""
+        """Return the JSON objects for new output. Sets `is_over` after the last one.
+
+        Raises ApiError if the output is unusable, for example if a parser fails or an embedding is missing.
+        """
+
+
+class _Choice:
+    """State of one choice of a completion.
+
+    Attributes:
+        composer: turns output tokens into text and tool calls.
+        formatter: encodes the choice.
+        served: workers that served the choice; None until it is complete.
+        deltas: output so far, if the response is not a stream.
+        content: the complete choice, if the response is not a stream.
+    """
+
+    __slots__ = ("composer", "content", "deltas", "formatter", "has_chunk", "served")
+
+    def __init__(self, composer: Composer, formatter: ResponseFormatter) -> None:
+        self.composer = composer
+        self.formatter = formatter
+        self.served: ServingInfo | None = None
+        self.has_chunk = False
+        self.deltas: list[OutputDelta] = []
+        self.content: dict[str, Any] = {}
 
 
 class CompletionFold(ResponseFold):
-    """Response of a chat or text completion.
+    """Builds the response to a chat or text completion request.
 
     Args:
         request_id: id of the request and of the response.
-        body: the body.
-        prompt_tokens: number of prompt tokens.
-        composer: turns output tokens into deltas.
-        created_s: Unix time of the response in seconds.
+        body: parsed body of the request.
+        prompt_tokens: number of tokens of all prompts together.
+        composers: one per choice; each turns output tokens into text and tool calls.
+        created_s: time of the response, in seconds of Unix time.
     """
 
     def __init__(
-        self, request_id: str, body: ChatBody | TextBody, prompt_tokens: int, composer: Composer, created_s: int
+        self,
+        request_id: str,
+        body: ChatBody | TextBody,
+        prompt_tokens: int,
+        composers: Sequence[Composer],
+        created_s: int,
     ) -> None:
         chat = isinstance(body, ChatBody)
         endpoint = "chat_completions" if chat else "completions"
         super().__init__(endpoint, request_id, prompt_tokens, stream=bool(body.stream))
-        self._formatter = ResponseFormatter(
-            chat=chat, response_id=request_id, model=body.model, created=created_s, names_worker=body.names_worker
-        )
-        self._composer = composer
+        self._ids = choice_ids(request_id, len(composers))
+        self._per_prompt = body.choices_per_prompt
+        self._choices = [
+            _Choice(
+                composer,
+                ResponseFormatter(
+                    chat=chat,
+                    response_id=request_id,
+                    model=body.model,
+                    created=created_s,
+                    index=index,
+                    names_worker=body.names_worker,
+                ),
+            )
+            for index, composer in enumerate(composers)
+        ]
+        self._missing = len(composers)
         self._includes_usage = body.includes_usage
-        self._has_chunk = False
-        self._deltas: list[OutputDelta] = []
+
+    def is_part_over(self, index: int) -> bool:
+        """Return whether the choice at this position is complete."""
+        return self._choices[index].served is not None
 
     def _push(
         self, state: ResponseState, index: int, token_ids: list[int], logprobs: list[TokenLogprob]
     ) -> list[bytes]:
-        delta, ended = EMPTY_DELTA, state.ended
+        choice, delta, ended = self._choices[index], EMPTY_DELTA, state.ended
+        self.output_tokens += len(token_ids)
         if token_ids:
-            delta = self._composer.push(token_ids, logprobs)
-            if self._composer.stopped:
-                return self._close(state, delta, "stop")
+            delta = choice.composer.push(token_ids, logprobs)
+            if choice.composer.stopped:
+                return self._close(state, index, delta, "stop")
         if ended is not None and ended.error is None:
             assert ended.usage is not None, "a response ends with its usage or an error"
-            self.cached_tokens = ended.usage.cached_tokens
-            return self._close(state, merge_deltas([delta, self._composer.finish()]), ended.finish_reason)
-        return self._add(delta) if token_ids else []
+            if not index % self._per_prompt:  # the choices of a prompt share it, so it counts once
+                self.cached_tokens += ended.usage.cached_tokens
+            return self._close(state, index, merge_deltas([delta, choice.composer.finish()]), ended.finish_reason)
+        return self._add(choice, delta) if token_ids else []
 
-    def _add(self, delta: OutputDelta) -> list[bytes]:
-        """Return the chunk of a delta, even of an empty one if it is the first. Without a stream, keep the delta."""
+    def _add(self, choice: _Choice, delta: OutputDelta) -> list[bytes]:
+        """Return the stream chunk of a delta, but none for an empty one after the first. Without a stream, keep it."""
         if not self.stream:
-            self._deltas.append(delta)
+            choice.deltas.append(delta)
             return []
-        if not delta and self._has_chunk:
+        if not delta and choice.has_chunk:
             return []
-        chunk = self._formatter.delta(delta, first=not self._has_chunk)
-        self._has_chunk = True
+        chunk = choice.formatter.delta(delta, first=not choice.has_chunk)
+        choice.has_chunk = True
         return [chunk]
 
-    def _close(self, state: ResponseState, delta: OutputDelta, reason: str) -> list[bytes]:
-        self.is_over = True
-        formatter, reason = self._formatter, self._composer.reason(reason)
-        usage = Usage(
-            prompt_tokens=self.prompt_tokens, output_tokens=state.next_index, cached_tokens=self.cached_tokens
+    def _close(self, state: ResponseState, index: int, delta: OutputDelta, reason: str) -> list[bytes]:
+        choice = self._choices[index]
+        self._missing -= 1
+        self.is_over = not self._missing
+        formatter, reason = choice.formatter, choice.composer.reason(reason)
+        served = choice.served = ServingInfo(
+            self._ids[index], state.worker_id, state.rank, state.attempt, state.prefilled
         )
-        served = ServingInfo(self.request_id, state.worker_id, state.rank, state.attempt, state.prefilled)
-        objects = self._add(delta)
+        objects = self._add(choice, delta)
+        usage = Usage(
+            prompt_tokens=self.prompt_tokens, output_tokens=self.output_tokens, cached_tokens=self.cached_tokens
+        )
         if not self.stream:
-            return [formatter.whole(merge_deltas(self._deltas), reason, usage, served)]
+            choice.content = formatter.choice(merge_deltas(choice.deltas), reason)
+            choice.deltas = []
+            if not self.is_over:
+                return []
+            all_served = [one.served for one in self._choices if one.served is not None]
+            return [formatter.whole([one.content for one in self._choices], usage, all_served)]
         objects.append(formatter.last(reason, served))
-        if self._includes_usage:
+        if self.is_over and self._includes_usage:
             objects.append(formatter.usage(usage))
         return objects
 
 
 class EmbeddingFold(ResponseFold):
-    """Response of an embedding request: one vector per input, in order.
+    """Builds the response to an embedding request: one vector per input, in the order of the inputs.
 
     Args:
-        request_id: id of the request.
-        body: the body.
-        prompt_tokens: number of prompt tokens of all inputs.
+        request_id: id of the client's request.
+        body: parsed body of the request.
+        prompt_tokens: number of prompt tokens of all inputs together.
         inputs: number of inputs.
     """
 
@@ -168,10 +240,14 @@ class EmbeddingFold(ResponseFold):
         self._vectors = [b""] * inputs
         self._missing = inputs
 
+    def is_part_over(self, index: int) -> bool:
+        """Return whether the vector of this input was received."""
+        return bool(self._vectors[index])
+
     def _push(
         self, state: ResponseState, index: int, token_ids: list[int], logprobs: list[TokenLogprob]
     ) -> list[bytes]:
-        if state.ended is None or state.ended.error is not None or self._vectors[index]:
+        if state.ended is None or state.ended.error is not None:
             return []
         if not state.vector:
             raise ApiError(502, "embedding_missing", f"worker {state.worker_id or 'unknown'} returned no embedding")
@@ -185,6 +261,6 @@ class EmbeddingFold(ResponseFold):
 
 
 def was_rejected(state: ResponseState) -> bool:
-    """Return whether the request was rejected because no worker had capacity."""
+    """Return whether a request on the log was rejected because no worker had capacity, before it had any output."""
     error = None if state.ended is None else state.ended.error
     return error is not None and error.status in RETRY_STATUSES and not state.next_index

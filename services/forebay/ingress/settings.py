@@ -16,22 +16,27 @@ class IngressSettings:
 
     Attributes:
         model_name: the model that the ingress serves.
-        ingress_id: name of the process.
-        block_size: tokens per KV block of the pool; None reads the value from the log.
-        reply_slot: partition of `tokens` that the ingress reads.
+        ingress_id: name of the ingress on the log.
+        block_size: tokens per KV block of the pool; None if the ingress reads the value from the log.
+        reply_slot: partition of `tokens` on which the ingress reads the output of its requests.
         body_bytes_max: maximum bytes of a request body without its images and videos; larger bodies get 413.
         media_body_bytes_max: maximum bytes of a whole request body, if the model accepts images or videos.
-        timeout_s: seconds for a whole request.
-        max_tokens_default: output tokens of requests that set no limit.
-        routing_hints: whether clients may set worker, priority, session or policy class. Otherwise such headers are
-            ignored and counted, and such fields are rejected.
-        loras: adapters that are always served as models, in addition to those that workers have loaded.
-        admin_token: token of the admin API, empty for no admin API.
+        timeout_s: maximum seconds for a whole request.
+        max_tokens_default: maximum output tokens of a request that sets no limit.
+        routing_hints: whether clients may set routing hints: worker, priority, session or policy class. If false, the
+            ingress ignores and counts such headers, and rejects bodies with such fields.
+        ignore_unknown_fields: whether unknown fields of request bodies have no effect. If false, they are rejected.
+        loras: LoRA adapters that are always served as models, in addition to adapters that workers have loaded.
+        api_keys: keys of which a client must send one to use the model; empty to serve every client.
+        cors_origins: origins whose web pages may read responses, as `forebay.ingress.http.cors.allowed_origins` returns
+            them.
+        admin_token: token that the admin API requires; empty for no admin API.
         tool_call_parser: `auto` (by the chat template), `none`, or the name of a parser.
-        reasoning_parser: `auto`, `none`, or the name of a parser.
-        media: where images and videos may be fetched from.
-        reply_topics: patterns of full topic names that the Kafka API may respond to; `<namespace>.replies.*` if empty.
-        incarnation: incarnation of the lease, which distinguishes processes with the same id; empty without a lease.
+        reasoning_parser: `auto` (by the chat template), `none`, or the name of a parser.
+        media: hosts from which images and videos may be fetched.
+        reply_topics: patterns of full topic names to which clients of the Kafka API may direct responses; empty for
+            `<namespace>.replies.*`.
+        incarnation: value of the lease that distinguishes processes with the same `ingress_id`; empty without a lease.
     """
 
     model_name: str
@@ -43,7 +48,10 @@ class IngressSettings:
     timeout_s: float = 600.0
     max_tokens_default: int = 256
     routing_hints: bool = False
+    ignore_unknown_fields: bool = False
     loras: tuple[str, ...] = ()
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    cors_origins: frozenset[str] = frozenset()
     admin_token: str = field(default="", repr=False)
     tool_call_parser: str = AUTO
     reasoning_parser: str = AUTO
@@ -53,6 +61,8 @@ class IngressSettings:
 
     def __post_init__(self) -> None:
         require_patterns(self.reply_topics)
+        if self.admin_token in self.api_keys:
+            raise Unusable("the admin token is also an API key; choose two different values")
         names = (self.model_name, *self.loras)
         if len(set(names)) < len(names) or not all(0 < len(name) <= NAME_CHARS_MAX for name in names):
             text = f"names must be unique and have 1 to {NAME_CHARS_MAX} characters"

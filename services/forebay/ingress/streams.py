@@ -21,10 +21,10 @@ READ_MAX = 256  # records per iteration of the event loop
 
 
 class Stream(ResponseState):
-    """Buffered events of one request, for one reader.
+    """Output of one request on the log that the ingress has read and the response has not used yet.
 
     Attributes:
-        interrupt_reason: why no more events will be read, None while the stream is intact.
+        interrupt_reason: why the ingress reads no more events of the request; None while it does.
     """
 
     __slots__ = ("_waiter", "interrupt_reason")
@@ -35,12 +35,12 @@ class Stream(ResponseState):
         self._waiter: asyncio.Future[None] | None = None
 
     def interrupt(self, reason: str) -> None:
-        """End the stream: the client disconnected, the deadline passed, or the log failed."""
+        """End the stream because the client disconnected, the deadline passed, the log failed, or the server stops."""
         self.interrupt_reason = self.interrupt_reason or reason
         self.notify()
 
     async def ready(self) -> None:
-        """Wait for tokens, a gap, the end, or an interruption."""
+        """Wait until the stream has tokens, has a gap (missing events), has ended, or was interrupted."""
         if self.tokens or self.gap or self.ended is not None or self.interrupt_reason is not None:
             return
         self._waiter = asyncio.get_running_loop().create_future()
@@ -50,18 +50,20 @@ class Stream(ResponseState):
             self._waiter = None
 
     def notify(self) -> None:
-        """Wake the reader after the reply changed."""
+        """Wake the task that waits in `ready`, because the state of the stream has changed."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
 
 class ReplyReader:
-    """Reader of one reply slot. Other groups may share the slot; their events are ignored.
+    """Reads one reply slot (partition of `tokens`), and dispatches its events to requests, route queries and commands.
+
+    Owners of other groups may write to the same partition; the reader ignores the events of other groups.
 
     Args:
-        log: the log to follow.
+        log: the log with the topic `tokens`.
         group: the group whose events are dispatched.
-        reply_slot: partition of `tokens`.
+        reply_slot: number of the partition.
         offset: first offset to read.
         on_undecodable: called for each record that cannot be decoded.
 
@@ -86,33 +88,33 @@ class ReplyReader:
         return len(self._streams) + len(self._queries) + len(self._commands)
 
     def open(self, request_id: str) -> Stream:
-        """Register a request and return its stream. The id must not be registered yet."""
+        """Register a request, and return the stream that receives its events. The id must not be registered yet."""
         assert request_id not in self
         stream = self._streams[request_id] = Stream()
         return stream
 
     def close(self, request_id: str) -> None:
-        """Remove a request."""
+        """Remove a request. Its later events are ignored."""
         self._streams.pop(request_id, None)
 
     def open_query(self, request_id: str) -> "asyncio.Future[RouteResponse | str]":
-        """Register a route query. The future resolves to the result, or to the reason of an interruption."""
+        """Register a route query. The returned future resolves to the result, or to the reason of an interruption."""
         assert request_id not in self
         future = self._queries[request_id] = asyncio.get_running_loop().create_future()
         return future
 
     def close_query(self, request_id: str) -> None:
-        """Remove a route query."""
+        """Remove a route query and cancel its future."""
         self._queries.pop(request_id).cancel()
 
     def open_command(self, command_id: str) -> "asyncio.Future[CommandResponse | str]":
-        """Register a command. The future resolves to the result, or to the reason of an interruption."""
+        """Register a command. The returned future resolves to the result, or to the reason of an interruption."""
         assert command_id not in self._commands
         future = self._commands[command_id] = asyncio.get_running_loop().create_future()
         return future
 
     def close_command(self, command_id: str) -> None:
-        """Remove a command."""
+        """Remove a command and cancel its future."""
         self._commands.pop(command_id).cancel()
 
     def has_command(self, command_id: str) -> bool:
@@ -120,7 +122,10 @@ class ReplyReader:
         return command_id in self._commands
 
     async def run(self) -> None:
-        """Dispatch events until cancelled. If the log fails, interrupt all requests and raise LogError."""
+        """Read the partition and dispatch its events until cancelled.
+
+        If the log fails, interrupt every request, route query and command in flight, and raise LogError.
+        """
         try:
             while True:
                 self._wake.clear()
@@ -139,7 +144,7 @@ class ReplyReader:
             self._tail.close()
 
     def interrupt_all(self, reason: str) -> None:
-        """Interrupt every request, query and command in flight."""
+        """Interrupt every request, route query and command in flight, for this reason."""
         for stream in self._streams.values():
             stream.interrupt(reason)
         for query in self._queries.values():
@@ -173,7 +178,7 @@ class ReplyReader:
 
 
 def interruption(reason: str | None) -> ApiError:
-    """Return the error for a client whose response was interrupted for this reason."""
+    """Return the error for the client of an interrupted request: 503 with the reason of the interruption."""
     if reason == SHUTTING_DOWN:
         return ApiError(503, "shutting_down", SHUTTING_DOWN)
     return ApiError(503, "log_unavailable", reason or "the log is unavailable")

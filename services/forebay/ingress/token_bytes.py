@@ -1,4 +1,4 @@
-"""Map tokens to bytes, because a token may be a part of a character and then has no text.
+"""Map tokens to bytes. A token may be a part of a UTF-8 character, and then it has bytes but no text.
 
 Vocabularies represent bytes in two ways. Byte-level vocabularies use a printable character per byte (GPT-2's table).
 Other vocabularies write `▁` for a space and `<0x0A>` for a byte that is not a character.
@@ -29,10 +29,10 @@ BYTE_OF = _byte_of()
 
 
 class TokenBytes:
-    """Bytes of each token of a tokenizer.
+    """Map from the token ids of a tokenizer to the bytes of the tokens.
 
     Attributes:
-        special: text of the special tokens by id.
+        special: text of each special token, by id.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -55,7 +55,7 @@ class TokenBytes:
 
 
 def text_chars_max(tokenizer: Tokenizer, tokens: int) -> int | None:
-    """Return the maximum number of characters in a text of `tokens` tokens, None if the tokenizer has no such bound.
+    """Return the maximum number of characters in a text of `tokens` tokens; None if the tokenizer allows no such bound.
 
     The bound exists if every byte of the text ends up in a token: then a token covers at most as many bytes as the
     longest token, and a character has at least one byte. This requires that each of the 256 bytes has a token, no

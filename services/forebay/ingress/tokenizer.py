@@ -1,13 +1,13 @@
 """Tokenise prompts off the event loop, with bounded work.
 
-Theory of operation. Tokenising takes about a second and 100 bytes of memory per input byte for each megabyte, so a text
-that cannot fit the context is rejected before it is tokenised whole:
+Theory of operation. Tokenising takes about one second per megabyte of text, and 100 bytes of memory per byte of text.
+So a text that cannot fit into the context is rejected before it is tokenised as a whole:
 
-1. `Model.text_chars_max` is a length that no text of the context exceeds, where the tokenizer allows such a bound.
-2. A text of more than `CHARS_PER_TOKEN` characters per token of the context is first counted in pieces, and rejected as
-   soon as the pieces exceed the context.
+1. If the tokenizer allows such a bound, a text of more than `Model.text_chars_max` characters is rejected at once.
+2. The tokens of a text of more than `CHARS_PER_TOKEN` characters per token of the context are first counted piece by
+   piece. The text is rejected as soon as the pieces exceed the context.
 
-The count decides nothing else: an accepted text is tokenised whole, so its tokens do not depend on the pieces.
+The count has no other effect: an accepted text is tokenised as a whole, so its tokens do not depend on the pieces.
 """
 
 import asyncio
@@ -23,20 +23,20 @@ INLINE_CHARS_MAX = (
 )
 THREADS = 2
 QUEUE_CHARS_MAX = 8 << 20  # about ten seconds of work for the threads, the longest wait
-CHARS_PER_TOKEN = 4  # a rejected text costs no more than an accepted one of English
-PIECE_CHARS = 32_768  # counted at a time: some 50 ms
-# Tokens that a cut may add: the text on both sides of it is one token sequence in the whole text. Far more than a merge
-# reaches; a text within this of the limit is tokenised whole, which decides.
+CHARS_PER_TOKEN = 4  # as in English: rejecting a text costs no more than accepting an English text
+PIECE_CHARS = 32_768  # length of a piece; counting its tokens takes about 50 ms
+# Tokens subtracted per piece, because a cut may add tokens: in the whole text one token can span the cut. Few tokens
+# are affected, so 64 is far more than needed. A text this close to the limit is tokenised as a whole, which decides.
 CUT_TOKENS = 64
 
 T = TypeVar("T")
 
 
 class TokenizerPool:
-    """Tokenizer threads of one ingress.
+    """Threads of one ingress that tokenise long texts.
 
     Attributes:
-        chars_queued: characters submitted to the threads and not finished.
+        chars_queued: number of characters that were submitted to the threads and are not finished.
     """
 
     def __init__(self) -> None:
@@ -44,16 +44,16 @@ class TokenizerPool:
         self._threads = runtime.executor(THREADS, "tokenise")
 
     def close(self) -> None:
-        """Drop queued work that has not started."""
+        """Stop the threads, and drop queued work that has not started."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def run(self, work: Callable[[], T], chars: int, *, is_patient: bool = False) -> T:
-        """Run `work`, in a thread if it processes many characters.
+        """Run `work` and return its result. Work on more than `INLINE_CHARS_MAX` characters runs in a thread.
 
         Args:
             work: the function to run.
-            chars: characters that it processes.
-            is_patient: whether to wait even if the queue is full, as the Kafka API does.
+            chars: number of characters that `work` processes.
+            is_patient: whether to wait if the queue is full, as the Kafka API does.
 
         Raises:
             ApiError: 503 if the queue is full and `is_patient` is false.
@@ -78,21 +78,28 @@ def encode_prompt(model: Model, text: str, what: str, param: str, *, special: bo
     """Return the token ids of a text.
 
     Args:
-        model: the model directory.
+        model: the model, with its tokenizer.
         text: the text.
         what: name of the text in an error message.
         param: parameter of the request that contains the text.
-        special: whether to add the special tokens around a prompt.
+        special: whether to add the special tokens that the tokenizer puts around a prompt.
 
     Raises:
-        ApiError: the text cannot fit the context.
+        ApiError: 400 if the text does not fit into the context.
     """
     require_fits(model, text, what, param)
     return model.encode(text, special=special)
 
 
 def require_fits(model: Model, text: str, what: str, param: str) -> None:
-    """Raise ApiError for a text with more tokens than the context, without tokenising more than the context."""
+    """Raise ApiError (400) for a text with more tokens than the context, without tokenising all of it.
+
+    Args:
+        model: the model, with its tokenizer and context length.
+        text: the text.
+        what: name of the text in an error message.
+        param: parameter of the request that contains the text.
+    """
     context = model.context_tokens
     if model.text_chars_max is not None and len(text) > model.text_chars_max:
         problem = f"{what} has {len(text):,} characters, more than the context of {context} tokens can hold; shorten it"

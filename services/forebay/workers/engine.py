@@ -1,10 +1,9 @@
-"""Interface between a worker and its engine. Engines never see the log."""
+"""Interface between a worker and its engine. Engines have no access to the log."""
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import msgspec
-from prometheus_client.registry import Collector
 
 from forebay.engine_model.model import Emitted, EngineLoad, Finished, FirstTokenStep, Removed, Stored
 from forebay.events.control import Command
@@ -15,9 +14,12 @@ from forebay.events.transfer import Prefilled
 from forebay.events.work import WorkItem
 from forebay.workers.kv_transfer.api import Stats
 
+if TYPE_CHECKING:
+    from prometheus_client.registry import Collector
+
 
 class Failed(msgspec.Struct, frozen=True):
-    """Failed request: it ended without a response or with a partial one. Also reported for rejected requests."""
+    """Event: a request has failed or was rejected by the engine, so its response is missing or incomplete."""
 
     request_id: str
     attempt: int
@@ -25,22 +27,31 @@ class Failed(msgspec.Struct, frozen=True):
 
 
 class EngineError(Exception):
-    """The engine cannot start, or it broke. The message tells an operator what is wrong and what to do."""
+    """The engine cannot start, or it has failed. The message tells an operator what is wrong and what to do."""
 
 
 class EngineRefused(Exception):
-    """The engine does not support or cannot run a command. The message tells an operator why."""
+    """The engine does not support a command to its worker, such as loading an adapter, or cannot execute it.
+
+    The message tells an operator why.
+    """
 
 
 class Cleared(msgspec.Struct, frozen=True, gc=False):
-    """Cache change: every tier of the rank is empty."""
+    """Change of the cache: it is empty, in every tier of the rank."""
 
 
 CacheChange = Stored | Removed | Cleared
 
 
 class Vector(msgspec.Struct, frozen=True):
-    """Embedding of a whole prompt, as packed little-endian f32. Its request is `Finished` in the same batch."""
+    """Event: the embedding of a prompt is computed. The same batch contains `Finished` for the request.
+
+    Attributes:
+        request_id: id of the request.
+        attempt: number of the attempt.
+        packed: the vector, packed as little-endian float32.
+    """
 
     request_id: str
     attempt: int
@@ -48,7 +59,7 @@ class Vector(msgspec.Struct, frozen=True):
 
 
 class MediaEncoded(msgspec.Struct, frozen=True):
-    """Encode stage done: the images and videos of a request are encoded."""
+    """Event: the images and videos of a request are encoded, which ends the encode stage."""
 
     request_id: str
     attempt: int
@@ -56,7 +67,7 @@ class MediaEncoded(msgspec.Struct, frozen=True):
 
 
 class PromptPrefilled(msgspec.Struct, frozen=True):
-    """Prefill stage done: the prompt's KV is computed and kept for another worker."""
+    """Event: the KV of a prompt is computed and kept for another worker, which ends the prefill stage."""
 
     request_id: str
     attempt: int
@@ -65,7 +76,13 @@ class PromptPrefilled(msgspec.Struct, frozen=True):
 
 
 class NotFetched(msgspec.Struct, frozen=True):
-    """Failed KV fetch: the request does not run on this worker. `error` is a message for the log."""
+    """Event: the KV of a request could not be fetched, so the request does not run on this worker.
+
+    Attributes:
+        request_id: id of the request.
+        attempt: number of the attempt.
+        error: why the fetch failed, for the log.
+    """
 
     request_id: str
     attempt: int
@@ -75,7 +92,7 @@ class NotFetched(msgspec.Struct, frozen=True):
 class EngineBatch(msgspec.Struct, frozen=True, kw_only=True):
     """Events of one rank since its previous batch.
 
-    Cache changes are in order. Each request has at most one chunk of output tokens.
+    Changes of the cache are in order. A request has at most one element in `emitted`, with all its new output tokens.
     """
 
     rank: int
@@ -95,84 +112,96 @@ Publish = Callable[[EngineBatch], None]
 
 
 class Engine(Protocol):
-    """Engine instance with one or more ranks. All methods are called on the event loop of its worker."""
+    """One instance of an engine, with one or more ranks. The worker calls all methods on its event loop."""
 
     async def start(self, spec: WorkerSpec) -> WorkerSpec:
-        """Load the model and warm up. Return once requests can be served.
+        """Load the model and run a first prompt. Return when the engine can serve requests.
 
         Returns:
-            `spec` with the engine's actual sizes, tasks and adapters.
+            `spec` with the actual sizes, tasks and adapters of the engine.
 
         Raises:
             EngineError: the engine cannot start.
         """
 
     async def run(self, publish: Publish) -> None:
-        """Serve until cancelled. Call `publish` whenever there are events.
+        """Serve requests until cancelled, and call `publish` whenever there are events.
 
-        Any exception, preferably an EngineError with the cause, means that the engine is broken. It stops the worker.
+        An exception means that the engine is broken, and stops the worker. It should be an EngineError with the cause.
         """
 
     async def stop(self) -> None:
         """Release the resources that `start` acquired."""
 
     def held(self, rank: int) -> Sequence[int]:
-        """Return the blocks in a rank's device cache, or nothing if the engine does not know.
+        """Return the sequence hashes of a rank's blocks in device memory; nothing if the engine does not know them.
 
-        The worker announces them when a new epoch begins. Later re-announcements are derived from batches, which must
-        therefore contain every cache change once, in order.
+        The worker announces these blocks when a new worker epoch begins. Later re-announcements are derived from the
+        batches, so the batches must contain every change of the cache once, in order.
         """
 
     def submit(self, item: WorkItem) -> None:
-        """Queue a request whose id is not in flight. Rejections are reported as `Failed` in a batch.
+        """Queue a request. The worker ensures that no request with the same id is in flight.
 
-        Engines that can order their own queue use `item.priority`.
+        If the engine rejects the request, a batch contains `Failed` for it. An engine that can order its own queue uses
+        `item.priority`.
         """
 
     def cancel(self, request_id: str) -> None:
-        """Drop a request, if it is in flight, and free its blocks. The next batch may still contain it."""
+        """Cancel a request, if it is in flight, and free its blocks. The next batch may still contain its events."""
 
     async def command(self, command: Command) -> tuple[str, ...]:
-        """Run an operator's command and return the names of the adapters loaded afterwards. Raises EngineRefused.
+        """Execute a command of an operator, and return the names of the adapters that are loaded after it.
 
-        Changes of the cache are reported in batches, like all others.
+        If the command changes the cache, the changes are reported in batches, as always.
+
+        Raises:
+            EngineRefused: the engine does not support the command, or cannot execute it now.
         """
 
     async def check(self) -> None:
-        """Return promptly if the engine is alive; called every two seconds. Raises EngineError if it is not."""
+        """Check that the engine is alive. The worker calls this every two seconds, so it should return promptly.
 
-    def collectors(self) -> Sequence[Collector]:
-        """Return the collectors of the engine's own Prometheus metrics. Called for every scrape of the worker."""
+        Raises:
+            EngineError: the engine is broken.
+        """
+
+    def collectors(self) -> "Sequence[Collector]":
+        """Return Prometheus collectors of the engine's own metrics. Called for every scrape of the worker."""
 
     def reset(self) -> None:
-        """Drop every request and the cache. Publish no earlier event after this returns."""
+        """Drop every request and clear the cache. After this call, publish no events from before the call."""
 
 
 @runtime_checkable
 class KvEngine(Protocol):
     """Engine that computes prompts for other workers, or decodes from KV that other workers computed.
 
-    Its `submit` also accepts items of two more stages. `prefill` ends with `PromptPrefilled` or `Failed`. `decode`
-    first fetches the KV, and ends with `NotFetched` if that fails. KV kept for other workers is freed when it is
-    fetched or released, or when its lease ends. `start` describes the block layout in `WorkerSpec.kv_layout`.
+    Its `submit` also accepts items of the stages `prefill` and `decode`. An item of stage `prefill` ends with
+    `PromptPrefilled` or `Failed`. An item of stage `decode` first fetches KV, and ends with `NotFetched` if that fails.
+    The engine frees kept KV when another worker has fetched it, when it is released, or when its lease ends. `start`
+    describes the KV layout in `WorkerSpec.kv_layout`.
     """
 
     def release(self, request_id: str) -> None:
-        """Free the KV kept for this request, if any, because no worker will fetch it. `Engine.cancel` does the same."""
+        """Free the KV that is kept for a request, because no worker will fetch it. `Engine.cancel` frees it too."""
 
     def drop(self, prefilled: Prefilled) -> None:
-        """Notify the holder of `prefilled` that this worker will not fetch it, if possible.
+        """Notify the prefill worker, if possible, that this worker will not fetch its KV.
 
-        Otherwise its lease ends.
+        Without the notification, the prefill worker frees the KV when the lease ends.
+
+        Args:
+            prefilled: descriptor of the KV.
         """
 
     def kept(self) -> int:
-        """Return the number of requests whose KV is kept for other workers."""
+        """Return the number of requests whose KV this engine keeps for other workers."""
 
 
 @runtime_checkable
 class KvMover(Protocol):
-    """Engine that moves KV through forebay's own transport and counts the transfers."""
+    """Engine that transfers KV with forebay's own transport, and so has statistics of the transfers."""
 
     def kv_stats(self) -> Stats:
-        """Return the transfer statistics since the start, over all epochs."""
+        """Return the statistics of KV transfers since the start of the engine, over all worker epochs."""

@@ -1,8 +1,8 @@
-"""Operators around `generate`, which can change the request on its way in and the tokens on their way out.
+"""Operators around the endpoint `generate` of a service. They can change the request and the output tokens.
 
-An operator is a callable that takes a request and the next inner `Generate`, and returns the tokens. The first operator
-is the innermost. When the response ends, the pipeline closes all generators, innermost first. Operators therefore need
-not close the generators that they iterate over.
+An operator is a callable that takes a request and the next inner `generate`, and returns output tokens. The first
+operator of a pipeline is the innermost. When the response ends, the pipeline closes all generators, innermost first, so
+operators need not close the generators that they iterate over.
 """
 
 import logging
@@ -18,16 +18,21 @@ Generate = Callable[[Request], Tokens]
 
 
 class Operator(Protocol):
-    """Stage of a pipeline."""
+    """One stage of a pipeline: calls the next inner stage, and may change the request and the tokens."""
 
     def __call__(self, request: Request, generate: Generate, /) -> Tokens:
-        """Return the output tokens, usually those of `generate(request)`, which may be called any number of times."""
+        """Return the output tokens for a request.
+
+        Args:
+            request: the request.
+            generate: the next inner stage. The operator may call it any number of times, also with a changed request.
+        """
 
 
 class Pipeline:
-    """Composition of `generate` and operators: `Pipeline(generate) | operator | operator`.
+    """`generate` with operators around it: `Pipeline(generate) | inner_operator | outer_operator`.
 
-    A pipeline is a `Generate` itself. It is immutable: `|` returns a new one.
+    A pipeline can be called like `generate`. It is immutable: `|` returns a new pipeline.
     """
 
     def __init__(self, generate: Generate, operators: Sequence[Operator] = ()) -> None:
@@ -39,7 +44,7 @@ class Pipeline:
         return Pipeline(self._generate, (*self._operators, operator))
 
     async def __call__(self, request: Request) -> AsyncGenerator[int]:
-        """Yield the tokens of the outermost operator."""
+        """Yield the output tokens of the outermost operator, and close all generators at the end."""
         async with AsyncExitStack() as opened:
             stage = _kept(self._generate, opened)
             for operator in self._operators:
@@ -63,7 +68,7 @@ def _kept(generate: Generate, opened: AsyncExitStack) -> Generate:
 
 
 class TokenLimit:
-    """Operator that limits the output to `tokens_max` tokens, in addition to the request's limit."""
+    """Operator that ends the response after `tokens_max` tokens, even if the request allows more."""
 
     def __init__(self, tokens_max: int) -> None:
         if tokens_max < 1:
@@ -71,7 +76,7 @@ class TokenLimit:
         self._tokens_max = tokens_max
 
     async def __call__(self, request: Request, generate: Generate) -> AsyncGenerator[int]:
-        """Yield tokens up to the limit."""
+        """Yield the tokens of the inner stage, at most `tokens_max`."""
         left = self._tokens_max
         async for token in generate(request):
             yield token
@@ -81,9 +86,9 @@ class TokenLimit:
 
 
 class StopSequences:
-    """Operator that ends the response before any of the given token sequences.
+    """Operator that ends the response when one of the given token sequences occurs, without emitting the sequence.
 
-    It delays tokens that may be the beginning of a stop sequence.
+    It delays tokens that may be the beginning of such a sequence.
     """
 
     def __init__(self, *sequences: Sequence[int]) -> None:
@@ -92,7 +97,7 @@ class StopSequences:
             raise ValueError("expected at least one stop sequence with at least one token each")
 
     async def __call__(self, request: Request, generate: Generate) -> AsyncGenerator[int]:
-        """Yield the tokens before the first stop sequence."""
+        """Yield the tokens of the inner stage that precede the first stop sequence."""
         held: list[int] = []
         async for token in generate(request):
             held.append(token)
@@ -116,7 +121,7 @@ class StopSequences:
 
 
 class Retry:
-    """Operator that retries a response that fails before its first token. Later failures are raised."""
+    """Operator that calls the inner stage again if it fails before its first token. Later failures are raised."""
 
     def __init__(self, attempts: int) -> None:
         if attempts < 1:
@@ -124,7 +129,7 @@ class Retry:
         self._attempts = attempts
 
     async def __call__(self, request: Request, generate: Generate) -> AsyncGenerator[int]:
-        """Yield the tokens of the first attempt that emits any or succeeds without."""
+        """Yield the tokens of the first attempt that yields a token or ends without an error."""
         for attempt in range(1, self._attempts + 1):
             emitted = False
             try:
@@ -141,13 +146,13 @@ class Retry:
 
 
 class ResponseLog:
-    """Operator that logs each response at level INFO: request id, tokens, seconds and how it ended."""
+    """Operator that logs each response at level INFO: request id, number of tokens, seconds, and how it ended."""
 
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger
 
     async def __call__(self, request: Request, generate: Generate) -> AsyncGenerator[int]:
-        """Yield the tokens unchanged."""
+        """Yield the tokens of the inner stage unchanged."""
         tokens, began_s, end = 0, runtime.monotonic_s(), "closed"
         try:
             async for token in generate(request):

@@ -1,8 +1,8 @@
-"""Custom engines: `@service` on a class and `@endpoint()` on its coroutines.
+"""Define custom engines: the decorator `@service` of a class, and `@endpoint()` of its coroutines.
 
-A service is named `namespace.component`, its endpoints `namespace.component.endpoint`; logs, metrics and errors use
-these names. Invalid definitions raise when the class is defined. `forebay.workers.engines.service.engine` runs a
-service.
+The name of a service is `namespace.component`, that of an endpoint `namespace.component.endpoint`. Logs, metrics and
+errors use these names. An invalid definition raises ServiceInvalid when the class is defined. The module
+`forebay.workers.engines.service.engine` runs a service.
 """
 
 import importlib.util
@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 PART = re.compile(r"[a-z]([a-z0-9_-]{0,61}[a-z0-9])?")
-PROCESSES_MAX = 256  # of one command
+PROCESSES_MAX = 256  # processes that one command starts
 MAX_NUM_SEQS = 64
 TASKS: dict[str, Task] = {"generate": "generate", "embed": "embed"}
 CONTROLS = ("clear_kv_blocks", "load_lora", "unload_lora", "sleep", "wake_up", "pause", "resume")
@@ -52,12 +52,17 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class ServiceInvalid(TypeError):
-    """A class or its decorator's arguments do not define a valid service; the message says why."""
+    """A class or the arguments of its decorators do not define a valid service. The message tells why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """CPU cores and whole GPUs per process of a service. With None cores the number of threads is not set."""
+    """Resources of each process of a service.
+
+    Attributes:
+        cpu: number of CPU cores, which determines the number of threads (OMP_NUM_THREADS); None does not set it.
+        gpu: number of GPUs.
+    """
 
     cpu: float | None = None
     gpu: int = 0
@@ -65,15 +70,19 @@ class Resources:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
-    """Definition of a service, made by `@service`.
+    """Definition of a service, which `@service` creates.
 
     Attributes:
-        pool: pool that its workers join.
-        workers: processes that one `forebay serve` starts.
-        max_num_seqs: maximum concurrent requests per process; further ones wait.
-        kv_events: whether the class reports its cache.
+        cls: the decorated class.
+        namespace: first part of the service's name.
+        component: second part of the service's name.
+        pool: pool that the workers of the service join.
+        workers: number of processes that one `forebay serve` starts.
+        resources: resources of each process.
+        max_num_seqs: maximum number of concurrent requests per process; further requests wait.
+        kv_events: whether the class reports its KV cache.
         pipeline: operators around `generate`, innermost first.
-        endpoints: method names by endpoint name.
+        endpoints: name of the method for each endpoint, by the name of the endpoint.
     """
 
     cls: type
@@ -89,12 +98,12 @@ class Service:
 
     @property
     def name(self) -> str:
-        """Full name, `namespace.component`."""
+        """Full name of the service, `namespace.component`."""
         return f"{self.namespace}.{self.component}"
 
     @property
     def tasks(self) -> tuple[Task, ...]:
-        """Tasks that the service supports."""
+        """Tasks that the service supports, determined by its endpoints."""
         return tuple(task for name, task in TASKS.items() if name in self.endpoints)
 
     def endpoint_name(self, endpoint: str) -> str:
@@ -103,14 +112,17 @@ class Service:
 
 
 def endpoint(name: str = "") -> Callable[[Function], Function]:
-    """Make a coroutine an endpoint of its service. Raises ServiceInvalid.
+    """Make a coroutine an endpoint of its service. Use it as a decorator: `@endpoint()`.
 
-    `generate(self, request)` yields token ids or text. `embed(self, request)` returns the numbers of a vector. All
-    others are control endpoints, `(self, command)`: `clear_kv_blocks`, `load_lora`, `unload_lora`, `sleep`, `wake_up`,
-    `pause` and `resume` run the command of an operator.
+    The endpoint `generate(self, request)` yields token ids or text. `embed(self, request)` returns the numbers of a
+    vector. All other endpoints execute a command of an operator, `(self, command)`. They are named after the command:
+    `clear_kv_blocks`, `load_lora`, `unload_lora`, `sleep`, `wake_up`, `pause` and `resume`.
 
     Args:
-        name: name of the endpoint; the name of the coroutine if empty.
+        name: name of the endpoint; empty for the name of the coroutine.
+
+    Raises:
+        ServiceInvalid: the decorator was written without parentheses.
     """
     if not isinstance(name, str):
         raise ServiceInvalid("write the decorator with parentheses: @endpoint()")
@@ -133,21 +145,25 @@ def service(
     kv_events: bool = False,
     pipeline: Sequence[Operator] = (),
 ) -> Callable[[Class], Class]:
-    """Make a class a service, without changing its behaviour. Raises ServiceInvalid.
+    """Make a class a service, without changing its behaviour. Use it as a decorator: `@service(namespace="demo")`.
 
-    The class may define these coroutines: `start(self)` or `start(self, settings)`, awaited first; `stop(self)`; and
-    `check(self)`, awaited every two seconds, which raises if the service is broken.
+    The class may define these coroutines, which the worker awaits: `start(self)` or `start(self, settings)` before the
+    first request; `stop(self)` at the end; `check(self)` every two seconds, which raises an exception if the service is
+    broken.
 
     Args:
         namespace: first part of the service's name.
-        pool: pool that its workers join.
-        component: second part of its name; default is the class name in kebab case, `my-engine` for `MyEngine`.
-        workers: processes that one `forebay serve` starts.
-        resources: resources per process, for example `{"cpu": "2", "gpu": 1}`. Cores set OMP_NUM_THREADS, GPUs a slice
-            of CUDA_VISIBLE_DEVICES.
-        max_num_seqs: maximum concurrent requests per process.
-        kv_events: whether the class reports its cache through `self.cache`, a `Cache` that is set before `start`.
+        pool: pool that the workers of the service join.
+        component: second part of its name. The default is the class name in kebab case, `my-engine` for `MyEngine`.
+        workers: number of processes that one `forebay serve` starts.
+        resources: resources per process, for example `{"cpu": "2", "gpu": 1}`. The number of cores sets
+            OMP_NUM_THREADS. With GPUs, each process gets its own part of CUDA_VISIBLE_DEVICES.
+        max_num_seqs: maximum number of concurrent requests per process.
+        kv_events: whether the class reports its KV cache with `self.cache`, a `Cache` that is set before `start`.
         pipeline: operators around `generate`, innermost first.
+
+    Raises:
+        ServiceInvalid: an argument, or the definition of the class, is invalid.
     """
 
     def decorate(cls: Class) -> Class:
@@ -172,12 +188,22 @@ def service(
 
 
 def service_of(cls: type) -> Service | None:
-    """Return the definition of a class decorated with `@service`; None for other classes and subclasses."""
+    """Return the definition of a class that is decorated with `@service`.
+
+    The result is None for other classes, also for subclasses of a decorated class.
+    """
     return vars(cls).get(_SERVICE)
 
 
 def load_service(target: str) -> Service:
-    """Execute the file of `FILE.py:Class` and return the service. Raises EngineError."""
+    """Execute a Python file and return the service that it defines.
+
+    Args:
+        target: `FILE.py:Class`.
+
+    Raises:
+        EngineError: the target is invalid, the file cannot be executed, or the class is not a service.
+    """
     match = _FILE.fullmatch(target)
     if match is None:
         raise EngineError(f"invalid service {target!r}: expected FILE.py:Class")
@@ -209,7 +235,7 @@ def _run_file(path: Path) -> ModuleType:
     if str(whole.parent) not in sys.path:
         sys.path.append(
             str(whole.parent)
-        )  # Appended, so that modules beside the file can be imported without hiding installed ones.
+        )  # Appended, so that modules beside the file can be imported, but do not hide installed modules.
     try:
         spec.loader.exec_module(module)
     except Exception as error:

@@ -1,8 +1,8 @@
-"""Hash tokens to block identities by Dynamo's scheme, so that recordings and engines interoperate.
+"""Hash the tokens of KV blocks by Dynamo's scheme, so that recordings and engines interoperate.
 
-Only full blocks have an identity. A block hash identifies the tokens of one block and the images and audio in it. A
-sequence hash identifies the block and everything before it. The seed separates caches by adapter and tenant. Source:
-Dynamo `compute_block_hash_for_seq`, `hash_mm_identifier` and lib/tokens.
+Only full blocks have a hash. A block hash identifies the tokens of one block and the images and audio in it. A sequence
+hash identifies the block and everything before it. The seed separates caches by adapter and tenant. Source: Dynamo
+`compute_block_hash_for_seq`, `hash_mm_identifier` and lib/tokens.
 """
 
 import string
@@ -21,7 +21,7 @@ NO_MM_HASHES: Mapping[int, Iterable[int]] = {}
 
 
 def hash_seed(lora_name: str = "", cache_namespace: str = "") -> int:
-    """Return the seed of block hashes for an adapter and a tenant; empty names count as absent."""
+    """Return the seed of block hashes for an adapter and a tenant. An empty name means no adapter, or no tenant."""
     seed = HASH_SEED
     if lora_name:
         seed += xxh3_64_intdigest(lora_name.encode(), 0)
@@ -31,7 +31,11 @@ def hash_seed(lora_name: str = "", cache_namespace: str = "") -> int:
 
 
 def mm_hash(identifier: str) -> int:
-    """Return the u64 of an image, video or sound: the head of a hex digest, or a hash of any other identifier."""
+    """Return the 64-bit hash of an image, video or sound for `block_hashes`.
+
+    Args:
+        identifier: SHA-256 in hex, of which the first 16 digits are the hash, or any other text.
+    """
     assert identifier
     if len(identifier) == DIGEST_CHARS and HEX_DIGITS.issuperset(identifier):
         return int(identifier[:DIGEST_CHARS_USED], 16)
@@ -39,9 +43,13 @@ def mm_hash(identifier: str) -> int:
 
 
 def mm_hashes(media: Iterable[Media], block_size: int) -> Mapping[int, Iterable[int]]:
-    """Return the `mm_hash` values of images and videos by block index, for each block with placeholders of theirs.
+    """Return by block index the `mm_hash` values of all images and videos that have a placeholder token in the block.
 
-    `block_size` is in tokens. As in Dynamo and vLLM, a block includes every object of which it holds any part.
+    As in Dynamo and vLLM, an object counts for every block that contains any part of it.
+
+    Args:
+        media: images and videos of the prompt.
+        block_size: tokens per block.
     """
     found: dict[int, list[int]] = {}
     for one in media:
@@ -57,10 +65,10 @@ def block_hashes(
     seed: int = HASH_SEED,
     mm_hashes: Mapping[int, Iterable[int]] = NO_MM_HASHES,
 ) -> list[int]:
-    """Return one hash per full block of packed u32 token ids.
+    """Return the block hash of each full block of a prompt.
 
     Args:
-        token_ids: packed u32.
+        token_ids: prompt tokens, as packed u32.
         block_size: tokens per block.
         seed: result of `hash_seed`.
         mm_hashes: `mm_hash` values of the objects in each block, by block index from 0, in any order.
@@ -77,7 +85,12 @@ def block_hashes(
 
 
 def extend_chain(parent: int | None, blocks: Iterable[int]) -> list[int]:
-    """Return the sequence hashes of blocks that follow `parent`, or that start a sequence if it is None."""
+    """Return the sequence hashes of consecutive blocks.
+
+    Args:
+        parent: sequence hash of the block before them; None if they start a prompt.
+        blocks: block hashes.
+    """
     chain: list[int] = []
     for block in blocks:
         if parent is None:
@@ -95,5 +108,8 @@ def sequence_hashes(
     seed: int = HASH_SEED,
     mm_hashes: Mapping[int, Iterable[int]] = NO_MM_HASHES,
 ) -> bytes:
-    """Return the packed u64 sequence hashes of a prompt, one per full block; arguments as of `block_hashes`."""
+    """Return the sequence hash of each full block of a prompt, as packed u64.
+
+    The arguments are those of `block_hashes`.
+    """
     return pack_u64(extend_chain(None, block_hashes(token_ids, block_size, seed, mm_hashes)))

@@ -1,4 +1,4 @@
-"""Decide about requests: plan each one by the current state (`routing.planner`), then execute the plan (`execute`)."""
+"""Decide about requests: plan with the current state (`routing.planner`), then execute the plan (`execute`)."""
 
 from forebay.core.execute import abort, answer_query, dispatch, enqueue, reject, release_kv
 from forebay.core.phases import Phase
@@ -32,7 +32,8 @@ from forebay.events.decisions import (
 )
 from forebay.events.requests import RequestSubmitted, RouteQueried
 
-# Per pool and event: about ten milliseconds. Progress of the requests sent lets the next ones go.
+# Queued requests routed per pool and event, which takes about ten milliseconds. The owner routes more of them when it
+# applies the progress events of these requests.
 DRAIN_MAX = 64
 
 AnyDecision = (
@@ -49,7 +50,16 @@ AnyDecision = (
 
 
 def submit(world: World, event: RequestSubmitted, offset: int) -> list[AnyDecision]:
-    """Route, queue or reject a new request whose event is at `offset`."""
+    """Route, queue or reject a new request.
+
+    Args:
+        world: current state; the decision is booked in it.
+        event: the submission.
+        offset: offset of the event on `requests`.
+
+    Returns:
+        The decision as a journal record; empty if the event submits a known request again.
+    """
     requests = world.requests
     known = requests.known_content(event.request_id)
     if known is not None:
@@ -70,7 +80,7 @@ def submit(world: World, event: RequestSubmitted, offset: int) -> list[AnyDecisi
 
 
 def query(world: World, event: RouteQueried) -> RouteAnswered:
-    """Return where a request would be routed now. Nothing is booked; only the journal records the query."""
+    """Return where a request would be routed now. Nothing is booked, but the journal records the query."""
     try:
         pool = _pool_of(world, event.model)
         request = ActiveRequest(request_from_query(event, pool.pool))
@@ -88,7 +98,7 @@ def query(world: World, event: RouteQueried) -> RouteAnswered:
 
 
 def drain_queues(world: World) -> list[AnyDecision]:
-    """Route queued requests that no longer have to wait, in queue order."""
+    """Route the queued requests of all pools that can be dispatched now, in queue order. Return the decisions."""
     decided: list[AnyDecision] = []
     if not len(world.queues):  # the usual case, checked for most events
         return decided
@@ -99,7 +109,7 @@ def drain_queues(world: World) -> list[AnyDecision]:
         try:
             found = options[queued.request_id] = find_options(world, world.pools[request.submitted.pool], request)
         except Ineligible:
-            return False  # it waits for a change, or for its deadline
+            return False  # the request waits until the fleet changes or its deadline passes
         return not found.should_queue
 
     for name in sorted(world.pools):
@@ -113,9 +123,15 @@ def drain_queues(world: World) -> list[AnyDecision]:
 
 
 def reroute(world: World, requests: list[ActiveRequest], cause: str | None = None) -> list[AnyDecision]:
-    """Route requests without a worker to their next stage if a worker is available; queue limits do not apply again.
+    """Route accepted requests that have no worker to their next stage. Return the decisions.
 
-    `cause` is the error of the worker that failed to encode, compute or fetch; None if no worker failed.
+    A request without an eligible worker continues to wait. A request that has used up its attempts is aborted. Limits
+    of the queue do not apply again.
+
+    Args:
+        world: current state; the decisions are booked in it.
+        requests: requests in the phase `waiting`.
+        cause: error of the worker that failed to encode, compute or fetch; None if no worker failed.
     """
     for request in requests:
         if request.prefilled is not None and not request.has_kept_kv(world.now_us):
@@ -136,9 +152,9 @@ def reroute(world: World, requests: list[ActiveRequest], cause: str | None = Non
 
 
 def handle_worker_loss(world: World, worker: FleetWorker) -> list[AnyDecision]:
-    """Free the requests of a lost worker, then find another worker for each, in order of submission.
+    """Remove a lost worker from the state, and route its requests again, in order of submission. Return the decisions.
 
-    Requests that are pinned to this worker are aborted, because no other worker may take them.
+    Requests that may only run on this worker are aborted.
     """
     stranded = world.requests.of_worker(worker.spec.worker_id, worker.worker_epoch)
     for request in stranded:

@@ -1,6 +1,6 @@
-"""Apply decisions to the world, and return their journal records.
+"""Apply decisions to the world, and return them as journal records.
 
-A decision is booked in the world at once. The owner writes the record to the journal and reads it back.
+A decision changes the world at once. The owner then writes it to the journal.
 """
 
 from forebay.core.phases import Phase
@@ -25,7 +25,7 @@ from forebay.events.requests import RouteQueried
 
 
 def dispatch(world: World, request: ActiveRequest, plan: Plan) -> RequestRouted:
-    """Send a new or active request to the selected rank, and book its load there."""
+    """Send a request to the rank that its plan selects: book its load there, and return the journal record."""
     _report(world, plan)
     decided = _routed(world, request, plan)
     if request.phase is Phase.SUBMITTED:
@@ -37,7 +37,8 @@ def dispatch(world: World, request: ActiveRequest, plan: Plan) -> RequestRouted:
     world.load.book(
         request.submitted.request_id,
         candidate.key,
-        # An encode worker always computes its media; a decode worker is sent no prefill by its configuration.
+        # An encode worker always computes its media. A decode worker that fetches KV has nothing to prefill:
+        # `track_prefill_tokens` is false in its configuration.
         prefill_tokens=view.prompt_tokens - cached_tokens if config.track_prefill_tokens or stage == "encode" else 0,
         blocks=view.blocks if config.track_active_blocks else NO_BLOCKS,
         prompt_tokens=view.prompt_tokens,
@@ -50,7 +51,7 @@ def dispatch(world: World, request: ActiveRequest, plan: Plan) -> RequestRouted:
 
 
 def answer_query(world: World, event: RouteQueried, plan: Plan, *, would_wait: bool) -> RouteAnswered:
-    """Return the plan for a route query. Nothing is booked; only the journal records the query."""
+    """Return the journal record that answers a route query with a plan. Nothing is booked."""
     _report(world, plan)
     table = plan.table
     return RouteAnswered(
@@ -72,7 +73,7 @@ def answer_query(world: World, event: RouteQueried, plan: Plan, *, would_wait: b
 def enqueue(
     world: World, pool: PoolConfigured, request: ActiveRequest, plan: QueuePlan
 ) -> RequestHeld | RequestRejected:
-    """Put a new request into the queue of its pool, or reject it if the queue is full."""
+    """Put a new request into the queue of its pool, or reject it if the queue is full. Return the journal record."""
     wanted = request.submitted.hints.policy_class
     world.counts["unknown_queue_class"] += wanted not in ("", plan.queue_class)
     if plan.full is not None:
@@ -92,7 +93,7 @@ def enqueue(
 
 
 def reject(world: World, request_id: str, reply_slot: int, ineligible: Ineligible) -> RequestRejected:
-    """Reject a request that no worker may take."""
+    """Return the journal record that rejects a request."""
     world.counts[f"rejected_{ineligible.reason}"] += 1
     return RequestRejected(
         **world.stamp(),
@@ -106,7 +107,16 @@ def reject(world: World, request_id: str, reply_slot: int, ineligible: Ineligibl
 def abort(
     world: World, request: ActiveRequest, reason: AbortReason, message: str, status: int = 0, code: str = ""
 ) -> RequestAborted:
-    """Abort an accepted request; `status` and `code` are those of a worker that rejected it."""
+    """End an accepted request, free its load and its place in the queue, and return the journal record.
+
+    Args:
+        world: current state.
+        request: request to abort.
+        reason: why the request is aborted.
+        message: explanation for the client.
+        status: HTTP status from a prefill worker that rejected the request; otherwise 0.
+        code: error code from that prefill worker; otherwise empty.
+    """
     world.counts[f"aborted_{reason}"] += 1
     worker = world.fleet.get(request.worker_id) if request.on_worker else None
     if worker is not None:
@@ -137,7 +147,10 @@ def abort(
 
 
 def release_kv(world: World) -> list[KvReleased]:
-    """Command every holder in the fleet to release KV that no worker will fetch."""
+    """Order prefill workers to free KV that no worker will fetch, and return the journal records.
+
+    The KV is listed in `ActiveRequests.unfetched`. Workers that left the fleet get no order.
+    """
     unfetched = world.requests.unfetched
     released: list[KvReleased] = []
     for kept in unfetched:
@@ -189,7 +202,10 @@ def _routed(world: World, request: ActiveRequest, plan: Plan) -> RequestRouted:
 
 
 def _count_reused(world: World, plan: Plan) -> int:
-    """Return the prompt tokens on the selected rank's device, and count selections below the best overlap."""
+    """Return how many prompt tokens the selected rank has cached on its device.
+
+    Also count selections of a rank that does not have the largest overlap, for diagnostics.
+    """
     device = plan.table.overlap(plan.at).device
     most = max((overlap.device for overlap in plan.table.overlaps.values()), default=0)
     if device < most:
@@ -199,9 +215,6 @@ def _count_reused(world: World, plan: Plan) -> int:
 
 
 def _holder_of(world: World, worker_id: str, worker_epoch: int) -> CommandTarget | None:
-    """Return an epoch of a worker that keeps KV, or None if that epoch is no longer in the fleet."""
+    """Return the worker that keeps KV as the target of an order, or None if this epoch of the worker left the fleet."""
     worker = world.fleet.get(worker_id)
-    if worker is None or worker.worker_epoch != worker_epoch:
-        return None
-    spec = worker.spec
-    return CommandTarget(worker_id=spec.worker_id, worker_epoch=worker.worker_epoch, pool=spec.pool, slot=worker.slot)
+    return None if worker is None or worker.worker_epoch != worker_epoch else worker.target

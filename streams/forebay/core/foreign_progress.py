@@ -1,9 +1,9 @@
 """Detect progress events from a worker that a request was not sent to.
 
-Progress counts only for the worker and the attempt that a request is on. All other progress is stale and has no effect.
-Late progress is normal, because a lost worker does not notice at once. Progress from a worker that never had the
-request is a fault: two workers read one slot of a work topic, or a worker ran an item that was addressed to another
-worker.
+Only progress from the current worker and attempt of a request has an effect; all other progress is stale. Late progress
+of an earlier worker is normal, because a lost worker does not know immediately that it was replaced. Progress from a
+worker that never had the request is a fault: two workers read the same slot of a work topic, or a worker ran an item
+that was addressed to another worker.
 """
 
 from forebay.core.world import World
@@ -11,11 +11,11 @@ from forebay.events.progress import RequestProgress
 
 
 def is_foreign(world: World, event: RequestProgress) -> bool:
-    """Return whether a worker reports on a request that was not sent to it.
+    """Return whether a worker reports on a request that the owner never sent to it.
 
-    Unknown cases are not reported as foreign. These are attempts from before the snapshot that a request was restored
-    from, and requests that ended. Progress of a request that the group does not know is foreign if the worker is in the
-    fleet. A worker that left the fleet may report on a request whose id was forgotten meanwhile.
+    If the owner cannot know this, the result is False. This is the case for requests that have ended, and for attempts
+    from before the snapshot that the world was restored from. Progress of an unknown request is foreign only if the
+    worker is in the fleet. Otherwise the owner may have forgotten the request's id since the worker left.
     """
     request = world.requests.get(event.request_id)
     if request is not None:
@@ -28,6 +28,6 @@ def is_foreign(world: World, event: RequestProgress) -> bool:
 
 
 def is_member(world: World, worker_id: str, worker_epoch: int) -> bool:
-    """Return whether a worker is in the fleet in this epoch."""
+    """Return whether this epoch of a worker is in the fleet."""
     worker = world.fleet.get(worker_id)
     return worker is not None and worker.worker_epoch == worker_epoch

@@ -7,7 +7,7 @@ from forebay.events.fleet import IngressLost
 
 
 def abort_orphans(world: World, lost: IngressLost) -> list[AnyDecision]:
-    """Abort the HTTP requests of a lost ingress, in the order of their submission."""
+    """Abort the HTTP requests of a lost ingress, in order of submission. Return the journal records."""
     message = f"the ingress {lost.ingress_id} of the request was lost: {lost.reason}"
     orphans = [request for request in world.requests.active() if request.submitted.ingress == lost.incarnation]
     return [abort(world, request, "ingress_lost", message) for request in orphans]

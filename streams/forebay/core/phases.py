@@ -4,7 +4,18 @@ from enum import StrEnum
 
 
 class Phase(StrEnum):
-    """Phase of an active request."""
+    """Phase of an active request.
+
+    Attributes:
+        SUBMITTED: the owner has applied the submission and not decided yet.
+        QUEUED: it waits in the router's queue.
+        ENCODE: an encode worker has it.
+        REMOTE_PREFILL: a prefill worker has it.
+        TRANSFER: a decode worker has it and fetches the KV of the prompt.
+        PREFILL: the worker that generates the response has it and computes the prompt.
+        DECODE: the worker that generates the response has emitted the first token.
+        WAITING: it has no worker, and the owner will route it to the next one.
+    """
 
     SUBMITTED = "submitted"
     QUEUED = "queued"

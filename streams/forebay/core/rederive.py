@@ -1,7 +1,7 @@
-"""Derive decisions again from the recorded order of events, and compare them with the recorded ones.
+"""Derive decisions again from the recorded order of events, and compare them with the recorded decisions.
 
-Recovery, replay and standby all use this module. The same events, applied in the same order at the same clock readings,
-must give the same journal records, field by field.
+Recovery, `replay verify` and standbys all use this module. The same events, applied in the same order at the same clock
+readings, must give the same journal records, field by field.
 """
 
 from collections import deque
@@ -30,7 +30,7 @@ from forebay.events.decisions import (
 )
 
 CLOCK_US_MAX = 1 << 57  # the year 6536: later due times are still valid dates and fit in 64 bits
-SEALS_MAX = 1_024  # remembered seals: a minute or more, in which an owner writes a snapshot of any size
+SEALS_MAX = 1_024  # the seals of a minute or more are remembered; an owner writes a snapshot of any size in that time
 
 RecordedEvents = Mapping[str, Sequence[InputEvent | None]]
 OnApplied = Callable[[str, InputEvent | None, int, Sequence[AnyDecision]], None]
@@ -38,9 +38,13 @@ OnApplied = Callable[[str, InputEvent | None, int, Sequence[AnyDecision]], None]
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """First record that the events do not lead to.
+    """First journal record that does not follow from the recorded events.
 
-    `derived` is the record they lead to, or None if they lead to none.
+    Attributes:
+        offset: journal offset of the record.
+        reason: what is wrong with the record.
+        recorded: the record.
+        derived: record that follows from the events instead; None if they lead to no decision here.
     """
 
     offset: int
@@ -50,14 +54,14 @@ class Divergence:
 
 
 class Rederivation:
-    """World that follows a journal.
+    """Applies the recorded events to a world, journal record by journal record, and checks each decision.
 
     Attributes:
-        world: state after the last record.
-        pending: decisions that were derived but are not in the journal yet, because the writer died between two records
-            of one event. The next owner writes exactly these first.
-        on_applied: called when a run opens (topic `CLOCK`, no event) and after every event: topic, event, clock
-            reading, decisions. It may read the world and must not change it.
+        world: state after the last journal record.
+        pending: derived decisions that are not in the journal. An owner that died between two decisions of one event
+            leaves them. The next owner writes exactly these first.
+        on_applied: called with topic, event, clock reading and decisions when a run opens (topic `CLOCK`, no event),
+            and after every event; None for no call. The function may read the world and must not change it.
     """
 
     def __init__(self, world: World) -> None:
@@ -68,10 +72,18 @@ class Rederivation:
         self._seals_from: int | None = None  # seals up to this offset are unknown
 
     def apply(self, offset: int, record: JournalRecord, events: RecordedEvents) -> Divergence | None:
-        """Apply the record at `offset`; `events` has, by topic, exactly the events that its `consumed` counts.
+        """Apply the next journal record, with the events that it consumed.
+
+        Args:
+            offset: journal offset of the record.
+            record: the record.
+            events: by topic, exactly the events that `consumed` of the record counts.
+
+        Returns:
+            The divergence, or None if the record follows from the events.
 
         Raises:
-            PolicyMissing: the owner ran a custom policy that the world does not have.
+            PolicyMissing: the owner used a custom policy whose class the world does not have.
         """
         if self._seals_from is None:
             self._seals_from = offset
@@ -107,7 +119,10 @@ class Rederivation:
                 assert_never(record)
 
     def is_next(self, record: JournalRecord) -> bool:
-        """Return whether a record has the next sequence number; an ownership claim has none."""
+        """Return whether a journal record has the next sequence number.
+
+        True for every ownership claim, which has no number.
+        """
         number = self.pending[0].seq if self.pending else self.world.seq
         return isinstance(record, OwnerClaimed) or record.seq == number
 
@@ -129,7 +144,7 @@ class Rederivation:
         return self._compare(offset, record, expected)
 
     def _may_be_sealed(self, record: SnapshotTaken) -> bool:
-        """Return whether the seal that a snapshot names is in the journal at that offset, or too old to be known."""
+        """Return whether the journal has the seal that a snapshot names, or the seal is too old to be remembered."""
         assert self._seals_from is not None
         if record.journal_offset <= self._seals_from:
             return True

@@ -1,8 +1,8 @@
-"""Interface and digest of the state machines of the core.
+"""Common parts of the state machines of the core: the error of an illegal transition, and the digest.
 
-A state machine is a fold over the log and nothing else. Its digest is maintained incrementally as a sum whose terms
-have no order, so reading it visits no blocks or requests. `snapshot` yields the state as facts, each below 1 MiB when
-encoded. A machine restored from them has the same digest.
+A state machine is a state that only events of the log change. Its digest is a sum with one term per item, which every
+change updates, so reading it does not visit all blocks or requests. `snapshot` yields the state as parts, each below 1
+MiB when encoded. A state machine that is restored from these parts has the same digest.
 """
 
 from typing import Any, Protocol
@@ -13,26 +13,26 @@ from xxhash import xxh3_64_intdigest
 
 
 class IllegalTransition(Exception):
-    """Event that the current state does not allow; the state is unchanged."""
+    """The current state does not allow the event. The event has not changed the state."""
 
 
 class Digested(Protocol):
-    """State with a digest."""
+    """State with a 64-bit digest."""
 
     def digest(self) -> int:
         """Return a 64-bit digest of the state."""
 
 
 def digest_of(*fields: Any, seed: int = 0) -> int:
-    """Return the XXH3-64 digest of the MessagePack form of plain values: text, numbers, bytes, None and tuples."""
+    """Return the XXH3-64 digest of plain values (text, numbers, bytes, None, tuples), encoded as MessagePack."""
     return xxh3_64_intdigest(encode(fields), seed)
 
 
 def plain(value: Any) -> Any:
-    """Return a struct as the tuple of its fields, and all structs inside it, too.
+    """Return a struct as a tuple of its fields, recursively. Other values are returned unchanged.
 
-    An encoded struct omits a field that holds the very object of the default. Equal structs may therefore have
-    different encodings.
+    `digest_of` needs this, because equal structs may have different encodings: an encoded struct omits a field only if
+    its value is the same object as the default.
     """
     if isinstance(value, msgspec.Struct):
         return tuple(map(plain, msgspec.structs.astuple(value)))

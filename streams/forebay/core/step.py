@@ -1,9 +1,9 @@
-"""The one loop body: live, embedded, replay and simulation all apply events with these functions.
+"""Apply events to a world. The live owner, the embedded owner, replays and simulations all use these functions.
 
-An owner opens a run with `open_run` and one reading of its clock. It then applies the run's events one by one with
-`step`, at that reading. The decisions come back as journal records. Each record carries the exact order of what was
-applied since the previous record, so applying that order again gives the same records. A record that does not decode is
-applied as None: it takes its place in the order and has no other effect.
+An owner opens a run of events with `open_run` and one reading of its clock. It then applies the events of the run one
+by one with `step`, at the same reading. Both functions return decisions as journal records. Each record contains the
+exact order of the events applied since the previous record, so applying the events again in that order gives the same
+records. A record that does not decode is applied as None: it keeps its place in the order and has no other effect.
 """
 
 from typing import assert_never
@@ -68,20 +68,30 @@ from forebay.events.requests import RequestCancelled, RequestEvent, RequestSubmi
 __all__ = ["CLOCK", "CONSUMED_RUNS_MAX", "AnyDecision", "InputEvent", "advance", "claim", "open_run", "step"]
 
 CLOCK = "clock"  # pseudo topic of a run without events, in which only time passes
-SERVER_ERROR = 500  # HTTP statuses from here on do not blame the request
+SERVER_ERROR = 500  # with an HTTP status from 500 on, the request is not at fault
 CONSUMED_RUNS_MAX = 256  # keeps the `consumed` part of an `Advanced` below about 20 kB
 
 InputEvent = RequestEvent | AnyKvEvent | MetricEvent | AnyProgressEvent | AnyFleetEvent | ControlEvent
 
 
 def claim(world: World, offset: int, policies: tuple[str, ...] = ()) -> None:
-    """Start the ownership claimed by the `OwnerClaimed` at `offset` of the journal, which names these policies."""
+    """Record that a router has become the owner.
+
+    Args:
+        world: current state.
+        offset: offset of the router's `OwnerClaimed` on the journal, which is the owner epoch.
+        policies: custom policies that this record names.
+    """
     world.owner_epoch = offset
     world.owner_policies = policies
 
 
 def open_run(world: World, now_us: int) -> list[AnyDecision]:
-    """Advance the clock to `now_us`, and abort the requests whose deadline or queue timeout has passed."""
+    """Set the clock to `now_us` if a deadline or timeout has passed, and abort the requests and commands concerned.
+
+    Returns:
+        The decisions, in order.
+    """
     due_us = world.next_due_us()
     if due_us is None or due_us > now_us:
         return []
@@ -104,7 +114,14 @@ def open_run(world: World, now_us: int) -> list[AnyDecision]:
 
 
 def step(world: World, topic: str, event: InputEvent | None, now_us: int) -> list[AnyDecision]:
-    """Apply the next record of `topic`, or None for one that did not decode; return the decisions."""
+    """Apply the next record of an input topic, and return the decisions that follow from it.
+
+    Args:
+        world: state to change.
+        topic: name of the topic.
+        event: the record's event; None if the record did not decode.
+        now_us: clock reading of the run, in microseconds.
+    """
     offset = world.view.get(topic, 0)
     world.note(topic, 1, now_us)
     world.expire()
@@ -157,7 +174,7 @@ def _decide(world: World, event: InputEvent | None, offset: int) -> list[AnyDeci
 
 
 def advance(world: World) -> Advanced:
-    """Return a journal record that seals the current state, independent of decisions."""
+    """Return a journal record without a decision, with the digest of the current state."""
     return Advanced(**world.stamp(), digest=hex_digest(world.digest()))
 
 
@@ -252,7 +269,8 @@ def _report(world: World, event: LoadReported) -> list[AnyDecision]:
     world.load.report(event)
     if before is None:
         return []
-    # Only freed blocks or a shorter engine queue can let a queued request go. Reports arrive a thousand times a second.
+    # Only freed blocks or a shorter engine queue can make room for a queued request. Do nothing else, because a
+    # thousand reports arrive per second.
     has_room = event.kv_blocks_used < before.kv_blocks_used or event.waiting < before.waiting
     return drain_queues(world) if has_room else []
 
@@ -280,5 +298,5 @@ def _fleet(world: World, event: AnyFleetEvent, offset: int) -> list[AnyDecision]
             decided = abort_orphans(world, event)
         case _:
             pass
-    # The loss of a worker also frees queued requests that were bound to it by their session.
+    # If a worker is lost, queued requests whose session was bound to it can go to other workers.
     return decided + drain_queues(world)

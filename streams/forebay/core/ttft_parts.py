@@ -1,4 +1,4 @@
-"""Split the time to first token into parts, by the phases the request was in (`forebay.core.phases`)."""
+"""Split the time to first token into parts, by the phases of the request (`forebay.core.phases`)."""
 
 from typing import Literal
 
@@ -18,11 +18,12 @@ PARTS: dict[str, Part] = {
 
 
 class TimeByPart:
-    """Time per part of one request, in microseconds of the owner's clock; retried phases add up.
+    """Time that one request has spent in each part of its TTFT, in microseconds of the owner's clock.
 
-    `queue` is the time in the router's queue, `wait` the time without a worker for the next stage. `prefill` and
-    `decode` last from the decision to the worker's event, including log hops and the worker's own queue. `transfer` is
-    what the worker reports for fetching KV, and is subtracted from `decode`. A failed fetch counts as `decode`.
+    `queue` is the time in the router's queue, `wait` the time without a worker for the next stage. `encode`, `prefill`
+    and `decode` last from the decision to the worker's event, including hops over the log and the worker's own queue.
+    `transfer` is the time that the worker reports for fetching KV, and is subtracted from `decode`. A failed fetch
+    counts as `decode`. If a stage is repeated, its times add up.
 
     Attributes:
         phase: current phase.
@@ -30,14 +31,14 @@ class TimeByPart:
     """
 
     def __init__(self, now_us: int) -> None:
-        """Begin with the submission."""
+        """Start at the submission of the request, at time `now_us`."""
         self.phase = Phase.SUBMITTED
         self.prefilled_us: int | None = None
         self._since_us = now_us
         self._spent: dict[Part, int] = {}
 
     def enter(self, phase: Phase, now_us: int) -> None:
-        """Switch to a phase; no effect if the request is in it already."""
+        """Record that the request enters a phase at `now_us`. No effect if it already is in this phase."""
         if phase is not self.phase:
             self._spent = self.until(now_us)
             if self.phase is Phase.REMOTE_PREFILL:
@@ -45,9 +46,12 @@ class TimeByPart:
             self.phase, self._since_us = phase, now_us
 
     def until(self, now_us: int, transfer_us: int = 0) -> dict[Part, int]:
-        """Return the parts up to `now_us`.
+        """Return the time per part until `now_us`, in microseconds. The sum is the time since the submission.
 
-        They sum to the elapsed time. `transfer_us` is the reported time of the fetch.
+        Args:
+            now_us: end of the last part.
+            transfer_us: duration of the KV transfer that the worker reported, which is moved from the last part to
+                `transfer`.
         """
         spent, last = dict(self._spent), max(0, now_us - self._since_us)
         part = PARTS[self.phase]

@@ -1,6 +1,6 @@
-"""Decide about operator commands: send them to workers, reject them, and collect the outcomes.
+"""Decide about operators' commands: send them to workers or reject them, and collect the outcomes.
 
-A decision is booked in the world at once. The owner writes it as a journal record and reads that record back.
+A decision changes the world at once. The owner then writes it to the journal.
 """
 
 from forebay.core.state.commands import PENDING_MAX, PendingCommand
@@ -8,7 +8,7 @@ from forebay.core.state.fleet import FleetWorker, WorkerPhase
 from forebay.core.state_machine import IllegalTransition
 from forebay.core.world import World
 from forebay.events.control import LORA_CHANGES, WorkerCommanded
-from forebay.events.decisions import CommandEnded, CommandOutcome, CommandRefusal, CommandSent, CommandTarget
+from forebay.events.decisions import CommandEnded, CommandOutcome, CommandRefusal, CommandSent
 from forebay.events.progress import CommandDone, CommandRefused
 
 
@@ -21,7 +21,16 @@ class _CommandRejected(Exception):
 
 
 def submit_command(world: World, event: WorkerCommanded, offset: int) -> list[CommandSent]:
-    """Send a command whose event is at `offset` to its workers, or reject it."""
+    """Send a command to its workers, or reject it.
+
+    Args:
+        world: current state; the decision is booked in it.
+        event: the operator's command.
+        offset: offset of the event on `control`.
+
+    Returns:
+        The decision as a journal record; empty if the event is a known command again.
+    """
     commands = world.commands
     known = commands.known_nonce(event.command_id)
     if known is not None:
@@ -64,13 +73,18 @@ def submit_command(world: World, event: WorkerCommanded, offset: int) -> list[Co
             command_id=event.command_id,
             reply_slot=event.reply_slot,
             action=event.command.action,
-            targets=tuple(map(_target, workers)),
+            targets=tuple(worker.target for worker in workers),
         )
     ]
 
 
 def apply_command_response(world: World, event: CommandDone | CommandRefused) -> tuple[list[CommandEnded], bool]:
-    """Apply a worker's response; return the commands that ended, and whether its loaded adapters changed."""
+    """Apply a worker's response to a command.
+
+    Returns:
+        The record of the command's end, if no worker has it pending any more, and whether the adapters that the worker
+        has loaded have changed.
+    """
     changed = False
     if isinstance(event, CommandDone) and event.action in LORA_CHANGES:
         # Apply the adapters even if the response is too late for its command: they are loaded all the same.
@@ -87,7 +101,7 @@ def apply_command_response(world: World, event: CommandDone | CommandRefused) ->
 
 
 def end_commands(world: World, commands: list[PendingCommand]) -> list[CommandEnded]:
-    """End the commands that are pending at no worker."""
+    """End those of `commands` that are pending at no worker any more. Return their journal records."""
     ended = []
     for pending in commands:
         if pending.open:
@@ -138,11 +152,6 @@ def _ready_worker(world: World, name: str, pools: set[str]) -> FleetWorker:
     if worker.phase is not WorkerPhase.READY:
         raise _CommandRejected("worker_not_ready", f"worker {name} is {worker.phase}")
     return worker
-
-
-def _target(worker: FleetWorker) -> CommandTarget:
-    spec = worker.spec
-    return CommandTarget(worker_id=spec.worker_id, worker_epoch=worker.worker_epoch, pool=spec.pool, slot=worker.slot)
 
 
 def _reject(world: World, event: WorkerCommanded, reason: CommandRefusal, message: str) -> CommandSent:

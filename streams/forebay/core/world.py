@@ -1,6 +1,6 @@
-"""World: the complete state of a group's owner. State machines, pools, clock, and its offset in every topic.
+"""World: the complete state of a group's owner, with its clock and the next offset to apply of every input topic.
 
-Only `forebay.core.step` changes a world. Its digest covers the whole state. A world restored from a snapshot has the
+Only `forebay.core.step` changes a world. The digest covers the whole state. A world restored from a snapshot has the
 same digest, and makes the same decisions from there on.
 """
 
@@ -53,7 +53,7 @@ CORE_VERSION = 6  # raised whenever the same events lead to different decisions
 
 
 class Stamp(TypedDict):
-    """Fields that every journal record carries."""
+    """Fields that every journal record has."""
 
     owner_epoch: int
     seq: int
@@ -61,35 +61,35 @@ class Stamp(TypedDict):
 
 
 class World:
-    """State of one group.
+    """Complete state of the owner of one group.
 
     Attributes:
         fleet: workers and ingresses.
         index: prefix index.
-        load: load of every rank.
+        load: load of every worker rank.
         requests: active requests.
         queues: router queues of all pools.
-        sessions: session affinity.
-        routed: assumed cache contents of ranks without KV events.
-        predicted: assumed cache contents until KV events arrive.
-        commands: commands in flight.
+        sessions: worker rank of each session.
+        routed: blocks assumed to be cached on ranks without KV events.
+        predicted: blocks assumed to be cached until KV events arrive.
+        commands: pending commands of operators.
         pools: configuration by pool.
-        busy: busy thresholds set at run time, by pool.
-        disagg: disaggregation settings set at run time, by pool.
-        view: next offset per topic.
-        consumed: runs applied since the last decision; the next decision carries them.
+        busy: busy thresholds that an operator set at run time, by pool.
+        disagg: disaggregation settings that an operator set at run time, by pool.
+        view: next offset to apply, by input topic.
+        consumed: runs of events applied since the last decision. The next decision's journal record contains them.
         now_us: the owner's clock, in microseconds.
-        turns: number of routings per pool.
+        turns: number of routed requests per pool.
         owner_epoch: offset of the owner's claim; -1 before the first.
-        owner_policies: custom policies that the owner's operator allowed, sorted. Other custom policies make no
-            decision.
+        owner_policies: custom policies that the owner's operator allowed, sorted. The owner uses no other custom
+            policy.
         custom: classes of custom policies that this process may run. Not part of the state.
         seq: sequence number of the next decision.
         counts: counters for diagnostics; not part of the state.
-        on_plan: called with every plan before it is booked. It may read the world and must not change it. Not part of
-            the state.
-        on_loss: called with every lost worker while its requests and cache are still in the state; otherwise as
-            `on_plan`.
+        on_plan: called with every plan before it is booked; None for no call. The function may read the world and must
+            not change it. Not part of the state.
+        on_loss: called with every lost worker while its requests and cache are still in the state, under the same
+            conditions as `on_plan`.
     """
 
     def __init__(self, custom: CustomPolicies = ONLY_BUILT_IN) -> None:
@@ -119,7 +119,7 @@ class World:
         self._rosters: dict[str, Roster] = {}
 
     def note(self, topic: str, count: int, now_us: int) -> None:
-        """Advance the clock to `now_us`, and the view of `topic` by `count` records."""
+        """Set the clock to `now_us`, and record that the next `count` records of `topic` are applied at this time."""
         assert now_us >= self.now_us, "the clock never runs backwards"
         self.now_us = now_us
         self.view[topic] = self.view.get(topic, 0) + count
@@ -132,13 +132,13 @@ class World:
         consumed.append(ConsumedRun(topic=topic, count=count, now_us=now_us))
 
     def take_consumed(self) -> tuple[ConsumedRun, ...]:
-        """Return and clear the runs since the last decision."""
+        """Return the runs of events since the last decision, and start a new list."""
         runs = tuple(self.consumed)
         self.consumed.clear()
         return runs
 
     def stamp(self) -> Stamp:
-        """Return the fields of the next journal record that do not depend on the decision."""
+        """Return owner epoch, sequence number and consumed events for the next journal record, and count the record."""
         self.seq += 1
         return {"owner_epoch": self.owner_epoch, "seq": self.seq - 1, "consumed": self.take_consumed()}
 
@@ -146,12 +146,13 @@ class World:
         """Return the policy class of a router mode.
 
         Args:
-            mode: name of a built-in policy, or dotted path of a custom one.
-            as_owner: whether the decision is the owner's. Otherwise any policy of this process may decide.
+            mode: name of a built-in policy, or dotted path of a custom policy.
+            as_owner: whether the owner makes the decision. Otherwise, for example in a comparison, the policy need not
+                be allowed by the owner's operator.
 
         Raises:
             Ineligible: the owner's operator did not allow the policy.
-            PolicyMissing: the owner may run the policy, but this process does not have the class.
+            PolicyMissing: the policy may be used, but this process does not have its class.
         """
         if (built_in := BUILT_IN.get(mode)) is not None:
             return built_in
@@ -167,10 +168,10 @@ class World:
         return self.custom[mode]
 
     def pool_of(self, model: str) -> PoolConfigured | None:
-        """Return the first pool, by name, that generates responses for `model`.
+        """Return the first pool, by name, that generates responses for `model`, or None if there is none.
 
-        If a model has both aggregated and decode pools, one kind replaces the other: pools with a ready worker take
-        precedence.
+        If a model has both aggregated and decode pools, pools with a ready worker take precedence. So an operator can
+        replace one kind of pool by the other.
         """
         pools = [pool for pool in self._pools(model) if pool.role in ("aggregated", "decode")]
         if len({pool.role for pool in pools}) > 1:
@@ -178,16 +179,20 @@ class World:
         return pools[0] if pools else None
 
     def encoders_of(self, model: str) -> tuple[PoolConfigured, Roster] | None:
-        """Return the first encode pool for `model`, by name, that has a ready worker, and its candidates."""
+        """Return the encode pool for `model`, and the ranks of its ready workers.
+
+        If several encode pools have a ready worker, it is the first by name. Return None if no encode pool has one.
+        """
         for pool in self._pools(model):
             if pool.role == "encode" and (roster := self.roster(pool.pool)).ranks:
                 return pool, roster
         return None
 
     def prefillers_of(self, decoders: PoolConfigured) -> PoolConfigured | None:
-        """Return the first prefill pool, by name, for this decode pool that has a ready worker.
+        """Return the prefill pool that computes prompts for the decode pool `decoders`, or None if there is none.
 
-        Both pools must have the same block size, because the hashes of a prompt are those of the decode pool.
+        It has a ready worker, the same model, and the same block size, because the ingress hashes a prompt for one
+        block size. If several pools qualify, it is the first by name.
         """
         for pool in self._pools(decoders.model):
             if pool.role == "prefill" and pool.block_size == decoders.block_size and self.roster(pool.pool).ranks:
@@ -198,7 +203,7 @@ class World:
         return (self.pools[name] for name in sorted(self.pools) if self.pools[name].model == model)
 
     def configure(self, event: PoolConfigured) -> None:
-        """Replace the configuration of a pool; settings that an operator made at run time are reset."""
+        """Replace the configuration of a pool. This resets the settings that an operator made at run time."""
         known = self.pools.get(event.pool)
         self.pools[event.pool] = event
         self.queues.configure(event.pool, event.router.queue)
@@ -211,32 +216,32 @@ class World:
                     self.queues.push(event.pool, queued_request(request, event))
 
     def set_busy(self, model: str, thresholds: BusyThresholds) -> None:
-        """Set the busy thresholds of every pool of a model."""
+        """Set the busy thresholds of every pool of a model, until the next change or `configure`."""
         for name, pool in self.pools.items():
             if pool.model == model:
                 self.busy[name] = thresholds
         self.counts["unknown_model"] += self.pool_of(model) is None
 
     def set_disagg(self, model: str, disagg: DisaggConfig) -> None:
-        """Set the disaggregation settings of every decode pool of a model."""
+        """Set the disaggregation settings of every decode pool of a model, until the next change or `configure`."""
         for name, pool in self.pools.items():
             if pool.model == model and pool.role == "decode":
                 self.disagg[name] = disagg
         self.counts["unknown_model"] += self.pool_of(model) is None
 
     def roster(self, pool: str) -> Roster:
-        """Return the ranks of ready workers of a pool."""
+        """Return the ranks of all ready workers of a pool. The result is cached until `forget_rosters`."""
         roster = self._rosters.get(pool)
         if roster is None:
             roster = self._rosters[pool] = roster_of(pool, self.fleet, self.load)
         return roster
 
     def forget_rosters(self) -> None:
-        """Drop the cached rosters, because the fleet changed."""
+        """Drop the cached rosters, because the fleet has changed."""
         self._rosters.clear()
 
     def admit(self, worker: FleetWorker) -> None:
-        """Add the ranks of a worker that joined, empty and idle."""
+        """Add the ranks of a worker that has joined, with empty caches and without load."""
         worker_id = worker.spec.worker_id
         for rank in worker.spec.ranks:
             self.index.add_holder(worker_id, rank, worker.worker_epoch)
@@ -245,7 +250,7 @@ class World:
             self.predicted.add_holder(worker_id, rank)
 
     def dismiss(self, worker: FleetWorker) -> None:
-        """Remove the ranks of a lost worker whose requests were freed before."""
+        """Remove the ranks and sessions of a lost worker. The caller must have freed its requests."""
         worker_id = worker.spec.worker_id
         for rank in worker.spec.ranks:
             self.index.drop_holder(worker_id, rank)
@@ -255,13 +260,21 @@ class World:
         self.sessions.drop_worker(worker_id)
 
     def forget_routed(self, worker_id: str, rank: int) -> None:
-        """Drop all assumed blocks of a rank whose cache was cleared."""
+        """Drop all blocks that a rank is assumed to have cached, because its cache was cleared."""
         for routed in (self.routed, self.predicted):
             routed.drop_holder(worker_id, rank)
             routed.add_holder(worker_id, rank)
 
     def book_routing(self, router: RouterConfig, candidate: CandidateRank, request: SubmittedRequest) -> None:
-        """Book the consequences of a routing: the prompt will be cached at the rank, and its session stays there."""
+        """Record what follows from a routing decision for later decisions, apart from load.
+
+        The rank will probably have the prompt cached. If the request has a session, the rank serves it from now on.
+
+        Args:
+            router: router configuration of the pool.
+            candidate: selected rank.
+            request: request as the pool of this rank gets it.
+        """
         worker_id, rank = candidate.key
         if not (router.use_kv_events and candidate.worker.spec.kv_events):
             due_us = self.now_us + round(router.ttl_s * 1e6)
@@ -278,21 +291,24 @@ class World:
             self.counts["sessions_evicted"] += self.sessions.bind(request.pool, session_id, bound, due_us)
 
     def next_due_us(self) -> int | None:
-        """Return when the state next changes by time alone, or None."""
+        """Return when the state next changes by time alone, in microseconds on the owner's clock, or None for never."""
         due_us, command_us = self.requests.next_due_us(), self.commands.next_due_us()
         if command_us is None:
             return due_us
         return command_us if due_us is None else min(due_us, command_us)
 
     def expire(self) -> None:
-        """Remove everything that is due. Called only with events and deadlines, because the log has no other times."""
+        """Remove assumed blocks, sessions and remembered command ids whose time is over.
+
+        The core calls this only when it applies an event or a deadline, because other times are not on the log.
+        """
         self.routed.expire(self.now_us)
         self.predicted.expire(self.now_us)
         self.sessions.expire(self.now_us)
         self.commands.expire(self.now_us)
 
     def machines(self) -> tuple[Digested, ...]:
-        """Return all state machines, in digest order."""
+        """Return all parts of the state that have a digest of their own, in digest order."""
         return (
             self.fleet,
             self.index,
@@ -306,11 +322,11 @@ class World:
         )
 
     def digest(self) -> int:
-        """Return a 64-bit digest over the machines, the pools, the owner's policies, the clock and the view."""
+        """Return a 64-bit digest over the complete state. Equal worlds have equal digests."""
         return self.digest_with(self.index)
 
     def digest_with(self, index: Digested) -> int:
-        """Return the digest that the world would have with `index` in place of its own index."""
+        """Return the digest that the world would have with `index` in place of its own prefix index."""
         digests = [(index if machine is self.index else machine).digest() for machine in self.machines()]
         return digest_of(
             digests,
@@ -324,11 +340,14 @@ class World:
         )
 
     def snapshot(self) -> Iterator[Chunk]:
-        """Yield the state as facts. `consumed` must be empty."""
+        """Yield the complete state as snapshot parts. `consumed` must be empty."""
         return self._facts(self.index.snapshot())
 
     def snapshot_small(self) -> Iterator[Chunk]:
-        """Yield all facts except the blocks of the index, which may be millions and are scanned incrementally."""
+        """Yield the state as snapshot parts, without the blocks of the prefix index.
+
+        There may be millions of blocks, so the owner copies them in steps (`PrefixIndex.begin_scan`).
+        """
         return self._facts(self.index.cursors())
 
     def _facts(self, index: Iterable[Chunk]) -> Iterator[Chunk]:
@@ -357,14 +376,19 @@ class World:
 
 
 def restore(chunks: Iterable[Chunk], custom: CustomPolicies = ONLY_BUILT_IN) -> World:
-    """Return the world of a snapshot, whose blocks may come before the other facts; its digest is the sealed one."""
+    """Return the world of a snapshot. It has the digest that the seal of the snapshot names.
+
+    Args:
+        chunks: all parts of the snapshot; blocks of the prefix index may come before other parts.
+        custom: classes of custom policies that the world may run.
+    """
     world = World(custom)
     _restore(world, world.index, chunks)
     return world
 
 
 def digest_of_snapshot(chunks: Iterable[Chunk]) -> int:
-    """Return the digest of a snapshot's world without building the index, which is most of the work."""
+    """Return the digest of the world in a snapshot without building the prefix index, which is most of the work."""
     world, tally = World(), IndexTally()
     _restore(world, tally, chunks)
     return world.digest_with(tally)
@@ -416,7 +440,7 @@ def _restore(world: World, index: PrefixIndex | IndexTally, chunks: Iterable[Chu
 
 
 def queued_request(request: ActiveRequest, pool: PoolConfigured) -> QueuedRequest:
-    """Return a request in the form of its pool's queue."""
+    """Return the entry of an active request in the queue of its pool."""
     wanted = requirements_key(request.submitted.hints, request.submitted.lora_name, request.submitted.task)
     if pool.role == "decode":
         # Candidates also depend on the prompt length. Short requests must not wait behind long ones.

@@ -1,1 +1,1 @@
-"""Deterministic model of an LLM engine in virtual time, used by the mock worker and the simulator."""
+"""Deterministic model of an LLM engine in virtual time. The mock worker and the simulator use it."""

@@ -1,10 +1,10 @@
-"""KV blocks of one rank, as in `BlockPool`, for callers whose hashes form chains; the cost is per run, not per block.
+"""KV blocks of one engine rank, with the prefix cache. The work of an operation grows with the number of runs.
 
-A sequence hash identifies its block and all blocks before it. So a caller that has a block has all blocks before it,
-and consecutive blocks are mostly added, kept and removed together. They are stored in runs: consecutive blocks with the
-same references, found by their first block. Referencing a part of a run splits it. In a run without references the last
-block is the oldest, and runs lose their references from the end of a chain on. The eviction order is therefore that of
-`BlockPool`.
+A sequence hash identifies its block and all blocks before it. So a caller that uses a block also uses all blocks before
+it, and consecutive blocks are mostly added, kept and removed together. They are stored in runs: consecutive blocks with
+the same number of references, found by their first block. If a caller references a part of a run, the run is split. Of
+the blocks in a run without references, the last block is evicted first. Runs lose their references from the end of a
+chain on. So the eviction order is the same as if every block were stored on its own, as in `BlockPool` of the tests.
 """
 
 from array import array
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 
 class ChainRun:
-    """Consecutive blocks with the same references; compared by identity."""
+    """Consecutive blocks with the same number of references. Two runs are never equal."""
 
     __slots__ = ("blocks", "references")
 
@@ -26,11 +26,11 @@ class ChainRun:
 
 
 class PrefixMatch(NamedTuple):
-    """Leading blocks of a chain that are in the pool; valid until the pool changes.
+    """Leading blocks of a chain that are in the pool. It is valid until the pool changes.
 
     Attributes:
-        blocks: number of blocks.
-        path: runs that contain them, each with the number of blocks from its start.
+        blocks: number of these blocks.
+        path: runs that contain them, in order, each with the number of its blocks that match, from its start.
     """
 
     blocks: int
@@ -38,9 +38,12 @@ class PrefixMatch(NamedTuple):
 
 
 class ChainPool:
-    """Pool of exactly `total` blocks.
+    """Pool of exactly `total` KV blocks.
 
-    Chains are arrays of type "Q" of sequence hashes; the pool keeps no caller's array.
+    A block is in use if sequences have references to it. Otherwise it is cached if its content can still be found, or
+    free. A block in use that is not full has no hash yet: it is anonymous. A chain is an array of type "Q" with the
+    sequence hashes of consecutive blocks from the first block of a prompt on. The pool does not keep the arrays that it
+    gets.
     """
 
     def __init__(self, total: int) -> None:
@@ -55,25 +58,29 @@ class ChainPool:
 
     @property
     def used(self) -> int:
-        """Number of blocks that are referenced."""
+        """Number of blocks that sequences use, including blocks that are not full yet."""
         return self._referenced + self._anonymous
 
     @property
     def cached(self) -> int:
-        """Number of blocks that are not referenced but whose content can still be found."""
+        """Number of blocks that no sequence uses, but whose content can still be found."""
         return self._cached
 
     @property
     def free(self) -> int:
-        """Number of blocks without content."""
+        """Number of blocks that no sequence uses and that have no content."""
         return self._free
 
     def content(self) -> frozenset[int]:
-        """Return the sequence hashes that can be found, used or cached."""
+        """Return the sequence hashes of all blocks whose content can be found, in use or cached."""
         return frozenset(block for run in self._runs.values() for block in run.blocks)
 
     def warm(self, hashes: Sequence[int]) -> None:
-        """Fill an empty pool with cached content, oldest first; content that does not fit is dropped."""
+        """Fill an empty pool with cached blocks.
+
+        Args:
+            hashes: sequence hashes, oldest first; hashes beyond the size of the pool are ignored.
+        """
         assert self._free == self.total, "only an empty pool is warmed"
         for block in dict.fromkeys(hashes[: self.total]):
             run = self._runs[block] = ChainRun(array("Q", (block,)), 0)
@@ -82,7 +89,7 @@ class ChainPool:
         self._free -= self._cached
 
     def find(self, hashes: "array[int]", blocks_max: int) -> PrefixMatch:
-        """Return the leading blocks of a chain that are in the pool, at most `blocks_max`."""
+        """Return the leading blocks of the chain `hashes` that are in the pool, at most `blocks_max`."""
         path: list[tuple[ChainRun, int]] = []
         at, end = 0, min(blocks_max, len(hashes))
         while at < end:
@@ -95,10 +102,11 @@ class ChainPool:
         return PrefixMatch(at, path)
 
     def take(self, found: PrefixMatch, anonymous: int) -> "array[int] | None":
-        """Reference blocks that `find` just returned, and `anonymous` new blocks.
+        """Add a reference of a sequence to blocks that `find` has just returned, and to `anonymous` new blocks.
 
         Returns:
-            The hashes evicted to make room, in order. None without any change if there is no room.
+            The hashes of the blocks that were evicted to make room, in order. None if there is no room; then nothing
+            has changed.
         """
         revived = sum([size for run, size in found.path if not run.references]) if found.path else 0
         shortage = anonymous - self._free
@@ -115,18 +123,19 @@ class ChainPool:
     def fill(
         self, hashes: "array[int]", begin: int, end: int, tail: ChainRun | None
     ) -> tuple[list[tuple[int, int]], ChainRun]:
-        """Give identities to anonymous blocks of a chain that are now full; their references are kept.
+        """Set the hashes of anonymous blocks of a sequence that are now full. The sequence keeps its references.
 
-        Where content was in the pool already, two blocks become one.
+        If the pool already has a block with the same hash, the two blocks become one.
 
         Args:
-            hashes: sequence hashes of the chain.
-            begin: number of leading blocks that the caller references already.
+            hashes: sequence hashes of the sequence's blocks.
+            begin: number of leading blocks that already have a hash.
             end: number of leading blocks that are full.
-            tail: run that the caller referenced last; it may be extended.
+            tail: run with the last block that already has a hash, if the sequence filled it; it may be extended.
+                Otherwise None.
 
         Returns:
-            The ranges of `hashes` whose content is new, and the last run.
+            The ranges of `hashes` that the pool did not have, and the run with the last full block.
         """
         assert begin < end, "at least one block is full"
         runs = self._runs
@@ -157,9 +166,9 @@ class ChainPool:
         return new, tail
 
     def release(self, hashes: "array[int]", held: int, anonymous: int) -> None:
-        """Return one reference of each of the first `held` blocks of a chain, and `anonymous` anonymous blocks.
+        """Drop a sequence's references to the first `held` blocks of its chain and to `anonymous` anonymous blocks.
 
-        Hashed blocks without another reference stay cached; anonymous blocks become free.
+        Blocks of the chain that no other sequence uses stay cached. Anonymous blocks become free.
         """
         path = []
         at = idle = 0
@@ -180,7 +189,7 @@ class ChainPool:
         self._check()
 
     def clear(self) -> None:
-        """Drop all content and all references."""
+        """Make all blocks free: drop all references and all content."""
         self._runs.clear()
         self._idle.clear()
         self._referenced = self._cached = self._anonymous = 0

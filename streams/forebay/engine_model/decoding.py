@@ -1,4 +1,7 @@
-"""Sequences of the engine model that decode, with the iteration at which each must be checked again."""
+"""Decoding sequences of the engine model, and the iteration at which each of them must be checked again.
+
+A sequence must be checked when its last block is full or it has generated its last token.
+"""
 
 from heapq import heappop, heappush
 from typing import NamedTuple
@@ -7,7 +10,12 @@ from forebay.engine_model.sequence import EngineSequence
 
 
 class JoiningSequences(NamedTuple):
-    """Sequences whose KV was fetched and that start to decode, and the number of blocks they hold."""
+    """Sequences that start to decode in the current iteration, because their KV was fetched.
+
+    Attributes:
+        sequences: number of sequences.
+        blocks: number of KV blocks that they use.
+    """
 
     sequences: int
     blocks: int
@@ -17,11 +25,11 @@ NONE_JOINING = JoiningSequences(0, 0)
 
 
 class DecodingBatch:
-    """Decoding sequences.
+    """The sequences that decode one token each per iteration.
 
     Attributes:
-        by_turn: all sequences, oldest first.
-        blocks: number of blocks they hold; a shared block counts once per sequence.
+        by_turn: all sequences by their number in order of arrival, oldest first.
+        blocks: number of KV blocks that they use; a shared block counts once per sequence.
     """
 
     def __init__(self) -> None:
@@ -32,14 +40,14 @@ class DecodingBatch:
         self._iterations: list[int] = []  # heap of iterations in `_due`, possibly with stale ones
 
     def add(self, sequence: EngineSequence) -> None:
-        """Add a sequence as the newest."""
+        """Add a sequence. It counts as the newest."""
         sequence.turn = self._turns
         self._turns += 1
         self.by_turn[sequence.turn] = sequence
         self.blocks += sequence.blocks
 
     def remove(self, sequence: EngineSequence) -> None:
-        """Remove a sequence that stops decoding; it still holds its blocks."""
+        """Remove a sequence that stops decoding. Call this before its blocks are freed."""
         del self.by_turn[sequence.turn]
         self.blocks -= sequence.blocks
         others = self._due.get(sequence.due)
@@ -47,11 +55,11 @@ class DecodingBatch:
             del self._due[sequence.due]
 
     def newest(self) -> EngineSequence:
-        """Return the newest sequence; there must be one."""
+        """Return the newest sequence. The batch must not be empty."""
         return self.by_turn[next(reversed(self.by_turn))]
 
     def look_at(self, sequence: EngineSequence, iteration: int) -> None:
-        """Schedule the next check of a sequence at a later iteration."""
+        """Schedule the next check of a sequence: `take_due` will return it at `iteration`."""
         sequence.due = iteration
         others = self._due.get(iteration)
         if others is None:
@@ -61,13 +69,16 @@ class DecodingBatch:
             others[sequence.turn] = sequence
 
     def next_due(self) -> int:
-        """Return the first iteration with a scheduled check; there must be one."""
+        """Return the first iteration with a scheduled check. There must be one."""
         while self._iterations[0] not in self._due:
             heappop(self._iterations)
         return self._iterations[0]
 
     def take_due(self, iteration: int) -> list[EngineSequence]:
-        """Remove and return the sequences due at this iteration, oldest first; no iteration with one may be skipped."""
+        """Return the sequences to check at `iteration`, oldest first, and remove these checks from the schedule.
+
+        The caller must not skip an iteration that has a check.
+        """
         while self._iterations and self._iterations[0] <= iteration:
             heappop(self._iterations)
         due = self._due.pop(iteration, None)

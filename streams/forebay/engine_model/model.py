@@ -2,10 +2,10 @@
 
 Running sequences decode one token per iteration. At most one sequence, the newest, is still prefilling, because a
 prompt is only split when the token budget of the iteration is spent. Waiting sequences are admitted first come, first
-served. When blocks run out, the newest running sequence is preempted. Between two block boundaries or ends of sequences
-nothing can change, so these iterations are computed at once. A step only touches sequences at a boundary and those that
-emit tokens. It returns its duration; the caller advances the time. Disaggregated prefill and decode work as with vLLM's
-KV connectors: one engine keeps the blocks of a prompt, another allocates blocks and waits until they were fetched.
+served. If blocks run out, the newest running sequence is preempted. Until a block is full or a sequence ends, nothing
+else can change, so these iterations are computed at once. The result of a step contains its duration; the caller
+advances the time. Disaggregated prefill and decode work as with vLLM's KV connectors: one engine keeps the blocks of a
+prompt, another allocates blocks and waits until they were fetched.
 """
 
 from collections import deque
@@ -35,6 +35,7 @@ from forebay.engine_model.steps import (
     Removed,
     Stored,
 )
+from forebay.engine_model.timing import StepWork
 from forebay.events.base import U32_BYTES, U64_BYTES, array_u64
 
 __all__ = [
@@ -43,13 +44,13 @@ __all__ = [
     "RequestTooLarge", "Stored",
 ]  # fmt: skip
 
-WAITING_MAX = 65_536  # above any bound of the router's queue; more means that callers are not limited
+WAITING_MAX = 65_536  # longer than any router queue; if more requests wait, nothing limits the callers
 NO_MATCH = PrefixMatch(0, [])
 NO_SEQUENCES: list[EngineSequence] = []
 
 
 class EngineModel:
-    """One rank of an engine. Call `submit`, then `step` until it returns None."""
+    """Model of one engine rank. Submit requests, then call `step` until it returns None; each step has a duration."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
@@ -57,7 +58,7 @@ class EngineModel:
         self._sequences: dict[str, EngineSequence] = {}
         self._waiting: deque[EngineSequence] = deque()
         self._prefilling: EngineSequence | None = None
-        self._decoding = DecodingBatch()  # the one prefilling is newer than all of these
+        self._decoding = DecodingBatch()  # the prefilling sequence is newer than all of these
         self._iteration = 0  # counts iterations in which a sequence decoded
         self._full: list[EngineSequence] = []  # sequences that need a block to continue, oldest first
         self._calm = True  # no sequence was preempted since the last step
@@ -68,20 +69,20 @@ class EngineModel:
         self._changes: list[CacheChange] = []
 
     def load(self) -> EngineLoad:
-        """Return the engine's current load."""
+        """Return the current number of running and waiting sequences, and the KV blocks in use."""
         running = len(self._decoding.by_turn) + (self._prefilling is not None)
         return EngineLoad(running, len(self._waiting) + len(self._fetching), self.pool.used, self.pool.total)
 
     def warm(self, hashes: Sequence[int]) -> None:
-        """Fill the cache with these blocks, like an engine whose cache survived a restart of its worker."""
+        """Fill the empty cache with these blocks, oldest first, as if it had survived a restart of the worker."""
         self.pool.warm(hashes)
 
     def held(self) -> list[int]:
-        """Return the sequence hashes in the cache, ascending."""
+        """Return the sequence hashes of all blocks in the cache, in ascending order."""
         return sorted(self.pool.content())
 
     def generated(self, undone: int = 0) -> dict[str, int]:
-        """Return the output tokens of every request in flight, without those of the last `undone` iterations."""
+        """Return the number of output tokens of every request in flight, not counting the last `undone` iterations."""
         now = self._iteration - undone
         return {
             name: now - one.since if one.turn in self._decoding.by_turn else one.generated
@@ -89,7 +90,7 @@ class EngineModel:
         }
 
     def submit(self, request: EngineRequest) -> None:
-        """Queue a request whose id is not in flight. Raises RequestRefused if it cannot be served."""
+        """Queue a request. Its id must not be in flight. Raises RequestRefused if the engine cannot serve it."""
         assert request.request_id not in self._sequences
         block_size = self.config.block_size
         prompt_tokens = len(request.token_ids) // U32_BYTES
@@ -121,7 +122,7 @@ class EngineModel:
             prompt_tokens,
             request.max_tokens,
             hashes,
-            request.token_ids[full * block_size * U32_BYTES :],
+            request.token_ids[full * block_size * U32_BYTES :] + request.output,
             request.tail_mm_hashes,
             request.stage,
         )
@@ -129,7 +130,7 @@ class EngineModel:
         self._waiting.append(sequence)
 
     def cancel(self, request_id: str) -> bool:
-        """Drop a request and free its blocks, including kept or fetched ones. Returns False if it is not in flight."""
+        """Drop a request and free its blocks, also kept and fetched blocks. Returns False if it is not in flight."""
         sequence = self._sequences.pop(request_id, None)
         if sequence is None:
             return False
@@ -145,7 +146,7 @@ class EngineModel:
         return True
 
     def fetches(self) -> list[Fetch]:
-        """Return the fetches that are due now, each only once, for `fetched` or `cancel`. Call it before every step."""
+        """Return the new requests to fetch KV. Call this before every step, and end each with `fetched` or `cancel`."""
         waiting = self._waiting
         at = self._ready()
         running = len(self._decoding.by_turn) + (self._prefilling is not None) + at
@@ -160,7 +161,7 @@ class EngineModel:
         return fetches
 
     def fetched(self, request_id: str, token_seed: int | None = None) -> bool:
-        """Record that the KV of a prompt has arrived; a later step computes its last token.
+        """Record that the KV of a prompt has arrived. A later step computes the last prompt token.
 
         `token_seed` replaces the submitted seed unless it is None. Returns False if no such fetch is in flight.
         """
@@ -174,7 +175,7 @@ class EngineModel:
         return True
 
     def release(self, request_id: str) -> bool:
-        """Free the blocks kept for a request that will not be fetched. Returns False if there are none."""
+        """Free the blocks kept for a request that no engine will fetch. Returns False if no blocks are kept for it."""
         sequence = self._kept.pop(request_id, None)
         if sequence is None:
             return False
@@ -183,7 +184,7 @@ class EngineModel:
         return True
 
     def reset(self) -> None:
-        """Drop every request and clear the cache."""
+        """Drop every request and clear the cache, without reporting cache changes."""
         self.pool.clear()
         self._prefilling = None
         self._decoding.clear()
@@ -193,7 +194,7 @@ class EngineModel:
             others.clear()
 
     def clear_cache(self) -> None:
-        """Clear the cache; running and fetching sequences are queued and computed again, kept prompts dropped."""
+        """Clear the cache. Running and fetching sequences are queued to be computed again; kept prompts are dropped."""
         while self._decoding.by_turn or self._prefilling is not None:
             self._preempt()
         self._full.clear()
@@ -210,10 +211,10 @@ class EngineModel:
         self.pool.clear()
 
     def step(self, until_us: int = 0) -> EngineStep | None:
-        """Run the next scheduler iteration; return None if there is no work until a fetch or a release.
+        """Run the next scheduler iteration. Return None if there is nothing to compute or report now.
 
-        Iterations that only decode are repeated in one step while nothing but time changes, until they took `until_us`
-        microseconds. The result equals that of single steps.
+        If an iteration only decodes, it is repeated until `until_us` microseconds have passed or something else than
+        time changes. The result is the same as that of single steps.
         """
         if not self._sequences and not self._changes:
             return None
@@ -231,15 +232,15 @@ class EngineModel:
         emitted: list[Emitted] = []
         finished: list[Finished] = []
         iterations = 1
-        config = self.config
         # Every sequence reads its own context: a shared block counts once per sequence.
-        duration_us = config.timing.step_us(
+        work = StepWork(
             prefill_tokens=prefill_tokens,
             prefill_attended=attended,
             decode_sequences=len(self._decoding.by_turn) + decoding.sequences,
-            decode_tokens=(self._decoding.blocks + decoding.blocks) * config.block_size,
-            cache_tokens=self.pool.total * config.block_size,
+            decode_tokens=(self._decoding.blocks + decoding.blocks) * self.config.block_size,
+            cache_tokens=self.pool.total * self.config.block_size,
         )
+        duration_us = self.config.timing.step_us(work)
         if self._decoding.by_turn:
             if until_us > duration_us and steady and not completed and not prefill_tokens:
                 iterations = min(-(-until_us // duration_us), self._decoding.next_due() - self._iteration)
@@ -348,9 +349,8 @@ class EngineModel:
                     continue
                 if sequence.blocks:
                     # The one remaining token costs what a decoded token costs, not what a prompt token costs.
-                    self._joining = JoiningSequences(
-                        self._joining.sequences + 1, self._joining.blocks + sequence.blocks
-                    )
+                    joining = self._joining
+                    self._joining = JoiningSequences(joining.sequences + 1, joining.blocks + sequence.blocks)
                     self._waiting.popleft()
                     budget, budget_all = budget - 1, budget_all - 1
                     sequence.computed += 1

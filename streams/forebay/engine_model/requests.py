@@ -1,4 +1,4 @@
-"""Engine model configuration, requests, and the errors of `submit`."""
+"""Configuration of the engine model, its requests, and the errors of `EngineModel.submit`."""
 
 from typing import Literal
 
@@ -13,10 +13,11 @@ EngineStage = Literal["aggregated", "prefill", "decode"]
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Size and timing of the engine; the defaults are those of Dynamo's mocker.
+    """Size and timing of the engine. The defaults are those of Dynamo's mocker.
 
-    Without a vocabulary the engine emits no tokens. Prompts count by length, and output blocks are hashed from
-    `token_seed`, so requests with different seeds share no output blocks. Everything else is the same, and faster.
+    If there is no vocabulary, the engine emits no tokens, which is faster. It then needs only the length of a prompt,
+    and hashes output blocks from `token_seed`, so requests with different seeds share no output blocks. All other
+    results are the same.
 
     Attributes:
         vocabulary: token ids to sample output from; None emits no tokens.
@@ -24,7 +25,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         kv_blocks_total: KV blocks of the rank.
         max_num_seqs: maximum number of running sequences.
         max_num_batched_tokens: token budget of one step.
-        timing: duration of a step.
+        timing: computes the duration of a step.
     """
 
     vocabulary: tuple[int, ...] | None
@@ -47,19 +48,21 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One attempt to respond to a prompt.
+    """One attempt at a request, as the engine gets it.
 
     Attributes:
         request_id: id of the request.
         attempt: number of the attempt.
         token_ids: prompt tokens as packed u32.
-        sequence_hashes: packed u64 hashes of the full prompt blocks.
+        sequence_hashes: packed u64 sequence hashes of the full prompt blocks.
         token_seed: seed of the output tokens.
-        max_tokens: output tokens to generate.
+        max_tokens: number of output tokens to generate.
         hash_seed: seed that `sequence_hashes` were computed with; also used for output blocks.
-        tail_mm_hashes: `mm_hash` values of the objects in the last prompt block, if that block is not full.
-        stage: `prefill` computes the prompt and keeps it for another engine; `decode` fetches the KV of a prompt that
-            another engine computed.
+        tail_mm_hashes: `mm_hash` values of the images, videos and sounds in the last prompt block, if that block is not
+            full.
+        output: first output tokens as packed u32, at most `max_tokens`. Further tokens are sampled.
+        stage: `aggregated` computes the prompt and generates the output. `prefill` computes the prompt and keeps its KV
+            for another engine. `decode` fetches this KV and generates the output.
     """
 
     request_id: str
@@ -70,20 +73,21 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int
     hash_seed: int = HASH_SEED
     tail_mm_hashes: tuple[int, ...] = ()
+    output: bytes = b""
     stage: EngineStage = "aggregated"
 
 
 class RequestRefused(Exception):
-    """The engine rejects the request without any change; the text is fit for the caller."""
+    """The engine does not accept a request, and has not changed. The text explains this to the client."""
 
 
 class RequestTooLarge(RequestRefused):
-    """Prompt and output together exceed the cache."""
+    """Prompt and output of the request together need more KV blocks than the engine has."""
 
 
 class RequestMalformed(RequestRefused):
-    """The prompt is empty, no output is requested, or the hashes do not match the prompt's blocks."""
+    """The prompt is empty, no output is requested, or the sequence hashes do not match the blocks of the prompt."""
 
 
 class QueueFull(RequestRefused):
-    """The engine's queue is full."""
+    """The engine's queue has `WAITING_MAX` requests."""

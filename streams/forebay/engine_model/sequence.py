@@ -1,4 +1,4 @@
-"""State of one request inside the engine model: its blocks and its output text."""
+"""State of one request inside the engine model: its KV blocks and its output tokens."""
 
 from array import array
 
@@ -13,9 +13,11 @@ TOKENS_PER_DRAW = 4  # a draw has 64 bits, a token uses 16
 
 
 class EngineSequence(msgspec.Struct):
-    """Request in flight. Blocks `[:held]` of `hashes` are referenced, `blocks - held` more are anonymous.
+    """Request in the engine.
 
-    While it decodes, `generated` is not updated: in iteration `now` it has generated `now - since` tokens.
+    It uses `blocks` KV blocks. The first `held` of them are full, and the pool knows their hashes. The others are
+    anonymous. While the sequence decodes, `generated` is not updated: in iteration `now` it has generated `now - since`
+    tokens.
     """
 
     request_id: str
@@ -40,14 +42,19 @@ class EngineSequence(msgspec.Struct):
     cached_tokens: int = -1  # unknown before the first admission
 
     def extend_text(self, tokens: int, block_size: int, vocabulary: tuple[int, ...]) -> None:
-        """Extend the text to `tokens` output tokens; sampling tokens one by one would be slower."""
+        """Generate output tokens in advance, up to `tokens` in total. To generate them one by one would be slower."""
         prompt_bytes = (self.prompt_tokens - len(self.hashes) * block_size) * U32_BYTES
         first = (len(self.text) - prompt_bytes) // U32_BYTES
         if first < tokens:
             self.text += pack_u32(generate_tokens(self.token_seed, first, tokens - first, vocabulary))
 
     def name_block(self, block_size: int, *, no_tokens: bool) -> None:
-        """Append the hash of the first block without one; with `no_tokens` it is made of the seed alone."""
+        """Append the sequence hash of the first block that has none.
+
+        Args:
+            block_size: tokens per block.
+            no_tokens: whether the engine emits no tokens, so that the hash depends on the seed alone.
+        """
         hashes = self.hashes
         if no_tokens:
             block = seed_block(self.token_seed, self.hash_seed)
@@ -61,12 +68,15 @@ class EngineSequence(msgspec.Struct):
 
 
 def seed_block(token_seed: int, hash_seed: int) -> int:
-    """Return the block hash that stands for a block of output when no tokens are emitted."""
+    """Return the block hash of an output block of an engine that emits no tokens."""
     return xxh3_64_intdigest(token_seed.to_bytes(U64_BYTES, "little"), hash_seed)
 
 
 def generate_tokens(seed: int, first: int, count: int, vocabulary: tuple[int, ...]) -> list[int]:
-    """Return the output tokens `first` to `first + count - 1` for a seed: splitmix64 of the index."""
+    """Return the output tokens at positions `first` to `first + count - 1` of a request.
+
+    The tokens depend on seed and position only (splitmix64 of the position).
+    """
     size = len(vocabulary)
     draw_first = first // TOKENS_PER_DRAW
     tokens: list[int] = []

@@ -1,4 +1,4 @@
-"""Results of a step of the engine model, and the fetches it requests."""
+"""Results of a step of the engine model, and the KV fetches that the engine requests."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -10,7 +10,15 @@ from forebay.events.tokens import TokenLogprob
 
 
 class Emitted(msgspec.Struct, frozen=True, gc=False):
-    """New output tokens of a request, packed u32; `first_index` is the position of the first one, from 0."""
+    """New output tokens of a request.
+
+    Attributes:
+        request_id: id of the request.
+        attempt: number of the attempt.
+        first_index: position of the first of these tokens in the output, from 0.
+        token_ids: tokens, as packed u32.
+        logprobs: log probabilities of the tokens; empty if not requested.
+    """
 
     request_id: str
     attempt: int
@@ -20,7 +28,7 @@ class Emitted(msgspec.Struct, frozen=True, gc=False):
 
 
 class FirstTokenStep(msgspec.Struct, frozen=True, gc=False):
-    """First token of a request, after which its prompt is no longer load.
+    """The engine has generated the first token of a request, so its prompt no longer counts as load.
 
     Attributes:
         request_id: id of the request.
@@ -38,7 +46,13 @@ class FirstTokenStep(msgspec.Struct, frozen=True, gc=False):
 
 
 class Computed(msgspec.Struct, frozen=True, gc=False):
-    """Prompt computed for another engine, which keeps its blocks; `cached_tokens` of it were in the cache."""
+    """The engine has computed the prompt of a request for another engine, and keeps its KV blocks.
+
+    Attributes:
+        request_id: id of the request.
+        attempt: number of the attempt.
+        cached_tokens: prompt tokens that were not computed, because they were in the cache.
+    """
 
     request_id: str
     attempt: int
@@ -46,9 +60,15 @@ class Computed(msgspec.Struct, frozen=True, gc=False):
 
 
 class Fetch(msgspec.Struct, frozen=True, gc=False):
-    """Request to fetch blocks `[first_block, blocks)` of a prompt.
+    """Request of the engine to its caller to fetch the KV of a prompt from another engine.
 
-    Earlier blocks are cached here, the last may be partial.
+    The engine has the blocks before `first_block` in its own cache.
+
+    Attributes:
+        request_id: id of the request.
+        attempt: number of the attempt.
+        first_block: index of the first block to fetch, from 0.
+        blocks: number of blocks of the prompt; the last may be partial.
     """
 
     request_id: str
@@ -58,7 +78,16 @@ class Fetch(msgspec.Struct, frozen=True, gc=False):
 
 
 class Finished(msgspec.Struct, frozen=True, gc=False):
-    """End of a request after its last token."""
+    """The engine has generated the last token of a request.
+
+    Attributes:
+        request_id: id of the request.
+        attempt: number of the attempt.
+        reason: `length` if the output has the maximum length, otherwise `stop`.
+        prompt_tokens: length of the prompt.
+        output_tokens: length of the output.
+        cached_tokens: prompt tokens that were not computed.
+    """
 
     request_id: str
     attempt: int
@@ -69,10 +98,13 @@ class Finished(msgspec.Struct, frozen=True, gc=False):
 
 
 class Stored(msgspec.Struct, frozen=True, gc=False):
-    """Blocks that entered one tier. They continue `parent`, or start a sequence if it is None.
+    """One tier of the cache has stored consecutive blocks of a prompt or its output.
 
-    `hashes` may be an array of type "Q", which is packed without conversion. `engine_hashes` are the engine's own
-    hashes of the blocks, if they differ.
+    Attributes:
+        parent: sequence hash of the block before the first of them; None if they start a prompt.
+        hashes: sequence hashes of the blocks; an array of type "Q" is encoded fastest.
+        tier: tier of the cache.
+        engine_hashes: the engine's own hashes of the blocks; empty if they are the same.
     """
 
     parent: int | None
@@ -82,7 +114,13 @@ class Stored(msgspec.Struct, frozen=True, gc=False):
 
 
 class Removed(msgspec.Struct, frozen=True, gc=False):
-    """Blocks that left one tier; `hashes` and `engine_hashes` as in `Stored`."""
+    """One tier of the cache has removed blocks.
+
+    Attributes:
+        hashes: sequence hashes of the blocks; an array of type "Q" is encoded fastest.
+        tier: tier of the cache.
+        engine_hashes: the engine's own hashes of the blocks; empty if they are the same.
+    """
 
     hashes: Sequence[int]
     tier: Tier = "device"
@@ -93,7 +131,14 @@ CacheChange = Stored | Removed
 
 
 class EngineLoad(msgspec.Struct, frozen=True, gc=False):
-    """Load of the engine."""
+    """Load of the engine.
+
+    Attributes:
+        running: sequences that are computed.
+        waiting: sequences that wait in the queue or for their KV.
+        kv_blocks_used: KV blocks in use.
+        kv_blocks_total: KV blocks of the engine.
+    """
 
     running: int
     waiting: int
@@ -102,9 +147,20 @@ class EngineLoad(msgspec.Struct, frozen=True, gc=False):
 
 
 class EngineStep(msgspec.Struct, frozen=True, gc=False):
-    """Result of one scheduler iteration, or of `iterations` of them that decode the same sequences.
+    """Result of `iterations` consecutive scheduler iterations.
 
-    A step with 0 iterations takes no time and only reports cache changes.
+    Several iterations are combined only while the same sequences decode and nothing else happens. A step with 0
+    iterations takes no time and only reports cache changes.
+
+    Attributes:
+        duration_us: duration of all iterations, in microseconds.
+        iterations: number of iterations.
+        emitted: new output tokens.
+        first_tokens: requests that have generated their first token.
+        finished: requests that have generated their last token.
+        cache_changes: blocks stored and removed, in order.
+        load: load of the engine after the step.
+        computed: prompts that were computed for another engine.
     """
 
     duration_us: int

@@ -1,43 +1,49 @@
 """Duration of an engine step in integer microseconds. Only + - * / are used, so every machine gets the same result.
 
 `MockerTiming` uses the polynomials of Dynamo's mocker (lib/mocker `perf_model.rs`; measured by Dynamo, not here).
-`LinearTiming` is fitted to measurements. `RooflineTiming` is derived from a model and a GPU. Each sees a step in the
-same way: prompt tokens, the (query, key) pairs they attend to, and one token per decoding sequence.
+`LinearTiming` is fitted to measurements. `RooflineTiming` is derived from the sizes of a model and a GPU. All three get
+the same description of a step: its prompt tokens, the (query, key) pairs of their attention, and its decoding
+sequences.
 """
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
 US_PER_MS = 1000
 
 
+class StepWork(NamedTuple):
+    """Work of one scheduler iteration.
+
+    Attributes:
+        prefill_tokens: prompt tokens to compute.
+        prefill_attended: (query, key) pairs of the attention of these tokens, including cached keys.
+        decode_sequences: sequences that decode one token each.
+        decode_tokens: capacity in tokens of the KV blocks that these sequences use; a shared block counts per sequence.
+        cache_tokens: capacity in tokens of all KV blocks of the engine.
+    """
+
+    prefill_tokens: int
+    prefill_attended: int
+    decode_sequences: int
+    decode_tokens: int
+    cache_tokens: int
+
+
 class EngineTiming(Protocol):
-    """Duration of one scheduler iteration."""
+    """Interface of a timing: computes the duration of one scheduler iteration."""
 
-    def step_us(
-        self,
-        *,
-        prefill_tokens: int,
-        prefill_attended: int,
-        decode_sequences: int,
-        decode_tokens: int,
-        cache_tokens: int,
-    ) -> int:
-        """Return the duration in microseconds: at least 1 if anything is computed, and equal for equal work.
+    def step_us(self, work: StepWork) -> int:
+        """Return the duration in microseconds.
 
-        Args:
-            prefill_tokens: prompt tokens to compute.
-            prefill_attended: (query, key) pairs of these tokens, including cached keys.
-            decode_sequences: sequences that decode one token each.
-            decode_tokens: capacity in tokens of the KV blocks these sequences hold; a shared block counts per sequence.
-            cache_tokens: capacity in tokens of all KV blocks of the engine.
+        It is at least 1 if the step computes anything, and equal for equal work.
         """
         ...
 
 
 def prefill_us(new_tokens: int) -> int:
-    """Return the time to compute `new_tokens` prompt tokens in one step; 0 for no tokens."""
+    """Return the microseconds that Dynamo's mocker takes to compute `new_tokens` prompt tokens in one step."""
     assert new_tokens >= 0
     if new_tokens == 0:
         return 0
@@ -45,7 +51,12 @@ def prefill_us(new_tokens: int) -> int:
 
 
 def decode_us(active: int, total: int) -> int:
-    """Return the time to decode a token per sequence; `active` is the sum of their contexts, in the unit of `total`."""
+    """Return the microseconds that Dynamo's mocker takes to decode one token per sequence.
+
+    Args:
+        active: capacity in tokens of the KV blocks that the sequences use.
+        total: capacity in tokens of all KV blocks of the engine.
+    """
     assert active >= 0
     assert total > 0
     usage = min(active / total, 1.0)
@@ -53,24 +64,30 @@ def decode_us(active: int, total: int) -> int:
 
 
 class MockerTiming(msgspec.Struct, frozen=True):
-    """Dynamo's polynomials: of a step's prompt tokens, and of the share of the cache that decoding reads."""
+    """Timing by Dynamo's two polynomials.
 
-    def step_us(
-        self,
-        *,
-        prefill_tokens: int,
-        prefill_attended: int,
-        decode_sequences: int,
-        decode_tokens: int,
-        cache_tokens: int,
-    ) -> int:
-        """Return the sum of prefill time and decode time."""
-        took_us = prefill_us(prefill_tokens)
-        return took_us + decode_us(decode_tokens, cache_tokens) if decode_sequences else took_us
+    One depends on the prompt tokens of a step, the other on the share of the cache that decoding sequences use.
+    """
+
+    def step_us(self, work: StepWork) -> int:
+        """Return the sum of prefill time and decode time, in microseconds. See `EngineTiming.step_us`."""
+        took_us = prefill_us(work.prefill_tokens)
+        return took_us + decode_us(work.decode_tokens, work.cache_tokens) if work.decode_sequences else took_us
 
 
 class LinearTiming(msgspec.Struct, frozen=True, kw_only=True):
-    """Weighted sum of a step's work, in microseconds. No cost may be negative, and one must be above 0."""
+    """Timing by a weighted sum of the work of a step.
+
+    All weights are in microseconds and at least 0, and one or more of them are above 0.
+
+    Attributes:
+        step: constant part of every step.
+        prefill_token: weight per prompt token.
+        attended_pair: weight per (query, key) pair of the prompt tokens' attention.
+        decode_step: constant part of steps with decoding sequences.
+        decode_sequence: weight per decoding sequence.
+        context_token: weight per token of capacity of the KV blocks that decoding sequences use.
+    """
 
     step: float = 0.0
     prefill_token: float = 0.0
@@ -84,32 +101,27 @@ class LinearTiming(msgspec.Struct, frozen=True, kw_only=True):
         if not any(getattr(self, name) for name in self.__struct_fields__):
             raise ValueError("all costs are 0: at least one cost must be above 0")
 
-    def step_us(
-        self,
-        *,
-        prefill_tokens: int,
-        prefill_attended: int,
-        decode_sequences: int,
-        decode_tokens: int,
-        cache_tokens: int,
-    ) -> int:
-        """Return the sum, rounded, at least 1."""
-        us = self.step + self.prefill_token * prefill_tokens + self.attended_pair * prefill_attended
-        if decode_sequences:
-            us += self.decode_step + self.decode_sequence * decode_sequences + self.context_token * decode_tokens
+    def step_us(self, work: StepWork) -> int:
+        """Return the rounded sum, in microseconds, at least 1. See `EngineTiming.step_us`."""
+        us = self.step + self.prefill_token * work.prefill_tokens + self.attended_pair * work.prefill_attended
+        if work.decode_sequences:
+            sequences, tokens = work.decode_sequences, work.decode_tokens
+            us += self.decode_step + self.decode_sequence * sequences + self.context_token * tokens
         return max(1, round(us))
 
 
 class RooflineTiming(msgspec.Struct, frozen=True, kw_only=True):
-    """max(compute, memory) + all-reduce + overhead (roofline model: Williams, Waterman, Patterson, CACM 2009).
+    """Timing by the larger of compute time and memory time, plus all-reduce time and overhead.
 
-    All numbers are per GPU, if several GPUs share the work.
+    Source: roofline model (Williams, Waterman, Patterson, CACM 2009). If several GPUs share the work, all numbers are
+    per GPU.
 
     Attributes:
-        flops_token: operations of the layers' matrices per token (2 per weight: Kaplan et al. 2020, table 1).
+        flops_token: floating-point operations of the layers' matrices per token (2 per weight: Kaplan et al. 2020,
+            table 1).
         flops_sampled: operations of the output matrix per sampled token.
         flops_pair: operations of attention per (query, key) pair.
-        bytes_weights: bytes read in every step, regardless of its work.
+        bytes_weights: bytes of weights read in every step, regardless of its work.
         bytes_kv_token: bytes of keys and values per token.
         flops_us: operations per microsecond.
         bytes_us: bytes read per microsecond.
@@ -142,23 +154,15 @@ class RooflineTiming(msgspec.Struct, frozen=True, kw_only=True):
         if not 1 <= self.experts_active <= self.experts:
             raise ValueError(f"experts_active ({self.experts_active}) must be 1 to experts ({self.experts})")
 
-    def step_us(
-        self,
-        *,
-        prefill_tokens: int,
-        prefill_attended: int,
-        decode_sequences: int,
-        decode_tokens: int,
-        cache_tokens: int,
-    ) -> int:
-        """Return the duration by the class's formula, rounded, at least 1."""
-        tokens = prefill_tokens + decode_sequences
+    def step_us(self, work: StepWork) -> int:
+        """Return the rounded duration, in microseconds, at least 1. See `EngineTiming.step_us`."""
+        tokens = work.prefill_tokens + work.decode_sequences
         flops = (
             self.flops_token * tokens
-            + self.flops_sampled * decode_sequences
-            + self.flops_pair * (prefill_attended + decode_tokens)
+            + self.flops_sampled * work.decode_sequences
+            + self.flops_pair * (work.prefill_attended + work.decode_tokens)
         )
-        read = self.bytes_weights + self.bytes_kv_token * (prefill_tokens + decode_tokens)
+        read = self.bytes_weights + self.bytes_kv_token * (work.prefill_tokens + work.decode_tokens)
         if self.bytes_experts:
             read += self.bytes_experts * (1.0 - _power(1.0 - self.experts_active / self.experts, tokens))
         busy_us = max(flops / self.flops_us, read / self.bytes_us)

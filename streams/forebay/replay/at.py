@@ -16,10 +16,17 @@ from forebay.events.decisions import OwnerClaimed
 from forebay.events.fleet import OwnershipAnnounced, WorkerLost
 from forebay.events.requests import RequestSubmitted
 from forebay.events.topics import DECISIONS, FLEET, REQUESTS
-from forebay.replay.moment import LossFacts, Moment, loss_of, moment_of
+from forebay.replay.moment import LaterFacts, LossFacts, Moment, loss_of, moment_of
 from forebay.replay.walk import Start, Step, Walk, before, oldest
 from forebay.transport.base import Log, LogError
-from forebay.transport.history.reader import Validity, decode_journal, decode_or_none, journal, journal_records
+from forebay.transport.history.reader import (
+    Validity,
+    decode_journal,
+    decode_or_none,
+    events_of,
+    journal,
+    journal_records,
+)
 from forebay.transport.recording.manifest import utc
 
 LOST_MAX = 1_024  # only the most recently lost workers are reported
@@ -49,12 +56,14 @@ class Position:
         world: the state right after `step`, or the state at which the derivation began if `step` is None.
         step: the last derived journal record and its input events; None if there is none yet.
         start: journal offset at which the derivation began.
+        later: events after `step`. If some of them were applied, `forward` must not be called again.
     """
 
     def __init__(self, log: Log, partition: int, start: Start, end: int) -> None:
         self.world = start.world
         self.step: Step | None = None
         self.start = start.offset
+        self.later = LaterFacts()
         self._log = log
         self._partition = partition
         self._walk = Walk(log, partition, start, end)
@@ -92,7 +101,7 @@ class Position:
         """
         if self._lost_before is None:
             self._lost_before = await self._read_losses()
-        return moment_of(
+        found = moment_of(
             self.world,
             offset=self.offset,
             owner_id=await self._owner_id(),
@@ -102,40 +111,27 @@ class Position:
             timeouts_us=await self._read_timeouts(),
             unverified=self._walk.unverified,
         )
+        return msgspec.structs.replace(found, later=self.later)
 
     def _note_loss(self, event: WorkerLost, worker: FleetWorker) -> None:
         self._lost.append(loss_of(self.world, event, worker))
 
     async def _owner_id(self) -> str:
-        epoch = self.world.owner_epoch
-        if epoch >= await self._log.begin(DECISIONS.name, self._partition):
-            for record in await self._log.read(DECISIONS.name, self._partition, epoch, 1):
-                claimed = decode_journal(record)
-                if isinstance(claimed, OwnerClaimed):
-                    return claimed.owner_id
-        return ""
+        claimed = await read_claim(self._log, self._partition, self.world.owner_epoch)
+        return "" if claimed is None else claimed.owner_id
 
     async def _read_losses(self) -> list[LossFacts]:
         """Return the workers that were lost before the derivation began. Their load and cache are unknown."""
         found: dict[tuple[str, int], LossFacts] = {}
         epoch = -1
-        offset = await self._log.begin(FLEET.name, self._partition)
-        while offset < self._fleet_start:
-            limit = min(PAGE_RECORDS, self._fleet_start - offset)
-            records = await self._log.read(FLEET.name, self._partition, offset, limit)
-            for record in records:
-                event = decode_or_none(FLEET, record.value)
-                if isinstance(event, OwnershipAnnounced):
-                    epoch = max(epoch, event.owner_epoch)
-                elif isinstance(event, WorkerLost) and event.owner_epoch >= epoch:
-                    loss = LossFacts(
-                        worker_id=event.worker_id,
-                        worker_epoch=event.worker_epoch,
-                        reason=event.reason,
-                        at_us=event.at_us,
-                    )
-                    found.setdefault((event.worker_id, event.worker_epoch), loss)
-            offset = records[-1].offset + 1 if records else self._fleet_start
+        async for offset, event in events_of(self._log, FLEET, self._partition):
+            if offset >= self._fleet_start:
+                break
+            if isinstance(event, OwnershipAnnounced):
+                epoch = max(epoch, event.owner_epoch)
+            elif isinstance(event, WorkerLost) and event.owner_epoch >= epoch:
+                loss = msgspec.convert(event, LossFacts, from_attributes=True)
+                found.setdefault((event.worker_id, event.worker_epoch), loss)
         return list(found.values())[-LOST_MAX:]
 
     async def _read_timeouts(self) -> dict[int, int]:
@@ -153,6 +149,17 @@ class Position:
                     known[record.offset] = event.timeout_us
         self._timeouts_us = known
         return known
+
+
+async def read_claim(log: Log, partition: int, owner_epoch: int) -> OwnerClaimed | None:
+    """Return the claim with which an owner epoch began, or None if the log does not hold it. Raises LogError."""
+    if owner_epoch < await log.begin(DECISIONS.name, partition):
+        return None
+    for record in await log.read(DECISIONS.name, partition, owner_epoch, 1):
+        claimed = decode_journal(record)
+        if isinstance(claimed, OwnerClaimed):
+            return claimed
+    return None
 
 
 async def seek(log: Log, partition: int, offset: int | None = None, custom: CustomPolicies = ONLY_BUILT_IN) -> Position:
@@ -183,7 +190,7 @@ async def offset_at(log: Log, partition: int, time_us: int) -> int:
     """Return the offset of the last valid journal record written at or before `time_us` on the owner's clock.
 
     Raises:
-        NoSuchRecord: the recording begins after `time_us` or ends before it.
+        NoSuchRecord: the recording begins after `time_us`.
         LogError: the log is damaged, or holds no state to derive from.
     """
     begin, end = await _extent(log, partition)
@@ -208,11 +215,6 @@ async def offset_at(log: Log, partition: int, time_us: int) -> int:
             return found
         if clock_us:
             found = offset
-    if clock_us < time_us:
-        raise NoSuchRecord(
-            f"the recording ends at {utc(clock_us)} on its owner's clock, before the requested time; give an earlier "
-            "time"
-        )
     return found
 
 

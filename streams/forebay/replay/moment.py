@@ -211,8 +211,25 @@ class RequestFacts(Fact, frozen=True, kw_only=True):
     kept_for_us: int = 0
 
 
+class LaterFacts(Fact, frozen=True, kw_only=True):
+    """Events after the journal record of a moment. Each dict has the number of events by topic.
+
+    Attributes:
+        requested_us: requested time in microseconds since 1970; None if a record was requested.
+        applied: applied events. The next journal record shows that the owner had applied them by the requested time.
+        unrecorded: applied events after the last journal record. No record shows whether the owner had applied them by
+            the requested time.
+        not_applied: events after the last journal record, by the requested time, that the state does not contain.
+    """
+
+    requested_us: int | None = None
+    applied: dict[str, int] = {}
+    unrecorded: dict[str, int] = {}
+    not_applied: dict[str, int] = {}
+
+
 class Moment(Fact, frozen=True, kw_only=True):
-    """The state of a group right after a journal record.
+    """The state of a group after a journal record.
 
     Attributes:
         offset: offset of that record, the last valid record at or before the requested offset.
@@ -231,6 +248,7 @@ class Moment(Fact, frozen=True, kw_only=True):
         requests: active requests, oldest first.
         sessions: number of sessions.
         unverified: number of records and events that the derivation skipped, by the kind of problem.
+        later: events after the record, as far as they are known.
     """
 
     offset: int
@@ -249,6 +267,7 @@ class Moment(Fact, frozen=True, kw_only=True):
     requests: list[RequestFacts]
     sessions: int
     unverified: dict[str, int]
+    later: LaterFacts = LaterFacts()
 
 
 def pools_of(world: World) -> list[PoolFacts]:
@@ -359,14 +378,7 @@ def _rank(world: World, cursor: IndexCursor) -> RankFacts:
         decode_blocks=load.decode_blocks,
         active_requests=load.active_requests,
         computed_tokens=load.computed_tokens,
-        reported=None
-        if report is None
-        else ReportFacts(
-            running=report.running,
-            waiting=report.waiting,
-            kv_blocks_used=report.kv_blocks_used,
-            kv_blocks_total=report.kv_blocks_total,
-        ),
+        reported=None if report is None else msgspec.convert(report, ReportFacts, from_attributes=True),
         blocks={tier: world.index.blocks_held(worker_id, rank, tier) for tier in TIERS},
         last_seq=cursor.last_seq,
         resync=cursor.resync,

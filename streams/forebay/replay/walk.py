@@ -14,7 +14,7 @@ from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies, PolicyM
 from forebay.core.step import CLOCK, AnyDecision
 from forebay.core.world import World
 from forebay.events.codec import encode
-from forebay.events.decisions import JournalRecord, OwnerClaimed, SnapshotTaken
+from forebay.events.decisions import JournalRecord, SnapshotTaken
 from forebay.events.topics import DECISIONS, INPUTS, SNAPSHOTS
 from forebay.transport.base import Log, LogError, PolicyNotAllowed
 from forebay.transport.history.reader import (
@@ -25,7 +25,9 @@ from forebay.transport.history.reader import (
     load_snapshot,
     newest_snapshot,
     require_readable,
+    snapshots_taken,
 )
+from forebay.transport.history.start import begins_of
 
 # Names of what a walk may skip.
 FOREIGN_RECORDS, UNREAD_FIELDS, UNKNOWN_EVENTS = "foreign-records", "unread-fields", "unknown-events"
@@ -161,17 +163,11 @@ async def oldest(log: Log, partition: int, end: int, custom: CustomPolicies = ON
     Raises:
         LogError: the log holds no usable state.
     """
-    begins = await _begins(log, partition)
+    begins = await begins_of(log, partition)
     if not any(begins.values()):
         return Start(World(custom), 0)
-    epoch = -1
-    async for record in journal_records(log, partition, begins[DECISIONS.name], end):
-        decision = decode_journal(record)
-        if isinstance(decision, OwnerClaimed):
-            epoch = record.offset
-        if not isinstance(decision, SnapshotTaken) or decision.owner_epoch < epoch:
-            continue
-        start = await _start_of(log, partition, decision, begins, custom)
+    async for _, taken in snapshots_taken(log, partition, begins[DECISIONS.name], end):
+        start = await _start_of(log, partition, taken, begins, custom)
         if start is not None:
             return start
     text = f"control partition {partition} cannot be replayed: the log has neither the beginning of the partition nor a"
@@ -185,7 +181,7 @@ async def before(log: Log, partition: int, offset: int, custom: CustomPolicies =
     Raises:
         LogError: the log holds no usable state before that record.
     """
-    begins = await _begins(log, partition)
+    begins = await begins_of(log, partition)
     end = await log.end(DECISIONS.name, partition)
     taken = await newest_snapshot(log, partition, min(offset + 1, end))
     if taken is not None:
@@ -197,10 +193,6 @@ async def before(log: Log, partition: int, offset: int, custom: CustomPolicies =
         text = f"journal offset {offset} is before the oldest state that can be restored; give {start.offset} or higher"
         raise LogError(text)
     return start
-
-
-async def _begins(log: Log, partition: int) -> dict[str, int]:
-    return {topic.name: await log.begin(topic.name, partition) for topic in (*INPUTS, DECISIONS, SNAPSHOTS)}
 
 
 async def _start_of(

@@ -1,4 +1,4 @@
-"""Search for the highest speed at which a service meets its SLO: bracket, then bisect.
+"""Search for the highest speed at which a service meets its SLO: try nearly zero load, bracket, then bisect.
 
 The search assumes that attainment falls monotonically with speed. Speeds are halved, doubled and averaged in pairs.
 These operations do not round, so every machine tries the same speeds.
@@ -36,7 +36,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     """Result of the search for the highest speed that meets the SLO.
 
     Attributes:
-        answer: `found`, `never` (no tried speed meets the SLO) or `always` (every tried speed meets the SLO).
+        answer: `found`, `never` (nearly zero load misses the SLO) or `always` (every tried speed meets the SLO).
         step: the highest tried speed that meets the SLO; None if `answer` is `never`.
         steps: all tried speeds, in the order of the trials.
         monotone: whether attainment never rose with the speed, as the search assumes.
@@ -51,21 +51,28 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
 def search(measure: Callable[[float], SpeedTrial], start: float, tolerance: float = TOLERANCE) -> Capacity:
     """Find the highest speed at which the service still meets its SLO.
 
+    The first trial is at nearly zero load, a thousandth of `start`. If it misses the SLO, it is the only trial.
+
     Args:
         measure: function that runs the workload at a given speed and returns the result.
-        start: first speed to try.
+        start: second speed to try.
         tolerance: the search stops when the gap between the highest speed that meets the SLO and the lowest that misses
             it is at most this share of the speed.
     """
-    steps = [measure(start)]
-    factor = 2.0 if steps[0].holds else 0.5
-    for _ in range(DOUBLINGS_MAX):
-        if steps[-1].holds is not steps[0].holds:
-            break
-        steps.append(measure(steps[-1].speed * factor))
-    if steps[-1].holds is steps[0].holds:
-        return _capacity("always" if steps[0].holds else "never", steps)
-    low, high = sorted(step.speed for step in steps[-2:])
+    idle = measure(start * 0.5**DOUBLINGS_MAX)
+    if not idle.holds:
+        return _capacity("never", [idle])
+    steps = [idle, measure(start)]
+    if steps[-1].holds:
+        while steps[-1].holds:
+            if len(steps) == DOUBLINGS_MAX + 2:
+                return _capacity("always", steps)
+            steps.append(measure(steps[-1].speed * 2.0))
+        low, high = steps[-2].speed, steps[-1].speed
+    else:
+        while not steps[-1].holds and steps[-1].speed > 2.0 * idle.speed:
+            steps.append(measure(steps[-1].speed * 0.5))
+        low, high = (steps[-1].speed, steps[-2].speed) if steps[-1].holds else (idle.speed, steps[-1].speed)
     while high > low * (1.0 + tolerance):
         steps.append(measure((low + high) / 2))
         low, high = (steps[-1].speed, high) if steps[-1].holds else (low, steps[-1].speed)

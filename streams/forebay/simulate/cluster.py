@@ -60,6 +60,7 @@ class SimulatedCluster:
         routed: last routing decision of each of the first `EXPLAINED_MAX` requests, by index in `requests`.
         lasted_us: virtual time at which the last client got the end of its response, or its failure.
         now_us: current virtual time.
+        ranks: rank of each number.
     """
 
     def __init__(
@@ -89,8 +90,8 @@ class SimulatedCluster:
         self._hops = hops
         self._digest = sha256()
         self._disaggregated = False
-        self._ranks: dict[HolderKey, EngineRank] = {}
-        self._numbered: dict[int, EngineRank] = {}
+        self._rank_of: dict[HolderKey, EngineRank] = {}
+        self.ranks: dict[int, EngineRank] = {}
         self._recorder = Recorder()
         self._output_events = EventQueue()  # ends of steps, and records from workers
         self._work_events = EventQueue()  # events that may give work to engines
@@ -106,8 +107,8 @@ class SimulatedCluster:
 
     def add(self, rank: EngineRank) -> None:
         """Add a rank, which may replace a dead rank. Its worker may join the fleet before or after this call."""
-        self._ranks[rank.spec.worker_id, rank.rank] = rank
-        self._numbered[rank.number] = rank
+        self._rank_of[rank.spec.worker_id, rank.rank] = rank
+        self.ranks[rank.number] = rank
         self._disaggregated |= rank.spec.role == "prefill"
 
     def play(self, arrivals: Arrivals, on_arrived: OnArrived) -> None:
@@ -143,9 +144,24 @@ class SimulatedCluster:
                 self._begin_steps()
         arrivals.close()
 
-    def apply(self, topic: Topic, event: InputEvent) -> None:
-        """Apply one record of `topic`, and then the records that it causes at once."""
-        self._apply_records(topic, (event,))
+    def apply(self, topic: Topic, *events: InputEvent) -> None:
+        """Apply records of `topic`, each followed by the records that it causes at once."""
+        for event in events:
+            decided = self.derive(topic, event)
+            if decided or len(self.world.consumed) >= CONSUMED_RUNS_MAX:
+                self._execute(decided)
+            if self._records:
+                self._apply_all()
+
+    def derive(self, topic: Topic, event: InputEvent) -> list[AnyDecision]:
+        """Apply one record to the world at the current time, and return the decisions. Subclasses may store it."""
+        decided = [] if self._opened_us == self.now_us else self._open()
+        decided += step(self.world, topic.name, event, self.now_us)
+        return decided
+
+    def journal(self, record: JournalRecord) -> None:
+        """Add a record of the owner's journal to the digest. Subclasses may store it."""
+        self._digest.update(encode(DECISIONS, record) + b"\n")
 
     def at(self, at_us: int, action: Callable[[], object]) -> None:
         """Schedule an action for `at_us`, for example one that gives work to an engine."""
@@ -168,7 +184,7 @@ class SimulatedCluster:
 
     def digest(self) -> str:
         """Return the hash, in hexadecimal, of all decisions and of the final state. Call once, at the end."""
-        self._seal(advance(self.world))
+        self.journal(advance(self.world))
         return self._digest.hexdigest()
 
     def timeline(self) -> UtilizationTimeline:
@@ -176,7 +192,7 @@ class SimulatedCluster:
         return self._recorder.end(*self._state())
 
     def _state(self) -> tuple[int, int, Mapping[int, EngineRank]]:
-        return len(self.world.queues), len(self.world.fleet), self._numbered
+        return len(self.world.queues), len(self.world.fleet), self.ranks
 
     def _arrive(self, arrival: Arrival) -> None:
         event = arrival.event
@@ -207,27 +223,13 @@ class SimulatedCluster:
     def _deliver(self, hop: Hop | None, topic: Topic, events: Sequence[InputEvent], queue: EventQueue) -> None:
         """Deliver records that were sent together to the router, after the latency of `hop`."""
         if hop is not None:
-            queue.put(hop.arrives(self.now_us), partial(self._apply_records, topic, events))
+            queue.put(hop.arrives(self.now_us), partial(self.apply, topic, *events))
             return
-        self._apply_records(topic, events)
-
-    def _apply_records(self, topic: Topic, events: Sequence[InputEvent]) -> None:
-        """Apply records of `topic`, each followed by the records that it causes at once."""
-        world, now_us, name = self.world, self.now_us, topic.name
-        for event in events:
-            decided = [] if self._opened_us == now_us else self._open()
-            decided += step(world, name, event, now_us)
-            if decided or len(world.consumed) >= CONSUMED_RUNS_MAX:
-                self._execute(decided)
-            if self._records:
-                self._apply_all()
+        self.apply(topic, *events)
 
     def _apply_all(self) -> None:
         while self._records:
-            topic, event = self._records.popleft()
-            decided = self._open()
-            decided += step(self.world, topic.name, event, self.now_us)
-            self._execute(decided)
+            self._execute(self.derive(*self._records.popleft()))
 
     def _open(self) -> list[AnyDecision]:
         """Advance the clock of the world. Once per time is enough, because deadlines are always in the future."""
@@ -239,14 +241,11 @@ class SimulatedCluster:
     def _execute(self, decided: list[AnyDecision]) -> None:
         """Journal the decisions like an owner, then execute them."""
         for decision in decided:
-            self._seal(decision)
+            self.journal(decision)
         if len(self.world.consumed) >= CONSUMED_RUNS_MAX:
-            self._seal(advance(self.world))
+            self.journal(advance(self.world))
         for decision in decided:
             self._act(decision)
-
-    def _seal(self, record: JournalRecord) -> None:
-        self._digest.update(encode(DECISIONS, record) + b"\n")
 
     def _act(self, decision: AnyDecision) -> None:
         """Execute a decision."""
@@ -271,12 +270,12 @@ class SimulatedCluster:
         worker = self.world.fleet.get(target.worker_id)
         assert worker is not None, "KV is released only at members"
         for number in worker.spec.ranks:
-            holder = self._ranks[target.worker_id, number]
+            holder = self._rank_of[target.worker_id, number]
             if holder.retains(request_id, prefill_attempt):
                 self._send(holder, partial(self._release, holder, request_id, prefill_attempt))
 
     def _route(self, routed: RequestRouted) -> None:
-        rank = self._ranks[routed.worker_id, routed.rank]
+        rank = self._rank_of[routed.worker_id, routed.rank]
         request = self._active.get(routed.request_id)
         if request is not None:
             request.assign(rank, routed)
@@ -362,7 +361,7 @@ class SimulatedCluster:
             for _, rank in sorted(self._ready.items()):
                 if rank.spec.role == "prefill" and rank.step is None:  # its KV was fetched without delay
                     self._begin_prefill(rank)
-        until_us = self._lookahead_us(alone=alone)
+        until_us = self.lookahead_us(alone=alone)
         for rank in ready:
             self._begin_step(rank, until_us if self._speedup == 1.0 else int(until_us * self._speedup))
 
@@ -387,7 +386,7 @@ class SimulatedCluster:
             rank.began_us, rank.ends_us = self.now_us, self.now_us + lasts_us
             self._queue_of(rank).put(rank.ends_us, partial(self._end_step, rank))
 
-    def _lookahead_us(self, *, alone: bool) -> int:
+    def lookahead_us(self, *, alone: bool) -> int:
         """Return for how many us no event can add or remove work. `alone`: only one engine starts a step now."""
         if len(self.world.queues):
             return 0  # a queued request may be dispatched as soon as another engine has capacity

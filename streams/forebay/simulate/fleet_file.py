@@ -19,17 +19,14 @@ from forebay.simulate.settings import (
     PARTS,
     TIME_S_MAX,
     WORKERS_MAX,
-    Bandwidth,
     Delay,
     Delays,
-    KvBytes,
     LifeCycleSettings,
     PoolRole,
     PoolSettings,
     Seconds,
     Settings,
     SettingsUnusable,
-    Time,
     Transfer,
     WorkerFault,
     WorkerGroup,
@@ -66,7 +63,7 @@ class _Workers(_Table, frozen=True, kw_only=True):
     count: Count
     engine: str = MOCKER
     block_size: Size | None = None
-    blocks: Size | None = None
+    kv_blocks: Size | None = None
     max_num_seqs: Size | None = None
     max_num_batched_tokens: Size | None = None
     gpus: Gpus | None = None
@@ -111,20 +108,14 @@ class _LifeCycle(_Table, frozen=True, kw_only=True):
     mtbf_s: Seconds = 0.0
     repair_s: Seconds = 60.0
     cold_start_s: Seconds = 0.0
-    lease_ttl_s: Seconds = 10.0
-
-
-class _Transfer(_Table, frozen=True, kw_only=True):
-    kv_bytes_per_token: KvBytes = Transfer().kv_bytes_per_token
-    kv_transfer_bandwidth: Bandwidth = Transfer().kv_transfer_bandwidth
-    kv_transfer_latency_us: Time = Transfer().kv_transfer_latency_us
+    lease_ttl_s: Seconds = 3.0
 
 
 class _File(_Table, frozen=True, kw_only=True):
     pools: tuple[_Pool, ...]
     delays: str | _Delays | None = None
     life: _LifeCycle | None = None
-    transfer: _Transfer | None = None
+    transfer: Transfer | None = None
     faults: tuple[_Fault, ...] = ()
     starts: tuple[_Start, ...] = ()
 
@@ -207,10 +198,7 @@ def _fleet(described: _File, folder: Path) -> FleetDescription:
                 for one in described.starts
             ),
         )
-    transfer = None
-    if described.transfer is not None:
-        transfer = Transfer(**msgspec.structs.asdict(described.transfer))
-    return FleetDescription(pools=pools, delays=_delays(described.delays), life=life, transfer=transfer)
+    return FleetDescription(pools=pools, delays=_delays(described.delays), life=life, transfer=described.transfer)
 
 
 def _group(one: _Workers, folder: Path, where: str) -> WorkerGroup:
@@ -220,7 +208,7 @@ def _group(one: _Workers, folder: Path, where: str) -> WorkerGroup:
         raise _KeyUnusable(f"{where}.engine", str(error)) from error
     sizes = {
         "block_size": one.block_size,
-        "blocks": one.blocks,
+        "kv_blocks": one.kv_blocks,
         "max_num_seqs": one.max_num_seqs,
         "max_num_batched_tokens": one.max_num_batched_tokens,
     }

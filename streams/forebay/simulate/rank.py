@@ -1,5 +1,7 @@
 """One simulated rank: its engine model and the events that it emits."""
 
+from typing import Any, TypeVar
+
 import msgspec
 
 from forebay.core.routing.policies import BUILT_IN
@@ -23,12 +25,15 @@ from forebay.events.progress import (
     FirstTokenEmitted,
     PrefillFailed,
     PrefillFinished,
+    ProgressEvent,
     RequestFailed,
     RequestFinished,
     TransferFailed,
 )
 from forebay.events.transfer import Prefilled
 from forebay.simulate.delays import NO_HOPS, Hops
+
+P = TypeVar("P", bound=ProgressEvent)
 
 LOAD_INTERVAL_US = 100_000  # the reporting interval of live workers
 
@@ -123,32 +128,24 @@ class EngineRank:
     def cache_change(self, change: CacheChange) -> BlocksStored | BlocksRemoved:
         """Return the KV event for a change of the cache."""
         self._kv_seq += 1
-        hashes = pack_u64(change.hashes)
-        if isinstance(change, Stored):
-            return BlocksStored(
-                worker_id=self.spec.worker_id,
-                worker_epoch=self.worker_epoch,
-                seq=self._kv_seq,
-                rank=self.rank,
-                sequence_hashes=hashes,
-                parent_hash=change.parent,
-            )
-        return BlocksRemoved(
-            worker_id=self.spec.worker_id,
-            worker_epoch=self.worker_epoch,
-            seq=self._kv_seq,
-            rank=self.rank,
-            sequence_hashes=hashes,
+        fields: dict[str, Any] = {
+            "worker_id": self.spec.worker_id,
+            "worker_epoch": self.worker_epoch,
+            "seq": self._kv_seq,
+            "rank": self.rank,
+            "sequence_hashes": pack_u64(change.hashes),
+        }
+        return (
+            BlocksStored(parent_hash=change.parent, **fields) if isinstance(change, Stored) else BlocksRemoved(**fields)
         )
 
     def first_token_emitted(self, first: FirstTokenStep, owner_epoch: int) -> FirstTokenEmitted:
         """Return the event for the first token of a response."""
-        return FirstTokenEmitted(
-            request_id=first.request_id,
-            attempt=first.attempt,
-            worker_id=self.spec.worker_id,
-            worker_epoch=self.worker_epoch,
-            owner_epoch=owner_epoch,
+        return self._progress(
+            FirstTokenEmitted,
+            first.request_id,
+            first.attempt,
+            owner_epoch,
             cached_tokens=first.cached_tokens,
             transferred_bytes=first.transferred_bytes,
             transfer_us=first.transfer_us,
@@ -156,34 +153,20 @@ class EngineRank:
 
     def computed(self, one: Computed, prefilled: Prefilled, owner_epoch: int) -> PrefillFinished:
         """Return the event for the end of a prefill for another worker."""
-        return PrefillFinished(
-            request_id=one.request_id,
-            attempt=one.attempt,
-            worker_id=self.spec.worker_id,
-            worker_epoch=self.worker_epoch,
-            owner_epoch=owner_epoch,
-            prefilled=msgspec.structs.replace(prefilled, cached_tokens=one.cached_tokens),
-        )
+        kept = msgspec.structs.replace(prefilled, cached_tokens=one.cached_tokens)
+        return self._progress(PrefillFinished, one.request_id, one.attempt, owner_epoch, prefilled=kept)
 
     def transfer_failed(self, request_id: str, attempt: int, error: str, owner_epoch: int) -> TransferFailed:
         """Return the event for a failed transfer of prefilled KV."""
-        return TransferFailed(
-            request_id=request_id,
-            attempt=attempt,
-            worker_id=self.spec.worker_id,
-            worker_epoch=self.worker_epoch,
-            owner_epoch=owner_epoch,
-            error=error,
-        )
+        return self._progress(TransferFailed, request_id, attempt, owner_epoch, error=error)
 
     def finished(self, end: Finished, owner_epoch: int) -> RequestFinished:
         """Return the event for the end of a request."""
-        return RequestFinished(
-            request_id=end.request_id,
-            attempt=end.attempt,
-            worker_id=self.spec.worker_id,
-            worker_epoch=self.worker_epoch,
-            owner_epoch=owner_epoch,
+        return self._progress(
+            RequestFinished,
+            end.request_id,
+            end.attempt,
+            owner_epoch,
             finish_reason=end.reason,
             output_tokens=end.output_tokens,
             cached_tokens=end.cached_tokens,
@@ -191,35 +174,15 @@ class EngineRank:
 
     def already_finished(self, routed: RequestRouted) -> RequestFinished:
         """Return the end event of an attempt that started after the whole response had been emitted."""
-        return RequestFinished(
-            request_id=routed.request_id,
-            attempt=routed.attempt,
-            worker_id=self.spec.worker_id,
-            worker_epoch=self.worker_epoch,
-            owner_epoch=routed.owner_epoch,
-            finish_reason="length",
-        )
+        attempt = routed.request_id, routed.attempt, routed.owner_epoch
+        return self._progress(RequestFinished, *attempt, finish_reason="length")
 
     def rejected(self, routed: RequestRouted, error: str, status: int) -> RequestFailed | PrefillFailed:
         """Return the event for a request that the engine rejected."""
+        attempt = routed.request_id, routed.attempt, routed.owner_epoch
         if routed.stage == "prefill":
-            return PrefillFailed(
-                request_id=routed.request_id,
-                attempt=routed.attempt,
-                worker_id=self.spec.worker_id,
-                worker_epoch=self.worker_epoch,
-                owner_epoch=routed.owner_epoch,
-                error=error,
-                status=status,
-            )
-        return RequestFailed(
-            request_id=routed.request_id,
-            attempt=routed.attempt,
-            worker_id=self.spec.worker_id,
-            worker_epoch=self.worker_epoch,
-            owner_epoch=routed.owner_epoch,
-            error=error,
-        )
+            return self._progress(PrefillFailed, *attempt, error=error, status=status)
+        return self._progress(RequestFailed, *attempt, error=error)
 
     def report(self) -> LoadReported:
         """Return a load report for the router."""
@@ -232,6 +195,16 @@ class EngineRank:
             kv_blocks_used=load.kv_blocks_used,
             kv_blocks_total=load.kv_blocks_total,
             rank=self.rank,
+        )
+
+    def _progress(self, kind: type[P], request_id: str, attempt: int, owner_epoch: int, **fields: Any) -> P:
+        return kind(
+            request_id=request_id,
+            attempt=attempt,
+            worker_id=self.spec.worker_id,
+            worker_epoch=self.worker_epoch,
+            owner_epoch=owner_epoch,
+            **fields,
         )
 
 

@@ -134,7 +134,7 @@ DELAYS = {
 }
 
 
-class Transfer(msgspec.Struct, frozen=True, kw_only=True):
+class Transfer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Time to move the KV of a prompt from a prefill to a decode worker. The names of the fields are Dynamo's.
 
     Each worker has one outgoing and one incoming link. A link moves the blocks of one request at a time, first come,
@@ -206,7 +206,7 @@ class LifeCycleSettings(msgspec.Struct, frozen=True, kw_only=True):
     mtbf_s: Seconds = 0.0
     repair_s: Seconds = 60.0
     cold_start_s: Seconds = 0.0
-    lease_ttl_s: Seconds = 10.0
+    lease_ttl_s: Seconds = 3.0
 
 
 class SettingsUnusable(ValueError):
@@ -342,13 +342,13 @@ def _require_faults(settings: Settings) -> None:
 
 
 def engine_config(
-    *, block_size: int = 64, blocks: int = 16_384, max_num_seqs: int = 256, max_num_batched_tokens: int = 8_192
+    *, block_size: int = 64, kv_blocks: int = 16_384, max_num_seqs: int = 256, max_num_batched_tokens: int = 8_192
 ) -> EngineConfig:
     """Return the configuration of an engine. The defaults are those of Dynamo's mocker.
 
     Args:
         block_size: tokens per KV block.
-        blocks: KV blocks of the cache.
+        kv_blocks: KV blocks of the cache.
         max_num_seqs: maximum number of running sequences.
         max_num_batched_tokens: maximum number of tokens per step.
 
@@ -358,7 +358,7 @@ def engine_config(
     return EngineConfig(
         vocabulary=None,  # a simulation needs no output text
         block_size=block_size,
-        kv_blocks_total=blocks,
+        kv_blocks_total=kv_blocks,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
     )

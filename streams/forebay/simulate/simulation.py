@@ -30,7 +30,11 @@ ALLOCATIONS_PER_COLLECTION = 70_000  # 100 times the default of CPython
 
 
 class Simulation:
-    """Simulation of one policy on one workload. Create a new instance for each run."""
+    """Simulation of one policy on one workload. Create a new instance for each run.
+
+    Attributes:
+        cluster: the owner and its workers.
+    """
 
     def __init__(self, settings: Settings, router: RouterConfig, custom: CustomPolicies = ONLY_BUILT_IN) -> None:
         """Build the simulated cluster, and schedule the configured starts and faults of workers.
@@ -56,13 +60,13 @@ class Simulation:
         routers = [pool.router or router for pool in settings.pools]
         hops = Hops(settings.delays, settings.seed, ROUTER)
         reports = any(map(needs_reports, routers))
-        self._cluster = SimulatedCluster(world, reports=reports, hops=hops, transfer=settings.transfer)
-        self._processes = WorkerProcesses(settings, self._cluster, OWNER_EPOCH)
+        self.cluster = SimulatedCluster(world, reports=reports, hops=hops, transfer=settings.transfer)
+        self._processes = WorkerProcesses(settings, self.cluster, OWNER_EPOCH)
         claim(world, OWNER_EPOCH, tuple(sorted(custom)))
         for (pool, name, model), role, chosen in zip(names, roles, routers, strict=True):
             block_size = self._block_sizes[model]
             configured = PoolConfigured(pool=name, model=model, block_size=block_size, router=chosen, role=role)
-            self._cluster.apply(CONTROL, configured)
+            self.cluster.apply(CONTROL, configured)
             for group in pool.groups:
                 for _ in range(group.count):
                     self._processes.begin(self._spec(pool, group), group)
@@ -84,7 +88,7 @@ class Simulation:
         Raises:
             WorkloadUnusable: a row of the workload cannot be played.
         """
-        cluster, block_tokens = self._cluster, workload.block_tokens
+        cluster, block_tokens = self.cluster, workload.block_tokens
 
         def submitted(turn: Turn) -> RequestSubmitted:
             return self._submitted(turn, block_tokens)

@@ -96,10 +96,10 @@ class Log(Protocol):
         """
 
     async def begin(self, topic: str, partition: int) -> int:
-        """Return the oldest offset that retention has not removed. Raises LogError."""
+        """Return the oldest offset that retention has not removed. Raises LogError if the log cannot be read."""
 
     async def end(self, topic: str, partition: int) -> int:
-        """Return the offset of the next record to be appended. Raises LogError."""
+        """Return the offset of the next record to be appended. Raises LogError if the log cannot be read."""
 
 
 class Wake(Protocol):

@@ -39,12 +39,12 @@ class Directory:
         self.undecodable = 0
 
     async def start(self) -> None:
-        """Read all existing placements. Raises LogError."""
+        """Read all existing placements. Raises LogError if the log cannot be read."""
         self._tail = self._log.tail(GROUPS.name, PARTITION, 0, self._wake)
         await self.reach(await self._log.end(GROUPS.name, PARTITION))
 
     async def run(self) -> None:
-        """Follow the topic until cancelled. Raises LogError."""
+        """Follow the topic until cancelled. Raises LogError if the log cannot be read."""
         await self._until(lambda: False)
 
     def close(self) -> None:
@@ -53,22 +53,34 @@ class Directory:
             self._tail.close()
 
     def partition_of(self, group: str) -> int | None:
-        """Return the current control partition of a group, or None if it has none. Raises LogError."""
+        """Return the current control partition of a group, or None if it has none.
+
+        Raises LogError if the log cannot be read.
+        """
         self._read()
         return self.groups.partitions.get(group)
 
     def group_in(self, partition: int) -> str | None:
-        """Return the group to which a control partition is assigned, or None if it is free. Raises LogError."""
+        """Return the group to which a control partition is assigned, or None if it is free.
+
+        Raises LogError if the log cannot be read.
+        """
         self._read()
         return self.groups.group_in(partition)
 
     async def placed(self, group: str) -> int:
-        """Wait until a group has a control partition, and return the partition. Raises LogError."""
+        """Wait until a group has a control partition, and return the partition.
+
+        Raises LogError if the log cannot be read.
+        """
         await self._until(lambda: group in self.groups.partitions)
         return self.groups.partitions[group]
 
     async def reach(self, offset: int) -> None:
-        """Wait until every record of `groups` before `offset` has been read. Raises LogError."""
+        """Wait until every record of `groups` before `offset` has been read.
+
+        Raises LogError if the log cannot be read.
+        """
         await self._until(lambda: self._position >= offset)
 
     async def _until(self, condition: Callable[[], bool]) -> None:

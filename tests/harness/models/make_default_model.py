@@ -18,12 +18,50 @@ SENTENCES = 6_000
 SEED = 7
 CONTEXT_TOKENS = 131_072
 START, END, PAD = "<|im_start|>", "<|im_end|>", "<|pad|>"
-CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
+CHAT_TEMPLATE = """\
+{# Tools as in Qwen 2.5 and 3. If thinking is on, the response begins with reasoning, which ends with </think>. #}
+{% if tools %}
+<|im_start|>system
+{% if messages[0].role == "system" %}
+{{ messages[0].content }}
+
+{% endif %}
+# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{% for tool in tools %}
+{{ tool | tojson }}
+{% endfor %}
+</tools>
+
+For each function call, return a JSON object with function name and arguments within <tool_call></tool_call> XML tags:
+<tool_call>
+{"name": <function-name>, "arguments": <args-json-object>}
+</tool_call><|im_end|>
+{% endif %}
+{% for message in messages %}
+{% if not (tools and loop.first and message.role == "system") %}
+<|im_start|>{{ message.role }}
+{{ message.content or "" }}
+{%- for call in message.tool_calls or [] %}
+{{- "\\n" if message.content or not loop.first }}<tool_call>
+{"name": {{ call.function.name | tojson }}, "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>
+{%- endfor %}
+<|im_end|>
+{% endif %}
+{% endfor %}
+{% set effort = reasoning_effort | default("none") %}
+{% if add_generation_prompt %}
+<|im_start|>assistant
+{% if enable_thinking | default(effort not in ("none", "minimal")) %}
+<think>
+{% endif %}
+{% endif %}
+"""
 
 
 def corpus() -> list[str]:

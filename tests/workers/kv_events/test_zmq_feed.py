@@ -247,7 +247,7 @@ async def test_undecodable_batch_is_a_loss(caplog: pytest.LogCaptureFixture) -> 
             await until(lambda: feed.sequence.next_seq == publisher.next_seq)
         assert announced.held == set() and "cannot decode" in announced.lost[0]
         assert feed.counts["undecodable"] == 1 and feed.counts["unknown_event"] == 1
-        assert "rank 3: KV events, batch" in caplog.text
+        assert "rank 3: batch" in caplog.text
 
 
 async def test_invalid_messages_are_counted() -> None:

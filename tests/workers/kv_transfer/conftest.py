@@ -1,9 +1,6 @@
 """Transports in this process and in other processes."""
 
 import asyncio
-import os
-import signal
-import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -11,15 +8,14 @@ from typing import Any
 import pytest
 
 from forebay.events.transfer import Prefilled
-from forebay.workers.kv_transfer.api import Kind, KvTransport, Stats
-from forebay.workers.kv_transfer.transport import Transport, open_transport
+from forebay.workers.kv_transfer.api import Kind, Stats
+from forebay.workers.kv_transfer.transport import KvTransport, open_transport
 from tests.harness.hosts import Host
 from tests.workers.kv_transfer.peer import fill, have, packed, unpacked
-from tests.workers.other_process import PATIENCE_S, ROOT, OtherProcess
+from tests.workers.other_process import PATIENCE_S, QUIET, OtherProcess, running
 
 BLOCK_BYTES = 4096
 BLOCKS = 64
-QUIET = {"NIXL_LOG_LEVEL": "ERROR", "UCX_LOG_LEVEL": "FATAL"}  # UCX logs to where answers are read
 
 __all__ = ["BLOCKS", "BLOCK_BYTES", "Other", "have", "held_for", "other", "transport", "within"]
 
@@ -51,38 +47,17 @@ class Other(OtherProcess):
             while (await self.stats())[1].get(why, 0) < count:
                 pass
 
-    def signal(self, number: int) -> None:
-        os.killpg(self.process.pid, number)  # on another host it is a child of the launcher
-
-    async def kill(self) -> None:
-        self.signal(signal.SIGKILL)
-        await self.process.wait()
-
 
 @asynccontextmanager
 async def other(
     kind: Kind, name: str, *, on: Host | None = None, environment: Mapping[str, str] = QUIET, **changes: Any
 ) -> AsyncIterator[Other]:
     """Run a process with a transport on this host, or on the host `on`."""
-    command = (sys.executable, "-m", "tests.workers.kv_transfer.peer")
-    process = await asyncio.create_subprocess_exec(
-        *(command if on is None else on.command(*command)),
-        cwd=ROOT,
-        env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        limit=1 << 20,
-        start_new_session=True,
-    )
-    one = Other(process)
-    try:
+    async with running("tests.workers.kv_transfer.peer", on=on, environment=environment) as connected:
+        one = Other(*connected)
         options = {"block_bytes": BLOCK_BYTES, "blocks": BLOCKS, "lease_s": 60.0, **changes}
         assert await one.ask(f"open {kind} {name} {packed(options)}") == "done"
         yield one
-    finally:
-        if process.returncode is None:
-            one.signal(signal.SIGKILL)
-        await process.wait()
 
 
 @asynccontextmanager
@@ -100,14 +75,12 @@ async def transport(kind: Kind, name: str, **changes: Any) -> AsyncIterator[tupl
 
 def within(one: KvTransport, fetch_s: float) -> None:
     """Set the timeout of later fetches. Only fetches that must time out may have a short one."""
-    assert isinstance(one, Transport)
-    one._fetch_s = fetch_s
+    one.fetch_s = fetch_s
 
 
 def held_for(one: KvTransport, lease_s: float) -> None:
     """Set the lease of later offers. Only offers that must expire may have a short one."""
-    assert isinstance(one, Transport)
-    one._offers._lease_s = lease_s
+    one.lease_s = lease_s
 
 
 @pytest.fixture(params=["nixl", "tcp"])

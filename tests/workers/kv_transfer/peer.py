@@ -1,8 +1,8 @@
-"""Process with a transport. It obeys commands on its standard input and replies with one line to each."""
+"""Process with a transport. It obeys commands on a socket and replies with one line to each."""
 
 import asyncio
 import base64
-import sys
+import socket
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -11,9 +11,9 @@ import msgspec
 import numpy as np
 
 from forebay.events.transfer import Prefilled
-from forebay.workers.kv_transfer.api import KvTransport
 from forebay.workers.kv_transfer.nixl_agent import TransferError
-from forebay.workers.kv_transfer.transport import open_transport
+from forebay.workers.kv_transfer.transport import KvTransport, open_transport
+from tests.workers.other_process import serve
 
 
 def fill(transport: KvTransport, seed: int) -> None:
@@ -89,9 +89,9 @@ class Peer:
             return error.reason
         return "done"
 
-    async def obey(self, words: list[str]) -> str:
+    async def obey(self, line: str) -> str:
         """Execute a command and return its reply."""
-        match words:
+        match line.split():
             case ["open", kind, name, text]:
                 options = unpacked(text, dict[str, Any])
                 self.transport = await open_transport(
@@ -110,7 +110,7 @@ class Peer:
                 for block in range(self.transport.memory.blocks):
                     self.transport.memory.view(block)[:] = int(version)
                 self.versions[f"v{version}"] = int(version)
-                self.transport._offers._lease_s = float(lease_s)  # type: ignore[attr-defined]
+                self.transport.lease_s = float(lease_s)
                 return packed(prefilled(self.transport, f"v{version}", list(range(self.transport.memory.blocks))))
             case ["fetch", text, into]:
                 return await self.fetch(text, into)
@@ -135,14 +135,8 @@ class Peer:
         return "done"
 
 
-async def main() -> None:
-    """Until the input ends."""
+async def main(channel: socket.socket) -> None:
+    """Obey until the socket is closed."""
     peer = Peer()
-    while line := await asyncio.to_thread(sys.stdin.readline):
-        sys.stdout.write(await peer.obey(line.split()) + "\n")
-        sys.stdout.flush()
+    await serve(channel, peer.obey)
     await peer.transport.close()
-
-
-if __name__ == "__main__":
-    asyncio.run(main())

@@ -13,12 +13,10 @@ pytest.importorskip("nixl_cu12", reason="NIXL (nixl-cu12) is not installed")
 
 from forebay.events.base import hex_digest, pack_u32, pack_u64
 from forebay.events.transfer import Prefilled
-from forebay.workers.kv_transfer import nixl_peers
-from forebay.workers.kv_transfer.api import Kind
+from forebay.workers.kv_transfer import nixl_peers, nixl_thread
 from forebay.workers.kv_transfer.descriptor import BlockLocation, decode_location, encode_location, slots_of
-from forebay.workers.kv_transfer.nixl_agent import TransferError
-from forebay.workers.kv_transfer.nixl_carrier import NixlCarrier
-from forebay.workers.kv_transfer.transport import Transport
+from forebay.workers.kv_transfer.nixl_agent import TransferError, open_agent
+from forebay.workers.kv_transfer.nixl_reads import DROPPED, notify
 from tests.workers.conftest import until
 from tests.workers.kv_transfer.conftest import BLOCK_BYTES, have, transport
 from tests.workers.kv_transfer.peer import prefilled
@@ -162,22 +160,29 @@ async def test_nixl_a_worker_does_not_fetch_from_itself() -> None:
             await holder.fetch(prefilled(holder, "a", [1]), 0, [2])
 
 
-async def test_nixl_invalid_notifications_are_ignored(kind: Kind) -> None:
-    async with transport(kind, "p@4") as (holder, freed):
-        holder.offer("a", [1])
-        assert isinstance(holder, Transport)
-        carrier = holder._carrier
-        if isinstance(carrier, NixlCarrier):
-            for text in ("", "f", "x1", "f-1", "f1e9", "f٣", "f" + "9" * 1000, "f99"):
-                carrier._note(text)
-        else:
-            assert not holder._offers.end(99, "fetched")
-        assert holder.release("a")
+async def test_nixl_invalid_notifications_are_ignored() -> None:
+    async with transport("nixl", "p@4") as (holder, freed):
+        place = decode_location(prefilled(holder, "a", [1]), "nixl", BLOCK_BYTES)
+        agent = open_agent("x@4")
+        agent.add_remote_agent(place.route)
+        for text in ("", "f", "x1", "f-1", "f1e9", "f٣", "f" + "9" * 1000, "f99"):
+            agent.send_notif(place.agent, text.encode())
+        notify(agent, place, DROPPED)
+        await until(lambda: agent.get_new_notifs() or freed)
         assert freed == [("a", "released")]
+        agent.remove_remote_agent(place.agent)
 
 
 async def test_nixl_least_recently_used_holder_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl_peers, "PEERS_MAX", 2)
+    removed: list[str] = []
+
+    class RecordedPeers(nixl_peers.Peers):
+        def forget(self, peer: nixl_peers.Peer) -> None:
+            removed.append(peer.name)
+            super().forget(peer)
+
+    monkeypatch.setattr(nixl_thread, "Peers", RecordedPeers)
     async with (
         transport("nixl", "d@5") as (reader, _),
         transport("nixl", "p@5") as (p, _),
@@ -187,5 +192,4 @@ async def test_nixl_least_recently_used_holder_is_removed(monkeypatch: pytest.Mo
         for turn, holder in enumerate((p, q, p, r, q, p, r)):
             await reader.fetch(prefilled(holder, f"a{turn}", [turn + 9]), 0, [0])
             assert have(reader, [0], [turn + 9], seed=2)
-        carrier = reader._carrier  # type: ignore[attr-defined]
-        assert list(carrier._thread._peers._known) == ["p@5", "r@5"]
+        assert removed == ["q@5", "p@5", "r@5", "q@5"]

@@ -16,7 +16,6 @@ from forebay.events.transfer import Prefilled
 from forebay.workers.kv_transfer import gate, nixl_reads
 from forebay.workers.kv_transfer.api import Kind
 from forebay.workers.kv_transfer.nixl_agent import TransferError
-from forebay.workers.kv_transfer.transport import Transport
 from tests.workers.conftest import until
 from tests.workers.kv_transfer.conftest import BLOCK_BYTES, have, held_for, other, transport, within
 from tests.workers.kv_transfer.peer import prefilled, unpacked
@@ -116,15 +115,23 @@ async def test_nixl_timeout_in_the_queue_does_not_silence_the_holder(
     kind: Kind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gate.FetchLimiter.__init__, "__kwdefaults__", {"fetches_max": 0, "bytes_max": 0})
+    limiters: list[gate.FetchLimiter] = []
+
+    class RecordedLimiter(gate.FetchLimiter):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            limiters.append(self)
+
+    monkeypatch.setattr("forebay.workers.kv_transfer.transport.FetchLimiter", RecordedLimiter)
     async with transport(kind, "p@13") as (holder, _), transport(kind, "d@13") as (reader, _):
-        assert isinstance(reader, Transport)
         await reader.fetch(prefilled(holder, "a", [1]), 0, [0])
-        await reader._gate.enter(1)
+        limiter = limiters[-1]  # of the reader
+        await limiter.enter(1)
         within(reader, 0.2)
         with pytest.raises(TransferError, match="the blocks of p@13 did not arrive"):
             await reader.fetch(prefilled(holder, "b", [2]), 0, [0])
         within(reader, PATIENCE_S)
-        reader._gate.leave(1)
+        limiter.leave(1)
         assert (reader.stats.quarantined_blocks, reader.stats.waiting) == (0, 0)
         await reader.fetch(prefilled(holder, "c", [3]), 0, [0])
         assert have(reader, [0], [3], seed=2)
@@ -208,7 +215,7 @@ async def test_nixl_lease_that_ends_during_a_read_is_detected(monkeypatch: pytes
     async with transport("nixl", "p@10") as (holder, _), transport("nixl", "d@10") as (reader, _):
         offer = prefilled(holder, "a", [1])
         posted: list[int] = []
-        honest, loop = nixl_reads._transfer, asyncio.get_running_loop()
+        honest, loop = nixl_reads.transfer, asyncio.get_running_loop()
 
         def late(*lists: Any) -> Any:
             if posted:  # the word comes after the data
@@ -221,7 +228,7 @@ async def test_nixl_lease_that_ends_during_a_read_is_detected(monkeypatch: pytes
             assert holder.release("a")
             holder.memory.view(1)[:] = 0xEE
 
-        monkeypatch.setattr(nixl_reads, "_transfer", late)
+        monkeypatch.setattr(nixl_reads, "transfer", late)
         with pytest.raises(TransferError, match="p@10 no longer holds these blocks"):
             await reader.fetch(offer, 0, [0])
         assert posted == [1, 1]

@@ -127,9 +127,7 @@ async def test_nixl_invalid_memory_sizes_are_rejected_at_the_start(blocks: int, 
 
 async def test_nixl_missing_package_is_reported_without_a_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "nixl_cu12", None)
-    with pytest.raises(
-        EngineError, match=r"halted; None in sys\.modules\): pip install numpy && pip install --no-deps nixl-cu"
-    ):
+    with pytest.raises(EngineError, match="pip install --no-deps nixl-cu12"):
         await open_transport("nixl", name="p@1", blocks=1, block_bytes=16, on_free=lambda *_: None)
 
 
@@ -175,10 +173,10 @@ def test_nixl_each_lease_ends_at_its_own_time(monkeypatch: pytest.MonkeyPatch) -
     freed: list[tuple[str, FreeReason]] = []
     monkeypatch.setattr(offers, "asyncio", SimpleNamespace(get_running_loop=lambda: clock))
     arena = Arena(4, 64)
-    held = offers.KvOffers(arena, Stats(), 1.0, lambda name, why: freed.append((name, why)))
+    held = offers.KvOffers(arena, Stats(), lambda name, why: freed.append((name, why)))
     for number, name in enumerate("abc"):
         clock.until(number * 0.4)
-        held.add(name, [number], agent="p@1", route=b"x", checksum=False)
+        held.add(name, [number], lease_s=1.0, agent="p@1", route=b"x", checksum=False)
     for now_s, gone in ((0.99, 0), (1.0, 1), (1.39, 1), (1.4, 2), (1.79, 2)):
         clock.until(now_s)
         assert freed == [(name, "expired") for name in "abc"[:gone]]

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 pytest.importorskip("numpy", reason="numpy is not installed")
 pytest.importorskip("nixl_cu12", reason="NIXL (nixl-cu12) is not installed")
 
+from forebay import runtime
 from forebay.workers.kv_transfer import gate
 from forebay.workers.kv_transfer.api import Kind
 from forebay.workers.kv_transfer.nixl_agent import TransferError
-from forebay.workers.kv_transfer.transport import Transport
 from tests.depth import examples
 from tests.workers.conftest import until
 from tests.workers.kv_transfer.conftest import BLOCK_BYTES, BLOCKS, have, other, transport
@@ -102,17 +102,16 @@ async def test_nixl_corrupt_block_is_read_again_and_counted(kind: Kind) -> None:
 
 async def test_nixl_transient_corruption_costs_one_retry(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     async with transport(kind, "p@5") as (holder, freed), transport(kind, "d@5") as (reader, _):
-        assert isinstance(reader, Transport)
-        honest = reader._wrong
+        offload = runtime.offload
         requested: list[int] = []
 
-        def flipped(slots: Any, sums: Any) -> list[int]:
+        async def flip_once(check: Any, slots: Any, sums: Any) -> Any:
             if not requested:
                 reader.memory.view(1)[0] ^= 1  # as if a bit had flipped on the way
             requested.append(len(sums))
-            return honest(slots, sums)
+            return await offload(check, slots, sums)
 
-        monkeypatch.setattr(reader, "_wrong", flipped)
+        monkeypatch.setattr(runtime, "offload", flip_once)
         fetched = await reader.fetch(prefilled(holder, "a", [5, 6, 7], checksum=True), 0, [0, 1, 2])
         assert (fetched.retries, requested) == (1, [3, 1]), "only what was wrong is read again"
         assert have(reader, [0, 1, 2], [5, 6, 7], seed=2)

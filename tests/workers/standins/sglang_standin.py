@@ -136,7 +136,7 @@ class TokenizerManager:
         self.event_loop: Any = None
         self.is_generation = not arguments["is_embedding"]
         self.context_len = arguments["context_length"]
-        self._subprocess_watchdog = Watchdog()
+        self.watchdog = self._subprocess_watchdog = Watchdog()
         self.rid_to_state: dict[str, State] = {}
         self.is_pause = False
         self.retracted = False

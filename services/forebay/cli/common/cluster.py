@@ -1,13 +1,11 @@
 """Options, connections, signal handling and metrics of the commands that run a distributed system."""
 
 import asyncio
-import logging
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import redis
 import typer
@@ -18,7 +16,6 @@ from redis.retry import Retry
 
 from forebay.cli.common.errors import cause_of, explained, fail
 from forebay.cli.common.metrics_server import Probe, metrics_served
-from forebay.cli.common.repeats import CountingHandler
 from forebay.cli.common.shutdown import CLOSE_S, SIGNALS, STOP_S, end_within, ending_within, on_second_signal
 from forebay.events.names import NameInvalid, require_name
 from forebay.transport.base import LeaseError, LogError
@@ -34,8 +31,6 @@ REDIS_TIMEOUT_S = 0.5  # a renewal that hangs is retried long before the lease e
 KafkaOption = Annotated[
     str, typer.Option("--kafka", help="Kafka bootstrap servers, as host:port, separated by commas.")
 ]
-KafkaSource = Annotated[str | None, typer.Option("--kafka", help="Kafka bootstrap server to read from, as host:port.")]
-RedisOption = Annotated[str, typer.Option("--redis", help="Redis URL, as redis://host:port.")]
 NamespaceOption = Annotated[str, typer.Option("--namespace", help="Prefix of Kafka topics and Redis keys.")]
 PropertiesOption = Annotated[
     Path | None,
@@ -44,13 +39,49 @@ PropertiesOption = Annotated[
 MetricsPortOption = Annotated[
     int | None, typer.Option("--metrics-port", min=1, max=65535, help="Serve Prometheus metrics on this port.")
 ]
-MetricsHostOption = Annotated[str, typer.Option("--metrics-host", help="Listen address of the metrics port.")]
-VerboseOption = Annotated[bool, typer.Option("--verbose", "-v", help="Write INFO messages to stderr.")]
 
 KAFKA = "127.0.0.1:19092"
 REDIS = "redis://127.0.0.1:16379"
 NAMESPACE = "forebay"
 LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class KafkaOptions:
+    """Options that select Kafka and the topics of a system."""
+
+    kafka: KafkaOption = KAFKA
+    namespace: NamespaceOption = NAMESPACE
+    kafka_config: PropertiesOption = None
+
+    def settings(self) -> KafkaSettings:
+        """Return the Kafka settings. Raises KafkaUnusable if an option is invalid."""
+        return kafka_settings(self.kafka, self.namespace, self.kafka_config)
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterOptions:
+    """Options that select the Kafka and the Redis of a system."""
+
+    PANEL: ClassVar = "Kafka and Redis"
+
+    kafka: KafkaOption = KAFKA
+    redis: Annotated[str, typer.Option("--redis", help="Redis URL, as redis://host:port.")] = REDIS
+    namespace: NamespaceOption = NAMESPACE
+    kafka_config: PropertiesOption = None
+
+    def cluster(self, metrics_host: str, metrics_port: int | None) -> "Cluster":
+        """Return the addresses that a process uses. Raises KafkaUnusable if an option is invalid."""
+        settings = kafka_settings(self.kafka, self.namespace, self.kafka_config)
+        return Cluster(settings, self.redis, metrics_host, metrics_port)
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceOptions:
+    """Options of the metrics of a process."""
+
+    metrics_port: MetricsPortOption = None
+    metrics_host: Annotated[str, typer.Option("--metrics-host", help="Listen address of the metrics port.")] = LOOPBACK
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,16 +101,6 @@ def kafka_settings(bootstrap: str, namespace: str, properties: Path | None) -> K
     except NameInvalid as error:
         raise KafkaUnusable(f"--namespace: {error}") from error
     return KafkaSettings(bootstrap, namespace, read_properties(properties) if properties else {})
-
-
-def start_logging(*, verbose: bool) -> None:
-    """Log to stderr. A repeated problem is logged once. Warnings of client libraries are logged only if `verbose`."""
-    logging.basicConfig(
-        handlers=[CountingHandler(sys.stderr)],
-        level=logging.INFO if verbose else logging.WARNING,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-    )
-    logging.getLogger("aiokafka").setLevel(logging.INFO if verbose else logging.ERROR)
 
 
 def leases_at(url: str, namespace: str, kind: LeaseKind = "worker") -> RedisLeases:

@@ -1,5 +1,6 @@
 """Errors of commands: a one-line message on stderr, then exit code 2. If an engine failed, the exit code is 1."""
 
+import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,10 +8,10 @@ from typing import NoReturn
 
 import typer
 
+from forebay.cli.common.log_format import logs_json
 from forebay.cli.common.terminal import printable
 from forebay.ingress.errors import Unusable
 from forebay.transport.base import LogError
-from forebay.workers.engine import EngineError
 
 USAGE = 2
 BROKEN = 1
@@ -23,7 +24,11 @@ def explained() -> Iterator[None]:
         yield
     except (LogError, Unusable) as error:
         fail(str(error))
-    except EngineError as error:
+    except Exception as error:
+        from forebay.workers.engine import EngineError  # noqa: PLC0415 - engines take 100 ms, which --help does not need
+
+        if not isinstance(error, EngineError):
+            raise
         complain(str(error))
         raise typer.Exit(BROKEN) from None
 
@@ -42,6 +47,9 @@ def fail(message: str) -> NoReturn:
 
 
 def complain(message: str) -> None:
-    """Print an error on stderr, with the prefix `forebay:`."""
+    """Print an error on stderr, with the prefix `forebay:`. With `--log-format json`, log the error instead."""
+    if logs_json():
+        logging.getLogger("forebay.cli").error("%s", message)
+        return
     lines = "\n".join(printable(line) for line in message.split("\n"))
     sys.stderr.write(f"forebay: {lines}\n")

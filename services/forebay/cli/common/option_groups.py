@@ -1,10 +1,14 @@
-"""Options shared by several commands, as frozen dataclasses. Each field of an option group is one option."""
+"""Options shared by several commands, as frozen dataclasses. Each field of an option group is one option.
+
+A group with a class attribute `PANEL` has a section of that name in `--help`.
+"""
 
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import wraps
 from inspect import Parameter, signature
-from typing import Any, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 
 def spread(command: Callable[..., None]) -> Callable[..., None]:
@@ -36,9 +40,22 @@ def options_of(group: type[Any]) -> Mapping[str, Parameter]:
     """Return the fields of an option group as parameters of a command, by name."""
     hints = get_type_hints(group, include_extras=True)
     return {
-        one.name: Parameter(one.name, Parameter.KEYWORD_ONLY, default=_default_of(one), annotation=hints[one.name])
+        one.name: Parameter(
+            one.name, Parameter.KEYWORD_ONLY, default=_default_of(one), annotation=_in_panel(hints[one.name], group)
+        )
         for one in fields(group)
     }
+
+
+def _in_panel(hint: Any, group: type[Any]) -> Any:
+    """Return the annotation of an option with the section of its group."""
+    panel = getattr(group, "PANEL", None)
+    if panel is None:
+        return hint
+    kind, option = get_args(hint)
+    option = copy(option)
+    option.rich_help_panel = panel
+    return Annotated[kind, option]
 
 
 def _default_of(option: "Field[Any]") -> Any:

@@ -6,6 +6,7 @@ from pathlib import Path
 import typer
 
 from forebay.cli.common.errors import BROKEN, complain, fail
+from forebay.cli.common.extras import require_extra
 
 HEAD_BYTES = 1024  # the first bytes of a report, which contain its title
 
@@ -19,8 +20,9 @@ def require_writable(option: str, path: Path, title: str) -> None:
         title: Text with which the title of each report of the command begins.
 
     Raises:
-        typer.Exit: The file cannot be written, or exists and is not a report of the command.
+        typer.Exit: The file cannot be written, exists and is not a report of the command, or plotly is not installed.
     """
+    require_extra("report", option, "plotly")
     if not path.parent.is_dir():
         fail(f"{option} {path}: no such directory {path.parent}")
     if not path.exists():

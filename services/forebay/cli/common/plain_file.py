@@ -28,7 +28,7 @@ def read_plain_file(path: Path, what: str) -> Any:
     except OSError as error:
         raise Unusable(f"{path}: {error.strerror}") from None
     if len(content) > FILE_BYTES_MAX:
-        raise Unusable(f"{path}: the {what} is larger than {FILE_BYTES_MAX} bytes")
+        raise Unusable(f"{path}: the {what} is larger than {FILE_BYTES_MAX} bytes; check the path")
     try:
         if path.suffix == ".json":
             return msgspec.json.decode(content)

@@ -1,39 +1,58 @@
 """Source of recorded events: a log file, a recording or Kafka, and the group to read."""
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Collection, Sequence
+from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from forebay.cli.common.cluster import kafka_settings
+from forebay.cli.common.cluster import NAMESPACE, NamespaceOption, PropertiesOption, kafka_settings
 from forebay.cli.common.errors import fail
 from forebay.events.topics import DECISIONS, GROUPS, INPUTS, SNAPSHOTS
 from forebay.transport.base import Log
 from forebay.transport.history.groups import groups_of
 from forebay.transport.kafka.log import KafkaLog
+from forebay.transport.kafka.settings import KafkaSettings
 from forebay.transport.kafka.topics import partitions_of
 from forebay.transport.sqlite.log import SqliteLog
 
 LogArgument = Annotated[
-    Path | None,
-    typer.Argument(help="Log file of `forebay up`, or a recording. Exclusive with --kafka."),
+    Path | None, typer.Argument(help="Log file of `forebay up`, or a recording. Exclusive with --kafka.")
 ]
-
 GroupOption = Annotated[str, typer.Option(help="Model to read, if the log has several.")]
 
 
 @dataclass(frozen=True, slots=True)
-class Recording:
+class KafkaSource:
+    """Options that select Kafka as the source of recorded events, unless `kafka` is None."""
+
+    kafka: Annotated[str | None, typer.Option("--kafka", help="Kafka bootstrap server to read from, as host:port.")] = (
+        None
+    )
+    namespace: NamespaceOption = NAMESPACE
+    kafka_config: PropertiesOption = None
+
+    def settings(self) -> KafkaSettings:
+        """Return the Kafka settings. Raises KafkaUnusable if an option is invalid."""
+        assert self.kafka is not None
+        return kafka_settings(self.kafka, self.namespace, self.kafka_config)
+
+    def recording(self, where: Sequence[str], last: str, group: str = "") -> "Recording":
+        """Return the source that the arguments `[LOG] LAST` and these options name. Otherwise end the command."""
+        if len(where) != (1 if self.kafka else 2):
+            fail(f"expected LOG and {last}, or {last} and --kafka")
+        log = None if self.kafka else Path(where[0])
+        return Recording(self.kafka, self.namespace, self.kafka_config, log, group)
+
+
+@dataclass(frozen=True, slots=True)
+class Recording(KafkaSource):
     """Options that select a source of recorded events. Either `log` or `kafka` is set."""
 
-    log: Path | None
-    kafka: str | None
-    namespace: str
-    kafka_config: Path | None
-    group: str
+    log: LogArgument = None
+    group: GroupOption = ""
 
     def require_one_source(self) -> None:
         """End the command with an error unless the options name exactly one source."""
@@ -47,16 +66,12 @@ class Recording:
 
     @asynccontextmanager
     async def source(self) -> AsyncIterator[SqliteLog | KafkaLog]:
-        """Open the log read-only. Raises LogError if it cannot be read."""
+        """Open the log read-only. Raises LogError if the log is unreadable."""
         if self.log is not None:
-            recording = SqliteLog.open(self.log, readonly=True)
-            try:
+            with closing(SqliteLog.open(self.log, readonly=True)) as recording:
                 yield recording
-            finally:
-                recording.close()
             return
-        assert self.kafka is not None
-        settings = kafka_settings(self.kafka, self.namespace, self.kafka_config)
+        settings = self.settings()
         there = await partitions_of(settings)
         missing = [topic.name for topic in (GROUPS, DECISIONS, SNAPSHOTS, *INPUTS) if topic.name not in there]
         if missing:  # the client would retry forever
@@ -69,15 +84,17 @@ class Recording:
 
     @asynccontextmanager
     async def opened(self) -> AsyncIterator[tuple[Log, int]]:
-        """Open the log read-only. Yield it with the group's control partition. Raises LogError if it cannot be read."""
+        """Open the log read-only. Yield the log and the group's control partition. Raises LogError if unreadable."""
         async with self.source() as log:
-            yield log, self._partition(await groups_of(log))
+            placed = await groups_of(log)
+            yield log, placed[self.group_among(placed)]
 
-    def _partition(self, placed: dict[str, int]) -> int:
+    def group_among(self, placed: Collection[str]) -> str:
+        """Return the group to read. If it is not one of the log's groups `placed`, end the command with an error."""
         if self.group in placed:
-            return placed[self.group]
+            return self.group
         if not self.group and len(placed) == 1:
-            return next(iter(placed.values()))
+            return next(iter(placed))
         known = ", ".join(sorted(placed)) or "none"
         problem = f"--group {self.group}: unknown group" if self.group else "--group is required"
         fail(f"{problem}; groups of {self.name} are {known}")

@@ -18,6 +18,24 @@ AT_ONCE_S = 3.0  # seconds to close connections after a second signal
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
+def stop_notice(service: str, in_flight: int, within_s: float) -> str:
+    """Return the line that a service prints after the first signal: what it waits for, and what a second signal does.
+
+    Args:
+        service: Subject of the line, such as `worker w1`; empty for `forebay up`.
+        in_flight: Number of requests in flight.
+        within_s: Maximum seconds to wait for these requests.
+    """
+    subject = f"{service} is shutting down" if service else "shutting down"
+    if not in_flight:
+        return f"forebay: {subject}: no requests in flight"
+    requests = "1 request" if in_flight == 1 else f"{in_flight} requests"
+    return (
+        f"forebay: {subject}: waiting up to {within_s:g} s for {requests} in flight; "
+        "press Ctrl-C again or send a second signal to end at once"
+    )
+
+
 def end_within(seconds: float, why: str) -> threading.Timer:
     """Start a timer that ends this process after `seconds`. Its error message contains the reason `why`."""
     timer = threading.Timer(seconds, _end, [seconds, why])

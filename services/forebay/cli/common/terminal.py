@@ -3,27 +3,33 @@
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import Progress, ProgressColumn
+if TYPE_CHECKING:  # rich takes 100 ms, and --help and errors do not need it
+    from rich.console import Console
+    from rich.progress import Progress, ProgressColumn
 
 WIDTH = 120  # columns, if stdout is not a terminal
 
 
-def results(*, wide: bool = False, soft_wrap: bool = False) -> Console:
+def results(*, wide: bool = False, soft_wrap: bool = False) -> "Console":
     """Return a console for results on stdout.
 
     Args:
         wide: Use at least WIDTH columns. A narrower terminal wraps the lines, and tables are not truncated.
         soft_wrap: Do not break long lines.
     """
+    from rich.console import Console  # noqa: PLC0415
+
     console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False, soft_wrap=soft_wrap)
     return Console(width=max(console.width, WIDTH), highlight=False) if wide else console
 
 
-def bar(*columns: ProgressColumn) -> Progress:
+def bar(*columns: "ProgressColumn") -> "Progress":
     """Return a progress bar on stderr that disappears at its end. It is disabled if stderr is not a terminal."""
+    from rich.console import Console  # noqa: PLC0415
+    from rich.progress import Progress  # noqa: PLC0415
+
     console = Console(stderr=True)
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
@@ -35,6 +41,8 @@ def printable(text: str) -> str:
 
 def in_markup(text: str) -> str:
     """Escape untrusted text for use in rich markup."""
+    from rich.markup import escape  # noqa: PLC0415
+
     return escape(printable(text))
 
 

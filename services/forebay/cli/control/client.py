@@ -9,6 +9,7 @@ import httpx
 import typer
 
 from forebay.cli.common.admin_token import VARIABLE, admin_token
+from forebay.cli.common.connection import advice
 from forebay.cli.common.errors import USAGE, complain, explained, fail
 
 URL = "http://127.0.0.1:8000"
@@ -22,27 +23,27 @@ class IngressClient:
 
     Attributes:
         url: base URL of the ingress.
-        token: token of the admin API; empty if there is none.
+        headers: headers of each request, with the token of the admin API or an API key.
     """
 
     url: str
-    token: str = field(repr=False)
+    headers: Mapping[str, str] = field(repr=False)
 
     def request(self, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float = 0.0) -> httpx.Response:
         """Send a POST request with `body`, or a GET request if it is None. Exit if the ingress does not respond."""
-        headers = {"authorization": f"Bearer {self.token}"} if self.token else {}
         method = "GET" if body is None else "POST"
         address = f"{self.url.rstrip('/')}{path}"
         try:
-            return httpx.request(method, address, json=body, headers=headers, timeout=timeout_s + PATIENCE_S)
+            return httpx.request(method, address, json=body, headers=self.headers, timeout=timeout_s + PATIENCE_S)
         except (httpx.TransportError, httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
-            fail(f"{self.url} does not respond ({error!r}); start a system with `forebay up`")
+            fail(f"{self.url} does not respond ({error!r}); {advice(error)}")
 
 
 def client_for(url: str, token_file: Path | None) -> IngressClient:
     """Return a client for the ingress at `url`, with the admin token from a file or the environment."""
     with explained():
-        return IngressClient(url, admin_token(token_file))
+        token = admin_token(token_file)
+    return IngressClient(url, {"authorization": f"Bearer {token}"} if token else {})
 
 
 def decode_response(url: str, response: httpx.Response, key: str) -> dict[str, Any]:

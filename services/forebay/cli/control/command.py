@@ -7,10 +7,8 @@ from typing import Annotated, Any, get_args
 
 import typer
 from rich.table import Table
-from typer.core import TyperGroup
 
 from forebay.cli.common.admin_token import AdminTokenFileOption
-from forebay.cli.common.errors import fail
 from forebay.cli.common.terminal import in_markup, results
 from forebay.cli.control.client import URL, UrlOption, client_for, decode_response, exit_unless_ok
 from forebay.cli.control.settings import busy_threshold, disaggregation
@@ -21,7 +19,7 @@ ACTIONS: dict[Action, str] = {
     "unload_lora": "Unload an adapter.",
     "list_loras": "List the adapters that workers have loaded.",
     "clear_kv_blocks": "Clear the KV caches of workers.",
-    "sleep": "Free the memory of workers until wake_up.",
+    "sleep": "Free the memory of workers until wake-up.",
     "wake_up": "Wake up sleeping workers.",
     "pause": "Pause workers until resume; requests wait.",
     "resume": "Resume paused workers.",
@@ -29,17 +27,7 @@ ACTIONS: dict[Action, str] = {
 assert set(ACTIONS) == set(get_args(Action)), "every action has a help text"
 
 
-class _Known(TyperGroup):
-    """Group that lists the known commands if a command is unknown."""
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
-        if args and args[0] not in self.commands:
-            fail(f"unknown command {args[0]!r}; commands are: {', '.join(self.commands)}")
-        return super().resolve_command(ctx, args)
-
-
 app = typer.Typer(
-    cls=_Known,
     help="Send commands to workers or change routing settings. Exits 1 on failure.",
     no_args_is_help=True,
 )
@@ -57,7 +45,7 @@ def _command(action: Action) -> Callable[..., None]:
             int, typer.Option(min=1, max=2, help="Sleep level: 1 keeps the weights in host memory, 2 drops them.")
         ] = 1,
         timeout_s: Annotated[
-            float, typer.Option(min=0.001, max=3_600, help="Seconds until a worker must have finished.")
+            float, typer.Option(min=0.001, max=3_600, help="Seconds within which each worker must execute the command.")
         ] = 60.0,
         url: UrlOption = URL,
         admin_token_file: AdminTokenFileOption = None,
@@ -84,9 +72,9 @@ def _command(action: Action) -> Callable[..., None]:
 
 
 for _action, _help in ACTIONS.items():
-    app.command(_action, help=_help)(_command(_action))
+    app.command(_action.replace("_", "-"), help=_help)(_command(_action))
 app.command("disaggregation")(disaggregation)
-app.command("busy_threshold")(busy_threshold)
+app.command("busy-threshold")(busy_threshold)
 
 
 def _table(outcomes: list[dict[str, Any]]) -> Table:

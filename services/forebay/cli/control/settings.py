@@ -1,4 +1,4 @@
-"""`forebay control disaggregation` and `busy_threshold`: show or change routing settings of a running system.
+"""`forebay control disaggregation` and `busy-threshold`: show or change routing settings of a running system.
 
 Values are sent without validation. The ingress validates them and reports errors.
 """
@@ -16,22 +16,33 @@ from forebay.cli.control.client import URL, IngressClient, UrlOption, client_for
 from forebay.events.control import DisaggPolicy
 
 NONE = "none"  # value of an option that disables a threshold
-JsonOption = Annotated[bool, typer.Option("--json", help="Print the settings before and now as one JSON object.")]
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="Print the previous and the current settings as one JSON object.")
+]
 
 
 def disaggregation(
     policy: Annotated[str | None, typer.Option(help=f"Policy: {', '.join(get_args(DisaggPolicy))}.")] = None,
-    max_local_prefill_length: Annotated[str | None, typer.Option(help="Tokens; for the policy classic.")] = None,
-    max_prefill_queue_size: Annotated[str | None, typer.Option(help="Queued requests; for the policy classic.")] = None,
-    eff_isl_threshold: Annotated[str | None, typer.Option(help="Tokens; for the policy isl_bounding.")] = None,
+    max_local_prefill_length: Annotated[
+        str | None, typer.Option(help="Maximum tokens of a local prefill; for classic.")
+    ] = None,
+    max_prefill_queue_size: Annotated[
+        str | None, typer.Option(help="Maximum requests waiting for prefill; for classic.")
+    ] = None,
+    eff_isl_threshold: Annotated[
+        str | None, typer.Option(help="Tokens from which prefill is remote; for isl_bounding.")
+    ] = None,
     eff_isl_ratio_threshold: Annotated[
-        str | None, typer.Option(help="Fraction of the prompt; for the policy isl_bounding.")
+        str | None, typer.Option(help="Uncached fraction of a prompt from which prefill is remote; for isl_bounding.")
     ] = None,
     prefill_busy_threshold: Annotated[
-        str | None, typer.Option(help="Engine steps, or none; for the policy prefill_load.")
+        str | None,
+        typer.Option(
+            help="Engine steps of prompt tokens above which prefill workers are busy, or none; for prefill_load."
+        ),
     ] = None,
     decode_busy_threshold: Annotated[
-        str | None, typer.Option(help="Fraction of a worker's KV blocks, or none.")
+        str | None, typer.Option(help="Fraction of a decode worker's KV blocks above which prefill is remote, or none.")
     ] = None,
     enforce: Annotated[
         bool | None,
@@ -57,11 +68,14 @@ def disaggregation(
 
 def busy_threshold(
     active_decode_blocks_threshold: Annotated[
-        str | None, typer.Option(help="Fraction of a rank's KV blocks, or none.")
+        str | None, typer.Option(help="Fraction of a rank's KV blocks in use above which the rank is busy, or none.")
     ] = None,
-    active_prefill_tokens_threshold: Annotated[str | None, typer.Option(help="Tokens, or none.")] = None,
+    active_prefill_tokens_threshold: Annotated[
+        str | None, typer.Option(help="Waiting prompt tokens above which a rank is busy, or none.")
+    ] = None,
     active_prefill_tokens_threshold_frac: Annotated[
-        str | None, typer.Option(help="Multiple of max_num_batched_tokens, or none.")
+        str | None,
+        typer.Option(help="As --active-prefill-tokens-threshold, as a multiple of max_num_batched_tokens, or none."),
     ] = None,
     url: UrlOption = URL,
     admin_token_file: AdminTokenFileOption = None,

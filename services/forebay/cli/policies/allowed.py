@@ -9,7 +9,7 @@ from forebay.cli.common.terminal import own_stdout
 from forebay.cli.policies.check import require_policy
 from forebay.core.routing.policies import BUILT_IN, CustomPolicies
 from forebay.ingress.errors import Unusable
-from forebay.replay.policies import PolicyUnusable, load_policies
+from forebay.replay.load_policies import PolicyUnusable, load_policies
 
 ALLOW_POLICY = "--allow-policy"
 

@@ -26,24 +26,6 @@ POLICY = "--policy"
 MODE = "router.mode"
 CHANGES_MAX = 256  # each change is applied to every configuration on the log
 
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        SET,
-        metavar="[POOL:]PATH=VALUE",
-        help="Change a field of the pool configuration, such as router.temperature=0.2. Repeatable.",
-    ),
-]
-PolicyOption = Annotated[
-    str | None, typer.Option(POLICY, metavar="MODE", help="Router mode, or policy class as module.Class.")
-]
-PolicyConfigOption = Annotated[
-    Path | None,
-    typer.Option(
-        POLICY_CONFIG, help="Policy file that replaces the recorded configuration. --set and --policy override it."
-    ),
-]
-
 _ANY_POOL = PoolConfigured(pool="any", model="any", block_size=1)
 
 
@@ -64,7 +46,7 @@ class Change:
     text: str
 
     def of(self, pool: PoolConfigured) -> PoolConfigured:
-        """Return a pool's configuration with this change if it is for the pool. Raises Unusable if it is invalid."""
+        """Return the configuration of a pool with this change, if it applies there. Raises Unusable if invalid."""
         if self.pool not in ("", pool.pool):
             return pool
         try:
@@ -134,30 +116,53 @@ class Alternative:
         return " ".join(given + [change.text for change in self.changes])
 
 
-def alternative(sets: list[str] | None, policy: str | None, policy_config: Path | None) -> Alternative:
-    """Parse the three options of a command. A custom policy is checked for determinism.
+@dataclass(frozen=True, slots=True)
+class AlternativeOptions:
+    """Options that define an alternative. Each field is a command-line option."""
 
-    Raises Unusable with the option, the problem and the valid values.
-    """
-    changes = [_change(text) for text in sets or ()]
-    if policy is not None:
-        changes.append(Change("", MODE, policy, f"{POLICY} {policy}"))
-    base = None if policy_config is None else read_policy_file(policy_config)
-    if not changes and base is None:
-        raise Unusable(f"no change; pass {SET} PATH=VALUE, {POLICY} MODE or {POLICY_CONFIG} FILE")
-    if len(changes) > CHANGES_MAX:
-        raise Unusable(f"{len(changes)} changes by {SET} exceed the maximum of {CHANGES_MAX}; use {POLICY_CONFIG}")
-    first: dict[tuple[str, str], Change] = {}
-    for change in changes:
-        other = first.setdefault((change.pool, change.path), change)
-        if other is not change:
-            raise Unusable(f"{other.text} and {change.text} set the same field; pass one of them")
-        if change.path == MODE:
-            _require_policy(change.value, change.text)
-    if base is not None:
-        _require_policy(base.mode, f"{POLICY_CONFIG} {policy_config}")
-    named = frozenset() if policy_config is None else frozenset(named_fields(policy_config, "router."))
-    return Alternative(tuple(changes), base, f"{POLICY_CONFIG} {policy_config}", named)
+    sets: Annotated[
+        list[str] | None,
+        typer.Option(
+            SET,
+            metavar="[POOL:]PATH=VALUE",
+            help="Change a field of the pool configuration, such as router.temperature=0.2. Repeatable.",
+        ),
+    ] = None
+    policy: Annotated[
+        str | None, typer.Option(POLICY, metavar="MODE", help="Router mode, or policy class as module.Class.")
+    ] = None
+    policy_config: Annotated[
+        Path | None,
+        typer.Option(
+            POLICY_CONFIG, help="Policy file that replaces the recorded configuration. --set and --policy override it."
+        ),
+    ] = None
+
+    def alternative(self) -> Alternative:
+        """Return the alternative. A custom policy is checked for determinism.
+
+        Raises Unusable with the option, the problem and the valid values.
+        """
+        changes = [_change(text) for text in self.sets or ()]
+        if self.policy is not None:
+            changes.append(Change("", MODE, self.policy, f"{POLICY} {self.policy}"))
+        base = None if self.policy_config is None else read_policy_file(self.policy_config)
+        if not changes and base is None:
+            raise Unusable(f"no change; pass {SET} PATH=VALUE, {POLICY} MODE or {POLICY_CONFIG} FILE")
+        if len(changes) > CHANGES_MAX:
+            raise Unusable(f"{len(changes)} changes by {SET} exceed the maximum of {CHANGES_MAX}; use {POLICY_CONFIG}")
+        first: dict[tuple[str, str], Change] = {}
+        for change in changes:
+            other = first.setdefault((change.pool, change.path), change)
+            if other is not change:
+                raise Unusable(f"{other.text} and {change.text} set the same field; pass one of them")
+            if change.path == MODE:
+                _require_policy(change.value, change.text)
+        text = f"{POLICY_CONFIG} {self.policy_config}"
+        if base is not None:
+            _require_policy(base.mode, text)
+        named = frozenset() if self.policy_config is None else frozenset(named_fields(self.policy_config, "router."))
+        return Alternative(tuple(changes), base, text, named)
 
 
 def _require_policy(mode: str, given: str) -> None:

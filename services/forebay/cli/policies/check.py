@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from forebay.cli.common.command_class import suggestion
 from forebay.cli.policies.trial import RULE, Trial
 from forebay.core.routing.policies import BUILT_IN
 from forebay.ingress.errors import Unusable
@@ -32,8 +33,8 @@ def require_policy(mode: str) -> None:
     if mode in BUILT_IN:
         return
     if not all(part.isidentifier() for part in mode.split(".")) or "." not in mode:
-        modes = ", ".join(BUILT_IN)
-        raise Unusable(f"unknown router mode {mode!r}; expected one of {modes}, or a policy class as module.Class")
+        hint = suggestion(mode, (*BUILT_IN, "module.Class"), "modes")
+        raise Unusable(f"unknown router mode {mode!r}; {hint}")
     if len(mode) > PATH_CHARS_MAX:
         raise Unusable(f"the path of a policy class has {len(mode)} characters; maximum {PATH_CHARS_MAX}")
     add_current_directory()

@@ -32,7 +32,7 @@ def read_policy_file(path: Path) -> RouterConfig:
 
 
 def named_fields(path: Path, prefix: str) -> Iterator[str]:
-    """Yield `prefix` plus the path of each field in a valid policy file. Raises Unusable if it cannot be read."""
+    """Yield `prefix` plus the path of each field in a valid policy file. Raises Unusable for an unreadable file."""
     parts = [(prefix, read_plain_file(path, "policy file"))]
     for where, part in parts:
         for key, value in part.items():

@@ -13,7 +13,7 @@ import msgspec
 
 from forebay.cli.policies.cases import CASES, case
 from forebay.core.routing.policies import Policy
-from forebay.replay.policies import PolicyUnusable, load_policy
+from forebay.replay.load_policies import PolicyUnusable, load_policy
 
 FAULT_CHARS_MAX = 500  # the text of an exception raised by a policy may have any length and several lines
 RULE = "a policy may use only its world and its request: no state, clock, randomness or file"

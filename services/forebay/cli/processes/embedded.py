@@ -6,20 +6,21 @@ import os
 import signal
 import socket
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import typer
 import uvloop
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import Metric
-from prometheus_client.registry import Collector
 
 from forebay.cli.common.errors import cause_of
+from forebay.cli.common.logs import announce
+from forebay.cli.common.process_metrics import process_registry
+from forebay.cli.common.shutdown import end_within, stop_notice
 from forebay.cli.processes.engines import built, playing, pool_of
+from forebay.cli.processes.listening import Hosts, listening
 from forebay.cli.processes.settings import EmbeddedSettings
 from forebay.core.state.fleet import WorkerPhase
 from forebay.core.world import World
@@ -32,9 +33,9 @@ from forebay.ingress.errors import Unusable
 from forebay.ingress.explain_worker import LogSource
 from forebay.ingress.explainer import Explainer
 from forebay.ingress.http.app import build_app
-from forebay.ingress.http.origin_guard import allowed_hosts
+from forebay.ingress.http.endpoint import Endpoint
 from forebay.ingress.http.protocol import ConnectionLimits, connections_allowed
-from forebay.ingress.http.server import build_server, listen, serve_until_drained
+from forebay.ingress.http.server import build_server, serve_until_drained
 from forebay.ingress.ingress import NO_PREFILL_WORKER, NO_WORKER, Ingress
 from forebay.ingress.metrics import IngressMetrics
 from forebay.ingress.model import Model
@@ -43,23 +44,25 @@ from forebay.live.owner.owner import GroupSettings, Owner
 from forebay.live.owner.retention import Retention
 from forebay.live.owner.retention_metrics import RetentionMetrics
 from forebay.live.owner.start_check import open_checked
+from forebay.replay.status import missing_worker, owner_status
 from forebay.transport.redis.leases import embedded_leases
 from forebay.transport.sqlite.log import SqliteLog
 from forebay.workers.engine import Engine
 from forebay.workers.engines.mock.engine import MockEngine
-from forebay.workers.runtime.kv_metrics import kv_metrics, kv_path
+from forebay.workers.runtime.kv_metrics import kv_path
 from forebay.workers.runtime.lease_keeper import LeaseKeeper
+from forebay.workers.runtime.life_cycle import State
+from forebay.workers.runtime.metrics import WorkerMetrics
 from forebay.workers.runtime.worker import Worker
 
 logger = logging.getLogger(__name__)
 
 PARTITION = 0  # of the control topics: one process serves one group
-DRAIN_S = 7.0  # at most 10 s with CLOSE_S and CUT_S, so that Ctrl-C does not seem to do nothing
+END_S = 10.0  # seconds until the process is ended by force after a second signal; a stop takes about one
 
 OnReady = Callable[[DisaggConfig], None]  # called once requests can be served, with the effective settings
 Caches = dict[tuple[str, int], list[int]]
 Engines = Sequence[tuple[Engine, WorkerSpec]]
-Hosts = frozenset[str] | None  # as `allowed_hosts` returns them
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +73,7 @@ class _System:
     disagg: DisaggConfig  # in effect: includes what an operator set in an earlier process on the same log
 
 
-def run(settings: EmbeddedSettings, host: str, port: int, on_ready: OnReady) -> None:
+def run(settings: EmbeddedSettings, on_ready: OnReady) -> None:
     """Serve until SIGINT or SIGTERM.
 
     Raises:
@@ -83,8 +86,10 @@ def run(settings: EmbeddedSettings, host: str, port: int, on_ready: OnReady) -> 
         built(playing(settings.engine, role), name, pool="", taints=settings.taints[name], kv_events=settings.kv_events)
         for name, role in settings.roles.items()
     ]
-    with listen(host, port) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        hosts = allowed_hosts(host, listener.getsockname()[0], settings.allow_hosts)
+    with (
+        listening(settings.endpoint, settings.ingress) as (listener, hosts),
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+    ):
         runner.run(_serve(settings, engines, model, listener, hosts, on_ready))
 
 
@@ -110,7 +115,7 @@ async def _serve(
     try:
         async with _running(settings, engines, model, hosts) as system:
             _on_signals(loop, stop.set)
-            await _serve_until(stop, system, listener, on_ready)
+            await _serve_until(stop, system, listener, settings.endpoint, on_ready, settings.drain_s)
     except asyncio.CancelledError:
         if not stop.is_set():
             raise
@@ -122,21 +127,28 @@ def _on_signals(loop: asyncio.AbstractEventLoop, act: Callable[[], None]) -> Non
         loop.add_signal_handler(number, act)
 
 
-async def _serve_until(stop: asyncio.Event, system: _System, listener: socket.socket, on_ready: OnReady) -> None:
+async def _serve_until(
+    stop: asyncio.Event,
+    system: _System,
+    listener: socket.socket,
+    endpoint: Endpoint,
+    on_ready: OnReady,
+    drain_s: float,
+) -> None:
     loop = asyncio.get_running_loop()
     limits = ConnectionLimits(system.ingress.metrics.reject, connections_allowed())
-    server = build_server(system.app, lambda: on_ready(system.disagg), limits)
+    server = build_server(system.app, lambda: on_ready(system.disagg), limits, endpoint.tls)
     ingress, drain = system.ingress, system.ingress.drain
-    serving = serve_until_drained(server, listener, drain, ingress.replies.interrupt_all, DRAIN_S)
+    serving = serve_until_drained(server, listener, drain, ingress.replies.interrupt_all, drain_s)
+
+    def end_at_once() -> None:
+        end_within(END_S, "a second signal")
+        drain.hurry()
 
     async def drain_at_signal() -> None:
         await stop.wait()
-        _on_signals(loop, drain.hurry)
-        if drain.in_flight:
-            typer.echo(
-                f"forebay: waits up to {DRAIN_S:g} s for {drain.in_flight} requests in flight; "
-                "a second signal ends them at once"
-            )
+        _on_signals(loop, end_at_once)
+        announce(stop_notice("", drain.in_flight, drain_s))
         drain.begin()
 
     stopping = loop.create_task(drain_at_signal(), name="signal")
@@ -164,12 +176,12 @@ async def _running(settings: EmbeddedSettings, engines: Engines, model: Model, h
         for worker in workers:
             tasks.run(worker.run(), worker.spec.worker_id)
         # Real engines report their sizes only after their start, and the pool is configured with these.
-        await tasks.until(lambda: all(worker.started for worker in workers))
+        await tasks.until(lambda: all(worker.life.state is not State.CREATED for worker in workers))
         block_size = _block_size(workers)
         owner = Owner(log, leases, _group(settings, block_size))
-        registry = CollectorRegistry()
+        registry = process_registry()
         registry.register(OwnerMetrics(owner, settings.engine.settings.model_name))
-        registry.register(_KvMetrics(workers))
+        registry.register(WorkerMetrics(*workers))
         await owner.start(standby)
         caches = _warmed(owner, engines)
         tasks.own(owner)
@@ -187,25 +199,9 @@ async def _running(settings: EmbeddedSettings, engines: Engines, model: Model, h
         explainer = Explainer(source)
         stack.push_async_callback(explainer.close)
         disagg = _disagg(owner.world, settings)
-        yield _System(ingress, build_app(ingress, registry, explainer, hosts), explainer, disagg)
-
-
-class _KvMetrics(Collector):
-    """KV transfer metrics of all workers of this process, merged by name."""
-
-    def __init__(self, workers: Sequence[Worker]) -> None:
-        self._workers = workers
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield the current metrics."""
-        found: dict[str, Metric] = {}
-        for worker in self._workers:
-            for metric in kv_metrics(worker):
-                if metric.name in found:
-                    found[metric.name].samples += metric.samples
-                else:
-                    found[metric.name] = metric
-        yield from found.values()
+        name = settings.engine.settings.model_name
+        app = build_app(ingress, registry, explainer, hosts, lambda: owner_status(log, PARTITION, name, owner.world))
+        yield _System(ingress, app, explainer, disagg)
 
 
 class _Tasks:
@@ -321,12 +317,10 @@ def _admitted(owner: Owner, worker: Worker, caches: Caches) -> bool:
 
 def why_not_ready(world: World, model: str) -> str | None:
     """Return the reason why no request of a model can be served now; None if requests can be served."""
-    pool = world.pool_of(model)
-    if pool is None or not world.roster(pool.pool).ranks:
-        return NO_WORKER
-    disagg = world.disagg.get(pool.pool, pool.router.disagg)
-    needs_prefill = pool.role == "decode" and disagg.enforce and disagg.policy == "always"
-    return NO_PREFILL_WORKER if needs_prefill and world.prefillers_of(pool) is None else None
+    missing = missing_worker(world, model)
+    if missing is None:
+        return None
+    return NO_WORKER if missing == "worker" else NO_PREFILL_WORKER
 
 
 def _disagg(world: World, settings: EmbeddedSettings) -> DisaggConfig:
@@ -346,8 +340,8 @@ def _group(settings: EmbeddedSettings, block_size: int) -> GroupSettings:
             for role in dict.fromkeys(settings.roles.values())
         ),
         policies=settings.policies,
-        snapshot_every=settings.snapshot_every,
-        snapshot_age_s=settings.snapshot_age_s,
+        snapshot_every=settings.snapshots.snapshot_every,
+        snapshot_age_s=settings.snapshots.snapshot_age_s,
         poll_s=min(0.5, settings.lease_ttl_s / 6),
     )
 

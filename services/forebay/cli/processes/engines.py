@@ -7,25 +7,23 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, wraps
+from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
-from inspect import Parameter, signature
 from pathlib import Path
-from typing import Annotated, Any, cast, get_args
+from typing import Annotated, Any, ClassVar, Literal, cast, get_args
 
 import msgspec
 import typer
 
-from forebay.cli.common.errors import explained
+from forebay.cli.common.command_class import suggestion
 from forebay.cli.common.plain_file import kind_of, read_plain_file
+from forebay.cli.processes.model_source import directory_of, find_model
 from forebay.cli.processes.options import (
-    DpSizeOption,
-    KvBytesPerTokenOption,
-    KvChecksumOption,
-    KvLeaseOption,
-    KvTransportOption,
     LorasOption,
+    ModelNameOption,
+    ModelOption,
+    RevisionOption,
     adapters,
     named,
     names,
@@ -34,13 +32,14 @@ from forebay.engine_model.model import EngineConfig
 from forebay.events.control import Role
 from forebay.events.fleet import WorkerSpec
 from forebay.ingress.errors import Unusable
-from forebay.ingress.model import DEFAULT_MODEL, Model, model_name_of, word_token_ids
+from forebay.ingress.model import DEFAULT_MODEL, Model, word_token_ids
 from forebay.simulate.profiles.profile import MOCKER, Profile, load_profile
 from forebay.simulate.profiles.sheets import ProfileUnusable
-from forebay.workers.engine import Engine
+from forebay.workers.engine import Engine, EngineError
 from forebay.workers.engines.encode import EncodeEngine, Encoder
 from forebay.workers.engines.mock.engine import MockEngine
 from forebay.workers.engines.mock.kv import KvSettings
+from forebay.workers.engines.mock.scripts import OutputScripts
 from forebay.workers.engines.service.engine import ServiceEngine
 from forebay.workers.engines.settings import EngineSettings
 from forebay.workers.engines.standin_encoder import StandInEncoder
@@ -52,8 +51,11 @@ DEFAULT_POOL = "default"
 MOCKER_PROFILE = load_profile(MOCKER)
 MOCK_ONLY = {"speedup": "runs at its own speed", "engine_profile": "runs at its own speed"}
 OWN_KV_TRANSFER = "configures KV transfer in --engine-args"
+SIZE_OPTIONS = ("block_size", "kv_blocks", "max_num_seqs", "max_num_batched_tokens", "dp_size")
+KV_OPTIONS = ("kv_transport", "kv_bytes_per_token", "kv_checksum", "kv_lease_s")
 DISAGGREGATED = ("prefill", "decode")
 REACHED = (MOCK, "vllm")  # engines whose worker reports an address from which other workers fetch KV
+WORDS_MAX = 512  # words of strings that a mock engine generates
 NOT_KNOWN = 1  # placeholder for a size that the engine reports after its start
 
 
@@ -115,82 +117,101 @@ class EngineChoice:
         return self.engine.rpartition(":")[2]
 
 
-def engine_choice(
-    engine: Annotated[
-        str,
-        typer.Option(help=ENGINE_HELP),
-    ] = MOCK,
-    model: Annotated[Path | None, typer.Option(help="Model directory. Real engines read weights from it.")] = None,
-    model_name: Annotated[str, typer.Option(help="Model name in the API. Default: the name of the directory.")] = "",
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """Options that select an engine. Each field is a command-line option."""
+
+    PANEL: ClassVar = "Engine"
+
+    engine: Annotated[str, typer.Option(help=ENGINE_HELP)] = MOCK
+    model: ModelOption = None
+    revision: RevisionOption = None
+    model_name: ModelNameOption = ""
     engine_args: Annotated[
         str | None, typer.Option(help="Engine arguments: a YAML or JSON file, or a JSON object.")
-    ] = None,
-    role: Annotated[str, typer.Option(help=f"Worker role: {', '.join(get_args(Role))}.")] = "aggregated",
-    speedup: Annotated[float | None, typer.Option(help="Speed relative to the modelled GPU. Mock engine only.")] = None,
+    ] = None
+    role: Annotated[str, typer.Option(help=f"Worker role: {', '.join(get_args(Role))}.")] = "aggregated"
+    speedup: Annotated[float | None, typer.Option(help="Speed relative to the modelled GPU. Mock engine only.")] = None
     engine_profile: Annotated[
         str | None, typer.Option(help="Engine profile of the mock engine: a file, or mocker. Default: mocker.")
-    ] = None,
-    block_size: Annotated[int | None, typer.Option(min=1, help="Tokens per KV block. Mock default: 64.")] = None,
-    kv_blocks: Annotated[int | None, typer.Option(min=1, help="KV blocks per rank. Mock default: 16384.")] = None,
-    max_num_seqs: Annotated[int | None, typer.Option(min=1, help="Sequences per rank. Mock default: 256.")] = None,
+    ] = None
+    block_size: Annotated[int | None, typer.Option(min=1, help="Tokens per KV block. Mock default: 64.")] = None
+    kv_blocks: Annotated[int | None, typer.Option(min=1, help="KV blocks per rank. Mock default: 16384.")] = None
+    max_num_seqs: Annotated[int | None, typer.Option(min=1, help="Sequences per rank. Mock default: 256.")] = None
     max_num_batched_tokens: Annotated[
         int | None, typer.Option(min=1, help="Maximum tokens per engine step. Mock default: 8192.")
-    ] = None,
-    dp_size: DpSizeOption = 1,
-    lora: LorasOption = None,
-    kv_transport: KvTransportOption = None,
-    kv_bytes_per_token: KvBytesPerTokenOption = None,
-    kv_checksum: KvChecksumOption = None,
-    kv_lease_s: KvLeaseOption = None,
-) -> EngineChoice:
-    """Return the engine that the options select. Sizes that are None are left to the engine. Raises Unusable."""
-    kv = {
-        "kv_transport": kv_transport,
-        "kv_bytes_per_token": kv_bytes_per_token,
-        "kv_checksum": kv_checksum,
-        "kv_lease_s": kv_lease_s,
-    }
-    kv = {name: value for name, value in kv.items() if value is not None}
-    _require_engine(engine, model)
-    _require_own(engine, {"speedup": speedup, "engine_profile": engine_profile, "engine_args": engine_args, **kv})
-    if role not in get_args(Role):
-        raise Unusable(f"--role {role}: unknown role; roles are {', '.join(get_args(Role))}")
-    if speedup is not None and not (math.isfinite(speedup) and speedup > 0):
-        raise Unusable(f"--speedup must be a positive number, not {speedup}")
-    try:
-        profile = load_profile(engine_profile or MOCKER)
-    except ProfileUnusable as error:
-        raise Unusable(f"--engine-profile: {error}") from None
-    called = model_name_of(model, model_name)
-    loras = names("--lora", lora)
-    directories = {} if engine == MOCK else _directories(loras)
-    settings = EngineSettings(
-        model=model or DEFAULT_MODEL,
-        model_name=called,
-        role=cast(Role, role),
-        block_size=block_size,
-        kv_blocks=kv_blocks,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        dp_size=dp_size,
-        loras=directories,
-        arguments={} if engine_args is None else _arguments(engine_args),
-        **cast(dict[str, Any], kv),
-    )
-    return EngineChoice(
-        engine=engine,
-        settings=settings,
-        loras=adapters(tuple(directories) or loras, called),
-        speedup=speedup or 1.0,
-        profile=profile,
-    )
+    ] = None
+    dp_size: Annotated[int, typer.Option(min=1, max=1024, help="Data-parallel ranks per worker.")] = 1
+    lora: LorasOption = None
+    kv_transport: Annotated[
+        Literal["nixl", "tcp"] | None,
+        typer.Option(help="Transport of KV blocks between mock workers. Default: nixl."),
+    ] = None
+    kv_bytes_per_token: Annotated[
+        int | None, typer.Option(min=1, max=1 << 20, help="Bytes of KV per token. Mock engine only. Default: 256.")
+    ] = None
+    kv_checksum: Annotated[
+        bool | None,
+        typer.Option(
+            "--kv-checksum/--no-kv-checksum", help="Verify checksums of received KV blocks. Mock engine only."
+        ),
+    ] = None
+    kv_lease_s: Annotated[
+        float | None,
+        typer.Option(min=0.1, max=3_600.0, help="Seconds that unfetched KV is kept. Mock engine only. Default: 30."),
+    ] = None
+
+    def choice(self) -> EngineChoice:
+        """Return the engine that the options select. Sizes that are None are left to the engine.
+
+        Raises Unusable if the options are invalid or contradict each other.
+        """
+        kv = {name: value for name in KV_OPTIONS if (value := getattr(self, name)) is not None}
+        _require_engine(self.engine, self.model)
+        _require_own(self.engine, {name: getattr(self, name) for name in (*MOCK_ONLY, "engine_args")} | kv)
+        if self.role not in get_args(Role):
+            raise Unusable(f"--role {self.role}: unknown role; {suggestion(self.role, get_args(Role), 'roles')}")
+        if self.speedup is not None and not (math.isfinite(self.speedup) and self.speedup > 0):
+            raise Unusable(f"--speedup must be a positive number, not {self.speedup}")
+        try:
+            profile = load_profile(self.engine_profile or MOCKER)
+        except ProfileUnusable as error:
+            raise Unusable(f"--engine-profile: {error}") from None
+        is_real = self.engine != MOCK
+        directory, called = find_model(self.model, self.revision, self.model_name, weights=is_real)
+        loras = names("--lora", self.lora)
+        directories = _directories(loras) if is_real else {}
+        settings = EngineSettings(
+            model=directory or DEFAULT_MODEL,
+            model_name=called,
+            role=cast(Role, self.role),
+            loras=directories,
+            arguments={} if self.engine_args is None else _arguments(self.engine_args),
+            **{name: getattr(self, name) for name in SIZE_OPTIONS},
+            **kv,
+        )
+        return EngineChoice(
+            engine=self.engine,
+            settings=settings,
+            loras=adapters(tuple(directories) or loras, called),
+            speedup=self.speedup or 1.0,
+            profile=profile,
+        )
 
 
-def _require_engine(engine: str, model: Path | None) -> None:
+def _require_engine(engine: str, model: str | None) -> None:
     if engine not in ENGINES and ":" not in engine:
-        raise Unusable(f"--engine {engine}: unknown engine; expected {', '.join(ENGINES)}, or FILE.py:Class")
+        raise Unusable(
+            f"--engine {engine}: unknown engine; {suggestion(engine, (*ENGINES, 'FILE.py:Class'), 'engines')}"
+        )
     if engine in ADAPTERS and model is None:
-        raise Unusable(f"the {engine} engine requires --model DIR, a model directory with weights")
+        raise Unusable(f"the {engine} engine requires --model, a model directory with weights or ORG/NAME")
+    for package in ADAPTERS[engine].packages if engine in ADAPTERS else ():
+        if find_spec(package) is None:
+            raise Unusable(
+                f"the {engine} engine requires the package {package}; install it with: pip install 'forebay[{engine}]'"
+                " (docs/install.md lists tested versions and requirements)"
+            )
 
 
 def _require_own(engine: str, given: Mapping[str, object]) -> None:
@@ -201,30 +222,6 @@ def _require_own(engine: str, given: Mapping[str, object]) -> None:
             raise Unusable(f"{flag} requires a real engine, got --engine mock")
         if engine != MOCK and name != "engine_args":
             raise Unusable(f"{flag} requires --engine mock: {engine} {MOCK_ONLY.get(name, OWN_KV_TRANSFER)}")
-
-
-def engine_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the engine options to a command that has a parameter `engine: EngineChoice`.
-
-    An invalid option ends the process with a one-line error and exit code 2.
-    """
-    options = signature(engine_choice).parameters
-
-    @wraps(command)
-    def with_options(**arguments: Any) -> None:
-        given = {name: arguments.pop(name) for name in options}
-        with explained():
-            choice = engine_choice(**given)
-        command(**arguments, engine=choice)
-
-    own = [parameter for parameter in signature(command).parameters.values() if parameter.name != "engine"]
-    parameters = [
-        parameter.replace(kind=Parameter.KEYWORD_ONLY)
-        for parameter in sorted((*own, *options.values()), key=lambda one: one.default is not Parameter.empty)
-    ]
-    setattr(with_options, "__signature__", signature(command).replace(parameters=parameters))  # noqa: B010
-    with_options.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return with_options
 
 
 def pool_of(role: Role) -> str:
@@ -279,7 +276,7 @@ def built(
 ) -> tuple[Engine, WorkerSpec]:
     """Build an engine without starting it, and the spec of its worker. Sizes that only a started engine knows are 1.
 
-    Raises Unusable if the engine's package is missing, or the user's service cannot be loaded.
+    Raises Unusable if the user's service cannot be loaded.
     """
     settings = choice.settings
     spec = WorkerSpec(
@@ -304,7 +301,10 @@ def built(
         return _mock(choice, spec)
     if choice.engine in ADAPTERS:
         return _adapted(choice.engine, settings), spec
-    service = load_service(choice.engine)
+    try:
+        service = load_service(choice.engine)
+    except EngineError as error:  # bad input, because no engine was started
+        raise Unusable(str(error)) from None
     if settings.role != "aggregated":
         raise Unusable(
             f"--role {settings.role}: {choice.label} is a service, and services support only the role aggregated"
@@ -323,13 +323,14 @@ def _mock(choice: EngineChoice, spec: WorkerSpec) -> tuple[Engine, WorkerSpec]:
     settings, known = choice.settings, choice.profile.sizes
     sizes = {
         "block_size": settings.block_size or known.block_size,
-        "kv_blocks_total": settings.kv_blocks or known.blocks,
+        "kv_blocks_total": settings.kv_blocks or known.kv_blocks,
         "max_num_seqs": settings.max_num_seqs or known.max_num_seqs,
         "max_num_batched_tokens": settings.max_num_batched_tokens or known.max_num_batched_tokens,
     }
     given = {name: size for name, size in sizes.items() if size is not None}
     try:
-        config = EngineConfig(vocabulary=_vocabulary(settings.model), timing=choice.profile.timing, **given)
+        vocabulary, scripts = _output_of(settings.model)
+        config = EngineConfig(vocabulary=vocabulary, timing=choice.profile.timing, **given)
     except ValueError as error:
         raise Unusable(str(error)) from None
     engine = MockEngine(
@@ -344,6 +345,7 @@ def _mock(choice: EngineChoice, spec: WorkerSpec) -> tuple[Engine, WorkerSpec]:
             lease_s=settings.kv_lease_s,
             at=_kv_at(settings),
         ),
+        scripts=scripts,
     )
     return engine, msgspec.structs.replace(spec, **{name: getattr(config, name) for name in sizes})
 
@@ -361,23 +363,23 @@ def _kv_at(settings: EngineSettings) -> str:
 
 
 @cache
-def _vocabulary(model: Path) -> tuple[int, ...]:
-    return word_token_ids(Model(model).tokenizer)
+def _output_of(directory: Path) -> tuple[tuple[int, ...], OutputScripts]:
+    """Return the words that a mock engine generates, and the scripts of its other output, for a model directory."""
+    model = Model(directory)
+    vocabulary = word_token_ids(model.tokenizer)
+    words = [word for one in vocabulary[:WORDS_MAX] if (word := model.decode([one]).strip())]
+    decode = partial(model.tokenizer.decode, skip_special_tokens=False)
+    return vocabulary, OutputScripts(model.encode, decode, words or ["word"])
 
 
 def _adapted(engine: str, settings: EngineSettings) -> Engine:
     adapter = ADAPTERS[engine]
-    for package in adapter.packages:
-        if find_spec(package) is None:
-            raise Unusable(
-                f"the {engine} engine requires the package {package}; install it with: pip install 'forebay[{engine}]'"
-            )
     made: Callable[[EngineSettings], Engine] = getattr(import_module(adapter.module), adapter.name)
     return made(settings)
 
 
 def _directories(loras: Sequence[str]) -> dict[str, Path]:
-    """Parse NAME=DIR values into adapter directories by name."""
+    """Parse NAME=DIR and NAME=ORG/NAME values into adapter directories by name."""
     found: dict[str, Path] = {}
     for text in loras:
         name, equals, directory = text.partition("=")
@@ -385,9 +387,7 @@ def _directories(loras: Sequence[str]) -> dict[str, Path]:
             raise Unusable(f"--lora {text}: expected NAME=DIR, the name and the directory of the adapter")
         if name in found:
             raise Unusable(f"--lora {text}: the name {name} appears twice")
-        if not Path(directory).is_dir():
-            raise Unusable(f"--lora {text}: no such directory {directory}")
-        found[name] = Path(directory)
+        found[name] = directory_of(directory, f"--lora {text}", weights=True)
     return found
 
 

@@ -14,9 +14,8 @@ import os
 import socket
 from pathlib import Path
 
-from prometheus_client import CollectorRegistry
-
 from forebay.cli.common.cluster import KAFKA, LOOPBACK, NAMESPACE, REDIS, Cluster, connected, kafka_settings
+from forebay.cli.common.process_metrics import process_registry
 from forebay.cli.common.shutdown import STOP_S
 from forebay.cli.policies.allowed import allowed_policies
 from forebay.cli.policies.router_options import router_config_of
@@ -48,7 +47,7 @@ app = RouterApp(cluster.kafka, feed, assignments.publish)
 @app.task  # type: ignore[untyped-decorator]  # Faust ships no types
 async def route() -> None:
     """Run the router until the app stops it. At its end the router seals the groups that it owns."""
-    registry = CollectorRegistry()
+    registry = process_registry()
     counts = await count_topics(cluster.kafka)
     settings = RouterSettings(
         router_id=os.environ.get("FOREBAY_ROUTER_ID", f"{socket.gethostname()}-{os.getpid()}"),

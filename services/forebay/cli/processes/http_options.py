@@ -1,27 +1,20 @@
 """HTTP API options of `forebay up` and `forebay ingress`."""
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
 from forebay.cli.common.admin_token import AdminTokenFileOption, required_token
-from forebay.cli.processes.options import (
-    AdminApiOption,
-    AllowHostOption,
-    BodyBytesMaxOption,
-    MediaAllowHostOption,
-    MediaAllowPrivateOption,
-    MediaBodyBytesMaxOption,
-    ReasoningParserOption,
-    RoutingHintsOption,
-    ToolCallParserOption,
-    names,
-)
+from forebay.cli.common.api_key import ApiKeyFileOption, ApiKeysOption, api_keys
+from forebay.cli.processes.options import names
+from forebay.ingress.errors import Unusable
 from forebay.ingress.http.body_limits import MEDIA_BYTES_MAX, TEXT_BYTES_MAX
 from forebay.ingress.media.refs import MediaSettings
 
 if TYPE_CHECKING:
+    from forebay.ingress.http.endpoint import Endpoint
     from forebay.ingress.settings import IngressSettings
 
 
@@ -29,16 +22,72 @@ if TYPE_CHECKING:
 class HttpOptions:
     """Options of the HTTP API. Each field is a command-line option."""
 
-    routing_hints: RoutingHintsOption = False
-    admin_api: AdminApiOption = False
+    PANEL: ClassVar = "HTTP API"
+
+    api_key: ApiKeysOption = field(default=None, repr=False)
+    api_key_file: ApiKeyFileOption = None
+    allow_anonymous: Annotated[
+        bool, typer.Option("--allow-anonymous", help="Serve other machines without an API key, if there is none.")
+    ] = False
+    ssl_certfile: Annotated[Path | None, typer.Option(help="Serve HTTPS with this certificate, a PEM file.")] = None
+    ssl_keyfile: Annotated[
+        Path | None, typer.Option(help="Private key of the certificate. Default: the key in --ssl-certfile.")
+    ] = None
+    cors_allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ORIGIN", help="Origin whose web pages may use the API, as https://app.example, or *. Repeatable."
+        ),
+    ] = None
+    routing_hints: Annotated[
+        bool, typer.Option("--routing-hints", help="Accept worker, priority, session and policy class from clients.")
+    ] = False
+    ignore_unknown_fields: Annotated[
+        bool,
+        typer.Option("--ignore-unknown-fields", help="Ignore unknown fields of request bodies. Default: reject them."),
+    ] = False
+    admin_api: Annotated[
+        bool,
+        typer.Option(
+            "--admin-api/--no-admin-api",
+            envvar="FOREBAY_ADMIN_API",
+            help="Serve the admin API: commands, busy thresholds and disaggregation. Requires a token.",
+        ),
+    ] = False
     admin_token_file: AdminTokenFileOption = None
-    allow_host: AllowHostOption = None
-    tool_call_parser: ToolCallParserOption = "auto"
-    reasoning_parser: ReasoningParserOption = "auto"
-    media_allow_host: MediaAllowHostOption = None
-    media_allow_private: MediaAllowPrivateOption = False
-    body_bytes_max: BodyBytesMaxOption = TEXT_BYTES_MAX
-    media_body_bytes_max: MediaBodyBytesMaxOption = MEDIA_BYTES_MAX
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(help="Additional allowed value of the Host header. Repeatable."),
+    ] = None
+    tool_call_parser: Annotated[
+        str, typer.Option(help="Tool call parser: auto (by chat template), none, or a parser name.")
+    ] = "auto"
+    reasoning_parser: Annotated[
+        str, typer.Option(help="Reasoning parser: auto (by chat template), none, or a parser name.")
+    ] = "auto"
+    media_allow_host: Annotated[
+        list[str] | None,
+        typer.Option(help="Private host from which images may be fetched. Repeatable."),
+    ] = None
+    media_allow_private: Annotated[
+        bool, typer.Option("--media-allow-private", help="Fetch images from private addresses. For tests only.")
+    ] = False
+    body_bytes_max: Annotated[
+        int,
+        typer.Option(
+            min=1_024,
+            max=1 << 30,
+            help="Maximum bytes of a request body without images and videos. Larger bodies get 413.",
+        ),
+    ] = TEXT_BYTES_MAX
+    media_body_bytes_max: Annotated[
+        int,
+        typer.Option(
+            min=1_024,
+            max=1 << 30,
+            help="Maximum bytes of a request body with images and videos. Larger bodies get 413.",
+        ),
+    ] = MEDIA_BYTES_MAX
     timeout_s: Annotated[float, typer.Option(min=0.001, max=86_400, help="Timeout of a request in seconds.")] = 600.0
 
     def settings(self, **others: Any) -> "IngressSettings":
@@ -48,13 +97,17 @@ class HttpOptions:
             others: Settings that no HTTP option sets, by the name of their field in `IngressSettings`.
 
         Raises:
-            Unusable: The admin API has no token, or a host name is invalid.
+            Unusable: The admin API has no token, or a key, an origin or a host name is invalid.
         """
         # Imported here, so that other commands do not wait for an HTTP server to load.
+        from forebay.ingress.http.cors import allowed_origins  # noqa: PLC0415
         from forebay.ingress.settings import IngressSettings  # noqa: PLC0415
 
         return IngressSettings(
             routing_hints=self.routing_hints,
+            ignore_unknown_fields=self.ignore_unknown_fields,
+            api_keys=api_keys(self.api_key, self.api_key_file),
+            cors_origins=allowed_origins(tuple(self.cors_allow_origin or ())),
             admin_token=required_token(self.admin_token_file, admin_api=self.admin_api),
             tool_call_parser=self.tool_call_parser,
             reasoning_parser=self.reasoning_parser,
@@ -63,4 +116,18 @@ class HttpOptions:
             media_body_bytes_max=self.media_body_bytes_max,
             timeout_s=self.timeout_s,
             **others,
+        )
+
+    def endpoint(self, host: str, port: int) -> "Endpoint":
+        """Return the address at which an ingress serves HTTP. Raises Unusable if the certificate cannot be used."""
+        from forebay.ingress.http.endpoint import Endpoint, TlsFiles  # noqa: PLC0415
+
+        if self.ssl_certfile is None and self.ssl_keyfile is not None:
+            raise Unusable("--ssl-keyfile requires --ssl-certfile")
+        return Endpoint(
+            host=host,
+            port=port,
+            allow_hosts=tuple(self.allow_host or ()),
+            allow_anonymous=self.allow_anonymous,
+            tls=None if self.ssl_certfile is None else TlsFiles(self.ssl_certfile, self.ssl_keyfile),
         )

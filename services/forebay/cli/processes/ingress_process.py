@@ -4,32 +4,34 @@ import asyncio
 import contextlib
 import socket
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import typer
-from prometheus_client import CollectorRegistry
 from xxhash import xxh3_64_intdigest
 
 from forebay.cli.common.cluster import Cluster, connected, leases_at, run_service, until_signal
-from forebay.cli.common.shutdown import STOP_S
+from forebay.cli.common.logs import announce
+from forebay.cli.common.process_metrics import process_registry
+from forebay.cli.common.shutdown import STOP_S, stop_notice
+from forebay.cli.processes.listening import Hosts, listening
 from forebay.events.topics import TOKENS
 from forebay.ingress.errors import ApiError, Unusable
 from forebay.ingress.explain_worker import LogSource
 from forebay.ingress.explainer import Explainer
 from forebay.ingress.http.app import build_app
 from forebay.ingress.http.drain import IngressDrain
-from forebay.ingress.http.origin_guard import allowed_hosts
+from forebay.ingress.http.endpoint import Endpoint
 from forebay.ingress.http.protocol import ConnectionLimits, connections_allowed
-from forebay.ingress.http.server import build_server, listen, serve_until_drained
+from forebay.ingress.http.server import build_server, serve_until_drained
 from forebay.ingress.ingress import NO_OWNER, NO_PREFILL_WORKER, NO_WORKER, Ingress
 from forebay.ingress.kafka_api.api import KafkaApi
 from forebay.ingress.kafka_api.metrics import KafkaApiMetrics
 from forebay.ingress.metrics import IngressMetrics
 from forebay.ingress.model import DEFAULT_MODEL, Model
 from forebay.ingress.settings import IngressSettings
+from forebay.replay.status import GroupStatus, with_heartbeats
 from forebay.transport.directory import Directory
 from forebay.transport.heartbeats import HeartbeatMetrics, RouterHeartbeats
 from forebay.transport.kafka.topics import count_topics
@@ -40,19 +42,17 @@ POLL_S = 1.0  # seconds between two checks whether prompts must be computed by p
 
 def serve(
     cluster: Cluster,
-    address: tuple[str, int],
+    endpoint: Endpoint,
     model: Path | None,
     settings: IngressSettings,
     drain_s: float,
-    allow_hosts: Sequence[str],
     policies: tuple[str, ...],
 ) -> None:
     """Serve until SIGINT or SIGTERM. Raises Unusable if the options are invalid, and LogError if the log fails."""
     loaded = Model(model or DEFAULT_MODEL)
     source = LogSource(kafka=cluster.kafka, policies=policies)
-    with listen(*address) as listener:
-        hosts = allowed_hosts(address[0], listener.getsockname()[0], allow_hosts)
-        run_service(_run(cluster, loaded, settings, listener, drain_s, hosts, Explainer(source)))
+    with listening(endpoint, settings) as (listener, hosts):
+        run_service(_run(cluster, loaded, settings, listener, endpoint, drain_s, hosts, Explainer(source)))
 
 
 class Readiness:
@@ -152,11 +152,12 @@ async def _run(
     model: Model,
     settings: IngressSettings,
     listener: socket.socket,
+    endpoint: Endpoint,
     drain_s: float,
-    hosts: frozenset[str] | None,
+    hosts: Hosts,
     explainer: Explainer,
 ) -> None:
-    registry = CollectorRegistry()
+    registry = process_registry()
     counts = await count_topics(cluster.kafka)
     slot = xxh3_64_intdigest(settings.ingress_id.encode()) % counts.replies
     settings = replace(settings, reply_slot=slot, incarnation=uuid.uuid4().hex)
@@ -172,18 +173,22 @@ async def _run(
         ready.enforced = partial(_enforced, ingress)
         ingress.not_ready_reason = ready.why_not
         ingress.has_owner = lambda: heartbeats.has_owner
+
+        async def read_status() -> GroupStatus:
+            status = await explainer.status(settings.model_name, ingress.require_partition())
+            return with_heartbeats(status, heartbeats)
+
         address, port = listener.getsockname()[:2]
-        text = f"forebay: ingress {settings.ingress_id} serves {settings.model_name} on http://{address}:{port}/v1"
+        url = f"{endpoint.scheme}://{address}:{port}/v1"
+        text = f"forebay: ingress {settings.ingress_id} serves {settings.model_name} on {url}"
         limits = ConnectionLimits(ingress.metrics.reject, connections_allowed())
-        server = build_server(build_app(ingress, registry, explainer, hosts), partial(typer.echo, text), limits)
+        app = build_app(ingress, registry, explainer, hosts, read_status)
+        server = build_server(app, partial(announce, text), limits, endpoint.tls)
 
         drain = ingress.drain
 
         async def stop() -> None:
-            typer.echo(
-                f"forebay: ingress {settings.ingress_id} refuses new requests and waits up to {drain_s:g} s for "
-                f"{drain.in_flight} in flight; a second signal ends it at once"
-            )
+            announce(stop_notice(f"ingress {settings.ingress_id}", drain.in_flight, drain_s))
             drain.begin()
 
         api = KafkaApi(log, ingress, KafkaApiMetrics(registry), counts.replies)

@@ -3,7 +3,8 @@
 import re
 import string
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
 
 import typer
 
@@ -12,14 +13,18 @@ from forebay.ingress.errors import Unusable
 
 NAME_CHARS_MAX = 256  # the maximum length of a name in an event
 
-TaintsOption = Annotated[
-    list[str] | None, typer.Option("--taint", help="Worker label that requests may require or prefer. Repeatable.")
-]
-PlacedTaintsOption = Annotated[
-    list[str] | None,
+ModelOption = Annotated[
+    str | None,
     typer.Option(
-        "--taint", help="Worker label that requests may require or prefer; mock-2:LABEL for one worker. Repeatable."
+        help="Model directory, or ORG/NAME on the Hugging Face Hub. Real engines need weights. Default: a mock model.",
     ),
+]
+RevisionOption = Annotated[
+    str | None,
+    typer.Option(help="Branch, tag or commit of a model on the Hugging Face Hub. Default: its default branch."),
+]
+ModelNameOption = Annotated[
+    str, typer.Option(help="Model name in the API. Default: ORG/NAME, or the name of the directory.")
 ]
 LorasOption = Annotated[
     list[str] | None,
@@ -28,90 +33,27 @@ LorasOption = Annotated[
     ),
 ]
 KvEventsOption = Annotated[bool, typer.Option("--kv-events/--no-kv-events", help="Publish KV cache events.")]
-DpSizeOption = Annotated[int, typer.Option(min=1, max=1024, help="Data-parallel ranks per worker.")]
-DpStartRankOption = Annotated[int, typer.Option(min=0, max=1 << 20, help="First data-parallel rank of the worker.")]
-KvTransportOption = Annotated[
-    Literal["nixl", "tcp"] | None,
-    typer.Option(help="Transport of KV blocks between mock workers. Default: nixl."),
-]
-KvBytesPerTokenOption = Annotated[
-    int | None, typer.Option(min=1, max=1 << 20, help="Bytes of KV per token. Mock engine only. Default: 256.")
-]
-KvChecksumOption = Annotated[
-    bool | None,
-    typer.Option("--kv-checksum/--no-kv-checksum", help="Verify checksums of received KV blocks. Mock engine only."),
-]
-KvLeaseOption = Annotated[
-    float | None,
+DrainOption = Annotated[
+    float,
     typer.Option(
-        "--kv-lease-s", min=0.1, max=3_600.0, help="Seconds that unfetched KV is kept. Mock engine only. Default: 30."
-    ),
-]
-KvHostOption = Annotated[
-    str | None,
-    typer.Option(help="Address from which other workers fetch KV. Default: the local address of the route to Kafka."),
-]
-RoutingHintsOption = Annotated[
-    bool, typer.Option("--routing-hints", help="Accept worker, priority, session and policy class from clients.")
-]
-AdminApiOption = Annotated[
-    bool,
-    typer.Option(
-        "--admin-api/--no-admin-api",
-        envvar="FOREBAY_ADMIN_API",
-        help="Serve the admin API: commands, busy thresholds and disaggregation. Requires a token.",
-    ),
-]
-AllowHostOption = Annotated[
-    list[str] | None,
-    typer.Option("--allow-host", help="Additional allowed value of the Host header. Repeatable."),
-]
-ToolCallParserOption = Annotated[
-    str, typer.Option(help="Tool call parser: auto (by chat template), none, or a parser name.")
-]
-ReasoningParserOption = Annotated[
-    str, typer.Option(help="Reasoning parser: auto (by chat template), none, or a parser name.")
-]
-MediaAllowHostOption = Annotated[
-    list[str] | None,
-    typer.Option("--media-allow-host", help="Private host from which images may be fetched. Repeatable."),
-]
-MediaAllowPrivateOption = Annotated[
-    bool, typer.Option("--media-allow-private", help="Fetch images from private addresses. For tests only.")
-]
-BodyBytesMaxOption = Annotated[
-    int,
-    typer.Option(
-        "--body-bytes-max",
-        min=1_024,
-        max=1 << 30,
-        help="Maximum bytes of a request body without images and videos. Larger bodies get 413.",
-    ),
-]
-MediaBodyBytesMaxOption = Annotated[
-    int,
-    typer.Option(
-        "--media-body-bytes-max",
-        min=1_024,
-        max=1 << 30,
-        help="Maximum bytes of a request body with images and videos. Larger bodies get 413.",
+        min=0.0,
+        max=86_400.0,
+        help="Seconds to wait for requests in flight after Ctrl-C or SIGTERM. New requests are rejected.",
     ),
 ]
 
-SnapshotEveryOption = Annotated[int, typer.Option(min=1, help="Take a snapshot after this many journal records.")]
-SnapshotAgeOption = Annotated[
-    int, typer.Option(min=1, max=86_400, help="Take a snapshot after this many seconds, if fewer records were written.")
-]
-LogMaxSizeOption = Annotated[
-    str | None,
-    typer.Option(
-        help="Maximum log size, such as 500MB. The oldest records are removed, up to a snapshot. Default: 10GB for"
-        " a file, 1GB in memory."
-    ),
-]
-LogMaxAgeOption = Annotated[
-    str | None, typer.Option(help="Maximum age of records, such as 12h or 7d. Default: no limit.")
-]
+
+@dataclass(frozen=True, slots=True)
+class SnapshotOptions:
+    """Options that set when an owner takes a snapshot."""
+
+    PANEL: ClassVar = "Snapshots"
+
+    snapshot_every: Annotated[int, typer.Option(min=1, help="Take a snapshot after this many journal records.")] = 5_000
+    snapshot_age_s: Annotated[
+        int,
+        typer.Option(min=1, max=86_400, help="Take a snapshot after this many seconds, if fewer records were written."),
+    ] = 300
 
 
 def names(flag: str, given: Sequence[str] | None) -> tuple[str, ...]:

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable
 
-import typer
 from prometheus_client import CollectorRegistry
 
 from forebay.cli.common.cluster import Cluster, connected, leases_at, until_signal
+from forebay.cli.common.logs import announce
+from forebay.cli.common.process_metrics import process_registry
 from forebay.cli.common.shutdown import CLOSE_S, ending_within
+from forebay.cli.processes.options import SnapshotOptions
 from forebay.core.routing.policies import CustomPolicies
 from forebay.events.control import RouterConfig
 from forebay.live.router.faust_app import STATE_TOPICS, Assignments, RouterApp
@@ -24,10 +26,12 @@ async def serve(
     router_id: str,
     config: RouterConfig,
     policies: CustomPolicies,
-    snapshot_every: int,
-    snapshot_age_s: float,
+    snapshots: SnapshotOptions,
 ) -> None:
-    """Run a router, which owns groups or stands by for them, until SIGINT or SIGTERM. Raises LogError."""
+    """Run a router, which owns groups or stands by for them, until SIGINT or SIGTERM.
+
+    Raises LogError if the log cannot be opened, read or written.
+    """
     counts = await count_topics(cluster.kafka)
     settings = RouterSettings(
         router_id=router_id,
@@ -35,10 +39,10 @@ async def serve(
         slots_max=min(counts.pools.values(), default=0),
         config=config,
         policies=policies,
-        snapshot_every=snapshot_every,
-        snapshot_age_s=snapshot_age_s,
+        snapshot_every=snapshots.snapshot_every,
+        snapshot_age_s=snapshots.snapshot_age_s,
     )
-    registry = CollectorRegistry()
+    registry = process_registry()
     assignments = Assignments()
     feed = Feed()
     app = RouterApp(cluster.kafka, feed, assignments.publish)
@@ -47,9 +51,18 @@ async def serve(
         assignments.subscribe(router.assign)
         app.finalize()
         await app.start()
-        typer.echo(f"forebay: router {router_id} is a member of {app.conf.id}")
+        announce(f"forebay: router {router_id} is a member of {app.conf.id}")
+
+        async def stop() -> None:
+            groups = len(router.owners)
+            announce(
+                f"forebay: router {router_id} is shutting down: taking snapshots of {groups} groups that it owns; "
+                "press Ctrl-C again or send a second signal to end at once"
+            )
+            await router.stop()
+
         try:
-            await until_signal(router.run(), app.until_broken(), stop=router.stop)
+            await until_signal(router.run(), app.until_broken(), stop=stop)
         finally:
             with ending_within(LEAVE_S + CLOSE_S, "its work ended, because it cannot leave the group of routers"):
                 await app.stop()
@@ -69,7 +82,7 @@ async def start_router(
     await directory.start()
 
     def on_owned(group: str, epoch: int) -> None:
-        typer.echo(f"forebay: router {settings.router_id} owns {group} since offset {epoch}")
+        announce(f"forebay: router {settings.router_id} owns {group} since offset {epoch}")
 
     leases = leases_at(cluster.redis_url, cluster.kafka.namespace)
     ingress_leases = leases_at(cluster.redis_url, cluster.kafka.namespace, "ingress")

@@ -24,6 +24,7 @@ import typer
 from forebay.cli.common.cluster import MetricsPortOption
 from forebay.cli.common.errors import complain, explained
 from forebay.ingress.errors import Unusable
+from forebay.workers.engine import EngineError
 from forebay.workers.service import PROCESSES_MAX, Service, load_service
 
 GPU = re.compile(r"nvidia\d+")
@@ -59,7 +60,10 @@ def serve(
     Other options are passed to `forebay worker`.
     """
     with explained():
-        made = load_service(service)
+        try:
+            made = load_service(service)
+        except EngineError as error:  # bad input, because no engine was started
+            raise Unusable(str(error)) from None
         found = shares(
             made,
             workers or made.workers,
@@ -67,8 +71,9 @@ def serve(
             metrics_port,
             devices(os.environ, Path("/dev")),
         )
-    options = ["--engine", service, *context.args]
-    raise typer.Exit(asyncio.run(_run(found, options)))
+    file = context.params["config"]
+    options = ["--engine", service, *(() if file is None else ("--config", str(file))), *context.args]
+    raise typer.Exit(asyncio.run(run_shares(found, options)))
 
 
 def devices(environment: Mapping[str, str], folder: Path) -> list[str]:
@@ -108,7 +113,7 @@ def shares(
     return found
 
 
-async def _run(shares: Sequence[Share], options: Sequence[str]) -> int:
+async def run_shares(shares: Sequence[Share], options: Sequence[str]) -> int:
     """Run all processes until the last one ends, and return the highest exit code."""
     running: dict[str, Process] = {}
     signals = 0

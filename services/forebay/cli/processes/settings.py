@@ -5,11 +5,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forebay.cli.processes.engines import EngineChoice
+from forebay.cli.processes.options import SnapshotOptions
 from forebay.core.routing.policies import CustomPolicies
 from forebay.events.control import Role, RouterConfig
 from forebay.live.owner.retention import RetentionLimits
 
 if TYPE_CHECKING:
+    from forebay.ingress.http.endpoint import Endpoint
     from forebay.ingress.settings import IngressSettings
 
 
@@ -55,10 +57,10 @@ class EmbeddedSettings:
         taints: taints (labels) of each worker by its id.
         kv_events: whether workers report the contents of their caches.
         ingress: settings of the ingress, without the block size, which the engine reports.
-        allow_hosts: names accepted in the header `Host`, in addition to the names of the loopback address.
+        endpoint: address at which the ingress serves HTTP.
+        drain_s: maximum seconds to wait for requests in flight after a signal.
         lease_ttl_s: seconds without a lease renewal after which a worker is lost.
-        snapshot_every: journal records between snapshots.
-        snapshot_age_s: maximum seconds between snapshots while records arrive.
+        snapshots: when the owner takes a snapshot.
         log_limits: maximum size and age of the log.
     """
 
@@ -70,8 +72,8 @@ class EmbeddedSettings:
     taints: dict[str, tuple[str, ...]]
     kv_events: bool
     ingress: "IngressSettings"
-    allow_hosts: tuple[str, ...]
+    endpoint: "Endpoint"
+    drain_s: float
     lease_ttl_s: float
-    snapshot_every: int
-    snapshot_age_s: float
+    snapshots: SnapshotOptions
     log_limits: RetentionLimits

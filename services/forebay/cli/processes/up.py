@@ -1,38 +1,28 @@
 """`forebay up`: router, workers and ingress in one process, on the embedded log."""
 
-import logging
 import os
-import sys
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import typer
 
 from forebay.cli.common.errors import explained, fail
+from forebay.cli.common.logs import AccessLogOption, LoggingOptions, announce
 from forebay.cli.common.option_groups import spread
 from forebay.cli.common.sizes import size
 from forebay.cli.common.times import span_us
 from forebay.cli.policies.allowed import AllowPolicyOption, allowed_policies
 from forebay.cli.policies.router_options import router_options
-from forebay.cli.processes.engines import EngineChoice, engine_options
+from forebay.cli.processes.engines import EngineChoice, EngineOptions
 from forebay.cli.processes.http_options import HttpOptions
-from forebay.cli.processes.options import (
-    KvEventsOption,
-    LogMaxAgeOption,
-    LogMaxSizeOption,
-    PlacedTaintsOption,
-    SnapshotAgeOption,
-    SnapshotEveryOption,
-    names,
-    placed_taints,
-)
+from forebay.cli.processes.options import DrainOption, KvEventsOption, SnapshotOptions, names, placed_taints
 from forebay.cli.processes.settings import EmbeddedSettings, Workers
 from forebay.events.control import DisaggConfig, RouterConfig
 from forebay.live.owner.retention import RetentionLimits
 
 RANKS_MAX = 4_096  # each is an engine of this process, and a candidate of every decision
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 DISAGG_OPTIONS = (
     "enforce_disagg",
     "router_conditional_disagg",
@@ -41,22 +31,52 @@ DISAGG_OPTIONS = (
     "kv_checksum",
     "kv_lease_s",
 )
+# Layers of which `up` logs warnings only, because its own lines describe the workers.
+QUIET = ("forebay.live", "forebay.transport", "forebay.workers")
+DRAIN_S = 7.0  # with the time to send errors and close, within the 10 s that `docker stop` allows
 LOG_SIZE = "10GB"  # about a million requests
 LOG_SIZE_IN_MEMORY = "1GB"  # small, because the engines of the process need memory, too
 LOG_BYTES_MIN = 10_000_000  # room for a snapshot and the records after it; the write-ahead log alone is larger
 MOCK_WORKERS = 4  # enough to show routing; a real engine takes the machine for itself
 
+LeaseTtlOption = Annotated[
+    float, typer.Option(min=0.1, help="Seconds without a lease renewal after which a worker is lost.")
+]
+
+
+@dataclass(frozen=True, slots=True)
+class LogOptions:
+    """Options that set where the log is kept, and which records are removed from it."""
+
+    PANEL: ClassVar = "Log"
+
+    log: Annotated[Path | None, typer.Option(help="Log file. Default: the log is kept in memory.")] = None
+    log_max_size: Annotated[
+        str | None,
+        typer.Option(
+            help="Maximum log size, such as 500MB. The oldest records are removed, up to a snapshot. Default: 10GB for"
+            " a file, 1GB in memory."
+        ),
+    ] = None
+    log_max_age: Annotated[
+        str | None, typer.Option(help="Maximum age of records, such as 12h or 7d. Default: no limit.")
+    ] = None
+
+    def limits(self) -> RetentionLimits:
+        """Return the maximum size and age of the log."""
+        text = self.log_max_size or (LOG_SIZE_IN_MEMORY if self.log is None else LOG_SIZE)
+        age_s = None if self.log_max_age is None else span_us("--log-max-age", self.log_max_age) / 1e6
+        return RetentionLimits(size("--log-max-size", text, LOG_BYTES_MIN), age_s)
+
 
 @spread
 @router_options
-@engine_options
 def up(
     context: typer.Context,
     router: RouterConfig,
-    engine: EngineChoice,
     http: HttpOptions,
     port: Annotated[int, typer.Option(min=1, max=65535, help="HTTP port.")] = 8000,
-    host: Annotated[str, typer.Option(help="Address to listen on. Clients are not authenticated.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Address to listen on. Other machines need an API key.")] = "127.0.0.1",
     workers: Annotated[
         int | None,
         typer.Option(min=1, max=1024, help="Number of workers. Default: 4 with the mock engine, 1 with a real engine."),
@@ -68,55 +88,56 @@ def up(
     decode_workers: Annotated[
         int | None, typer.Option(min=1, max=1024, help="Number of decode workers. Requires --prefill-workers.")
     ] = None,
-    log: Annotated[Path | None, typer.Option(help="Log file. Default: the log is kept in memory.")] = None,
-    log_max_size: LogMaxSizeOption = None,
-    log_max_age: LogMaxAgeOption = None,
-    taint: PlacedTaintsOption = None,
+    *,
+    log: LogOptions,
+    taint: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--taint", help="Worker label that requests may require or prefer; mock-2:LABEL for one worker. Repeatable."
+        ),
+    ] = None,
     allow_policy: AllowPolicyOption = None,
     kv_events: KvEventsOption = True,
-    lease_ttl_s: Annotated[
-        float, typer.Option(min=0.1, help="Seconds without a lease renewal after which a worker is lost.")
-    ] = 3.0,
-    snapshot_every: SnapshotEveryOption = 5_000,
-    snapshot_age_s: SnapshotAgeOption = 300,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Write INFO messages to stderr.")] = False,
+    lease_ttl_s: LeaseTtlOption = 3.0,
+    drain_s: DrainOption = DRAIN_S,
+    snapshots: SnapshotOptions,
+    access_log: AccessLogOption = True,
+    logs: LoggingOptions,
+    engine_given: EngineOptions,
 ) -> None:
     """Serve an OpenAI-compatible API with a KV-aware router and workers in one process."""
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=logging.INFO if verbose else logging.WARNING,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-    )
-    counts = _workers(engine, workers, prefill_workers, decode_workers)
-    if not counts.is_disaggregated:
-        _reject_disagg_options(context, router)
-    roles = counts.roles(engine)
+    logs.start(QUIET, has_access_log=access_log)
     with explained():
+        engine = engine_given.choice()
+        counts = _workers(engine, workers, prefill_workers, decode_workers)
+        if not counts.is_disaggregated:
+            _reject_disagg_options(context, router)
+        roles = counts.roles(engine)
         policies = allowed_policies(allow_policy, [router.mode])
         taints = placed_taints(names("--taint", taint), list(roles))
         ingress = http.settings(
             model_name=engine.settings.model_name, ingress_id=f"embedded-{os.getpid()}", loras=engine.loras
         )
-    settings = EmbeddedSettings(
-        log=log,
-        engine=engine,
-        router=router,
-        policies=policies,
-        roles=roles,
-        taints=taints,
-        kv_events=kv_events,
-        ingress=ingress,
-        allow_hosts=tuple(http.allow_host or ()),
-        lease_ttl_s=lease_ttl_s,
-        snapshot_every=snapshot_every,
-        snapshot_age_s=snapshot_age_s,
-        log_limits=_log_limits(log, log_max_size, log_max_age),
-    )
+        settings = EmbeddedSettings(
+            log=log.log,
+            engine=engine,
+            router=router,
+            policies=policies,
+            roles=roles,
+            taints=taints,
+            kv_events=kv_events,
+            ingress=ingress,
+            endpoint=http.endpoint(host, port),
+            drain_s=drain_s,
+            lease_ttl_s=lease_ttl_s,
+            snapshots=snapshots,
+            log_limits=log.limits(),
+        )
     # Imported here, so that other commands do not wait for an HTTP server and its models to load.
     from forebay.cli.processes.embedded import run  # noqa: PLC0415
 
     with explained():
-        run(settings, host, port, lambda disagg: _announce(settings, disagg, host, port))
+        run(settings, lambda disagg: _announce(settings, disagg))
 
 
 def _workers(engine: EngineChoice, aggregated: int | None, prefill: int | None, decode: int | None) -> Workers:
@@ -140,14 +161,8 @@ def _workers(engine: EngineChoice, aggregated: int | None, prefill: int | None, 
     ranks = count * engine.settings.dp_size
     if ranks > RANKS_MAX:
         workers_text = f"{count} workers" if workers.is_disaggregated else f"--workers {count}"
-        fail(f"{workers_text} with --dp-size {engine.settings.dp_size} are {ranks} ranks; maximum {RANKS_MAX}")
+        fail(f"{workers_text} with --dp-size {engine.settings.dp_size} are {ranks} ranks; the maximum is {RANKS_MAX}")
     return workers
-
-
-def _log_limits(log: Path | None, max_size: str | None, max_age: str | None) -> RetentionLimits:
-    text = max_size or (LOG_SIZE_IN_MEMORY if log is None else LOG_SIZE)
-    age_s = None if max_age is None else span_us("--log-max-age", max_age) / 1e6
-    return RetentionLimits(size("--log-max-size", text, LOG_BYTES_MIN), age_s)
 
 
 def _reject_disagg_options(context: typer.Context, router: RouterConfig) -> None:
@@ -159,18 +174,14 @@ def _reject_disagg_options(context: typer.Context, router: RouterConfig) -> None
         fail("field disagg of the --router-policy-config file requires --prefill-workers and --decode-workers")
 
 
-def _announce(settings: EmbeddedSettings, disagg: DisaggConfig, host: str, port: int) -> None:
+def _announce(settings: EmbeddedSettings, disagg: DisaggConfig) -> None:
     where = settings.log or "memory (lost at exit; use --log FILE to keep it)"
-    engine = settings.engine
-    typer.echo(f"forebay: model {engine.settings.model_name}, {_fleet(settings)}, {settings.router.mode} router")
+    engine, endpoint = settings.engine, settings.endpoint
+    announce(f"forebay: model {engine.settings.model_name}, {_fleet(settings)}, {settings.router.mode} router")
     if "decode" in settings.roles.values():
-        typer.echo(f"forebay: prompts are computed {_where(settings, disagg)}")
-    typer.echo(f"forebay: log in {where}")
-    typer.echo(f"forebay: OpenAI API on http://{host}:{port}/v1, stop with Ctrl-C")
-    if host not in LOOPBACK:
-        typer.echo(
-            "forebay: WARNING: no authentication: every client that reaches this address can send requests", err=True
-        )
+        announce(f"forebay: prompts are computed {_where(settings, disagg)}")
+    announce(f"forebay: log in {where}")
+    announce(f"forebay: OpenAI API on {endpoint.scheme}://{endpoint.host}:{endpoint.port}/v1, stop with Ctrl-C")
 
 
 def _fleet(settings: EmbeddedSettings) -> str:

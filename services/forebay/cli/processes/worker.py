@@ -9,31 +9,23 @@ import uuid
 from typing import Annotated
 
 import typer
-from prometheus_client import CollectorRegistry
 
 from forebay.cli.common.cluster import (
-    KAFKA,
-    LOOPBACK,
-    NAMESPACE,
-    REDIS,
     Cluster,
-    KafkaOption,
-    MetricsHostOption,
-    MetricsPortOption,
-    NamespaceOption,
-    PropertiesOption,
-    RedisOption,
-    VerboseOption,
+    ClusterOptions,
+    ServiceOptions,
     connected,
-    kafka_settings,
     leases_at,
     run_service,
-    start_logging,
     until_signal,
 )
-from forebay.cli.common.errors import explained
-from forebay.cli.processes.engines import EngineChoice, built, engine_options, ranked_from, reached_at
-from forebay.cli.processes.options import DpStartRankOption, KvEventsOption, KvHostOption, TaintsOption, names
+from forebay.cli.common.errors import complain, explained
+from forebay.cli.common.logs import LoggingOptions, announce
+from forebay.cli.common.option_groups import spread
+from forebay.cli.common.process_metrics import process_registry
+from forebay.cli.common.shutdown import stop_notice
+from forebay.cli.processes.engines import EngineOptions, built, ranked_from, reached_at
+from forebay.cli.processes.options import KvEventsOption, names
 from forebay.events.fleet import WorkerSpec
 from forebay.transport.base import LeaseError, Leases
 from forebay.transport.directory import Directory
@@ -52,50 +44,53 @@ CHECK_S = 5.0
 CHECKS = 3  # consecutive checks: a takeover takes six seconds, and an owner reads the leases twice per second
 
 
-@engine_options
+@spread
 def worker(
-    engine: EngineChoice,
-    kafka: KafkaOption = KAFKA,
-    redis: RedisOption = REDIS,
-    namespace: NamespaceOption = NAMESPACE,
-    kafka_config: PropertiesOption = None,
+    addresses: ClusterOptions,
     worker_id: Annotated[
         str, typer.Option(help="Worker id, unique in its group. Default: host name and process id.")
     ] = "",
     pool: Annotated[
         str, typer.Option(help="Pool to join. Default: the pool of the service class, else the role, else 'default'.")
     ] = "",
-    dp_start_rank: DpStartRankOption = 0,
-    taint: TaintsOption = None,
+    dp_start_rank: Annotated[int, typer.Option(min=0, max=1 << 20, help="First data-parallel rank of the worker.")] = 0,
+    taint: Annotated[
+        list[str] | None, typer.Option(help="Worker label that requests may require or prefer. Repeatable.")
+    ] = None,
     kv_events: KvEventsOption = True,
-    kv_host: KvHostOption = None,
+    kv_host: Annotated[
+        str | None,
+        typer.Option(
+            help="Address from which other workers fetch KV. Default: the local address of the route to Kafka."
+        ),
+    ] = None,
     drain_s: Annotated[
         float, typer.Option(min=0.0, max=86_400.0, help="Seconds to finish requests in flight after SIGTERM.")
     ] = 30.0,
     lease_ttl_s: Annotated[
         float, typer.Option(min=0.1, help="Seconds without a lease renewal after which the worker is lost.")
     ] = TTL_S,
-    metrics_port: MetricsPortOption = None,
-    metrics_host: MetricsHostOption = LOOPBACK,
-    verbose: VerboseOption = False,
+    *,
+    service: ServiceOptions,
+    logs: LoggingOptions,
+    engine: EngineOptions,
 ) -> None:
     """Run a worker of a distributed system."""
-    start_logging(verbose=verbose)
+    logs.start()
     with explained():
-        settings = kafka_settings(kafka, namespace, kafka_config)
+        cluster = addresses.cluster(service.metrics_host, service.metrics_port)
         running, spec = built(
-            reached_at(ranked_from(engine, dp_start_rank), kv_host, kafka),
+            reached_at(ranked_from(engine.choice(), dp_start_rank), kv_host, addresses.kafka),
             worker_id or f"{socket.gethostname()}-{os.getpid()}",
             pool=pool,
             taints=names("--taint", taint),
             kv_events=kv_events,
         )
-    cluster = Cluster(settings, redis, metrics_host, metrics_port)
     run_service(_run(cluster, spec, running, lease_ttl_s=lease_ttl_s, drain_s=drain_s))
 
 
 async def _run(cluster: Cluster, spec: WorkerSpec, engine: Engine, *, lease_ttl_s: float, drain_s: float) -> None:
-    registry = CollectorRegistry()
+    registry = process_registry()
     counts = await count_topics(cluster.kafka)
     if spec.pool not in counts.pools:
         await create_topics(cluster.kafka, TopicPlan(slots=max(counts.pools.values())), [spec.pool])
@@ -104,7 +99,7 @@ async def _run(cluster: Cluster, spec: WorkerSpec, engine: Engine, *, lease_ttl_
     async with connected(cluster, registry, {"/ready": probes.ready, "/live": probes.live}) as log:
         directory = Directory(log)
         await directory.start()
-        typer.echo(f"forebay: worker {spec.worker_id} requests to join {spec.model}, pool {spec.pool}")
+        announce(f"forebay: worker {spec.worker_id} requests to join {spec.model}, pool {spec.pool}")
         waiting = asyncio.create_task(warn_if_not_admitted(probes, spec.worker_id))
         partition = await _partition_of(directory, leases, spec.model)
         directory.close()
@@ -116,9 +111,7 @@ async def _run(cluster: Cluster, spec: WorkerSpec, engine: Engine, *, lease_ttl_
         registry.register(WorkerMetrics(worker))
 
         async def stop() -> None:
-            typer.echo(
-                f"forebay: worker {spec.worker_id} finishes its requests in flight; a second signal stops it at once"
-            )
+            announce(stop_notice(f"worker {spec.worker_id}", len(worker.active_requests), drain_s))
             worker.drain(drain_s)
 
         try:
@@ -136,7 +129,7 @@ async def warn_if_not_admitted(probes: Probes, name: str, *, check_s: float = CH
         is_waiting = probes.worker is None or probes.worker.life.state is State.REGISTERED
         checks = checks + 1 if is_waiting else 0
     why = "either no router is running, or the router rejected the worker and logged the reason"
-    typer.echo(f"forebay: worker {name} is not admitted and keeps trying: {why}", err=True)
+    complain(f"worker {name} is not admitted and keeps trying: {why}")
 
 
 async def _partition_of(directory: Directory, leases: Leases, group: str) -> int:

@@ -1,11 +1,10 @@
 """Tables that show the state of a recorded group on a terminal, with a limit on rows."""
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
 import msgspec
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -15,30 +14,10 @@ from forebay.events.decisions import JournalRecord, RequestRouted
 from forebay.replay.moment import LossFacts, Moment, PoolFacts, RankFacts, RequestFacts
 from forebay.transport.recording.manifest import utc
 
+ROWS_MAX = 64  # per table; `--json` has all rows
 SUMMARY_CHARS_MAX = 160
 # Fields that add nothing to a summary, or are shown beside it.
 _LEFT_OUT = {"owner_epoch", "seq", "consumed", "worker_epoch", "slot", "at_us", "reply_slot", "table_digest"}
-
-
-@dataclass(frozen=True)
-class Sheet:
-    """A table to print on the terminal.
-
-    Attributes:
-        name: title; empty for none.
-        columns: column headings.
-        rows: cells of each row, by the key of the row (its first column).
-        more: number of rows that are not shown.
-        empty: text that is shown instead of a table if there are no rows.
-        texts: names of the columns that are left-aligned because they are not numbers.
-    """
-
-    name: str
-    columns: tuple[str, ...]
-    rows: dict[str, tuple[str, ...]]
-    more: int = 0
-    empty: str = ""
-    texts: frozenset[str] = field(default_factory=frozenset)
 
 
 def span(us: int) -> str:
@@ -53,27 +32,51 @@ def span(us: int) -> str:
     return f"{sign}{us // 60_000_000} min {us // 1_000_000 % 60} s"
 
 
-def facts_sheet(moment: Moment) -> Sheet:
+def facts_table(moment: Moment) -> Table:
     """Return a table with journal position, digest and pool configuration at a moment of the recording."""
-    place = f"{moment.offset}, derived from the state at {moment.start}"
     waiting = sum(len(kind.waiting) for kind in moment.queues)
-    rows = {
-        "journal": place,
-        "clock": f"{utc(moment.now_us)} ({moment.now_us})" if moment.now_us else "no event applied yet",
-        "owner": f"{moment.owner_id or 'unknown (claim no longer on the log)'}, epoch {moment.owner_epoch}",
-        "state digest": moment.digest,
-        "requests": f"{len(moment.requests)} active, {waiting} of them queued; {moment.sessions} sessions",
-    }
-    for pool in moment.pools:
-        rows[f"pool {pool.pool}"] = _pool(pool)
-    columns = ("item", "value")
-    return Sheet("", columns, {key: (key, value) for key, value in rows.items()}, texts=frozenset(columns))
+    rows = [
+        ("journal", f"{moment.offset}, derived from the state at {moment.start}"),
+        ("clock", f"{utc(moment.now_us)} ({moment.now_us})" if moment.now_us else "no event applied yet"),
+        ("owner", f"{moment.owner_id or 'unknown (claim no longer on the log)'}, epoch {moment.owner_epoch}"),
+        ("state digest", moment.digest),
+        ("requests", f"{len(moment.requests)} active, {waiting} of them queued; {moment.sessions} sessions"),
+        *((f"pool {pool.pool}", _pool(pool)) for pool in moment.pools),
+    ]
+    return _table(("item", "value"), rows, {"item", "value"}, show_header=False)
 
 
-def workers_sheet(moment: Moment, rows_max: int) -> Sheet:
+def later_lines(moment: Moment) -> Iterable[str]:
+    """Yield which events after the journal record are part of the state, and which are not."""
+    later = moment.later
+    if later.applied:
+        yield f"then       {_counts(later.applied)}, which the owner had applied by the requested time"
+    if later.unrecorded:
+        yield (
+            f"then       {_counts(later.unrecorded)} from the log, in the order of their append; no journal "
+            "record shows that the owner had applied them"
+        )
+    if later.not_applied:
+        count = _counts(later.not_applied)
+        if later.requested_us is None:
+            yield f"not shown  {count} on the log after this record; --time shows the state with later events"
+        else:
+            reason = "the first one leads to a decision that the journal does not have"
+            yield f"not shown  {count} on the log by the requested time; {reason}"
+    if later.requested_us is not None and moment.now_us < later.requested_us:
+        yield f"age        {span(later.requested_us - moment.now_us)} at the requested time, {utc(later.requested_us)}"
+
+
+def _counts(by_topic: dict[str, int]) -> str:
+    total = sum(by_topic.values())
+    each = ", ".join(f"{count} {topic}" for topic, count in sorted(by_topic.items()))
+    return f"{total} event{'s' * (total != 1)} ({each})"
+
+
+def workers_table(moment: Moment) -> RenderableType:
     """Return a table of the workers in the fleet at a moment of the recording."""
-    found = {
-        f"{worker.worker_id} {worker.worker_epoch}": (
+    rows = [
+        (
             worker.worker_id,
             str(worker.worker_epoch),
             worker.phase,
@@ -85,34 +88,33 @@ def workers_sheet(moment: Moment, rows_max: int) -> Sheet:
             ", ".join(worker.loras),
         )
         for worker in moment.workers
-    }
+    ]
     columns = ("worker", "epoch", "phase", "pool", "role", "slot", "ranks", "taints", "LoRAs")
-    texts = frozenset({"worker", "phase", "pool", "role", "ranks", "taints", "LoRAs"})
-    return _sheet("fleet", columns, found, rows_max, texts, "no workers")
+    texts = {"worker", "phase", "pool", "role", "ranks", "taints", "LoRAs"}
+    return titled_table("fleet", columns, rows, texts, "no workers")
 
 
-def ranks_sheet(moment: Moment, rows_max: int) -> Sheet:
+def ranks_table(moment: Moment) -> RenderableType:
     """Return a table with load and cache of every rank. Columns that are zero for all ranks are omitted."""
-    return _ranks_sheet("load and cache, by rank", moment.ranks, rows_max)
+    return _ranks_table("load and cache, by rank", moment.ranks)
 
 
-def lost_sheet(loss: LossFacts, rows_max: int) -> Sheet:
+def lost_table(loss: LossFacts) -> RenderableType:
     """Return a table with load and cache of a lost worker's ranks right before it was declared lost."""
     when = utc(loss.lost_us if loss.lost_us is not None else loss.at_us)
     name = f"lost: {loss.worker_id}, epoch {loss.worker_epoch}, at {when}: {loss.reason or 'no reason recorded'}"
     if loss.ranks is None:
         text = "lost before the state from which this moment is derived; use `--time` right before to see its load"
-        return Sheet(name, (), {}, empty=text)
-    sheet = _ranks_sheet(name, loss.ranks, rows_max)
+        return titled_table(name, (), [], set(), text)
     requests = loss.requests or []
-    shown = ", ".join(requests[:rows_max]) + (f" and {len(requests) - rows_max} more" * (len(requests) > rows_max))
-    return Sheet(f"{name}; active requests: {shown or 'none'}", sheet.columns, sheet.rows, sheet.more, "", sheet.texts)
+    shown = ", ".join(requests[:ROWS_MAX]) + (f" and {len(requests) - ROWS_MAX} more" * (len(requests) > ROWS_MAX))
+    return _ranks_table(f"{name}; active requests: {shown or 'none'}", loss.ranks)
 
 
-def queue_sheet(moment: Moment, rows_max: int) -> Sheet:
+def queue_table(moment: Moment) -> RenderableType:
     """Return a table of the requests in the router's queue, by queue class, first to last."""
-    found = {
-        held.request_id: (
+    rows = [
+        (
             kind.pool,
             f"{kind.name} >={kind.uncached_tokens_min}" if kind.uncached_tokens_min else kind.name,
             str(at),
@@ -124,9 +126,9 @@ def queue_sheet(moment: Moment, rows_max: int) -> Sheet:
         )
         for kind in moment.queues
         for at, held in enumerate(kind.waiting)
-    }
+    ]
     columns = ("pool", "class", "ahead", "request", "waited", "uncached", "priority", "strict")
-    return _sheet("queue", columns, found, rows_max, frozenset({"pool", "class", "request"}), "empty")
+    return titled_table("queue", columns, rows, {"pool", "class", "request"}, "empty")
 
 
 def _worker(request: RequestFacts) -> str:
@@ -135,10 +137,10 @@ def _worker(request: RequestFacts) -> str:
     return ", ".join(places)
 
 
-def requests_sheet(moment: Moment, rows_max: int) -> Sheet:
+def requests_table(moment: Moment) -> RenderableType:
     """Return a table of the requests in flight, oldest first."""
-    found = {
-        request.request_id: (
+    rows = [
+        (
             request.request_id,
             request.phase,
             _worker(request),
@@ -148,26 +150,9 @@ def requests_sheet(moment: Moment, rows_max: int) -> Sheet:
             str(request.prompt_tokens),
         )
         for request in moment.requests
-    }
+    ]
     columns = ("request", "phase", "worker", "attempt", "age", "due in", "prompt")
-    return _sheet("requests", columns, found, rows_max, frozenset({"request", "phase", "worker"}), "none active")
-
-
-def render_sheet(sheet: Sheet) -> Group | Table | Text:
-    """Return a sheet as an object that rich can print."""
-    title = Text(printable(sheet.name), style="bold")
-    if not sheet.rows:
-        return Text.assemble(title, f": {sheet.empty}")
-    table = Table(box=None, pad_edge=False, show_header=bool(sheet.name))
-    for column in sheet.columns:
-        table.add_column(column, justify="left" if column in sheet.texts else "right", overflow="fold")
-    for cells in sheet.rows.values():
-        table.add_row(*(Text(printable(cell)) for cell in cells))
-    parts: list[Table | Text] = [title] if sheet.name else []
-    parts.append(table)
-    if sheet.more:
-        parts.append(Text(f"and {sheet.more} more", style="dim"))
-    return Group(*parts)
+    return titled_table("requests", columns, rows, {"request", "phase", "worker"}, "none active")
 
 
 def summary(record: JournalRecord) -> str:
@@ -228,7 +213,7 @@ def _queue(queue: QueueConfig) -> str:
     return f"{queue.threshold:g} steps of prefill, {queue.policy}, {len(queue.classes)} classes"
 
 
-def _ranks_sheet(name: str, ranks: list[RankFacts], rows_max: int) -> Sheet:
+def _ranks_table(name: str, ranks: list[RankFacts]) -> RenderableType:
     tiers = [
         tier for tier in (ranks[0].blocks if ranks else ()) if tier == "device" or any(r.blocks[tier] for r in ranks)
     ]
@@ -237,36 +222,49 @@ def _ranks_sheet(name: str, ranks: list[RankFacts], rows_max: int) -> Sheet:
         for title, attribute in (("approx.", "approximate_blocks"), ("predicted", "predicted_blocks"))
         if any(getattr(rank, attribute) for rank in ranks)
     ]
-    found: dict[str, tuple[str, ...]] = {}
+    rows: list[tuple[str, ...]] = []
     for rank in ranks:
         report = rank.reported
-        found[f"{rank.worker_id}/{rank.rank}"] = (
-            f"{rank.worker_id}/{rank.rank}",
-            str(rank.prefill_tokens),
-            f"{rank.decode_blocks:.6g}",
-            str(rank.active_requests),
-            "" if report is None else f"{report.running}+{report.waiting}",
-            "" if report is None else f"{report.kv_blocks_used}/{report.kv_blocks_total}",
-            str(rank.computed_tokens),
-            *(str(rank.blocks[tier]) for tier in tiers),
-            *(str(getattr(rank, attribute)) for _, attribute in guesses),
-            f"{rank.last_seq}{' resync' * rank.resync}",
+        rows.append(
+            (
+                f"{rank.worker_id}/{rank.rank}",
+                str(rank.prefill_tokens),
+                f"{rank.decode_blocks:.6g}",
+                str(rank.active_requests),
+                "" if report is None else f"{report.running}+{report.waiting}",
+                "" if report is None else f"{report.kv_blocks_used}/{report.kv_blocks_total}",
+                str(rank.computed_tokens),
+                *(str(rank.blocks[tier]) for tier in tiers),
+                *(str(getattr(rank, attribute)) for _, attribute in guesses),
+                f"{rank.last_seq}{' resync' * rank.resync}",
+            )
         )
     columns = ("rank", "prefill", "decode", "active", "run+wait", "kv used", "computed")
     titles = (*columns, *tiers, *(title for title, _ in guesses), "seq")
-    return _sheet(name, titles, found, rows_max, frozenset({"rank"}), "no ranks")
+    return titled_table(name, titles, rows, {"rank"}, "no ranks")
 
 
-def _sheet(
-    name: str,
-    columns: tuple[str, ...],
-    rows: Mapping[str, tuple[str, ...]],
-    rows_max: int,
-    texts: frozenset[str],
-    empty: str,
-) -> Sheet:
-    shown = dict(list(rows.items())[:rows_max])
-    return Sheet(name, columns, shown, len(rows) - len(shown), empty, texts)
+def titled_table(
+    name: str, columns: Sequence[str], rows: Sequence[Sequence[str]], texts: Set[str], empty: str
+) -> RenderableType:
+    """Return the first `ROWS_MAX` rows as a table with a title, or the text `empty` if there are none."""
+    title = Text(printable(name), style="bold")
+    if not rows:
+        return Text.assemble(title, f": {empty}")
+    more = [Text(f"and {len(rows) - ROWS_MAX} more", style="dim")] if len(rows) > ROWS_MAX else []
+    return Group(title, _table(columns, rows[:ROWS_MAX], texts), *more)
+
+
+def _table(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], texts: Set[str], *, show_header: bool = True
+) -> Table:
+    """Return a table. The columns `texts` are left-aligned; the other ones contain numbers."""
+    table = Table(box=None, pad_edge=False, show_header=show_header)
+    for column in columns:
+        table.add_column(column, justify="left" if column in texts else "right", overflow="fold")
+    for cells in rows:
+        table.add_row(*(Text(printable(cell)) for cell in cells))
+    return table
 
 
 def _numbers(ranks: list[int]) -> str:

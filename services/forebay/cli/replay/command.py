@@ -7,9 +7,9 @@ from typing import Annotated
 import msgspec
 import typer
 
-from forebay.cli.common.cluster import NAMESPACE, KafkaSource, NamespaceOption, PropertiesOption
 from forebay.cli.common.errors import complain, explained, fail
-from forebay.cli.common.recording import GroupOption, LogArgument, Recording
+from forebay.cli.common.option_groups import spread
+from forebay.cli.common.recording import Recording
 from forebay.cli.common.terminal import own_stdout
 from forebay.cli.common.unverified import DIVERGED, allow_option, allowed_of, complaint, exit_code
 from forebay.cli.policies.allowed import AllowPolicyOption, allowed_policies
@@ -38,18 +38,14 @@ def _root() -> None:
 
 
 @app.command("verify")
+@spread
 def verify_command(
-    log: LogArgument = None,
-    kafka: KafkaSource = None,
-    namespace: NamespaceOption = NAMESPACE,
-    kafka_config: PropertiesOption = None,
-    group: GroupOption = "",
+    recording: Recording,
     allow: Annotated[list[str] | None, allow_option(UNVERIFIED)] = None,
     allow_policy: AllowPolicyOption = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
 ) -> None:
     """Derive every routing decision again. Exits 1 at the first difference from the journal."""
-    recording = Recording(log, kafka, namespace, kafka_config, group)
     recording.require_one_source()
     allowed = allowed_of(allow, UNVERIFIED)
     with explained():

@@ -9,20 +9,14 @@ import msgspec
 import typer
 from rich.progress import TaskID
 
-from forebay.cli.common.cluster import NAMESPACE, KafkaSource, NamespaceOption, PropertiesOption
 from forebay.cli.common.errors import complain, explained, fail
+from forebay.cli.common.option_groups import spread
 from forebay.cli.common.page_file import require_writable, write
-from forebay.cli.common.recording import GroupOption, LogArgument, Recording
+from forebay.cli.common.recording import Recording
 from forebay.cli.common.terminal import bar, own_stdout
 from forebay.cli.common.unverified import DIVERGED, allow_option, allowed_of, complaint, exit_code
 from forebay.cli.policies.allowed import AllowPolicyOption, allowed_policies
-from forebay.cli.policies.alternative import (
-    Alternative,
-    PolicyConfigOption,
-    PolicyOption,
-    SetOption,
-    alternative,
-)
+from forebay.cli.policies.alternative import Alternative, AlternativeOptions
 from forebay.cli.replay.closed_loop import ClosedLoop, closed_loop
 from forebay.cli.replay.diff_view import show
 from forebay.cli.replay.verify import shown_progress
@@ -40,15 +34,10 @@ PAGE_TITLE = "forebay replay diff"
 ALLOWED = (FOREIGN_RECORDS, UNREAD_FIELDS, UNKNOWN_EVENTS)
 
 
+@spread
 def diff_command(
-    log: LogArgument = None,
-    sets: SetOption = None,
-    policy: PolicyOption = None,
-    policy_config: PolicyConfigOption = None,
-    kafka: KafkaSource = None,
-    namespace: NamespaceOption = NAMESPACE,
-    kafka_config: PropertiesOption = None,
-    group: GroupOption = "",
+    other_options: AlternativeOptions,
+    recording: Recording,
     html: Annotated[
         Path | None, typer.Option(dir_okay=False, help="Write a self-contained HTML page with plots.")
     ] = None,
@@ -71,7 +60,6 @@ def diff_command(
     Open loop: the alternative receives the recorded events, including KV events. Exits 1 if history itself cannot be
     verified.
     """
-    recording = Recording(log, kafka, namespace, kafka_config, group)
     recording.require_one_source()
     if html is not None:
         require_writable("--html", html, PAGE_TITLE)
@@ -80,7 +68,7 @@ def diff_command(
     allowed = allowed_of(allow, ALLOWED)
     handover = Handover() if closed else None
     with explained(), own_stdout():
-        other = alternative(sets, policy, policy_config)
+        other = other_options.alternative()
         custom = allowed_policies(allow_policy, other.modes)
         with shown_progress() as on_progress:
             report = asyncio.run(_diff(recording, other, on_progress, handover, custom))

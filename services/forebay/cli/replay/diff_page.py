@@ -125,6 +125,8 @@ def _load(report: DiffReport) -> graph_objects.Figure:
     at = list(range(0, len(names), step))
     figure.update_layout(barmode="group", bargap=0.25)
     figure.update_xaxes(tickvals=at, ticktext=[short(names[number]) for number in at], type="linear")
+    # Without this, plotly hides a label at the edge that is wider than the margin.
+    figure.update_xaxes(ticklabeloverflow="allow", automargin=True)
     figure.update_yaxes(title_text="tokens", rangemode="tozero")
     return figure
 

@@ -3,15 +3,14 @@
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import typer
 
-from forebay.cli.common.cluster import NAMESPACE, KafkaSource, NamespaceOption, PropertiesOption
 from forebay.cli.common.errors import explained, fail
-from forebay.cli.common.recording import GroupOption, Recording
+from forebay.cli.common.option_groups import spread
+from forebay.cli.common.recording import GroupOption, KafkaSource, Recording
 from forebay.cli.common.terminal import bar, own_stdout
 from forebay.cli.common.unverified import DIVERGED, tell_unverified
 from forebay.cli.policies.allowed import AllowPolicyOption, allowed_policies
@@ -22,6 +21,7 @@ from forebay.replay.explain.find import OnProgress
 from forebay.replay.policies import require_allowed
 
 
+@spread
 def explain_command(
     where: Annotated[
         list[str],
@@ -30,9 +30,7 @@ def explain_command(
             help="LOG: log file of `forebay up` (may be in use) or recording; omit with --kafka. REQUEST: its ID.",
         ),
     ],
-    kafka: KafkaSource = None,
-    namespace: NamespaceOption = NAMESPACE,
-    kafka_config: PropertiesOption = None,
+    source: KafkaSource,
     group: GroupOption = "",
     everything: Annotated[bool, typer.Option("--all", help="Show every candidate, not only the cheapest.")] = False,
     allow_policy: AllowPolicyOption = None,
@@ -43,10 +41,7 @@ def explain_command(
     Every decision is derived again and compared with the journal. Exits 1 if the journal diverges before the request's
     end.
     """
-    if len(where) != (1 if kafka else 2):
-        fail("expected LOG and REQUEST, or REQUEST and --kafka")
-    log = None if kafka else Path(where[0])
-    recording = Recording(log, kafka, namespace, kafka_config, group)
+    recording = source.recording(where, "REQUEST", group)
     with explained():
         custom = allowed_policies(allow_policy)
     with explained(), _shown_progress() as on_progress, own_stdout():

@@ -18,7 +18,8 @@ class AgainstOptions:
         typer.Option(help="Simulate this recording with its own fleet and requests, and report the error."),
     ] = None
     speedup: Annotated[
-        float, typer.Option(min=1e-6, max=1e6, help="With --against: how much faster than their model the engines ran.")
+        float,
+        typer.Option(min=1e-6, max=1e6, help="With --against: `forebay up --speedup` of the recorded mock engines."),
     ] = 1.0
     repeat: Annotated[
         int,

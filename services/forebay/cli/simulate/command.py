@@ -17,6 +17,7 @@ from rich.table import Table
 
 from forebay.cli.common.errors import BROKEN, complain, fail
 from forebay.cli.common.option_groups import spread
+from forebay.cli.common.survey import print_survey, survey_lines
 from forebay.cli.common.terminal import in_markup, printable, results
 from forebay.cli.simulate.against_options import AgainstOptions
 from forebay.cli.simulate.options import (
@@ -103,7 +104,7 @@ def simulate(
     counted = f"{plan.survey.requests} requests under {len(runs)} {'policy' if len(runs) == 1 else 'policies'}"
     Console(stderr=True).print(f"{counted} in {took_s:.1f} s", highlight=False)
     if report is not None:
-        notes = list(_survey_lines(plan.survey))
+        notes = list(survey_lines(plan.survey))
         write_report(report, runs, workload=plan.name, slo=plan.slo, digest=result["digest"], survey_notes=notes)
     least = attain or 0.0
     short = [one for one in runs if least and one.summary["attained"] < least]
@@ -209,20 +210,6 @@ def _unreached_faults(settings: Settings, runs: Sequence[SimulationRun]) -> Iter
         over = [f"{run.name} after {run.summary['lasted_s']:.1f} s" for run in runs if run.summary["lasted_s"] < at_s]
         if over:
             yield f"{fault.worker} did not die at {at_s:g} s, because these runs ended earlier: {', '.join(over)}"
-
-
-def print_survey(survey: Survey) -> None:
-    """Print notes on the workload, and its skipped rows, on stderr."""
-    console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
-    for line in _survey_lines(survey):
-        console.print(printable(line))
-
-
-def _survey_lines(survey: Survey) -> Iterator[str]:
-    yield from survey.notes
-    yield from (f"skipped: {row}" for row in survey.reasons)
-    if survey.skipped > len(survey.reasons):
-        yield f"skipped: {survey.skipped - len(survey.reasons)} more rows"
 
 
 def _times(one: Mapping[str, float], width: str) -> str:

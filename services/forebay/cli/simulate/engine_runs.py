@@ -128,7 +128,7 @@ class _Reader:
             raise Unusable(f"no request was routed to a worker{f' of pool {pool!r}' if pool else ''}{there}")
         if len(kinds) > 1:
             found = "; ".join(f"{name}: {engine} with {_in_words(sizes)}" for name, engine, sizes in kinds)
-            raise Unusable(f"workers differ in engine or sizes; choose a pool of equal workers with --pool ({found})")
+            raise Unusable(f"workers differ in engine or cache or batch size; choose a pool with --pool ({found})")
         routed_requests = [one for one in self._all if one.rank in specs]
         clocks_differ = any(map(_contradicts, routed_requests))
         runs = {

@@ -55,7 +55,7 @@ def compare_with_recording(
         json: whether to print JSON.
     """
     assert options.against is not None
-    source = Recording(options.against, None, "", None, "")
+    source = Recording(log=options.against)
     with explained():
         _require_nothing_else(fleet, shape, others)
         bounds = bounds_of(options.fail_above)

@@ -1,25 +1,25 @@
 """`forebay fit`: fit an engine profile to a recording."""
 
 import asyncio
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.progress import TextColumn, TimeElapsedColumn
 
-from forebay.cli.common.cluster import NAMESPACE
-from forebay.cli.common.errors import complain, explained, fail
+from forebay.cli.common.errors import explained, fail
+from forebay.cli.common.extras import require_extra
 from forebay.cli.common.recording import GroupOption, Recording
 from forebay.cli.common.terminal import bar
 from forebay.cli.policies.allowed import AllowPolicyOption, allowed_policies
 from forebay.cli.replay.verify import shown_progress
 from forebay.cli.simulate.engine_runs import EngineRuns, engine_runs
+from forebay.cli.simulate.profile import OutOption, write_profile
 from forebay.core.routing.policies import CustomPolicies
 from forebay.ingress.errors import Unusable
 from forebay.replay.policies import require_allowed
 from forebay.replay.verify.verify import OnProgress
-from forebay.simulate.profiles.profile import EngineSizes, Profile, write_linear
+from forebay.simulate.profiles.profile import EngineSizes, Profile
 from forebay.transport.sqlite.log import SqliteLog
 
 if TYPE_CHECKING:
@@ -38,9 +38,7 @@ OF = {
 
 def fit(
     log: Annotated[Path, typer.Argument(help="A recording, or a log file of `forebay up`, which may be in use.")],
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", dir_okay=False, help="Write the profile to this file, not to stdout.")
-    ] = None,
+    out: OutOption = None,
     pool: Annotated[str, typer.Option(help="Fit the engines of this pool. Required if there are several pools.")] = "",
     group: GroupOption = "",
     allow_policy: AllowPolicyOption = None,
@@ -50,26 +48,15 @@ def fit(
     The profile is a file for `--engine` of `forebay simulate`. Errors of the fit are printed on stderr and written to
     the file.
     """
-    for package in ("numpy", "scipy"):
-        if find_spec(package) is None:
-            fail(f"forebay fit needs the package {package}: pip install 'forebay[fit]'")
+    require_extra("fit", "forebay fit", "numpy", "scipy")
     if out is not None and out.exists() and log.exists() and out.samefile(log):
         fail(f"{out}: --out names the recording itself; choose another file")
     with explained():
         custom = allowed_policies(allow_policy)
         with shown_progress() as on_progress:
-            engines = asyncio.run(_read(Recording(log, None, NAMESPACE, None, group), pool, on_progress, custom))
+            engines = asyncio.run(_read(Recording(log=log, group=group), pool, on_progress, custom))
         found = _fitted(engines)
-    notes = _notes(engines, found, log.name)
-    profile = write_linear(_profile(engines, found, log), notes)
-    complain(notes)
-    if out is None:
-        typer.echo(profile, nl=False)
-        return
-    try:
-        out.write_text(profile, encoding="utf-8")
-    except OSError as error:
-        fail(f"{out}: {error.strerror}")
+    write_profile(_profile(engines, found, log), _notes(engines, found, log.name), out)
 
 
 async def _read(recording: Recording, pool: str, on_progress: OnProgress, custom: CustomPolicies) -> EngineRuns:
@@ -108,7 +95,7 @@ def _profile(engines: EngineRuns, found: "TimingFit", log: Path) -> Profile:
         timing=found.timing,
         sizes=EngineSizes(
             block_size=config.block_size,
-            blocks=config.kv_blocks_total,
+            kv_blocks=config.kv_blocks_total,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
         ),

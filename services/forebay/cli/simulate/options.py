@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -43,7 +43,7 @@ INT_MAX = (1 << 63) - 1
 AS_CONFIGURED = "as configured"
 LIFE = ("mtbf_s", "repair_s", "cold_start_s", "lease_ttl_s")
 TRANSFER = ("kv_bytes_per_token", "kv_transfer_bandwidth", "kv_transfer_latency_us")
-SIZES = ("block_size", "blocks", "max_num_seqs", "max_num_batched_tokens")
+SIZES = ("block_size", "kv_blocks", "max_num_seqs", "max_num_batched_tokens")
 OF_POOLS = ("workers", "prefill_workers", "decode_workers", "engine", *SIZES)
 FAULT = re.compile(r"faults\[(?P<at>\d+)\]")
 DEATH = re.compile(r"(?P<worker>.+)@(?P<at>\d+(\.\d+)?)(\+(?P<back>\d+(\.\d+)?))?", re.ASCII)
@@ -99,7 +99,7 @@ class FleetOptions:
     block_size: Annotated[
         int | None, typer.Option(min=1, max=SIZE_MAX, help="Tokens per KV block.", show_default="64")
     ] = None
-    blocks: Annotated[
+    kv_blocks: Annotated[
         int | None, typer.Option(min=1, max=SIZE_MAX, help="KV blocks per worker.", show_default="16384")
     ] = None
     max_num_seqs: Annotated[
@@ -130,7 +130,12 @@ class FleetOptions:
     ] = None
     lease_ttl_s: Annotated[
         float | None,
-        typer.Option(min=0, max=TIME_S_MAX, help="Seconds until a dead worker is lost.", show_default="10"),
+        typer.Option(
+            min=0,
+            max=TIME_S_MAX,
+            help="Seconds from the death of a worker until the router declares it lost.",
+            show_default="3",
+        ),
     ] = None
     kv_bytes_per_token: Annotated[
         int | None,
@@ -154,7 +159,9 @@ class FleetOptions:
         int | None,
         typer.Option(min=0, max=TIME_US_MAX, help="Latency of a KV transfer in microseconds.", show_default="0"),
     ] = None
-    timeout_s: Annotated[float, typer.Option(min=0.001, max=TIMEOUT_S_MAX, help="Seconds per request.")] = TIMEOUT_S_MAX
+    timeout_s: Annotated[float, typer.Option(min=0.001, max=TIMEOUT_S_MAX, help="Timeout of a request in seconds.")] = (
+        TIMEOUT_S_MAX
+    )
     seed: Annotated[int, typer.Option(min=0, max=INT_MAX, help="Random seed for sampling and tie-breaking.")] = 0
 
 
@@ -168,11 +175,11 @@ class ShapeOptions:
     ] = None
     requests: Annotated[int | None, typer.Option(min=1, help="Play only the first N requests.")] = None
     prefix_multiplier: Annotated[
-        float, typer.Option(min=0.001, max=1e3, help="Scale the lengths of shared prefixes.")
+        float, typer.Option(min=0.001, max=1e3, help="Multiply the lengths of shared prefixes by this.")
     ] = 1.0
     prefix_roots: Annotated[int, typer.Option(min=1, max=1 << 20, help="Make N copies of the shared prefixes.")] = 1
     prompt_multiplier: Annotated[
-        float, typer.Option(min=0.001, max=1e3, help="Scale the unshared parts of prompts.")
+        float, typer.Option(min=0.001, max=1e3, help="Multiply the lengths of the unshared parts of prompts by this.")
     ] = 1.0
     session_spacing_s: Annotated[
         float | None,
@@ -182,7 +189,10 @@ class ShapeOptions:
         str | None, typer.Option(help="tokenizer.json for text workloads; by default 4 characters are one token.")
     ] = None
     by_model: Annotated[
-        bool, typer.Option("--by-model", help="Send requests to the models they name; otherwise all go to one.")
+        bool,
+        typer.Option(
+            "--by-model", help="Send each request to the model that it names. Default: one model gets all requests."
+        ),
     ] = False
     skip_bad_rows: Annotated[
         bool, typer.Option("--skip-bad-rows", help="Skip and count unusable rows instead of failing.")
@@ -286,19 +296,9 @@ def router_of(text: str) -> RouterConfig:
 
 def workload_options(shape: ShapeOptions, seed: int, *, models: int = 1) -> WorkloadOptions:
     """Return the workload options. If the fleet has several `models`, each request goes to the model that it names."""
-    return WorkloadOptions(
-        speed=shape.speed,
-        duration_s=shape.duration_s,
-        requests_max=shape.requests,
-        prefix_multiplier=shape.prefix_multiplier,
-        prefix_roots=shape.prefix_roots,
-        prompt_multiplier=shape.prompt_multiplier,
-        session_spacing_s=shape.session_spacing_s,
-        tokenizer=shape.tokenizer,
-        by_model=shape.by_model or models > 1,
-        skip_bad_rows=shape.skip_bad_rows,
-        seed=seed,
-    )
+    fields = asdict(shape)
+    requests_max, by_model = fields.pop("requests"), fields.pop("by_model") or models > 1
+    return WorkloadOptions(requests_max=requests_max, by_model=by_model, seed=seed, **fields)
 
 
 def slo_of(text: str | None, attain: float | None) -> Slo | None:

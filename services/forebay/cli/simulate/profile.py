@@ -1,14 +1,18 @@
 """`forebay profile`: engine profiles from published measurements."""
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from forebay.cli.common.errors import complain, fail
+from forebay.cli.common.extras import require_extra
 from forebay.simulate.profiles.profile import EngineSizes, Profile, write_linear
 from forebay.simulate.profiles.sheets import ProfileUnusable
+
+OutOption = Annotated[
+    Path | None, typer.Option("--out", "-o", dir_okay=False, help="Write the profile to this file, not to stdout.")
+]
 
 app = typer.Typer(no_args_is_help=True, help="Create engine profiles from published measurements.")
 
@@ -24,16 +28,13 @@ def aiconfigurator(
     system: Annotated[str, typer.Option(help="GPU system, such as h100_sxm, h200_sxm or b200_sxm.")] = "h100_sxm",
     backend: Annotated[str, typer.Option(help="Engine: vllm, sglang or trtllm.")] = "vllm",
     tensor_parallel: Annotated[int, typer.Option(min=1, max=1024, help="Tensor-parallel GPUs per engine.")] = 1,
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", dir_okay=False, help="Write the profile to this file, not to stdout.")
-    ] = None,
+    out: OutOption = None,
 ) -> None:
     """Write a profile that approximates NVIDIA AIConfigurator's estimates of a model's step times.
 
     Errors against these estimates are printed on stderr and written to the file.
     """
-    if find_spec("aiconfigurator_core") is None:
-        fail("AIConfigurator is not installed: pip install 'forebay[aiconfigurator]'")
+    require_extra("aiconfigurator", "forebay profile aiconfigurator", "aiconfigurator_core", "numpy", "scipy")
     from forebay.simulate.profiles.aiconfigurator import fit_estimates  # noqa: PLC0415 - optional and slow to load
 
     try:
@@ -49,8 +50,13 @@ def aiconfigurator(
     errors = [
         f"{name} {p50:.1%} / {p90:.1%}" for name, (p50, p90) in zip(("prefill", "decode"), found[1:], strict=True)
     ]
-    notes = f"relative errors of single steps against the estimates, p50 / p90: {', '.join(errors)}"
+    write_profile(
+        profile, f"relative errors of single steps against the estimates, p50 / p90: {', '.join(errors)}", out
+    )
 
+
+def write_profile(profile: Profile, notes: str, out: Path | None) -> None:
+    """Write a profile with notes to a file, or to stdout if `out` is None. The notes also go to stderr."""
     complain(notes)
     text = write_linear(profile, notes)
     if out is None:

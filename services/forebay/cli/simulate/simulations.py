@@ -17,7 +17,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from forebay.cli.common.terminal import bar, in_markup, own_stdout
 from forebay.events.control import RouterConfig
-from forebay.replay.policies import load_policies
+from forebay.replay.load_policies import load_policies
 from forebay.simulate.outcome import SimulationOutcome, summary
 from forebay.simulate.reading import open_workload
 from forebay.simulate.settings import Settings

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from forebay.cli.common.errors import complain, fail
 from forebay.cli.common.option_groups import spread
-from forebay.cli.simulate.command import print_survey
+from forebay.cli.common.survey import print_survey
 from forebay.cli.simulate.options import (
     AttainOption,
     FleetOptions,
@@ -41,6 +41,7 @@ from forebay.simulate.capacity import SpeedTrial, search
 from forebay.simulate.pareto import OBJECTIVES, costs, optimal
 from forebay.simulate.reading import open_workload
 from forebay.simulate.slo import Slo, requests_per_s
+from forebay.simulate.unattainable import MissCause, miss_causes
 from forebay.simulate.workload import Survey, Workload, WorkloadOptions, WorkloadUnusable
 
 STEPS_EXPECTED = 10  # simulations per capacity search, for progress
@@ -211,14 +212,18 @@ def _work(job: Job, slo: Slo | None, attain: float, find_capacity: bool) -> Work
 
 
 def _capacity_of(job: Job, slo: Slo, attain: float, on_done: OnDone) -> Metrics:
-    """Return the metrics at the highest rate that meets the SLO, or at the lowest rate tried if none does."""
+    """Return the metrics at the highest rate that meets the SLO, or at nearly zero load if no rate does."""
     tried: dict[float, Metrics] = {}
+    causes: list[MissCause] = []
 
     def measure(speed: float) -> SpeedTrial:
         at_speed = msgspec.structs.replace(job, options=msgspec.structs.replace(job.options, speed=speed))
         before = len(tried) * job.requests
         outcome = play(at_speed, lambda done: on_done(before + done))
         tried[speed] = one = run_metrics(at_speed, outcome, slo)
+        if len(tried) == 1 and one["attained"] < attain:  # at nearly zero load
+            groups = [group for pool in job.settings.pools for group in pool.groups]
+            causes.extend(miss_causes(outcome, slo, list(dict.fromkeys(group.profile for group in groups))))
         return SpeedTrial(
             speed=speed,
             requests_per_s=requests_per_s(outcome),
@@ -231,7 +236,7 @@ def _capacity_of(job: Job, slo: Slo, attain: float, on_done: OnDone) -> Metrics:
     return {
         **tried[min(tried) if best is None else best.speed],
         "capacity_per_s": 0.0 if best is None else best.requests_per_s,
-        "capacity": msgspec.to_builtins(found),
+        "capacity": {**msgspec.to_builtins(found), "causes": msgspec.to_builtins(causes), "attain": attain},
     }
 
 

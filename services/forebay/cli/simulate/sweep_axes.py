@@ -26,7 +26,7 @@ RANGE_WRITTEN_MAX = 12  # longest range that an error message lists
 POOL_SETTING = re.compile(r"pool\.(?P<pool>.+?)(\.(?P<group>\d+))?\.(?P<size>[a-z_]+)")
 ENGINE_SIZES = {
     "block_size": "block_size",
-    "blocks": "kv_blocks_total",
+    "kv_blocks": "kv_blocks_total",
     "max_num_seqs": "max_num_seqs",
     "max_num_batched_tokens": "max_num_batched_tokens",
 }
@@ -118,7 +118,9 @@ def axes_of(sets: Sequence[str]) -> list[Axis]:
         if not equals or not all(names) or not all(all(point) for point in points):
             raise ValueError(f"--set {text}: expected NAME=VALUE,VALUE")
         if any(len(point) != len(names) for point in points):
-            raise ValueError(f"--set {text}: {len(names)} names need {len(names)} values per point, as in 2:6,4:4")
+            raise ValueError(
+                f"--set {text}: {len(names)} names need {len(names)} values per point (between commas), as in 2:6,4:4"
+            )
         if len(set(points)) < len(points):
             raise ValueError(f"--set {text}: duplicate value")
         for name in names:

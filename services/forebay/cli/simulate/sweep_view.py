@@ -97,6 +97,18 @@ def _rate(capacity: Metrics) -> tuple[str, str]:
     return f"{at_least}{step['requests_per_s']:.4g}", f"{step['speed']:.4g}"
 
 
+def _cause_lines(run: Metrics) -> Iterator[str]:
+    """Yield why no rate meets the SLO; nothing if a rate does."""
+    capacity = run["capacity"]
+    if capacity["answer"] != "never":
+        return
+    (idle,) = capacity["steps"]
+    rate = f"{idle['requests_per_s']:.3g} requests/s, {idle['attained']:.2%} of the requests meet the SLO"
+    yield f"{run['name']}: no rate meets the SLO: at nearly zero load, {rate}, and {capacity['attain']:.2%} must"
+    for cause in capacity["causes"]:
+        yield f"  {cause['requests']} requests {cause['text']}"
+
+
 def _summary_lines(result: Metrics, searched: bool) -> Iterator[str]:
     """Yield the lines below the table."""
     runs: Sequence[Metrics] = result["runs"]
@@ -110,6 +122,7 @@ def _summary_lines(result: Metrics, searched: bool) -> Iterator[str]:
             )
             odd = "" if run["capacity"]["monotone"] else "; attainment was higher at a higher rate than at a lower one"
             yield f"{run['name']}: tried {tried}{odd}"
+            yield from _cause_lines(run)
     elif attain is not None:
         seeded = any("seed" in run["set"] for run in runs)
         attained = attaining(runs, result["dead"], attain)

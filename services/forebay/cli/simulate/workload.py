@@ -14,8 +14,8 @@ from rich.table import Table
 
 from forebay.cli.common.errors import fail
 from forebay.cli.common.option_groups import spread
+from forebay.cli.common.survey import print_survey
 from forebay.cli.common.terminal import bar, in_markup, results
-from forebay.cli.simulate.command import print_survey
 from forebay.cli.simulate.options import INT_MAX, JsonOption, ShapeOptions, workload_options
 from forebay.simulate.reading import open_workload
 from forebay.simulate.workload import Survey, Turn, Workload, WorkloadOptions, WorkloadUnusable

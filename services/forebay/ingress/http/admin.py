@@ -5,10 +5,10 @@ Each route requires the admin token of the ingress. Without a token the ingress 
 
 import hmac
 from collections.abc import Awaitable, Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
-from fastapi import Depends, FastAPI, Request
+from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from pydantic import Field
 
@@ -26,17 +26,20 @@ TOKENS_MAX = (1 << 63) - 1
 
 
 class PoolSettingsBody(CheckedBody):
-    """Settings of the pools of one model."""
+    """Request body that names a model and changes settings of its pools. Subclasses add the settings."""
 
     model: str
 
     def changes(self) -> dict[str, Any]:
-        """Return the settings that the body changes."""
+        """Return the settings that the client sent, by field name. Fields missing in the body are left out."""
         return {name: getattr(self, name) for name in self.model_fields_set if name != "model"}
 
 
+BodyT = TypeVar("BodyT", bound=PoolSettingsBody)
+
+
 class BusyThresholdBody(PoolSettingsBody):
-    """Body of POST /busy_threshold. A missing field keeps its value; null disables a threshold."""
+    """Body of POST /busy_threshold. A missing field keeps its current value; null disables the threshold."""
 
     active_decode_blocks_threshold: Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)] | None = None
     active_prefill_tokens_threshold: Annotated[int, Field(ge=0, le=TOKENS_MAX)] | None = None
@@ -46,7 +49,7 @@ class BusyThresholdBody(PoolSettingsBody):
 
 
 class DisaggregationBody(PoolSettingsBody):
-    """Body of POST /disaggregation. A missing field keeps its value; a threshold of null is never reached."""
+    """Body of POST /disaggregation. A missing field keeps its current value; null disables a busy threshold."""
 
     policy: DisaggPolicy = "always"
     max_local_prefill_length: Annotated[int, Field(ge=0, le=TOKENS_MAX)] = 0
@@ -62,54 +65,52 @@ BODIES = (*COMMAND_BODIES, BusyThresholdBody, DisaggregationBody)
 
 
 def add_admin(app: FastAPI, ingress: Ingress) -> None:
-    """Add the routes of the admin API."""
-    require_token = [Depends(_token_check(ingress.settings.admin_token))]
-    add_commands(app, ingress, require_token)
+    """Add the routes of the admin API to `app`: commands to workers, busy thresholds and disaggregation.
+
+    Each route requires the admin token in `ingress.settings.admin_token`.
+    """
+    router = APIRouter(dependencies=[Depends(_token_check(ingress.settings.admin_token))])
+    add_commands(router, ingress)
     pools = ingress.pools
 
-    @app.get("/busy_threshold", dependencies=require_token, responses=errors(401))
+    async def read_settings(request: Request, kind: type[BodyT]) -> BodyT:
+        body = parse(kind, await read_body(request, BODY_BYTES_MAX))
+        adapter_of(body.model, ingress.settings.model_name, ())
+        return body
+
+    @router.get("/busy_threshold", responses=errors(401))
     async def list_thresholds() -> dict[str, Any]:
         """Return the busy thresholds of each pool."""
         found = await pools.busy_thresholds()
         return {"thresholds": [{**_plain(model, busy), "pool": pool} for pool, model, busy in found]}
 
-    @app.post(
-        "/busy_threshold",
-        dependencies=require_token,
-        openapi_extra=body_of(BusyThresholdBody),
-        responses=errors(*SETTINGS),
-    )
+    @router.post("/busy_threshold", openapi_extra=body_of(BusyThresholdBody), responses=errors(*SETTINGS))
     async def set_thresholds(request: Request) -> dict[str, Any]:
         """Change the busy thresholds of a model, or return them if the body sets none."""
-        body = parse(BusyThresholdBody, await read_body(request, BODY_BYTES_MAX))
-        adapter_of(body.model, ingress.settings.model_name, ())
+        body = await read_settings(request, BusyThresholdBody)
         changes = body.changes()
         busy = await (
             pools.set_busy_thresholds(body.model, changes) if changes else pools.busy_threshold_of(body.model)
         )
         return _plain(body.model, busy)
 
-    @app.get("/disaggregation", dependencies=require_token, responses=errors(401))
+    @router.get("/disaggregation", responses=errors(401))
     async def list_disaggregation() -> dict[str, Any]:
         """Return for each decode pool which prompts prefill workers compute."""
         found = await pools.disaggregation_settings()
         return {"disaggregation": [{**_plain(model, disagg), "pool": pool} for pool, model, disagg in found]}
 
-    @app.post(
-        "/disaggregation",
-        dependencies=require_token,
-        openapi_extra=body_of(DisaggregationBody),
-        responses=errors(*SETTINGS),
-    )
+    @router.post("/disaggregation", openapi_extra=body_of(DisaggregationBody), responses=errors(*SETTINGS))
     async def set_disaggregation(request: Request) -> dict[str, Any]:
         """Change which prompts of a model prefill workers compute, or return the settings if the body sets none."""
-        body = parse(DisaggregationBody, await read_body(request, BODY_BYTES_MAX))
-        adapter_of(body.model, ingress.settings.model_name, ())
+        body = await read_settings(request, DisaggregationBody)
         changes = body.changes()
         pool, disagg = await (
             pools.set_disaggregation(body.model, changes) if changes else pools.disaggregation(body.model)
         )
         return {**_plain(body.model, disagg), "pool": pool}
+
+    app.routes.extend(router.routes)  # not `include_router`, which hides the methods of each path
 
 
 def _token_check(token: str) -> Callable[..., Awaitable[None]]:

@@ -1,5 +1,6 @@
 """The HTTP routes of an ingress."""
 
+from importlib.metadata import version
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -10,21 +11,27 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Match, Route
 
 from forebay import runtime
+from forebay.ingress.access_log import add_fields
 from forebay.ingress.admission import AdmissionMiddleware
 from forebay.ingress.errors import ApiError, internal_error
 from forebay.ingress.explainer import Explainer
 from forebay.ingress.http.admin import BODIES as ADMIN_BODIES
 from forebay.ingress.http.admin import add_admin
+from forebay.ingress.http.api_key import ApiKeyGuard
 from forebay.ingress.http.body import request_id_of
+from forebay.ingress.http.cors import Cors
 from forebay.ingress.http.drain import DrainMiddleware
 from forebay.ingress.http.embedding_response import EmbeddingResponse
 from forebay.ingress.http.openapi import RUNS, body_of, describe, errors, streamed, text
 from forebay.ingress.http.origin_guard import OriginGuard
+from forebay.ingress.http.pages import add_pages
 from forebay.ingress.http.queries import add_queries, respond_to_query
-from forebay.ingress.http.response import CompletionResponse
+from forebay.ingress.http.response import ChoicesResponse, CompletionResponse
+from forebay.ingress.http.status import StatusReader, add_status
+from forebay.ingress.http.tokenization import BODIES as TOKENIZATION_BODIES
+from forebay.ingress.http.tokenization import add_tokenization
 from forebay.ingress.ingress import Ingress
 from forebay.ingress.openai.embeddings import EmbeddingBody
-from forebay.ingress.openai.fields import parse
 from forebay.ingress.openai.requests import ChatBody, TextBody
 from forebay.ingress.response_fold import EmbeddingFold
 from forebay.transport.base import LogError
@@ -35,30 +42,41 @@ def build_app(
     registry: CollectorRegistry,
     explainer: Explainer | None = None,
     hosts: frozenset[str] | None = None,
+    read_status: StatusReader | None = None,
 ) -> FastAPI:
     """Return the HTTP application of an ingress.
 
     Args:
-        ingress: the ingress.
+        ingress: the ingress that runs the requests.
         registry: metrics that /metrics returns.
-        explainer: explains requests; None disables explanations.
-        hosts: names that the header `Host` may have, None for any.
+        explainer: explains the routing of a request; with None the explain route responds with 501.
+        hosts: accepted values of the header `Host`; None accepts every value.
+        read_status: returns the status of the group; with None the status route responds with 501.
     """
-    app = FastAPI(title="forebay", summary="OpenAI-compatible ingress", docs_url="/docs", redoc_url=None)
+    app = FastAPI(title="forebay", summary="OpenAI-compatible ingress", docs_url=None, redoc_url=None)
     app.add_middleware(AdmissionMiddleware, admission=ingress.admission, metrics=ingress.metrics)
     app.add_middleware(
         DrainMiddleware, drain=ingress.drain, on_rejected=lambda error: ingress.metrics.errors.labels(error.code).inc()
     )
-    app.add_middleware(OriginGuard, hosts=hosts, on_rejected=lambda code: ingress.metrics.errors.labels(code).inc())
+    settings, reject = ingress.settings, ingress.metrics.reject
+    if settings.api_keys:
+        app.add_middleware(ApiKeyGuard, keys=settings.api_keys, on_rejected=reject)
+    app.add_middleware(OriginGuard, hosts=hosts, origins=settings.cors_origins, on_rejected=reject)
+    if settings.cors_origins:
+        app.add_middleware(Cors, origins=settings.cors_origins)
     _add_errors(app, ingress)
+    add_pages(app, ingress.settings.model_name)
     _add_completions(app, ingress)
     _add_embeddings(app, ingress)
     _add_models(app, ingress)
     _add_health(app, ingress, registry)
     add_queries(app, ingress, explainer or Explainer(None))
-    if ingress.settings.admin_token:
+    add_status(app, read_status)
+    add_tokenization(app, ingress)
+    if settings.admin_token:
         add_admin(app, ingress)
-    describe(app, (ChatBody, TextBody, EmbeddingBody, *(ADMIN_BODIES if ingress.settings.admin_token else ())))
+    bodies = (ChatBody, TextBody, EmbeddingBody, *TOKENIZATION_BODIES, *(ADMIN_BODIES if settings.admin_token else ()))
+    describe(app, bodies, has_key=bool(settings.api_keys))
     return app
 
 
@@ -80,13 +98,17 @@ async def _complete(request: Request, ingress: Ingress, kind: type[ChatBody] | t
     with ingress.bodies.reader() as reader:
         raw = await reader.read(request)
         await ingress.admission.turn()
-        body = parse(kind, raw)
+        body = ingress.parse(kind, raw)
         if body.queries_route:
             return await respond_to_query(request, ingress, body)
         request_id = request_id_of(request, "chatcmpl-" if isinstance(body, ChatBody) else "cmpl-")
+        add_fields(request.scope, request_id=request_id)
         prepared = await ingress.prepare(body, request.headers.items())
+        add_fields(request.scope, model=body.model)
     response = ingress.completion(request_id, body, prepared, created_s=int(runtime.wall_s()))
-    return CompletionResponse(ingress, response, await ingress.submit(request_id, prepared), began_s)
+    if len(prepared) > 1:
+        return ChoicesResponse(ingress, response, prepared, began_s)
+    return CompletionResponse(ingress, response, await ingress.submit(request_id, prepared[0]), began_s)
 
 
 def _add_embeddings(app: FastAPI, ingress: Ingress) -> None:
@@ -97,9 +119,11 @@ def _add_embeddings(app: FastAPI, ingress: Ingress) -> None:
         with ingress.bodies.reader() as reader:
             raw = await reader.read(request)
             await ingress.admission.turn()
-            body = parse(EmbeddingBody, raw)
+            body = ingress.parse(EmbeddingBody, raw)
             request_id = request_id_of(request, "embd-")
+            add_fields(request.scope, request_id=request_id)
             inputs = await ingress.prepare_embedding(body, request.headers.items())
+            add_fields(request.scope, model=body.model)
         prompt_tokens = sum(one.prompt_tokens for one in inputs)
         return EmbeddingResponse(ingress, EmbeddingFold(request_id, body, prompt_tokens, len(inputs)), inputs)
 
@@ -141,6 +165,11 @@ def _add_health(app: FastAPI, ingress: Ingress, registry: CollectorRegistry) -> 
         if not ingress.ready():
             raise ApiError(503, "not_ready", ingress.not_ready_reason())
         return {"status": "ready", **ingress.ready_details}
+
+    @app.get("/version", responses=errors())
+    async def server_version() -> dict[str, str]:
+        """Return the version of forebay."""
+        return {"version": version("forebay")}
 
     @app.get("/metrics", response_class=Response, responses={**text("Metrics in the text format."), **errors()})
     async def metrics() -> Response:

@@ -1,27 +1,30 @@
-"""Read bodies of HTTP requests with bounded memory, and request ids."""
+"""Read request bodies with bounded memory, and generate request ids."""
 
 from types import TracebackType
 
 from fastapi import Request
 
 from forebay import runtime
+from forebay.events.request_ids import NUMBER_BYTES, unique_id
 from forebay.ingress.errors import ApiError, invalid
 from forebay.ingress.http.body_limits import SMALL_BYTES, BodyLimits
 from forebay.ingress.openai.requests import REQUEST_ID
 
 MEMORY_BYTES_MAX = 256 << 20  # per process: bodies that are read, decoded or tokenised at the same time
-LENGTH_DIGITS_MAX = 19  # a 64-bit integer has no more
+LENGTH_DIGITS_MAX = 19  # a signed 64-bit integer has at most 19 digits
 
 
 class BodyMemory:
-    """Memory of the bodies that one process holds at the same time.
+    """Limits the memory of all request bodies that one process has read and not yet tokenised.
+
+    Bodies of at most `SMALL_BYTES` do not count, because the number of connections limits their total.
 
     Args:
         limits: limits of each body.
-        bytes_max: maximum bytes of all bodies; at least one body always fits.
+        bytes_max: maximum bytes of all bodies together; at least one body of the maximum size always fits.
 
     Attributes:
-        held: bytes of all bodies now.
+        held: current bytes of all counted bodies.
     """
 
     def __init__(self, limits: BodyLimits, bytes_max: int = MEMORY_BYTES_MAX) -> None:
@@ -30,12 +33,12 @@ class BodyMemory:
         self.held = 0
 
     def reader(self) -> "BodyReader":
-        """Return a reader for one body. The body counts until the `with` block of the reader ends."""
+        """Return a context manager that reads one body. The body counts in `held` until its `with` block ends."""
         return BodyReader(self)
 
 
 class BodyReader:
-    """Reader of one body, whose bytes count while its `with` block runs."""
+    """Context manager that reads one body and counts its bytes in `BodyMemory.held` until the `with` block ends."""
 
     __slots__ = ("_held", "_memory")
 
@@ -50,7 +53,12 @@ class BodyReader:
         self._memory.held -= self._held
 
     async def read(self, request: Request) -> bytes:
-        """Return the whole body. Raises ApiError: 413 above a limit of the body, 503 above the limit of all bodies."""
+        """Return the whole body.
+
+        Raises:
+            ApiError: 413 if the body exceeds a limit of `BodyLimits`, 503 if all bodies of the process together would
+                exceed `bytes_max` of the `BodyMemory`.
+        """
         limits, memory = self._memory.limits, self._memory
         _require_declared(request, limits)
         parts, size = [], 0
@@ -71,7 +79,11 @@ class BodyReader:
 
 
 async def read_body(request: Request, bytes_max: int) -> bytes:
-    """Return a small body, which does not count. Raises ApiError above `bytes_max` bytes."""
+    """Return a body of at most `bytes_max` bytes, without counting it in `BodyMemory`.
+
+    Raises:
+        ApiError: 413 if the body is larger.
+    """
     raw = bytearray()
     async for part in request.stream():
         raw += part
@@ -81,11 +93,23 @@ async def read_body(request: Request, bytes_max: int) -> bytes:
 
 
 def request_id_of(request: Request, prefix: str) -> str:
-    """Return the `x-request-id` of a request, or a new id with this prefix. Raises ApiError if it is invalid."""
+    """Return a unique id for a request: its header `x-request-id` with a random suffix, or a random id with `prefix`.
+
+    Raises:
+        ApiError: 400 if the header is not a valid id.
+    """
+    given = client_id(request)
+    return prefix + runtime.random_id() if given is None else unique_id(given, runtime.random_int(NUMBER_BYTES))
+
+
+def client_id(request: Request) -> str | None:
+    """Return the header `x-request-id` of a request, None if the header is missing.
+
+    Raises:
+        ApiError: 400 if the header is not a valid id.
+    """
     given = request.headers.get("x-request-id")
-    if given is None:
-        return prefix + runtime.random_id()
-    if not REQUEST_ID.fullmatch(given):
+    if given is not None and not REQUEST_ID.fullmatch(given):
         raise invalid(
             "invalid x-request-id; it must be 1 to 128 letters, digits, dots, dashes and underscores", "x-request-id"
         )
@@ -93,11 +117,11 @@ def request_id_of(request: Request, prefix: str) -> str:
 
 
 def _require_declared(request: Request, limits: BodyLimits) -> None:
-    """Raise ApiError if `content-length` exceeds the limit."""
+    """Raise ApiError if `content-length` exceeds the limit for one body."""
     declared = request.headers.get("content-length", "")
     if not declared.isdecimal():
         return
-    if len(declared) > LENGTH_DIGITS_MAX:  # Python converts no more than 4,300 digits
+    if len(declared) > LENGTH_DIGITS_MAX:  # Python raises for more than 4,300 digits
         raise limits.too_large()
     if int(declared) > limits.bytes_max:
         raise limits.too_large(int(declared))

@@ -1,4 +1,4 @@
-"""Limits of request bodies in bytes and in JSON values. The number of values determines the time of decoding."""
+"""Limits of request bodies, in bytes and in JSON values. The number of values determines the time to decode a body."""
 
 import re
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from forebay.ingress.errors import ApiError
 
 TEXT_BYTES_MAX = 4 << 20  # a megatoken of English text
 MEDIA_BYTES_MAX = 48 << 20  # far above 8 MiB of media in base64: the error of a larger image then names the image
-SMALL_BYTES = 64 << 10  # smaller bodies do not count, because connections are bounded
+SMALL_BYTES = 64 << 10  # smaller bodies do not count, because the number of connections limits their total
 # Decoding holds the interpreter, so a thread would not help other requests. 200,000 values take about 0.1 s.
 VALUES_MAX = 200_000
 STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)  # an unterminated string is scanned once
@@ -34,13 +34,14 @@ class _Chat(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class BodyLimits:
-    """Limits of one body.
+    """Limits of one request body.
 
     Attributes:
-        text_bytes_max: bytes of a body without the URLs of its images and videos.
-        media_bytes_max: bytes of a whole body, if the model accepts images or videos.
+        text_bytes_max: maximum bytes of a body, not counting the URLs of its images and videos.
+        media_bytes_max: maximum bytes of a whole body with these URLs. Used only if `takes_media`.
         takes_media: whether the model accepts images or videos.
-        values_max: number of JSON values, at least the tokens of the model's context.
+        values_max: maximum number of JSON values. At least the context length of the model, because a prompt of
+            token ids has one value per token.
     """
 
     text_bytes_max: int = TEXT_BYTES_MAX
@@ -50,11 +51,11 @@ class BodyLimits:
 
     @property
     def bytes_max(self) -> int:
-        """Maximum bytes of a whole body."""
+        """Maximum bytes of a body, including the URLs of its images and videos."""
         return max(self.text_bytes_max, self.media_bytes_max) if self.takes_media else self.text_bytes_max
 
     def too_large(self, size: int | None = None) -> ApiError:
-        """Return the error for a body of `size` bytes; None if its size is unknown but above the limit."""
+        """Return the error for a body above the limit. `size` is in bytes, None if the body was not read to its end."""
         found = "too many" if size is None else f"{size:,}"
         if self.takes_media:
             limit = f"{self.bytes_max:,} bytes for bodies with images or videos (--media-body-bytes-max)"
@@ -63,7 +64,7 @@ class BodyLimits:
         return ApiError(413, "body_too_large", f"the body has {found} bytes; the limit is {limit}")
 
     def require(self, raw: bytes) -> None:
-        """Raise ApiError if a body is too large, or too expensive to decode. Takes linear time."""
+        """Raise ApiError if a body has too many bytes or too many JSON values. Takes time linear in its size."""
         size = len(raw)
         if size > self.bytes_max:
             raise self.too_large(size)
@@ -80,7 +81,7 @@ class BodyLimits:
 
 
 def _media_bytes(raw: bytes) -> int:
-    """Return the bytes of the URLs of images and videos, 0 if the body is not a chat."""
+    """Return the total bytes of the URLs of images and videos, 0 if the body is not a chat request."""
     try:
         chat = msgspec.json.decode(raw, type=_Chat)
     except (msgspec.MsgspecError, RecursionError):
@@ -91,5 +92,5 @@ def _media_bytes(raw: bytes) -> int:
 
 
 def _separators(raw: bytes) -> int:
-    """Return an upper bound of the number of JSON values in a text without strings."""
+    """Return an upper bound of the number of JSON values: the separators outside of strings."""
     return 1 + raw.count(b",") + raw.count(b"[") + raw.count(b"{")

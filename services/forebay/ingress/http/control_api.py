@@ -1,8 +1,8 @@
 """Routes that send commands to workers. The names of routes and fields are those of vLLM and Dynamo.
 
-Every route runs one command, and responds when every worker has an outcome. The body always contains the outcomes. The
-status is that of the worst outcome: 200 if all workers succeeded, 409 if an engine refused the command, 502 if a worker
-left, 504 if a worker did not respond in time.
+Every route runs one command, and responds when every worker that got the command has an outcome. The response always
+contains the outcomes of all workers. Its status is determined by the worst outcome: 200 if all workers succeeded, 409
+if an engine refused the command, 502 if a worker left, 504 if a worker did not respond in time.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,16 +10,16 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 from urllib.parse import unquote, urlsplit
 
 import msgspec
-from fastapi import FastAPI, Request
-from fastapi.params import Depends
+from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import Field, model_validator
 
+from forebay import runtime
 from forebay.events.control import LORA_CHANGES, Action, Command
 from forebay.events.decisions import CommandOutcome
 from forebay.events.names import NameInvalid, require_adapter
 from forebay.ingress.errors import ApiError, invalid
-from forebay.ingress.http.body import read_body, request_id_of
+from forebay.ingress.http.body import client_id, read_body
 from forebay.ingress.http.openapi import COMMANDS, body_of, errors
 from forebay.ingress.ingress import Ingress
 from forebay.ingress.openai.fields import CheckedBody, Neutral, parse
@@ -42,7 +42,7 @@ STATUSES: tuple[tuple[Literal["timed_out", "left", "refused"], int, str], ...] =
 )
 
 
-LORA_NEUTRAL: Neutral = {"load_inplace": (None, False)}  # in vLLM it replaces an adapter of the same name
+LORA_NEUTRAL: Neutral = {"load_inplace": (None, False)}  # if true, vLLM replaces a loaded adapter of the same name
 LORA_IGNORED = frozenset({"lora_int_id"})  # vLLM's number of an adapter
 
 # Parts of JSON schemas: the name of an adapter, and two ways to name its directory.
@@ -55,29 +55,35 @@ IN_SOURCE = {"required": ["source"], "properties": {"source": {"type": "object"}
 
 
 class CommandBody(CheckedBody):
-    """Workers that a command is for, by default all, and the time that they have in seconds."""
+    """Fields that all commands share.
+
+    Attributes:
+        worker_ids: workers that run the command; empty for all workers.
+        pool: pool whose workers run the command; empty for all pools.
+        timeout_s: seconds to wait for the outcomes of the workers.
+    """
 
     worker_ids: Annotated[tuple[Name, ...], Field(max_length=WORKERS_MAX)] = ()
     pool: Annotated[str, Field(max_length=256)] = ""
     timeout_s: Annotated[float, Field(gt=0.0, le=TIMEOUT_S_MAX, allow_inf_nan=False)] = TIMEOUT_S
 
     def command(self, action: Action) -> Command:
-        """Return the command. Raises ApiError if a field is missing."""
+        """Return the command for workers. Raises ApiError (400) if a field that the command requires is missing."""
         return Command(action=action)
 
 
 class SleepBody(CommandBody):
-    """Body of POST /sleep. Level 1 keeps the weights in host memory, level 2 drops them."""
+    """Body of POST /sleep. With level 1 engines keep their weights in host memory, with level 2 they drop them."""
 
     level: Level = 1
 
     def command(self, action: Action) -> Command:
-        """Return the command."""
+        """Return the command for workers, with the sleep level."""
         return Command(action=action, level=self.level)
 
 
 class LoraSource(CheckedBody):
-    """Directory of an adapter in the format of Dynamo's API."""
+    """Field `source` of a body that loads a LoRA adapter, as in Dynamo's API: its directory as a `file://` URI."""
 
     path = "source."
 
@@ -90,7 +96,10 @@ class LoraSource(CheckedBody):
 
 
 class LoraBody(CommandBody):
-    """An adapter and its directory on the workers: vLLM's `lora_path` or Dynamo's `source.uri`."""
+    """Request body with the name of a LoRA adapter and its directory, which each worker must be able to read.
+
+    The directory is given as `lora_path`, as in vLLM, or as `source.uri`, as in Dynamo. It is not needed to unload.
+    """
 
     neutral = LORA_NEUTRAL
     ignored = LORA_IGNORED
@@ -100,7 +109,7 @@ class LoraBody(CommandBody):
     source: LoraSource | None = None
 
     def command(self, action: Action) -> Command:
-        """Return the command. Raises ApiError if a field is missing."""
+        """Return the command for workers. Raises ApiError (400) if the name, or to load the directory, is missing."""
         if not self.lora_name:
             raise invalid("lora_name is missing; give the name of the adapter", "lora_name")
         if action == "unload_lora":
@@ -112,39 +121,39 @@ class LoraBody(CommandBody):
 
 
 class LoadBody(LoraBody):
-    """Body of a request that loads an adapter."""
+    """Request body to load a LoRA adapter."""
 
     @classmethod
     def describe(cls, schema: dict[str, Any]) -> None:
-        """Add that the name and the directory are required."""
+        """Add to the JSON schema that the name and the directory of the adapter are required."""
         schema["allOf"] = [NAMED, {"anyOf": [IN_PATH, IN_SOURCE]}]
 
 
 class UnloadBody(LoraBody):
-    """Body of a request that unloads an adapter."""
+    """Request body to unload a LoRA adapter."""
 
     @classmethod
     def describe(cls, schema: dict[str, Any]) -> None:
-        """Add that the name is required."""
+        """Add to the JSON schema that the name of the adapter is required."""
         schema["allOf"] = [NAMED]
 
 
 class AnyCommandBody(LoraBody):
-    """Body of POST /v1/commands."""
+    """Body of POST /v1/commands: `action` names the command, the other fields are its parameters."""
 
     action: str
     level: Level = 1
 
     @classmethod
     def describe(cls, schema: dict[str, Any]) -> None:
-        """Add the actions and the fields that each requires."""
+        """Add to the JSON schema the values of `action`, and the fields that each of them requires."""
         others = [action for action in ACTIONS if action not in LORA_CHANGES]
         loads = {"allOf": [{"properties": {"action": {"const": "load_lora"}}}, NAMED, {"anyOf": [IN_PATH, IN_SOURCE]}]}
         unloads = {"allOf": [{"properties": {"action": {"const": "unload_lora"}}}, NAMED]}
         schema["anyOf"] = [{"properties": {"action": {"enum": others}}}, loads, unloads]
 
     def named(self) -> Command:
-        """Return the command. Raises ApiError if the action is unknown or a field is missing."""
+        """Return the command that `action` names. Raises ApiError (400) if it is unknown or a field is missing."""
         action = next((one for one in ACTIONS if one == self.action), None)
         if action is None:
             known = ", ".join(ACTIONS)
@@ -157,46 +166,41 @@ COMMAND_BODIES = (AnyCommandBody, CommandBody, LoadBody, SleepBody, UnloadBody)
 BodyT = TypeVar("BodyT", bound=CommandBody)
 
 
-def add_commands(app: FastAPI, ingress: Ingress, dependencies: Sequence[Depends]) -> None:
-    """Add the routes.
+def add_commands(router: APIRouter, ingress: Ingress) -> None:
+    """Add the routes that send commands to workers.
 
     Args:
-        app: the application.
-        ingress: the ingress.
-        dependencies: FastAPI dependencies of each route.
+        router: the router to which the routes are added.
+        ingress: the ingress whose `commands` run the commands.
     """
 
-    @app.post(
-        "/v1/commands", dependencies=dependencies, openapi_extra=body_of(AnyCommandBody), responses=errors(*COMMANDS)
-    )
+    @router.post("/v1/commands", openapi_extra=body_of(AnyCommandBody), responses=errors(*COMMANDS))
     async def any_command(request: Request) -> Response:
         """Run the command that `action` names."""
         body = await _body(AnyCommandBody, request)
         return await _run(request, ingress, body, body.named())
 
-    @app.get("/v1/loras", dependencies=dependencies, responses=errors(*COMMANDS))
+    @router.get("/v1/loras", responses=errors(*COMMANDS))
     async def list_loras(request: Request) -> Response:
-        """Return the adapters that workers have loaded, by name and by worker."""
+        """Return the LoRA adapters that workers have loaded, by name and by worker."""
         body = await _body(CommandBody, request)
         return await _run(request, ingress, body, body.command("list_loras"))
 
-    @app.delete(
+    @router.delete(
         "/v1/loras/{lora_name:path}",
-        dependencies=dependencies,
         openapi_extra=body_of(CommandBody, required=False),
         responses=errors(*COMMANDS),
     )
     async def delete_lora(request: Request, lora_name: str) -> Response:
-        """Unload an adapter."""
+        """Unload a LoRA adapter."""
         body = await _body(LoraBody, request, {"lora_name": lora_name})
         return await _run(request, ingress, body, body.command("unload_lora"))
 
     def add(path: str, action: Action, kind: type[CommandBody], text: str) -> None:
-        @app.post(
+        @router.post(
             path,
             name=action,
             description=text,
-            dependencies=dependencies,
             openapi_extra=body_of(kind, required=issubclass(kind, LoraBody)),
             responses=errors(*COMMANDS),
         )
@@ -218,9 +222,9 @@ def add_commands(app: FastAPI, ingress: Ingress, dependencies: Sequence[Depends]
 async def _run(request: Request, ingress: Ingress, body: CommandBody, command: Command) -> Response:
     status = "error"
     try:
-        if command.action == "load_lora":  # an adapter that is already loaded can be unloaded under any name
+        if command.action == "load_lora":  # only for loading: a loaded adapter can be unloaded whatever its name is
             _require_adapter(command.lora_name, ingress.settings.model_name)
-        command_id = request_id_of(request, "command-")
+        command_id = client_id(request) or f"command-{runtime.random_id()}"
         result = await ingress.commands.run(
             command,
             timeout_s=body.timeout_s,
@@ -258,7 +262,10 @@ def _require_adapter(name: str, model: str) -> None:
 
 
 async def _body(kind: type[BodyT], request: Request, path: Mapping[str, Any] | None = None) -> BodyT:
-    """Return the body, which may be empty, merged with the query and the fields of the path. Raises ApiError."""
+    """Return the parsed body. Its fields override those of the query string; those of the path override both.
+
+    The body may be empty. Raises ApiError for an invalid body or an unknown field.
+    """
     raw = await read_body(request, BODY_BYTES_MAX)
     fields: dict[str, Any] = _query(request)
     if raw.strip():
@@ -273,7 +280,7 @@ async def _body(kind: type[BodyT], request: Request, path: Mapping[str, Any] | N
 
 
 def _query(request: Request) -> dict[str, Any]:
-    """Return the fields of the query, where vLLM expects some of them. Raises ApiError."""
+    """Return the fields of the query string; vLLM expects `level` there. Raises ApiError if a number is invalid."""
     fields: dict[str, Any] = {}
     for name, text in request.query_params.multi_items():
         if name == "worker_id":
@@ -289,7 +296,7 @@ def _query(request: Request) -> dict[str, Any]:
 
 
 def _path_of(source: LoraSource) -> str:
-    """Return the directory of a `file:` URI. Raises ApiError for others: workers download nothing."""
+    """Return the directory of a `file:` URI. Raises ApiError for any other URI, because workers download nothing."""
     try:
         parts = urlsplit(source.uri)
     except ValueError as error:

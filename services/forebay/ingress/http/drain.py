@@ -1,4 +1,4 @@
-"""Drain an ingress: reject new requests, wait for requests in flight, then interrupt the remaining ones."""
+"""Drain an ingress: reject new requests, wait for requests in flight, then interrupt the requests that remain."""
 
 import asyncio
 import contextlib
@@ -10,12 +10,12 @@ from forebay.ingress.errors import ApiError
 
 SHUTTING_DOWN = "the server is shutting down"  # reason of an interruption, and the error message for its client
 CLOSE_S = 2.0  # time for clients to read the error that ends their response
-AT_ONCE_S = 0.5  # the same after a second signal, when the process ends at once
+AT_ONCE_S = 0.5  # time for clients to read the error after a second signal, when the process ends at once
 ALWAYS_SERVED = frozenset(("/live", "/metrics"))
 
 
 class IngressDrain:
-    """Tracks the HTTP requests in flight of one ingress, and its drain.
+    """Drains one ingress: counts its HTTP requests in flight, and waits for them once the drain has begun.
 
     Attributes:
         in_flight: number of HTTP requests in flight.
@@ -30,15 +30,15 @@ class IngressDrain:
 
     @property
     def begun(self) -> bool:
-        """Whether the drain has begun, so that new requests are rejected."""
+        """Whether the drain has begun. From then on `DrainMiddleware` rejects new requests."""
         return self._began.is_set()
 
     def begin(self) -> None:
-        """Begin the drain: reject new requests from now on."""
+        """Begin the drain: from now on `DrainMiddleware` rejects new requests, and `run` waits for those in flight."""
         self._began.set()
 
     def hurry(self) -> None:
-        """Begin the drain, and do not wait for requests in flight any longer."""
+        """Begin the drain if it has not begun, and make `run` interrupt the requests in flight at once."""
         self._began.set()
         self._hurried.set()
 
@@ -47,11 +47,12 @@ class IngressDrain:
         await self._began.wait()
 
     async def run(self, interrupt: Callable[[str], None], within_s: float) -> None:
-        """Wait until the drain begins, then until no request is in flight.
+        """Wait until the drain begins, then until no request is in flight, and interrupt the requests that remain.
 
         Args:
-            interrupt: interrupts the remaining requests; its argument is the reason.
-            within_s: seconds to wait before the remaining requests are interrupted.
+            interrupt: interrupts every request in flight; its argument is the reason for the client.
+            within_s: seconds from the beginning of the drain until requests in flight are interrupted. `hurry` ends the
+                wait.
         """
         await self._began.wait()
         waiting = [asyncio.ensure_future(event.wait()) for event in (self._idle, self._hurried)]
@@ -60,10 +61,15 @@ class IngressDrain:
         finally:
             for one in waiting:
                 one.cancel()
-        await self.cut(interrupt, CLOSE_S)
+        await self.cut(interrupt, AT_ONCE_S if self._hurried.is_set() else CLOSE_S)
 
     async def cut(self, interrupt: Callable[[str], None], within_s: float) -> None:
-        """Interrupt every request in flight, and wait up to `within_s` seconds for clients to read the error."""
+        """Interrupt every request in flight, and wait up to `within_s` seconds until clients have read the error.
+
+        Args:
+            interrupt: interrupts every request in flight; its argument is the reason for the client.
+            within_s: maximum seconds to wait.
+        """
         self._began.set()
         interrupt(SHUTTING_DOWN)
         with contextlib.suppress(TimeoutError):
@@ -71,7 +77,7 @@ class IngressDrain:
                 await self._idle.wait()
 
     def enter(self) -> None:
-        """Count a new request."""
+        """Count the beginning of a request."""
         self.in_flight += 1
         self._idle.clear()
 
@@ -86,8 +92,8 @@ class DrainMiddleware:
     """ASGI middleware that counts requests in flight, and rejects new requests once the drain has begun.
 
     Args:
-        app: the application.
-        drain: the drain.
+        app: the application that serves the accepted requests.
+        drain: counts the requests, and determines whether new ones are rejected.
         on_rejected: called with the error of each rejected request.
     """
 
@@ -97,7 +103,7 @@ class DrainMiddleware:
         self._on_rejected = on_rejected
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve or reject one request."""
+        """Serve one request; once the drain has begun, respond with 503, except to `ALWAYS_SERVED` paths."""
         if scope["type"] != "http" or scope["path"] in ALWAYS_SERVED:
             await self._app(scope, receive, send)
         elif self._drain.begun:
@@ -106,10 +112,6 @@ class DrainMiddleware:
             self._drain.enter()
             try:
                 await self._app(scope, receive, send)
-            except asyncio.CancelledError:
-                # The client did not read the response until the end of the drain, so the server closes the connection.
-                if not self._drain.begun:
-                    raise
             finally:
                 self._drain.leave()
 

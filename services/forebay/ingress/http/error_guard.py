@@ -20,11 +20,11 @@ SEND_S = 2.0  # time for a client to read the error, so that it does not delay t
 
 
 class ErrorGuard:
-    """ASGI middleware that sends an error for each exception of an application.
+    """ASGI middleware that sends an error in OpenAI's format if the application raises an exception.
 
     Args:
-        app: the application.
-        on_rejected: called with the code of each error that is sent.
+        app: the application, including its other middleware.
+        on_rejected: called with the error code of each error that the guard sends.
     """
 
     def __init__(self, app: ASGIApp, on_rejected: Callable[[str], None]) -> None:
@@ -32,7 +32,10 @@ class ErrorGuard:
         self._on_rejected = on_rejected
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the application. Raises only if the response stays incomplete, so that uvicorn closes the connection."""
+        """Run the application, and respond to an exception with 500, or with 503 if the request is cancelled.
+
+        If the response cannot be completed, the exception propagates, so that uvicorn closes the connection.
+        """
         response = _Response(send)
         try:
             await self._app(scope, receive, response.send)
@@ -46,7 +49,7 @@ class ErrorGuard:
                 raise
 
     async def _send_error(self, response: "_Response", error: ApiError) -> bool:
-        """Send an error if the response still allows it, and return whether the response is complete."""
+        """Send an error, unless a response other than an event stream has started. Return whether it is complete."""
         if response.is_complete:
             return True
         if response.is_started and not response.is_event_stream:

@@ -11,6 +11,7 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic.json_schema import models_json_schema
 
+from forebay.ingress.http.api_key import requires_api_key
 from forebay.ingress.openai.fields import Body
 
 REFERENCE = "#/components/schemas/{model}"
@@ -36,14 +37,15 @@ ERROR = {
         }
     },
 }
+API_KEY = {"type": "http", "scheme": "bearer", "description": "A key in --api-key, FOREBAY_API_KEY or --api-key-file."}
 MEANINGS = {
     400: "The request is invalid.",
-    401: "The admin token is missing.",
+    401: "The API key is missing or wrong, or the admin token is missing.",
     403: "The request comes from a web page of another origin, has an unknown `Host`, or the wrong admin token.",
     404: "The model, worker, pool, request or path is unknown.",
     405: "The path does not support this method; `Allow` lists the supported methods.",
     408: "The request did not arrive in time.",
-    409: "The request id is in use, or an engine refused the command.",
+    409: "The id of the command is in use, an engine refused the command, or the model is not disaggregated.",
     413: "The body is too large.",
     415: "The body is not declared as application/json.",
     429: "There are too many requests; try again after `Retry-After`.",
@@ -56,39 +58,54 @@ MEANINGS = {
     504: "There was no response in time.",
     529: "The queue is full; try again after `Retry-After`.",
 }
-EVERYWHERE = (403, 405, 408, 431, 500, 503)  # errors of the server, the origin guard and the log
+EVERYWHERE = (403, 405, 408, 431, 500, 503)  # every route may return these: errors of server, origin guard and log
 BODY_ERRORS = (400, 413, 415, 499)
-RUNS = (*BODY_ERRORS, 404, 409, 429, 501, 502, 504, 529)  # errors of requests that workers run
-QUERIES = (*BODY_ERRORS, 404, 409, 429, 501, 504, 529)
+RUNS = (*BODY_ERRORS, 404, 429, 501, 502, 504, 529)  # errors of requests that workers run
+QUERIES = (*BODY_ERRORS, 404, 429, 501, 504, 529)
 COMMANDS = (*BODY_ERRORS, 401, 404, 409, 501, 502, 504)
 SETTINGS = (*BODY_ERRORS, 401, 404, 409)
 
 
 def errors(*statuses: int) -> Responses:
-    """Return the error responses of a route: these statuses, and those that every route may have."""
+    """Return the OpenAPI description of the error responses of a route.
+
+    Args:
+        statuses: HTTP statuses that the route may return, in addition to `EVERYWHERE`.
+    """
     return {status: _error(MEANINGS[status]) for status in sorted({*EVERYWHERE, *statuses})}
 
 
 def streamed() -> Responses:
-    """Return the successful response of a completion: JSON or a stream of events."""
+    """Return the OpenAPI description of a successful completion: a JSON object or a stream of events."""
     content = {JSON: {"schema": {"type": "object"}}, EVENTS: {"schema": {"type": "string"}}}
     return {200: {"description": "The completion; a stream of events if `stream` is true.", "content": content}}
 
 
 def text(description: str) -> Responses:
-    """Return a successful response of plain text."""
+    """Return the OpenAPI description of a successful response in plain text."""
     return {200: {"description": description, "content": {TEXT: {"schema": {"type": "string"}}}}}
 
 
 def body_of(*kinds: type[Body], required: bool = True) -> dict[str, Any]:
-    """Return the description of a route's body, which is one of these models."""
+    """Return the OpenAPI description of a request body.
+
+    Args:
+        kinds: models of the body; it must match one of them.
+        required: whether a request without a body is invalid.
+    """
     schemas = [{"$ref": REFERENCE.format(model=kind.__name__)} for kind in kinds]
     schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
     return {"requestBody": {"required": required, "content": {JSON: {"schema": schema}}}}
 
 
-def describe(app: FastAPI, bodies: Sequence[type[Body]]) -> None:
-    """Add these bodies and OpenAI's error object to the OpenAPI document of `app`."""
+def describe(app: FastAPI, bodies: Sequence[type[Body]], *, has_key: bool = False) -> None:
+    """Complete the OpenAPI document of `app`.
+
+    Args:
+        app: the application.
+        bodies: request bodies whose schemas are added, together with OpenAI's error object.
+        has_key: whether routes that use the model require an API key.
+    """
     generate = app.openapi
 
     def openapi() -> dict[str, Any]:
@@ -98,9 +115,14 @@ def describe(app: FastAPI, bodies: Sequence[type[Body]]) -> None:
             for name in ("HTTPValidationError", "ValidationError"):
                 schemas.pop(name, None)
             schemas |= {"Error": ERROR, **_schemas(tuple(bodies))}
-            for operations in document["paths"].values():
+            if has_key:
+                document["components"].setdefault("securitySchemes", {})["ApiKey"] = API_KEY
+            for path, operations in document["paths"].items():
                 for operation in operations.values():
                     operation["responses"].pop("422", None)  # invalid bodies get 400 instead
+                    if has_key and requires_api_key(path):
+                        operation["security"] = [{"ApiKey": []}]
+                        operation["responses"]["401"] = _error(MEANINGS[401])
         return app.openapi_schema or generate()
 
     app.openapi = openapi  # type: ignore[method-assign]

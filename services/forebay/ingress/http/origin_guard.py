@@ -5,9 +5,11 @@ Theory of operation. A page cannot read responses of another origin, but its bro
 
 - `Origin` and `Sec-Fetch-Site`, which a page cannot change, name the origin of the page.
 - A body must be declared as `application/json`. A browser sends such a body to another origin only after a preflight
-  request, which this service never permits.
+  request, which this service permits only for the origins in `--cors-allow-origin`. These pass the first check, too.
 - `Host` must be a known name, because a page can let its own name resolve to 127.0.0.1 (DNS rebinding). The page would
-  then have the same origin as this service. The checks apply to every path except those in `UNCHECKED`.
+  then have the same origin as this service.
+
+The checks apply to every path except those in `UNCHECKED`.
 """
 
 import ipaddress
@@ -17,9 +19,11 @@ from urllib.parse import urlsplit
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from forebay.ingress.errors import ApiError, Unusable
+from forebay.ingress.http.cors import ANY
+from forebay.ingress.http.endpoint import is_loopback
 
 UNCHECKED = frozenset({"/live", "/ready", "/health", "/metrics"})  # supervisors use the address as Host
-PAGES = frozenset({"/docs", "/openapi.json"})  # any page may link to the documentation
+PAGES = frozenset({"/", "/docs", "/openapi.json"})  # any page may link to the documentation
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 READING = ("GET", "HEAD")
 JSON = "application/json"
@@ -30,7 +34,9 @@ HostAddress = tuple[str, str, int | None]  # scheme, host, port
 
 
 def allowed_hosts(host: str, address: str, names: Sequence[str]) -> frozenset[str] | None:
-    """Return the names that the header `Host` may have; None for any, if not on loopback and without names.
+    """Return the accepted values of the header `Host`.
+
+    None, which accepts every value, is returned if the address is not a loopback address and `names` is empty.
 
     Args:
         host: value of `--host`.
@@ -44,27 +50,35 @@ def allowed_hosts(host: str, address: str, names: Sequence[str]) -> frozenset[st
     for name, plain in zip(names, extra, strict=True):
         if not plain or set(plain) & set("/@?#*, ") or (":" in plain and not _is_ip(plain)):
             raise Unusable(f"--allow-host {name!r}: give a host name or an IP address without scheme and port")
-    if not extra and not _is_loopback(address):
+    if not extra and not is_loopback(address):
         return None
     return frozenset((*LOOPBACK_NAMES, _plain(host), _plain(address), *extra))
 
 
 class OriginGuard:
-    """ASGI middleware that checks the origin of requests.
+    """ASGI middleware that rejects requests which a browser sends for a page of another origin.
 
     Args:
-        app: the application.
-        hosts: names that the header `Host` may have, None for any.
+        app: the application that serves the accepted requests.
+        hosts: accepted values of the header `Host`; None accepts every value.
+        origins: origins of other web pages whose requests are accepted, as `cors.allowed_origins` returns them.
         on_rejected: called with the error code of each rejected request.
     """
 
-    def __init__(self, app: ASGIApp, hosts: frozenset[str] | None, on_rejected: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        hosts: frozenset[str] | None,
+        origins: frozenset[str],
+        on_rejected: Callable[[str], None],
+    ) -> None:
         self._app = app
         self._hosts = hosts
+        self._origins = origins
         self._on_rejected = on_rejected
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the application, or send an error."""
+        """Run the application, or send an error if a check rejects the request."""
         if scope["type"] == "http" and scope["path"] not in UNCHECKED and (error := self._rejection(scope)) is not None:
             self._on_rejected(error.code)
             await error.send(send)
@@ -82,6 +96,8 @@ class OriginGuard:
         reads = scope["method"] in READING
         if reads and scope["path"] in PAGES:
             return None
+        if self._is_permitted(headers):
+            return None if reads else _not_json(headers)
         own = {_address(scope.get("scheme", "http"), host) for host in hosts}
         for origin in headers.get(b"origin", ()):
             scheme, _, host = origin.partition("://")
@@ -91,6 +107,11 @@ class OriginGuard:
         if any(site in {"cross-site", "same-site"} for site in headers.get(b"sec-fetch-site", ())):
             return _foreign("a page of another site")
         return None if reads else _not_json(headers)
+
+    def _is_permitted(self, headers: dict[bytes, list[str]]) -> bool:
+        """Return whether the page that sends a request has an allowed origin."""
+        origins = headers.get(b"origin")
+        return ANY in self._origins or (origins is not None and all(origin in self._origins for origin in origins))
 
 
 def _foreign_host(hosts: list[str], allowed: frozenset[str]) -> ApiError | None:
@@ -106,7 +127,7 @@ def _foreign_host(hosts: list[str], allowed: frozenset[str]) -> ApiError | None:
 
 
 def _foreign(origin: str) -> ApiError:
-    text = f"{origin} is not allowed; a web page must have the scheme, host and port of this service"
+    text = f"{origin} is not allowed; use a page with the scheme, host and port of this service, or --cors-allow-origin"
     return ApiError(403, "foreign_origin", text)
 
 
@@ -146,9 +167,3 @@ def _is_ip(host: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _is_loopback(address: str) -> bool:
-    ip = ipaddress.ip_address(address)
-    mapped = ip.ipv4_mapped if isinstance(ip, ipaddress.IPv6Address) else None
-    return (mapped or ip).is_loopback

@@ -1,7 +1,7 @@
 """Read and change the configuration of pools at run time: busy thresholds, disaggregation, block size.
 
-The topic `control` receives few records: when a router starts with other settings, a pool appears, or an operator
-changes a setting. So the topic is read on demand instead of being followed.
+The topic `control` receives few records: only when a router starts with other settings, a pool appears, or an operator
+changes a setting. So `PoolConfigurator` reads the new records before each result, instead of following the topic.
 """
 
 import asyncio
@@ -32,12 +32,12 @@ REFRESH_S = 5.0  # a pool keeps its block size until all its workers are replace
 
 
 class PoolConfigurator:
-    """Reads and changes the configuration of the pools in one control partition.
+    """Reads the configuration of the pools of one group from the topic `control`, and appends changes to it.
 
     Args:
-        log: the log.
-        find_partition: returns the control partition, None while no router has placed the model.
-        on_undecodable: called for each record that cannot be decoded.
+        log: the log with the topic `control`.
+        find_partition: returns the partition of the group; None while no router has assigned one to the model.
+        on_undecodable: called for each record that cannot be decoded and is skipped.
     """
 
     def __init__(self, log: Log, find_partition: Callable[[], int | None], on_undecodable: Callable[[], None]) -> None:
@@ -52,26 +52,46 @@ class PoolConfigurator:
         self._lock = asyncio.Lock()
 
     async def busy_thresholds(self) -> list[tuple[str, str, BusyThresholds]]:
-        """Return pool, model and thresholds of each pool, sorted by pool. Raises ApiError if the log fails."""
+        """Return (pool, model, busy thresholds) for each pool, sorted by pool.
+
+        Raises:
+            ApiError: 503 if the log fails.
+        """
         await self._refresh()
         return [(pool, *self._pools[pool]) for pool in sorted(self._pools)]
 
     async def disaggregation_settings(self) -> list[tuple[str, str, DisaggConfig]]:
-        """Return decode pool, model and disaggregation settings, sorted by pool. Raises ApiError if the log fails."""
+        """Return (decode pool, model, disaggregation settings) for each decode pool, sorted by pool.
+
+        Raises:
+            ApiError: 503 if the log fails.
+        """
         await self._refresh()
         return [(pool, *self._disagg[pool]) for pool in sorted(self._disagg)]
 
     async def disaggregation(self, model: str) -> tuple[str, DisaggConfig]:
-        """Return the decode pool of a model and its settings. Raises ApiError if there is none, or the log fails."""
+        """Return the decode pool of a model and its disaggregation settings.
+
+        Raises:
+            ApiError: 409 if the model has no decode pool, 503 if the log fails.
+        """
         await self._refresh()
         return self._disagg_of(model)
 
     async def busy_threshold_of(self, model: str) -> BusyThresholds:
-        """Return the thresholds of a model, all disabled while no pool serves it. Raises ApiError if the log fails."""
+        """Return the busy thresholds of a model. All are disabled while no pool serves the model.
+
+        Raises:
+            ApiError: 503 if the log fails.
+        """
         return next((busy for _, served, busy in await self.busy_thresholds() if served == model), BusyThresholds())
 
     async def block_size(self, model: str) -> int:
-        """Return the tokens per KV block, at most `REFRESH_S` old. Raises ApiError while no pool serves the model."""
+        """Return the number of tokens per KV block of a model. The value may be up to `REFRESH_S` seconds old.
+
+        Raises:
+            ApiError: 503 while no pool serves the model, or if the log fails.
+        """
         if runtime.monotonic_s() - self._refreshed_s >= REFRESH_S or model not in self._block_sizes:
             await self._refresh()
         if model not in self._block_sizes:
@@ -79,7 +99,15 @@ class PoolConfigurator:
         return self._block_sizes[model]
 
     async def set_busy_thresholds(self, model: str, changes: Mapping[str, float | None]) -> BusyThresholds:
-        """Change thresholds, where None disables one, and return all thresholds of the model. Raises ApiError."""
+        """Change busy thresholds of a model, and return all its thresholds after the change.
+
+        Args:
+            model: name of the model.
+            changes: new value per threshold; None disables the threshold. Thresholds without a value are kept.
+
+        Raises:
+            ApiError: 503 if no router or pool serves the model, or the log fails.
+        """
         partition = self._require_partition(model)
         async with self._lock:
             await self._catch_up(partition)
@@ -95,7 +123,15 @@ class PoolConfigurator:
         return await self.busy_threshold_of(model)
 
     async def set_disaggregation(self, model: str, changes: Mapping[str, Any]) -> tuple[str, DisaggConfig]:
-        """Change settings of a model with a decode pool, and return the pool and its settings. Raises ApiError."""
+        """Change disaggregation settings of a model, and return its decode pool and all settings after the change.
+
+        Args:
+            model: name of the model.
+            changes: new value per field of `DisaggConfig`. Fields without a value are kept.
+
+        Raises:
+            ApiError: 409 if the model has no decode pool, 503 if no router serves the model or the log fails.
+        """
         partition = self._require_partition(model)
         async with self._lock:
             await self._catch_up(partition)

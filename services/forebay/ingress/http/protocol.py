@@ -28,7 +28,7 @@ HEADERS_MAX = 100  # the limit of Apache, Envoy and gunicorn
 STEP_BYTES = 16 << 10  # fed to the parser at a time, so that the limits are checked at least this often
 PIPELINED_MAX = 16  # requests queued behind the current one; each holds its scope in memory
 HEAD_S = 20.0  # Apache's default; longer than an event loop or a network stalls
-BODY_S = 20.0  # before the minimum rate applies, likewise
+BODY_S = 20.0  # Apache's default as well; added to the time at the minimum rate
 BODY_BYTES_PER_S = 128 << 10  # 1 Mbit/s: 4 MiB take up to 52 s, 48 MiB up to 404 s
 LINGER_S = 5.0  # a client that is still sending can read the response; nginx waits as long
 CONNECTIONS_MAX = 8_192  # about 20 kB each, and more than the requests that one process has in flight
@@ -45,14 +45,14 @@ def _ignore(_: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """The limits of each connection of a server.
+    """Limits of the connections of one server.
 
     Attributes:
-        on_rejected: called with the error code of each request that never reaches the application.
-        connections_max: open connections of the server.
-        head_s: time until the headers are complete, in seconds.
-        body_s: time until the body is complete, in seconds, plus one second per `BODY_BYTES_PER_S` bytes.
-        linger_s: time to discard the rest of a body after the response, in seconds.
+        on_rejected: called with the error code of each request that is rejected before it reaches the application.
+        connections_max: maximum number of open connections of the server.
+        head_s: maximum time until the headers of a request are complete, in seconds.
+        body_s: maximum time until its body is complete, in seconds. Each `BODY_BYTES_PER_S` received bytes add 1 s.
+        linger_s: maximum time to discard the rest of a body after the response was sent, in seconds.
     """
 
     on_rejected: OnRejected = _ignore
@@ -69,11 +69,11 @@ class _Phase(Enum):
 
 
 class _Violation(Exception):
-    """The request exceeds a limit. Raised through the parser, which replaces it with an exception of its own."""
+    """The request exceeds a limit. Raised in a callback of the parser, which then raises an exception of its own."""
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """One connection. Create a subclass with `bounded`, which sets the limits."""
+    """One HTTP connection with limits. Create a subclass with `bounded`, which sets the limits."""
 
     limits: ClassVar[ConnectionLimits] = ConnectionLimits()
 
@@ -89,7 +89,10 @@ class BoundedProtocol(HttpToolsProtocol):
         self._violation: ApiError | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Respond with 503 above the limit of connections, or close the connection far above it."""
+        """Accept a connection. If there are too many, reject its requests with 503, or close it without a response.
+
+        The connection is closed if `connections_max` is exceeded by more than `REFUSED_MAX`.
+        """
         super().connection_made(transport)
         count = len(self.connections)
         limits = self.limits
@@ -103,14 +106,14 @@ class BoundedProtocol(HttpToolsProtocol):
         self._timer = self.loop.call_later(limits.head_s, self._on_timer)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the timer."""
+        """Stop the timer of the connection."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Feed the parser in steps, so that no limit is exceeded by more than one step."""
+        """Pass received bytes to the parser in steps of `STEP_BYTES`, and check the limits after each step."""
         if self._phase is _Phase.IDLE and (self.cycle is None or self.cycle.response_complete):
             self._phase, self._phase_s = _Phase.HEAD, self.loop.time()
         for at in range(0, len(data), STEP_BYTES):
@@ -125,22 +128,22 @@ class BoundedProtocol(HttpToolsProtocol):
         self._watch()
 
     def send_400_response(self, msg: str) -> None:
-        """Reject a request that the parser or a callback rejected."""
+        """Send the error of the exceeded limit, or status 400 if the parser found invalid HTTP."""
         self._reject(self._violation or ApiError(400, "invalid_http", "the request is not valid HTTP/1.1"))
 
     def on_message_begin(self) -> None:
-        """Start to count the headers of a request."""
+        """Reset the counters at the first byte of a request, and start the timeout of its headers."""
         super().on_message_begin()
         self._phase, self._phase_s = _Phase.HEAD, self.loop.time()
         self._head_bytes = self._header_count = self._unparsed = self._body_bytes = 0
 
     def on_url(self, url: bytes) -> None:
-        """Count the request line."""
+        """Count the bytes of the request line. Too many stop the parser."""
         self._count_head(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Count headers, and trailers of a chunked body."""
+        """Count a header, or a trailer of a chunked body. Too many, or too many bytes, stop the parser."""
         self._header_count += 1
         if self._header_count > HEADERS_MAX:
             self._stop_parser(_head_too_large(f"more than {HEADERS_MAX} headers"))
@@ -148,7 +151,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Start the timeout of the body."""
+        """Start the timeout of the body. Reject the request if too many pipelined requests wait for a response."""
         self._phase, self._phase_s = _Phase.BODY, self.loop.time()
         if len(self.pipeline) >= PIPELINED_MAX:
             text = f"more than {PIPELINED_MAX} requests were sent ahead of their responses; wait for responses"
@@ -156,18 +159,18 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """Count the body."""
+        """Count the bytes of a part of the body, which extend the timeout of the body."""
         self._unparsed = 0
         self._body_bytes += len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Stop the timeout of the request."""
+        """Stop the timeout, because the request is complete."""
         self._phase, self._unparsed = _Phase.IDLE, 0
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Discard the rest of the body for a limited time only."""
+        """If the body is still incomplete after the response, discard the rest of it for at most `linger_s` seconds."""
         super().on_response_complete()
         if self._phase is _Phase.BODY:
             self._arm(self.limits.linger_s)
@@ -183,7 +186,7 @@ class BoundedProtocol(HttpToolsProtocol):
         raise _Violation
 
     def _watch(self) -> None:
-        """Keep the timer while a request is incomplete."""
+        """Start the timer when a request begins, and stop it when the request is complete."""
         if self._phase is _Phase.IDLE:
             if self._timer is not None:
                 self._timer.cancel()
@@ -233,12 +236,15 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 def bounded(limits: ConnectionLimits) -> type[BoundedProtocol]:
-    """Return the protocol of a server with these limits."""
+    """Return a subclass of `BoundedProtocol` with these limits, which uvicorn creates for each connection."""
     return type("BoundedProtocol", (BoundedProtocol,), {"limits": limits})
 
 
 def connections_allowed() -> int:
-    """Raise the limit of file descriptors as far as needed, and return how many connections fit."""
+    """Raise the process limit of open files as far as needed and allowed, and return how many connections fit.
+
+    The result is between 1 and `CONNECTIONS_MAX`.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = CONNECTIONS_MAX + REFUSED_MAX + FILES_RESERVED
     unlimited = resource.RLIM_INFINITY

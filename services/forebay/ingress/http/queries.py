@@ -1,15 +1,15 @@
-"""Routes that query the route of a request, and explain a request."""
+"""Routes that return where a request would be routed (route query), and explain how a request was routed."""
 
 import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
+from forebay.events.request_ids import client_id_of
 from forebay.ingress.errors import invalid
 from forebay.ingress.explainer import Explainer
 from forebay.ingress.http.body import request_id_of
 from forebay.ingress.http.openapi import QUERIES, body_of, errors
 from forebay.ingress.ingress import Ingress
-from forebay.ingress.openai.fields import parse
 from forebay.ingress.openai.render import route_of
 from forebay.ingress.openai.requests import ChatBody, TextBody
 
@@ -20,7 +20,13 @@ class _Kind(msgspec.Struct):
 
 
 def add_queries(app: FastAPI, ingress: Ingress, explainer: Explainer) -> None:
-    """Add the routes of route queries and explanations."""
+    """Add `POST /v1/route` and `GET /v1/requests/{request_id}/explain` to `app`.
+
+    Args:
+        app: the application to which the routes are added.
+        ingress: sends route queries to the owner.
+        explainer: explains requests.
+    """
 
     @app.post("/v1/route", openapi_extra=body_of(ChatBody, TextBody), responses=errors(*QUERIES))
     async def route(request: Request) -> Response:
@@ -28,11 +34,15 @@ def add_queries(app: FastAPI, ingress: Ingress, explainer: Explainer) -> None:
         ingress.require_owner()
         with ingress.bodies.reader() as reader:
             raw = await reader.read(request)
-            return await respond_to_query(request, ingress, parse(kind_of(raw), raw))
+            return await respond_to_query(request, ingress, ingress.parse(kind_of(raw), raw))
 
     @app.get("/v1/requests/{request_id:path}/explain", responses=errors(404, 501, 504))
     async def explain(request_id: str) -> Response:
-        """Explain the routing and outcome of a request. Its id is the `id` of its response, or its `x-request-id`."""
+        """Explain the routing and outcome of a request.
+
+        The path names the `id` of its response, or an `x-request-id`. If several requests have the same
+        `x-request-id`, the explanation is about the last routed one.
+        """
         status = "error"
         try:
             explanation = await explainer.explain(request_id, ingress.require_partition())
@@ -43,21 +53,36 @@ def add_queries(app: FastAPI, ingress: Ingress, explainer: Explainer) -> None:
 
 
 async def respond_to_query(request: Request, ingress: Ingress, body: ChatBody | TextBody) -> Response:
-    """Return the response to a route query. Raises ApiError."""
+    """Query the owner where it would route a request now, and return the HTTP response with the selected worker.
+
+    Args:
+        request: HTTP request of the client, for its headers.
+        ingress: sends the query to the owner.
+        body: parsed body of the request that would be routed.
+
+    Raises:
+        ApiError: the body is invalid, or the owner does not respond.
+    """
+    if isinstance(body, TextBody) and len(body.prompts) > 1:
+        raise invalid("a route query has one prompt; send one query per prompt", "prompt", "unsupported_parameter")
     request_id = request_id_of(request, "route-")
     status = "error"
     try:
-        prepared = await ingress.prepare(body, request.headers.items())
+        prepared, *_ = await ingress.prepare(body, request.headers.items())
         result = await ingress.query(request_id, prepared)
         status = "success"
     finally:
         ingress.metrics.ended("route", stream=False, status=status)
     content = msgspec.json.encode(route_of(result, body.model, prepared.prompt_tokens))
-    return Response(content, headers={"x-request-id": request_id}, media_type="application/json")
+    return Response(content, headers={"x-request-id": client_id_of(request_id)}, media_type="application/json")
 
 
 def kind_of(raw: bytes) -> type[ChatBody] | type[TextBody]:
-    """Return the class of a body. Raises ApiError if it has neither messages nor a prompt."""
+    """Return the class of a completion body: ChatBody if it has `messages`, TextBody if it has `prompt`.
+
+    Raises:
+        ApiError: 400 if the body has neither of them.
+    """
     try:
         found = msgspec.json.decode(raw, type=_Kind)
     except (msgspec.MsgspecError, RecursionError):

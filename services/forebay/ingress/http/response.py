@@ -1,34 +1,41 @@
-"""Send a chat or text completion to an HTTP client, as server-sent events or as one object.
+"""Send a chat or text completion to an HTTP client, as server-sent events or as one JSON object.
 
-Status and headers wait for the first token, so a request that the router or an engine rejects gets a real HTTP status.
+Status and headers are sent with the first token, so a request that the router or an engine rejects gets an HTTP error
+status.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from forebay import runtime
+from forebay.events.request_ids import choice_ids
+from forebay.ingress.access_log import add_fields
 from forebay.ingress.errors import ApiError, deadline_exceeded
+from forebay.ingress.http.parts import DISCONNECTED, PartRunner
 from forebay.ingress.ingress import GRACE_S, Ingress
+from forebay.ingress.prepare import PreparedRequest
 from forebay.ingress.response_fold import CompletionFold, was_rejected
 from forebay.ingress.streams import Stream, interruption
 
-DISCONNECTED = "client disconnected"
 TIMED_OUT = "deadline"
-BEGIN, END = b"data: ", b"\n\n"  # of a server-sent event
+BEGIN, END = b"data: ", b"\n\n"  # begin and end of a server-sent event
 DONE = b"data: [DONE]\n\n"
+OBJECTS_MAX = 1_024  # of several choices; a client that reads more slowly lets output wait as token ids
 
 
 class CompletionResponse(Response):
-    """ASGI response of one completion. It does not use Starlette's streaming response, which costs a task group each.
+    """ASGI response to one completion request.
+
+    It is not a StreamingResponse of Starlette, because that class creates a task group for each response.
 
     Args:
-        ingress: the ingress.
-        fold: the response, still empty.
-        stream: events of the request.
-        began_s: monotonic clock when the request arrived, in seconds.
+        ingress: the ingress, which cancels the request if the response fails.
+        fold: turns the events of the request into the response.
+        stream: events of the request, as the ingress receives them.
+        began_s: time at which the request arrived, in seconds of the monotonic clock.
     """
 
     def __init__(self, ingress: Ingress, fold: CompletionFold, stream: Stream, began_s: float) -> None:
@@ -40,10 +47,11 @@ class CompletionResponse(Response):
         self._stream = stream
         self._began_s = began_s
         self._first_s = 0.0
+        self._choices = 1
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the response. Cancel the request if the client gets no complete response."""
-        stream, fold = self._stream, self._fold
+        """Send the response. If the client disconnects or the response fails, cancel the request."""
+        stream = self._stream
         watch = asyncio.get_running_loop().create_task(wait_for_disconnect(receive, stream.interrupt))
         self._metrics.inflight.inc()
         status = "error"
@@ -54,12 +62,25 @@ class CompletionResponse(Response):
             self._metrics.disconnected.inc()
         finally:
             watch.cancel()
-            self._ingress.replies.close(fold.request_id)
-            if stream.ended is None:
-                reason = fold.cancel_reason or stream.interrupt_reason or DISCONNECTED
-                self._ingress.cancel(fold.request_id, reason)
+            self._close()
             self._metrics.inflight.dec()
             self._count(status)
+            fold = self._fold
+            ttft = {"ttft_s": round(self._first_s - self._began_s, 4)} if self._first_s else {}
+            add_fields(
+                scope,
+                prompt_tokens=fold.prompt_tokens,
+                cached_tokens=fold.cached_tokens,
+                output_tokens=fold.output_tokens,
+                **ttft,
+            )
+
+    def _close(self) -> None:
+        """Stop reading the output of the request, and cancel it if it has not ended."""
+        stream, fold = self._stream, self._fold
+        self._ingress.replies.close(fold.request_id)
+        if stream.ended is None:
+            self._ingress.cancel(fold.request_id, fold.cancel_reason or stream.interrupt_reason or DISCONNECTED)
 
     async def _send(self, send: Send) -> str:
         """Send the response or an error; return the status for metrics. Raises TimeoutError if the client stalls."""
@@ -70,7 +91,7 @@ class CompletionResponse(Response):
                 await (self._send_stream(send) if self._fold.stream else self._send_whole(send))
             except ApiError as error:
                 self._metrics.errors.labels(error.code).inc()
-                await error.send(send, self._fold.request_id)
+                await error.send(send, self._fold.client_id)
                 return "error"
             finally:
                 deadline.cancel()
@@ -111,13 +132,17 @@ class CompletionResponse(Response):
                     self._metrics.rejected(fold.endpoint)
                 raise self._ingress.observe(fold.error)
             await stream.ready()
-            if stream.tokens and not self._first_s:
-                self._first_s = runtime.monotonic_s()
-                self._metrics.ttft.observe(self._first_s - self._began_s)
+            if stream.tokens:
+                self._observe_tokens()
             if objects := fold.step(stream):
                 return objects
             if fold.error is None and stream.interrupt_reason is not None:
                 raise self._interruption(stream.interrupt_reason)
+
+    def _observe_tokens(self) -> None:
+        if not self._first_s:
+            self._first_s = runtime.monotonic_s()
+            self._metrics.ttft.observe(self._first_s - self._began_s)
 
     def _interruption(self, reason: str) -> Exception:
         if reason == DISCONNECTED:
@@ -129,7 +154,7 @@ class CompletionResponse(Response):
     def _start(self, content_type: bytes, length: int | None = None) -> dict[str, object]:
         headers = [
             (b"content-type", content_type),
-            (b"x-request-id", self._fold.request_id.encode()),
+            (b"x-request-id", self._fold.client_id.encode()),
             (b"x-forebay-worker", self._stream.worker_id.encode()),
         ]
         if length is not None:
@@ -139,7 +164,7 @@ class CompletionResponse(Response):
         return {"type": "http.response.start", "status": 200, "headers": headers}
 
     def _count(self, status: str) -> None:
-        metrics, fold, tokens = self._metrics, self._fold, self._stream.next_index
+        metrics, fold, tokens = self._metrics, self._fold, self._fold.output_tokens
         metrics.ended(fold.endpoint, stream=fold.stream, status=status)
         if status != "success":
             return
@@ -148,8 +173,82 @@ class CompletionResponse(Response):
         metrics.input_tokens.observe(fold.prompt_tokens)
         metrics.output_tokens.observe(tokens)
         metrics.cached_tokens.observe(fold.cached_tokens)
-        if tokens > 1:
-            metrics.itl.observe((now_s - self._first_s) / (tokens - 1))
+        if tokens > self._choices:
+            metrics.itl.observe((now_s - self._first_s) / (tokens / self._choices - 1))
+
+
+class ChoicesResponse(CompletionResponse):
+    """ASGI response to one completion request with several choices. Chunks of a stream are interleaved.
+
+    Args:
+        ingress: submits and cancels one request per choice.
+        fold: turns the events of these requests into the response.
+        choices: one prepared request per choice.
+        began_s: time at which the request arrived, in seconds of the monotonic clock.
+    """
+
+    def __init__(
+        self, ingress: Ingress, fold: CompletionFold, choices: Sequence[PreparedRequest], began_s: float
+    ) -> None:
+        # No event is dispatched to this stream. It is notified when a step of the fold returned objects.
+        super().__init__(ingress, fold, Stream(), began_s)
+        self._runner = PartRunner(ingress, fold, choice_ids(fold.request_id, len(choices)), choices)
+        self._choices = len(choices)
+        self._objects: list[bytes] = []
+        self._has_room = asyncio.Event()
+        self._has_room.set()
+        self._failure: Exception | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the choices and send the response, or an error if they are not admitted. At its end, cancel the rest."""
+        admission, more = self._ingress.admission, self._choices - 1  # the middleware has admitted one request
+        try:
+            admission.enter(more)
+        except ApiError as error:
+            self._metrics.errors.labels(error.code).inc()
+            self._metrics.rejected(self._fold.endpoint)
+            await error.send(send, self._fold.client_id)
+            return
+        work = asyncio.get_running_loop().create_task(self._run())
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._runner.interrupt_reason = self._stream.interrupt_reason or DISCONNECTED
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+            admission.leave(more)
+
+    async def _run(self) -> None:
+        try:
+            await self._runner.run(self._on_step)
+        except Exception as error:  # noqa: BLE001 - `_next` raises it
+            self._failure = error
+        self._stream.notify()
+
+    async def _on_step(self, stream: Stream, objects: list[bytes]) -> None:
+        if stream.next_index:
+            self._observe_tokens()
+        self._stream.worker_id = self._stream.worker_id or stream.worker_id
+        self._objects += objects
+        if objects:
+            self._stream.notify()
+        if len(self._objects) > OBJECTS_MAX:
+            self._has_room.clear()
+        await self._has_room.wait()
+
+    def _close(self) -> None:
+        """Do nothing, because `PartRunner` cancels the requests."""
+
+    async def _next(self) -> list[bytes]:
+        while not self._objects:
+            if self._failure is not None:
+                raise self._failure
+            if self._stream.interrupt_reason is not None:
+                raise self._interruption(self._stream.interrupt_reason)
+            await self._stream.ready()
+        objects, self._objects = self._objects, []
+        self._has_room.set()
+        return objects
 
 
 class _ClientGone(Exception):
@@ -157,7 +256,7 @@ class _ClientGone(Exception):
 
 
 async def wait_for_disconnect(receive: Receive, on_disconnect: Callable[[str], None]) -> None:
-    """Wait until the client disconnects, then call `on_disconnect` with the reason."""
+    """Wait until the client disconnects, then call `on_disconnect` with the reason `DISCONNECTED`."""
     while (await receive())["type"] != "http.disconnect":
         pass
     on_disconnect(DISCONNECTED)

@@ -2,14 +2,17 @@
 
 import asyncio
 import contextlib
+import logging
 import socket
 from collections.abc import Callable, Iterator
 
 import uvicorn
 from starlette.types import ASGIApp
 
+from forebay.ingress.access_log import AccessLog
 from forebay.ingress.errors import Unusable
 from forebay.ingress.http.drain import AT_ONCE_S, IngressDrain
+from forebay.ingress.http.endpoint import TlsFiles
 from forebay.ingress.http.error_guard import ErrorGuard
 from forebay.ingress.http.protocol import ConnectionLimits, bounded
 
@@ -19,28 +22,36 @@ DEFAULT_LIMITS = ConnectionLimits()
 # request that the client sends at that moment would be lost.
 KEEP_ALIVE_S = 75
 CUT_S = 1  # time to send the last bytes after a drain
+# Messages of uvicorn about requests that fail or are cut. `ErrorGuard` logs failures with their cause, and the drain
+# reports the requests that it waits for, so each of these messages would be a duplicate.
+DUPLICATES = ("Exception in ASGI application", "ASGI callable returned without", "Cancel %s running task(s)")
 # uvloop accepts one connection per listening socket and iteration of its loop. Under load an iteration takes up to
-# 50 ms, so one socket would accept only 20 connections per second, and the others would wait until they are reset.
+# 50 ms, so one socket would accept only 20 connections per second. Further connections would wait until a reset.
 ACCEPTED_PER_ITERATION = 32  # a rejection takes 0.3 ms, so 32 take as long as the other requests of an iteration
 
 
+def _is_no_duplicate(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith(DUPLICATES)
+
+
 class PortTaken(Unusable):
-    """The process cannot listen on the address."""
+    """The process cannot listen on the address that `--host` and `--port` give, for example because it is in use."""
 
 
 class NotListening(Unusable):
-    """The process no longer listens on the address."""
+    """The listening socket of a running server was closed, so clients can no longer connect."""
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server with several listeners per socket, and without signal handlers, which belong to the process.
+    """uvicorn's server with several listeners per socket, and without signal handlers: the process installs its own.
 
-    uvloop reports no error of a listening socket: it closes the socket and logs. So `serve` checks its sockets, and
-    raises PortTaken or NotListening, because a process that accepts no connections must not look alive.
+    If a listening socket fails, uvloop raises no exception: it logs the error and closes the socket. So `serve` checks
+    its sockets, and raises PortTaken or NotListening, because a process that accepts no connections must not keep
+    running.
 
     Args:
         config: configuration of uvicorn.
-        on_started: called once connections are accepted.
+        on_started: called once, when the server accepts connections.
     """
 
     def __init__(self, config: uvicorn.Config, on_started: Callable[[], None]) -> None:
@@ -50,14 +61,19 @@ class Server(uvicorn.Server):
         self._duplicates: list[socket.socket] = []
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serve until `should_exit` is set. Raises PortTaken and NotListening."""
+        """Serve HTTP on `sockets` until `should_exit` is set.
+
+        Raises:
+            PortTaken: the server cannot listen on a socket.
+            NotListening: a listening socket failed later.
+        """
         try:
             await super().serve(sockets)
         finally:
             self._close_duplicates()  # `shutdown` does not run if this task is cancelled or fails
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept connections, then call `on_started`. Raises PortTaken."""
+        """Begin to accept connections, then call `on_started`. Raises PortTaken if the server cannot listen."""
         given = sockets or []
         self._duplicates = [one.dup() for one in given for _ in range(ACCEPTED_PER_ITERATION - 1)]
         self._listeners = (*given, *self._duplicates)
@@ -71,13 +87,17 @@ class Server(uvicorn.Server):
         self._on_started()
 
     async def on_tick(self, counter: int) -> bool:
-        """Return whether to stop. uvicorn calls this ten times per second. Raises NotListening."""
+        """Return whether the server must stop. uvicorn calls this method ten times per second.
+
+        Raises:
+            NotListening: a listening socket was closed.
+        """
         if not self.should_exit and self._has_closed_listener():
             raise NotListening("HTTP is no longer served: the listening socket failed; start the process again")
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop listening, and wait for responses in flight."""
+        """Close the listening sockets, and wait for responses in flight."""
         await super().shutdown([*(sockets or []), *self._duplicates])
 
     def _has_closed_listener(self) -> bool:
@@ -89,14 +109,15 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Install no signal handlers."""
+        """Install no signal handlers, because those of the process begin the drain."""
         yield
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket, so that a second process fails before it prints that it serves.
+    """Return a listening socket for `host` and `port`.
 
-    Clients that connect before the server accepts connections wait in the backlog.
+    The socket listens at once, so that a second process on the same port fails before it prints that it serves. Clients
+    that connect before the server accepts connections wait in the backlog.
 
     Raises:
         PortTaken: the process cannot listen on the address.
@@ -114,17 +135,22 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def build_server(
-    app: ASGIApp, on_started: Callable[[], None] = lambda: None, limits: ConnectionLimits = DEFAULT_LIMITS
+    app: ASGIApp,
+    on_started: Callable[[], None] = lambda: None,
+    limits: ConnectionLimits = DEFAULT_LIMITS,
+    tls: TlsFiles | None = None,
 ) -> Server:
-    """Return a server, which `serve(sockets=[listener])` runs.
+    """Return an HTTP server for an application. The caller runs it with `serve(sockets=[listener])`.
 
     Args:
         app: the application.
-        on_started: called once connections are accepted.
-        limits: limits of each connection. Errors that the server sends itself also call `limits.on_rejected`.
+        on_started: called once, when the server accepts connections.
+        limits: limits of the connections. `limits.on_rejected` is also called for errors that `ErrorGuard` sends.
+        tls: certificate and private key; None for HTTP without TLS.
     """
+    logging.getLogger("uvicorn.error").addFilter(_is_no_duplicate)
     config = uvicorn.Config(
-        ErrorGuard(app, limits.on_rejected),
+        AccessLog(ErrorGuard(app, limits.on_rejected)),
         http=bounded(limits),
         loop="none",
         ws="none",
@@ -136,6 +162,8 @@ def build_server(
         backlog=BACKLOG,
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=CUT_S,
+        ssl_certfile=None if tls is None else tls.certfile,
+        ssl_keyfile=None if tls is None else tls.keyfile,
     )
     return Server(config, on_started)
 
@@ -143,14 +171,14 @@ def build_server(
 async def serve_until_drained(
     server: Server, listener: socket.socket, drain: IngressDrain, interrupt: Callable[[str], None], drain_s: float
 ) -> None:
-    """Serve until the drain is over. If cancelled, interrupt requests in flight at once.
+    """Serve HTTP until the drain has ended. If this coroutine is cancelled, interrupt requests in flight at once.
 
     Args:
-        server: the server.
+        server: the server to run.
         listener: the listening socket, which is closed at the end.
-        drain: begins the drain and tracks requests.
-        interrupt: interrupts requests in flight; its argument is the reason.
-        drain_s: seconds to wait for requests in flight.
+        drain: drain of the ingress; serving ends after it.
+        interrupt: interrupts every request in flight; its argument is the reason for the client.
+        drain_s: maximum seconds to wait for requests in flight once the drain has begun.
     """
     serving = asyncio.create_task(server.serve(sockets=[listener]), name="http")
     draining = asyncio.create_task(drain.run(interrupt, drain_s), name="drain")

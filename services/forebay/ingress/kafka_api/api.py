@@ -24,11 +24,11 @@ COMMIT_S = 0.5
 
 
 class KafkaApi:
-    """Serves the partitions of `openai-requests` that are assigned to one ingress.
+    """Serves the partitions of `openai-requests` that the Kafka consumer group assigns to one ingress.
 
     Args:
-        log: the log.
-        ingress: submits requests.
+        log: the log on Kafka, whose connection settings the API uses.
+        ingress: prepares and submits the requests.
         metrics: metrics of the Kafka API.
         reply_slots: number of partitions of `tokens`.
     """
@@ -43,7 +43,7 @@ class KafkaApi:
         self._tasks: asyncio.TaskGroup | None = None
 
     async def run(self) -> None:
-        """Serve until cancelled. Raises LogError if Kafka fails."""
+        """Join the consumer group, and serve assigned partitions until cancelled. Raises LogError if Kafka fails."""
         try:
             await self._replies.start()
             async with asyncio.TaskGroup() as tasks:
@@ -59,7 +59,7 @@ class KafkaApi:
             await self._leave()
 
     def assigned(self, partitions: Collection[int]) -> None:
-        """Start to serve partitions that the group coordinator assigned."""
+        """Start to serve partitions that Kafka's group coordinator assigned to this ingress."""
         if self._tasks is None:
             return
         for partition in partitions:
@@ -69,7 +69,7 @@ class KafkaApi:
         logger.info("the Kafka API serves partitions: %s", ", ".join(map(str, partitions)) or "none")
 
     async def revoked(self, partitions: Collection[int]) -> None:
-        """Stop serving partitions that the group coordinator revoked, and commit their progress."""
+        """Stop serving partitions that Kafka's group coordinator revoked, and commit their progress."""
         offsets = await self._stop_servers(partitions)
         await self._group.commit_last({number: server.progress() for number, server in offsets.items()})
 

@@ -4,7 +4,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 
 class KafkaApiMetrics:
-    """The metrics of one ingress's Kafka API."""
+    """Prometheus metrics of the Kafka API of one ingress."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.requests = Counter(

@@ -1,14 +1,15 @@
-"""Serve one partition of the Kafka API: read requests, send responses, and commit progress.
+"""Serve one partition of `openai-requests`: read requests, send responses, and commit progress.
 
 Theory of operation. `_serve` reads requests from the partition. `_follow` reads responses from one reply slot. The
 committed offset and its metadata contain everything that another ingress needs to continue:
 
 - the offset of the oldest request without a complete response,
 - the offset in the reply slot at which that response can begin,
-- a submission bound: no request at or after this offset was submitted yet.
+- a submission bound: no request at or after this offset of the partition has been submitted.
 
-After a takeover the new ingress opens every request below the bound, reads the reply slot, sends those responses again,
-and submits requests without a response. The owner recognises a duplicate submission by its id and nonce.
+If Kafka assigns the partition to another ingress, this ingress opens every request between the committed offset and the
+bound. It reads their responses from the reply slot and sends them again, and submits the requests without a response.
+The owner recognises a duplicate submission by its id and nonce.
 """
 
 import asyncio
@@ -19,15 +20,17 @@ from collections import deque
 from forebay import runtime
 from forebay.core.state.reply_slot import apply
 from forebay.events.codec import DecodeError, decode, encode
+from forebay.events.request_ids import choice_ids, part_id
 from forebay.events.tokens import TokenEvent
 from forebay.events.topics import REQUESTS, TOKENS
+from forebay.ingress.access_log import write_record
 from forebay.ingress.errors import ApiError, deadline_exceeded, internal_error, invalid, retry_headers
 from forebay.ingress.ingress import GRACE_S, Ingress
 from forebay.ingress.kafka_api.metrics import KafkaApiMetrics
 from forebay.ingress.kafka_api.request import ReplyAddress, address, body_of, nonce_of, slot_of
 from forebay.ingress.kafka_api.response import PendingRequest, RecordResponse, ResponseRecord, WindowEntry
 from forebay.ingress.kafka_api.topics import ReplyTopics
-from forebay.ingress.openai.embeddings import EmbeddingBody, part_id
+from forebay.ingress.openai.embeddings import EmbeddingBody
 from forebay.ingress.response_fold import EmbeddingFold, ResponseFold, was_rejected
 from forebay.transport.base import Draft, LogError, Record, Tail
 from forebay.transport.kafka.group import Committed, KafkaGroup
@@ -37,7 +40,7 @@ from forebay.transport.kafka.replies import KafkaReplies, Reply, TopicUnusable
 logger = logging.getLogger(__name__)
 
 IN_FLIGHT_MAX = 1_024  # per ingress: enough to keep many engines busy, few enough to hold in memory
-WINDOW_MAX = 8_192  # records from the oldest incomplete request on, which a takeover reads again
+WINDOW_MAX = 8_192  # records from the oldest incomplete request on; the next ingress must read them again
 SUBMIT_AHEAD = 1_024  # records that may be submitted before the next commit
 QUEUE_BYTES_MAX = 4 << 20  # fetched but not processed; above this size the partition is paused
 QUEUE_RECORDS_MAX = 1_000
@@ -47,7 +50,7 @@ METADATA = re.compile(r"(\d{1,9}):(\d{1,19}):(\d{1,19})")
 
 
 class SharedState:
-    """State that the partitions of one ingress share."""
+    """State that all `PartitionServer`s of one ingress share: connections, ids in use, number of requests in flight."""
 
     def __init__(
         self,
@@ -73,14 +76,14 @@ class SharedState:
         self._capacity.set()
 
     async def wait_for_capacity(self) -> None:
-        """Wait until another request may be submitted: below the limit in flight, and with an owner."""
+        """Wait until fewer than `IN_FLIGHT_MAX` requests are in flight and the model has an owner."""
         while self._in_flight >= IN_FLIGHT_MAX:
             await self._capacity.wait()
         while self.ingress.find_partition() is None or not self.ingress.has_owner():  # noqa: ASYNC110 - they set no event
             await asyncio.sleep(PLACE_S)
 
     def count(self, change: int) -> None:
-        """Change the number of requests in flight by `change`."""
+        """Add `change` to the number of requests in flight. Wake `wait_for_capacity` if it is below the limit."""
         self._in_flight += change
         self.metrics.in_flight.set(self._in_flight)
         if self._in_flight < IN_FLIGHT_MAX:
@@ -89,17 +92,17 @@ class SharedState:
             self._capacity.clear()
 
     def fail(self, error: LogError) -> None:
-        """Stop the Kafka API because the broker does not accept responses."""
+        """Make `KafkaApi.run` raise this error, because the broker does not accept responses."""
         if not self.failure.done():
             self.failure.set_exception(error)
 
 
 class PartitionServer:
-    """Serves one partition until cancelled.
+    """Serves one partition of `openai-requests` until cancelled.
 
     Attributes:
-        started: whether the committed progress was read, so that progress may be committed.
-        committed: the most recent commit.
+        started: whether the server has read the committed progress. It must not commit before.
+        committed: offset and metadata of the most recent commit; None before the first.
     """
 
     def __init__(self, shared: SharedState, partition: int) -> None:
@@ -128,7 +131,10 @@ class PartitionServer:
         self._undeliverable: deque[tuple[WindowEntry, ReplyAddress, TopicUnusable]] = deque()
 
     async def run(self) -> None:
-        """Take over, then serve. Raises LogError."""
+        """Take the partition over at the committed progress, then serve it until cancelled.
+
+        Raises LogError if the log cannot be read or written.
+        """
         try:
             recover_to, slot_to = await self._take_over()
             await self._recover(recover_to, slot_to)
@@ -143,7 +149,7 @@ class PartitionServer:
             self._pending.clear()
 
     def push(self, records: list[Record]) -> None:
-        """Queue fetched records of the partition."""
+        """Queue records that were fetched from the partition. Pause fetching if the queue is full."""
         self._queue += records
         self._queued_bytes += sum(len(record.value) for record in records)
         if self._queued_bytes >= QUEUE_BYTES_MAX or len(self._queue) >= QUEUE_RECORDS_MAX:
@@ -152,13 +158,13 @@ class PartitionServer:
         self._pushed.set()
 
     def advance(self, position: int) -> None:
-        """Record that all records before `position` were pushed."""
+        """Record that all records before the offset `position` were passed to `push`, even if offsets were skipped."""
         if position > self._pushed_to:
             self._pushed_to = position
             self._pushed.set()
 
     def progress(self) -> Committed:
-        """Return the progress to commit."""
+        """Return the offset of the oldest incomplete request and the metadata to commit with it."""
         window = self._window
         while window and window[0].is_complete:
             window.popleft()
@@ -170,7 +176,7 @@ class PartitionServer:
         return Committed(offset, f"{self._slot}:{slot_from}:{submit_before}")
 
     def on_committed(self, committed: Committed) -> None:
-        """Record a successful commit."""
+        """Record that this progress was committed. More records may be submitted from now on."""
         self.committed = committed
         metadata = _parse_metadata(committed.metadata)
         assert metadata is not None
@@ -179,11 +185,11 @@ class PartitionServer:
         self._committed_event.set()
 
     def wake(self) -> None:
-        """Wake the task that checks deadlines."""
+        """Wake the task that checks the deadlines of requests, and sends responses that were not deliverable."""
         self._wake.set()
 
     async def _take_over(self) -> tuple[int, int]:
-        """Read the committed progress; return the offsets up to which the partition and the slot are read again."""
+        """Read the committed progress. Return the offsets up to which partition and reply slot must be read again."""
         shared, group = self._shared, self._shared.group
         committed = await group.committed(self.partition)
         begin, end = await group.bounds(self.partition)
@@ -210,7 +216,7 @@ class PartitionServer:
         return recover_to, slot_end
 
     async def _recover(self, recover_to: int, slot_to: int) -> None:
-        """Open requests that another ingress may have submitted, and send their responses from the slot again."""
+        """Open requests that another ingress may have submitted, and send their responses from the reply slot again."""
         while self._next_offset < recover_to:
             record = await self._next_record()
             if record is not None:
@@ -292,12 +298,14 @@ class PartitionServer:
         ):  # otherwise the record is valid, for example if no pool serves the model yet
             self._shared.metrics.malformed.labels(error.code).inc()
         self._shared.metrics.requests.labels("malformed" if malformed else "error").inc()
+        write_record(self.partition, entry.offset, error.status, error=error.code, request_id=where.request_id)
         await self._send(entry, where, ResponseRecord(0, error.status, True, error.encoded()))
 
     async def _open(self, record: Record, entry: WindowEntry, where: ReplyAddress) -> list[PendingRequest]:
-        """Open the requests of a record, one per input. Raises ApiError if one is invalid."""
+        """Open the requests of a record, one per choice or input. Raises ApiError if one is invalid."""
         ingress, request_id = self._shared.ingress, where.request_id
-        body = body_of(record, ingress.bodies.limits)
+        ignores_unknown = ingress.settings.ignore_unknown_fields
+        body = body_of(record, ingress.bodies.limits, ignores_unknown=ignores_unknown)
         headers = (record.headers or {}).items()
         fold: ResponseFold
         if isinstance(body, EmbeddingBody):
@@ -305,9 +313,9 @@ class PartitionServer:
             fold = EmbeddingFold(request_id, body, sum(one.prompt_tokens for one in inputs), len(inputs))
             ids = [part_id(request_id, index) for index in range(len(inputs))]
         else:
-            inputs = [await ingress.prepare(body, headers, is_patient=True)]
-            fold = ingress.completion(request_id, body, inputs[0], created_s=record.at_us // 1_000_000)
-            ids = [request_id]
+            inputs = await ingress.prepare(body, headers, is_patient=True)
+            fold = ingress.completion(request_id, body, inputs, created_s=record.at_us // 1_000_000)
+            ids = [*choice_ids(request_id, len(inputs))]
         for name in ids:
             if name in self._shared.ids:
                 text = f"the request id {name} is already in flight; use another id"
@@ -373,8 +381,9 @@ class PartitionServer:
             if is_over and request.submission is not None:
                 self._shared.metrics.repeated.inc()
             await self._deliver(request, records)
-            if request.ended is not None and not is_over:
-                self._drop(request)  # other inputs of the record may need the capacity
+            is_part_over = request.ended is not None or request.response.fold.is_part_over(request.index)
+            if is_part_over and not is_over:
+                self._drop(request)  # other parts of the record may need the capacity
 
     async def _expire(self) -> None:
         """Fail requests past their deadline, and send undeliverable responses to the default topic."""
@@ -386,7 +395,7 @@ class PartitionServer:
                 await self._fail(request, deadline_exceeded(self._shared.ingress.settings.timeout_s))
         while self._undeliverable:
             entry, where, failure = self._undeliverable.popleft()
-            diverted = self._incomplete(where.request_id, entry)
+            diverted = next((one for one in self._pending.values() if one.response.entry is entry), None)
             error = invalid(str(failure), "reply-topic", "reply_topic_unusable")
             if diverted is not None:
                 diverted.response.fail(error)
@@ -421,6 +430,7 @@ class PartitionServer:
         if was_rejected(request):
             shared.ingress.metrics.rejected(fold.endpoint)
         shared.ingress.metrics.ended(fold.endpoint, stream=fold.stream, status=status)
+        request.response.write_access(self.partition)
 
     def _drop(self, request: PendingRequest) -> bool:
         """Remove a request and return whether it was registered. Cancel it if it has not ended."""
@@ -431,7 +441,7 @@ class PartitionServer:
         if request.submission is None:
             shared.count(-1)
             if request.ended is None:
-                shared.ingress.cancel(request.request_id, request.response.fold.cancel_reason)
+                shared.ingress.cancel(request.request_id, request.response.fold.cancel_reason or "stop")
         return True
 
     async def _send(self, entry: WindowEntry, where: ReplyAddress, record: ResponseRecord) -> None:

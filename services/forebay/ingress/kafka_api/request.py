@@ -24,12 +24,12 @@ KINDS: dict[str, type[ChatBody | TextBody | EmbeddingBody]] = {
 
 @dataclass(frozen=True, slots=True)
 class ReplyAddress:
-    """Where a response goes, including an error response.
+    """Request id and topic of a response, from the headers of the request record. An error response uses them too.
 
     Attributes:
-        request_id: from the header, or derived from partition and offset.
-        reply_topic: full topic name, empty for the default topic.
-        problem: error of the headers, with which the request is rejected; None for valid headers.
+        request_id: value of the header `request-id`, or derived from partition and offset if it is missing or invalid.
+        reply_topic: full name of the topic of the response; empty for the default topic.
+        problem: error with which the request is rejected because a header is invalid; None for valid headers.
     """
 
     request_id: str
@@ -38,7 +38,14 @@ class ReplyAddress:
 
 
 def address(record: Record, allowed: ReplyTopics) -> ReplyAddress:
-    """Return where the response to a record goes. An invalid header is replaced by its default and reported."""
+    """Return the request id and the reply topic of a request record.
+
+    An invalid header is replaced by its default and reported as `problem`.
+
+    Args:
+        record: record of `openai-requests`.
+        allowed: topics that a client may name.
+    """
     headers = record.headers or {}
     request_id = headers.get("request-id")
     reply_topic = headers.get("reply-topic", "")
@@ -57,8 +64,19 @@ def address(record: Record, allowed: ReplyTopics) -> ReplyAddress:
     return ReplyAddress(request_id, reply_topic, problem)
 
 
-def body_of(record: Record, limits: BodyLimits) -> ChatBody | TextBody | EmbeddingBody:
-    """Return the parsed body of a record. Raises ApiError for the first error."""
+def body_of(
+    record: Record, limits: BodyLimits, *, ignores_unknown: bool = False
+) -> ChatBody | TextBody | EmbeddingBody:
+    """Return the parsed body of a request record. Its header `path` determines the kind of the body.
+
+    Args:
+        record: record of `openai-requests`.
+        limits: limits of the body.
+        ignores_unknown: whether unknown fields have no effect. If false, they are rejected.
+
+    Raises:
+        ApiError: the record is unreadable, the path is unknown, or the body is too large, invalid or a route query.
+    """
     if record.fault is not None:
         raise invalid(f"the record cannot be read: {record.fault}", code="unreadable_record")
     path = (record.headers or {}).get("path") or CHAT_PATH
@@ -66,7 +84,7 @@ def body_of(record: Record, limits: BodyLimits) -> ChatBody | TextBody | Embeddi
     if kind is None:
         raise ApiError(404, "not_found", f"unknown path {path!r}; paths are: {', '.join(KINDS)}")
     limits.require(record.value)
-    body = parse(kind, record.value)
+    body = parse(kind, record.value, ignores_unknown=ignores_unknown)
     if body.queries_route:
         # A response that is sent again after a takeover must be identical, but the result of a route query changes.
         text = "route queries are not supported by the Kafka API; use POST /v1/route of an ingress"
@@ -75,10 +93,20 @@ def body_of(record: Record, limits: BodyLimits) -> ChatBody | TextBody | Embeddi
 
 
 def nonce_of(record: Record) -> int:
-    """Return a nonce that is the same for every delivery of a record, and unique to the record."""
+    """Return a nonce for the submission of a record. It depends only on partition and offset of the record.
+
+    So the owner recognises a record that two ingresses submit.
+    """
     return xxh3_64_intdigest(f"{record.partition}/{record.offset}".encode())
 
 
 def slot_of(partition: int, reply_slots: int) -> int:
-    """Return the reply slot of a partition of `openai-requests`, the same in every ingress."""
+    """Return the reply slot (partition of `tokens`) for the requests of a partition of `openai-requests`.
+
+    All ingresses use the same one, so that another ingress can continue.
+
+    Args:
+        partition: partition of `openai-requests`.
+        reply_slots: number of partitions of `tokens`.
+    """
     return xxh3_64_intdigest(b"kafka-api-%d" % partition) % reply_slots

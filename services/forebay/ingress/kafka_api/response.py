@@ -1,4 +1,4 @@
-"""Records of a response of the Kafka API.
+"""Build the records of a response of the Kafka API.
 
 The records depend only on the request and on events of the reply slot. So a response that another ingress sends again
 after a takeover has identical records.
@@ -6,8 +6,10 @@ after a takeover has identical records.
 
 from dataclasses import dataclass
 
+from forebay import runtime
 from forebay.core.state.reply_slot import ResponseState
 from forebay.events.requests import RequestSubmitted
+from forebay.ingress.access_log import write_record
 from forebay.ingress.errors import ApiError
 from forebay.ingress.kafka_api.request import ReplyAddress
 from forebay.ingress.response_fold import ResponseFold
@@ -17,7 +19,14 @@ OK = 200
 
 @dataclass(frozen=True, slots=True)
 class ResponseRecord:
-    """A record of a response. `index` counts from 0; `last` marks the last record."""
+    """One record of a response, as the ingress sends it to the reply topic.
+
+    Attributes:
+        index: position of the record in the response, from 0.
+        status: HTTP status of the response.
+        last: whether this is the last record of the response.
+        value: JSON object of the response, or of one stream chunk.
+    """
 
     index: int
     status: int
@@ -27,13 +36,13 @@ class ResponseRecord:
 
 @dataclass(slots=True)
 class WindowEntry:
-    """A record of the partition in the window of incomplete requests.
+    """State of one request record, from its acceptance until all earlier records are complete too.
 
     Attributes:
-        offset: offset in the partition.
+        offset: offset of the record in its partition of `openai-requests`.
         slot_from: offset in the reply slot at which the response can begin.
-        is_complete: whether the response is complete and acknowledged.
-        diverted: whether the response goes to the default topic because its reply topic failed.
+        is_complete: whether the broker has acknowledged the complete response.
+        diverted: whether the response is sent to the default topic because its reply topic failed.
     """
 
     offset: int
@@ -46,13 +55,13 @@ class RecordResponse:
     """Response to one record of `openai-requests`.
 
     Attributes:
-        entry: the record in the window.
-        where: destination of the response.
-        fold: the response.
-        requests: requests on the log, one per input.
+        entry: state of the request record.
+        where: request id and topic of the response.
+        fold: builds the response from the events of its requests.
+        requests: the requests on the log, one per choice or input.
     """
 
-    __slots__ = ("_sent", "entry", "fold", "requests", "where")
+    __slots__ = ("_began_s", "_sent", "entry", "fold", "requests", "where")
 
     def __init__(self, entry: WindowEntry, where: ReplyAddress, fold: ResponseFold) -> None:
         self.entry = entry
@@ -60,9 +69,30 @@ class RecordResponse:
         self.fold = fold
         self.requests: list[PendingRequest] = []
         self._sent = 0
+        self._began_s = runtime.monotonic_s()
+
+    def write_access(self, partition: int) -> None:
+        """Log the complete response in the access log.
+
+        Args:
+            partition: partition of `openai-requests` with the request.
+        """
+        fold, error = self.fold, self.fold.error
+        write_record(
+            partition,
+            self.entry.offset,
+            200 if error is None else error.status,
+            error="" if error is None else error.code,
+            request_id=fold.request_id,
+            worker=next((one.worker_id for one in self.requests if one.worker_id), ""),
+            prompt_tokens=fold.prompt_tokens,
+            cached_tokens=fold.cached_tokens,
+            output_tokens=sum(one.next_index for one in self.requests),
+            duration_s=round(runtime.monotonic_s() - self._began_s, 4),
+        )
 
     def step(self, request: "PendingRequest") -> list[ResponseRecord]:
-        """Return the records that can be sent after the output of one of the requests changed."""
+        """Return the new records of the response, after the output of `request` has changed."""
         fold = self.fold
         if fold.is_over:
             return []
@@ -72,7 +102,7 @@ class RecordResponse:
         return records if fold.error is None else [*records, self.fail(fold.error)]
 
     def fail(self, error: ApiError) -> ResponseRecord:
-        """End the response, and return the last record: an error in OpenAI's format."""
+        """End the response with an error, and return its last record, which contains the error in OpenAI's format."""
         self.fold.fail(error)
         return self._record(error.encoded(), last=True, status=error.status)
 
@@ -86,10 +116,10 @@ class PendingRequest(ResponseState):
     """A request on the log, and its output so far.
 
     Attributes:
-        request_id: id on the log.
-        response: the response that the request belongs to.
-        index: position of its input in the response.
-        submission: event to submit, None once it was submitted.
+        request_id: id of the request on the log.
+        response: the response to which the request belongs.
+        index: position of the request's choice or input in the response, from 0.
+        submission: event that submits the request; None once it was appended to the log.
     """
 
     __slots__ = ("index", "request_id", "response", "submission")

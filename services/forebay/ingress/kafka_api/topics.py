@@ -1,4 +1,4 @@
-"""Topics that a client of the Kafka API may name in `reply-topic`."""
+"""The topics to which a client of the Kafka API may direct responses, with the header `reply-topic`."""
 
 import re
 from collections.abc import Sequence
@@ -12,10 +12,16 @@ PATTERN = re.compile(r"[A-Za-z0-9._*?-]{1,249}")
 
 
 class ReplyTopics:
-    """Topics that responses may go to: the default one, and those that match a pattern and are not forebay's own.
+    """The topics to which a client may direct responses, as a container of full topic names.
+
+    Names of forebay's own topics are never contained.
+
+    Args:
+        namespace: namespace of the system.
+        patterns: patterns of topic names; empty for `<namespace>.replies.*`.
 
     Attributes:
-        default: full name of the topic for requests without `reply-topic`.
+        default: full name of the topic for responses to requests without the header `reply-topic`.
     """
 
     def __init__(self, namespace: str, patterns: Sequence[str] = ()) -> None:
@@ -32,7 +38,7 @@ class ReplyTopics:
 
 
 def require_patterns(patterns: Sequence[str]) -> None:
-    """Raise Unusable for a pattern that no topic name can match."""
+    """Raise Unusable for a pattern of `--reply-topic` with a length or characters that topic names cannot have."""
     for pattern in patterns:
         if not PATTERN.fullmatch(pattern):
             raise Unusable(

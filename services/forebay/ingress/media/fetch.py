@@ -1,9 +1,9 @@
 """Fetch and validate the images and videos of a request, with bounded memory and time.
 
 Theory of operation. A client could use a URL to reach hosts that only this machine can reach, so URLs may lead to
-public addresses only. A name is resolved once. All of its addresses are checked, and the connection uses one of them,
-so a later change of the name has no effect. Every redirect is checked like the first URL. Headers of the response are
-not trusted: sizes are counted while reading, and types are detected from the bytes.
+public addresses only. The name of a host is resolved once. All of its addresses are checked, and the connection uses
+one of them, so a later change of the DNS record has no effect. Every redirect is checked like the first URL. Headers of
+the response are not trusted: sizes are counted while reading, and types are detected from the bytes.
 """
 
 import asyncio
@@ -41,10 +41,12 @@ NAT64 = IPv6Network("64:ff9b::/96")
 
 
 class MediaFetcher:
-    """Fetches the media of one ingress. Its own threads keep slow name servers and large images from delaying others.
+    """Fetches the images and videos of requests of one ingress.
+
+    It resolves names and decodes images in its own threads, so that these do not delay other requests.
 
     Args:
-        settings: hosts that media may be fetched from.
+        settings: hosts from which media may be fetched.
     """
 
     def __init__(self, settings: MediaSettings) -> None:
@@ -55,7 +57,12 @@ class MediaFetcher:
         self._client: httpx.AsyncClient | None = None
 
     async def fetch(self, refs: Sequence[MediaRef]) -> list[FetchedMedia]:
-        """Return the media of these references, in order. Raises ApiError for the first one that cannot be fetched."""
+        """Return the images and videos of one request, in the order of `refs`.
+
+        Raises:
+            ApiError: there are too many, one of them cannot be fetched or is invalid, or together they exceed the
+                limits of size or time.
+        """
         if len(refs) > COUNT_MAX:
             text = f"{refs[COUNT_MAX].where}: a request may have at most {COUNT_MAX} images and videos"
             raise invalid(text, refs[COUNT_MAX].where, "too_many_media")
@@ -74,7 +81,7 @@ class MediaFetcher:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def close(self) -> None:
-        """Stop fetching and close connections."""
+        """Stop the threads and close all connections."""
         for threads in (self._resolving, self._decoding):
             threads.shutdown(wait=False, cancel_futures=True)
         if self._client is not None:
@@ -149,7 +156,11 @@ class MediaFetcher:
 
 
 def is_public(text: str) -> bool:
-    """Return whether an address is public: not private, local, reserved or multicast, and no IPv6 form of such one."""
+    """Return whether an IP address is public.
+
+    Private, local, reserved and multicast addresses are not public, nor are IPv6 addresses that contain such an IPv4
+    address.
+    """
     try:
         address = ip_address(text)  # an address with a zone is not public
     except ValueError:
@@ -225,7 +236,7 @@ def _name_of(url: httpx.URL) -> str:
 
 
 def _no_cookies() -> CookieJar:
-    """Return a jar that accepts no cookies, because hosts that share an address would get each other's."""
+    """Return a cookie jar that accepts no cookies: hosts that share an address would get cookies of each other."""
     return CookieJar(DefaultCookiePolicy(allowed_domains=()))
 
 
@@ -248,7 +259,7 @@ def _data(ref: MediaRef, budget: _Budget) -> bytes:
 
 
 def _mime_of(ref: MediaRef, content: bytes) -> str:
-    """Return the MIME type of the content. Raises ApiError if it is not a supported image or video."""
+    """Return the MIME type of the content. Raises ApiError for all but supported images and videos."""
     return _image(ref, content) if ref.kind == "image" else _video(ref, content)
 
 

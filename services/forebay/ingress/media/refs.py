@@ -7,7 +7,7 @@ from forebay.events.media import MediaKind
 
 @dataclass(frozen=True, slots=True)
 class MediaSettings:
-    """Hosts that media may be fetched from.
+    """Hosts from which images and videos may be fetched. Hosts with public addresses are always allowed.
 
     Attributes:
         allow_hosts: lower-case host names whose addresses may be private.
@@ -20,10 +20,10 @@ class MediaSettings:
 
 @dataclass(frozen=True, slots=True)
 class MediaRef:
-    """Reference of a request to an image or a video.
+    """Reference to an image or a video in the body of a request.
 
     Attributes:
-        kind: image or video.
+        kind: `image` or `video`.
         url: http, https or data URL.
         where: path of the URL in the body, for error messages.
     """
@@ -38,7 +38,7 @@ class FetchedMedia:
     """A fetched image or video.
 
     Attributes:
-        kind: image or video.
+        kind: `image` or `video`.
         mime: MIME type, detected from the bytes.
         content: the bytes.
         digest: SHA-256 of the bytes, in hex.

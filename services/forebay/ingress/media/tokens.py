@@ -1,9 +1,10 @@
 """Expand the placeholders of images and videos in a prompt to as many tokens as the engine uses for them.
 
 The config.json of a model contains the placeholder token (`image_token_id` or `image_token_index`) and the number of
-tokens per image (`mm_tokens_per_image` or `image_seq_length`), for example for LLaVA and Gemma 3. The fields for videos
-are alike. In other models the number depends on the size of the image, and only the engine's processor knows it. The
-block hashes of such prompts would differ from the engine's, so their images and videos are rejected.
+tokens per image (`mm_tokens_per_image` or `image_seq_length`), for example for LLaVA and Gemma 3. Videos have similar
+fields. In other models the number of tokens depends on the size of the image, and only the engine's processor knows it.
+The ingress could not compute the block hashes of such prompts as the engine does, so it rejects their images and
+videos.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,12 +30,12 @@ TOKENS_MAX = 1 << 16  # per image; a larger number is invalid
 
 @dataclass(frozen=True, slots=True)
 class MediaTokens:
-    """Placeholder tokens of a model; empty if it accepts no media.
+    """Placeholder tokens of a model for images and videos. The maps are empty if the model accepts no media.
 
     Attributes:
-        ids: token id of the placeholder of each kind.
-        counts: tokens per image or video of each kind, None if the number depends on its size.
-        texts: the placeholder of each kind as text.
+        ids: token id of the placeholder, for `image` and `video`.
+        counts: number of tokens per image or video; None if it depends on the size of the image or video.
+        texts: the placeholder as text.
         listed: whether the chat template expects a message as a list of parts instead of a text with placeholders.
     """
 
@@ -44,13 +45,17 @@ class MediaTokens:
     listed: bool = False
 
     def content(self, parts: Sequence[str | MediaRef]) -> str | list[dict[str, str]]:
-        """Return the content of a message in the form that the chat template expects."""
+        """Return the content of a message in the form that the chat template expects.
+
+        Args:
+            parts: texts and references to media, in the order of the message.
+        """
         if not self.listed or not parts:
             return "".join(part if isinstance(part, str) else self.texts.get(part.kind, "") for part in parts)
         return [{"type": "text", "text": part} if isinstance(part, str) else {"type": part.kind} for part in parts]
 
     def require(self, refs: Sequence[MediaRef]) -> None:
-        """Raise ApiError for the first image or video of a kind that the model does not support."""
+        """Raise ApiError for the first image or video that the model or the ingress does not support."""
         for ref in refs:
             if ref.kind not in self.ids:
                 text = f"{ref.where}: this model does not support {ref.kind}s"
@@ -62,12 +67,12 @@ class MediaTokens:
     def expand(
         self, token_ids: list[int], refs: Sequence[MediaRef], fetched: Sequence[FetchedMedia]
     ) -> "ExpandedPrompt":
-        """Return a prompt with expanded placeholders.
+        """Return a prompt in which each placeholder is repeated as often as the engine does.
 
         Args:
-            token_ids: the prompt, with one placeholder per image or video.
-            refs: the references, for error messages.
-            fetched: the images and videos, in the same order.
+            token_ids: token ids of the prompt, with one placeholder per image or video.
+            refs: references to the images and videos, for error messages.
+            fetched: the fetched images and videos, in the order of `refs`.
 
         Raises:
             ApiError: the numbers of placeholders and of images or videos differ.
@@ -106,8 +111,8 @@ class ExpandedPrompt:
     """A prompt with the tokens of its images and videos.
 
     Attributes:
-        token_ids: token ids.
-        media: images and videos with their positions, in order.
+        token_ids: token ids, with all placeholder tokens.
+        media: images and videos, each with the position of its tokens, in order.
     """
 
     token_ids: list[int]

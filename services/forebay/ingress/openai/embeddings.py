@@ -1,4 +1,6 @@
-"""POST /v1/embeddings: each input becomes one request on the log, and the vectors are returned in order.
+"""Bodies and responses of POST /v1/embeddings.
+
+Each input becomes one request on the log. The response has the vectors in the order of the inputs.
 
 Source: OpenAI API reference, embeddings. `dimensions` truncates and renormalises vectors if the model allows it.
 """
@@ -18,7 +20,7 @@ from forebay.ingress.openai.fields import CheckedBody, Neutral
 from forebay.ingress.openai.nvext import NAME_CHARS_MAX, Nvext
 from forebay.ingress.openai.sampling import TokenIds
 
-INPUTS_MAX = 2_048  # OpenAI's
+INPUTS_MAX = 2_048  # OpenAI's limit
 DIMENSIONS_MAX = 1 << 20
 
 NEUTRAL: Neutral = {
@@ -33,7 +35,7 @@ Tokens = Annotated[TokenIds, Field(min_length=1)]
 
 
 class EmbeddingBody(CheckedBody):
-    """Body of an embedding request. `input` is a text, token ids, or a list of either."""
+    """Body of POST /v1/embeddings. `input` is a text, a list of token ids, or a list of several texts or lists."""
 
     neutral = NEUTRAL
     ignored = IGNORED
@@ -52,7 +54,7 @@ class EmbeddingBody(CheckedBody):
 
     @classmethod
     def describe(cls, schema: dict[str, Any]) -> None:
-        """Add the constraint that `nvext` has no annotations and no extra fields."""
+        """Add to the JSON schema that `nvext` must have no annotations and no extra fields."""
         neither: dict[str, Any] = {"enum": [None, []]}
         schema["properties"]["nvext"]["properties"] = {"annotations": neither, "extra_fields": neither}
 
@@ -64,7 +66,7 @@ class EmbeddingBody(CheckedBody):
 
     @property
     def inputs(self) -> list[str | list[int]]:
-        """The inputs, one per vector."""
+        """The inputs as a list; each is a text or a list of token ids, and gets one vector."""
         value = self.input
         if isinstance(value, str):
             return [value]
@@ -74,12 +76,12 @@ class EmbeddingBody(CheckedBody):
 
     @property
     def queries_route(self) -> bool:
-        """Whether the body is a route query, which is not available for embeddings."""
+        """Whether the request is a route query. Always false, because embeddings support none."""
         return False
 
     @property
     def cache_namespace(self) -> str:
-        """Salt of the KV cache, empty for the shared cache."""
+        """Salt of the block hashes: `nvext.cache_salt`, else `cache_salt`. Empty if the client set none."""
         return (self.nvext and self.nvext.cache_salt) or self.cache_salt or ""
 
     def require_dimensions(self, model: Model) -> None:
@@ -93,13 +95,17 @@ class EmbeddingBody(CheckedBody):
             raise invalid(f"dimensions is {self.dimensions}; this model supports: {known}", "dimensions")
 
 
-def part_id(request_id: str, index: int) -> str:
-    """Return the request id of one input on the log."""
-    return f"{request_id}-{index}"
-
-
 def embeddings(body: EmbeddingBody, vectors: list[bytes], prompt_tokens: int) -> bytes:
-    """Return the response as JSON. Raises ApiError if a vector has fewer dimensions than requested."""
+    """Return the response object as JSON.
+
+    Args:
+        body: body of the request.
+        vectors: vector of each input, packed as little-endian float32.
+        prompt_tokens: tokens of all inputs.
+
+    Raises:
+        ApiError: a vector has fewer dimensions than the client requested.
+    """
     data = [
         {"object": "embedding", "index": index, "embedding": _embedding(packed, body)}
         for index, packed in enumerate(vectors)

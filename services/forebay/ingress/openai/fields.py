@@ -14,6 +14,7 @@ from pydantic import (
     GetJsonSchemaHandler,
     PrivateAttr,
     ValidationError,
+    ValidationInfo,
     model_validator,
 )
 from pydantic.json_schema import JsonSchemaValue
@@ -21,14 +22,15 @@ from pydantic_core import CoreSchema
 
 from forebay.ingress.errors import ApiError, invalid
 
+IGNORES_UNKNOWN = {"unknown": "ignore"}  # context of pydantic's validation
 Neutral = Mapping[str, tuple[Any, ...]]  # unsupported fields, with the values that have no effect
 
 
 class Body(BaseModel):
-    """Base of every body and of its parts. Unknown fields are kept for `reject_extra`.
+    """Base of every request body and of its parts. Parsing keeps unknown fields, which `reject_extra` checks later.
 
     Attributes:
-        neutral: unsupported fields, with the values that have no effect and are accepted.
+        neutral: unsupported fields, each with the values that are accepted because they would have no effect.
         ignored: fields that are accepted with any value and have no effect.
     """
 
@@ -41,7 +43,7 @@ class Body(BaseModel):
 
     @property
     def size_bytes(self) -> int:
-        """Number of bytes that the body was parsed from, 0 for a part of a body."""
+        """Size of the encoded body in bytes; 0 for a part of a body."""
         return self._size_bytes
 
     @classmethod
@@ -62,20 +64,22 @@ class Body(BaseModel):
 
     @classmethod
     def describe(cls, schema: dict[str, Any]) -> None:
-        """Add the constraints of the class's validators to a JSON schema."""
+        """Add to the JSON schema of the class the constraints that only its validators check. Default: none."""
 
 
 class CheckedBody(Body):
-    """Base of a body, or of a part at a fixed path, that rejects unsupported fields when it is validated.
+    """Base of request bodies, and of their parts with a fixed path, that reject unsupported fields when parsed.
 
     Attributes:
-        path: path of the part in the request, with a dot at its end; empty for a body.
+        path: path of the part in the body, with a dot at its end; empty for a whole body.
     """
 
     path: ClassVar[str] = ""
 
     @model_validator(mode="after")
-    def _reject_extra(self) -> Self:
+    def _reject_extra(self, info: ValidationInfo) -> Self:
+        if info.context == IGNORES_UNKNOWN:
+            _drop_unknown(self)
         reject_extra(self, self.path)
         return self
 
@@ -84,7 +88,12 @@ BodyT = TypeVar("BodyT", bound=Body)
 
 
 def reject_extra(body: Body, where: str) -> None:
-    """Raise ApiError for an unknown parameter, or an unsupported one with a value that would have an effect."""
+    """Raise ApiError if a body has an unknown field, or an unsupported field with a value that is not neutral.
+
+    Args:
+        body: parsed body or part of a body.
+        where: path of the part in the request, with a dot at its end; empty for a whole body.
+    """
     for name, value in (body.model_extra or {}).items():
         if name in body.ignored:
             continue
@@ -93,16 +102,29 @@ def reject_extra(body: Body, where: str) -> None:
             raise invalid(f"unknown parameter: {where}{name}", f"{where}{name}", "unknown_parameter")
         # In Python 0 equals False and 1 equals True, in JSON they differ; 0.0 equals 0 in both.
         if not any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in accepted):
-            if name in ("n", "best_of"):
+            if name == "best_of":
                 raise invalid(f"{where}{name} must be 1", f"{where}{name}", "unsupported_parameter")
             raise invalid(f"{where}{name} is not supported", f"{where}{name}", "unsupported_parameter")
 
 
-def at_most(count: int) -> BeforeValidator:
-    """Return a validator that rejects an object with more than `count` members.
+def _drop_unknown(value: Any) -> None:
+    """Remove the unknown fields of a body and of all its parts."""
+    if isinstance(value, list):
+        for one in value if value and isinstance(value[0], Body) else ():
+            _drop_unknown(one)
+    elif isinstance(value, Body):
+        extra = value.model_extra or {}
+        for name in extra.keys() - value.ignored - value.neutral.keys():
+            del extra[name]
+        for part in value.__dict__.values():
+            _drop_unknown(part)
 
-    It runs before the members are validated, because each invalid member would add an error. Lists have pydantic's
-    `max_length`, which is checked first, or `fail_fast`, for the same reason.
+
+def at_most(count: int) -> BeforeValidator:
+    """Return a validator that rejects a JSON object with more than `count` members.
+
+    It runs before the members are validated, so that a large object cannot cause one error per invalid member. Lists
+    use pydantic's `max_length`, which is checked first, or `fail_fast` for this.
     """
 
     def check(value: Any) -> Any:
@@ -113,15 +135,22 @@ def at_most(count: int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-def parse(kind: type[BodyT], raw: bytes) -> BodyT:
-    """Return the parsed body of a request. Raises ApiError that names the first invalid field."""
+def parse(kind: type[BodyT], raw: bytes, *, ignores_unknown: bool = False) -> BodyT:
+    """Return the body of a request, parsed as `kind`. Raises ApiError (400), which names the first invalid field.
+
+    Args:
+        kind: class of the body.
+        raw: the body as JSON.
+        ignores_unknown: whether to drop unknown fields. Unsupported fields that are known still raise ApiError.
+    """
+    context = IGNORES_UNKNOWN if ignores_unknown else None
     try:
-        return _sized(kind.model_validate_json(raw), raw)
+        return _sized(kind.model_validate_json(raw, context=context), raw)
     except ValidationError as failure:
         if (rewritten := _with_integers(raw, failure)) is None:
             raise _first_error(failure) from failure
     try:
-        return _sized(kind.model_validate_json(rewritten), raw)
+        return _sized(kind.model_validate_json(rewritten, context=context), raw)
     except ValidationError as error:
         raise _first_error(error) from error
 
@@ -132,9 +161,9 @@ def _sized(body: BodyT, raw: bytes) -> BodyT:
 
 
 def _with_integers(raw: bytes, failure: ValidationError) -> bytes | None:
-    """Return the body with integral floats such as 5.0 written as integers, None if no such number was rejected.
+    """Return the body with numbers such as 5.0 written as integers, None if no such number caused the failure.
 
-    In JSON 5.0 is an integer, but few clients write it. So a body is rewritten only after it was rejected, and once.
+    In JSON 5.0 is an integer, but few clients write it. So a body is rewritten at most once, after it was rejected.
     """
     errors = failure.errors(include_url=False, include_context=False)
     if not any(isinstance(one["input"], float) and one["input"].is_integer() for one in errors):

@@ -49,7 +49,7 @@ ROUTER_NEUTRAL: Neutral = {"itl_target": (None,), "shared_cache_multiplier": (No
 
 
 class AgentHints(CheckedBody):
-    """Hints of an agent about its request."""
+    """`nvext.agent_hints`: queue priorities of a request, and its expected number of output tokens (`osl`)."""
 
     path = "nvext.agent_hints."
 
@@ -61,7 +61,7 @@ class AgentHints(CheckedBody):
 
 
 class SessionControl(CheckedBody):
-    """Session of a request."""
+    """`nvext.session_control`: id of the session that a request belongs to."""
 
     path = "nvext.session_control."
 
@@ -71,7 +71,7 @@ class SessionControl(CheckedBody):
 
 
 class AgentContext(CheckedBody):
-    """Origin of a request, for traces. The session id applies if `session_control` has none."""
+    """`nvext.agent_context`: the agent that sent a request. Its `session_id` is used without a `session_control`."""
 
     path = "nvext.agent_context."
 
@@ -82,7 +82,13 @@ class AgentContext(CheckedBody):
 
 
 class RoutingConstraints(CheckedBody):
-    """Constraints and preferences on the worker of a request."""
+    """`nvext.routing_constraints`: the workers that may serve a request, and taints it requires or prefers.
+
+    Attributes:
+        allowed_worker_ids: ids of the workers that may serve the request; None allows all.
+        required_taints: labels that the worker must have.
+        preferred_taints: weight per label; workers with a label of positive weight are preferred, of negative avoided.
+    """
 
     path = "nvext.routing_constraints."
 
@@ -93,7 +99,7 @@ class RoutingConstraints(CheckedBody):
 
 
 class RouterFields(CheckedBody):
-    """Router settings that one request overrides."""
+    """`nvext.router`: settings of the router that one request overrides. None keeps the setting of the pool."""
 
     path = "nvext.router."
 
@@ -108,7 +114,7 @@ class RouterFields(CheckedBody):
 
 
 class Nvext(CheckedBody):
-    """The extension `nvext` of one request."""
+    """Field `nvext` of a request: Dynamo's extension of OpenAI's API, with hints for routing and caching."""
 
     path = "nvext."
 
@@ -130,7 +136,7 @@ class Nvext(CheckedBody):
 
     @classmethod
     def describe(cls, schema: dict[str, Any]) -> None:
-        """Add the supported annotations and extra fields."""
+        """Add to the JSON schema the supported values of `annotations` and `extra_fields`."""
         query = {"anyOf": [{"const": QUERY}, {"type": "string", "pattern": f"^{QUERY}:"}]}
         for name, items in (("annotations", query), ("extra_fields", {"const": WORKER_ID})):
             listed = {"type": "array", "items": items, "maxItems": STRINGS_MAX}
@@ -149,18 +155,18 @@ class Nvext(CheckedBody):
 
     @property
     def queries_route(self) -> bool:
-        """Whether the request is a route query, for which nothing is generated."""
+        """Whether the request is a route query: it returns the worker that would be selected, and generates nothing."""
         return bool(self.annotations)
 
     @property
     def session_id(self) -> str:
-        """Session id, empty for none."""
+        """Session id in `session_control`, else in `agent_context`; empty if neither has one."""
         if self.session_control is not None:
             return self.session_control.session_id
         return (self.agent_context and self.agent_context.session_id) or ""
 
     def hints(self) -> Iterator[str]:
-        """Yield the paths of the routing hints that are set."""
+        """Yield the path in the body of each routing hint that is set, such as `nvext.router.mode`."""
         for name in HINTS:
             value: Any = getattr(self, name)
             if isinstance(value, BaseModel):

@@ -1,5 +1,6 @@
-"""Serialise OpenAI's response objects. The constant parts of stream chunks are encoded once per response."""
+"""Encode OpenAI's response objects as JSON. The constant parts of stream chunks are encoded once per response."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,14 +15,14 @@ _encode = msgspec.json.encode
 
 @dataclass(frozen=True, slots=True)
 class ServingInfo:
-    """Which workers served a request; sent as the extension `forebay` of a response.
+    """The workers that served a request. The response contains them as its extension `forebay`.
 
     Attributes:
         request_id: id of the request.
         worker: id of the worker that generated the output.
-        rank: data parallel rank of that worker.
-        attempts: number of attempts.
-        prefilled: the prefill worker, None for aggregated serving.
+        rank: data-parallel rank of that worker.
+        attempts: number of attempts to serve the request, including the successful one.
+        prefilled: the worker that computed the prompt; None if `worker` computed it itself.
     """
 
     request_id: str
@@ -31,7 +32,7 @@ class ServingInfo:
     prefilled: PrefilledBy | None = None
 
     def worker_id(self) -> dict[str, Any]:
-        """Return the worker ids in the format of Dynamo's `nvext`."""
+        """Return the prefill and decode worker ids and ranks, in the format of Dynamo's extension `nvext`."""
         prefilled = self.prefilled
         return {
             "prefill_worker_id": self.worker if prefilled is None else prefilled.worker_id,
@@ -59,31 +60,42 @@ class ServingInfo:
 
 
 class ResponseFormatter:
-    """Serialises one response of a chat or text completion.
+    """Encodes one choice of the response to a chat or text completion request as JSON.
 
     Args:
-        chat: whether it is a chat completion.
-        response_id: id of the response.
-        model: name of the model in the response.
-        created: Unix time in seconds.
-        names_worker: whether to include the worker ids in `nvext`.
+        chat: true for a chat completion, false for a text completion.
+        response_id: field `id` of the response.
+        model: field `model` of the response.
+        created: field `created` of the response, in seconds of Unix time.
+        index: position of the choice that this formatter encodes.
+        names_worker: whether to include the worker ids in the extension `nvext`.
     """
 
-    def __init__(self, *, chat: bool, response_id: str, model: str, created: int, names_worker: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        chat: bool,
+        response_id: str,
+        model: str,
+        created: int,
+        index: int = 0,
+        names_worker: bool = False,
+    ) -> None:
         self._chat = chat
+        self._index = index
         self._names_worker = names_worker
         kind = "chat.completion" if chat else "text_completion"
         self._head = {"id": response_id, "object": kind, "created": created, "model": model}
         chunk_head = dict(self._head, object="chat.completion.chunk" if chat else kind)
-        opened = _encode(chunk_head)[:-1] + b',"choices":[{"index":0,'
+        opened = _encode(chunk_head)[:-1] + b',"choices":[{"index":%d,' % index
         self._open = opened + (b'"delta":{"content":' if chat else b'"text":')
         self._first = opened + b'"delta":{"role":"assistant","content":' if chat else self._open
         self._shut = (b"}" if chat else b"") + b',"logprobs":null,"finish_reason":null}]}'
         self._chunk_head = chunk_head
-        self._offset = 0  # of the next token in the text, for `text_offset`
+        self._offset = 0  # position of the next token in the text, for `text_offset`
 
     def delta(self, delta: OutputDelta, *, first: bool) -> bytes:
-        """Return the chunk of a delta."""
+        """Return the stream chunk for a part of the output. The `first` chunk of a chat contains the role."""
         if not (delta.reasoning or delta.calls or delta.logprobs):
             return (self._first if first else self._open) + _encode(delta.content) + self._shut
         content: dict[str, Any] = {"text": delta.content}
@@ -94,21 +106,21 @@ class ResponseFormatter:
             if delta.calls:
                 fields["tool_calls"] = [_call_delta(call) for call in delta.calls]
             content = {"delta": fields | _reasoning(delta)}
-        choice = {"index": 0, **content, "logprobs": self._logprobs(delta), "finish_reason": None}
+        choice = {"index": self._index, **content, "logprobs": self._logprobs(delta), "finish_reason": None}
         return _encode({**self._chunk_head, "choices": [choice]})
 
     def last(self, reason: str, served: ServingInfo) -> bytes:
-        """Return the chunk with the finish reason and the extensions."""
+        """Return the stream chunk after the output, with the finish reason and the extensions `forebay` and `nvext`."""
         content: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
-        choice = {"index": 0, **content, "logprobs": None, "finish_reason": reason}
-        return _encode({**self._chunk_head, "choices": [choice], **self._extensions(served)})
+        choice = {"index": self._index, **content, "logprobs": None, "finish_reason": reason}
+        return _encode({**self._chunk_head, "choices": [choice], **self._extensions([served])})
 
     def usage(self, usage: Usage) -> bytes:
-        """Return the usage chunk of `stream_options.include_usage`."""
+        """Return the last stream chunk, with the token counts. `stream_options.include_usage` requests it."""
         return _encode({**self._chunk_head, "choices": [], "usage": usage_of(usage)})
 
-    def whole(self, delta: OutputDelta, reason: str, usage: Usage, served: ServingInfo) -> bytes:
-        """Return the response to a request without streaming."""
+    def choice(self, delta: OutputDelta, reason: str) -> dict[str, Any]:
+        """Return a complete choice, from its complete output and its finish reason."""
         content: dict[str, Any] = {"text": delta.content}
         if self._chat:
             message: dict[str, Any] = {"role": "assistant", "content": delta.content, "refusal": None}
@@ -116,8 +128,17 @@ class ResponseFormatter:
             if delta.calls:
                 message |= {"content": delta.content or None, "tool_calls": [_call(call) for call in delta.calls]}
             content = {"message": message}
-        choice = {"index": 0, **content, "logprobs": self._logprobs(delta), "finish_reason": reason}
-        return _encode({**self._head, "choices": [choice], "usage": usage_of(usage), **self._extensions(served)})
+        return {"index": self._index, **content, "logprobs": self._logprobs(delta), "finish_reason": reason}
+
+    def whole(self, choices: Sequence[dict[str, Any]], usage: Usage, served: Sequence[ServingInfo]) -> bytes:
+        """Return the complete response object of a request without streaming.
+
+        Args:
+            choices: results of `choice`, in their order in the response.
+            usage: token counts of the request.
+            served: workers that served each choice.
+        """
+        return _encode({**self._head, "choices": choices, "usage": usage_of(usage), **self._extensions(served)})
 
     def _logprobs(self, delta: OutputDelta) -> dict[str, Any] | None:
         """Return the log probabilities, None if the engine reported none."""
@@ -136,9 +157,12 @@ class ResponseFormatter:
             "top_logprobs": [{top.text: top.logprob for top in one.top} for one in delta.logprobs],
         }
 
-    def _extensions(self, served: ServingInfo) -> dict[str, Any]:
-        nvext = {"nvext": {"worker_id": served.worker_id()}} if self._names_worker else {}
-        return {"forebay": served.plain(), **nvext}
+    def _extensions(self, served: Sequence[ServingInfo]) -> dict[str, Any]:
+        """Return the extensions `forebay` and `nvext`. With several choices, `nvext` is about the first one."""
+        first, *others = served
+        nvext = {"nvext": {"worker_id": first.worker_id()}} if self._names_worker else {}
+        plain = {"choices": [one.plain() for one in served]} if others else first.plain()
+        return {"forebay": plain, **nvext}
 
 
 def _reasoning(delta: OutputDelta) -> dict[str, str]:
@@ -165,7 +189,7 @@ def _alternative(one: DecodedLogprob) -> dict[str, Any]:
 
 
 def usage_of(usage: Usage) -> dict[str, Any]:
-    """Return token counts under OpenAI's names."""
+    """Return the token counts of a request as OpenAI's object `usage`."""
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.output_tokens,
@@ -175,7 +199,13 @@ def usage_of(usage: Usage) -> dict[str, Any]:
 
 
 def route_of(result: RouteResponse, model: str, prompt_tokens: int) -> dict[str, Any]:
-    """Return the result of a route query: the selected worker, None if no worker is available, and all candidates."""
+    """Return the response object of a route query: the selected worker and all candidates.
+
+    Args:
+        result: result of the query. The worker is null if no worker is available.
+        model: name of the model in the body of the query.
+        prompt_tokens: number of prompt tokens.
+    """
     choice = result.choice
     return {
         "object": "forebay.route",

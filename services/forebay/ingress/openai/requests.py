@@ -33,6 +33,9 @@ STOP_STRINGS_MAX = 4
 STOP_CHARS_MAX = 1_024  # each delta of a response is compared with prefixes of the stop strings
 MESSAGES_MAX = 10_000
 PARTS_MAX = 10_000  # content parts and tool calls of all messages; each takes microseconds
+N_MAX = 128  # OpenAI's limit
+PROMPTS_MAX = 1_024
+CHOICES_MAX = 1_024  # of one response: `n` for each prompt; each is a request on the log
 LOGPROBS_MAX = 20  # OpenAI's limit for chats, and the default limit of engines
 TEMPLATE_ARGUMENTS_MAX = 64
 
@@ -41,12 +44,10 @@ NEUTRAL: Neutral = {
     "allowed_token_ids": (None,),
     "bad_words": (None, []),
     "best_of": (None, 1),
-    "echo": (None, False),
     "guided_decoding_backend": (None,),
     "guided_whitespace_pattern": (None,),
     "include_stop_str_in_output": (None, False),
     "length_penalty": (None, 1),
-    "n": (None, 1),
     "priority": (None, 0),
     "prompt_logprobs": (None,),
     "return_token_ids": (None, False),
@@ -59,6 +60,7 @@ NEUTRAL: Neutral = {
 }
 CHAT_NEUTRAL: Neutral = {
     **NEUTRAL,
+    "echo": (None, False),
     "add_generation_prompt": (None, True),
     "add_special_tokens": (None, False),  # the chat template contains them
     "audio": (None,),
@@ -83,6 +85,7 @@ TEXT_NEUTRAL: Neutral = {
     "tools": (None, []),
     "top_logprobs": (None, 0),
 }
+ECHO_EXCLUDES = {"echo": (None, False), "logprobs": (None,)}  # one of them must have such a value
 IGNORED = frozenset({"metadata", "prompt_cache_key", "safety_identifier", "user"})
 # Clients send the message of a response back unchanged, so its neutral fields are accepted.
 MESSAGE_NEUTRAL: Neutral = {
@@ -99,7 +102,7 @@ PART_FIELDS = ("text", "image_url", "video_url")
 
 
 class StreamOptions(CheckedBody):
-    """Options of a stream."""
+    """`stream_options`: whether the last chunk of a stream contains the token counts."""
 
     path = "stream_options."
 
@@ -108,7 +111,7 @@ class StreamOptions(CheckedBody):
 
 
 class MediaUrl(Body):
-    """URL of an image or a video: http, https or data."""
+    """`image_url` or `video_url` of a content part: a URL of an image or video with scheme http, https or data."""
 
     neutral = MEDIA_URL_NEUTRAL
 
@@ -116,7 +119,7 @@ class MediaUrl(Body):
 
 
 class ContentPart(Body):
-    """Part of a message: text, an image or a video."""
+    """Part of the content of a message: a text, an image or a video."""
 
     type: str
     text: str | None = None
@@ -125,7 +128,7 @@ class ContentPart(Body):
 
 
 class Message(Body):
-    """One message of a chat."""
+    """Element of `messages`: one message of a chat."""
 
     neutral = MESSAGE_NEUTRAL
     ignored = MESSAGE_IGNORED
@@ -140,13 +143,14 @@ class Message(Body):
 
 
 class CompletionBody(SamplingFields):
-    """Fields that chat and text completions share."""
+    """Fields that the bodies of chat and text completions share."""
 
     neutral = NEUTRAL
     ignored = IGNORED
 
     model: str
     max_tokens: Annotated[int, Field(ge=1)] | None = None
+    n: Annotated[int, Field(ge=1, le=N_MAX)] | None = None
     stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -155,7 +159,7 @@ class CompletionBody(SamplingFields):
 
     @classmethod
     def describe(cls, schema: dict[str, Any]) -> None:
-        """Add the limits of `stop`, and that `stream_options` requires `stream`."""
+        """Add to the JSON schema the limits of `stop`, and that `stream_options` requires `stream`."""
         stop = {"type": "string", "minLength": 1, "maxLength": STOP_CHARS_MAX}
         stops = {"type": "array", "items": stop, "maxItems": STOP_STRINGS_MAX}
         schema["properties"]["stop"] = {"anyOf": [stop, stops, {"type": "null"}]}
@@ -183,37 +187,42 @@ class CompletionBody(SamplingFields):
 
     @property
     def stop_strings(self) -> list[str]:
-        """Stop strings as a list."""
+        """Strings at which the output ends; empty if none are set."""
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     @property
     def includes_usage(self) -> bool:
-        """Whether a stream ends with a usage chunk."""
+        """Whether the last chunk of a stream contains the token counts."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
     def cache_namespace(self) -> str:
-        """Salt of the KV cache: `nvext.cache_salt`, else `cache_salt`; empty for the shared cache."""
+        """Salt of the block hashes: `nvext.cache_salt`, else `cache_salt`. Empty if the client set none."""
         return (self.nvext and self.nvext.cache_salt) or self.cache_salt or ""
 
     @property
     def queries_route(self) -> bool:
-        """Whether the request is a route query, for which nothing is generated."""
+        """Whether the request is a route query: it returns the worker that would be selected, and generates nothing."""
         return self.nvext is not None and self.nvext.queries_route
 
     @property
     def names_worker(self) -> bool:
-        """Whether the response includes the worker ids in `nvext`."""
+        """Whether the client requests the worker ids in the extension `nvext` of the response."""
         return self.nvext is not None and WORKER_ID in (self.nvext.extra_fields or ())
 
     @property
     def tokens_max(self) -> int | None:
-        """Maximum number of output tokens, None for the default of the server."""
+        """Maximum number of output tokens that the client set; None if it set none."""
         return self.max_tokens
+
+    @property
+    def choices_per_prompt(self) -> int:
+        """Number of choices to generate for each prompt."""
+        return self.n or 1
 
 
 class ChatBody(CompletionBody):
-    """Body of POST /v1/chat/completions."""
+    """Body of POST /v1/chat/completions: fields of `CompletionBody`, messages and tools."""
 
     neutral = CHAT_NEUTRAL
 
@@ -231,7 +240,7 @@ class ChatBody(CompletionBody):
 
     @classmethod
     def describe(cls, schema: dict[str, Any]) -> None:
-        """Add that `top_logprobs` requires `logprobs`, and `tool_choice` requires `tools`."""
+        """Add to the JSON schema that `top_logprobs` requires `logprobs`, and `tool_choice` requires `tools`."""
         super().describe(schema)
         schema["allOf"] += [
             {
@@ -260,26 +269,33 @@ class ChatBody(CompletionBody):
 
     @property
     def tokens_max(self) -> int | None:
-        """Maximum number of output tokens: `max_completion_tokens`, else `max_tokens`."""
+        """Maximum number of output tokens: `max_completion_tokens`, else `max_tokens`; None if neither is set."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def logprobs_wanted(self) -> int | None:
-        """Number of alternatives per token to report, None for no log probabilities."""
+        """Number of alternative tokens to report per output token; None if no log probabilities are requested."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def choice(self) -> ToolSelection:
-        """Selected tools."""
+        """The tools that the model may or must call, from `tools`, `tool_choice` and `parallel_tool_calls`."""
         return self._choice
 
     @property
     def forced(self) -> StructuredOutput | None:
-        """Structure of the output that a forced tool call requires, None for no forced call."""
+        """Structure of the output that a forced tool call requires; None if no tool call is forced."""
         return self._choice.structure()
 
     def chat(self, tokens: MediaTokens) -> list[dict[str, Any]]:
-        """Return the messages as input of a chat template. Raises ApiError for unsupported parts."""
+        """Return the messages as input of a chat template.
+
+        Args:
+            tokens: placeholders of the model for images and videos.
+
+        Raises:
+            ApiError: 400 for an unsupported field or content part.
+        """
         turns = []
         for at, message in enumerate(self.messages):
             reject_extra(message, f"messages[{at}].")
@@ -288,28 +304,72 @@ class ChatBody(CompletionBody):
         return turns
 
     def media(self) -> list[MediaRef]:
-        """Return the images and videos in order. Raises ApiError for unsupported parts."""
+        """Return the images and videos of all messages, in order. Raises ApiError for an unsupported content part."""
         turns = enumerate(self.messages)
         return [part for at, message in turns for part in _parts(message, at) if isinstance(part, MediaRef)]
 
 
 class TextBody(CompletionBody):
-    """Body of POST /v1/completions."""
+    """Body of POST /v1/completions: fields of `CompletionBody`, and one or several prompts as text or token ids."""
 
     neutral = TEXT_NEUTRAL
 
-    prompt: str | TokenIds
+    prompt: (
+        str
+        | TokenIds
+        | Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=PROMPTS_MAX)]
+        | Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=PROMPTS_MAX)]
+    )
     add_special_tokens: bool = True
+    echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=LOGPROBS_MAX)] | None = None
+
+    @classmethod
+    def describe(cls, schema: dict[str, Any]) -> None:
+        """Add to the JSON schema that `echo` excludes `logprobs`."""
+        super().describe(schema)
+        schema["allOf"].append(
+            {"anyOf": [{"properties": {name: {"enum": list(values)}}} for name, values in ECHO_EXCLUDES.items()]}
+        )
+
+    @model_validator(mode="after")
+    def _check_text(self) -> "TextBody":
+        if self.echo and self.logprobs is not None:
+            text = "echo is not supported together with logprobs: engines report none for the prompt"
+            raise invalid(text, "echo", "unsupported_parameter")
+        if len(self.prompts) * self.choices_per_prompt > CHOICES_MAX:
+            of = f"{len(self.prompts)} prompts with n {self.choices_per_prompt}"
+            text = f"{of} exceed the limit of {CHOICES_MAX:,} choices; send fewer prompts"
+            raise invalid(text, "n")
+        return self
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts as a list; each is a text or a list of token ids."""
+        value = self.prompt
+        if isinstance(value, str):
+            return [value]
+        if not value or isinstance(value[0], int):
+            return [[token for token in value if isinstance(token, int)]]
+        return [one for one in value if not isinstance(one, int)]
 
     @property
     def logprobs_wanted(self) -> int | None:
-        """Number of alternatives per token to report, None for no log probabilities."""
+        """Number of alternative tokens to report per output token; None if no log probabilities are requested."""
         return self.logprobs
 
 
 def adapter_of(name: str, served: str, adapters: Sequence[str]) -> str:
-    """Return the adapter that the field `model` names, empty for the base model. Raises ApiError if unknown."""
+    """Return the LoRA adapter that the field `model` of a request names; empty for the base model.
+
+    Args:
+        name: value of the field.
+        served: name of the base model.
+        adapters: names of the loaded adapters.
+
+    Raises:
+        ApiError: 404 if the name is neither the base model nor a loaded adapter.
+    """
     if name == served:
         return ""
     if name in adapters:

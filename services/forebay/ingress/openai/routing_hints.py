@@ -33,7 +33,7 @@ RoutingHeaders = dict[str, list[str]]
 
 
 def routing_headers(headers: Iterable[tuple[str, str]]) -> RoutingHeaders:
-    """Return the values of the routing headers by lower-case name. Blank values are ignored."""
+    """Return the values of each routing header, by lower-case name. Other headers and blank values are left out."""
     found: RoutingHeaders = {}
     for name, value in headers:
         key = name.lower()
@@ -43,7 +43,7 @@ def routing_headers(headers: Iterable[tuple[str, str]]) -> RoutingHeaders:
 
 
 def reject_hints(nvext: Nvext | None) -> None:
-    """Raise ApiError for the first routing hint of a body, for an ingress without `--routing-hints`."""
+    """Raise ApiError if a body has a routing hint. An ingress without `--routing-hints` calls this function."""
     name = None if nvext is None else next(nvext.hints(), None)
     if name is not None:
         text = f"{name} is a routing hint, which this ingress does not accept; start it with --routing-hints"
@@ -51,7 +51,15 @@ def reject_hints(nvext: Nvext | None) -> None:
 
 
 def routing_of(nvext: Nvext | None, found: RoutingHeaders) -> RoutingHints:
-    """Return the routing hints of a request. Raises ApiError for invalid or contradictory hints."""
+    """Return the routing hints of a request.
+
+    Args:
+        nvext: extension `nvext` of the body, None if it has none.
+        found: values of the routing headers, from `routing_headers`. A header overrides the body.
+
+    Raises:
+        ApiError: 400 for an invalid header, or for hints that contradict each other.
+    """
     if nvext is None and not found:
         return NO_HINTS
     nvext = nvext or Nvext()

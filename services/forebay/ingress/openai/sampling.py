@@ -15,7 +15,7 @@ from forebay.ingress.openai.fields import CheckedBody, Neutral, at_most
 
 SEED_MAX = (1 << 63) - 1
 TOKENS_MAX = (1 << 31) - 1
-PROMPT_TOKENS_MAX = 1 << 22  # the maximum in a record of 16 MiB
+PROMPT_TOKENS_MAX = 1 << 22  # as many token ids as fit into a record of 16 MiB
 BIASES_MAX = 1_024  # each is applied at every engine step
 STOP_TOKENS_MAX = 64
 STRUCTURE_BYTES_MAX = 256 << 10  # the engine compiles a grammar before the first token; a larger one would stall it
@@ -37,7 +37,7 @@ STRUCTURED_NEUTRAL: Neutral = {
 
 
 class JsonSchema(CheckedBody):
-    """`response_format.json_schema`. The output always follows the schema, so `strict` has no effect."""
+    """`response_format.json_schema`: JSON schema of the output. `strict` has no effect: the output always matches."""
 
     path = "response_format.json_schema."
 
@@ -57,7 +57,7 @@ class ResponseFormat(CheckedBody):
 
 
 class StructuredOutputs(CheckedBody):
-    """`structured_outputs` of vLLM; exactly one field may be set."""
+    """`structured_outputs` of vLLM: required structure of the output. Exactly one field may be set."""
 
     path = "structured_outputs."
     neutral = STRUCTURED_NEUTRAL
@@ -94,17 +94,26 @@ class SamplingFields(CheckedBody):
 
     @property
     def logprobs_wanted(self) -> int | None:
-        """Number of alternatives per token to report, None for no log probabilities."""
+        """Number of alternative tokens to report per output token; None if no log probabilities are requested."""
         return None
 
     @property
     def forced(self) -> StructuredOutput | None:
-        """Structure of the output that other parameters require, such as a forced tool call."""
+        """Structure of the output that a forced tool call requires; None if no tool call is forced."""
         return None
 
 
 def sampling_of(body: SamplingFields, max_tokens: int, vocabulary_size: int) -> Sampling:
-    """Return the sampling parameters of a request with this limit of output tokens. Raises ApiError."""
+    """Return the sampling parameters of a request as an event field, with defaults for missing parameters.
+
+    Args:
+        body: body of the request.
+        max_tokens: maximum number of output tokens.
+        vocabulary_size: number of token ids of the model.
+
+    Raises:
+        ApiError: 400 for an unknown token id, contradictory parameters, or an invalid or too large structure.
+    """
     if (body.min_tokens or 0) > max_tokens:
         raise invalid(f"min_tokens is {body.min_tokens}, which exceeds max_tokens {max_tokens}", "min_tokens")
     stop_token_ids = tuple(body.stop_token_ids or ())
@@ -129,7 +138,15 @@ def sampling_of(body: SamplingFields, max_tokens: int, vocabulary_size: int) -> 
 
 
 def encoded_schema(schema: JsonValue, where: str) -> str:
-    """Return a JSON schema as text. Raises ApiError if it is too large."""
+    """Return a JSON schema as text.
+
+    Args:
+        schema: the schema.
+        where: path of the schema in the request, for the error.
+
+    Raises:
+        ApiError: 400 if the text is too large.
+    """
     return _bounded(msgspec.json.encode(schema).decode(), where)
 
 

@@ -1,6 +1,8 @@
-"""Tools of a chat request: input of the chat template, and forced calls.
+"""Tools of a chat request: they are input of the chat template, and `tool_choice` can force a call.
 
-A forced call is a structured output, as in vLLM: the arguments of a named tool, or a list of calls.
+A forced call is a structured output, as in vLLM: the output must be the arguments of the named tool, or a list of calls
+if any tool may be called.
+
 Source: OpenAI API reference, function calling.
 """
 
@@ -20,7 +22,7 @@ CALLS_MAX = 128  # per message
 ID_CHARS_MAX = 256
 FUNCTION_NAME = r"^[a-zA-Z0-9_.-]{1,128}$"
 FUNCTION_NEUTRAL: Neutral = {"strict": (None, False, True)}  # a forced call always follows its schema
-CALL_IGNORED = frozenset({"index"})  # of the deltas of a stream, which clients merge
+CALL_IGNORED = frozenset({"index"})  # clients copy this field from the deltas of a stream
 CALLED_IGNORED = frozenset({"parsed_arguments"})  # the arguments as parsed by OpenAI's client
 
 FunctionName = Annotated[str, Field(pattern=FUNCTION_NAME)]
@@ -28,7 +30,7 @@ CallId = Annotated[str, Field(min_length=1, max_length=ID_CHARS_MAX)]
 
 
 class Function(Body):
-    """Definition of a function."""
+    """Definition of a function that the model may call: name, description and JSON schema of its parameters."""
 
     neutral = FUNCTION_NEUTRAL
 
@@ -38,27 +40,27 @@ class Function(Body):
 
 
 class Tool(Body):
-    """A function that the model may call."""
+    """Element of `tools`: a function that the model may call."""
 
     type: Literal["function"]
     function: Function
 
 
 class NamedFunction(Body):
-    """The function of a named tool choice."""
+    """Name of the function in a `tool_choice` that forces one function."""
 
     name: FunctionName
 
 
 class NamedTool(Body):
-    """The tool that must be called."""
+    """Value of `tool_choice` that forces a call of one function."""
 
     type: Literal["function"]
     function: NamedFunction
 
 
 class CalledFunction(Body):
-    """A called function, with its arguments as JSON text."""
+    """Function that the model called in an earlier message, with its arguments as JSON text."""
 
     ignored = CALLED_IGNORED
 
@@ -67,7 +69,7 @@ class CalledFunction(Body):
 
 
 class ToolCall(Body):
-    """A tool call of an earlier message."""
+    """Tool call in an earlier message of the assistant."""
 
     ignored = CALL_IGNORED
 
@@ -76,7 +78,14 @@ class ToolCall(Body):
     function: CalledFunction
 
     def plain(self, where: str) -> dict[str, Any]:
-        """Return the call as input of a chat template, with parsed arguments. Raises ApiError if they are no object."""
+        """Return the call as input of a chat template, with parsed arguments.
+
+        Args:
+            where: path of the call in the request, for errors.
+
+        Raises:
+            ApiError: 400 if the arguments are not a JSON object, or a field is not supported.
+        """
         reject_extra(self, f"{where}.")
         reject_extra(self.function, f"{where}.function.")
         try:
@@ -95,12 +104,12 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
 class ToolSelection(msgspec.Struct, frozen=True):
-    """Selected tools of a chat request.
+    """The tools of a chat request that the model may call, and whether it must call one.
 
     Attributes:
-        tools: tools for the chat template.
-        forced: name of the tool that must be called, empty if any tool must be called, None if the model decides.
-        parallel: whether several calls are allowed.
+        tools: tools that the chat template gets.
+        forced: name of the tool that the model must call; empty if it must call any tool; None if no call is required.
+        parallel: whether one response may have several calls.
     """
 
     tools: tuple[Tool, ...]
@@ -112,7 +121,11 @@ class ToolSelection(msgspec.Struct, frozen=True):
         return [tool.model_dump(exclude_none=True) for tool in self.tools]
 
     def structure(self) -> StructuredOutput | None:
-        """Return the structure of a forced call, None if no call is forced. Raises ApiError for an invalid schema."""
+        """Return the structure of the output that a forced call requires; None if no call is forced.
+
+        Raises:
+            ApiError: 400 if a schema of a tool is invalid or too large.
+        """
         if self.forced is None:
             return None
         if self.forced:
@@ -127,7 +140,16 @@ NO_TOOLS = ToolSelection((), None, parallel=True)
 
 
 def choice_of(tools: list[Tool] | None, choice: ToolChoice | None, parallel: bool | None) -> ToolSelection:
-    """Return the selected tools. Raises ApiError for a choice without tools, or of an unknown tool."""
+    """Return the tools that the model may or must call.
+
+    Args:
+        tools: field `tools` of the request.
+        choice: field `tool_choice` of the request.
+        parallel: field `parallel_tool_calls` of the request; None allows parallel calls.
+
+    Raises:
+        ApiError: 400 for a choice without tools, a choice of an unknown tool, duplicate names or unsupported fields.
+    """
     for at, tool in enumerate(tools or ()):
         reject_extra(tool, f"tools[{at}].")
         reject_extra(tool.function, f"tools[{at}].function.")

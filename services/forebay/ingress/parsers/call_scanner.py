@@ -1,9 +1,9 @@
-"""Incremental scanner of one tool call in JSON: the function name, and the arguments as raw text.
+"""Incremental scanner of one tool call in JSON. It returns the function name, and the arguments as raw text.
 
 Theory of operation. The scanner looks only at quotes, escapes and brackets, which mark where keys and values begin and
-end. Arguments are passed on exactly as the model wrote them, so a client receives them before they are complete. The
-result does not depend on how the text was split. If the name follows the arguments, the arguments are buffered until
-the name is known.
+end. It passes arguments on exactly as the model wrote them, so a client receives them before they are complete. The
+result does not depend on how the text is split into calls of `push`. If the name follows the arguments, the arguments
+are buffered until the name is known.
 """
 
 import re
@@ -22,7 +22,7 @@ SPACE = " \t\r\n"
 
 
 class Status(Enum):
-    """State of a scanner."""
+    """Progress of a `CallScanner`: the call is incomplete, complete, or the text is not a tool call."""
 
     RUNNING = auto()
     DONE = auto()
@@ -30,7 +30,11 @@ class Status(Enum):
 
 
 class ValueScanner:
-    """Finds the end of the JSON value that begins with the first character. Looks only at brackets and strings."""
+    """Finds the end of one JSON value in a text that arrives in parts. It does not validate the value.
+
+    Attributes:
+        done: whether the end was found.
+    """
 
     __slots__ = ("_depth", "_escaped", "_in_string", "_kind", "done")
 
@@ -42,7 +46,12 @@ class ValueScanner:
         self._escaped = False
 
     def take(self, text: str, at: int) -> int:
-        """Return the position after the text that belongs to the value, beginning at `at`."""
+        """Process the next part of the text, and return the position after the characters that belong to the value.
+
+        Args:
+            text: a text that contains the next part of the value.
+            at: position in `text` at which the part begins.
+        """
         if not self._kind:
             first = text[at]
             self._kind = "string" if first == '"' else "nested" if first in "{[" else "scalar"
@@ -86,13 +95,15 @@ class _At(Enum):
 
 
 class CallScanner:
-    """Scanner of one object `{"name": …, "arguments": {…}}`. `parameters` is an alias; other keys are ignored.
+    """Scanner of one tool call: a JSON object with the keys `name` and `arguments` (or `parameters`).
+
+    Other keys are ignored.
 
     Attributes:
-        status: state of the scanner. If it is `FAILED`, the text is not a tool call.
-        name: name of the function, empty until the name and the beginning of the arguments are known.
+        status: progress of the scanner. If it is `FAILED` while `name` is empty, the text is not a tool call.
+        name: name of the function; empty until the name and the first character of the arguments were scanned.
         arguments: text of the arguments that `take` has not returned yet.
-        raw: the scanned text as long as `name` is empty.
+        raw: the scanned text, to be emitted as content if it is not a tool call; empty once `name` is set.
     """
 
     __slots__ = (
@@ -111,7 +122,11 @@ class CallScanner:
     )
 
     def __init__(self, names: Container[str] | None = None) -> None:
-        """Accept calls of any function, or with `names` only calls of these functions that have arguments."""
+        """Create a scanner.
+
+        Args:
+            names: accept only calls of these functions that have arguments; None accepts calls of any function.
+        """
         self.status = Status.RUNNING
         self.name = ""
         self.arguments = ""
@@ -126,7 +141,7 @@ class CallScanner:
         self._value = ValueScanner()
 
     def push(self, text: str) -> int:
-        """Scan more text and return how many of its characters belong to the call."""
+        """Scan the next part of the text, and return how many of its characters belong to the call."""
         at = 0
         while at < len(text) and self.status is Status.RUNNING:
             if self._reading:
@@ -140,7 +155,7 @@ class CallScanner:
         return at
 
     def take(self) -> str:
-        """Return the arguments scanned since the previous call, empty before the name is known."""
+        """Return the arguments that were scanned since `take` was last called; empty before the name is known."""
         if not self.name:
             return ""
         taken, self.arguments = self.arguments, ""

@@ -1,4 +1,7 @@
-"""Turn output tokens into deltas: detokenise, stop at stop strings, parse, and attach log probabilities."""
+"""Turn output tokens into deltas, the consecutive parts of a response.
+
+The steps are: detokenise, end at stop strings, parse reasoning and tool calls, and add log probabilities.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,60 +18,83 @@ LOGPROB_MIN = -9999.0  # OpenAI's value for a probability near zero; JSON has no
 
 @dataclass(frozen=True, slots=True)
 class OutputPlan:
-    """How output tokens of one request become deltas.
+    """How the output tokens of one request become text, tool calls and log probabilities.
 
     Attributes:
-        stops: stop strings.
-        parsing: options of the parser, None for no parser.
-        logprobs: number of alternatives to report per token; None reports no log probabilities at all.
-        special: whether special tokens are part of the text.
+        stops: strings at which the output ends.
+        parsing: options of the parser for reasoning and tool calls; None to parse nothing.
+        logprobs: number of alternative tokens to report per output token; None reports no log probabilities at all.
+        special: whether the text contains special tokens.
+        echo: text with which the response begins, before the output.
     """
 
     stops: Sequence[str] = ()
     parsing: ParseOptions | None = None
     logprobs: int | None = None
     special: bool = False
+    echo: str = ""
 
     def composer(self, model: Model, parsers: ParserFactory, request_id: str) -> "Composer":
-        """Return the composer of one response."""
+        """Return a new composer for the response to the request.
+
+        Args:
+            model: decodes the tokens.
+            parsers: creates the parser.
+            request_id: id of the request, from which the ids of tool calls are derived.
+        """
         options = self.parsing
         visible = None if self.special else () if options is None else parsers.visible_tokens(options)
         parser = None if options is None else parsers.parser(options, request_id)
         text = TextAssembler(model.decoder(visible), self.stops)
-        return Composer(text, parser, None if self.logprobs is None else (model.token_bytes, self.logprobs))
+        logprobs = None if self.logprobs is None else (model.token_bytes, self.logprobs)
+        return Composer(text, parser, logprobs, self.echo)
 
 
 class Composer:
-    """Composes the deltas of one response from its output tokens.
+    """Turns the output tokens of one response into deltas: parts of the text, of tool calls and of log probabilities.
 
     Args:
-        text: detokeniser with the stop strings.
-        parser: splits the text, None to emit all of it as content.
-        logprobs: the token bytes of the model and the number of alternatives per token; None reports none.
+        text: detokeniser, which also detects stop strings.
+        parser: splits the text into reasoning, content and tool calls; None to emit all text as content.
+        logprobs: bytes of the model's tokens, and the number of alternative tokens to report per output token; None
+            reports no log probabilities.
+        echo: text with which the content of the first delta begins.
 
     Attributes:
         stopped: whether a stop string ended the response.
     """
 
-    __slots__ = ("_called", "_logprobs", "_parser", "_text", "stopped")
+    __slots__ = ("_called", "_echo", "_logprobs", "_parser", "_text", "stopped")
 
     def __init__(
-        self, text: TextAssembler, parser: Parser | None = None, logprobs: tuple[TokenBytes, int] | None = None
+        self,
+        text: TextAssembler,
+        parser: Parser | None = None,
+        logprobs: tuple[TokenBytes, int] | None = None,
+        echo: str = "",
     ) -> None:
         self._text = text
         self._parser = parser
         self._logprobs = logprobs
+        self._echo = echo
         self._called = False
         self.stopped = False
 
     def push(self, token_ids: list[int], logprobs: Sequence[TokenLogprob] = ()) -> OutputDelta:
-        """Return the delta of these tokens; `logprobs` has one entry per token or is empty."""
+        """Return the delta of the next output tokens. Text that could begin a stop string or a tag is kept back.
+
+        Args:
+            token_ids: ids of the tokens.
+            logprobs: log probability of each token; empty if the engine reported none.
+        """
         decoded: tuple[DecodedLogprob, ...] = ()
         if self._logprobs is None or len(logprobs) < len(token_ids):
             text = self._text.push(token_ids)
         else:
             text, decoded = self._push_with_logprobs(token_ids, logprobs)
         self.stopped = self._text.stopped
+        if self._echo:
+            text, self._echo = self._echo + text, ""
         if self._parser is None:
             return OutputDelta(text, logprobs=decoded)
         delta = self._parser.push(text, token_ids)
@@ -77,14 +103,14 @@ class Composer:
         return self._record_calls(delta, decoded)
 
     def finish(self) -> OutputDelta:
-        """Return the text that was buffered until the end of the response."""
+        """Return the delta of the text that was kept back, at the end of the response."""
         text = self._text.finish()
         if self._parser is None:
             return OutputDelta(text) if text else EMPTY_DELTA
         return self._record_calls(merge_deltas([self._parser.push(text, []), self._parser.finish()]))
 
     def reason(self, reason: str) -> str:
-        """Return the finish reason for clients: `tool_calls` in place of `stop` if the response has tool calls."""
+        """Return the finish reason for the client. After a tool call the engine's `stop` becomes `tool_calls`."""
         return "tool_calls" if self._called and reason == "stop" else reason
 
     def _record_calls(self, delta: OutputDelta, decoded: tuple[DecodedLogprob, ...] = ()) -> OutputDelta:

@@ -1,4 +1,4 @@
-"""Deltas of a response, as parsers produce them and clients receive them."""
+"""Deltas (consecutive parts) of a response, as parsers produce them and clients receive them."""
 
 from typing import Protocol
 
@@ -10,8 +10,8 @@ class ToolCallDelta(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         index: position of the call in the response, from 0.
-        name: name of the function, only in the first delta of a call.
-        call_id: id of the call, only in its first delta.
+        name: name of the function in the first delta of a call; empty in later deltas.
+        call_id: id of the call in its first delta; empty in later deltas.
         arguments: the next part of the arguments, as JSON text.
     """
 
@@ -25,9 +25,9 @@ class DecodedLogprob(msgspec.Struct, frozen=True):
     """An output token with its log probability.
 
     Attributes:
-        token: bytes of the token, possibly a part of a UTF-8 character.
-        logprob: natural logarithm of its probability.
-        top: the most likely alternatives at this position, most likely first.
+        token: bytes of the token, possibly only a part of a UTF-8 character.
+        logprob: natural logarithm of the probability of the token.
+        top: the most likely tokens at this position, in descending order; empty inside of `top`.
     """
 
     token: bytes
@@ -36,12 +36,19 @@ class DecodedLogprob(msgspec.Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        """Return the token as text; incomplete UTF-8 becomes the replacement character."""
+        """The token as text. Incomplete UTF-8 characters become the replacement character."""
         return self.token.decode(errors="replace")
 
 
 class OutputDelta(msgspec.Struct, frozen=True):
-    """Text, tool calls and log probabilities between two events. Falsy when empty."""
+    """Next part of a response. Falsy when all fields are empty.
+
+    Attributes:
+        content: text outside of reasoning and tool calls.
+        reasoning: text inside of reasoning.
+        calls: parts of tool calls, in order.
+        logprobs: log probabilities of the output tokens.
+    """
 
     content: str = ""
     reasoning: str = ""
@@ -56,17 +63,25 @@ EMPTY_DELTA = OutputDelta()
 
 
 class Parser(Protocol):
-    """Finds reasoning and tool calls in one response. How the text is split must not change the merged result."""
+    """Finds reasoning and tool calls in one response.
+
+    The merged result must not depend on how the text was split into calls of `push`.
+    """
 
     def push(self, text: str, token_ids: list[int]) -> OutputDelta:
-        """Return the delta of more text; `token_ids` are its tokens, including special tokens."""
+        """Parse the next part of the text, and return its delta. Text that could be a part of a tag is kept back.
+
+        Args:
+            text: the next part of the text.
+            token_ids: ids of its tokens, including special tokens.
+        """
 
     def finish(self) -> OutputDelta:
-        """Return the delta that was buffered until the end of the response."""
+        """Return the delta of the text that was kept back, at the end of the response."""
 
 
 def merge_deltas(deltas: list[OutputDelta]) -> OutputDelta:
-    """Return all deltas as one, with one entry per tool call, ordered by index."""
+    """Return consecutive deltas as one delta. Its `calls` has one entry per tool call, ordered by index."""
     calls: dict[int, ToolCallDelta] = {}
     for call in (call for delta in deltas for call in delta.calls):
         known = calls.get(call.index)

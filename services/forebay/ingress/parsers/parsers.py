@@ -26,16 +26,22 @@ CallIdOf = Callable[[int], str]  # maps the index of a tool call to its id; the 
 
 
 def call_ids(request_id: str, *, chars: int = 24, prefix: str = "call_") -> CallIdOf:
-    """Return a function that maps the index of a tool call in one response to its id."""
+    """Return a function that maps the index of a tool call in one response to the id of the call.
+
+    Args:
+        request_id: id of the request, from which the ids are derived.
+        chars: length of an id without its prefix.
+        prefix: beginning of each id.
+    """
     return lambda index: prefix + xxh3_128_hexdigest(f"{request_id}/{index}".encode())[:chars]
 
 
 class DeltaCollector:
-    """Collects the deltas that a chain of parsers emits between two calls of `take`.
+    """Collects the content, reasoning and tool calls that the stages of a `ParserChain` emit.
 
     Args:
         id_of: returns the id of a tool call by its index.
-        parallel: whether a response may have several tool calls; otherwise all but the first are dropped.
+        parallel: whether a response may have several tool calls; if false, all calls after the first are dropped.
     """
 
     def __init__(self, id_of: CallIdOf, *, parallel: bool = True) -> None:
@@ -48,14 +54,14 @@ class DeltaCollector:
         self._begun = 0
 
     def content(self, text: str) -> None:
-        """Add content. White space before a tool call is dropped."""
+        """Add text to the content. White space at its end is dropped if a tool call follows."""
         text = self._spaces + text
         kept = text.rstrip()
         self._spaces = text[len(kept) :]
         self._content.append(kept)
 
     def reasoning(self, text: str) -> None:
-        """Add reasoning text."""
+        """Add text to the reasoning."""
         self._reasoning.append(text)
 
     def call(self, name: str) -> None:
@@ -76,7 +82,11 @@ class DeltaCollector:
         return self._parallel or self._begun == 1
 
     def take(self, *, last: bool = False) -> OutputDelta:
-        """Return the deltas added since the previous call. `last` also emits trailing white space."""
+        """Return all that was added since `take` was last called, as one delta.
+
+        Args:
+            last: whether the response has ended, so that white space at the end of the content is emitted.
+        """
         if last and not self._begun:
             self._content.append(self._spaces)
         delta = merge_deltas([OutputDelta("".join(self._content), "".join(self._reasoning), tuple(self._calls))])
@@ -85,33 +95,42 @@ class DeltaCollector:
 
 
 class ParserStage(ABC):
-    """A stage of the chain. `push` and `finish` write to the collector."""
+    """A stage of a `ParserChain`. It emits content, reasoning or tool calls, or passes text on to the next stage.
+
+    Args:
+        sink: the collector to which the stage emits.
+    """
 
     def __init__(self, sink: DeltaCollector) -> None:
         self._sink = sink
 
     @abstractmethod
     def push(self, text: str) -> None:
-        """Process more text."""
+        """Process the next part of the text."""
 
     def finish(self) -> None:  # noqa: B027 - stages without a buffer have nothing to emit
         """Emit the buffered text at the end of the response."""
 
 
 class ParserChain:
-    """Parser of one response: a chain of stages that begins with `first`."""
+    """Parser of one response, made of stages.
+
+    Args:
+        sink: the collector to which all stages emit.
+        first: the first stage; each stage knows the next one.
+    """
 
     def __init__(self, sink: DeltaCollector, first: ParserStage) -> None:
         self._sink = sink
         self._first = first
 
     def push(self, text: str, token_ids: list[int]) -> OutputDelta:
-        """Return the deltas that this text completes."""
+        """Parse the next part of the text, and return its delta. `token_ids` is not used."""
         self._first.push(text)
         return self._sink.take()
 
     def finish(self) -> OutputDelta:
-        """Return the deltas that were buffered until the end of the response."""
+        """Return the delta of the text that the stages kept back, at the end of the response."""
         self._first.finish()
         return self._sink.take(last=True)
 
@@ -138,9 +157,9 @@ class ReasoningParser(ParserStage):
     Newlines after a tag belong to the tag.
 
     Args:
-        sink: receives the deltas.
-        rest: the next stage.
-        is_open: whether the response begins inside reasoning; otherwise it must begin with `<think>`.
+        sink: the collector to which the stage emits reasoning.
+        rest: the next stage, which gets the text after the reasoning.
+        is_open: whether the response begins inside reasoning. If false, reasoning must begin with `<think>`.
     """
 
     def __init__(self, sink: DeltaCollector, rest: ParserStage, *, is_open: bool) -> None:
@@ -151,13 +170,13 @@ class ReasoningParser(ParserStage):
         self._held = ""
 
     def push(self, text: str) -> None:
-        """Emit reasoning, and pass on the text after it."""
+        """Emit the part of the text that is reasoning, and pass the text after it to the next stage."""
         text, self._held = self._held + text, ""
         while text:
             text = self._step(text)
 
     def finish(self) -> None:
-        """Emit the buffered text as reasoning or content, whichever is open."""
+        """Emit the buffered text, as reasoning if the response ends inside reasoning, and finish the next stage."""
         if self._at is _ReasoningState.INSIDE or (self._at is _ReasoningState.BEFORE and self._is_open):
             self._sink.reasoning(self._held)
         else:
@@ -205,7 +224,7 @@ class _CallState(Enum):
 
 
 class ToolCallParser(ParserStage):
-    """Base of the stages for tool call formats: content that contains calls as JSON objects."""
+    """Base of the stages for tool call formats. In all of them calls are JSON objects within the content."""
 
     def __init__(self, sink: DeltaCollector, at: _CallState) -> None:
         super().__init__(sink)
@@ -216,13 +235,16 @@ class ToolCallParser(ParserStage):
         self._begun = False  # whether the scanner's call was emitted
 
     def push(self, text: str) -> None:
-        """Emit content and tool calls."""
+        """Emit the content and the tool calls in the next part of the text."""
         text, self._held = self._held + text, ""
         while text:
             text = self._scan(text) if self._at is _CallState.CALL else self._step(text)
 
     def finish(self) -> None:
-        """Emit buffered text as content. A call that was begun stays incomplete; part of an end tag is dropped."""
+        """Emit buffered text as content at the end of the response.
+
+        A call whose name was emitted stays incomplete. The beginning of an end tag is dropped.
+        """
         if self._at is _CallState.CALL and not self._begun:
             self._sink.content(self._lead + self._scanner.raw)
         elif self._at is not _CallState.CALL and (self._at is not _CallState.CLOSE or self._lead):
@@ -265,7 +287,7 @@ class ToolCallParser(ParserStage):
 
 
 class HermesParser(ToolCallParser):
-    """Format of Hermes, Qwen 2.5 and 3: `<tool_call>{…}</tool_call>` within content."""
+    """Stage for the tool calls of Hermes, Qwen 2.5 and Qwen 3: `<tool_call>{…}</tool_call>` within the content."""
 
     def __init__(self, sink: DeltaCollector) -> None:
         super().__init__(sink, _CallState.TEXT)
@@ -288,7 +310,10 @@ class HermesParser(ToolCallParser):
 
 
 class LlamaJsonParser(ToolCallParser):
-    """Format of Llama 3: the whole response is `{"name": …, "parameters": {…}}`, or several separated by `;`."""
+    """Stage for the tool calls of Llama 3: the response consists of objects `{"name": …, "parameters": {…}}`.
+
+    Several objects are separated by `;`.
+    """
 
     def __init__(self, sink: DeltaCollector, names: Container[str]) -> None:
         super().__init__(sink, _CallState.OPEN)
@@ -313,7 +338,10 @@ class LlamaJsonParser(ToolCallParser):
 
 
 class MistralParser(ToolCallParser):
-    """Format of Mistral: `[TOOL_CALLS]` before a list of calls, or before each call `name{…}` or `name[ARGS]{…}`."""
+    """Stage for the tool calls of Mistral: `[TOOL_CALLS]` before a list of calls, or before each call.
+
+    In the second format a call is `name{…}` or `name[ARGS]{…}`.
+    """
 
     HEAD = re.compile(r"[{\n]")
     HEAD_CHARS_MAX = 256  # a name, an id and their tags
@@ -388,7 +416,7 @@ class MistralParser(ToolCallParser):
 
 
 class RequiredCallParser(MistralParser):
-    """Format of a response with `tool_choice: required`: a list of calls and nothing else."""
+    """Stage for a response with `tool_choice: required`, which is a JSON list of calls and nothing else."""
 
     def __init__(self, sink: DeltaCollector) -> None:
         super().__init__(sink)
@@ -404,7 +432,7 @@ class RequiredCallParser(MistralParser):
 
 
 class NamedCallParser(ParserStage):
-    """Format of a response with a named tool choice: the arguments of that function and nothing else."""
+    """Stage for a response with a `tool_choice` that names a function: the whole text is the arguments of the call."""
 
     def __init__(self, sink: DeltaCollector, name: str) -> None:
         super().__init__(sink)

@@ -37,7 +37,7 @@ TOOL_TAGS = {
     "mistral": (TOOL_CALLS, ARGS, CALL_ID),
 }
 REASONING_TAGS = (THINK, END_THINK)
-REASONING_NAMES = ("deepseek_r1", "qwen3")  # the first treats all text before the end tag as reasoning
+REASONING_NAMES = ("deepseek_r1", "qwen3")  # deepseek_r1 treats all text before the end tag as reasoning
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +45,9 @@ class ParseOptions:
     """Options for parsing the response to one chat request.
 
     Attributes:
-        choice: the selected tools.
-        is_open: whether the prompt ends inside reasoning.
-        structured: whether the engine constrains the output to a structure.
+        choice: the tools that the model may or must call.
+        is_open: whether the prompt ends with the tag that begins reasoning, so that the response begins inside it.
+        structured: whether the engine constrains the output to a structure, such as a JSON schema.
         prompt_ids: token ids of the prompt, which vLLM's parsers need.
     """
 
@@ -58,15 +58,15 @@ class ParseOptions:
 
 
 class ParserFactory:
-    """Creates the parsers of one ingress.
+    """Creates one parser per response, for the parsers that the command line selects.
 
     Args:
-        model: supplies the chat template for `auto`, and the directory for vLLM's parsers.
+        model: its chat template determines the parsers for `auto`; vLLM's parsers read its directory.
         tool: name of the tool call parser, `auto` or `none`.
         reasoning: name of the reasoning parser, `auto` or `none`.
 
     Raises:
-        Unusable: an unknown name.
+        Unusable: a parser has an unknown name.
     """
 
     def __init__(self, model: Model, tool: str = AUTO, reasoning: str = AUTO) -> None:
@@ -88,24 +88,29 @@ class ParserFactory:
         )
 
     def visible_tokens(self, options: ParseOptions) -> tuple[str, ...] | None:
-        """Return the special tokens that the parser needs in the text; None for all."""
+        """Return the special tokens that the decoder must keep in the text for the parser; None for all."""
         if self._vllm is not None:
             return None
         tags = REASONING_TAGS if self.reasoning else ()
         return tags + (TOOL_TAGS[self.tool] if self.tool and options.choice.tools else ())
 
     def require(self, choice: ToolSelection) -> None:
-        """Raise ApiError if the model may call tools but no parser would detect the calls."""
+        """Raise ApiError if the model may call the tools in `choice`, but no tool call parser is selected."""
         if choice.tools and choice.forced is None and not self.tool:
             text = "tool_choice auto needs a parser: start the ingress with --tool-call-parser"
             raise invalid(text, "tools", "unsupported_parameter")
 
     def is_open(self, prompt: str) -> bool:
-        """Return whether the response to this prompt begins inside reasoning."""
+        """Return whether the response to this prompt begins inside reasoning, because the prompt ends with its tag."""
         return prompt.rstrip().endswith(THINK)
 
     def parser(self, options: ParseOptions, request_id: str) -> Parser | None:
-        """Return the parser of one response, None if there is nothing to parse."""
+        """Return a new parser for one response; None if it can contain neither tool calls nor reasoning.
+
+        Args:
+            options: options for parsing the response.
+            request_id: id of the request, from which the ids of tool calls are derived.
+        """
         choice = options.choice
         if not choice.tools and not self.reasoning:
             return None

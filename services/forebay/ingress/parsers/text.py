@@ -6,10 +6,10 @@ from forebay.ingress.model import Decoder
 
 
 class TextAssembler:
-    """Detokenises one response. Text that could be the beginning of a stop string is buffered.
+    """Detokenises one response and detects stop strings. Text that may begin a stop string is buffered.
 
     Attributes:
-        stopped: whether a stop string was found; no text follows.
+        stopped: whether a stop string was found. The text after it is dropped.
     """
 
     __slots__ = ("_decoder", "_held", "_stops", "stopped")
@@ -21,7 +21,7 @@ class TextAssembler:
         self.stopped = False
 
     def push(self, token_ids: list[int]) -> str:
-        """Return the text that can be emitted after these tokens."""
+        """Decode the next tokens, and return the text that cannot be a part of a stop string."""
         text = self._decoder.push(token_ids)
         if not self._stops:
             return text
@@ -42,7 +42,7 @@ class TextAssembler:
 
 
 def split_at_overlap(text: str, tag: str) -> tuple[str, str]:
-    """Split the text before the longest suffix that could be the beginning of `tag`."""
+    """Split a text into the part that cannot belong to `tag`, and its longest suffix that may begin the tag."""
     keep = _overlap(text, tag)
     return text[: len(text) - keep], text[len(text) - keep :]
 

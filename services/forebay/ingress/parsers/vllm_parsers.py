@@ -1,7 +1,7 @@
 """Adapter of vLLM's parsers, if vLLM is installed beside the ingress: `--tool-call-parser vllm:NAME`.
 
-vLLM's parsers cover the formats of many more models. They load the model's tokenizer with transformers once. Only the
-ids of tool calls are forebay's: they are derived from the request id, so a response that is sent twice is identical.
+vLLM's parsers cover the formats of many more models. They load the model's tokenizer with transformers once. The ids of
+tool calls are not vLLM's: forebay derives them from the request id, so that a response that is sent twice is identical.
 """
 
 import logging
@@ -18,12 +18,12 @@ PREFIX = "vllm:"
 
 
 class VllmParsers:
-    """Creates parsers of vLLM.
+    """Creates vLLM's parsers of reasoning and tool calls, one per response.
 
     Args:
         directory: model directory.
-        tool: name of the tool call parser, empty for none.
-        reasoning: name of the reasoning parser, empty for none.
+        tool: vLLM's name of the tool call parser; empty for none.
+        reasoning: vLLM's name of the reasoning parser; empty for none.
 
     Raises:
         Unusable: vLLM is not installed, or has no parser of this name.
@@ -50,7 +50,16 @@ class VllmParsers:
             raise Unusable(f"{flags}: {error}") from error
 
     def parser(self, choice: ToolSelection, prompt_ids: list[int], id_of: Any) -> "VllmParser":
-        """Return the parser of one response to this prompt. Raises ApiError if vLLM rejects the tools."""
+        """Return a new parser for one response.
+
+        Args:
+            choice: the tools that the model may call.
+            prompt_ids: token ids of the prompt.
+            id_of: returns the id of a tool call by its index.
+
+        Raises:
+            ApiError: vLLM rejects the tools.
+        """
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest  # noqa: PLC0415
 
         try:
@@ -65,7 +74,7 @@ class VllmParsers:
 
 
 class VllmParser:
-    """Adapter from a parser of vLLM to `Parser`."""
+    """Adapter that implements `Parser` with a parser of vLLM."""
 
     def __init__(self, parser: Any, request: Any, prompt_ids: list[int], id_of: Any) -> None:
         self._parser = parser
@@ -75,11 +84,11 @@ class VllmParser:
         self._begun: set[int] = set()
 
     def push(self, text: str, token_ids: list[int]) -> OutputDelta:
-        """Return the delta of more text."""
+        """Parse the next part of the text, and return its delta."""
         return self._parse(text, token_ids, finished=False) if text or token_ids else EMPTY_DELTA
 
     def finish(self) -> OutputDelta:
-        """Return the delta that was buffered until the end of the response."""
+        """Return the delta of the text that vLLM's parser kept back, at the end of the response."""
         return self._parse("", [], finished=True)
 
     def _parse(self, text: str, token_ids: list[int], *, finished: bool) -> OutputDelta:

@@ -1,8 +1,8 @@
 """Common base of the engine adapters: requests as tasks, batches, health requests, LoRA adapters.
 
-Theory of operation. Each request runs in its own task. All events of one turn of the event loop form one batch. The
-subclass's followers of KV events and loads run beside the tasks. An unexpected end of a follower or task ends `run`,
-and the worker stops with its engine.
+Theory of operation. Each request runs in its own task. All events of one iteration of the event loop form one batch.
+Coroutines of the subclass that follow the KV events and loads of the engine run beside the tasks. If one of them or a
+task fails unexpectedly, `run` ends, and the worker stops with its engine.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from forebay.workers.engines.model_directory import one_line
 from forebay.workers.engines.settings import EngineSettings
 from forebay.workers.runtime.rank_buffer import RankBuffer
 
-CANARY_TOKENS = 16  # of a health request
+CANARY_TOKENS = 16  # prompt length of a health request
 CANARY_EVERY_S = 60.0  # interval between health requests while the engine is idle
 CANARY_TIMEOUT_S = 30.0
 WARM_UP_TIMEOUT_S = 600.0  # the first step may compile
@@ -34,12 +34,17 @@ RunRequest = Callable[[WorkItem, list[int], RankBuffer], Awaitable[None]]
 
 
 class AsyncEngine(ABC):
-    """Engine with `settings.dp_size` ranks.
+    """Base of engines that have an asynchronous Python interface. It runs each request in a task.
 
-    Ranks are numbered from `settings.dp_start_rank` on, in the engine from 0.
+    The engine has `settings.dp_size` ranks. On the log they are numbered from `settings.dp_start_rank` on, in the
+    engine from 0.
+
+    Attributes:
+        NAME: name of the engine in messages.
+        TAKES_MEDIA: whether the engine accepts images and videos.
     """
 
-    NAME: ClassVar[str]  # of the engine, in messages
+    NAME: ClassVar[str]
     TAKES_MEDIA: ClassVar[bool] = False
 
     def __init__(self, settings: EngineSettings) -> None:
@@ -77,7 +82,7 @@ class AsyncEngine(ABC):
 
     @abstractmethod
     def _followers(self) -> Sequence[Coroutine[Any, Any, None]]:
-        """Return the coroutines that run beside the requests until cancelled."""
+        """Return the coroutines that follow KV events and loads of the engine, until cancelled."""
 
     @abstractmethod
     def _drop_cache(self) -> None:
@@ -87,7 +92,7 @@ class AsyncEngine(ABC):
         """Wait until the engine accepts requests."""
 
     async def run(self, publish: Publish) -> None:
-        """Publish batches until cancelled. Raises EngineError when the engine dies."""
+        """Run requests and publish batches of their events until cancelled. Raises EngineError if the engine dies."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 for follower in self._followers():
@@ -136,7 +141,7 @@ class AsyncEngine(ABC):
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def submit(self, item: WorkItem) -> None:
-        """Queue a request."""
+        """Start a request in its own task."""
         self._begin(item, self._run_request)
 
     def _begin(self, item: WorkItem, run_request: RunRequest) -> None:
@@ -160,7 +165,7 @@ class AsyncEngine(ABC):
         self._wake.set()
 
     def cancel(self, request_id: str) -> None:
-        """Drop a request; the engine frees its blocks in one of its next steps."""
+        """Cancel a request, if it is in flight. The engine frees its KV blocks in one of its next steps."""
         if (task := self._requests.pop(request_id, None)) is not None:
             self._end(task)
             if not self._requests:
@@ -171,7 +176,7 @@ class AsyncEngine(ABC):
         task.cancel()
 
     def reset(self) -> None:
-        """Drop every request and call `_drop_cache`."""
+        """Cancel every request. The subclass clears the cache or reports its content later, in `_drop_cache`."""
         for task in self._requests.values():
             self._end(task)
         self._requests.clear()
@@ -195,7 +200,7 @@ class AsyncEngine(ABC):
         self._wake.set()
 
     def _refusal(self, item: WorkItem, prompt_tokens: int) -> ResponseError | None:
-        """Return the reason to reject a request without the engine, None if there is none."""
+        """Return the error for a request that the engine cannot run; None if it can."""
         if item.task not in self._tasks:
             does = ", ".join(self._tasks)
             return ResponseError(
@@ -229,12 +234,12 @@ class AsyncEngine(ABC):
             )
 
     async def _warm_up(self) -> None:
-        """Run a small request on each rank. Raises EngineError."""
+        """Run a small request on each rank. Raises EngineError if a request fails or is not completed in time."""
         try:
             async with asyncio.timeout(WARM_UP_TIMEOUT_S):
                 await self._run_canaries()
         except TimeoutError:
-            text = f"{self.NAME} did not respond to its first prompt within {WARM_UP_TIMEOUT_S:.0f} s"
+            text = f"{self.NAME} did not respond to its first prompt within {WARM_UP_TIMEOUT_S:.0f} s; see its log"
             raise EngineError(text) from None
         except Exception as error:
             raise EngineError(f"{self.NAME} failed on its first prompt: {one_line(error)}") from error
@@ -245,7 +250,11 @@ class AsyncEngine(ABC):
             await self._run_canary(rank)
 
     async def check(self) -> None:
-        """Raise EngineError if the engine is dead. While idle, run a health request from time to time."""
+        """Check the engine. If it is idle, run a small request from time to time (health request).
+
+        Raises:
+            EngineError: the engine is dead, or the health request failed.
+        """
         if self._dead.is_set() or self._is_dead():
             raise EngineError(self._death())
         now = runtime.monotonic_s()

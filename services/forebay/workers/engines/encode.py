@@ -1,8 +1,9 @@
 """Engine of an encode worker: encodes images and videos, and keeps the embeddings for the worker that runs the request.
 
-Theory of operation. An encoder runs in its own thread, one request at a time, because it may need the whole device. Its
-embeddings are offered through NIXL (`forebay.workers.kv_transfer.embeddings`) under the worker epoch of the work event.
-An offer that nobody fetches is released when its lease expires.
+Theory of operation. An encoder runs in its own thread, one request at a time, because it may need the whole device. The
+engine offers the embeddings of a request to other workers through NIXL (`forebay.workers.kv_transfer.embeddings`). Each
+worker epoch has its own NIXL agent. If nobody fetches the embeddings, they are freed when the lease of the offer
+expires.
 """
 
 import asyncio
@@ -31,24 +32,34 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-WAITING_MAX = 4_096  # more are rejected and tried on other workers
+WAITING_MAX = 4_096  # further requests are rejected, and tried on other workers
 
 
 class Encoder(Protocol):
-    """Encoder that computes embeddings. Called in a thread, one call at a time."""
+    """Model that computes the embeddings of images and videos. It is called in a thread, one call at a time."""
 
     def load(self) -> None:
-        """Load the weights. Raises EngineError."""
+        """Load the weights. Raises EngineError if they cannot be loaded."""
 
     def encode_all(self, media: Sequence[Media]) -> "Array":
-        """Return the embeddings of all media, [placeholders, width], in order.
+        """Return the embeddings of all images and videos of a request, in order.
 
-        Raises MediaUnusable for invalid media.
+        Returns:
+            Array of shape [placeholder tokens of all media, width].
+
+        Raises:
+            MediaUnusable: an image or video is invalid.
         """
 
 
 class EncodeEngine:
-    """Engine that encodes the media of requests with `encoder`."""
+    """Engine of an encode worker: encodes the images and videos of requests, and keeps the embeddings for readers.
+
+    Args:
+        encoder: model that computes the embeddings.
+        arena_bytes: size of the memory for kept embeddings.
+        lease_s: seconds for which embeddings are kept that nobody fetches.
+    """
 
     def __init__(self, encoder: Encoder, *, arena_bytes: int = ARENA_BYTES, lease_s: float = LEASE_S) -> None:
         self._encoder = encoder
@@ -64,7 +75,11 @@ class EncodeEngine:
         self._generation = 0  # number of resets: results of an earlier generation are not published
 
     async def start(self, spec: WorkerSpec) -> WorkerSpec:
-        """Load the encoder. There is no KV cache, so the sizes in the spec are nominal. Raises EngineError."""
+        """Load the encoder, and return the spec of the worker. The KV sizes in the spec have no meaning.
+
+        Raises:
+            EngineError: NIXL or the encoder cannot be loaded.
+        """
         load_nixl()
         self._worker_id = spec.worker_id
         await asyncio.get_running_loop().run_in_executor(self._thread, self._encoder.load)
@@ -95,16 +110,16 @@ class EncodeEngine:
                 publish(msgspec.structs.replace(batch, load=self._load()))
 
     async def stop(self) -> None:
-        """Free all offers."""
+        """Free all kept embeddings and stop the thread."""
         self._forget()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def held(self, rank: int) -> Sequence[int]:
-        """Return no blocks: there is no KV cache."""
+        """Return no blocks, because there is no KV cache."""
         return ()
 
     def submit(self, item: WorkItem) -> None:
-        """Queue a request for encoding."""
+        """Queue a request to be encoded. Reject it if it has no media or too many requests are queued."""
         error = None
         if item.stage != "encode" or not item.media:
             error = ResponseError(status=500, code="encode_only", message="this worker only encodes images and videos")
@@ -118,24 +133,24 @@ class EncodeEngine:
         self._wake.set()
 
     def cancel(self, request_id: str) -> None:
-        """Drop a request. If it is being encoded, its result is discarded."""
+        """Cancel a request. If it is being encoded, its result is discarded."""
         self._waiting = deque(item for item in self._waiting if item.request_id != request_id)
         if self._running is not None and self._running.request_id == request_id:
             self._running = None
 
     async def command(self, command: Command) -> tuple[str, ...]:
-        """Raise EngineRefused: an encode worker supports no commands."""
+        """Raise EngineRefused, because an encode worker supports no commands."""
         raise EngineRefused(f"an encode worker does not support {command.action}")
 
     async def check(self) -> None:
-        """Do nothing: the engine lives as long as its process."""
+        """Do nothing, because the engine is alive as long as the process of the worker."""
 
     def collectors(self) -> Sequence[Collector]:
-        """Return no collectors."""
+        """Return no Prometheus collectors, because the engine has no metrics."""
         return ()
 
     def reset(self) -> None:
-        """Drop every request and free all offers."""
+        """Drop every request and free all kept embeddings."""
         self._generation += 1
         self._waiting.clear()
         self._refused.clear()
@@ -159,7 +174,7 @@ class EncodeEngine:
         except MediaUnusable as error:
             refused = ResponseError(status=400, code="media_not_encoded", message=str(error))
             failed.append(Failed(item.request_id, item.attempt, refused))
-        except Exception as error:  # an encoder may fail in any way: another worker tries the request
+        except Exception as error:  # an encoder may raise anything; another worker then tries the request
             logger.warning("cannot encode %s", item.request_id, exc_info=not isinstance(error, TransferError))
             text = str(error) if isinstance(error, TransferError) else f"{type(error).__name__}: {error}"
             broken = ResponseError(status=500, code="encode_failed", message=text)

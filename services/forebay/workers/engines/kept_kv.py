@@ -1,21 +1,30 @@
-"""KV that an engine keeps for other workers, each entry until the end of its lease."""
+"""Remember for which requests an engine keeps KV for other workers, until the lease of the KV ends."""
 
 from forebay import runtime
 
 
 class KeptKv:
-    """Requests whose KV may be kept, with the engine's own name of each. Use it on one event loop."""
+    """The requests whose KV an engine may still keep for other workers. Entries vanish when their leases end.
+
+    Use an instance on one event loop only.
+    """
 
     def __init__(self) -> None:
         self._kept: dict[str, tuple[str, float]] = {}
 
     def add(self, request_id: str, lease_s: float, engine_id: str = "") -> None:
-        """Add a request whose KV is kept for `lease_s` seconds; `engine_id` is its id in the engine."""
+        """Add a request whose KV the engine keeps.
+
+        Args:
+            request_id: id of the request.
+            lease_s: seconds for which the KV is kept.
+            engine_id: id of the request in the engine; empty if it has no other id there.
+        """
         self._expire()
         self._kept[request_id] = engine_id, runtime.monotonic_s() + lease_s
 
     def pop(self, request_id: str) -> str | None:
-        """Remove a request and return its id in the engine; None if its KV is not kept."""
+        """Remove a request, and return its id in the engine; None if its KV is no longer kept."""
         self._expire()
         return self._kept.pop(request_id, (None, 0.0))[0]
 
@@ -32,7 +41,7 @@ class KeptKv:
 
     @property
     def left_s(self) -> float:
-        """Seconds until the last lease ends, 0 if nothing is kept."""
+        """Seconds until the lease that ends last has ended; 0 if no KV is kept."""
         return max(0.0, max((until_s for _, until_s in self._kept.values()), default=0.0) - runtime.monotonic_s())
 
     def _expire(self) -> None:

@@ -1,15 +1,25 @@
-"""Descriptors of KV that engines transfer by their own connectors."""
+"""Create and check the descriptors of KV that an engine transfers with its own connector, such as vLLM's."""
 
 from forebay.events.transfer import DESCRIPTOR_BYTES_MAX, Prefilled
 from forebay.events.work import WorkItem
 
 
 class Unfetchable(ValueError):
-    """KV that an engine cannot fetch or offer. The message is for the log."""
+    """An engine cannot fetch the KV of a prompt, or cannot offer it. The message gives the reason."""
 
 
 def fetchable(prefilled: Prefilled | None, connector: str, model: str, prompt_tokens: int) -> Prefilled:
-    """Return `prefilled` if `connector` can fetch it for the whole prompt and `model`. Raises Unfetchable."""
+    """Return the KV descriptor of a request, if this worker can fetch the KV.
+
+    Args:
+        prefilled: descriptor in the work item; None if it has none.
+        connector: name of this worker's connector.
+        model: name of this worker's model.
+        prompt_tokens: number of prompt tokens of the request, all of which the KV must cover.
+
+    Raises:
+        Unfetchable: there is no descriptor, or it is for another connector, model or prompt length.
+    """
     if prefilled is None:
         raise Unfetchable("the request has no KV descriptor")
     if prefilled.connector != connector:
@@ -24,7 +34,20 @@ def fetchable(prefilled: Prefilled | None, connector: str, model: str, prompt_to
 def offered(
     item: WorkItem, worker_id: str, model: str, connector: str, descriptor: bytes, *, tokens: int, lease_s: float
 ) -> Prefilled:
-    """Return the descriptor of a prompt computed here. Raises Unfetchable if it is too long."""
+    """Return the descriptor of KV that this worker has computed and keeps, as a field of an event.
+
+    Args:
+        item: work item of the prompt.
+        worker_id: id of this worker.
+        model: name of this worker's model.
+        connector: name of this worker's connector.
+        descriptor: the connector's description of the KV, as bytes.
+        tokens: number of tokens that the KV covers.
+        lease_s: seconds for which the KV is kept.
+
+    Raises:
+        Unfetchable: `descriptor` is longer than `DESCRIPTOR_BYTES_MAX`.
+    """
     if len(descriptor) > DESCRIPTOR_BYTES_MAX:
         size = len(descriptor)
         raise Unfetchable(f"the KV descriptor has {size} bytes, more than {DESCRIPTOR_BYTES_MAX}")

@@ -1,4 +1,4 @@
-"""LoRA adapters of an engine by name, each with a number that is never reused, as vLLM and TensorRT-LLM require."""
+"""Registry of an engine's LoRA adapters. vLLM and TensorRT-LLM require a number per adapter that is never reused."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,7 +13,13 @@ CONFIG = "adapter_config.json"
 
 
 class LoraAdapter(msgspec.Struct, frozen=True):
-    """LoRA adapter; `number` is the engine's `lora_int_id`."""
+    """A LoRA adapter of an engine.
+
+    Attributes:
+        name: name of the adapter in the API.
+        number: number of the adapter in the engine (`lora_int_id`).
+        directory: directory with the weights of the adapter.
+    """
 
     name: str
     number: int
@@ -21,9 +27,11 @@ class LoraAdapter(msgspec.Struct, frozen=True):
 
 
 class Loras:
-    """Registry of the loaded adapters. The engine does the loading.
+    """Registry of the adapters that an engine has loaded. It does not load them itself.
 
-    With `keeps_numbers` a name keeps its directory and number for ever, for an engine that cannot clear its cache.
+    Args:
+        keeps_numbers: whether a name keeps its directory and number for ever, even after the adapter was unloaded.
+            An engine needs this if it cannot clear its KV cache, because it finds cached blocks by number.
     """
 
     def __init__(self, *, keeps_numbers: bool = False) -> None:
@@ -34,11 +42,19 @@ class Loras:
 
     @property
     def loaded(self) -> Mapping[str, LoraAdapter]:
-        """The loaded adapters by name."""
+        """The loaded adapters, by name."""
         return MappingProxyType(self._loaded)
 
     def offered(self, name: str, directory: str) -> LoraAdapter | None:
-        """Return a new adapter to load, or None if it is already loaded. Raises EngineRefused."""
+        """Return the adapter that the engine must load for a command; None if it is already loaded.
+
+        Args:
+            name: name of the adapter.
+            directory: its directory.
+
+        Raises:
+            EngineRefused: the directory contains no adapter, or the name is in use for another directory.
+        """
         if not name or not directory:
             raise EngineRefused("lora_name and lora_path are both required to load an adapter")
         if (known := self._loaded.get(name)) is not None:
@@ -56,17 +72,23 @@ class Loras:
         return LoraAdapter(name, self._numbers, directory)
 
     def is_reused(self, name: str) -> bool:
-        """Return whether blocks of another adapter may be cached under this name."""
+        """Return whether the KV cache may contain blocks of an earlier adapter with this name."""
         return name in self._past and not self._keeps_numbers
 
     def add(self, adapter: LoraAdapter) -> None:
-        """Register a loaded adapter."""
+        """Register an adapter that the engine has loaded."""
         self._loaded[adapter.name] = adapter
         self._past[adapter.name] = adapter
 
     @contextmanager
     def removing(self, name: str) -> Iterator[LoraAdapter]:
-        """Unregister an adapter while the engine unloads it; restore it if the engine refuses. Raises EngineRefused."""
+        """Return a context in which the engine unloads an adapter. The adapter is no longer registered in it.
+
+        If the engine raises EngineRefused in the context, the adapter is registered again.
+
+        Raises:
+            EngineRefused: the adapter is not loaded.
+        """
         if (adapter := self._loaded.pop(name, None)) is None:
             known = ", ".join(self._loaded) or "none"
             raise EngineRefused(f"the adapter {name!r} is not loaded; loaded: {known}")

@@ -1,4 +1,4 @@
-"""Prometheus metrics of an engine, passed on unchanged."""
+"""Export the Prometheus metrics of an engine unchanged."""
 
 import os
 from collections.abc import Iterator
@@ -12,10 +12,11 @@ MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"  # directory in which other processes 
 
 
 class PrefixedMetrics(Collector):
-    """Collector of an engine's metrics from its multiprocess directory and from this process's default registry.
+    """Prometheus collector that exports the metrics of an engine whose names start with one of `prefixes`.
 
-    The directory has precedence, because it contains the sum over processes. The registry is needed for a process that
-    read the variable before the engine set it. Only metrics whose name starts with one of `prefixes` are yielded.
+    It reads them from the directory in `PROMETHEUS_MULTIPROC_DIR`, which contains the sums over all processes of the
+    engine. Metrics that are not there are read from the default registry of this process: it contains them if
+    prometheus_client was imported before the engine set that variable.
     """
 
     def __init__(self, *prefixes: str) -> None:

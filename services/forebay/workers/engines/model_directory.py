@@ -1,4 +1,4 @@
-"""Validation of a model directory before the engine loads it, because engines report errors only in their logs."""
+"""Check a model directory before the engine loads it, because engines report such errors only in their own logs."""
 
 import importlib.util
 
@@ -11,12 +11,16 @@ WEIGHTS = (SAFETENSORS, "*.bin", "*.pt", "*.pth", "*.gguf")
 
 
 def one_line(error: BaseException) -> str:
-    """Return an exception's message as one short line."""
+    """Return the message of an exception as one line of at most `TEXT_CHARS_MAX` characters."""
     return " ".join(str(error).split())[:TEXT_CHARS_MAX] or type(error).__name__
 
 
 def check_model(settings: EngineSettings) -> None:
-    """Validate the directory. Raises EngineError."""
+    """Check that the model directory exists and has a configuration and readable weights.
+
+    Raises:
+        EngineError: the directory cannot be used. The message tells why.
+    """
     directory = settings.model
     if not directory.is_dir():
         raise EngineError(f"no such model directory: {directory}")

@@ -1,9 +1,9 @@
 """Common base of the vLLM, SGLang and TensorRT-LLM adapters.
 
 Theory of operation. `start` and `stop` have the same steps for every engine. KV events arrive separately from
-responses. The index may know fewer blocks than the engine holds, never more: a cache that is being cleared is reported
-as empty at once, and its changes are ignored until the engine confirms it. A decode request first fetches KV; if that
-fails before the first token, the owner has the prompt computed again.
+responses. The prefix index may contain fewer blocks than the engine's cache, never more. So when a cache is being
+cleared, the adapter reports it as empty at once, and ignores its changes until the engine confirms the clearing. A
+decode request first fetches KV. If that fails before the first token, the owner lets the prompt be computed again.
 """
 
 import asyncio
@@ -44,17 +44,28 @@ DROPS_WEIGHTS = 2  # sleep level that frees the weights, too
 
 
 class RankCache(Protocol):
-    """Blocks of one rank, from the engine's KV events."""
+    """The blocks in the cache of one rank, as the engine's KV events report them."""
 
     def held(self) -> Sequence[int]:
-        """Return the blocks on the device."""
+        """Return the sequence hashes of the blocks in device memory."""
 
     def totals(self) -> Mapping[str, int]:
-        """Return the counters, for `KvEventMetrics`."""
+        """Return the counters of the rank's KV events by name, for `KvEventMetrics`."""
 
 
 class GeneratedResponse:
-    """Response of one request. Passes its tokens to the buffer of its rank; `lease` ends with the first one."""
+    """Response to one request, whose output tokens it passes to the buffer of the request's rank.
+
+    Args:
+        item: the request.
+        rank: buffer of the rank that runs the request.
+
+    Attributes:
+        prompt_tokens: number of prompt tokens.
+        tokens: number of output tokens so far.
+        cached_tokens: number of prompt tokens in the engine's cache; 0 before the first token.
+        lease: timeout of a decode request until its first token, because its KV may be gone later; None for others.
+    """
 
     def __init__(self, item: WorkItem, rank: RankBuffer) -> None:
         self.item = item
@@ -65,7 +76,13 @@ class GeneratedResponse:
         self.lease: asyncio.Timeout | None = None
 
     def add(self, token_ids: Sequence[int], cached_tokens: int, logprobs: Sequence[TokenLogprob] = ()) -> None:
-        """Add output tokens, if any. `cached_tokens` counts only with the first ones."""
+        """Add output tokens.
+
+        Args:
+            token_ids: the tokens; if there are none, nothing happens.
+            cached_tokens: number of prompt tokens in the engine's cache, used when the first tokens are added.
+            logprobs: log probability of each token; empty if none were requested.
+        """
         if not token_ids:
             return
         if not self.tokens:
@@ -78,12 +95,12 @@ class GeneratedResponse:
 
 
 class ModelEngine(AsyncEngine):
-    """Engine with a model directory, KV events, LoRA adapters, and prefill and decode stages.
+    """Base of the adapters for vLLM, SGLang and TensorRT-LLM: adds KV events, LoRA adapters and KV transfers.
 
     Attributes:
-        METRICS: prefixes of the engine's own metrics.
-        LORA_ARGUMENT: engine argument that enables LoRA.
-        EXPERIMENTAL: why the adapter is experimental; empty for others.
+        METRICS: prefixes of the names of the engine's own metrics.
+        LORA_ARGUMENT: name of the engine argument that enables LoRA.
+        EXPERIMENTAL: why this adapter is experimental; empty if it is not.
     """
 
     METRICS: ClassVar[tuple[str, ...]]
@@ -121,7 +138,10 @@ class ModelEngine(AsyncEngine):
 
     @abstractmethod
     def _transfer(self, item: WorkItem, prompt_tokens: int) -> Any:
-        """Return what the engine needs to fetch the KV of a prompt. Raises Unfetchable."""
+        """Return what the engine needs to fetch the KV of a prompt.
+
+        Raises Unfetchable if this engine cannot fetch the KV.
+        """
 
     @abstractmethod
     def _lease_s(self, item: WorkItem) -> float | None:
@@ -133,13 +153,20 @@ class ModelEngine(AsyncEngine):
 
     @abstractmethod
     async def _add_lora(self, adapter: LoraAdapter) -> None:
-        """Load an adapter into the engine. Raises EngineRefused."""
+        """Load an adapter into the engine. Raises EngineRefused if the engine refuses or fails."""
 
     async def _remove_lora(self, adapter: LoraAdapter) -> None:
-        """Unload an adapter from the engine. Raises EngineRefused."""
+        """Unload an adapter from the engine. Raises EngineRefused if the engine refuses or fails."""
 
     async def start(self, spec: WorkerSpec) -> WorkerSpec:
-        """Start the engine, load the adapters, and run a first prompt on each rank. Raises EngineError."""
+        """Start the engine, load the configured LoRA adapters, and run a first prompt on each rank.
+
+        Returns:
+            The spec of the worker, with the actual sizes of the started engine.
+
+        Raises:
+            EngineError: the model directory is invalid, or the engine cannot start.
+        """
         if self.EXPERIMENTAL:
             logger.warning("the %s engine is experimental: %s", self.NAME, self.EXPERIMENTAL)
         self._worker_id = spec.worker_id
@@ -180,7 +207,10 @@ class ModelEngine(AsyncEngine):
         self._clearing.soon()  # blocks that the index does not know are dropped, so that engine and index agree again
 
     def held(self, rank: int) -> Sequence[int]:
-        """Return the blocks in a rank's device cache that KV events reported. No later batch repeats them."""
+        """Return the sequence hashes of a rank's blocks in device memory, as reported by KV events.
+
+        Changes that were collected for the next batch are dropped, because the result already contains them.
+        """
         cache = self._caches.get(rank)
         if cache is None or self._ranks[rank].muted:
             return ()
@@ -196,11 +226,11 @@ class ModelEngine(AsyncEngine):
         await self._clear()
 
     def _clears(self) -> dict[int, int]:
-        """Return the number of clears that each rank reported, for `_report_cleared`."""
+        """Return how often each rank has reported an empty cache, for `_report_cleared`."""
         return {rank: self._ranks[rank].clears for rank in self._caches}
 
     def _report_cleared(self, clears_before: Mapping[int, int]) -> None:
-        """Report the caches as empty, unless the engine reported it since `_clears`."""
+        """Report the caches as empty, except those that the engine has reported as empty since `_clears`."""
         for rank, clears in clears_before.items():
             self._ranks[rank].cleared(clears)
         self._wake.set()
@@ -247,14 +277,17 @@ class ModelEngine(AsyncEngine):
         self._finish(response.item, response.rank, reason, tokens)
 
     def release(self, request_id: str) -> None:
-        """Forget KV kept for a request. The engine frees it when its lease ends."""
+        """Forget that KV is kept for a request. The engine itself frees the KV when the lease ends."""
         self._kept.pop(request_id)
 
     def drop(self, prefilled: Prefilled) -> None:
-        """Do nothing: the engine cannot notify the holder."""
+        """Do nothing, because this engine cannot notify the prefill worker that its KV is not needed."""
 
     def kept(self) -> int:
-        """Return the number of requests whose KV may be kept. It is 0 when no block is in use."""
+        """Return the number of requests whose KV may still be kept for other workers.
+
+        If no request runs and no rank reports used blocks, the result is 0.
+        """
         if not self._requests and not any(rank.load.kv_blocks_used for rank in self._ranks.values()):
             self._kept.clear()
         return len(self._kept)
@@ -262,7 +295,13 @@ class ModelEngine(AsyncEngine):
     # Commands
 
     async def command(self, command: Command) -> tuple[str, ...]:
-        """Run commands one after another. `sleep` waits for requests in flight; new ones wait for `wake_up`."""
+        """Execute a command after all earlier ones, and return the names of the loaded adapters.
+
+        The command `sleep` waits until requests in flight have ended. Requests that arrive later wait for `wake_up`.
+
+        Raises:
+            EngineRefused: the engine does not support the command, or cannot execute it now.
+        """
         async with self._commands:
             match command.action:
                 case "load_lora":
@@ -287,7 +326,7 @@ class ModelEngine(AsyncEngine):
             return tuple(self._loras.loaded)
 
     async def _load_configured_lora(self, name: str, directory: str) -> None:
-        """Load an adapter of the settings. Raises EngineRefused."""
+        """Load an adapter of the settings. Raises EngineRefused if the engine refuses or fails."""
         await self._load_lora(name, directory)
 
     async def _load_lora(self, name: str, directory: str) -> None:
@@ -301,22 +340,22 @@ class ModelEngine(AsyncEngine):
         self._loras.add(adapter)
 
     async def _clear(self) -> None:
-        """Clear the prefix cache. Raises EngineRefused."""
-        raise EngineRefused(f"{self.NAME} has no call that clears its KV cache")
+        """Clear the prefix cache. Raises EngineRefused if the engine cannot clear it."""
+        raise EngineRefused(f"the {self.NAME} engine does not support clearing its KV cache")
 
     async def _sleep(self, _level: int) -> None:
-        raise EngineRefused(f"{self.NAME} has no call for sleep")
+        raise EngineRefused(f"the {self.NAME} engine does not support sleep")
 
     async def _wake_up(self) -> None:
-        raise EngineRefused(f"{self.NAME} has no call for wake_up")
+        raise EngineRefused(f"the {self.NAME} engine does not support wake_up")
 
     async def _pause(self) -> None:
-        raise EngineRefused(f"{self.NAME} has no call for pause")
+        raise EngineRefused(f"the {self.NAME} engine does not support pause")
 
     async def _resume(self) -> None:
-        raise EngineRefused(f"{self.NAME} has no call for resume")
+        raise EngineRefused(f"the {self.NAME} engine does not support resume")
 
     def collectors(self) -> Sequence[Collector]:
-        """Return collectors of the engine's own metrics and of its KV events."""
+        """Return Prometheus collectors of the engine's own metrics and of its KV event counters."""
         totals = {rank: cache.totals for rank, cache in self._caches.items()}
         return (PrefixedMetrics(*self.METRICS), KvEventMetrics(self._worker_id, totals))

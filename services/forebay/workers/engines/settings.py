@@ -1,4 +1,4 @@
-"""Settings common to all engine adapters. Engine-specific ones are passed through as `arguments`."""
+"""Settings of engines that all adapters have. Options of one engine are passed to it as `arguments`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,23 +10,26 @@ from forebay.events.control import Role
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """Settings of an engine. Sizes of None use the engine's own default.
+    """Settings of an engine. For a size of None the engine uses its own default.
 
     Attributes:
         model: model directory with weights.
         model_name: name of the model in the API.
+        role: what the worker computes: `aggregated`, `prefill`, `decode` or `encode`.
         block_size: tokens per KV block.
-        kv_blocks: KV blocks per rank.
-        max_num_seqs: maximum concurrent sequences.
-        max_num_batched_tokens: maximum tokens per engine step.
-        kv_transport: transport of KV between the mock engine's prefill and decode workers.
+        kv_blocks: number of KV blocks per rank.
+        max_num_seqs: maximum number of concurrent sequences.
+        max_num_batched_tokens: maximum number of tokens per engine step.
+        dp_size: number of data-parallel ranks of the worker.
+        dp_start_rank: number of the worker's first rank.
+        kv_transport: transport of KV between prefill and decode workers with the mock engine.
         kv_bytes_per_token: size of the mock engine's KV in bytes per token.
         kv_checksum: whether the mock engine's KV transfers are verified by checksums.
-        kv_lease_s: seconds for which the mock engine keeps KV that is not fetched.
-        kv_host: configured address at which other workers fetch KV from this one.
-        near_host: address used if `kv_host` is None.
-        loras: directories of the adapters to load at the start, by name.
-        arguments: the engine's own arguments by their own names; they override the other settings.
+        kv_lease_s: seconds for which the mock engine keeps KV that nobody fetches.
+        kv_host: configured address at which other workers fetch KV from this worker; None to use `near_host`.
+        near_host: address of this machine in the network of the other workers, used without `kv_host`.
+        loras: directory of each LoRA adapter to load at the start, by name.
+        arguments: the engine's own options, by the engine's names. They override the other settings.
     """
 
     model: Path

@@ -1,7 +1,7 @@
 """Stand-in for a vision encoder: deterministic embeddings on any CPU, without a model and without meaning.
 
-They depend on every pixel of a small copy of the image, are equal on every machine, and have the right shape. Tests can
-therefore verify that the right bytes arrive. For a video they depend on the bytes of the file only.
+The embeddings of an image depend on every pixel of a small copy of the image. Those of a video depend on the bytes of
+its file. They have the right shape and are equal on every machine, so tests can verify that the right bytes arrive.
 """
 
 import io
@@ -16,8 +16,8 @@ from forebay.workers.engine import EngineError
 if TYPE_CHECKING:
     from forebay.workers.kv_transfer.embeddings import Array
 
-WIDTH = 64  # of an embedding
-SIDE = 8  # of the small copy, in pixels
+WIDTH = 64  # length of an embedding
+SIDE = 8  # width and height of the small copy, in pixels
 CHANNELS = 3
 PIXELS = SIDE * SIDE * CHANNELS
 WEIGHTS_SEED = 1337
@@ -26,14 +26,17 @@ IMAGE_PIXELS_MAX = 64 << 20  # the same limit as at the ingress, after decompres
 
 
 class MediaUnusable(Exception):
-    """Image or video that no worker can encode. The message is for the client."""
+    """An image or video is invalid, so no worker can encode it. The message is for the client."""
 
 
 class StandInEncoder:
-    """Encoder by deterministic projections of pixels, as float32 of shape [placeholders, WIDTH]."""
+    """Encoder that computes deterministic projections of pixels.
+
+    An image or video has one float32 vector of length `WIDTH` per placeholder token.
+    """
 
     def load(self) -> None:
-        """Check that the required packages are installed. Raises EngineError."""
+        """Check that numpy and Pillow are installed. Raises EngineError if one is missing."""
         try:
             import numpy  # noqa: F401, PLC0415 - an extra
             import PIL.Image  # noqa: F401, PLC0415 - an extra
@@ -42,7 +45,11 @@ class StandInEncoder:
             raise EngineError(text) from error
 
     def encode(self, media: Media) -> "Array":
-        """Return the embeddings of one image or video. Raises MediaUnusable."""
+        """Return the embeddings of one image or video, of shape [placeholder tokens, WIDTH].
+
+        Raises:
+            MediaUnusable: the image is invalid.
+        """
         import numpy as np  # noqa: PLC0415 - an extra
 
         pixels = _pixels(media.content) if media.kind == "image" else shake_128(media.content).digest(PIXELS)
@@ -52,7 +59,12 @@ class StandInEncoder:
         return (shifted @ _weights()).astype(np.float32)
 
     def encode_all(self, media: Sequence[Media]) -> "Array":
-        """Return the embeddings of several media, in order. Raises MediaUnusable, EngineError."""
+        """Return the embeddings of several images and videos, in order, of shape [placeholder tokens, WIDTH].
+
+        Raises:
+            MediaUnusable: an image is invalid.
+            EngineError: numpy or Pillow is not installed.
+        """
         self.load()
         import numpy as np  # noqa: PLC0415 - an extra
 

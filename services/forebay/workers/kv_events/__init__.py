@@ -1,1 +1,1 @@
-"""KV events of real engines, decoded from their wire formats into cache changes with canonical hashes."""
+"""Decode the KV events of real engines into cache changes, with hashes that all engines share (sequence hashes)."""

@@ -1,4 +1,4 @@
-"""Msgpack decoder of KV event batches, in every encoding of vLLM and SGLang releases.
+"""Decode batches of KV events from msgpack, in every encoding that releases of vLLM and SGLang use.
 
 A batch is an array [time, events, rank] or, in some vLLM releases, a map. Its events are maps with a `type`, or, before
 vLLM 0.27, arrays that begin with the type. Additional fields are ignored.
@@ -19,7 +19,12 @@ MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # Recurs
 
 
 class BatchDecoder(Generic[T]):
-    """Decoder to structs of `kinds`. Their tags are the types on the wire, their field order is that of arrays."""
+    """Decodes batches into structs.
+
+    Args:
+        kinds: struct types. The tag of each is the type of an event on the wire. The order of its fields is the order
+            of the elements in events that are arrays.
+    """
 
     def __init__(self, kinds: Sequence[type[T]]) -> None:
         self._types = {str(kind.__struct_config__.tag) for kind in kinds}
@@ -28,7 +33,11 @@ class BatchDecoder(Generic[T]):
         self._arrays: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(_union(rows))
 
     def decode(self, payload: bytes) -> tuple[list[T], Counter[str]]:
-        """Return the events of known types and the number of others under `unknown_event`. Raises KvEventError."""
+        """Return the events of known types, and the number of other events under the key `unknown_event`.
+
+        Raises:
+            KvEventError: the batch or an event of a known type is malformed.
+        """
         try:
             raw = (_ARRAY if payload[:1] and payload[0] in ARRAYS else _MAP).decode(payload).events
         except MALFORMED as error:

@@ -1,6 +1,7 @@
-"""Common form of the KV events of all engines. Pure.
+"""Common form of the KV events of all engines. Performs no I/O.
 
-Block hashes are the engine's own, as u64. They are opaque and never compared between workers or ranks.
+Block hashes in these events are the engine's own hashes as u64. They have no meaning outside of one rank, so hashes of
+different workers or ranks are never compared.
 """
 
 from collections import Counter
@@ -29,18 +30,22 @@ SHARED_MEDIA = frozenset(
 
 
 class KvEventError(ValueError):
-    """Invalid KV event of an engine. The message names the position."""
+    """A KV event of an engine is invalid. The message names its position in the batch."""
 
 
 class StoredBlocks(msgspec.Struct, frozen=True, kw_only=True):
-    """A chain of full blocks entered a tier.
+    """Event: consecutive full blocks of a prompt have entered a tier.
 
     Attributes:
-        parent: block before the chain, None at the start of a sequence.
-        token_ids: packed u32, `block_size` tokens per block.
-        lora_name: adapter of the whole sequence.
-        cache_salt: salt of the whole sequence, used only at its start.
-        mm_hashes: `forebay.core.block_hashes.mm_hash` of each block of this event.
+        hashes: the engine's hashes of the blocks, in order.
+        parent: the engine's hash of the block before the first of them; None if they begin the prompt.
+        token_ids: token ids of the blocks, packed as little-endian u32.
+        block_size: tokens per block.
+        tier: tier that the blocks have entered.
+        lora_name: LoRA adapter of the prompt; empty for the base model.
+        cache_salt: salt of the prompt's hashes. It is used only if `parent` is None.
+        mm_hashes: by block index in this event, the `forebay.core.block_hashes.mm_hash` values of the images, videos
+            and sounds in the block. Blocks without any are omitted.
     """
 
     hashes: tuple[int, ...]
@@ -54,21 +59,31 @@ class StoredBlocks(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RemovedBlocks(msgspec.Struct, frozen=True, kw_only=True):
-    """Blocks left a tier."""
+    """Event: blocks have left a tier.
+
+    Attributes:
+        hashes: the engine's hashes of the blocks.
+        tier: the tier.
+    """
 
     hashes: tuple[int, ...]
     tier: Tier = "device"
 
 
 class ClearedBlocks(msgspec.Struct, frozen=True):
-    """The cache is empty."""
+    """Event: the cache of the rank is empty, in every tier."""
 
 
 EngineEvent = StoredBlocks | RemovedBlocks | ClearedBlocks
 
 
 class Batch(msgspec.Struct, frozen=True):
-    """Events published together, in order. `skipped` counts events that are irrelevant to an index, by reason."""
+    """Events that an engine published together.
+
+    Attributes:
+        events: the events, in order.
+        skipped: number of events that were left out because a prefix index does not need them, by reason.
+    """
 
     events: tuple[EngineEvent, ...]
     skipped: Counter[str] = msgspec.field(default_factory=Counter)
@@ -79,7 +94,15 @@ Decode = Callable[[bytes], Batch]
 
 
 def tier_of(medium: str | None, locality: str | None, skipped: Counter[str]) -> Tier | None:
-    """Return the tier of a medium, the device if it is None. Count other media in `skipped` and return None."""
+    """Return the tier for the storage medium of an event; None if the event must be skipped.
+
+    Events of storage that workers share, and of unknown media, are skipped.
+
+    Args:
+        medium: the engine's name of the medium; None for device memory.
+        locality: `REMOTE` for storage that workers share.
+        skipped: counter to which a skipped event is added.
+    """
     if medium in SHARED_MEDIA or locality == "REMOTE":
         skipped["shared"] += 1
         return None
@@ -90,9 +113,9 @@ def tier_of(medium: str | None, locality: str | None, skipped: Counter[str]) -> 
 
 
 def as_u64(engine_hash: int | bytes) -> int:
-    """Return an engine's hash as u64.
+    """Return an engine's block hash as u64. Raises KvEventError for an empty hash.
 
-    Signed hashes are bit-cast, longer ones truncated to the low 64 bits, as in vLLM.
+    The bits of a signed hash are kept. Of a longer hash only the low 64 bits are kept, as in vLLM.
     """
     if isinstance(engine_hash, int):
         return engine_hash & U64_MASK
@@ -102,9 +125,15 @@ def as_u64(engine_hash: int | bytes) -> int:
 
 
 def packed_tokens(token_ids: Sequence[int], blocks: int, block_size: int) -> bytes:
-    """Return the tokens of `blocks` full blocks as packed u32.
+    """Return the token ids of full blocks, packed as little-endian u32.
 
-    Raises KvEventError for other lengths and invalid ids.
+    Args:
+        token_ids: the token ids.
+        blocks: number of blocks.
+        block_size: tokens per block.
+
+    Raises:
+        KvEventError: the number of tokens is wrong, or a token id is not a u32.
     """
     if block_size < 1 or len(token_ids) != blocks * block_size:
         raise KvEventError(f"{len(token_ids)} tokens do not fill {blocks} blocks of {block_size}")

@@ -7,7 +7,12 @@ from prometheus_client.registry import Collector
 
 
 class KvEventMetrics(Collector):
-    """Numbers of batches and of anomalies, by rank and kind; `totals` returns those of each rank."""
+    """Prometheus collector that counts batches of KV events and anomalies in them, by rank and kind.
+
+    Args:
+        worker_id: id of the worker.
+        totals: for each rank, a function that returns its counters by kind.
+    """
 
     def __init__(self, worker_id: str, totals: Mapping[int, Callable[[], Mapping[str, int]]]) -> None:
         self._worker_id = worker_id

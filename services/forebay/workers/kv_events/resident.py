@@ -1,9 +1,10 @@
-"""Blocks that a rank holds, by the engine's hash and by canonical hash. Maps engine events to cache changes. Pure.
+"""Map the KV events of an engine, which contain the engine's own hashes, to cache changes with sequence hashes.
 
-Theory of operation. A canonical hash depends only on tokens, adapter, cache namespace and media, so a chain is hashed
-from its events. To continue a chain, the canonical hash of the parent and the seed of the sequence are needed. One
-entry is therefore kept per resident block, in any tier. An engine may hold a block twice, and may have two hashes for
-one canonical block. A block is removed with its last copy.
+Theory of operation. The canonical hash of a block is forebay's sequence hash. It depends only on tokens, adapter,
+cache namespace and media, so it can be computed from an engine's event. For a block that continues a prompt, the
+canonical hash of the preceding block and the seed of the prompt are needed. So one entry is kept per block that the
+rank has in any tier. An engine may have two copies of a block, and may have two hashes for one canonical hash. A block
+is reported as removed with its last copy.
 """
 
 from collections import Counter
@@ -30,15 +31,17 @@ class _Block:
 
 
 class ResidentBlocks:
-    """Blocks of one rank.
-
-    Blocks of another size than the pool's `block_size`, in tokens, have no canonical hash. `counts` has the numbers of
-    `orphans`, whose parent is unknown, `unknown_removed`, `other_block_size`, and `renamed`: stored again with another
-    canonical hash.
+    """The blocks that one rank has in its cache, by the engine's hash and by sequence hash (canonical hash).
 
     Args:
-        counts_copies: whether the engine reports each copy of a block (vLLM). Otherwise it has each block once per
-            tier, and may report it repeatedly (SGLang, TensorRT-LLM).
+        block_size: tokens per block of the pool. Blocks of another size have no canonical hash and are ignored.
+        counts_copies: true if the engine reports each copy of a block (vLLM). False if it has each block at most once
+            per tier, and may report it repeatedly (SGLang, TensorRT-LLM).
+
+    Attributes:
+        counts: number of anomalous blocks by kind: `orphans` were stored after an unknown block, `unknown_removed` were
+            removed without being known, `other_block_size` have another size, and `renamed` were stored again with
+            another canonical hash.
     """
 
     def __init__(self, block_size: int, *, counts_copies: bool) -> None:
@@ -50,7 +53,7 @@ class ResidentBlocks:
         self._held: dict[Tier, dict[int, int]] = {tier: {} for tier in TIERS}
 
     def held(self, tier: Tier = "device") -> tuple[int, ...]:
-        """Return the canonical hashes of the blocks in a tier, in the order of their arrival."""
+        """Return the sequence hashes of the blocks in a tier, in the order in which they were stored."""
         return tuple(self._held[tier])
 
     def __len__(self) -> int:
@@ -58,7 +61,7 @@ class ResidentBlocks:
         return len(self._blocks)
 
     def apply(self, event: EngineEvent) -> list[CacheChange]:
-        """Return the cache changes for an event; none for an additional copy."""
+        """Apply an event, and return the changes of the cache. Storing an additional copy of a block is no change."""
         match event:
             case StoredBlocks():
                 return self._store(event)
@@ -69,7 +72,7 @@ class ResidentBlocks:
                 return [Cleared()]
 
     def clear(self) -> None:
-        """Remove all blocks."""
+        """Forget all blocks."""
         self._blocks.clear()
         for held in self._held.values():
             held.clear()

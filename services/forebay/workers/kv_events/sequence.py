@@ -1,11 +1,13 @@
-"""Ordering of a publisher's numbered batches: gaps, replay requests, late batches and publisher restarts. Pure.
+"""Put the numbered batches of an engine's KV event publisher in order, and detect gaps and restarts. Performs no I/O.
 
-Theory of operation. A publisher numbers its batches from 0 and publishes each once. It replays buffered batches by
-number on request. Live batches arrive in order, so a number that does not increase belongs to a new publisher, which
-began at 0. Every replay request but the first begins with the last known batch. If the replay lacks that batch or has a
-different one, it comes from a new publisher, too. During a replay, live batches are queued. If they show a gap after
-the replay, it is requested once more, because the replay may have been read before they were published. If it is still
-there, the batches are lost.
+Theory of operation. A publisher numbers its batches from 0 and publishes each once. On request it replays the batches
+that it has buffered, from a number on. Live batches (those that are not replayed) arrive in order. So if a number does
+not increase, the batch belongs to a new publisher, which began at 0. Every replay request except the first begins with
+the last delivered batch. If that batch is missing in the replay, or differs, the replay is from a new publisher, too.
+
+During a replay, live batches are queued. If there is a gap between the replay and the queued batches, a replay is
+requested once more, because the publisher may have read its buffer before it published them. If the gap remains, the
+batches in it are lost.
 """
 
 from collections import deque
@@ -18,39 +20,59 @@ FAILURES_MAX = 3
 
 
 class Deliver(msgspec.Struct, frozen=True):
-    """Step: deliver the next batch."""
+    """Instruction to the caller: process this batch of KV events, the next one in order.
+
+    Attributes:
+        seq: number of the batch.
+        payload: the encoded batch.
+    """
 
     seq: int
     payload: bytes
 
 
 class RequestReplay(msgspec.Struct, frozen=True):
-    """Step: request a replay from this number on, which supersedes a replay in flight."""
+    """Instruction to the caller: request a replay from the publisher, and ignore an earlier replay in progress.
+
+    Attributes:
+        from_seq: number of the first batch to request.
+    """
 
     from_seq: int
 
 
 class Lost(msgspec.Struct, frozen=True):
-    """Step: the batches before the next one are lost. `reason` is a message for the log."""
+    """Instruction to the caller: batches before the next delivered batch are lost, so the known blocks are incomplete.
+
+    Attributes:
+        reason: which batches are lost and why, for the log.
+    """
 
     reason: str
 
 
 class Restarted(msgspec.Struct, frozen=True):
-    """Step: the next batch is the first one that a new publisher still has."""
+    """Instruction to the caller: the engine has restarted, so forget all its blocks.
+
+    The next delivered batch is the first one that the new publisher still has.
+    """
 
 
 Step = Deliver | RequestReplay | Lost | Restarted
 
 
 class Sequence:
-    """State machine over the numbers of one publisher. Every method returns the steps to take, in order.
+    """State machine that orders the batches of one publisher. Its methods return instructions to execute in order.
+
+    Args:
+        replays: whether the publisher can replay batches. If not, the batches of every gap are lost.
+        held_max: maximum number of live batches that are queued during a replay.
 
     Attributes:
-        replays: whether replays are available; without them every gap is a loss.
-        next_seq: number that is due.
-        gaps: number of gaps seen.
-        late: number of batches that arrived late.
+        next_seq: number of the next batch to deliver.
+        asking: whether a replay is in progress.
+        gaps: number of gaps so far.
+        late: number of batches that arrived after a later batch, and were dropped.
     """
 
     def __init__(self, *, replays: bool, held_max: int = HELD_MAX) -> None:
@@ -62,14 +84,17 @@ class Sequence:
         self._held: deque[tuple[int, bytes]] = deque()
         self._held_max = held_max
         self._live_seq = -1  # highest number of a live batch
-        self._known: int | None = None  # digest of the batch before the one that is due
+        self._known: int | None = None  # digest of the last delivered batch
         self._known_awaited = False
         self._again = False
-        self._requested_from = -1  # number that was due when a gap was last requested
+        self._requested_from = -1  # value of `next_seq` when a replay was last requested because of a gap
         self._failures = 0
 
     def check(self) -> list[Step]:
-        """Request missed batches: at the start, after a reconnection, and during silence."""
+        """Request a replay, to find batches that were missed.
+
+        The caller calls this method at the start, after a reconnection, and when no batches arrive for some time.
+        """
         if not self._replays:
             return []
         if self.asking:
@@ -78,7 +103,7 @@ class Sequence:
         return [self._request_replay()]
 
     def live(self, seq: int, payload: bytes) -> list[Step]:
-        """Handle a newly published batch."""
+        """Handle a batch that the publisher has just published."""
         steps: list[Step] = []
         if seq <= self._live_seq:
             steps += self._restart()
@@ -90,13 +115,13 @@ class Sequence:
         return steps
 
     def replayed(self, seq: int, payload: bytes) -> list[Step]:
-        """Handle a replayed batch. The feed drops batches of superseded replays."""
+        """Handle a batch of the requested replay. The caller drops batches of earlier replays."""
         steps: list[Step] = []
         if self._known_awaited:
             self._known_awaited = False
             if seq < self.next_seq:
                 return [] if seq == self.next_seq - 1 and _digest(payload) == self._known else self._restart()
-            # It may also be a new publisher.
+            # The replay may also come from a new publisher.
             steps.append(self._lose(seq, "the replay does not begin with the last known batch"))
         if seq < self.next_seq:
             return steps
@@ -106,14 +131,14 @@ class Sequence:
         return [*steps, self._deliver(seq, payload)]
 
     def replay_ended(self) -> list[Step]:
-        """Handle the end of a replay."""
+        """Handle the end of the requested replay."""
         if self._known_awaited:
             return self._restart()
         self._failures = 0
         return [self._request_replay()] if self._again else self._go_on()
 
     def failed(self) -> list[Step]:
-        """Handle a replay that timed out."""
+        """Handle a timeout of the requested replay: request it again, or continue without it after several timeouts."""
         self._failures += 1
         if self._failures < FAILURES_MAX:
             return [self._request_replay()]

@@ -1,8 +1,8 @@
-"""Decoder of SGLang's KV events from its PUB socket. Pure.
+"""Decode SGLang's KV events, as its PUB socket sends them. Performs no I/O.
 
-The format is vLLM's, with signed hashes, other names of media, and the salt as a field of each event. Partially filled
-pages are reported as smaller blocks. With EAGLE speculation the tokens of a page are pairs of a token and its
-successor; the first ones identify the block.
+The format is that of vLLM, with these differences: hashes are signed, storage media have other names, and each event
+has a field for the salt. SGLang reports partially filled pages as smaller blocks. With EAGLE speculation the tokens of
+a page are pairs of a token and its successor; the first token of each pair belongs to the block.
 """
 
 import msgspec
@@ -47,7 +47,13 @@ class _Cleared(_Event, tag="AllBlocksCleared"):
 
 
 def decode_sglang(payload: bytes) -> Batch:
-    """Decode a payload. Skipped events are counted as `unknown_event`, `unknown_medium` or `shared` (storage)."""
+    """Return the decoded events of one message.
+
+    Events are skipped and counted as `unknown_event`, `unknown_medium`, or `shared` for storage that workers share.
+
+    Raises:
+        KvEventError: the message is malformed.
+    """
     reported, skipped = _BATCHES.decode(payload)
     events: list[EngineEvent] = []
     for one in reported:

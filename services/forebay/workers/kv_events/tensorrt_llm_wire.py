@@ -1,9 +1,10 @@
-"""Decoder of TensorRT-LLM's KV events, which are polled as dicts. Pure; one reader for all ranks of an engine.
+"""Decode TensorRT-LLM's KV events, which the adapter polls as dicts. Performs no I/O.
 
-Theory of operation. Each rank numbers its events. They cannot be requested again, so a missing number is a loss. Models
-with attention windows report the blocks of each window. Only the largest window, which covers the whole prompt,
-determines whether a prefix can be reused. The last block of a sequence is reported before it is full, and has no
-identity then. Tiers are not distinguished.
+Theory of operation. Each rank numbers its events. They cannot be requested again, so a missing number means that an
+event is lost. For a model with attention windows the engine reports the blocks of each window. Only the largest window,
+which covers the whole prompt, determines whether a prefix can be reused. The engine reports the last block of a prompt
+before it is full; such a block has no hash that could identify it later, so it is skipped. All blocks count as blocks
+in device memory.
 """
 
 from collections import Counter
@@ -58,7 +59,13 @@ class _Event(msgspec.Struct):
 
 
 class RankEvent(msgspec.Struct, frozen=True):
-    """Content of one event of a rank. `missed` is the reason why earlier events are lost; empty if none are."""
+    """The content of one event of TensorRT-LLM.
+
+    Attributes:
+        rank: index of the rank in the engine, from 0.
+        batch: the decoded event.
+        missed: message that events of the rank before this one are lost; empty if none are.
+    """
 
     rank: int
     batch: Batch
@@ -66,7 +73,10 @@ class RankEvent(msgspec.Struct, frozen=True):
 
 
 class TensorRtLlmReader:
-    """Decoder that counts skipped events as `unknown_event`, `other_window` and `partial_blocks`."""
+    """Decodes the events of all ranks of one engine.
+
+    Events are skipped and counted as `unknown_event`, `other_window` or `partial_blocks`.
+    """
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
@@ -76,9 +86,10 @@ class TensorRtLlmReader:
         self._partial: dict[int, set[int]] = {}
 
     def read(self, event: object) -> RankEvent:
-        """Decode one event of `get_kv_cache_events`.
+        """Return one decoded event of TensorRT-LLM's `get_kv_cache_events`.
 
-        Raises KvEventError; the number of that event then counts as missing.
+        Raises:
+            KvEventError: the event is malformed. The next event of the rank then shows that one is missing.
         """
         try:
             one = msgspec.convert(event, _Event)

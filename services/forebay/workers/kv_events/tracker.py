@@ -1,9 +1,9 @@
-"""Cache changes of a rank, and recovery after lost events. Pure.
+"""Derive the cache changes of a rank from KV events, and recover after lost events. Performs no I/O.
 
-Theory of operation. Engines cannot list their blocks. Once events are lost, the rank is therefore reported as empty and
-its engine should drop its prefix cache, so that engine and index agree again. Until the engine reports an empty cache,
-stored blocks are reported as usual and removals of unknown blocks are ignored. The index may know fewer blocks than the
-engine holds, never more.
+Theory of operation. Engines cannot list their blocks. So if events are lost, the tracker reports the rank as empty, and
+its caller makes the engine drop its prefix cache, so that engine and prefix index agree again. Until the engine reports
+an empty cache, the tracker reports stored blocks as usual and ignores removals of unknown blocks. So the prefix index
+may contain fewer blocks than the engine's cache, never more.
 """
 
 import msgspec
@@ -16,9 +16,11 @@ CONTRADICTIONS_MAX = 3  # an engine that repeatedly reports invalid events shoul
 
 
 class TrackerResult(msgspec.Struct, frozen=True):
-    """Changes to publish, in order.
+    """Result of processing a batch.
 
-    `lost` is the reason why the engine should drop its prefix cache now, mostly empty.
+    Attributes:
+        changes: changes of the cache to publish, in order.
+        lost: why the engine should drop its prefix cache now, because events were lost; empty if it should not.
     """
 
     changes: tuple[CacheChange, ...] = ()
@@ -26,7 +28,11 @@ class TrackerResult(msgspec.Struct, frozen=True):
 
 
 class KvTracker:
-    """Blocks of one rank, and whether they are complete."""
+    """Tracks the blocks of one rank, and whether the engine may have blocks that were not reported.
+
+    Attributes:
+        resident: the reported blocks.
+    """
 
     def __init__(self, resident: ResidentBlocks) -> None:
         self.resident = resident
@@ -35,11 +41,11 @@ class KvTracker:
 
     @property
     def lost(self) -> bool:
-        """Whether the engine may hold unknown blocks."""
+        """Whether events were lost and the engine has not reported an empty cache since then."""
         return self._lost
 
     def batch(self, batch: Batch) -> TrackerResult:
-        """Apply the next batch, in sequence order."""
+        """Apply the next batch, in the order of the batch numbers."""
         changes: list[CacheChange] = []
         orphaned = False
         for event in batch.events:
@@ -56,17 +62,17 @@ class KvTracker:
         return TrackerResult(tuple(changes))
 
     def undecodable(self, reason: str) -> TrackerResult:
-        """Handle a batch, in sequence order, that cannot be decoded."""
+        """Handle the next batch if it cannot be decoded, for this reason."""
         return self._contradicted(f"cannot decode a batch of KV events: {reason}", [])
 
     def missed(self, reason: str) -> TrackerResult:
-        """Handle a loss of batches that cannot be replayed."""
+        """Handle the loss of batches that cannot be replayed, for this reason."""
         self.resident.clear()
         already, self._lost = self._lost, True
         return TrackerResult((Cleared(),), "" if already else reason)
 
     def restarted(self) -> TrackerResult:
-        """Handle a new publisher, that is, a restarted engine."""
+        """Handle a restart of the engine, whose cache is empty then."""
         self.resident.clear()
         self._lost = False
         return TrackerResult((Cleared(),))

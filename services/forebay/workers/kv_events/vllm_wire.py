@@ -1,8 +1,9 @@
-"""Decoder of vLLM's KV events from its PUB socket. Pure; one decoder per rank.
+"""Decode vLLM's KV events, as its PUB socket sends them. Performs no I/O.
 
-Hybrid models report several groups of layers. Only groups that attend to the whole prompt determine whether a prefix
-can be reused. The others are skipped, as in Dynamo. Removals name only the group, so its kind is learned from stored
-blocks. Until then only group 0 is assumed to count.
+For hybrid models vLLM reports the blocks of several groups of layers. Only groups that attend to the whole prompt
+determine whether a prefix can be reused; events of other groups are skipped, as in Dynamo. The event for removed blocks
+contains the number of the group, but not its kind. So the decoder remembers the kind from stored blocks. Before it
+knows the kind of a group, it uses only events of group 0.
 """
 
 from collections import Counter
@@ -60,17 +61,17 @@ class _Cleared(_Event, tag="AllBlocksCleared"):
 
 
 class VllmDecoder:
-    """Decoder that remembers the kinds of layer groups.
+    """Decodes the events of one rank, and remembers the kinds of its layer groups.
 
-    Skipped events are counted as `unknown_event`, `unknown_medium`, `shared` (storage), `other_group` (of layers),
-    `no_tokens` (offloaded blocks without content) or `unnamed_lora`.
+    Events are skipped and counted as `unknown_event`, `unknown_medium`, `shared` (storage that workers share),
+    `other_group` (group of layers), `no_tokens` (offloaded blocks without token ids) or `unnamed_lora`.
     """
 
     def __init__(self) -> None:
         self._main_groups: dict[int, bool] = {}
 
     def __call__(self, payload: bytes) -> Batch:
-        """Decode one payload. Raises KvEventError."""
+        """Return the decoded events of one message. Raises KvEventError if the message is malformed."""
         reported, skipped = _BATCHES.decode(payload)
         events: list[EngineEvent] = []
         for one in reported:

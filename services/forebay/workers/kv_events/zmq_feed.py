@@ -1,8 +1,9 @@
-"""KV events of one rank from its engine's ZMQ sockets, delivered once and in order as cache changes.
+"""Read the KV events of one rank from the ZMQ sockets of its engine, and publish each once, in order, as cache changes.
 
-The protocol is vLLM's, which SGLang shares. A PUB socket sends frames (topic, number as 8 bytes big-endian, payload). A
-ROUTER socket replays batches from a number on, requested by a DEALER. The rank follows from the socket, because
-payloads differ between engines. Needs `pyzmq`, which both engines depend on.
+The protocol is vLLM's; SGLang uses it too. A PUB socket sends messages of three frames: topic, number of the batch (8
+bytes, big-endian), payload. On a DEALER socket a reader requests a replay from a number on, and a ROUTER socket of the
+engine replies. Each rank has its own sockets, so the rank of an event is known without its payload. This module needs
+`pyzmq`, on which both engines depend.
 """
 
 import asyncio
@@ -29,20 +30,31 @@ SEQ_BYTES = 8
 LIVE_FRAMES = 3
 REPLY_FRAMES_MIN = 3
 END_OF_REPLAY = (-1).to_bytes(SEQ_BYTES, "big", signed=True)
-RECEIVE_HWM = 10_000  # batches; a replay fetches what the publisher drops beyond that
+RECEIVE_HWM = 10_000  # queued batches; batches that the publisher drops beyond that are fetched by a replay
 ANSWER_TIMEOUT_S = 2.0  # publishers reply within a tenth of a second
-QUIET_S = 5.0  # request a replay after this long without a batch
+QUIET_S = 5.0  # after this time without a batch, request a replay
 
 
 class KvSource(msgspec.Struct, frozen=True):
-    """Sockets on which an engine publishes. Without `replay_endpoint` every gap is a loss."""
+    """The sockets on which an engine publishes KV events.
+
+    Attributes:
+        endpoint: ZMQ address of the PUB socket.
+        replay_endpoint: ZMQ address of the ROUTER socket for replays; None if the engine has none. Missed batches are
+            then lost.
+        topic: topic of the messages.
+    """
 
     endpoint: str
     replay_endpoint: str | None = None
     topic: str = ""
 
     def at_rank(self, rank: int) -> "KvSource":
-        """Return the sockets of a data parallel rank; engines add its number to the ports. Raises EngineError."""
+        """Return the sockets of a data-parallel rank. Engines add the index of the rank to each port.
+
+        Raises:
+            EngineError: an address has no port, so that ranks would share it.
+        """
         replay = self.replay_endpoint
         return KvSource(_at_rank(self.endpoint, rank), None if replay is None else _at_rank(replay, rank), self.topic)
 
@@ -57,10 +69,22 @@ The rank was reported as empty before this is called.
 
 
 class KvFeed:
-    """KV events of one rank, read from `source`.
+    """Reads the KV events of one rank, and publishes the changes of its cache.
 
-    `counts` has the numbers of batches `live`, `replayed`, `lost` (losses, not batches), `restarted`, `undecodable`,
-    `frames` (malformed messages) and `unanswered` (replay requests), and of skipped events, by the decoder's reasons.
+    Args:
+        rank: number of the rank.
+        source: sockets of the engine.
+        decode: decodes the payload of a message.
+        resident: blocks of the rank.
+        answer_timeout_s: time limit of a replay in seconds.
+        quiet_s: seconds without a batch after which a replay is requested.
+
+    Attributes:
+        counts: counters by kind: batches `live`, `replayed` and `undecodable`, occasions on which batches were `lost`,
+            publishers `restarted`, malformed messages (`frames`), replay requests `unanswered`, and skipped events by
+            the reasons of the decoder.
+        resident: blocks of the rank.
+        sequence: state machine that orders the batches.
     """
 
     def __init__(
@@ -90,15 +114,20 @@ class KvFeed:
         self._served: list[asyncio.Future[bool]] = []  # waits for the replay in flight
 
     def held(self) -> Items[int]:
-        """Return the canonical hashes of the blocks on the device, for `Engine.held`."""
+        """Return the sequence hashes of the blocks in device memory, for `Engine.held`."""
         return self.resident.held()
 
     def totals(self) -> Mapping[str, int]:
-        """Return all counters, for `KvEventMetrics`."""
+        """Return all counters of the rank by kind, for `KvEventMetrics`."""
         return self.counts + self.resident.counts + Counter(gaps=self.sequence.gaps, late=self.sequence.late)
 
     async def run(self, publish: PublishChanges, on_lost: OnLost) -> None:
-        """Follow the sockets until cancelled, from the first batch that the publisher still has.
+        """Read the sockets until cancelled, from the first batch that the publisher still has.
+
+        Args:
+            publish: called with the rank and the changes of its cache.
+            on_lost: called with the rank and a reason when events are lost. It must make the engine drop its prefix
+                cache.
 
         Raises:
             EngineError: an endpoint is invalid.
@@ -128,9 +157,10 @@ class KvFeed:
             context.destroy(linger=0)
 
     async def catch_up(self) -> bool:
-        """Wait until all batches published so far are delivered.
+        """Wait until all batches that the engine has published so far are processed.
 
-        Return False on a timeout, or if the feed does not run.
+        Returns:
+            False after a timeout, or if the feed does not run or the engine has no replay socket.
         """
         if self._publish is None or self._source.replay_endpoint is None:
             return False
@@ -150,13 +180,13 @@ class KvFeed:
             await asyncio.sleep(0)  # receives available messages without letting other tasks run
 
     async def _on_connections(self, monitor: zmq.asyncio.Socket) -> None:
-        """Request a replay after each connection, because batches published before were missed."""
+        """Request a replay after each connection, because batches that were published before it were missed."""
         while True:
             await recv_monitor_message(monitor)
             self._do(self.sequence.check())
 
     async def _on_quiet(self) -> None:
-        """Request a replay during silence: a gap at the end shows only when another batch follows."""
+        """Request a replay if no batch arrives for some time. If the last batch was missed, nothing else shows it."""
         while True:
             before = self.counts["live"]
             await asyncio.sleep(self._quiet_s)
@@ -200,7 +230,10 @@ class KvFeed:
                 self._do(self.sequence.check())
 
     def _on_reply(self, frames: list[bytes]) -> None:
-        """Handle a reply: a delimiter and a batch (without topic from older engines), or the end of the replay."""
+        """Handle a reply to a replay request: a delimiter and a batch, or the end of the replay.
+
+        Replies of older engines have no topic.
+        """
         if len(frames) < REPLY_FRAMES_MIN or len(frames[-2]) != SEQ_BYTES:
             self._no_batch(frames)
         elif frames[-2] == END_OF_REPLAY:
@@ -240,7 +273,7 @@ class KvFeed:
                     outcome = self._tracker.missed(step.reason)
                 case Restarted():
                     self.counts["restarted"] += 1
-                    logger.warning("rank %s: another publisher of KV events took over", self._rank)
+                    logger.warning("rank %s: the publisher of KV events was restarted or replaced", self._rank)
                     outcome = self._tracker.restarted()
                 case _:
                     assert_never(step)
@@ -256,7 +289,7 @@ class KvFeed:
             batch = self._decode(step.payload)
         except KvEventError as error:
             self.counts["undecodable"] += 1
-            logger.warning("rank %s: KV events, batch %s: %s", self._rank, step.seq, error)
+            logger.warning("rank %s: batch %s of KV events is invalid: %s", self._rank, step.seq, error)
             return self._tracker.undecodable(str(error))
         self.counts += batch.skipped
         return self._tracker.batch(batch)

@@ -1,1 +1,1 @@
-"""Transfer of KV blocks between workers: offered under a lease, fetched once, verified, freed."""
+"""Transfer of KV blocks between workers: a holder offers blocks for a limited time, and one reader fetches them."""

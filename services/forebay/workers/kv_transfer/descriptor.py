@@ -1,7 +1,7 @@
-"""Descriptor with the location of offered blocks (KV or embeddings), in plain numbers with a checksum.
+"""Encode and decode descriptors, which contain the location of offered blocks (KV or embeddings).
 
-NIXL accepts metadata with flipped bits, and its own list format is a pickle. All fields are therefore checked here
-before NIXL or a socket uses them.
+NIXL accepts damaged metadata, and its own format for lists of memory is a pickle. So a descriptor consists of plain
+numbers and a checksum, and all fields are checked here before NIXL or a socket uses them.
 """
 
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,24 +22,27 @@ if TYPE_CHECKING:
     Slots = np.ndarray[Any, np.dtype[np.int32]]
 
 SLOTS_MAX = 1 << 20  # a reader prepares a list of all slots of a holder: about 64 MB at this number
-OFFERS_MAX = 4096  # at once; each has a generation word
+OFFERS_MAX = 4096  # offers of a worker at the same time; each has a generation word
 U63 = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 _DIGEST_BYTES = 8
 
 
 class BlockLocation(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """Content of `Prefilled.descriptor` and `Encoded.descriptor` without its checksum.
+    """Location of offered blocks: the content of `Prefilled.descriptor` and `Encoded.descriptor`.
+
+    The holder has one generation word (a 64-bit number) per offer in its memory. The word has the value `generation` as
+    long as the holder keeps the blocks.
 
     Attributes:
-        agent: the holder, `worker@epoch`.
-        route: address of the holder: NIXL metadata, or `host:port`.
-        address: memory address of the holder's first slot; generation words follow the last slot. 0 for TCP.
+        agent: name of the holder, `worker@epoch`.
+        route: address of the holder: NIXL metadata, or `host:port` for TCP.
+        address: memory address of the holder's first slot, 0 for TCP. The generation words follow the last slot.
         slots: number of slots in the holder's memory.
         block_bytes: bytes per slot.
-        blocks: offered slots in the order of the prompt, packed u32.
-        word: index of the generation word.
-        generation: its value while the blocks are held; never used before or after.
-        sums: XXH3-64 of each block, packed u64; empty if no checksum was requested.
+        blocks: numbers of the offered slots in the order of the prompt, packed as little-endian u32.
+        word: index of the offer's generation word.
+        generation: value of that word while the blocks are kept. No other offer ever uses it.
+        sums: XXH3-64 of each block, packed as little-endian u64; empty if no checksum was requested.
     """
 
     agent: Name
@@ -59,7 +62,11 @@ class BlockLocation(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 def encode_location(place: BlockLocation) -> bytes:
-    """Return the descriptor. Raises TransferError for more blocks than it can hold."""
+    """Return the descriptor of a location: the encoded fields and a checksum of them.
+
+    Raises:
+        TransferError: there are more blocks than fit into a descriptor.
+    """
     body = msgspec.msgpack.encode(place)
     if len(body) + _DIGEST_BYTES > DESCRIPTOR_BYTES_MAX:
         raise TransferError(
@@ -69,23 +76,28 @@ def encode_location(place: BlockLocation) -> bytes:
 
 
 def pack_slots(slots: "Slots") -> bytes:
-    """Return slot numbers as packed u32."""
+    """Return slot numbers packed as little-endian u32."""
     return pack_u32(slots.tolist())
 
 
 def slots_of(place: BlockLocation) -> "Slots":
-    """Return the offered slots, in order: 1 x `place.count`."""
+    """Return the slot numbers of the offered blocks as an array of length `place.count`, in order."""
     import numpy  # noqa: PLC0415 - an extra
 
     return numpy.frombuffer(place.blocks, dtype="<u4").astype(numpy.int32)
 
 
 def decode_location(offered: Prefilled | Encoded, kind: Kind, block_bytes: int) -> BlockLocation:
-    """Decode a descriptor and validate it against its envelope and this worker's layout.
+    """Return the decoded descriptor of an event field, after checking it.
+
+    Args:
+        offered: event field with the descriptor.
+        kind: kind of this worker's transport.
+        block_bytes: bytes per block of this worker.
 
     Raises:
-        TransferError: (`refused`) it has another connector, worker, epoch or block size, is damaged, or names
-            impossible slots. The message names both sides.
+        TransferError: with reason `refused`. The descriptor is damaged or has invalid slots; or it differs from the
+            event field in worker or epoch, or from this worker in transport or block size.
     """
     holder, expected = "the encode worker", None
     if isinstance(offered, Prefilled):

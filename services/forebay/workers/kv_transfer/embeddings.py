@@ -1,8 +1,8 @@
 """Transfer of embeddings between workers, by the NIXL transport that also moves KV.
 
-Theory of operation. The array is split into blocks of `BLOCK_BYTES` of the holder's arena and offered with checksums.
-The reader fetches the blocks into its own arena and copies them to a new array. Leases, deadlines, quarantine of memory
-and generation checks are those of the transport.
+Theory of operation. The holder copies an array into blocks of `BLOCK_BYTES` in its own memory (its arena), and offers
+the blocks with checksums. The reader fetches the blocks into its arena and copies them to a new array. The transport
+implements leases, time limits, quarantine of memory and generation checks in the same way as for KV.
 """
 
 import asyncio
@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from forebay.events.media import Encoded
 from forebay.workers.engine import EngineError
-from forebay.workers.kv_transfer.api import FreeReason, KvTransport, Stats
+from forebay.workers.kv_transfer.api import FreeReason, Stats
 from forebay.workers.kv_transfer.gate import FetchLimiter
 from forebay.workers.kv_transfer.nixl_agent import TransferError
-from forebay.workers.kv_transfer.transport import FETCH_S, open_transport
+from forebay.workers.kv_transfer.transport import FETCH_S, KvTransport, open_transport
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,22 +23,22 @@ if TYPE_CHECKING:
 
 ARENA_BYTES = 256 << 20  # per worker: thousands of images of a thousand tokens; untouched memory uses no RAM
 BLOCK_BYTES = 64 << 10  # a descriptor has room for the blocks of the whole arena
-LEASE_S = 60.0  # a reader that has not come by then was lost, or the request was routed elsewhere
+LEASE_S = 60.0  # if no reader has fetched by then, it was lost, or the request was routed elsewhere
 DTYPES = frozenset({"float32", "float16", "uint8"})  # numpy has no bfloat16
 
 _closing: set[asyncio.Task[None]] = set()  # keeps the tasks alive
 
 
 class EmbeddingTransfer:
-    """Embeddings that one worker epoch offers to readers, or reads from others. Use it on one event loop.
+    """Offers embeddings of one worker epoch to readers, or reads embeddings of other workers.
 
-    The NIXL agent starts at the first use.
+    Use it on one event loop. The NIXL agent starts at the first use.
 
     Args:
-        name: `agent_name(worker_id, worker_epoch)`.
-        arena_bytes: memory for offers, or for reads in progress.
-        lease_s: duration of an offer in seconds.
-        fetch_s: timeout of a read in seconds, and of its wait for room in the arena.
+        name: name of the NIXL agent, from `agent_name`.
+        arena_bytes: bytes of memory for offers and for reads in progress.
+        lease_s: seconds after which an offer ends that nobody has fetched.
+        fetch_s: time limit of a read in seconds, and of the preceding wait for free memory in the arena.
     """
 
     def __init__(
@@ -56,13 +56,14 @@ class EmbeddingTransfer:
 
     @property
     def waiting(self) -> int:
-        """Number of offers that were not fetched yet."""
+        """Number of offers that have not ended: nobody has fetched the embeddings, and the lease has not expired."""
         return len(self._offered)
 
     async def offer(self, array: "Array") -> Encoded:
         """Keep a copy of an array until it is fetched or its lease ends, and return its descriptor.
 
-        Raises TransferError when the array is empty or has an unsupported dtype, or when there is no room.
+        Raises:
+            TransferError: the array is empty or has an unsupported dtype, or the arena has no room for it.
         """
         import numpy  # noqa: PLC0415 - an extra
 
@@ -86,7 +87,14 @@ class EmbeddingTransfer:
         return Encoded(descriptor=offer.descriptor, shape=array.shape, dtype=dtype, checksum=offer.checksum)
 
     async def read(self, encoded: Encoded) -> "Array":
-        """Return the offered array. Raises TransferError when it cannot be read or differs from the offer."""
+        """Return a copy of an array that another worker offers.
+
+        Args:
+            encoded: descriptor of the array.
+
+        Raises:
+            TransferError: the array cannot be read, or has a wrong checksum.
+        """
         import numpy  # noqa: PLC0415 - an extra
 
         array = numpy.empty(_size(encoded), dtype=numpy.uint8)
@@ -109,7 +117,7 @@ class EmbeddingTransfer:
         return array.view(encoded.dtype).reshape(encoded.shape)
 
     def close(self) -> None:
-        """Fail reads in flight and free all offers, in the background."""
+        """End all offers and let reads in flight fail, in the background."""
         if self._opening is not None:
             task = asyncio.create_task(_close(self._opening))
             _closing.add(task)
@@ -128,7 +136,7 @@ class EmbeddingTransfer:
                 fetch_s=self._fetch_s,
             )
             self._opening = asyncio.create_task(opening)
-        return await asyncio.shield(self._opening)  # a cancelled caller must not stop it for the others
+        return await asyncio.shield(self._opening)  # if one caller is cancelled, others still wait for it
 
     async def _wait_for_room(self, size: int) -> None:
         try:

@@ -1,4 +1,4 @@
-"""Limits of concurrent fetches, by number and total bytes, in arrival order."""
+"""Limit the number and the total bytes of concurrent fetches."""
 
 import asyncio
 from collections import deque
@@ -12,7 +12,15 @@ WAITING_MAX = 4096  # far more than can end within the deadline
 
 
 class FetchLimiter:
-    """Limiter of concurrent fetches. Use it on one event loop only."""
+    """Limits the concurrent fetches of one transport. Fetches above the limits wait in the order of their arrival.
+
+    Use it on one event loop only.
+
+    Args:
+        stats: statistics that it updates.
+        fetches_max: maximum number of concurrent fetches.
+        bytes_max: maximum bytes of concurrent fetches; a larger fetch runs alone.
+    """
 
     def __init__(self, stats: Stats, *, fetches_max: int = FETCHES_MAX, bytes_max: int = BYTES_MAX) -> None:
         self._stats = stats
@@ -21,14 +29,18 @@ class FetchLimiter:
         self._waiting: deque[tuple[asyncio.Future[None], int]] = deque()
 
     async def enter(self, size: int) -> None:
-        """Wait until a fetch of `size` bytes may run. Raises TransferError (`full`) when too many are waiting."""
+        """Wait until a fetch of `size` bytes may run. The caller must call `leave` when the fetch has ended.
+
+        Raises:
+            TransferError: with reason `full`, if too many fetches wait.
+        """
         if self._waiting or not self._fits(size):
             await self._wait(size)
         else:
             self._take(size)
 
     def leave(self, size: int) -> None:
-        """End a fetch of `size` bytes and admit waiting ones."""
+        """Record that a fetch of `size` bytes has ended, and admit waiting fetches."""
         self._stats.in_flight -= 1
         self._stats.in_flight_bytes -= size
         self._admit()

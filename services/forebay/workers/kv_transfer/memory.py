@@ -1,8 +1,11 @@
-"""Memory of a worker's KV blocks: one registered mapping with a spare slot for each block.
+"""Memory of a worker's KV blocks: one mapping, registered with NIXL, with two slots per block.
 
-Theory of operation. An abandoned transfer may still be written to. Its slots are therefore quarantined and replaced by
-spare slots until the transfer is known to be over. Readers of `view` notice only that the content changed. The slots
-are followed by the generation words, one per possible offer, and by words that receive generations of other workers.
+Theory of operation. A slot is the memory of one block. Half of the slots are spare. If a read is abandoned, for example
+at a timeout, NIXL may still write to its slots. These slots are therefore quarantined until the transfer is known to be
+over, and spare slots replace them. Callers of `view` notice only that the content of a block has changed.
+
+The slots are followed by one generation word per possible offer, which readers read, and by one word per possible read,
+into which the generation word of the holder is read.
 """
 
 import mmap
@@ -21,17 +24,36 @@ if TYPE_CHECKING:
     from forebay.workers.kv_transfer.descriptor import Slots
 
 WORD_BYTES = 8
-READS_MAX = 256  # at once, including abandoned ones
+READS_MAX = 256  # concurrent reads, including abandoned ones
 PAGE_BYTES = 4096
 
 
 def words_offset(slots: int, block_bytes: int) -> int:
-    """Return the byte offset of the generation words from the first slot; they have pages of their own."""
+    """Return the byte offset of the generation words from the first slot. They begin on a new memory page."""
     return -(-slots * block_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 class Arena:
-    """Slots for `blocks` blocks of `block_bytes` each; untouched ones use no RAM. Raises EngineError."""
+    """Memory for the KV blocks of a worker: one slot per block, and as many spare slots.
+
+    Slots that were never written to use no RAM.
+
+    Args:
+        blocks: number of blocks.
+        block_bytes: bytes per block.
+
+    Attributes:
+        blocks: number of blocks.
+        block_bytes: bytes per block.
+        slots: number of slots, twice the number of blocks.
+        bytes: size of the whole mapping.
+        address: memory address of the first slot.
+        words: generation words of this worker's offers.
+        scratch: words into which generation words of other workers are read.
+
+    Raises:
+        EngineError: the sizes are invalid, or the memory cannot be mapped.
+    """
 
     def __init__(self, blocks: int, block_bytes: int) -> None:
         import numpy  # noqa: PLC0415 - an extra
@@ -63,19 +85,19 @@ class Arena:
         self._promised = 0
 
     def view(self, block: int) -> "Array":
-        """Return the writable bytes of a block's slot. Raises IndexError for an invalid block."""
+        """Return the writable bytes of a block. Raises IndexError for an invalid block number."""
         if block < 0:
             raise IndexError(f"block {block} does not exist")
         row: Array = self._rows[self._slot_of[block]]
         return row
 
     def row(self, slot: int) -> "Array":
-        """Return the bytes of a slot by slot number, including spare slots."""
+        """Return the bytes of a slot. Unlike `view`, the argument is the number of a slot, not of a block."""
         row: Array = self._rows[slot]
         return row
 
     def numbers(self, blocks: Sequence[int]) -> "Numbers":
-        """Return block numbers as an array. Raises TransferError (`refused`) for invalid blocks."""
+        """Return block numbers as an array. Raises TransferError with reason `refused` for an invalid block number."""
         import numpy  # noqa: PLC0415 - an extra
 
         packed = array("q", blocks)  # twice as fast as numpy with lists
@@ -85,7 +107,7 @@ class Arena:
         return numbers
 
     def distinct(self, numbers: "Numbers") -> bool:
-        """Return whether all blocks differ."""
+        """Return whether no block number occurs twice."""
         import numpy  # noqa: PLC0415 - an extra
 
         places = numpy.arange(len(numbers), dtype=numpy.int32)
@@ -93,12 +115,16 @@ class Arena:
         return bool((self._marks[numbers] == places).all())
 
     def slots_of(self, numbers: "Numbers") -> "Slots":
-        """Return the slots that currently back the blocks."""
+        """Return the numbers of the slots that currently are the memory of these blocks."""
         slots: Slots = self._slot_of[numbers]
         return slots
 
     def reserve(self, count: int) -> None:
-        """Reserve spare slots for a transfer. Raises TransferError (`full`)."""
+        """Reserve `count` spare slots, in case the slots of a transfer must be quarantined.
+
+        Raises:
+            TransferError: with reason `full`, if too few spare slots are left.
+        """
         if len(self._spare) - self._promised < count:
             kept = self.blocks - len(self._spare)
             raise TransferError(
@@ -107,15 +133,18 @@ class Arena:
         self._promised += count
 
     def unreserve(self, count: int) -> None:
-        """Cancel a reservation that is not needed any more."""
+        """Cancel the reservation of `count` spare slots."""
         self._promised -= count
 
     def quarantine(self, numbers: "Numbers") -> "Slots":
-        """Back the blocks by reserved spare slots. Return their previous slots, now owned by the caller."""
+        """Replace the slots of these blocks by reserved spare slots, and return the replaced slots.
+
+        The caller passes them to `restore_spares` when nothing writes to them any more.
+        """
         kept = self.slots_of(numbers)
         self._slot_of[numbers] = [self._spare.pop() for _ in range(len(numbers))]
         return kept
 
     def restore_spares(self, slots: "Slots") -> None:
-        """Make quarantined slots that nobody writes to any more spare again."""
+        """Make quarantined slots spare again, because nothing writes to them any more."""
         self._spare += slots.tolist()

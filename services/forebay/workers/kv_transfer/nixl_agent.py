@@ -1,4 +1,4 @@
-"""Creation of NIXL agents, and the exception for failed transfers."""
+"""Create NIXL agents, and define the exception for failed transfers."""
 
 import logging
 import os
@@ -10,7 +10,7 @@ LOCAL = "NIXL_INIT_AGENT"  # NIXL's name for the calling agent
 
 
 class TransferError(Exception):
-    """Failed offer or fetch of another worker's memory. The message is for the log.
+    """Blocks cannot be offered, or cannot be fetched from another worker. The message tells why.
 
     Attributes:
         reason: one of `forebay.workers.kv_transfer.api.REASONS`, for counters.
@@ -22,12 +22,19 @@ class TransferError(Exception):
 
 
 def agent_name(worker_id: str, worker_epoch: int) -> str:
-    """Return the name of the agent of a worker epoch."""
+    """Return the name of a worker's NIXL agent in one worker epoch, `worker@epoch`."""
     return f"{worker_id}@{worker_epoch}"
 
 
 def load_nixl(what: str = "embedding transfers") -> Any:
-    """Return the NIXL bindings. Raises EngineError for `what`, the feature that needs them, if they are missing."""
+    """Import and return the Python bindings of NIXL.
+
+    Args:
+        what: feature that needs NIXL, for the error message.
+
+    Raises:
+        EngineError: NIXL or numpy is not installed.
+    """
     try:
         import nixl_cu12  # noqa: PLC0415 - half a second, and an extra
         import numpy  # noqa: F401, PLC0415 - likewise
@@ -35,14 +42,18 @@ def load_nixl(what: str = "embedding transfers") -> Any:
         raise EngineError(
             f"cannot import NIXL for {what} ({error}): pip install numpy && pip install --no-deps nixl-cu12"
         ) from error
-    logging.getLogger("nixl").setLevel(logging.WARNING)  # it logs every agent that starts
+    logging.getLogger("nixl").setLevel(logging.WARNING)  # otherwise NIXL logs every agent that starts
     return nixl_cu12
 
 
 def open_agent(name: str, interface: str = "") -> Any:
-    """Return an agent with the UCX backend and no progress thread, which would spin. The caller must poll it.
+    """Return a NIXL agent with the UCX backend.
 
-    UCX uses only the network of `interface`, if given; otherwise it chooses, or UCX_NET_DEVICES determines the network.
+    The agent has no progress thread, because that would poll without a pause. So the caller must poll the agent.
+
+    Args:
+        name: name of the agent.
+        interface: network interface that UCX uses. If empty, UCX selects one, or uses those in `UCX_NET_DEVICES`.
     """
     nixl = load_nixl()
     # By default UCX waits minutes for an unreachable host, and blocks the polling thread meanwhile.
@@ -55,5 +66,5 @@ def open_agent(name: str, interface: str = "") -> Any:
 
 
 def remote_name(name: str | bytes) -> str:
-    """Return the name that `add_remote_agent` found in metadata; some releases return bytes."""
+    """Return a result of NIXL's `add_remote_agent` as text. It is the name in the metadata, in some releases bytes."""
     return name.decode(errors="replace") if isinstance(name, bytes) else name

@@ -1,4 +1,4 @@
-"""NIXL carrier on the event loop: passes reads to the NIXL thread and replaces slots of abandoned reads."""
+"""Carrier that uses NIXL: passes reads to the NIXL thread, and quarantines the slots of abandoned reads."""
 
 import asyncio
 import contextlib
@@ -18,11 +18,18 @@ if TYPE_CHECKING:
     from forebay.workers.kv_transfer.descriptor import Slots
 
 _WHYS: dict[str, FreeReason] = {FETCHED.decode(): "fetched", DROPPED.decode(): "released"}
-_NOTE_CHARS_MAX = 20  # a letter and 63 bits
+_NOTE_CHARS_MAX = 20  # length of a notification: a letter, and a 63-bit number in decimal
 
 
 class _Reading:
-    """Read that the event loop awaits until it ends or is abandoned; its slots are then `kept`."""
+    """A read in progress.
+
+    Attributes:
+        read: the read.
+        over: future that completes when the read has ended.
+        ended: whether the read has ended.
+        kept: quarantined slots of an abandoned read; None if it was not abandoned.
+    """
 
     def __init__(self, read: Read) -> None:
         self.read = read
@@ -32,7 +39,7 @@ class _Reading:
 
 
 class NixlCarrier:
-    """`Carrier` that uses NIXL."""
+    """Implementation of `Carrier` with NIXL."""
 
     route = b""
 
@@ -46,16 +53,19 @@ class NixlCarrier:
         self._thread = NixlThread(name, arena, self._note, interface)
 
     async def start(self) -> None:
-        """Create the agent and register its memory."""
+        """Start the NIXL thread, which creates the agent and registers the memory. Raises EngineError if NIXL fails."""
         load_nixl("KV transfers")
         try:
             await asyncio.to_thread(self._thread.start)
-        except Exception as error:  # the bindings' own classes
+        except Exception as error:  # NIXL raises its own classes
             raise EngineError(f"cannot start NIXL: {error}") from error
         self.route = self._thread.metadata
 
     async def read(self, place: BlockLocation, theirs: "Slots", into: "Numbers", *, notify: bool) -> None:
-        """Read a list of blocks with one READ, then the generation word with another."""
+        """Read the blocks with NIXL, then the generation word, which shows whether the holder kept the blocks.
+
+        If the caller cancels this coroutine during the read, the slots of the blocks are quarantined.
+        """
         self._arena.reserve(len(into))
         reading = _Reading(Read(place, theirs, self._arena.slots_of(into), notify=notify))
         try:
@@ -71,21 +81,21 @@ class NixlCarrier:
             self._arena.unreserve(len(into))
 
     def notify(self, place: BlockLocation, *, fetched: bool) -> None:
-        """Notify a holder with a NIXL notification."""
+        """Send the holder a NIXL notification that it can free its blocks."""
         self._thread.notify(place, FETCHED if fetched else DROPPED)
 
     def unanswered(self, place: BlockLocation) -> None:
-        """Read no more from this holder until its reads in progress have ended."""
+        """Begin no reads from this holder until all its reads in progress have ended."""
         self._thread.silence(place.agent)
 
     def holding(self, offers: int) -> None:
-        """Make the thread poll while any offers are pending."""
+        """Make the NIXL thread poll more often while this worker has offers, because readers depend on it."""
         if self._thread.holding != bool(offers):
             self._thread.holding = bool(offers)
             self._thread.wake()
 
     async def close(self) -> None:
-        """End the thread. Memory that others may still write to is kept for the life of the process."""
+        """End the NIXL thread. Memory to which transfers may still write is kept until the process ends."""
         await asyncio.to_thread(self._thread.stop)
 
     def _over(self, reading: _Reading, error: TransferError | None) -> None:

@@ -1,4 +1,4 @@
-"""Holders known to a NIXL agent by their metadata, with prepared lists of their slots and generation words."""
+"""The holders to which a NIXL agent is connected, each with NIXL's prepared lists of its slots and generation words."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,12 +7,24 @@ from forebay.workers.kv_transfer.descriptor import OFFERS_MAX, BlockLocation
 from forebay.workers.kv_transfer.memory import WORD_BYTES, words_offset
 from forebay.workers.kv_transfer.nixl_agent import TransferError, remote_name
 
-PEERS_MAX = 256  # known holders; the least recently used one is removed
+PEERS_MAX = 256  # connected holders; beyond that the least recently used one is disconnected
 
 
 @dataclass(slots=True, eq=False)
 class Peer:
-    """Known holder. `broken` after a NIXL error or a name conflict: it is removed once nothing reads from it."""
+    """A holder to which this worker's NIXL agent is connected.
+
+    Attributes:
+        name: name of the holder's agent.
+        metadata: NIXL metadata of the agent.
+        address: memory address of the holder's first slot.
+        slots: number of slots.
+        blocks: NIXL's prepared list of the slots.
+        words: NIXL's prepared list of the generation words.
+        reads: number of reads in progress.
+        silent: whether a read has timed out. No read begins until all reads in progress have ended.
+        broken: whether a NIXL error or a name conflict occurred. The peer is removed when no read is in progress.
+    """
 
     name: str
     metadata: bytes
@@ -25,12 +37,20 @@ class Peer:
     broken: bool = False
 
     def is_of(self, place: BlockLocation) -> bool:
-        """Return whether a descriptor refers to this very memory."""
+        """Return whether a descriptor refers to the memory for which this peer was prepared."""
         return (self.metadata, self.address, self.slots) == (place.route, place.address, place.slots)
 
 
 def prepare(agent: Any, whose: str, address: int, length: int, count: int) -> Any:
-    """Return a prepared list of `count` consecutive pieces of `length` bytes."""
+    """Return NIXL's prepared list of consecutive pieces of memory.
+
+    Args:
+        agent: the NIXL agent of this worker.
+        whose: name of the agent that owns the memory.
+        address: memory address of the first piece.
+        length: bytes per piece.
+        count: number of pieces.
+    """
     import numpy  # noqa: PLC0415 - an extra
 
     strided = numpy.array([[address, length, 0, length, count]], dtype=numpy.uint64)
@@ -38,7 +58,14 @@ def prepare(agent: Any, whose: str, address: int, length: int, count: int) -> An
 
 
 def transfer_error(text: str, error: Exception) -> TransferError:
-    """Convert an exception of the bindings to TransferError by its class name; the classes have no common base."""
+    """Return the TransferError for an exception of NIXL's bindings.
+
+    The name of the exception's class determines the reason, because the classes have no common base.
+
+    Args:
+        text: beginning of the message: what failed.
+        error: the exception.
+    """
     kind = type(error).__name__
     gone = "Disconnect" in kind or "Backend" in kind
     refused = any(word in kind for word in ("Mismatch", "InvalidParam", "NotFound", "NotAllowed"))
@@ -46,7 +73,7 @@ def transfer_error(text: str, error: Exception) -> TransferError:
 
 
 class Peers:
-    """Known holders. Use it on the thread of its agent only."""
+    """The holders to which a NIXL agent is connected. Use it on the thread of the agent only."""
 
     def __init__(self, agent: Any, name: str) -> None:
         self._agent = agent
@@ -54,9 +81,10 @@ class Peers:
         self._known: dict[str, Peer] = {}  # least recently used first
 
     def of(self, place: BlockLocation) -> Peer:
-        """Return the holder of a location; load its metadata if needed.
+        """Return the holder of a location. If the agent is not connected to it, connect by its metadata.
 
-        Raises TransferError when it cannot be read from.
+        Raises:
+            TransferError: no read from the holder can begin now.
         """
         peer = self._known.pop(place.agent, None)
         if peer is not None:
@@ -73,7 +101,7 @@ class Peers:
         return peer or self._learn(place)
 
     def ended(self, peer: Peer) -> None:
-        """Handle the end of a read from a holder."""
+        """Record that a read from a holder has ended."""
         peer.reads -= 1
         if not peer.reads:
             peer.silent = False
@@ -81,16 +109,16 @@ class Peers:
                 self.forget(peer)
 
     def silence(self, name: str) -> None:
-        """Start no new reads from a holder until the ones in progress have ended."""
+        """Begin no reads from a holder until all its reads in progress have ended."""
         self._known[name].silent = True
 
     def close(self) -> None:
-        """Remove all holders; no reads may be in progress."""
+        """Disconnect from all holders. The caller ensures that no reads are in progress."""
         for peer in list(self._known.values()):
             self.forget(peer)
 
     def forget(self, peer: Peer) -> None:
-        """Disconnect from a holder without reads in progress."""
+        """Disconnect from a holder. The caller ensures that no read from it is in progress."""
         self._known.pop(peer.name, None)
         self._agent.release_dlist_handle(peer.blocks)
         self._agent.release_dlist_handle(peer.words)

@@ -1,4 +1,7 @@
-"""One read by NIXL: pieces of the block list, then the generation word, then the notification of the holder."""
+"""One read by NIXL: the blocks in pieces, then the holder's generation word, then a notification to the holder.
+
+The generation word shows whether the holder kept the blocks during the read.
+"""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -18,7 +21,15 @@ FETCHED, DROPPED = b"f", b"d"  # prefix of a notification; the generation follow
 
 
 class LocalAgent:
-    """Reader side of all reads: prepared lists of the own slots and of words for generations."""
+    """This worker's side of all reads: NIXL's prepared lists of its own slots and of words for generations.
+
+    Attributes:
+        agent: the NIXL agent.
+        arena: memory of this worker's blocks.
+        slots: prepared list of the slots.
+        words: prepared list of the words into which generation words of holders are read.
+        free_words: indices of these words that no read uses.
+    """
 
     def __init__(self, agent: Any, arena: Arena) -> None:
         self.agent = agent
@@ -28,16 +39,22 @@ class LocalAgent:
         self.free_words = list(range(READS_MAX))
 
     def close(self) -> None:
-        """Release the lists; no reads may be in progress."""
+        """Release the prepared lists. The caller ensures that no reads are in progress."""
         self.agent.release_dlist_handle(self.slots)
         self.agent.release_dlist_handle(self.words)
 
 
 class Read:
-    """Read of the slots `theirs` of a holder into the own slots `ours`, on the thread of the agent.
+    """One read of blocks from a holder. It runs on the thread of the NIXL agent.
 
-    `abandoned` may be set by another thread: the read then ends once NIXL has finished the posted transfers. `notify`
-    requests a notification of the holder after all `steps`.
+    Args:
+        place: location of the offered blocks.
+        theirs: slots of the holder to read.
+        ours: slots of this worker that receive the content.
+        notify: whether to notify the holder after the read.
+
+    Attributes:
+        abandoned: set by another thread to end the read as soon as NIXL has finished the transfers in progress.
     """
 
     def __init__(self, place: BlockLocation, theirs: "Slots", ours: "Slots", *, notify: bool) -> None:
@@ -48,9 +65,10 @@ class Read:
         self.notify = notify
 
     def steps(self, local: LocalAgent, peers: Peers) -> Iterator[None]:
-        """Run the read to its end; resume it whenever NIXL may have progressed.
+        """Return a generator that runs the read. The caller resumes it whenever NIXL may have made progress.
 
-        Raises TransferError. The read data is then invalid, but NIXL no longer writes to the slots.
+        Raises:
+            TransferError: the read failed. The content of the slots is invalid, but NIXL no longer writes to them.
         """
         if self.abandoned:
             raise TransferError("abandoned before it began")
@@ -70,14 +88,14 @@ class Read:
         piece = max(1, PIECE_BYTES // local.arena.block_bytes)
         for start in range(0, len(self._theirs), piece):
             ours, theirs = self._ours[start : start + piece], self._theirs[start : start + piece]
-            yield from _transfer(local.agent, local.slots, ours, peer.blocks, theirs)
+            yield from transfer(local.agent, local.slots, ours, peer.blocks, theirs)
             if self.abandoned:
                 raise TransferError("abandoned")
         if not local.free_words:
             raise TransferError(f"{READS_MAX} reads are already in progress", "full")
         word = local.free_words.pop()
         try:
-            yield from _transfer(local.agent, local.words, [word], peer.words, [self.place.word])
+            yield from transfer(local.agent, local.words, [word], peer.words, [self.place.word])
             found = int(local.arena.scratch[word])
         finally:
             local.free_words.append(word)
@@ -86,14 +104,35 @@ class Read:
 
 
 def notify(agent: Any, place: BlockLocation, what: bytes) -> None:
-    """Notify a known holder that its blocks were fetched or will not be. If this fails, its lease ends the offer."""
+    """Send a connected holder the notification that it can free its blocks.
+
+    Args:
+        agent: the NIXL agent of this worker.
+        place: location of the offered blocks.
+        what: `FETCHED`, or `DROPPED` if the blocks will not be fetched.
+
+    Raises:
+        TransferError: NIXL cannot send it. The offer then ends when its lease expires.
+    """
     try:
         agent.send_notif(place.agent, what + b"%d" % place.generation)
     except Exception as error:
         raise transfer_error(f"NIXL cannot notify {place.agent}", error) from error
 
 
-def _transfer(agent: Any, ours: Any, our_numbers: Any, theirs: Any, their_numbers: Any) -> Iterator[None]:
+def transfer(agent: Any, ours: Any, our_numbers: Any, theirs: Any, their_numbers: Any) -> Iterator[None]:
+    """Return a generator that runs one READ of NIXL. The caller resumes it whenever NIXL may have made progress.
+
+    Args:
+        agent: the NIXL agent of this worker.
+        ours: prepared list of this worker's memory.
+        our_numbers: indices in that list of the pieces to write.
+        theirs: prepared list of the holder's memory.
+        their_numbers: indices in that list of the pieces to read.
+
+    Raises:
+        TransferError: the transfer failed.
+    """
     handle = agent.make_prepped_xfer("READ", ours, our_numbers, theirs, their_numbers)
     try:
         state = agent.transfer(handle)

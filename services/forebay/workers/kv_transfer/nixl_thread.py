@@ -1,10 +1,11 @@
 """The only thread that calls NIXL: starts reads, advances them and receives notifications.
 
-Theory of operation. NIXL releases the interpreter's lock while it copies, so the event loop continues. NIXL has no
-progress thread here, because it would spin; polling makes progress. The thread sleeps between polls for a fraction of
-the time since the last event, so idle polling stays cheap. Commands end the sleep. Holders must poll while offers are
-pending, because notifications and reads without shared memory depend on it. A worker that ever offered or read keeps
-polling slowly, so that late readers do not find it unresponsive.
+Theory of operation. NIXL releases the interpreter's lock while it copies, so the event loop continues. NIXL makes
+progress only while it is polled, because its own progress thread, which would poll without a pause, is disabled.
+Between polls the thread sleeps for a fraction of the time since its last activity, so idle polling stays cheap. A
+command ends the sleep. A holder must poll while it has offers, because notifications depend on it, and also reads
+without shared memory. A worker that has ever offered or read blocks keeps polling slowly, so that late readers can
+connect.
 """
 
 import atexit
@@ -23,13 +24,13 @@ from forebay.workers.kv_transfer.nixl_reads import FETCHED, LocalAgent, Read, no
 
 LOG = logging.getLogger(__name__)
 
-SPIN_S = 0.0002  # of polling without sleep: as long as most transfers take
+SPIN_S = 0.0002  # time of polling without sleep: as long as most transfers take
 NAP_SHARE = 0.25
 NAP_S = 0.001  # maximum sleep while anything is in flight or offered
 IDLE_NAP_S = 0.02
 STOP_S = 5.0
-GRACE_S = 0.3  # for transfers in flight when the thread ends
-LINGER_S = 0.01  # for the last notifications to be sent
+GRACE_S = 0.3  # time for transfers in flight when the thread ends
+LINGER_S = 0.01  # time for the last notifications to be sent
 
 Report = Callable[[TransferError | None], None]
 Note = Callable[[str], None]
@@ -39,7 +40,18 @@ _left: list[object] = []
 
 
 class NixlThread:
-    """Thread with an agent and its registered memory. `start` returns when both exist."""
+    """Thread that creates a NIXL agent, registers the memory of this worker, and runs all NIXL calls.
+
+    Args:
+        name: name of the agent.
+        arena: memory of this worker's blocks.
+        on_note: called on this thread with each notification that arrives.
+        interface: network interface that UCX uses; empty to let UCX select one.
+
+    Attributes:
+        metadata: NIXL metadata of the agent, after `start`.
+        holding: whether this worker has offers. It may be set on any thread, followed by `wake`.
+    """
 
     def __init__(self, name: str, arena: Arena, on_note: Note, interface: str = "") -> None:
         self.metadata = b""
@@ -58,7 +70,7 @@ class NixlThread:
         self._error: Exception | None = None
 
     def start(self) -> None:
-        """Start the thread; blocks for about 0.1 s. Raises the exceptions of NIXL."""
+        """Start the thread, and wait (about 0.1 s) until the agent exists. Raises the exceptions of NIXL."""
         # A thread inside NIXL at interpreter exit would abort the process.
         atexit.register(self.stop)
         self._thread.start()
@@ -67,25 +79,25 @@ class NixlThread:
             raise self._error
 
     def wake(self) -> None:
-        """End the current sleep."""
+        """End the current sleep of the thread. May be called on any thread."""
         self._commands.put(None)
 
     def read(self, read: Read, report: Report) -> None:
-        """Begin a read. `report` is called on this thread when it ends."""
+        """Begin a read, and call `report` on this thread when it has ended. May be called on any thread."""
         self._commands.put(lambda: self._begin(read, report))
 
     def notify(self, place: BlockLocation, what: bytes) -> None:
-        """Notify a holder; failures are logged only."""
+        """Send a notification to a holder. A failure is only logged."""
         self._commands.put(lambda: self._notify(place, what))
 
     def silence(self, agent: str) -> None:
-        """Start no reads from a holder until all reads in progress have ended, if an abandoned one is among them."""
+        """If an abandoned read from a holder is in progress, begin no reads from it until all current ones ended."""
         self._commands.put(lambda: self._silence(agent))
 
     def stop(self) -> None:
-        """Wait for the thread's end, about 0.3 s after its current NIXL call.
+        """Stop the thread, and wait until it has ended: about 0.3 s after its current NIXL call.
 
-        A call longer than `STOP_S` is abandoned.
+        If that call takes longer than `STOP_S` seconds, the thread is left running and its memory is kept.
         """
         atexit.unregister(self.stop)
         self._stopping = True
@@ -177,7 +189,7 @@ class NixlThread:
             self._peers.of(place)
             notify(self._agent, place, what)
         except TransferError as error:
-            LOG.info("cannot notify %s, its lease will end: %s", place.agent, error)
+            LOG.info("cannot notify %s, which keeps the KV until its lease ends: %s", place.agent, error)
 
     def _end(self) -> None:
         until_s = time.monotonic() + GRACE_S

@@ -1,8 +1,9 @@
-"""Offers of a worker: leases, and the generation words that show which blocks are still held.
+"""The offers of a holder: their leases, and the generation words that show whether the blocks are still kept.
 
-The word is changed before the blocks are freed. A reader that finds the descriptor's generation in the word after it
-has read the blocks has therefore read the offered content: a seqlock with one writer. The order of stores is
-guaranteed on x86. Elsewhere the interpreter's locks between the two stores guarantee it.
+Theory of operation. Each offer has a generation word in memory that readers can read. The holder changes the word
+before it frees the blocks. A reader first reads the blocks and then the word. If the word has the generation of the
+descriptor, the reader has read the offered content: a seqlock with one writer. The order of the stores is guaranteed on
+x86. Elsewhere the interpreter's locks between the two stores guarantee it.
 """
 
 import asyncio
@@ -28,7 +29,15 @@ _RANDOM_BYTES = 4
 
 @dataclass(slots=True)
 class HeldOffer:
-    """Blocks that wait for their reader."""
+    """An offer that has not ended.
+
+    Attributes:
+        request_id: id of the request.
+        word: index of the offer's generation word.
+        generation: value of that word while the offer has not ended.
+        slots: slots of the offered blocks.
+        until_s: end of the lease, in seconds of the event loop's clock.
+    """
 
     request_id: str
     word: int
@@ -38,15 +47,20 @@ class HeldOffer:
 
 
 class KvOffers:
-    """Offers of one transport. Use it on the transport's event loop only."""
+    """The offers of one transport. Use it on the transport's event loop only.
 
-    def __init__(self, arena: Arena, stats: Stats, lease_s: float, on_free: OnFree) -> None:
+    Args:
+        arena: memory of this worker's blocks.
+        stats: statistics that it updates.
+        on_free: called with the request id and the reason when an offer has ended.
+    """
+
+    def __init__(self, arena: Arena, stats: Stats, on_free: OnFree) -> None:
         self._arena = arena
         self._stats = stats
-        self._lease_s = lease_s
         self._free_callback = on_free
         self._loop = asyncio.get_running_loop()
-        # by request; all leases have the same length, so the first one ends first
+        # By request id, in the order in which they began. All leases have the same length, so the first one ends first.
         self._held: dict[str, HeldOffer] = {}
         self._by_generation: dict[int, HeldOffer] = {}
         self._words = list(range(OFFERS_MAX))
@@ -56,8 +70,22 @@ class KvOffers:
     def __len__(self) -> int:
         return len(self._held)
 
-    def add(self, request_id: str, blocks: Sequence[int], *, agent: str, route: bytes, checksum: bool) -> Offer:
-        """Hold blocks and return their location. Raises TransferError without holding any."""
+    def add(
+        self, request_id: str, blocks: Sequence[int], *, lease_s: float, agent: str, route: bytes, checksum: bool
+    ) -> Offer:
+        """Begin an offer, and return the location of its blocks.
+
+        Args:
+            request_id: id of the request.
+            blocks: block numbers, in the order of the prompt.
+            lease_s: seconds after which the offer ends if nobody has fetched it; the same for all offers in progress.
+            agent: name of this worker's agent.
+            route: address at which readers reach this worker.
+            checksum: whether to compute checksums.
+
+        Raises:
+            TransferError: the blocks cannot be offered. Nothing has changed then.
+        """
         if request_id in self._held:
             raise TransferError(f"blocks of {request_id} are already offered", "refused")
         if not len(blocks):
@@ -78,7 +106,7 @@ class KvOffers:
             sums=sums,
         )
         descriptor = encode_location(place)
-        self._hold(HeldOffer(request_id, place.word, place.generation, slots, self._loop.time() + self._lease_s))
+        self._hold(HeldOffer(request_id, place.word, place.generation, slots, self._loop.time() + lease_s))
         return Offer(
             descriptor=descriptor,
             checksum=hex_digest(xxh3_64_intdigest(sums)) if checksum else None,
@@ -86,11 +114,11 @@ class KvOffers:
         )
 
     def held(self, generation: int) -> HeldOffer | None:
-        """Return the offer with a generation, None if it has ended."""
+        """Return the offer with this generation; None if it has ended."""
         return self._by_generation.get(generation)
 
     def end(self, generation: int, why: FreeReason) -> bool:
-        """End the offer with a generation. Return whether there was one."""
+        """End the offer with this generation, for this reason. Return False if it has already ended."""
         held = self._by_generation.get(generation)
         if held is None:
             return False
@@ -98,7 +126,7 @@ class KvOffers:
         return True
 
     def release(self, request_id: str) -> bool:
-        """End the offer of a request. Return whether there was one."""
+        """End the offer of a request with reason `released`. Return False if there is none."""
         held = self._held.get(request_id)
         if held is None:
             return False
@@ -106,7 +134,7 @@ class KvOffers:
         return True
 
     def close(self) -> None:
-        """End all offers."""
+        """End all offers with reason `released`."""
         for held in list(self._held.values()):
             self._end(held, "released")
 

@@ -1,4 +1,4 @@
-"""Address of this machine for other workers: the configured one, or the one on the route to a server.
+"""Find the address at which other workers reach this machine: the configured one, or the one on the route to a server.
 
 The advertised address is always numeric and local, because a name may resolve to another machine or to loopback.
 """
@@ -14,9 +14,10 @@ _ADDRESS_AT = 20  # offset in the result, after the name, the family and a port
 
 
 def own_address(host: str) -> str:
-    """Return the address of a name or number.
+    """Return the IP address for a configured host name or address of this machine.
 
-    Raises ValueError if it does not resolve, cannot be connected to, or does not belong to this machine.
+    Raises:
+        ValueError: the name cannot be resolved, or the address belongs to another machine or cannot be connected to.
     """
     try:
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
@@ -42,9 +43,13 @@ def own_address(host: str) -> str:
 
 
 def address_towards(servers: Iterable[str]) -> str:
-    """Return the local address used for connections to the first reachable server of `host:port`. Sends nothing.
+    """Return the local IP address from which this machine connects to a server. No packet is sent.
 
-    Raises ValueError if there is a route to none of them.
+    Args:
+        servers: servers as `host:port`. The first one to which there is a route is used.
+
+    Raises:
+        ValueError: there is no route to any of the servers.
     """
     why = "no server is given"
     for server in servers:
@@ -61,7 +66,11 @@ def address_towards(servers: Iterable[str]) -> str:
 
 
 def interface_of(address: str) -> str:
-    """Return the network interface with this first IPv4 address. Linux only. Raises ValueError if there is none."""
+    """Return the name of the network interface whose first IPv4 address is `address`. Works on Linux only.
+
+    Raises:
+        ValueError: there is no such interface.
+    """
     if isinstance(wanted := ip_address(address), IPv4Address):
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             for _, name in socket.if_nameindex():

@@ -1,9 +1,9 @@
-"""Transfer of blocks by plain sockets, without NIXL, with the same leases, generations and checksums.
+"""Transfer of blocks by plain sockets, without NIXL. Leases, generation words and checksums are as with NIXL.
 
 Theory of operation. A reader opens one connection per fetch. It sends a generation, which it knows only from the
-descriptor, a verb and block numbers. The holder replies with the bytes, followed by the generation word after the last
-byte was passed to the kernel. If the lease ends meanwhile, that word differs. After the connection is closed, nobody
-writes to the reader's slots.
+descriptor, a command and block numbers. The holder replies with the bytes of the blocks. When it has passed the last
+byte to the kernel, it also sends the generation word. If the lease has ended before that, the word differs. After the
+connection is closed, nothing writes to the reader's slots.
 """
 
 import asyncio
@@ -28,18 +28,24 @@ if TYPE_CHECKING:
 LOG = logging.getLogger(__name__)
 
 CONNECTIONS_MAX = 64  # concurrent readers; further ones are rejected, and their requests run elsewhere
-PATIENCE_S = 30.0  # for a reader to send its request, or to receive the reply
+PATIENCE_S = 30.0  # time for a reader to send its request, or to receive the reply
 ACCEPT_PAUSE_S = 1.0
 NOTIFY_S = 5.0
 NOTIFICATIONS_MAX = 256  # notifications in flight; for further ones the lease ends the offer
-_HEADER = struct.Struct("<QBI")  # generation, verb, number of u32 block numbers that follow
+_HEADER = struct.Struct("<QBI")  # generation, command, number of u32 block numbers that follow
 _WORD = struct.Struct("<Q")
 _READ, _FETCHED, _DROPPED = 1, 2, 3
 _MIB = 1 << 20
 
 
 class TcpCarrier:
-    """`Carrier` that uses plain sockets."""
+    """Implementation of `Carrier` with plain TCP sockets.
+
+    Args:
+        arena: memory of this worker's blocks.
+        offers: offers of this worker, which readers may read.
+        host: address to listen on and to advertise.
+    """
 
     def __init__(self, arena: Arena, offers: KvOffers, host: str) -> None:
         self.route = b""
@@ -54,7 +60,7 @@ class TcpCarrier:
         self._notifying = 0
 
     async def start(self) -> None:
-        """Listen on a port chosen by the kernel."""
+        """Listen on a port that the kernel selects. Raises OSError if the address cannot be used."""
         found = await self._loop.getaddrinfo(self._host, 0, type=socket.SOCK_STREAM)
         family, kind, protocol, _, address = found[0]
         self._listener = socket.socket(family, kind, protocol)
@@ -70,7 +76,7 @@ class TcpCarrier:
         self._loop.add_reader(self._listener, self._accept, self._listener)
 
     async def read(self, place: BlockLocation, theirs: "Slots", into: "Numbers", *, notify: bool) -> None:
-        """Request blocks, then check the generation word that follows them."""
+        """Request the blocks on a new connection, and check the generation word that the holder sends after them."""
         rows = [self._arena.view(block).data for block in into.tolist()]
         with _as_transfer_errors(place):
             async with self._connected(place) as connection:
@@ -88,15 +94,15 @@ class TcpCarrier:
                     await self._loop.sock_sendall(connection, _HEADER.pack(place.generation, _FETCHED, 0))
 
     def notify(self, place: BlockLocation, *, fetched: bool) -> None:
-        """Notify the holder on a separate connection."""
+        """Notify the holder on a separate connection. Above `NOTIFICATIONS_MAX` at a time, send nothing."""
         if self._notifying < NOTIFICATIONS_MAX:
             _ = self._spawn(self._notify(place, _FETCHED if fetched else _DROPPED))
 
     def unanswered(self, place: BlockLocation) -> None:
-        """Do nothing: the connection was closed."""
+        """Do nothing, because the connection of the read was closed."""
 
     def holding(self, offers: int) -> None:
-        """Do nothing: readers can always connect."""
+        """Do nothing, because readers can always connect."""
 
     async def close(self) -> None:
         """Stop listening and close all connections."""
@@ -116,7 +122,7 @@ class TcpCarrier:
             async with asyncio.timeout(NOTIFY_S), self._connected(place) as connection:
                 await self._loop.sock_sendall(connection, _HEADER.pack(place.generation, verb, 0))
         except (OSError, TimeoutError, ValueError) as error:
-            LOG.info("cannot notify %s, its lease will end: %s", place.agent, error)
+            LOG.info("cannot notify %s, which keeps the KV until its lease ends: %s", place.agent, error)
         finally:
             self._notifying -= 1
 
@@ -137,7 +143,7 @@ class TcpCarrier:
         except (BlockingIOError, InterruptedError):
             return
         except OSError as error:
-            LOG.warning("no reader can connect: %s", error)
+            LOG.warning("cannot accept a connection for KV, will retry: %s", error)
             self._loop.remove_reader(listener)  # most likely out of file descriptors: an immediate retry would spin
             self._pause = self._loop.call_later(ACCEPT_PAUSE_S, self._loop.add_reader, listener, self._accept, listener)
             return

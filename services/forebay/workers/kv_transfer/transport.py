@@ -1,7 +1,8 @@
 """Common part of all transports, and the function that opens one.
 
-Theory of operation. A fetch validates the descriptor, waits for the limiter and reads. With checksums, it then verifies
-every block and reads wrong ones again. The holder is notified at the end. One deadline covers everything.
+Theory of operation. A fetch validates the descriptor, waits for the limiter and reads the blocks. If the offer has
+checksums, the fetch verifies each block, and reads blocks with a wrong checksum again. At the end it notifies the
+holder. One time limit covers all of this.
 """
 
 import asyncio
@@ -20,7 +21,6 @@ from forebay.workers.kv_transfer.api import (
     FetchedKv,
     FreeReason,
     Kind,
-    KvTransport,
     Offer,
     OnFree,
     Stats,
@@ -38,14 +38,25 @@ if TYPE_CHECKING:
     from forebay.workers.kv_transfer.api import Numbers
     from forebay.workers.kv_transfer.descriptor import Slots
 
-LEASE_S = 30.0  # a reader comes within a second or is lost; held blocks are missing in the cache
+LEASE_S = 30.0  # a reader fetches within a second or is lost; offered blocks are not available to the cache
 FETCH_S = 10.0  # a transfer takes milliseconds; the first one also connects
 LOOPBACK = "127.0.0.1"
-RETRIES_MAX = 2  # of blocks with a wrong checksum
+RETRIES_MAX = 2  # additional reads of blocks with a wrong checksum
 
 
-class Transport:
-    """Implementation of `KvTransport`, created by `open_transport`."""
+class KvTransport:
+    """Transport that offers blocks of this worker and fetches blocks of other workers.
+
+    `open_transport` creates and starts it. All methods are called on the event loop of that call.
+
+    Attributes:
+        kind: `nixl` or `tcp`; value of `Prefilled.connector` and `KvLayout.connector`.
+        name: name of this worker and its epoch, from `agent_name`.
+        memory: memory of this worker's blocks.
+        lease_s: seconds after which an offer ends that nobody fetched; `Prefilled.lease_us` must not be longer.
+        fetch_s: timeout in seconds of later fetches.
+        stats: statistics, which the transport updates.
+    """
 
     def __init__(
         self,
@@ -63,38 +74,67 @@ class Transport:
         self.lease_s = lease_s
         self.memory = arena
         self.stats = Stats()
-        self._fetch_s = fetch_s
+        self.fetch_s = fetch_s
         self._free_callback = on_free
-        self._offers = KvOffers(arena, self.stats, lease_s, self._on_free)
+        self._offers = KvOffers(arena, self.stats, self._on_free)
         self._gate = FetchLimiter(self.stats)
         self._carrier: Carrier = (
             NixlCarrier(name, arena, self.stats, self._offers.end, at)
             if kind == "nixl"
             else TcpCarrier(arena, self._offers, at or LOOPBACK)
         )
-        self._deadlines: set[asyncio.Timeout] = set()  # of fetches in progress
+        self._deadlines: set[asyncio.Timeout] = set()  # time limits of fetches in progress
         self._nothing_fetched = asyncio.Event()
         self._nothing_fetched.set()
         self._closed = False
 
     async def start(self) -> None:
-        """Start to offer and fetch."""
+        """Start the carrier, so that blocks can be offered and fetched. Raises EngineError or OSError if that fails."""
         await self._carrier.start()
 
     def offer(self, request_id: str, blocks: Sequence[int], *, checksum: bool = False) -> Offer:
-        """Offer blocks to one reader."""
+        """Offer blocks to one reader, for at most `lease_s` seconds.
+
+        The caller must not write to the blocks until the transport calls `on_free(request_id, why)`. It does that once
+        per offer, and never within this call. A block may be in several offers.
+
+        Args:
+            request_id: id of the request.
+            blocks: block numbers, in the order of the prompt.
+            checksum: whether to compute checksums. All blocks are then hashed before this call returns.
+
+        Raises:
+            TransferError: there are no blocks, too many for a descriptor or an invalid one; there are too many offers
+                or already one for this request; or the transport is closed.
+        """
         if self._closed:
             raise _closed()
-        offer = self._offers.add(request_id, blocks, agent=self.name, route=self._carrier.route, checksum=checksum)
+        offer = self._offers.add(
+            request_id, blocks, lease_s=self.lease_s, agent=self.name, route=self._carrier.route, checksum=checksum
+        )
         self._carrier.holding(len(self._offers))
         return offer
 
     def release(self, request_id: str) -> bool:
-        """End the offer of a request."""
+        """End the offer of a request now, and return whether there was one. A fetch of it in progress fails."""
         return self._offers.release(request_id)
 
     async def fetch(self, offered: Prefilled | Encoded, first: int, into: Sequence[int]) -> FetchedKv:
-        """Fetch blocks that another worker holds."""
+        """Read offered blocks into blocks of this worker, and notify the holder.
+
+        Fetches run in the order of the calls. The time limit of `fetch_s` seconds includes the time in the queue. When
+        the fetch has ended, successfully or not, the transport no longer writes to the blocks `into`.
+
+        Args:
+            offered: event field with the descriptor of the blocks.
+            first: index of the first offered block to read. If it is the number of offered blocks, nothing is read and
+                the holder is only notified.
+            into: blocks of this worker that receive the content, one per block to read.
+
+        Raises:
+            TransferError: the fetch failed, for `reason`. The content of `into` is invalid. The holder may still keep
+                the blocks, so fetch again, call `drop`, or let the lease of the offer end.
+        """
         began_s = runtime.monotonic_s()
         place: BlockLocation | None = None
         try:
@@ -119,7 +159,10 @@ class Transport:
         return FetchedKv(bytes=size, blocks=len(into), us=us, retries=retries)
 
     def drop(self, offered: Prefilled | Encoded) -> None:
-        """Notify a holder that nobody will fetch its blocks."""
+        """Notify a holder that this worker will not fetch its blocks, in the background and without retries.
+
+        An invalid descriptor is ignored.
+        """
         if self._closed:
             return
         try:
@@ -129,7 +172,7 @@ class Transport:
         self._carrier.notify(place, fetched=False)
 
     async def close(self) -> None:
-        """End all fetches and offers."""
+        """Let fetches in flight fail with reason `closed`, and end all offers. May be called repeatedly."""
         if self._closed:
             return
         self._closed = True
@@ -153,7 +196,7 @@ class Transport:
 
     async def _within_deadline(self, place: BlockLocation, first: int, into: "Numbers") -> int:
         try:
-            async with asyncio.timeout(self._fetch_s) as deadline:
+            async with asyncio.timeout(self.fetch_s) as deadline:
                 self._deadlines.add(deadline)
                 self._nothing_fetched.clear()
                 try:
@@ -166,7 +209,7 @@ class Transport:
             if self._closed:
                 raise _closed() from error
             self._carrier.unanswered(place)
-            text = f"the blocks of {place.agent} did not arrive within {self._fetch_s:g} s"
+            text = f"the blocks of {place.agent} did not arrive within {self.fetch_s:g} s"
             raise TransferError(text, "deadline") from error
 
     async def _in_turn(self, place: BlockLocation, first: int, into: "Numbers") -> int:
@@ -224,24 +267,24 @@ async def open_transport(
     fetch_s: float = FETCH_S,
     at: str = "",
 ) -> KvTransport:
-    """Return a transport for one worker epoch, ready to offer and fetch.
+    """Return a new transport for one worker epoch, ready to offer and fetch blocks.
 
     Args:
-        kind: `nixl`, or `tcp`, which is only used when selected here.
-        name: `agent_name(worker_id, worker_epoch)`; offers of other epochs of the worker are refused.
+        kind: `nixl` or `tcp`. There is no fallback from one to the other.
+        name: name of this worker and its epoch, from `agent_name`. Readers refuse offers of other epochs.
         block_bytes: bytes per block over all layers; the same for all workers of a pool.
-        blocks: number of slots.
-        on_free: called on the event loop with the request whose blocks are free again, and the reason.
-        lease_s: duration of an offer in seconds.
-        fetch_s: timeout of a fetch in seconds, including time in the queue.
-        at: for `tcp` the address to listen on and advertise, loopback if empty. For `nixl` the network interface,
-            chosen by NIXL if empty.
+        blocks: number of blocks.
+        on_free: called on the event loop when an offer has ended, with the request id and the reason.
+        lease_s: seconds after which an offer ends that nobody has fetched.
+        fetch_s: time limit of a fetch in seconds, including time in the queue.
+        at: for `tcp` the address to listen on and advertise, loopback if empty. For `nixl` the network interface;
+            if empty, UCX selects one.
 
     Raises:
         EngineError: NIXL cannot be imported or started, or the sizes are invalid.
         OSError: `tcp` cannot listen at the address.
     """
-    transport = Transport(
+    transport = KvTransport(
         kind,
         name,
         Arena(blocks, block_bytes),

@@ -1,8 +1,8 @@
-"""KV events of a worker, numbered without gaps, and complete re-announcements of its cache.
+"""Create the KV events of a worker, numbered without gaps, and complete re-announcements of its cache.
 
-Theory of operation. Each rank's events are numbered from 1 when they are created, and appended at once and in order. A
-worker whose append fails exits. A missing number on the log is therefore a lost record. Re-announcements use the
-changes remembered here, because the engine's cache may be ahead of the events it has reported.
+Theory of operation. The events of each rank are numbered from 1. The worker appends them in order, as soon as they are
+created, and exits if an append fails. So a missing number on the log means that a record was lost. Re-announcements
+contain the blocks that were announced so far, and not the engine's cache: that may be ahead of the reported events.
 """
 
 from collections.abc import Container, Iterable, Sequence
@@ -29,8 +29,8 @@ class _Tier:
     """Announced blocks of one tier of one rank.
 
     Attributes:
-        parents: sequence hash of each block to that of the preceding block, None if unknown.
-        engine_hashes: sequence hash to the engine's own block hash, for blocks that have one.
+        parents: sequence hash of each block -> that of the preceding block; None if this block is unknown.
+        engine_hashes: sequence hash -> the engine's own block hash, for blocks that have one.
     """
 
     parents: dict[int, int | None] = field(default_factory=dict)
@@ -58,7 +58,10 @@ class _Rank:
 
 
 class CacheEvents:
-    """KV events of one epoch of one worker. Creates none if `spec.kv_events` is False."""
+    """Creates the KV events of one worker for one worker epoch, and remembers the announced blocks of each rank.
+
+    If `spec.kv_events` is false, it creates no events.
+    """
 
     def __init__(self, spec: WorkerSpec, worker_epoch: int, partition: int) -> None:
         self._worker_id = spec.worker_id
@@ -68,11 +71,16 @@ class CacheEvents:
         self._ranks = {rank: _Rank() for rank in spec.ranks}
 
     def announcement(self, rank: int, hashes: Sequence[int]) -> list[Draft]:
-        """Return the events that announce a rank's cache at the start of the epoch."""
+        """Return the events that announce the cache of a rank when the epoch begins.
+
+        Args:
+            rank: the rank.
+            hashes: sequence hashes of the cached blocks.
+        """
         return self.changes(rank, [Stored(None, tuple(hashes))])
 
     def changes(self, rank: int, changes: Iterable[CacheChange]) -> list[Draft]:
-        """Return the events of cache changes, in order."""
+        """Return the events for changes of the cache of a rank, in order."""
         if self._silent:
             return []
         one = self._ranks[rank]
@@ -91,9 +99,13 @@ class CacheEvents:
         return drafts
 
     def reannouncement(self, rank: int, above_seq: int) -> list[Draft]:
-        """Return events that clear a rank and store all its announced blocks. Append them as one batch.
+        """Return events that clear a rank in the prefix index and then store all blocks that it has announced.
 
-        Their numbers exceed `above_seq`, in case another process used numbers up to it.
+        The caller must append the events as one batch.
+
+        Args:
+            rank: the rank.
+            above_seq: number that the events must exceed, because another process may have used numbers up to it.
         """
         if self._silent:
             return []
@@ -150,12 +162,13 @@ class CacheEvents:
 
 
 def chains(parents: dict[int, int | None], before: Container[int] = ()) -> list[Stored]:
-    """Split blocks into chains that contain each block once, every chain after the one it continues.
+    """Split blocks into chains, in which each block follows its parent. Each block is in exactly one chain.
 
-    The parent of a chain is None if it is neither in `before` nor in an earlier chain, for example in a reported cycle.
+    A chain that continues another chain comes after it in the result. If the parent of its first block is neither in
+    an earlier chain nor in `before`, for example because an engine reported a cycle, the parent of the chain is None.
 
     Args:
-        parents: sequence hash of each block to that of its parent.
+        parents: sequence hash of each block -> that of its parent, the preceding block of the prompt.
         before: sequence hashes of blocks that are already announced.
     """
     found: list[Stored] = []

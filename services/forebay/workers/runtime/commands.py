@@ -1,9 +1,9 @@
-"""Operator commands, executed by the engine one after another.
+"""Commands of an operator to a worker, which its engine executes one after another.
 
-Theory of operation. Commands run in arrival order, so `list_loras` includes every adapter loaded before it. Each
-command runs once. If a new owner sends it again, it gets the same result. Loaded adapters belong to the engine and
-outlive an epoch. If the epoch ends during a command, its result is therefore sent in the next epoch, because the router
-selects workers by adapter.
+Theory of operation. Commands run in the order of arrival, so `list_loras` includes every adapter that was loaded by an
+earlier command. Each command runs once. If a new owner sends it again, the worker sends the same result again. Loaded
+adapters belong to the engine, and remain loaded when a worker epoch ends. The router selects workers by adapter, so it
+must know them. If an epoch ends during a command, the worker therefore sends the result in its next epoch.
 """
 
 import asyncio
@@ -29,14 +29,16 @@ ERROR_CHARS_MAX = 500
 
 @dataclass(slots=True)
 class ReceivedCommand:
-    """Received command and its result.
+    """A command that the worker has received, and its result.
 
     Attributes:
-        owner_epoch: epoch of the latest owner that sent it.
-        begin_by_s: deadline for its start, on the monotonic clock.
-        over: whether it has a result.
-        loras: adapters loaded afterwards.
-        error: why it was not executed, None on success.
+        command_id: id of the command.
+        command: the command.
+        owner_epoch: epoch of the latest owner that sent the command.
+        begin_by_s: latest time at which it may start, in seconds of the monotonic clock.
+        over: whether the command has a result.
+        loras: adapters that were loaded after the command.
+        error: why the command failed or was not executed; None on success or without a result.
     """
 
     command_id: str
@@ -49,11 +51,16 @@ class ReceivedCommand:
 
 
 class CommandRunner:
-    """Executes commands on `engine`, which serves `model`, and appends their results with `send`.
+    """Executes commands on the engine of a worker, and appends their results to the log.
+
+    Args:
+        engine: the engine that executes the commands.
+        model: name of the base model, which no adapter may have.
+        send: appends records to the log.
 
     Attributes:
-        loras: the adapters that are loaded now.
-        repeated: number of commands received more than once.
+        loras: names of the adapters that are loaded now.
+        repeated: number of commands that were received again.
     """
 
     def __init__(self, engine: Engine, model: str, send: Callable[[Sequence[Draft]], object]) -> None:
@@ -70,24 +77,29 @@ class CommandRunner:
         self.repeated = 0
 
     @property
+    def waiting(self) -> int:
+        """Number of queued commands, without the one that runs."""
+        return len(self._waiting)
+
+    @property
     def busy(self) -> bool:
-        """Whether any command has no result yet."""
+        """Whether a command is queued or is being executed."""
         return self._executing or bool(self._waiting)
 
     def join(self, outbox: Outbox) -> None:
-        """Begin an epoch; results are encoded by `outbox`."""
+        """Begin a worker epoch, for which `outbox` encodes the results."""
         self._outbox = outbox
         self._joined.set()
 
     def leave(self) -> None:
-        """End the epoch and drop the queued commands, which the owner has already given up."""
+        """End the worker epoch and drop the queued commands. The owner no longer waits for their results."""
         self._outbox = None
         self._joined.clear()
         self._waiting.clear()
         self._seen.clear()
 
     def add(self, event: WorkerCommand) -> None:
-        """Queue a command, or send its result again if it has already run."""
+        """Queue a command. If the command has already run, send its result again instead."""
         key = event.command_id, event.nonce  # an id may be reused much later
         known = self._seen.get(key)
         if known is not None:
@@ -108,7 +120,7 @@ class CommandRunner:
         self._wake.set()
 
     async def run(self) -> None:
-        """Execute queued commands until cancelled. Raises the exceptions of a broken engine."""
+        """Execute queued commands until cancelled. Raises EngineError if the engine is broken."""
         while True:
             while not self._waiting:
                 self._wake.clear()

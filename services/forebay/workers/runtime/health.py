@@ -1,4 +1,4 @@
-"""Periodic health checks of an engine, and the report of its failure on the log."""
+"""Check the health of an engine periodically, and report its failure on the log."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,15 @@ ERROR_CHARS_MAX = 2_000
 async def report_failure(
     log: Log, partition: int, spec: WorkerSpec, worker_epoch: int | None, error: BaseException
 ) -> None:
-    """Report the EngineError that ends a worker on the log, if `error` is or contains one."""
+    """Append an `EngineFailed` event if an EngineError has ended a worker. Other errors are not reported.
+
+    Args:
+        log: the log.
+        partition: partition of the control topics of the worker's group.
+        spec: description of the worker.
+        worker_epoch: epoch of the worker; None if it was not a member of the fleet.
+        error: exception that ended the worker. It may be an exception group that contains an EngineError.
+    """
     if isinstance(error, BaseExceptionGroup):
         error = error.subgroup(EngineError) or error
     while isinstance(error, BaseExceptionGroup):
@@ -36,14 +44,18 @@ async def report_failure(
         worker_epoch=worker_epoch,
         at_us=runtime.wall_us(),
     )
-    # Whoever awaits the append elsewhere reports a failing log.
+    # If the log fails, other tasks of the worker report that.
     with contextlib.suppress(LogError, TimeoutError):
         async with asyncio.timeout(REPORT_TIMEOUT_S):
             await log.append([Draft(PROGRESS.name, partition, encode(PROGRESS, event))])
 
 
 class HealthWatch:
-    """Health checks of one engine. `checked_s` is the time of the last success, on the monotonic clock."""
+    """Checks the health of one engine periodically.
+
+    Attributes:
+        checked_s: time of the last successful check, in seconds of the monotonic clock.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self.checked_s = runtime.monotonic_s()
@@ -51,11 +63,15 @@ class HealthWatch:
         self._wanted = asyncio.Event()
 
     def check_now(self) -> None:
-        """Run the next check immediately."""
+        """Make `run` perform the next check immediately."""
         self._wanted.set()
 
     async def run(self, passed: Callable[[], None]) -> None:
-        """Call `passed` after each successful check, until cancelled. Raises EngineError when the engine is broken."""
+        """Check the engine until cancelled, and call `passed` after each successful check.
+
+        Raises:
+            EngineError: the engine is broken or does not reply in time.
+        """
         while True:
             try:
                 async with asyncio.timeout(CHECK_TIMEOUT_S):

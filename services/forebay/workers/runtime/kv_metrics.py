@@ -15,12 +15,12 @@ PLAIN = "tcp"  # TCP without NIXL
 
 
 def kv_path(layout: KvLayout) -> str:
-    """Return the name of what moves KV blocks; it points out TCP, because NIXL is the normal path."""
+    """Return the name of the transport of KV blocks for people. TCP is marked, because NIXL is the normal transport."""
     return f"{layout.connector} (without NIXL)" if layout.connector == PLAIN else layout.connector
 
 
 def kv_metrics(worker: Worker) -> Iterator[Metric]:
-    """Yield the current metrics; none for an engine without KV transfers."""
+    """Yield the current metrics of the KV transfers of a worker. There are none if its engine transfers no KV."""
     layout = worker.spec.kv_layout
     if layout is None:
         return

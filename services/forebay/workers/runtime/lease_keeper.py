@@ -1,7 +1,8 @@
 """Lease renewal on a separate thread, so that a busy event loop does not look like a dead worker.
 
-A lease is a hint, not the truth: the log decides. A vanished lease is acquired again. If another incarnation of the
-same worker holds it, the worker is notified that it was replaced. Store errors are retried.
+A lease only informs the owner; only the owner's event on the log is a fact. If a lease vanishes, the keeper acquires it
+again. If another incarnation of the same worker has the lease, the keeper notifies the worker that it was replaced.
+After an error of the lease store the keeper retries.
 """
 
 import asyncio
@@ -17,8 +18,8 @@ logger = logging.getLogger(__name__)
 
 TTL_S = 3.0
 RENEWALS_PER_TTL = 3  # two renewals may fail before the lease expires
-RENEW_S_MAX = 1.0  # a vanished lease is acquired again this soon, independent of its TTL
-RETRY_S_MAX = 1.0  # after an error, well before the next renewal
+RENEW_S_MAX = 1.0  # even with a long TTL, a vanished lease is acquired again within this time
+RETRY_S_MAX = 1.0  # maximum pause after an error of the lease store
 
 
 @dataclass(slots=True, kw_only=True)
@@ -33,14 +34,19 @@ class _Hold:
     due: float = 0.0
 
     def tokens_of_successor(self) -> frozenset[str]:
-        """Return the tokens that a successor of this hold may take the lease from; empty if it never held the lease."""
+        """Return the tokens from which a later `hold` for the worker may take the lease; empty if it was never held."""
         if self.acquired:
             return frozenset({self.token})
         return self.predecessors and self.predecessors | {self.token}
 
 
 class LeaseKeeper:
-    """Acquires, renews and releases leases. `hold` and `release` return at once; the thread does the work."""
+    """Acquires, renews and releases the leases of workers on a separate thread.
+
+    Args:
+        leases: store of the leases, for example Redis.
+        ttl_s: seconds after which a lease expires if it is not renewed.
+    """
 
     def __init__(self, leases: Leases, *, ttl_s: float = TTL_S) -> None:
         assert ttl_s > 0
@@ -55,7 +61,7 @@ class LeaseKeeper:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self) -> None:
-        """Start the thread, once. Call it on the event loop that runs the `on_replaced` callbacks."""
+        """Start the thread. Call this method once, on the event loop that runs the `on_replaced` callbacks."""
         assert self._ticker is None
         assert not self._stopping
         self._loop = asyncio.get_running_loop()
@@ -71,10 +77,17 @@ class LeaseKeeper:
         self._ticker = None
 
     def hold(self, group: str, worker_id: str, token: str, payload: bytes, on_replaced: Callable[[str], None]) -> None:
-        """Acquire the lease, from any holder, and keep it until it is released.
+        """Make the thread acquire the lease of a worker, even from another process, and renew it until `release`.
 
-        A new hold succeeds the earlier holds of this keeper for the worker. If another process has taken the lease from
-        one of those, that process keeps it. `on_replaced` is then called on the event loop with the holder's token.
+        One case differs: this keeper has already had the lease of the worker with another token, and another process
+        has taken the lease since then. That process keeps the lease, and the keeper calls `on_replaced`.
+
+        Args:
+            group: group of the worker.
+            worker_id: id of the worker.
+            token: value of the lease that identifies this incarnation of the worker.
+            payload: data of the lease, which the owner reads.
+            on_replaced: called on the event loop if another process has the lease, with the token of that process.
         """
         with self._lock:
             before = self._holds.get((group, worker_id))
@@ -89,7 +102,7 @@ class LeaseKeeper:
         self._tick()
 
     def release(self, group: str, worker_id: str) -> None:
-        """Release the worker's lease, if this keeper holds it."""
+        """Make the thread release the lease of a worker, if this keeper holds it."""
         with self._lock:
             hold = self._holds.pop((group, worker_id), None)
             if hold is not None:
@@ -101,7 +114,7 @@ class LeaseKeeper:
             self._ticker.wake()
 
     def _step(self) -> float | None:
-        """Release and renew what is due. Return the seconds until the next step, or None after `stop`."""
+        """Release and renew the leases that are due. Return the seconds until the next call, None after `stop`."""
         with self._lock:
             stopping = self._stopping
             if stopping:

@@ -1,7 +1,7 @@
 """Life cycle of a worker as a state machine.
 
-Theory of operation. A worker changes its state only by the transitions below. Any other transition raises and leaves
-the state unchanged.
+Theory of operation. A worker changes its state only by the transitions below. Any other transition raises
+IllegalTransition and leaves the state unchanged.
 
     created --register--> registered --admit--> running --pass--> healthy       any member --lose--> registered
     registered, running, healthy --stop--> stopping                                any --leave--> deregistered
@@ -12,11 +12,11 @@ from enum import StrEnum
 from forebay import runtime
 from forebay.core.state_machine import IllegalTransition
 
-FACT_S = 5.0  # the owner polls the leases twice per second; without an owner no new work arrives anyway
+FACT_S = 5.0  # the owner polls the leases twice per second; if there is no owner, no new work arrives anyway
 
 
 class State(StrEnum):
-    """State of a worker."""
+    """State of a worker process, from the start of its engine to the release of its lease."""
 
     CREATED = "created"  # the engine is starting
     REGISTERED = "registered"  # the lease is held; the owner may admit the worker
@@ -27,7 +27,7 @@ class State(StrEnum):
 
 
 class Transition(StrEnum):
-    """Transition of a worker."""
+    """Transition between two states of a worker. `TRANSITIONS` lists the allowed ones."""
 
     REGISTER = "register"
     ADMIT = "admit"
@@ -37,37 +37,30 @@ class Transition(StrEnum):
     LEAVE = "leave"
 
 
+_LEAVES = {Transition.LEAVE: State.DEREGISTERED}
+_ENDS = {Transition.STOP: State.STOPPING, **_LEAVES}
 TRANSITIONS: dict[State, dict[Transition, State]] = {
-    State.CREATED: {Transition.REGISTER: State.REGISTERED, Transition.LEAVE: State.DEREGISTERED},
-    State.REGISTERED: {
-        Transition.ADMIT: State.RUNNING,
-        Transition.STOP: State.STOPPING,
-        Transition.LEAVE: State.DEREGISTERED,
-    },
-    State.RUNNING: {
-        Transition.PASS: State.HEALTHY,
-        Transition.LOSE: State.REGISTERED,
-        Transition.STOP: State.STOPPING,
-        Transition.LEAVE: State.DEREGISTERED,
-    },
-    State.HEALTHY: {
-        Transition.LOSE: State.REGISTERED,
-        Transition.STOP: State.STOPPING,
-        Transition.LEAVE: State.DEREGISTERED,
-    },
-    State.STOPPING: {Transition.LEAVE: State.DEREGISTERED},
+    State.CREATED: {Transition.REGISTER: State.REGISTERED, **_LEAVES},
+    State.REGISTERED: {Transition.ADMIT: State.RUNNING, **_ENDS},
+    State.RUNNING: {Transition.PASS: State.HEALTHY, Transition.LOSE: State.REGISTERED, **_ENDS},
+    State.HEALTHY: {Transition.LOSE: State.REGISTERED, **_ENDS},
+    State.STOPPING: _LEAVES,
     State.DEREGISTERED: {},
 }
 
 
 class WorkerLifeCycle:
-    """State machine of one worker."""
+    """State machine of one worker process.
+
+    Attributes:
+        state: the current state.
+    """
 
     def __init__(self) -> None:
         self.state = State.CREATED
 
     def move(self, move: Transition) -> None:
-        """Apply a transition. Raises IllegalTransition, without any change, if the table does not list it."""
+        """Apply a transition. Raises IllegalTransition, without any change, if `TRANSITIONS` does not allow it."""
         state = TRANSITIONS[self.state].get(move)
         if state is None:
             raise IllegalTransition(f"transition {move} is not allowed in state {self.state}")
@@ -75,9 +68,15 @@ class WorkerLifeCycle:
 
 
 class WorkerDrain:
-    """Stop that waits for requests in flight until `ends_s`, on the monotonic clock.
+    """Deadlines of a worker that drains: it finishes its requests, gets no new ones, and then stops.
 
-    `announced` is True once the owner has recorded the drain, which is awaited until `fact_ends_s`.
+    Args:
+        within_s: maximum seconds to wait for requests in flight.
+
+    Attributes:
+        ends_s: time until which the worker waits for its requests, in seconds of the monotonic clock.
+        fact_ends_s: time until which it waits for the owner to record the drain, on the same clock.
+        announced: whether the owner has recorded the drain.
     """
 
     def __init__(self, within_s: float) -> None:
@@ -87,5 +86,9 @@ class WorkerDrain:
         self.announced = False
 
     def left_s(self, now: float) -> float | None:
-        """Return the seconds until the earlier of the two deadlines that is still ahead; None if both have passed."""
+        """Return the seconds until the next of the two deadlines; None if both have passed.
+
+        Args:
+            now: current time, in seconds of the monotonic clock.
+        """
         return min((end - now for end in (self.fact_ends_s, self.ends_s) if end > now), default=None)

@@ -1,9 +1,10 @@
-"""Checks and preparation of requests before they reach the engine.
+"""Check requests and fetch their embeddings before the engine gets them.
 
-Engines that cannot process images or videos, or cannot transfer KV, must not ignore them: such requests fail with a
-specific error. If an encode worker made the embeddings, they are fetched first and the engine gets the request
-afterwards. If the fetch fails, the owner has the media encoded again. The engine itself fetches KV. Media and their
-embeddings are ignored in that case, because the KV already covers them.
+If a request needs KV transfers, or contains images or videos, and the engine supports none of them, the request fails
+with a specific error. If an encode worker has computed the embeddings of its images or videos, they are fetched before
+the engine gets the request. If this fetch fails, the owner lets the media be encoded again.
+
+A decode worker ignores images, videos and embeddings, because the KV that its engine fetches already covers them.
 """
 
 import asyncio
@@ -30,16 +31,30 @@ OnFailed = Callable[[WorkItem, ResponseError | TransferError], None]
 
 @runtime_checkable
 class MediaEngine(Protocol):
-    """Engine that accepts images and videos, as bytes (`Engine.submit`) or as embeddings."""
+    """Engine that accepts images and videos, either as bytes (`Engine.submit`) or as embeddings."""
 
     def submit_embedded(self, item: WorkItem, embeddings: "Array") -> None:
-        """Queue a request with the embeddings of `item.media`, in their order, one row per placeholder token."""
+        """Queue a request with the embeddings of its images and videos.
+
+        Args:
+            item: the request.
+            embeddings: one row per placeholder token, in the order of `item.media`.
+        """
 
 
 class MediaFeed:
-    """Passes requests to the engine of one worker, after their embeddings were fetched.
+    """Passes requests to the engine of one worker, after it has fetched the embeddings that they need.
 
-    `on_failed` is called for requests that never reach the engine, with the error for the client or the failed fetch.
+    Args:
+        engine: the engine.
+        worker_id: id of the worker.
+        on_failed: called for a request that does not reach the engine: with an error for the client, or with a
+            TransferError if its embeddings could not be fetched.
+        make_reader: creates the object that fetches embeddings.
+
+    Attributes:
+        fetched: number of successful fetches.
+        not_fetched: number of failed fetches.
     """
 
     def __init__(
@@ -56,7 +71,7 @@ class MediaFeed:
         self.not_fetched = 0
 
     def submit(self, item: WorkItem) -> None:
-        """Queue a request; see `Engine.submit`."""
+        """Pass a request to the engine, after its embeddings were fetched, or report that the engine cannot run it."""
         if item.stage in ("prefill", "decode") and self._kv is None:
             name = type(self._engine).__name__
             message = f"the engine {name} does not support prefill and decode stages"
@@ -72,7 +87,7 @@ class MediaFeed:
             self._fetching[item.request_id] = task
 
     def cancel(self, request_id: str) -> None:
-        """Drop a request; see `Engine.cancel`."""
+        """Cancel a request: its fetch of embeddings, or its execution in the engine."""
         task = self._fetching.pop(request_id, None)
         if task is None:
             self._engine.cancel(request_id)
@@ -80,21 +95,27 @@ class MediaFeed:
             task.cancel()
 
     def release(self, request_id: str) -> None:
-        """Free KV kept for another worker; see `KvEngine.release`. Does nothing for other engines."""
+        """Free KV that the engine keeps for another worker; see `KvEngine.release`.
+
+        Does nothing if the engine cannot keep KV.
+        """
         if self._kv is not None:
             self._kv.release(request_id)
 
     def drop(self, prefilled: Prefilled) -> None:
-        """Notify the holder of unneeded KV; see `KvEngine.drop`. Does nothing for other engines."""
+        """Notify the prefill worker that its KV is not needed; see `KvEngine.drop`.
+
+        Does nothing if the engine cannot fetch KV.
+        """
         if self._kv is not None:
             self._kv.drop(prefilled)
 
     def kept(self) -> int:
-        """Return the number of requests whose KV is kept; 0 for engines that keep none."""
+        """Return the number of requests whose KV the engine keeps for another worker; 0 if it cannot keep KV."""
         return 0 if self._kv is None else self._kv.kept()
 
     def reset(self) -> None:
-        """Drop every request and cancel every fetch; see `Engine.reset`."""
+        """Cancel every fetch of embeddings, and drop every request of the engine; see `Engine.reset`."""
         for task in self._fetching.values():
             task.cancel()
         self._fetching.clear()
@@ -128,7 +149,7 @@ class MediaFeed:
 
 
 def _problem(engine: Engine, item: WorkItem) -> ResponseError | None:
-    """Return the reason why this engine cannot run an item with media, or None."""
+    """Return the error for an item with media that this engine cannot run; None if it can."""
     if not isinstance(engine, MediaEngine):
         name = type(engine).__name__
         message = f"the engine {name} does not support images or videos"

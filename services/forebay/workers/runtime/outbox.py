@@ -1,7 +1,7 @@
-"""Log records for the batches of an engine, in their order. No I/O.
+"""Encode the output of an engine as log records. Performs no I/O.
 
-Cache changes come first, then tokens and ends of responses, then progress events. A reader that sees the end of a
-request has therefore already seen its blocks and its response.
+The records of one engine batch are ordered: changes of the cache, then tokens and ends of responses, then progress
+events. So a reader that sees the end of a request has already seen its blocks and its response.
 """
 
 from collections.abc import Sequence
@@ -57,7 +57,17 @@ LOAD_INTERVAL_S = 0.1  # per rank; ten reports a second are enough for routing
 
 
 class Outbox:
-    """Encoder of the records of one worker epoch. `partition` is the control partition of `group`."""
+    """Encodes the records that a worker appends during one worker epoch.
+
+    Args:
+        spec: description of the worker.
+        worker_epoch: the epoch.
+        group: group of the worker.
+        partition: partition of the control topics of the group.
+
+    Attributes:
+        cache: encodes the KV events.
+    """
 
     def __init__(self, spec: WorkerSpec, worker_epoch: int, group: str, partition: int) -> None:
         self._group = group
@@ -70,7 +80,7 @@ class Outbox:
         self._held: dict[int, EngineLoad] = {}
 
     def request(self, item: WorkItem) -> WorkRequest:
-        """Return the record of a new request."""
+        """Return the initial state of an item that the worker has received, for its `RequestTable`."""
         prompt_tokens = len(item.token_ids) // U32_BYTES
         return WorkRequest(
             item.request_id,
@@ -85,7 +95,7 @@ class Outbox:
         )
 
     def attempt_started(self, request: WorkRequest) -> Draft:
-        """Return the record that begins a later attempt and fences off further output of earlier ones."""
+        """Return the record that begins a later attempt. After it, readers ignore output of earlier attempts."""
         event = AttemptStarted(
             request_id=request.request_id,
             attempt=request.attempt,
@@ -96,10 +106,10 @@ class Outbox:
         return _draft(TOKENS, request.reply_slot, event)
 
     def failure(self, request: WorkRequest, error: ResponseError) -> list[Draft]:
-        """Return the records of a failed request, first for the client, then for the owner.
+        """Return the records of a failed request: the end of the response for the client, then the event for the owner.
 
-        Failures of the prefill stage go to the owner only. So do failures of the encode stage that are not the fault
-        of the request.
+        If the prefill stage fails, or the encode stage fails with a server error, only the owner gets a record,
+        because it can run the stage again.
         """
         if request.stage == "prefill":
             status = error.status if REQUEST_ERROR <= error.status <= STATUS_MAX else SERVER_ERROR
@@ -110,28 +120,36 @@ class Outbox:
         return [self._ended(request, "error", error=error), self._progress(RequestFailed, request, error=error.message)]
 
     def not_fetched(self, request: WorkRequest, error: str) -> list[Draft]:
-        """Return the record of a failed fetch of embeddings or KV, after which the owner has them computed again."""
+        """Return the record that a fetch of embeddings or KV failed, so that the owner lets them be computed again."""
         return [self._progress(TransferFailed, request, error=error[:ERROR_CHARS_MAX])]
 
     def prefilled(self, request: WorkRequest, prefilled: Prefilled, cached_tokens: int) -> Draft:
-        """Return the record of a prefilled prompt whose KV is kept."""
+        """Return the record that the prompt of a request was computed, and that the worker keeps its KV for another."""
         kept = msgspec.structs.replace(prefilled, cached_tokens=cached_tokens, rank=request.rank)
         return self._progress(PrefillFinished, request, prefilled=kept)
 
     def complete(self, request: WorkRequest) -> list[Draft]:
-        """Return the records that end a request whose earlier attempts already generated `max_tokens`."""
+        """Return the records that end a request whose earlier attempts have already generated `max_tokens` tokens."""
         usage = Usage(prompt_tokens=request.prompt_tokens, output_tokens=request.earlier_tokens)
         return [self._ended(request, "length", usage=usage), self._finished(request, "length", usage)]
 
     def ended_before(self, request: WorkRequest, ended: ResponseEnded) -> list[Draft]:
-        """Return the progress record for a response that an earlier attempt completed without the owner's knowledge."""
+        """Return the progress record for a response that an earlier attempt has completed, unknown to the owner.
+
+        Args:
+            request: the request.
+            ended: end of the response, as the earlier attempt wrote it for the client.
+        """
         if ended.usage is None or ended.finish_reason == "error":
             message = "an earlier attempt failed" if ended.error is None else ended.error.message
             return [self._progress(RequestFailed, request, error=message)]
         return [self._finished(request, ended.finish_reason, ended.usage)]
 
     def batch(self, batch: EngineBatch, requests: RequestTable) -> list[Draft]:
-        """Return all records of a batch and apply its transitions to `requests`. Stale events have no records."""
+        """Return all records for one engine batch, and apply its state transitions to `requests`.
+
+        Events of stale attempts get no records.
+        """
         at_us = runtime.wall_us()
         drafts = self.cache.changes(batch.rank, batch.cache_changes)
         drafts += self._tokens(batch, requests, at_us)
@@ -174,7 +192,15 @@ class Outbox:
     def command_result(
         self, command_id: str, command: Command, owner_epoch: int, loras: tuple[str, ...], error: str | None
     ) -> Draft:
-        """Return the record with the result of a command: the loaded adapters, or the error."""
+        """Return the record with the result of a command.
+
+        Args:
+            command_id: id of the command.
+            command: the command.
+            owner_epoch: epoch of the owner that sent the command.
+            loras: adapters that are loaded after the command.
+            error: why the command failed; None on success.
+        """
         fields: dict[str, Any] = {
             "command_id": command_id,
             "action": command.action,
@@ -187,7 +213,7 @@ class Outbox:
         return _draft(PROGRESS, self._partition, result)
 
     def _progress(self, kind: type[ProgressEvent], request: WorkRequest, **fields: Any) -> Draft:
-        """Return a record for the owner."""
+        """Return a record for the owner, with an event of type `kind` on the topic `progress`."""
         event = kind(
             request_id=request.request_id,
             attempt=request.attempt,
@@ -300,11 +326,11 @@ class Outbox:
 
     @property
     def holds_load(self) -> bool:
-        """Whether `held_load` has load reports to return."""
+        """Whether a load report was delayed by the rate limit and has not been returned by `held_load`."""
         return bool(self._held)
 
     def held_load(self) -> list[Draft]:
-        """Return the latest load of each rank whose report was delayed by the rate limit."""
+        """Return the delayed load reports: the latest load of each rank whose report the rate limit delayed."""
         held, self._held = self._held, {}
         at_us = runtime.wall_us()
         return [draft for rank, load in held.items() for draft in self._report(rank, load, at_us)]
@@ -332,9 +358,10 @@ class Outbox:
 
 
 def _usage(request: WorkRequest, end: Finished) -> Usage:
-    """Return the usage of the whole response, including output of earlier attempts.
+    """Return the token counts of the whole response. Output of earlier attempts counts as output.
 
-    For the engine, that output is part of the prompt. For fetched KV, `cached_tokens` is that of the prefill worker.
+    The engine counts that output as part of its prompt. If the KV of the prompt was fetched, `cached_tokens` is the
+    value of the prefill worker.
     """
     prompt_tokens = end.prompt_tokens - request.earlier_tokens
     cached_tokens = end.cached_tokens if request.fetched is None else request.fetched.cached_tokens

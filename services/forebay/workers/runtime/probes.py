@@ -9,19 +9,26 @@ LIVE_S = 30.0  # longer than several health checks with their timeouts
 
 
 class Probes:
-    """Probes that can be called from any thread. `worker` is None until it is created."""
+    """Readiness and liveness probes of a worker process. They can be called from any thread.
+
+    Attributes:
+        worker: the worker; None until it is created.
+    """
 
     def __init__(self) -> None:
         self.worker: Worker | None = None
 
     def ready(self) -> tuple[bool, str]:
-        """Return whether the worker is a healthy member of the fleet, with its state and KV transport."""
+        """Return whether the worker is a healthy member of the fleet, and a text with its state and KV transport."""
         state = self._state()
         layout = None if self.worker is None else self.worker.spec.kv_layout
         return state is State.HEALTHY, state if layout is None else f"{state}, KV transport {kv_path(layout)}"
 
     def live(self) -> tuple[bool, str]:
-        """Return False once the worker has exited, or if its event loop has not run a health check for too long."""
+        """Return whether the worker is alive, and a text with its state.
+
+        It is not alive once it has released its lease, or if the last health check is more than `LIVE_S` seconds ago.
+        """
         state = self._state()
         late = self._late_s()
         if late > LIVE_S:

@@ -1,4 +1,4 @@
-"""Events of one rank, collected between two batches from responses, KV events and statistics."""
+"""Collect the events of one rank of an engine (output, changes of the cache, load) and publish them as batches."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from forebay.workers.engine import CacheChange, Cleared, EngineBatch, Failed, No
 
 
 class _Chunk:
-    """Output tokens of a request since the last batch."""
+    """Output tokens of one request since the last batch."""
 
     def __init__(self, first_index: int) -> None:
         self.first_index = first_index
@@ -20,7 +20,17 @@ class _Chunk:
 
 
 class RankBuffer:
-    """Events of one rank between two batches. `kv_blocks_total` excludes blocks that the engine reserves for itself."""
+    """Collects the events of one rank until `take` returns them as a batch.
+
+    Args:
+        rank: the rank.
+        kv_blocks_total: number of KV blocks of the rank, without blocks that the engine reserves for itself.
+
+    Attributes:
+        rank: the rank.
+        load: load of the rank after its last step.
+        clears: number of times that the engine reported an empty cache.
+    """
 
     def __init__(self, rank: int, kv_blocks_total: int) -> None:
         self.rank = rank
@@ -42,27 +52,38 @@ class RankBuffer:
 
     @property
     def muted(self) -> bool:
-        """Whether cache changes from the engine are currently ignored."""
+        """Whether the buffer ignores changes of the cache until the engine reports an empty cache."""
         return self._muted
 
     def reset(self, *, clears: bool = True) -> None:
-        """Drop all unpublished events. If `clears`, ignore cache changes until the engine reports an empty cache."""
+        """Drop all events that were not returned yet, and report an idle rank.
+
+        Args:
+            clears: whether the engine's cache is being cleared. If true, changes of the cache are ignored until the
+                engine reports an empty cache.
+        """
         self._forget()
         self._published_load = None
         self._muted = clears
         self.idle()
 
     def idle(self) -> None:
-        """Report an idle rank at once, because the engine reports it only with its next step."""
+        """Set the load to idle, because the engine would report it only with its next step."""
         self.load = self._idle
 
     def report(self, running: int, waiting: int, usage: float) -> None:
-        """Set the load after a step. `usage` is the share of KV blocks in use, from 0 to 1."""
+        """Set the load of the rank after a step of the engine.
+
+        Args:
+            running: number of running sequences.
+            waiting: number of waiting sequences.
+            usage: share of KV blocks in use, from 0 to 1.
+        """
         total = self._idle.kv_blocks_total
         self.load = EngineLoad(running, waiting, round(usage * total), total)
 
     def changed(self, changes: Sequence[CacheChange]) -> None:
-        """Add changes of the cache, in order."""
+        """Add changes of the cache that the engine reported, in order."""
         for change in changes:
             if isinstance(change, Cleared):
                 self.clears += 1
@@ -73,9 +94,10 @@ class RankBuffer:
                 self._changes.append(change)
 
     def cleared(self, clears_before: int) -> None:
-        """Report a cache that was cleared by command as empty, and ignore the changes before that.
+        """Report the cache as empty after a command has cleared it.
 
-        The engine reports it only with its next step.
+        The engine itself would report the empty cache only with its next step. Until that report, its changes are
+        ignored, because they precede the clearing. Does nothing if the engine has already reported the empty cache.
 
         Args:
             clears_before: value of `clears` when the command was sent.
@@ -85,43 +107,56 @@ class RankBuffer:
             self._muted = True
 
     def discard_changes(self) -> None:
-        """Drop pending cache changes, because the whole cache content was just announced."""
+        """Drop collected changes of the cache, because the worker has just announced the whole cache."""
         self._changes.clear()
 
     def add_tokens(
         self, item: WorkItem, first_index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] = ()
     ) -> None:
-        """Add output tokens; `first_index` is the index of the first one in the request's output."""
+        """Add output tokens of a request.
+
+        Args:
+            item: the request.
+            first_index: position of the first of these tokens in the output of the request, from 0.
+            token_ids: ids of the tokens.
+            logprobs: log probability of each token; empty if none were requested.
+        """
         chunk = self._chunks.setdefault((item.request_id, item.attempt), _Chunk(first_index))
         chunk.token_ids += token_ids
         chunk.logprobs += logprobs
 
     def began(self, item: WorkItem, cached_tokens: int) -> None:
-        """Report that the prompt was computed."""
+        """Add the event that the prompt of a request was computed; `cached_tokens` of its tokens were in the cache."""
         self._first_tokens.append(FirstTokenStep(item.request_id, item.attempt, cached_tokens))
 
     def embedded(self, item: WorkItem, packed: bytes) -> None:
-        """Add the prompt's embedding, as packed f32."""
+        """Add the embedding vector of a prompt, packed as float32."""
         self._vectors.append(Vector(item.request_id, item.attempt, packed))
 
     def finished(self, end: Finished) -> None:
-        """Report the end of a response."""
+        """Add the end of a response."""
         self._finished.append(end)
 
     def failed(self, item: WorkItem, error: ResponseError) -> None:
-        """Report a failed request."""
+        """Add the failure of a request."""
         self._failed.append(Failed(item.request_id, item.attempt, error))
 
     def prefilled(self, item: WorkItem, prefilled: Prefilled, cached_tokens: int) -> None:
-        """Report a prompt whose KV is computed and kept for another worker."""
+        """Add the event that the KV of a prompt was computed and is kept for another worker.
+
+        Args:
+            item: the request.
+            prefilled: descriptor of the KV for the other worker.
+            cached_tokens: number of prompt tokens that were in the cache.
+        """
         self._prefilled.append(PromptPrefilled(item.request_id, item.attempt, prefilled, cached_tokens))
 
     def not_fetched(self, item: WorkItem, error: str) -> None:
-        """Report that the prompt's KV could not be fetched."""
+        """Add the event that the KV of a prompt could not be fetched, with the reason."""
         self._not_fetched.append(NotFetched(item.request_id, item.attempt, error))
 
     def take(self) -> EngineBatch | None:
-        """Return the events since the last call as one batch; None if there are none."""
+        """Return the events since the last call as one batch; None if there are none and the load is unchanged."""
         events = (self._changes, self._chunks, self._vectors, self._first_tokens, self._finished, self._failed)
         if not any((*events, self._prefilled, self._not_fetched)) and self.load == self._published_load:
             return None

@@ -1,10 +1,11 @@
-"""Life cycle of the requests of one worker epoch: one record and one state per request, one transition table.
+"""States of the requests of one worker epoch: one record per request, and one table of transitions.
 
     start --> running, or resuming --submit--> running        running --first token--> responding
     resuming, running, responding --end, cancel--> ended      running --keep--> kept --release, cancel--> ended
 
-Theory of operation. A record describes the latest attempt that started here, and remembers the earlier ones. An event
-whose attempt the guard of its transition rejects is stale and changes nothing. A later attempt may start in any state.
+Theory of operation. A record describes the latest attempt at a request that started on this worker, and remembers the
+earlier attempts. Each transition has a guard, which checks the attempt of the event. An event that the guard rejects is
+stale and changes nothing. A later attempt may start in any state.
 """
 
 from collections import OrderedDict
@@ -16,25 +17,25 @@ from forebay.events.decisions import Stage
 from forebay.events.transfer import Prefilled
 from forebay.workers.engine import PromptPrefilled
 
-ENDED_MAX = 65_536  # minutes at full speed; a new owner sends only unanswered items again
-KEPT_MAX = 1_024  # results with descriptors of a few kilobytes: seconds at full speed
+ENDED_MAX = 65_536  # at full speed this many end within minutes; a new owner sends only unanswered items again
+KEPT_MAX = 1_024  # each result has a descriptor of a few kilobytes; at full speed this many end within seconds
 
 AttemptKey = tuple[int, int, Stage, int]
 """Reply slot, start offset of the response, stage and attempt. A request id may be reused for a later response."""
 
 
 class WorkState(StrEnum):
-    """State of a request at a worker."""
+    """State of a request on one worker, see the diagram at the top of the module."""
 
     RESUMING = "resuming"  # the output of earlier attempts is being read
-    RUNNING = "running"  # the engine has it, or its embeddings are being fetched
+    RUNNING = "running"  # the engine has the request, or its embeddings are being fetched
     RESPONDING = "responding"  # the engine has emitted the first token
-    KEPT = "kept"  # its prompt is computed, and its KV is kept for another worker
+    KEPT = "kept"  # the prompt is computed, and the worker keeps its KV for another worker
     ENDED = "ended"
 
 
 class WorkTransition(StrEnum):
-    """Transition of a request at a worker."""
+    """Transition between two states of a request on one worker. `TRANSITIONS` lists the allowed ones."""
 
     SUBMIT = "submit"
     FIRST_TOKEN = "first_token"  # noqa: S105 - a token of text
@@ -46,19 +47,25 @@ class WorkTransition(StrEnum):
 
 @dataclass(slots=True)
 class WorkRequest:
-    """Latest attempt at a request.
+    """Latest attempt at a request that started on this worker.
 
     Attributes:
-        owner_epoch: epoch of the owner that sent the attempt most recently; it identifies the output.
-        reply_slot: partition of the response on the `tokens` topic.
-        earlier_tokens: output tokens of earlier attempts; the engine gets them as the end of its prompt.
-        blocks: KV blocks of prompt and output last reported to the owner, 0 if it needs no reports.
-        fetched: descriptor of the fetched KV, None if there is none or it is unneeded (`unfetched`).
-        state: only `RequestTable` changes it.
-        attempts: keys of all attempts that started here.
-        prefill_attempt: latest prefill attempt that started here, 0 if there was none.
-        result: result of the prefill in state `kept`.
-        kept_until_s: end of the lease of its KV, on the monotonic clock.
+        request_id: id of the request.
+        attempt: number of the attempt, from 1.
+        owner_epoch: epoch of the owner that sent the attempt most recently. Records of the output contain it.
+        reply_slot: partition of the topic `tokens` for the response.
+        rank: rank of the worker that runs the request.
+        stage: stage of the request that the attempt runs.
+        earlier_tokens: number of output tokens of earlier attempts; the engine gets them as the end of its prompt.
+        prompt_tokens: number of tokens of the client's prompt.
+        blocks: number of KV blocks of prompt and output as last reported to the owner; 0 if it needs no reports.
+        fetched: descriptor of the KV that the engine fetches; None if there is none, or it is not needed.
+        unfetched: whether the item had KV to fetch, but does not need it.
+        state: state of the request. Only `RequestTable` changes it.
+        attempts: keys of all attempts at the request that started on this worker.
+        prefill_attempt: latest prefill attempt that started on this worker; 0 if there was none.
+        result: result of the prefill; None unless the state is `kept`.
+        kept_until_s: end of the lease of the KV, in seconds of the monotonic clock.
     """
 
     request_id: str
@@ -81,7 +88,12 @@ class WorkRequest:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Target state of a transition, and its guard on the record and the attempt of the event."""
+    """Rule of one transition.
+
+    Attributes:
+        target: state after the transition.
+        guard: returns for a record and the attempt of an event whether the transition applies; if not, it is stale.
+    """
 
     target: WorkState
     guard: Callable[[WorkRequest, int], bool]
@@ -124,7 +136,10 @@ TRANSITIONS: dict[WorkState, dict[WorkTransition, Rule]] = {
 
 
 class RequestTable:
-    """Records of one worker epoch. Each is in exactly one of three collections, by its state."""
+    """Table of the requests of one worker epoch, with one record per request.
+
+    It contains the requests in flight, those whose KV is kept for another worker, and those that ended recently.
+    """
 
     def __init__(self) -> None:
         self._in_flight: OrderedDict[str, WorkRequest] = OrderedDict()
@@ -133,23 +148,28 @@ class RequestTable:
 
     @property
     def in_flight(self) -> Mapping[str, WorkRequest]:
-        """Requests that are resuming, running or responding, by id."""
+        """Records in state `resuming`, `running` or `responding`, by request id."""
         return self._in_flight
 
     def get(self, request_id: str) -> WorkRequest | None:
-        """Return a record in any state."""
+        """Return the record of a request in any state; None if the table has none."""
         return self._in_flight.get(request_id) or self._kept.get(request_id) or self._ended.get(request_id)
 
     def find(self, request_id: str, attempt: int) -> WorkRequest | None:
-        """Return the record of a request that is in flight in this attempt."""
+        """Return the record of a request if it is in flight and its attempt is `attempt`, otherwise None."""
         request = self._in_flight.get(request_id)
         return request if request is not None and request.attempt == attempt else None
 
     def start(self, request: WorkRequest, key: AttemptKey, *, resumes: bool) -> bool:
-        """Add an attempt in state `resuming` or `running` in place of the previous one.
+        """Add an attempt, in place of the previous attempt at the same request.
+
+        Args:
+            request: record of the attempt.
+            key: key of the attempt.
+            resumes: whether the attempt begins in state `resuming`; otherwise it begins in state `running`.
 
         Returns:
-            False, without any change, if this attempt already started here or a later one is in flight.
+            False, without any change, if this attempt already started on this worker or a later one is in flight.
         """
         previous = self.get(request.request_id)
         if previous is not None:
@@ -165,12 +185,15 @@ class RequestTable:
         return True
 
     def move(self, request_id: str, transition: WorkTransition, attempt: int) -> WorkRequest | None:
-        """Apply a transition and return the record; None, without any change, for a stale event.
+        """Apply a transition to a request, and return its record.
 
         Args:
             request_id: id of the request.
             transition: the transition.
-            attempt: attempt of the event that causes it.
+            attempt: attempt of the event that causes the transition.
+
+        Returns:
+            None, without any change, if the event is stale: the state or the guard does not allow the transition.
         """
         request = self.get(request_id)
         rule = None if request is None else TRANSITIONS[request.state].get(transition)
@@ -181,7 +204,7 @@ class RequestTable:
         return request
 
     def close(self) -> None:
-        """End all requests in flight."""
+        """Forget all requests in flight, because the worker epoch has ended."""
         self._in_flight.clear()
 
     def _collection(self, request: WorkRequest) -> OrderedDict[str, WorkRequest]:

@@ -1,9 +1,9 @@
-"""Work items of one epoch of a worker: start, continuation, end and cancellation.
+"""Run the work items of one worker epoch: start, continue, end and cancel them.
 
-Theory of operation. Each item runs once, identified by (request, stage, attempt), as recorded by `RequestTable`. A
-repeated item was sent again by a new owner. A later attempt continues after the valid output tokens of the earlier
-attempts; KV that another worker computed for it is then of no use. A prefill worker remembers its last results while it
-keeps their KV, because a new owner may request a result again that the log already contains.
+Theory of operation. Each item, identified by request, stage and attempt, runs once. `RequestTable` detects repeated
+items, which a new owner has sent again. A later attempt continues after the valid output tokens of the earlier
+attempts, so it cannot use KV that another worker computed for the prompt alone. A prefill worker remembers its last
+results while it keeps their KV, because a new owner may request a result again that the log already contains.
 """
 
 from collections.abc import Callable, Collection
@@ -29,7 +29,7 @@ SILENT = frozenset(("encode", "prefill"))  # stages without output to the client
 
 @dataclass(slots=True)
 class WorkerCounters:
-    """Numbers of items that a worker skipped, by reason, and of requests that it continued."""
+    """Counters of a worker: items that it skipped, by reason, and requests that it continued or handed back."""
 
     dead_letters: int = 0
     other_epoch: int = 0
@@ -46,9 +46,17 @@ class WorkerCounters:
 
 
 class WorkItems:
-    """Work items of one epoch: the worker of `spec` in `group` runs them on the engine behind `feed`.
+    """Runs the work items that a worker receives during one worker epoch.
 
-    `settled` is called after each request that ends without the engine.
+    Args:
+        log: the log.
+        group: group of the worker.
+        spec: description of the worker.
+        outbox: encodes log records.
+        feed: passes requests to the engine.
+        counters: counters of the worker.
+        spawn: starts a coroutine as a task.
+        settled: called after each request that ends without the engine.
     """
 
     def __init__(
@@ -73,22 +81,22 @@ class WorkItems:
 
     @property
     def active(self) -> Collection[str]:
-        """Ids of the requests in flight."""
+        """Ids of the requests in flight on this worker."""
         return self._table.in_flight
 
     @property
     def busy(self) -> bool:
-        """Whether any request is in flight, or any KV is kept for another worker."""
+        """Whether a request is in flight, or the engine keeps KV for another worker."""
         return bool(self._table.in_flight) or self._feed.kept() > 0
 
     def close(self) -> None:
-        """Drop all requests and all KV kept for other workers."""
+        """Drop all requests, and all KV that the engine keeps for other workers."""
         self._resumer.close()
         self._table.close()
         self._feed.reset()
 
     def start(self, item: WorkItem) -> None:
-        """Run an item, unless it already ran or a later attempt is in flight."""
+        """Run an item. Do not run it if it has run before, or if a later attempt at the request is in flight."""
         previous = self._table.in_flight.get(item.request_id)
         request = self._outbox.request(item)
         resumes = item.attempt > 1 and item.stage not in SILENT
@@ -107,7 +115,7 @@ class WorkItems:
             self._submit(item, request)
 
     def cancel(self, event: WorkCancelled) -> None:
-        """Cancel a request, or free the KV kept for it."""
+        """Cancel a request that is in flight, otherwise free the KV that the engine keeps for it."""
         in_flight = event.request_id in self._table.in_flight
         cancelled = self._table.move(event.request_id, WorkTransition.CANCEL, event.attempt)
         if not in_flight:
@@ -116,14 +124,17 @@ class WorkItems:
             self._feed.cancel(event.request_id)
 
     def release(self, event: ReleaseKv) -> None:
-        """Free the KV kept for one prefill attempt, unless a later attempt of the request started here."""
+        """Free the KV that the engine keeps for a prefill attempt.
+
+        Does nothing if a later prefill attempt at the request has started on this worker.
+        """
         request = self._table.get(event.request_id)
         self._table.move(event.request_id, WorkTransition.RELEASE, event.attempt)
         if request is None or request.prefill_attempt <= event.attempt:
             self._feed.release(event.request_id)
 
     def batch(self, batch: EngineBatch) -> list[Draft]:
-        """Return the log records for an engine batch."""
+        """Return the log records for a batch of the engine, and apply its events to the requests."""
         for result in batch.prefilled:
             if result.request_id not in self._table.in_flight:
                 self._feed.release(result.request_id)  # cancelled in the meantime
@@ -140,7 +151,12 @@ class WorkItems:
         return drafts
 
     def not_submitted(self, item: WorkItem, error: ResponseError | TransferError) -> None:
-        """End an item that never reaches the engine, with an error or because its embeddings cannot be fetched."""
+        """End an item that does not reach the engine.
+
+        Args:
+            item: the item.
+            error: error for the client, or the reason why the embeddings of the item could not be fetched.
+        """
         request = self._table.find(item.request_id, item.attempt)
         if request is None:
             return
@@ -162,12 +178,12 @@ class WorkItems:
             self._log.append_soon([self._outbox.prefilled(request, prefilled, request.result.cached_tokens)])
 
     def _drop(self, item: WorkItem) -> None:
-        """Notify the worker that keeps KV for this item that it is not needed."""
+        """Notify the prefill worker that it need not keep the KV for this item any longer."""
         if item.prefilled is not None:
             self._feed.drop(item.prefilled)
 
     def _continue(self, later: LaterAttempt, reply: ResponseState) -> None:
-        """Continue a later attempt after the output of the earlier ones, if it is still wanted."""
+        """Pass a later attempt to the engine, to continue after the output of earlier ones, unless it was cancelled."""
         item, request = later.item, later.request
         if self._table.in_flight.get(item.request_id) is not request:
             return
@@ -224,5 +240,5 @@ class WorkItems:
 
 
 def no_such_rank(spec: WorkerSpec, rank: int) -> str:
-    """Return the error message for a request with an unknown rank."""
+    """Return the error message for a request to a rank that the worker does not have."""
     return f"rank {rank} does not exist: worker {spec.worker_id} has ranks {spec.ranks[0]} to {spec.ranks[-1]}"

@@ -1,8 +1,9 @@
-"""Continuation of responses: output of earlier attempts is read back from the reply slot.
+"""Read the output of earlier attempts from the reply slot, so that a later attempt can continue the response.
 
-Theory of operation. A later attempt begins with `AttemptStarted`, which fences off output of earlier attempts after
-that record. Output before it stays valid. Requests of a lost worker move at the same time and share few slots. All
-requests that wait for one slot therefore share one read of it, so its cost does not grow with their number.
+Theory of operation. A later attempt begins with the record `AttemptStarted` in the reply slot. Output of earlier
+attempts before that record stays valid, and readers ignore their output after it. When a worker is lost, many of its
+requests move at the same time, and their responses are in few reply slots. So all requests that wait for one slot share
+one read of it, and the cost of that read does not grow with the number of requests.
 """
 
 import asyncio
@@ -34,7 +35,12 @@ OnFound = Callable[["LaterAttempt", ResponseState], None]
 
 @dataclass(frozen=True, slots=True)
 class LaterAttempt:
-    """Later attempt that is waiting for the output of earlier ones."""
+    """A second or later attempt at a request, which waits until the output of the earlier attempts is read.
+
+    Attributes:
+        item: the work item of the attempt.
+        request: state of the attempt in the `RequestTable`.
+    """
 
     item: WorkItem
     request: WorkRequest
@@ -42,7 +48,13 @@ class LaterAttempt:
 
 @dataclass(slots=True)
 class SlotReading:
-    """Counters of the reads of reply slots."""
+    """Counters of the reads of reply slots.
+
+    Attributes:
+        passes: number of reads, each of one slot.
+        bytes_read: bytes of the records that were read.
+        undecodable: number of records that could not be decoded.
+    """
 
     passes: int = 0
     bytes_read: int = 0
@@ -50,7 +62,16 @@ class SlotReading:
 
 
 class Resumer:
-    """Starts later attempts of one epoch and finds the output before them. Calls `found` for each."""
+    """Starts the later attempts of one worker epoch, and reads the output of the earlier attempts.
+
+    Args:
+        log: the log.
+        group: group of the worker.
+        outbox: encodes the records `AttemptStarted`.
+        reading: counters.
+        spawn: starts a coroutine as a task.
+        found: called for each attempt with the output of the earlier attempts.
+    """
 
     def __init__(
         self, log: Log, group: str, outbox: Outbox, reading: SlotReading, spawn: Spawn, found: OnFound
@@ -65,7 +86,10 @@ class Resumer:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def add(self, later: LaterAttempt) -> None:
-        """Start an attempt with the next read of its slot. A failing log ends the spawned task."""
+        """Start an attempt, together with the next read of its reply slot.
+
+        If the log fails, the task that `spawn` started raises LogError.
+        """
         slot = later.item.reply_slot
         if slot in self._waiting:
             self._waiting[slot].append(later)
@@ -76,7 +100,7 @@ class Resumer:
         task.add_done_callback(self._tasks.discard)
 
     def close(self) -> None:
-        """Cancel all reads; `found` is not called any more."""
+        """Cancel all reads, so that `found` is not called any more."""
         for task in self._tasks:
             task.cancel()
 
@@ -135,7 +159,15 @@ class Resumer:
 
 
 def continued(item: WorkItem, output: list[int], block_size: int) -> WorkItem:
-    """Return an item that generates the rest of the response of `item` after `output`."""
+    """Return a work item that continues the response of another one after the given output.
+
+    Its prompt is the prompt of `item` and `output`, and its `max_tokens` is reduced by the length of `output`.
+
+    Args:
+        item: the item to continue.
+        output: output tokens of earlier attempts.
+        block_size: tokens per KV block.
+    """
     sampling = item.sampling
     assert len(output) < sampling.max_tokens
     token_ids = item.token_ids + pack_u32(output)

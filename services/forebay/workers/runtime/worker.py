@@ -1,10 +1,12 @@
 """Worker: runs one engine instance for the log. It makes no decisions; it runs the items of its own epoch.
 
-Theory of operation. The worker acquires a lease and follows the fleet topic until the owner admits this incarnation.
-The offset of the admission is its epoch. It then reads its slot of the pool's work topic. When the log says that the
-epoch is lost, the worker drops everything and acquires the lease as a new incarnation.
-`forebay.workers.runtime.requests` runs the work events. A worker that has to stop marks its lease as draining. Once the
-owner has recorded that, it sends no new work. Requests that do not finish in time continue on other workers.
+Theory of operation. The worker acquires a lease and follows the topic `fleet` until the owner admits this incarnation.
+The offset of the admission is the worker epoch. Then the worker reads its work from its slot, a partition of the topic
+`work.<pool>`; `forebay.workers.runtime.requests` runs it. When the log says that the epoch is lost, the worker drops
+all requests and acquires the lease as a new incarnation.
+
+A worker that has to stop marks its lease as draining. Once the owner has recorded the drain, it sends the worker no new
+work. Requests that do not finish in time continue on other workers.
 """
 
 import asyncio
@@ -52,11 +54,11 @@ logger = logging.getLogger(__name__)
 
 READ_MAX = 256  # records processed before other tasks may run
 ENGINE_STOP_S = 30.0
-KEPT_S = 0.1  # poll interval of a drain for KV to be fetched; engines do not report it
+KEPT_S = 0.1  # how often a drain checks whether kept KV was fetched, because engines do not report that
 
 
 class WorkerReplaced(Exception):
-    """Another incarnation of the same worker id holds the lease, so this one must not serve."""
+    """Another process with the same worker id has taken the lease, so this process must not serve."""
 
 
 @dataclass(slots=True)
@@ -70,7 +72,26 @@ class _Epoch:
 
 
 class Worker:
-    """Worker that runs `engine` for the group at `partition`. `token` must be unique among workers of this process."""
+    """Runs one engine: passes work items from the log to the engine, and appends the engine's output to the log.
+
+    Args:
+        log: the log.
+        keeper: renews the lease of the worker.
+        spec: description of the worker.
+        engine: the engine.
+        token: value of the lease that identifies this incarnation; unique among the workers of this process.
+        group: group of the worker.
+        partition: partition of the control topics of the group.
+
+    Attributes:
+        spec: description of the worker. After the start of the engine it has the engine's actual sizes.
+        started: whether the engine has started.
+        life: state of the worker.
+        health: health checks of the engine.
+        counters: counters of skipped and continued items.
+        media: passes requests to the engine.
+        commands: executes commands of operators.
+    """
 
     def __init__(
         self,
@@ -84,7 +105,6 @@ class Worker:
         partition: int = 0,
     ) -> None:
         self.spec = spec
-        self.started = False  # the engine runs, and `spec` has its actual sizes
         self.life = WorkerLifeCycle()
         self.health = HealthWatch(engine)
         self.counters = WorkerCounters()
@@ -98,7 +118,6 @@ class Worker:
         self._incarnations = 0
         self._replaced_by: str | None = None
         self._wake = asyncio.Event()
-        self._stopping = asyncio.Event()
         self._drain: WorkerDrain | None = None
         self._owner_epoch = -1
         self._epoch: _Epoch | None = None
@@ -108,21 +127,21 @@ class Worker:
 
     @property
     def worker_epoch(self) -> int | None:
-        """Epoch of the current membership; None if the worker is not a member."""
+        """Epoch of the worker; None while it is not a member of the fleet."""
         return None if self._epoch is None else self._epoch.number
 
     @property
     def active_requests(self) -> Collection[str]:
-        """Ids of the requests in flight."""
+        """Ids of the requests in flight on this worker."""
         return () if self._epoch is None else self._epoch.items.active
 
     @property
     def engine(self) -> Engine:
-        """The engine of this worker."""
+        """The engine that runs the requests of this worker."""
         return self._engine
 
     async def run(self) -> None:
-        """Serve until cancelled or until a drain ends.
+        """Start the engine and serve until cancelled, or until a drain ends.
 
         Raises:
             EngineError: the engine cannot start.
@@ -147,26 +166,29 @@ class Worker:
             self._leave()
             self._keeper.release(self._group, self.spec.worker_id)
             self.life.move(Transition.LEAVE)
+            logger.info("worker %s left", self.spec.worker_id)
             await self._stop_engine()
 
     def drain(self, within_s: float) -> None:
-        """Accept no new work. End `run` once all requests have finished, or hand them over after `within_s` seconds."""
+        """Begin to drain: get no new work, and end `run` once all requests have finished.
+
+        Args:
+            within_s: maximum seconds to wait for the requests. Unfinished requests then continue on other workers.
+        """
         if self._drain is None:
             self._drain = WorkerDrain(within_s)
-            self._stopping.set()
             self._wake.set()
 
     async def _start_engine(self) -> bool:
         """Start the engine. Return False if the worker was stopped before the engine had started."""
         starting = asyncio.create_task(self._engine.start(self.spec))
-        stopping = asyncio.create_task(self._stopping.wait())
+        stopping = asyncio.create_task(self._wake.wait())
         try:
             await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
             if self._drain is not None:
                 return False
             self.spec = starting.result()
             self.commands.loras = self.spec.loras
-            self.started = True
             self.health.checked_s = runtime.monotonic_s()
             return True
         finally:
@@ -231,7 +253,9 @@ class Worker:
             self.life.move(Transition.STOP)
             if self._epoch is not None:
                 active, kept = len(self.active_requests), self.media.kept()
-                logger.info("%s is draining: %d requests in flight, KV of %d kept", self.spec.worker_id, active, kept)
+                logger.info(
+                    "worker %s is draining: %d requests in flight, KV of %d kept", self.spec.worker_id, active, kept
+                )
                 self._hold_lease(draining=True)
         now = runtime.monotonic_s()
         if self._epoch is None:
@@ -276,7 +300,7 @@ class Worker:
                     self._join(event, record.offset, spawn)
             case WorkerLost():
                 if event.worker_id == self.spec.worker_id and event.worker_epoch == self.worker_epoch:
-                    logger.warning("worker %s lost its epoch: %s", event.worker_id, event.reason)
+                    logger.warning("worker %s is lost and joins again: %s", event.worker_id, event.reason)
                     self._leave()
                     if self.life.state is not State.STOPPING:
                         self.life.move(Transition.LOSE)
@@ -305,12 +329,18 @@ class Worker:
             self._log.append_soon(held)
         self.life.move(Transition.ADMIT)
         self.health.check_now()
-        logger.info("worker %s serves slot %s in epoch %s", self.spec.worker_id, event.slot, worker_epoch)
+        logger.info(
+            "worker %s joined the pool %s in slot %d, epoch %d",
+            self.spec.worker_id,
+            self.spec.pool,
+            event.slot,
+            worker_epoch,
+        )
 
     def _leave(self) -> None:
-        """End the epoch and drop its state.
+        """End the worker epoch and drop its requests.
 
-        Its requests have moved, and the owner has removed its cache from the index.
+        The owner has moved the requests to other workers, and has removed the worker's cache from the prefix index.
         """
         if self._epoch is None:
             return
@@ -347,7 +377,7 @@ class Worker:
                 assert_never(event)
 
     def _is_addressed(self, event: AnyWorkEvent, epoch: _Epoch) -> bool:
-        """Return whether an event is for this worker and epoch. Other events are counted and skipped."""
+        """Return whether an event is for this worker in this epoch. If not, count the event, which is then skipped."""
         counters = self.counters
         if event.group != self._group:
             counters.other_group += 1
@@ -362,7 +392,7 @@ class Worker:
         if first:
             logger.error(
                 "%s is addressed to worker %r of group %r, but arrived at worker %r of group %r, which does not run"
-                "it: two workers share a slot of %s; forebay_worker_items_skipped_total counts further ones",
+                " it: two workers share a slot of %s; forebay_worker_items_skipped_total counts further events",
                 type(event).__struct_config__.tag,
                 event.worker_id,
                 event.group,

@@ -1,1 +1,1 @@
-"""Select a worker rank for a request: eligibility, cost, policy, and the plan of its stages."""
+"""Select a worker rank for each stage of a request: which ranks are eligible, their costs, and the policy."""

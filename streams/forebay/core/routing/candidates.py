@@ -1,4 +1,4 @@
-"""Find the ranks that may take a request, by eligibility, session, load and stage. Only reads the world."""
+"""Find the ranks that may take a request, by eligibility, session, load and stage. This module only reads the world."""
 
 from forebay.core.routing.eligibility import Ineligible, all_above_threshold, filter_eligible, filter_not_busy
 from forebay.core.state.roster import Roster, session_roster, suspect_roster_of
@@ -12,13 +12,17 @@ NO_READY_WORKER = frozenset(("no_workers", "no_eligible_worker"))
 def find_candidates(
     world: World, pool: PoolConfigured, request: SubmittedRequest, busy: BusyThresholds | None = None
 ) -> Roster:
-    """Return the ranks that may take a new request: eligible, in the request's session, and not busy.
+    """Return the ranks that may take a new request.
+
+    They meet the request's conditions, and their workers are not busy. If a rank serves the request's session and the
+    session mode is `hard`, only that rank may take the request. If the mode is `soft`, other ranks may take the request
+    while that rank is busy or has too many prompt tokens to compute.
 
     Args:
         world: current state.
         pool: pool that serves the request.
         request: new request.
-        busy: busy thresholds to apply instead of those in force; None applies those in force.
+        busy: busy thresholds to apply; None applies the thresholds in effect.
 
     Raises:
         Ineligible: no worker may take the request.
@@ -44,10 +48,16 @@ def find_candidates(
 def find_suspect_candidates(
     world: World, pool: PoolConfigured, request: SubmittedRequest, refusal: Ineligible
 ) -> Roster:
-    """Return the ranks of suspect workers that could take a request once they renew their leases.
+    """Return the ranks of suspect workers that could take a request if their workers become ready again.
+
+    Args:
+        world: current state.
+        pool: pool that serves the request.
+        request: new request.
+        refusal: why no ready worker may take the request.
 
     Raises:
-        Ineligible: `refusal`, if there is no such rank or if it has another reason than missing workers.
+        Ineligible: `refusal`, if there is no such rank, or if the reason is not that ready workers are missing.
     """
     if refusal.reason not in NO_READY_WORKER:
         raise refusal
@@ -59,11 +69,15 @@ def find_suspect_candidates(
 
 
 def find_retry_candidates(world: World, pool: PoolConfigured, request: SubmittedRequest) -> Roster:
-    """Return the ranks that may take an accepted request again, regardless of load and session. Raises Ineligible."""
+    """Return the ranks that may take an accepted request again. Load and session are ignored.
+
+    Raises:
+        Ineligible: no worker may take the request.
+    """
     return filter_eligible(world.roster(pool.pool), world.fleet, pool, request.hints, request.lora_name, request.task)
 
 
 def must_queue(pool: PoolConfigured, roster: Roster) -> bool:
-    """Return whether every rank has too many prefill tokens to be sent another request."""
+    """Return whether every rank has more prompt tokens to compute than the pool's queue threshold allows."""
     threshold = pool.router.queue.threshold
     return threshold is not None and all_above_threshold(roster, threshold)

@@ -1,13 +1,14 @@
-"""Compute the cost of sending a request to each candidate, in KV blocks; the lowest cost wins.
+"""Compute the cost of sending a request to each candidate, in KV blocks. The policy `kv` selects the lowest cost.
 
     cost = (prefill_load_scale * max(prefill_blocks - credit, 0) + decode_blocks
             + decode_active_request_weight * active_requests) * taint factor
-    prefill_blocks = (active prefill tokens + prompt tokens) / block size
+    prefill_blocks = (prompt tokens of other requests to compute + prompt tokens of this request) / block size
     credit = overlap_score_credit / (1 + decay * excess) * device + host weight * host + disk weight * disk
 
-Source: Dynamo's KV router (router design, default selector). Costs use only + - * / in the order written here, and
-decimal arithmetic for curves, so every machine computes the same bit pattern. The table is stored as columns, one list
-per term, because a decision reads every term of hundreds of candidates.
+`device`, `host` and `disk` are the candidate's overlap in blocks. `excess` is how much more it has to prefill than the
+candidate with the least, in multiples of this prompt. Source: Dynamo's KV router (router design, default selector).
+Costs use only + - * / in the order written here, and decimal arithmetic for curves, so every machine gets the same
+bits.
 """
 
 from array import array
@@ -32,17 +33,20 @@ _DECIMAL = Context(prec=30)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CostTable:
-    """Cost terms of every candidate, in roster order.
+    """Cost and cost terms of every candidate, in roster order.
+
+    There is one list per term, because a decision reads every term of hundreds of candidates.
 
     Attributes:
         roster: the candidates.
         costs: cost per candidate, in KV blocks.
-        prefill_blocks: prompt blocks to compute per candidate, including those of this request.
-        credit_blocks: credit per candidate for cached blocks, in KV blocks.
-        decode_blocks: active blocks of each rank plus the blocks that this request would add.
+        prefill_blocks: prompt blocks that each candidate still has to compute, including those of this request.
+        credit_blocks: reduction of the cost per candidate for cached blocks, in KV blocks.
+        decode_blocks: KV blocks in use by requests in flight on each candidate, plus the blocks that this request would
+            add.
         active_requests: requests in flight per candidate.
-        overlaps: cached blocks by position; a position without an entry has no overlap.
-        taint_factors: factor per candidate from preferred taints; None if the request prefers none.
+        overlaps: cached blocks of the prompt by position in the roster. A position without an entry has none.
+        taint_factors: factor of the cost per candidate from preferred taints; None if the request prefers none.
     """
 
     roster: Roster
@@ -55,11 +59,11 @@ class CostTable:
     taint_factors: list[float] | None
 
     def overlap(self, at: int) -> Overlap:
-        """Return the blocks of the prompt that the candidate at position `at` has cached."""
+        """Return how many leading prompt blocks the candidate at position `at` has cached."""
         return self.overlaps.get(at, NO_OVERLAP)
 
     def digest(self) -> int:
-        """Return a 64-bit digest over every candidate and every term."""
+        """Return a 64-bit digest over the names and all cost terms of the candidates."""
         state = xxh3_64(seed=self.roster.names_hash)
         for column in (
             self.costs,
@@ -76,7 +80,7 @@ class CostTable:
         return state.intdigest()
 
     def terms(self, at: int) -> CostTerms:
-        """Return the cost terms of the candidate at position `at`, in the form of the journal."""
+        """Return the cost terms of the candidate at position `at`, as the journal records them."""
         overlap = self.overlap(at)
         return CostTerms(
             cost=self.costs[at],
@@ -91,20 +95,21 @@ class CostTable:
         )
 
     def candidate(self, at: int) -> ScoredCandidate:
-        """Return the candidate at position `at`, in the form of the journal."""
+        """Return worker id, rank and cost terms of the candidate at position `at`, as the journal records them."""
         candidate = self.roster.ranks[at]
         return ScoredCandidate(worker_id=candidate.worker.spec.worker_id, rank=candidate.rank, terms=self.terms(at))
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """Load that a request would put on a rank, and what ranks have cached of its prompt.
+    """Load that one request would put on a rank, and how much of its prompt each rank has cached.
 
     Attributes:
         prompt_tokens: length of the prompt, in tokens.
-        blocks: prompt blocks that count as decode load.
-        active: number of leading blocks that are already active, by rank; ranks without an entry have none.
-        overlaps: cached blocks of the prompt, by rank; ranks without an entry have none.
+        blocks: number of prompt blocks that count as decode load.
+        active: by rank, the number of leading prompt blocks that other requests in flight on this rank already use;
+            ranks without an entry have none.
+        overlaps: by rank, the cached leading blocks of the prompt; ranks without an entry have none.
         preferred_taints: taints that raise or lower the cost of a worker.
     """
 
@@ -116,11 +121,17 @@ class Demand:
 
 
 def cost_table(config: RouterConfig, block_size: int, roster: Roster, demand: Demand) -> CostTable:
-    """Return the costs of all candidates of `roster`, which has at least one; `block_size` is in tokens.
+    """Return the costs of all candidates.
 
-    The selection policy `lmetric` multiplies its terms: max(prefill_blocks - credit, 0) * (decode_blocks + 1). If
-    prefill is not tracked, the credit reduces decode blocks instead: max(decode_blocks - credit, 0). Dynamo's decode
-    routers select in this way.
+    The selection policy `lmetric` multiplies the terms instead of adding them: max(prefill_blocks - credit, 0) *
+    (decode_blocks + 1). If prefill is not tracked, the credit reduces the decode blocks: max(decode_blocks - credit,
+    0). Dynamo's decode routers compute the cost in this way.
+
+    Args:
+        config: router configuration, including the overrides of the request.
+        block_size: tokens per KV block.
+        roster: the candidates; at least one.
+        demand: load of the request, and cached blocks of its prompt.
     """
     loads, positions = roster.loads, roster.positions
     prompt_tokens, blocks = demand.prompt_tokens, demand.blocks
@@ -161,7 +172,10 @@ def _costs(
     decode: list[float],
     requests: list[int],
 ) -> list[float]:
-    """Combine the terms into costs; `saved` holds the positions where `saved_blocks` may differ from 0."""
+    """Return the cost of each candidate from its terms.
+
+    `saved` has all positions at which `saved_blocks` may differ from 0.
+    """
     left = prefill.copy()
     for at in saved:
         left[at] = max(prefill[at] - saved_blocks[at], 0.0)
@@ -169,7 +183,7 @@ def _costs(
         return [rest * (blocks + 1.0) for rest, blocks in zip(left, decode, strict=True)]
     scale, weight = config.prefill_load_scale, config.decode_active_request_weight
     if config.track_prefill_tokens or not config.overlap_score_credit:
-        # The usual case. A factor of 1 changes no bit, so skip it: `map` adds hundreds of candidates in C.
+        # The usual case: `map` adds the terms of hundreds of candidates in C. A factor of 1 can be skipped.
         costs = list(map(add, left if scale == 1.0 else [scale * rest for rest in left], decode))
     else:
         costs = [blocks - less if blocks > less else 0.0 for blocks, less in zip(decode, saved_blocks, strict=True)]
@@ -209,7 +223,13 @@ def _taint_factors(roster: Roster, preferred: Sequence[TaintWeight]) -> list[flo
 
 @lru_cache(maxsize=4096)
 def taint_factor(weight: float) -> float:
-    """Return exp(-tanh(weight)), in [1/e, e]; decimal arithmetic rounds it the same on every machine."""
+    """Return the factor exp(-tanh(weight)) of a cost, between 1/e and e.
+
+    Decimal arithmetic makes the result the same on every machine.
+
+    Args:
+        weight: sum of the weights of the preferred taints that the worker has.
+    """
     if abs(weight) > 40.0:  # above 40, tanh is 1 to thirty digits
         tanh = Decimal(1 if weight > 0.0 else -1)
     else:

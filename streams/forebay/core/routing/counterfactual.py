@@ -1,9 +1,9 @@
 """Evaluate another router configuration in the recorded state of each decision (open loop).
 
-`World.on_plan` reports each plan before it is booked. At that moment this module applies the same
-eligibility, costs and policy under an alternative configuration. It only reads the world. The world keeps following the
-recorded decisions, so the next evaluation also starts from the recorded state and errors do not accumulate. Bookings
-always follow the recorded configuration.
+A replay calls `counterfactual` for each recorded plan before the plan is booked (`World.on_plan`). At that moment this
+module applies eligibility, costs and policy under the alternative configuration. It only reads the world. The world
+then follows the recorded decision, so the next evaluation also starts from the recorded state and errors do not
+accumulate. Bookings always follow the recorded configuration.
 """
 
 from collections.abc import Callable
@@ -41,14 +41,14 @@ Alternative = Callable[[PoolConfigured], PoolConfigured]  # maps the recorded co
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Counterfactual:
-    """Selection under an alternative configuration, beside the recorded one.
+    """Selection under an alternative configuration, and the recorded selection in the same state.
 
     Attributes:
         history: recorded plan, with its own cost table.
-        choice: plan under the alternative; None if the alternative would have rejected the request.
-        refusal: reason for that rejection.
-        would_hold: whether the alternative would have queued the request. `choice` is then the plan it would have
-            made without queueing.
+        choice: plan under the alternative configuration; None if it would have rejected the request.
+        refusal: reason for that rejection; None if there is a `choice`.
+        would_hold: whether the alternative would have queued the request. If so, `choice` is the plan that it would
+            have made without a queue.
     """
 
     history: Plan
@@ -58,15 +58,15 @@ class Counterfactual:
 
     @property
     def agrees(self) -> bool:
-        """Whether both selected the same rank."""
+        """Whether the alternative selected the recorded rank."""
         return self.choice is not None and self.choice.selected.key == self.history.selected.key
 
     @property
     def regret_blocks(self) -> float | None:
         """Cost of the recorded rank minus cost of the alternative's rank, in blocks, by the alternative's cost table.
 
-        Negative if the alternative does not select the lowest cost. None if it selected no rank, or if the recorded
-        rank is not one of its candidates.
+        It is negative if the alternative did not select the lowest cost. None if the alternative selected no rank, or
+        if the recorded rank is not one of its candidates.
         """
         if self.choice is None:
             return None
@@ -76,20 +76,20 @@ class Counterfactual:
 
     @property
     def overlap_blocks(self) -> int:
-        """Leading prompt blocks on the device of the rank that the alternative selected; 0 without a selection."""
+        """Leading prompt blocks that the alternative's rank has cached on its device; 0 if it selected no rank."""
         return 0 if self.choice is None else self.choice.table.overlap(self.choice.at).device
 
     @property
     def history_overlap_blocks(self) -> int:
-        """Leading prompt blocks on the device of the rank that was recorded."""
+        """Leading prompt blocks that the recorded rank has cached on its device."""
         return self.history.table.overlap(self.history.at).device
 
 
 def counterfactual(world: World, pool: PoolConfigured, history: Plan) -> Counterfactual:
-    """Return the plan that `pool`, an alternative configuration, would lead to.
+    """Compare a recorded plan with the selection under the alternative configuration `pool`, in the same state.
 
-    The stage is not reconsidered: if the prompt was sent to a prefill pool, only the rank in that pool is selected
-    again.
+    The stage stays as recorded. For example, if the prompt was sent to a prefill pool, only the rank in that pool is
+    selected again.
 
     Args:
         world: state in which the recorded plan was made.
@@ -110,7 +110,11 @@ def counterfactual(world: World, pool: PoolConfigured, history: Plan) -> Counter
 
 
 def _candidates(world: World, pool: PoolConfigured, history: Plan, request: ActiveRequest) -> StageCandidates:
-    """Return the candidates of the same stage in `pool`, as the planner does. Raises Ineligible."""
+    """Return the candidates of the recorded stage under the alternative configuration `pool`, as the planner does.
+
+    Raises:
+        Ineligible: no worker may take the request.
+    """
     busy, again = _busy(world, pool), request.was_dispatched
     if history.stage == "prefill":
         return find_prefill_candidates(world, pool, request, busy, again=again)
@@ -126,9 +130,15 @@ def _candidates(world: World, pool: PoolConfigured, history: Plan, request: Acti
 def merge_runtime_settings(
     alternative: RuntimeSettings, recorded: RuntimeSettings, by_hand: RuntimeSettings
 ) -> RuntimeSettings:
-    """Return the settings an operator changed at run time, for a comparison with `alternative`.
+    """Return the settings under an alternative configuration after an operator's change at run time.
 
-    Fields that the alternative changes against `recorded` keep the alternative's value. All others keep the operator's.
+    Fields in which the alternative differs from the recorded configuration have the alternative's value. All other
+    fields have the operator's value.
+
+    Args:
+        alternative: settings in the alternative configuration.
+        recorded: settings in the recorded configuration.
+        by_hand: settings that the operator set at run time.
     """
     names = by_hand.__struct_fields__
     changed = {name: value for name in names if (value := getattr(alternative, name)) != getattr(recorded, name)}
@@ -136,7 +146,10 @@ def merge_runtime_settings(
 
 
 def changed_booking_fields(pool: PoolConfigured, alternative: PoolConfigured) -> list[str]:
-    """Return the changed fields of `BOOKED_FIELDS`: a comparison shows their effect only in part."""
+    """Return the names in `BOOKED_FIELDS` in which two configurations of a pool differ.
+
+    A comparison of single decisions shows the effect of these fields only in part.
+    """
     ours, others = pool.router, alternative.router
     return [name for name in BOOKED_FIELDS if getattr(ours, name) != getattr(others, name)]
 

@@ -18,13 +18,21 @@ from forebay.events.decisions import PrefillPlace, PrefillReason
 
 
 def locate_prompt(world: World, pool: PoolConfigured, request: ActiveRequest, roster: Roster) -> StageCandidates | Plan:
-    """Return the workers that may compute the prompt of a request whose response `roster` of `pool` may generate.
+    """Decide whether the prefill pool computes the prompt of a request, and return the ranks that may compute it.
 
-    A plan is returned if the disaggregation policy already selected one of them. Embedding requests have no decode
-    stage, so the responding worker computes their prompts.
+    Embedding requests have no decode stage, so the worker that responds computes their prompt.
+
+    Args:
+        world: current state.
+        pool: pool that generates the response.
+        request: the request.
+        roster: ranks of `pool` that may generate the response.
+
+    Returns:
+        The candidates, or a plan if the disaggregation policy has already selected one of them.
 
     Raises:
-        Ineligible: the policy enforces remote prefill, and no prefill worker is eligible.
+        Ineligible: only the prefill pool may compute the prompt, and no prefill worker may take it.
     """
     local = StageCandidates("aggregated", pool, roster, request.submitted, request.attempt)
     if pool.role != "decode" or request.submitted.task != "generate":
@@ -58,15 +66,16 @@ def locate_prompt(world: World, pool: PoolConfigured, request: ActiveRequest, ro
 
 
 def requires_remote_prefill(world: World, pool: PoolConfigured, request: ActiveRequest) -> bool:
-    """Return whether only the prefill pool may compute the prompt of this request."""
+    """Return whether only the prefill pool may compute the prompt of this request (`DisaggConfig.enforce`)."""
     config = world.disagg.get(pool.pool, pool.router.disagg)
     return pool.role == "decode" and config.enforce and config.policy != "never" and not request.begun
 
 
 def must_compute_locally(world: World, pool: PoolConfigured, request: ActiveRequest) -> bool:
-    """Return whether the next worker computes the whole prompt itself, because remote attempts failed too often.
+    """Return whether the next worker must compute the whole prompt itself, because remote attempts failed too often.
 
-    The last attempt depends on no other worker, unless `enforce` is set.
+    So the last attempt at a request uses no other worker. This does not apply if only the prefill pool may compute the
+    prompt (`requires_remote_prefill`).
     """
     if pool.role != "decode" or requires_remote_prefill(world, pool, request):
         return False
@@ -78,7 +87,7 @@ def _computed_locally(candidates: StageCandidates | Plan, reason: PrefillReason)
 
 
 def _find_remote(world: World, pool: PoolConfigured, request: ActiveRequest) -> StageCandidates | Ineligible:
-    """Return the candidates of the prefill pool of a decode pool, or the reason why there are none."""
+    """Return the ranks of the prefill pool that may compute the prompt, or the reason why there are none."""
     found = world.prefillers_of(pool)
     if found is None:
         return Ineligible("no_workers", f"no prefill worker for the pool {pool.pool} is ready")
@@ -108,7 +117,7 @@ def _apply_conditional(
     """Apply the policies `isl_bounding`, `prefill_load` and `isl_or_load`, then the busy check of the decode worker.
 
     Returns:
-        The place, and `prefill`, as a plan if its load was compared.
+        Where the prompt is computed, and `prefill`. If the load of the prefill workers was needed, a plan replaces it.
     """
     uncached = _count_uncached(decode)
     there: StageCandidates | Plan | None = prefill
@@ -144,7 +153,7 @@ def _count_uncached(decode: Plan) -> int:
 
 
 def _classify_length(config: DisaggConfig, uncached: int, prompt_tokens: int) -> PrefillReason:
-    """Classify a prompt: it is short if its uncached part is small in tokens and as a share of the prompt."""
+    """Classify a prompt: it is short if its uncached part is small, both in tokens and as a share of the prompt."""
     if uncached >= config.eff_isl_threshold:
         return "long_prompt"
     ratio = uncached / max(1, prompt_tokens)

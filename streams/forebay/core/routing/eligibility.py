@@ -1,10 +1,10 @@
 """Filter the ranks that may take a request, before any cost is computed.
 
-The client's requirements come first: one worker, a list of workers, taints, an adapter. Then busy workers are removed.
-A rank is busy above any threshold; a worker is busy if all its ranks are. A step that removes the last rank fails with
-a reason in the client's terms.
+The client's conditions come first: one worker, a list of workers, taints, an adapter. Then busy workers are removed. A
+rank is busy above any threshold; a worker is busy if all its ranks are. If a filter removes the last rank, it raises
+`Ineligible` with a reason that a client understands.
 
-Source: Dynamo's router filtering and request rejection. Its errors NoEndpoints, AllEligibleWorkersOverloaded and
+Source: Dynamo's router filtering and request rejection. Dynamo's errors NoEndpoints, AllEligibleWorkersOverloaded and
 PinnedWorkerOverloaded are `no_eligible_worker` and `busy` here.
 """
 
@@ -19,7 +19,7 @@ NAMES_SHOWN = 4  # names of a client's list that an error message shows
 
 
 class Ineligible(Exception):
-    """No worker may take the request; the text is fit for the client."""
+    """No worker may take the request. The text explains this to the client."""
 
     def __init__(self, reason: RejectReason, message: str) -> None:
         super().__init__(message)
@@ -29,7 +29,19 @@ class Ineligible(Exception):
 def filter_eligible(
     roster: Roster, fleet: Fleet, pool: PoolConfigured, hints: RoutingHints, lora_name: str, task: Task
 ) -> Roster:
-    """Return the ranks of `roster` that meet the requirements of a request. Raises Ineligible if there are none."""
+    """Return the ranks that meet the conditions of a request: its routing hints, its adapter and its task.
+
+    Args:
+        roster: ranks of the pool that may be used at all.
+        fleet: workers of all pools, to explain an unknown worker.
+        pool: pool that serves the request.
+        hints: routing hints of the request.
+        lora_name: adapter that the worker must have loaded; empty for none.
+        task: what the request asks for: a response or an embedding.
+
+    Raises:
+        Ineligible: no rank meets the conditions, or the hints contradict each other.
+    """
     _validate_hints(hints, pool, fleet)
     if not roster.ranks:
         raise Ineligible("no_workers", f"no worker of the pool {pool.pool} is ready")
@@ -43,14 +55,18 @@ def filter_eligible(
 
 
 def requirements_key(hints: RoutingHints, lora_name: str, task: Task) -> tuple[object, ...]:
-    """Return a key over the fields that decide which ranks may take a request; equal keys have equal candidates."""
+    """Return a key over the conditions of a request. Requests with equal keys have the same candidates."""
     mode = None if hints.override is None else hints.override.mode
     names = hints.worker_id, hints.rank, hints.allowed_workers, hints.session_id
     return (*names, hints.required_taints, lora_name, task, mode)
 
 
 def filter_not_busy(roster: Roster, thresholds: BusyThresholds, pool: str) -> Roster:
-    """Return the ranks whose workers are not busy. Raises Ineligible if every worker is busy."""
+    """Return the ranks of `roster` whose workers are not busy. `pool` is the name of the pool, for the error message.
+
+    Raises:
+        Ineligible: every worker is busy.
+    """
     if thresholds == NO_THRESHOLDS:
         return roster
     idle = {candidate.worker.spec.worker_id: None for candidate in roster.ranks if not is_busy(candidate, thresholds)}
@@ -60,7 +76,7 @@ def filter_not_busy(roster: Roster, thresholds: BusyThresholds, pool: str) -> Ro
 
 
 def is_busy(candidate: CandidateRank, thresholds: BusyThresholds) -> bool:
-    """Return whether a rank is above any threshold, by booked load or by its own load report."""
+    """Return whether a rank is above any of the thresholds, by its booked load or by its last load report."""
     spec, load = candidate.worker.spec, candidate.load
     share = thresholds.active_decode_blocks_threshold
     if share is not None:
@@ -76,7 +92,7 @@ def is_busy(candidate: CandidateRank, thresholds: BusyThresholds) -> bool:
 
 
 def all_above_threshold(roster: Roster, threshold: float) -> bool:
-    """Return whether every rank has more prefill tokens booked than `threshold` engine steps can compute."""
+    """Return whether every rank has more prompt tokens to compute than `threshold` engine steps can compute."""
     # A plain loop: while requests are queued, this runs over all ranks at every event.
     for load, tokens in zip(roster.loads, roster.step_tokens, strict=True):
         if load.prefill_tokens <= threshold * tokens:

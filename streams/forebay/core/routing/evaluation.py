@@ -1,4 +1,4 @@
-"""Select one of the candidates of a request: compute their costs, then apply the policy. Only reads the world."""
+"""Select one of the candidates of a request: compute their costs, then call the policy. Only reads the world."""
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -22,15 +22,17 @@ NO_BLOCKS: Sequence[int] = ()
 
 
 def evaluate(world: World, candidates: StageCandidates, *, as_owner: bool = True) -> Plan:
-    """Compute the cost table of the candidates, and apply the policy.
+    """Compute the cost table of the candidates, call the policy, and return the selection.
 
     Args:
         world: current state.
         candidates: ranks to select from.
-        as_owner: whether the decision is the owner's; see `World.policy`.
+        as_owner: whether the owner makes this decision. If so, only policies that the owner's operator allowed may
+            decide.
 
     Raises:
         Ineligible: the policy failed or is not allowed.
+        PolicyMissing: the policy is allowed, but this process does not have its class.
     """
     pool, request, roster = candidates.pool, candidates.request, candidates.roster
     override = request.hints.override
@@ -50,7 +52,16 @@ def evaluate(world: World, candidates: StageCandidates, *, as_owner: bool = True
 
 
 def find_overlaps(world: World, pool: PoolConfigured, blocks: Sequence[int]) -> dict[HolderKey, Overlap]:
-    """Return the cached blocks of a prompt by rank: the larger of KV events and of what was routed there."""
+    """Return how many leading blocks of a prompt each rank has cached, by KV events or by assumption.
+
+    If a rank is assumed to have more blocks than its KV events say, the assumption counts. Ranks without any are
+    omitted.
+
+    Args:
+        world: current state.
+        pool: pool that serves the request.
+        blocks: sequence hashes of the prompt from the first block on.
+    """
     found = world.index.overlaps(blocks) if pool.router.use_kv_events else {}
     for routed in (world.routed, world.predicted):
         if len(routed):
@@ -69,13 +80,13 @@ def count_uncached_tokens(world: World, pool: PoolConfigured, request: Submitted
 
 @lru_cache(maxsize=256)
 def apply_override(config: RouterConfig, override: RouterOverride) -> RouterConfig:
-    """Return the pool's configuration with the fields that a request overrides."""
+    """Return a pool's router configuration with the fields that a request overrides."""
     changes = {name: getattr(override, name) for name in override.__struct_fields__}
     return msgspec.structs.replace(config, **{name: value for name, value in changes.items() if value is not None})
 
 
 def _with_device_prefix(overlap: Overlap, device: int) -> Overlap:
-    """Return `overlap` with at least the first `device` blocks counted as on the device."""
+    """Return `overlap`, changed so that at least the first `device` blocks count as cached on the device."""
     if device <= overlap.device:
         return overlap
     on_host = max(device, overlap.device + overlap.host)
@@ -86,7 +97,17 @@ def _with_device_prefix(overlap: Overlap, device: int) -> Overlap:
 def policy_input(
     world: World, candidates: StageCandidates | Plan, config: RouterConfig, table: CostTable
 ) -> tuple[RoutingWorld, RoutingRequest]:
-    """Return the input of a policy. Candidates are built on access from live load; copy them to keep them."""
+    """Return the two arguments of a policy: the state of the pool, and the request.
+
+    The candidates in the first are computed when the policy reads them, from load that changes later. Copy them to keep
+    them.
+
+    Args:
+        world: current state.
+        candidates: ranks to select from, or a plan with these ranks.
+        config: router configuration, including the overrides of the request.
+        table: cost table of the candidates.
+    """
     pool, request = candidates.pool, candidates.request
     seen = RoutingWorld(
         _Candidates(table),
@@ -110,7 +131,16 @@ def policy_input(
 
 
 def run_policy(policy: type[Policy], seen: RoutingWorld, request: RoutingRequest) -> int:
-    """Return the position that a policy selects. Raises Ineligible if the policy fails."""
+    """Call a policy and return the position of the candidate that it selects.
+
+    Args:
+        policy: class of the policy.
+        seen: state of the pool.
+        request: the request.
+
+    Raises:
+        Ineligible: the policy raised an exception, or did not return the position of a candidate.
+    """
     mode = seen.config.mode
     try:
         at = policy().decide(seen, request)

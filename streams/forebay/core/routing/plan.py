@@ -1,4 +1,4 @@
-"""Values of a routing decision, before anything is booked.
+"""Results of planning a routing decision, before the decision is booked.
 
 `forebay.core.routing.planner` reads the world and returns them. `forebay.core.execute` applies them. The journal and
 `replay explain` show them.
@@ -20,11 +20,12 @@ class StageCandidates:
 
     Attributes:
         stage: next stage.
-        pool: configuration of the pool that selects.
-        roster: the candidates, at least one.
-        request: request as that pool sees it.
-        attempt: earlier attempts at the stage.
-        place: where the prompt is computed, and why; None if the pool always computes it, or no longer.
+        pool: configuration of the pool that the ranks belong to, with the changes for this stage.
+        roster: the candidates; at least one.
+        request: the request with the changes for this stage (`forebay.core.routing.stages`).
+        attempt: number of earlier attempts at the stage.
+        place: where the prompt is computed, and why; None if this was not a question, because the model has no decode
+            pool or the prompt is already computed.
     """
 
     stage: Stage
@@ -37,17 +38,17 @@ class StageCandidates:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """Candidate that is selected for the next stage of a request, and the data that explains it.
+    """Rank that was selected for the next stage of a request, and the data that explains the selection.
 
     Attributes:
         stage: next stage.
-        pool: configuration of the pool that selects.
-        request: request as that pool sees it.
-        attempt: earlier attempts at the stage.
+        pool: configuration of the pool that the rank belongs to, with the changes for this stage.
+        request: the request with the changes for this stage (`forebay.core.routing.stages`).
+        attempt: number of earlier attempts at the stage.
         config: router configuration in effect, including the request's override.
-        table: cost table over all candidates.
+        table: cost table of all candidates.
         at: position of the selected candidate in the table.
-        place: as in `StageCandidates`.
+        place: where the prompt is computed, and why; None as in `StageCandidates`.
     """
 
     stage: Stage
@@ -61,23 +62,23 @@ class Plan:
 
     @property
     def roster(self) -> Roster:
-        """All candidates."""
+        """The candidates, including the selected one."""
         return self.table.roster
 
     @property
     def selected(self) -> CandidateRank:
-        """Selected candidate."""
+        """The selected candidate."""
         return self.table.roster.ranks[self.at]
 
     @property
     def ties(self) -> int:
-        """How many candidates share the lowest cost; 1 if the lowest cost did not decide."""
+        """Number of candidates with the lowest cost; 1 if the selection was not by lowest cost."""
         if self.config.mode != "kv" or self.config.temperature > 0.0:
             return 1
         return self.table.costs.count(self.table.costs[self.at])
 
     def runner_up(self) -> ScoredCandidate | None:
-        """Return the candidate with the lowest cost among the others, or None if there is no other."""
+        """Return the candidate with the lowest cost among all others, or None if there is only one candidate."""
         others = self.table.costs[: self.at] + self.table.costs[self.at + 1 :]
         if not others:
             return None
@@ -87,13 +88,13 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class QueuePlan:
-    """Place in the router's queue of a new request that must wait.
+    """Place in the router's queue for a new request that no rank can take yet.
 
     Attributes:
         queue_class: class in which the request is queued.
         uncached_tokens: prompt tokens that even the candidate with the largest overlap must compute.
-        ahead: requests of the class that are already queued.
-        full: why the queue does not take the request; None if it does.
+        ahead: number of requests that are already queued in the class.
+        full: why the queue is full, so that the request must be rejected; None if the queue takes the request.
     """
 
     queue_class: str

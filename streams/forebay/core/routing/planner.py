@@ -1,8 +1,8 @@
-"""Plan the next step of a request: the worker rank for its next stage, or its place in the router's queue.
+"""Plan the next stage of a request: select a worker rank, or a place in the router's queue if no rank has room.
 
-Every function only reads the world. `forebay.core.execute` books what they return. A plan has one cost table, that of
-the pool that selects. Conditional disaggregation compares the tables of a decode pool and its prefill pool, and the
-plan keeps the one that it needs.
+Every function only reads the world. `forebay.core.execute` books the returned plans. A plan has the cost table of the
+pool whose rank is selected. Conditional disaggregation may compute the tables of a decode pool and its prefill pool,
+and the plan keeps one of them.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from forebay.core.world import World
 from forebay.events.control import PoolConfigured
 from forebay.events.decisions import AbortReason
 
-CAUSE_CHARS_MAX = 500  # of a worker's error text in a journal record
+CAUSE_CHARS_MAX = 500  # maximum length of a worker's error text in a journal record
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,7 +29,7 @@ class Options:
     """Candidates for a new request at this moment.
 
     Attributes:
-        roster: ranks that may generate the response. If the request must be queued, all eligible ranks.
+        roster: ranks that may generate the response and have room; all eligible ranks if none has room.
         computing: ranks that may compute the prompt.
         should_queue: whether the request must be queued, because no candidate has room.
     """
@@ -40,7 +40,11 @@ class Options:
 
 
 def plan_new(world: World, pool: PoolConfigured, request: ActiveRequest) -> Plan | QueuePlan:
-    """Plan the first stage of a new request, or its place in the queue. Raises Ineligible to reject the request."""
+    """Select a worker rank for the first stage of a new request, or a place in the queue if no rank has room.
+
+    Raises:
+        Ineligible: no worker may take the request, so it must be rejected.
+    """
     try:
         options = find_options(world, pool, request)
     except Ineligible as ineligible:
@@ -74,12 +78,22 @@ def find_options(world: World, pool: PoolConfigured, request: ActiveRequest) -> 
 
 
 def plan_first_stage(world: World, pool: PoolConfigured, request: ActiveRequest, options: Options) -> Plan:
-    """Select a worker for the first stage of a request. Raises Ineligible if the policy fails."""
+    """Select a worker rank for the first stage of a request from `options`.
+
+    This is an encode worker if the request has images or videos and encode workers are ready.
+
+    Raises:
+        Ineligible: the policy failed or is not allowed.
+    """
     return _plan_encode_or(options.computing, world, pool, request)
 
 
 def plan_retry(world: World, pool: PoolConfigured, request: ActiveRequest) -> Plan:
-    """Select a worker for the next stage of an accepted request. Raises Ineligible if no worker may take it."""
+    """Select a worker rank for the next stage of an accepted request.
+
+    Raises:
+        Ineligible: no worker may take the request now, or the policy failed.
+    """
     if request.has_kept_kv(world.now_us):
         roster = find_decode_candidates(world, pool, request)
         roster = ranks_with_room(pool, roster) or roster
@@ -94,9 +108,16 @@ def plan_retry(world: World, pool: PoolConfigured, request: ActiveRequest) -> Pl
 def find_exhausted_attempts(
     world: World, pool: PoolConfigured, request: ActiveRequest, cause: str | None
 ) -> tuple[AbortReason, str] | None:
-    """Return the reason and the message to abort an accepted request with, or None if it may be tried again.
+    """Return why an accepted request must be aborted, because it has used up its attempts.
 
-    `cause` is the error of the worker that failed, or None if no worker failed.
+    Args:
+        world: current state.
+        pool: pool that generates the response.
+        request: request whose last attempt failed.
+        cause: error of the worker that failed, or None if no worker reported an error.
+
+    Returns:
+        Reason and message for the abort, or None if another attempt is allowed.
     """
     most = pool.attempts_max
     if request.attempt >= most and cause is None:

@@ -1,8 +1,9 @@
-"""Select a candidate by cost: the lowest, or a random draw weighted by cost. A seed is the only source of randomness.
+"""Select a candidate by cost: the lowest cost, or a random draw weighted by cost.
 
-At temperature 0, a tie for the lowest cost is broken by a second column, if given, then by the seed. Above 0, costs are
-scaled to [0, 1] over their range and weighted by exp(-cost / temperature), as in Dynamo's selector. Weights are
-integers from decimal arithmetic, because libm's exp may differ in its last bit between machines.
+At temperature 0, a tie for the lowest cost is broken by a second list of values, if given, then by the seed. Above 0,
+costs are scaled to [0, 1] over their range and weighted by exp(-cost / temperature), as in Dynamo's selector. Weights
+are integers from decimal arithmetic, because libm's exp may differ in its last bit between machines. The seed of the
+request is the only source of randomness.
 """
 
 from bisect import bisect_right
@@ -17,7 +18,7 @@ _DECIMAL = Context(prec=30)
 
 
 def lowest(values: Sequence[float], seed: int, then: Sequence[int] = ()) -> int:
-    """Return the position of the lowest value; break ties by the lowest in `then`, if given, then by `seed`."""
+    """Return the position of the lowest value. Break ties by the lowest number in `then`, if given, then by `seed`."""
     least = min(values)
     if values.count(least) == 1:
         return values.index(least)
@@ -29,7 +30,14 @@ def lowest(values: Sequence[float], seed: int, then: Sequence[int] = ()) -> int:
 
 
 def softmax_weights(costs: Sequence[float], temperature: float) -> list[int]:
-    """Return integer weights in [0, WEIGHT_ONE]; the lowest cost gets WEIGHT_ONE, equal costs get equal weights."""
+    """Return the softmax weight of each cost, as an integer from 0 to `WEIGHT_ONE`.
+
+    The lowest cost has the weight `WEIGHT_ONE`. Equal costs have equal weights.
+
+    Args:
+        costs: costs of the candidates.
+        temperature: softmax temperature, above 0.
+    """
     assert temperature > 0.0
     least, most = min(costs), max(costs)
     if least == most:
@@ -43,18 +51,21 @@ def softmax_weights(costs: Sequence[float], temperature: float) -> list[int]:
 
 
 def draw(weights: Sequence[int], seed: int) -> int:
-    """Draw a position in proportion to the weights, using the 64-bit `seed`."""
+    """Return a position in `weights`, drawn with probability proportional to its weight, using the 64-bit `seed`."""
     ends = list(accumulate(weights))
     return bisect_right(ends, scale_draw(seed, ends[-1]))
 
 
 def scale_draw(seed: int, end: int) -> int:
-    """Draw an integer in [0, end) using the 64-bit `seed`; uniform to within one part in 2**64 / end."""
+    """Return an integer from 0 to `end` - 1, drawn by the 64-bit `seed`.
+
+    The draw is uniform, except that the probabilities may differ by a factor of up to 1 + `end` / 2**64.
+    """
     return (mix64(seed) * end) >> 64
 
 
 def mix64(value: int) -> int:
-    """Mix all bits of a 64-bit integer (the finaliser of splitmix64)."""
+    """Return a 64-bit integer in which every bit depends on all bits of `value` (the finaliser of splitmix64)."""
     value = (value + 0x9E3779B97F4A7C15) & U64_MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & U64_MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & U64_MASK

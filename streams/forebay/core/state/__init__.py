@@ -1,1 +1,1 @@
-"""State of a group's owner, one fold per module: prefix index, load, fleet, queue, sessions, requests."""
+"""State of a group's owner, one part per module: prefix index, load, fleet, queue, sessions, requests."""

@@ -1,4 +1,4 @@
-"""Active request: the request as submitted, and the record of its stages."""
+"""Active request: the request as submitted, and the state of its attempts at each stage."""
 
 from dataclasses import dataclass, field
 
@@ -12,33 +12,36 @@ from forebay.events.transfer import Prefilled
 
 @dataclass(slots=True)
 class ActiveRequest:
-    """Active request.
+    """Request that has been submitted and has not ended.
+
+    Times are on the owner's clock, in microseconds.
 
     Attributes:
         submitted: request as submitted.
-        phase: phase in the transition table.
-        stage: stage of the last routing.
-        attempt: last attempt at the response, counted from 1; 0 before the first.
-        worker_id: worker of the last routing.
-        worker_epoch: epoch of that worker.
-        rank: rank of that worker.
-        queue_class: class in which it is or was queued; empty if it never was.
-        uncached_tokens: prompt tokens that the best rank did not have cached when it was queued.
-        queued_at_us: when it was queued.
-        queue_due_us: when it times out in the queue; 0 if only its deadline applies.
-        encodings: last attempt to encode its media.
+        phase: phase in the transition table (`forebay.core.state.transitions`).
+        stage: stage for which the request was last routed.
+        attempt: last attempt at the response, from 1; 0 before the first.
+        worker_id: worker to which the request was last routed, at any stage; empty if none.
+        worker_epoch: epoch of `worker_id`.
+        rank: rank of `worker_id`.
+        queue_class: queue class in which the request is or was queued; empty if it never was.
+        uncached_tokens: prompt tokens that even the rank with the largest overlap had to compute when the request was
+            queued.
+        queued_at_us: when the request was queued.
+        queue_due_us: when the request times out in the queue; 0 if only its deadline applies.
+        encodings: last attempt to encode its images and videos, from 1; 0 if there was none.
         encoder_id: worker of that attempt.
-        encoded: location of the embeddings, if they are available.
-        prefills: last attempt to compute its prompt in a prefill pool.
+        encoded: location of the embeddings; None if no worker keeps embeddings.
+        prefills: last attempt to compute its prompt in a prefill pool, from 1; 0 if there was none.
         prefiller_id: worker of that attempt.
-        prefilled: location of the KV, if a prefill worker keeps it.
-        prefilled_due_us: when that KV's lease expires.
-        begun: whether output tokens exist; tracked for decode pools only.
-        decoder_id: worker that was last sent to fetch the KV.
-        sent: attempt, worker and epoch of each routing since submission or restore. Not part of the state: it only
-            separates late progress from progress of a worker that never had the request.
+        prefilled: location of the KV of the prompt; None if no prefill worker keeps it.
+        prefilled_due_us: when the lease of that KV expires.
+        begun: whether a worker has emitted output tokens; tracked for decode pools only.
+        decoder_id: worker that was last sent to fetch the KV; empty if none.
+        sent: attempt, worker id and worker epoch of each routing since submission or restore. It distinguishes late
+            progress events from events of a worker that never had the request. Not part of the state.
         identity_hash: hash of `submitted`.
-        term: current contribution to the digest.
+        term: the request's current contribution to the digest.
     """
 
     submitted: SubmittedRequest
@@ -75,35 +78,36 @@ class ActiveRequest:
 
     @property
     def was_dispatched(self) -> bool:
-        """Whether it was ever sent to a worker, at any stage."""
+        """Whether the owner ever sent the request to a worker, for any stage."""
         return self.attempt > 0 or self.encodings > 0 or self.prefills > 0
 
     def has_kept_kv(self, now_us: int) -> bool:
-        """Return whether a worker still keeps the KV of the prompt, as far as the owner knows."""
+        """Return whether a prefill worker still keeps the KV of the prompt, as far as the owner knows at `now_us`."""
         return self.prefilled is not None and now_us < self.prefilled_due_us
 
     @property
     def stage_attempt(self) -> int:
-        """Last attempt at the current or most recent stage."""
+        """Last attempt at the stage for which the request was last routed."""
         return self.attempts(self.stage)
 
     def attempts(self, stage: Stage) -> int:
-        """Return how often it was sent to a worker for this stage; `aggregated` and `decode` share one count."""
+        """Return how often the request was sent to a worker for `stage`. `aggregated` and `decode` share one count."""
         if stage == "encode":
             return self.encodings
         return self.prefills if stage == "prefill" else self.attempt
 
     @property
     def next_encoding(self) -> int:
-        """Number of the next encoding.
+        """Number of the next attempt to encode the images and videos.
 
-        At least the last attempt at a response, or the encoder's error would be stale.
+        It is not lower than the last attempt at the response. Otherwise readers of the reply slot would ignore an error
+        that the encode worker writes.
         """
         return max(self.encodings + 1, self.attempt)
 
 
 def request_term(request: ActiveRequest) -> int:
-    """Return the contribution of a request to the digest."""
+    """Return the 64-bit contribution of a request to the digest of all active requests."""
     return digest_of(
         request.phase,
         request.attempt,

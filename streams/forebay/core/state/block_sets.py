@@ -1,12 +1,13 @@
-"""Sets of KV blocks per holder, and how many leading blocks of a prompt each holder has.
+"""Sets of KV blocks, one set per holder, and the lookup of how many leading blocks of a prompt each holder has.
 
-A holder is one bit of a mask. A query is a list of sequence hashes: the blocks of a prompt from the first on. The match
-length of a holder is how many leading blocks of the query it has without a gap.
+A holder is a worker rank, represented by one bit of an integer mask. A query is a list of sequence hashes: the blocks
+of a prompt from the first on. The match length of a holder is the number of leading blocks of the query that the holder
+has without a gap.
 
 Blocks are stored in runs. A run is a few blocks that arrived one after the other and have the same holders. A dict maps
-each block to its run. If the query continues as the run does, one comparison covers the whole run. A run makes no
-statement about which block implies which, so the lookup is exact for any history. A history in random order only makes
-the runs short.
+each block to its run. If the query continues as the run does, one comparison covers the whole run. The blocks of a run
+need not follow each other in any prompt, so the lookup is exact for any history. If blocks arrive in random order, the
+runs are only shorter.
 
 All runs are linked in one ring, so a cursor can traverse them in small steps while they change.
 """
@@ -21,7 +22,7 @@ RUN_BLOCKS_MAX = 32  # bounds the work of splitting a run; longer runs would har
 
 
 class BlockRun:
-    """Consecutive blocks with the same holders; every block is in exactly one run."""
+    """Consecutive blocks with the same holders. Every block is in exactly one run."""
 
     __slots__ = ("after", "before", "blocks", "mask")
     before: "BlockRun"
@@ -33,7 +34,7 @@ class BlockRun:
 
 
 class Cursor:
-    """Position in the ring of runs; `BlockSets` updates it when runs are split, joined or removed."""
+    """Position of a traversal in the ring of runs. `BlockSets` updates it when runs are split, joined or removed."""
 
     __slots__ = ("run",)
 
@@ -42,11 +43,11 @@ class Cursor:
 
 
 class BlockSets:
-    """Sets of blocks, one per holder bit.
+    """The KV blocks that each holder has. A holder is identified by an integer with one bit set.
 
     Attributes:
-        counts: number of blocks per bit.
-        sums: sum of the block hashes per bit, modulo 2**64.
+        counts: number of blocks, by holder bit.
+        sums: sum of the block hashes modulo 2**64, by holder bit. It is part of the digest of an index.
     """
 
     __slots__ = ("_cursors", "_root", "_runs", "_sweep", "counts", "sums")
@@ -61,16 +62,19 @@ class BlockSets:
         self.sums: dict[int, int] = {}
 
     def __len__(self) -> int:
-        """Return how many distinct blocks are stored, including those of retired bits that were not swept yet."""
+        """Return the number of distinct blocks.
+
+        This includes blocks of retired bits that `sweep` has not reached yet.
+        """
         return len(self._runs)
 
     def add(self, bit: int, blocks: Iterable[int], parent: int | None = None) -> int:
-        """Add blocks to the holder `bit`; arrays of type "Q" are the fastest input.
+        """Add blocks to the set of a holder. Arrays of type "Q" are the fastest input.
 
         Args:
-            bit: mask bit of the holder.
+            bit: mask in which only the holder's bit is set.
             blocks: sequence hashes.
-            parent: sequence hash of the block before `blocks`, if known. It only helps to keep runs long.
+            parent: sequence hash of the block before `blocks` in the prompt, if known. It only helps to keep runs long.
 
         Returns:
             How many of the blocks the holder did not have before.
@@ -103,7 +107,15 @@ class BlockSets:
         return added
 
     def remove(self, bit: int, blocks: Iterable[int]) -> int:
-        """Remove blocks from the holder `bit` and return how many it had; arrays of type "Q" are the fastest input."""
+        """Remove blocks from the set of a holder. Arrays of type "Q" are the fastest input.
+
+        Args:
+            bit: mask in which only the holder's bit is set.
+            blocks: sequence hashes; blocks that the holder does not have are ignored.
+
+        Returns:
+            How many of the blocks the holder had.
+        """
         rest = as_block_array(blocks)
         get = self._runs.get
         at, end = 0, len(rest)
@@ -128,20 +140,21 @@ class BlockSets:
         return removed
 
     def has(self, bit: int, block: int) -> bool:
-        """Return whether the holder has this block."""
+        """Return whether the holder with the mask `bit` has this block."""
         run = self._runs.get(block)
         return run is not None and bool(run.mask & bit)
 
     def match_depths(self, query: Sequence[int], among: int, start: int = 0) -> list[tuple[int, int]]:
-        """Return at which depth each holder stops matching the query.
+        """Return the match length of each holder for the blocks of a prompt.
 
         Args:
-            query: sequence hashes from the first block on; arrays of type "Q" are the fastest input.
+            query: sequence hashes of the prompt from the first block on; arrays of type "Q" are the fastest input.
             among: mask of the holders to look up.
-            start: depth at which the lookup starts.
+            start: number of leading blocks that the lookup skips, because the caller knows that they match.
 
         Returns:
-            (depth, mask) pairs with rising depths; every holder of `among` is in exactly one mask.
+            Pairs of a match length and the mask of the holders with this match length, by rising length. Every holder
+            in `among` is in exactly one mask.
         """
         get = self._runs.get
         found: list[tuple[int, int]] = []
@@ -167,17 +180,20 @@ class BlockSets:
         return found
 
     def cursor(self) -> Cursor:
-        """Return a cursor before the first run.
+        """Return a cursor before the first run. Call `release` when the traversal is done.
 
-        A block that does not change during the traversal is visited at least once. Every open cursor slows down changes
-        a little, so call `release` when done.
+        If a block does not change during the traversal, the cursor visits it at least once. Every open cursor slows
+        down changes a little.
         """
         cursor = Cursor(self._root.after)
         self._cursors.append(cursor)
         return cursor
 
     def next_run(self, cursor: Cursor) -> BlockRun | None:
-        """Return the run at the cursor and advance the cursor; None at the end. The caller must not change the run."""
+        """Return the run at the cursor, and advance the cursor. Return None at the end.
+
+        The caller must not change the run.
+        """
         run = cursor.run
         if run is self._root:
             return None
@@ -185,24 +201,28 @@ class BlockSets:
         return run
 
     def release(self, cursor: Cursor) -> None:
-        """Close a cursor."""
+        """Close a cursor that `cursor` returned."""
         self._cursors.remove(cursor)
 
     def retire(self, bit: int) -> None:
-        """Drop the counts of a holder. Its bit stays in the masks until `sweep`, and must not be queried until then."""
+        """Drop the counts of the holder `bit`, because its blocks are no longer valid.
+
+        This takes constant time: the bit stays in the stored masks until `sweep` clears it. Until then the caller must
+        not look it up.
+        """
         self.counts.pop(bit, None)
         self.sums.pop(bit, None)
 
     def begin_sweep(self) -> None:
-        """Start a sweep over all runs; `sweep` continues it."""
+        """Start to clear retired bits from all stored masks. `sweep` does the work in steps."""
         assert self._sweep is None, "one sweep at a time"
         self._sweep = self.cursor()
 
     def sweep(self, bits: int, steps: int) -> int:
-        """Continue the sweep: clear retired bits from the masks.
+        """Continue the current sweep: clear retired bits from the masks of the runs.
 
         Args:
-            bits: retired bits; the same in every call of one sweep.
+            bits: mask of the retired bits; the same in every call of one sweep.
             steps: work limit. A run counts as one step, and so does each block that is removed.
 
         Returns:
@@ -381,15 +401,16 @@ def _match_reversed_suffix(query: "array[int]", at: int, blocks: "array[int]") -
 
 
 def as_block_array(blocks: Iterable[int]) -> "array[int]":
-    """Return blocks as an array of type "Q", the same object if it is one.
+    """Return blocks as an array of type "Q": the same object if it is an array, otherwise a new one.
 
-    Raises OverflowError for values beyond u64.
+    Raises:
+        OverflowError: a value is negative or needs more than 64 bits.
     """
     return blocks if type(blocks) is array else array("Q", blocks)
 
 
 def split_bits(mask: int) -> list[int]:
-    """Return the single bits of a mask, lowest first."""
+    """Return the bits that are set in `mask` as integers with one bit set, lowest first."""
     bits = []
     while mask:
         low = mask & -mask

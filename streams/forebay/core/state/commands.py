@@ -1,4 +1,4 @@
-"""Commands to workers, from the operator's request to the last outcome.
+"""Operators' commands to workers, from the event on `control` to the last outcome.
 
 A command is pending at each of its workers until the worker responds, is lost, or the command times out. Later
 responses have no effect. The command ends when it is pending at no worker. Its id is remembered for a while, so a
@@ -23,8 +23,8 @@ from forebay.events.decisions import CommandOutcome
 from forebay.events.progress import CommandDone, CommandRefused
 from forebay.events.snapshots import CommandState, Remembered
 
-PENDING_MAX = 64  # commands in flight per group: operators send few, and each event may scan all of them
-TEXT_CHARS_MAX = 256 << 10  # of all outcomes of one command, because one journal record holds them
+PENDING_MAX = 64  # pending commands per group: operators send few, and each event may scan all of them
+TEXT_CHARS_MAX = 256 << 10  # maximum of all outcomes of one command, because one journal record contains them
 WORKER_LOST = "the worker was lost before it responded"
 TIMED_OUT = "the worker did not respond in time"
 RESPONSE_OMITTED = "the response is omitted, because the responses to this command are too long"
@@ -32,19 +32,19 @@ RESPONSE_OMITTED = "the response is omitted, because the responses to this comma
 
 @dataclass(slots=True)
 class PendingCommand:
-    """Command in flight.
+    """Operator's command that is pending at one or more workers.
 
     Attributes:
         command_id: id of the command.
-        nonce: distinguishes commands that use the same id.
+        nonce: distinguishes commands with the same id.
         offset: offset of its `WorkerCommanded` on the control topic.
         command: what the workers are to do.
         reply_slot: partition of the topic `tokens` that gets the outcomes.
         due_us: deadline on the owner's clock, in microseconds.
-        outcomes: outcome per worker, by worker id.
+        outcomes: outcome at each worker, by worker id.
         open: number of outcomes that are pending.
-        chars: total text length of the outcomes.
-        term: contribution of the fields that never change to the digest.
+        chars: total text length of the outcomes, in characters.
+        term: contribution to the digest of the fields that never change.
     """
 
     command_id: str
@@ -65,16 +65,16 @@ class PendingCommand:
         self.term = digest_of(*fixed, plain(self.command))
 
     def digest(self) -> int:
-        """Return the command's current contribution to the digest."""
+        """Return the command's current contribution to the digest of all commands."""
         return self.term + sum(self.term_of(one) for one in self.outcomes.values())
 
     def term_of(self, outcome: CommandOutcome) -> int:
-        """Return the contribution of one outcome to the digest."""
+        """Return the contribution of one outcome to the digest of all commands."""
         return digest_of(plain(outcome), seed=self.term)
 
 
 class PendingCommands:
-    """Commands in flight by id, and hashes of the ids of recently ended commands."""
+    """Pending commands by id, and hashes of the ids of recently ended commands."""
 
     def __init__(self) -> None:
         self._pending: dict[str, PendingCommand] = {}
@@ -82,38 +82,38 @@ class PendingCommands:
         self._sum = 0
 
     def __len__(self) -> int:
-        """Return the number of commands in flight."""
+        """Return the number of pending commands."""
         return len(self._pending)
 
     def get(self, command_id: str) -> PendingCommand | None:
-        """Return the command with this id if it is in flight."""
+        """Return the command with this id, or None if it is not pending."""
         return self._pending.get(command_id)
 
     def pending(self) -> list[PendingCommand]:
-        """Return all commands in flight, in log order."""
+        """Return all pending commands, in the order of their events on `control`."""
         return sorted(self._pending.values(), key=lambda one: one.offset)
 
     def known_nonce(self, command_id: str) -> int | None:
-        """Return the nonce this id was used with before, or None for a new id."""
+        """Return the nonce of the pending or recently ended command with this id, or None if the id is new."""
         pending = self._pending.get(command_id)
         return self._remembered.get(id_hash(command_id)) if pending is None else pending.nonce
 
     def add(self, pending: PendingCommand) -> None:
-        """Add a new command; its id must be new, and at least one worker must have it pending."""
+        """Add a command that is pending at one or more workers. Its id must be new."""
         assert self.known_nonce(pending.command_id) is None
         assert pending.open
         self._pending[pending.command_id] = pending
         self._sum += pending.digest()
 
     def remember(self, command_id: str, nonce: int, now_us: int) -> None:
-        """Remember the id of a command that ended at once."""
+        """Remember the id of a command that ended without being pending, for `REMEMBER_US` after `now_us`."""
         self._remembered.add(id_hash(command_id), nonce, now_us + REMEMBER_US)
 
     def apply_response(self, event: CommandDone | CommandRefused) -> PendingCommand:
         """Apply a worker's response to a command, and return the command.
 
         Raises:
-            IllegalTransition: the command is not in flight, or not pending at this worker in this epoch.
+            IllegalTransition: the command is not pending at this worker in this epoch.
         """
         pending = self._pending.get(event.command_id)
         outcome = None if pending is None else pending.outcomes.get(event.worker_id)
@@ -131,9 +131,10 @@ class PendingCommands:
         return pending
 
     def drop_worker(self, worker_id: str, worker_epoch: int) -> list[PendingCommand]:
-        """Set the outcome of everything a lost worker has pending to `left`.
+        """Set the outcome of all commands that are pending at a lost worker to `left`.
 
-        Return the commands affected, in log order.
+        Returns:
+            These commands, in the order of their events on `control`.
         """
         left = []
         for pending in self.pending():
@@ -144,9 +145,10 @@ class PendingCommands:
         return left
 
     def expired(self, now_us: int) -> list[PendingCommand]:
-        """Set outcomes that are pending past their deadline to `timed_out`.
+        """Set the pending outcomes of commands whose deadline has passed to `timed_out`.
 
-        Return these commands, for the caller to end.
+        Returns:
+            These commands; the caller must end them.
         """
         due = sorted((one for one in self._pending.values() if one.due_us <= now_us), key=_deadline)
         for pending in due:
@@ -156,26 +158,29 @@ class PendingCommands:
         return due
 
     def end(self, pending: PendingCommand, now_us: int) -> None:
-        """Remove a command that is pending nowhere, and remember its id for a while."""
+        """Remove a command that is no longer pending at any worker.
+
+        Its id is remembered for `REMEMBER_US` after `now_us`.
+        """
         assert not pending.open
         del self._pending[pending.command_id]
         self._sum -= pending.digest()
         self.remember(pending.command_id, pending.nonce, now_us)
 
     def next_due_us(self) -> int | None:
-        """Return the earliest deadline in microseconds, or None without a command in flight."""
+        """Return the earliest deadline of a pending command, in microseconds, or None if no command is pending."""
         return min([one.due_us for one in self._pending.values()]) if self._pending else None
 
     def expire(self, now_us: int) -> None:
-        """Forget ids whose retention has ended."""
+        """Forget the ids of ended commands whose time is over at `now_us`."""
         self._remembered.forget(now_us)
 
     def digest(self) -> int:
-        """Return a 64-bit digest over commands in flight and remembered ids."""
+        """Return a 64-bit digest over pending commands and remembered ids."""
         return (self._sum + self._remembered.digest()) & U64_MASK
 
     def snapshot(self) -> Iterator[CommandState | Remembered]:
-        """Yield one fact per command in flight, then the remembered ids, oldest first."""
+        """Yield the state as snapshot parts: one per pending command, then the remembered ids, oldest first."""
         for one in self.pending():
             yield CommandState(
                 command_id=one.command_id,
@@ -190,7 +195,7 @@ class PendingCommands:
             yield msgspec.structs.replace(chunk, commands=True)
 
     def restore(self, chunk: CommandState | Remembered) -> None:
-        """Apply one chunk of a snapshot, in the order of `snapshot`."""
+        """Apply one part of a snapshot. Parts must come in the order of `snapshot`."""
         match chunk:
             case CommandState():
                 self.add(

@@ -1,4 +1,7 @@
-"""Deadlines of requests: a heap that drops stale entries lazily."""
+"""Deadlines of requests, in a heap.
+
+A request that ended leaves its entry in the heap; such entries are removed later.
+"""
 
 from collections.abc import Callable
 from heapq import heapify, heappop, heappush
@@ -8,9 +11,10 @@ SPARE = 64  # stale entries that may remain, however few requests there are
 
 
 class Deadlines:
-    """Heap of request deadlines. `holds` returns whether an entry is still valid.
+    """Heap of request deadlines.
 
-    Removing an entry from the middle of a heap takes linear time, so a request that ends leaves its entry behind.
+    Removing an entry from the middle of a heap takes linear time. So a request that ends leaves its entry behind, and
+    the caller's function `holds` returns whether an entry is still valid.
     """
 
     def __init__(self, holds: Callable[[Deadline], bool]) -> None:
@@ -18,7 +22,7 @@ class Deadlines:
         self._heap: list[Deadline] = []
 
     def add(self, deadline: Deadline, active_requests: int) -> None:
-        """Add a deadline. The heap stays bounded by twice the number of `active_requests`."""
+        """Add a deadline. The heap never has more than twice `active_requests` entries plus `SPARE`."""
         heap = self._heap
         heappush(heap, deadline)
         if len(heap) > 2 * active_requests + SPARE:
@@ -26,7 +30,7 @@ class Deadlines:
             heapify(heap)
 
     def earliest(self, due_us: int | None) -> int | None:
-        """Return the earliest deadline if it is before `due_us`, else `due_us`."""
+        """Return the earliest valid deadline or `due_us`, whichever is earlier. None means no deadline."""
         heap = self._heap
         # Called for every event. Check for stale entries only if the first entry would change the result.
         if not heap or (due_us is not None and due_us <= heap[0][0]):
@@ -37,7 +41,7 @@ class Deadlines:
         return due_us
 
     def take(self, now_us: int) -> list[str]:
-        """Remove the deadlines that have passed; return the ids of their requests, earliest first."""
+        """Remove the deadlines at or before `now_us`. Return the ids of their requests, earliest deadline first."""
         found = []
         self._drop()
         while self._heap and self._heap[0][0] <= now_us:

@@ -1,8 +1,8 @@
-"""Fleet membership: a fold over the topic `fleet`, and over the adapters that workers report.
+"""Members of the fleet: workers and ingresses, built from the topic `fleet` and from the adapters that workers report.
 
-The table below lists every transition of a worker. An event that the table does not list raises and changes nothing.
-The epoch of a worker is the offset of its `WorkerJoined`. Events about another epoch are stale, and so are events of an
-owner before the newest announced one.
+The table below lists every transition of a worker. `Fleet.apply` raises for an event that the table does not list, and
+changes nothing. The epoch of a worker is the offset of its `WorkerJoined`. An event is stale if it is about another
+epoch of its worker, or if a later owner has been announced than the one that wrote it.
 
     ready --suspect--> suspect --recovered--> ready        any --draining--> draining        any --lost--> (gone)
 """
@@ -16,6 +16,7 @@ import msgspec
 
 from forebay.core.state_machine import IllegalTransition, digest_of, plain
 from forebay.events.base import U64_MASK
+from forebay.events.decisions import CommandTarget
 from forebay.events.fleet import (
     AnyFleetEvent,
     IngressJoined,
@@ -33,7 +34,7 @@ from forebay.events.snapshots import IngressState, WorkerState
 
 
 class WorkerPhase(StrEnum):
-    """State of a worker; only a ready worker gets new requests."""
+    """State of a worker's life cycle. Only a ready worker gets new requests."""
 
     READY = "ready"
     SUSPECT = "suspect"
@@ -62,13 +63,13 @@ class FleetWorker:
     """Worker in the fleet.
 
     Attributes:
-        spec: what the worker offers.
-        lease: incarnation: a new process with the same worker id has another one.
+        spec: capabilities and limits of the worker.
+        lease: incarnation; a new process with the same worker id has another incarnation.
         slot: partition of the pool's work topic that the worker reads.
         worker_epoch: offset of its `WorkerJoined`.
-        from_offset: first offset it reads on that partition.
-        phase: current state.
-        lease_ttl_ms: lease duration, used by a new owner that does not find the lease; 0 if unknown.
+        from_offset: first offset that the worker reads in that partition.
+        phase: current state of its life cycle.
+        lease_ttl_ms: duration of the lease in milliseconds, for a new owner that does not find the lease; 0 if unknown.
     """
 
     spec: WorkerSpec
@@ -79,10 +80,22 @@ class FleetWorker:
     phase: WorkerPhase = WorkerPhase.READY
     lease_ttl_ms: int = 0
 
+    @property
+    def target(self) -> CommandTarget:
+        """The worker as the receiver of a decision."""
+        spec = self.spec
+        return CommandTarget(worker_id=spec.worker_id, worker_epoch=self.worker_epoch, pool=spec.pool, slot=self.slot)
+
 
 @dataclass(frozen=True, slots=True)
 class FleetIngress:
-    """Ingress with a lease, in one incarnation."""
+    """Ingress with a lease, in one incarnation.
+
+    Attributes:
+        ingress_id: id of the ingress.
+        incarnation: a new process with the same ingress id has another incarnation.
+        lease_ttl_ms: duration of the lease in milliseconds; 0 if unknown.
+    """
 
     ingress_id: str
     incarnation: str
@@ -90,7 +103,7 @@ class FleetIngress:
 
 
 class Fleet:
-    """Workers by id, and the ingresses that hold leases."""
+    """Workers by id, ingresses that have leases, and the newest announced owner."""
 
     def __init__(self) -> None:
         self._workers: dict[str, FleetWorker] = {}
@@ -102,7 +115,7 @@ class Fleet:
         return len(self._workers)
 
     def get(self, worker_id: str) -> FleetWorker | None:
-        """Return the worker with this id if it is in the fleet."""
+        """Return the worker with this id, or None if it is not in the fleet."""
         return self._workers.get(worker_id)
 
     def workers(self) -> list[FleetWorker]:
@@ -114,10 +127,14 @@ class Fleet:
         return [self._ingresses[ingress_id] for ingress_id in sorted(self._ingresses)]
 
     def apply(self, event: AnyFleetEvent, offset: int) -> FleetWorker | None:
-        """Apply the event at `offset` of the topic, and return the worker it is about, if any.
+        """Apply the event at `offset` of the topic `fleet`.
+
+        Returns:
+            The worker that the event is about; None if the event is about an ingress or the owner.
 
         Raises:
-            IllegalTransition: the event is stale, is about another epoch, or is not in the transition table.
+            IllegalTransition: the event is stale, is about an unknown worker or ingress, or is not in the transition
+                table.
         """
         if event.owner_epoch < self._owner_epoch:
             raise IllegalTransition(f"stale event: owner epoch {event.owner_epoch} was replaced by {self._owner_epoch}")
@@ -139,7 +156,7 @@ class Fleet:
                 assert_never(event)
 
     def set_loras(self, worker_id: str, worker_epoch: int, loras: tuple[str, ...]) -> bool:
-        """Set the adapters a worker has loaded, and return whether they changed.
+        """Set the adapters that a worker has loaded. Return whether they changed.
 
         Raises:
             IllegalTransition: the worker is not in the fleet in this epoch.
@@ -155,50 +172,34 @@ class Fleet:
         return True
 
     def digest(self) -> int:
-        """Return a 64-bit digest over all members and the newest owner epoch."""
+        """Return a 64-bit digest over all workers, all ingresses and the newest owner epoch."""
         return (self._sum + self._owner_epoch) & U64_MASK
 
     def snapshot(self) -> Iterator[WorkerState | IngressState]:
-        """Yield one fact per worker, then one per ingress."""
+        """Yield the state as snapshot parts: one per worker, then one per ingress."""
         for worker in self.workers():
-            yield WorkerState(
-                spec=worker.spec,
-                lease=worker.lease,
-                slot=worker.slot,
-                worker_epoch=worker.worker_epoch,
-                from_offset=worker.from_offset,
-                phase=worker.phase,
-                lease_ttl_ms=worker.lease_ttl_ms,
-            )
+            yield msgspec.convert(worker, WorkerState, from_attributes=True)
         for one in self.ingresses():
-            yield IngressState(ingress_id=one.ingress_id, incarnation=one.incarnation, lease_ttl_ms=one.lease_ttl_ms)
+            yield msgspec.convert(one, IngressState, from_attributes=True)
 
     def restore(self, chunk: WorkerState) -> FleetWorker:
-        """Add one worker of a snapshot."""
-        worker = FleetWorker(
-            chunk.spec,
-            chunk.lease,
-            chunk.slot,
-            chunk.worker_epoch,
-            chunk.from_offset,
-            WorkerPhase(chunk.phase),
-            chunk.lease_ttl_ms,
-        )
+        """Add one worker from a snapshot, and return it."""
+        worker = msgspec.convert(chunk, FleetWorker, from_attributes=True)
         self._workers[chunk.spec.worker_id] = worker
         self._sum += _term(worker)
         return worker
 
     def restore_ingress(self, chunk: IngressState) -> None:
-        """Add one ingress of a snapshot."""
-        self._add_ingress(FleetIngress(chunk.ingress_id, chunk.incarnation, chunk.lease_ttl_ms))
+        """Add one ingress from a snapshot."""
+        self._add_ingress(msgspec.convert(chunk, FleetIngress, from_attributes=True))
 
     def restore_owner(self, owner_epoch: int) -> None:
-        """Set the newest owner epoch from a snapshot."""
+        """Set the highest announced owner epoch, from a snapshot."""
         self._owner_epoch = owner_epoch
 
     @property
     def owner_epoch(self) -> int:
-        """Newest owner epoch that was announced; -1 before the first."""
+        """Highest owner epoch that was announced on `fleet`; -1 before the first."""
         return self._owner_epoch
 
     def _join(self, event: WorkerJoined, offset: int) -> FleetWorker:

@@ -1,7 +1,7 @@
-"""Control partition of each group: a fold over the topic `groups`, used to address partitions.
+"""Control partition of each group, built from the topic `groups`. Readers use it to address the topics of a group.
 
-The first placement of a group wins, and a partition keeps its first group. So if a replaced writer and its successor
-contradict each other, every reader still gets the same result.
+The first placement of a group is valid, and a partition keeps its first group. So all readers get the same result, even
+if two writers contradict each other during a takeover.
 """
 
 from collections import Counter
@@ -10,7 +10,7 @@ from forebay.events.groups import GroupPlaced
 
 
 class Groups:
-    """Partition of each group.
+    """Map from each group to its control partition.
 
     Attributes:
         partitions: control partition by group.
@@ -22,7 +22,7 @@ class Groups:
         self.ignored: Counter[str] = Counter()
 
     def apply(self, event: GroupPlaced) -> None:
-        """Apply the next placement."""
+        """Apply the next `GroupPlaced`. It has no effect if the group or the partition is already in use."""
         if event.group in self.partitions:
             if self.partitions[event.group] != event.partition:
                 self.ignored["placed_elsewhere"] += 1
@@ -32,10 +32,10 @@ class Groups:
             self.partitions[event.group] = event.partition
 
     def group_in(self, partition: int) -> str | None:
-        """Return the group in a partition, or None."""
+        """Return the group that uses a control partition, or None if the partition is free."""
         return next((group for group, taken in self.partitions.items() if taken == partition), None)
 
     def lowest_free(self, partitions: int) -> int | None:
-        """Return the lowest partition below `partitions` without a group, or None if all are taken."""
+        """Return the lowest of the partitions 0 to `partitions` - 1 that no group uses, or None if all are in use."""
         taken = set(self.partitions.values())
         return next((number for number in range(partitions) if number not in taken), None)

@@ -1,8 +1,9 @@
-"""Assignment of mask bits to holders.
+"""Assignment of mask bits to holders, which are worker ranks.
 
-Removing everything a holder has takes constant time, because only its bit is retired. A retired bit stays in the masks
-but is no longer queried. When enough bits are retired, a sweep clears them from the masks. Each change does a bounded
-part of the sweep. After the sweep the bits can be assigned again.
+`BlockSets` stores the holders of each block as a mask. If a holder loses all its blocks, only its bit is retired. So
+this takes constant time, however many blocks there were. A retired bit stays in the stored masks, but lookups ignore
+it. When enough bits are retired, a sweep clears them from the masks. Each change of an index does a bounded part of the
+sweep. After the sweep the bits can be assigned again.
 """
 
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ DIGIT_VALUES = bytes.maketrans(b"01", b"\0\1")
 
 
 class HolderBits:
-    """Bits of the holders of some `BlockSets`. `live` is the mask of all assigned bits."""
+    """Bits that represent holders in some `BlockSets`. `live` is the mask of all assigned bits."""
 
     __slots__ = ("_keys", "_remembered", "_remembered_keys", "_retired", "_sets", "live", "sweeping")
 
@@ -33,7 +34,7 @@ class HolderBits:
         self.sweeping = 0
 
     def take(self, key: HolderKey) -> int:
-        """Assign a free bit to a holder."""
+        """Assign a free bit to a holder, and return it as a mask."""
         taken = self.live | self._retired
         bit = ~taken & (taken + 1)
         at = bit.bit_length() - 1
@@ -44,7 +45,10 @@ class HolderBits:
         return bit
 
     def retire(self, bit: int) -> None:
-        """Retire a bit, because its holder is gone or its cache was cleared."""
+        """Retire a bit, because its holder left the fleet or its cache was cleared.
+
+        Start a sweep if many bits are retired.
+        """
         for sets in self._sets:
             sets.retire(bit)
         self.live ^= bit
@@ -55,7 +59,7 @@ class HolderBits:
                 sets.begin_sweep()
 
     def sweep(self) -> None:
-        """Continue the current sweep by a bounded number of steps."""
+        """Continue the current sweep by up to `SWEEP_STEPS` steps. At its end the swept bits are free again."""
         steps = SWEEP_STEPS
         for sets in self._sets:
             steps = sets.sweep(self.sweeping, steps)
@@ -65,11 +69,14 @@ class HolderBits:
         self.sweeping = 0
 
     def key_of(self, bit: int) -> HolderKey:
-        """Return the holder of one bit."""
+        """Return the holder that a bit represents."""
         return self._keys[bit.bit_length() - 1]
 
     def keys_of(self, mask: int) -> dict[HolderKey, None]:
-        """Return the holders of a mask's bits, lowest first. Do not change the result: frequent masks are cached."""
+        """Return the holders that the bits of a mask represent, lowest bit first.
+
+        The caller must not change the result, because results for frequent masks are cached.
+        """
         keys = self._remembered.get(mask)
         if keys is None:
             digits = f"{mask:b}"[::-1]

@@ -1,7 +1,7 @@
 """Compute the digest that a prefix index would have after a snapshot is restored, without building the index.
 
-The digest contains the block count and the block sum of each holder and tier. One set at a time is enough to compute
-them, which is ten times faster than the index and needs little memory beside the chunks.
+The digest contains the block count and the block sum of each rank and tier. One set of blocks at a time is enough to
+compute them. That is ten times faster than building the index, and needs little memory beside the snapshot parts.
 """
 
 from typing import assert_never
@@ -15,7 +15,7 @@ from forebay.events.snapshots import IndexBlocks, IndexChanges, IndexCursor
 
 
 class IndexTally:
-    """Collector of index chunks, in the order of `PrefixIndex.restore`, that computes the digest of the index."""
+    """Collects the snapshot parts of a prefix index, and computes the digest of that index."""
 
     def __init__(self) -> None:
         self._cursors: dict[HolderKey, IndexCursor] = {}
@@ -23,7 +23,7 @@ class IndexTally:
         self._changes: dict[HolderKey, list[AnyKvEvent]] = {}
 
     def restore(self, chunk: IndexCursor | IndexBlocks | IndexChanges) -> None:
-        """Add one chunk: first all cursors, then blocks, then changes in order."""
+        """Add one snapshot part: first all cursors, then blocks, then changes in order, as in `PrefixIndex.restore`."""
         match chunk:
             case IndexCursor():
                 self._cursors[chunk.worker_id, chunk.rank] = chunk
@@ -38,7 +38,7 @@ class IndexTally:
                 assert_never(chunk)
 
     def digest(self) -> int:
-        """Return the digest `PrefixIndex.digest` would return."""
+        """Return the digest that `PrefixIndex.digest` would return after the same parts were restored."""
         return digest_of(
             *(
                 (key, cursor.worker_epoch, cursor.last_seq, cursor.resync, [self._sum_of(key, tier) for tier in TIERS])

@@ -1,8 +1,8 @@
-"""Write a prefix index to a snapshot while it keeps changing. No call takes long, and the result is exact.
+"""Copy a prefix index into a snapshot while the index keeps changing. No call takes long, and the result is exact.
 
-A scan visits all blocks, a bounded number per call. Every KV event that is applied meanwhile is recorded. To restore,
-apply what the scan saw and then the recorded events, in order. The result is the state at the end of the scan: a block
-without an event is as the scan saw it, and for all others the last event decides.
+A scan visits all blocks, a bounded number per call. Every KV event that is applied meanwhile is recorded. A restore
+applies the blocks that the scan visited and then the recorded events, in order. The result is the index at the end of
+the scan: a block without an event is as the scan visited it, and for every other block its last event decides.
 """
 
 from collections import deque
@@ -17,14 +17,14 @@ from forebay.events.kv import AnyKvEvent, CacheCleared, Tier
 from forebay.events.snapshots import IndexBlocks, IndexChanges
 
 SCAN_CHUNK_HASHES = 16_384  # 128 KiB: a chunk is copied, encoded and written in one call
-PIECE_BYTES = SCAN_CHUNK_HASHES * U64_BYTES  # of one event in `IndexChanges`; larger events are split
+PIECE_BYTES = SCAN_CHUNK_HASHES * U64_BYTES  # maximum of hashes per event in `IndexChanges`; larger events are split
 EVENT_BYTES = 256  # upper bound of an event's size beside its hashes and its worker id
-REMEMBERED_MASKS_MAX = 1_024  # more than there are holders; a few megabytes at most
-NAME_BYTES = 4  # maximum per character in UTF-8
+REMEMBERED_MASKS_MAX = 1_024  # masks whose bits are cached: more than there are ranks; a few megabytes at most
+NAME_BYTES = 4  # maximum bytes per character in UTF-8
 
 
 class HolderEpoch(NamedTuple):
-    """Rank of a worker in one worker epoch."""
+    """Worker rank in one epoch of its worker."""
 
     worker_id: str
     worker_epoch: int
@@ -38,7 +38,7 @@ class _Chunk(NamedTuple):
 
 
 class IndexScan:
-    """Scan over all blocks of an index."""
+    """Scan over all blocks of a prefix index, in steps."""
 
     def __init__(
         self, tiers: Mapping[Tier, BlockSets], live: Callable[[], int], holder_of: Callable[[int], HolderEpoch]
@@ -53,13 +53,14 @@ class IndexScan:
 
     @property
     def done(self) -> bool:
-        """Whether all blocks were visited and their chunks returned."""
+        """Whether the scan has visited all blocks and returned all of them."""
         return not (self._ahead or self._open or self._full)
 
     def advance(self, blocks_max: int) -> list[IndexBlocks]:
-        """Continue for about `blocks_max` (block, holder) pairs, visited or returned.
+        """Continue the scan. Return the snapshot parts that are complete.
 
-        Return the chunks that are complete.
+        Args:
+            blocks_max: approximate number of (block, rank) pairs to visit or return.
         """
         chunks: list[IndexBlocks] = []
         left = blocks_max
@@ -85,13 +86,13 @@ class IndexScan:
         return chunks
 
     def forget(self, bit: int) -> None:
-        """Drop what was collected for a retired bit: the bit may be assigned to another holder."""
+        """Drop the blocks collected for a retired bit, because the bit may be assigned to another rank."""
         number = bit.bit_length() - 1
         for tier in self._tiers:
             self._open.pop((tier, number), None)
 
     def _see(self, tier: Tier, sets: BlockSets, cursor: Cursor) -> int:
-        """Add one run to the chunks of all its holders; return the cost in blocks."""
+        """Add the blocks of the next run to the parts of all ranks that have them. Return the cost in blocks."""
         run = sets.next_run(cursor)
         if run is None:
             sets.release(cursor)
@@ -126,7 +127,7 @@ class IndexScan:
 
 
 class ChangeBuffer:
-    """KV events that were applied during a scan, in chunks."""
+    """KV events that were applied during a scan, as snapshot parts."""
 
     def __init__(self) -> None:
         self._chunks: list[IndexChanges] = []
@@ -134,7 +135,7 @@ class ChangeBuffer:
         self._bytes = 0
 
     def add(self, event: AnyKvEvent) -> None:
-        """Record one event, without the fields that the index does not need."""
+        """Record one event, without the engine's own hashes, which the index does not need."""
         for piece in _pieces(event):
             if not isinstance(piece, CacheCleared):
                 self._bytes += len(piece.sequence_hashes)
@@ -144,7 +145,7 @@ class ChangeBuffer:
                 self._close()
 
     def chunks(self) -> list[IndexChanges]:
-        """Return all chunks; no event can be added afterwards."""
+        """Return all recorded events. No event can be added afterwards."""
         if self._events:
             self._close()
         return self._chunks

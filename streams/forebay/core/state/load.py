@@ -1,14 +1,14 @@
-"""Load of each worker rank: what routed requests put on it, and what it reports itself.
+"""Load of each worker rank: what its routed requests add, and what the rank reports itself.
 
-A routed request is booked at once: its uncached prompt tokens until its first token, its blocks and its slot until it
-ends (Dynamo's active sequences). A sequence hash identifies a whole prefix, so the prompts in flight form one tree. A
-node is a sequence of blocks that the same requests hold. Each node counts its requests per rank, so blocks that several
-requests of a rank share count once. Booking and freeing touch the nodes of one path, never single blocks. The tree
-depends only on the set of bookings, not on their order.
+A request is booked when it is routed: its uncached prompt tokens until its first token; its blocks and the request
+itself until it ends (Dynamo's active sequences). A sequence hash identifies a whole prefix, so the prompts in flight
+form one tree. A node is a sequence of blocks that the same requests use. Each node counts its requests per rank, so
+blocks that several requests of a rank share count once. Booking and freeing touch the nodes of one path, never single
+blocks. The tree depends only on the set of bookings, not on their order.
 
-A request that has generated most of its expected output will end soon. The blocks that it alone holds on its rank count
-only for the share of output still to come. These weights are whole units of 1/65536 block, so their sums do not depend
-on the order of additions.
+A request that has generated most of its expected output will end soon. The blocks that no other request on its rank
+uses count only for the share of output still to come. These weights are whole units of 1/65536 block, so their sums do
+not depend on the order of additions.
 """
 
 from array import array
@@ -18,6 +18,7 @@ from itertools import compress, count
 from operator import ne
 from typing import assert_never
 
+from msgspec import convert
 from msgspec.structs import astuple
 from xxhash import xxh3_64_intdigest
 
@@ -34,7 +35,9 @@ _ONE = 1 << 64  # one request in a node's counter; the bits below hold the sum o
 
 @dataclass(slots=True, eq=False)
 class RankLoad:
-    """Current load of one rank. Only `FleetLoad` writes it; a router may keep the object and read it at any time.
+    """Current load of one worker rank.
+
+    Only `FleetLoad` changes it. The router may keep the object and read it at any time.
 
     Attributes:
         worker_id: id of the worker.
@@ -42,13 +45,13 @@ class RankLoad:
         block_size: tokens per KV block.
         prefill_tokens: uncached prompt tokens of requests without a first token.
         active_requests: booked requests.
-        decode_blocks: blocks of requests in flight; blocks that several requests share count once.
-        computed_tokens: uncached prompt tokens sent to the rank since it joined, plus the lowest total of any rank
-            then.
+        decode_blocks: KV blocks of booked requests; blocks that several requests share count once.
+        computed_tokens: uncached prompt tokens sent to the rank since it joined, plus the lowest total of any rank at
+            that time.
         reported: last load report of the rank; None before the first.
         reported_term: contribution of that report to the digest.
         units: `decode_blocks` as an exact integer, in units of 1/65536 block.
-        salt: factor that makes the sums of different ranks different.
+        salt: factor by which equal sums of different ranks differ in the digest.
     """
 
     worker_id: str
@@ -65,7 +68,10 @@ class RankLoad:
 
     @property
     def waiting(self) -> int:
-        """Requests queued in the rank's engine by its last report, at most as many as are booked now."""
+        """Requests queued in the rank's engine by its last report, but at most the number of booked requests.
+
+        0 without a report.
+        """
         return 0 if self.reported is None else min(self.reported.waiting, self.active_requests)
 
     def __post_init__(self) -> None:
@@ -111,9 +117,10 @@ class _ActiveBooking:
 
 
 class FleetLoad:
-    """Booked and reported load of every rank in the fleet.
+    """Booked and reported load of every worker rank in the fleet.
 
-    A booking ends with its request, at the request's deadline at the latest. Bookings have no expiry of their own.
+    A booking ends when its request ends or leaves the rank. Every request has a deadline, so bookings need no expiry of
+    their own.
     """
 
     def __init__(self) -> None:
@@ -125,7 +132,7 @@ class FleetLoad:
         self._sum = 0
 
     def add_rank(self, worker_id: str, rank: int, block_size: int) -> RankLoad:
-        """Add an idle rank; `block_size` is in tokens."""
+        """Add a rank without requests, and return its load. `block_size` is in tokens."""
         key = (worker_id, rank)
         assert key not in self._ranks
         # Starting at zero, a new rank would win every tie until its total caught up with the others.
@@ -136,7 +143,7 @@ class FleetLoad:
         return load
 
     def drop_rank(self, worker_id: str, rank: int) -> None:
-        """Remove a rank whose requests were freed before."""
+        """Remove a rank. The caller must have freed all its requests."""
         gone = self._ranks[worker_id, rank]
         assert not gone.active_requests, "free the requests of a rank first"
         del self._ranks[worker_id, rank]
@@ -144,7 +151,7 @@ class FleetLoad:
         self._compute(gone, -gone.computed_tokens)
 
     def rank_load(self, worker_id: str, rank: int) -> RankLoad:
-        """Return the load of a rank. Raises KeyError for an unknown rank."""
+        """Return the load of one worker rank. Raises KeyError if the rank is unknown."""
         return self._ranks[worker_id, rank]
 
     def ranks(self) -> list[RankLoad]:
@@ -162,16 +169,16 @@ class FleetLoad:
         reuse: bool = True,
         expected_output_tokens: int = 0,
     ) -> None:
-        """Book a routed request on a rank.
+        """Add a routed request to the load of a rank.
 
         Args:
             request_id: id of a request without a booking.
             key: worker id and rank, which was added before.
             prefill_tokens: prompt tokens that are not in the rank's cache.
             blocks: sequence hashes of the prompt from the first on; empty if active blocks are not tracked.
-            prompt_tokens: length of the prompt, to compute the blocks that output takes.
-            reuse: whether requests of the rank share blocks. Otherwise every block counts, and `active_depths` does not
-                find the blocks.
+            prompt_tokens: length of the prompt, to compute the blocks that output needs.
+            reuse: whether the request shares prompt blocks with other requests of the rank. Otherwise each of its
+                blocks counts, and `active_depths` does not find them.
             expected_output_tokens: expected length of the response; 0 if unknown.
         """
         assert request_id not in self._booked, "a request has one booking"
@@ -202,18 +209,18 @@ class FleetLoad:
         self._sum_up(booked)
 
     def prefill_done(self, request_id: str) -> None:
-        """Remove the prompt from the load of its rank, because the first token was generated."""
+        """Remove the prompt tokens of a request from the load of its rank, because the first token was generated."""
         booked = self._booked[request_id]
         booked.rank.prefill_tokens -= booked.prefill_tokens
         booked.prefill_tokens = 0
         self._sum_up(booked)
 
     def grow(self, request_id: str, output_tokens: int) -> None:
-        """Set how many output tokens a request has; a number that is not higher than the last one has no effect.
+        """Set the number of output tokens of a request. A number that is not higher than the last one has no effect.
 
-        Output takes ceil((prompt + output) / block size) - ceil(prompt / block size) blocks that no other request
-        shares. If the request has an expected length, all blocks that it alone holds on its rank are weighted by max(0,
-        1 - output / expected). Source: Dynamo's sequence tracking (output blocks, fractional blocks).
+        The output adds ceil((prompt + output) / block size) - ceil(prompt / block size) blocks, which no other request
+        shares. If the request has an expected length, all blocks that no other request on its rank uses are weighted by
+        max(0, 1 - output / expected). Source: Dynamo's sequence tracking (output blocks, fractional blocks).
         """
         booked = self._booked[request_id]
         if output_tokens <= booked.output_tokens:
@@ -229,7 +236,7 @@ class FleetLoad:
         self._sum_up(booked)
 
     def free(self, request_id: str) -> None:
-        """Remove the booking of a request that ended or left its rank."""
+        """Remove a request from the load of its rank, because it ended or left the rank."""
         booked = self._booked.pop(request_id)
         self._sum -= booked.term
         rank = booked.rank
@@ -240,22 +247,16 @@ class FleetLoad:
         del self._tickets[booked.ticket]
 
     def report(self, event: LoadReported) -> None:
-        """Replace the load report of a rank by a newer one. The caller filters out unknown ranks."""
-        self._take_report(
-            Reported(
-                worker_id=event.worker_id,
-                rank=event.rank,
-                running=event.running,
-                waiting=event.waiting,
-                kv_blocks_used=event.kv_blocks_used,
-                kv_blocks_total=event.kv_blocks_total,
-            )
-        )
+        """Replace the load report of a rank by a newer one. The caller must have checked that the rank is known."""
+        self._take_report(convert(event, Reported, from_attributes=True))
 
     def active_depths(self, query: Sequence[int]) -> dict[HolderKey, int]:
-        """Return how many leading blocks of `query` the requests of each rank hold; ranks without any are omitted.
+        """Return how many leading blocks of a prompt the requests in flight on each rank use.
 
-        Arrays of type "Q" are the fastest input.
+        Ranks without any are omitted.
+
+        Args:
+            query: sequence hashes of the prompt from the first block on; arrays of type "Q" are the fastest input.
         """
         wanted = as_block_array(query)
         depths: dict[HolderKey, int] = {}
@@ -274,12 +275,25 @@ class FleetLoad:
         depths.update(dict.fromkeys(node.references, at))
         return depths
 
+    def count_nodes(self) -> int:
+        """Return the number of nodes in the tree of active prefixes: at most two per booked request."""
+        found, pending = 0, [self._root]
+        while pending:
+            children = pending.pop().children.values()
+            found += len(children)
+            pending += children
+        return found
+
     def digest(self) -> int:
-        """Return a 64-bit digest over all bookings and reports."""
+        """Return a 64-bit digest over all bookings, load reports and computed tokens."""
         return self._sum & U64_MASK
 
     def snapshot(self) -> Iterator[Booking | ComputedTokens | Reported]:
-        """Yield reports by rank, bookings in the order in which they were made, then computed tokens by rank."""
+        """Yield the state as snapshot parts.
+
+        These are the load reports by rank, then the bookings in the order in which they were made, then the computed
+        tokens by rank.
+        """
         for rank in self._ranks.values():
             if rank.reported is not None:
                 yield rank.reported
@@ -300,7 +314,7 @@ class FleetLoad:
             yield ComputedTokens(worker_id=rank.worker_id, rank=rank.rank, tokens=rank.computed_tokens)
 
     def restore(self, chunk: Booking | ComputedTokens | Reported) -> None:
-        """Apply one chunk of a snapshot; its ranks were added before."""
+        """Apply one part of a snapshot. Its rank must have been added before."""
         match chunk:
             case Booking():
                 self.book(

@@ -1,9 +1,9 @@
-"""Assumed cache contents: a routed prompt counts as cached until its due time.
+"""Assumed cache contents: the blocks of a routed prompt count as cached at its rank until their due time.
 
-Used for workers without KV events, and for the time until KV events arrive. The blocks that one prompt adds are a
-batch: blocks of one holder with one due time, in prompt order. Every (holder, block) pair is in one batch, the one with
-the latest due time. A later prompt with the same first blocks moves them to its own batch, so a batch loses blocks from
-its start. Batches are ordered by due time in a heap.
+The assumption is used for workers without KV events, and for the time until KV events arrive. The blocks that one
+prompt adds are a batch: blocks of one rank with one due time, in prompt order. Every (rank, block) pair is in one
+batch, the batch with the latest due time. A later prompt with the same first blocks moves them to its own batch, so a
+batch loses blocks from its start. Batches are ordered by due time in a heap.
 """
 
 from array import array
@@ -18,11 +18,11 @@ from forebay.core.state.holder_bits import HolderBits, HolderKey
 from forebay.events.base import U64_MASK, array_u64, pack_u64
 from forebay.events.snapshots import CHUNK_HASHES_MAX, RoutedBlocks
 
-EMPTY_BATCHES_MAX = 4_096  # empty batches may stay in the heap; it is compacted when they exceed this and the others
+EMPTY_BATCHES_MAX = 4_096  # compact the heap when it has this many more empty batches than others
 
 
 class _Holder:
-    """Holder of assumed blocks; `bit` is 0 once the holder is removed."""
+    """Worker rank with its assumed blocks. `bit` is 0 once the rank was removed."""
 
     __slots__ = ("batches", "bit", "key", "live", "sum")
 
@@ -46,14 +46,14 @@ class _Batch:
 
 
 class RoutedIndex:
-    """Blocks assumed to be cached per holder. Its length is the number of (holder, block) pairs."""
+    """Blocks that each worker rank is assumed to have cached. `len` returns the number of (rank, block) pairs."""
 
     def __init__(self) -> None:
         self._sets = BlockSets()
         self._bits = HolderBits([self._sets])
         self._holders: dict[HolderKey, _Holder] = {}
         self._heap: list[tuple[int, int, _Batch]] = []
-        self._number = 0  # of batches ever; orders batches with equal due times
+        self._number = 0  # number of batches so far; orders batches with equal due times
         self._live = 0  # batches that have blocks
         self._pairs = 0
         self._sum = 0
@@ -62,13 +62,13 @@ class RoutedIndex:
         return self._pairs
 
     def add_holder(self, worker_id: str, rank: int) -> None:
-        """Add a rank without assumed blocks, replacing an earlier one of the same name."""
+        """Add a rank without assumed blocks. It replaces an earlier rank of the same worker id and number."""
         self.drop_holder(worker_id, rank)
         key = worker_id, rank
         self._holders[key] = _Holder(key, self._bits.take(key))
 
     def drop_holder(self, worker_id: str, rank: int) -> None:
-        """Remove a rank and its assumed blocks. Unknown ranks are ignored."""
+        """Remove a rank and the blocks that it is assumed to have cached. Unknown ranks are ignored."""
         holder = self._holders.pop((worker_id, rank), None)
         if holder is None:
             return
@@ -81,11 +81,20 @@ class RoutedIndex:
         self._tidy()
 
     def add(self, worker_id: str, rank: int, blocks: Sequence[int], due_us: int, blocks_max: int) -> None:
-        """Assume that the blocks of a routed prompt are cached at a rank until `due_us`, or later if they already were.
+        """Assume that a rank has cached the blocks of a routed prompt until `due_us`.
 
-        If there are more than `blocks_max` (holder, block) pairs, exactly the excess is removed. Blocks with the
-        earliest due time are removed first, and the last blocks of a prompt before its first. Nothing is removed in
-        advance, because that would delay a request.
+        Later due times of blocks stay as they are.
+
+        If there are more than `blocks_max` (rank, block) pairs, exactly the excess is removed: first blocks with the
+        earliest due time, and the last blocks of a prompt before its first. Nothing is removed in advance, because that
+        would delay a request.
+
+        Args:
+            worker_id: id of the worker.
+            rank: rank to which the prompt was routed.
+            blocks: sequence hashes of the prompt.
+            due_us: when the assumption ends, on the owner's clock in microseconds.
+            blocks_max: maximum number of (rank, block) pairs.
 
         Raises:
             KeyError: the rank is unknown.
@@ -99,7 +108,7 @@ class RoutedIndex:
                 heappop(self._heap)
 
     def expire(self, now_us: int) -> None:
-        """Remove blocks that are due at `now_us`. Cheap if there are none."""
+        """Remove blocks whose due time is at or before `now_us`. This is cheap if there are none."""
         heap = self._heap
         while heap and heap[0][0] <= now_us:
             batch = heappop(heap)[2]
@@ -109,9 +118,12 @@ class RoutedIndex:
             self._bits.sweep()
 
     def depths(self, query: Sequence[int]) -> dict[HolderKey, int]:
-        """Return how many leading blocks of a prompt are assumed to be cached per holder.
+        """Return how many leading blocks of a prompt each rank is assumed to have cached.
 
-        Holders without any are omitted. Arrays of type "Q" are the fastest input.
+        Ranks without any are omitted.
+
+        Args:
+            query: sequence hashes of the prompt from the first block on; arrays of type "Q" are the fastest input.
         """
         found: dict[HolderKey, int] = {}
         for depth, mask in self._sets.match_depths(query, self._bits.live):
@@ -120,15 +132,19 @@ class RoutedIndex:
         return found
 
     def blocks_held(self, worker_id: str, rank: int) -> int:
-        """Return how many blocks are assumed to be cached at a rank. Raises KeyError for an unknown rank."""
+        """Return how many blocks a rank is assumed to have cached. Raises KeyError for an unknown rank."""
         return len(self._holders[worker_id, rank].batches)
 
     def digest(self) -> int:
-        """Return a 64-bit digest over every (holder, block) pair and its due time."""
+        """Return a 64-bit digest over every (rank, block) pair and its due time."""
         return (self._sum + self._pairs) & U64_MASK
 
     def snapshot(self, predicted: bool) -> Iterator[RoutedBlocks]:
-        """Yield all blocks, earliest due time first. The index must not change meanwhile."""
+        """Yield all blocks as snapshot parts, earliest due time first. The caller must not change the index meanwhile.
+
+        Args:
+            predicted: value of `RoutedBlocks.predicted`: whether KV events will confirm the blocks.
+        """
         for due_us, _, batch in sorted(self._heap):
             if batch.holder.bit:
                 worker_id, rank = batch.holder.key
@@ -143,7 +159,11 @@ class RoutedIndex:
                     )
 
     def restore(self, chunk: RoutedBlocks) -> None:
-        """Apply one chunk of a snapshot, in the order of `snapshot`. Raises KeyError for an unknown rank."""
+        """Apply one part of a snapshot. Parts must come in the order of `snapshot`.
+
+        Raises:
+            KeyError: the rank is unknown.
+        """
         self._add(self._holders[chunk.worker_id, chunk.rank], array_u64(chunk.sequence_hashes), chunk.due_us)
 
     def _add(self, holder: _Holder, blocks: Sequence[int], due_us: int) -> None:

@@ -1,9 +1,10 @@
-"""Prefix index: which worker ranks cache which prompt prefixes, per tier. A fold over the topic `kv-events`.
+"""Prefix index: which worker ranks cache which prompt prefixes, per tier. It is built from the topic `kv-events`.
 
-Every (worker, rank) in the fleet is a holder with a bit. Clearing or losing a holder retires its bit in constant time.
-The events of each holder have consecutive sequence numbers. Lower numbers are redeliveries and have no effect. A
-missing number means that the content of the cache is no longer known. The owner then orders the worker to re-announce
-its cache: the worker sends `CacheCleared` and the blocks that it has.
+Every worker rank in the fleet is a holder and has one bit in the masks of `BlockSets`. If the cache of a rank is
+cleared or the worker is lost, its bit is retired, which takes constant time. The events of each holder have consecutive
+sequence numbers. Lower numbers are redeliveries and have no effect. If a number is missing, the content of the cache is
+no longer known. The owner then orders the worker to re-announce its cache: the worker sends `CacheCleared` and the
+blocks that it has.
 """
 
 from collections import Counter
@@ -23,7 +24,13 @@ TIERS: tuple[Tier, ...] = get_args(Tier)
 
 
 class Overlap(NamedTuple):
-    """Blocks of a query that one holder has: a prefix on the device, then on the host, then on disk."""
+    """Numbers of leading prompt blocks that one worker rank has cached, by tier.
+
+    Attributes:
+        device: blocks from the first block of the prompt on, in device memory.
+        host: blocks that follow them, in host memory.
+        disk: blocks that follow those in host memory, on disk.
+    """
 
     device: int = 0
     host: int = 0
@@ -35,7 +42,15 @@ APPLIED: dict[type[KvEvent], str] = {BlocksStored: "stored", BlocksRemoved: "rem
 
 
 class Gap(NamedTuple):
-    """Missing KV events of a rank: `expected_seq` was next, `found_seq` arrived."""
+    """Missing KV events of a worker rank.
+
+    Attributes:
+        worker_id: id of the worker.
+        worker_epoch: epoch of the worker.
+        rank: rank whose events are missing.
+        expected_seq: sequence number of the first missing event.
+        found_seq: sequence number of the event that arrived instead.
+    """
 
     worker_id: str
     worker_epoch: int
@@ -53,11 +68,12 @@ class _Holder:
 
 
 class PrefixIndex:
-    """Prefix index over all holders.
+    """Which blocks each worker rank of the fleet has cached, per tier.
 
     Attributes:
         applied: number of applied events by kind; for diagnostics, not part of the state.
-        counts: number of anomalies by kind; for diagnostics, not part of the state.
+        counts: number of events and blocks that did not fit the index, by kind, such as `gap` or `unknown_block`; for
+            diagnostics, not part of the state.
     """
 
     def __init__(self) -> None:
@@ -71,7 +87,7 @@ class PrefixIndex:
         self._changes: ChangeBuffer | None = None
 
     def add_holder(self, worker_id: str, rank: int, worker_epoch: int) -> None:
-        """Add a rank with an empty cache, replacing an earlier epoch of it. An epoch must not be added twice."""
+        """Add a rank with an empty cache. It replaces the rank's earlier epoch. An epoch must not be added twice."""
         self.drop_holder(worker_id, rank)
         self._holders[worker_id, rank] = _Holder(self._bits.take((worker_id, rank)), worker_epoch)
         self._ranks[worker_id] += 1
@@ -96,8 +112,8 @@ class PrefixIndex:
         Redelivered events and events of unknown ranks or stale epochs are counted and have no effect.
 
         Returns:
-            The gap before the event, if it is the first one. From then on the holder waits until its worker
-            re-announces its cache.
+            The gap, if events are missing before this event and the rank had no gap so far; otherwise None. After a gap
+            the rank counts as resyncing until its worker sends `CacheCleared`.
         """
         holder = self._holders.get((event.worker_id, event.rank))
         if holder is None:
@@ -130,13 +146,14 @@ class PrefixIndex:
         return self._gap(holder, event, expected) if seq != expected or holder.resync else None
 
     def resyncing(self) -> list[IndexCursor]:
-        """Return the ranks whose workers were query to re-announce their cache, in order."""
+        """Return the cursors of the ranks whose worker was ordered to re-announce its cache and has not begun yet."""
         return [cursor for cursor in self.cursors() if cursor.resync]
 
     def overlaps(self, query: Sequence[int]) -> dict[HolderKey, Overlap]:
-        """Return the blocks of a prompt that each holder has; holders without any are omitted.
+        """Return how many leading blocks of a prompt each rank has cached. Ranks without any are omitted.
 
-        Arrays of type "Q" are the fastest input.
+        Args:
+            query: sequence hashes of the prompt from the first block on; arrays of type "Q" are the fastest input.
         """
         device, host, disk = self._tiers.values()
         query = as_block_array(query)
@@ -156,11 +173,11 @@ class PrefixIndex:
         return self._tiers[tier].counts.get(self._holders[worker_id, rank].bit, 0)
 
     def holders(self) -> list[HolderKey]:
-        """Return every rank in the index, in order."""
+        """Return every rank in the index, in order of (worker id, rank)."""
         return sorted(self._holders)
 
     def digest(self) -> int:
-        """Return a 64-bit digest over every holder's epoch, cursor, block counts and block sums."""
+        """Return a 64-bit digest over every rank's epoch, last sequence number, block counts and block sums."""
         tiers = self._tiers.values()
         return digest_of(
             *(
@@ -176,7 +193,7 @@ class PrefixIndex:
         )
 
     def cursors(self) -> Iterator[IndexCursor]:
-        """Yield the last event applied per holder, in order."""
+        """Yield the sequence number of the last applied event of each rank, in order of (worker id, rank)."""
         for (worker_id, rank), holder in sorted(self._holders.items(), key=_by_key):
             yield IndexCursor(
                 worker_id=worker_id,
@@ -187,9 +204,9 @@ class PrefixIndex:
             )
 
     def begin_scan(self) -> IndexScan:
-        """Start a scan of all blocks.
+        """Start to copy all blocks for a snapshot while the index keeps changing.
 
-        Only one can be active. Events applied from now on are recorded for `end_scan`.
+        Only one scan can be active. The index records events that are applied from now on, for `end_scan`.
         """
         assert self._scan is None, "one scan at a time"
         self._scan = self._new_scan()
@@ -197,7 +214,10 @@ class PrefixIndex:
         return self._scan
 
     def end_scan(self) -> list[IndexChanges]:
-        """End a completed scan, and return the events since `begin_scan`, to be restored after what the scan saw."""
+        """End a completed scan.
+
+        Return the events since `begin_scan`; a reader restores them after the scanned blocks.
+        """
         assert self._scan is not None, "no scan is active"
         assert self._changes is not None, "a scan records changes"
         assert self._scan.done, "the scan is not done"
@@ -206,16 +226,16 @@ class PrefixIndex:
         return changes
 
     def snapshot(self) -> Iterator[IndexCursor | IndexBlocks]:
-        """Yield a cursor per holder, then all blocks. No event may be applied meanwhile."""
+        """Yield the state as snapshot parts: a cursor per rank, then all blocks. No event may be applied meanwhile."""
         yield from self.cursors()
         scan = self._new_scan()
         while not scan.done:
             yield from scan.advance(1)
 
     def restore(self, chunk: IndexCursor | IndexBlocks | IndexChanges) -> None:
-        """Apply one chunk of a snapshot: first all cursors, then blocks, then changes in order.
+        """Apply one part of a snapshot: first all cursors, then blocks, then changes in order.
 
-        Blocks and changes of holders without a cursor, or with a cursor of another epoch, are ignored.
+        Blocks and changes of ranks without a cursor, or with a cursor of another epoch, are ignored.
         """
         match chunk:
             case IndexCursor():

@@ -1,13 +1,13 @@
-"""Router queue: requests that wait because every rank that may take them has too much to prefill or no room.
+"""Router queue: requests that wait, because every rank that may take them has too much to prefill or no room.
 
 A pool has one line per queue class, ordered by priorities and the policy of the class. Lines take turns by deficit
-round robin. A turn adds the quantum of the class to the line's deficit counter. A request costs its uncached tokens. A
-line is served until its deficit does not cover its next request.
+round robin. A turn adds the quantum of the class to the line's deficit counter. A request that leaves the line
+subtracts its uncached tokens. A line is served until its deficit is lower than the cost of its next request.
 
-The first request of a line may have no rank while others have one. Requests with equal routing requirements have the
-same candidates. So a line offers the first dispatchable request among the first ones of each requirement. A line
-without an offer does not take part in the round. The order follows from the queued requests, the turn and the deficits
-alone, never from earlier events.
+It may happen that no rank can take the first request of a line, but a rank can take a later one. Requests with equal
+routing requirements have the same candidates. So a line offers the first dispatchable request among the first requests
+of each requirement. A line without an offer does not take part in the round. The order follows from the queued
+requests, the turn and the deficits alone, never from earlier events.
 
 Source: Dynamo's policy-class queues; Shreedhar and Varghese, "Efficient Fair Queuing Using Deficit Round Robin".
 """
@@ -30,13 +30,14 @@ _SCALE_BITS = 128
 
 @dataclass(frozen=True, slots=True)
 class QueuedRequest:
-    """Queued request.
+    """Request that waits in the router's queue.
 
     Attributes:
         request_id: id of the request.
         offset: offset of its submission, which is unique.
-        policy_class: queue class named by the client; kept because a reconfiguration may add or remove classes.
-        uncached_tokens: prompt tokens that the best rank did not have cached on arrival.
+        policy_class: queue class that the client named. It is kept because a change of the configuration may add or
+            remove classes.
+        uncached_tokens: prompt tokens that even the rank with the largest overlap had to compute on arrival.
         priority: seconds by which the request is moved ahead; may be negative.
         strict_priority: requests with a higher value go first.
         arrival_us: arrival time on the owner's clock, in microseconds.
@@ -54,7 +55,7 @@ class QueuedRequest:
 
     @property
     def cost(self) -> int:
-        """Tokens that serving the request takes from the deficit of its line."""
+        """Tokens that the request subtracts from the deficit of its line when it leaves the queue."""
         return max(1, self.uncached_tokens)
 
 
@@ -128,7 +129,7 @@ class _Pool:
 
 
 class Queues:
-    """Queues of all pools."""
+    """Router queues of all pools. They determine which queued request is served next."""
 
     def __init__(self) -> None:
         self._pools: dict[str, _Pool] = {}
@@ -142,8 +143,9 @@ class Queues:
     def configure(self, pool: str, config: QueueConfig) -> None:
         """Set the queue configuration of a pool.
 
-        Queued requests enter their lines again, or that of the default class if their class was removed. Remaining
-        classes keep their deficits. If the class whose turn it was is removed, the first class is next.
+        Queued requests enter the new lines. If the class of a request was removed, the request enters the line of the
+        default class. Remaining classes keep their deficits. If the class that was served last is removed, the first
+        class is next.
         """
         old = self._pools.get(pool)
         if old is not None and old.config == config:
@@ -164,14 +166,14 @@ class Queues:
                 new.turn = at
 
     def push(self, pool: str, queued: QueuedRequest) -> None:
-        """Add a request to the queue of a pool, which was configured before."""
+        """Add a request to the queue of `pool`. The pool must be configured, and the request must not be queued yet."""
         assert queued.request_id not in self._queued, "a request waits once"
         self._line(self._pools[pool], queued).push(queued)
         self._queued[queued.request_id] = (pool, queued)
         self._sum += _term(pool, queued)
 
     def remove(self, request_id: str) -> bool:
-        """Remove a cancelled or expired request. Returns False if it was not queued."""
+        """Remove a cancelled or expired request. Return False if it was not queued."""
         if request_id not in self._queued:
             return False
         pool, queued = self._queued[request_id]
@@ -179,10 +181,13 @@ class Queues:
         return True
 
     def serve(self, pool: str, is_dispatchable: Callable[[QueuedRequest], bool]) -> QueuedRequest | None:
-        """Remove and return the next request that can be dispatched; return None and change nothing if there is none.
+        """Remove and return the next request that can be dispatched. Return None and change nothing if there is none.
 
-        `is_dispatchable` returns whether a rank would take a request, which depends on its requirements alone. It is
-        called at most `OFFERS_PER_LINE_MAX` times per line, in serving order, and once per requirement of a line.
+        Args:
+            pool: name of the pool.
+            is_dispatchable: returns whether a rank can take a request now, which depends on the request's requirements
+                alone. It is called in serving order, once per requirement of a line and at most `OFFERS_PER_LINE_MAX`
+                times per line.
         """
         state = self._pools[pool]
         found = _next(state, is_dispatchable)
@@ -199,22 +204,25 @@ class Queues:
         return sum(line.size for line in self._pools[pool].lines)
 
     def in_order(self, pool: str) -> list[tuple[QueueClass, list[QueuedRequest]]]:
-        """Return the queue classes of a pool in configured order, each with its requests from first to last."""
+        """Return the queue classes of a pool in configured order, each with its requests in serving order."""
         return [(line.kind, line.in_order()) for line in self._pools[pool].lines]
 
     def length(self, pool: str, kind: QueueClass) -> int:
-        """Return how many requests are queued in one class of a pool, in its current configuration."""
+        """Return how many requests are queued in the class `kind` of a pool."""
         return next(line.size for line in self._pools[pool].lines if _key(line.kind) == _key(kind))
 
     def digest(self) -> int:
         """Return a 64-bit digest over queued requests, turns and deficits.
 
-        Takes time linear in the number of classes.
+        The time it takes is linear in the number of classes.
         """
         return (self._sum + digest_of(*map(plain, self.snapshot()))) & U64_MASK
 
     def snapshot(self) -> Iterator[QueueTurns]:
-        """Yield turns and deficits of every pool, by name. Queued requests are in the snapshot of the requests."""
+        """Yield turn and deficits of every pool as snapshot parts, in order of pool names.
+
+        The queued requests are in the snapshot of `ActiveRequests`.
+        """
         for pool, state in sorted(self._pools.items()):
             classes = (
                 ClassDeficit(
@@ -225,7 +233,7 @@ class Queues:
             yield QueueTurns(pool=pool, turn=state.turn, classes=tuple(classes))
 
     def restore(self, chunk: QueueTurns) -> None:
-        """Apply one chunk of a snapshot; the pool was configured before."""
+        """Apply one part of a snapshot. Its pool must have been configured before."""
         state = self._pools[chunk.pool]
         kinds = [(one.name, one.uncached_tokens_min) for one in chunk.classes]
         assert kinds == [_key(line.kind) for line in state.lines], "turns are those of the pool's classes"
@@ -245,10 +253,15 @@ class Queues:
 
 
 def class_of(config: QueueConfig, policy_class: str, uncached_tokens: int) -> QueueClass:
-    """Return the class a request is queued in.
+    """Return the queue class of a request.
 
-    Among the classes with its name, or the default ones, it is the class with the highest minimum that the request
-    reaches.
+    Among the classes with the name `policy_class`, it is the one with the highest `uncached_tokens_min` that the
+    request reaches. If there is no class with this name, the default classes are used.
+
+    Args:
+        config: queue configuration of the pool.
+        policy_class: class that the client named; empty for none.
+        uncached_tokens: prompt tokens that even the rank with the largest overlap must compute.
     """
     reached = [kind for kind in config.classes if kind.uncached_tokens_min <= uncached_tokens]
     named = [kind for kind in reached if kind.name == policy_class]
@@ -259,7 +272,11 @@ def class_of(config: QueueConfig, policy_class: str, uncached_tokens: int) -> Qu
 
 
 def _next(state: _Pool, is_dispatchable: Callable[[QueuedRequest], bool]) -> tuple[int, QueuedRequest] | None:
-    """Return the next line to serve and its offer, after as many rounds as a line needs to cover its request."""
+    """Return the position of the line to serve next, and the request that it offers.
+
+    If no deficit covers an offered request, all lines with an offer get the quanta of as many rounds as one of them
+    needs.
+    """
     lines, turn = state.lines, state.turn
     going_on = lines[turn].offer(is_dispatchable)
     if going_on is not None and going_on.cost <= lines[turn].deficit:

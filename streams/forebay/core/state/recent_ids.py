@@ -1,7 +1,7 @@
-"""Ids of recently ended requests with a hash of their content, to recognise a redelivered or reused id.
+"""Ids of recently ended requests, each with a hash of the request, to recognise a redelivered or reused id.
 
-Ids are hashes in packed arrays, ordered by expiry. At 1,000 requests per second 120,000 ids are retained, and a
-snapshot must write them at one moment.
+Ids are stored as hashes in packed arrays, ordered by expiry. The reason is their number: at 1,000 requests per second
+120,000 ids are retained, and a snapshot must copy all of them at one moment.
 """
 
 from array import array
@@ -13,11 +13,15 @@ from forebay.events.base import U64_MASK, array_u64, pack_u64
 from forebay.events.snapshots import CHUNK_HASHES_MAX, Remembered
 
 CHUNK_IDS = CHUNK_HASHES_MAX // 3
-FORGOTTEN_MAX = 4_096  # expired entries that stay in memory, or half of all: removing from the front moves the rest
+# Expired ids stay in memory until there are more than this number, and more than valid ids: a removal moves all others.
+FORGOTTEN_MAX = 4_096
 
 
 class RecentIds:
-    """Hashes of ids and contents, each with an expiry; ids are added in order of expiry."""
+    """Ids of recently ended requests or commands, with their expiry. Ids must be added in order of expiry.
+
+    An id is stored as a hash, together with a hash of its request or the nonce of its command.
+    """
 
     def __init__(self) -> None:
         self._known: dict[int, int] = {}
@@ -32,11 +36,17 @@ class RecentIds:
         return len(self._known)
 
     def get(self, id_hash: int) -> int | None:
-        """Return the content hash of an id, or None if it is not remembered."""
+        """Return the content (hash or nonce) that was added with an id, or None if the id is not remembered."""
         return self._known.get(id_hash)
 
     def add(self, id_hash: int, content: int, due_us: int) -> None:
-        """Remember a new id until `due_us`, which must not be lower than that of the previous id."""
+        """Remember a new id until `due_us`.
+
+        Args:
+            id_hash: hash of the id.
+            content: hash of the request, or nonce of the command.
+            due_us: expiry in microseconds, not lower than that of the previous id.
+        """
         assert id_hash not in self._known, "an id is used once while it is remembered"
         assert not self._due_us or due_us >= self._due_us[-1], "ids are added in order of expiry"
         self._known[id_hash] = content
@@ -46,11 +56,11 @@ class RecentIds:
         self._sum += _term(id_hash, content, due_us)
 
     def next_due_us(self) -> int | None:
-        """Return when the next id expires, or None if there is none."""
+        """Return when the next id expires, in microseconds, or None if no id is remembered."""
         return self._due_us[self._forgotten] if self._known else None
 
     def forget(self, now_us: int) -> None:
-        """Remove expired ids. Cheap if there are none."""
+        """Remove ids that expire at or before `now_us`. This is cheap if there are none."""
         if not self._known or self._due_us[self._forgotten] > now_us:
             return
         while self._known and self._due_us[self._forgotten] <= now_us:
@@ -64,11 +74,11 @@ class RecentIds:
             self._forgotten = 0
 
     def digest(self) -> int:
-        """Return a 64-bit digest over all remembered ids."""
+        """Return a 64-bit digest over all remembered ids, their contents and their expiry."""
         return self._sum & U64_MASK
 
     def snapshot(self) -> Iterator[Remembered]:
-        """Yield all remembered ids, in order of expiry."""
+        """Yield all remembered ids as snapshot parts, in order of expiry."""
         for start in range(self._forgotten, len(self._ids), CHUNK_IDS):
             part = slice(start, start + CHUNK_IDS)
             yield Remembered(
@@ -78,7 +88,7 @@ class RecentIds:
             )
 
     def restore(self, chunk: Remembered) -> None:
-        """Apply one chunk of a snapshot, in the order of `snapshot`."""
+        """Add the ids in one part of a snapshot. Parts must come in the order of `snapshot`."""
         packed = (array_u64(part) for part in (chunk.ids, chunk.contents, chunk.due_us))
         for id_hash, content, due_us in zip(*packed, strict=True):
             self.add(id_hash, content, due_us)

@@ -1,9 +1,9 @@
-"""State of a response as read from its reply slot: which tokens are valid, and where it ends.
+"""State of a response as read from its reply slot: which tokens are valid, and where the response ends.
 
 Several workers may write output of one request, because a lost worker may not know that it was replaced. Records are
-ordered by (attempt, owner epoch). `AttemptStarted` makes lower records stale, but only those after it. So a token that
-was valid when read stays valid. Every reader of the slot, ingress or worker, that starts at the same record gets the
-same response.
+ordered by (attempt, owner epoch). An `AttemptStarted` makes records with lower values stale, but only those that follow
+it in the slot. So a token that was valid when it was read stays valid. All readers of the slot, ingresses and workers,
+that start at the same record get the same response.
 """
 
 from collections.abc import Mapping
@@ -25,19 +25,19 @@ from forebay.events.tokens import (
 
 
 class ResponseState:
-    """Response to one request so far.
+    """Response to one request, as far as it has been read from the reply slot.
 
     Attributes:
-        tokens: valid output tokens, in order; the reader may take them away.
-        logprobs: log probabilities of `tokens`, if the request asked for them; taken away together with `tokens`.
+        tokens: valid output tokens, in order; the reader may remove them.
+        logprobs: log probabilities of `tokens`, if the request asked for them; the reader removes both together.
         vector: embedding of the prompt as packed f32; empty for generated responses.
-        next_index: number of valid tokens received, including those taken away.
+        next_index: number of valid tokens received, including removed ones; also the position of the next token.
         attempt: highest attempt that started.
         worker_id: worker that generated the last valid token.
         rank: rank that generated the last valid token.
-        prefilled: worker that computed the prompt of the first valid token; None if it is the same worker.
-        ended: valid end of the response; no record counts after it.
-        gap: whether tokens after `next_index` are missing; no record can be applied then.
+        prefilled: worker that computed the prompt; None if the worker that generated the first token did.
+        ended: valid end of the response; None if it has not ended. Later records have no effect.
+        gap: whether tokens after `next_index` are missing. If so, no record can be applied.
     """
 
     __slots__ = (
@@ -68,18 +68,21 @@ class ResponseState:
         self._valid_from = (0, -1)
 
     def is_stale(self, attempt: int, owner_epoch: int) -> bool:
-        """Return whether records of this attempt and owner epoch are stale."""
+        """Return whether records of this attempt and owner epoch are stale.
+
+        They are, if a later attempt has started, or the same attempt under a later owner.
+        """
         return (attempt, owner_epoch) < self._valid_from
 
     def start(self, attempt: int, owner_epoch: int) -> None:
-        """Start a later attempt, or one under a later owner; lower records are stale from here on."""
+        """Start a later attempt, or the same attempt under a later owner. Lower records are stale from now on."""
         if self.ended is not None:
             return
         self._valid_from = max(self._valid_from, (attempt, owner_epoch))
         self.attempt = self._valid_from[0]
 
     def push(self, event: TokensEmitted, chunk: TokenChunk) -> bool:
-        """Add the new tokens of a chunk of `event`; return whether the response changed."""
+        """Add those tokens of a chunk of `event` that are new. Return whether the response changed."""
         attempt = chunk.attempt
         if self.gap or self.ended is not None or (attempt, event.owner_epoch) < self._valid_from:
             return False
@@ -101,14 +104,14 @@ class ResponseState:
         return True
 
     def embed(self, event: Embedded) -> bool:
-        """Set the embedding of the prompt; return whether the record is valid."""
+        """Set the embedding of the prompt, unless the record is stale. Return whether it was set."""
         if self.ended is not None or self.is_stale(event.attempt, event.owner_epoch):
             return False
         self.worker_id, self.rank, self.vector = event.worker_id, event.rank, event.vector
         return True
 
     def end(self, event: ResponseEnded) -> bool:
-        """Set the end of the response; return whether the record is valid."""
+        """Set the end of the response, unless the record is stale or tokens are missing. Return whether it was set."""
         if self.gap or self.ended is not None or self.is_stale(event.attempt, event.owner_epoch):
             return False
         self.ended = event
@@ -119,9 +122,9 @@ R = TypeVar("R", bound=ResponseState)
 
 
 def apply(replies: Mapping[str, R], event: TokenEvent, group: str) -> list[R]:
-    """Apply an event of the reply slot to the responses it is about, and return those that changed.
+    """Apply the next event of a reply slot to the responses that it contains, and return the responses that changed.
 
-    Groups share a slot, and two groups may use the same request id. Events of groups other than `group` are ignored.
+    Groups share a slot, and two groups may use the same request id. Events of other groups than `group` are ignored.
 
     Args:
         replies: responses by request id.

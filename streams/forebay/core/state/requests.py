@@ -1,8 +1,8 @@
 """Life cycle of a request, from its submission until its id is forgotten.
 
-Active requests follow the table of `forebay.core.state.transitions`. A worker's progress event counts only for the
-attempt and the worker epoch that the request is on. Any other progress event is stale: it raises and has no effect.
-When a request ends, only hashes of its id and content are kept, for as long as a producer may resend it.
+Active requests follow the table of `forebay.core.state.transitions`. A progress event is valid only if it is from the
+current attempt and worker epoch of its request. Any other progress event is stale: `progress` raises and changes
+nothing. When a request ends, only hashes of its id and content are kept, for as long as a producer may send it again.
 """
 
 from collections import Counter
@@ -38,9 +38,12 @@ STAGE_FIELDS = [name for name in RequestState.__struct_fields__ if name in Activ
 class ActiveRequests:
     """Active requests by id, their deadlines, and hashes of recently ended ids.
 
+    Methods that change the phase of a request raise IllegalTransition if the transition table does not allow the
+    change.
+
     Attributes:
-        unfetched: KV that requests left at prefill workers. Not part of the state: the caller of a method that adds
-            to it drains it before the next event.
+        unfetched: KV that prefill workers must free because no worker will fetch it. Not part of the state: after a
+            method has added to it, the caller must empty it before the next event.
     """
 
     def __init__(self) -> None:
@@ -57,18 +60,18 @@ class ActiveRequests:
         return len(self._active)
 
     def get(self, request_id: str) -> ActiveRequest | None:
-        """Return the request with this id if it is active."""
+        """Return the request with this id, or None if it is not active."""
         return self._active.get(request_id)
 
     def known_content(self, request_id: str) -> int | None:
-        """Return the content hash this id was used with before, or None for a new id."""
+        """Return the content hash of the active or recently ended request with this id, or None if the id is new."""
         request = self._active.get(request_id)
         if request is not None:
             return request.submitted.content
         return self._remembered.get(id_hash(request_id))
 
     def add(self, request: ActiveRequest) -> None:
-        """Add a new request; its id must be new."""
+        """Add a request. Its id must not belong to an active or recently ended request."""
         assert self.known_content(request.submitted.request_id) is None
         self._active[request.submitted.request_id] = request
         self._deadlines.add(
@@ -79,7 +82,7 @@ class ActiveRequests:
         self._sum_up(request)
 
     def route(self, request: ActiveRequest, stage: Stage, worker_id: str, worker_epoch: int, rank: int) -> None:
-        """Start the next attempt at a stage, on this worker rank."""
+        """Start the next attempt at `stage` of a request, on this worker rank."""
         self._move(request, DISPATCHED[stage])
         match stage:
             case "aggregated":
@@ -103,7 +106,18 @@ class ActiveRequests:
     def enqueue(
         self, request: ActiveRequest, queue_class: str, uncached_tokens: int, now_us: int, timeout_us: int = 0
     ) -> None:
-        """Move a request to the router's queue, for at most `timeout_us` if that is not 0."""
+        """Move a request to the router's queue.
+
+        Args:
+            request: request that was submitted and not sent to a worker yet.
+            queue_class: class in which the request waits.
+            uncached_tokens: prompt tokens that even the rank with the largest overlap must compute.
+            now_us: the owner's clock in microseconds.
+            timeout_us: microseconds after which the request times out in the queue; 0 for no timeout.
+
+        Raises:
+            IllegalTransition: the request is in another phase.
+        """
         self._move(request, RequestTransition.HELD)
         request.queue_class, request.uncached_tokens, request.queued_at_us = queue_class, uncached_tokens, now_us
         request.queue_due_us = now_us + timeout_us if timeout_us else 0
@@ -111,15 +125,15 @@ class ActiveRequests:
         self._sum_up(request)
 
     def count_before_response(self, pool: str) -> int:
-        """Return how many accepted requests of a pool are not yet at the worker that generates their response."""
+        """Return how many requests of a pool are being encoded or prefilled, or wait for their next worker."""
         return self._before_response[pool]
 
     def pinned_to(self, worker_id: str) -> list[ActiveRequest]:
-        """Return the requests that only this worker may take, in order of submission."""
+        """Return the requests whose routing hint allows only this worker, in order of submission."""
         return self._in_order(one for one in self._active.values() if one.submitted.hints.worker_id == worker_id)
 
     def waiting_with_kv_of(self, worker_id: str, worker_epoch: int) -> list[ActiveRequest]:
-        """Return the requests without a worker whose KV this worker keeps, in order of submission."""
+        """Return the requests that wait for a decode worker and whose KV this worker keeps, in order of submission."""
         holder = worker_id, worker_epoch
         return [
             request
@@ -128,26 +142,26 @@ class ActiveRequests:
         ]
 
     def lose_worker(self, request: ActiveRequest) -> None:
-        """Move a request of a lost worker to `waiting`."""
+        """Move a request to the phase `waiting`, because its worker was lost."""
         self._move(request, RequestTransition.WORKER_LOST)
         if request.stage == "decode":
             request.prefiller_id = ""  # its prefill worker is not at fault and has the prompt cached
         self._sum_up(request)
 
     def forget_prefilled(self, request: ActiveRequest) -> None:
-        """Record that no worker keeps the KV of a request any more."""
+        """Record that no prefill worker keeps the KV of a request any more."""
         request.prefilled = None
         self._sum_up(request)
 
     def expire_prefilled(self, request: ActiveRequest) -> None:
-        """Drop the KV of a request whose lease expired before a worker was sent to fetch it."""
+        """Drop the KV of a request, because its lease expired before a worker was sent to fetch it."""
         self._move(request, RequestTransition.KV_EXPIRED)
         self._sum_up(request)
 
     def drop_unusable_prefilled(self, request: ActiveRequest) -> None:
-        """Drop the KV of a request because its descriptor is not usable.
+        """Drop the KV of a request, because its descriptor is not usable.
 
-        The worker that reported it still keeps the KV.
+        The KV is added to `unfetched`, because the worker that reported the descriptor still keeps it.
         """
         request.prefilled = None
         self._sum_up(request)
@@ -157,12 +171,12 @@ class ActiveRequests:
         )
 
     def begin(self, request: ActiveRequest) -> None:
-        """Record that output tokens exist, so the next worker only continues the response."""
+        """Record that output tokens exist. The next worker then continues the response after these tokens."""
         request.begun = True
         self._sum_up(request)
 
     def end(self, request: ActiveRequest, now_us: int) -> None:
-        """End a request; its id is remembered for a while."""
+        """End a request, and remember its id for `REMEMBER_US` after `now_us`."""
         self._move(request, RequestTransition.ENDED)
         self._remove(request, now_us)
 
@@ -172,10 +186,11 @@ class ActiveRequests:
         self._remembered.add(id_hash(request.submitted.request_id), request.submitted.content, now_us + REMEMBER_US)
 
     def progress(self, event: RequestProgress, now_us: int) -> ActiveRequest:
-        """Apply a worker's progress event, and return the request.
+        """Apply a worker's progress event to its request, and return the request.
 
         Raises:
-            IllegalTransition: the request is not active, is on another attempt or worker, or is past this event.
+            IllegalTransition: the request is not active, is on another attempt or worker, or its phase does not allow
+                the event.
         """
         request = self._active.get(event.request_id)
         if request is None:
@@ -203,7 +218,7 @@ class ActiveRequests:
         return request
 
     def of_worker(self, worker_id: str, worker_epoch: int) -> list[ActiveRequest]:
-        """Return the requests that a worker has, in order of submission."""
+        """Return the requests that a worker has now, in order of submission."""
         return self._in_order(
             request
             for request in self._active.values()
@@ -215,7 +230,10 @@ class ActiveRequests:
         return self._in_order(request for request in self._active.values() if request.phase is Phase.QUEUED)
 
     def waiting(self) -> list[ActiveRequest]:
-        """Return the requests that lost their worker, in order of submission."""
+        """Return the accepted requests that have no worker and wait for the next one, in order of submission.
+
+        A request waits after it was encoded or prefilled, or after it lost its worker.
+        """
         return self._in_order(request for request in self._active.values() if request.phase is Phase.WAITING)
 
     def active(self) -> list[ActiveRequest]:
@@ -223,16 +241,22 @@ class ActiveRequests:
         return self._in_order(iter(self._active.values()))
 
     def next_due_us(self) -> int | None:
-        """Return when the state next changes by time alone: a deadline, a queue timeout, or the expiry of an id."""
+        """Return when the state next changes by time alone, in microseconds on the owner's clock; None for never.
+
+        This is the earliest deadline, queue timeout or expiry of a remembered id.
+        """
         return self._queue_deadlines.earliest(self._deadlines.earliest(self._remembered.next_due_us()))
 
     def expired(self, now_us: int) -> list[ActiveRequest]:
-        """Forget expired ids; return the active requests whose deadline has passed, for the caller to end."""
+        """Return the active requests whose deadline has passed at `now_us`; the caller must end them.
+
+        Also forget the ids of ended requests whose time is over.
+        """
         self._remembered.forget(now_us)
         return [self._active[request_id] for request_id in self._deadlines.take(now_us)]
 
     def expired_in_queue(self, now_us: int) -> list[ActiveRequest]:
-        """Return the requests whose queue timeout has passed, for the caller to end."""
+        """Return the requests whose queue timeout has passed; the caller must end them."""
         return [self._active[request_id] for request_id in self._queue_deadlines.take(now_us)]
 
     def digest(self) -> int:
@@ -240,7 +264,7 @@ class ActiveRequests:
         return (self._sum + self._remembered.digest()) & U64_MASK
 
     def snapshot(self) -> Iterator[RequestState | Remembered]:
-        """Yield one fact per active request, then the remembered ids, oldest first."""
+        """Yield the state as snapshot parts: one per active request, then the remembered ids, oldest first."""
         for request in self.active():
             submitted = request.submitted
             fields: dict[str, Any] = {name: getattr(submitted, name) for name in SUBMITTED_FIELDS}
@@ -249,7 +273,7 @@ class ActiveRequests:
         yield from self._remembered.snapshot()
 
     def restore(self, chunk: RequestState | Remembered) -> None:
-        """Apply one chunk of a snapshot, in the order of `snapshot`."""
+        """Apply one part of a snapshot. Parts must come in the order of `snapshot`."""
         match chunk:
             case RequestState():
                 fields: dict[str, Any] = {name: getattr(chunk, name) for name in SUBMITTED_FIELDS}

@@ -1,6 +1,6 @@
-"""Ranks of a pool that may get requests, in the order that every decision uses.
+"""Worker ranks of a pool that may get requests, in the order that every decision uses.
 
-A roster is derived from the fleet and the load, and rebuilt when the fleet changes. It has no state of its own.
+A roster is derived from the fleet and the load, and is built again when the fleet changes. It has no state of its own.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,14 @@ from forebay.events.requests import Task
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CandidateRank:
-    """Rank of a worker that may get requests. `load` is live: it changes as requests start and end."""
+    """Worker rank that may get requests.
+
+    Attributes:
+        worker: worker that the rank belongs to.
+        rank: number of the rank.
+        load: load of the rank. The object is shared with `FleetLoad` and changes as requests start and end.
+        key: worker id and rank.
+    """
 
     worker: FleetWorker
     rank: int
@@ -30,7 +37,12 @@ class CandidateRank:
 
 @dataclass(frozen=True, eq=False)
 class Roster:
-    """Candidate ranks in order of (worker id, rank), with derived data that depends on that order alone."""
+    """Candidate ranks in order of (worker id, rank), with data that is derived from them once.
+
+    Attributes:
+        ranks: the candidates.
+        loads: load of each candidate, in the same order.
+    """
 
     ranks: Sequence[CandidateRank]
     loads: list[RankLoad] = field(init=False)
@@ -41,28 +53,33 @@ class Roster:
 
     @cached_property
     def positions(self) -> dict[HolderKey, int]:
-        """Position of each rank."""
+        """Position of each rank in `ranks`, by worker id and rank."""
         return {candidate.key: at for at, candidate in enumerate(self.ranks)}
 
     @cached_property
     def step_tokens(self) -> list[int]:
-        """Token budget of one engine step, per rank."""
+        """Token budget of one engine step (`max_num_batched_tokens`), for each rank in order."""
         return [candidate.worker.spec.max_num_batched_tokens for candidate in self.ranks]
 
     @cached_property
     def tasks(self) -> frozenset[Task]:
-        """Tasks that every rank supports."""
+        """Tasks that all ranks support."""
         first = self.ranks[0].worker.spec.tasks if self.ranks else ()
         return frozenset(first).intersection(*(candidate.worker.spec.tasks for candidate in self.ranks))
 
     @cached_property
     def names_hash(self) -> int:
-        """64-bit hash over the names of all ranks, in order."""
+        """64-bit hash over worker id and number of all ranks, in order."""
         names = [candidate.worker.spec.worker_id.encode() + pack("<xI", candidate.rank) for candidate in self.ranks]
         return xxh3_64_intdigest(b"".join(names))
 
     def limits(self, run_ahead: float) -> list[tuple[int, int]]:
-        """Return per rank how many requests it is sent at most, and how many of them may be queued in its engine."""
+        """Return the limits of each rank, in order, for a run-ahead as in `QueueConfig.run_ahead`.
+
+        Returns:
+            Per rank, the maximum number of requests in flight, and how many requests may wait in its engine when it
+            gets another request.
+        """
         key, found = self._limits
         if key != run_ahead:
             found = [_limit(candidate.worker.spec.max_num_seqs, run_ahead) for candidate in self.ranks]
@@ -70,7 +87,7 @@ class Roster:
         return found
 
     def only(self, positions: list[int]) -> "Roster":
-        """Return a roster of the ranks at these positions, which must be ascending."""
+        """Return a roster of the ranks at `positions`, which must be ascending."""
         return self if len(positions) == len(self.ranks) else Roster([self.ranks[at] for at in positions])
 
 
@@ -80,12 +97,15 @@ def _limit(seqs: int, run_ahead: float) -> tuple[int, int]:
 
 
 def roster_of(pool: str, fleet: Fleet, load: FleetLoad) -> Roster:
-    """Return every rank of every ready worker of a pool."""
+    """Return a roster of all ranks of the ready workers of a pool."""
     return _roster_of(pool, fleet, load, WorkerPhase.READY)
 
 
 def suspect_roster_of(pool: str, fleet: Fleet, load: FleetLoad) -> Roster:
-    """Return every rank of the suspect workers of a pool, which get requests again once they renew their leases."""
+    """Return a roster of all ranks of the suspect workers of a pool.
+
+    These ranks get requests again if their workers renew the leases.
+    """
     return _roster_of(pool, fleet, load, WorkerPhase.SUSPECT)
 
 
@@ -101,7 +121,7 @@ def _roster_of(pool: str, fleet: Fleet, load: FleetLoad, phase: WorkerPhase) -> 
 
 
 def session_roster(roster: Roster, bound: Binding) -> Roster | None:
-    """Return a roster of the session's rank alone, or None if the session's rank is not in `roster` in its epoch."""
+    """Return a roster with only the rank that serves a session, or None if `roster` does not have it in that epoch."""
     at = roster.positions.get((bound.worker_id, bound.rank))
     if at is None or roster.ranks[at].worker.worker_epoch != bound.worker_epoch:
         return None

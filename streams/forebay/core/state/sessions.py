@@ -1,12 +1,12 @@
-"""Session affinity: which worker rank each session stays on.
+"""Session affinity: which worker rank serves each session.
 
-A session is bound to the rank of its first request. The binding lasts until some time after the last request, or until
-the worker is lost. The state is a set of (session, rank, expiry), independent of event order. Sessions are identified
-by a hash of pool and session id. If there are too many, the session with the earliest expiry is removed. That is the
-least recently used session, as long as all sessions have the same lifetime.
+A session is bound to the rank that got its first request. The binding ends some time after the last request, or when
+the worker is lost. The state is a set of (session, rank, expiry), so it does not depend on the order of events. A
+session is identified by a hash of pool and session id. If there are too many sessions, the one with the earliest expiry
+is removed. That is the least recently used session, as long as all sessions have the same lifetime.
 
-Most uses of a session only extend its expiry. The heap is therefore corrected on access: every session has an entry in
-it that is not later than its expiry.
+A heap orders the sessions by expiry. Most requests only extend the expiry of their session. To save time, its entry in
+the heap then stays as it is, and is corrected when it comes to the top. So an entry is never later than the expiry.
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ NEVER_US = 1 << 63
 
 
 class Binding(NamedTuple):
-    """Worker rank, in one worker epoch, that a session is bound to."""
+    """Worker rank that serves a session, in one epoch of the worker."""
 
     worker_id: str
     worker_epoch: int
@@ -35,7 +35,7 @@ class Binding(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Place:
-    """Sessions of one pool that are bound to one rank."""
+    """Sessions of one pool that one rank serves."""
 
     pool: str
     binding: Binding
@@ -44,7 +44,7 @@ class _Place:
 
 
 class SessionAffinity:
-    """Sessions of all pools."""
+    """Map from each session, in all pools, to the worker rank that serves it until the session expires."""
 
     def __init__(self, sessions_max: int = SESSIONS_MAX) -> None:
         self._max = sessions_max
@@ -59,10 +59,10 @@ class SessionAffinity:
         return len(self._bound)
 
     def bind(self, pool: str, session_id: str, binding: Binding, due_us: int) -> bool:
-        """Bind a session to a rank until `due_us`, replacing an earlier binding.
+        """Let a worker rank serve a session until `due_us`. This replaces an earlier binding of the session.
 
         Returns:
-            Whether another session was removed to stay within the limit.
+            Whether another session was removed to stay within the maximum number of sessions.
         """
         key = session_key(pool, session_id)
         full = key not in self._bound and len(self._bound) >= self._max
@@ -72,7 +72,7 @@ class SessionAffinity:
         return full
 
     def find(self, pool: str, session_id: str) -> Binding | None:
-        """Return the rank a session is bound to, or None if it is new or expired. Call `expire` first."""
+        """Return the rank that serves a session, or None if the session is new or expired. Call `expire` first."""
         found = self._bound.get(session_key(pool, session_id))
         return None if found is None else found[0].binding
 
@@ -89,7 +89,7 @@ class SessionAffinity:
         self._next_us = NEVER_US
 
     def drop_worker(self, worker_id: str) -> None:
-        """Remove the sessions of a lost worker, so that they can be bound elsewhere."""
+        """Remove the sessions of a lost worker, so that other ranks can serve them."""
         for name, place in list(self._places.items()):
             if place.binding.worker_id == worker_id:
                 for key in list(place.keys):
@@ -101,7 +101,7 @@ class SessionAffinity:
         return self._sum & U64_MASK
 
     def snapshot(self) -> Iterator[Sessions]:
-        """Yield sessions by pool and rank, per rank in order of expiry."""
+        """Yield all sessions as snapshot parts: by pool and rank, and within a rank in order of expiry."""
         for (pool, binding), place in sorted(self._places.items(), key=lambda item: item[0]):
             ends = sorted((self._bound[key][1], key) for key in place.keys)
             for start in range(0, len(ends), CHUNK_SESSIONS):
@@ -116,7 +116,7 @@ class SessionAffinity:
                 )
 
     def restore(self, chunk: Sessions) -> None:
-        """Apply one chunk of a snapshot."""
+        """Add the sessions in one part of a snapshot."""
         place = self._place(chunk.pool, Binding(chunk.worker_id, chunk.worker_epoch, chunk.rank))
         for key, due_us in zip(unpack_u64(chunk.keys), unpack_u64(chunk.due_us), strict=True):
             self._put(key, place, due_us)
@@ -166,7 +166,7 @@ class SessionAffinity:
 
 
 def session_key(pool: str, session_id: str) -> int:
-    """Return the hash that identifies a session."""
+    """Return the 64-bit hash that identifies a session of a pool."""
     return xxh3_64_intdigest(f"{pool}\0{session_id}".encode())
 
 

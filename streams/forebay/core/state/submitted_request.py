@@ -1,4 +1,4 @@
-"""Request as it was submitted, built from an event. It never changes while the request is active."""
+"""Request as a client submitted it, built from an event. It never changes while the request is active."""
 
 from array import array
 from dataclasses import dataclass
@@ -12,7 +12,9 @@ from forebay.events.requests import RequestSubmitted, RouteQueried, RoutingHints
 
 @dataclass(frozen=True, slots=True)
 class SubmittedRequest:
-    """Request as it was submitted, or as the workers of one stage see it.
+    """Request as a client submitted it.
+
+    For the routing of one stage there is a changed copy, see `forebay.core.routing.stages`.
 
     Attributes:
         request_id: id of the request.
@@ -27,10 +29,11 @@ class SubmittedRequest:
         packed: `blocks` as packed u64, kept for snapshots.
         hints: routing hints of the client.
         lora_name: adapter; empty for none.
-        task: what is generated: text or an embedding.
-        media_tokens: placeholder tokens of its images and videos.
+        task: whether to generate a response or an embedding.
+        media_tokens: number of placeholder tokens of its images and videos.
         ingress: incarnation of the ingress whose HTTP client waits; empty if there is none.
-        patient: whether the queue's bounds do not apply; used on submission only and not part of the state.
+        patient: whether the request ignores the length limit and the timeout of the queue. It is used on submission
+            only and is not part of the state.
     """
 
     request_id: str
@@ -71,7 +74,14 @@ class SubmittedRequest:
 
 
 def request_from_event(event: RequestSubmitted, pool: str, offset: int, now_us: int) -> SubmittedRequest:
-    """Return the new request of an event at `offset`; its deadline counts from `now_us`."""
+    """Return the request of a new submission.
+
+    Args:
+        event: the submission.
+        pool: pool that generates the response.
+        offset: offset of the event.
+        now_us: time on the owner's clock from which the deadline counts, in microseconds.
+    """
     return SubmittedRequest(
         request_id=event.request_id,
         content=content_hash(event),
@@ -93,7 +103,7 @@ def request_from_event(event: RequestSubmitted, pool: str, offset: int, now_us: 
 
 
 def request_from_query(event: RouteQueried, pool: str) -> SubmittedRequest:
-    """Return the request of a route query; it never becomes active."""
+    """Return the request that a route query asks about. It never becomes active."""
     return SubmittedRequest(
         request_id=event.request_id,
         content=0,
@@ -112,12 +122,16 @@ def request_from_query(event: RouteQueried, pool: str) -> SubmittedRequest:
 
 
 def content_hash(event: RequestSubmitted) -> int:
-    """Return a 64-bit hash of what identifies the content: not the reply slot, timeout, times or routing hints."""
+    """Return a 64-bit hash that is equal if an event submits the same request again.
+
+    It covers the model, the prompt with its images and videos, the sampling parameters and the nonce. It does not cover
+    the reply slot, the timeout, times and routing hints.
+    """
     media = [(one.kind, one.digest, one.first_token, one.tokens) for one in event.media]
     names = event.model, event.lora_name, event.cache_namespace, event.task
     return digest_of(*names, event.nonce, event.sampling, media, seed=xxh3_64_intdigest(event.token_ids))
 
 
 def id_hash(request_id: str) -> int:
-    """Return the hash under which an ended request's id is remembered."""
+    """Return the 64-bit hash under which the id of an ended request is remembered."""
     return xxh3_64_intdigest(request_id.encode())

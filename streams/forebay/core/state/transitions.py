@@ -1,7 +1,8 @@
-"""Life cycle of an active request, and of the KV that a prefill worker keeps for it: one table of transitions.
+"""Transition table of an active request, and of the KV that a prefill worker keeps for it.
 
-Each row names the phases in which a transition applies, the next phase, the guard, and what happens to embeddings and
-kept KV. A transition that the table does not allow raises `IllegalTransition` and changes nothing.
+Each row names the phases in which a transition is possible, the next phase, a condition, and what happens to embeddings
+and kept KV. `ActiveRequests` raises `IllegalTransition` for a transition that the table does not allow, and changes
+nothing.
 """
 
 from collections.abc import Callable
@@ -26,7 +27,7 @@ from forebay.events.progress import (
 
 
 class RequestTransition(StrEnum):
-    """Transition of an active request."""
+    """Transition of an active request from one phase to the next."""
 
     HELD = "held"
     ROUTED = "routed"
@@ -52,11 +53,11 @@ class TransitionRule:
     """Row of the transition table.
 
     Attributes:
-        sources: phases in which the transition applies.
+        sources: phases in which the transition is possible.
         target: next phase; None if the request ends.
-        guard: condition on the request; None if there is none.
+        guard: condition that the request must also meet; None if there is none.
         drops_embeddings: whether the embeddings can no longer be fetched.
-        releases_kv: reason to release kept KV that no worker will fetch any more; None if it stays kept.
+        releases_kv: reason to free the KV that a prefill worker keeps; None if the worker continues to keep it.
     """
 
     sources: frozenset[Phase]

@@ -1,4 +1,4 @@
-"""KV that a request leaves behind at a prefill worker without being fetched."""
+"""KV of a prompt that a prefill worker keeps, although no worker will fetch it."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,15 @@ from forebay.events.decisions import KvReleaseReason
 
 @dataclass(frozen=True, slots=True)
 class UnfetchedKv:
-    """KV that no worker will fetch, kept by one epoch of a worker since an attempt to compute the prompt."""
+    """KV that a prefill worker must free, because no worker will fetch it.
+
+    Attributes:
+        request_id: request whose prompt the KV is of.
+        attempt: attempt in which the worker computed the prompt.
+        worker_id: worker that keeps the KV.
+        worker_epoch: epoch of that worker.
+        reason: why no worker will fetch the KV.
+    """
 
     request_id: str
     attempt: int

@@ -12,6 +12,7 @@ number is p modulo n. Two owners therefore never assign the same slot, and need 
 
 import logging
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import msgspec
@@ -23,6 +24,7 @@ from forebay.events.control import PoolConfigured, RouterConfig
 from forebay.events.fleet import (
     FleetEvent,
     WorkerDraining,
+    WorkerFact,
     WorkerJoined,
     WorkerLease,
     WorkerLost,
@@ -64,6 +66,7 @@ class _Member:
     spec: WorkerSpec
     suspect: bool = False
     draining: bool = False
+    left: bool = False  # released its lease after a drain
     payload: bytes = b""  # of the lease when it was last decoded
 
 
@@ -72,6 +75,9 @@ class WorkerAdmission:
 
     The members are the workers that joined according to the events on `fleet`, including events that the owner has not
     applied yet. The `groups` control partitions share the `slots_max` slots of every pool.
+
+    `busy` names the workers with requests in flight when this owner starts. The loss of such a worker is logged as a
+    warning, even if it ended before this owner started.
 
     Attributes:
         refused: Number of rejected leases by reason. The message is logged once per incarnation.
@@ -87,6 +93,7 @@ class WorkerAdmission:
         slots_max: int,
         groups: int = 1,
         by_lease: PoolsByLease | None = None,
+        busy: Collection[str] = (),
     ) -> None:
         assert partition < groups, "slots are divided between the control partitions"
         self._log = log
@@ -108,6 +115,8 @@ class WorkerAdmission:
             )
             for worker in fleet.workers()
         }
+        # Members of an earlier owner without requests, until this owner has seen their leases.
+        self._unseen = self._members.keys() - busy
         self._judge = LeaseJudge()
         for worker in fleet.workers():
             self._judge.add(worker.spec.worker_id, worker.lease, worker.lease_ttl_ms)
@@ -141,9 +150,12 @@ class WorkerAdmission:
         losses: dict[str, str] = {}
         for worker_id, member in self._members.items():
             lease, verdict = held.get(worker_id), verdicts[worker_id]
+            if lease is not None and lease.token == member.token and not lease.released:
+                self._unseen.discard(worker_id)
             if verdict.standing is Standing.LOST:
                 if lease is not None and lease.token == member.token:
                     self._ended[worker_id] = lease.token
+                    member.left = lease.released and (member.draining or _is_marked_draining(lease))
                 losses[worker_id] = verdict.reason
             elif (problem := _misfit(member.spec, pools)) is not None:
                 losses[worker_id] = problem
@@ -161,9 +173,11 @@ class WorkerAdmission:
         faults = self._judge.faults
         verdicts = self._judge.poll(held, observed_ms)
         if self._judge.faults > faults:
-            logger.warning(
+            failed = {name for name, verdict in verdicts.items() if verdict.standing is not Standing.ALIVE}
+            logger.log(
+                logging.INFO if failed <= self._unseen else logging.WARNING,
                 "%d of %d leases failed at once, which indicates a fault of Redis: their workers get one more TTL",
-                sum(verdict.standing is not Standing.ALIVE for verdict in verdicts.values()),
+                len(failed),
                 len(verdicts),
             )
         return verdicts
@@ -178,37 +192,18 @@ class WorkerAdmission:
         if lease is not None and lease.payload != member.payload:
             member.payload = lease.payload
             if _is_marked_draining(lease):
-                await self._drain(worker_id, member)
+                logger.info("worker %s is draining", worker_id)
+                member.draining = True
+                await self._write_fact(WorkerDraining, member, "its lease is marked as draining")
                 return
         doubted = verdict.standing in DOUBTED
         if doubted == member.suspect:
             return
         if doubted:
-            await self._suspect(worker_id, member, verdict.reason)
+            await self._suspect(member, verdict.reason)
             return
         member.suspect = False
-        await self._write(
-            WorkerRecovered(
-                owner_epoch=self._owner_epoch,
-                at_us=runtime.wall_us(),
-                worker_id=worker_id,
-                worker_epoch=member.worker_epoch,
-                reason=verdict.reason,
-            )
-        )
-
-    async def _drain(self, worker_id: str, member: _Member) -> None:
-        logger.info("worker %s is draining", worker_id)
-        member.draining = True
-        await self._write(
-            WorkerDraining(
-                owner_epoch=self._owner_epoch,
-                at_us=runtime.wall_us(),
-                worker_id=worker_id,
-                worker_epoch=member.worker_epoch,
-                reason="its lease is marked as draining",
-            )
-        )
+        await self._write_fact(WorkerRecovered, member, verdict.reason)
 
     async def _lose_all(self, losses: dict[str, str]) -> None:
         """Record lost workers, each with its reason.
@@ -220,35 +215,25 @@ class WorkerAdmission:
             for worker_id, reason in losses.items():
                 member = self._members[worker_id]
                 if not (member.draining or member.suspect):
-                    await self._suspect(worker_id, member, reason)
+                    await self._suspect(member, reason)
         for worker_id, reason in losses.items():
             await self._lose(worker_id, reason)
 
-    async def _suspect(self, worker_id: str, member: _Member, reason: str) -> None:
+    async def _suspect(self, member: _Member, reason: str) -> None:
         member.suspect = True
-        await self._write(
-            WorkerSuspect(
-                owner_epoch=self._owner_epoch,
-                at_us=runtime.wall_us(),
-                worker_id=worker_id,
-                worker_epoch=member.worker_epoch,
-                reason=reason,
-            )
-        )
+        await self._write_fact(WorkerSuspect, member, reason)
 
     async def _lose(self, worker_id: str, reason: str) -> None:
-        logger.warning("worker %s is lost: %s", worker_id, reason)
         member = self._members.pop(worker_id)
+        if worker_id in self._unseen:
+            logger.info("worker %s ended while no router was running: %s", worker_id, reason)
+        elif member.left:
+            logger.info("worker %s left: %s", worker_id, reason)
+        else:
+            logger.warning("worker %s is lost: %s", worker_id, reason)
+        self._unseen.discard(worker_id)
         self._judge.remove(worker_id)
-        await self._write(
-            WorkerLost(
-                owner_epoch=self._owner_epoch,
-                at_us=runtime.wall_us(),
-                worker_id=worker_id,
-                worker_epoch=member.worker_epoch,
-                reason=reason,
-            )
-        )
+        await self._write_fact(WorkerLost, member, reason)
 
     async def _admit(self, lease: Lease, pools: dict[str, PoolConfigured]) -> None:
         try:
@@ -334,6 +319,17 @@ class WorkerAdmission:
             self._refused[lease.worker_id] = lease.token
             self.refused[reason] += 1
             logger.error("worker %s was rejected: %s", printable(lease.worker_id), problem)
+
+    async def _write_fact(self, kind: type[WorkerFact], member: _Member, reason: str) -> None:
+        await self._write(
+            kind(
+                owner_epoch=self._owner_epoch,
+                at_us=runtime.wall_us(),
+                worker_id=member.spec.worker_id,
+                worker_epoch=member.worker_epoch,
+                reason=reason,
+            )
+        )
 
     async def _write(self, event: FleetEvent) -> int:
         (offset,) = await self._log.append([Draft(FLEET.name, self._partition, encode(FLEET, event))])

@@ -22,9 +22,7 @@ from forebay.events.decisions import (
     RequestAborted,
     RequestHeld,
     RequestRejected,
-    RequestRouted,
     RouteAnswered,
-    Stage,
 )
 from forebay.events.requests import RequestSubmitted
 from forebay.events.tokens import CommandResponse, ResponseEnded, ResponseError, RouteResponse
@@ -88,29 +86,47 @@ class WorkerAddress(NamedTuple):
         return Draft(topic.name, self.slot, encode(topic, event))
 
 
-def encode_work_item(
-    group: str, decided: RequestRouted, submitted: RequestSubmitted, request: ActiveRequest, *, report_output: bool
-) -> Draft:
-    """Return the work item of a routed request.
-
-    Args:
-        group: Name of the group.
-        decided: The routing decision.
-        submitted: The request as submitted, with its prompt.
-        request: State of the request, with the locations of its embeddings and its prefilled KV.
-        report_output: Whether the worker reports output blocks while it decodes.
-    """
-    to = WorkerAddress(group, decided.pool, decided.slot, decided.worker_id, decided.worker_epoch)
-    assignment = _Assignment(decided.rank, decided.owner_epoch, decided.stage, decided.attempt)
-    return _encode_work(to, submitted, assignment, request, report_output=report_output)
-
-
-def encode_resent_work(
+def encode_work(
     to: WorkerAddress, request: ActiveRequest, owner_epoch: int, submitted: RequestSubmitted, *, report_output: bool
 ) -> Draft:
-    """Return the work item of a request that an earlier owner routed. A worker that already has it ignores it."""
-    assignment = _Assignment(request.rank, owner_epoch, request.stage, request.stage_attempt)
-    return _encode_work(to, submitted, assignment, request, report_output=report_output)
+    """Return the work item of a routed request. A worker that already has it ignores it.
+
+    Args:
+        to: The worker.
+        request: State of the request, with the locations of its embeddings and its prefilled KV.
+        owner_epoch: Epoch of the sending owner.
+        submitted: The request as submitted, with its prompt.
+        report_output: Whether the worker reports output blocks while it decodes.
+    """
+    # An encode worker gets no prompt. A decode worker gets the media, in case it has to compute the prompt itself.
+    stage = request.stage
+    encodes = stage == "encode"
+    encoded = request.encoded if stage in ("aggregated", "prefill") else None
+    media = submitted.media
+    if encoded is not None:
+        media = tuple([replace(item, content=b"") for item in media])
+    item = WorkItem(
+        request_id=submitted.request_id,
+        attempt=request.stage_attempt,
+        owner_epoch=owner_epoch,
+        rank=request.rank,
+        token_ids=b"" if encodes else submitted.token_ids,
+        sequence_hashes=b"" if encodes else submitted.sequence_hashes,
+        reply_slot=submitted.reply_slot,
+        sampling=submitted.sampling,
+        reply_from=submitted.reply_from,
+        lora_name=submitted.lora_name,
+        cache_namespace=submitted.cache_namespace,
+        priority=submitted.routing.priority,
+        report_output=report_output,
+        task=submitted.task,
+        stage=stage,
+        media=media,
+        encoded=encoded,
+        prefilled=request.prefilled if stage == "decode" else None,
+        **to.names,
+    )
+    return to.draft(item)
 
 
 def encode_reannounce(to: WorkerAddress, owner_epoch: int, rank: int, above_seq: int) -> Draft:
@@ -176,84 +192,29 @@ def encode_effects(
             drafts = []
             if decided.worker_id:
                 to = WorkerAddress(group, decided.pool, decided.slot, decided.worker_id, decided.worker_epoch)
-                drafts.append(_encode_cancellation(to, decided))
+                drafts.append(_encode_end(WorkCancelled, to, decided))
             if decided.holder is not None:
-                drafts.append(_encode_cancellation(_address_of(group, decided.holder), decided))
+                drafts.append(_encode_end(WorkCancelled, _address_of(group, decided.holder), decided))
             status, code = ABORTED[decided.reason]
             drafts.append(
                 _encode_error(group, decided, decided.attempt, decided.status or status, decided.code or code)
             )
             return drafts
         case KvReleased():
-            return [_encode_release(_address_of(group, decided.holder), decided)]
+            return [_encode_end(ReleaseKv, _address_of(group, decided.holder), decided)]
         case _:
             assert_never(decided)
-
-
-class _Assignment(NamedTuple):
-    """Stage and attempt of a request on a worker rank, and the epoch of the owner that assigned it."""
-
-    rank: int
-    owner_epoch: int
-    stage: Stage
-    attempt: int
 
 
 def _address_of(group: str, target: CommandTarget) -> WorkerAddress:
     return WorkerAddress(group, target.pool, target.slot, target.worker_id, target.worker_epoch)
 
 
-def _encode_work(
-    to: WorkerAddress,
-    submitted: RequestSubmitted,
-    assignment: _Assignment,
-    request: ActiveRequest,
-    *,
-    report_output: bool,
+def _encode_end(
+    kind: type[WorkCancelled | ReleaseKv], to: WorkerAddress, decided: RequestAborted | KvReleased
 ) -> Draft:
-    # An encode worker gets no prompt. A decode worker gets the media, in case it has to compute the prompt itself.
-    encodes = assignment.stage == "encode"
-    encoded = request.encoded if assignment.stage in ("aggregated", "prefill") else None
-    media = submitted.media
-    if encoded is not None:
-        media = tuple([replace(item, content=b"") for item in media])
-    item = WorkItem(
-        request_id=submitted.request_id,
-        attempt=assignment.attempt,
-        owner_epoch=assignment.owner_epoch,
-        rank=assignment.rank,
-        token_ids=b"" if encodes else submitted.token_ids,
-        sequence_hashes=b"" if encodes else submitted.sequence_hashes,
-        reply_slot=submitted.reply_slot,
-        sampling=submitted.sampling,
-        reply_from=submitted.reply_from,
-        lora_name=submitted.lora_name,
-        cache_namespace=submitted.cache_namespace,
-        priority=submitted.routing.priority,
-        report_output=report_output,
-        task=submitted.task,
-        stage=assignment.stage,
-        media=media,
-        encoded=encoded,
-        prefilled=request.prefilled if assignment.stage == "decode" else None,
-        **to.names,
-    )
-    return to.draft(item)
-
-
-def _encode_cancellation(to: WorkerAddress, decided: RequestAborted) -> Draft:
-    """Return an order to stop the work of an aborted request and to free its KV."""
-    cancelled = WorkCancelled(
-        request_id=decided.request_id, attempt=decided.attempt, owner_epoch=decided.owner_epoch, **to.names
-    )
-    return to.draft(cancelled)
-
-
-def _encode_release(to: WorkerAddress, decided: KvReleased) -> Draft:
-    released = ReleaseKv(
-        request_id=decided.request_id, attempt=decided.attempt, owner_epoch=decided.owner_epoch, **to.names
-    )
-    return to.draft(released)
+    ended = kind(request_id=decided.request_id, attempt=decided.attempt, owner_epoch=decided.owner_epoch, **to.names)
+    return to.draft(ended)
 
 
 def _encode_route_response(group: str, decided: RouteAnswered) -> Draft:
@@ -261,19 +222,8 @@ def _encode_route_response(group: str, decided: RouteAnswered) -> Draft:
     if decided.reason is not None:
         status, code = REJECTED[decided.reason]
         error = ResponseError(status=status, code=code, message=decided.message)
-    response = RouteResponse(
-        request_id=decided.request_id,
-        owner_epoch=decided.owner_epoch,
-        pool=decided.pool,
-        mode=decided.mode,
-        choice=decided.choice,
-        candidates=decided.candidates,
-        would_wait=decided.would_wait,
-        stage=decided.stage,
-        prefill=decided.prefill,
-        error=error,
-        group=group,
-    )
+    answered = msgspec.convert(decided, RouteResponse, from_attributes=True)
+    response = msgspec.structs.replace(answered, error=error, group=group)
     return Draft(TOKENS.name, decided.reply_slot, encode(TOKENS, response))
 
 

@@ -6,6 +6,7 @@ An ingress that never had a lease is not a member. It cannot be lost, so none of
 
 import logging
 from collections import Counter
+from collections.abc import Collection
 
 from forebay import runtime
 from forebay.core.state.fleet import Fleet
@@ -23,11 +24,14 @@ NAME_CHARS_MAX = 256  # the limit of names in events
 class IngressPresence:
     """Adds ingresses to the members of one group, and removes lost ingresses, as their leases require.
 
+    `busy` has the incarnations of ingresses with requests in flight when this owner starts. Their loss is logged as a
+    warning, even if they ended before this owner started.
+
     Attributes:
         refused: Number of rejected leases by reason.
     """
 
-    def __init__(self, log: Log, partition: int, owner_epoch: int, fleet: Fleet) -> None:
+    def __init__(self, log: Log, partition: int, owner_epoch: int, fleet: Fleet, *, busy: Collection[str] = ()) -> None:
         self._log = log
         self._partition = partition
         self._owner_epoch = owner_epoch
@@ -39,6 +43,8 @@ class IngressPresence:
         for ingress in fleet.ingresses():
             self._members[ingress.ingress_id] = ingress.incarnation
             self._judge.add(ingress.ingress_id, ingress.incarnation, ingress.lease_ttl_ms)
+        # Members of an earlier owner without requests, until this owner has seen their leases.
+        self._unseen = {name for name, incarnation in self._members.items() if incarnation not in busy}
 
     async def update(self, leases: list[Lease], applied: int, observed_ms: int = 0) -> list[Lease]:
         """Append the changes since the last poll to `fleet`, and return the ended leases that may be deleted.
@@ -49,9 +55,12 @@ class IngressPresence:
             observed_ms: Milliseconds since the previous successful poll, 0 if the previous poll failed.
         """
         held = {lease.worker_id: lease for lease in leases}
+        for name in self._unseen.intersection(held):
+            if held[name].token == self._members[name] and not held[name].released:
+                self._unseen.discard(name)
         for name, verdict in self._judge.poll(held, observed_ms).items():
             if verdict.standing is Standing.LOST:
-                await self._lose(name, verdict.reason)
+                await self._lose(name, verdict.reason, held.get(name))
         others = [lease for lease in leases if lease.worker_id not in self._members]
         ended = [lease for lease in others if lease.released or lease.expires_in_ms <= 0]
         for lease in others:
@@ -85,9 +94,15 @@ class IngressPresence:
         self._judge.add(name, token, lease.ttl_ms, lease)
         logger.info("ingress %s joined", name)
 
-    async def _lose(self, name: str, reason: str) -> None:
-        logger.warning("ingress %s is lost: %s", name, reason)
+    async def _lose(self, name: str, reason: str, lease: Lease | None) -> None:
         incarnation = self._members.pop(name)
+        if name in self._unseen:
+            logger.info("ingress %s ended while no router was running: %s", name, reason)
+        elif lease is not None and lease.released and lease.token == incarnation:
+            logger.info("ingress %s left: %s", name, reason)
+        else:
+            logger.warning("ingress %s is lost: %s", name, reason)
+        self._unseen.discard(name)
         self._judge.remove(name)
         await self._write(
             IngressLost(

@@ -43,7 +43,10 @@ class Journal:
         self.foreign = 0
 
     async def claim(self, claimed: OwnerClaimed) -> None:
-        """Append the claim, which makes this process the owner of the group. Raises LogError."""
+        """Append the claim, which makes this process the owner of the group.
+
+        Raises LogError if the log does not accept the claim.
+        """
         (self.epoch,) = await self._append([claimed])
         self.end = self.epoch + 1
 

@@ -53,7 +53,10 @@ class Verdict:
 
 
 class ObservedTime:
-    """Measures the time in which the leases were readable, which is the time between successful polls."""
+    """Measures how long the leases were readable.
+
+    The time between two polls in a row counts only if both polls succeeded.
+    """
 
     def __init__(self) -> None:
         self._read_s: float | None = None

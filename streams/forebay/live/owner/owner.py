@@ -41,8 +41,7 @@ from forebay.live.owner.effects import (
     encode_commands,
     encode_effects,
     encode_reannounce,
-    encode_resent_work,
-    encode_work_item,
+    encode_work,
 )
 from forebay.live.owner.ingress_presence import IngressPresence
 from forebay.live.owner.journal import Journal, OwnershipLost
@@ -157,6 +156,7 @@ class Owner:
         self.snapshots.freeze_large_index(self.world)
         # `fleet` is applied past this owner's announcement, so events of earlier owners are fenced from here on.
         by_lease = None if settings.pools else PoolsByLease(settings.group, settings.router)
+        active = self.world.requests.active()
         self.admission = WorkerAdmission(
             self._log,
             settings.partition,
@@ -165,8 +165,10 @@ class Owner:
             slots_max=settings.slots_max,
             groups=settings.groups,
             by_lease=by_lease,
+            busy={request.worker_id for request in active},
         )
-        self.ingresses = IngressPresence(self._log, settings.partition, epoch, self.world.fleet)
+        incarnations = {request.submitted.ingress for request in active}
+        self.ingresses = IngressPresence(self._log, settings.partition, epoch, self.world.fleet, busy=incarnations)
 
     async def run(self) -> None:
         """Repeat `turn` until `stop` is called. Raises LogError if the log fails or another owner took over."""
@@ -316,10 +318,10 @@ class Owner:
                 submission = submitted.get(request.submitted.offset) or await self._submissions.at(
                     request.submitted.offset
                 )
-                report_output = self._reports_output(decision.pool)
-                drafts.append(
-                    encode_work_item(self._settings.group, decision, submission, request, report_output=report_output)
-                )
+                group, pool = self._settings.group, decision.pool
+                to = WorkerAddress(group, pool, decision.slot, decision.worker_id, decision.worker_epoch)
+                report_output = self._reports_output(pool)
+                drafts.append(encode_work(to, request, decision.owner_epoch, submission, report_output=report_output))
                 continue
             drafts += encode_effects(self._settings.group, decision)
             if isinstance(decision, CommandSent):
@@ -374,7 +376,7 @@ class Owner:
                 submission = await self._submissions.at(request.submitted.offset)
                 report_output = self._reports_output(request.submitted.pool)
                 to = WorkerAddress(group, worker.spec.pool, worker.slot, request.worker_id, request.worker_epoch)
-                drafts.append(encode_resent_work(to, request, owner_epoch, submission, report_output=report_output))
+                drafts.append(encode_work(to, request, owner_epoch, submission, report_output=report_output))
         self._submissions.forget()
         self._send(drafts)
 

@@ -23,7 +23,7 @@ from forebay.events.snapshots import WorldState
 from forebay.events.topics import CONTROL, DECISIONS, GROUPS, INPUTS, REQUESTS, SNAPSHOTS, TOKENS
 from forebay.live.owner.owner import Owner
 from forebay.live.owner.recorded_requests import SubmissionReader
-from forebay.transport.base import LogError, Record
+from forebay.transport.base import LogError
 from forebay.transport.history.reader import check_snapshot_beside, decode_journal, decode_or_none, newest_snapshot
 from forebay.transport.sqlite.log import SqliteLog
 
@@ -207,7 +207,8 @@ class Retention:
         first_needed = {(REQUESTS.name, partition): requests[0].submitted.offset} if requests else {}
         reader = SubmissionReader(self._log, partition)
         submissions = [await reader.at(request.submitted.offset) for request in requests]
-        submissions += [event for record in unapplied if isinstance(event := _event_of(record), RequestSubmitted)]
+        events = [decode_or_none(REQUESTS, record.value) for record in unapplied]
+        submissions += [event for event in events if isinstance(event, RequestSubmitted)]
         for submitted in submissions:
             place = TOKENS.name, submitted.reply_slot
             first_needed[place] = min(submitted.reply_from, first_needed.get(place, submitted.reply_from))
@@ -236,7 +237,3 @@ class Retention:
             elif count == self._slice and took_s < SLICE_S / 2:
                 self._slice = min(2 * self._slice, SLICE_RECORDS_MAX)
             await asyncio.sleep(max(PAUSE_S, took_s * PAUSE_SHARE))
-
-
-def _event_of(record: Record) -> object:
-    return decode_or_none(REQUESTS, record.value)

@@ -3,11 +3,13 @@
 import asyncio
 from collections import Counter
 from collections.abc import Callable
+from typing import Literal
 
 from forebay import runtime
 from forebay.core.state.fleet import WorkerPhase
 from forebay.core.world import World
 from forebay.events.codec import encode
+from forebay.events.control import Role
 from forebay.events.heartbeats import RouterHeartbeat
 from forebay.events.topics import FLEET, HEARTBEATS
 from forebay.live.router.standby import Standby
@@ -49,36 +51,13 @@ class HeartbeatWriter:
             return
         self._fleet_read = fleet_read
         ready = Counter(worker.spec.role for worker in world.fleet.workers() if worker.phase is WorkerPhase.READY)
-        self._append(
-            RouterHeartbeat(
-                group=self._group,
-                router_id=self._router_id,
-                role="owner",
-                owner_epoch=world.owner_epoch,
-                position=position,
-                ready_aggregated=ready["aggregated"],
-                ready_prefill=ready["prefill"],
-                ready_decode=ready["decode"],
-                at_us=runtime.wall_us(),
-            ),
-            OWNER_EVERY_S,
-        )
+        self._append("owner", world, position, OWNER_EVERY_S, ready)
 
     async def beat_as_standby(self, standby: Standby, is_member: Callable[[], bool]) -> None:
         """Append heartbeats of a standby until cancelled, as long as `is_member()` and `standby` has not failed."""
         while True:
             if is_member() and standby.failed is None and not self._is_appending():
-                self._append(
-                    RouterHeartbeat(
-                        group=self._group,
-                        router_id=self._router_id,
-                        role="standby",
-                        owner_epoch=standby.world.owner_epoch,
-                        position=standby.position,
-                        at_us=runtime.wall_us(),
-                    ),
-                    STANDBY_EVERY_S,
-                )
+                self._append("standby", standby.world, standby.position, STANDBY_EVERY_S, Counter())
             await asyncio.sleep(self.due_in_s() or STANDBY_EVERY_S)
 
     def close(self) -> None:
@@ -89,8 +68,21 @@ class HeartbeatWriter:
     def _is_appending(self) -> bool:
         return self._appending is not None and not self._appending.done()
 
-    def _append(self, heartbeat: RouterHeartbeat, every_s: float) -> None:
+    def _append(
+        self, role: Literal["owner", "standby"], world: World, position: int, every_s: float, ready: Counter[Role]
+    ) -> None:
         self._due_s = runtime.monotonic_s() + every_s
+        heartbeat = RouterHeartbeat(
+            group=self._group,
+            router_id=self._router_id,
+            role=role,
+            owner_epoch=world.owner_epoch,
+            position=position,
+            ready_aggregated=ready["aggregated"],
+            ready_prefill=ready["prefill"],
+            ready_decode=ready["decode"],
+            at_us=runtime.wall_us(),
+        )
         draft = Draft(HEARTBEATS.name, self._partition, encode(HEARTBEATS, heartbeat), self._router_id.encode())
         self._appending = asyncio.create_task(self._appended(draft), name="heartbeat")
 

@@ -48,10 +48,13 @@ class ShadowSink(Protocol):
     """Destination of the events of one shadow."""
 
     async def last(self) -> ShadowEvent | None:
-        """Return the newest event of this shadow, or None if there is none. Raises LogError."""
+        """Return the newest event of this shadow, or None if there is none.
+
+        Raises LogError if the log cannot be read.
+        """
 
     async def write(self, events: Sequence[ShadowEvent]) -> None:
-        """Append all events durably. Raises LogError."""
+        """Append all events durably. Raises LogError if the log does not accept them."""
 
 
 class ShadowSettings(msgspec.Struct, frozen=True, kw_only=True):

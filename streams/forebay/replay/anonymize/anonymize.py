@@ -9,7 +9,7 @@ resumed. Memory holds one or two worlds, and about 20 bytes per request, or 40 i
 """
 
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -31,7 +31,7 @@ from forebay.replay.record.slice import copy
 from forebay.replay.verify.verify import VerifyReport, verify
 from forebay.replay.walk import oldest, walk_all
 from forebay.transport.base import Log, LogError, Record
-from forebay.transport.history.reader import PAGE_RECORDS, MissingChunk, decode_or_none, journal_records, load_snapshot
+from forebay.transport.history.reader import MissingChunk, events_of, journal_records, load_snapshot
 from forebay.transport.recording.manifest import Contents
 from forebay.transport.recording.writer import RecordingWriter, part_of
 from forebay.transport.sqlite.schema import LogUnusable
@@ -130,8 +130,7 @@ class AnonymousLog(ReadOnlyLog):
         except DecodeError:
             return with_value(record, self._masks.undecodable(topic, record.value))
         if topic is not GROUPS:
-            anonymizer = self._groups[record.partition]
-            event = anonymizer.chunk(event) if topic is SNAPSHOTS else anonymizer.event(event)
+            event = self._groups[record.partition].anonymize(event)
         return with_value(record, encode(topic, event))
 
     async def _journal_at(self, partition: int, offset: int) -> AnonymizedJournal:
@@ -221,41 +220,30 @@ class _Steps(NamedTuple):
         return None if step is None else lambda done, total, *_: step(name, done, total)
 
 
-async def _records(log: Log, topic: Topic, partition: int) -> AsyncIterator[tuple[int, Any]]:
-    """Yield every event of a topic that decodes, with its offset."""
-    offset = await log.begin(topic.name, partition)
-    while records := await log.read(topic.name, partition, offset, PAGE_RECORDS):
-        for record in records:
-            event = decode_or_none(topic, record.value)
-            if event is not None:
-                yield record.offset, event
-        offset = records[-1].offset + 1
-
-
 async def _learn_names(log: Log, anonymizer: EventAnonymizer) -> None:
-    names, partition = anonymizer.names, anonymizer.partition
+    partition = anonymizer.partition
     world = (await oldest(log, partition, await log.end(DECISIONS.name, partition))).world
     for worker in world.fleet.workers():
-        names.learn_worker(worker.spec)
+        anonymizer.learn_worker(worker.spec)
     for pool in world.pools.values():
-        names.learn_pool(pool)
-    async for _, event in _records(log, FLEET, partition):
+        anonymizer.learn_pool(pool)
+    async for _, event in events_of(log, FLEET, partition):
         if isinstance(event, WorkerJoined):
-            names.learn_worker(event.spec)
-    async for _, event in _records(log, CONTROL, partition):
+            anonymizer.learn_worker(event.spec)
+    async for _, event in events_of(log, CONTROL, partition):
         if isinstance(event, PoolConfigured):
-            names.learn_pool(event)
+            anonymizer.learn_pool(event)
 
 
 async def _learn_requests(log: Log, anonymizer: EventAnonymizer) -> None:
     """Collect the hashes by which snapshots identify requests and sessions, with their replacements."""
-    async for _, event in _records(log, REQUESTS, anonymizer.partition):
+    async for _, event in events_of(log, REQUESTS, anonymizer.partition):
         if not isinstance(event, RequestSubmitted):
             continue
-        masked = anonymizer.submitted(event)
+        masked = anonymizer.anonymize(event)
         anonymizer.contents.add(content_hash(event), content_hash(masked))
         if event.routing.session_id:
-            for pool in anonymizer.names.pools:
+            for pool in anonymizer.names["pool"]:
                 keys = (session_key(pool, one.routing.session_id) for one in (event, masked))
                 anonymizer.sessions.add(*keys)
     anonymizer.contents.seal()

@@ -29,7 +29,7 @@ class AnonymizedJournal:
 
     def __init__(self, inputs: Log, anonymizer: EventAnonymizer, start: Start, offset: int) -> None:
         self.offset = offset
-        self._disguise = anonymizer
+        self._anonymizer = anonymizer
         self._start = start.offset
         self._followed = Rederivation(start.world)
         self._order = RecordedOrder(inputs, anonymizer.partition, start.world.view)
@@ -53,7 +53,7 @@ class AnonymizedJournal:
         """
         begin, end = [await of(DECISIONS.name, anonymizer.partition) for of in (log.begin, log.end)]
         start = await oldest(log, anonymizer.partition, end)
-        world = restore(map(anonymizer.part, start.world.snapshot()), custom)
+        world = restore(map(anonymizer.anonymize, start.world.snapshot()), custom)
         return cls(inputs, anonymizer, Start(world, start.offset), begin)
 
     async def anonymize(self, record: Record) -> Record:
@@ -68,8 +68,8 @@ class AnonymizedJournal:
         decision = decode_journal(record)
         is_ours = record.offset >= self._start and self._validity.admits(decision, record.offset)
         if decision is None:
-            return with_value(record, self._disguise.masks.undecodable(DECISIONS, record.value))
-        masked = self._disguise.record(decision)
+            return with_value(record, self._anonymizer.masks.undecodable(DECISIONS, record.value))
+        masked = self._anonymizer.anonymize(decision)
         # Stale records and records before the start cannot be derived. They are kept for inspection.
         if is_ours:
             masked = self._derive(record.offset, masked, await self._order.events_of(decision.consumed))

@@ -23,7 +23,7 @@ from forebay.replay.explain.timeline_parts import SubmissionEvent, submission_of
 from forebay.replay.verify.divergence import DivergenceTrail
 from forebay.replay.walk import Start, Walk, before, oldest
 from forebay.transport.base import Log, Record
-from forebay.transport.history.reader import PAGE_RECORDS, decode_or_none
+from forebay.transport.history.reader import decode_or_none, records_of
 
 __all__ = ["Explanation", "UnknownRequest", "explain"]
 
@@ -46,8 +46,8 @@ async def explain(
     Args:
         log: the log to read.
         partition: control partition of the request's group.
-        request_id: ID to look for.
-        thorough: whether to search the whole journal, to count earlier requests with the same ID.
+        request_id: ID of the request on the log, or the ID that its client chose.
+        thorough: whether to search the whole journal, for earlier and other requests with the same ID.
         progress: called with the number of records done and their total, first for the search, then for the derivation.
         custom: custom policies that may run.
 
@@ -63,9 +63,9 @@ async def explain(
         if lately is None:
             raise
         return _not_applied(await log.end(DECISIONS.name, partition), *lately)
-    start = await _start(log, partition, request_id, found, custom)
+    start = await _start(log, partition, found, custom)
     walk = Walk(log, partition, start, await log.end(DECISIONS.name, partition))
-    timeline, trail = Timeline(request_id, start.world), DivergenceTrail(walk)
+    timeline, trail = Timeline(found.request_id, start.world), DivergenceTrail(walk)
     _add_plan_listener(walk.world, timeline.on_plan)
     done, divergence = start.offset, None
     async for step in walk:
@@ -83,12 +83,13 @@ async def explain(
             await asyncio.sleep(0)
     if divergence is None and not timeline.over:
         if not timeline.begun:
-            raise UnknownRequest(request_id, ())
+            raise UnknownRequest(found.request_id, ())
         await _observe_tail(log, partition, timeline, walk)
     explanation = timeline.explanation(diverged=divergence is not None)
     return msgspec.structs.replace(
         explanation,
         earlier_uses=found.earlier,
+        others=found.others,
         derived_from=start.offset,
         derived_to=done,
         unverified=walk.unverified,
@@ -108,10 +109,10 @@ def _add_plan_listener(world: World, also: OnPlan) -> None:
     world.on_plan = both
 
 
-async def _start(log: Log, partition: int, request_id: str, found: RequestLocation, custom: CustomPolicies) -> Start:
+async def _start(log: Log, partition: int, found: RequestLocation, custom: CustomPolicies) -> Start:
     """Return the newest state before the request, or the oldest state if the request was already active there."""
     start = await before(log, partition, found.first, custom)
-    while start.world.requests.get(request_id) is not None:
+    while start.world.requests.get(found.request_id) is not None:
         eldest = await oldest(log, partition, await log.end(DECISIONS.name, partition), custom)
         if eldest.offset >= start.offset:
             break
@@ -145,14 +146,9 @@ async def _observe_tail(log: Log, partition: int, timeline: Timeline, walk: Walk
     found: list[tuple[Topic, Record]] = []
     for topic in (REQUESTS, PROGRESS, FLEET):
         needle = b"" if topic is FLEET else timeline.request_id.encode()
-        position = walk.world.view.get(topic.name, 0)
-        end = await log.end(topic.name, partition)
-        while position < end:
-            records = await log.read(topic.name, partition, position, min(PAGE_RECORDS, end - position))
-            if not records:
-                break
-            found += [(topic, record) for record in records if needle in record.value]
-            position = records[-1].offset + 1
+        start, end = walk.world.view.get(topic.name, 0), await log.end(topic.name, partition)
+        records = records_of(log, topic, partition, start, end)
+        found += [(topic, record) async for record in records if needle in record.value]
     for topic, record in sorted(found, key=lambda one: one[1].at_us):
         event = decode_or_none(topic, record.value)
         if isinstance(event, ProgressEvent | WorkerFact | RequestCancelled):

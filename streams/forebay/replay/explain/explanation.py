@@ -122,10 +122,10 @@ class QueueWait(ExplanationPart, frozen=True, kw_only=True):
     queue_class: str
     ahead: int
     uncached_tokens: int
-    threshold: float | None
-    least: str
-    least_prefill_tokens: int
-    least_limit_tokens: float
+    threshold: float | None = None
+    least: str = ""
+    least_prefill_tokens: int = 0
+    least_limit_tokens: float = 0.0
     suspects: tuple[str, ...] = ()
     least_requests: int = 0
 
@@ -333,10 +333,12 @@ class Explanation(ExplanationPart, frozen=True, kw_only=True):
     """Timeline, routing decisions and outcome of one request.
 
     Attributes:
-        request_id: ID of the request.
+        request_id: ID of the request on the log.
         kind: `request`, or `query` for a route query, which routes nothing.
         state: the current state, or the outcome if the request has ended.
-        earlier_uses: number of earlier requests with the same ID. None if they were not searched for.
+        earlier_uses: number of earlier requests with the same ID on the log. None if they were not searched for.
+        others: if the ID was looked up as the client chose it (`x-request-id`): IDs on the log of other requests for
+            which the client chose it, newest first, at most 100. None if they were not searched for.
         derived_from: journal offset at which the derivation began.
         derived_to: journal offset at which the derivation ended, exclusive.
         submitted: the submission; None if the log does not hold it.
@@ -363,5 +365,6 @@ class Explanation(ExplanationPart, frozen=True, kw_only=True):
     output_tokens: int | None
     ending: Ending | None
     timeline: tuple[TimelineEntry, ...]
+    others: tuple[str, ...] | None = None
     unverified: dict[str, int] = {}
     divergence: DivergenceReport | None = None

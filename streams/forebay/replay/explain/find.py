@@ -2,6 +2,9 @@
 
 Another request may use the same ID once the owner has forgotten the first request. Each use of an ID begins with the
 first decision about a submission. A rejected duplicate is not a use of its own; it belongs to the previous use.
+
+The ID that an HTTP client chose (`x-request-id`) finds all requests for which the client chose it. On the log each of
+them has a unique ID, of which the client's ID is the first part.
 """
 
 from collections.abc import Callable
@@ -19,6 +22,7 @@ from forebay.events.decisions import (
     RequestRouted,
     RouteAnswered,
 )
+from forebay.events.request_ids import aliases_of
 from forebay.events.requests import RequestSubmitted, RouteQueried
 from forebay.events.topics import DECISIONS, REQUESTS
 from forebay.transport.base import Log
@@ -27,10 +31,12 @@ from forebay.transport.history.reader import (
     decode_journal,
     decode_or_none,
     journal_records,
-    recorded_view,
+    records_of,
 )
+from forebay.transport.history.start import recorded_view
 
 NEAR_MAX = 5  # IDs with the same prefix to suggest, in case of a typo
+OTHERS_MAX = 100  # IDs listed of other requests with the same client ID
 
 RequestRecord = RequestRouted | RequestHeld | RequestRejected | RequestAborted | KvReleased | RouteAnswered
 OnProgress = Callable[[int, int], None]
@@ -54,14 +60,19 @@ class RequestLocation:
     """Where the journal has records about the last request with an ID.
 
     Attributes:
+        request_id: ID of the request on the log.
         first: journal offset of the first record about the request. Only a `RequestHeld` about it may come earlier.
         last: journal offset of the newest record about the ID.
-        earlier: number of earlier requests with the same ID; None if they were not searched for.
+        earlier: number of earlier requests with the same ID on the log; None if they were not searched for.
+        others: IDs on the log of other requests with the same client ID, newest first, at most `OTHERS_MAX`; None if
+            they were not searched for.
     """
 
+    request_id: str
     first: int
     last: int
     earlier: int | None
+    others: tuple[str, ...] | None
 
 
 @dataclass(slots=True)
@@ -77,7 +88,7 @@ class _Scan:
             # Records that an earlier owner wrote after this claim are stale.
             self.seen = [one for one in self.seen if one[1].owner_epoch >= offset]
         elif isinstance(record, RequestRecord):
-            if record.request_id == self.request_id:
+            if self.request_id in aliases_of(record.request_id):
                 self.seen.append((offset, record))
             elif record.request_id.startswith(self.request_id) and len(self.near) < NEAR_MAX:
                 self.near[record.request_id] = None
@@ -91,8 +102,9 @@ async def find(
     Args:
         log: the log to read.
         partition: control partition of the group.
-        request_id: ID to look for.
-        thorough: whether to search back to the journal's beginning and count earlier uses.
+        request_id: ID to look for, on the log or as the client chose it. If the client chose it for several requests,
+            the last routed one is found.
+        thorough: whether to search back to the journal's beginning, for earlier uses and other requests.
         progress: called with the number of records searched and their total.
 
     Raises:
@@ -112,7 +124,7 @@ async def find(
         end = start
         if progress is not None:
             progress(total - end, total - begin)
-        if not thorough and any(_may_start_use(record) for _, record in scan.seen):
+        if not thorough and any(starts_use(record, held=False) for _, record in scan.seen):
             break
     if not scan.seen:
         raise UnknownRequest(request_id, tuple(scan.near))
@@ -126,16 +138,13 @@ async def find_unapplied_submission(
     position = (await recorded_view(log, partition)).get(REQUESTS.name, 0)
     end = await log.end(REQUESTS.name, partition)
     needle = request_id.encode()
-    while position < end:
-        records = await log.read(REQUESTS.name, partition, position, min(PAGE_RECORDS, end - position))
-        if not records:
-            break
-        for record in records:
-            if needle in record.value:
-                event = decode_or_none(REQUESTS, record.value)
-                if isinstance(event, RequestSubmitted | RouteQueried) and event.request_id == request_id:
-                    return record.offset, event
-        position = records[-1].offset + 1
+    async for record in records_of(log, REQUESTS, partition, position, end):
+        if needle in record.value:
+            event = decode_or_none(REQUESTS, record.value)
+            if not isinstance(event, RequestSubmitted | RouteQueried):
+                continue
+            if request_id in aliases_of(event.request_id):
+                return record.offset, event
     return None
 
 
@@ -157,19 +166,24 @@ def starts_use(record: RequestRecord, *, held: bool) -> bool:
             return False
 
 
-def _may_start_use(record: RequestRecord) -> bool:
-    return starts_use(record, held=False)
-
-
 def _last_use(seen: list[tuple[int, RequestRecord]], *, thorough: bool) -> RequestLocation:
-    """Return the last use among `seen`, which is newest first."""
+    """Return the last use of the last routed request among `seen`, which is newest first."""
+    request_id = next((one.request_id for _, one in seen if starts_use(one, held=False)), seen[0][1].request_id)
+    others = tuple(dict.fromkeys(one.request_id for _, one in seen if one.request_id != request_id))
+    seen = [(offset, one) for offset, one in seen if one.request_id == request_id]
     first, uses, held = seen[-1][0], 0, False
     for offset, record in reversed(seen):
         if starts_use(record, held=held):
             first, uses = offset, uses + 1
         if not (isinstance(record, RequestRejected) and record.reason == "duplicate_id"):
             held = isinstance(record, RequestHeld)
-    return RequestLocation(first, seen[0][0], max(0, uses - 1) if thorough else None)
+    return RequestLocation(
+        request_id=request_id,
+        first=first,
+        last=seen[0][0],
+        earlier=max(0, uses - 1) if thorough else None,
+        others=others[:OTHERS_MAX] if thorough else None,
+    )
 
 
 def _in_json(request_id: str) -> bytes:

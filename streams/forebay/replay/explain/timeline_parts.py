@@ -7,7 +7,6 @@ from forebay.core.routing.eligibility import Ineligible
 from forebay.core.routing.planner import find_options
 from forebay.core.routing.stages import as_prefill_request
 from forebay.core.state.active_request import ActiveRequest
-from forebay.core.state.roster import Roster
 from forebay.core.state.submitted_request import request_from_event, request_from_query
 from forebay.core.world import World
 from forebay.events.base import U64_BYTES, hex_digest
@@ -67,15 +66,24 @@ def submission_of_state(request: ActiveRequest, model: str) -> Submission:
 
 
 def queue_wait_of(world: World, offset: int, now_us: int, record: RequestHeld) -> QueueWait:
-    """Return why a request waits. Call this function while the request is in the queue."""
+    """Return why a request was held in the queue, from the state right after that decision."""
     request = world.requests.get(record.request_id)
     pool = world.pools[record.pool]
     assert request is not None, "a held request is active"
+    wait = QueueWait(
+        offset=offset,
+        now_us=now_us,
+        pool=record.pool,
+        queue_class=record.queue_class,
+        ahead=record.ahead,
+        uncached_tokens=record.uncached_tokens,
+    )
     try:
         among = find_options(world, pool, request).computing
     except Ineligible as ineligible:
-        suspects = find_suspect_candidates(world, pool, request.submitted, ineligible)
-        return _waiting_for_suspects(suspects, offset, now_us, record)
+        ranks = find_suspect_candidates(world, pool, request.submitted, ineligible).ranks
+        suspects = tuple(dict.fromkeys(candidate.worker.spec.worker_id for candidate in ranks))
+        return msgspec.structs.replace(wait, suspects=suspects)
     ranks, threshold = among.roster.ranks, among.pool.router.queue.threshold
     if threshold is not None and must_queue(among.pool, among.roster):
         least = min(
@@ -85,35 +93,13 @@ def queue_wait_of(world: World, offset: int, now_us: int, record: RequestHeld) -
     else:
         threshold = None
         least = min(ranks, key=lambda candidate: candidate.load.active_requests)
-    return QueueWait(
-        offset=offset,
-        now_us=now_us,
-        pool=record.pool,
-        queue_class=record.queue_class,
-        ahead=record.ahead,
-        uncached_tokens=record.uncached_tokens,
+    return msgspec.structs.replace(
+        wait,
         threshold=threshold,
         least=f"{least.worker.spec.worker_id}/{least.rank}",
         least_prefill_tokens=least.load.prefill_tokens,
         least_limit_tokens=(threshold or 0.0) * least.worker.spec.max_num_batched_tokens,
         least_requests=least.load.active_requests,
-    )
-
-
-def _waiting_for_suspects(suspects: Roster, offset: int, now_us: int, record: RequestHeld) -> QueueWait:
-    """Return the wait of a request for which only suspect workers are eligible."""
-    return QueueWait(
-        offset=offset,
-        now_us=now_us,
-        pool=record.pool,
-        queue_class=record.queue_class,
-        ahead=record.ahead,
-        uncached_tokens=record.uncached_tokens,
-        threshold=None,
-        least="",
-        least_prefill_tokens=0,
-        least_limit_tokens=0.0,
-        suspects=tuple(dict.fromkeys(candidate.worker.spec.worker_id for candidate in suspects.ranks)),
     )
 
 

@@ -67,7 +67,13 @@ class Slice(NamedTuple):
 
 
 async def slice_of(log: Log, name: str, partition: int, window: Window) -> Slice:
-    """Return the slice that a recording of one group's window needs.
+    """Return the part of the log from which one group's decisions in a window can be derived again.
+
+    Args:
+        log: log to read.
+        name: name of the group, for messages and for the recording.
+        partition: partition of the group's control topics.
+        window: range of append times of the journal records.
 
     Raises:
         NothingDecided: the window contains no decision.

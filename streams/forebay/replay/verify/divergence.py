@@ -150,9 +150,7 @@ class DivergenceTrail:
         for run in step.record.consumed:
             if run.topic == CLOCK:
                 count += 1
-                last.append(
-                    EventSummary(topic=CLOCK, offset=None, type=CLOCK, text="time add_verified", now_us=run.now_us)
-                )
+                last.append(EventSummary(topic=CLOCK, offset=None, type=CLOCK, text="time passed", now_us=run.now_us))
                 continue
             start = taken.get(run.topic, 0)
             taken[run.topic] = start + run.count

@@ -17,11 +17,10 @@ from forebay.events.topics import CONTROL, FLEET, KV_EVENTS, PROGRESS, Topic
 from forebay.replay.explain.event_text import EventSummary, describe_event, event_tag
 from forebay.replay.verify.cost_tables import CostTableRow, CostTables
 from forebay.transport.base import Log
-from forebay.transport.history.reader import decode_or_none
+from forebay.transport.history.reader import decode_or_none, records_of
 
 LIKELY_SHOWN, SHOWN = 15, 20  # events about the prompt's blocks, and all events
 SCANNED_MAX = 100_000  # records per topic; a digest is journaled at least every thousand decisions
-READ_MAX = 512
 OVERLAP_TERMS = frozenset({"device_overlap", "host_overlap", "disk_overlap"})
 LOAD_TERMS = frozenset({"prefill_blocks", "decode_blocks", "active_requests"})
 
@@ -78,17 +77,14 @@ async def suspicion_of(
     count = 0
     for topic in wanted.topics:
         first, end = since.get(topic.name, (0, 0))
-        offset = max(first, end - SCANNED_MAX)
-        while offset < end and (read := await log.read(topic.name, partition, offset, min(READ_MAX, end - offset))):
-            for record in read:
-                event = decode_or_none(topic, record.value)
-                if wanted.admits(event):
-                    count += 1
-                    of_prompt = _of_prompt(event, blocks)
-                    text = describe_event(event) + (f"; {of_prompt} of this prompt" if of_prompt else "")
-                    summary = EventSummary(topic=topic.name, offset=record.offset, type=event_tag(event), text=text)
-                    (likely if of_prompt else others).append(summary)
-            offset = read[-1].offset + 1
+        async for record in records_of(log, topic, partition, max(first, end - SCANNED_MAX), end):
+            event = decode_or_none(topic, record.value)
+            if wanted.admits(event):
+                count += 1
+                of_prompt = _of_prompt(event, blocks)
+                text = describe_event(event) + (f"; {of_prompt} of this prompt" if of_prompt else "")
+                summary = EventSummary(topic=topic.name, offset=record.offset, type=event_tag(event), text=text)
+                (likely if of_prompt else others).append(summary)
     shown = list(others)[-(SHOWN - len(likely)) :]
     return Suspicion(why=wanted.why, likely=list(likely), others=shown, more=count - len(likely) - len(shown))
 

@@ -25,14 +25,14 @@ class EngineSizes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     Attributes:
         block_size: tokens per KV block.
-        blocks: KV blocks of the cache.
+        kv_blocks: KV blocks of the cache.
         max_num_seqs: maximum number of running sequences.
         max_num_batched_tokens: maximum number of tokens per step.
         gpus: GPUs per worker.
     """
 
     block_size: Size | None = None
-    blocks: Size | None = None
+    kv_blocks: Size | None = None
     max_num_seqs: Size | None = None
     max_num_batched_tokens: Size | None = None
     gpus: Gpus | None = None
@@ -169,7 +169,7 @@ def _from_sheets(described: _Roofline, path: Path) -> Profile:
     sizes = msgspec.structs.replace(
         sizes,
         block_size=block_size,
-        blocks=sizes.blocks or kv_blocks(*shared, block_size),
+        kv_blocks=sizes.kv_blocks or kv_blocks(*shared, block_size),
         gpus=described.tensor_parallel if sizes.gpus is None else sizes.gpus,
     )
     return Profile(timing=roofline(*shared), sizes=sizes, source=gpu.source or "GPU data sheet in the profile")

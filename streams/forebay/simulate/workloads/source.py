@@ -48,7 +48,7 @@ class RowErrors:
         """
         text = f"{self.file}, {self.unit} {self.row}: {reason}"
         if not self._skip:
-            raise WorkloadUnusable(text)
+            raise WorkloadUnusable(f"{text}; correct the row, or skip such rows with --skip-bad-rows")
         self._skipped += 1
         if len(self._reasons) < REASONS_MAX:
             self._reasons.append(text)

@@ -1,22 +1,20 @@
 """List the groups of a log and the configurations of their pools."""
 
 from forebay.core.state.groups import Groups
-from forebay.core.step import InputEvent
-from forebay.events.codec import DecodeError, decode
 from forebay.events.control import PoolConfigured
 from forebay.events.decisions import OwnerClaimed
 from forebay.events.snapshots import WorldState
 from forebay.events.topics import CONTROL, DECISIONS, GROUPS, SNAPSHOTS
 from forebay.transport.base import Log
 from forebay.transport.directory import PARTITION
-from forebay.transport.history.reader import decode_journal, decode_or_none, journal_records, snapshots_taken, state_of
+from forebay.transport.history.reader import decode_journal, events_of, journal_records, snapshots_taken, state_of
 from forebay.transport.sqlite.log import SqliteLog
-
-READ_MAX = 1_000
 
 
 async def groups_of(log: Log) -> dict[str, int]:
-    """Return a map from the name of each group in `log` to its control partition. Raises LogError.
+    """Return a map from the name of each group in `log` to its control partition.
+
+    Raises LogError if the log cannot be read.
 
     The single group of an embedded log has no record on `groups`. It is named after its model, and its name is empty
     until a pool is configured.
@@ -25,14 +23,10 @@ async def groups_of(log: Log) -> dict[str, int]:
     if recording is not None:
         return {group.name: group.partition for group in recording.groups}
     placed = Groups()
-    offset = await log.begin(GROUPS.name, PARTITION)
-    while records := await log.read(GROUPS.name, PARTITION, offset, READ_MAX):
-        for record in records:
-            try:
-                placed.apply(decode(GROUPS, record.value))
-            except DecodeError:  # the directory of a live system ignores foreign records, too
-                continue
-        offset = records[-1].offset + 1
+    async for _, event in events_of(
+        log, GROUPS, PARTITION
+    ):  # the directory of a live system ignores foreign records, too
+        placed.apply(event)
     if placed.partitions or not isinstance(log, SqliteLog):
         return dict(sorted(placed.partitions.items()))
     pools = await pools_of(log, 0)
@@ -40,23 +34,24 @@ async def groups_of(log: Log) -> dict[str, int]:
 
 
 async def pools_of(log: Log, partition: int) -> list[PoolConfigured]:
-    """Return every configuration that the pools of a group ever had, oldest first. Raises LogError.
+    """Return every configuration that the pools of a group ever had, oldest first.
+
+    Raises LogError if the log cannot be read.
 
     If retention removed the oldest records of `control`, the oldest snapshot supplies their configurations.
     """
     found: list[PoolConfigured] = []
-    offset = await log.begin(CONTROL.name, partition)
-    if offset and (state := await _oldest_state(log, partition)) is not None:
+    if await log.begin(CONTROL.name, partition) and (state := await _oldest_state(log, partition)) is not None:
         found += state.pools
-    while records := await log.read(CONTROL.name, partition, offset, READ_MAX):
-        events: list[InputEvent | None] = [decode_or_none(CONTROL, record.value) for record in records]
-        found += [event for event in events if isinstance(event, PoolConfigured)]
-        offset = records[-1].offset + 1
+    found += [event async for _, event in events_of(log, CONTROL, partition) if isinstance(event, PoolConfigured)]
     return found
 
 
 async def policies_run(log: Log, partition: int) -> set[str]:
-    """Return the custom policies that any recorded owner of a group was allowed to run. Raises LogError."""
+    """Return the custom policies that any recorded owner of a group was allowed to run.
+
+    Raises LogError if the log cannot be read.
+    """
     begin, end = await log.begin(DECISIONS.name, partition), await log.end(DECISIONS.name, partition)
     state = await _oldest_state(log, partition) if begin else None
     found = set() if state is None else set(state.owner_policies)

@@ -6,10 +6,10 @@ only between two awaits, so a task that follows a live journal may be cancelled 
 
 import asyncio
 import logging
-from collections import Counter, deque
+from collections import deque
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
-from typing import NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import msgspec
 
@@ -157,7 +157,7 @@ class RecordedOrder:
         return self._view.get(topic, 0) if reader is None else reader.offset
 
     async def events_of(self, consumed: tuple[ConsumedRun, ...]) -> RecordedEvents:
-        """Return the events that the next record's `consumed` counts, by topic. Raises LogError if one is missing."""
+        """Return the events that the next record's `consumed` counts, by topic. Raises LogError if any is missing."""
         counts: dict[str, int] = {}
         for run in consumed:
             if run.topic != CLOCK:
@@ -171,7 +171,7 @@ class RecordedOrder:
         if reader is None:
             known = _INPUTS.get(topic)
             if known is None:
-                raise LogError(f"the journal names the input topic {topic}, which this version does not know")
+                raise LogError(f"the journal names the input topic {topic}, which only a newer forebay reads")
             offset = self._view.get(topic, 0)
             reader = self.readers[topic] = EventReader(self._log, known, self._partition, offset)
         return reader
@@ -282,10 +282,24 @@ async def journal(
             yield record.offset, decision
 
 
-async def journal_records(log: Log, partition: int, start: int, end: int) -> AsyncIterator[Record]:
+def journal_records(log: Log, partition: int, start: int, end: int) -> AsyncIterator[Record]:
     """Yield all records in [start, end) of the journal, including stale ones, read page by page."""
+    return records_of(log, DECISIONS, partition, start, end)
+
+
+async def events_of(log: Log, topic: Topic, partition: int) -> AsyncIterator[tuple[int, Any]]:
+    """Yield every event of a topic that decodes, with its offset."""
+    start, end = await log.begin(topic.name, partition), await log.end(topic.name, partition)
+    async for record in records_of(log, topic, partition, start, end):
+        event = decode_or_none(topic, record.value)
+        if event is not None:
+            yield record.offset, event
+
+
+async def records_of(log: Log, topic: Topic, partition: int, start: int, end: int) -> AsyncIterator[Record]:
+    """Yield the records in [start, end) of a topic, read page by page."""
     while start < end:
-        records = await log.read(DECISIONS.name, partition, start, min(PAGE_RECORDS, end - start))
+        records = await log.read(topic.name, partition, start, min(PAGE_RECORDS, end - start))
         if not records:
             return
         for record in records:
@@ -333,25 +347,8 @@ async def _overtaken(log: Log, partition: int, taken: SnapshotTaken, offset: int
     return any(isinstance(record, OwnerClaimed) for record in between)
 
 
-async def recorded_view(log: Log, partition: int) -> dict[str, int]:
-    """Return the offset up to which the owner applied each input topic according to the journal. Raises LogError."""
-    end = await log.end(DECISIONS.name, partition)
-    taken = await newest_snapshot(log, partition, end)
-    start, epoch = 0, -1
-    view: Counter[str] = Counter()
-    if taken is not None:
-        state = await state_of(log, partition, taken)
-        view.update({run.topic: run.count for run in state.view})
-        start, epoch = taken.journal_offset, state.owner_epoch
-    async for _, record in journal(log, partition, start, end, Validity(epoch)):
-        for run in record.consumed:
-            view[run.topic] += run.count
-    del view[CLOCK]
-    return dict(view)
-
-
 async def state_of(log: Log, partition: int, taken: SnapshotTaken) -> WorldState:
-    """Return the `WorldState` of a snapshot without restoring the snapshot. Raises LogError if it has none."""
+    """Return only the `WorldState` part of a snapshot (clock, view, pools). Raises LogError if the part is missing."""
     async for _, chunk in _chunks(log, partition, taken):
         for part in chunk.parts:
             if isinstance(part, WorldState):

@@ -1,13 +1,15 @@
-"""Find the oldest state from which a log can be replayed, after retention removed its beginning."""
+"""Find the oldest state from which a log can be replayed, and the position that its owner has reached."""
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from forebay.core.step import CLOCK
 from forebay.core.world import CORE_VERSION
 from forebay.events.decisions import SnapshotTaken
 from forebay.events.topics import DECISIONS, INPUTS, SNAPSHOTS
 from forebay.transport.base import Log, LogError
-from forebay.transport.history.reader import snapshots_taken, state_of
+from forebay.transport.history.reader import Validity, journal, newest_snapshot, snapshots_taken, state_of
 
 
 class StoredState(NamedTuple):
@@ -30,14 +32,17 @@ EMPTY_STATE = StoredState(0, {}, -1, CORE_VERSION)
 
 
 async def begins_of(log: Log, partition: int) -> dict[str, int]:
-    """Return the oldest stored offset in `partition` of each topic that a replay reads. Raises LogError."""
+    """Return the oldest stored offset in `partition` of each topic that a replay reads.
+
+    Raises LogError if the log cannot be read.
+    """
     return {topic.name: await log.begin(topic.name, partition) for topic in (*INPUTS, DECISIONS, SNAPSHOTS)}
 
 
 async def usable_state(log: Log, partition: int, taken: SnapshotTaken, begins: Mapping[str, int]) -> StoredState | None:
     """Return the state of a snapshot, or None if retention removed chunks of it or records after it.
 
-    `begins` maps each topic to its oldest stored offset, see `begins_of`. Raises LogError.
+    `begins` maps each topic to its oldest stored offset, see `begins_of`. Raises LogError if the log cannot be read.
     """
     if taken.journal_offset < begins[DECISIONS.name] or taken.first_offset < begins[SNAPSHOTS.name]:
         return None
@@ -66,3 +71,23 @@ async def oldest_state(log: Log, partition: int) -> StoredState:
         f"control partition {partition} cannot be replayed: retention removed its beginning, and it holds no snapshot"
         " with all records after it"
     )
+
+
+async def recorded_view(log: Log, partition: int) -> dict[str, int]:
+    """Return the offset up to which the owner applied each input topic according to the journal.
+
+    Raises LogError if the log cannot be read.
+    """
+    end = await log.end(DECISIONS.name, partition)
+    taken = await newest_snapshot(log, partition, end)
+    start, epoch = 0, -1
+    view: Counter[str] = Counter()
+    if taken is not None:
+        state = await state_of(log, partition, taken)
+        view.update({run.topic: run.count for run in state.view})
+        start, epoch = taken.journal_offset, state.owner_epoch
+    async for _, record in journal(log, partition, start, end, Validity(epoch)):
+        for run in record.consumed:
+            view[run.topic] += run.count
+    del view[CLOCK]
+    return dict(view)

@@ -115,7 +115,10 @@ class DenseRecords(fetcher.PartitionRecords):  # type: ignore[misc]
         """Deliver an absent record for each offset before `end` that was not delivered."""
         if end - self.next_fetch_offset > GAP_RECORDS_MAX:
             logger.error(
-                "%s has no records at offsets %d to %d, skipped them", self._tp, self.next_fetch_offset, end - 1
+                "%s has no records at offsets %d to %d; skipped them",
+                self._tp,
+                self.next_fetch_offset,
+                end - 1,
             )
             self.next_fetch_offset = end
         while (offset := self.next_fetch_offset) < end:

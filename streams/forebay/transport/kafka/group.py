@@ -96,7 +96,7 @@ class KafkaGroup:
             await self._admin.close()
 
     async def take(self) -> dict[int, list[Record]]:
-        """Return the next records by partition, waiting up to `POLL_MS`. Raises LogError.
+        """Return the next records by partition, waiting up to `POLL_MS`. Raises LogError if Kafka cannot be read.
 
         Offsets without a producer's record, for example of transaction markers, only advance `position`.
         """
@@ -136,7 +136,7 @@ class KafkaGroup:
         return position
 
     async def bounds(self, partition: int) -> tuple[int, int]:
-        """Return the oldest offset and the end offset of a partition. Raises LogError."""
+        """Return the oldest offset and the end offset of a partition. Raises LogError if Kafka cannot be read."""
         place = self._place(partition)
 
         async def query() -> tuple[int, int]:
@@ -147,7 +147,10 @@ class KafkaGroup:
         return await query_with_retry(query, f"the offsets of {self._full} cannot be read")
 
     async def committed(self, partition: int) -> Committed | None:
-        """Return the committed position of the group, or None if it never committed. Raises LogError."""
+        """Return the committed position of the group, or None if it never committed.
+
+        Raises LogError if Kafka cannot be read.
+        """
         place = self._place(partition)
 
         async def query() -> Committed | None:
@@ -160,7 +163,10 @@ class KafkaGroup:
         return await query_with_retry(query, f"the committed offsets of the group {self._name} cannot be read")
 
     async def commit(self, offsets: Mapping[int, Committed]) -> bool:
-        """Commit positions by partition; return False if a partition was revoked meanwhile. Raises LogError."""
+        """Commit positions by partition; return False if a partition was revoked meanwhile.
+
+        Raises LogError if the group cannot commit.
+        """
         if not offsets:
             return True
         if not all(self._is_ours(partition) for partition in offsets):

@@ -96,11 +96,11 @@ class KafkaLog:
         return await self._reader.read(topic, partition, offset, limit)
 
     async def begin(self, topic: str, partition: int) -> int:
-        """Return the oldest offset that the partition still holds. Raises LogError."""
+        """Return the oldest offset that the partition still holds. Raises LogError if Kafka cannot be read."""
         return await self._reader.begin(topic, partition)
 
     async def end(self, topic: str, partition: int) -> int:
-        """Return the offset of the next record to be appended. Raises LogError."""
+        """Return the offset of the next record to be appended. Raises LogError if Kafka cannot be read."""
         return await self._reader.end(topic, partition)
 
     def lags(self) -> dict[tuple[str, int], int]:
@@ -141,7 +141,7 @@ class KafkaLog:
                 try:
                     self._producers.append(await _started(self.settings))
                 except (KafkaError, OSError) as error:  # the broker was reachable before, so the error is transient
-                    logger.warning("no producer for %s, retrying: %s", topic, explain(error))
+                    logger.warning("cannot start a Kafka producer for %s, retrying: %s", topic, explain(error))
                     await asyncio.sleep(RETRY_S)
             return self._producers[1]
 

@@ -34,7 +34,7 @@ class KafkaReader:
         self._ends: dict[TopicPartition, int] = {}
 
     async def read(self, topic: str, partition: int, offset: int, limit: int) -> list[Record]:
-        """Return up to `limit` records from `offset`, none at the end. Raises LogError."""
+        """Return up to `limit` records from `offset`, none at the end. Raises LogError if Kafka cannot be read."""
         place = TopicPartition(self._settings.topic(topic), partition)
         if limit <= 0:
             return []
@@ -53,7 +53,7 @@ class KafkaReader:
                 raise LogError(f"{topic}/{partition} cannot be read from Kafka: {explain(error)}") from error
 
     async def end(self, topic: str, partition: int) -> int:
-        """Return the offset of the next record to be appended. Raises LogError."""
+        """Return the offset of the next record to be appended. Raises LogError if Kafka cannot be read."""
         place = TopicPartition(self._settings.topic(topic), partition)
         try:
             consumer = await self._started()
@@ -65,7 +65,7 @@ class KafkaReader:
         return end
 
     async def begin(self, topic: str, partition: int) -> int:
-        """Return the oldest offset that the partition still holds. Raises LogError."""
+        """Return the oldest offset that the partition still holds. Raises LogError if Kafka cannot be read."""
         place = TopicPartition(self._settings.topic(topic), partition)
         try:
             consumer = await self._started()

@@ -92,7 +92,10 @@ class KafkaReplies:
             await self._admin.close()
 
     async def exists(self, topic: str) -> bool:
-        """Return whether a topic of this full name exists, without creating it. Raises LogError."""
+        """Return whether a topic of this full name exists, without creating it.
+
+        Raises LogError if Kafka cannot be read.
+        """
         assert self._admin is not None
         admin = self._admin
         async with self._looking:

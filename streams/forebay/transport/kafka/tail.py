@@ -168,7 +168,10 @@ class KafkaTails:
             raise
 
     async def _started(self) -> DenseConsumer:
-        """Start a consumer, retrying while the broker is unreachable. Raises KafkaError."""
+        """Start a consumer, retrying while the broker is unreachable.
+
+        Raises KafkaError if Kafka reports an error that a retry cannot fix.
+        """
         while True:
             consumer = DenseConsumer(
                 **self._settings.client_options(),

@@ -109,7 +109,10 @@ async def create_topics(settings: KafkaSettings, plan: TopicPlan, pools: Sequenc
 
 
 async def partitions_of(settings: KafkaSettings) -> dict[str, int]:
-    """Return the partition count of every topic of the namespace, by name without prefix. Raises KafkaUnusable."""
+    """Return the partition count of every topic of the namespace, by name without prefix.
+
+    Raises KafkaUnusable if the topics cannot be listed.
+    """
     admin = await _admin(settings)
     try:
         described = await admin.describe_topics()

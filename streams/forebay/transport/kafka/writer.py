@@ -93,7 +93,7 @@ class KafkaWriter:
         self.refused = 0
 
     def check(self, draft: Draft) -> int:
-        """Return the size of a record in bytes. Raises ValueError if it exceeds `RECORD_BYTES_MAX`."""
+        """Return the size of a record in bytes. Raises ValueError if the size exceeds `RECORD_BYTES_MAX`."""
         size = size_of(draft)
         if size > RECORD_BYTES_MAX:
             raise ValueError(f"{draft.topic}: a record of {size} bytes; the limit is {RECORD_BYTES_MAX}")

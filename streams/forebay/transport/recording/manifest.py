@@ -104,7 +104,10 @@ def utc(at_us: int) -> str:
 
 
 def microseconds(text: str) -> int:
-    """Return the microseconds since 1970 of a text that `utc` returned. Raises ValueError."""
+    """Return the microseconds since 1970 of a text that `utc` returned.
+
+    Raises ValueError if the text has another format.
+    """
     return (datetime.fromisoformat(text) - _EPOCH) // timedelta(microseconds=1)
 
 
@@ -130,7 +133,10 @@ def is_recording(db: sqlite3.Connection) -> bool:
 
 
 def read_contents(db: sqlite3.Connection, path: Path) -> Contents:
-    """Return the contents of a finished recording after checking their digest. Raises LogUnusable."""
+    """Return the contents of a finished recording after checking their digest.
+
+    Raises LogUnusable if the recording is unfinished or damaged.
+    """
     (size,) = db.execute("SELECT page_count * page_size FROM pragma_page_count, pragma_page_size").fetchone()
     if path.stat().st_size != size:
         raise LogUnusable(f"{path}: is damaged or cut off (it should have {size} bytes); restore a copy")
@@ -213,7 +219,7 @@ def require_sealed(db: sqlite3.Connection, path: Path) -> None:
         raise LogUnusable(f"{path}: is damaged ({error}); restore a copy") from error
     except OSError as error:
         raise LogUnusable(f"{path}: cannot be read ({error.strerror}); restore a copy") from error
-    raise LogUnusable(f"{path}: was changed after it was written, though its records are as they were; restore a copy")
+    raise LogUnusable(f"{path}: was changed after it was written, but its records are intact; restore a copy")
 
 
 def seal(path: Path) -> None:
@@ -230,7 +236,10 @@ def seal(path: Path) -> None:
 
 
 def file_digest(path: Path, hole: int, length: int) -> str:
-    """Return the XXH3-128 digest of a file with `length` bytes at offset `hole` set to zero. Raises OSError."""
+    """Return the XXH3-128 digest of a file with `length` bytes at offset `hole` set to zero.
+
+    Raises OSError if the file cannot be read.
+    """
     hasher = xxh3_128()
     position = 0
     with path.open("rb") as file:

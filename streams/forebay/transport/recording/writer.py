@@ -167,7 +167,10 @@ def part_of(out: Path) -> Path:
 
 
 def require_free(out: Path) -> None:
-    """Check that a recording can be created at a path without overwriting a file. Raises LogUnusable."""
+    """Check that a recording can be created at a path without overwriting a file.
+
+    Raises LogUnusable if a file exists there or the path cannot be written.
+    """
     for path in (out, part_of(out)):
         schema.check_place(path, readonly=False)
     if os.path.lexists(out):
@@ -175,16 +178,8 @@ def require_free(out: Path) -> None:
 
 
 def _row(record: Record) -> schema.Row:
-    headers = schema.encode_headers(record.headers)
-    place = record.topic, record.partition, record.offset
-    return (
-        (record.partition << schema.OFFSET_BITS) | record.offset,
-        record.at_us,
-        record.key,
-        None if headers is None else headers.decode(),
-        record.value,
-        schema.checksum(*place, record.at_us, record.key, headers, record.value),
-    )
+    place, headers = (record.topic, record.partition, record.offset), schema.encode_headers(record.headers)
+    return schema.encode_row(*place, record.at_us, record.key, headers, record.value)
 
 
 def _initialise(db: sqlite3.Connection, contents: Contents) -> None:

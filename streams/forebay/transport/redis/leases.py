@@ -125,7 +125,10 @@ class RedisLeases:
         self._announce = client.register_script(_ANNOUNCE)
 
     def acquire(self, group: str, worker_id: str, token: str, payload: bytes, ttl_ms: int) -> None:
-        """Take the lease of a worker, even if another incarnation holds it. Raises LeaseError."""
+        """Take the lease of a worker, even if another incarnation holds it.
+
+        Raises LeaseError if Redis cannot be reached or rejects the command.
+        """
         assert ttl_ms >= 1
         with _lease_errors():
             self._acquire(
@@ -135,7 +138,8 @@ class RedisLeases:
     def renew(self, group: str, worker_id: str, token: str, ttl_ms: int) -> bool:
         """Extend the lease, even if it expired but was not deleted yet.
 
-        Returns False if another incarnation holds the lease, or it was deleted. Raises LeaseError.
+        Returns False if another incarnation holds the lease, or it was deleted.
+        Raises LeaseError if Redis cannot be reached or rejects the command.
         """
         assert ttl_ms >= 1
         with _lease_errors():
@@ -145,7 +149,7 @@ class RedisLeases:
     def release(self, group: str, worker_id: str, token: str) -> None:
         """Mark the lease as released if this incarnation holds it. The owner can then tell a release from a loss.
 
-        Raises LeaseError.
+        Raises LeaseError if Redis cannot be reached or rejects the command.
         """
         with _lease_errors():
             self._release(keys=self._keys(group, worker_id), args=[_escape(worker_id), token])
@@ -153,7 +157,7 @@ class RedisLeases:
     def poll(self, group: str) -> list[Lease]:
         """Return every lease of the group ordered by worker id, including expired and released leases.
 
-        Raises LeaseError.
+        Raises LeaseError if Redis cannot be reached or rejects the command.
         """
         with _lease_errors():
             found = self._poll(keys=[self._deadlines_key(group)], args=[self._lease_key(group, "")])
@@ -175,7 +179,7 @@ class RedisLeases:
         """Delete a lease after the owner appended the loss to `fleet`, unless another incarnation took it since.
 
         A late renewal by the lost incarnation does not prevent the deletion, because that incarnation must learn that
-        it was declared lost. Raises LeaseError.
+        it was declared lost. Raises LeaseError if Redis cannot be reached or rejects the command.
         """
         with _lease_errors():
             self._drop(keys=self._keys(group, worker_id), args=[_escape(worker_id), token])
@@ -183,13 +187,17 @@ class RedisLeases:
     def announce(self, group: str, ttl_ms: int) -> None:
         """Make `groups` return the group for `ttl_ms`, although no worker has a lease in it yet.
 
-        A worker calls this if its group needs a control partition before the worker has a lease. Raises LeaseError.
+        A worker calls this if its group needs a control partition before the worker has a lease.
+        Raises LeaseError if Redis cannot be reached or rejects the command.
         """
         with _lease_errors():
             self._announce(keys=[self._deadlines_key(group), self._groups_key], args=[_escape(group), ttl_ms])
 
     def groups(self) -> list[str]:
-        """Return every group with at least one unexpired lease, sorted. Raises LeaseError."""
+        """Return every group with at least one unexpired lease, sorted.
+
+        Raises LeaseError if Redis cannot be reached or rejects the command.
+        """
         with _lease_errors():
             found = self._groups(keys=[self._groups_key], args=[self._deadlines_key("")])
         return sorted(_unescape(group.decode()) for group in found)

@@ -194,7 +194,7 @@ class SqliteLog:
         The deletion is one transaction, so a crash leaves the log either with or without all of these records. Records
         that a tail of this process has not taken yet are kept, and nothing is deleted while commits wait for a
         checkpoint. Reads before the new start raise TrimmedRecords. Later appends use the pages that become free.
-        Raises LogError.
+        Raises LogError if the file cannot be written.
         """
         self._require_open()
         if self._failure is not None:
@@ -235,7 +235,7 @@ class SqliteLog:
         return (pages - free) * size, pages * size
 
     def check(self) -> None:
-        """Check the whole file. Raises LogError if it is damaged.
+        """Check the whole file. Raises LogError if the file is damaged.
 
         In a recording, the check finds any changed byte. In a log, it finds what SQLite's own check finds; the
         checksums of records are checked when they are read.
@@ -252,7 +252,7 @@ class SqliteLog:
             raise LogError(f"{self._name}: is damaged ({' '.join(found.split())}); restore a copy")
 
     def check_ends(self) -> None:
-        """Check the table structure and the last record of each partition. Raises LogError if they are damaged.
+        """Check the table structure and the last record of each partition. Raises LogError if one is damaged.
 
         The check reads one record per partition, so its duration does not depend on the length of the log.
         """
@@ -262,18 +262,6 @@ class SqliteLog:
             first = self._start_of(topic, partition)
             if first < end:
                 self._fetch(self._partition(topic, partition), end - 1, 1, None)
-
-    def refresh(self) -> bool:
-        """Look for records of another process, and wake the tails with ready records. Returns whether there are any."""
-        self._require_open()
-        wakes: dict[int, Wake] = {}
-        for place in self._partitions.values():
-            if place.tails:
-                self._look(place)
-                wakes.update((id(tail.wake), tail.wake) for tail in place.tails if len(tail))
-        for wake in wakes.values():
-            wake.set()
-        return bool(wakes)
 
     def close(self) -> None:
         """Commit pending records, move the WAL into the file, and release the writer lock."""
@@ -341,7 +329,10 @@ class SqliteLog:
         return starts.get((topic, partition), 0)
 
     def _extent(self, topic: str, partition: int) -> Extent | None:
-        """Return the extent of a partition in a recording; None for a log. Raises LogError."""
+        """Return the extent of a partition in a recording; None for a log.
+
+        Raises LogError if the recording does not contain the partition.
+        """
         if self.recording is None:
             return None
         extent = self._extents.get((topic, partition))
@@ -434,18 +425,8 @@ class SqliteLog:
         rows: dict[str, list[schema.Row]] = {}
         for place, offset, draft, headers in pending:
             topic = place.topic
-            row = (
-                (place.number << schema.OFFSET_BITS) | offset,
-                at_us,
-                draft.key,
-                None if headers is None else headers.decode(),
-                draft.value,
-                schema.checksum(topic, place.number, offset, at_us, draft.key, headers, draft.value),
-            )
-            if topic in rows:
-                rows[topic].append(row)
-            else:
-                rows[topic] = [row]
+            row = schema.encode_row(topic, place.number, offset, at_us, draft.key, headers, draft.value)
+            rows.setdefault(topic, []).append(row)
             size += len(draft.value)
         try:
             self._write(rows)

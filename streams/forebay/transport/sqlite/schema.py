@@ -21,6 +21,7 @@ from forebay import runtime
 from forebay.events.topics import topic_named
 from forebay.transport.base import LogError, Record
 
+SQLITE_MAGIC = b"SQLite format 3\0"  # the first bytes of every database
 APPLICATION_ID = 0x46424159  # "FBAY", so that file(1) and other programs recognise the file
 FORMAT_VERSION = 1
 RECORDING_VERSION = (
@@ -92,7 +93,10 @@ class TrimmedRecords(LogError):
 
 
 def require_topic(name: str) -> None:
-    """Check a topic name: 1 to 200 characters of `a-z`, `0-9`, dot and hyphen. Raises ValueError."""
+    """Check a topic name: 1 to 200 characters of `a-z`, `0-9`, dot and hyphen.
+
+    Raises ValueError if the name is invalid.
+    """
     if not _TOPIC_NAME.fullmatch(name):
         raise ValueError(f"invalid topic name {name!r}: expected 1 to 200 characters of a-z, 0-9, '.' and '-'")
 
@@ -163,8 +167,20 @@ def signed(digest: int) -> int:
     return digest - (1 << 64) if digest >> 63 else digest
 
 
+def encode_row(
+    topic: str, partition: int, offset: int, at_us: int, key: bytes | None, headers: bytes | None, value: bytes
+) -> Row:
+    """Return the row of a record with encoded headers."""
+    text = None if headers is None else headers.decode()
+    digest = checksum(topic, partition, offset, at_us, key, headers, value)
+    return (partition << OFFSET_BITS) | offset, at_us, key, text, value, digest
+
+
 def decode_row(topic: str, partition: int, row: tuple[Any, ...]) -> Record:
-    """Return the record in a row that `select_rows` read. Raises CorruptRecord."""
+    """Return the record in a row that `select_rows` read.
+
+    Raises CorruptRecord if the checksum or a column does not match.
+    """
     row_id, at_us, key, headers, value, stored = row
     offset = row_id & (OFFSETS_MAX - 1)
     try:
@@ -261,6 +277,8 @@ class WriterLock:
     """
 
     def __init__(self, path: Path) -> None:
+        if not _is_database(path):
+            raise LogUnusable(f"{path}: is not a forebay log (file is not a database); choose another path")
         beside = path.with_name(path.name + ".lock")
         try:
             self._descriptor = os.open(beside, os.O_RDWR | os.O_CREAT, 0o644)
@@ -285,28 +303,38 @@ class WriterLock:
 
 
 def check_place(path: Path, *, readonly: bool) -> None:
-    """Check that a log can be opened at a path, before SQLite opens it. Raises LogUnusable."""
+    """Check that a log can be opened at a path, before SQLite opens it. Raises LogUnusable otherwise."""
     try:
         mode = path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
         mode = 0
     except (OSError, ValueError) as error:  # for example a name that is too long, or a loop of links
         reason = getattr(error, "strerror", None) or error
-        raise LogUnusable(f"{path}: cannot be looked at ({reason}); choose another path") from error
+        raise LogUnusable(f"{path}: cannot be accessed ({reason}); choose another path") from error
     if not path.parent.is_dir():
         raise LogUnusable(f"{path}: there is no directory {path.parent}; create it or choose another path")
     if stat.S_ISDIR(mode):
         raise LogUnusable(f"{path}: is a directory; name a file in it")
     if mode and not stat.S_ISREG(mode):  # opening a pipe would wait for its writer
-        raise LogUnusable(f"{path}: is no plain file; choose another path")
+        raise LogUnusable(f"{path}: is not a regular file; choose another path")
     if readonly and not mode:
-        raise LogUnusable(f"{path}: there is no such log")
+        raise LogUnusable(f"{path}: no such log file; check the path")
     if readonly and not os.access(path, os.R_OK):
-        raise LogUnusable(f"{path}: no permission to read it")
+        raise LogUnusable(f"{path}: no permission to read it; check its owner and mode")
     if not readonly and not os.access(path.parent, os.W_OK):
         raise LogUnusable(f"{path}: no permission to write in {path.parent}; choose another path")
     if not readonly and mode and not os.access(path, os.W_OK):
         raise LogUnusable(f"{path}: no permission to write it; choose another path")
+
+
+def _is_database(path: Path) -> bool:
+    """Return whether a file is missing, empty or begins like a SQLite database."""
+    try:
+        with path.open("rb") as opened:
+            start = opened.read(len(SQLITE_MAGIC))
+    except OSError:
+        return True  # opening the database reports the reason
+    return start in (b"", SQLITE_MAGIC)
 
 
 def connect(path: Path | None, *, readonly: bool) -> sqlite3.Connection:

@@ -1,1 +1,1 @@
-"""Mock engine: modelled step times, real KV bytes, output tokens that depend on every byte."""
+"""Mock engine: imitates the timing and the cache of a real engine. Its output depends on every byte of fetched KV."""

@@ -1,8 +1,9 @@
 """Engine without a GPU: runs `EngineModel` in real time or faster, never ahead of the model's time.
 
-Logprobs and embeddings are derived from hashes. Structured outputs are not enforced. With the role prefill or decode it
-has KV of real bytes that are transferred. The transport is opened with the first item of an epoch, because its agent
-name contains the epoch. Items wait until it is open.
+Logprobs and embeddings are derived from hashes; structured outputs, tool calls and reasoning are made up. With the role
+prefill or decode the engine has KV of real bytes, which are transferred. The name of a NIXL agent contains the worker
+epoch, so the engine opens the transport when it gets the first item of an epoch. Items wait until the transport is
+open.
 """
 
 import asyncio
@@ -27,7 +28,8 @@ from forebay.events.work import WorkItem
 from forebay.workers.engine import EngineError, EngineRefused, Publish
 from forebay.workers.engines.mock.kv import KvSettings, MockKv, summed
 from forebay.workers.engines.mock.outputs import TASKS
-from forebay.workers.engines.mock.rank import MockRank
+from forebay.workers.engines.mock.rank import MockRank, RequestState
+from forebay.workers.engines.mock.scripts import OutputScripts
 from forebay.workers.engines.standin_encoder import MediaUnusable, StandInEncoder
 from forebay.workers.kv_transfer.api import Stats
 from forebay.workers.kv_transfer.nixl_agent import load_nixl
@@ -41,10 +43,22 @@ KV_ROLES = frozenset(("prefill", "decode"))
 
 
 class MockEngine:
-    """Engine with `dp_size` independent ranks of `config`, numbered from `dp_start_rank` on.
+    """Engine that imitates a GPU with `EngineModel`. Its ranks are independent of each other.
 
-    It runs `speedup` times as fast as the modelled GPU. `kv` configures KV transfers for the roles prefill and decode.
-    Like vLLM with its default scheduling policy, it serves in arrival order and ignores priorities.
+    Like vLLM with its default scheduling policy, it serves requests in arrival order and ignores priorities.
+
+    Args:
+        config: sizes and step times of the modelled engine.
+        dp_size: number of ranks.
+        dp_start_rank: number of the first rank.
+        speedup: how many times as fast as the modelled GPU the engine runs.
+        kv: settings of KV transfers, for the roles prefill and decode; None for the defaults.
+        scripts: writes structured output, tool calls and reasoning; None generates only words.
+
+    Attributes:
+        ranks: ranks by their number.
+        kv_settings: settings of KV transfers.
+        kv: KV of this epoch; None until the transport is open.
     """
 
     def __init__(
@@ -55,60 +69,65 @@ class MockEngine:
         dp_start_rank: int = 0,
         speedup: float = 1.0,
         kv: KvSettings | None = None,
+        scripts: OutputScripts | None = None,
     ) -> None:
         if not 0 < speedup < float("inf"):
             raise ValueError(f"speedup must be a positive number, got {speedup}")
         ranks = range(dp_start_rank, dp_start_rank + dp_size)
         self._config = config
-        self._ranks = {rank: MockRank(rank, config, speedup) for rank in ranks}
+        self.ranks = {rank: MockRank(rank, config, speedup, scripts) for rank in ranks}
         self._loras: dict[str, str] = {}  # directories of adapters loaded after the start
-        self._kv_settings = kv or KvSettings()
+        self.kv_settings = kv or KvSettings()
         self._spec: WorkerSpec | None = None
-        self._kv: MockKv | None = None  # of this epoch, once it is open
+        self.kv: MockKv | None = None  # KV of this worker epoch, once its transport is open
         self._generation = 0  # number of resets
         self._opening = False
         self._held: dict[str, tuple[WorkItem, int]] = {}  # items that wait for the transport
         self._ending: set[asyncio.Task[None]] = set()
         self._broken: EngineError | None = None
-        self._past = Stats()  # of earlier epochs
+        self._past = Stats()  # statistics of earlier worker epochs
         self._closing: list[Stats] = []
 
     async def start(self, spec: WorkerSpec) -> WorkerSpec:
-        """Set up KV transfers, if configured; there is no model to load. Raises EngineError."""
+        """Prepare KV transfers if the role of the worker needs them, and return the spec with the KV layout.
+
+        Raises:
+            EngineError: a package that KV transfers need is not installed, or their settings are invalid.
+        """
         self._loras = dict.fromkeys(spec.loras, "")
         spec = self._spec = msgspec.structs.replace(spec, tasks=TASKS)
         if spec.role not in KV_ROLES:
             return spec
-        layout = self._kv_settings.layout(self._config.block_size)
-        if self._kv_settings.transport == "nixl":
+        layout = self.kv_settings.layout(self._config.block_size)
+        if self.kv_settings.transport == "nixl":
             await runtime.offload(load_nixl, "KV transfers")
         elif find_spec("numpy") is None:
-            raise EngineError("KV transfers need numpy: pip install numpy")
+            raise EngineError("KV transfers need numpy: pip install 'forebay[kv-transfer]'")
         return msgspec.structs.replace(spec, kv_layout=layout)
 
     async def run(self, publish: Publish) -> None:
-        """Run every rank until cancelled."""
+        """Run all ranks and publish batches of their events, until cancelled."""
         async with asyncio.TaskGroup() as group:
-            for rank in self._ranks.values():
+            for rank in self.ranks.values():
                 group.create_task(rank.run(publish))
 
     async def stop(self) -> None:
-        """Free the memory."""
-        if self._kv is not None or self._opening:
+        """End all transfers and free the memory of the KV."""
+        if self.kv is not None or self._opening:
             self.reset()
         await asyncio.gather(*self._ending)
 
     def warm(self, hashes: Sequence[int], rank: int = 0) -> None:
-        """Fill a rank's cache with these blocks before the start."""
-        self._ranks[rank].model.warm(hashes)
+        """Put blocks with these sequence hashes into the cache of a rank, before the engine starts."""
+        self.ranks[rank].model.warm(hashes)
 
     def held(self, rank: int) -> list[int]:
-        """Return the blocks in a rank's cache."""
-        return self._ranks[rank].model.held()
+        """Return the sequence hashes of the blocks in the cache of a rank."""
+        return self.ranks[rank].model.held()
 
     def submit(self, item: WorkItem) -> None:
         """Queue an item on its rank, which must belong to this engine."""
-        rank, lora = self._ranks[item.rank], item.lora_name
+        rank, lora = self.ranks[item.rank], item.lora_name
         if lora and lora not in self._loras:
             rank.refuse(item, ResponseError(status=404, code="adapter_not_loaded", message=_not_loaded(lora)))
         elif item.media and item.stage != "decode":
@@ -121,40 +140,53 @@ class MockEngine:
             self._submit(item, 0)
 
     def submit_embedded(self, item: WorkItem, embeddings: "Array") -> None:
-        """Queue an item with embeddings. Its output depends on every byte of them."""
+        """Queue an item with the embeddings of its media. The output tokens depend on every byte of the embeddings."""
         self._submit(item, xxh3_64_intdigest(embeddings.tobytes()))
 
     def cancel(self, request_id: str) -> None:
-        """Drop a request, if it is in flight, and free KV kept for it."""
+        """Cancel a request, if it is in flight, and free the KV that is kept for it."""
         self._held.pop(request_id, None)
-        for rank in self._ranks.values():
+        for rank in self.ranks.values():
             rank.cancel(request_id)
 
     def release(self, request_id: str) -> None:
-        """Free the KV kept for a request, if any."""
-        if self._kv is not None:
-            self._kv.release(request_id)
+        """Free the KV that is kept for a request, if there is any."""
+        if self.kv is not None:
+            self.kv.release(request_id)
 
     def drop(self, prefilled: Prefilled) -> None:
-        """Notify the holder that nobody here will fetch its KV; without an open transport its lease ends."""
-        if self._kv is not None:
-            self._kv.drop(prefilled)
+        """Notify the prefill worker that this worker will not fetch its KV.
+
+        If the transport is not open, nothing is sent, and the prefill worker frees the KV when its lease ends.
+        """
+        if self.kv is not None:
+            self.kv.drop(prefilled)
 
     def kept(self) -> int:
-        """Return the number of requests whose KV is kept for other workers."""
-        return 0 if self._kv is None else self._kv.kept
+        """Return the number of requests whose KV this worker keeps for other workers."""
+        return 0 if self.kv is None else self.kv.kept
+
+    def requests(self) -> dict[str, RequestState]:
+        """Return the state of each request of all ranks that transfers KV or has extra outputs."""
+        states: dict[str, RequestState] = dict.fromkeys(self._held, "opening")
+        for rank in self.ranks.values():
+            states |= rank.requests()
+        return states
 
     def kv_stats(self) -> Stats:
-        """Return the KV transfer statistics since the start."""
-        return reduce(summed, (*self._closing, Stats() if self._kv is None else self._kv.transport.stats), self._past)
+        """Return the statistics of KV transfers since the start of the engine, over all worker epochs."""
+        return reduce(summed, (*self._closing, Stats() if self.kv is None else self.kv.transport.stats), self._past)
 
     async def command(self, command: Command) -> tuple[str, ...]:
-        """Run a command as vLLM does.
+        """Execute a command as vLLM would, and return the names of the loaded adapters.
 
         The cache can be cleared only while no request runs. Pausing keeps the requests in flight. Sleeping drops the
         cache, so running requests are computed again after waking up.
+
+        Raises:
+            EngineRefused: the command cannot be executed now.
         """
-        ranks = self._ranks.values()
+        ranks = self.ranks.values()
         match command.action:
             case "clear_kv_blocks":
                 used = sum(rank.model.pool.used for rank in ranks)
@@ -200,29 +232,29 @@ class MockEngine:
         self._loras[name] = path
 
     async def check(self) -> None:
-        """Do nothing, or raise EngineError if KV transfers are configured and failed."""
+        """Raise EngineError if the transport of KV transfers could not be opened; otherwise do nothing."""
         if self._broken is not None:
             raise self._broken
 
     def collectors(self) -> Sequence[Collector]:
-        """Return no collectors."""
+        """Return no Prometheus collectors, because the engine has no metrics of its own."""
         return ()
 
     def reset(self) -> None:
-        """Drop every request, the caches and all kept KV."""
+        """Drop every request, the caches of all ranks, and all KV that is kept for other workers."""
         self._generation += 1
         self._held.clear()
         self._opening = False
-        fetching = [task for rank in self._ranks.values() for task in rank.reset()]
-        kv, self._kv = self._kv, None
+        fetching = [task for rank in self.ranks.values() for task in rank.reset()]
+        kv, self.kv = self.kv, None
         if kv is not None:
             self._closing.append(kv.transport.stats)
             self._spawn(self._close(kv, fetching))
 
     def _submit(self, item: WorkItem, seen: int) -> None:
-        """Queue an item on its rank, as soon as the transport is open if it needs KV transfers."""
-        rank = self._ranks[item.rank]
-        if item.stage not in KV_ROLES or self._kv is not None:
+        """Queue an item on its rank. If the item needs KV transfers, wait until the transport is open."""
+        rank = self.ranks[item.rank]
+        if item.stage not in KV_ROLES or self.kv is not None:
             rank.submit(item, seen)
         elif self._spec is None or self._spec.role not in KV_ROLES:
             message = "this mock engine has neither role prefill nor decode and cannot transfer KV"
@@ -235,25 +267,25 @@ class MockEngine:
 
     async def _open(self, spec: WorkerSpec, worker_epoch: int, generation: int) -> None:
         broken: EngineError | None = None
-        kv = MockKv(self._kv_settings, spec.model, spec.worker_id, worker_epoch, self._config.block_size)
+        kv = MockKv(self.kv_settings, spec.model, spec.worker_id, worker_epoch, self._config.block_size)
         try:
-            await kv.open(len(self._ranks) * self._config.kv_blocks_total, self._on_free)
+            await kv.open(len(self.ranks) * self._config.kv_blocks_total, self._on_free)
         except Exception as error:  # NIXL raises its own classes
             logger.error("KV transfers failed to start", exc_info=not isinstance(error, EngineError))  # noqa: TRY400
-            broken = EngineError(f"cannot transfer KV by {self._kv_settings.transport}: {error}")
+            broken = EngineError(f"cannot transfer KV by {self.kv_settings.transport}: {error}")
         if generation != self._generation:
             await kv.close()
             return
         self._opening = False
         held, self._held = self._held, {}
         if broken is None:
-            self._kv = kv
-            for rank in self._ranks.values():
+            self.kv = kv
+            for rank in self.ranks.values():
                 rank.kv = kv
         else:
             self._broken = broken
         for item, seen in held.values():
-            rank = self._ranks[item.rank]
+            rank = self.ranks[item.rank]
             if broken is None:
                 rank.submit(item, seen)
             elif item.stage == "decode":
@@ -268,7 +300,7 @@ class MockEngine:
         self._past = summed(self._past, kv.transport.stats)
 
     def _on_free(self, request_id: str, _: str) -> None:
-        for rank in self._ranks.values():
+        for rank in self.ranks.values():
             rank.freed(request_id)
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:

@@ -1,10 +1,13 @@
 """KV of the mock engine as real bytes: written by the prefill worker, transferred, read by the decode worker.
 
 Theory of operation. A block consists of one 8-byte word, repeated: the hash of all tokens up to its end, xor a hash of
-the media. Equal words share a slot. The reader knows the token hashes, so each block yields the xor again. A wrong byte
-yields another number, and the output tokens are derived from it. Slots are held as long as the engine model holds the
-blocks, so there are enough of them. With different images beside equal text there may be too few, and a request fails.
-There is one transport and one `MockKv` for each epoch of a worker.
+the media. Blocks with equal words share a slot (the memory of one block). The decode worker knows the token hashes, so
+it can compute the media hash from each block. If any byte is wrong, it gets another number. The output tokens are
+derived from this number, so they show a wrong byte.
+
+Slots are in use as long as the engine model keeps the blocks, so there are normally enough of them. Requests with equal
+text and different images share blocks in the engine model, but not slots. If there are too few slots, a request fails.
+There is one transport and one `MockKv` per worker epoch.
 """
 
 from collections.abc import Sequence
@@ -18,9 +21,10 @@ from forebay.events.base import U32_BYTES, U64_BYTES, array_u64, pack_u64
 from forebay.events.transfer import KvLayout, Prefilled
 from forebay.events.work import WorkItem
 from forebay.workers.engine import EngineError
-from forebay.workers.kv_transfer.api import FetchedKv, FreeReason, Kind, KvMemory, KvTransport, OnFree, Stats
+from forebay.workers.kv_transfer.api import FetchedKv, FreeReason, Kind, OnFree, Stats
+from forebay.workers.kv_transfer.memory import Arena
 from forebay.workers.kv_transfer.nixl_agent import TransferError, agent_name
-from forebay.workers.kv_transfer.transport import LEASE_S, open_transport
+from forebay.workers.kv_transfer.transport import LEASE_S, KvTransport, open_transport
 
 if TYPE_CHECKING:
     from forebay.workers.kv_transfer.api import Array
@@ -34,10 +38,10 @@ class KvSettings:
     """Settings of a mock engine's KV transfers.
 
     Attributes:
-        transport: what moves the bytes, `nixl` or `tcp`.
-        bytes_per_token: KV bytes per token; those of a block must be a multiple of eight.
+        transport: transport of the bytes, `nixl` or `tcp`.
+        bytes_per_token: bytes of KV per token. The bytes of a block must be a multiple of eight.
         checksum: whether transfers are verified by checksums.
-        lease_s: seconds for which KV is kept that is not fetched.
+        lease_s: seconds for which the prefill worker keeps KV that nobody fetches.
         at: listening address for `tcp`, or network interface for `nixl`; see `open_transport`.
     """
 
@@ -48,20 +52,28 @@ class KvSettings:
     at: str = ""
 
     def layout(self, block_size: int) -> KvLayout:
-        """Return the layout of blocks of `block_size` tokens. Raises EngineError for impossible sizes."""
+        """Return the KV layout for blocks of `block_size` tokens.
+
+        Raises:
+            EngineError: the bytes of a block are not a multiple of eight.
+        """
         block_bytes = self.bytes_per_token * block_size
         if block_bytes < U64_BYTES or block_bytes % U64_BYTES:
             raise EngineError(
-                f"{self.bytes_per_token} bytes of KV per token are {block_bytes} per block of {block_size} tokens:"
-                f"that must be a multiple of {U64_BYTES}"
+                f"{self.bytes_per_token} bytes of KV per token are {block_bytes} per block of {block_size} tokens;"
+                f" expected a multiple of {U64_BYTES} per block; change the bytes per token or the block size"
             )
         return KvLayout(connector=self.transport, dtype="uint8", block_bytes=block_bytes, layers=1)
 
 
 class Slots:
-    """Slots of one memory, by the word written in them."""
+    """Allocates the slots of a KV memory. A slot is the memory of one block; blocks with equal words share a slot.
 
-    def __init__(self, memory: KvMemory) -> None:
+    Args:
+        memory: the memory.
+    """
+
+    def __init__(self, memory: Arena) -> None:
         self._memory = memory
         # Taken from and returned to the end, so that memory that is already mapped is reused first.
         self._free = list(range(memory.blocks - 1, -1, -1))
@@ -70,11 +82,20 @@ class Slots:
 
     @property
     def used(self) -> int:
-        """Number of slots that are not free."""
+        """Number of slots in use."""
         return self._memory.blocks - len(self._free)
 
+    @property
+    def held(self) -> list[int]:
+        """Slots with content, in the order in which they were written."""
+        return list(self._slot_of.values())
+
     def take(self, count: int) -> list[int]:
-        """Return slots to fetch into, to be returned with `free`. Raises TransferError when there are too few."""
+        """Allocate `count` slots for fetched blocks. The caller frees them with `free`.
+
+        Raises:
+            TransferError: too few slots are free.
+        """
         if count > len(self._free):
             raise TransferError(
                 f"{count} slots are needed, but only {len(self._free)} of {self._memory.blocks} are free"
@@ -84,11 +105,17 @@ class Slots:
         return taken
 
     def free(self, slots: Sequence[int]) -> None:
-        """Return slots that `take` returned and that are not needed any more."""
+        """Free slots that were allocated by `take`."""
         self._free += slots
 
     def hold(self, words: Sequence[int]) -> list[int]:
-        """Return slots with these words, written if needed, to be returned with `let_go`. Raises TransferError."""
+        """Return one slot per word that contains this word, and count its use. The caller ends the use with `let_go`.
+
+        If no slot contains the word, it is written to a free slot.
+
+        Raises:
+            TransferError: too few slots are free.
+        """
         new = [word for word in dict.fromkeys(words) if word not in self._slot_of]
         for word, slot in zip(new, self.take(len(new)), strict=True):
             self._slot_of[word] = slot
@@ -99,7 +126,7 @@ class Slots:
         return [self._slot_of[word] for word in words]
 
     def let_go(self, words: Sequence[int]) -> None:
-        """Release one hold of each of these words."""
+        """End one use of the slot of each of these words. A slot without uses becomes free."""
         for word in words:
             self._holders[word] -= 1
             if not self._holders[word]:
@@ -108,9 +135,14 @@ class Slots:
 
 
 class MockKv:
-    """KV that one epoch of a worker keeps for others and fetches from them. Use it on one event loop.
+    """Keeps KV for other workers and fetches KV from them, during one worker epoch. Use it on one event loop.
 
-    `on_free` is called with the request whose blocks are no longer kept.
+    Args:
+        settings: settings of the transfers.
+        model: name of the model.
+        worker_id: id of this worker.
+        worker_epoch: epoch of this worker.
+        block_size: tokens per block.
     """
 
     def __init__(self, settings: KvSettings, model: str, worker_id: str, worker_epoch: int, block_size: int) -> None:
@@ -126,7 +158,16 @@ class MockKv:
         self._free_callback: OnFree | None = None
 
     async def open(self, blocks: int, on_free: OnFree) -> None:
-        """Allocate memory for `blocks` blocks and open the transport. Raises EngineError, OSError."""
+        """Allocate memory and open the transport.
+
+        Args:
+            blocks: number of blocks of the memory.
+            on_free: called with the id of a request whose blocks are no longer kept.
+
+        Raises:
+            EngineError: the sizes or the address are invalid, or NIXL fails.
+            OSError: the listening address cannot be used.
+        """
         self._free_callback = on_free
         self._transport = await open_transport(
             self._settings.transport,
@@ -141,23 +182,31 @@ class MockKv:
 
     @property
     def transport(self) -> KvTransport:
-        """The open transport."""
+        """The transport, after `open`."""
         assert self._transport is not None
         return self._transport
 
     @property
     def slots(self) -> Slots:
-        """The slots of the open transport."""
+        """The slots of the transport's memory, after `open`."""
         assert self._slots is not None
         return self._slots
 
     @property
     def kept(self) -> int:
-        """Return the number of requests whose KV is kept."""
+        """Number of requests whose KV is kept for other workers."""
         return len(self._words)
 
     def offer(self, item: WorkItem, seen: int) -> Prefilled:
-        """Write and keep the KV of a prompt. Raises TransferError without keeping any."""
+        """Write the KV of a prompt, keep it for another worker, and return its descriptor.
+
+        Args:
+            item: work item of the prompt.
+            seen: hash of the prompt's media.
+
+        Raises:
+            TransferError: the KV cannot be kept, for example because too few slots are free. Nothing is kept then.
+        """
         words = [name ^ seen for name in block_names(item, self._block_size)]
         slots = self.slots.hold(words)
         try:
@@ -179,13 +228,21 @@ class MockKv:
         )
 
     def release(self, request_id: str) -> bool:
-        """Free the KV kept for a request. Return whether there was any."""
+        """Free the KV that is kept for a request. Return False if none was kept."""
         return self.transport.release(request_id)
 
     async def fetch(self, item: WorkItem, first: int) -> tuple[int, FetchedKv]:
-        """Fetch the blocks of a prompt from index `first` on. Return the media hash found in them, and the transfer.
+        """Fetch the KV of a prompt from the prefill worker that keeps it.
 
-        On failure the holder is notified that they are not wanted. Raises TransferError.
+        Args:
+            item: work item with the descriptor of the KV.
+            first: index of the first block to fetch; the blocks before it are in the cache already.
+
+        Returns:
+            The hash of the prompt's images and videos, computed from the fetched blocks, and the result of the fetch.
+
+        Raises:
+            TransferError: the KV cannot be fetched. The prefill worker is notified that it is not needed.
         """
         prefilled, names = item.prefilled, block_names(item, self._block_size)
         assert prefilled is not None, "engines refuse such items"
@@ -202,11 +259,11 @@ class MockKv:
             raise
 
     def drop(self, prefilled: Prefilled) -> None:
-        """Notify the holder that nobody will fetch."""
+        """Notify the prefill worker that this worker will not fetch its KV."""
         self.transport.drop(prefilled)
 
     async def close(self) -> None:
-        """Free all KV and end all transfers; nobody is notified."""
+        """Free all KV and end all transfers, without a call of `on_free`."""
         self._free_callback = None
         if self._transport is not None:
             await self._transport.close()
@@ -221,12 +278,12 @@ class MockKv:
         if prefilled.model != self._model or prefilled.tokens != tokens:
             raise TransferError(
                 f"{prefilled.worker_id} keeps {prefilled.tokens} tokens for {prefilled.model};"
-                f"this is a prompt of {tokens} for {self._model}"
+                f" this is a prompt of {tokens} for {self._model}"
             )
 
 
 def block_names(item: WorkItem, block_size: int) -> list[int]:
-    """Return a hash for each block of a prompt, including a last block that is not full."""
+    """Return one hash per block of a prompt, including a last block that is not full."""
     names = list(array_u64(item.sequence_hashes))
     tail = item.token_ids[len(names) * block_size * U32_BYTES :]
     if tail:
@@ -237,7 +294,12 @@ def block_names(item: WorkItem, block_size: int) -> list[int]:
 
 
 def seen_in(blocks: Sequence["Array"], names: Sequence[int]) -> int:
-    """Return the hash of the media that the bytes of blocks contain; another number if any byte is wrong."""
+    """Return the hash of images and videos that fetched blocks contain; another number if any byte is wrong.
+
+    Args:
+        blocks: bytes of each block.
+        names: hash of each block, from `block_names`.
+    """
     media_hashes = []
     for block, name in zip(blocks, names, strict=True):
         words = block.view("<u8")
@@ -247,7 +309,7 @@ def seen_in(blocks: Sequence["Array"], names: Sequence[int]) -> int:
 
 
 def summed(past: Stats, current: Stats) -> Stats:
-    """Return the sums of both counters, with the current state of `current`."""
+    """Return statistics whose counters are the sums of both arguments, and whose gauges are those of `current`."""
     total = Stats()
     for name in Stats.__struct_fields__:
         before, now = getattr(past, name), getattr(current, name)

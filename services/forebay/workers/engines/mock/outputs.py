@@ -1,7 +1,7 @@
-"""Outputs of a mock engine besides tokens: logprobs and embeddings, derived from hashes."""
+"""Log probabilities and embeddings of a mock engine, derived from hashes."""
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from math import sqrt
 
 import msgspec
@@ -20,27 +20,49 @@ HALF = 1 << 63
 
 
 class ExtraOutputs:
-    """Extra outputs of the requests of one rank; `vocabulary` has the possible tokens."""
+    """Adds log probabilities, embeddings and finish reasons to the batches of one rank of a mock engine.
+
+    Args:
+        vocabulary: token ids that may be reported as alternatives.
+    """
 
     def __init__(self, vocabulary: Sequence[int]) -> None:
         self._vocabulary = vocabulary
         self._items: dict[str, WorkItem] = {}
+        self._ended: set[str] = set()
 
-    def begin(self, item: WorkItem) -> None:
-        """Add a request."""
-        if item.task == "embed" or item.sampling.logprobs is not None:
+    def begin(self, item: WorkItem, *, is_ended: bool = False) -> None:
+        """Register a request, if it requests log probabilities or an embedding, or its output ends by itself.
+
+        Args:
+            item: the request.
+            is_ended: whether the output ends by itself, and not because of `max_tokens`.
+        """
+        if item.task == "embed" or item.sampling.logprobs is not None or is_ended:
             self._items[item.request_id] = item
+        if is_ended:
+            self._ended.add(item.request_id)
+
+    @property
+    def request_ids(self) -> Collection[str]:
+        """Ids of the requests with extra outputs that have not ended."""
+        return self._items.keys()
 
     def end(self, request_id: str) -> None:
-        """Remove a request."""
+        """Remove a request that has ended."""
         self._items.pop(request_id, None)
+        self._ended.discard(request_id)
 
     def clear(self) -> None:
         """Remove all requests."""
         self._items.clear()
+        self._ended.clear()
 
     def extend(self, batch: EngineBatch) -> EngineBatch:
-        """Return the batch with the requested outputs. An embedding takes a prompt's time and emits no token."""
+        """Return a batch with the requested log probabilities and embeddings, and the finish reason of whole scripts.
+
+        An embedding request takes as long as its prompt. The token that the model generates for it is removed.
+        """
         if not self._items:
             return batch
         vectors = [
@@ -64,9 +86,9 @@ class ExtraOutputs:
         return item is not None and item.task == "embed"
 
     def _finished(self, end: Finished) -> Finished:
-        if not self._embeds(end.request_id):
-            return end
-        return msgspec.structs.replace(end, reason="stop", output_tokens=0)
+        if self._embeds(end.request_id):
+            return msgspec.structs.replace(end, reason="stop", output_tokens=0)
+        return msgspec.structs.replace(end, reason="stop") if end.request_id in self._ended else end
 
     def _emitted(self, chunk: Emitted) -> Emitted:
         item = self._items.get(chunk.request_id)
@@ -77,7 +99,7 @@ class ExtraOutputs:
         return msgspec.structs.replace(chunk, logprobs=logprobs)
 
     def _logprob(self, token_id: int, count: int) -> TokenLogprob:
-        """Return the logprob of a token as the most likely one, followed by others, each half as likely."""
+        """Return the logprob of a token and of `count` most likely tokens: the token itself, then others, halving."""
         others = (other for other in self._vocabulary if other != token_id)
         likeliest = [token_id, *(other for other, _ in zip(others, range(count - 1), strict=False))][:count]
         top = tuple(TopLogprob(token_id=other, logprob=-0.7 * (at + 1)) for at, other in enumerate(likeliest))
@@ -85,7 +107,7 @@ class ExtraOutputs:
 
 
 def vector_of(token_ids: bytes) -> bytes:
-    """Return a vector of length 1 derived from the tokens, as packed little-endian f32."""
+    """Return a vector of length 1 that is derived from the tokens of a prompt, packed as little-endian float32."""
     seed = xxh3_64_digest(token_ids)
     values = [xxh3_64_intdigest(seed, at) / HALF - 1.0 for at in range(DIMENSIONS)]
     length = sqrt(sum(value * value for value in values))

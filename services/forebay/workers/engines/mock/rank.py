@@ -1,12 +1,15 @@
 """One rank of a mock engine: its model in real time, and KV that it keeps for others or fetches from them.
 
-Theory of operation. Virtual time is mapped to one deadline that each step moves by its scaled duration, so a late sleep
-shortens the next one. Steps much shorter than the timer resolution are published together. A prompt computed for
-another worker is offered when its batch is due. KV is fetched in real time while other requests run.
+Theory of operation. Each step of the model takes virtual time. The rank keeps one deadline in real time, and moves it
+by the scaled duration of each step. It publishes a step when the deadline has come, so a sleep that ends late shortens
+the next one. Steps much shorter than the timer resolution are published together. KV that the rank computes for another
+worker is offered when its batch is published. KV from another worker is fetched in real time while other requests run.
 """
 
 import asyncio
 import logging
+from collections.abc import Iterable
+from typing import Literal
 
 import msgspec
 from xxhash import xxh3_64_intdigest
@@ -29,7 +32,7 @@ from forebay.engine_model.model import (
     RequestRefused,
     RequestTooLarge,
 )
-from forebay.events.base import U32_BYTES, U64_MASK
+from forebay.events.base import U32_BYTES, U64_MASK, pack_u32
 from forebay.events.tokens import ResponseError
 from forebay.events.work import WorkItem
 from forebay.workers.engine import (
@@ -43,6 +46,7 @@ from forebay.workers.engine import (
 )
 from forebay.workers.engines.mock.kv import MockKv
 from forebay.workers.engines.mock.outputs import ExtraOutputs
+from forebay.workers.engines.mock.scripts import OutputScripts
 from forebay.workers.kv_transfer.api import FetchedKv
 from forebay.workers.kv_transfer.nixl_agent import TransferError
 
@@ -51,14 +55,27 @@ QUANTUM_US = 1_000  # minimum real time per batch: the timer resolution of an ev
 BATCH_TOKENS_MAX = 4_096  # other tasks run after a few milliseconds at any speedup
 LAG_S_MAX = 0.1  # maximum backlog: a machine that is slower than this does not run faster later to catch up
 
+RequestState = Literal["opening", "output", "prefill", "kept", "to_fetch", "fetching", "fetched"]
+"""State of a request besides the engine model. `opening` means that the request waits for the KV transport."""
 
 logger = logging.getLogger(__name__)
 
 
 class MockRank:
-    """Rank that runs `speedup` times as fast as `config` says. `kv` is None while KV transfers are unavailable."""
+    """One rank of a mock engine.
 
-    def __init__(self, number: int, config: EngineConfig, speedup: float) -> None:
+    Args:
+        number: number of the rank.
+        config: sizes and step times of the modelled engine.
+        speedup: how many times as fast as the modelled engine the rank runs.
+        scripts: writes structured output, tool calls and reasoning; None generates only words.
+
+    Attributes:
+        model: the engine model.
+        kv: KV that is transferred; None while KV transfers are unavailable.
+    """
+
+    def __init__(self, number: int, config: EngineConfig, speedup: float, scripts: OutputScripts | None = None) -> None:
         self.model = EngineModel(config)
         self.kv: MockKv | None = None
         self._number = number
@@ -67,6 +84,7 @@ class MockRank:
         self._wake = asyncio.Event()
         self._failed: list[Failed] = []
         self._not_fetched: list[NotFetched] = []
+        self._scripts = scripts
         self._outputs = ExtraOutputs(config.vocabulary or ())
         self._published = self.model.load()
         self._generation = 0  # number of resets: batches from before a reset are not published
@@ -78,12 +96,33 @@ class MockRank:
         self._fetching: dict[str, asyncio.Task[None]] = {}
         self._fetched: dict[str, FetchedKv] = {}  # fetched KV until the first token
 
+    def requests(self) -> dict[str, RequestState]:
+        """Return the state of each request that transfers KV or has extra outputs; `model` has the other requests."""
+        found: tuple[tuple[RequestState, Iterable[str]], ...] = (
+            ("output", self._outputs.request_ids),
+            ("prefill", self._prompts),
+            ("kept", self._kept),
+            ("to_fetch", self._to_fetch),
+            ("fetching", self._fetching),
+            ("fetched", self._fetched),
+        )
+        return {request_id: state for state, ids in found for request_id in ids}
+
     def submit(self, item: WorkItem, seen: int = 0) -> None:
-        """Queue an item. `seen` is a hash of its media; fetched KV contains it."""
+        """Queue an item.
+
+        Args:
+            item: the item.
+            seen: hash of the item's media. The output tokens depend on it; for fetched KV it is read from the KV.
+        """
         block_size = self.model.config.block_size
         last = len(item.token_ids) // U32_BYTES // block_size
         media = mm_hashes(item.media, block_size)
         seed = hash_seed(item.lora_name, item.cache_namespace)
+        script = None if self._scripts is None else self._scripts.script(item)
+        max_tokens = 1 if item.task == "embed" else item.sampling.max_tokens
+        output = b"" if script is None else pack_u32(script.token_ids[:max_tokens])
+        is_ended = script is not None and script.is_whole and len(script.token_ids) <= max_tokens
         stage: EngineStage = item.stage if item.stage in ("prefill", "decode") else "aggregated"
         request = EngineRequest(
             request_id=item.request_id,
@@ -91,7 +130,8 @@ class MockRank:
             token_ids=item.token_ids,
             sequence_hashes=item.sequence_hashes,
             token_seed=_token_seed(item, seen),
-            max_tokens=1 if item.task == "embed" else item.sampling.max_tokens,
+            max_tokens=len(output) // U32_BYTES if is_ended else max_tokens,
+            output=output,
             hash_seed=seed,
             tail_mm_hashes=tuple(media.get(last, ())),
             stage=stage,
@@ -111,31 +151,31 @@ class MockRank:
         if stage == "prefill":
             self._prompts[item.request_id] = item, seen
         else:
-            self._outputs.begin(item)
+            self._outputs.begin(item, is_ended=is_ended)
         if stage == "decode":
             self._to_fetch[item.request_id] = item
         self._wake.set()
 
     def refuse(self, item: WorkItem, error: ResponseError) -> None:
-        """Reject an item."""
+        """Report an item as failed with this error, without running it."""
         self._failed.append(Failed(item.request_id, item.attempt, error))
         self._wake.set()
 
     def fail_fetch(self, item: WorkItem, error: str) -> None:
-        """Report that the KV of an item cannot be fetched."""
+        """Report that the KV of an item cannot be fetched, with the reason."""
         self._not_fetched.append(NotFetched(item.request_id, item.attempt, error))
         self._wake.set()
 
     def hold(self, *, paused: bool | None = None, asleep: bool | None = None) -> None:
-        """Pause or put to sleep, or end either; None leaves the state unchanged."""
+        """Change whether the rank is paused or asleep; None leaves a state unchanged. It computes nothing in either."""
         self._paused = self._paused if paused is None else paused
         self._asleep = self._asleep if asleep is None else asleep
         self._wake.set()
 
     def clear(self) -> None:
-        """Clear the cache.
+        """Clear the KV cache of the rank.
 
-        Running requests are computed again; requests whose KV is being fetched fail with NotFetched.
+        Running requests are computed again. For requests whose KV is being fetched, the rank reports NotFetched.
         """
         for request_id in list(self._fetching):
             item = self._to_fetch[request_id]
@@ -148,7 +188,7 @@ class MockRank:
         self._wake.set()
 
     def cancel(self, request_id: str) -> None:
-        """Drop a request and the KV kept for it."""
+        """Cancel a request, and free the KV that is kept for it."""
         self._release(request_id)
         self._forget(request_id)
         task = self._fetching.pop(request_id, None)
@@ -158,13 +198,13 @@ class MockRank:
             self._wake.set()
 
     def freed(self, request_id: str) -> None:
-        """Handle the end of an offer: the model may evict the blocks."""
+        """Allow the model to evict the blocks of a request, because its KV is no longer kept for another worker."""
         self._kept.discard(request_id)
         if self.model.release(request_id):
             self._wake.set()
 
     def reset(self) -> list[asyncio.Task[None]]:
-        """Drop everything. Return the tasks of fetches that are still ending."""
+        """Drop all requests, the cache and all kept KV. Return the cancelled fetches, whose tasks are still ending."""
         self._generation += 1
         fetching = list(self._fetching.values())
         for task in fetching:
@@ -182,7 +222,7 @@ class MockRank:
         return fetching
 
     async def run(self, publish: Publish) -> None:
-        """Run the model until cancelled."""
+        """Run the model in real time, and publish batches of its events, until cancelled."""
         due = runtime.monotonic_s()
         while True:
             generation = self._generation
@@ -200,7 +240,11 @@ class MockRank:
                 publish(self._with_prefilled(batch, computed) if computed else batch)
 
     def _collect(self) -> tuple[EngineBatch | None, list[Computed], int]:
-        """Return a batch of about a quantum (None if empty), the prompts computed for others, and its time."""
+        """Run steps for about `QUANTUM_US`.
+
+        Returns:
+            Batch of the steps, None if it is empty; prompts computed for other workers; duration of the steps in us.
+        """
         steps: list[EngineStep] = []
         span_us = tokens = 0
         cache_changes, self._changes = self._changes, []
@@ -254,7 +298,7 @@ class MockRank:
         return msgspec.structs.replace(first, transferred_bytes=fetched.bytes, transfer_us=fetched.us)
 
     def _with_prefilled(self, batch: EngineBatch, computed: list[Computed]) -> EngineBatch:
-        """Return the batch with prompts computed for other workers; those that cannot be kept have failed."""
+        """Return the batch with the prompts computed for other workers. A prompt whose KV cannot be kept has failed."""
         prefilled: list[PromptPrefilled] = []
         failed = list(batch.failed)
         for one in computed:

@@ -1,1 +1,1 @@
-"""Custom engines: classes with `@service`, run like any other engine."""
+"""Custom engines: run Python classes with the decorator `@service` like any other engine."""

@@ -1,4 +1,4 @@
-"""KV cache reports of a service, collected for the next batch."""
+"""Collect what a service reports about its KV cache, for the next batch of the engine."""
 
 from collections.abc import Callable, Iterable
 
@@ -9,9 +9,10 @@ from forebay.workers.engines.service.request import Request
 
 
 class Cache:
-    """Reporter of the cache, set as `self.cache` of a service. Blocks are identified by sequence hash.
+    """Receives the reports of a service about its KV cache. The engine sets it as `self.cache` of the service.
 
-    Use it on the event loop only. Reports made while the worker is not a member are kept for its next epoch.
+    Blocks are identified by their sequence hashes, see `Request.sequence_hashes`. Call the methods on the event loop
+    only. Reports made while the worker is not a member of the fleet are part of what it announces when it joins.
     """
 
     def __init__(self, on_change: Callable[[], None]) -> None:
@@ -21,14 +22,19 @@ class Cache:
         self._hits: dict[str, int] = {}
 
     def stored(self, hashes: Iterable[int], parent: int | None = None) -> None:
-        """Report that consecutive blocks entered the cache, after `parent` or at the start of a sequence."""
+        """Report that consecutive blocks of a prompt have entered the cache.
+
+        Args:
+            hashes: sequence hashes of the blocks.
+            parent: sequence hash of the block before the first of them; None if they begin the prompt.
+        """
         blocks = _checked(hashes)
         if blocks:
             self._held.update(dict.fromkeys(blocks))
             self._changed(Stored(parent, blocks))
 
     def removed(self, hashes: Iterable[int]) -> None:
-        """Report that blocks left the cache."""
+        """Report that the blocks with these sequence hashes have left the cache."""
         blocks = _checked(hashes)
         if blocks:
             for block in blocks:
@@ -36,25 +42,28 @@ class Cache:
             self._changed(Removed(blocks))
 
     def cleared(self) -> None:
-        """Report that the cache is empty."""
+        """Report that all blocks have left the cache."""
         self._held.clear()
         self._changed(Cleared())
 
     def hit(self, request: Request, tokens: int) -> None:
-        """Report the number of prompt tokens found in the cache. Call it before the first token is yielded."""
+        """Report how many prompt tokens of a request were found in the cache.
+
+        A service must call this method before it yields the first token.
+        """
         self._hits[request.request_id] = max(0, min(tokens, len(request.token_ids)))
 
     def held(self) -> tuple[int, ...]:
-        """Return the blocks in the cache."""
+        """Return the sequence hashes of the blocks in the cache."""
         return tuple(self._held)
 
     def take_changes(self) -> list[CacheChange]:
-        """Return the changes since the last call, in order."""
+        """Return the changes that were reported since the last call, in order."""
         changes, self._changes = self._changes, []
         return changes
 
     def take_hit(self, request_id: str) -> int:
-        """Return and remove the cached tokens of a request, 0 if none were reported."""
+        """Return and forget how many prompt tokens of a request were cached; 0 if the service did not report it."""
         return self._hits.pop(request_id, 0)
 
     def _changed(self, change: CacheChange) -> None:

@@ -1,7 +1,7 @@
-"""Engine that runs a service: each request is a task that iterates over `generate`.
+"""Engine that runs a service: each request is a task that iterates over the endpoint `generate` of the service.
 
-All events of one turn of the event loop form one batch. If a service does not report its blocks, its load is the number
-of blocks that its requests would need.
+All events of one iteration of the event loop form one batch. If a service does not report its KV blocks, the engine
+reports the number of blocks that the running requests would need as its load.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ MAX_NUM_BATCHED_TOKENS = 8_192
 WAITING_MAX = 65_536  # beyond the queue limit of any router; reached only if nothing limits the callers
 SLICE_S = 0.001  # a generator without awaits must not block the other requests
 TOKEN_END = 1 << 32
-MESSAGE_CHARS_MAX = 500  # of an exception, for the client
+MESSAGE_CHARS_MAX = 500  # length of an exception's message that a client receives
 
 Outcome = Literal["ok", "failed", "refused", "cancelled"]
 
@@ -62,12 +62,17 @@ class _Execution:
 
 
 class ServiceEngine:
-    """Engine that runs one instance of a service's class on one rank."""
+    """Engine that runs requests on one instance of a service class. It has one rank.
+
+    Args:
+        service: the decorated class and its endpoints.
+        settings: settings of the engine.
+    """
 
     def __init__(self, service: Service, settings: EngineSettings) -> None:
         self._service = service
         self._settings = settings
-        self._instance: Any = None
+        self.instance: Any = None
         self._tokenizer: Tokenizer | None = None
         self._pipeline = Pipeline(self._generated_tokens, service.pipeline)
         self._wake = asyncio.Event()
@@ -88,7 +93,11 @@ class ServiceEngine:
         )
 
     async def start(self, spec: WorkerSpec) -> WorkerSpec:
-        """Create the instance and await its `start`. Raises EngineError."""
+        """Create the instance of the service, await its `start` hook, and return the spec of the worker.
+
+        Raises:
+            EngineError: the settings or the tokenizer are invalid, or the service cannot start.
+        """
         name = self._service.name
         if spec.dp_size != 1:
             raise EngineError(f"{name}: a service has one rank, got {spec.dp_size}: start more workers instead")
@@ -98,9 +107,9 @@ class ServiceEngine:
         except Exception as error:  # the library raises bare Exception
             raise EngineError(f"{path} is not a valid tokenizer: {error}") from error
         try:
-            self._instance = self._service.cls()
+            self.instance = self._service.cls()
             if self._service.kv_events:
-                self._instance.cache = self._cache
+                self.instance.cache = self._cache
             await self._hook("start")
             for lora_name, path in self._settings.loras.items():
                 await self._control(Command(action="load_lora", lora_name=lora_name, lora_path=str(path)))
@@ -120,7 +129,7 @@ class ServiceEngine:
         )
 
     async def run(self, publish: Publish) -> None:
-        """Publish the events of all requests until cancelled."""
+        """Publish batches with the events of all requests until cancelled."""
         while True:
             self._wake.clear()
             self._rank.changed(self._cache.take_changes())
@@ -130,22 +139,22 @@ class ServiceEngine:
             await self._wake.wait()
 
     async def stop(self) -> None:
-        """Close every generator, then await the service's `stop`."""
+        """Close the generators of all requests, then await the `stop` hook of the service."""
         self.reset()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._instance is not None:
+        if self.instance is not None:
             try:
                 await self._hook("stop")
             except Exception:
-                logger.exception("%s failed to stop", self._service.name)
+                logger.exception("the stop hook of %s failed; the worker stops anyway", self._service.name)
 
     def held(self, rank: int) -> Sequence[int]:
-        """Return the blocks that the service has reported as cached."""
+        """Return the sequence hashes of the blocks that the service has reported as cached."""
         assert rank == self._rank.rank
         return self._cache.held()
 
     def submit(self, item: WorkItem) -> None:
-        """Start a request, or queue it if too many are running."""
+        """Start a request, or queue it if `max_num_seqs` requests are running."""
         request = Request(
             request_id=item.request_id,
             token_ids=tuple(unpack_u32(item.token_ids)),
@@ -165,14 +174,18 @@ class ServiceEngine:
         self._wake.set()
 
     def cancel(self, request_id: str) -> None:
-        """Close the generator of a request, if it is in flight."""
+        """Cancel a request, if it is in flight: remove it from the queue, or close its generator."""
         execution = self._waiting.pop(request_id, None) or self._running.pop(request_id, None)
         if execution is not None:
             self._abort(execution)
             self._wake.set()
 
     async def command(self, command: Command) -> tuple[str, ...]:
-        """Await the control endpoint of that name and return the loaded adapters. Raises EngineRefused."""
+        """Await the service's endpoint for a command, and return the names of the loaded adapters.
+
+        Raises:
+            EngineRefused: the service has no endpoint for the command, or the endpoint raised an exception.
+        """
         if command.action != "list_loras":
             try:
                 await self._control(command)
@@ -186,18 +199,18 @@ class ServiceEngine:
         return tuple(self._loras)
 
     async def check(self) -> None:
-        """Await the service's `check`, if it has one. Raises EngineError."""
+        """Await the `check` hook of the service, if it has one. Raises EngineError if the hook raises an exception."""
         try:
             await self._hook("check")
         except Exception as error:
             raise EngineError(f"{self._service.name} is broken: {_describe(error)}") from error
 
     def collectors(self) -> Sequence[Collector]:
-        """Return the counter of requests by endpoint and outcome."""
+        """Return one Prometheus collector: the number of requests and commands, by endpoint and outcome."""
         return (self._count,)
 
     def reset(self) -> None:
-        """Drop every request. The service's cache is unchanged, and `held` returns it."""
+        """Cancel every request. The cache of the service does not change, and `held` still returns it."""
         dropped = [*self._waiting.values(), *self._running.values()]
         self._waiting.clear()
         self._running.clear()
@@ -283,7 +296,7 @@ class ServiceEngine:
 
     async def _generated_tokens(self, request: Request) -> AsyncGenerator[int]:
         """Yield the tokens of `generate`, whichever type it yields."""
-        generate = getattr(self._instance, self._service.endpoints["generate"])
+        generate = getattr(self.instance, self._service.endpoints["generate"])
         async with contextlib.aclosing(generate(request)) as pieces:
             async for piece in pieces:
                 for token in self._tokens(piece):
@@ -293,11 +306,11 @@ class ServiceEngine:
         if isinstance(piece, int) and not isinstance(piece, bool):
             if 0 <= piece < TOKEN_END:
                 return (piece,)
-            raise ValueError(f"{piece} is not a token id")
+            raise ValueError(f"{piece} is not a token id, expected 0 to {TOKEN_END - 1}")
         if not isinstance(piece, str):
             raise TypeError(f"expected token ids (int) or text (str), got {type(piece).__name__}")
         if self._tokenizer is None:
-            raise TypeError(f"got text, but there is no tokenizer.json in {self._settings.model}")
+            raise TypeError(f"got text, but there is no tokenizer.json in {self._settings.model}; yield token ids")
         encoded: list[int] = self._tokenizer.encode(piece, add_special_tokens=False).ids
         return encoded
 
@@ -308,10 +321,10 @@ class ServiceEngine:
         return text
 
     async def _embed(self, execution: _Execution) -> None:
-        embed = getattr(self._instance, self._service.endpoints["embed"])
+        embed = getattr(self.instance, self._service.endpoints["embed"])
         vector = [float(number) for number in await embed(execution.request)]
         if not vector:
-            raise ValueError("got an empty vector")
+            raise ValueError("got an empty vector, expected at least one number")
         if self._is_running(execution):
             self._rank.embedded(execution.item, struct.pack(f"<{len(vector)}f", *vector))
             self._succeed(execution, "stop")
@@ -361,7 +374,7 @@ class ServiceEngine:
         )
 
     async def _hook(self, name: str) -> None:
-        hook = getattr(self._instance, name, None)
+        hook = getattr(self.instance, name, None)
         if hook is not None:
             await (hook(self._settings) if inspect.signature(hook).parameters else hook())
 
@@ -371,7 +384,7 @@ class ServiceEngine:
         if method is None:
             known = ", ".join(self._service.endpoints)
             raise EngineRefused(f"{self._service.name} has no endpoint {command.action}; endpoints are {known}")
-        await getattr(self._instance, method)(command)
+        await getattr(self.instance, method)(command)
         if command.action == "load_lora" and command.lora_name not in self._loras:
             self._loras.append(command.lora_name)
         elif command.action == "unload_lora" and command.lora_name in self._loras:

@@ -1,4 +1,4 @@
-"""Request passed to the endpoints of a service, and the exception that rejects it."""
+"""The request that the endpoints of a service receive, and the exception with which they reject it."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -8,24 +8,33 @@ from forebay.events.requests import Sampling
 
 
 class Refused(Exception):
-    """Raised by an endpoint to reject a request (with status 400) or a command. The message goes to the caller."""
+    """An endpoint of a service rejects a request or a command.
+
+    The client gets the message: with status 400 for a request, as the outcome of the worker for a command.
+    """
 
 
 def _unknown(_: Sequence[int]) -> str:
-    raise Refused("this request has no tokenizer")
+    raise Refused("this request has no tokenizer: there is no tokenizer.json in the model directory")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One attempt at a request. Operators derive another one with `dataclasses.replace`.
+    """One attempt at a request, as an endpoint of a service receives it.
+
+    The operators of a pipeline change a request with `dataclasses.replace`.
 
     Attributes:
-        token_ids: the prompt, followed by the output so far if a lost worker's response is continued.
-        sampling: sampling parameters. The output is cut at `max_tokens` and before `stop_token_ids`.
-        sequence_hashes: one per full KV block of the prompt, salted with the next two fields.
-        lora_name: adapter to use; empty for none.
-        cache_namespace: requests may share cached blocks only within one namespace.
-        priority: higher values run sooner.
+        request_id: id of the request.
+        token_ids: token ids of the prompt. If this attempt continues the response of a lost worker, the output so far
+            follows.
+        sampling: sampling parameters. The engine cuts the output at `max_tokens` and before `stop_token_ids`.
+        sequence_hashes: hash of each full KV block of the prompt. It also depends on `lora_name` and `cache_namespace`.
+        lora_name: name of the LoRA adapter to use; empty for the base model.
+        cache_namespace: requests may share cached blocks only if they have the same namespace.
+        priority: priority of the request; requests with higher values should run sooner.
+        detokenize: returns the text of token ids. Raises Refused for a service without a tokenizer.
+        stopped: set when the request is cancelled.
     """
 
     request_id: str
@@ -49,5 +58,5 @@ class Request:
         return self.stopped.is_set()
 
     async def until_cancelled(self) -> None:
-        """Return once the request is cancelled."""
+        """Wait until the request is cancelled."""
         await self.stopped.wait()

@@ -1,1 +1,1 @@
-"""SGLang as an engine, by its own processes and messages."""
+"""Adapter of the engine SGLang, which runs in its own processes."""

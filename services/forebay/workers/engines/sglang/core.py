@@ -1,10 +1,11 @@
 """Start and end of SGLang: its arguments, its processes, and the signals that it would handle.
 
-Theory of operation. `Engine` takes seconds to minutes to start, so it is built in a thread. The thread lives as long as
-the engine, because SGLang's processes request to be killed with the thread that started them. By default SGLang handles
-SIGTERM and SIGQUIT of this process, and kills it with all its children on a failure. Its response loop therefore runs
-as a task of forebay, its watchdog is stopped, and its processes, which report failures by SIGQUIT, are watched and
-killed here. SGLang keeps its state in globals, so a process can run only one engine.
+Theory of operation. `Engine` takes seconds to minutes to start, so it is built in a thread. The thread must live as
+long as the engine, because the kernel kills SGLang's processes when the thread that started them ends. By default
+SGLang handles SIGTERM and SIGQUIT of this process, and on a failure it kills this process with all its children. To
+prevent that, forebay runs SGLang's response loop as a task of its own and stops SGLang's watchdog. This module watches
+SGLang's processes, which report failures by SIGQUIT, and kills them. SGLang keeps its state in globals, so a process
+can run only one engine.
 """
 
 import asyncio
@@ -34,11 +35,19 @@ KILLED_S = 10.0
 DISAGGREGATION = ("prefill", "decode")
 PORT = "disaggregation_bootstrap_port"
 FOLLOWERS_RETURN = "SGLANG_BLOCK_NONZERO_RANK_CHILDREN"  # 0: `Engine` returns on nodes that are not the first
-_TAKEN = threading.Lock()
+ENGINE_LOCK = threading.Lock()  # a process can run only one engine
 
 
 def engine_arguments(settings: EngineSettings, sources: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the keyword arguments of `Engine`; `sources` configures its KV events. Raises EngineError."""
+    """Return the keyword arguments of SGLang's `Engine`.
+
+    Args:
+        settings: settings of the engine; its `arguments` override all others.
+        sources: configuration of KV events, from `own_sources`; None for no KV events.
+
+    Raises:
+        EngineError: SGLang does not support the settings.
+    """
     block_size = settings.arguments.get("page_size", settings.block_size)
     if settings.kv_blocks is not None and block_size is None:
         raise EngineError("SGLang sizes its KV cache in tokens: set --block-size, too, with --kv-blocks")
@@ -75,10 +84,17 @@ def engine_arguments(settings: EngineSettings, sources: Mapping[str, Any] | None
 
 
 def own_sources(dp_size: int, sockets: Path) -> dict[str, Any]:
-    """Return the configuration of KV events. They contain prompts, so other users must not be able to read them.
+    """Return the configuration of SGLang's KV events, `kv_events_config`.
 
-    A single rank uses sockets in the private directory `sockets`. More ranks need TCP on loopback, with one port each.
-    Raises EngineError.
+    KV events contain prompts, so other users of the machine must not be able to read them. A single rank therefore
+    uses sockets in a private directory. SGLang supports several ranks only with TCP; they use loopback.
+
+    Args:
+        dp_size: number of ranks; each needs two TCP ports if there are several.
+        sockets: the private directory.
+
+    Raises:
+        EngineError: no ports are free.
     """
     if dp_size == 1:
         endpoints = (f"ipc://{sockets}/events", f"ipc://{sockets}/replay")
@@ -89,7 +105,15 @@ def own_sources(dp_size: int, sockets: Path) -> dict[str, Any]:
 
 
 def kv_sources(arguments: Mapping[str, Any], ranks: Sequence[int]) -> dict[int, KvSource]:
-    """Return the KV event source of each rank from SGLang's arguments. Raises EngineError."""
+    """Return for each rank where this worker reads the KV events, from SGLang's arguments; empty without KV events.
+
+    Args:
+        arguments: keyword arguments of `Engine`.
+        ranks: numbers of the ranks.
+
+    Raises:
+        EngineError: the configuration of KV events is invalid.
+    """
     try:
         config = json.loads(arguments.get("kv_events_config") or "{}")
         if config.get("publisher") != "zmq":
@@ -103,7 +127,7 @@ def kv_sources(arguments: Mapping[str, Any], ranks: Sequence[int]) -> dict[int, 
 
 
 def bootstrap_host(arguments: Mapping[str, Any]) -> str:
-    """Return the host of a prefill engine for decode engines: its first node, or this machine."""
+    """Return the host at which decode engines reach this prefill engine: its first node, or else this machine."""
     if given := arguments.get("dist_init_addr"):
         return str(given).rpartition(":")[0]
     try:
@@ -121,7 +145,14 @@ def _free_ports(count: int) -> int:
 
 
 class SglangCore:
-    """One `Engine`, its response loop and its processes. `on_death` is called when a process reports a failure."""
+    """Starts, watches and stops one SGLang `Engine` and its processes.
+
+    Args:
+        on_death: called when a process of the engine reports a failure.
+
+    Attributes:
+        engine: the engine; None before its start and after its end.
+    """
 
     def __init__(self, on_death: Callable[[], None]) -> None:
         self.engine: Any = None
@@ -134,8 +165,16 @@ class SglangCore:
         self._signalled = False
 
     async def start(self, arguments: dict[str, Any], on_fault: Callable[[BaseException], None]) -> Any:
-        """Start and return the engine. `on_fault` receives an exception of its response loop. Raises EngineError."""
-        if not _TAKEN.acquire(blocking=False):
+        """Start and return the engine.
+
+        Args:
+            arguments: keyword arguments of `Engine`.
+            on_fault: called with an exception that ends SGLang's response loop.
+
+        Raises:
+            EngineError: the engine cannot start, or this process already runs one.
+        """
+        if not ENGINE_LOCK.acquire(blocking=False):
             raise EngineError("a process can run only one SGLang engine: start each worker in its own process")
         loop = asyncio.get_running_loop()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="sglang")
@@ -161,11 +200,11 @@ class SglangCore:
 
     @property
     def is_dead(self) -> bool:
-        """Whether one of its processes has died."""
+        """Whether the engine is not running, or one of its processes has died."""
         return self.engine is None or not self._expected <= {process.pid for process in self.processes()}
 
     async def stop(self) -> None:
-        """Stop the engine and its processes."""
+        """Stop the engine and kill its processes."""
         if self._thread is None:
             return
         if self._responses is not None:
@@ -187,7 +226,7 @@ class SglangCore:
             asyncio.get_running_loop().remove_signal_handler(signal.SIGQUIT)
         self._thread.shutdown(wait=False)
         self._thread = self.engine = self._responses = self._building = None
-        _TAKEN.release()
+        ENGINE_LOCK.release()
 
     def _kill(self) -> None:
         processes = self.processes()
@@ -199,7 +238,10 @@ class SglangCore:
             try:
                 kill_process_tree(process.pid, wait_timeout=KILLED_S)
             except RuntimeError:
-                logger.exception("process %s of SGLang cannot be killed", process.pid)
+                logger.exception(
+                    "cannot kill process %s of SGLang; kill it by hand to free the GPU",
+                    process.pid,
+                )
             process.join(KILLED_S)
 
 

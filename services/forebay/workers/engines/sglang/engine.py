@@ -1,9 +1,10 @@
 """SGLang behind a worker: `Engine` in this process, its schedulers and detokenizer in child processes.
 
-Theory of operation. Responses are streamed, KV events arrive over sockets, loads in a page of shared memory. SGLang
-aborts by prefix of the request id, and remembers an id until its scheduler has dropped the request. Each request
-therefore gets a new id that is no prefix of another one. On a node that is not the first of an engine, `start` returns
-only when it fails, so the worker of that node never acquires a lease.
+Theory of operation. Responses are streamed, KV events arrive over sockets, and loads are read from shared memory. An
+abort in SGLang affects all requests whose ids begin with the given text, and SGLang remembers an id until its scheduler
+has dropped the request. Each request therefore gets a new id that is no prefix of another one. If an engine spans
+several nodes, `start` returns on the first node only. On any other node it ends only with an error, so the worker of
+that node never acquires a lease.
 """
 
 import asyncio
@@ -52,7 +53,7 @@ from forebay.workers.runtime.rank_buffer import RankBuffer
 logger = logging.getLogger(__name__)
 
 LOADS_EVERY_S = 0.1  # a worker reports loads at the same interval
-FLUSH_S = 10.0  # for the scheduler to drop aborted requests
+FLUSH_S = 10.0  # time for the scheduler to drop aborted requests
 FLUSH_ATTEMPTS = 20
 FLUSH_EVERY_S = 0.1
 NO_TRANSFER_HOST = "2.2.2.2"  # SGLang's own placeholder for a missing prefill or decode side
@@ -69,7 +70,10 @@ class _Aborted(Exception):
 
 
 class SglangEngine(ModelEngine):
-    """One SGLang engine. Its ranks are data parallel replicas, or attention ranks if its arguments say so."""
+    """Adapter of one SGLang engine.
+
+    Its ranks are data-parallel replicas, or data-parallel attention ranks if its arguments enable these.
+    """
 
     NAME = "SGLang"
     METRICS = ("sglang:",)
@@ -107,7 +111,7 @@ class SglangEngine(ModelEngine):
             }
 
     async def _load_configured_lora(self, name: str, directory: str) -> None:
-        # SGLang loaded it at its own start.
+        # SGLang loaded the adapter at its own start.
         if (adapter := self._loras.offered(name, directory)) is not None:
             self._loras.add(adapter)
 
@@ -169,7 +173,10 @@ class SglangEngine(ModelEngine):
             await asyncio.sleep(LOADS_EVERY_S)
 
     async def _clear(self) -> None:
-        """Flush the cache; requests in flight are computed again. Raises EngineRefused."""
+        """Flush the cache; requests in flight are computed again.
+
+        Raises EngineRefused if the cache cannot be cleared.
+        """
         if self._ending:
             await asyncio.wait(tuple(self._ending))
         if "sleep" in self._resting:
@@ -215,7 +222,7 @@ class SglangEngine(ModelEngine):
         return super()._refusal(item, prompt_tokens)
 
     async def _prefill(self, item: WorkItem, prompt: list[int], rank: RankBuffer) -> None:
-        """Report the descriptor at once: SGLang begins when the decode worker has connected."""
+        """Report the descriptor at once, because SGLang computes the prompt only after the decode worker connected."""
         room = new_room(self._index(item.rank), self._settings.dp_size)
         meet = Rendezvous(host=bootstrap_host(self._resolved), port=self._resolved[PORT], room=room)
         model, packed, tokens = self._settings.model_name, msgspec.json.encode(meet), len(prompt)
@@ -242,7 +249,7 @@ class SglangEngine(ModelEngine):
             self._kept.pop(item.request_id)
 
     def release(self, request_id: str) -> None:
-        """Cancel a prompt whose KV is no longer needed."""
+        """Cancel a prefill whose KV is no longer needed by the decode worker."""
         if request_id in self._kept:
             self.cancel(request_id)
 
@@ -315,7 +322,10 @@ class SglangEngine(ModelEngine):
         return sglang_requests.status_error(status, str(getattr(error, "detail", None) or one_line(error)))
 
     async def _call(self, name: str, *arguments: Any, **named: Any) -> Any:
-        """Call the tokenizer manager, which never returns if its scheduler dies. Raises EngineRefused."""
+        """Call the tokenizer manager, which never returns if its scheduler dies.
+
+        Raises EngineRefused if the call fails or the engine dies.
+        """
         call = asyncio.ensure_future(getattr(self._manager, name)(*arguments, **named))
         try:
             while not call.done():
@@ -359,7 +369,7 @@ class SglangEngine(ModelEngine):
         try:
             if self._submitted:
                 await asyncio.wait(tuple(self._submitted))
-            await self._clear()  # with any work left, the scheduler would die of the release
+            await self._clear()  # if any work were left, the release would kill the scheduler
             request = self._io.ReleaseMemoryOccupationReqInput(tags=self._memory_tags(level))
             await self._call("release_memory_occupation", request)
         except BaseException:

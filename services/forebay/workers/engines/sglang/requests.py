@@ -1,6 +1,6 @@
-"""Conversion of work items to SGLang's arguments, and of its results to events. Pure: SGLang is not imported here.
+"""Convert work items to SGLang's arguments, and SGLang's results to events. This module does not import SGLang.
 
-Parameters are passed on unchanged; SGLang rejects those that it does not support with its own messages.
+Parameters are passed on unchanged. If SGLang does not support a parameter, it rejects the request with its own message.
 """
 
 import re
@@ -27,7 +27,7 @@ _AS_IS = (
 
 
 def sampling_arguments(sampling: Sampling) -> dict[str, Any]:
-    """Return the fields of SGLang's `SamplingParams`. Raises ValueError for invalid structured output."""
+    """Return the fields of SGLang's `SamplingParams`. Raises ValueError if the choices of the output are invalid."""
     arguments: dict[str, Any] = {name: getattr(sampling, name) for name in _AS_IS}
     arguments["max_new_tokens"] = sampling.max_tokens
     arguments["min_new_tokens"] = sampling.min_tokens
@@ -59,7 +59,14 @@ def _structure(structured: StructuredOutput) -> tuple[str, str]:
 
 
 def choice_regex(text: str) -> str:
-    """Return a regular expression that matches the strings of a JSON list. Raises ValueError for an invalid list."""
+    """Return a regular expression that matches exactly the strings of a list.
+
+    Args:
+        text: JSON list of strings, from a structured output of kind `choice`.
+
+    Raises:
+        ValueError: the text is not a JSON list of strings, or the list is empty.
+    """
     try:
         choices = msgspec.json.decode(text, type=list[str])
     except msgspec.MsgspecError as error:
@@ -70,14 +77,19 @@ def choice_regex(text: str) -> str:
 
 
 def logprob_arguments(sampling: Sampling) -> dict[str, Any]:
-    """Return the arguments of `async_generate` for log probabilities of output tokens."""
+    """Return the arguments of SGLang's `async_generate` that request log probabilities; empty if none are requested."""
     if sampling.logprobs is None:
         return {}
     return {"return_logprob": True, "top_logprobs_num": sampling.logprobs, "logprob_start_len": -1}
 
 
 def token_logprobs(meta: Mapping[str, Any], top: int) -> tuple[TokenLogprob, ...]:
-    """Return the log probabilities of a chunk's tokens, each with the `top` likeliest tokens in descending order."""
+    """Return the log probability of each output token in a chunk of SGLang.
+
+    Args:
+        meta: field `meta_info` of the chunk.
+        top: number of most likely tokens to include per position, in descending order.
+    """
     likeliest: Sequence[Any] = meta.get("output_top_logprobs") or ()
     converted = []
     for at, (logprob, _, _) in enumerate(meta["output_token_logprobs"]):
@@ -95,12 +107,22 @@ def token_logprobs(meta: Mapping[str, Any], top: int) -> tuple[TokenLogprob, ...
 
 
 def abort_error(reason: Mapping[str, Any]) -> ResponseError:
-    """Return the error for a `finish_reason` of type `abort`."""
+    """Return the error for a request that SGLang aborted.
+
+    Args:
+        reason: SGLang's `finish_reason` of type `abort`.
+    """
     return status_error(reason.get("status_code"), reason.get("message") or "no reason given")
 
 
 def status_error(status: Any, message: str) -> ResponseError:
-    """Return the error for SGLang's HTTP status. Without one, SGLang dropped the request, and clients may retry."""
+    """Return the error for a request that SGLang ended.
+
+    Args:
+        status: SGLang's HTTP status. None means that SGLang dropped the request: the error has status 503, so that
+            the client may retry.
+        message: SGLang's message.
+    """
     number = 503 if status is None else int(status)
     if 400 <= number < 500:
         return ResponseError(status=number, code="invalid_request", message=message)
@@ -109,7 +131,12 @@ def status_error(status: Any, message: str) -> ResponseError:
 
 
 def engine_priority(priority: int, arguments: Mapping[str, Any]) -> int | None:
-    """Return a priority for SGLang, or None if it does not schedule by priority. Its order is configurable."""
+    """Return the priority of a request for SGLang; None if SGLang does not schedule by priority.
+
+    Args:
+        priority: priority of the request; higher values run sooner.
+        arguments: SGLang's arguments, which determine whether higher or lower values run sooner there.
+    """
     if not arguments.get("enable_priority_scheduling"):
         return None
     return -priority if arguments.get("schedule_low_priority_values_first") else priority

@@ -1,7 +1,8 @@
-"""Descriptors of SGLang's rendezvous between a prefill and a decode engine. Pure: SGLang is not imported here.
+"""Descriptors with which an SGLang decode engine connects to a prefill engine. This module does not import SGLang.
 
-The prefill engine computes a prompt only after the decode engine has connected with the same room number. The
-descriptor is therefore published as soon as the room is chosen, before the prompt is computed.
+Both engines identify a request by a room number. The prefill engine computes a prompt only after the decode engine has
+connected with the number. The descriptor is therefore published as soon as the number is drawn, before the prompt is
+computed.
 """
 
 import secrets
@@ -14,30 +15,50 @@ from forebay.events.transfer import Prefilled
 from forebay.workers.engines.kv_descriptor import Unfetchable, fetchable
 
 CONNECTOR = "sglang"
-LEASE_S = 120.0  # for the decode engine to connect, including its queue, and for the prompt to be computed
+LEASE_S = 120.0  # time until the decode engine has connected, including its queue, and the prompt is computed
 PREFILL_SAMPLING = {"max_new_tokens": 1, "min_new_tokens": 0}
 ROOM_BITS = 62
 
 
 class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
-    """Address of the prefill engine. `room` identifies the request, and modulo dp_size its rank."""
+    """Descriptor of the KV of one request: the address of the prefill engine, and the room number.
+
+    Attributes:
+        host: host of the prefill engine's bootstrap server.
+        port: port of that server.
+        room: number that identifies the request. Modulo the number of ranks it is the rank of the prefill engine.
+    """
 
     host: Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
     port: Annotated[int, msgspec.Meta(ge=1, le=65_535)]
     room: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
     def arguments(self) -> dict[str, str | int]:
-        """Return the arguments of `async_generate`."""
+        """Return the arguments of SGLang's `async_generate` for this descriptor."""
         return {"bootstrap_host": self.host, "bootstrap_port": self.port, "bootstrap_room": self.room}
 
 
 def new_room(rank: int, dp_size: int) -> int:
-    """Return a new random room for a rank, counted from 0, of `dp_size` ranks."""
+    """Return a random room number for a request on one rank.
+
+    Args:
+        rank: index of the rank in the engine, from 0.
+        dp_size: number of ranks of the engine.
+    """
     return secrets.randbits(ROOM_BITS) // dp_size * dp_size + rank
 
 
 def rendezvous(prefilled: Prefilled | None, model: str, prompt_tokens: int) -> Rendezvous:
-    """Decode the rendezvous for a whole prompt. Raises Unfetchable."""
+    """Return the decoded KV descriptor of a request.
+
+    Args:
+        prefilled: descriptor in the work item; None if it has none.
+        model: name of this worker's model.
+        prompt_tokens: number of prompt tokens, all of which the KV must cover.
+
+    Raises:
+        Unfetchable: there is no descriptor, it cannot be decoded, or it is for another model or prompt length.
+    """
     packed = fetchable(prefilled, CONNECTOR, model, prompt_tokens).descriptor
     try:
         return msgspec.json.decode(packed, type=Rendezvous)

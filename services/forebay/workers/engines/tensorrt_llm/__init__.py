@@ -1,1 +1,1 @@
-"""TensorRT-LLM as an engine, by its own Python interface."""
+"""Adapter of the engine TensorRT-LLM, through its Python interface."""

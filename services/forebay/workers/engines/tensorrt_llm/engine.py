@@ -1,8 +1,9 @@
 """TensorRT-LLM behind a worker: `LLM` with its PyTorch backend. Written against its source code and never run.
 
-Theory of operation. KV events and statistics are polled, less often while there are none. Lost events cannot be
-replayed, and TensorRT-LLM has no call that clears its cache. A rank whose events were lost is reported as empty, and
-blocks that follow unknown ones are skipped. A reset drops the requests and keeps the cache; `held` returns its content.
+Theory of operation. The adapter polls KV events and statistics, less often while there are none. TensorRT-LLM can
+neither send lost KV events again nor clear its cache. If events of a rank were lost, the adapter reports the rank as
+empty, and skips blocks whose preceding block it does not know. A reset drops the requests and keeps the cache, whose
+content `held` returns.
 """
 
 import asyncio
@@ -50,7 +51,7 @@ from forebay.workers.runtime.rank_buffer import RankBuffer
 
 logger = logging.getLogger(__name__)
 
-POLL_TIMEOUT_S = 0.01  # for which the engine waits for events
+POLL_TIMEOUT_S = 0.01  # time for which the engine waits for events in one call
 POLL_EVERY_S = (0.005, 0.1)  # pause after an event, and maximum pause without events
 BACK_OFF = 1.5
 SHUTDOWN_S = 20.0
@@ -72,7 +73,7 @@ class _PolledCache:
 
 
 class TensorRtLlmEngine(ModelEngine):
-    """One `LLM`; its ranks are attention data parallel ranks."""
+    """Adapter of one `LLM` of TensorRT-LLM. Its ranks are data-parallel attention ranks."""
 
     NAME = "TensorRT-LLM"
     METRICS = ("trtllm_",)
@@ -194,8 +195,8 @@ class TensorRtLlmEngine(ModelEngine):
         try:
             event = self._reader.read(raw)
         except KvEventError as error:
-            # Its number and rank may be unknown; the next event of that rank shows the gap.
-            logger.warning("KV events of TensorRT-LLM: %s", error)
+            # The number and the rank of the invalid event may be unknown; the next event of that rank shows the gap.
+            logger.warning("skipped an invalid KV event of TensorRT-LLM: %s", error)
             for cache in self._polled.values():
                 cache.counts["undecodable"] += 1
             return
@@ -333,11 +334,11 @@ class TensorRtLlmEngine(ModelEngine):
         return self._llm.args.lora_config is not None
 
     async def _add_lora(self, adapter: LoraAdapter) -> None:
-        """Do nothing: the engine loads an adapter with its first request, and drops unused ones."""
+        """Do nothing, because TensorRT-LLM loads an adapter with its first request and drops unused adapters itself."""
 
 
 async def _poll(read: Callable[..., AsyncIterator[Any]], handle: Callable[[Any], None]) -> None:
-    """Call `read` for ever, with pauses that grow while it returns nothing, and pass on its results."""
+    """Call `read` for ever, and pass its results to `handle`. Pauses between calls grow while it returns nothing."""
     least, most = POLL_EVERY_S
     pause = least
     while True:

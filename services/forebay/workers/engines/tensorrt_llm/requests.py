@@ -1,4 +1,4 @@
-"""Conversion of work items to TensorRT-LLM's arguments, and of its statistics. Pure: it is not imported here."""
+"""Convert work items to TensorRT-LLM's arguments, and decode its statistics. Does not import TensorRT-LLM."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,8 +8,9 @@ import msgspec
 from forebay.events.requests import Sampling, StructuredOutput
 from forebay.workers.engines.settings import EngineSettings
 from forebay.workers.engines.sglang.requests import choice_regex
+from forebay.workers.engines.vllm.requests import structured_arguments
 
-EVENTS_MAX = 100_000  # unread events that the engine keeps; a step of a busy engine has some hundred
+EVENTS_MAX = 100_000  # unread KV events that the engine keeps; one step of a busy engine creates some hundred
 DEFAULT_PRIORITY = 0.5
 CACHE = "kv_cache_config"
 DISAGGREGATED = ("prefill", "decode")
@@ -18,7 +19,12 @@ _AS_IS = ("top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition
 
 
 def engine_arguments(settings: EngineSettings, *, kv_events: bool) -> dict[str, Any]:
-    """Return the keyword arguments of `LLM`, nested configurations as dictionaries. The operator's override ours."""
+    """Return the keyword arguments of TensorRT-LLM's `LLM`, with nested configurations as dictionaries.
+
+    Args:
+        settings: settings of the engine; its `arguments` override all others.
+        kv_events: whether the engine reports KV events.
+    """
     given = dict(settings.arguments)
     own_cache = dict(given.pop(CACHE, {}))
     block_size = own_cache.get("tokens_per_block", settings.block_size)
@@ -53,9 +59,12 @@ def _present(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sampling_arguments(sampling: Sampling) -> dict[str, Any]:
-    """Return the keyword arguments of `SamplingParams`, without `guided_decoding`. The ingress handles text.
+    """Return the keyword arguments of TensorRT-LLM's `SamplingParams`, except `guided_decoding`.
 
-    Raises ValueError for unsupported parameters.
+    The engine does not detokenize and gets no stop strings, because the ingress handles text.
+
+    Raises:
+        ValueError: TensorRT-LLM does not support a parameter.
     """
     if sampling.logit_bias:
         raise ValueError("the TensorRT-LLM engine does not support logit_bias")
@@ -74,25 +83,23 @@ def sampling_arguments(sampling: Sampling) -> dict[str, Any]:
     if sampling.stop_token_ids:
         arguments["stop_token_ids"] = list(sampling.stop_token_ids)
     if sampling.logprobs is not None:
-        arguments["logprobs"] = max(1, sampling.logprobs)  # 0 is none at all, not even the token's own
+        arguments["logprobs"] = max(1, sampling.logprobs)  # with 0, the token's own is not reported either
     return arguments
 
 
 def guided_arguments(structured: StructuredOutput) -> dict[str, Any]:
-    """Return the keyword arguments of `GuidedDecodingParams`. Raises ValueError for invalid choices."""
-    match structured.kind:
-        case "json_object":
-            return {"json_object": True}
-        case "json_schema":
-            return {"json": structured.text}
-        case "choice":
-            return {"regex": choice_regex(structured.text)}
-        case "regex" | "grammar" as kind:
-            return {kind: structured.text}
+    """Return the keyword arguments of TensorRT-LLM's `GuidedDecodingParams`. Raises ValueError for invalid choices."""
+    if structured.kind == "choice":
+        return {"regex": choice_regex(structured.text)}
+    return structured_arguments(structured)
 
 
 def engine_priority(priority: int) -> float:
-    """Return a priority from 0 to 1 for TensorRT-LLM; higher runs sooner. Magnitudes above some thousand are equal."""
+    """Return the priority of a request for TensorRT-LLM, a number between 0 and 1; higher values run sooner.
+
+    Args:
+        priority: priority of the request. Values far beyond a thousand, or minus a thousand, have almost equal results.
+    """
     return DEFAULT_PRIORITY * (1.0 + priority / (1.0 + abs(priority)))
 
 
@@ -111,7 +118,7 @@ class _Batching(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class TrtLlmStepStats(msgspec.Struct, frozen=True, rename="camel"):
-    """Statistics of one step, from `get_stats_async`."""
+    """Statistics of one engine step, as TensorRT-LLM's `get_stats_async` returns them."""
 
     kv_cache_stats: _KvCache
     inflight_batching_stats: _Batching = _Batching()
@@ -131,7 +138,7 @@ class TrtLlmStepStats(msgspec.Struct, frozen=True, rename="camel"):
 
     @property
     def waiting(self) -> int:
-        """Number of queued requests: the larger of two counts, because a release fills in only one of them."""
+        """Number of queued requests: the larger of two fields, because a release of TensorRT-LLM sets only one."""
         batch = self.inflight_batching_stats
         return max(self.num_queued_requests, batch.num_queued_context_requests + batch.num_queued_gen_requests)
 
@@ -143,7 +150,7 @@ class TrtLlmStepStats(msgspec.Struct, frozen=True, rename="camel"):
 
 
 def step_stats(raw: object) -> TrtLlmStepStats | None:
-    """Decode the statistics of a step; None if they are invalid or lack the KV cache."""
+    """Return the decoded statistics of a step; None if they are invalid or have no part for the KV cache."""
     try:
         return msgspec.convert(raw, TrtLlmStepStats)
     except msgspec.ValidationError:
@@ -151,5 +158,5 @@ def step_stats(raw: object) -> TrtLlmStepStats | None:
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Return whether the engine rejected an invalid request, by `RequestError` or an exception of Python."""
+    """Return whether an exception of TensorRT-LLM means that the request is invalid, and not that the engine failed."""
     return isinstance(error, ValueError | TypeError | NotImplementedError) or type(error).__name__ == "RequestError"

@@ -1,7 +1,7 @@
-"""Descriptors of TensorRT-LLM's `DisaggregatedParams`. Pure: TensorRT-LLM is not imported here.
+"""KV descriptors that contain TensorRT-LLM's `DisaggregatedParams`. This module does not import TensorRT-LLM.
 
-All fields are passed on unchanged; only bytes and log probabilities are converted. They include the first output token,
-which the prefill worker generated and the decode worker does not compute again.
+All fields are passed on unchanged, except that bytes and log probabilities are converted. The fields include the first
+output token: the prefill worker generated it, and the decode worker does not compute it again.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,7 +21,14 @@ LOGPROBS = "first_gen_log_probs"
 
 
 def descriptor(params: Any) -> bytes:
-    """Encode the parameters of a computed prompt. Raises Unfetchable."""
+    """Return the KV descriptor of a computed prompt, as bytes.
+
+    Args:
+        params: `DisaggregatedParams` of the prefill worker's result.
+
+    Raises:
+        Unfetchable: TensorRT-LLM returned no such object, or it cannot be encoded.
+    """
     if not is_dataclass(params) or isinstance(params, type):
         raise Unfetchable("TensorRT-LLM returned no disaggregated_params")
     fields = {name: value for name, value in asdict(params).items() if value is not None}
@@ -38,9 +45,16 @@ def descriptor(params: Any) -> bytes:
 def transfer_fields(
     prefilled: Prefilled | None, model: str, prompt_tokens: int, logprob: Callable[[float, int | None], Any]
 ) -> dict[str, Any]:
-    """Return the fields of the decode worker's `DisaggregatedParams`; `logprob` constructs a `Logprob`.
+    """Return the fields of the decode worker's `DisaggregatedParams`.
 
-    Raises Unfetchable.
+    Args:
+        prefilled: descriptor in the work item; None if it has none.
+        model: name of this worker's model.
+        prompt_tokens: number of prompt tokens, all of which the KV must cover.
+        logprob: constructs TensorRT-LLM's `Logprob` from a log probability and a rank.
+
+    Raises:
+        Unfetchable: there is no descriptor, it cannot be decoded, or it is for another model or prompt length.
     """
     packed = fetchable(prefilled, CONNECTOR, model, prompt_tokens).descriptor
     try:

@@ -1,4 +1,4 @@
-"""Types of TensorRT-LLM's API. Imports it, so import this module only in a worker that runs it."""
+"""Types of TensorRT-LLM's API. Imports TensorRT-LLM, so import this module only in a worker that runs it."""
 
 from tensorrt_llm import LLM, SamplingParams
 from tensorrt_llm.executor.request import LoRARequest

@@ -33,7 +33,7 @@ CANARY_SAMPLING = Sampling(max_tokens=1, temperature=0.0)
 
 
 class TransformersEngine(AsyncEngine):
-    """Text generation and mean-pooled embeddings on one rank, first come, first served."""
+    """Engine that generates text and computes mean-pooled embeddings on one rank, one request after another."""
 
     NAME = "transformers"
 
@@ -43,7 +43,7 @@ class TransformersEngine(AsyncEngine):
         self._model: Any = None  # a `TransformersModel`, whose module needs torch
 
     async def start(self, spec: WorkerSpec) -> WorkerSpec:
-        """Load the model and generate one token. Raises EngineError."""
+        """Load the model, run a first prompt, and return the spec of the worker. Raises EngineError if either fails."""
         _check_settings(self._settings)
         loop = asyncio.get_running_loop()
         self._model = await loop.run_in_executor(self._thread, self._load)
@@ -69,17 +69,21 @@ class TransformersEngine(AsyncEngine):
         await asyncio.to_thread(self._thread.shutdown, cancel_futures=True)
 
     def held(self, rank: int) -> Sequence[int]:
-        """Return no blocks: nothing is cached between requests."""
+        """Return no blocks, because nothing is cached between requests."""
         return ()
 
     async def command(self, command: Command) -> tuple[str, ...]:
-        """Accept `list_loras` and `clear_kv_blocks`, which have nothing to do. Raises EngineRefused otherwise."""
+        """Return no adapters for `list_loras` and `clear_kv_blocks`, which do nothing here.
+
+        Raises:
+            EngineRefused: any other command.
+        """
         if command.action not in ("list_loras", "clear_kv_blocks"):
             raise EngineRefused(f"the transformers engine does not support {command.action}")
         return ()
 
     def collectors(self) -> Sequence[Collector]:
-        """Return no collectors: the library has no metrics."""
+        """Return no Prometheus collectors, because the library has no metrics."""
         return ()
 
     def _load(self) -> Any:

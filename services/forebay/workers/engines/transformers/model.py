@@ -1,4 +1,4 @@
-"""Text generation and embeddings by a Hugging Face transformers model. Imports torch."""
+"""Generate text and embeddings with a Hugging Face transformers model. This module imports torch."""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -48,7 +48,7 @@ class _Cancellation(StoppingCriteria):  # type: ignore[misc]  # transformers has
 
 
 class TransformersModel:
-    """One causal language model on one device. Its methods must run one at a time: seeds are global in torch.
+    """One causal language model on one device. Call its methods one at a time, because torch has one global seed.
 
     Attributes:
         vocabulary_size: number of token ids that the model knows.
@@ -82,7 +82,7 @@ class TransformersModel:
     def generate(
         self, prompt: Sequence[int], sampling: Sampling, emit: Callable[[int], None], cancelled: threading.Event
     ) -> bool:
-        """Generate tokens until a stop token, `max_tokens` or cancellation.
+        """Generate output tokens until a stop token, until `sampling.max_tokens`, or until the request is cancelled.
 
         Args:
             prompt: token ids, at least one.
@@ -119,7 +119,14 @@ class TransformersModel:
         return int(output[0, -1]) in stops
 
     def embed(self, prompt: Sequence[int]) -> bytes:
-        """Return the mean of the last hidden states, normalized to length 1, as packed little-endian f32."""
+        """Return the embedding of a prompt: the mean of its last hidden states, normalized to length 1.
+
+        Args:
+            prompt: token ids, at least one.
+
+        Returns:
+            The vector, packed as little-endian float32.
+        """
         with torch.inference_mode():
             states = self._model.base_model(torch.tensor([list(prompt)], device=self._model.device)).last_hidden_state
             unit = torch.nn.functional.normalize(states[0].float().mean(dim=0), dim=0)

@@ -1,1 +1,1 @@
-"""vLLM as an engine: its own process, requests, KV events, transfers and media."""
+"""Adapter of the engine vLLM: its processes, requests, KV events, KV transfers and media."""

@@ -1,4 +1,4 @@
-"""Arguments for vLLM in its own types. Imports vLLM, so import this module only in a worker that runs it."""
+"""Create arguments for vLLM in its own types. Imports vLLM, so import this module only in a worker that runs vLLM."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,7 +20,15 @@ __all__ = ["EngineDeadError", "VLLMError", "lora_request", "pooling_params", "re
 
 
 def sampling_params(sampling: Sampling, transfer: Mapping[str, Any] | None = None) -> SamplingParams:
-    """Return parameters for output in deltas. Raises ValueError or VLLMError for parameters that vLLM refuses."""
+    """Return vLLM's sampling parameters of a request; vLLM then returns only new tokens with each output.
+
+    Args:
+        sampling: sampling parameters of the work item.
+        transfer: `kv_transfer_params` to offer or fetch KV; None for no KV transfer.
+
+    Raises:
+        ValueError, VLLMError: vLLM rejects a parameter.
+    """
     arguments = sampling_arguments(sampling)
     if transfer is not None:
         arguments["extra_args"] = {"kv_transfer_params": dict(transfer)}
@@ -30,17 +38,17 @@ def sampling_params(sampling: Sampling, transfer: Mapping[str, Any] | None = Non
 
 
 def pooling_params() -> PoolingParams:
-    """Return parameters for one embedding of the whole prompt."""
+    """Return vLLM's parameters for one embedding of the whole prompt."""
     return PoolingParams(task="embed")
 
 
 def lora_request(adapter: LoraAdapter) -> LoRARequest:
-    """Return the adapter of a request in vLLM's type."""
+    """Return the LoRA adapter of a request as an object of vLLM."""
     return LoRARequest(adapter.name, adapter.number, adapter.directory)
 
 
 def response_error(error: Exception) -> ResponseError:
-    """Return the error of a request that vLLM refused or failed on."""
+    """Return the error for a request, given the exception with which vLLM rejected it or failed on it."""
     if isinstance(error, GracefulHTTPError):
         return ResponseError(status=int(error.http_status), code="engine_overloaded", message=one_line(error))
     if isinstance(error, MediaRefused):

@@ -1,7 +1,7 @@
-"""Start and end of vLLM: its arguments, its processes, and its errors as messages for an operator.
+"""Start and stop vLLM: its arguments, its processes, and its errors as messages for an operator.
 
-The engine is built in a thread, because that takes seconds to minutes. Its child processes are recorded as they start,
-so they can be killed in every state of vLLM, including during its start and when it hangs.
+The engine is built in a thread, because that takes seconds to minutes. Its child processes are recorded as they start.
+So they can be killed at any time, even while vLLM starts or when it hangs.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from forebay.workers.engines.vllm.transfer import LEASE_S
 
 logger = logging.getLogger(__name__)
 
-SHUTDOWN_S = 5.0  # for vLLM to stop by itself; it has no state to save
+SHUTDOWN_S = 5.0  # time for vLLM to stop by itself; it has no state to save
 KILLED_S = 5.0
 KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 NIXL = ("nixl", "nixl_rocm")  # packages of vLLM's connector
@@ -32,9 +32,13 @@ HOST, PORT = "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT"
 
 
 def engine_arguments(settings: EngineSettings, *, kv_events: bool, sockets: Path) -> dict[str, Any]:
-    """Return the keyword arguments of `AsyncEngineArgs`, nested configurations as dictionaries.
+    """Return the keyword arguments of vLLM's `AsyncEngineArgs`, with nested configurations as dictionaries.
 
-    KV events contain prompts, so they are sent over sockets in the private directory `sockets`. Several ranks need TCP.
+    Args:
+        settings: settings of the engine; its `arguments` override all others.
+        kv_events: whether the engine reports KV events.
+        sockets: private directory for the sockets of KV events, because these contain prompts. vLLM supports several
+            ranks only with TCP.
     """
     arguments: dict[str, Any] = {
         "model": str(settings.model),
@@ -72,10 +76,14 @@ def engine_arguments(settings: EngineSettings, *, kv_events: bool, sockets: Path
 
 @contextmanager
 def side_channel(settings: EngineSettings) -> Iterator[None]:
-    """Set the address of vLLM's NIXL connector for an engine that is built in this context.
+    """Return a context that sets the address at which vLLM's NIXL connector listens, for an engine built in it.
 
-    The host is `kv_host` of the settings, else that of vLLM's own variables, else `near_host`. The port is that of
-    vLLM's variable, else a free one. Anyone who can connect can read the KV cache. Raises EngineError.
+    The host is the first of these that is set: `settings.kv_host`, vLLM's environment variables, `settings.near_host`.
+    The port is the one in vLLM's environment variable, otherwise a free port. Anyone who can connect to the address
+    can read the KV cache. The context changes nothing if the role of the worker needs no KV transfers.
+
+    Raises:
+        EngineError: there are not enough free ports.
     """
     given: dict[str, str] = {}
     if settings.role in KV_ROLES:
@@ -99,14 +107,18 @@ def side_channel(settings: EngineSettings) -> Iterator[None]:
 
 
 def require_nixl(settings: EngineSettings) -> None:
-    """Check that NIXL is installed if the role needs it. Raises EngineError."""
+    """Raise EngineError if the role of the worker needs NIXL and it is not installed."""
     own = "kv_transfer_config" in settings.arguments
     if settings.role in KV_ROLES and not own and not any(map(find_spec, NIXL)):
         raise EngineError(f"the role {settings.role} needs NIXL: pip install nixl")
 
 
 class VllmCore:
-    """One `AsyncLLM` and the processes that it started."""
+    """Starts and stops one `AsyncLLM` of vLLM and its processes.
+
+    Attributes:
+        llm: the engine; None before its start and after its end.
+    """
 
     def __init__(self) -> None:
         self.llm: Any = None
@@ -114,9 +126,15 @@ class VllmCore:
         self._built: asyncio.Future[Any] | None = None
 
     async def start(self, arguments: dict[str, Any], stat_logger: Any, channel: AbstractContextManager[None]) -> Any:
-        """Start and return the engine, built in the context `channel`. `stat_logger` constructs a `StatLoggerBase`.
+        """Start and return the engine.
 
-        Raises EngineError.
+        Args:
+            arguments: keyword arguments of `AsyncEngineArgs`.
+            stat_logger: constructs vLLM's `StatLoggerBase` for each rank.
+            channel: context in which the engine is built, from `side_channel`.
+
+        Raises:
+            EngineError: the engine cannot start. The message tells why.
         """
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         # A forked child would share locks and sockets with threads that exist only in the worker.
@@ -132,7 +150,7 @@ class VllmCore:
         return [process for process in tuple(self._started) if process.is_alive()]
 
     async def stop(self) -> None:
-        """Stop the engine and its processes, by force if necessary; immediately if cancelled."""
+        """Stop the engine, then kill processes that remain. If this coroutine is cancelled, kill them immediately."""
         if self._built is not None:
             try:
                 await self._stop(self._built)

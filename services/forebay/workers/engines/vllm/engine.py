@@ -1,8 +1,8 @@
 """vLLM behind a worker: `AsyncLLM` in this process, its engine core in a child process.
 
 Theory of operation. KV events arrive on a separate socket, mostly less than a millisecond before the responses. vLLM
-reports a cleared cache only with its next step; the base reports it at once. A dead core, or one that does not respond
-to a health request, ends `run`.
+reports a cleared cache only with its next step; the base class reports it at once. If the engine core dies, or does not
+respond to a health request, `run` ends.
 """
 
 import asyncio
@@ -52,7 +52,10 @@ LOAD_FAILED = "error"  # vLLM's finish reason of a request whose KV it could not
 
 
 class VllmEngine(ModelEngine):
-    """One vLLM engine; its ranks are data parallel replicas. With a KV connector it has a prefill or decode role."""
+    """Adapter of one vLLM engine. Its ranks are data-parallel replicas.
+
+    For the roles prefill and decode the engine transfers KV with vLLM's NIXL connector.
+    """
 
     NAME = "vLLM"
     METRICS = PREFIXES
@@ -61,8 +64,8 @@ class VllmEngine(ModelEngine):
 
     def __init__(self, settings: EngineSettings) -> None:
         super().__init__(settings)
-        self._core = VllmCore()
-        self._llm: Any = None
+        self.core = VllmCore()
+        self.llm: Any = None
         self._calls: Any = None  # module `forebay.workers.engines.vllm.calls`, which imports vLLM
         self._scheduling_policy = "fcfs"
         self._transfers = KvTransfers(settings.model_name, self._kept)
@@ -73,12 +76,12 @@ class VllmEngine(ModelEngine):
         require_nixl(settings)
         arguments = engine_arguments(settings, kv_events=spec.kv_events, sockets=self._make_sockets())
         channel = side_channel(settings)
-        self._llm = await self._core.start(arguments, lambda _, index: VllmStepStats(index, self._on_step), channel)
+        self.llm = await self.core.start(arguments, lambda _, index: VllmStepStats(index, self._on_step), channel)
         self._calls = import_module("forebay.workers.engines.vllm.calls")
-        config = self._llm.vllm_config
+        config = self.llm.vllm_config
         self._scheduling_policy = config.scheduler_config.policy
         self._context_tokens = config.model_config.max_model_len
-        tasks = await self._llm.get_supported_tasks()
+        tasks = await self.llm.get_supported_tasks()
         self._tasks = tuple(task for task in ("generate", "embed") if task in tasks)
         if not self._tasks:
             raise EngineError(
@@ -94,12 +97,12 @@ class VllmEngine(ModelEngine):
                     VllmDecoder(),
                     ResidentBlocks(config.cache_config.block_size, counts_copies=True),
                 )
-                for index, source in self._llm.get_kv_event_sources().items()
+                for index, source in self.llm.get_kv_event_sources().items()
             }
-        self._layout = await self._transfers.start(self._llm, spec.worker_id)
+        self._layout = await self._transfers.start(self.llm, spec.worker_id)
 
     async def _sized(self, spec: WorkerSpec) -> WorkerSpec:
-        config = self._llm.vllm_config
+        config = self.llm.vllm_config
         return msgspec.structs.replace(
             spec,
             block_size=config.cache_config.block_size,
@@ -110,8 +113,8 @@ class VllmEngine(ModelEngine):
         )
 
     async def _shut_down(self) -> None:
-        await self._core.stop()
-        self._llm = None
+        await self.core.stop()
+        self.llm = None
 
     def _on_step(self, engine_index: int, running: int, waiting: int, usage: float) -> None:
         if (rank := self._ranks.get(engine_index + self._settings.dp_start_rank)) is not None:
@@ -119,7 +122,7 @@ class VllmEngine(ModelEngine):
             self._wake.set()
 
     def _is_dead(self) -> bool:
-        return self._llm is None or self._llm.errored
+        return self.llm is None or self.llm.errored
 
     def _death(self) -> str:
         return "the engine core of vLLM died; see its log for the cause"
@@ -129,28 +132,33 @@ class VllmEngine(ModelEngine):
         prompt = prompt_of([0] * min(CANARY_TOKENS, self._context_tokens - 1))
         if "generate" in self._tasks:
             params = self._calls.sampling_params(CANARY_SAMPLING)
-            outputs = self._llm.generate(prompt, params, CANARY_ID, data_parallel_rank=self._index(rank))
+            outputs = self.llm.generate(prompt, params, CANARY_ID, data_parallel_rank=self._index(rank))
         else:
-            outputs = self._llm.encode(prompt, self._calls.pooling_params(), CANARY_ID)
+            outputs = self.llm.encode(prompt, self._calls.pooling_params(), CANARY_ID)
         async for _ in outputs:
             pass
 
     def submit_embedded(self, item: WorkItem, embeddings: "Array") -> None:
-        """Queue a request with the embeddings of `item.media`, in their order, one row per placeholder token."""
+        """Start a request with the embeddings of its images and videos.
+
+        Args:
+            item: the request.
+            embeddings: one row per placeholder token, in the order of `item.media`.
+        """
         self._begin(item, partial(self._run_request, embeddings=embeddings))
 
     def cancel(self, request_id: str) -> None:
-        """Drop a request. vLLM frees its blocks with its next step, blocks kept for other workers later."""
+        """Cancel a request. vLLM frees its blocks with its next step, and KV kept for another worker a little later."""
         super().cancel(request_id)
         self.release(request_id)
 
     def release(self, request_id: str) -> None:
-        """Free KV kept for a request soon, unless a reader announces that it is about to fetch it."""
+        """Shorten the lease of the KV that is kept for a request. A reader can still renew it to fetch the KV."""
         if (releasing := self._transfers.release(request_id)) is not None:
             self._notify(releasing)
 
     def drop(self, prefilled: Prefilled) -> None:
-        """Notify the holder through vLLM."""
+        """Notify the prefill worker, through vLLM's connector, that its KV is not needed."""
         self._notify(self._transfers.drop(prefilled))
 
     def _notify(self, notification: Coroutine[Any, Any, None]) -> None:
@@ -159,27 +167,30 @@ class VllmEngine(ModelEngine):
         task.add_done_callback(self._ending.discard)
 
     def _idle(self) -> None:
-        if not self._kept:  # otherwise vLLM continues to step and reports the load
+        if not self._kept:  # with kept KV, vLLM continues to step and reports the load itself
             super()._idle()
 
     async def _clear_in_background(self) -> None:
-        # Blocks that others may be reading stay for the length of their lease.
+        # Blocks that other workers may be reading stay until their leases end.
         await self._clear(CLEAR_ATTEMPTS + int(self._kept.left_s / CLEAR_EVERY_S))
 
     async def _clear(self, attempts: int = CLEAR_ATTEMPTS) -> None:
-        """Clear the prefix cache; requests in flight are computed again. Raises EngineRefused."""
+        """Clear the prefix cache; requests in flight are computed again.
+
+        Raises EngineRefused if the cache cannot be cleared.
+        """
         if self._ending:
             await asyncio.wait(tuple(self._ending))
         reason = ""
         for _ in range(attempts):
             before = self._clears()
             try:
-                if await self._llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
+                if await self.llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
                     self._report_cleared(before)
                     return
                 reason = "vLLM did not drop all blocks"
             except Exception as error:
-                if self._llm.errored:
+                if self.llm.errored:
                     raise EngineRefused("the engine died") from error
                 reason = one_line(error)
             await asyncio.sleep(CLEAR_EVERY_S)
@@ -189,7 +200,7 @@ class VllmEngine(ModelEngine):
         self, item: WorkItem, prompt: Any, rank: RankBuffer, embeddings: "Array | None" = None
     ) -> None:
         if item.task == "generate":
-            prompt = await engine_prompt(self._llm, item, embeddings)
+            prompt = await engine_prompt(self.llm, item, embeddings)
         await super()._run_request(item, prompt, rank)
 
     def _request_error(self, error: Exception) -> ResponseError | None:
@@ -197,12 +208,13 @@ class VllmEngine(ModelEngine):
             return None
         if not isinstance(error, self._calls.VLLMError | ValueError):
             # The request fails, because on other workers it would probably fail in the same way.
-            logger.error("vLLM failed on a request", exc_info=error)
+            message = "vLLM raised an unexpected error, so one request ends with an error; the worker continues"
+            logger.error(message, exc_info=error)
         converted: ResponseError = self._calls.response_error(error)
         return converted
 
     def _outputs(self, item: WorkItem, prompt: Any, params: Any) -> AsyncIterator[Any]:
-        outputs: AsyncIterator[Any] = self._llm.generate(
+        outputs: AsyncIterator[Any] = self.llm.generate(
             prompt,
             params,
             item.request_id,
@@ -225,7 +237,7 @@ class VllmEngine(ModelEngine):
                 self._finish(item, rank, reason, (0, 0, 0))
             return
         try:
-            # On the clock of vLLM's core, which is this machine's.
+            # vLLM's core uses this clock too, because it runs on this machine.
             computed_s = getattr(last.metrics, "last_token_ts", None) or began_s
             prefilled = self._transfers.offer(item, transfer_params, time.monotonic() - computed_s)
         except Unfetchable as error:
@@ -269,7 +281,7 @@ class VllmEngine(ModelEngine):
             super()._finish(item, rank, why, tokens)
 
     async def _embed(self, item: WorkItem, prompt: list[int], rank: RankBuffer) -> None:
-        outputs = self._llm.encode(
+        outputs = self.llm.encode(
             prompt_of(prompt, item.cache_namespace),
             self._calls.pooling_params(),
             item.request_id,
@@ -286,12 +298,12 @@ class VllmEngine(ModelEngine):
 
     async def _call(self, name: str, *arguments: Any, **named: Any) -> Any:
         try:
-            return await getattr(self._llm, name)(*arguments, **named)
+            return await getattr(self.llm, name)(*arguments, **named)
         except Exception as error:
             raise EngineRefused(one_line(error)) from error
 
     def _has_lora(self) -> bool:
-        return bool(self._llm.vllm_config.lora_config)
+        return bool(self.llm.vllm_config.lora_config)
 
     async def _add_lora(self, adapter: LoraAdapter) -> None:
         await self._call("add_lora", self._calls.lora_request(adapter))

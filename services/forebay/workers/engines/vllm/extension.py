@@ -1,8 +1,8 @@
-"""Extension of vLLM's workers for KV leases, called through `collective_rpc`.
+"""Extension of vLLM's worker processes for leases of kept KV. forebay calls it through `collective_rpc`.
 
-vLLM has no call that releases KV kept for others, and checks the end of a lease only if blocks are transferred in both
-directions. This class therefore accesses private attributes of its NixlConnector (0.32), and reports whether they
-exist. The argument `worker_extension_cls` makes it a base of vLLM's worker class.
+vLLM has no call that frees KV kept for another engine. It checks the end of a lease only if blocks are transferred in
+both directions. The class in this module therefore accesses private attributes of vLLM's NixlConnector (0.32), and
+reports whether they exist. The argument `worker_extension_cls` makes it a base of vLLM's worker class.
 """
 
 import time
@@ -12,10 +12,14 @@ EXTENSION = f"{__name__}.KvLeases"
 
 
 class KvLeases:
-    """Calls that run in every worker of an engine, each with its own result."""
+    """Methods that vLLM runs in each of its worker processes; forebay gets one result per process."""
 
     def forebay_block_bytes(self) -> tuple[int, int, bool]:
-        """Return the bytes of a KV block in this worker, its regions, and whether reads check the lease."""
+        """Return the size of a KV block in this process, and make reads check the lease.
+
+        Returns:
+            Bytes of a block, number of memory regions (layers) of a block, and whether reads check the lease now.
+        """
         worker = _connector_worker()
         lengths = getattr(worker, "block_len_per_layer", ())
         guarded = hasattr(worker, "_bidirectional_kv_xfer_enabled") and hasattr(worker, "_is_turn2_read_expired")
@@ -25,7 +29,15 @@ class KvLeases:
         return sum(lengths), len(lengths), guarded
 
     def forebay_release(self, kept: list[str], within_s: float) -> int:
-        """Shorten the leases of these requests to `within_s` seconds unless renewed. Return how many were found."""
+        """Shorten the leases of kept KV. A reader can still renew them.
+
+        Args:
+            kept: vLLM's ids of the requests.
+            within_s: maximum seconds until the leases end.
+
+        Returns:
+            Number of the requests whose KV is still kept.
+        """
         leases = getattr(_connector_worker(), "_reqs_to_send", {})
         found = [one for one in kept if one in leases]
         ends_s = time.perf_counter() + within_s  # the clock of vLLM's leases

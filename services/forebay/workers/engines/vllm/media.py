@@ -1,9 +1,9 @@
-"""Prompts with images and videos for vLLM. vLLM itself is not imported.
+"""Prompts with images and videos for vLLM. This module does not import vLLM.
 
-vLLM's processor expands one placeholder token per image into as many as it needs; a `WorkItem` contains them expanded.
-Each run of placeholders is therefore collapsed to one token, and vLLM's expansion must equal the prompt that the
-ingress hashed. Items are identified by their digests, so that the hashes in vLLM's KV events equal
-`forebay.core.block_hashes.mm_hash`. Embeddings need `enable_mm_embeds=True`.
+vLLM's processor replaces one placeholder token per image by as many tokens as the image needs, but the prompt of a
+`WorkItem` already contains all of them. So each run of placeholders is first collapsed to one token. The result of
+vLLM's expansion must equal the prompt that the ingress hashed. Images and videos are identified by their digests, so
+that the hashes in vLLM's KV events equal `forebay.core.block_hashes.mm_hash`. Embeddings need `enable_mm_embeds=True`.
 """
 
 import asyncio
@@ -23,7 +23,11 @@ if TYPE_CHECKING:
 
 
 class MediaRefused(ValueError):
-    """Images or videos that this engine cannot process; `error` is for the client."""
+    """The engine cannot process the images or videos of a request.
+
+    Attributes:
+        error: error for the client.
+    """
 
     def __init__(self, status: int, code: str, message: str) -> None:
         super().__init__(message)
@@ -31,9 +35,16 @@ class MediaRefused(ValueError):
 
 
 async def engine_prompt(llm: Any, item: WorkItem, embeddings: "Array | None") -> dict[str, Any]:
-    """Return the prompt of an item for an `AsyncLLM`, with its media or their `embeddings`, [placeholders, width].
+    """Return the prompt of a request in vLLM's format.
 
-    Images are decoded in threads. Raises MediaRefused, and ValueError for a prompt that vLLM's processor rejects.
+    Args:
+        llm: the `AsyncLLM`.
+        item: the request.
+        embeddings: embeddings of the media, of shape [placeholder tokens, width]; None if vLLM encodes the media.
+
+    Raises:
+        MediaRefused: the engine cannot process the media.
+        ValueError: vLLM's processor rejects the prompt.
     """
     token_ids = unpack_u32(item.token_ids)
     if not item.media:
@@ -69,7 +80,12 @@ def _as_tensors(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def collapsed(token_ids: Sequence[int], media: Sequence[Media]) -> list[int]:
-    """Return a prompt with one placeholder per image or video; `media` are in the order of the prompt."""
+    """Return a prompt with one placeholder token per image or video.
+
+    Args:
+        token_ids: the prompt, with all placeholder tokens.
+        media: the images and videos, in the order of the prompt.
+    """
     found: list[int] = []
     end = 0
     for one in media:
@@ -79,9 +95,13 @@ def collapsed(token_ids: Sequence[int], media: Sequence[Media]) -> list[int]:
 
 
 def embedded_prompt(item: WorkItem, embeddings: "Array") -> dict[str, Any]:
-    """Return the fields of vLLM's `TokensPrompt` for an item with the embeddings of all its media.
+    """Return the fields of vLLM's `TokensPrompt` for a request with the embeddings of all its media.
 
-    `embeddings` and the values of `multi_modal_data` are numpy arrays [placeholders, width]; vLLM needs torch tensors.
+    The values of `multi_modal_data` are numpy arrays. The caller must convert them to torch tensors, which vLLM needs.
+
+    Args:
+        item: the request.
+        embeddings: numpy array of shape [placeholder tokens of all media, width].
     """
     data: dict[str, list[Any]] = {}
     start = 0
@@ -92,7 +112,11 @@ def embedded_prompt(item: WorkItem, embeddings: "Array") -> dict[str, Any]:
 
 
 def raw_prompt(item: WorkItem) -> dict[str, Any]:
-    """Return the same fields with images, which vLLM encodes itself. Raises MediaUnusable."""
+    """Return the fields of vLLM's `TokensPrompt` for a request with images that vLLM encodes itself.
+
+    Raises:
+        MediaUnusable: an image is invalid.
+    """
     return _prompt(item, {"image": [_image(one) for one in item.media]})
 
 

@@ -1,4 +1,4 @@
-"""Statistics of vLLM's steps, and the prefixes of its metrics."""
+"""Receive the statistics of vLLM's steps, and name the prefixes of its metrics."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,9 +7,10 @@ PREFIXES = ("vllm:", "lmcache:")  # LMCache registers metrics, too, if vLLM uses
 
 
 class VllmStepStats:
-    """`StatLoggerBase` of one rank, duck-typed because vLLM may not be installed.
+    """Receives the statistics of one rank from vLLM. It has the methods of vLLM's `StatLoggerBase`.
 
-    `report` receives the index of the engine, the running and waiting requests, and the share of KV blocks in use.
+    It is no subclass, because vLLM may not be installed. For each step it calls `report` with the index of the rank in
+    the engine, the numbers of running and waiting requests, and the share of KV blocks in use.
     """
 
     def __init__(self, engine_index: int, report: Callable[[int, int, int, float], None]) -> None:
@@ -17,16 +18,16 @@ class VllmStepStats:
         self._report = report
 
     def record(self, scheduler_stats: Any, _iteration_stats: Any, **_others: Any) -> None:
-        """Report the load after a step. Some outputs have no statistics."""
+        """Report the load after a step. Some outputs of vLLM have no statistics and are ignored."""
         if scheduler_stats is not None:
             waiting = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
             self._report(self._engine_index, scheduler_stats.num_running_reqs, waiting, scheduler_stats.kv_cache_usage)
 
     def log_engine_initialized(self) -> None:
-        """Do nothing."""
+        """Do nothing, because the worker itself logs its start."""
 
     def log(self) -> None:
-        """Do nothing: the worker reports loads."""
+        """Do nothing, because the worker reports loads on the log."""
 
     def record_sleep_state(self, _is_awake: int, _level: int) -> None:
-        """Do nothing."""
+        """Do nothing, because the worker itself knows whether the engine sleeps."""

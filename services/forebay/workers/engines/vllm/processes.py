@@ -1,9 +1,10 @@
-"""Processes that vLLM starts for a worker: recorded by the worker, and killed when it dies.
+"""Processes that vLLM starts for a worker: the worker records them, and they end when it dies.
 
-vLLM's processes outlive a killed frontend. Its engine core and its coordinator of ranks wait for ever, with the model's
-memory. An interrupt from a terminal reaches them at the same time as the worker, which would first finish its requests.
-Processes started in the context `owning`, and their children, therefore watch their parent and leave the terminal's
-process group. They do this before they import vLLM, which may take a minute. Other processes are not affected.
+Two problems are solved here. If the worker is killed, vLLM's engine core and its coordinator of ranks would wait for
+ever and keep the memory of the model. And an interrupt from a terminal (Ctrl-C) would end them at once, before the
+worker has finished its requests. Processes started in the context `owning`, and their children, therefore watch their
+parent and leave the process group of the terminal. They do this before they import vLLM, which may take a minute. Other
+processes are not affected.
 """
 
 import multiprocessing
@@ -24,12 +25,16 @@ _owned: ContextVar[list[BaseProcess] | None] = ContextVar("owned", default=None)
 
 
 class OwnedProcess(SpawnProcess):
-    """Process that dies with its parent if it was started in the context `owning`."""
+    """Process that ends when its parent dies, if it was started in the context `owning`.
+
+    Attributes:
+        is_owned: whether it was started in that context.
+    """
 
     is_owned = False
 
     def start(self) -> None:
-        """Start the process and record it."""
+        """Start the process. In the context `owning`, also append it to the list of that context."""
         owned = _owned.get()
         self.is_owned = owned is not None
         super().start()
@@ -37,7 +42,7 @@ class OwnedProcess(SpawnProcess):
             owned.append(self)
 
     def run(self) -> None:
-        """Run in the new process."""
+        """Run the target of the process. In the new process, this method also makes its own children owned."""
         if self.is_owned:
             _own([])  # own its children, too
         super().run()
@@ -49,7 +54,11 @@ class OwnedProcess(SpawnProcess):
 
 @contextmanager
 def owning(started: list[BaseProcess]) -> Iterator[None]:
-    """Own the processes that this context spawns, and append each to `started` at once."""
+    """Return a context in which each process that is spawned ends when this process dies.
+
+    Args:
+        started: list to which each process is appended when it starts.
+    """
     token = _own(started)
     try:
         yield

@@ -1,6 +1,6 @@
-"""Conversion of work items to vLLM's arguments, and of its results to events. Pure: vLLM is not imported here.
+"""Convert work items to vLLM's arguments, and vLLM's results to events. This module does not import vLLM.
 
-Parameters are passed on unchanged; vLLM rejects those that it does not support with its own messages.
+Parameters are passed on unchanged. If vLLM does not support a parameter, it rejects the request with its own message.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,14 +30,19 @@ _AS_IS = (
 
 
 class Logprob(Protocol):
-    """vLLM's `Logprob` of one token at one position; `rank` is 1 for the likeliest token."""
+    """Log probability of one token at one position, with the fields of vLLM's `Logprob`.
+
+    Attributes:
+        logprob: natural logarithm of the probability.
+        rank: position of the token when all tokens are ordered by probability, 1 for the most likely token.
+    """
 
     logprob: float
     rank: int | None
 
 
 def prompt_of(token_ids: list[int], cache_namespace: str = "") -> dict[str, Any]:
-    """Return a prompt of token ids, vLLM's `TokensInput`."""
+    """Return a prompt of token ids as vLLM's `TokensInput`. A `cache_namespace` becomes the salt of vLLM's cache."""
     prompt: dict[str, Any] = {"type": "token", "prompt_token_ids": token_ids}
     if cache_namespace:
         prompt["cache_salt"] = cache_namespace
@@ -45,7 +50,10 @@ def prompt_of(token_ids: list[int], cache_namespace: str = "") -> dict[str, Any]
 
 
 def sampling_arguments(sampling: Sampling) -> dict[str, Any]:
-    """Return the keyword arguments of `SamplingParams`, without `structured_outputs`. The ingress handles text."""
+    """Return the keyword arguments of vLLM's `SamplingParams`, except `structured_outputs`.
+
+    vLLM does not detokenize and gets no stop strings, because the ingress handles text.
+    """
     arguments: dict[str, Any] = {name: getattr(sampling, name) for name in _AS_IS}
     arguments["detokenize"] = False
     if sampling.stop_token_ids:
@@ -56,7 +64,7 @@ def sampling_arguments(sampling: Sampling) -> dict[str, Any]:
 
 
 def structured_arguments(structured: StructuredOutput) -> dict[str, Any]:
-    """Return the keyword arguments of `StructuredOutputsParams`. Raises ValueError for invalid choices."""
+    """Return the keyword arguments of vLLM's `StructuredOutputsParams`. Raises ValueError for invalid choices."""
     match structured.kind:
         case "json_object":
             return {"json_object": True}
@@ -72,14 +80,25 @@ def structured_arguments(structured: StructuredOutput) -> dict[str, Any]:
 
 
 def engine_priority(priority: int, scheduling_policy: str) -> int:
-    """Return a priority for vLLM, where lower values run sooner. Without the policy `priority` it must be 0."""
+    """Return the priority of a request for vLLM, where lower values run sooner.
+
+    Args:
+        priority: priority of the request; higher values run sooner.
+        scheduling_policy: vLLM's scheduling policy. Only `priority` uses priorities; others get 0, as vLLM requires.
+    """
     return -priority if scheduling_policy == "priority" else 0
 
 
 def token_logprobs(
     token_ids: Sequence[int], places: Sequence[Mapping[int, Logprob]], top: int
 ) -> tuple[TokenLogprob, ...]:
-    """Return the log probability of each token, with the `top` likeliest tokens at its position in descending order."""
+    """Return the log probability of each output token.
+
+    Args:
+        token_ids: ids of the output tokens.
+        places: for each output token, vLLM's log probabilities of the tokens at its position, by token id.
+        top: number of most likely tokens to include per position, in descending order.
+    """
     converted = []
     for token_id, place in zip(token_ids, places, strict=True):
         ranked = sorted((one.rank, other, one.logprob) for other, one in place.items() if one.rank is not None)

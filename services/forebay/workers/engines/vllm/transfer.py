@@ -1,8 +1,9 @@
-"""KV blocks that one vLLM computes and another fetches: conversion of vLLM's `kv_transfer_params` to descriptors.
+"""Convert vLLM's `kv_transfer_params` to KV descriptors and back, for KV that one vLLM computes and another fetches.
 
-vLLM keeps the blocks of a prompt for a lease (`kv_lease_duration` of its connector), which a reader renews. After the
-lease, other requests may have overwritten them. The descriptor therefore contains the end of the lease on the holder's
-clock, and a reader does not begin later.
+vLLM keeps the blocks of a prompt for the length of a lease (`kv_lease_duration` of its connector). The decode worker
+(reader) renews the lease while it reads. After the end of the lease, other requests may have overwritten the blocks.
+The descriptor therefore contains the end of the lease on the clock of the prefill worker (holder), and a reader does
+not begin later.
 """
 
 import logging
@@ -24,8 +25,8 @@ logger = logging.getLogger(__name__)
 
 CONNECTOR = "vllm-nixl"
 VLLM_LEASE_S = 30  # vLLM's default
-LEASE_S = 60  # a busy decode worker may wait half a minute for free blocks
-UNREAD_S = 5.0  # before the end of a lease in which vLLM begins no read
+LEASE_S = 60  # forebay's default, because a busy decode worker may wait half a minute for free blocks
+UNREAD_S = 5.0  # in the last seconds of a lease vLLM begins no read
 RENEWED_BY = 3  # a lease is renewed six times in its length, and first when the other side is known
 EXPIRES = "remote_blocks_expiry_time"
 PREFILL: Mapping[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -40,7 +41,7 @@ Blocks = Annotated[list[Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(max_le
 
 
 class TransferParams(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields of vLLM's `kv_transfer_params` that are validated here. Others are passed on unchanged."""
+    """The fields of vLLM's `kv_transfer_params` that forebay validates. It passes all other fields on unchanged."""
 
     remote_engine_id: Text
     remote_request_id: Text
@@ -56,7 +57,12 @@ class TransferParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KvTransfers:
-    """KV that one vLLM keeps for other workers or fetches from them. `kept` receives the requests with kept KV."""
+    """Creates and reads the KV descriptors of one vLLM engine.
+
+    Args:
+        model: name of the model.
+        kept: receives the requests whose KV vLLM keeps for other workers.
+    """
 
     def __init__(self, model: str, kept: KeptKv) -> None:
         self._model = model
@@ -68,7 +74,15 @@ class KvTransfers:
         self._kept = kept
 
     async def start(self, llm: Any, worker_id: str) -> KvLayout | None:
-        """Return the KV layout of an `AsyncLLM`; None if it has no KV connector. Raises EngineError."""
+        """Read the configuration of a started engine, and return its KV layout; None if it has no KV connector.
+
+        Args:
+            llm: the `AsyncLLM`.
+            worker_id: id of this worker.
+
+        Raises:
+            EngineError: forebay cannot transfer KV with the configuration of the connector.
+        """
         config = llm.vllm_config
         if config.kv_transfer_config is None:
             return None
@@ -77,7 +91,8 @@ class KvTransfers:
         self._lease_s = float(config.kv_transfer_config.get_from_extra_config("kv_lease_duration", VLLM_LEASE_S))
         if self._lease_s <= UNREAD_S:
             raise EngineError(
-                f"kv_lease_duration must be above {UNREAD_S:g} s, in which vLLM begins no read; got {self._lease_s:g}"
+                f"kv_lease_duration is {self._lease_s:g} s, expected more than {UNREAD_S:g} s,"
+                " because vLLM begins no read so late in a lease"
             )
         try:
             sizes = await llm.collective_rpc("forebay_block_bytes")
@@ -89,7 +104,8 @@ class KvTransfers:
             return None
         if not all(guarded for *_, guarded in sizes):
             logger.warning(
-                "this vLLM release does not check the end of a lease before it reads; keep the clocks steady"
+                "this vLLM release cannot refuse to read KV whose lease has ended; such a read is detected only"
+                " if the response begins after that end. Use a tested vLLM release (docs/install.md)"
             )
         if not (block_bytes := sum(one for one, *_ in sizes)):
             return None
@@ -101,9 +117,18 @@ class KvTransfers:
         return self._layout
 
     def offer(self, item: WorkItem, transfer_params: Mapping[str, Any], age_s: float) -> Prefilled:
-        """Return the descriptor of a prompt that vLLM computed `age_s` seconds ago. Raises Unfetchable."""
+        """Return the descriptor of KV that vLLM has computed and keeps.
+
+        Args:
+            item: work item of the prompt.
+            transfer_params: `kv_transfer_params` of vLLM's output.
+            age_s: seconds since vLLM computed the prompt.
+
+        Raises:
+            Unfetchable: the parameters are unknown, or too little of the lease is left.
+        """
         left_s = self._lease_s - age_s
-        # On the clock of vLLM's core, which is this machine's.
+        # vLLM's core uses this clock too, because it runs on this machine.
         params = {**transfer_params, EXPIRES: time.perf_counter() + left_s}
         try:
             known = msgspec.convert(params, TransferParams)
@@ -121,19 +146,19 @@ class KvTransfers:
         return msgspec.structs.replace(prefilled, bytes=len(known.remote_block_ids[0]) * self._layout.block_bytes)
 
     def release(self, request_id: str) -> Coroutine[Any, Any, None] | None:
-        """Return a coroutine that shortens the lease of the KV kept for a request; None if none is known."""
+        """Return a coroutine that shortens the lease of the KV kept for a request; None if no KV is kept for it."""
         engine_id = self._kept.pop(request_id)
         return None if engine_id is None else self._release(engine_id)
 
     async def _release(self, name: str) -> None:
-        # Not at once: the reader may be cancelled later than this, and may be reading. It renews the lease then.
+        # The KV is not freed at once, because a reader may still be reading it. In that case it renews the lease.
         try:
             await self._llm.collective_rpc("forebay_release", args=([name], self._lease_s / RENEWED_BY))
         except Exception as error:  # noqa: BLE001 - without it the lease ends as it would have
             logger.warning("vLLM keeps the KV of %s until its lease ends: %s", name, one_line(error))
 
     async def drop(self, prefilled: Prefilled) -> None:
-        """Notify the holder that its KV is not needed, by a request that vLLM rejects."""
+        """Notify the prefill worker that its KV is not needed. vLLM sends this message as for a rejected request."""
         try:
             params = _read(fetchable(prefilled, CONNECTOR, self._model, prefilled.tokens))[1]
             name = f"drop-{params['remote_request_id']}"
@@ -142,18 +167,40 @@ class KvTransfers:
             logger.warning("unneeded KV is kept until its lease ends: %s", one_line(error))
 
     def lease_s(self, prefilled: Prefilled | None) -> float | None:
-        """Return the maximum seconds from a decode request to its first token; None for no limit."""
+        """Return the maximum seconds from a decode request to its first token; None if it fetches no KV.
+
+        Args:
+            prefilled: descriptor of the KV that the request fetches; None if it fetches none.
+        """
         return None if prefilled is None else prefilled.lease_us / 1e6 + UNREAD_S
 
     def fetch_params(self, prefilled: Prefilled | None, prompt_tokens: int) -> dict[str, Any]:
-        """Return the `kv_transfer_params` that fetch the KV of a whole prompt. Raises Unfetchable."""
+        """Return vLLM's `kv_transfer_params` with which it fetches the KV of a prompt.
+
+        Args:
+            prefilled: descriptor in the work item; None if it has none.
+            prompt_tokens: number of prompt tokens, all of which the KV must cover.
+
+        Raises:
+            Unfetchable: this vLLM has no KV connector, or the descriptor is missing, invalid or for another prompt.
+        """
         if self._llm is None:
             raise Unfetchable("vLLM has no KV connector: start this worker with --role decode")
         return transfer_params(prefilled, self._model, prompt_tokens, self._block_size)
 
 
 def transfer_params(prefilled: Prefilled | None, model: str, prompt_tokens: int, block_size: int) -> dict[str, Any]:
-    """Return the `kv_transfer_params` that fetch the KV of a whole prompt. Raises Unfetchable."""
+    """Return vLLM's `kv_transfer_params` with which it fetches the KV of a prompt.
+
+    Args:
+        prefilled: descriptor in the work item; None if it has none.
+        model: name of this worker's model.
+        prompt_tokens: number of prompt tokens, all of which the KV must cover.
+        block_size: tokens per KV block.
+
+    Raises:
+        Unfetchable: the descriptor is missing, invalid, or for another model or prompt.
+    """
     known, params = _read(fetchable(prefilled, CONNECTOR, model, prompt_tokens))
     if (tokens := known.remote_num_tokens) != prompt_tokens:
         raise Unfetchable(f"its KV covers {tokens} tokens, the prompt has {prompt_tokens}")

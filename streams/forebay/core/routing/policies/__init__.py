@@ -1,8 +1,8 @@
 """Routing policies: how a pool selects among candidates. One module per built-in policy.
 
 A policy is a plain class without constructor arguments. An instance is created for every decision, so a policy keeps no
-state. `RoutingWorld` and `RoutingRequest` hold all its input, and all of that is on the log. The core imports no custom
-policy: the shell passes their classes to `World`.
+state. `RoutingWorld` and `RoutingRequest` contain all its input, and all of that can be derived from the log. The core
+does not import custom policies; the process that creates a `World` passes their classes.
 """
 
 from collections.abc import Mapping

@@ -17,7 +17,10 @@ from forebay.events.requests import NO_HINTS, RoutingHints
 
 
 class PolicyMissing(Exception):
-    """The recorded owner ran a custom policy that this process does not have; the text names the option to allow it."""
+    """A decision needs a custom policy whose class this process did not import.
+
+    The text names the option that allows the import.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +30,7 @@ class Candidate:
     Attributes:
         worker_id: id of the worker; candidates are sorted by (worker id, rank).
         rank: data-parallel rank of the worker's engine.
-        overlap: cached blocks of the prompt: a prefix on the device, then on the host, then on disk.
+        overlap: number of leading prompt blocks that the rank has cached, by tier.
         prefill_tokens: prompt tokens routed to the rank and not computed yet.
         decode_blocks: KV blocks of requests in flight on the rank plus those that this request would add.
         active_requests: requests in flight on the rank.
@@ -51,14 +54,14 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class RoutingRequest:
-    """Request, reduced to what routing may depend on.
+    """Part of a request that routing may depend on.
 
     Attributes:
         request_id: id of the request.
         prompt_tokens: length of the prompt, in tokens.
         blocks: sequence hashes of the full blocks of the prompt.
         tie_seed: 64 bits derived from the request; the only source of randomness.
-        attempt: 1 for a new request; higher after workers were lost.
+        attempt: number of this attempt at the stage: 1 at first, higher after an attempt failed or its worker was lost.
         hints: routing hints of the client.
         lora_name: adapter; empty for none.
     """
@@ -82,7 +85,7 @@ class RoutingWorld:
         computed_tokens: prompt tokens that each candidate was sent to compute so far.
         config: the pool's configuration with the request's overrides.
         block_size: tokens per KV block.
-        turn: number of earlier decisions of the pool.
+        turn: number of requests that the pool has routed before.
         now_us: the owner's clock, in microseconds.
     """
 

@@ -1,11 +1,11 @@
-"""Policy `direct`: use the worker that the request names, because a component before the router selected it."""
+"""Policy `direct`: use the worker that the request names. A component in front of forebay has selected it."""
 
 from forebay.core.routing.policies.base import RoutingRequest, RoutingWorld
 from forebay.core.routing.selection import lowest
 
 
 class Direct:
-    """Lowest cost among the ranks of the named worker; only these ranks are candidates."""
+    """Selects the rank with the lowest cost. All candidates are ranks of the worker that the request names."""
 
     def decide(self, world: RoutingWorld, request: RoutingRequest) -> int:
         """Return the position of the rank with the lowest cost."""

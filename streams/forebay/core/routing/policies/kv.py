@@ -1,11 +1,11 @@
-"""Policy `kv`: the lowest cost, which weighs cached blocks against load."""
+"""Policy `kv`: select the lowest cost. The cost weighs cached blocks against load."""
 
 from forebay.core.routing.policies.base import RoutingRequest, RoutingWorld
 from forebay.core.routing.selection import draw, lowest, softmax_weights
 
 
 class Kv:
-    """Lowest cost at temperature 0, a random draw weighted by cost above it.
+    """Selects the lowest cost at temperature 0, and draws a candidate at random, weighted by cost, above 0.
 
     A tie for the lowest cost goes to the rank that has computed the fewest tokens so far. Idle ranks have equal costs,
     so without this rule the seed alone would decide between them.

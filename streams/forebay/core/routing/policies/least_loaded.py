@@ -1,12 +1,12 @@
-"""Policy `least-loaded`: the candidate with the fewest requests in flight."""
+"""Policy `least-loaded`: select the candidate with the fewest requests in flight."""
 
 from forebay.core.routing.policies.base import RoutingRequest, RoutingWorld
 from forebay.core.routing.selection import lowest
 
 
 class LeastLoaded:
-    """Fewest requests in flight; ties are broken by the request's seed."""
+    """Selects the candidate with the fewest requests in flight. The request's seed breaks ties."""
 
     def decide(self, world: RoutingWorld, request: RoutingRequest) -> int:
-        """Return the position of the least loaded candidate."""
+        """Return the position of the candidate with the fewest requests in flight."""
         return lowest([candidate.active_requests for candidate in world.candidates], request.tie_seed)

@@ -1,12 +1,12 @@
-"""Policy `random`: any candidate with equal probability."""
+"""Policy `random`: select any candidate with equal probability."""
 
 from forebay.core.routing.policies.base import RoutingRequest, RoutingWorld
 from forebay.core.routing.selection import scale_draw
 
 
 class RandomChoice:
-    """Uniform draw by the request's seed, so that a replay selects the same candidate."""
+    """Draws a candidate by the request's seed, so that a replay selects the same candidate."""
 
     def decide(self, world: RoutingWorld, request: RoutingRequest) -> int:
-        """Return a random position."""
+        """Return a random position of a candidate."""
         return scale_draw(request.tie_seed, len(world.candidates))

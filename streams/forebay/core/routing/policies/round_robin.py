@@ -1,11 +1,14 @@
-"""Policy `round-robin`: each candidate in turn."""
+"""Policy `round-robin`: select the candidates in turn."""
 
 from forebay.core.routing.policies.base import RoutingRequest, RoutingWorld
 
 
 class RoundRobin:
-    """Next candidate by the pool's decision count, which survives restarts."""
+    """Selects the next candidate by the number of requests that the pool has routed.
+
+    Restarts do not reset this number.
+    """
 
     def decide(self, world: RoutingWorld, request: RoutingRequest) -> int:
-        """Return the position whose turn it is."""
+        """Return the position of the candidate whose turn it is."""
         return world.turn % len(world.candidates)

@@ -1,0 +1,89 @@
+"""API keys: the keys that an ingress accepts, and the key that a client sends."""
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from forebay.ingress.errors import Unusable
+
+VARIABLE = "FOREBAY_API_KEY"
+KEY_CHARS_MAX = 4_096  # clients send the key in an HTTP header
+FILE_BYTES_MAX = 1 << 20
+KEY = re.compile(r"[!-+\--~]+")  # visible ASCII characters except the comma
+GIVEN = f"--api-key or {VARIABLE}"
+
+ApiKeysOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--api-key",
+        envvar=VARIABLE,
+        metavar="KEY",
+        help="API key that clients must send. Repeatable; the variable separates keys by commas.",
+    ),
+]
+ApiKeyFileOption = Annotated[Path | None, typer.Option(help="File with further API keys, one per line.")]
+ClientKeyOption = Annotated[
+    str | None, typer.Option("--api-key", envvar=VARIABLE, metavar="KEY", help="API key of the running system.")
+]
+
+
+def api_keys(given: Sequence[str] | None, file: Path | None) -> tuple[str, ...]:
+    """Return the keys that an ingress accepts; empty if it requires none.
+
+    Args:
+        given: Values of --api-key, or of the environment variable. Each may contain several keys, separated by commas.
+        file: Value of --api-key-file.
+
+    Raises:
+        Unusable: A key is empty or invalid, or the file cannot be read or has no key. The message contains no key.
+    """
+    keys = _checked(GIVEN, (key for value in given or () for key in _split(value)))
+    return tuple(dict.fromkeys(keys if file is None else [*keys, *_read(file)]))
+
+
+def client_headers(given: str | None) -> dict[str, str]:
+    """Return the header with the API key of a client; empty without a key.
+
+    Args:
+        given: Value of --api-key, or of the environment variable. Of several keys, the first one is sent.
+
+    Raises:
+        Unusable: The key is empty or invalid.
+    """
+    if given is None:
+        return {}
+    keys = _checked(GIVEN, _split(given))
+    return {"authorization": f"Bearer {keys[0]}"}
+
+
+def _split(value: str) -> list[str]:
+    """Return the keys in a value, or one empty key if there is none. typer splits the variable at spaces before."""
+    return [key.strip() for key in value.split(",") if key.strip()] or [""]
+
+
+def _read(file: Path) -> list[str]:
+    where = f"--api-key-file {file}"
+    try:
+        with file.open(encoding="utf-8") as opened:
+            text = opened.read(FILE_BYTES_MAX + 1)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise Unusable(f"cannot read {where}: {reason}") from error
+    if len(text) > FILE_BYTES_MAX:
+        raise Unusable(f"{where} is larger than {FILE_BYTES_MAX} bytes; expected one key per line")
+    keys = _checked(where, (line.strip() for line in text.splitlines() if line.strip()))
+    if not keys:
+        raise Unusable(f"{where} has no key; write one per line, for example from `openssl rand -hex 32`")
+    return keys
+
+
+def _checked(where: str, keys: Iterable[str]) -> list[str]:
+    checked = list(keys)
+    for number, key in enumerate(checked, 1):
+        if len(key) > KEY_CHARS_MAX or not KEY.fullmatch(key):
+            text = f"expected 1 to {KEY_CHARS_MAX} visible ASCII characters without spaces and commas"
+            raise Unusable(f"{where}: key {number} is {'invalid' if key else 'empty'}; {text}")
+    return checked

@@ -1,0 +1,175 @@
+"""Command classes of the command line: environment variables, help sections and suggestions for all commands."""
+
+import os
+import re
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from forebay.cli.common.errors import USAGE, complain
+
+PREFIX = "FOREBAY_"
+EPILOG = "Environment variables set options, too: FOREBAY_PORT for --port, and so on. See docs/configuration.md."
+NEAR_MAX = 3  # suggestions for one misspelled name
+CLOSE = 0.7  # similarity of a suggestion, from 0 to 1
+LISTED_MAX = 20  # names in an error without a suggestion
+SECRETS = frozenset({"key", "keys", "token", "password", "secret"})  # last words of option names
+SERVICE_OPTIONS = frozenset({"engine", "from", "lora", "policy", "pool", "pools", "timeout-s", "worker"})
+SERVICE_LINK = re.compile(r"(tcp|udp|sctp)://")  # start of the address that Kubernetes sets as NAME_PORT for a Service
+UNSET = ("ENVIRONMENT", "DEFAULT_MAP")  # sources of options that the command line does not contain
+
+
+def suggestion(name: str, known: Iterable[str], kind: str) -> str:
+    """Return the end of an error for an unknown name: similar known names, otherwise all of them.
+
+    Args:
+        name: Unknown name.
+        known: Known names.
+        kind: What the names are, in the plural.
+    """
+    names = list(known)
+    close = get_close_matches(name, names, n=NEAR_MAX, cutoff=CLOSE)
+    if close:
+        return f"did you mean {' or '.join(close)}?"
+    if len(names) > LISTED_MAX:
+        return f"none of the {len(names)} {kind} is similar; --help lists them"
+    return f"{kind} are: {', '.join(names)}" if names else f"there are no {kind}"
+
+
+def long_name(param: Any) -> str:
+    """Return the name of an option without dashes at its start. Empty if `param` has no long name."""
+    if param.param_type_name != "option":
+        return ""
+    return next((name.removeprefix("--") for name in param.opts if name.startswith("--")), "")
+
+
+def is_secret(name: str) -> bool:
+    """Return whether no output may contain the value of the option with this name."""
+    return name.rpartition("-")[2] in SECRETS
+
+
+def variable(name: str) -> str:
+    """Return the environment variable of an option, for example FOREBAY_KV_EVENTS for `kv-events`."""
+    return PREFIX + name.upper().replace("-", "_")
+
+
+def source_of(context: Any, param: Any) -> str:
+    """Return where the value of a parameter comes from: `flag`, `variable`, `file` or `default`."""
+    found = context.get_parameter_source(param.name)
+    names = {"COMMANDLINE": "flag", "ENVIRONMENT": "variable", "DEFAULT_MAP": "file"}
+    return names.get(found.name if found is not None else "", "default")
+
+
+class CliCommand(TyperCommand):
+    """Command whose options can be set by environment variables, with help in sections.
+
+    SERVICE_OPTIONS have variables only in services, because other commands give these names another meaning or use them
+    to limit a command to some workers. An option that the command line does not contain takes its value from its
+    variable, then from the file of --config, then from its default.
+    """
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        names = {long_name(param) for param in self.params}
+        without = frozenset() if "config" in names else SERVICE_OPTIONS  # only services have --config
+        for param in self.params:
+            if (name := long_name(param)) and name not in without and not getattr(param, "hidden", False):
+                param.envvar = variable(name)
+                setattr(param, "show_envvar", False)  # noqa: B010 - the name follows a rule, which the epilog states
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the arguments. An error names the variable or the key of the file that has the invalid value."""
+        self._drop_service_links()
+        try:
+            rest = super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            if error.param is not None and (place := place_of(ctx, error.param)):
+                error.param_hint = place
+                error.message = f"{error.message}; got {os.environ.get(place, '')}"
+            raise
+        except Exception as error:
+            if (unknown := getattr(error, "option_name", None)) and getattr(error, "possibilities", None) is not None:
+                _suggest_option(error, str(unknown), self.get_params(ctx))
+            raise
+        _resolve_source(ctx)
+        return rest
+
+    def _drop_service_links(self) -> None:
+        """Remove the variables of ports that Kubernetes has set, also for the processes that this command starts."""
+        for name in (str(param.envvar) for param in self.params if param.envvar):
+            if name.endswith("_PORT") and SERVICE_LINK.match(os.environ.get(name, "")):
+                value = os.environ.pop(name)
+                complain(f"ignored {name}={value}, a service link of Kubernetes; set enableServiceLinks: false")
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command. After a usage error, name the options that variables or the file have set."""
+        try:
+            return super().invoke(ctx)
+        except typer.Exit as ended:
+            if ended.exit_code == USAGE:
+                for param in self.get_params(ctx):
+                    if ctx.params.get(param.name) is not None and (place := place_of(ctx, param)):
+                        complain(f"note: --{long_name(param)} is set by {place}")
+            raise
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the arguments and options, in one section per panel. Options without a panel are first."""
+        sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record is not None:
+                plain = "Arguments" if param.param_type_name == "argument" else "Options"
+                sections.setdefault(getattr(param, "rich_help_panel", None) or plain, []).append(record)
+        for name, records in sections.items():
+            if records:
+                with formatter.section(name):
+                    formatter.write_dl(records)
+
+
+class CliGroup(TyperGroup):
+    """Group of commands that suggests similar names for an unknown command."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
+        """Return the name of the command, the command itself, and its arguments."""
+        if args and args[0] not in self.commands and not args[0].startswith("-") and not ctx.resilient_parsing:
+            ctx.fail(f"No such command {args[0]!r}: {suggestion(args[0], self.commands, 'commands')}")
+        return super().resolve_command(ctx, args)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the arguments up to the name of the command."""
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            if (unknown := getattr(error, "option_name", None)) and getattr(error, "possibilities", None) is not None:
+                _suggest_option(error, str(unknown), self.get_params(ctx))
+            raise
+
+
+def place_of(ctx: Any, param: Any) -> str:
+    """Return the variable, or the key and the file, that sets an option. Empty if none of them does."""
+    source = source_of(ctx, param)
+    if source == "variable":
+        return str(param.envvar)
+    return f"{long_name(param)} in {ctx.params.get('config')}" if source == "file" else ""
+
+
+def _suggest_option(error: Any, unknown: str, params: Iterable[Any]) -> None:
+    known = [name for param in params for name in (*param.opts, *param.secondary_opts) if name.startswith("--")]
+    close = get_close_matches(unknown, known, n=NEAR_MAX, cutoff=CLOSE)
+    error.possibilities = None
+    if close:
+        error.message = f"{error.message}: did you mean {' or '.join(close)}?"
+
+
+def _resolve_source(ctx: Any) -> None:
+    """Ignore the Kafka of a variable or a file if the command line has a log file or a URL: they exclude each other."""
+    kafka, url = (getattr(ctx.get_parameter_source(name), "name", "") for name in ("kafka", "url"))
+    has_log = ctx.params.get("log") is not None or len(ctx.params.get("where") or ()) > 1
+    has_url = "kafka" in ctx.params and url == "COMMANDLINE"
+    if has_url and (has_log or kafka == "COMMANDLINE") and not ctx.resilient_parsing:
+        ctx.fail(f"--url and {'a log file' if has_log else '--kafka'} exclude each other: expected one of them")
+    if (has_log or has_url) and kafka in UNSET:
+        ctx.params["kafka"] = None

@@ -1,0 +1,125 @@
+"""Option `--config` of services: a TOML file with options of several services.
+
+Keys are names of options. Top-level keys apply to every service that has the option, and the keys of a table to the
+service of that name. Environment variables and the command line override the file.
+"""
+
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from functools import wraps
+from inspect import Parameter, signature
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from forebay.cli.common.command_class import is_secret, long_name, suggestion
+from forebay.cli.common.errors import fail
+
+OPTION = "config"
+BYTES_MAX = 1 << 20  # a file with all options has a few kilobytes
+
+Names = Callable[[], Iterable[str]]
+
+
+def with_config_file(command: Callable[..., None], services: Iterable[str], names_of_all: Names) -> Callable[..., None]:
+    """Return the command with an option `--config`.
+
+    Args:
+        command: Function of a service.
+        services: Names of all services.
+        names_of_all: Function that returns the names of the options of all services.
+    """
+
+    def read(context: typer.Context, path: Path | None) -> Path | None:
+        if path is not None:
+            options = {name: param for param in context.command.params if (name := long_name(param))}
+            del options[OPTION]
+            values = _values(path, str(context.info_name), options, tuple(services), names_of_all)
+            context.default_map = {
+                options[name].name: _given(path, options[name], values[name], context) for name in values
+            }
+        return path
+
+    option = typer.Option(
+        "--config", help="TOML file with options of this and other services.", callback=read, is_eager=True
+    )
+
+    @wraps(command)
+    def without_file(**arguments: Any) -> None:
+        del arguments[OPTION]
+        command(**arguments)
+
+    own = signature(command).parameters.values()
+    more = Parameter(OPTION, Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[Path | None, option])
+    parameters = [*(one.replace(kind=Parameter.KEYWORD_ONLY) for one in own), more]
+    setattr(without_file, "__signature__", signature(command).replace(parameters=parameters))  # noqa: B010
+    without_file.__annotations__ = {one.name: one.annotation for one in parameters}
+    return without_file
+
+
+def _values(
+    path: Path, command: str, options: Mapping[str, Any], services: tuple[str, ...], names_of_all: Names
+) -> dict[str, Any]:
+    """Return the value of each option of `command` that the file contains. An invalid file ends the command."""
+    try:
+        if path.stat().st_size > BYTES_MAX:
+            fail(f"--config {path}: the file is larger than {BYTES_MAX >> 20} MiB")
+        content = tomllib.loads(path.read_text("utf-8"))
+    except OSError as error:
+        fail(f"cannot read --config {path}: {error.strerror}")
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+        fail(f"--config {path}: not TOML: {error}")
+    tables = {name: value for name, value in content.items() if isinstance(value, dict)}
+    if unknown := [name for name in tables if name not in services]:
+        fail(f"--config {path}: unknown table [{unknown[0]}]; {suggestion(unknown[0], services, 'tables')}")
+    shared = _named(path, "", {name: value for name, value in content.items() if name not in tables})
+    own = _named(path, command, tables.get(command, {}))
+    if unknown := [name for name in own if name not in options]:
+        fail(f"--config {path}: unknown key {unknown[0]} in [{command}]; {suggestion(unknown[0], options, 'keys')}")
+    if elsewhere := [name for name in shared if name not in options]:
+        known = sorted(set(names_of_all()))
+        if unknown := [name for name in elsewhere if name not in known]:
+            fail(f"--config {path}: unknown key {unknown[0]}; {suggestion(unknown[0], known, 'keys')}")
+    return {name: value for name, value in shared.items() if name in options} | own
+
+
+def _named(path: Path, table: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values by option name, which the file may write with underscores."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        name = key.replace("_", "-")
+        if name in found:
+            fail(f"--config {path}: {name} appears twice{f' in [{table}]' if table else ''}")
+        found[name] = value
+    return found
+
+
+def _given(path: Path, param: Any, value: Any, context: typer.Context) -> Any:
+    """Return a value of the file as the text that the command line would contain. A wrong type ends the command."""
+    name = long_name(param)
+    shown = "a value that is not shown" if is_secret(name) else _text(value)
+    if param.is_flag:
+        if not isinstance(value, bool):
+            fail(f"--config {path}: {name}: expected true or false, got {shown}")
+        return value
+    if param.multiple:
+        if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+            fail(f"--config {path}: {name}: expected an array of strings, got {shown}")
+        return value
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        fail(f"--config {path}: {name}: expected one value, got {shown}")
+    try:
+        parsed = param.process_value(context, str(value))
+    except typer.BadParameter as error:
+        fail(f"--config {path}: {name}: {error.message}")
+    if isinstance(parsed, int | float) != isinstance(value, int | float):
+        kind = "a number" if isinstance(parsed, int | float) else "a string"
+        fail(f"--config {path}: {name}: expected {kind}, got {shown}")
+    return str(value)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return f'"{value}"' if isinstance(value, str) else str(value)

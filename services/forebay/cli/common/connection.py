@@ -1,0 +1,12 @@
+"""Advice for failed connections to a running system."""
+
+import httpx
+
+
+def advice(error: Exception) -> str:
+    """Return what the user can do about a connection that failed with this error."""
+    if "CERTIFICATE_VERIFY_FAILED" in str(error):
+        return "set SSL_CERT_FILE to the certificate of the authority that signed the system's certificate"
+    if isinstance(error, httpx.RemoteProtocolError):
+        return "check the URL; a system with a certificate serves only https"
+    return "start a system with `forebay up`"

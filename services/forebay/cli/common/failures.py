@@ -1,0 +1,66 @@
+"""Failures of requests by kind, so that thousands of failures with the same cause are one line."""
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+TEXT_CHARS_MAX = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why one request failed.
+
+    Attributes:
+        kind: name of the cause, the same for all requests with this cause.
+        text: details of this request.
+    """
+
+    kind: str
+    text: str
+
+
+@dataclass(slots=True)
+class FailureCounts:
+    """Number of failed requests, and the first example, of each kind."""
+
+    counts: dict[str, int] = field(default_factory=dict)
+    examples: dict[str, str] = field(default_factory=dict)
+
+    def add(self, failure: Failure) -> None:
+        """Count a failed request."""
+        self.counts[failure.kind] = self.counts.get(failure.kind, 0) + 1
+        self.examples.setdefault(failure.kind, failure.text)
+
+
+class _ErrorFields(msgspec.Struct):
+    message: str = ""
+    code: str | int | None = None
+
+
+class _ErrorBody(msgspec.Struct):
+    error: _ErrorFields
+
+
+_decode = msgspec.json.Decoder(_ErrorBody).decode
+
+
+def status_failure(status: int, content: bytes) -> Failure:
+    """Return the failure of a request whose response has an error status."""
+    code, text = _code_and_text(content)
+    return Failure(f"HTTP {status} {code}".rstrip(), text)
+
+
+def event_failure(data: bytes) -> Failure:
+    """Return the failure of a request whose stream contains an error event."""
+    code, text = _code_and_text(data)
+    return Failure(f"error in the stream {code}".rstrip(), text)
+
+
+def _code_and_text(content: bytes) -> tuple[str, str]:
+    """Return code and message of an error in OpenAI's format. Without this format, the code is empty."""
+    try:
+        error = _decode(content).error
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return "", content[:TEXT_CHARS_MAX].decode(errors="replace")
+    return "" if error.code is None else str(error.code), error.message[:TEXT_CHARS_MAX]

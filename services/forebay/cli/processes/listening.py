@@ -1,0 +1,27 @@
+"""Listen at the address of an ingress, if the options permit its clients."""
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from forebay.cli.common.errors import complain
+from forebay.ingress.http.endpoint import Endpoint
+from forebay.ingress.http.origin_guard import allowed_hosts
+from forebay.ingress.http.server import listen
+from forebay.ingress.settings import IngressSettings
+
+Hosts = frozenset[str] | None  # as `allowed_hosts` returns them
+
+
+@contextmanager
+def listening(endpoint: Endpoint, settings: IngressSettings) -> Iterator[tuple[socket.socket, Hosts]]:
+    """Yield a listening socket and the accepted values of the header `Host`.
+
+    Raises:
+        Unusable: The address cannot be used, or other machines need an API key and there is none.
+    """
+    with listen(endpoint.host, endpoint.port) as listener:
+        address = listener.getsockname()[0]
+        if endpoint.is_open(address, has_key=bool(settings.api_keys)):
+            complain("WARNING: no API key: every client that reaches this address can send requests")
+        yield listener, allowed_hosts(endpoint.host, address, endpoint.allow_hosts)

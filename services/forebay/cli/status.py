@@ -1,0 +1,100 @@
+"""`forebay status`: owner, workers, requests and topics of a running system or a log."""
+
+import asyncio
+from typing import Annotated
+
+import httpx
+import msgspec
+import typer
+
+from forebay.cli.common.api_key import VARIABLE, ClientKeyOption, client_headers
+from forebay.cli.common.errors import USAGE, complain, explained, fail
+from forebay.cli.common.option_groups import spread
+from forebay.cli.common.recording import Recording
+from forebay.cli.common.terminal import own_stdout, results
+from forebay.cli.common.unverified import DIVERGED
+from forebay.cli.control.client import URL, IngressClient, UrlOption, decode_response
+from forebay.cli.policies.allowed import AllowPolicyOption, allowed_policies
+from forebay.cli.status_view import show
+from forebay.core.routing.policies import CustomPolicies
+from forebay.replay.at import JournalDiverged
+from forebay.replay.policies import require_allowed
+from forebay.replay.status import GroupStatus, read_status, with_heartbeats
+from forebay.transport.heartbeats import RouterHeartbeats
+from forebay.transport.history.groups import groups_of
+
+DERIVED_WITHIN_S = 30.0  # an ingress on Kafka derives the status from the log
+HEARTBEATS_S = 2.5  # standbys write a heartbeat every second
+NOT_READY = 1
+
+
+@spread
+def status(
+    recording: Recording,
+    url: UrlOption = URL,
+    api_key: ClientKeyOption = None,
+    allow_policy: AllowPolicyOption = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the status as one JSON object.")] = False,
+) -> None:
+    """Show the owner, workers, requests and topics of a running system or a log.
+
+    Without LOG and --kafka, the ingress at --url is queried. Exits 1 if the system cannot serve requests.
+    """
+    if recording.log is None and recording.kafka is None:
+        found = _query(url, api_key)
+    else:
+        recording.require_one_source()
+        found = _derive(recording, allow_policy)
+    if json:
+        typer.echo(msgspec.json.encode(found).decode())
+    else:
+        show(results(soft_wrap=True), found)
+    if not found.ready:
+        raise typer.Exit(NOT_READY)
+
+
+def _query(url: str, api_key: str | None) -> GroupStatus:
+    with explained():
+        headers = client_headers(api_key)
+    response = IngressClient(url, headers).request("/v1/status", timeout_s=DERIVED_WITHIN_S)
+    answer = decode_response(url, response, "version")
+    if response.status_code == httpx.codes.OK:
+        try:
+            return msgspec.convert(answer, GroupStatus)
+        except msgspec.ValidationError as error:
+            fail(f"{url} returned another version of the status ({error}); use the same version of forebay")
+    problem = answer["error"]
+    hint = f"; set {VARIABLE} or --api-key" if problem.get("code") == "invalid_api_key" else ""
+    complain(f"{url}: {problem['message']}{hint}")
+    raise typer.Exit(USAGE if response.is_client_error else NOT_READY)
+
+
+def _derive(recording: Recording, allow_policy: list[str] | None) -> GroupStatus:
+    with explained():
+        custom = allowed_policies(allow_policy)
+        try:
+            with own_stdout():
+                return asyncio.run(_read(recording, custom))
+        except JournalDiverged as diverged:
+            complain(f"{recording.name}: {diverged}")
+            raise typer.Exit(DIVERGED) from None
+
+
+async def _read(recording: Recording, custom: CustomPolicies) -> GroupStatus:
+    async with recording.source() as log:
+        placed = await groups_of(log)
+        group = recording.group_among(placed)
+        partition = placed[group]
+        await require_allowed(log, partition, custom)
+        if recording.kafka is None:
+            return await read_status(log, partition, group, custom)
+        heartbeats = RouterHeartbeats(log, group)
+        following = asyncio.create_task(heartbeats.follow(partition))
+        try:
+            found, _ = await asyncio.gather(
+                read_status(log, partition, group, custom), asyncio.wait([following], timeout=HEARTBEATS_S)
+            )
+        finally:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+        return with_heartbeats(found, heartbeats)

@@ -1,0 +1,1 @@
+"""`forebay trace`: play a workload into a running system over HTTP."""

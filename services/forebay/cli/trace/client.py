@@ -1,0 +1,412 @@
+"""HTTP client of `forebay trace`: sends the requests of a workload when they are due, and measures the responses."""
+
+import asyncio
+import json as jsonlib
+import signal
+import time
+import uuid
+from array import array
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import msgspec
+from prometheus_client.parser import text_string_to_metric_families
+
+from forebay.cli.common.api_key import VARIABLE
+from forebay.cli.common.connection import advice
+from forebay.cli.common.failures import Failure, FailureCounts, event_failure, status_failure
+from forebay.cli.trace.failures import transport_failure
+from forebay.cli.trace.pace import Pace
+from forebay.simulate.workload import Turn, Workload
+from forebay.simulate.workloads.prompts import prompt
+
+TIMEOUT_S = 900.0
+METRICS_TIMEOUT_S = 5.0
+RETRY_S = 60.0  # seconds to retry a request while its group has no owner; a failover takes seconds
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class NoSystem(Exception):
+    """No forebay system responds at the URL. The message says what failed."""
+
+
+@dataclass(slots=True)
+class TraceOutcome:
+    """What a trace measured so far: latencies in milliseconds, token counts, pace and failures of the requests.
+
+    Attributes:
+        sent: number of requests that were sent.
+        interrupted: number of the signal that ended the trace early; 0 if none did.
+        ttft_ms: times to first token.
+        itl_ms: mean times between the tokens of a response.
+        e2e_ms: times to the last token.
+        prompt_tokens: prompt tokens of completed requests.
+        cached_tokens: the part of `prompt_tokens` that was found in a cache.
+        output_tokens: tokens of complete responses.
+        computed: computed prompt tokens by worker.
+        requests: completed requests by worker.
+        prompts: remote prefills by worker.
+        failures: failed requests by kind.
+        ends: complete responses by request id.
+        roles: role of each worker, idle workers included.
+        silent: URLs that did not respond with metrics at the end.
+        pace: when requests were due and sent.
+    """
+
+    sent: int = 0
+    interrupted: int = 0
+    ttft_ms: "array[float]" = field(default_factory=lambda: array("d"))
+    itl_ms: "array[float]" = field(default_factory=lambda: array("d"))
+    e2e_ms: "array[float]" = field(default_factory=lambda: array("d"))
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    computed: dict[str, int] = field(default_factory=dict)
+    requests: dict[str, int] = field(default_factory=dict)
+    prompts: dict[str, int] = field(default_factory=dict)
+    failures: FailureCounts = field(default_factory=FailureCounts)
+    ends: dict[str, int] = field(default_factory=dict)
+    roles: dict[str, str] = field(default_factory=dict)
+    silent: list[str] = field(default_factory=list)
+    pace: Pace = field(default_factory=Pace)
+
+
+async def play(
+    workload: Workload,
+    urls: list[str],
+    headers: Mapping[str, str],
+    concurrency_max: int,
+    outcome: TraceOutcome,
+    ended: Callable[[], None],
+) -> None:
+    """Play a workload and record what happens in `outcome`. SIGINT and SIGTERM end it early.
+
+    Args:
+        workload: the requests.
+        urls: URLs of the system, which share the requests.
+        headers: headers of every request, such as the one with the API key.
+        concurrency_max: maximum number of requests in flight.
+        outcome: where to record latencies and failures.
+        ended: called for each completed or failed request.
+
+    Raises:
+        NoSystem: the system does not respond at the start.
+    """
+    limits = httpx.Limits(max_connections=concurrency_max, max_keepalive_connections=256)
+    async with httpx.AsyncClient(headers=headers, timeout=TIMEOUT_S, limits=limits) as client:
+        with _interrupts(outcome):
+            try:
+                model = await _model(client, urls)
+                await _Player(client, model, workload, urls, concurrency_max, outcome, ended).run()
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if task is None or not outcome.interrupted:
+                    raise
+                task.uncancel()
+
+
+@contextmanager
+def _interrupts(outcome: TraceOutcome) -> Iterator[None]:
+    """Cancel the current task on the first signal. The second signal ends the process."""
+    task, loop = asyncio.current_task(), asyncio.get_running_loop()
+    assert task is not None
+
+    def interrupt(number: int) -> None:
+        outcome.interrupted = number
+        for one in SIGNALS:
+            loop.remove_signal_handler(one)
+        task.cancel()
+
+    for number in SIGNALS:
+        loop.add_signal_handler(number, interrupt, number)
+    try:
+        yield
+    finally:
+        for number in SIGNALS:
+            loop.remove_signal_handler(number)
+
+
+async def _model(client: httpx.AsyncClient, urls: list[str]) -> str:
+    """Return the name of the first model that the system serves.
+
+    Raises:
+        NoSystem: the system does not respond, requires another API key, or serves no model.
+    """
+    try:
+        response = await client.get(f"{urls[0]}/v1/models")
+    except (httpx.TransportError, httpx.InvalidURL) as error:
+        text = f"no response from {' or '.join(urls)} ({error!r}); {advice(error)}"
+        raise NoSystem(text) from error
+    if response.status_code == httpx.codes.UNAUTHORIZED:
+        raise NoSystem(f"{urls[0]}: the API key is missing or wrong; set {VARIABLE} or --api-key")
+    if response.status_code != httpx.codes.OK:
+        failure = status_failure(response.status_code, response.content)
+        raise NoSystem(f"{urls[0]}/v1/models: got {failure.kind}: {failure.text}; check --url")
+    try:
+        name = response.json()["data"][0]["id"]
+    except (ValueError, LookupError, TypeError):
+        raise NoSystem(f"{urls[0]}/v1/models: lists no model; give the URL of an OpenAI-compatible API") from None
+    return str(name)
+
+
+@dataclass(frozen=True, slots=True)
+class _TracedRequest:
+    """Request, and the URL that it is sent to."""
+
+    url: str
+    request_id: str
+    turn: Turn
+
+
+class _NoOwner(Exception):
+    """No router owns the group at the moment. Retry the request after `after_s` seconds."""
+
+    def __init__(self, response: httpx.Response, failure: Failure) -> None:
+        super().__init__(failure.text)
+        self.failure = failure
+        self.after_s = float(response.headers["retry-after"])
+
+
+class _Player:
+    """Plays one workload: each request waits until it is due and at most `concurrency_max` requests are in flight."""
+
+    def __init__(
+        self,
+        client: httpx.AsyncClient,
+        model: str,
+        workload: Workload,
+        urls: list[str],
+        concurrency_max: int,
+        outcome: TraceOutcome,
+        ended: Callable[[], None],
+    ) -> None:
+        self._client = client
+        self._model = model
+        self._workload = workload
+        self._urls = urls
+        self._outcome = outcome
+        self._on_end = ended
+        self._room = asyncio.Semaphore(concurrency_max)
+        self._run = uuid.uuid4().hex
+        self._began_s = 0.0
+        self._ended: list[asyncio.Future[float]] = []  # by number; seconds from the start
+
+    async def run(self) -> None:
+        """Send every request, and wait for the responses."""
+        outcome, pace = self._outcome, self._outcome.pace
+        cpu_s = await self._read_metrics()
+        self._began_s = time.monotonic()
+        watch = asyncio.create_task(pace.watch_client())
+        try:
+            async with asyncio.TaskGroup() as group:
+                for turn in self._workload.turns():
+                    self._ended.append(asyncio.get_running_loop().create_future())
+                    body = None  # a dependent request waits in its own task, without blocking the others
+                    if not turn.after:
+                        body = self._body(turn)
+                        await self._until(turn.at_us / 1e6)
+                        await self._acquire()
+                    group.create_task(self._send_due(turn, body))
+        finally:
+            watch.cancel()
+            pace.lasted_s = self._now_s()
+        ended_cpu_s = await self._read_metrics()
+        outcome.silent = [url for url in self._urls if url not in ended_cpu_s]
+        for url in cpu_s.keys() & ended_cpu_s.keys():
+            before, after = cpu_s[url], ended_cpu_s[url]
+            if before is not None and after is not None and after >= before:
+                pace.server_cpus[url] = (after - before) / max(pace.lasted_s, 1e-3)
+
+    def _now_s(self) -> float:
+        return time.monotonic() - self._began_s
+
+    async def _until(self, at_s: float) -> None:
+        await asyncio.sleep(max(0.0, at_s - self._now_s()))
+
+    async def _acquire(self) -> None:
+        self._outcome.pace.delayed += self._room.locked()
+        await self._room.acquire()
+
+    async def _send_due(self, turn: Turn, body: bytes | None) -> None:
+        """Send a request. `body` is None for a dependent request, which first waits for others."""
+        due_s = turn.at_us / 1e6
+        if body is None:
+            answered_s = await asyncio.gather(*(self._ended[one] for one in turn.after))
+            due_s = max(due_s, max(answered_s) + turn.delay_us / 1e6)
+            await self._until(due_s)
+            await self._acquire()
+            body = self._body(turn)
+        outcome, pace = self._outcome, self._outcome.pace
+        number, outcome.sent = outcome.sent, outcome.sent + 1
+        sent_s = self._now_s()
+        pace.late_ms.append(max(0.0, sent_s - due_s) * 1e3)
+        pace.first_token_ms.append(None)
+        if not turn.after:
+            pace.due_s.append(due_s)
+            pace.sent_s.append(sent_s)
+        request = _TracedRequest(self._urls[turn.number % len(self._urls)], f"trace-{self._run}-{turn.number}", turn)
+        try:
+            failure, first_token_ms = await self._send(request, body)
+        finally:
+            self._room.release()
+        if failure is None:
+            pace.first_token_ms[number] = first_token_ms
+        else:
+            outcome.failures.add(failure)
+        self._ended[turn.number].set_result(self._now_s())
+        self._on_end()
+
+    def _body(self, turn: Turn) -> bytes:
+        return msgspec.json.encode(
+            {
+                "model": self._model,
+                "prompt": prompt(turn, self._workload.block_tokens),
+                "max_tokens": turn.output_tokens,
+                "ignore_eos": True,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+            }
+        )
+
+    async def _send(self, request: _TracedRequest, body: bytes) -> tuple[Failure | None, float]:
+        """Send a request, again while its group has no owner. Return the failure, or None and the time to first token.
+
+        Latencies count from the first attempt.
+        """
+        response = _StreamedResponse(request, self._outcome)
+        while True:
+            try:
+                failure = await response.follow(self._client, body)
+            except _NoOwner as refused:
+                if time.perf_counter() < response.sent_s + RETRY_S:
+                    await asyncio.sleep(refused.after_s)
+                    continue
+                failure = refused.failure
+            except httpx.HTTPError as error:
+                failure = transport_failure(error, streaming=response.streaming)
+            except (ValueError, LookupError, TypeError) as error:  # an event without the fields of OpenAI's API
+                failure = Failure("malformed response", repr(error))
+            break
+        if failure is None:
+            response.record()
+        return failure, (response.first_s - response.sent_s) * 1e3
+
+    async def _read_metrics(self) -> dict[str, float | None]:
+        """Read the roles of workers. Return the CPU seconds of each server that responds, None if it exports none."""
+        found: dict[str, float | None] = {}
+        for url in self._urls:
+            try:
+                text = (await self._client.get(f"{url}/metrics", timeout=METRICS_TIMEOUT_S)).text
+                roles, cpu_s = _parse_metrics(text)
+            except (httpx.HTTPError, ValueError):  # ValueError: not metrics
+                continue
+            self._outcome.roles |= roles
+            found[url] = cpu_s
+        return found
+
+
+class _StreamedResponse:
+    """Streamed response to one request.
+
+    Attributes:
+        sent_s: time of the first attempt.
+        first_s: time of the first event.
+        streaming: whether the response has begun.
+    """
+
+    def __init__(self, request: _TracedRequest, outcome: TraceOutcome) -> None:
+        self.sent_s = time.perf_counter()
+        self.first_s = 0.0
+        self.streaming = False
+        self._request = request
+        self._outcome = outcome
+        self._last_s = 0.0
+        self._worker = self._computed_by = ""
+        self._usage: dict[str, Any] = {}
+
+    async def follow(self, client: httpx.AsyncClient, body: bytes) -> Failure | None:
+        """Send the request and follow its stream to the end. Return the failure, or None.
+
+        Raises:
+            _NoOwner: no router owns the group.
+            httpx.HTTPError: there is no connection, or it was lost.
+            ValueError, LookupError, TypeError: an event is malformed.
+        """
+        request = self._request
+        headers = {"content-type": "application/json", "x-request-id": request.request_id}
+        async with client.stream("POST", f"{request.url}/v1/completions", content=body, headers=headers) as response:
+            if response.status_code != httpx.codes.OK:
+                content = await response.aread()
+                failure = status_failure(response.status_code, content)
+                if b'"no_owner"' in content and "retry-after" in response.headers:
+                    raise _NoOwner(response, failure)
+                return failure
+            self.streaming = True
+            self._worker = self._computed_by = response.headers.get("x-forebay-worker", "")
+            is_done = False
+            async for line in response.aiter_lines():
+                if not line.startswith("data: "):
+                    continue
+                self._last_s = time.perf_counter()
+                self.first_s = self.first_s or self._last_s
+                data = line.removeprefix("data: ")
+                if data == "[DONE]":
+                    is_done = True
+                elif '"error"' in data and '"choices"' not in data:
+                    return event_failure(data.encode())
+                else:
+                    self._read_event(data)
+        return self._check(is_done=is_done)
+
+    def _read_event(self, data: str) -> None:
+        if '"usage"' in data:
+            chunk = jsonlib.loads(data)
+            self._usage, ends = chunk.get("usage") or {}, self._outcome.ends
+            if self._usage:
+                ends[chunk["id"]] = ends.get(chunk["id"], 0) + 1
+        elif '"forebay"' in data:
+            served = jsonlib.loads(data).get("forebay", {})
+            self._computed_by = served.get("prefill", {}).get("worker", self._worker)
+
+    def _check(self, *, is_done: bool) -> Failure | None:
+        if not is_done or not self._usage:
+            return Failure("broken stream", "the stream ended before its last event")
+        output_tokens = self._request.turn.output_tokens
+        if self._usage["completion_tokens"] != output_tokens:
+            text = f"got {self._usage['completion_tokens']} output tokens, expected {output_tokens}"
+            return Failure("wrong length of the response", text)
+        return None
+
+    def record(self) -> None:
+        """Add the complete response to the outcome of the trace."""
+        outcome, usage, output_tokens = self._outcome, self._usage, self._request.turn.output_tokens
+        details = usage.get("prompt_tokens_details") or {}
+        cached = details.get("cached_tokens", 0)
+        outcome.ttft_ms.append((self.first_s - self.sent_s) * 1e3)
+        outcome.e2e_ms.append((self._last_s - self.sent_s) * 1e3)
+        if output_tokens > 1:
+            outcome.itl_ms.append((self._last_s - self.first_s) * 1e3 / (output_tokens - 1))
+        outcome.prompt_tokens += usage["prompt_tokens"]
+        outcome.output_tokens += output_tokens
+        outcome.cached_tokens += cached
+        computed_by, worker = self._computed_by, self._worker
+        outcome.computed[computed_by] = outcome.computed.get(computed_by, 0) + usage["prompt_tokens"] - cached
+        if computed_by != worker:
+            outcome.prompts[computed_by] = outcome.prompts.get(computed_by, 0) + 1
+        outcome.requests[worker] = outcome.requests.get(worker, 0) + 1
+
+
+def _parse_metrics(text: str) -> tuple[dict[str, str], float | None]:
+    """Return the role of every worker, including idle ones, and the CPU seconds of the process if it exports them."""
+    roles: dict[str, str] = {}
+    cpu_s = None
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if family.name == "dynamo_frontend_worker_active_prefill_tokens":
+                roles[sample.labels["worker_id"]] = sample.labels.get("worker_type", "aggregated")
+            elif sample.name == "process_cpu_seconds_total":
+                cpu_s = sample.value
+    return roles, cpu_s

@@ -1,0 +1,102 @@
+"""Address of an ingress, with the certificate and the rules that depend on the address."""
+
+import ipaddress
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from forebay.ingress.errors import Unusable
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """Certificate of a server and its private key, as PEM files.
+
+    Attributes:
+        certfile: the certificate, followed by the certificates of intermediate authorities.
+        keyfile: the private key; None if `certfile` contains it.
+
+    Raises:
+        Unusable: the files cannot be used as a pair.
+    """
+
+    certfile: Path
+    keyfile: Path | None = None
+
+    def __post_init__(self) -> None:
+        pair = f"--ssl-certfile {self.certfile}" + ("" if self.keyfile is None else f" --ssl-keyfile {self.keyfile}")
+        for file in (self.certfile, self.keyfile):
+            try:
+                if file is not None:
+                    file.open("rb").close()
+            except OSError as error:
+                raise Unusable(f"cannot read {file}: {error.strerror}; check {pair}") from error
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.certfile, self.keyfile, _reject_encrypted)
+        except _Encrypted:
+            raise Unusable(f"{pair}: the private key is encrypted; decrypt it with `openssl pkey`") from None
+        except ssl.SSLError as error:
+            reason = {
+                "KEY_VALUES_MISMATCH": "the private key does not belong to the certificate",
+                "KEY_TYPE_MISMATCH": "the private key does not belong to the certificate",
+            }.get(error.reason or "", "expected a certificate and its private key in PEM format")
+            raise Unusable(f"{pair}: {reason}") from None
+
+
+class _Encrypted(Exception):
+    """The private key is encrypted."""
+
+
+def _reject_encrypted() -> NoReturn:
+    raise _Encrypted
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Address at which an ingress serves HTTP.
+
+    Attributes:
+        host: value of `--host`.
+        port: TCP port.
+        allow_hosts: names accepted in the header `Host`, in addition to the names of a loopback address.
+        allow_anonymous: whether clients beyond loopback may be served without an API key.
+        tls: certificate and private key; None for HTTP without TLS.
+    """
+
+    host: str
+    port: int
+    allow_hosts: tuple[str, ...] = ()
+    allow_anonymous: bool = False
+    tls: TlsFiles | None = None
+
+    @property
+    def scheme(self) -> str:
+        """Scheme of URLs of this endpoint."""
+        return "http" if self.tls is None else "https"
+
+    def is_open(self, address: str, *, has_key: bool) -> bool:
+        """Return whether other machines may send requests without an API key.
+
+        Args:
+            address: IP address of the listening socket.
+            has_key: whether the ingress requires an API key.
+
+        Raises:
+            Unusable: they could, and `allow_anonymous` is false.
+        """
+        if has_key or is_loopback(address):
+            return False
+        if not self.allow_anonymous:
+            raise Unusable(
+                f"--host {self.host} is not a loopback address, so other machines could send requests; set an API key "
+                "with --api-key or FOREBAY_API_KEY, or serve everybody with --allow-anonymous"
+            )
+        return True
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether only this machine can connect to an IP address."""
+    ip = ipaddress.ip_address(address)
+    mapped = ip.ipv4_mapped if isinstance(ip, ipaddress.IPv6Address) else None
+    return (mapped or ip).is_loopback

@@ -1,0 +1,188 @@
+"""Derive the state of a recorded group at a point in time, between and after its journal records.
+
+Theory of operation. A journal record counts the events that its owner applied since the previous record, each run of
+events with a reading of the owner's clock. So the state at a time follows from the last journal record before it, and
+those events of the next record that the owner applied by then. This state is exactly that of the owner.
+
+After the last journal record there are no such counts. An idle owner applies events, for example the ends of requests,
+and writes nothing until its next decision. These events are applied in the order in which they were appended to the
+log, up to the first event that leads to a decision: an owner that had applied it would have written this decision.
+Whether the owner had applied the other events by that time is unknown, so `LaterFacts.unrecorded` counts them.
+"""
+
+from collections import Counter
+from collections.abc import AsyncIterator
+from typing import NamedTuple
+
+from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies, PolicyMissing
+from forebay.core.step import CLOCK, AnyDecision, InputEvent, open_run, step
+from forebay.core.world import World
+from forebay.events.decisions import JournalRecord
+from forebay.events.topics import DECISIONS, INPUTS, Topic
+from forebay.replay.at import NoSuchRecord, Position, last_clock, offset_at, seek
+from forebay.replay.moment import LaterFacts
+from forebay.transport.base import Log, LogError
+from forebay.transport.history.reader import RecordedOrder, Validity, decode_or_none, journal, records_of
+from forebay.transport.recording.manifest import utc
+
+
+class _LaterEvent(NamedTuple):
+    """Event after the last journal record.
+
+    Attributes:
+        at_us: when the event was appended to the log, but not before the previous event of its topic.
+        topic: name of its topic.
+        event: the event; None if it does not decode.
+    """
+
+    at_us: int
+    topic: str
+    event: InputEvent | None
+
+
+async def seek_time(log: Log, partition: int, time_us: int, custom: CustomPolicies = ONLY_BUILT_IN) -> Position:
+    """Return the position at `time_us`: at the last journal record written by then, with the events applied after it.
+
+    Raises:
+        NoSuchRecord: the log begins after `time_us` or ends before it.
+        JournalDiverged: a journal record does not follow from the events.
+        LogError: the log is damaged or incomplete.
+    """
+    offset = await offset_at(log, partition, time_us)
+    position = await seek(log, partition, offset, custom)
+    following = await _next_record(log, partition, position)
+    if following is not None:
+        applied = await _apply_recorded(log, partition, position.world, following, time_us)
+        position.later = LaterFacts(requested_us=time_us, applied=dict(applied))
+        return position
+    await _require_not_after_end(log, partition, position.world, time_us)
+    applied, left, deciding = await _apply_unrecorded(log, partition, position.world, time_us, None)
+    if deciding is not None:  # one event too many: derive the state again, and stop before this event
+        position = await seek(log, partition, offset, custom)
+        applied, left, _ = await _apply_unrecorded(log, partition, position.world, time_us, deciding)
+    position.later = LaterFacts(requested_us=time_us, unrecorded=dict(applied), not_applied=dict(left))
+    return position
+
+
+async def seek_record(
+    log: Log, partition: int, offset: int | None = None, custom: CustomPolicies = ONLY_BUILT_IN
+) -> Position:
+    """Return the position of `seek`. At the last journal record, it has the number of later events on the log."""
+    position = await seek(log, partition, offset, custom)
+    if await _next_record(log, partition, position) is None:
+        view = position.world.view
+        counts = {topic.name: await log.end(topic.name, partition) - view.get(topic.name, 0) for topic in INPUTS}
+        position.later = LaterFacts(not_applied={name: count for name, count in counts.items() if count > 0})
+    return position
+
+
+async def last_time(log: Log, partition: int) -> int:
+    """Return when the last event was applied or appended, in microseconds since 1970; 0 if there is none."""
+    latest_us = await last_clock(log, partition)
+    for topic in INPUTS:
+        end = await log.end(topic.name, partition)
+        if end > await log.begin(topic.name, partition):
+            latest_us = max([latest_us, *(one.at_us for one in await log.read(topic.name, partition, end - 1, 1))])
+    return latest_us
+
+
+async def _next_record(log: Log, partition: int, position: Position) -> JournalRecord | None:
+    """Return the first valid journal record after `position` that consumes events; None if there is none."""
+    end = await log.end(DECISIONS.name, partition)
+    validity = Validity(position.world.owner_epoch)
+    async for _, record in journal(log, partition, position.offset + 1, end, validity):
+        if record.consumed:
+            return record
+    return None
+
+
+async def _apply_recorded(log: Log, partition: int, world: World, record: JournalRecord, time_us: int) -> Counter[str]:
+    """Apply the events that the next journal record counts and that its owner applied by `time_us`.
+
+    They lead to no decision, because a record counts events up to the one that leads to its decision, whose clock
+    reading is later.
+
+    Returns:
+        The number of applied events by topic.
+    """
+    runs = tuple(run for run in record.consumed if run.now_us <= time_us)
+    events = {
+        topic: iter(of) for topic, of in (await RecordedOrder(log, partition, world.view).events_of(runs)).items()
+    }
+    applied: Counter[str] = Counter()
+    for run in runs:
+        open_run(world, run.now_us)
+        for _ in range(run.count if run.topic != CLOCK else 0):
+            step(world, run.topic, next(events[run.topic]), run.now_us)
+            applied[run.topic] += 1
+    return applied
+
+
+async def _apply_unrecorded(
+    log: Log, partition: int, world: World, time_us: int, most: int | None
+) -> tuple[Counter[str], Counter[str], int | None]:
+    """Apply the events on the log that were appended by `time_us`, up to the first one that leads to a decision.
+
+    Args:
+        log: the log.
+        partition: control partition of the group.
+        world: state after the last journal record, which changes.
+        time_us: time in microseconds since 1970.
+        most: apply at most this many events; None for no limit.
+
+    Returns:
+        The number of applied events by topic, the number of other events by `time_us` by topic, and how many events
+        come before the first one that leads to a decision. The last number is None if no applied event does.
+    """
+    applied: Counter[str] = Counter()
+    left: Counter[str] = Counter()
+    async for at_us, topic, event in _later_events(log, partition, world):
+        if at_us > time_us:
+            break
+        if applied.total() == most:
+            left[topic] += 1
+        elif _decide(world, topic, event, max(at_us, world.now_us)):
+            return applied, left, applied.total()
+        else:
+            applied[topic] += 1
+    return applied, left, None
+
+
+def _decide(world: World, topic: str, event: InputEvent | None, now_us: int) -> bool:
+    """Apply an event. Return whether it leads to a decision."""
+    decided: list[AnyDecision] = open_run(world, now_us)
+    try:
+        return bool(decided or step(world, topic, event, now_us))
+    except PolicyMissing:  # only a decision runs a policy
+        return True
+
+
+async def _later_events(log: Log, partition: int, world: World) -> AsyncIterator[_LaterEvent]:
+    """Yield the events that `world` has not applied, in the order in which they were appended to their topics."""
+    sources = [_events_after(log, partition, topic, world.view.get(topic.name, 0)) for topic in INPUTS]
+    heads = [await anext(source, None) for source in sources]
+    while waiting := [(head.at_us, number) for number, head in enumerate(heads) if head is not None]:
+        _, number = min(waiting)
+        head, heads[number] = heads[number], await anext(sources[number], None)
+        assert head is not None
+        yield head
+
+
+async def _events_after(log: Log, partition: int, topic: Topic, start: int) -> AsyncIterator[_LaterEvent]:
+    """Yield the events of a topic from an offset on.
+
+    Raises:
+        LogError: a record is missing.
+    """
+    at_us = 0
+    async for record in records_of(log, topic, partition, start, await log.end(topic.name, partition)):
+        if record.offset != start:
+            raise LogError(f"{topic.name}/{partition}: the records from {start} to {record.offset - 1} are missing")
+        start, at_us = start + 1, max(at_us, record.at_us)
+        yield _LaterEvent(at_us, topic.name, decode_or_none(topic, record.value))
+
+
+async def _require_not_after_end(log: Log, partition: int, world: World, time_us: int) -> None:
+    end_us = max(world.now_us, await last_time(log, partition))
+    if end_us < time_us:
+        raise NoSuchRecord(f"the recording ends at {utc(end_us)}, before the requested time; give an earlier time")

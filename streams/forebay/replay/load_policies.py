@@ -1,0 +1,46 @@
+"""Import the custom policies that a user allowed.
+
+This module imports nothing that reads a log, because the determinism check starts two processes for each policy.
+"""
+
+from collections.abc import Iterable
+from importlib import import_module
+
+from forebay.core.routing.policies import BUILT_IN, CustomPolicies, Policy
+
+ERROR_CHARS_MAX = 500  # of an import error's text, which is not under forebay's control
+
+
+class PolicyUnusable(Exception):
+    """A policy class cannot be imported, or has no method `decide`; the text names the policy and the problem."""
+
+
+def load_policy(path: str) -> type[Policy]:
+    """Import a policy class.
+
+    Args:
+        path: dotted path `package.module.Class`. It must come from the user, never from a log.
+
+    Raises:
+        PolicyUnusable: the class cannot be imported, or has no method `decide`.
+    """
+    module_name, _, class_name = path.rpartition(".")
+    if not module_name:
+        names = ", ".join(BUILT_IN)
+        raise PolicyUnusable(f"{path} is neither a router mode ({names}) nor the dotted path of a class")
+    try:
+        module = import_module(module_name)
+    except (Exception, SystemExit) as error:  # a custom module may fail in any way
+        raise PolicyUnusable(f"the policy {path} cannot be imported: {error!r}"[:ERROR_CHARS_MAX]) from error
+    found = getattr(module, class_name, None)
+    if not isinstance(found, type) or not callable(getattr(found, "decide", None)):
+        raise PolicyUnusable(f"{path} is not a class with a method `decide(world, request)`")
+    return found
+
+
+def load_policies(modes: Iterable[str]) -> CustomPolicies:
+    """Import and return the custom policies among these router modes, by mode.
+
+    Raises PolicyUnusable if a class cannot be imported or is not a policy.
+    """
+    return {mode: load_policy(mode) for mode in sorted(set(modes) - set(BUILT_IN))}

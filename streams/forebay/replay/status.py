@@ -1,0 +1,329 @@
+"""Current status of a group: its owner, workers, requests and topics.
+
+`GET /v1/status` and `forebay status --json` return a `GroupStatus` as JSON. The classes of this module define it, and
+docs/status.md describes it. A later version may add fields. It changes the meaning of a field only together with
+`VERSION`.
+
+A process with the owner reads the owner's world. Every other process derives the world from the log, with the events
+after the newest decision that lead to no other one: see `forebay.replay.at_time`.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Literal
+
+import msgspec
+
+from forebay.core.phases import Phase
+from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
+from forebay.core.state.fleet import FleetWorker, WorkerPhase
+from forebay.core.world import World
+from forebay.events.topics import DECISIONS, INPUTS
+from forebay.replay.at import read_claim
+from forebay.replay.at_time import last_time, seek_time
+from forebay.replay.moment import Fact, RankFacts, ranks_of
+from forebay.transport.base import Log
+from forebay.transport.heartbeats import RouterHeartbeats
+
+VERSION = 1
+NO_OWNER = "no router owns the group now, so requests wait"
+NEVER_OWNED = "no router has owned the group yet"
+NO_WORKER = "no worker is ready"
+NO_PREFILL_WORKER = "no prefill worker is ready, and decode workers must not compute prompts"
+
+Missing = Literal["worker", "prefill worker"]
+
+
+class OwnerStatus(Fact, frozen=True, kw_only=True):
+    """The owner of a group, and the routers that stand by.
+
+    Attributes:
+        owner_id: name of the owner; empty if the group had none, or if its claim is no longer on the log.
+        epoch: epoch of the owner, which is the offset of its claim in the journal; -1 if the group had no owner.
+        since_us: wall clock of the claim, in microseconds of Unix time; null if unknown.
+        alive: whether the owner runs; null if unknown, because a log file has no heartbeats.
+        heartbeat_age_s: seconds since the owner's newest heartbeat arrived; null if unknown.
+        standbys: names of the standby routers; null if unknown.
+    """
+
+    owner_id: str
+    epoch: int
+    since_us: int | None
+    alive: bool | None
+    heartbeat_age_s: float | None
+    standbys: list[str] | None
+
+
+class PoolStatus(Fact, frozen=True, kw_only=True):
+    """A pool of workers.
+
+    Attributes:
+        pool: name of the pool.
+        model: name of the model.
+        role: `aggregated`, `prefill`, `decode` or `encode`.
+        policy: routing policy.
+        routed: requests routed in this pool since the log began.
+        queued: requests in the router's queue for this pool.
+    """
+
+    pool: str
+    model: str
+    role: str
+    policy: str
+    routed: int
+    queued: int
+
+
+class RankStatus(Fact, frozen=True, kw_only=True):
+    """Load and cache of one rank of a worker.
+
+    Attributes:
+        rank: number of the data-parallel rank.
+        active_requests: requests sent to the rank that have not ended.
+        prefill_tokens: uncached prompt tokens of requests that wait for their first token.
+        decode_blocks: KV blocks of the active requests, as the owner counts them.
+        running: requests in the engine's batch, from its newest load report; null without a report.
+        waiting: requests in the engine's queue, from its newest load report; null without a report.
+        kv_blocks_used: KV blocks in use, from the newest load report; null without a report.
+        kv_blocks_total: KV blocks of the rank.
+        cached_blocks: blocks in the rank's cache on the device, from KV events.
+    """
+
+    rank: int
+    active_requests: int
+    prefill_tokens: int
+    decode_blocks: float
+    running: int | None
+    waiting: int | None
+    kv_blocks_used: int | None
+    kv_blocks_total: int
+    cached_blocks: int
+
+
+class WorkerStatus(Fact, frozen=True, kw_only=True):
+    """A worker.
+
+    Attributes:
+        worker_id: name of the worker.
+        epoch: epoch of the worker, which is higher after each restart.
+        state: `ready`, `suspect` (its lease was not renewed) or `draining`.
+        pool: name of its pool.
+        role: `aggregated`, `prefill`, `decode` or `encode`.
+        engine: name of its engine.
+        loras: LoRA adapters that it has loaded.
+        ranks: its ranks, ordered by number.
+    """
+
+    worker_id: str
+    epoch: int
+    state: str
+    pool: str
+    role: str
+    engine: str
+    loras: list[str]
+    ranks: list[RankStatus]
+
+
+class RequestsStatus(Fact, frozen=True, kw_only=True):
+    """Counts of requests.
+
+    Attributes:
+        in_flight: requests that have not ended, including queued ones.
+        queued: requests in the router's queue.
+        by_phase: number of requests by phase, without phases that have none.
+    """
+
+    in_flight: int
+    queued: int
+    by_phase: dict[str, int]
+
+
+class TopicStatus(Fact, frozen=True, kw_only=True):
+    """An input topic of the owner.
+
+    Attributes:
+        topic: name of the topic.
+        partition: partition of the group.
+        applied: offset of the first record that the owner is not known to have applied. In a status from the log, it is
+            the first record that the journal does not count yet.
+        end: offset after the newest record.
+        lag: `end` minus `applied`.
+    """
+
+    topic: str
+    partition: int
+    applied: int
+    end: int
+    lag: int
+
+
+class GroupStatus(Fact, frozen=True, kw_only=True):
+    """Status of a group.
+
+    Attributes:
+        version: version of this form of the status.
+        group: name of the group, which is the name of its model.
+        source: `owner` if the status is the exact state of the owner, `log` if it was derived from the log.
+        at_us: clock of the owner at the newest applied event, in microseconds of Unix time; 0 before the first event.
+        ready: whether requests can be served, as far as known.
+        problems: what is wrong, one sentence each; empty if nothing is.
+        owner: the owner and the standby routers.
+        pools: pools, ordered by name.
+        workers: workers, ordered by name. A lost worker is not listed.
+        requests: counts of requests.
+        topics: input topics of the owner.
+    """
+
+    version: int
+    group: str
+    source: Literal["owner", "log"]
+    at_us: int
+    ready: bool
+    problems: list[str]
+    owner: OwnerStatus
+    pools: list[PoolStatus]
+    workers: list[WorkerStatus]
+    requests: RequestsStatus
+    topics: list[TopicStatus]
+
+
+def missing_worker(world: World, model: str) -> Missing | None:
+    """Return which kind of worker is missing to serve requests for a model; None if none is missing."""
+    pool = world.pool_of(model)
+    if pool is None or not world.roster(pool.pool).ranks:
+        return "worker"
+    disagg = world.disagg.get(pool.pool, pool.router.disagg)
+    needs_prefill = pool.role == "decode" and disagg.enforce and disagg.policy == "always"
+    return "prefill worker" if needs_prefill and world.prefillers_of(pool) is None else None
+
+
+async def read_status(log: Log, partition: int, group: str, custom: CustomPolicies = ONLY_BUILT_IN) -> GroupStatus:
+    """Derive the status of a group from the log. Whether its owner runs is unknown.
+
+    Raises:
+        JournalDiverged: a journal record does not follow from the events.
+        LogError: the log is damaged or incomplete.
+    """
+    if not await log.end(DECISIONS.name, partition):
+        return await _status(log, partition, group, World(custom), {}, "log")
+    position = await seek_time(log, partition, await last_time(log, partition), custom)
+    later = position.later.unrecorded
+    applied = {topic: offset - later.get(topic, 0) for topic, offset in position.world.view.items()}
+    return await _status(log, partition, group, position.world, applied, "log")
+
+
+async def owner_status(log: Log, partition: int, group: str, world: World) -> GroupStatus:
+    """Return the status of a group whose owner runs in this process and has this world. Raises LogError."""
+    status = await _status(log, partition, group, world, world.view, "owner")
+    owner = msgspec.structs.replace(status.owner, alive=True, standbys=[])
+    return msgspec.structs.replace(status, owner=owner)
+
+
+def with_heartbeats(status: GroupStatus, heartbeats: RouterHeartbeats) -> GroupStatus:
+    """Add to a status what the heartbeats of routers show: whether the owner runs, and which routers stand by."""
+    alive = heartbeats.has_owner
+    owner = msgspec.structs.replace(
+        status.owner,
+        alive=alive,
+        heartbeat_age_s=heartbeats.owner_age_s,
+        standbys=[beat.router_id for beat in heartbeats.standbys()],
+    )
+    problems = status.problems if alive or status.owner.epoch < 0 else [NO_OWNER, *status.problems]
+    return msgspec.structs.replace(status, owner=owner, problems=problems, ready=status.ready and alive)
+
+
+async def _status(
+    log: Log, partition: int, group: str, world: World, applied: Mapping[str, int], source: Literal["owner", "log"]
+) -> GroupStatus:
+    epoch = world.owner_epoch
+    claim = await read_claim(log, partition, epoch)
+    ends = {topic.name: await log.end(topic.name, partition) for topic in INPUTS}
+    # The world of a running owner changes at each `await`, so there is none from here on.
+    missing = missing_worker(world, group)
+    problems = [NEVER_OWNED] if epoch < 0 else []
+    if missing is not None:
+        problems.append(NO_WORKER if missing == "worker" else NO_PREFILL_WORKER)
+    problems += [
+        f"worker {worker.spec.worker_id} is suspect, because its lease was not renewed"
+        for worker in world.fleet.workers()
+        if worker.phase is WorkerPhase.SUSPECT
+    ]
+    phases = Counter(str(request.phase) for request in world.requests.active())
+    return GroupStatus(
+        version=VERSION,
+        group=group,
+        source=source,
+        at_us=world.now_us,
+        ready=missing is None and epoch >= 0,
+        problems=problems,
+        owner=OwnerStatus(
+            owner_id="" if claim is None else claim.owner_id,
+            epoch=epoch,
+            since_us=None if claim is None else claim.at_us,
+            alive=None,
+            heartbeat_age_s=None,
+            standbys=None,
+        ),
+        pools=_pools(world),
+        workers=_workers(world),
+        requests=RequestsStatus(
+            in_flight=phases.total(), queued=phases[Phase.QUEUED], by_phase=dict(sorted(phases.items()))
+        ),
+        topics=[_topic(name, partition, applied.get(name, 0), end) for name, end in ends.items()],
+    )
+
+
+def _topic(name: str, partition: int, applied: int, end: int) -> TopicStatus:
+    # The owner may apply records that were appended after `end` was read.
+    end = max(end, applied)
+    return TopicStatus(topic=name, partition=partition, applied=applied, end=end, lag=end - applied)
+
+
+def _pools(world: World) -> list[PoolStatus]:
+    active = world.requests.active()
+    queued = Counter(request.submitted.pool for request in active if request.phase is Phase.QUEUED)
+    return [
+        PoolStatus(
+            pool=name,
+            model=pool.model,
+            role=pool.role,
+            policy=pool.router.mode,
+            routed=world.turns.get(name, 0),
+            queued=queued[name],
+        )
+        for name, pool in sorted(world.pools.items())
+    ]
+
+
+def _workers(world: World) -> list[WorkerStatus]:
+    ranks: dict[str, list[RankFacts]] = {}
+    for facts in ranks_of(world):
+        ranks.setdefault(facts.worker_id, []).append(facts)
+    return [_worker(worker, ranks.get(worker.spec.worker_id, [])) for worker in world.fleet.workers()]
+
+
+def _worker(worker: FleetWorker, ranks: list[RankFacts]) -> WorkerStatus:
+    spec = worker.spec
+    return WorkerStatus(
+        worker_id=spec.worker_id,
+        epoch=worker.worker_epoch,
+        state=worker.phase.value,
+        pool=spec.pool,
+        role=spec.role,
+        engine=spec.engine,
+        loras=list(spec.loras),
+        ranks=[
+            RankStatus(
+                rank=facts.rank,
+                active_requests=facts.active_requests,
+                prefill_tokens=facts.prefill_tokens,
+                decode_blocks=facts.decode_blocks,
+                running=None if facts.reported is None else facts.reported.running,
+                waiting=None if facts.reported is None else facts.reported.waiting,
+                kv_blocks_used=None if facts.reported is None else facts.reported.kv_blocks_used,
+                kv_blocks_total=spec.kv_blocks_total,
+                cached_blocks=facts.blocks["device"],
+            )
+            for facts in ranks
+        ],
+    )

@@ -1,0 +1,252 @@
+"""Options from environment variables and from the file of `--config`, and `forebay config show`."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forebay.cli.app import COMMANDS, SERVICES, load
+from forebay.cli.common.command_class import SERVICE_OPTIONS
+from tests.cli.in_process import forebay
+from tests.harness.local import free_ports
+
+RECORDING = "tests/logs/kv.rec"
+ONE_OR_SEVERAL = {"FOREBAY_API_KEY", "FOREBAY_GROUP", "FOREBAY_URL"}  # one value means the same to every command
+
+
+def shown(*arguments: str) -> dict[str, Any]:
+    run = forebay("config", "show", "--json", *arguments)
+    assert run.returncode == 0, run.stderr
+    found: dict[str, Any] = json.loads(run.stdout)
+    return found
+
+
+def written(folder: Path, text: str) -> str:
+    path = folder / "forebay.toml"
+    path.write_text(text)
+    return str(path)
+
+
+def commands(name: str, command: Any) -> dict[str, Any]:
+    if not hasattr(command, "commands"):
+        return {name: command}
+    return {
+        path: one for part, sub in command.commands.items() for path, one in commands(f"{name} {part}", sub).items()
+    }
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_has_the_variable_of_its_name_or_belongs_to_services(name: str) -> None:
+    for path, command in commands(name, load(name)).items():
+        for param in command.params:
+            flag = next((one for one in param.opts if one.startswith("--")), "")
+            is_exempt = name not in SERVICES and flag.removeprefix("--") in SERVICE_OPTIONS
+            if is_exempt:
+                assert param.envvar is None, path
+            elif flag and not getattr(param, "hidden", False):
+                expected = "FOREBAY_" + flag.removeprefix("--").replace("-", "_").upper()
+                assert param.envvar == expected, path
+
+
+def test_options_with_the_same_variable_are_of_the_same_kind() -> None:
+    kinds: dict[str, set[tuple[bool, bool]]] = {}
+    for name in COMMANDS:
+        for command in commands(name, load(name)).values():
+            for param in command.params:
+                if param.envvar and param.envvar not in ONE_OR_SEVERAL:
+                    kinds.setdefault(param.envvar, set()).add((param.multiple, param.is_flag))
+    assert {one: found for one, found in kinds.items() if len(found) > 1} == {}
+
+
+@pytest.mark.parametrize(
+    ("command", "variable", "value"),
+    [
+        ("control sleep", "FOREBAY_WORKER", "w0"),
+        ("control sleep", "FOREBAY_POOL", "prefill"),
+        ("control load-lora", "FOREBAY_LORA", "a=/a"),
+        ("control sleep", "FOREBAY_TIMEOUT_S", "600"),
+        ("simulate", "FOREBAY_ENGINE", "vllm"),
+        ("simulate", "FOREBAY_POLICY", "always"),
+        ("simulate", "FOREBAY_POOLS", "prefill,decode"),
+        ("topics tail", "FOREBAY_FROM", "2026-01-31T12:00"),
+    ],
+)
+def test_a_variable_of_a_service_does_not_set_options_of_other_commands(
+    monkeypatch: pytest.MonkeyPatch, command: str, variable: str, value: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    option = variable.removeprefix("FOREBAY_").lower().replace("_", "-")
+    assert shown(*command.split())[option]["source"] == "default"
+
+
+def test_flag_precedes_variable_precedes_file_precedes_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = written(tmp_path, 'port = 1001\nhost = "a"\ntimeout-s = 5\n[up]\nhost = "b"\ntaint = ["x", "y"]\n')
+    monkeypatch.setenv("FOREBAY_PORT", "1002")
+    monkeypatch.setenv("FOREBAY_TIMEOUT_S", "6")
+    found = shown("up", "--config", file, "--timeout-s", "7")
+    assert found["timeout-s"] == {"value": 7.0, "source": "flag"}
+    assert found["port"] == {"value": 1002, "source": "variable FOREBAY_PORT"}
+    assert found["host"] == {"value": "b", "source": f"file host in {file}"}
+    assert found["taint"]["value"] == ["x", "y"]
+    assert found["dp-size"] == {"value": 1, "source": "default"}
+
+
+def test_flags_without_a_value_can_be_set_by_a_variable_and_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = written(tmp_path, "[worker]\nverbose = true\nkv_checksum = false\n")
+    monkeypatch.setenv("FOREBAY_CONFIG", file)
+    monkeypatch.setenv("FOREBAY_KV_EVENTS", "false")
+    found = shown("worker")
+    assert [found[name]["value"] for name in ("verbose", "kv-checksum", "kv-events")] == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "arguments"),
+    [
+        ("FOREBAY_PORT", "eighty", ["up"]),
+        ("FOREBAY_WORKERS", "0", ["simulate", "synthetic:"]),
+        ("FOREBAY_KV_EVENTS", "perhaps", ["worker"]),
+        ("FOREBAY_LOG_MAX_SIZE", "5", ["up"]),
+    ],
+)
+def test_error_for_a_bad_value_names_the_variable(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, arguments: list[str]
+) -> None:
+    monkeypatch.setenv(variable, value)
+    run = forebay(*arguments)
+    assert run.returncode == 2
+    assert variable in run.stderr
+    assert value in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "link"),
+    [
+        ("up", "port", "tcp://10.0.0.1:8000"),
+        ("router", "metrics-port", "udp://10.0.0.1:53"),
+        ("worker", "metrics-port", "sctp://[fd00::1]:9000"),
+    ],
+)
+def test_a_service_link_of_kubernetes_does_not_set_a_port(
+    monkeypatch: pytest.MonkeyPatch, command: str, option: str, link: str
+) -> None:
+    variable = f"FOREBAY_{option.upper().replace('-', '_')}"
+    monkeypatch.setenv(variable, link)
+    run = forebay("config", "show", "--json", command)
+    assert (run.returncode, json.loads(run.stdout)[option]["source"]) == (0, "default")
+    (line,) = run.stderr.splitlines()
+    assert f"ignored {variable}={link}" in line
+    assert "enableServiceLinks: false" in line
+
+
+def test_error_for_options_that_exclude_each_other_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FOREBAY_WORKERS", "2")
+    run = forebay("up", "--prefill-workers", "1", "--decode-workers", "1")
+    assert run.returncode == 2
+    assert "note: --workers is set by FOREBAY_WORKERS" in run.stderr
+
+
+def test_a_log_file_on_the_command_line_overrides_kafka_from_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FOREBAY_KAFKA", "127.0.0.1:1")
+    for arguments in (["topics", "list", RECORDING], ["topics", "tail", RECORDING, "decisions"]):
+        run = forebay(*arguments)
+        assert (run.returncode, run.stderr) == (0, "")
+
+
+def test_a_url_on_the_command_line_overrides_kafka_from_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FOREBAY_KAFKA", "127.0.0.1:1")
+    run = forebay("status", "--url", f"http://127.0.0.1:{free_ports(1)}")
+    assert run.returncode == 2
+    assert "does not respond" in run.stderr
+
+
+@pytest.mark.parametrize(("other", "name"), [(["--kafka", "127.0.0.1:1"], "--kafka"), ([RECORDING], "a log file")])
+def test_a_url_and_another_source_on_the_command_line_are_an_error(other: list[str], name: str) -> None:
+    run = forebay("status", "--url", "http://127.0.0.1:1", *other)
+    assert run.returncode == 2
+    assert f"--url and {name} exclude each other" in run.stderr
+
+
+@pytest.mark.parametrize("service", SERVICES)
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("port", "not TOML"),
+        ("verbos = true", "unknown key verbos; did you mean verbose?"),
+        ("[ingres]\nport = 1", "unknown table [ingres]; did you mean ingress?"),
+        ("[{service}]\nxyz = 1", "unknown key xyz in [{service}]; "),
+        ("config = 'x'", "unknown key config; "),
+        ("metrics-port = 1\nmetrics_port = 2", "metrics-port appears twice"),
+    ],
+)
+def test_error_for_an_invalid_file(tmp_path: Path, service: str, text: str, expected: str) -> None:
+    file = written(tmp_path, text.format(service=service))
+    more = ["x.py:X"] if service == "serve" else []
+    run = forebay(service, *more, "--config", file)
+    assert run.returncode == 2
+    assert f"--config {file}: " in run.stderr
+    assert expected.format(service=service) in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('port = "80"', 'port: expected a number, got "80"'),
+        ("port = true", "port: expected one value, got true"),
+        ("port = 70000", "port: Input should be less than or equal to 65535"),
+        ("model-name = 5", "model-name: expected a string, got 5"),
+        ("kv-events = 1", "kv-events: expected true or false, got 1"),
+        ("taint = 'x'", 'taint: expected an array of strings, got "x"'),
+        ("kv-transport = 'udp'", "kv-transport: "),
+        ("log = 2026-01-01", "log: expected one value, got 2026-01-01"),
+    ],
+)
+def test_error_for_a_value_of_the_wrong_type(tmp_path: Path, text: str, expected: str) -> None:
+    run = forebay("up", "--config", written(tmp_path, text))
+    assert run.returncode == 2
+    assert expected in run.stderr
+
+
+def test_error_for_a_missing_file(tmp_path: Path) -> None:
+    run = forebay("up", "--config", str(tmp_path / "missing.toml"))
+    assert run.returncode == 2
+    assert "missing.toml: No such file" in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("url", "masked"),
+    [
+        ("redis://me:hunter2@127.0.0.1:6379/0", "redis://me:********@127.0.0.1:6379/0"),
+        ("redis://:p/ss@127.0.0.1", "redis://:********@127.0.0.1"),
+        ("redis://:p@ss@127.0.0.1", "redis://:********@127.0.0.1"),
+        ("redis://me:p:s/s@s@127.0.0.1:6379", "redis://me:********@127.0.0.1:6379"),
+        ("redis://me@127.0.0.1:6379/0", "redis://me@127.0.0.1:6379/0"),
+        ("redis://127.0.0.1:6379/0", "redis://127.0.0.1:6379/0"),
+    ],
+)
+def test_config_show_masks_passwords_of_urls(url: str, masked: str) -> None:
+    assert shown("worker", "--redis", url)["redis"]["value"] == masked
+
+
+def test_config_show_prints_a_table_and_accepts_subcommands() -> None:
+    run = forebay("config", "show", "topics", "tail", "--lines", "3")
+    assert run.returncode == 0
+    (row,) = (line.split() for line in run.stdout.splitlines() if line.startswith("--lines"))
+    assert row == ["--lines", "3", "flag"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["upp"], "did you mean up?"),
+        (["topics"], "expected a subcommand: create, list, tail, lag"),
+        (["topics", "lst"], "did you mean list?"),
+        (["up", "--prot", "1"], "did you mean --port?"),
+    ],
+)
+def test_config_show_rejects_unknown_names(arguments: list[str], expected: str) -> None:
+    run = forebay("config", "show", *arguments)
+    assert run.returncode == 2
+    assert expected in run.stderr

@@ -1,0 +1,249 @@
+"""Examples of the official OpenAI client and its documentation, without changes but the address, on `forebay up`."""
+
+import json
+from collections.abc import Iterator
+from enum import StrEnum
+from typing import Any
+
+import openai
+import pytest
+from pydantic import BaseModel
+
+from tests.cli.up import running
+
+pytestmark = pytest.mark.timeout(120)
+MODEL = "forebay-default"
+
+
+class CalendarEvent(BaseModel):
+    name: str
+    date: str
+    participants: list[str]
+
+
+class Step(BaseModel):
+    explanation: str
+    output: str
+
+
+class MathResponse(BaseModel):
+    steps: list[Step]
+    final_answer: str
+
+
+class Table(StrEnum):
+    orders = "orders"
+    customers = "customers"
+
+
+class Operator(StrEnum):
+    eq = "="
+    gt = ">"
+
+
+class DynamicValue(BaseModel):
+    column_name: str
+
+
+class Condition(BaseModel):
+    column: str
+    operator: Operator
+    value: str | int | DynamicValue
+
+
+class Query(BaseModel):
+    table_name: Table
+    columns: list[str]
+    conditions: list[Condition]
+
+
+def tool(name: str, description: str, **properties: Any) -> Any:
+    parameters = {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+
+
+WEATHER = tool(
+    "get_weather",
+    "Get current temperature for a given location.",
+    location={"type": "string", "description": "City and country e.g. Bogotá, Colombia"},
+    units={"type": "string", "enum": ["celsius", "fahrenheit"]},
+)
+EMAIL = tool("send_email", "Send an email to a given recipient.", to={"type": "string", "format": "email"})
+WEATHER["function"]["strict"] = True
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[openai.OpenAI]:
+    with running("--workers", "2") as up, up.client() as made:
+        yield made
+
+
+def ask(text: str) -> list[Any]:
+    return [{"role": "user", "content": text}]
+
+
+def test_a_chat_and_a_stream(client: openai.OpenAI) -> None:
+    whole = client.chat.completions.create(model=MODEL, messages=ask("Say this is a test"), max_tokens=8)
+    assert whole.choices[0].message.content
+    stream = client.chat.completions.create(model=MODEL, messages=ask("Say this is a test"), max_tokens=8, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == whole.choices[0].message.content
+
+
+def test_a_tool_is_called_and_its_result_answered(client: openai.OpenAI) -> None:
+    messages = ask("What is the weather like in Paris today?")
+    completion = client.chat.completions.create(model=MODEL, messages=messages, tools=[WEATHER, EMAIL])
+    choice = completion.choices[0]
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+    assert choice.message.tool_calls is not None
+    (call,) = choice.message.tool_calls
+    assert call.type == "function"
+    assert call.function.name == "get_weather"
+    arguments = json.loads(call.function.arguments)
+    assert (set(arguments), arguments["units"] in ("celsius", "fahrenheit")) == ({"location", "units"}, True)
+    messages += [choice.message, {"role": "tool", "tool_call_id": call.id, "content": "weather: 14 degrees"}]
+    answer = client.chat.completions.create(model=MODEL, messages=messages, tools=[WEATHER, EMAIL], max_tokens=8)
+    assert answer.choices[0].message.tool_calls is None
+    assert answer.choices[0].message.content
+
+
+@pytest.mark.parametrize(("parallel", "count"), [(True, 2), (False, 1)])
+def test_parallel_calls(client: openai.OpenAI, parallel: bool, count: int) -> None:
+    completion = client.chat.completions.create(
+        model=MODEL,
+        messages=ask("Get the weather in Bogotá and send an email to Bob"),
+        tools=[WEATHER, EMAIL],
+        parallel_tool_calls=parallel,
+    )
+    calls = completion.choices[0].message.tool_calls
+    assert calls is not None
+    assert [call.function.name for call in calls if call.type == "function"] == ["get_weather", "send_email"][:count]
+
+
+def test_tool_choice(client: openai.OpenAI) -> None:
+    def call_of(choice: Any, text: str = "Hello") -> Any:
+        given = client.chat.completions.create(
+            model=MODEL, messages=ask(text), tools=[WEATHER, EMAIL], tool_choice=choice, max_tokens=80
+        )
+        return given.choices[0].message.tool_calls, given.choices[0].finish_reason
+
+    assert call_of("auto") == (None, "length")
+    assert call_of("none", "What is the weather?") == (None, "length")
+    (call, *_), reason = call_of("required")
+    assert (call.function.name in ("get_weather", "send_email"), reason) == (True, "tool_calls")
+    (call,), reason = call_of({"type": "function", "function": {"name": "send_email"}})
+    assert (call.function.name, reason) == ("send_email", "tool_calls")
+    assert json.loads(call.function.arguments)["to"].endswith("@example.com")
+
+
+def test_a_stream_of_tool_calls(client: openai.OpenAI) -> None:
+    stream = client.chat.completions.create(
+        model=MODEL, messages=ask("What is the weather like in Paris today?"), tools=[WEATHER], stream=True
+    )
+    calls: dict[int, Any] = {}
+    for chunk in stream:
+        for call in chunk.choices[0].delta.tool_calls or []:
+            assert call.function is not None
+            if call.index in calls:
+                calls[call.index].function.arguments += call.function.arguments or ""
+            else:
+                calls[call.index] = call
+                call.function.arguments = call.function.arguments or ""
+    (only,) = calls.values()
+    assert set(json.loads(only.function.arguments)) == {"location", "units"}
+
+
+def test_parsed_structured_outputs(client: openai.OpenAI) -> None:
+    event = client.chat.completions.parse(
+        model=MODEL,
+        messages=[
+            {"role": "system", "content": "Extract the event information."},
+            {"role": "user", "content": "Alice and Bob are going to a science fair on Friday."},
+        ],
+        response_format=CalendarEvent,
+    )
+    assert event.choices[0].finish_reason == "stop"
+    assert isinstance(event.choices[0].message.parsed, CalendarEvent)
+    with client.chat.completions.stream(
+        model=MODEL, messages=ask("how can I solve 8x + 7 = -23"), response_format=MathResponse
+    ) as stream:
+        kinds = {event.type for event in stream}
+        final = stream.get_final_completion()
+    assert {"content.delta", "content.done"} <= kinds
+    parsed = final.choices[0].message.parsed
+    assert parsed is not None
+    assert parsed.steps[0].explanation
+
+
+def test_parsed_tool_calls(client: openai.OpenAI) -> None:
+    completion = client.chat.completions.parse(
+        model=MODEL,
+        messages=ask("look up all my orders in november of last year that were fulfilled but not delivered on time"),
+        tools=[openai.pydantic_function_tool(Query)],
+    )
+    (call,) = completion.choices[0].message.tool_calls or []
+    assert isinstance(call.function.parsed_arguments, Query)
+
+
+def test_json_mode_and_choices_of_vllm(client: openai.OpenAI) -> None:
+    completion = client.chat.completions.create(
+        model=MODEL, messages=ask("Answer in JSON"), response_format={"type": "json_object"}
+    )
+    assert isinstance(json.loads(completion.choices[0].message.content or ""), dict)
+    labels = ["positive", "negative"]
+    chosen = client.chat.completions.create(
+        model=MODEL, messages=ask("Wonderful!"), extra_body={"structured_outputs": {"choice": labels}}
+    )
+    assert chosen.choices[0].message.content in labels
+
+
+@pytest.mark.parametrize(
+    "options", [{"reasoning_effort": "low"}, {"extra_body": {"chat_template_kwargs": {"enable_thinking": True}}}]
+)
+def test_reasoning_when_asked(client: openai.OpenAI, options: dict[str, Any]) -> None:
+    messages = ask("How many letters r are in strawberry?")
+    completion = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=60, **options)
+    message = completion.choices[0].message
+    assert message.model_extra is not None
+    assert len(message.model_extra["reasoning_content"].split()) > 10
+    assert "</think>" not in (message.content or "</think>")
+    stream = client.chat.completions.create(
+        model=MODEL, messages=messages, max_tokens=60, stream=True, seed=3, **options
+    )
+    deltas = [chunk.choices[0].delta for chunk in stream]
+    assert any((delta.model_extra or {}).get("reasoning_content") for delta in deltas)
+    assert any(delta.content for delta in deltas)
+
+
+def test_reasoning_before_a_call_and_none_unless_asked(client: openai.OpenAI) -> None:
+    thinking = client.chat.completions.create(
+        model=MODEL, messages=ask("What is the weather?"), tools=[WEATHER], reasoning_effort="high"
+    )
+    message = thinking.choices[0].message
+    assert message.tool_calls
+    assert (message.model_extra or {})["reasoning_content"]
+    plain = client.chat.completions.create(
+        model=MODEL, messages=ask("What is the weather?"), reasoning_effort="minimal", max_tokens=5
+    )
+    assert "reasoning_content" not in (plain.choices[0].message.model_extra or {})
+
+
+def test_choices_stop_logprobs_and_completions(client: openai.OpenAI) -> None:
+    chat = client.chat.completions.create(
+        model=MODEL, messages=ask("Hi"), n=3, seed=1, max_tokens=6, logprobs=True, top_logprobs=2
+    )
+    assert len({choice.message.content for choice in chat.choices}) == 3
+    assert all(choice.logprobs is not None and len(choice.logprobs.content or ()) == 6 for choice in chat.choices)
+    assert chat.usage is not None
+    assert chat.usage.completion_tokens == 18
+    text = client.completions.create(model=MODEL, prompt=["Once upon", "a time"], max_tokens=6, echo=True)
+    assert [choice.text[:6] for choice in text.choices] == ["Once u", "a time"]
+    first, second = text.choices[0].text.removeprefix("Once upon ").split()[:2]
+    stopped = client.completions.create(model=MODEL, prompt="Once upon", max_tokens=6, stop=second)
+    assert (stopped.choices[0].text, stopped.choices[0].finish_reason) == (f" {first} ", "stop")
+    vectors = client.embeddings.create(model=MODEL, input=["The food was delicious", "and the waiter"])
+    assert len(vectors.data) == 2

@@ -1,0 +1,107 @@
+"""Addresses beyond loopback need an API key, and a certificate needs its private key."""
+
+import asyncio
+import ssl
+from pathlib import Path
+
+import openai
+import pytest
+import trustme
+from cryptography.hazmat.primitives import serialization
+
+from forebay.ingress.errors import Unusable
+from forebay.ingress.http.endpoint import Endpoint, TlsFiles
+from forebay.ingress.http.server import build_server
+from tests.ingress.conftest import NAME, make_scene
+from tests.system import until
+
+
+@pytest.mark.parametrize(
+    ("address", "has_key", "allowed", "is_open"),
+    [
+        ("127.0.0.1", False, False, False),
+        ("::1", False, False, False),
+        ("::ffff:127.0.0.1", False, False, False),
+        ("0.0.0.0", True, False, False),
+        ("0.0.0.0", True, True, False),
+        ("192.168.1.2", False, True, True),
+        ("::", False, True, True),
+    ],
+)
+def test_other_machines_need_a_key_or_permission(address: str, has_key: bool, allowed: bool, is_open: bool) -> None:
+    endpoint = Endpoint(address, 8000, allow_anonymous=allowed)
+    assert endpoint.is_open(address, has_key=has_key) is is_open
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0", "::", "192.168.1.2"])
+def test_an_open_address_is_rejected(address: str) -> None:
+    with pytest.raises(Unusable, match=f"--host {address} is not a loopback address.*--api-key.*--allow-anonymous"):
+        Endpoint(address, 8000).is_open(address, has_key=False)
+
+
+@pytest.fixture
+def authority() -> trustme.CA:
+    return trustme.CA(key_type=trustme.KeyType.ECDSA)
+
+
+def write(authority: trustme.CA, folder: Path) -> TlsFiles:
+    """Write a new certificate for 127.0.0.1 and its private key."""
+    folder.mkdir()
+    issued = authority.issue_cert("127.0.0.1", key_type=trustme.KeyType.ECDSA)
+    issued.cert_chain_pems[0].write_to_path(folder / "cert.pem")
+    issued.private_key_pem.write_to_path(folder / "key.pem")
+    return TlsFiles(folder / "cert.pem", folder / "key.pem")
+
+
+@pytest.mark.parametrize("joined", [False, True])
+async def test_the_openai_client_uses_https(authority: trustme.CA, tmp_path: Path, joined: bool) -> None:
+    files = write(authority, tmp_path / "a")
+    if joined:
+        both = tmp_path / "both.pem"
+        both.write_bytes((tmp_path / "a/key.pem").read_bytes() + (tmp_path / "a/cert.pem").read_bytes())
+        files = TlsFiles(both)
+    trusted = ssl.create_default_context()
+    authority.configure_trust(trusted)
+    async with make_scene(api_keys=("key",), admin_token="") as scene:
+        listener, port = scene.listen()
+        server = build_server(scene.app, tls=files)
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        await until(lambda: server.started)
+        http_client = openai.DefaultAsyncHttpxClient(verify=trusted)
+        base_url = f"https://127.0.0.1:{port}/v1"
+        async with openai.AsyncOpenAI(base_url=base_url, api_key="key", http_client=http_client) as client:
+            pending = asyncio.create_task(client.completions.create(model=NAME, prompt="a"))
+            request = await scene.next_request()
+            scene.end(request.request_id, output=scene.emit_text(request.request_id, " b"))
+            assert (await pending).choices[0].text == " b"
+            page = {"origin": f"https://127.0.0.1:{port}", "sec-fetch-site": "same-origin"}
+            assert [one.id async for one in client.models.list(extra_headers=page)] == [NAME]
+        server.should_exit = True
+        await serving
+
+
+def test_unusable_files_are_rejected(authority: trustme.CA, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write(authority, tmp_path / name)
+    cert, key, foreign, missing = (tmp_path / name for name in ("a/cert.pem", "a/key.pem", "b/key.pem", "none"))
+    encrypted = tmp_path / "encrypted.pem"
+    private = serialization.load_pem_private_key(key.read_bytes(), None)
+    encrypted.write_bytes(
+        private.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.BestAvailableEncryption(b"secret"),
+        )
+    )
+    for pair, text in (
+        ((missing, key), f"cannot read {missing}: No such file or directory"),
+        ((cert, missing), f"cannot read {missing}: No such file or directory"),
+        ((cert, foreign), "the private key does not belong to the certificate"),
+        ((cert, None), "expected a certificate and its private key in PEM format"),
+        ((key, cert), "expected a certificate and its private key in PEM format"),
+        ((cert, encrypted), "the private key is encrypted"),
+    ):
+        with pytest.raises(Unusable) as caught:
+            TlsFiles(*pair)
+        assert text in str(caught.value)
+        assert f"--ssl-certfile {pair[0]}" in str(caught.value)

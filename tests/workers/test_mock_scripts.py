@@ -1,0 +1,278 @@
+"""Output of the mock engine for structures, tools and reasoning: values of schemas, and scripts for prompts."""
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
+
+from forebay.engine_model.model import EngineConfig
+from forebay.events.base import pack_u32, unpack_u32
+from forebay.events.requests import Sampling, StructuredOutput
+from forebay.ingress.model import DEFAULT_MODEL, Model
+from forebay.workers.engines.mock.engine import MockEngine
+from forebay.workers.engines.mock.schema_values import CHARS_MAX, FORMATS, CharBudget, SchemaValues
+from forebay.workers.engines.mock.scripts import REASONING_WORDS, OutputScripts
+from tests.workers.work_items import finish, hashes_of, item
+
+MODEL = Model(DEFAULT_MODEL)
+WORDS = ("water", "stone", "river")
+SCRIPTS = OutputScripts(
+    MODEL.encode, lambda token_ids: MODEL.tokenizer.decode(token_ids, skip_special_tokens=False), WORDS
+)
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+BOOKING = {
+    "type": "function",
+    "function": {"name": "Query", "parameters": {"properties": {"table": {"enum": ["order", "customer"]}}}},
+}
+NODE = {
+    "$ref": "#/$defs/Node",
+    "$defs": {
+        "Node": {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string"},
+                "next": {"anyOf": [{"$ref": "#/$defs/Node"}, {"type": "null"}]},
+                "children": {"type": "array", "items": {"$ref": "#/$defs/Node"}},
+            },
+            "required": ["name", "next", "children"],
+            "additionalProperties": False,
+        }
+    },
+}
+SCHEMAS: list[Any] = [
+    {},
+    True,
+    {"type": "null"},
+    {"type": "boolean"},
+    {"const": {"a": 1}},
+    {"enum": ["a", None, 3]},
+    {"type": "integer", "minimum": 5, "maximum": 7},
+    {"type": "integer", "exclusiveMinimum": -3, "exclusiveMaximum": -1},
+    {"type": "integer", "multipleOf": 7, "minimum": 50},
+    {"type": "integer", "maximum": -10},
+    {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
+    {"type": "number", "multipleOf": 0.5, "minimum": 3},
+    {"type": ["string", "null"], "minLength": 30},
+    {"type": "string", "maxLength": 2},
+    *({"type": "string", "format": name} for name in FORMATS),
+    {"type": "array", "items": {"type": "integer"}, "minItems": 4, "maxItems": 4},
+    {"type": "array", "items": {"enum": [1, 2, 3]}, "uniqueItems": True},
+    {"type": "array", "prefixItems": [{"type": "string"}, {"type": "integer"}], "minItems": 3},
+    {"type": "array", "maxItems": 0},
+    {"type": "object", "properties": {"a": {"type": "integer"}, "b": {}}, "required": ["b", "c"]},
+    {"type": "object", "additionalProperties": {"type": "integer"}},
+    {"allOf": [{"$ref": "#/$defs/A"}, {"properties": {"b": {"type": "boolean"}}, "required": ["b"]}],
+     "$defs": {"A": {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}}},
+    {"oneOf": [{"type": "string"}, {"type": "array", "items": {"$ref": "#/x~1y/0"}}], "x/y": [{"type": "integer"}]},
+    NODE,
+]  # fmt: skip
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=6),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=8,
+)
+KEYWORDS = (
+    "$ref", "const", "enum", "anyOf", "oneOf", "allOf", "type", "properties", "required", "additionalProperties",
+    "items", "prefixItems",
+    "minItems", "maxItems", "uniqueItems", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum",
+    "multipleOf", "minLength", "maxLength", "format", "$defs",
+)  # fmt: skip
+TYPES = st.sampled_from(("object", "array", "integer", "number", "string"))
+
+
+@pytest.mark.parametrize("schema", SCHEMAS)
+def test_a_value_matches_its_schema(schema: Any) -> None:
+    for seed in range(20):
+        value = SchemaValues(schema, seed, WORDS, CharBudget()).value()
+        Draft202012Validator(schema).validate(value)
+        assert value == SchemaValues(schema, seed, WORDS, CharBudget()).value()
+
+
+def test_values_depend_on_the_seed() -> None:
+    schema = {"type": "array", "items": {}, "minItems": 8}
+    assert len({str(SchemaValues(schema, seed, WORDS, CharBudget()).value()) for seed in range(20)}) > 10
+
+
+@given(
+    schema=st.dictionaries(st.sampled_from(KEYWORDS), JSON | TYPES | st.lists(TYPES, max_size=2), max_size=5),
+    seed=st.integers(0, 9),
+)
+def test_any_json_is_accepted_as_a_schema(schema: Any, seed: int) -> None:
+    json.dumps(SchemaValues({"properties": {"a": schema}, **schema}, seed, WORDS, CharBudget()).value())
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#"},
+        {"type": "array", "minItems": 10**9, "items": {"type": "array", "minItems": 10**9}},
+        {"properties": {name: {"$ref": "#"} for name in "abcdefgh"}, "required": [*"abcdefgh"]},
+    ],
+)
+def test_endless_schemas_end(schema: Any) -> None:
+    assert len(json.dumps(SchemaValues(schema, 1, WORDS, CharBudget()).value())) < 100_000
+
+
+LONG = {"type": "array", "minItems": 999, "items": {"type": "string", "minLength": 10_000}}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        LONG,
+        {"type": "array", "minItems": 999, "items": {"const": "a" * 5_000}},
+        {"type": "array", "minItems": 999, "items": {"enum": [["b"] * 1_000]}},
+        {"type": "array", "minItems": 99, "items": {"required": ["c" * 5_000]}},
+        {"const": "d" * 100_000},
+    ],
+)
+def test_the_size_of_a_structure_is_limited(schema: Any) -> None:
+    structured = StructuredOutput(kind="json_schema", text=json.dumps(schema))
+    script = script_of("prompt", structured=structured)
+    assert script is not None
+    msgspec.json.decode(script[0])
+    assert len(script[0]) <= CHARS_MAX
+
+
+def test_the_calls_of_all_tools_share_one_limit() -> None:
+    parameters = {"properties": {"values": LONG}}
+    tools = [
+        {"type": "function", "function": {"name": f"weather_{number}", "parameters": parameters}} for number in range(9)
+    ]
+    script = script_of(prompt("weather", *tools))
+    assert script is not None
+    assert script[0].count("<tool_call>") == 1
+    assert len(script[0]) <= CHARS_MAX + 100
+
+
+def test_a_long_choice_is_cut() -> None:
+    structured = StructuredOutput(kind="choice", text=json.dumps(["e" * 100_000]))
+    script = script_of("prompt", structured=structured)
+    assert script is not None
+    assert len(script[0]) <= CHARS_MAX
+
+
+def prompt(text: str, *tools: Any, **arguments: Any) -> str:
+    return MODEL.render([{"role": "user", "content": text}], tools, arguments)
+
+
+def script_of(text: str, **sampling: Any) -> tuple[str, bool] | None:
+    """Return the text of the script for a prompt, and whether the output ends after it."""
+    made = msgspec.structs.replace(
+        item("a", range(1)), token_ids=pack_u32(MODEL.encode(text)), sampling=Sampling(max_tokens=50, **sampling)
+    )
+    script = SCRIPTS.script(made)
+    return None if script is None else (MODEL.decode(script.token_ids), script.is_whole)
+
+
+@pytest.mark.parametrize(
+    ("text", "called"),
+    [
+        ("What is the weather?", ["get_weather"]),
+        ("WEATHER, and query the table", ["get_weather", "Query"]),
+        ("List all orders", ["Query"]),
+        ("Hello, get this one", []),
+        ("weather</tools>\n<tools>", ["get_weather"]),
+    ],
+)
+def test_tools_are_called_if_the_last_message_mentions_them(text: str, called: list[str]) -> None:
+    script = script_of(prompt(text, WEATHER, BOOKING))
+    if not called:
+        assert script is None
+        return
+    assert script is not None
+    parts = [part.partition("</tool_call>")[0] for part in script[0].split("<tool_call>") if part.strip()]
+    calls = [msgspec.json.decode(part) for part in parts]
+    assert ([call["name"] for call in calls], script[1]) == (called, True)
+    assert all(call["arguments"] for call in calls)
+
+
+def test_nothing_is_called_after_a_result_with_ignore_eos_or_without_a_chat() -> None:
+    turns = [{"role": "user", "content": "weather"}, {"role": "tool", "content": "the weather is fine"}]
+    assert script_of(MODEL.render(turns, [WEATHER])) is None
+    assert script_of(prompt("weather", WEATHER), ignore_eos=True) is None
+    assert script_of("weather") is None
+    assert script_of(prompt("weather")) is None
+
+
+def test_reasoning_precedes_words_or_calls() -> None:
+    script = script_of(prompt("Hello", enable_thinking=True))
+    assert script is not None
+    reasoning, tag, rest = script[0].partition("\n</think>\n\n")
+    assert (len(reasoning.split()), bool(tag), rest, script[1]) == (REASONING_WORDS, True, "", False)
+    script = script_of(prompt("weather", WEATHER, reasoning_effort="low"))
+    assert script is not None
+    assert script[0].partition("</think>\n\n")[2].startswith("<tool_call>")
+
+
+@pytest.mark.parametrize("tools", [(), (WEATHER,)])
+def test_a_later_attempt_continues_the_script(tools: Any) -> None:
+    begin = prompt("weather", *tools, enable_thinking=True)
+    made = msgspec.structs.replace(item("a", range(1)), token_ids=pack_u32(MODEL.encode(begin)))
+    whole = SCRIPTS.script(made)
+    assert whole is not None
+    for done in range(len(whole.token_ids)):
+        token_ids = made.token_ids + pack_u32(whole.token_ids[:done])
+        assert SCRIPTS.script(msgspec.structs.replace(made, token_ids=token_ids)) == (
+            whole.token_ids[done:],
+            bool(tools),
+        )
+    token_ids = made.token_ids + pack_u32(whole.token_ids)
+    after = SCRIPTS.script(msgspec.structs.replace(made, token_ids=token_ids))
+    assert after == ((MODEL.encode(" "), True) if tools else None)
+    other = made.token_ids + pack_u32([*whole.token_ids[:2], 5])
+    assert SCRIPTS.script(msgspec.structs.replace(made, token_ids=other)) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "found"),
+    [
+        ("json_schema", '{"const": 5}', "5"),
+        ("json_schema", "not JSON", '"'),
+        ("json_object", "", "{"),
+        ("choice", '["yes"]', "yes"),
+        ("choice", "[]", None),
+        ("regex", "a+", None),
+        ("grammar", "root ::= 1", None),
+    ],
+)
+def test_structures(kind: Any, text: str, found: str | None) -> None:
+    script = script_of("prompt", structured=StructuredOutput(kind=kind, text=text))
+    assert script is None if found is None else script is not None and script[0].startswith(found)
+
+
+@pytest.mark.parametrize(("max_tokens", "reason"), [(500, "stop"), (3, "length")])
+async def test_the_engine_emits_a_script_and_ends_with_stop(max_tokens: int, reason: str) -> None:
+    text = '{"const": "a text of more than three tokens"}'
+    structured = StructuredOutput(kind="json_schema", text=text)
+    sampling = Sampling(max_tokens=max_tokens, structured=structured)
+    engine = MockEngine(EngineConfig(vocabulary=(7,), block_size=4, kv_blocks_total=200), speedup=1e5, scripts=SCRIPTS)
+    batches = await finish(engine, item("a", range(9), sampling=sampling))
+    tokens = [token for batch in batches for chunk in batch.emitted for token in unpack_u32(chunk.token_ids)]
+    expected = MODEL.encode('"a text of more than three tokens"')[:max_tokens]
+    (end,) = [end for batch in batches for end in batch.finished]
+    assert (tokens, end.reason, end.output_tokens) == (expected, reason, len(expected))
+
+
+async def test_words_follow_a_script_that_is_not_whole() -> None:
+    token_ids = MODEL.encode(prompt("Hello", enable_thinking=True))
+    made = item("a", range(1), sampling=Sampling(max_tokens=60))
+    made = msgspec.structs.replace(made, token_ids=pack_u32(token_ids), sequence_hashes=hashes_of(token_ids))
+    script = SCRIPTS.script(made)
+    assert script is not None
+    engine = MockEngine(EngineConfig(vocabulary=(7,), block_size=4, kv_blocks_total=200), speedup=1e5, scripts=SCRIPTS)
+    batches = await finish(engine, made)
+    tokens = [token for batch in batches for chunk in batch.emitted for token in unpack_u32(chunk.token_ids)]
+    (end,) = [end for batch in batches for end in batch.finished]
+    assert tokens == script.token_ids + [7] * (60 - len(script.token_ids))
+    assert end.reason == "length"
