@@ -19,6 +19,8 @@ PORT_FIRST, PORT_LAST = 20_000, 32_000  # below what systems hand out to clients
 PORTS_APART = 752
 PATIENCE_S = 30.0
 
+_offsets = itertools.cycle(range(PORTS_APART))  # a search goes on after the last one, whose ports may not be bound yet
+
 
 class Missing(Exception):
     """A component is not available on this machine; the message says why."""
@@ -28,10 +30,12 @@ def free_ports(count: int, host: str = HOST) -> int:
     """Return the first of `count` consecutive free ports of `host`. Raises Missing."""
     # A port is checked but not reserved. Processes of one run have neighbouring pids, so their searches start apart.
     begin = PORT_FIRST + os.getpid() * PORTS_APART % (PORT_LAST - PORT_FIRST)
-    for first in itertools.chain(range(begin, PORT_LAST, count), range(PORT_FIRST, begin, count)):
-        if all(is_free(port, host) for port in range(first, first + count)):
-            return first
-    raise Missing(f"no {count} free ports in a row between {PORT_FIRST} and {PORT_LAST}")
+    found = 0
+    for offset in itertools.islice(_offsets, 2 * PORTS_APART):
+        found = found + 1 if offset and is_free(begin + offset, host) else 0
+        if found == count:
+            return begin + offset - count + 1
+    raise Missing(f"no {count} free ports in a row among the {PORTS_APART} from {begin}")
 
 
 @contextlib.contextmanager
