@@ -23,8 +23,8 @@ NOT_RESOLVED := tensorrt-llm
 PYTHONS := python3.13 python3.12 python3.11 python3
 SOURCES := schemas streams services
 ARGS ?=
-# Processes of pytest: as many as there are cores.
-JOBS ?= auto
+# Processes of pytest: one more than there are cores, because some tests wait.
+JOBS ?= $(shell expr $$(nproc) + 1)
 PYTEST = $(BIN)/pytest --numprocesses $(JOBS) --dist worksteal
 # These need Kafka and Redis, or vLLM.
 UNLESS_REAL := --ignore tests/integration --ignore tests/engines

@@ -48,6 +48,14 @@ class Other(OtherProcess):
                 pass
 
 
+@pytest.fixture
+def by_socket(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> Kind:
+    """NIXL without shared memory, through which the data move without their owner."""
+    if kind == "nixl":
+        monkeypatch.setenv("UCX_TLS", "tcp")
+    return kind
+
+
 @asynccontextmanager
 async def other(
     kind: Kind, name: str, *, on: Host | None = None, environment: Mapping[str, str] = QUIET, **changes: Any

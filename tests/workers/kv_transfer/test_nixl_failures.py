@@ -27,14 +27,6 @@ HANG_S = 4.0  # until a holder that was stopped is given up; the read from it ha
 pytestmark = pytest.mark.timeout(TIMEOUT_S)
 
 
-@pytest.fixture
-def by_socket(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> Kind:
-    """NIXL without shared memory, through which the data move without their owner."""
-    if kind == "nixl":
-        monkeypatch.setenv("UCX_TLS", "tcp")
-    return kind
-
-
 async def test_nixl_dead_holder_fails_at_once_and_its_next_epoch_is_read(kind: Kind) -> None:
     async with transport(kind, "d@1") as (reader, _):
         async with other(kind, "p@1") as holder:

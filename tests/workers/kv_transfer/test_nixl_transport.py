@@ -1,6 +1,7 @@
 """KV transfers by NIXL and by plain sockets: content, freed offers and bounds."""
 
 import asyncio
+import signal
 from typing import Any
 
 import pytest
@@ -144,13 +145,15 @@ async def test_nixl_fetches_are_bounded_and_in_order(kind: Kind, monkeypatch: py
         assert have(reader, range(160), range(160), seed=2)
 
 
-async def test_nixl_slots_of_a_cancelled_fetch_are_not_written_to(kind: Kind) -> None:
+async def test_nixl_slots_of_a_cancelled_fetch_are_not_written_to(by_socket: Kind) -> None:
     size = 1 << 20
     async with (
-        other(kind, "p@7", block_bytes=size) as holder,
-        transport(kind, "d@7", block_bytes=size) as (reader, _),
+        other(by_socket, "p@7", block_bytes=size) as holder,
+        transport(by_socket, "d@7", block_bytes=size) as (reader, _),
     ):
+        await reader.fetch(await holder.offer("connects", [0]), 0, [0])
         offer = await holder.offer("a", range(64))
+        holder.signal(signal.SIGSTOP)  # the fetch cannot end before it is cancelled
         requested = asyncio.create_task(reader.fetch(offer, 0, range(64)))
         await until(lambda: reader.stats.in_flight)
         requested.cancel()
@@ -158,6 +161,7 @@ async def test_nixl_slots_of_a_cancelled_fetch_are_not_written_to(kind: Kind) ->
             await requested
         for block in range(64):
             reader.memory.view(block)[:] = 0x55
+        holder.signal(signal.SIGCONT)
         await until(lambda: not reader.stats.quarantined_blocks)
         assert all((reader.memory.view(block) == 0x55).all() for block in range(64))
         assert reader.stats.cancelled == 1
