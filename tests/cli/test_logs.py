@@ -1,8 +1,10 @@
 """Logs of the services: access lines, formats and levels."""
 
+import contextlib
 import io
 import json
 import logging
+import os
 import signal
 import threading
 from pathlib import Path
@@ -12,7 +14,8 @@ import httpx
 import pytest
 
 from forebay.cli.common.log_format import JsonFormatter
-from forebay.cli.common.logs import START_S, BackgroundHandler, StartFilter
+from forebay.cli.common.log_thread import BackgroundHandler
+from forebay.cli.common.logs import START_S, StartFilter
 from tests.cli.up import PATIENCE_S, Up, running
 
 MODEL = "forebay-default"
@@ -99,7 +102,7 @@ class BlockedStream(io.StringIO):
         return super().write(text)
 
 
-def test_access_records_never_wait_for_a_slow_reader() -> None:
+def test_log_lines_never_wait_for_a_slow_reader() -> None:
     stream = BlockedStream()
     handler = BackgroundHandler(stream, queue_max=10)
     handler.setFormatter(JsonFormatter())
@@ -111,7 +114,25 @@ def test_access_records_never_wait_for_a_slow_reader() -> None:
     written = [text for text in messages if text.isdecimal()]
     (dropped,) = [text for text in messages if not text.isdecimal()]
     assert 10 <= len(written) <= 11
-    assert dropped == f"{100 - len(written)} access records were dropped, because stderr is read too slowly"
+    assert dropped == f"{100 - len(written)} log lines were dropped, because stderr is read too slowly"
+
+
+def test_a_service_runs_and_stops_while_its_stderr_is_a_full_pipe() -> None:
+    unread, full = os.pipe()
+    with contextlib.suppress(BlockingIOError):
+        os.set_blocking(full, False)
+        while True:
+            os.write(full, b"-" * 512)
+    os.set_blocking(full, True)
+    try:
+        with running("--log-format", "json", stderr=full) as up:
+            request_all(up)
+            up.process.send_signal(signal.SIGTERM)
+            up.process.communicate(timeout=PATIENCE_S)
+        assert up.process.returncode == 0
+    finally:
+        os.close(full)
+        os.close(unread)
 
 
 def test_json_lines_contain_exceptions_and_text_that_is_not_unicode() -> None:

@@ -28,7 +28,7 @@ LONG_PREFIX = "The log is the truth, and every decision on it can be derived aga
 class Up:
     """A running `forebay up`."""
 
-    def __init__(self, *options: str, program: Sequence[str] | None = None) -> None:
+    def __init__(self, *options: str, program: Sequence[str] | None = None, stderr: int | None = None) -> None:
         self.port = free_ports(1)
         self.url = f"http://127.0.0.1:{self.port}"
         speed = [] if "--engine" in options else ["--speedup", "50"]
@@ -36,7 +36,7 @@ class Up:
         environment = {**os.environ, "FOREBAY_ADMIN_TOKEN": ADMIN_TOKEN}
         self.process: ForkedProcess | subprocess.Popen[str]
         if program is None:
-            self.process = fork_server.start(*command, environment=environment)
+            self.process = fork_server.start(*command, stderr=stderr, environment=environment)
         else:
             self.process = subprocess.Popen(
                 [*program, *command], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -81,8 +81,8 @@ class Up:
 
 
 @contextmanager
-def running(*options: str) -> Iterator[Up]:
-    up = Up(*options)
+def running(*options: str, stderr: int | None = None) -> Iterator[Up]:
+    up = Up(*options, stderr=stderr)
     try:
         up.wait_ready()
         yield up

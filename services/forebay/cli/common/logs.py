@@ -1,30 +1,23 @@
 """Logs of the services: text or JSON lines on stderr.
 
 Theory of operation. Records of forebay are logged from `--log-level` on, records of client libraries from WARNING on,
-and records of aiokafka from ERROR on, because it warns about every rebalance. Access records are written by a thread:
-if it falls behind by `QUEUE_MAX` records, further ones are dropped and counted. Other records are written directly, so
-a warning waits while stderr is a full pipe.
+and records of aiokafka from ERROR on, because it warns about every rebalance. A thread writes the lines, so a service
+continues while stderr is a pipe that nobody reads.
 """
 
-import contextlib
 import logging
-import queue
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, TextIO
+from typing import Annotated
 
 import typer
 
 from forebay.cli.common.log_format import JsonFormatter, TextFormatter, logs_json
-from forebay.cli.common.repeats import CountingHandler
+from forebay.cli.common.log_thread import BackgroundHandler, unbuffered_stderr
 from forebay.ingress.access_log import LOGGER as ACCESS
 
-QUEUE_MAX = 10_000  # records; a few seconds of the highest request rate of one process
-CLOSE_S = 1.0  # time to write the last records, if nobody reads stderr
 # The logger of an error that is part of every healthy start with new consumer groups. aiokafka retries after it.
 COORDINATOR = "aiokafka.consumer.group_coordinator"
 STARTING = "GroupCoordinatorNotAvailableError"  # until a broker has created the coordinator of a new group
@@ -67,11 +60,11 @@ class LoggingOptions:
 
         Args:
             quiet: loggers of which only warnings are written, unless the options ask for more.
-            has_access_log: whether to write access records, if the level is at most INFO. Needs a thread.
+            has_access_log: whether to write access records, if the level is at most INFO.
         """
         level = self.log_level.upper()
         formatter: logging.Formatter = JsonFormatter() if self.log_format is LogFormat.JSON else TextFormatter()
-        handler = CountingHandler(sys.stderr)
+        handler = BackgroundHandler(unbuffered_stderr())
         handler.setFormatter(formatter)
         libraries = logging.INFO if self.verbose else max(logging.WARNING, logging.getLevelNamesMapping()[level])
         logging.basicConfig(handlers=[handler], level=libraries)
@@ -82,13 +75,8 @@ class LoggingOptions:
         if self.log_level is LogLevel.INFO and not self.verbose:
             for name in quiet:
                 logging.getLogger(name).setLevel(logging.WARNING)
-        access = logging.getLogger(ACCESS)
         if not has_access_log:
-            access.setLevel(logging.WARNING)
-        elif access.isEnabledFor(logging.INFO):
-            background = BackgroundHandler(sys.stderr)
-            background.setFormatter(formatter)
-            access.handlers, access.propagate = [background], False
+            logging.getLogger(ACCESS).setLevel(logging.WARNING)
 
 
 class StartFilter(logging.Filter):
@@ -102,48 +90,6 @@ class StartFilter(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         """Return whether to log the record."""
         return self._clock_s() > self._ends_s or STARTING not in record.getMessage()
-
-
-class BackgroundHandler(logging.Handler):
-    """Handler that writes records by a thread, and drops records if the thread falls behind.
-
-    Args:
-        stream: file to which the lines are written.
-        queue_max: maximum number of records that wait.
-    """
-
-    def __init__(self, stream: TextIO, queue_max: int = QUEUE_MAX) -> None:
-        super().__init__()
-        self._stream = stream
-        self._queue: queue.Queue[logging.LogRecord | None] = queue.Queue(queue_max)
-        self._dropped = 0
-        self._thread = threading.Thread(target=self._run, name="access-log", daemon=True)
-        self._thread.start()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Queue a record."""
-        try:
-            self._queue.put_nowait(record)
-        except queue.Full:
-            self._dropped += 1
-
-    def close(self) -> None:
-        """Write the queued records, for at most `CLOSE_S` seconds."""
-        with contextlib.suppress(queue.Full):
-            self._queue.put(None, timeout=CLOSE_S)
-        self._thread.join(CLOSE_S)
-        super().close()
-
-    def _run(self) -> None:
-        while (record := self._queue.get()) is not None:
-            dropped, self._dropped = self._dropped, 0
-            lines = [self.format(record)]
-            if dropped:
-                text = f"{dropped} access records were dropped, because stderr is read too slowly"
-                lines.append(self.format(logging.LogRecord(ACCESS, logging.WARNING, __file__, 0, text, None, None)))
-            with contextlib.suppress(OSError, ValueError):  # stderr is closed
-                self._stream.write("\n".join(lines) + "\n")
-                self._stream.flush()
 
 
 def announce(text: str) -> None:

@@ -3,9 +3,9 @@
 A timer thread ends the process, because a library that joins its threads can block the event loop.
 """
 
+import logging
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +15,7 @@ from forebay.cli.common.errors import BROKEN, complain
 STOP_S = 15.0  # seconds for requests in flight after the first signal, unless a service has its own limit
 CLOSE_S = 4.0  # seconds to close connections; with STOP_S below the `stop_grace_period` of 20 s in compose.yaml
 AT_ONCE_S = 3.0  # seconds to close connections after a second signal
+REPORT_S = 2.0  # seconds to write the last lines to stderr
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -66,6 +67,11 @@ def on_second_signal(then: Callable[[], object]) -> None:
 
 
 def _end(seconds: float, why: str) -> None:
-    complain(f"killed: the process did not stop within {seconds:g} s after {why}")
-    sys.stderr.flush()
+    def report() -> None:
+        complain(f"killed: the process did not stop within {seconds:g} s after {why}")
+        logging.shutdown()
+
+    reporting = threading.Thread(target=report, daemon=True)
+    reporting.start()
+    reporting.join(REPORT_S)  # it waits for ever while stderr is a pipe that nobody reads
     os._exit(BROKEN)
