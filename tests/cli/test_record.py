@@ -233,7 +233,7 @@ def test_an_interrupted_recording_is_resumed_only_by_the_same_command(
     assert part_of(out).exists()
     assert not out.exists()
     assert "run the `forebay record` command that began it again" in invoke("replay", "verify", part_of(out)).stderr
-    assert "(last 1h, now 2h); repeat that one, or remove the file" in error_line("--last", "2h", source, out)
+    assert "(last 1h, now 2h); repeat the first command, or remove the file" in error_line("--last", "2h", source, out)
     assert "(last 1h, now not given)" in error_line(source, out)
     assert "(group not given, now model)" in error_line("--last", "1h", "--group", MODEL, source, out)
     other = tmp_path / "other.db"

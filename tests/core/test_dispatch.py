@@ -296,7 +296,7 @@ def test_an_id_that_is_used_again_for_another_adapter_or_tenant_is_refused() -> 
         ((QueueClass(name="a"),), "missing queue class: 'default'"),
         (tuple(QueueClass(uncached_tokens_min=floor) for floor in range(257)), "257, the maximum is 256"),
         ((QueueClass(), QueueClass(quantum=5)), "duplicate queue class"),
-        ((QueueClass(), QueueClass(name="a", uncached_tokens_min=5)), "every queue class needs one of its name"),
+        ((QueueClass(), QueueClass(name="a", uncached_tokens_min=5)), "missing queue class: 'a' with"),
     ],
 )
 def test_queue_classes_must_take_everybody(classes: tuple[QueueClass, ...], problem: str) -> None:

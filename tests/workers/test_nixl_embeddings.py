@@ -139,7 +139,7 @@ async def test_nixl_closed_transfer_fails_reads_in_flight(monkeypatch: pytest.Mo
         ({"dtype": "O"}, "unsupported dtype O"),
         ({"shape": (0,)}, "has 0 bytes"),
         ({"shape": (1 << 40,)}, "expected 1 to"),
-        ({"shape": (BLOCK_BYTES,)}, "offers 1 blocks; those from 0 on do not fit into 4 slots"),
+        ({"shape": (BLOCK_BYTES,)}, "offers 1 blocks; to read from block 0 on, 4 target blocks are the wrong number"),
     ],
 )
 async def test_nixl_descriptors_are_checked_before_the_holder_is_contacted(change: dict[str, Any], text: str) -> None:

@@ -239,7 +239,7 @@ async def test_response_with_a_gap_fails(scene: Scene) -> None:
         await until(lambda: scene.progress(RequestFailed))
     (ended,) = scene.tokens(ResponseEnded)
     assert ended.error == ResponseError(
-        status=502, code="tokens_missing", message="the response has a gap after 1 output tokens"
+        status=502, code="tokens_missing", message="output tokens after the first 1 were lost; send the request again"
     )
 
 
@@ -387,4 +387,6 @@ async def test_a_slot_that_cannot_be_read_ends_the_worker(scene: Scene, gate: Ga
         await scene.send(later("a", epoch))
         with pytest.raises(ExceptionGroup) as caught:
             await task
-    assert caught.group_contains(LogError, match="reply slot 3 ends at offset 0" if torn else "the disk is gone")
+    assert caught.group_contains(
+        LogError, match="partition 3 of tokens ends at offset 0" if torn else "the disk is gone"
+    )

@@ -63,7 +63,7 @@ def test_a_component_is_named_after_its_class(name: str, component: str) -> None
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"namespace": "Demo"}, ", - and _, from a letter to a letter or digit"),
+        ({"namespace": "Demo"}, ", - and _. The first must be a letter"),
         ({"namespace": "a.b"}, "namespace 'a.b'"),
         ({"namespace": "x" * 64}, "1 to 63"),
         ({"component": "two words"}, "component 'two words'"),
@@ -133,7 +133,7 @@ def test_two_classes_of_a_module_cannot_share_a_name() -> None:
     made(component="taken")
     made(component="taken")  # the same class, defined again
     other = type("Other", (Plain,), {"__module__": "tests.taken"})
-    with pytest.raises(ServiceInvalid, match=r"test\.taken is already Plain: set a component for Other"):
+    with pytest.raises(ServiceInvalid, match=r"the classes Plain and Other have the same service name test\.taken"):
         service(namespace="test", component="taken")(other)
 
 
@@ -176,7 +176,7 @@ def test_service_file_is_executed_once(tmp_path: Path) -> None:
         (
             GOOD.replace('"filed"', '"No"').replace("import beside", ""),
             "Good",
-            ", - and _, from a letter to a letter or digit",
+            ", - and _. The first must be a letter",
         ),
     ],
 )

@@ -57,7 +57,7 @@ def test_images_are_decoded_and_videos_are_not() -> None:
     assert (image.mode, image.size, prompt["prompt_token_ids"]) == ("RGB", (16, 16), [1, 99])
     with pytest.raises(MediaUnusable, match="cannot decode an image"):
         raw_prompt(work_item("r", [1, 99], 2, media=(media(1, 1, content=b"no"),)))
-    with pytest.raises(MediaUnusable, match="only from an encode worker"):
+    with pytest.raises(MediaUnusable, match="cannot decode the frames of a video; start an encode worker"):
         raw_prompt(work_item("r", [1, 99], 2, media=(media(1, 1, "video"),)))
 
 

@@ -29,7 +29,7 @@ def encode(topic: Topic, event: Event) -> bytes:
         return _JSON.encode(event)
     if topic.codec == "msgpack":
         return _MSGPACK.encode(event)
-    raise TypeError(f"cannot encode an event for the topic {topic.name}: it carries raw records")
+    raise TypeError(f"cannot encode an event for the topic {topic.name}, which carries raw records")
 
 
 def decode(topic: Topic, value: bytes | None) -> Any:
@@ -78,7 +78,7 @@ _MSGPACK = msgspec.msgpack.Encoder()
 @lru_cache(maxsize=64)
 def _decoder(codec: str, events: UnionType | type | None) -> "msgspec.json.Decoder[Any] | msgspec.msgpack.Decoder[Any]":
     if events is None:
-        raise DecodeError("the topic carries raw records, no events")
+        raise DecodeError("the topic carries raw records instead of events")
     return msgspec.json.Decoder(events) if codec == "json" else msgspec.msgpack.Decoder(events)
 
 

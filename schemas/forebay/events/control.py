@@ -141,8 +141,8 @@ class QueueConfig(Part, frozen=True, kw_only=True):
         floors = {one.name for one in self.classes if one.uncached_tokens_min == 0}
         if DEFAULT_CLASS not in floors:
             raise ValueError(f"missing queue class: {DEFAULT_CLASS!r} with uncached_tokens_min 0 is required")
-        if any(one.name not in floors for one in self.classes):
-            raise ValueError("every queue class needs one of its name with uncached_tokens_min 0")
+        if lacking := sorted({one.name for one in self.classes} - floors):
+            raise ValueError(f"missing queue class: {lacking[0]!r} with uncached_tokens_min 0 is required")
 
 
 class DisaggConfig(Part, frozen=True, kw_only=True):

@@ -82,7 +82,8 @@ class ResponseFold(ABC):
             return []
         if not self.is_over and not self.is_part_over(index):
             if state.gap:
-                self.fail(ApiError(502, "tokens_missing", f"the response has a gap after {state.next_index} tokens"))
+                lost = f"output tokens after the first {state.next_index} were lost; send the request again"
+                self.fail(ApiError(502, "tokens_missing", lost))
             elif state.ended is not None and (reported := state.ended.error) is not None:
                 self.fail(ApiError(reported.status, reported.code, reported.message))
         return objects

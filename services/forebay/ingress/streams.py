@@ -159,7 +159,7 @@ class ReplyReader:
             event: TokenEvent = decode(TOKENS, value)
         except DecodeError as error:
             self._on_undecodable()
-            logger.warning("cannot decode a record of the reply slot: %s", error)
+            logger.warning("skipped a record of tokens that cannot be decoded: %s", error)
             return
         if event.group != self._group:
             return

@@ -253,7 +253,8 @@ def _check_name(definition: Service) -> None:
     same_module = other is not None and other.__module__ == definition.cls.__module__
     if other is not None and same_module and other.__qualname__ != definition.cls.__qualname__:
         raise ServiceInvalid(
-            f"{definition.name} is already {other.__qualname__}: set a component for {definition.cls.__qualname__}"
+            f"the classes {other.__qualname__} and {definition.cls.__qualname__} have the same service name"
+            f" {definition.name}; give one of them another name with @service(component=...)"
         )
     _TAKEN[definition.name] = definition.cls
 
@@ -261,7 +262,8 @@ def _check_name(definition: Service) -> None:
 def _part(what: str, text: str) -> str:
     if not isinstance(text, str) or PART.fullmatch(text) is None:
         raise ServiceInvalid(
-            f"invalid {what} {text!r}: expected 1 to 63 of a-z, 0-9, - and _, from a letter to a letter or digit"
+            f"invalid {what} {text!r}: expected 1 to 63 characters of a-z, 0-9, - and _. The first must be a letter,"
+            " the last a letter or a digit"
         )
     return text
 

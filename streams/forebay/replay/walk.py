@@ -144,7 +144,9 @@ class Walk:
             if divergence is not None:
                 return
         if read_up_to < self.end:
-            raise LogError(f"the journal of control partition {self._partition} ends at {read_up_to}, not {self.end}")
+            raise LogError(
+                f"journal {self._partition} lost records: it ends at offset {read_up_to}, expected {self.end}"
+            )
 
 
 async def walk_all(log: Log, partition: int, custom: CustomPolicies = ONLY_BUILT_IN) -> Walk:

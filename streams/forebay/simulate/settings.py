@@ -300,7 +300,7 @@ def _require_roles(pools: tuple[PoolSettings, ...]) -> None:
         if other is not None:
             does = "compute prompts for" if pool.role == "prefill" else "serve"
             reason = f"pools {other.name!r} and {pool.name!r} both {does} model {pool.model!r}"
-            raise SettingsUnusable(f"pools[{at}].model", f"{reason}; only one pool may")
+            raise SettingsUnusable(f"pools[{at}].model", f"{reason}; remove one of them")
         if pool.role == "prefill":
             prefilling[pool.model] = at, pool
         else:

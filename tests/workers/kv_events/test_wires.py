@@ -222,7 +222,7 @@ def test_invalid_fields_of_known_events_are_errors(decoder: Callable[[], Decode]
 
 
 def test_extra_keys_must_match_the_blocks() -> None:
-    with pytest.raises(KvEventError, match="2 extra keys for 1 blocks"):
+    with pytest.raises(KvEventError, match="extra_keys has 2 entries, expected one per block: 1"):
         vllm(vllm_stored([1], range(32), extra_keys=[None, None]))
 
 

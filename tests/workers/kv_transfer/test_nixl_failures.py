@@ -257,9 +257,9 @@ async def test_nixl_repeated_target_slots_are_refused(kind: Kind) -> None:
         offer = prefilled(holder, "a", [1, 2])
         for first, into, text in (
             (0, [3, 3], "same slot for two blocks"),
-            (0, [3], "p@12 offers 2 blocks; those from 0 on do not fit into 1 slots"),
-            (3, [], "p@12 offers 2 blocks; those from 3 on"),
-            (-1, [1, 2, 3], "p@12 offers 2 blocks; those from -1 on"),
+            (0, [3], "p@12 offers 2 blocks; to read from block 0 on, 1 target blocks are the wrong number"),
+            (3, [], "p@12 offers 2 blocks; to read from block 3 on"),
+            (-1, [1, 2, 3], "p@12 offers 2 blocks; to read from block -1 on"),
             (0, [3, 64], "this worker has blocks 0 to 63"),
         ):
             with pytest.raises(TransferError, match=text) as caught:

@@ -198,7 +198,12 @@ class PartitionServer:
             self._slot = note[0]
         offset = begin if committed is None else committed.offset
         if not begin <= offset <= end:
-            logger.warning("partition %d of openai-requests no longer holds offset %d", self.partition, offset)
+            logger.warning(
+                "partition %d of openai-requests no longer holds the committed offset %d; continuing at offset %d",
+                self.partition,
+                offset,
+                begin,
+            )
             offset = begin
         slot_end = await shared.log.end(TOKENS.name, self._slot)
         slot_begin = await shared.log.begin(TOKENS.name, self._slot)
@@ -373,7 +378,7 @@ class PartitionServer:
             event: TokenEvent = decode(TOKENS, record.value)
         except DecodeError as error:
             self._shared.ingress.metrics.undecodable.inc()
-            logger.warning("cannot decode a record of the reply slot: %s", error)
+            logger.warning("skipped a record of tokens that cannot be decoded: %s", error)
             return
         for request in apply(self._pending, event, self._shared.ingress.settings.model_name):
             records = request.response.step(request)

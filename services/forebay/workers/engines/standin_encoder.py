@@ -85,7 +85,8 @@ def _pixels(content: bytes) -> bytes:
     try:
         with Image.open(io.BytesIO(content)) as image:
             if image.width * image.height > IMAGE_PIXELS_MAX:
-                raise MediaUnusable(f"an image of {image.width} x {image.height} pixels is too large")
+                size = f"{image.width} x {image.height}"
+                raise MediaUnusable(f"an image of {size} pixels is too large; the limit is {IMAGE_PIXELS_MAX:,} pixels")
             pixels: bytes = image.convert("RGB").resize((SIDE, SIDE), Image.Resampling.BOX).tobytes()
             return pixels
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:

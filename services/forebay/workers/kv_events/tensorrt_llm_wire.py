@@ -129,7 +129,9 @@ class TensorRtLlmReader:
     def _stored(self, one: _Stored, partial: set[int], skipped: Counter[str]) -> list[EngineEvent]:
         full = [block for block in one.blocks if len(block.tokens) >= self._block_size]
         if full != one.blocks[: len(full)]:
-            raise KvEventError("blocks follow a block that is not full")
+            raise KvEventError(
+                "only the last block of an event may be partly filled, but more blocks follow a partly filled one"
+            )
         rest = {as_u64(block.block_hash) for block in one.blocks[len(full) :]}
         hashes = tuple(as_u64(block.block_hash) for block in full)
         token_ids = [token.token_id for block in full for token in block.tokens]

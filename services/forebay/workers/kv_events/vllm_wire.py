@@ -124,7 +124,9 @@ class VllmDecoder:
             return kind is None or kind in MAIN_ATTENTION
         if kind is not None:
             if group not in self._main_groups and len(self._main_groups) >= GROUPS_MAX:
-                raise KvEventError(f"more than {GROUPS_MAX} groups of layers")
+                raise KvEventError(
+                    f"the engine has more than {GROUPS_MAX} groups of layers, the maximum that forebay reads"
+                )
             self._main_groups[group] = kind in MAIN_ATTENTION
         return self._main_groups.get(group, group == 0)
 
@@ -140,7 +142,9 @@ def _extra(one: _Stored, *, starts: bool) -> tuple[str, dict[int, list[int]]]:
     if one.extra_keys is None:
         return salt, objects
     if len(one.extra_keys) != len(one.block_hashes):
-        raise KvEventError(f"got {len(one.extra_keys)} extra keys for {len(one.block_hashes)} blocks")
+        raise KvEventError(
+            f"extra_keys has {len(one.extra_keys)} entries, expected one per block: {len(one.block_hashes)}"
+        )
     bare_media = one.__struct_config__.array_like
     for block, keys in enumerate(one.extra_keys):
         lora_due = bool(one.lora_name)

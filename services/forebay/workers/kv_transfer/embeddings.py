@@ -143,7 +143,9 @@ class EmbeddingTransfer:
             async with asyncio.timeout(self._fetch_s):
                 await self._limiter.enter(size)
         except TimeoutError as error:
-            raise TransferError(f"other reads did not leave room within {self._fetch_s:g} s", "deadline") from error
+            raise TransferError(
+                f"no memory for this read became free within {self._fetch_s:g} s", "deadline"
+            ) from error
 
     def _take(self, size: int) -> list[int]:
         """Return free blocks for `size` bytes. Raises TransferError (`full`)."""

@@ -91,7 +91,7 @@ class Peers:
             self._known[place.agent] = peer
             if peer.silent:
                 raise TransferError(
-                    f"{peer.name} did not reply to an earlier read and is not read from any more", "deadline"
+                    f"{peer.name} did not reply to an earlier read, so no new read from it begins", "deadline"
                 )
             if peer.broken or not peer.is_of(place):
                 if peer.reads:

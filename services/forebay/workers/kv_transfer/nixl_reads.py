@@ -71,7 +71,7 @@ class Read:
             TransferError: the read failed. The content of the slots is invalid, but NIXL no longer writes to them.
         """
         if self.abandoned:
-            raise TransferError("abandoned before it began")
+            raise TransferError("the read was abandoned before it began")
         peer = peers.of(self.place)
         peer.reads += 1
         try:

@@ -186,7 +186,8 @@ class KvTransport:
     def _checked(self, place: BlockLocation, first: int, into: Sequence[int]) -> "Numbers":
         if not 0 <= first <= place.count or len(into) != place.count - first:
             raise TransferError(
-                f"{place.agent} offers {place.count} blocks; those from {first} on do not fit into {len(into)} slots",
+                f"{place.agent} offers {place.count} blocks; to read from block {first} on,"
+                f" {len(into)} target blocks are the wrong number",
                 "refused",
             )
         numbers = self.memory.numbers(into)

@@ -210,7 +210,7 @@ class WorkItems:
             self._counters.superseded += 1
             return []
         if reply.gap:
-            message = f"the response has a gap after {request.earlier_tokens} output tokens"
+            message = f"output tokens after the first {request.earlier_tokens} were lost; send the request again"
             return outbox.failure(request, ResponseError(status=502, code="tokens_missing", message=message))
         if request.earlier_tokens >= item.sampling.max_tokens:
             return outbox.complete(request)

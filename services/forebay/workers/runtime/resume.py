@@ -130,7 +130,8 @@ class Resumer:
             page = await self._log.read(TOKENS.name, slot, position, min(PAGE_RECORDS, end - position))
             if not page:
                 raise LogError(
-                    f"reply slot {slot} ends at offset {position}, but a record at {end - 1} was acknowledged"
+                    f"partition {slot} of tokens ends at offset {position}, but a record at {end - 1} was acknowledged:"
+                    " the log lost records; check the broker or the file"
                 )
             held_bytes = 0
             for record in page:

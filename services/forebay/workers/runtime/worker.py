@@ -391,8 +391,9 @@ class Worker:
             return event.worker_epoch == epoch.number
         if first:
             logger.error(
-                "%s is addressed to worker %r of group %r, but arrived at worker %r of group %r, which does not run"
-                " it: two workers share a slot of %s; forebay_worker_items_skipped_total counts further events",
+                "skipped an event: %s for worker %r of group %r arrived at worker %r of group %r, because two workers"
+                " read one partition of %s; restart one of them. The metric forebay_worker_items_skipped_total counts"
+                " further events",
                 type(event).__struct_config__.tag,
                 event.worker_id,
                 event.group,

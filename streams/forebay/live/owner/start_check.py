@@ -67,8 +67,8 @@ async def _check(path: Path, partition: int, custom: CustomPolicies) -> Standby 
     except LogError as error:
         reason = str(error).removeprefix(f"{path}: ").removesuffix("restore a copy").rstrip(":; ")
         raise LogUnusable(
-            f"{path}: a part that a start needs is damaged: {reason}; restore a copy of the file or pass a new file to"
-            f" --log (`forebay replay verify {path}` shows how far the file is intact)"
+            f"{path}: forebay cannot start, because the log is damaged: {reason}; restore a copy of the file or pass a"
+            f" new file to --log (`forebay replay verify {path}` shows how far the file is intact)"
         ) from error
     finally:
         reader.close()
@@ -96,7 +96,8 @@ async def check_trusted(log: SqliteLog, partition: int, custom: CustomPolicies =
     for topic in INPUTS:
         end, applied = await log.end(topic.name, partition), view.get(topic.name, 0)
         if end < applied:
-            raise LogError(f"{topic.name}/{partition} ends at offset {end}, but the owner applied {applied} records")
+            place = f"{topic.name}/{partition}"
+            raise LogError(f"{place} ends at offset {end}, but the owner applied {applied} records: some were lost")
         await _read(log, topic.name, partition, applied)
     for name, number in ((GROUPS.name, 0), (CONTROL.name, partition)):
         await _read(log, name, number, await log.begin(name, number))
@@ -104,7 +105,8 @@ async def check_trusted(log: SqliteLog, partition: int, custom: CustomPolicies =
         end = await log.end(TOKENS.name, slot)
         if end < first:
             raise LogError(
-                f"{TOKENS.name}/{slot} ends at offset {end}, but the response of a request in flight begins at {first}"
+                f"{TOKENS.name}/{slot} ends at offset {end}, but the response of a request in flight begins at {first}:"
+                " the log lost records"
             )
         await _read(log, TOKENS.name, slot, max(first, await log.begin(TOKENS.name, slot)))
     return standby

@@ -239,7 +239,7 @@ def _loose_record(buffer: bytearray, position: int, head: BatchHead) -> tuple[Lo
     length, position = decode_varint(buffer, position)
     end = position + length
     if length < 0 or end > len(buffer):
-        raise ValueError(f"a record of {length} bytes")
+        raise ValueError(f"the length of a record, {length} bytes, is negative or beyond the end of the batch")
     position += 1  # the attributes byte is unused
     delay_ms, position = decode_varint(buffer, position)
     delta, position = decode_varint(buffer, position)

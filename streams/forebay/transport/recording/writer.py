@@ -232,7 +232,9 @@ def _require_same(part: Path, begun: Mapping[str, str], asked: Mapping[str, str]
         before, now = begun.get(name), asked.get(name)
         if before != now:
             change = f"{name} {before or 'not given'}, now {now or 'not given'}"
-            raise LogUnusable(f"{part}: was begun by another command ({change}); repeat that one, or remove the file")
+            raise LogUnusable(
+                f"{part}: was begun by another command ({change}); repeat the first command, or remove the file"
+            )
 
 
 @contextmanager

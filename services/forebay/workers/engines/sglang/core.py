@@ -50,7 +50,7 @@ def engine_arguments(settings: EngineSettings, sources: Mapping[str, Any] | None
     """
     block_size = settings.arguments.get("page_size", settings.block_size)
     if settings.kv_blocks is not None and block_size is None:
-        raise EngineError("SGLang sizes its KV cache in tokens: set --block-size, too, with --kv-blocks")
+        raise EngineError("SGLang sizes its KV cache in tokens; pass --block-size together with --kv-blocks")
     if settings.role == "encode":
         raise EngineError("the SGLang engine supports text only, so it cannot have the role encode")
     arguments: dict[str, Any] = {

@@ -265,7 +265,9 @@ class TensorRtLlmEngine(ModelEngine):
         (one,) = result.outputs
         try:
             if one.finish_reason == "stop":
-                raise Unfetchable("the first token ends the response, so a worker that runs both stages has to run it")
+                raise Unfetchable(
+                    "the response ends with its first token; only a worker that also decodes can serve it"
+                )
             packed, model = descriptor(one.disaggregated_params), self._settings.model_name
             tokens = len(prompt)
             prefilled = offered(item, self._worker_id, model, CONNECTOR, packed, tokens=tokens, lease_s=LEASE_S)

@@ -68,7 +68,7 @@ async def engine_prompt(llm: Any, item: WorkItem, embeddings: "Array | None") ->
     (prompt,) = await llm.renderer.render_cmpl_async([fields], skip_mm_cache=True)
     if (made := prompt["prompt_token_ids"]) != token_ids:
         message = f"vLLM expands the prompt to {len(made)} tokens, the ingress by config.json to {len(token_ids)}"
-        raise MediaRefused(501, "media_not_supported", f"{message}: the layout of this model's images is not supported")
+        raise MediaRefused(501, "media_not_supported", f"{message}; images of this model are not supported")
     return dict(prompt)
 
 
@@ -131,7 +131,7 @@ def _prompt(item: WorkItem, data: dict[str, list[Any]]) -> dict[str, Any]:
 def _image(media: Media) -> Any:
     if media.kind != "image":
         raise MediaUnusable(
-            f"vLLM gets a {media.kind} only from an encode worker: this worker does not decode its frames"
+            f"this worker cannot decode the frames of a {media.kind}; start an encode worker, which sends embeddings"
         )
     from PIL import Image  # noqa: PLC0415 - an extra
 

@@ -91,8 +91,8 @@ class KvTransfers:
         self._lease_s = float(config.kv_transfer_config.get_from_extra_config("kv_lease_duration", VLLM_LEASE_S))
         if self._lease_s <= UNREAD_S:
             raise EngineError(
-                f"kv_lease_duration is {self._lease_s:g} s, expected more than {UNREAD_S:g} s,"
-                " because vLLM begins no read so late in a lease"
+                f"kv_lease_duration is {self._lease_s:g} s, expected more than {UNREAD_S:g} s: vLLM begins no read in"
+                f" the last {UNREAD_S:g} s of a lease"
             )
         try:
             sizes = await llm.collective_rpc("forebay_block_bytes")
@@ -104,8 +104,8 @@ class KvTransfers:
             return None
         if not all(guarded for *_, guarded in sizes):
             logger.warning(
-                "this vLLM release cannot refuse to read KV whose lease has ended; such a read is detected only"
-                " if the response begins after that end. Use a tested vLLM release (docs/install.md)"
+                "this vLLM release may read KV after its lease has ended, when the memory may have other content, and"
+                " forebay cannot always detect this; use a tested vLLM release (docs/install.md)"
             )
         if not (block_bytes := sum(one for one, *_ in sizes)):
             return None
