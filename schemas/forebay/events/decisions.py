@@ -126,8 +126,8 @@ class PrefillPlace(Part, frozen=True, kw_only=True):
             `failed`: earlier attempts failed, so the last attempt uses no other worker. `begun`: earlier attempts have
             emitted tokens, and the decode worker only continues the response.
         uncached_tokens: prompt tokens that the selected decode worker would compute; null if not checked.
-        prefill_waiting: requests that wait at the prefill pool's workers, which are all but one of each worker's
-            requests; null if not checked.
+        prefill_waiting: requests that wait at the prefill pool's workers. Of the requests of each worker, one counts as
+            running and all others count as waiting. Null if not checked.
         prefill_busy: whether the selected prefill worker is above `prefill_busy_threshold`; null if not checked.
         decode_busy: whether the selected decode worker is above `decode_busy_threshold`; null if not checked.
     """

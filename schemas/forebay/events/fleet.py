@@ -124,7 +124,7 @@ class WorkerSuspect(WorkerFact, tag="fleet.worker_suspect", frozen=True, kw_only
 class WorkerRecovered(WorkerFact, tag="fleet.worker_recovered", frozen=True, kw_only=True):
     """A suspect worker is ready again.
 
-    It renewed its lease, or the leases of the whole group failed, which is no sign that this worker is dead.
+    It renewed its lease. Or the leases of most workers failed at once, which indicates a fault of Redis instead.
     """
 
 

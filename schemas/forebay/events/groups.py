@@ -7,7 +7,7 @@ from forebay.events.base import Count, Event, Name
 
 
 class GroupPlaced(Event, tag="group.placed", frozen=True, kw_only=True):
-    """A group, which is the pools of one model, is assigned to a control partition. The record key is the group.
+    """A group (the pools of one model) is assigned to a control partition. The record key is the name of the group.
 
     Only the owner of control partition 0 writes this event. If there are several events for one group, the first is
     valid.

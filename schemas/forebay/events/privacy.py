@@ -59,7 +59,7 @@ QUEUE_CLASS = _meta("class")
 
 @lru_cache(maxsize=256)
 def privacy_rules(kind: type[msgspec.Struct]) -> Mapping[str, Rule]:
-    """Return the rule of each field of an event or part, by field name. Fields that are kept as they are have no entry.
+    """Return how to anonymise each field of an event or part, by field name. Fields that stay unchanged have no entry.
 
     Raises:
         TypeError: a field has no rule but needs one, because its type is no number, boolean, literal or part.

@@ -16,7 +16,7 @@ NUMBER_BYTES = 6  # random; an owner remembers few requests with one client id a
 
 
 def unique_id(client_id: str, number: int) -> str:
-    """Return the id on the log of a request.
+    """Return the id that a request gets on the log.
 
     Args:
         client_id: id that the client chose.
@@ -31,7 +31,7 @@ def client_id_of(request_id: str) -> str:
 
 
 def part_id(request_id: str, index: int) -> str:
-    """Return the id on the log of one part of a request.
+    """Return the id that one part of a request gets on the log.
 
     Args:
         request_id: id of the client's request.
@@ -41,12 +41,12 @@ def part_id(request_id: str, index: int) -> str:
 
 
 def choice_ids(request_id: str, count: int) -> Sequence[str]:
-    """Return the ids on the log of the choices of a request. A single choice has the id of the request."""
+    """Return the ids that the choices of a request get on the log. A single choice has the id of the request."""
     return [request_id] if count == 1 else [part_id(request_id, index) for index in range(count)]
 
 
 def aliases_of(request_id: str) -> frozenset[str]:
-    """Return the ids by which a request on the log is found: its own, the client's, and that of the whole request."""
+    """Return all ids of a request: its id on the log, the client's, and that of the whole request if it is a part."""
     part = PART.fullmatch(request_id)
     whole = request_id if part is None else part[1]
     return frozenset((request_id, whole, client_id_of(whole)))

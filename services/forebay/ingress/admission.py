@@ -92,7 +92,7 @@ class IngressAdmission:
             self._start()
 
     def leave(self, count: int = 1) -> None:
-        """Count the end of an admitted request, or of `count` choices."""
+        """Record that an admitted request, or `count` choices of it, have ended."""
         self.in_flight -= count
         self._metrics.admitted.set(self.in_flight)
         began_s, ended = self._window

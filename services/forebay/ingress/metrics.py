@@ -82,7 +82,7 @@ class IngressMetrics:
         self.errors.labels(code).inc()
 
     def ended(self, endpoint: str, *, stream: bool, status: str) -> None:
-        """Count the end of a request.
+        """Count a request that has ended.
 
         Args:
             endpoint: label of the endpoint.

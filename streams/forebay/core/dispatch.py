@@ -58,7 +58,7 @@ def submit(world: World, event: RequestSubmitted, offset: int) -> list[AnyDecisi
         offset: offset of the event on `requests`.
 
     Returns:
-        The decision as a journal record; empty if the event submits a known request again.
+        The decision as a list of one journal record. The list is empty if the request was already submitted.
     """
     requests = world.requests
     known = requests.known_content(event.request_id)

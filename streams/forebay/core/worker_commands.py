@@ -29,7 +29,7 @@ def submit_command(world: World, event: WorkerCommanded, offset: int) -> list[Co
         offset: offset of the event on `control`.
 
     Returns:
-        The decision as a journal record; empty if the event is a known command again.
+        The decision as a list of one journal record. The list is empty if the command was already submitted.
     """
     commands = world.commands
     known = commands.known_nonce(event.command_id)

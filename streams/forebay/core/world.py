@@ -266,7 +266,7 @@ class World:
             routed.add_holder(worker_id, rank)
 
     def book_routing(self, router: RouterConfig, candidate: CandidateRank, request: SubmittedRequest) -> None:
-        """Record what follows from a routing decision for later decisions, apart from load.
+        """Record the effects of a routing decision on later decisions, except its load.
 
         The rank will probably have the prompt cached. If the request has a session, the rank serves it from now on.
 

@@ -212,14 +212,15 @@ class RequestFacts(Fact, frozen=True, kw_only=True):
 
 
 class LaterFacts(Fact, frozen=True, kw_only=True):
-    """Events after the journal record of a moment. Each dict has the number of events by topic.
+    """Numbers of events, by topic, between the journal record of a `Moment` and the time that the user requested.
 
     Attributes:
-        requested_us: requested time in microseconds since 1970; None if a record was requested.
-        applied: applied events. The next journal record shows that the owner had applied them by the requested time.
-        unrecorded: applied events after the last journal record. No record shows whether the owner had applied them by
-            the requested time.
-        not_applied: events after the last journal record, by the requested time, that the state does not contain.
+        requested_us: requested time in microseconds since 1970; None if the user requested a journal record.
+        applied: events that the state of the moment contains. The next journal record proves that the owner had applied
+            these events by the requested time.
+        unrecorded: events that the state of the moment contains without such proof, because the journal has no next
+            record. The owner may have applied them later than the requested time.
+        not_applied: events on the log by the requested time that the state of the moment does not contain.
     """
 
     requested_us: int | None = None
@@ -248,7 +249,7 @@ class Moment(Fact, frozen=True, kw_only=True):
         requests: active requests, oldest first.
         sessions: number of sessions.
         unverified: number of records and events that the derivation skipped, by the kind of problem.
-        later: events after the record, as far as they are known.
+        later: number of events after the record, as far as known.
     """
 
     offset: int

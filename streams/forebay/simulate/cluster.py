@@ -60,7 +60,7 @@ class SimulatedCluster:
         routed: last routing decision of each of the first `EXPLAINED_MAX` requests, by index in `requests`.
         lasted_us: virtual time at which the last client got the end of its response, or its failure.
         now_us: current virtual time.
-        ranks: rank of each number.
+        ranks: all worker ranks; the index is the number of the rank.
     """
 
     def __init__(

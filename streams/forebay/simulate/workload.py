@@ -121,9 +121,8 @@ class Workload(Protocol):
     def turns(self) -> Iterator[Turn]:
         """Yield every request. Requests with a fixed time are ordered by time, then by their position in the file.
 
-        A dependent request comes after all requests on which it depends, and before the first request with a fixed time
-        that follows these. So a caller that has read up to a fixed time knows every request that may arrive before that
-        time.
+        A dependent request comes after all requests on which it depends, but before the next request with a fixed time.
+        So a caller that has read a request with a fixed time already knows every request that may arrive earlier.
 
         Raises:
             WorkloadUnusable: for the same reasons as `survey`.

@@ -12,7 +12,7 @@ TIMES_HELP = "2026-01-31T12:00:00Z (local time without a zone), 12:30[:05] today
 
 
 def span_us(option: str, text: str) -> int:
-    """Return a duration such as `90s`, `5m`, `2h` or `1d` in microseconds. An invalid or zero one ends the command."""
+    """Return a duration such as `90s`, `5m`, `2h` or `1d` in microseconds. Any other text ends the command."""
     found = _SPAN.fullmatch(text)
     span = round(float(found[1]) * _UNIT_US[found[2]]) if found else 0
     if not span:
@@ -21,7 +21,7 @@ def span_us(option: str, text: str) -> int:
 
 
 def time_us(option: str, text: str, now_us: int) -> int:
-    """Return a point in time in microseconds since 1970. An invalid one ends the command.
+    """Return a point in time in microseconds since 1970. An invalid time ends the command.
 
     Args:
         option: Name of the option with the value, for error messages.

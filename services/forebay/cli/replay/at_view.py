@@ -47,7 +47,7 @@ def facts_table(moment: Moment) -> Table:
 
 
 def later_lines(moment: Moment) -> Iterable[str]:
-    """Yield which events after the journal record are part of the state, and which are not."""
+    """Yield lines that say which events after the journal record are part of the state, and which are not."""
     later = moment.later
     if later.applied:
         yield f"then       {_counts(later.applied)}, which the owner had applied by the requested time"

@@ -100,11 +100,11 @@ class SimulatedRun(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         name: name of the simulated policy. `AS_RECORDED` and `PLACED` use the recorded configuration.
-        draw: 0 if the arrival times are as recorded; otherwise the number of their random shift.
+        draw: number of the random shift that was applied to the arrival times; 0 if they are as recorded.
         compared: number of requests that completed in the recording and in the simulation.
         failed: number of requests that completed in the recording, but not in the simulation.
-        times: latencies in milliseconds, by name (`TIMES`, in a disaggregated fleet also `STAGE_TIMES`) and statistic
-            (`OF`).
+        times: latencies in milliseconds. The first key is the name of the latency: one of `TIMES`, in a disaggregated
+            fleet also of `STAGE_TIMES`. The second key is the statistic: one of `OF`.
         prefix_reuse: share of prompt tokens found in a cache.
         load_max_over_mean: prompt tokens computed by the busiest worker, divided by the mean of all workers. In a
             disaggregated fleet only prefill workers count.
@@ -328,7 +328,7 @@ _MS: dict[str, Callable[[RequestOutcome], float | None]] = {
 
 
 def of_time(time: str, of: str) -> Callable[[SimulatedRun], FidelityMetric]:
-    """Return a function that returns a run's metric for one of `TIMES` and one of `OF`."""
+    """Return a function that reads a metric of a run: the statistic `of` (`OF`) of the latency `time` (`TIMES`)."""
     return lambda one: one.times[time].get(of, EXACT)
 
 

@@ -77,12 +77,12 @@ class IngressDrain:
                 await self._idle.wait()
 
     def enter(self) -> None:
-        """Count the beginning of a request."""
+        """Record that a request has begun: increase `in_flight` by one."""
         self.in_flight += 1
         self._idle.clear()
 
     def leave(self) -> None:
-        """Count the end of a request."""
+        """Record that a request has ended: decrease `in_flight` by one."""
         self.in_flight -= 1
         if not self.in_flight:
             self._idle.set()

@@ -123,8 +123,8 @@ def _drop_unknown(value: Any) -> None:
 def at_most(count: int) -> BeforeValidator:
     """Return a validator that rejects a JSON object with more than `count` members.
 
-    It runs before the members are validated, so that a large object cannot cause one error per invalid member. Lists
-    use pydantic's `max_length`, which is checked first, or `fail_fast` for this.
+    The validator runs before the members are validated, so that a large object cannot cause one error per invalid
+    member. Lists need no such validator: pydantic checks `max_length` first, and `fail_fast` stops at the first error.
     """
 
     def check(value: Any) -> Any:

@@ -80,7 +80,7 @@ class GeneratedResponse:
 
         Args:
             token_ids: the tokens; if there are none, nothing happens.
-            cached_tokens: number of prompt tokens in the engine's cache, used when the first tokens are added.
+            cached_tokens: number of prompt tokens found in the engine's cache. Only the first call stores this number.
             logprobs: log probability of each token; empty if none were requested.
         """
         if not token_ids:

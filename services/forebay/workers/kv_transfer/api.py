@@ -68,8 +68,8 @@ class Stats(msgspec.Struct, kw_only=True):
         blocks: blocks of completed fetches.
         fetched: number of completed fetches.
         read_us: total duration of completed fetches in microseconds, including time in the queue.
-        took: number of completed fetches by the index of their duration in `BUCKETS_S`: of the smallest upper bound, or
-            its length for durations above all bounds.
+        took: histogram of the durations: the number of completed fetches per bucket. The key is the index in
+            `BUCKETS_S` of the smallest bound that is not exceeded, or the length of `BUCKETS_S` if all are exceeded.
         retries: additional reads of blocks with a wrong checksum.
         corrupt: blocks that had a wrong checksum.
         cancelled: fetches that the caller cancelled.

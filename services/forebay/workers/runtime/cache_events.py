@@ -168,7 +168,7 @@ def chains(parents: dict[int, int | None], before: Container[int] = ()) -> list[
     an earlier chain nor in `before`, for example because an engine reported a cycle, the parent of the chain is None.
 
     Args:
-        parents: sequence hash of each block -> that of its parent, the preceding block of the prompt.
+        parents: sequence hash of the parent, which is the preceding block of the prompt, by sequence hash of the block.
         before: sequence hashes of blocks that are already announced.
     """
     found: list[Stored] = []

@@ -57,7 +57,7 @@ def find_suspect_candidates(
         refusal: why no ready worker may take the request.
 
     Raises:
-        Ineligible: `refusal`, if there is no such rank, or if the reason is not that ready workers are missing.
+        Ineligible: the given `refusal`, if no such rank exists or if ready workers were not missing.
     """
     if refusal.reason not in NO_READY_WORKER:
         raise refusal

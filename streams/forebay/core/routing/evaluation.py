@@ -99,8 +99,8 @@ def policy_input(
 ) -> tuple[RoutingWorld, RoutingRequest]:
     """Return the two arguments of a policy: the state of the pool, and the request.
 
-    The candidates in the first are computed when the policy reads them, from load that changes later. Copy them to keep
-    them.
+    The state computes a candidate only when the policy reads it, from load that changes later. So a caller that keeps
+    candidates must copy them.
 
     Args:
         world: current state.

@@ -24,7 +24,7 @@ class StageCandidates:
         roster: the candidates; at least one.
         request: the request with the changes for this stage (`forebay.core.routing.stages`).
         attempt: number of earlier attempts at the stage.
-        place: where the prompt is computed, and why; None if this was not a question, because the model has no decode
+        place: where the prompt is computed, and why; None if nothing had to be decided, because the model has no decode
             pool or the prompt is already computed.
     """
 

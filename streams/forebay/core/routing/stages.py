@@ -99,8 +99,8 @@ def find_decode_candidates(
 def as_encode_request(request: SubmittedRequest, pool: str) -> SubmittedRequest:
     """Return a copy of the request for routing to the encode pool `pool`.
 
-    It has no prompt blocks, adapter and routing hints, and is as long as the placeholder tokens of its images and
-    videos.
+    The copy has no prompt blocks, no adapter and no routing hints. Its length is the number of placeholder tokens of
+    its images and videos.
     """
     return replace(
         request,
@@ -131,7 +131,7 @@ def as_prefill_request(request: SubmittedRequest, pool: str) -> SubmittedRequest
 def as_decode_request(request: SubmittedRequest) -> SubmittedRequest:
     """Return a copy of the request for routing to a decode worker that fetches the KV of the whole prompt.
 
-    Its hints let the owner select by load alone.
+    The routing hints of the copy override three router settings, so that the owner selects by load alone.
     """
     return replace(request, hints=_decode_hints(request.hints))
 

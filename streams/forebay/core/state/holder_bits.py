@@ -20,7 +20,7 @@ DIGIT_VALUES = bytes.maketrans(b"01", b"\0\1")
 
 
 class HolderBits:
-    """Bits that represent holders in some `BlockSets`. `live` is the mask of all assigned bits."""
+    """Assigns each holder a bit that represents it in the `BlockSets`. `live` is the mask of all assigned bits."""
 
     __slots__ = ("_keys", "_remembered", "_remembered_keys", "_retired", "_sets", "live", "sweeping")
 

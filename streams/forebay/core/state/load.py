@@ -253,7 +253,7 @@ class FleetLoad:
     def active_depths(self, query: Sequence[int]) -> dict[HolderKey, int]:
         """Return how many leading blocks of a prompt the requests in flight on each rank use.
 
-        Ranks without any are omitted.
+        Ranks without such blocks are omitted.
 
         Args:
             query: sequence hashes of the prompt from the first block on; arrays of type "Q" are the fastest input.

@@ -120,7 +120,7 @@ class RoutedIndex:
     def depths(self, query: Sequence[int]) -> dict[HolderKey, int]:
         """Return how many leading blocks of a prompt each rank is assumed to have cached.
 
-        Ranks without any are omitted.
+        Ranks without such blocks are omitted.
 
         Args:
             query: sequence hashes of the prompt from the first block on; arrays of type "Q" are the fastest input.

@@ -150,7 +150,7 @@ class PrefixIndex:
         return [cursor for cursor in self.cursors() if cursor.resync]
 
     def overlaps(self, query: Sequence[int]) -> dict[HolderKey, Overlap]:
-        """Return how many leading blocks of a prompt each rank has cached. Ranks without any are omitted.
+        """Return how many leading blocks of a prompt each rank has cached. Ranks without such blocks are omitted.
 
         Args:
             query: sequence hashes of the prompt from the first block on; arrays of type "Q" are the fastest input.

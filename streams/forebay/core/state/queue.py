@@ -55,7 +55,7 @@ class QueuedRequest:
 
     @property
     def cost(self) -> int:
-        """Tokens that the request subtracts from the deficit of its line when it leaves the queue."""
+        """Tokens that the request subtracts from the deficit of its queue class when it leaves the queue."""
         return max(1, self.uncached_tokens)
 
 
@@ -143,8 +143,8 @@ class Queues:
     def configure(self, pool: str, config: QueueConfig) -> None:
         """Set the queue configuration of a pool.
 
-        Queued requests enter the new lines. If the class of a request was removed, the request enters the line of the
-        default class. Remaining classes keep their deficits. If the class that was served last is removed, the first
+        Queued requests enter the new classes. If the class of a request was removed, the request enters the default
+        class. Remaining classes keep their deficits. If the class that was served last is removed, the first
         class is next.
         """
         old = self._pools.get(pool)
@@ -186,8 +186,8 @@ class Queues:
         Args:
             pool: name of the pool.
             is_dispatchable: returns whether a rank can take a request now, which depends on the request's requirements
-                alone. It is called in serving order, once per requirement of a line and at most `OFFERS_PER_LINE_MAX`
-                times per line.
+                alone. It is called in serving order, once per requirement in a queue class, and at most
+                `OFFERS_PER_LINE_MAX` times per class.
         """
         state = self._pools[pool]
         found = _next(state, is_dispatchable)

@@ -70,12 +70,12 @@ class ResponseState:
     def is_stale(self, attempt: int, owner_epoch: int) -> bool:
         """Return whether records of this attempt and owner epoch are stale.
 
-        They are, if a later attempt has started, or the same attempt under a later owner.
+        They are stale if a later attempt has started, or the same attempt under a later owner.
         """
         return (attempt, owner_epoch) < self._valid_from
 
     def start(self, attempt: int, owner_epoch: int) -> None:
-        """Start a later attempt, or the same attempt under a later owner. Lower records are stale from now on."""
+        """Start a later attempt, or the same attempt under a later owner. Earlier records become stale."""
         if self.ended is not None:
             return
         self._valid_from = max(self._valid_from, (attempt, owner_epoch))

@@ -47,7 +47,7 @@ DISAGGREGATED = ("prefill", "decode")  # roles that exchange KV blocks
 
 @dataclass(frozen=True, slots=True)
 class PoolsByLease:
-    """Settings of pools that are configured by the first lease of a worker, for groups without configured pools.
+    """Settings for pools that nobody has configured. The first worker that takes a lease in such a pool configures it.
 
     Attributes:
         model: Name of the model that the pools serve.

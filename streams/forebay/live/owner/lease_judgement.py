@@ -22,7 +22,7 @@ TTL_UNKNOWN_MS = 30_000  # TTL of holders admitted by an older version, the long
 
 
 class Standing(StrEnum):
-    """Judgement of a lease holder, derived from the polls of its lease. The module's table has the transitions."""
+    """State of a lease holder, derived from the polls of its lease. The table of this module has the transitions."""
 
     ALIVE = "alive"
     LATE = "late"
@@ -46,7 +46,7 @@ class Sign(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Standing of a holder, and the reason as text for logs and events."""
+    """State of a lease holder, and the reason for this state as text for logs and events."""
 
     standing: Standing
     reason: str

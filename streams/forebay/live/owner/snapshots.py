@@ -41,8 +41,9 @@ class Snapshots:
 
     If nothing was journalled since the previous snapshot, `age_s` has no effect.
 
-    In each turn the owner appends the result of `records` to the journal, passes all records that it appended to
-    `journalled`, and calls `work`, which continues the snapshot for `SLICE_NS`. `wake` is set when it can continue.
+    In each turn the owner first appends the result of `records` to the journal. Then it calls `journalled` with all
+    records that it has appended in this turn. At last it calls `work`, which continues the snapshot for `SLICE_NS`. The
+    event `wake` is set when the snapshot can continue.
 
     Attributes:
         taken: Number of snapshots whose `SnapshotTaken` is in the journal.

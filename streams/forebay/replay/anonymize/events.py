@@ -78,12 +78,12 @@ class EventAnonymizer:
         self._masked |= {kind: partial(self._client_name, kind) for kind in CLIENT_NAMES}
 
     def learn_worker(self, spec: WorkerSpec) -> None:
-        """Keep the names of a worker and its taints."""
+        """Add the names of a worker and of its taints to the names that are not masked."""
         self.names["worker"].add(spec.worker_id)
         self.names["taint"].update(spec.taints)
 
     def learn_pool(self, pool: PoolConfigured) -> None:
-        """Keep the names of a pool, its model and its queue classes."""
+        """Add the names of a pool, its model and its queue classes to the names that are not masked."""
         self.names["model"].add(pool.model)
         self.names["pool"].add(pool.pool)
         self.names["class"].update(one.name for one in pool.router.queue.classes)

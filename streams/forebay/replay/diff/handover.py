@@ -176,7 +176,7 @@ class Handover:
         return self._requests.requests
 
     def begin(self, history: World, other: World, event: InputEvent | None, now_us: int) -> None:
-        """Start to collect at the fork. `event` led to different decisions; None if they differ from the start."""
+        """Start to collect at the fork. `event` led to the different decisions; None if only the configuration did."""
         self.at_us = now_us
         self.states = (state_of(history), state_of(other))
         self._requests.begin(history, event, now_us)

@@ -61,17 +61,17 @@ class Fork(msgspec.Struct, kw_only=True):
 
 
 class MovedRequests(msgspec.Struct, kw_only=True):
-    """How many requests the alternative sent to another rank than history in the first attempt.
+    """Numbers of requests that moved: the first attempt went to one rank in history and to another in the alternative.
 
     Attributes:
-        compared: requests that both worlds sent to a worker.
-        moved: compared requests that went to different ranks.
-        by_choice: moved requests that the alternative would also move if it decided on history's own state. All other
-            moved requests moved as a consequence of earlier moves.
-        evaluated: history's routing decisions, including further attempts, that the alternative repeated on history's
-            own state.
-        otherwise: evaluated decisions in which the alternative selects another rank.
-        held: evaluated decisions in which the alternative would hold the request.
+        compared: requests that were sent to a worker both in history and in the alternative.
+        moved: compared requests that moved.
+        by_choice: moved requests for which the alternative selects another rank even in history's state. All other
+            moved requests moved because earlier moves had changed the alternative's state.
+        evaluated: routing decisions of history, including further attempts, that were repeated in history's state
+            under the alternative's configuration.
+        otherwise: evaluated decisions in which the alternative selects another rank than history.
+        held: evaluated decisions in which the alternative would queue the request.
         refused: evaluated decisions in which the alternative would reject the request.
     """
 
@@ -96,8 +96,8 @@ class OverlapChange(msgspec.Struct, kw_only=True):
     """Change of the overlap over all compared requests, in blocks.
 
     Attributes:
-        won: blocks that the overlap in the alternative has more than in history, summed over the requests with more.
-        lost: blocks that the overlap in the alternative has less than in history, summed over the requests with less.
+        won: sum of the increases, over the requests whose overlap is larger in the alternative than in history.
+        lost: sum of the decreases, over the requests whose overlap is smaller in the alternative than in history.
         later: number of requests that the alternative sent later than history did.
         later_won: blocks that these later requests gained in all tiers. Most of these blocks are of their own prompts,
             which history computed in the meantime.
@@ -200,7 +200,7 @@ class MovedRequest(msgspec.Struct, kw_only=True):
         other_worker_id: worker in the alternative.
         other_rank: rank in the alternative.
         other_overlap: overlap in the alternative.
-        by_choice: whether the alternative would also move the request if it decided on history's own state.
+        by_choice: whether the alternative selects another rank for the request even in history's state.
     """
 
     request_id: str
@@ -311,10 +311,10 @@ class DiffReport(msgspec.Struct, kw_only=True):
         pairs: number of requests per combination of overlaps in history and in the alternative.
         bin_blocks: width of the bins of `pairs`, in blocks.
         progress: how the alternative handled history's progress events.
-        booked: changed fields whose effect the decisions repeated on history's own state show only in part, because
-            history booked its requests under its own configuration.
-        stages_kept: whether the alternative changes the disaggregation policy. Decisions that are repeated on history's
-            own state do not show this change, because they keep their stage.
+        booked: changed fields that determine how much load a request adds to its rank. `moved.evaluated` shows their
+            effect only in part, because the load in history's state was added under history's configuration.
+        stages_kept: whether the alternative changes the disaggregation policy. `moved.evaluated` does not show this
+            change, because a repeated decision keeps its stage.
         queries: number of answered route queries.
         queries_otherwise: route queries for which the alternative selects another rank.
         state: digest of history's world at the end.

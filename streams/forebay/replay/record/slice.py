@@ -121,7 +121,7 @@ async def slice_of(log: Log, name: str, partition: int, window: Window) -> Slice
 async def contents_of(  # noqa: D417 - the rest are fields of `Contents`
     log: Log, slices: list[Slice], *, namespace: str, source: str, asked: Mapping[str, str], anonymized: bool = False
 ) -> Contents:
-    """Return the contents of one recording of these slices. It also gets the whole topic `groups`.
+    """Return the contents of a recording with these slices and with the whole topic `groups`.
 
     Args:
         log: the log of the slices.

@@ -10,7 +10,10 @@ CACHED_TOKENS = 1 << 21
 
 
 def prompt(turn: Turn, block_tokens: int) -> list[int]:
-    """Return token ids for the prompt of a request. Equal ids give equal tokens; a prompt without ids shares none."""
+    """Return token ids for the prompt of a request.
+
+    Equal block ids give equal tokens. Prompts without block ids share no tokens.
+    """
     if not turn.block_ids:
         return list(_tokens_of(f"turn {turn.number}", turn.prompt_tokens))
     tokens: list[int] = []

@@ -67,7 +67,9 @@ class KvSettings:
 
 
 class Slots:
-    """Allocates the slots of a KV memory. A slot is the memory of one block; blocks with equal words share a slot.
+    """Allocates the slots of a KV memory. A slot is the memory of one block.
+
+    Each block of the mock engine is one 64-bit number, its word, repeated. Blocks with equal words share a slot.
 
     Args:
         memory: the memory.
@@ -109,9 +111,9 @@ class Slots:
         self._free += slots
 
     def hold(self, words: Sequence[int]) -> list[int]:
-        """Return one slot per word that contains this word, and count its use. The caller ends the use with `let_go`.
+        """Return the slot of each word, and count its use. The caller ends the use with `let_go`.
 
-        If no slot contains the word, it is written to a free slot.
+        A word that no slot contains is written to a free slot.
 
         Raises:
             TransferError: too few slots are free.
@@ -126,7 +128,7 @@ class Slots:
         return [self._slot_of[word] for word in words]
 
     def let_go(self, words: Sequence[int]) -> None:
-        """End one use of the slot of each of these words. A slot without uses becomes free."""
+        """End one use of the slot of each word. A slot without uses becomes free."""
         for word in words:
             self._holders[word] -= 1
             if not self._holders[word]:
@@ -277,8 +279,8 @@ class MockKv:
         tokens = len(item.token_ids) // U32_BYTES
         if prefilled.model != self._model or prefilled.tokens != tokens:
             raise TransferError(
-                f"{prefilled.worker_id} keeps {prefilled.tokens} tokens for {prefilled.model};"
-                f" this is a prompt of {tokens} for {self._model}"
+                f"the KV of {prefilled.worker_id} has {prefilled.tokens} tokens of the model {prefilled.model},"
+                f" but the prompt has {tokens} tokens for the model {self._model}"
             )
 
 

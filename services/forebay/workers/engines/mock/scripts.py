@@ -47,7 +47,7 @@ ANY_OBJECT = {"properties": {"answer": {"type": "string", "minLength": 20}}}
 
 
 class Script(NamedTuple):
-    """Begin of the output of one request.
+    """Beginning of the output of one request.
 
     Attributes:
         token_ids: the tokens; at least one.
