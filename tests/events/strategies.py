@@ -44,7 +44,8 @@ def _values(info: inspect.Type) -> st.SearchStrategy[Any]:
         case inspect.IntType():
             return st.integers(I64_MIN if info.ge is None else info.ge, U64_MAX if info.le is None else info.le)
         case inspect.FloatType():
-            return st.floats(min_value=info.ge, max_value=info.le, allow_nan=False, allow_infinity=False)
+            low = info.ge if info.gt is None else info.gt
+            return st.floats(low, info.le, exclude_min=info.gt is not None, allow_nan=False, allow_infinity=False)
         case inspect.StrType(pattern=None):
             return st.text(st.characters(codec="utf-8"), min_size=info.min_length or 0, max_size=info.max_length)
         case inspect.StrType():

@@ -38,6 +38,7 @@ _MEANINGS = {
     "model": "name of the model.",
     "output_tokens": "output tokens so far.",
     "owner_epoch": "epoch of the owner.",
+    "planner_epoch": "epoch of the planner that wrote the record.",
     "pool": "name of the pool.",
     "prompt_tokens": "length of the prompt.",
     "rank": "rank of the worker.",

@@ -17,6 +17,7 @@ from forebay.events import (
     metrics,
     progress,
     requests,
+    scaling,
     shadow,
     snapshots,
     tokens,
@@ -65,6 +66,7 @@ SHADOW = Topic("shadow", "json", shadow.ShadowEvent, "group", "decisions of othe
 HEARTBEATS = Topic(
     "heartbeats", "json", heartbeats.HeartbeatEvent, "group", "routers that own a group or stand by for it"
 )
+SCALING = Topic("scaling", "json", scaling.ScalingEvent, "one", "the planner's journal: sizes of pools, and why")
 DEAD_LETTERS = Topic("dead-letters", "raw", None, "group", "records that did not decode or were rejected, unchanged")
 
 
@@ -79,7 +81,7 @@ def work_topic(pool: str) -> Topic:
 
 FIXED_TOPICS = (
     OPENAI_REQUESTS, OPENAI_RESPONSES, GROUPS, REQUESTS, KV_EVENTS, METRICS, PROGRESS, FLEET, CONTROL, DECISIONS,
-    TOKENS, SNAPSHOTS, SHADOW, HEARTBEATS, DEAD_LETTERS,
+    TOKENS, SNAPSHOTS, SHADOW, HEARTBEATS, SCALING, DEAD_LETTERS,
 )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from forebay.events.topics import (
     OPENAI_REQUESTS,
     OPENAI_RESPONSES,
     REQUESTS,
+    SCALING,
     SNAPSHOTS,
     TOKENS,
     Topic,
@@ -39,6 +40,8 @@ RETENTION_MS = {
     GROUPS.name: -1,
     # Readers of the pool configuration read the topic from its beginning. It grows by a few records per start.
     CONTROL.name: -1,
+    # The state of a planner is rebuilt from the first record on. It grows by a few kilobytes per interval.
+    SCALING.name: -1,
     # Snapshots are kept longer than the records they replace, so that a slice of the log can still be replayed.
     SNAPSHOTS.name: 8 * DAY_MS,
     TOKENS.name: DAY_MS,
@@ -85,7 +88,7 @@ class TopicCounts(msgspec.Struct, frozen=True):
 
 def planned(plan: TopicPlan, pools: Sequence[str]) -> list[tuple[Topic, int, dict[str, str]]]:
     """Return every topic with its planned partition count and its configuration on the broker."""
-    counts = {GROUPS.name: 1, TOKENS.name: plan.replies}
+    counts = {GROUPS.name: 1, SCALING.name: 1, TOKENS.name: plan.replies}
     counts |= dict.fromkeys((OPENAI_REQUESTS.name, OPENAI_RESPONSES.name), plan.kafka_api)
     counts |= dict.fromkeys((topic.name for topic in CONTROL_TOPICS), plan.groups)
     found = [(topic, counts[topic.name], _config(topic)) for topic in FIXED_TOPICS]
