@@ -5,7 +5,8 @@ import functools
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+import tomllib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -318,6 +319,19 @@ def test_every_topic_is_documented() -> None:
 def test_every_tag_has_a_golden_sample() -> None:
     missing = [name for name, *_ in samples() if not (SAMPLES / name / "expected.json").exists()]
     check(missing, "tags without a wire sample; run `make schemas` and commit it")
+
+
+def test_code_blocks_of_pages_parse() -> None:
+    parsers: dict[str, Callable[[str], object]] = {"toml": tomllib.loads, "python": ast.parse}
+    for path in (path for path in FILES if path.suffix == ".md"):
+        for indent, language, code in re.findall(
+            r"^( *)```(\w+)\n(.*?)^ *```", path.read_text(), re.DOTALL | re.MULTILINE
+        ):
+            if language in parsers:
+                try:
+                    parsers[language](re.sub(f"^{indent}", "", code, flags=re.MULTILINE))
+                except (tomllib.TOMLDecodeError, SyntaxError) as error:
+                    pytest.fail(f"{shown(path)}: a block of {language} does not parse: {error}")
 
 
 def test_every_make_target_in_the_docs_exists() -> None:
