@@ -137,9 +137,9 @@ def lag(
     kafka: KafkaOptions,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
 ) -> None:
-    """Show how far consumers are behind: consumer groups by their commits, owners by their journals.
+    """Show by how many records each reader is behind: the commits of consumer groups, and the journals of owners.
 
-    Below, a line per placed group names the router that owns it and the standby routers.
+    After the table, one line per group names the owner of the group and its standby routers.
     """
     with explained():
         found, groups = asyncio.run(_lags(kafka.settings()))

@@ -144,8 +144,8 @@ class TopicStatus(Fact, frozen=True, kw_only=True):
     Attributes:
         topic: name of the topic.
         partition: partition of the group.
-        applied: offset of the first record that the owner is not known to have applied. In a status from the log, it is
-            the first record that the journal does not count yet.
+        applied: offset of the first record that the owner has not applied yet, as far as known. In a status from the
+            log, this is the first record that no journal record counts.
         end: offset after the newest record.
         lag: `end` minus `applied`.
     """

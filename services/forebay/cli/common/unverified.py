@@ -13,7 +13,7 @@ DIVERGED = 1  # also the exit code if the replayed events contradict the journal
 
 
 def allow_option(names: Collection[str]) -> Any:
-    """Return the option `--allow`, whose values are `names`: kinds of skipped checks, from `UNVERIFIED`."""
+    """Return the option `--allow`. Its values are `names`: keys of `UNVERIFIED`, whose checks may be skipped."""
     return typer.Option(help=f"Check to skip: {', '.join(names)}. Repeatable.", metavar="NAME")
 
 

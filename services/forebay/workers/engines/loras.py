@@ -60,13 +60,18 @@ class Loras:
         if (known := self._loaded.get(name)) is not None:
             if known.directory == directory:
                 return None
-            raise EngineRefused(f"the adapter {name} is already loaded from {known.directory}: unload it first")
+            raise EngineRefused(
+                f"the adapter {name} is already loaded from {known.directory}; unload it first, or use another name"
+            )
         if not (Path(directory) / CONFIG).is_file():
             raise EngineRefused(f"{directory} is not an adapter: it has no {CONFIG}")
         past = self._past.get(name) if self._keeps_numbers else None
         if past is not None:
             if past.directory != directory:
-                raise EngineRefused(f"the adapter {name} was loaded from {past.directory}: use another name")
+                raise EngineRefused(
+                    f"the name {name} was used for {past.directory}, and this engine may have cached blocks of it:"
+                    " use another name"
+                )
             return past
         self._numbers += 1
         return LoraAdapter(name, self._numbers, directory)

@@ -437,7 +437,9 @@ async def _require_of_seal(log: Log, partition: int, taken: SnapshotTaken, parts
     snapshot = f"the snapshot at offset {taken.first_offset}"
     states = [part for part in parts if isinstance(part, WorldState)]
     if [state.owner_epoch for state in states] != [taken.owner_epoch]:
-        raise OtherState(f"{snapshot} does not hold exactly one state of the owner with epoch {taken.owner_epoch}")
+        raise OtherState(
+            f"{snapshot} is unusable: it has {len(states)} states, expected one of owner epoch {taken.owner_epoch}"
+        )
     begin = await log.begin(DECISIONS.name, partition)
     if taken.journal_offset == begin > 0:
         return  # a recording that begins at this offset does not hold the seal
