@@ -92,11 +92,13 @@ def test_shell_completion_completes_commands_and_options(words: str, expected: s
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["up", "--prot", "1"], "No such option: --prot: did you mean --port?"),
-        (["--helpx"], "No such option: --helpx: did you mean --help?"),
-        (["control", "rezume"], "No such command 'rezume': did you mean resume?"),
-        (["topics", "lst"], "No such command 'lst': did you mean list?"),
-        (["topics", "x"], "No such command 'x': commands are: create, list, tail, lag"),
+        (["up", "--prot", "1"], "unknown option '--prot'; did you mean --port?"),
+        (["--helpx"], "unknown option '--helpx'; did you mean --help?"),
+        (["control", "rezume"], "unknown command 'rezume'; did you mean resume?"),
+        (["topics", "lst"], "unknown command 'lst'; did you mean list?"),
+        (["topics", "x"], "unknown command 'x'; commands are: create, list, tail, lag"),
+        (["topics", "list", "-x"], "unknown option '-x'; options are: --kafka, "),
+        (["up", "--log-format", "jsn"], "unknown value 'jsn'; did you mean json?"),
     ],
 )
 def test_error_for_an_unknown_name_suggests_similar_names(arguments: list[str], expected: str) -> None:

@@ -174,10 +174,10 @@ def test_a_url_and_another_source_on_the_command_line_are_an_error(other: list[s
     ("text", "expected"),
     [
         ("port", "not TOML"),
-        ("verbos = true", "unknown key verbos; did you mean verbose?"),
-        ("[ingres]\nport = 1", "unknown table [ingres]; did you mean ingress?"),
-        ("[{service}]\nxyz = 1", "unknown key xyz in [{service}]; "),
-        ("config = 'x'", "unknown key config; "),
+        ("verbos = true", "unknown key 'verbos'; did you mean verbose?"),
+        ("[ingres]\nport = 1", "unknown table 'ingres'; did you mean ingress?"),
+        ("[{service}]\nxyz = 1", "[{service}]: unknown key 'xyz'; "),
+        ("config = 'x'", "unknown key 'config'; "),
         ("metrics-port = 1\nmetrics_port = 2", "metrics-port appears twice"),
     ],
 )

@@ -77,8 +77,13 @@ def test_every_worker_sleeps_and_wakes_up(system: tuple[Up, Path]) -> None:
 
 def test_error_for_an_unreachable_target_gives_the_reason(system: tuple[Up, Path]) -> None:
     up, _ = system
-    assert control(up, "pause", "--worker", "x")[::2] == (1, "forebay: unknown worker x\n")
-    assert control(up, "pause", "--pool", "x")[::2] == (1, "forebay: the model forebay-default has no pool x\n")
+    unknown = {
+        ("--worker", "x"): "unknown worker 'x'; workers are: mock-0, mock-1",
+        ("--worker", "mokc-1"): "unknown worker 'mokc-1'; did you mean mock-1?",
+        ("--pool", "deflt"): "unknown pool 'deflt'; did you mean default?",
+    }
+    for option, error in unknown.items():
+        assert control(up, "pause", *option)[::2] == (1, f"forebay: {error}\n")
     code, _, err = control(up, "dream")
     assert code == 2
     assert all(action.replace("_", "-") in err for action in (*get_args(Action), "disaggregation", "busy-threshold"))

@@ -81,9 +81,9 @@ def test_a_real_engine_gets_its_settings(tmp_path: Path, form: str) -> None:
     [
         (
             {"engine": "llama"},
-            f"--engine llama: unknown engine; engines are: {', '.join(ENGINES)}, FILE.py:",
+            f"--engine: unknown engine 'llama'; engines are: {', '.join(ENGINES)}, FILE.py:",
         ),
-        ({"role": "boss"}, "--role boss: unknown role; roles are: aggregated, prefill, decode, encode"),
+        ({"role": "boss"}, "--role: unknown role 'boss'; roles are: aggregated, prefill, decode, encode"),
         ({"model": None}, "the vllm engine requires --model, a model directory with weights or ORG/NAME"),
         ({"speedup": 2.0}, "--speedup requires --engine mock"),
         ({"engine_profile": "mocker"}, "--engine-profile requires --engine mock: vllm runs at its own speed"),

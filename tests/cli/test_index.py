@@ -95,7 +95,7 @@ def test_one_worker_can_be_selected_and_an_unknown_one_is_rejected(tmp_path: Pat
     blocks = sum(len(event.sequence_hashes) // 8 for event in events if isinstance(event, BlocksStored))
     assert blocks == sum(index.blocks_held("w0", 0, tier) for tier in TIERS)
     run = forebay("index", "dump", str(path), "--worker", "nobody")
-    assert (run.returncode, "unknown worker nobody; workers are: w0, w1" in run.stderr) == (2, True)
+    assert (run.returncode, "unknown worker 'nobody'; workers are: w0, w1" in run.stderr) == (2, True)
 
 
 def test_a_log_and_kafka_are_exclusive(tmp_path: Path) -> None:

@@ -130,9 +130,9 @@ def test_verification_can_be_skipped(source: Path, tmp_path: Path) -> None:
         (["--from", "-5m", "--to", "-5m"], "--from -5m is not before --to -5m"),
         (["--from", "2999-01-01"], "--from 2999-01-01 is in the future"),
         (["--to", "2020-01-01"], f"group {MODEL} made no decision in the window; its journal covers 20"),
-        (["--group", "nobody"], f"unknown group nobody; groups in SOURCE: {MODEL}"),
-        (["--pools", "default,nobodys"], "unknown pool nobodys; pools in SOURCE: default"),
-        (["--pools", "default", "--group", "nobody"], "unknown group nobody"),
+        (["--group", "nobody"], f"SOURCE: unknown group 'nobody'; groups are: {MODEL}"),
+        (["--pools", "default,nobodys"], "SOURCE: unknown pool 'nobodys'; pools are: default"),
+        (["--pools", "default", "--group", "nobody"], "SOURCE: unknown group 'nobody'"),
     ],
 )
 def test_invalid_options_are_rejected(source: Path, tmp_path: Path, options: list[str], text: str) -> None:
@@ -191,7 +191,7 @@ def test_groups_are_selected_by_group_and_pool(joined: Path, tmp_path: Path) -> 
     result = invoke("replay", "verify", "--group", MODEL, tmp_path / "one")
     assert (result.exit_code, result.stderr) == (
         2,
-        f"forebay: --group {MODEL}: unknown group; groups of {tmp_path}/one are {OTHER}\n",
+        f"forebay: {tmp_path}/one: unknown group '{MODEL}'; groups are: {OTHER}\n",
     )
 
 

@@ -108,12 +108,12 @@ def test_explanations_from_a_slice_are_equal(log: Path, tmp_path: Path) -> None:
 
 def test_invalid_arguments_are_rejected(log: Path, tmp_path: Path) -> None:
     missing = explain(log, "req-")
-    near = "req-5, req-4, req-3, req-2, req-1"
+    near = "req-5 or req-4 or req-3"
     assert (missing.exit_code, missing.stderr) == (
         2,
-        f"forebay: {log}: no request req- in this log; similar IDs: {near}\n",
+        f"forebay: {log}: unknown request 'req-'; did you mean {near}?\n",
     )
-    assert explain(log, "other").stderr == f"forebay: {log}: no request other in this log\n"
+    assert explain(log, "other").stderr == f"forebay: {log}: unknown request 'other'; check the ID\n"
     assert (explain("req-1").exit_code, explain("req-1").stderr) == (
         2,
         "forebay: expected LOG and REQUEST, or REQUEST and --kafka\n",

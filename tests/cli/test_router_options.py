@@ -182,7 +182,7 @@ def test_disagg_conditions_use_the_flags_of_dynamo(tmp_path: Path) -> None:
     [
         ("{", '--router-conditional-disagg-config: { is not JSON; expected an object such as {"policy": "classic"}'),
         ("[]", "--router-conditional-disagg-config: expected an object such as"),
-        ('{"limit": 1}', "unknown field limit; fields are policy, max_local_prefill_length"),
+        ('{"limit": 1}', "unknown field 'limit'; fields are: policy, max_local_prefill_length"),
         (
             '{"policy": "often"}',
             "-config: policy: must be one of always, classic, isl_bounding, isl_or_load",
@@ -236,22 +236,22 @@ def test_flags_override_the_policy_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("heat: 1", "unknown field heat; fields are: mode, selection_policy"),
+        ("heat: 1", "unknown field 'heat'; fields are: mode, selection_policy"),
         (
             "queue: {classes: [{name: default}, {label: x}]}",
-            "unknown field queue.classes[1].label; fields are: name, quantum",
+            "queue.classes[1]: unknown field 'label'; fields are: name, quantum",
         ),
-        ("busy: {decode: 1}", "unknown field busy.decode; fields are: active_decode_blocks_threshold"),
+        ("busy: {decode: 1}", "busy: unknown field 'decode'; fields are: active_decode_blocks_threshold"),
         ("temperature: hot", "temperature: Expected `float`, got `str`"),
         ("temperature: -1", "temperature: Expected `float` >= 0.0"),
         ("temperature: .nan", "temperature: Expected `float` >= 0.0"),
         ("temperature: .inf", "temperature: Expected `float` <= 1000000.0"),
         ("busy: {active_decode_blocks_threshold: 1.5}", "busy.active_decode_blocks_threshold: Expected `float` <= 1.0"),
-        ("1: kv", "unknown field 1; "),
+        ("1: kv", "unknown field '1'; "),
         ("queue: {classes: []}", "queue: missing queue class: 'default' with uncached_tokens_min 0 is required"),
         ("queue: {classes: [{quantum: 0}]}", "queue.classes[0].quantum: Expected `int` >= 1"),
         ("queue: 7", "queue: Expected `object`, got `int`"),
-        ("mode: fastest", "unknown router mode 'fastest'; modes are: kv, "),
+        ("mode: fastest", "unknown router mode 'fastest'; router modes are: kv, "),
         ("[1]", "expected fields of the router configuration, got a list"),
         ("", "expected fields of the router configuration, got nothing"),
         ("kv", "expected fields of the router configuration, got one value"),

@@ -74,10 +74,10 @@ def test_oversized_requests_are_named_and_exit_1(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["--policy", "kw"], "unknown policy 'kw'"),
+        (["--policy", "kw"], "unknown router mode 'kw'"),
         (["--policy", "direct"], "the requests of a workload name no workers"),
         (["--policy", "kv", "--policy", "random", "--policy", "kv"], "--policy kv: duplicate policy"),
-        (["--policy", "kv:speed=2"], "'speed=2' is not a setting=value"),
+        (["--policy", "kv:speed=2"], "unknown setting 'speed'"),
         (["--max-num-batched-tokens", "10"], "max_num_batched_tokens (10) must be at least max_num_seqs (256)"),
         (["--duration-s", "0.001"], "contains no request"),
         (
@@ -87,11 +87,11 @@ def test_oversized_requests_are_named_and_exit_1(tmp_path: Path) -> None:
         (["--engine", "h900"], "unknown engine profile 'h900'"),
         (["--slo", "ttft"], "--slo ttft: invalid objective 'ttft'"),
         (["--attain", "0.5"], "--attain requires --slo"),
-        (["--kill", "mock-8@1"], "--kill mock-8@1: unknown worker 'mock-8'; workers are mock-0 to mock-7"),
+        (["--kill", "mock-8@1"], "--kill mock-8@1: unknown worker 'mock-8'; workers are: mock-0 to mock-7"),
         (["--mtbf-s", "0.5"], "--mtbf-s: got 0.5; must be 0 or at least 1 s"),
         (
             ["--delays", "carrier-pigeon"],
-            "--delays carrier-pigeon: unknown profile; profiles are: none, embedded, kafka",
+            "--delays: unknown delay profile 'carrier-pigeon'; delay profiles are: none, embedded, kafka",
         ),
         (["--kill", "mock-0"], "expected WORKER@SECONDS"),
         (["--kill", f"mock-0@{'9' * 400}"], "the maximum is 100 years"),
@@ -250,7 +250,7 @@ def test_no_policy_is_needed_if_every_pool_has_a_router(trace: Path) -> None:
     ("arguments", "reason"),
     [
         (["--workers", "3", "--engine", "mocker"], "defines the fleet; remove --workers and --engine"),
-        (["--kill", "mock-9@1"], "--kill mock-9@1: unknown worker 'mock-9'; workers are mock-0 to mock-2"),
+        (["--kill", "mock-9@1"], "--kill mock-9@1: unknown worker 'mock-9'; workers are: mock-0 to mock-2"),
         (["--kill", "mock-2@0.3"], "--kill mock-2@0.3: worker mock-2 starts at 0.7 s"),
     ],
 )

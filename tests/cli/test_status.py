@@ -97,7 +97,7 @@ def test_a_log_without_an_owner_is_not_ready(tmp_path: Path) -> None:
     [
         (["nowhere.db"], "nowhere.db: no such log file; check the path"),
         (["a.db", "--kafka", "127.0.0.1:1"], "expected either a log file or --kafka"),
-        (["{recording}", "--group", "other"], "--group other: unknown group; groups of .* are model"),
+        (["{recording}", "--group", "other"], "unknown group 'other'; groups are: model"),
         (["--url", "http://127.0.0.1:{port}"], "does not respond .*; start a system with `forebay up`"),
         (["--url", "nothing"], "nothing does not respond"),
     ],

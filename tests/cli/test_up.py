@@ -55,7 +55,7 @@ def test_an_unknown_tool_call_parser_is_reported() -> None:
     up = Up("--tool-call-parser", "hermez")
     output = up.process.communicate(timeout=PATIENCE_S)[0]
     assert up.process.returncode == 2
-    assert "unknown --tool-call-parser 'hermez'" in output
+    assert "--tool-call-parser: unknown parser 'hermez'; did you mean hermes?" in output
 
 
 def test_the_openai_client_streams_and_reuses_its_prefix(tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_flags_set_labels_adapters_ranks_and_hints(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--taint", "mock-9:zone-a"], "unknown worker mock-9; workers are mock-0 to mock-3"),
+        (["--taint", "mock-9:zone-a"], "unknown worker 'mock-9'; workers are: mock-0 to mock-3"),
         (["--taint", "mock-1:"], "the label is empty"),
         (["--taint", "a", "--taint", "a"], "--taint a: the name appears twice"),
         (["--lora", ""], "--lora '': a name has 1 to 256 characters, got 0"),

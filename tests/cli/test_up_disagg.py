@@ -266,7 +266,7 @@ def test_disagg_a_log_continues_with_other_worker_roles(tmp_path: Path, aggregat
         ),
         (
             (*APART, "--taint", "decode-2:x"),
-            "unknown worker decode-2; workers are prefill-0 to prefill-1 and decode-0 to decode-1",
+            "unknown worker 'decode-2'; workers are: prefill-0 to prefill-1, decode-0 to decode-1",
         ),
     ],
 )

@@ -1,5 +1,6 @@
 """Validation of the names of models, adapters, pools, workers, services and namespaces."""
 
+from collections.abc import Sequence
 from typing import get_args
 
 import pytest
@@ -15,6 +16,7 @@ from forebay.events.names import (
     printable,
     require_adapter,
     require_name,
+    unknown_name,
 )
 from forebay.events.topics import FIXED_TOPICS, work_topic
 
@@ -107,3 +109,32 @@ def test_any_text_is_accepted_or_rejected_in_a_printable_line(kind: Kind, name: 
 
 def test_a_name_in_a_message_is_one_line() -> None:
     assert printable("a\nb\0") == "a\\nb\\x00"
+
+
+WORKERS = ("mock-0", "mock-1", "mock-2", "mock-3")
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "expected"),
+    [
+        ("mokc-1", WORKERS, "unknown thing 'mokc-1'; did you mean mock-1?"),
+        ("MOCK", WORKERS, "unknown thing 'MOCK'; did you mean mock-0 or mock-1 or mock-2?"),
+        ("mock-9", WORKERS, "unknown thing 'mock-9'; things are: mock-0, mock-1, mock-2, mock-3"),
+        ("", WORKERS, "unknown thing ''; things are: mock-0, mock-1, mock-2, mock-3"),
+        ("a\n", WORKERS, r"unknown thing 'a\n'; things are: mock-0, mock-1, mock-2, mock-3"),
+        ("encoder", ("decode", "prefill", "encode"), "unknown thing 'encoder'; did you mean encode or decode?"),
+        ("classes", ("queue.classes", "mode"), "unknown thing 'classes'; did you mean queue.classes?"),
+        (
+            "queue.xclasses",
+            ("queue.classes", "queue.policy"),
+            "unknown thing 'queue.xclasses'; did you mean queue.classes?",
+        ),
+        ("x", (), "unknown thing 'x'; there are no things"),
+        ("x", [f"setting-{number}" for number in range(65)], "unknown thing 'x'; none of the 65 things is similar"),
+        ("x" * 257, ("x" * 256,), f"unknown thing '{'x' * 64}'...; things are: {'x' * 256}"),
+    ],
+)
+def test_error_for_an_unknown_name_suggests_similar_names_or_lists_all(
+    name: str, known: Sequence[str], expected: str
+) -> None:
+    assert unknown_name("thing", name, known) == expected

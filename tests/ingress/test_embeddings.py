@@ -107,7 +107,7 @@ async def test_base64_is_the_packed_vector(scene: Scene) -> None:
         ({"input": "a", "encoding_format": "int8"}, "encoding_format"),
         ({"input": "a", "dimensions": 8}, "does not support dimensions"),
         ({"input": "a", "dimensions": 0}, "dimensions"),
-        ({"input": "a", "stream": True}, "unknown parameter: stream"),
+        ({"input": "a", "stream": True}, "unknown parameter 'stream'"),
         ({"input": "a", "truncate_prompt_tokens": 5}, "truncate_prompt_tokens is not supported"),
         ({"input": "a", "nvext": {"annotations": ["query_instance_id"]}}, "no annotations"),
     ],

@@ -112,10 +112,10 @@ async def test_an_unknown_id_is_a_404(scene: Scene, log: Path) -> None:
     async with pending(scene, LogSource(path=str(log))) as (_, start_request):
         missing = await start_request("q")
         assert code(missing) == (404, "request_not_found")
-        assert missing.json()["error"]["message"] == "no request q in this log"
+        assert missing.json()["error"]["message"] == "unknown request 'q'; check the ID"
         slashes = await start_request("q/1%2F2")
         assert code(slashes) == (404, "request_not_found")
-        assert slashes.json()["error"]["message"] == "no request q/1/2 in this log"
+        assert slashes.json()["error"]["message"] == "unknown request 'q/1/2'; check the ID"
 
 
 async def test_a_log_in_memory_is_rejected_with_the_remedy(scene: Scene) -> None:

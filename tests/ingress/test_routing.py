@@ -294,7 +294,7 @@ async def test_an_adapter_is_served_as_a_model() -> None:
         assert (await pending).json()["model"] == "sql"
         unknown = await scene.client.post(CHAT, json=chat(model="poetry"))
         assert unknown.status_code == 404
-        assert "'law'" in unknown.json()["error"]["message"]
+        assert "models are: test-model, sql, law" in unknown.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("loras", [("a", "a"), (NAME,), ("",), ("a" * 257,)])

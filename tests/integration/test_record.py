@@ -150,7 +150,7 @@ async def test_kafka_and_the_recording_give_the_same_results_in_other_processes(
         assert (nowhere.returncode, nowhere.stdout) == (2, "")
         assert nowhere.stderr == (f"forebay: {kafka} has no topic {NAMESPACE}-nobodys.groups; check --namespace\n")
     unknown = await run("replay", "verify", "--group", "nobodys-model", out)
-    error = f"forebay: --group nobodys-model: unknown group; groups of {out} are {GROUP}\n"
+    error = f"forebay: {out}: unknown group 'nobodys-model'; groups are: {GROUP}\n"
     assert (unknown.returncode, unknown.stderr) == (2, error)
 
 

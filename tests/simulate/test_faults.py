@@ -283,7 +283,7 @@ def test_random_failures_depend_on_the_seed() -> None:
         (
             LifeCycleSettings(faults=(WorkerFault(worker="mock-2", at_us=0),)),
             "faults[0].worker",
-            "unknown worker 'mock-2'; workers are mock-0 to",
+            "unknown worker 'mock-2'; workers are: mock-0 to",
         ),
         (LifeCycleSettings(starts=(WorkerStart(at_us=0, pool="x"),)), "starts[0].pool", "unknown pool 'x'"),
         (LifeCycleSettings(starts=(WorkerStart(at_us=0, group=1),)), "starts[0].group", "has 1 worker groups"),

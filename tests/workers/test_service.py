@@ -71,7 +71,7 @@ def test_a_component_is_named_after_its_class(name: str, component: str) -> None
         ({"workers": 0}, "workers must be an integer from"),
         ({"workers": True}, "workers must be an integer from"),
         ({"max_num_seqs": 2.5}, "max_num_seqs must be an integer from"),
-        ({"resources": {"memory": "1Gi"}}, ": expected cpu or gpu"),
+        ({"resources": {"memory": "1Gi"}}, "unknown resource 'memory'; resources are: cpu, gpu"),
         ({"resources": {"gpu": 0.5}}, "gpu must be an integer from"),
         ({"resources": {"gpu": "nan"}}, "gpu must be an integer from"),
         ({"resources": {"cpu": "many"}}, "resources must be numbers"),
@@ -110,7 +110,7 @@ def marked(function: Callable[..., Any], name: str = "") -> Callable[..., Any]:
         ({"x": marked(coroutine, "No Name")}, r"Broken\.x: endpoint 'No Name'"),
         (
             {"x": marked(coroutine, "reboot")},
-            r"Broken\.coroutine: unknown endpoint reboot; endpoints are generate, embed, clear_kv_blocks,",
+            r"Broken\.coroutine: unknown endpoint 'reboot'; endpoints are: generate, embed, clear_kv_blocks,",
         ),
         (
             {"generate": Plain.generate, "start": greedy},

@@ -1,4 +1,4 @@
-"""Rules for names of models, adapters, pools, workers, services and namespaces.
+"""Rules for names of models, adapters, pools, workers, services and namespaces, and the error for an unknown name.
 
 Names are used in many places. The namespace and the pool are parts of Kafka topics, a model is a Redis key and a URL
 path segment, and all names are metric labels and appear in logs. Names that enter forebay from outside are checked
@@ -7,6 +7,9 @@ once stays readable.
 """
 
 import re
+from collections.abc import Iterable
+from difflib import SequenceMatcher
+from itertools import takewhile
 from typing import Literal
 
 Kind = Literal["model", "adapter", "pool", "worker", "router", "ingress", "namespace"]
@@ -15,6 +18,9 @@ NAME_CHARS_MAX = 256  # limit of the `Name` type of events
 NAMESPACE_CHARS_MAX, POOL_CHARS_MAX = 120, 120  # Kafka allows 249 characters: `<namespace>.work.<pool>`
 SHOWN_CHARS_MAX = 64  # characters of an invalid name that a message shows
 TOPIC_PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+NEAR_MAX = 3  # suggestions for one unknown name
+CLOSE = 0.7  # similarity of a suggestion, from 0 to 1
+LISTED_MAX = 64  # known names in an error without a suggestion, enough for the settings of a sweep
 WORK = "work"  # `<namespace>.work.<pool>` would also be a topic of the namespace `<namespace>.work`
 
 
@@ -45,9 +51,50 @@ def require_adapter(name: str, model: str) -> str:
     return require_name("adapter", name)
 
 
+def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
+    """Return the error for an unknown name: with similar known names, otherwise with all known names.
+
+    A known name is similar if it begins with `name`, is a dotted path that ends with `name`, or has nearly the same
+    letters after the parts that both begin with. So worker-9 is not similar to worker-1. Case makes no difference.
+
+    Args:
+        kind: What is named, in the singular, for example `worker`.
+        name: The unknown name.
+        known: Known names. Of several names that begin with `name`, the first ones are suggested.
+    """
+    names = list(known)
+    close: list[str] = []
+    if 1 <= len(name) <= NAME_CHARS_MAX:  # a client may send a name of megabytes, whose comparison takes seconds
+        lower = name.lower()
+        close = [one for one in names if one.lower().startswith(lower) or one.lower().endswith(f".{lower}")]
+        if not close:
+            similarity = {one: _similarity(lower, one.lower()) for one in names}
+            close = sorted((one for one in names if similarity[one] >= CLOSE), key=similarity.__getitem__, reverse=True)
+    shown = repr(name) if len(name) <= NAME_CHARS_MAX else f"{name[:SHOWN_CHARS_MAX]!r}..."
+    if close:
+        hint = f"did you mean {' or '.join(close[:NEAR_MAX])}?"
+    elif not names:
+        hint = f"there are no {kind}s"
+    elif len(names) > LISTED_MAX:
+        hint = f"none of the {len(names)} {kind}s is similar"
+    else:
+        hint = f"{kind}s are: {', '.join(names)}"
+    return f"unknown {kind} {shown}; {hint}"
+
+
 def printable(name: str) -> str:
     """Return `name` for use in a message. If it has unprintable characters, they are escaped."""
     return name if name.isprintable() else ascii(name)[1:-1]
+
+
+def _similarity(name: str, other: str) -> float:
+    """Return the similarity of two names from 0 to 1, or 0 if it is below `CLOSE`. Equal first parts are ignored."""
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(name, other, strict=False)))
+    while same and name[same - 1].isalnum():
+        same -= 1
+    matcher = SequenceMatcher(None, name[same:], other[same:])
+    likely = matcher.real_quick_ratio() >= CLOSE and matcher.quick_ratio() >= CLOSE  # both are cheap upper bounds
+    return matcher.ratio() if likely else 0.0
 
 
 def _topic_problem(kind: Kind, name: str) -> str | None:

@@ -9,7 +9,6 @@ import msgspec
 import typer
 from rich.progress import Progress, TaskID
 
-from forebay.cli.common.command_class import suggestion
 from forebay.cli.common.errors import explained, fail
 from forebay.cli.common.option_groups import spread
 from forebay.cli.common.recording import KafkaSource, LogArgument, Recording
@@ -19,6 +18,7 @@ from forebay.core.routing.policies import CustomPolicies
 from forebay.core.state.prefix_index import PrefixIndex
 from forebay.events.base import U64_BYTES
 from forebay.events.kv import BlocksStored, Tier
+from forebay.events.names import unknown_name
 from forebay.events.snapshots import IndexBlocks
 from forebay.events.topics import DECISIONS
 from forebay.live.router.standby import Standby
@@ -59,7 +59,7 @@ def dump(
             index = asyncio.run(_index_of(recording, progress, task, custom))
         names = sorted({name for name, _ in index.holders()})
         if worker and worker not in names:
-            fail(f"unknown worker {worker}; {suggestion(worker, names, 'workers')}")
+            fail(f"{recording.name}: {unknown_name('worker', worker, names)}")
         for event in stored_events(index, worker):
             typer.echo(msgspec.json.encode(event))
 

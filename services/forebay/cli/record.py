@@ -19,6 +19,7 @@ from forebay.cli.common.times import TIMES_HELP, span_us, time_us
 from forebay.cli.common.unverified import DIVERGED, complaint
 from forebay.cli.policies.allowed import AllowPolicyOption, allowed_policies
 from forebay.core.routing.policies import CustomPolicies
+from forebay.events.names import unknown_name
 from forebay.replay.anonymize.anonymize import Anonymized, record_anonymized
 from forebay.replay.policies import require_allowed
 from forebay.replay.record.slice import NothingDecided, Slice, Window, contents_of, copy, newest_us, slice_of
@@ -254,20 +255,19 @@ async def _slices(
 async def _select_groups(source: Recording, log: Log, options: RecordOptions) -> dict[str, int]:
     """Return the selected groups with their control partitions."""
     placed = await groups_of(log)
-    known = f"groups in {source.name}: {', '.join(placed) or 'none'}"
     for name in options.groups:
         if name not in placed:
-            fail(f"unknown group {name}; {known}")
+            fail(f"{source.name}: {unknown_name('group', name, placed)}")
     chosen = {name: placed[name] for name in placed if not options.groups or name in options.groups}
     if options.pools:
         pools = {name: {pool.pool for pool in await pools_of(log, placed[name])} for name in chosen}
         there = set().union(*pools.values())
         for pool in options.pools:
             if pool not in there:
-                fail(f"unknown pool {pool}; pools in {source.name}: {', '.join(sorted(there)) or 'none'}")
+                fail(f"{source.name}: {unknown_name('pool', pool, sorted(there))}")
         chosen = {name: chosen[name] for name in chosen if pools[name] & set(options.pools)}
     if not chosen:
-        fail(f"no group to record; {known}")
+        fail(f"no group to record; groups in {source.name}: {', '.join(placed) or 'none'}")
     return chosen
 
 

@@ -12,13 +12,13 @@ from rich.console import Console
 from rich.table import Table
 
 from forebay.cli.common.cluster import KafkaOptions
-from forebay.cli.common.command_class import suggestion
 from forebay.cli.common.errors import complain, explained, fail
 from forebay.cli.common.option_groups import spread
 from forebay.cli.common.readable import readable
 from forebay.cli.common.recording import KafkaSource
 from forebay.cli.processes.options import named
 from forebay.cli.shadow import SHADOW_GROUP
+from forebay.events.names import unknown_name
 from forebay.events.topics import DECISIONS
 from forebay.transport.base import Log, Record
 from forebay.transport.directory import Directory
@@ -127,7 +127,7 @@ def tail(
         with closing(SqliteLog.open(Path(where[0]), readonly=True)) as opened:
             if topic not in {name for name, _, _ in opened.topics()}:
                 known = sorted({name for name, _, _ in opened.topics()})
-                fail(f"{where[0]} has no topic {topic}; {suggestion(topic, known, 'topics')}")
+                fail(f"{where[0]}: {unknown_name('topic', topic, known)}")
             asyncio.run(_tail(opened, topic, partition, count, start, follow=follow))
 
 
@@ -171,8 +171,10 @@ async def _tail_kafka(
     settings: KafkaSettings, topic: str, partition: int, count: int, start: int, *, follow: bool
 ) -> None:
     partitions = await partitions_of(settings)
-    if not 0 <= partition < partitions.get(topic, 0):
-        fail(f"{settings.bootstrap} has no {settings.topic(topic)}/{partition}; `forebay topics list` lists its topics")
+    if topic not in partitions:
+        fail(f"{settings.namespace} on {settings.bootstrap}: {unknown_name('topic', topic, sorted(partitions))}")
+    if partition >= partitions[topic]:
+        fail(f"topic {topic} has {partitions[topic]} partitions, counted from 0; got --partition {partition}")
     log = await KafkaLog.open(settings)
     try:
         await _tail(log, topic, partition, count, start, follow=follow)

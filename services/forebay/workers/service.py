@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from xxhash import xxh3_64_hexdigest
 
 from forebay.events.control import Command
+from forebay.events.names import unknown_name
 from forebay.events.requests import Task
 from forebay.workers.engine import EngineError
 from forebay.workers.engines.service.cache import Cache
@@ -281,7 +282,7 @@ def _kebab(name: str) -> str:
 def _resources(requested: Mapping[str, str | float]) -> Resources:
     unknown = sorted(set(requested) - {"cpu", "gpu"})
     if unknown:
-        raise ServiceInvalid(f"unknown resource {unknown[0]!r}: expected cpu or gpu")
+        raise ServiceInvalid(unknown_name("resource", unknown[0], ("cpu", "gpu")))
     cpu, gpu = requested.get("cpu"), requested.get("gpu", 0)
     try:
         cores = None if cpu is None else float(cpu)
@@ -318,8 +319,7 @@ def _check_endpoint(cls: type, name: str, function: Callable[..., Any]) -> None:
     if name != "generate" and not inspect.iscoroutinefunction(function):
         raise ServiceInvalid(f"{where}: the endpoint {name} must be a coroutine: `async def` without `yield`")
     if name not in TASKS and name not in CONTROLS:
-        known = ", ".join((*TASKS, *CONTROLS))
-        raise ServiceInvalid(f"{where}: unknown endpoint {name}; endpoints are {known}")
+        raise ServiceInvalid(f"{where}: {unknown_name('endpoint', name, (*TASKS, *CONTROLS))}")
     try:
         inspect.signature(function).bind(None, None)
     except TypeError:

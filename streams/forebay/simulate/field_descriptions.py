@@ -1,10 +1,12 @@
-"""Error texts for invalid configuration fields: the name of the field and the values that it allows."""
+"""Error texts for unknown and invalid fields of configuration: similar names, and the values that a field allows."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, get_type_hints
 
 import msgspec
 from msgspec import inspect
+
+from forebay.events.names import unknown_name
 
 INT_MAX = (1 << 63) - 1  # the integer limit of the wire format; not worth showing to users
 
@@ -52,6 +54,40 @@ def invalid_field(raw: Mapping[str, Any], kind: type[msgspec.Struct], error: Exc
                 return f"{name}: must be a table of fields"
             return f"{name}: must be {allowed_values(inspect.type_info(field))}"
     return str(error).partition(" - at `$")[0]
+
+
+def unknown_field(raw: Any, kind: Any, noun: str, where: str = "") -> str | None:
+    """Return an error text for the first unknown field of `raw`, with similar or all known fields. None without one.
+
+    Conversion to a struct may ignore unknown fields, but in a file they are typing errors.
+
+    Args:
+        raw: decoded data of a file or an option.
+        kind: type to which the data will be converted.
+        noun: word for a field in the text, for example `key`.
+        where: path of the data in the file, empty for all of it.
+    """
+    return next(_unknown_fields(raw, inspect.type_info(kind), noun, where), None)
+
+
+def _unknown_fields(raw: Any, kind: inspect.Type, noun: str, where: str) -> Iterator[str]:
+    match kind:
+        case inspect.StructType(fields=fields, tag=tag, tag_field=tag_field) if isinstance(raw, dict):
+            if tag_field is not None and raw.get(tag_field) != tag:
+                return  # another type of a union, or an error of the conversion
+            known = {field.encode_name: field.type for field in fields}
+            names = [*known, *([tag_field] if tag_field is not None else [])]
+            for key, value in raw.items():
+                if key in known:
+                    yield from _unknown_fields(value, known[key], noun, f"{where}.{key}".removeprefix("."))
+                elif key != tag_field:
+                    yield f"{where}: {unknown_name(noun, str(key), names)}".removeprefix(": ")
+        case inspect.VarTupleType(item_type=item) if isinstance(raw, list):
+            for at, value in enumerate(raw):
+                yield from _unknown_fields(value, item, noun, f"{where}[{at}]")
+        case inspect.UnionType(types=kinds):
+            for one in kinds:
+                yield from _unknown_fields(raw, one, noun, where)
 
 
 def _range(least: float | None, most: float | None) -> str:

@@ -11,12 +11,13 @@ from typing import Annotated, Any
 import msgspec
 
 from forebay.core.routing.policies import BUILT_IN
-from forebay.events.control import QueueClass, RouterConfig
+from forebay.events.control import RouterConfig
+from forebay.events.names import unknown_name
+from forebay.simulate.field_descriptions import unknown_field
 from forebay.simulate.profiles.profile import MOCKER, Gpus, Profile, Size, load_profile
 from forebay.simulate.profiles.sheets import ProfileUnusable, read_file
 from forebay.simulate.settings import (
     DELAYS,
-    PARTS,
     TIME_S_MAX,
     WORKERS_MAX,
     Delay,
@@ -140,7 +141,9 @@ def load_fleet(path: Path) -> FleetDescription:
     except UnicodeDecodeError as error:
         raise FleetUnusable(f"{path}: is not UTF-8 text") from error
     try:
-        described = msgspec.convert(tomllib.loads(text), _File)
+        raw = tomllib.loads(text)
+        _require_known(raw, _File, "")
+        described = msgspec.convert(raw, _File)
         fleet = _fleet(described, path.parent)
         validate_settings(Settings(pools=fleet.pools, life=fleet.life or LifeCycleSettings()))
     except msgspec.ValidationError as error:
@@ -220,14 +223,7 @@ def _group(one: _Workers, folder: Path, where: str) -> WorkerGroup:
 
 def _router(fields: dict[str, Any], where: str) -> RouterConfig:
     """Return the routing configuration of a pool. Its fields are those that a `--policy` accepts."""
-    _require_fields(fields, RouterConfig, where)
-    for part, kind in PARTS.items():
-        if part and isinstance(fields.get(part), dict):
-            _require_fields(fields[part], kind, f"{where}.{part}")
-    classes = fields["queue"].get("classes", ()) if isinstance(fields.get("queue"), dict) else ()
-    for at, one in enumerate(classes if isinstance(classes, list) else ()):
-        if isinstance(one, dict):
-            _require_fields(one, QueueClass, f"{where}.queue.classes[{at}]")
+    _require_known(fields, RouterConfig, where)
     try:
         router = msgspec.convert(fields, RouterConfig)
     except msgspec.ValidationError as error:
@@ -238,11 +234,10 @@ def _router(fields: dict[str, Any], where: str) -> RouterConfig:
     return router
 
 
-def _require_fields(table: dict[str, Any], kind: type[msgspec.Struct], where: str) -> None:
-    """Reject unknown keys, because msgspec ignores them in these structs."""
-    for key in table:
-        if key not in kind.__struct_fields__:
-            raise _KeyUnusable(f"{where}.{key}", f"unknown key; keys are: {', '.join(kind.__struct_fields__)}")
+def _require_known(table: dict[str, Any], kind: type[msgspec.Struct], where: str) -> None:
+    """Reject unknown keys. msgspec ignores them in some structs, and never suggests a similar key."""
+    if unknown := unknown_field(table, kind, "key", where):
+        raise _KeyUnusable("", unknown)
 
 
 def _delays(described: str | _Delays | None) -> Delays | None:
@@ -250,7 +245,7 @@ def _delays(described: str | _Delays | None) -> Delays | None:
         return None
     if isinstance(described, str):
         if described not in DELAYS:
-            raise _KeyUnusable("delays", f"unknown profile {described!r}; profiles are: {', '.join(DELAYS)}")
+            raise _KeyUnusable("delays", unknown_name("delay profile", described, DELAYS))
         return DELAYS[described]
     hops = {name: getattr(described, name) for name in described.__struct_fields__}
     return Delays(
@@ -275,10 +270,7 @@ def _in_terms_of_keys(error: str, above: str = "") -> str:
     """Translate a msgspec error into the dotted key and the reason."""
     text, _, place = error.partition(" - at `$")
     place = above + place.rstrip("`").removeprefix(".")
-    missing = re.fullmatch(r"Object missing required field `(.*)`", text)
-    unknown = re.fullmatch(r"Object contains unknown field `(.*)`", text)
-    if found := missing or unknown:
-        key = f"{place.rstrip('.')}.{found[1]}".removeprefix(".")
-        return f"{key}: {'missing key' if missing else 'unknown key'}"
+    if missing := re.fullmatch(r"Object missing required field `(.*)`", text):
+        return f"{place.rstrip('.')}.{missing[1]}: missing key".removeprefix(".")
     text = text.replace("`object`", "a table").replace("`array`", "a list").replace("`", "")
     return f"{place.rstrip('.')}: {text[:1].lower()}{text[1:]}".removeprefix(": ")

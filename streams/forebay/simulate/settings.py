@@ -1,7 +1,6 @@
 """Settings of a simulation: fleet, delays and life cycle of workers; and the parser of `--policy`."""
 
 import math
-from difflib import get_close_matches
 from pathlib import PurePosixPath
 from typing import Annotated, Literal, get_args
 
@@ -9,6 +8,7 @@ import msgspec
 
 from forebay.engine_model.model import EngineConfig
 from forebay.events.control import BusyThresholds, DisaggConfig, QueueConfig, RouterConfig, RouterMode
+from forebay.events.names import unknown_name
 from forebay.events.requests import TIMEOUT_US_MAX
 from forebay.simulate.field_descriptions import invalid_field
 
@@ -283,7 +283,7 @@ def validate_settings(settings: Settings) -> None:
         raise SettingsUnusable("pools", f"got {settings.workers_ever} workers; the maximum is {WORKERS_MAX}")
     for at, start in enumerate(settings.life.starts):
         if start.pool not in names:
-            raise SettingsUnusable(f"starts[{at}].pool", f"unknown pool {start.pool!r}; pools are: {', '.join(names)}")
+            raise SettingsUnusable(f"starts[{at}].pool", unknown_name("pool", start.pool, names))
         groups = len(settings.pools[names[start.pool]].groups)
         if start.group >= groups:
             reason = f"got {start.group}, but pool {start.pool!r} has {groups} worker groups, counted from 0"
@@ -332,8 +332,8 @@ def _require_faults(settings: Settings) -> None:
     for fault in sorted(life.faults, key=lambda fault: fault.at_us):
         where = f"faults[{life.faults.index(fault)}]"
         if fault.worker not in free_us:
-            reason = f"unknown worker {fault.worker!r}; workers are mock-0 to {worker_id(len(begins) - 1)}"
-            raise SettingsUnusable(f"{where}.worker", reason)
+            known = [f"{worker_id(0)} to {worker_id(len(begins) - 1)}"]
+            raise SettingsUnusable(f"{where}.worker", unknown_name("worker", fault.worker, known))
         there_us = free_us[fault.worker]
         if there_us is None or fault.at_us < there_us:
             state = "is not replaced after an earlier fault" if there_us is None else f"starts at {there_us / 1e6:g} s"
@@ -392,16 +392,15 @@ def policy(text: str) -> RouterConfig:
         )
     modes = [mode for mode in get_args(RouterMode) if mode != "direct"]
     if name not in modes and "." not in name:
-        raise PolicySpecUnusable(
-            f"unknown policy {name!r}; policies are: {', '.join(modes)}, or the dotted path of a class"
-        )
+        raise PolicySpecUnusable(unknown_name("router mode", name, (*modes, "module.Class")))
     parts: dict[str, dict[str, str]] = {part: {} for part in PARTS}
     for one in rest.split(",") if rest else ():
         setting, equals, value = one.partition("=")
         part, _, field = setting.rpartition(".")
-        if not equals or part not in PARTS or field not in PARTS[part].__struct_fields__ or setting == "mode":
-            reason = f"{one!r} is not a setting=value of the router's configuration; {_near(setting)}"
-            raise PolicySpecUnusable(f"policy {text!r}: {reason}")
+        if part not in PARTS or field not in PARTS[part].__struct_fields__ or setting == "mode":
+            raise PolicySpecUnusable(f"policy {text!r}: {unknown_name('setting', setting, ROUTER_SETTINGS)}")
+        if not equals:
+            raise PolicySpecUnusable(f"policy {text!r}: expected setting=value, got {one!r}")
         if field in parts[part]:
             raise PolicySpecUnusable(f"policy {text!r}: duplicate setting {setting}")
         parts[part][field] = value
@@ -413,12 +412,6 @@ def policy(text: str) -> RouterConfig:
         raise PolicySpecUnusable(
             f"policy {text!r}: {invalid_field(fields_by_part, RouterConfig, error, strict=False)}"
         ) from error
-
-
-def _near(setting: str) -> str:
-    """Return a hint with the settings closest to `setting`, or with all settings if none is close."""
-    close = get_close_matches(setting, ROUTER_SETTINGS, n=2)
-    return f"did you mean {' or '.join(close)}?" if close else f"settings are: {', '.join(ROUTER_SETTINGS)}"
 
 
 def _dotted(file: str, rest: str) -> str:

@@ -2,41 +2,23 @@
 
 import os
 import re
+from ast import literal_eval
 from collections.abc import Iterable
-from difflib import get_close_matches
 from typing import Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from forebay.cli.common.errors import USAGE, complain
+from forebay.events.names import unknown_name
 
 PREFIX = "FOREBAY_"
 EPILOG = "Environment variables set options, too: FOREBAY_PORT for --port, and so on. See docs/configuration.md."
-NEAR_MAX = 3  # suggestions for one misspelled name
-CLOSE = 0.7  # similarity of a suggestion, from 0 to 1
-LISTED_MAX = 20  # names in an error without a suggestion
 SECRETS = frozenset({"key", "keys", "token", "password", "secret"})  # last words of option names
 SERVICE_OPTIONS = frozenset({"engine", "from", "lora", "policy", "pool", "pools", "timeout-s", "worker"})
 SERVICE_LINK = re.compile(r"(tcp|udp|sctp)://")  # start of the address that Kubernetes sets as NAME_PORT for a Service
+NO_CHOICE = re.compile(r"Value error, (?P<value>'.*'|\".*\") is not one of (?P<choices>.*)\.", re.DOTALL)
 UNSET = ("ENVIRONMENT", "DEFAULT_MAP")  # sources of options that the command line does not contain
-
-
-def suggestion(name: str, known: Iterable[str], kind: str) -> str:
-    """Return the end of an error for an unknown name: similar known names, otherwise all of them.
-
-    Args:
-        name: Unknown name.
-        known: Known names.
-        kind: What the names are, in the plural.
-    """
-    names = list(known)
-    close = get_close_matches(name, names, n=NEAR_MAX, cutoff=CLOSE)
-    if close:
-        return f"did you mean {' or '.join(close)}?"
-    if len(names) > LISTED_MAX:
-        return f"none of the {len(names)} {kind} is similar; --help lists them"
-    return f"{kind} are: {', '.join(names)}" if names else f"there are no {kind}"
 
 
 def long_name(param: Any) -> str:
@@ -86,13 +68,14 @@ class CliCommand(TyperCommand):
         try:
             rest = super().parse_args(ctx, args)
         except typer.BadParameter as error:
+            is_choice = suggest_choice(error)
             if error.param is not None and (place := place_of(ctx, error.param)):
                 error.param_hint = place
-                error.message = f"{error.message}; got {os.environ.get(place, '')}"
+                error.message += "" if is_choice else f"; got {os.environ.get(place, '')}"
             raise
         except Exception as error:
-            if (unknown := getattr(error, "option_name", None)) and getattr(error, "possibilities", None) is not None:
-                _suggest_option(error, str(unknown), self.get_params(ctx))
+            if hasattr(error, "possibilities"):
+                _suggest_option(error, self.get_params(ctx))
             raise
         _resolve_source(ctx)
         return rest
@@ -135,7 +118,7 @@ class CliGroup(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
         """Return the name of the command, the command itself, and its arguments."""
         if args and args[0] not in self.commands and not args[0].startswith("-") and not ctx.resilient_parsing:
-            ctx.fail(f"No such command {args[0]!r}: {suggestion(args[0], self.commands, 'commands')}")
+            ctx.fail(unknown_name("command", args[0], self.commands))
         return super().resolve_command(ctx, args)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -143,8 +126,8 @@ class CliGroup(TyperGroup):
         try:
             return super().parse_args(ctx, args)
         except Exception as error:
-            if (unknown := getattr(error, "option_name", None)) and getattr(error, "possibilities", None) is not None:
-                _suggest_option(error, str(unknown), self.get_params(ctx))
+            if hasattr(error, "possibilities"):
+                _suggest_option(error, self.get_params(ctx))
             raise
 
 
@@ -156,12 +139,23 @@ def place_of(ctx: Any, param: Any) -> str:
     return f"{long_name(param)} in {ctx.params.get('config')}" if source == "file" else ""
 
 
-def _suggest_option(error: Any, unknown: str, params: Iterable[Any]) -> None:
+def suggest_choice(error: typer.BadParameter) -> bool:
+    """Suggest similar values in the error for a value that is not one of the choices of its option.
+
+    Returns whether it is such an error.
+    """
+    found = NO_CHOICE.fullmatch(error.message)
+    if found is None:
+        return False
+    value, *choices = literal_eval(f"{found['value']}, {found['choices']}")
+    error.message = unknown_name("value", value, choices)
+    return True
+
+
+def _suggest_option(error: Any, params: Iterable[Any]) -> None:
     known = [name for param in params for name in (*param.opts, *param.secondary_opts) if name.startswith("--")]
-    close = get_close_matches(unknown, known, n=NEAR_MAX, cutoff=CLOSE)
     error.possibilities = None
-    if close:
-        error.message = f"{error.message}: did you mean {' or '.join(close)}?"
+    error.message = unknown_name("option", error.option_name, known)
 
 
 def _resolve_source(ctx: Any) -> None:

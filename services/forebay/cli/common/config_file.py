@@ -13,8 +13,9 @@ from typing import Annotated, Any
 
 import typer
 
-from forebay.cli.common.command_class import is_secret, long_name, suggestion
+from forebay.cli.common.command_class import is_secret, long_name, suggest_choice
 from forebay.cli.common.errors import fail
+from forebay.events.names import unknown_name
 
 OPTION = "config"
 BYTES_MAX = 1 << 20  # a file with all options has a few kilobytes
@@ -72,15 +73,15 @@ def _values(
         fail(f"--config {path}: not TOML: {error}")
     tables = {name: value for name, value in content.items() if isinstance(value, dict)}
     if unknown := [name for name in tables if name not in services]:
-        fail(f"--config {path}: unknown table [{unknown[0]}]; {suggestion(unknown[0], services, 'tables')}")
+        fail(f"--config {path}: {unknown_name('table', unknown[0], services)}")
     shared = _named(path, "", {name: value for name, value in content.items() if name not in tables})
     own = _named(path, command, tables.get(command, {}))
     if unknown := [name for name in own if name not in options]:
-        fail(f"--config {path}: unknown key {unknown[0]} in [{command}]; {suggestion(unknown[0], options, 'keys')}")
+        fail(f"--config {path}: [{command}]: {unknown_name('key', unknown[0], options)}")
     if elsewhere := [name for name in shared if name not in options]:
         known = sorted(set(names_of_all()))
         if unknown := [name for name in elsewhere if name not in known]:
-            fail(f"--config {path}: unknown key {unknown[0]}; {suggestion(unknown[0], known, 'keys')}")
+            fail(f"--config {path}: {unknown_name('key', unknown[0], known)}")
     return {name: value for name, value in shared.items() if name in options} | own
 
 
@@ -112,6 +113,7 @@ def _given(path: Path, param: Any, value: Any, context: typer.Context) -> Any:
     try:
         parsed = param.process_value(context, str(value))
     except typer.BadParameter as error:
+        suggest_choice(error)
         fail(f"--config {path}: {name}: {error.message}")
     if isinstance(parsed, int | float) != isinstance(value, int | float):
         kind = "a number" if isinstance(parsed, int | float) else "a string"

@@ -10,6 +10,7 @@ import typer
 
 from forebay.cli.common.cluster import NAMESPACE, NamespaceOption, PropertiesOption, kafka_settings
 from forebay.cli.common.errors import fail
+from forebay.events.names import unknown_name
 from forebay.events.topics import DECISIONS, GROUPS, INPUTS, SNAPSHOTS
 from forebay.transport.base import Log
 from forebay.transport.history.groups import groups_of
@@ -95,6 +96,6 @@ class Recording(KafkaSource):
             return self.group
         if not self.group and len(placed) == 1:
             return next(iter(placed))
-        known = ", ".join(sorted(placed)) or "none"
-        problem = f"--group {self.group}: unknown group" if self.group else "--group is required"
-        fail(f"{problem}; groups of {self.name} are {known}")
+        if self.group:
+            fail(f"{self.name}: {unknown_name('group', self.group, sorted(placed))}")
+        fail(f"--group is required; groups of {self.name} are: {', '.join(sorted(placed)) or 'none'}")

@@ -6,6 +6,7 @@ from typing import Any
 import typer
 
 from forebay.cli.common.errors import USAGE, complain, fail
+from forebay.events.names import unknown_name
 from forebay.replay.verify.verify import UNVERIFIED
 from forebay.replay.walk import UNKNOWN_EVENTS
 
@@ -21,7 +22,7 @@ def allowed_of(given: Collection[str] | None, names: Collection[str]) -> frozens
     """Return the values given for `--allow` as a set. A value that is not in `names` ends the command."""
     allowed = frozenset(given or ())
     if unknown := sorted(allowed.difference(names)):
-        fail(f"--allow {unknown[0]}: unknown name; names are {', '.join(names)}")
+        fail(f"--allow: {unknown_name('check', unknown[0], names)}")
     return allowed
 
 

@@ -14,6 +14,7 @@ from forebay.cli.common.errors import USAGE, complain, explained, fail
 
 URL = "http://127.0.0.1:8000"
 UrlOption = Annotated[str, typer.Option(help="URL of an ingress of the running system.")]
+STATUS_S = 5.0  # an ingress on Kafka derives the status from the log; only a suggestion in an error waits for it
 PATIENCE_S = 10.0  # longer than every timeout of the ingress itself
 
 
@@ -37,6 +38,20 @@ class IngressClient:
             return httpx.request(method, address, json=body, headers=self.headers, timeout=timeout_s + PATIENCE_S)
         except (httpx.TransportError, httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
             fail(f"{self.url} does not respond ({error!r}); {advice(error)}")
+
+    def known_names(self) -> dict[str, list[str]]:
+        """Return the names of workers and pools, by `worker` and `pool`. Empty if the ingress does not report them."""
+        try:
+            response = httpx.get(f"{self.url.rstrip('/')}/v1/status", headers=self.headers, timeout=STATUS_S)
+        except httpx.TransportError:
+            return {}
+        if response.status_code != httpx.codes.OK:  # for example, because it requires an API key
+            return {}
+        status = response.json()
+        return {
+            "worker": [worker["worker_id"] for worker in status["workers"]],
+            "pool": [pool["pool"] for pool in status["pools"]],
+        }
 
 
 def client_for(url: str, token_file: Path | None) -> IngressClient:

@@ -1,7 +1,7 @@
 """`forebay control`: send commands to workers and change routing settings of a running system."""
 
 import json as jsonlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -10,9 +10,10 @@ from rich.table import Table
 
 from forebay.cli.common.admin_token import AdminTokenFileOption
 from forebay.cli.common.terminal import in_markup, results
-from forebay.cli.control.client import URL, UrlOption, client_for, decode_response, exit_unless_ok
+from forebay.cli.control.client import URL, IngressClient, UrlOption, client_for, decode_response, exit_unless_ok
 from forebay.cli.control.settings import busy_threshold, disaggregation
 from forebay.events.control import Action
+from forebay.events.names import unknown_name
 
 ACTIONS: dict[Action, str] = {
     "load_lora": "Load an adapter.",
@@ -60,8 +61,10 @@ def _command(action: Action) -> Callable[..., None]:
             "level": level,
             "timeout_s": timeout_s,
         }
-        response = client_for(url, admin_token_file).request("/v1/commands", request, timeout_s=timeout_s)
+        client = client_for(url, admin_token_file)
+        response = client.request("/v1/commands", request, timeout_s=timeout_s)
         result = decode_response(url, response, "outcomes")
+        _suggest(client, result, {"worker": worker or [], "pool": [pool]})
         if json:
             typer.echo(jsonlib.dumps(result))
         elif "outcomes" in result:
@@ -75,6 +78,21 @@ for _action, _help in ACTIONS.items():
     app.command(_action.replace("_", "-"), help=_help)(_command(_action))
 app.command("disaggregation")(disaggregation)
 app.command("busy-threshold")(busy_threshold)
+
+
+def _suggest(client: IngressClient, result: Mapping[str, Any], given: Mapping[str, list[str]]) -> None:
+    """Suggest similar names in the error for an unknown worker or pool.
+
+    Args:
+        client: Client of the ingress, which knows the names.
+        result: Response of the ingress. Its error message is replaced.
+        given: Names that the command line contains, by `worker` and `pool`.
+    """
+    kind = str(result.get("error", {}).get("code")).removeprefix("unknown_")
+    known = client.known_names().get(kind) if kind in given else None
+    unknown = [name for name in given.get(kind, ()) if known and name not in known]
+    if known and unknown:
+        result["error"]["message"] = unknown_name(kind, unknown[0], known)
 
 
 def _table(outcomes: list[dict[str, Any]]) -> Table:

@@ -15,11 +15,12 @@ import typer
 from msgspec import inspect
 
 from forebay.cli.policies.check import require_policy
-from forebay.cli.policies.file import named_fields, read_policy_file, unknown_field
+from forebay.cli.policies.file import named_fields, read_policy_file
 from forebay.cli.policies.router_options import POLICY_CONFIG
 from forebay.events.control import PoolConfigured, RouterConfig
+from forebay.events.names import unknown_name
 from forebay.ingress.errors import Unusable
-from forebay.simulate.field_descriptions import allowed_values
+from forebay.simulate.field_descriptions import allowed_values, unknown_field
 
 SET = "--set"
 POLICY = "--policy"
@@ -94,7 +95,7 @@ class Alternative:
         known = sorted({pool.pool for pool in pools})
         for change in self.changes:
             if change.pool and change.pool not in known:
-                raise Unusable(f"{change.text}: unknown pool {change.pool}; pools are: {', '.join(known) or 'none'}")
+                raise Unusable(f"{change.text}: {unknown_name('pool', change.pool, known)}")
 
     def idle(self, pools: Iterable[PoolConfigured], undone: Iterable[str] = ()) -> list[str]:
         """Return the options that have no effect, because they equal the recorded configuration of `pools`.
@@ -191,10 +192,7 @@ def _no_such_field(path: str) -> str:
     inside = [name for name in FIELDS if name.startswith(f"{path}.")]
     if path and inside:
         return f"{path} is a group of fields; set one of {', '.join(inside)}"
-    meant = [name for name in FIELDS if path and name.endswith(f".{path}")]
-    if meant:
-        return f"unknown field {path}; did you mean {' or '.join(meant)}?"
-    return f"unknown field {path or '(none)'}; fields are: {', '.join(FIELDS)}"
+    return unknown_name("field", path, FIELDS)
 
 
 def _value(given: str, kind: Any, raw: str) -> Any:
@@ -203,10 +201,8 @@ def _value(given: str, kind: Any, raw: str) -> Any:
         value = msgspec.json.decode(raw)
     except (msgspec.DecodeError, RecursionError):
         value = raw
-    unknown = next(unknown_field(value, inspect.type_info(kind)), None)
-    if unknown is not None:
-        where, known = unknown
-        raise Unusable(f"{given}: unknown field {where}; fields are: {', '.join(known)}")
+    if unknown := unknown_field(value, kind, "field"):
+        raise Unusable(f"{given}: {unknown}")
     try:
         return msgspec.convert(value, kind, strict=False)
     except msgspec.ValidationError as error:

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import msgspec
 
-from forebay.cli.common.command_class import suggestion
 from forebay.cli.policies.trial import RULE, Trial
 from forebay.core.routing.policies import BUILT_IN
+from forebay.events.names import unknown_name
 from forebay.ingress.errors import Unusable
 
 HASH_SEEDS = (1, 2)
@@ -33,8 +33,7 @@ def require_policy(mode: str) -> None:
     if mode in BUILT_IN:
         return
     if not all(part.isidentifier() for part in mode.split(".")) or "." not in mode:
-        hint = suggestion(mode, (*BUILT_IN, "module.Class"), "modes")
-        raise Unusable(f"unknown router mode {mode!r}; {hint}")
+        raise Unusable(unknown_name("router mode", mode, (*BUILT_IN, "module.Class")))
     if len(mode) > PATH_CHARS_MAX:
         raise Unusable(f"the path of a policy class has {len(mode)} characters; maximum {PATH_CHARS_MAX}")
     add_current_directory()

@@ -3,13 +3,13 @@
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from forebay.cli.common.plain_file import kind_of, read_plain_file
 from forebay.events.control import RouterConfig
 from forebay.ingress.errors import Unusable
+from forebay.simulate.field_descriptions import unknown_field
 
 AT = re.compile(r"(?P<what>.*) - at `\$\.?(?P<where>.*)`", re.DOTALL)
 
@@ -19,10 +19,8 @@ def read_policy_file(path: Path) -> RouterConfig:
     raw = read_plain_file(path, "policy file")
     if not isinstance(raw, dict):
         raise Unusable(f"{path}: expected fields of the router configuration, got {kind_of(raw)}")
-    unknown = next(unknown_field(raw, msgspec.inspect.type_info(RouterConfig)), None)
-    if unknown is not None:
-        where, fields = unknown
-        raise Unusable(f"{path}: unknown field {where}; fields are: {', '.join(fields)}")
+    if unknown := unknown_field(raw, RouterConfig, "field"):
+        raise Unusable(f"{path}: {unknown}")
     try:
         return msgspec.convert(raw, RouterConfig)
     except msgspec.ValidationError as error:
@@ -40,21 +38,3 @@ def named_fields(path: Path, prefix: str) -> Iterator[str]:
                 parts.append((f"{where}{key}.", value))
             else:
                 yield f"{where}{key}"
-
-
-def unknown_field(raw: Any, info: msgspec.inspect.Type, where: str = "") -> Iterator[tuple[str, list[str]]]:
-    """Yield the path of each unknown key in decoded data, and the known keys. `where` is the path of the data.
-
-    Decoding ignores unknown keys, but in a file they are typing errors.
-    """
-    match info:
-        case msgspec.inspect.StructType(fields=fields) if isinstance(raw, dict):
-            known = {field.encode_name: field.type for field in fields}
-            for key, value in raw.items():
-                if key not in known:
-                    yield f"{where}{key}", list(known)
-                else:
-                    yield from unknown_field(value, known[key], f"{where}{key}.")
-        case msgspec.inspect.VarTupleType(item_type=item) if isinstance(raw, list):
-            for at, value in enumerate(raw):
-                yield from unknown_field(value, item, f"{where.removesuffix('.')}[{at}].")

@@ -20,7 +20,7 @@ from forebay.cli.policies.check import add_current_directory, require_policy
 from forebay.cli.policies.file import named_fields, read_policy_file
 from forebay.events.control import DisaggConfig, QueuePolicy, RouterConfig, RouterMode
 from forebay.ingress.errors import Unusable
-from forebay.simulate.field_descriptions import allowed_values, invalid_field
+from forebay.simulate.field_descriptions import allowed_values, invalid_field, unknown_field
 
 PANEL = "Router"
 MODE = "--router-mode"
@@ -319,9 +319,8 @@ def _conditional(disagg: DisaggConfig, text: str | None, name: str) -> DisaggCon
         raise Unusable(f"{name}: {text} is not JSON; expected {example}") from None
     if not isinstance(changes, dict):
         raise Unusable(f"{name}: expected {example}, got {text}")
-    if unknown := sorted(set(changes) - set(DisaggConfig.__struct_fields__)):
-        known = ", ".join(DisaggConfig.__struct_fields__)
-        raise Unusable(f"{name}: unknown field {', '.join(unknown)}; fields are {known}")
+    if unknown := unknown_field(changes, DisaggConfig, "field"):
+        raise Unusable(f"{name}: {unknown}")
     fields = {**msgspec.to_builtins(disagg), "policy": "isl_bounding", **changes}
     try:
         return msgspec.convert(fields, DisaggConfig)

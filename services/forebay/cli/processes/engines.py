@@ -16,7 +16,6 @@ from typing import Annotated, Any, ClassVar, Literal, cast, get_args
 import msgspec
 import typer
 
-from forebay.cli.common.command_class import suggestion
 from forebay.cli.common.plain_file import kind_of, read_plain_file
 from forebay.cli.processes.model_source import directory_of, find_model
 from forebay.cli.processes.options import (
@@ -31,6 +30,7 @@ from forebay.cli.processes.options import (
 from forebay.engine_model.model import EngineConfig
 from forebay.events.control import Role
 from forebay.events.fleet import WorkerSpec
+from forebay.events.names import unknown_name
 from forebay.ingress.errors import Unusable
 from forebay.ingress.model import DEFAULT_MODEL, Model, word_token_ids
 from forebay.simulate.profiles.profile import MOCKER, Profile, load_profile
@@ -170,7 +170,7 @@ class EngineOptions:
         _require_engine(self.engine, self.model)
         _require_own(self.engine, {name: getattr(self, name) for name in (*MOCK_ONLY, "engine_args")} | kv)
         if self.role not in get_args(Role):
-            raise Unusable(f"--role {self.role}: unknown role; {suggestion(self.role, get_args(Role), 'roles')}")
+            raise Unusable(f"--role: {unknown_name('role', self.role, get_args(Role))}")
         if self.speedup is not None and not (math.isfinite(self.speedup) and self.speedup > 0):
             raise Unusable(f"--speedup must be a positive number, not {self.speedup}")
         try:
@@ -201,9 +201,7 @@ class EngineOptions:
 
 def _require_engine(engine: str, model: str | None) -> None:
     if engine not in ENGINES and ":" not in engine:
-        raise Unusable(
-            f"--engine {engine}: unknown engine; {suggestion(engine, (*ENGINES, 'FILE.py:Class'), 'engines')}"
-        )
+        raise Unusable(f"--engine: {unknown_name('engine', engine, (*ENGINES, 'FILE.py:Class'))}")
     if engine in ADAPTERS and model is None:
         raise Unusable(f"the {engine} engine requires --model, a model directory with weights or ORG/NAME")
     for package in ADAPTERS[engine].packages if engine in ADAPTERS else ():

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 
 import typer
 
-from forebay.events.names import Kind, NameInvalid, require_adapter, require_name
+from forebay.events.names import Kind, NameInvalid, require_adapter, require_name, unknown_name
 from forebay.ingress.errors import Unusable
 
 NAME_CHARS_MAX = 256  # the maximum length of a name in an event
@@ -107,8 +107,8 @@ def placed_taints(given: Sequence[str], workers: Sequence[str]) -> dict[str, tup
             for every in labels.values():
                 every[text] = None
         elif one[1] not in labels:
-            known = " and ".join(f"{kind}0 to {last}" for kind, last in kinds.items())
-            raise Unusable(f"--taint {text}: unknown worker {one[1]}; workers are {known}")
+            known = [f"{kind}0 to {last}" for kind, last in kinds.items()]
+            raise Unusable(f"--taint {text}: {unknown_name('worker', one[1], known)}")
         elif not one[2]:
             raise Unusable(f"--taint {text}: the label is empty; expected WORKER:LABEL")
         else:

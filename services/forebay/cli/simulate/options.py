@@ -11,6 +11,7 @@ import typer
 
 from forebay.cli.policies.check import require_policy
 from forebay.events.control import DisaggConfig, RouterConfig
+from forebay.events.names import unknown_name
 from forebay.simulate.fleet_file import FleetDescription, load_fleet, worker_group
 from forebay.simulate.profiles.profile import MOCKER, SIZE_MAX, load_profile
 from forebay.simulate.settings import (
@@ -207,7 +208,7 @@ def settings_of(fleet: FleetOptions) -> Settings:
     """
     described = _described(fleet)
     if fleet.delays is not None and fleet.delays not in DELAYS:
-        raise ValueError(f"--delays {fleet.delays}: unknown profile; profiles are: {', '.join(DELAYS)}")
+        raise ValueError(f"--delays: {unknown_name('delay profile', fleet.delays, DELAYS)}")
     life = described.life or LifeCycleSettings()
     life_options, transfer_options = (
         {name: value for name in names if (value := getattr(fleet, name)) is not None} for names in (LIFE, TRANSFER)

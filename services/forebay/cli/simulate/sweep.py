@@ -36,6 +36,7 @@ from forebay.cli.simulate.options import (
 from forebay.cli.simulate.simulations import Job, OnDone, Work, play, reason, run_all, run_metrics, simulate_metrics
 from forebay.cli.simulate.sweep_axes import Combination, axes_of, combinations
 from forebay.cli.simulate.sweep_view import as_csv, attaining, show
+from forebay.events.names import unknown_name
 from forebay.ingress.errors import Unusable
 from forebay.simulate.capacity import SpeedTrial, search
 from forebay.simulate.pareto import OBJECTIVES, costs, optimal
@@ -132,7 +133,7 @@ def _objectives(given: Sequence[str] | None, slo: Slo | None, find_capacity: boo
         raise ValueError("--find-capacity requires --slo")
     for name in given or ():
         if name not in OBJECTIVES:
-            raise ValueError(f"--objective {name}: unknown metric; metrics are: {', '.join(OBJECTIVES)}")
+            raise ValueError(f"--objective: {unknown_name('metric', name, OBJECTIVES)}")
         if name in OF_SLO and slo is None:
             raise ValueError(f"--objective {name} requires --slo")
         if name == "capacity_per_s" and not find_capacity:

@@ -7,7 +7,6 @@ Names are those of the router's configuration, and those of the options of `fore
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from itertools import product
 from math import prod
 from typing import Any, get_args
@@ -18,6 +17,7 @@ from forebay.cli.common.option_groups import options_of
 from forebay.cli.simulate.options import AS_CONFIGURED, FleetOptions, ShapeOptions, router_of, settings_of
 from forebay.core.routing.policies import BUILT_IN
 from forebay.events.control import RouterConfig
+from forebay.events.names import unknown_name
 from forebay.simulate.settings import ROUTER_SETTINGS, PolicySpecUnusable, Settings, WorkerGroup, validate_settings
 
 RUNS_MAX = 1_000
@@ -221,10 +221,9 @@ def _require_known(name: str, text: str) -> None:
     pool = POOL_SETTING.fullmatch(name)
     known = sorted({*ROUTER_SETTINGS, *OF_FLEET, *OF_SHAPE})
     if pool is None:
-        near = get_close_matches(name, known, n=3) or known
-        raise ValueError(f"--set {text}: unknown setting {name}; did you mean {', '.join(near)}?")
+        raise ValueError(f"--set {text}: {unknown_name('setting', name, known)}")
     if pool["size"] not in POOL_SIZES:
-        raise ValueError(f"--set {text}: got {pool['size']}; settings of a pool are: {', '.join(POOL_SIZES)}")
+        raise ValueError(f"--set {text}: {unknown_name('pool setting', pool['size'], POOL_SIZES)}")
 
 
 def _resized(settings: Settings, name: str, text: str) -> Settings:
@@ -233,7 +232,7 @@ def _resized(settings: Settings, name: str, text: str) -> Settings:
     assert match is not None, "the name was validated"
     pools = {pool.name: pool for pool in settings.pools}
     if match["pool"] not in pools:
-        raise ValueError(f"--set {name}: unknown pool {match['pool']!r}; pools are: {', '.join(pools)}")
+        raise ValueError(f"--set {name}: {unknown_name('pool', match['pool'], pools)}")
     pool = pools[match["pool"]]
     if match["group"] is None and len(pool.groups) > 1:
         last = len(pool.groups) - 1

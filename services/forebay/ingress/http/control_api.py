@@ -17,7 +17,7 @@ from pydantic import Field, model_validator
 from forebay import runtime
 from forebay.events.control import LORA_CHANGES, Action, Command
 from forebay.events.decisions import CommandOutcome
-from forebay.events.names import NameInvalid, require_adapter
+from forebay.events.names import NameInvalid, require_adapter, unknown_name
 from forebay.ingress.errors import ApiError, invalid
 from forebay.ingress.http.body import client_id, read_body
 from forebay.ingress.http.openapi import COMMANDS, body_of, errors
@@ -156,8 +156,7 @@ class AnyCommandBody(LoraBody):
         """Return the command that `action` names. Raises ApiError (400) if it is unknown or a field is missing."""
         action = next((one for one in ACTIONS if one == self.action), None)
         if action is None:
-            known = ", ".join(ACTIONS)
-            raise invalid(f"unknown command {self.action!r}; commands are: {known}", "action", "unknown_command")
+            raise invalid(unknown_name("action", self.action, ACTIONS), "action", "unknown_command")
         return self.command(action) if action in LORA_CHANGES else Command(action=action, level=self.level)
 
 

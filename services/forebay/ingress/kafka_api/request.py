@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from xxhash import xxh3_64_intdigest
 
+from forebay.events.names import unknown_name
 from forebay.ingress.errors import ApiError, invalid
 from forebay.ingress.http.body_limits import BodyLimits
 from forebay.ingress.kafka_api.topics import ReplyTopics
@@ -82,7 +83,7 @@ def body_of(
     path = (record.headers or {}).get("path") or CHAT_PATH
     kind = KINDS.get(path)
     if kind is None:
-        raise ApiError(404, "not_found", f"unknown path {path!r}; paths are: {', '.join(KINDS)}")
+        raise ApiError(404, "not_found", unknown_name("path", path, KINDS))
     limits.require(record.value)
     body = parse(kind, record.value, ignores_unknown=ignores_unknown)
     if body.queries_route:

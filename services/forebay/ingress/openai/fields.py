@@ -20,6 +20,7 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
+from forebay.events.names import unknown_name
 from forebay.ingress.errors import ApiError, invalid
 
 IGNORES_UNKNOWN = {"unknown": "ignore"}  # context of pydantic's validation
@@ -99,7 +100,9 @@ def reject_extra(body: Body, where: str) -> None:
             continue
         accepted = body.neutral.get(name)
         if accepted is None:
-            raise invalid(f"unknown parameter: {where}{name}", f"{where}{name}", "unknown_parameter")
+            known = [f"{where}{field}" for field in type(body).model_fields]
+            text = unknown_name("parameter", f"{where}{name}", known)
+            raise invalid(text, f"{where}{name}", "unknown_parameter")
         # In Python 0 equals False and 1 equals True, in JSON they differ; 0.0 equals 0 in both.
         if not any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in accepted):
             if name == "best_of":

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from forebay.events.names import unknown_name
 from forebay.events.requests import StructuredOutput
 from forebay.ingress.errors import ApiError, invalid
 from forebay.ingress.media.refs import MediaRef
@@ -374,8 +375,7 @@ def adapter_of(name: str, served: str, adapters: Sequence[str]) -> str:
         return ""
     if name in adapters:
         return name
-    known = ", ".join(repr(one) for one in (served, *adapters))
-    raise ApiError(404, "model_not_found", f"unknown model {name!r}; models are: {known}", "model")
+    raise ApiError(404, "model_not_found", unknown_name("model", name, (served, *adapters)), "model")
 
 
 def _parts_count(message: Message) -> int:

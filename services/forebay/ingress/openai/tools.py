@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import Field
 
+from forebay.events.names import unknown_name
 from forebay.events.requests import StructuredOutput
 from forebay.ingress.errors import ApiError, invalid
 from forebay.ingress.openai.fields import Body, Neutral, reject_extra
@@ -161,7 +162,7 @@ def choice_of(tools: list[Tool] | None, choice: ToolChoice | None, parallel: boo
         reject_extra(choice.function, "tool_choice.function.")
         name = choice.function.name
         if name not in names:
-            raise invalid(f"tool_choice: unknown function {name!r}; functions are: {', '.join(names)}", "tool_choice")
+            raise invalid(f"tool_choice: {unknown_name('function', name, names)}", "tool_choice")
         return ToolSelection(tuple(tools or ()), name, parallel=False)
     if choice == "required" and not names:
         raise invalid("tool_choice is required, but the request has no tools", "tool_choice")

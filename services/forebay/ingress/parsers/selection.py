@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from forebay.events.names import unknown_name
 from forebay.ingress.errors import Unusable, invalid
 from forebay.ingress.model import Model
 from forebay.ingress.openai.tools import NO_TOOLS, ToolSelection
@@ -141,9 +142,7 @@ def _known(kind: str, name: str, names: tuple[str, ...]) -> str:
     if name == NONE:
         return ""
     if name not in names:
-        raise Unusable(
-            f"unknown --{kind}-parser {name!r}; parsers are: {', '.join((AUTO, NONE, *names))}, {PREFIX}NAME"
-        )
+        raise Unusable(f"--{kind}-parser: {unknown_name('parser', name, (AUTO, NONE, *names, f'{PREFIX}NAME'))}")
     return name
 
 

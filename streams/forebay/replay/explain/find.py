@@ -22,6 +22,7 @@ from forebay.events.decisions import (
     RequestRouted,
     RouteAnswered,
 )
+from forebay.events.names import NEAR_MAX, unknown_name
 from forebay.events.request_ids import aliases_of
 from forebay.events.requests import RequestSubmitted, RouteQueried
 from forebay.events.topics import DECISIONS, REQUESTS
@@ -35,7 +36,6 @@ from forebay.transport.history.reader import (
 )
 from forebay.transport.history.start import recorded_view
 
-NEAR_MAX = 5  # IDs with the same prefix to suggest, in case of a typo
 OTHERS_MAX = 100  # IDs listed of other requests with the same client ID
 
 RequestRecord = RequestRouted | RequestHeld | RequestRejected | RequestAborted | KvReleased | RouteAnswered
@@ -50,8 +50,9 @@ class UnknownRequest(Exception):
     """
 
     def __init__(self, request_id: str, near: tuple[str, ...]) -> None:
-        hint = f"; similar IDs: {', '.join(near)}" if near else ""
-        super().__init__(f"no request {request_id} in this log{hint}")
+        super().__init__(
+            unknown_name("request", request_id, near) if near else f"unknown request {request_id!r}; check the ID"
+        )
         self.near = near
 
 

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from forebay.engine_model.timing import EngineTiming, LinearTiming, MockerTiming
+from forebay.simulate.field_descriptions import unknown_field
 from forebay.simulate.profiles.roofline import Assumptions, NumberFormats, kv_blocks, roofline
 from forebay.simulate.profiles.sheets import Gpu, ProfileUnusable, gpu_sheet, gpus_like, read_file, read_transformer
 
@@ -118,7 +119,10 @@ def load_profile(name: str) -> Profile:
             reason += "see docs/engine-profiles.md"
         raise ProfileUnusable(reason)
     try:
-        described = msgspec.toml.decode(read_file(path), type=_Mocker | _Linear | _Roofline)
+        raw = msgspec.toml.decode(read_file(path))
+        if unknown := unknown_field(raw, _Mocker | _Linear | _Roofline, "key"):
+            raise ProfileUnusable(unknown)
+        described = msgspec.convert(raw, _Mocker | _Linear | _Roofline)
         profile = _profile(described, path)
     except (msgspec.DecodeError, UnicodeDecodeError, ProfileUnusable) as error:
         raise ProfileUnusable(f"{path}: {_in_terms_of_files(str(error))}") from None

@@ -6,6 +6,8 @@ from typing import Annotated, Any
 
 import msgspec
 
+from forebay.events.names import unknown_name
+
 Positive = Annotated[float, msgspec.Meta(gt=0.0)]
 FILE_BYTES_MAX = 1 << 20  # profiles and model configs have a few kilobytes
 GATED = {"silu", "swish", "gelu_pytorch_tanh", "gelu_tanh"}  # three matrices: gate, up, down
@@ -89,8 +91,7 @@ def gpu_sheet(name: str) -> Gpu:
     """
     sheets = _sheets()
     if name not in sheets:
-        meant = gpus_like(name) or sorted(sheets)
-        raise ProfileUnusable(f"unknown GPU {name!r}; built-in data sheets are: {', '.join(meant)}")
+        raise ProfileUnusable(unknown_name("GPU", name, sorted(sheets)))
     return sheets[name]
 
 
@@ -188,8 +189,7 @@ def _mlp_matrices(config: dict[str, Any]) -> int:
         return 3
     if activation in PLAIN:
         return 2
-    known = ", ".join(sorted(GATED | PLAIN))
-    raise ProfileUnusable(f"unknown hidden_act {activation!r}; supported are: {known}")
+    raise ProfileUnusable(f"hidden_act: {unknown_name('activation', activation, sorted(GATED | PLAIN))}")
 
 
 def _number(config: dict[str, Any], key: str, default: int | None = None) -> int:

@@ -17,6 +17,7 @@ from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 import msgspec
 from xxhash import xxh3_64_intdigest
 
+from forebay.events.names import unknown_name
 from forebay.simulate.workload import Turn, WorkloadUnusable
 from forebay.simulate.workloads.draws import US_PER_S, Arrivals, Lengths, bursty, diurnal, poisson
 from forebay.simulate.workloads.source import OUTPUT_TOKENS_MAX, PROMPT_TOKENS_MAX, TIME_MS_MAX, US_PER_MS, RowErrors
@@ -196,10 +197,12 @@ def _recipe(text: str) -> SyntheticSettings:
     settings = {}
     for one in filter(None, text.split(",")):
         setting, equals, value = one.partition("=")
-        if not equals or setting not in SyntheticSettings.__struct_fields__ or setting in settings:
-            known = ", ".join(SyntheticSettings.__struct_fields__)
-            reason = f"{one!r} is not a setting=value, or a duplicate; settings are: {known}"
+        if setting not in SyntheticSettings.__struct_fields__:
+            reason = unknown_name("setting", setting, SyntheticSettings.__struct_fields__)
             raise WorkloadUnusable(f"synthetic:{text}: {reason}")
+        if not equals or setting in settings:
+            reason = "duplicate setting" if equals else "expected setting=value, got"
+            raise WorkloadUnusable(f"synthetic:{text}: {reason} {one!r}")
         settings[setting] = value
     try:
         return msgspec.convert(settings, SyntheticSettings, strict=False)

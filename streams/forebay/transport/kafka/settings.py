@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 from aiokafka.helpers import create_ssl_context
 
+from forebay.events.names import unknown_name
 from forebay.transport.base import LogError
 
 PLAIN = {
@@ -69,8 +70,7 @@ class KafkaSettings(msgspec.Struct, frozen=True):
             elif name in CERTIFICATES:
                 certificates[CERTIFICATES[name]] = value
             else:
-                known = ", ".join(sorted({*PLAIN, *CERTIFICATES}))
-                raise KafkaUnusable(f"unknown Kafka property {name!r}; supported properties are: {known}")
+                raise KafkaUnusable(unknown_name("Kafka property", name, sorted({*PLAIN, *CERTIFICATES})))
         if "SSL" in options.get("security_protocol", "").split("_"):
             options["ssl_context"] = _ssl_context(certificates)
         elif certificates:
