@@ -63,3 +63,27 @@ def test_a_hanging_service_is_ended(services: dict[Case, "subprocess.Popen[str]"
     assert run.returncode == 1
     assert "killed: the process did not stop" in errors
     assert ("after a signal" if signals == 1 else "after a second") in errors
+
+
+EARLY = """
+import os, signal
+from forebay.cli.common import cluster
+
+end_within = cluster.end_within
+
+def signalled_again(*arguments):
+    os.kill(os.getpid(), signal.SIGTERM)
+    end_within(*arguments)
+
+cluster.end_within = signalled_again
+"""
+
+
+def test_a_second_signal_right_after_the_first_ends_a_service_in_order() -> None:
+    code = EARLY + SERVICE.format(hang=HANGS["a part that does not end"], stop_s=3600.0)
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        assert run.stdout.readline() == "ready\n"
+        run.send_signal(signal.SIGTERM)
+        run.communicate(timeout=PATIENCE_S)
+    assert run.returncode >= 0, "the signal found no handler"

@@ -144,9 +144,14 @@ async def test_requests_unfinished_by_a_worker_continue_on_another(
     await cluster.processes.until("the requests are routed", lambda: routed(cluster, results))
     cluster.worker("b")
     await members(cluster, {"a", "b"})
+    drained = await fact_count(cluster, WorkerDraining, "a")  # by earlier tests
     cluster.processes["a"].signal(signal.SIGTERM)
     if how == "second signal":
-        await cluster.processes.until("a drains", functools.partial(fact_count, cluster, WorkerDraining, "a"))
+
+        async def draining() -> bool:
+            return await fact_count(cluster, WorkerDraining, "a") > drained
+
+        await cluster.processes.until("a drains", draining)
         cluster.processes["a"].signal(signal.SIGTERM)
     assert await cluster.processes.ended("a", within_s=PATIENCE_S) == 0
     await clients.all()

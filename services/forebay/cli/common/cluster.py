@@ -181,11 +181,11 @@ async def until_signal(
     waiting = asyncio.create_task(signalled.wait())
     try:
         await _first(tasks, waiting, None)
-        for number in SIGNALS:
-            loop.remove_signal_handler(number)
-        if signalled.is_set():
-            end_within((0.0 if stop is None else stop_s) + CLOSE_S, "a signal")
+        is_signal = signalled.is_set()
         signalled.clear()
+        if is_signal:
+            end_within((0.0 if stop is None else stop_s) + CLOSE_S, "a signal")
+        # Replaces the handlers of the loop. Without any handler, a signal would end the process at this moment.
         on_second_signal(lambda: loop.call_soon_threadsafe(signalled.set))
         if stop is not None:
             if waiting.done():
