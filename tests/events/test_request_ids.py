@@ -1,19 +1,26 @@
-"""Unique ids of HTTP requests whose clients chose an id, and ids of their parts."""
+"""Ids of requests on the log, and the ids by which clients find them."""
 
-from forebay.events.request_ids import aliases_of, choice_ids, client_id_of, unique_id
+import pytest
+
+from forebay.events.request_ids import aliases_of, choice_ids, client_id_of, http_request_id, kafka_api_request_id
+
+HTTP, KAFKA = http_request_id("order-7", 0xABC), kafka_api_request_id("order-7")
 
 
 def test_the_id_of_the_client_is_part_of_the_unique_id() -> None:
-    made = unique_id("order-7", 0xABC)
-    assert made == "order-7~000000000abc"
-    assert client_id_of(made) == client_id_of(f"{made}-0") == "order-7"
-    assert client_id_of("chatcmpl-1") == "chatcmpl-1"
+    assert (HTTP, KAFKA) == ("order-7~000000000abc", "order-7~kafka")
 
 
-def test_a_part_is_found_by_its_id_and_that_of_the_whole_request() -> None:
-    made = unique_id("order-7", 0xABC)
-    assert choice_ids(made, 1) == [made]
-    assert choice_ids("chatcmpl-1f", 2) == ["chatcmpl-1f-0", "chatcmpl-1f-1"]
-    assert aliases_of(f"{made}-12") == {f"{made}-12", made, "order-7"}
-    assert aliases_of("chatcmpl-1f-0") == {"chatcmpl-1f-0", "chatcmpl-1f"}
+@pytest.mark.parametrize("whole", [HTTP, KAFKA])
+def test_a_part_is_found_by_its_id_and_that_of_the_whole_request(whole: str) -> None:
+    assert choice_ids(whole, 1) == [whole]
+    assert aliases_of(whole) == {whole, "order-7"}
+    assert client_id_of(whole) == "order-7"
+    assert choice_ids(whole, 2) == [f"{whole}-0", f"{whole}-1"]
+    assert aliases_of(f"{whole}-12") == {f"{whole}-12", whole, "order-7"}
+    assert client_id_of(f"{whole}-12") == "order-7"
+
+
+def test_an_id_without_a_client_is_found_by_itself() -> None:
     assert aliases_of("order-7") == {"order-7"}
+    assert client_id_of("chatcmpl-1-0") == "chatcmpl-1-0"

@@ -12,6 +12,7 @@ from forebay.core.block_hashes import sequence_hashes
 from forebay.events.base import unpack_u32
 from forebay.events.request_ids import client_id_of
 from forebay.ingress.http import response as response_module
+from forebay.ingress.openai.requests import REQUEST_ID
 from forebay.transport.base import Draft
 from tests.ingress.conftest import NAME, Scene, make_scene
 from tests.system import until
@@ -58,7 +59,8 @@ async def test_a_response_names_its_worker_and_its_cached_tokens(scene: Scene) -
     served = {"request_id": request.request_id, "worker": "w1", "rank": 0, "attempts": 1}
     assert body["forebay"] == served
     assert response.headers["x-forebay-worker"] == "w1"
-    assert response.headers["x-request-id"] == request.request_id == body["id"]
+    assert body["id"] == request.request_id
+    assert response.headers["x-request-id"] == client_id_of(request.request_id)
     sampling = request.sampling
     assert (sampling.max_tokens, sampling.seed, sampling.temperature, sampling.top_p) == (50, 5, 0.5, 0.9)
     prompt = "<|im_start|>user\nHello there<|im_end|>\n<|im_start|>assistant\n"
@@ -271,6 +273,18 @@ async def test_clients_may_use_an_id_for_several_requests(scene: Scene, second: 
 async def test_an_invalid_request_id_is_rejected(scene: Scene) -> None:
     odd = await start_request(scene, chat(), **{"x-request-id": "no spaces, please"})
     assert odd.status_code == 400
+
+
+async def test_no_client_can_choose_the_id_of_a_response(scene: Scene) -> None:
+    """Otherwise `explain` would show another request instead of the one with this id on the log."""
+    pending = start_request(scene, chat())
+    request = await scene.next_request()
+    assert REQUEST_ID.fullmatch(request.request_id) is None
+    taken = await start_request(scene, chat(), **{"x-request-id": request.request_id})
+    assert (taken.status_code, taken.json()["error"]["param"]) == (400, "x-request-id")
+    scene.end(request.request_id, output=scene.emit_text(request.request_id, " a"))
+    assert (await pending).json()["id"] == request.request_id
+    assert scene.requests() == [request]
 
 
 async def test_a_long_prompt_gets_the_tokens_of_the_model(scene: Scene) -> None:

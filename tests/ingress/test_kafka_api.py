@@ -51,7 +51,7 @@ def test_headers_set_the_request_id_and_the_reply_topic() -> None:
     assert (where.request_id, where.reply_topic, where.problem) == ("a.b-c_1", "shop.replies.mine", None)
 
 
-@pytest.mark.parametrize("given", ["", "two words", "x" * 129, "\u00e9t\u00e9", "a\n"])
+@pytest.mark.parametrize("given", ["", "two words", "x" * 129, "\u00e9t\u00e9", "a\n", "a~kafka"])
 def test_an_invalid_request_id_is_reported_under_the_derived_id(given: str) -> None:
     where = address(record(request_id=given), ALLOWED)
     assert where.request_id == "kafka-api-3-41"

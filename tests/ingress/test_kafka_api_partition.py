@@ -9,7 +9,8 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
-from forebay.events.requests import RequestSubmitted
+from forebay.events.request_ids import aliases_of
+from forebay.events.requests import RequestCancelled, RequestSubmitted
 from forebay.ingress.errors import ApiError
 from forebay.ingress.kafka_api import partition as partition_module
 from forebay.ingress.kafka_api.metrics import KafkaApiMetrics
@@ -42,10 +43,11 @@ class FakeKafka:
         )
         self.records = 0
 
-    async def start_request(self, body: Any) -> None:
-        """Add a record."""
+    async def start_request(self, body: Any, **headers: str) -> None:
+        """Add a record. Underscores in header names stand for dashes."""
         value = msgspec.json.encode(body)
-        self.server.push([Record("openai-requests", 3, self.records, 1_700_000_000_000_000, value, None, None)])
+        fields = {name.replace("_", "-"): text for name, text in headers.items()}
+        self.server.push([Record("openai-requests", 3, self.records, 1_700_000_000_000_000, value, None, fields)])
         self.records += 1
 
     async def committed(self, partition: int) -> None:
@@ -87,7 +89,7 @@ async def test_a_record_that_raises_gets_a_500_and_the_next_is_served(
         assert "record 0 of partition 3" in caplog.text
         await fake.start_request(CHAT)
         await until(lambda: scene.requests(RequestSubmitted) or serving.done())
-        assert scene.requests(RequestSubmitted)[0].request_id == "kafka-api-3-1"
+        assert scene.requests(RequestSubmitted)[0].request_id == "kafka-api-3-1~kafka"
         assert scene.requests(RequestSubmitted)[0].patient, "the topic holds it anyway"
     finally:
         serving.cancel()
@@ -122,6 +124,34 @@ async def test_an_error_of_a_parser_ends_the_response(
         assert (failed["offset"], failed["status"], failed["error"]) == (0, 502, "parser_failed")
         assert (failed["request_id"], failed["worker"]) == (submitted.request_id, "w1")
         assert (rejected["offset"], rejected["status"], rejected["error"]) == (1, 404, "model_not_found")
+    finally:
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+
+
+async def test_the_request_id_of_the_client_stands_for_all_choices(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = FakeKafka(scene, monkeypatch)
+    serving = asyncio.create_task(fake.server.run())
+    try:
+        await fake.start_request({**CHAT, "n": 3}, request_id="order-7")
+        choices = [(await scene.next_request()).request_id for _ in range(3)]
+        assert all("order-7" in aliases_of(choice) for choice in choices)
+        for body in (CHAT, {**CHAT, "n": 3}):
+            await fake.start_request(body, request_id="order-7")
+        await until(lambda: len(fake.responses) == 2 or serving.done())
+        assert [one.headers["status"] for one in fake.responses] == ["409", "409"]
+        assert "the request id order-7 is" in msgspec.json.decode(fake.responses[0].value)["error"]["message"]
+        scene.refuse(choices[1], 429, "queue_full")
+        await until(lambda: len(scene.requests(RequestCancelled)) == 2 or serving.done())
+        assert {one.request_id for one in scene.requests(RequestCancelled)} == {choices[0], choices[2]}
+        await until(lambda: len(fake.responses) == 3 or serving.done())
+        assert fake.responses[2].headers["status"] == "429"
+        assert {(one.key, one.headers["request-id"]) for one in fake.responses} == {(b"order-7", "order-7")}
+        await fake.start_request(CHAT, request_id="order-7")
+        await until(lambda: len(scene.requests(RequestSubmitted)) == 4 or serving.done())
+        assert scene.requests(RequestSubmitted)[3].request_id not in choices
     finally:
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)

@@ -67,7 +67,7 @@ async def test_a_query_returns_the_selection_and_all_costs(scene: Scene, path: s
     }
     assert (best["worker_id"], best["dp_rank"], best["cost"], best["device_overlap"]) == ("w1", 1, 7.25, 4)
     assert (other["worker_id"], other["prefill_blocks"], other["taint_factor"]) == ("w2", 9.5, 1.0)
-    assert response.headers["x-request-id"] == query.request_id
+    assert response.headers["x-request-id"] == client_id_of(query.request_id)
     assert scene.requests() == [query]
     assert not len(scene.ingress.replies)
 

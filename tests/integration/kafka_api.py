@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry
 
 from forebay.events.base import pack_u32
 from forebay.events.codec import decode, encode
+from forebay.events.request_ids import aliases_of
 from forebay.events.requests import RequestCancelled, RequestSubmitted
 from forebay.events.tokens import ResponseEnded, TokenChunk, TokenEvent, TokensEmitted, Usage
 from forebay.events.topics import OPENAI_REQUESTS, OPENAI_RESPONSES, REQUESTS, TOKENS
@@ -122,17 +123,17 @@ class OwnerAndWorkerStub:
         return [event for event in found if kind is None or isinstance(event, kind)]
 
     async def submissions(self, request_id: str, *, count: int = 1) -> list[RequestSubmitted]:
-        """Wait for this many submissions of a request and return them."""
+        """Wait for this many submissions of a request or of all its choices, and return them."""
         deadline = time.monotonic() + PATIENCE_S
         while True:
-            found = [one for one in await self.events(RequestSubmitted) if one.request_id == request_id]
+            found = [one for one in await self.events(RequestSubmitted) if request_id in aliases_of(one.request_id)]
             if len(found) >= count:
                 return found
             assert time.monotonic() < deadline, f"{request_id} is not submitted"
 
     async def cancelled(self, request_id: str) -> bool:
-        """Return whether a request was cancelled."""
-        return any(event.request_id == request_id for event in await self.events(RequestCancelled))
+        """Return whether a request or a choice of it was cancelled."""
+        return any(request_id in aliases_of(event.request_id) for event in await self.events(RequestCancelled))
 
     async def emit(self, request: RequestSubmitted, text: str, *, first: int = 0) -> int:
         """Emit a text in one chunk and return the index after it."""

@@ -146,7 +146,7 @@ async def test_route_queries_are_answered_and_busy_workers_reject(client: Routin
 async def test_a_response_is_explained_by_its_ingress_and_the_command(cluster: Cluster, client: RoutingClient) -> None:
     await client.complete(50)
     answer = (await client.complete(50)).raise_for_status()
-    name = answer.headers["x-request-id"]
+    name = answer.json()["id"]
 
     async def explained() -> Any:
         explanation = (await client.get(f"/v1/requests/{name}/explain")).raise_for_status().json()

@@ -15,8 +15,10 @@ from prometheus_client import CollectorRegistry
 from typer.testing import CliRunner
 
 from forebay.cli.produce import produce
+from forebay.events.request_ids import client_id_of
 from forebay.events.topics import OPENAI_REQUESTS, REQUESTS
 from forebay.ingress.model import DEFAULT_MODEL, Model
+from forebay.replay.explain.explain import explain
 from forebay.transport.kafka.settings import KafkaSettings
 from forebay.transport.kafka.topics import partitions_of
 from tests.integration.kafka_api import (
@@ -73,7 +75,7 @@ async def test_a_response_has_the_id_of_the_header(
         assert metric(registry, "requests_total", outcome="answered") == 1
     assert (record.status, record.index) == (200, 0)
     assert record.body["choices"][0]["message"]["content"] == "one two three"
-    assert record.body["id"] == "r-1"
+    assert record.body["id"] == request.request_id == "r-1~kafka"
     assert record.body["forebay"]["worker"] == "w1"
 
 
@@ -299,7 +301,7 @@ async def test_a_killed_ingress_is_replaced(
         async with kafka_api_server(settings, model, "heir"):
             for request, position in zip(requests, positions, strict=True):
                 await backstage.end(request, await backstage.emit(request, " after", first=position))
-                records = await client.complete_response(request.request_id)
+                records = await client.complete_response(client_id_of(request.request_id))
                 assert records[0] == records[1]
                 assert [record.index for record in records] == [0, 0, 1, 2, 3]
                 assert len(await backstage.submissions(request.request_id)) <= 2
@@ -345,6 +347,11 @@ async def test_the_whole_system_serves_the_kafka_api(settings: KafkaSettings, mo
                 assert [record.index for record in records] == list(range(len(records)))
                 if not number % 2:
                     assert records[0].body["usage"]["completion_tokens"] == CHAT["max_tokens"]
+            await client.submit({**CHAT, "model": MODEL, "n": 3}, request_id="three")
+            (whole,) = await client.complete_response("three")
+            found = await explain(log, 0, "three")
+            choices = {one["request_id"] for one in whole.body["forebay"]["choices"]}
+            assert {found.request_id, *(found.others or ())} == choices
 
 
 async def test_produce_prints_a_response_per_line(

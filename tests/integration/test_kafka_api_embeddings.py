@@ -67,7 +67,7 @@ async def test_a_record_with_several_inputs_gets_one_response(
     async with kafka_api_server(settings, model) as registry:
         await client.submit(body("a", "b", "c"), request_id="e", path=PATH)
         for at in (2, 0, 1):
-            await embed(backstage, await submitted(backstage, f"e-{at}"), float(at))
+            await embed(backstage, await submitted(backstage, f"e~kafka-{at}"), float(at))
         (record,) = await client.complete_response("e")
         await until(lambda: registry.get_sample_value("forebay_kafka_api_in_flight") == 0)
         assert registry.get_sample_value("forebay_kafka_api_requests_total", {"outcome": "answered"}) == 1
@@ -80,20 +80,20 @@ async def test_one_failed_input_fails_the_request_and_cancels_the_others(
 ) -> None:
     async with kafka_api_server(settings, model) as registry:
         await client.submit(body("a", "b"), request_id="e", path=PATH)
-        await submitted(backstage, "e-0")
-        failing = await submitted(backstage, "e-1")
+        await submitted(backstage, "e~kafka-0")
+        failing = await submitted(backstage, "e~kafka-1")
         error = ResponseError(status=503, code="busy", message="all are")
         ended = ResponseEnded(
-            request_id="e-1", attempt=1, owner_epoch=1, finish_reason="error", error=error, group=NAME
+            request_id="e~kafka-1", attempt=1, owner_epoch=1, finish_reason="error", error=error, group=NAME
         )
         await backstage.log.append([Draft(TOKENS.name, failing.reply_slot, encode(TOKENS, ended))])
         (record,) = await client.complete_response("e")
         async with asyncio.timeout(20):
-            while not await backstage.cancelled("e-0"):
+            while not await backstage.cancelled("e~kafka-0"):
                 pass
         assert registry.get_sample_value("forebay_kafka_api_in_flight") == 0
     assert (record.status, record.body["error"]["code"]) == (503, "busy")
-    assert not await backstage.cancelled("e-1")
+    assert not await backstage.cancelled("e~kafka-1")
 
 
 async def test_batches_above_the_capacity_are_all_served(
@@ -125,12 +125,12 @@ async def test_a_takeover_uses_vectors_on_the_slot_and_submits_the_others(
 ) -> None:
     async with kafka_api_server(settings, model, "i1"):
         await client.submit(body("a", "b"), request_id="e", path=PATH)
-        await embed(backstage, await submitted(backstage, "e-0"), 0.0)
-        first = await submitted(backstage, "e-1")
+        await embed(backstage, await submitted(backstage, "e~kafka-0"), 0.0)
+        first = await submitted(backstage, "e~kafka-1")
     async with kafka_api_server(settings, model, "i2"):
-        again = await submitted(backstage, "e-1", count=2)
+        again = await submitted(backstage, "e~kafka-1", count=2)
         await embed(backstage, again, 1.0)
         (record,) = await client.complete_response("e")
     assert (again.nonce, again.token_ids) == (first.nonce, first.token_ids)
     assert [one["embedding"] for one in record.body["data"]] == [[0.0], [1.0]]
-    assert len(await backstage.submissions("e-0")) == 1
+    assert len(await backstage.submissions("e~kafka-0")) == 1

@@ -335,18 +335,21 @@ async def test_an_id_of_the_client_finds_its_last_routed_request() -> None:
     made.seal()
     explanation = await made.explain("r")
     assert (explanation.request_id, explanation.others) == ("r~2", ("r~1", "r"))
-    assert (await made.explain("r~1")).others == ()
+    exact = await made.explain("r~1")
+    assert (exact.request_id, exact.others) == ("r~1", ())
     live = await made.explain("r", thorough=False)
     assert live == msgspec.structs.replace(explanation, earlier_uses=None, others=None)
 
 
 async def test_the_id_of_a_whole_request_finds_its_parts() -> None:
     made = fleet("a", queue=QueueConfig(threshold=0.25))
-    for part in ("cmpl-1f-0", "cmpl-1f-1", "cmpl-1f-2", "cmpl-2f-0"):
+    for part in ("a~1f-0", "a~1f-1", "b~kafka-0", "a~kafka-0", "a~kafka-1", "a~2f"):
         made("requests", request(part, SHORT))
     made.seal()
-    explanation = await made.explain("cmpl-1f")
-    assert (explanation.request_id, explanation.others) == ("cmpl-1f-2", ("cmpl-1f-1", "cmpl-1f-0"))
+    http, kafka, both = [await made.explain(name) for name in ("a~1f", "a~kafka", "a")]
+    assert (http.request_id, http.others) == ("a~1f-1", ("a~1f-0",))
+    assert (kafka.request_id, kafka.others) == ("a~kafka-1", ("a~kafka-0",))
+    assert (both.request_id, both.others) == ("a~2f", ("a~kafka-1", "a~kafka-0", "a~1f-1", "a~1f-0"))
 
 
 @pytest.mark.parametrize("held", [False, True])

@@ -1,32 +1,38 @@
-"""Unique ids of HTTP requests whose clients chose an id, and ids of the parts of a request.
+"""Ids of requests on the log, and the ids of clients in them.
 
-A client may send the same id (`x-request-id`) with several requests, to correlate them with its own records. On the log
-each request needs an id of its own. So the ingress appends `SEPARATOR` and a random number to the id of the client.
+A client may send the same id (`x-request-id`) with several HTTP requests, to correlate them with its own records. On
+the log each request needs an id of its own. So the ingress appends `SEPARATOR` and a random number to the id of the
+client, or to a random id if the client chose none. Ids of Kafka API requests are unique among themselves. They get
+`SEPARATOR` and `KAFKA_API`, so that no HTTP client can choose an id that is on the log.
 
 A request of a client with several choices, prompts or inputs is several requests on the log, its parts. Their ids are
-the id of the client's request and a position.
+the id of the whole request and a position.
 """
 
-import re
 from collections.abc import Sequence
 
 SEPARATOR = "~"  # not allowed in ids of clients, and needs no escape in a URL or a shell
-PART = re.compile(rf"(.*{SEPARATOR}[0-9a-f]+|(?:chatcmpl|cmpl|embd)-[0-9a-f]+)-[0-9]+")  # ids that an ingress made
+KAFKA_API = "kafka"  # never equal to a number, because a `k` is not a hexadecimal digit
 NUMBER_BYTES = 6  # random; an owner remembers few requests with one client id at a time, so a collision is unlikely
 
 
-def unique_id(client_id: str, number: int) -> str:
-    """Return the id that a request gets on the log.
+def http_request_id(client_id: str, number: int) -> str:
+    """Return the id that an HTTP request gets on the log.
 
     Args:
-        client_id: id that the client chose.
+        client_id: id that the client chose, or a random id.
         number: random number of `NUMBER_BYTES` bytes.
     """
     return f"{client_id}{SEPARATOR}{number:0{2 * NUMBER_BYTES}x}"
 
 
+def kafka_api_request_id(client_id: str) -> str:
+    """Return the id that a Kafka API request gets on the log, given its `request-id`."""
+    return f"{client_id}{SEPARATOR}{KAFKA_API}"
+
+
 def client_id_of(request_id: str) -> str:
-    """Return the id that the client chose, or `request_id` itself if the client chose none."""
+    """Return the part of an id on the log before `SEPARATOR`: the id that the client chose, if it chose one."""
     return request_id.partition(SEPARATOR)[0]
 
 
@@ -34,7 +40,7 @@ def part_id(request_id: str, index: int) -> str:
     """Return the id that one part of a request gets on the log.
 
     Args:
-        request_id: id of the client's request.
+        request_id: id of the whole request.
         index: position of the part, from 0.
     """
     return f"{request_id}-{index}"
@@ -47,6 +53,5 @@ def choice_ids(request_id: str, count: int) -> Sequence[str]:
 
 def aliases_of(request_id: str) -> frozenset[str]:
     """Return all ids of a request: its id on the log, the client's, and that of the whole request if it is a part."""
-    part = PART.fullmatch(request_id)
-    whole = request_id if part is None else part[1]
-    return frozenset((request_id, whole, client_id_of(whole)))
+    client_id, separator, unique = request_id.partition(SEPARATOR)
+    return frozenset((request_id, client_id + separator + unique.partition("-")[0], client_id))

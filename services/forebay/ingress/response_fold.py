@@ -54,7 +54,7 @@ class ResponseFold(ABC):
 
     @property
     def client_id(self) -> str:
-        """Value of the header `x-request-id` of the response: the id that the client chose, otherwise `request_id`."""
+        """Value of the header `x-request-id` of the response: the id that the client chose, otherwise a random one."""
         return client_id_of(self.request_id)
 
     @property

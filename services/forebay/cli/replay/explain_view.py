@@ -24,7 +24,7 @@ from forebay.transport.recording.manifest import utc
 
 CANDIDATES_SHOWN = 10  # number of the cheapest candidates shown; --all shows all
 LEFT_OUT_SHOWN = 5  # maximum number of lines about excluded ranks
-OTHERS_SHOWN = 5  # IDs of other requests with the same x-request-id
+OTHERS_SHOWN = 5  # IDs of other requests with the searched ID
 NAMES_SHOWN = 6  # maximum number of ranks per reason
 INDENT = 14  # columns by which the details of a timeline entry are indented
 TABLE_INDENT = 4
@@ -74,7 +74,7 @@ def _head(explanation: Explanation) -> Iterator[str]:
 
 
 def _others(others: Sequence[str]) -> str:
-    """Name other requests with the searched ID: parts of the same request, or requests with the same x-request-id."""
+    """Name other requests with the searched ID: parts of the same request, or requests with the same client ID."""
     count = "another request has" if len(others) == 1 else f"{len(others)} other requests have"
     more = f" and {len(others) - OTHERS_SHOWN} more; --json lists them" if len(others) > OTHERS_SHOWN else ""
     shown = ", ".join(others[:OTHERS_SHOWN])

@@ -5,12 +5,13 @@ from types import TracebackType
 from fastapi import Request
 
 from forebay import runtime
-from forebay.events.request_ids import NUMBER_BYTES, unique_id
+from forebay.events.request_ids import NUMBER_BYTES, http_request_id
 from forebay.ingress.errors import ApiError, invalid
 from forebay.ingress.http.body_limits import SMALL_BYTES, BodyLimits
 from forebay.ingress.openai.requests import REQUEST_ID
 
 MEMORY_BYTES_MAX = 256 << 20  # per process: bodies that are read, decoded or tokenised at the same time
+CLIENT_ID_BYTES = 8  # random; for a request without `x-request-id`
 LENGTH_DIGITS_MAX = 19  # a signed 64-bit integer has at most 19 digits
 
 
@@ -93,13 +94,17 @@ async def read_body(request: Request, bytes_max: int) -> bytes:
 
 
 def request_id_of(request: Request, prefix: str) -> str:
-    """Return a unique id for a request: its header `x-request-id` with a random suffix, or a random id with `prefix`.
+    """Return a unique id for a request, which begins with its header `x-request-id`.
+
+    Args:
+        request: request of the client.
+        prefix: begin of the random id that replaces a missing header.
 
     Raises:
         ApiError: 400 if the header is not a valid id.
     """
-    given = client_id(request)
-    return prefix + runtime.random_id() if given is None else unique_id(given, runtime.random_int(NUMBER_BYTES))
+    given = client_id(request) or prefix + runtime.random_bytes(CLIENT_ID_BYTES).hex()
+    return http_request_id(given, runtime.random_int(NUMBER_BYTES))
 
 
 def client_id(request: Request) -> str | None:

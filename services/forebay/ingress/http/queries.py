@@ -40,8 +40,8 @@ def add_queries(app: FastAPI, ingress: Ingress, explainer: Explainer) -> None:
     async def explain(request_id: str) -> Response:
         """Explain the routing and outcome of a request.
 
-        The path names the `id` of its response, or an `x-request-id`. If several requests have the same
-        `x-request-id`, the explanation is about the last routed one.
+        The path names the `id` of its response, or the id that the client chose. If several requests have the same id,
+        the explanation is about the last routed one.
         """
         status = "error"
         try:

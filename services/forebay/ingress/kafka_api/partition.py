@@ -20,7 +20,7 @@ from collections import deque
 from forebay import runtime
 from forebay.core.state.reply_slot import apply
 from forebay.events.codec import DecodeError, decode, encode
-from forebay.events.request_ids import choice_ids, part_id
+from forebay.events.request_ids import choice_ids, kafka_api_request_id, part_id
 from forebay.events.tokens import TokenEvent
 from forebay.events.topics import REQUESTS, TOKENS
 from forebay.ingress.access_log import write_record
@@ -144,7 +144,7 @@ class PartitionServer:
         finally:
             if self._tail is not None:
                 self._tail.close()
-            self._shared.ids.difference_update(self._pending)
+            self._shared.ids.difference_update(one.response.where.request_id for one in self._pending.values())
             self._shared.count(-sum(request.submission is None for request in self._pending.values()))
             self._pending.clear()
 
@@ -308,7 +308,7 @@ class PartitionServer:
 
     async def _open(self, record: Record, entry: WindowEntry, where: ReplyAddress) -> list[PendingRequest]:
         """Open the requests of a record, one per choice or input. Raises ApiError if one is invalid."""
-        ingress, request_id = self._shared.ingress, where.request_id
+        ingress, request_id = self._shared.ingress, kafka_api_request_id(where.request_id)
         ignores_unknown = ingress.settings.ignore_unknown_fields
         body = body_of(record, ingress.bodies.limits, ignores_unknown=ignores_unknown)
         headers = (record.headers or {}).items()
@@ -321,10 +321,9 @@ class PartitionServer:
             inputs = await ingress.prepare(body, headers, is_patient=True)
             fold = ingress.completion(request_id, body, inputs, created_s=record.at_us // 1_000_000)
             ids = [*choice_ids(request_id, len(inputs))]
-        for name in ids:
-            if name in self._shared.ids:
-                text = f"the request id {name} is already in flight; use another id"
-                raise ApiError(409, "duplicate_request_id", text)
+        if where.request_id in self._shared.ids:
+            text = f"the request id {where.request_id} is already in flight; use another id"
+            raise ApiError(409, "duplicate_request_id", text)
         response = RecordResponse(entry, where, fold)
         for index, (name, prepared) in enumerate(zip(ids, inputs, strict=True)):
             submission = prepared.submission(
@@ -337,7 +336,7 @@ class PartitionServer:
                 patient=True,  # a client would only send it again, and the topic keeps it anyway
             )
             self._pending[name] = PendingRequest(name, response, index, submission)
-            self._shared.ids.add(name)
+        self._shared.ids.add(where.request_id)
         return response.requests
 
     async def _submit(self, request: PendingRequest) -> None:
@@ -430,6 +429,7 @@ class PartitionServer:
         dropped = [self._drop(one) for one in request.response.requests]
         if not any(dropped):
             return
+        shared.ids.discard(request.response.where.request_id)
         shared.metrics.requests.labels("answered" if fold.error is None else "error").inc()
         status = "success" if fold.error is None else "error"
         if was_rejected(request):
@@ -442,7 +442,6 @@ class PartitionServer:
         shared = self._shared
         if self._pending.pop(request.request_id, None) is None:
             return False
-        shared.ids.discard(request.request_id)
         if request.submission is None:
             shared.count(-1)
             if request.ended is None:

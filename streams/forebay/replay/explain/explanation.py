@@ -337,8 +337,8 @@ class Explanation(ExplanationPart, frozen=True, kw_only=True):
         kind: `request`, or `query` for a route query, which routes nothing.
         state: the current state, or the outcome if the request has ended.
         earlier_uses: number of earlier requests with the same ID on the log. None if they were not searched for.
-        others: if the ID was looked up as the client chose it (`x-request-id`): IDs on the log of other requests for
-            which the client chose it, newest first, at most 100. None if they were not searched for.
+        others: IDs on the log of other requests with the ID that was looked up: requests for which a client chose it,
+            or parts of a request. Newest first, at most 100. None if they were not searched for.
         derived_from: journal offset at which the derivation began.
         derived_to: journal offset at which the derivation ended, exclusive.
         submitted: the submission; None if the log does not hold it.

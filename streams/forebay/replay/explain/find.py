@@ -3,8 +3,9 @@
 Another request may use the same ID once the owner has forgotten the first request. Each use of an ID begins with the
 first decision about a submission. A rejected duplicate is not a use of its own; it belongs to the previous use.
 
-The ID that an HTTP client chose (`x-request-id`) finds all requests for which the client chose it. On the log each of
-them has a unique ID, of which the client's ID is the first part.
+The ID that a client chose (`x-request-id`, or `request-id` of the Kafka API) finds all requests for which a client
+chose it. On the log each of them has a unique ID, of which the client's ID is the first part. No client can choose an
+ID on the log, so an ID on the log never finds another client's request.
 """
 
 from collections.abc import Callable
