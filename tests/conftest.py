@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 
 import pytest
 from hypothesis import settings
@@ -17,6 +18,10 @@ LONGEST = "test_hash_seeds.py"
 # Each HTTP client loads the certificates of all authorities, which takes 50 ms. No test needs any of them.
 os.environ.pop("SSL_CERT_FILE", None)
 os.environ["SSL_CERT_DIR"] = os.devnull
+
+# A shell starts background jobs with SIGINT ignored. Commands would inherit that, and no test could interrupt them.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(trylast=True)  # Hypothesis marks its tests in the same hook
