@@ -1,0 +1,91 @@
+"""Follow the topic `scaling` and append to it.
+
+A process applies its own records like those of others, when it reads them back. So all processes apply the same records
+in the same order.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from forebay.core.scaling.state import Outcome, PlannerState
+from forebay.events.codec import DecodeError, decode, encode
+from forebay.events.scaling import ScalingEvent
+from forebay.events.topics import SCALING
+from forebay.transport.base import Draft, Log
+
+logger = logging.getLogger(__name__)
+
+PARTITION = 0
+READ_MAX = 256
+OUTCOMES_MAX = 64  # results of the newest records, for the writer that waits for its own record
+
+
+class ScalingTopic:
+    """Follower and writer of the topic.
+
+    Attributes:
+        state: the state after the records that were followed.
+        changed: set after each record; a waiting task clears it.
+    """
+
+    def __init__(self, log: Log, on_record: Callable[[int, ScalingEvent, Outcome], None] | None = None) -> None:
+        """Create a follower.
+
+        Args:
+            log: the log.
+            on_record: called after each record of the topic was applied, with its offset and whether it has an effect.
+        """
+        self.state = PlannerState()
+        self.changed = asyncio.Event()
+        self._log = log
+        self._on_record = on_record
+        self._outcomes: dict[int, Outcome] = {}
+
+    async def catch_up(self) -> None:
+        """Apply all records of the topic. Raises LogError if the log cannot be read."""
+        end = await self._log.end(SCALING.name, PARTITION)
+        while self.state.end < end:
+            for record in await self._log.read(SCALING.name, PARTITION, self.state.end, READ_MAX):
+                self._apply(record.offset, record.value)
+
+    async def follow(self) -> None:
+        """Apply new records until cancelled. Raises LogError if the log cannot be read."""
+        wake = asyncio.Event()
+        tail = self._log.tail(SCALING.name, PARTITION, self.state.end, wake)
+        try:
+            while True:
+                wake.clear()
+                while records := tail.take(READ_MAX):
+                    for record in records:
+                        self._apply(record.offset, record.value)
+                    await asyncio.sleep(0)
+                await wake.wait()
+        finally:
+            tail.close()
+
+    async def append(self, event: ScalingEvent) -> tuple[int, Outcome]:
+        """Append a record, and wait until `follow` has applied it. Return its offset and whether it has an effect.
+
+        Raises LogError if the log does not accept the record.
+        """
+        (offset,) = await self._log.append([Draft(SCALING.name, PARTITION, encode(SCALING, event))])
+        while self.state.end <= offset:
+            self.changed.clear()
+            await self.changed.wait()
+        return offset, self._outcomes[offset]
+
+    def _apply(self, offset: int, value: bytes) -> None:
+        try:
+            event: ScalingEvent = decode(SCALING, value)
+        except DecodeError as error:
+            logger.warning("ignored record %d of %s: %s", offset, SCALING.name, error)
+            self.state.skip(offset)
+        else:
+            outcome = self.state.apply(offset, event)
+            self._outcomes[offset] = outcome
+            if len(self._outcomes) > OUTCOMES_MAX:
+                del self._outcomes[next(iter(self._outcomes))]
+            if self._on_record is not None:
+                self._on_record(offset, event, outcome)
+        self.changed.set()
