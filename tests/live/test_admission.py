@@ -404,6 +404,37 @@ async def test_the_first_lease_of_a_pool_configures_it(log: SqliteLog, caplog: p
     assert "blocks hold 16 tokens" in caplog.text
 
 
+async def test_a_pool_of_another_block_size_is_refused_by_name(log: SqliteLog, caplog: pytest.LogCaptureFixture) -> None:
+    polled = admission(log, by_lease=PoolsByLease("m", RouterConfig()))
+    other = msgspec.structs.replace(SPEC, worker_id="v", pool="big", block_size=16)
+    held = [lease(), lease(name="v", spec=other)]
+    await poll(polled, log, held, {})
+    await poll(polled, log, held, POOLS)
+    await poll(polled, log, held, POOLS)
+    assert [fact.spec.worker_id for fact in facts(log) if isinstance(fact, WorkerJoined)] == ["w"]
+    assert [decode(CONTROL, record.value).pool for record in log.records(CONTROL.name, 0, 0, 10)] == ["default"]
+    assert polled.refused == {"block_size": 1}
+    text = "blocks of its pool big hold 16 tokens, but blocks of the pool default of m hold 64: start it with the same"
+    assert text in caplog.text
+
+    await poll(polled, log, [lease(released=True), held[1]], POOLS)
+    pools = [decode(CONTROL, record.value) for record in log.records(CONTROL.name, 0, 0, 10)]
+    assert [(pool.pool, pool.block_size) for pool in pools] == [("default", 64), ("big", 16)], "once no worker is left"
+
+
+@pytest.mark.parametrize("changes", [{"role": "encode"}, {"block_size": 64}, {"pool": "default", "worker_id": "v"}])
+async def test_other_workers_than_those_of_another_block_size_are_admitted(
+    log: SqliteLog, changes: dict[str, Any]
+) -> None:
+    spec = msgspec.structs.replace(SPEC, **{"worker_id": "v", "pool": "other", "block_size": 16} | changes)
+    role = spec.role
+    pools = POOLS | {"other": PoolConfigured(pool="other", model="m", block_size=spec.block_size, role=role)}
+    polled = admission(log)
+    await poll(polled, log, [lease(), lease(name="v", spec=spec)], pools)
+    joined = [fact.spec.worker_id for fact in facts(log) if isinstance(fact, WorkerJoined)]
+    assert joined == (["w"] if spec.pool == "default" else ["w", "v"])
+
+
 async def test_a_worker_that_left_or_ended_while_no_router_ran_is_logged_without_a_warning(
     log: SqliteLog, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -80,10 +80,6 @@ class PolledAdmission:
             "is uint8, 16384 bytes, tcp connector, but the layout of prefill-0 in the pool prefill is uint8,",
         ),
         (
-            {"block_size": 32},
-            "its KV blocks hold 32 tokens, but the blocks of prefill-0 in the pool prefill hold 16",
-        ),
-        (
             {"kv_layout": None, "engine": "vllm"},
             "its KV block layout is not reported by vllm, but the layout of prefill-0 in the pool prefill is",
         ),

@@ -102,7 +102,7 @@ class WorkerAdmission:
         self._slots = range(partition, slots_max, groups)
         self._by_lease = by_lease
         self._written_end = 0
-        self._configured: set[str] = set()
+        self._configured: dict[str, WorkerSpec] = {}  # worker that configured each pool
         self._ended: dict[str, str] = {}
         self._members = {
             worker.spec.worker_id: _Member(
@@ -243,6 +243,8 @@ class WorkerAdmission:
             spec = description.spec
             _require_names(spec)
             others = [member.spec for _, member in sorted(self._members.items()) if not member.draining]
+            pending = [first for pool, first in self._configured.items() if pool not in pools]
+            _require_same_block_size(spec, [*others, *pending])
             _require_same_layout(spec, others)
             if self._by_lease is not None and spec.pool not in pools:
                 await self._configure(spec, self._by_lease)
@@ -289,7 +291,7 @@ class WorkerAdmission:
             raise _Unfit(f"it serves the model {spec.model}, but its group serves {by_lease.model}")
         if spec.pool in self._configured:
             return
-        self._configured.add(spec.pool)
+        self._configured[spec.pool] = spec
         pool = PoolConfigured(
             pool=spec.pool,
             model=spec.model,
@@ -385,6 +387,23 @@ def _require_same_layout(spec: WorkerSpec, members: list[WorkerSpec]) -> None:
             and (problem := find_layout_mismatch(spec, other)) is not None
         ):
             raise _Unfit(problem, "kv_layout")
+
+
+def _require_same_block_size(spec: WorkerSpec, members: list[WorkerSpec]) -> None:
+    """Check that the pools of a model have one block size, because the ingress hashes a prompt for one size.
+
+    Encode workers may have any size, because they cache no prompts. Raises _Unfit.
+    """
+    for other in members if spec.role != "encode" else ():
+        if other.pool == spec.pool or other.model != spec.model or other.role == "encode":
+            continue
+        if other.block_size != spec.block_size:
+            raise _Unfit(
+                f"blocks of its pool {spec.pool} hold {spec.block_size} tokens, but blocks of the pool {other.pool} of"
+                f" {spec.model} hold {other.block_size}: start it with the same block size, or stop the workers of"
+                f" {other.pool} first",
+                "block_size",
+            )
 
 
 def _require_one_role(spec: WorkerSpec, members: list[WorkerSpec]) -> None:

@@ -5,14 +5,12 @@ from forebay.events.transfer import KvLayout
 
 
 def find_layout_mismatch(spec: WorkerSpec, other: WorkerSpec) -> str | None:
-    """Return why two workers cannot exchange KV blocks, or None if they can.
+    """Return why two workers with blocks of the same size cannot exchange KV blocks, or None if they can.
 
     If a worker does not report its layout, two workers of the same engine count as compatible, because the engine
     checks the layout itself.
     """
     peer = f"{other.worker_id} in the pool {other.pool}"
-    if spec.block_size != other.block_size:
-        return f"its KV blocks hold {spec.block_size} tokens, but the blocks of {peer} hold {other.block_size}"
     if spec.kv_layout is None or other.kv_layout is None:
         if spec.engine == other.engine:
             return None
