@@ -404,7 +404,9 @@ async def test_the_first_lease_of_a_pool_configures_it(log: SqliteLog, caplog: p
     assert "blocks hold 16 tokens" in caplog.text
 
 
-async def test_a_pool_of_another_block_size_is_refused_by_name(log: SqliteLog, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_pool_of_another_block_size_is_refused_by_name(
+    log: SqliteLog, caplog: pytest.LogCaptureFixture
+) -> None:
     polled = admission(log, by_lease=PoolsByLease("m", RouterConfig()))
     other = msgspec.structs.replace(SPEC, worker_id="v", pool="big", block_size=16)
     held = [lease(), lease(name="v", spec=other)]
