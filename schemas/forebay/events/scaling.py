@@ -160,7 +160,7 @@ class WorkerObserved(Part, frozen=True, kw_only=True):
         worker_id: id of the worker.
         running: requests that the engine computes.
         waiting: requests that wait in the engine.
-        prefill_tokens: prompt tokens of requests without a first token.
+        prefill_tokens: uncached prompt tokens that the worker has not computed yet.
         kv_tokens: tokens in KV blocks in use.
         kv_tokens_max: tokens of all KV blocks.
         ttft_ms: mean time to first token in milliseconds; null without a request.
@@ -185,14 +185,15 @@ class PoolObserved(Part, frozen=True, kw_only=True):
         pool: name of the pool.
         ready: workers that are ready.
         draining: workers that drain.
-        requests: requests that arrived.
+        requests: requests that arrived. A request that was rejected for lack of workers counts, too.
         isl: mean prompt tokens per request; null without a request.
         osl: mean output tokens of the requests that ended; null without one.
-        ttft_ms: mean time to first token in milliseconds; null without a request.
-        itl_ms: mean inter-token latency in milliseconds; null without a request.
-        kv_hit_rate: share of prompt tokens found in caches; null without a request.
-        queued: requests in the router's queue at the end of the interval.
-        workers: load of the ready workers.
+        ttft_ms: mean time to first token of the prompts that the pool computed, in milliseconds; null without one.
+        itl_ms: mean inter-token latency of the output that the pool generated, in milliseconds; null without one.
+        kv_hit_rate: share of the prompt tokens to compute that the router found in caches; null without a request.
+        queued: requests in the router's queue at the end of the interval. The queue of a decode pool counts for its
+            prefill pool, too.
+        workers: load of the ready workers. A worker with requests that did not report its load is missing.
     """
 
     group: SystemName
