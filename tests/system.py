@@ -48,7 +48,7 @@ def submitted(name: str, prompt: list[int], max_tokens: int = 3, **changes: Any)
         "reply_slot": SLOT,
         "timeout_us": 60_000_000,
         "tie_seed": len(name) * 7919 + sum(name.encode()),
-        "sampling": Sampling(max_tokens=max_tokens),
+        "sampling": Sampling(max_tokens=max_tokens, temperature=0.0),
         **changes,
     }
     return RequestSubmitted(**fields)

@@ -70,7 +70,7 @@ class ImageSystem:
     async def complete(self, red: int) -> Any:
         """Send a chat request with an image and return the response."""
         parts = [{"type": "text", "text": "what is it"}, {"type": "image_url", "image_url": {"url": picture(red)}}]
-        body = {"model": MODEL, "messages": [{"role": "user", "content": parts}], "max_tokens": 6}
+        body = {"model": MODEL, "messages": [{"role": "user", "content": parts}], "max_tokens": 6, "seed": 1}
         return await self.scene.client.post(CHAT, json=body)
 
     def stages(self) -> list[tuple[str, str]]:

@@ -88,9 +88,10 @@ def ask(text: str) -> list[Any]:
 
 
 def test_a_chat_and_a_stream(client: openai.OpenAI) -> None:
-    whole = client.chat.completions.create(model=MODEL, messages=ask("Say this is a test"), max_tokens=8)
+    messages = ask("Say this is a test")
+    whole = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=8, seed=1)
     assert whole.choices[0].message.content
-    stream = client.chat.completions.create(model=MODEL, messages=ask("Say this is a test"), max_tokens=8, stream=True)
+    stream = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=8, seed=1, stream=True)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == whole.choices[0].message.content
 
 
@@ -232,6 +233,18 @@ def test_reasoning_before_a_call_and_none_unless_asked(client: openai.OpenAI) ->
     assert "reasoning_content" not in (plain.choices[0].message.model_extra or {})
 
 
+@pytest.mark.parametrize(("temperature", "texts"), [(openai.omit, 3), (0.7, 3), (0, 1)])
+def test_choices_differ_without_a_seed_except_at_temperature_0(
+    client: openai.OpenAI, temperature: Any, texts: int
+) -> None:
+    options: Any = {"model": MODEL, "messages": ask("Hi"), "n": 3, "temperature": temperature}
+    for completion in (
+        client.chat.completions.create(**options, max_tokens=8),
+        client.chat.completions.parse(**options, response_format=CalendarEvent),
+    ):
+        assert len({choice.message.content for choice in completion.choices}) == texts
+
+
 def test_choices_stop_logprobs_and_completions(client: openai.OpenAI) -> None:
     chat = client.chat.completions.create(
         model=MODEL, messages=ask("Hi"), n=3, seed=1, max_tokens=6, logprobs=True, top_logprobs=2
@@ -240,10 +253,10 @@ def test_choices_stop_logprobs_and_completions(client: openai.OpenAI) -> None:
     assert all(choice.logprobs is not None and len(choice.logprobs.content or ()) == 6 for choice in chat.choices)
     assert chat.usage is not None
     assert chat.usage.completion_tokens == 18
-    text = client.completions.create(model=MODEL, prompt=["Once upon", "a time"], max_tokens=6, echo=True)
+    text = client.completions.create(model=MODEL, prompt=["Once upon", "a time"], max_tokens=6, echo=True, seed=1)
     assert [choice.text[:6] for choice in text.choices] == ["Once u", "a time"]
     first, second = text.choices[0].text.removeprefix("Once upon ").split()[:2]
-    stopped = client.completions.create(model=MODEL, prompt="Once upon", max_tokens=6, stop=second)
+    stopped = client.completions.create(model=MODEL, prompt="Once upon", max_tokens=6, stop=second, seed=1)
     assert (stopped.choices[0].text, stopped.choices[0].finish_reason) == (f" {first} ", "stop")
     vectors = client.embeddings.create(model=MODEL, input=["The food was delicious", "and the waiter"])
     assert len(vectors.data) == 2

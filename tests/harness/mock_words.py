@@ -1,7 +1,7 @@
 """Compute the expected responses of mock engines from the log alone, and compare them with the recorded ones.
 
-A mock engine's tokens follow from its prompt. A later attempt continues as with a longer prompt, which includes the
-tokens of the earlier attempts.
+A mock engine's tokens follow from its prompt and the seed of the request. A later attempt continues as with a longer
+prompt, which includes the tokens of the earlier attempts.
 """
 
 from collections.abc import Sequence
@@ -15,6 +15,7 @@ from forebay.events.base import pack_u32, unpack_u32
 from forebay.events.requests import RequestSubmitted
 from forebay.events.tokens import TokensEmitted
 from forebay.ingress.model import DEFAULT_MODEL, Model, word_token_ids
+from forebay.workers.engines.mock.outputs import sampler_seed
 
 Begins = dict[str, dict[int, int]]  # position of the first emitted token, by request and attempt
 
@@ -26,17 +27,24 @@ class Words:
         self._tokenizer = Model(DEFAULT_MODEL).tokenizer
         self._vocabulary = word_token_ids(self._tokenizer)
 
-    def tokens(self, prompt: list[int], count: int, begins: dict[int, int]) -> list[int]:
-        """Return the first `count` tokens after a prompt; `begins` has the first position of each attempt."""
+    def tokens(self, prompt: list[int], count: int, begins: dict[int, int], seed: int = 0) -> list[int]:
+        """Return the first `count` tokens after a prompt.
+
+        Args:
+            prompt: tokens of the prompt.
+            count: number of tokens to return.
+            begins: first position of each attempt.
+            seed: seed of the request; 0 is that of requests at temperature 0.
+        """
         tokens: list[int] = []
         for _, first in sorted({1: 0, **begins}.items()):
             del tokens[first:]
-            seed = xxh3_64_intdigest(pack_u32(prompt + tokens), 0)
-            tokens += generate_tokens(seed, 0, count - len(tokens), self._vocabulary)
+            token_seed = xxh3_64_intdigest(pack_u32(prompt + tokens), seed)
+            tokens += generate_tokens(token_seed, 0, count - len(tokens), self._vocabulary)
         return tokens
 
     def text(self, prompt: list[int], count: int, begins: dict[int, int]) -> str:
-        """Return the expected tokens as text."""
+        """Return the expected tokens of a request at temperature 0 as text."""
         text: str = self._tokenizer.decode(self.tokens(prompt, count, begins))
         return text
 
@@ -44,7 +52,7 @@ class Words:
         """Return a line for each request whose recorded response is not the expected one.
 
         Args:
-            submissions: events of the topic `requests`; each for a fixed number of tokens and without a seed.
+            submissions: events of the topic `requests`; each for a fixed number of tokens.
             replies: events of the reply slots.
         """
         requests = {one.request_id: one for one in submissions if isinstance(one, RequestSubmitted)}
@@ -55,7 +63,8 @@ class Words:
         found = []
         for request_id, one in requests.items():
             reply, count = states[request_id], one.sampling.max_tokens
-            expected = self.tokens(unpack_u32(one.token_ids), count, begins.get(request_id, {}))
+            seed = sampler_seed(request_id, one.sampling)
+            expected = self.tokens(unpack_u32(one.token_ids), count, begins.get(request_id, {}), seed)
             if reply.ended is None or reply.ended.error is not None or reply.tokens != expected:
                 found.append(f"{request_id}: {reply.tokens}, not {expected}, ended {reply.ended}")
         return found

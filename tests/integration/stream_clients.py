@@ -112,6 +112,7 @@ class StreamClients:
             "model": model,
             "prompt": result.prompt,
             "max_tokens": tokens,
+            "temperature": 0,  # so that the output follows from the prompt
             "ignore_eos": True,
             "stream": True,
             "stream_options": {"include_usage": True},

@@ -57,7 +57,7 @@ def work_item(name: str, prompt: list[int], max_tokens: int, **changes: Any) -> 
         token_ids=packed,
         sequence_hashes=sequence_hashes(packed, 4, salt),
         reply_slot=3,
-        sampling=Sampling(max_tokens=max_tokens),
+        sampling=Sampling(max_tokens=max_tokens, temperature=0.0),  # the output follows from the prompt
         group=GROUP,
         worker_id="w1",
     )

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
@@ -60,6 +61,28 @@ async def test_same_prompt_and_seed_give_the_same_output_on_every_engine() -> No
     assert first == second
     assert len({tuple(answer) for answer in first}) == 3
     assert all(len(answer) == 20 and set(answer) <= set(VOCABULARY) for answer in first)
+
+
+async def test_equal_requests_differ_unless_a_seed_or_temperature_0_determines_the_output() -> None:
+    engine = MockEngine(engine_config(), speedup=1e4)
+    cases: dict[str, dict[str, float]] = {
+        "drawn": {},
+        "hot": {"temperature": 2.0},
+        "seeded": {"seed": 9},
+        "negative": {"seed": -9},
+        "greedy": {"temperature": 0.0},
+        "greedy and seeded": {"temperature": 0.0, "seed": 9},
+    }
+    names = [f"{case}-{number}" for case in cases for number in range(2)]
+    async with running(engine) as batches:
+        for name in names:
+            sampling: Any = cases[name.rpartition("-")[0]]
+            engine.submit(work_item(name, [1, 2, 3], 20, sampling=Sampling(max_tokens=20, **sampling)))
+        await until(ended(batches, *names))
+        outputs = {case: [generated(batches, f"{case}-{number}") for number in range(2)] for case in cases}
+    assert {case for case, (first, second) in outputs.items() if first != second} == {"drawn", "hot"}
+    assert outputs["greedy"] == outputs["greedy and seeded"]
+    assert len({tuple(output) for pair in outputs.values() for output in pair}) == 4 + 3
 
 
 async def test_fast_engine_emits_one_chunk_per_batch() -> None:

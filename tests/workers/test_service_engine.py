@@ -112,7 +112,8 @@ async def test_response_is_the_output_of_generate(scene: Scene) -> None:
     assert (whole.usage.prompt_tokens, whole.usage.output_tokens) == (3, 3)
     assert [type(event) for event in scene.progress()].count(FirstTokenEmitted) == 2
     request = engine.instance.requests[0]
-    assert (request.cache_namespace, request.priority, request.sampling) == ("mine", 3, Sampling(max_tokens=50))
+    assert (request.cache_namespace, request.priority) == ("mine", 3)
+    assert request.sampling == Sampling(max_tokens=50, temperature=0.0)
     assert scene.kv() == []
 
 

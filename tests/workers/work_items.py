@@ -25,7 +25,7 @@ def item(name: str, tokens: range, **changes: Any) -> WorkItem:
         token_ids=token_ids,
         sequence_hashes=sequence_hashes(token_ids, 4),
         reply_slot=0,
-        sampling=Sampling(max_tokens=3),
+        sampling=Sampling(max_tokens=3, temperature=0.0),
     )
     return msgspec.structs.replace(made, **changes)
 

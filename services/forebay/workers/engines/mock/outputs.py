@@ -1,4 +1,4 @@
-"""Log probabilities and embeddings of a mock engine, derived from hashes."""
+"""Seeds, log probabilities and embeddings of a mock engine, derived from hashes."""
 
 from array import array
 from collections.abc import Collection, Sequence
@@ -8,8 +8,8 @@ import msgspec
 from xxhash import xxh3_64_digest, xxh3_64_intdigest
 
 from forebay.engine_model.model import Emitted, Finished
-from forebay.events.base import unpack_u32
-from forebay.events.requests import Task
+from forebay.events.base import U64_MASK, unpack_u32
+from forebay.events.requests import Sampling, Task
 from forebay.events.tokens import TokenLogprob, TopLogprob
 from forebay.events.work import WorkItem
 from forebay.workers.engine import EngineBatch, Vector
@@ -104,6 +104,17 @@ class ExtraOutputs:
         likeliest = [token_id, *(other for other, _ in zip(others, range(count - 1), strict=False))][:count]
         top = tuple(TopLogprob(token_id=other, logprob=-0.7 * (at + 1)) for at, other in enumerate(likeliest))
         return TokenLogprob(logprob=-0.7, top=top)
+
+
+def sampler_seed(request_id: str, sampling: Sampling) -> int:
+    """Return the 64-bit seed of the output of a request: 0 at temperature 0, otherwise the seed of the client.
+
+    Without either, the seed is a hash of the request id. So the choices of a request differ, and equal requests too, as
+    on a real engine. Every attempt and stage of a request has the same seed.
+    """
+    if sampling.temperature == 0:
+        return 0
+    return xxh3_64_intdigest(request_id.encode()) if sampling.seed is None else sampling.seed & U64_MASK
 
 
 def vector_of(token_ids: bytes) -> bytes:

@@ -45,7 +45,7 @@ from forebay.workers.engine import (
     Publish,
 )
 from forebay.workers.engines.mock.kv import MockKv
-from forebay.workers.engines.mock.outputs import ExtraOutputs
+from forebay.workers.engines.mock.outputs import ExtraOutputs, sampler_seed
 from forebay.workers.engines.mock.scripts import OutputScripts
 from forebay.workers.kv_transfer.api import FetchedKv
 from forebay.workers.kv_transfer.nixl_agent import TransferError
@@ -354,7 +354,7 @@ class MockRank:
 
 def _token_seed(item: WorkItem, seen: int) -> int:
     """Return the seed of the output tokens."""
-    return xxh3_64_intdigest(item.token_ids, ((item.sampling.seed or 0) + seen) & U64_MASK)
+    return xxh3_64_intdigest(item.token_ids, (sampler_seed(item.request_id, item.sampling) + seen) & U64_MASK)
 
 
 def _merge(steps: list[EngineStep]) -> list[Emitted]:

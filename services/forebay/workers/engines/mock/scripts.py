@@ -5,11 +5,11 @@ is a structure too), or for a chat reasoning if its prompt ends with `<think>`, 
 the last message is a user's, the tools are called whose names share a word with it, otherwise those whose definitions
 do.
 
-A script depends only on the prompt and the seed. Tools and messages are read from the tokens of the prompt, in the
-format of the default model, which is that of Qwen. An attempt that continues the output of an earlier one has that
-output at the end of its prompt, and gets the rest of the script. With `ignore_eos` there are no calls and no reasoning,
-because the client wants exactly `max_tokens` tokens. The generated values of a script share a budget of characters,
-which does not depend on `max_tokens`, because an attempt that continues an output has fewer tokens left.
+A script depends only on the prompt and the seed of the request. Tools and messages are read from the tokens of the
+prompt, in the format of the default model, which is that of Qwen. An attempt that continues the output of an earlier
+one has that output at the end of its prompt, and gets the rest of the script. With `ignore_eos` there are no calls and
+no reasoning, because the client wants exactly `max_tokens` tokens. The generated values of a script share a budget of
+characters, which does not depend on `max_tokens`, because an attempt that continues an output has fewer tokens left.
 """
 
 import json
@@ -23,6 +23,7 @@ from xxhash import xxh3_64_intdigest
 from forebay.events.base import U32_BYTES, pack_u32, unpack_u32
 from forebay.events.requests import StructuredOutput
 from forebay.events.work import WorkItem
+from forebay.workers.engines.mock.outputs import sampler_seed
 from forebay.workers.engines.mock.schema_values import CHARS_MAX, CharBudget, SchemaValues
 
 START = "<|im_start|>"
@@ -85,15 +86,15 @@ class OutputScripts:
         sampling = item.sampling
         if item.task != "generate":
             return None
+        seed = sampler_seed(item.request_id, sampling)
         if sampling.structured is not None:
-            seed = xxh3_64_intdigest(item.token_ids, sampling.seed or 0)
-            text = self._structured(sampling.structured, seed)
+            text = self._structured(sampling.structured, xxh3_64_intdigest(item.token_ids, seed))
             return None if text is None else Script(self._encode(text), is_whole=True)
         if sampling.ignore_eos or (at := _rfind(item.token_ids, self._reply)) < 0:
             return None
         is_thinking = item.token_ids.startswith(self._think, at)
         begin = at + len(self._think if is_thinking else self._reply)
-        return self._chat(item.token_ids[:begin], item.token_ids[begin:], sampling.seed or 0, is_thinking=is_thinking)
+        return self._chat(item.token_ids[:begin], item.token_ids[begin:], seed, is_thinking=is_thinking)
 
     def _chat(self, prompt: bytes, output: bytes, seed: int, *, is_thinking: bool) -> Script | None:
         """Return the script of a chat, without the output of earlier attempts, which it must begin with."""
