@@ -94,6 +94,12 @@ def document() -> str:
     return _INTRODUCTION + "\n".join(lines) + "\n"
 
 
+def split_description(docstring: str | None) -> tuple[str, dict[str, str]]:
+    """Return the text of a class's docstring without its section `Attributes`, and that section by attribute."""
+    text, _, attributes = inspect.cleandoc(docstring or "").partition("\n\nAttributes:\n")
+    return text, {name: " ".join(meaning.split()) for name, meaning in _ATTRIBUTE.findall(attributes)}
+
+
 def _schema(topic: Topic) -> Schema:
     about = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -120,8 +126,7 @@ def _topic_lines(topic: Topic) -> list[str]:
 
 
 def _struct_lines(schema: Schema, definitions: Schema) -> list[str]:
-    text, _, attributes = schema["description"].partition("\n\nAttributes:\n")
-    meanings = dict(_ATTRIBUTE.findall(attributes))
+    text, meanings = split_description(schema["description"])
     lines = ["", f"### `{_heading(schema)}`", "", text, ""]
     required = schema.get("required", ())
     lines += ["| field | type | default | meaning |", "|---|---|---|---|"]
@@ -129,7 +134,7 @@ def _struct_lines(schema: Schema, definitions: Schema) -> list[str]:
         if name == "type":
             continue
         default = "required" if name in required else f"`{json.dumps(field['default'])}`"
-        meaning = " ".join(meanings.get(name, _MEANINGS.get(name, "")).split())
+        meaning = meanings.get(name, _MEANINGS.get(name, ""))
         lines.append(f"| `{name}` | {_type_text(field, definitions)} | {default} | {meaning} |")
     return lines
 

@@ -25,6 +25,7 @@ from forebay.ingress.http.drain import IngressDrain
 from forebay.ingress.http.endpoint import Endpoint
 from forebay.ingress.http.protocol import ConnectionLimits, connections_allowed
 from forebay.ingress.http.server import build_server, serve_until_drained
+from forebay.ingress.http.status import SharedReader
 from forebay.ingress.ingress import NO_OWNER, NO_PREFILL_WORKER, NO_WORKER, Ingress
 from forebay.ingress.kafka_api.api import KafkaApi
 from forebay.ingress.kafka_api.metrics import KafkaApiMetrics
@@ -174,9 +175,10 @@ async def _run(
         ingress.not_ready_reason = ready.why_not
         ingress.has_owner = lambda: heartbeats.has_owner
 
+        derived = SharedReader(lambda: explainer.status(settings.model_name, ingress.require_partition()))
+
         async def read_status() -> GroupStatus:
-            status = await explainer.status(settings.model_name, ingress.require_partition())
-            return with_heartbeats(status, heartbeats)
+            return with_heartbeats(await derived.read(), heartbeats)
 
         address, port = listener.getsockname()[:2]
         url = f"{endpoint.scheme}://{address}:{port}/v1"

@@ -34,6 +34,7 @@ from forebay.ingress.ingress import Ingress
 from forebay.ingress.openai.embeddings import EmbeddingBody
 from forebay.ingress.openai.requests import ChatBody, TextBody
 from forebay.ingress.response_fold import EmbeddingFold
+from forebay.replay.status import GroupStatus
 from forebay.transport.base import LogError
 
 
@@ -76,7 +77,7 @@ def build_app(
     if settings.admin_token:
         add_admin(app, ingress)
     bodies = (ChatBody, TextBody, EmbeddingBody, *TOKENIZATION_BODIES, *(ADMIN_BODIES if settings.admin_token else ()))
-    describe(app, bodies, has_key=bool(settings.api_keys))
+    describe(app, bodies, (GroupStatus,), has_key=bool(settings.api_keys))
     return app
 
 

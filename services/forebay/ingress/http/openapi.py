@@ -1,16 +1,18 @@
-"""Describe request bodies and error responses in /openapi.json.
+"""Describe request bodies and responses in /openapi.json.
 
-This package parses the bodies, not FastAPI, so FastAPI knows neither their schemas nor their errors. The schemas are
-generated at the first request for the document, because that takes longer than the start of an ingress.
+This package parses and encodes the bodies, not FastAPI, so FastAPI knows neither their schemas nor their errors. The
+schemas are generated at the first request for the document, because that takes longer than the start of an ingress.
 """
 
 import functools
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 from fastapi import FastAPI
 from pydantic.json_schema import models_json_schema
 
+from forebay.events.schema import split_description
 from forebay.ingress.http.api_key import requires_api_key
 from forebay.ingress.openai.fields import Body
 
@@ -81,6 +83,12 @@ def streamed() -> Responses:
     return {200: {"description": "The completion; a stream of events if `stream` is true.", "content": content}}
 
 
+def json_of(kind: type[msgspec.Struct]) -> Responses:
+    """Return the OpenAPI description of a successful response whose JSON is a struct, for `describe`."""
+    schema = {"$ref": REFERENCE.format(model=kind.__name__)}
+    return {200: {"description": split_description(kind.__doc__)[0], "content": {JSON: {"schema": schema}}}}
+
+
 def text(description: str) -> Responses:
     """Return the OpenAPI description of a successful response in plain text."""
     return {200: {"description": description, "content": {TEXT: {"schema": {"type": "string"}}}}}
@@ -98,12 +106,15 @@ def body_of(*kinds: type[Body], required: bool = True) -> dict[str, Any]:
     return {"requestBody": {"required": required, "content": {JSON: {"schema": schema}}}}
 
 
-def describe(app: FastAPI, bodies: Sequence[type[Body]], *, has_key: bool = False) -> None:
+def describe(
+    app: FastAPI, bodies: Sequence[type[Body]], results: Sequence[type[msgspec.Struct]], *, has_key: bool = False
+) -> None:
     """Complete the OpenAPI document of `app`.
 
     Args:
         app: the application.
         bodies: request bodies whose schemas are added, together with OpenAI's error object.
+        results: responses whose schemas are added.
         has_key: whether routes that use the model require an API key.
     """
     generate = app.openapi
@@ -114,7 +125,7 @@ def describe(app: FastAPI, bodies: Sequence[type[Body]], *, has_key: bool = Fals
             schemas: dict[str, Any] = document.setdefault("components", {}).setdefault("schemas", {})
             for name in ("HTTPValidationError", "ValidationError"):
                 schemas.pop(name, None)
-            schemas |= {"Error": ERROR, **_schemas(tuple(bodies))}
+            schemas |= {"Error": ERROR, **_schemas(tuple(bodies)), **_result_schemas(tuple(results))}
             if has_key:
                 document["components"].setdefault("securitySchemes", {})["ApiKey"] = API_KEY
             for path, operations in document["paths"].items():
@@ -134,6 +145,17 @@ def _schemas(bodies: tuple[type[Body], ...]) -> dict[str, Any]:
     definitions: dict[str, Any] = whole["$defs"]
     assert all(kind.__name__ in definitions for kind in bodies), "two bodies have the same name"
     return definitions
+
+
+@functools.cache
+def _result_schemas(results: tuple[type[msgspec.Struct], ...]) -> dict[str, Any]:
+    """Return the schemas of structs and their parts, with the descriptions of their fields."""
+    _, schemas = msgspec.json.schema_components(results, ref_template=REFERENCE.format(model="{name}"))
+    for schema in schemas.values():
+        schema["description"], meanings = split_description(schema["description"])
+        for name, field in schema["properties"].items():
+            field["description"] = meanings[name]
+    return schemas
 
 
 def _error(description: str) -> dict[str, Any]:
