@@ -1,19 +1,24 @@
-"""Addresses beyond loopback need an API key, and a certificate needs its private key."""
+"""Addresses beyond loopback need an API key, a certificate its private key, and TLS handshakes a free connection."""
 
 import asyncio
+import contextlib
 import ssl
 from pathlib import Path
 
+import httpx
 import openai
 import pytest
 import trustme
+import uvloop
 from cryptography.hazmat.primitives import serialization
 
 from forebay.ingress.errors import Unusable
+from forebay.ingress.http import tls
 from forebay.ingress.http.endpoint import Endpoint, TlsFiles
+from forebay.ingress.http.protocol import ConnectionLimits
 from forebay.ingress.http.server import build_server
 from tests.ingress.conftest import NAME, make_scene
-from tests.system import until
+from tests.system import PATIENCE_S, until
 
 
 @pytest.mark.parametrize(
@@ -51,6 +56,48 @@ def write(authority: trustme.CA, folder: Path) -> TlsFiles:
     issued.cert_chain_pems[0].write_to_path(folder / "cert.pem")
     issued.private_key_pem.write_to_path(folder / "key.pem")
     return TlsFiles(folder / "cert.pem", folder / "key.pem")
+
+
+def test_connections_that_never_finish_their_handshake_count_towards_the_limit(
+    authority: trustme.CA, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tls, "REFUSED_MAX", 0)
+    trusted = ssl.create_default_context()
+    authority.configure_trust(trusted)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # the event loop of every service
+        runner.run(_silent_connections(write(authority, tmp_path / "a"), trusted))
+
+
+async def _silent_connections(files: TlsFiles, trusted: ssl.SSLContext) -> None:
+    async def closed(reader: asyncio.StreamReader) -> bool:
+        with contextlib.suppress(ConnectionError):
+            assert await reader.read() == b""
+        return True
+
+    async with make_scene(admin_token="") as scene:
+        listener, port = scene.listen()
+        limits = ConnectionLimits(scene.ingress.metrics.reject, connections_max=3)
+        server = build_server(scene.app, limits=limits, tls=files)
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        await until(lambda: server.started)
+        silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(5)]
+        ends = [asyncio.create_task(closed(reader)) for reader, _ in silent]
+        try:
+            await until(lambda: sum(end.done() for end in ends) == 2)
+            assert scene.metric('forebay_ingress_refused_total{code="connections_exhausted"} 2.0')
+            for _, writer in silent:
+                writer.close()
+            async with httpx.AsyncClient(verify=trusted) as client, asyncio.timeout(PATIENCE_S):
+                response: httpx.Response | None = None
+                while response is None:
+                    with contextlib.suppress(httpx.TransportError):  # until the server notices that they are closed
+                        response = await client.get(f"https://127.0.0.1:{port}/live")
+            assert response.status_code == httpx.codes.OK
+        finally:
+            for _, writer in silent:
+                writer.close()
+            server.should_exit = True
+            await asyncio.gather(serving, *ends)
 
 
 @pytest.mark.parametrize("joined", [False, True])

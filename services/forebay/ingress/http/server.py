@@ -15,6 +15,7 @@ from forebay.ingress.http.drain import AT_ONCE_S, IngressDrain
 from forebay.ingress.http.endpoint import TlsFiles
 from forebay.ingress.http.error_guard import ErrorGuard
 from forebay.ingress.http.protocol import ConnectionLimits, bounded
+from forebay.ingress.http.tls import tls_context
 
 BACKLOG = 2048
 DEFAULT_LIMITS = ConnectionLimits()
@@ -162,9 +163,9 @@ def build_server(
         backlog=BACKLOG,
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=CUT_S,
-        ssl_certfile=None if tls is None else tls.certfile,
-        ssl_keyfile=None if tls is None else tls.keyfile,
     )
+    config.load()
+    config.ssl = None if tls is None else tls_context(tls, limits)
     return Server(config, on_started)
 
 
