@@ -124,6 +124,23 @@ def test_a_model_that_is_not_cached_needs_the_hub(monkeypatch: pytest.MonkeyPatc
     assert (run.returncode, len(run.stderr.splitlines())) == (2, 1), run.stderr
 
 
+@pytest.mark.parametrize(
+    ("proxy", "reason"),
+    [("{url}", "501 "), ("socks5://127.0.0.1:1", "Using SOCKS proxy, but"), ("a://b", "Unknown scheme")],
+)
+def test_a_proxy_that_cannot_be_used_is_reported_in_one_line(
+    hub: HubStub, monkeypatch: pytest.MonkeyPatch, proxy: str, reason: str
+) -> None:
+    for name in ("ALL_PROXY", "HTTPS_PROXY", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.lower(), raising=False)
+    monkeypatch.setenv("HF_ENDPOINT", "https://hub.invalid")
+    monkeypatch.setenv("HTTPS_PROXY", proxy.format(url=hub.url))  # the stub supports no CONNECT
+    run = fork_server.run("up", "--model", MODEL, timeout_s=60)
+    assert (run.returncode, len(run.stderr.splitlines())) == (2, 1), run.stderr
+    assert f"cannot download {MODEL} from https://hub.invalid: {reason}" in run.stderr
+
+
 def cache(hub: HubStub, folder: Path, names: Iterable[str]) -> None:
     """Download only these files of the model, as an interrupted download or another program does."""
     snapshot_download(MODEL, endpoint=hub.url, cache_dir=folder / "cache/hub", allow_patterns=list(names))

@@ -131,7 +131,7 @@ def _download(repository: str, revision: str | None, missing: str, *, weights: b
         where = f"{repository} is not in the cache {constants.HF_HUB_CACHE}"
         reason = f"{at} cannot be reached ({_first_line(error.__cause__ or error)})"
         problem = f"{where}, and {'HF_HUB_OFFLINE is set' if constants.is_offline_mode() else reason}"
-    except (OSError, ValueError) as error:
+    except (httpx.RequestError, httpx.InvalidURL, ImportError, OSError, ValueError) as error:
         problem = f"cannot download {repository} from {at}: {_first_line(error)}"
     raise Unusable(f"{missing}, and {problem}")
 
