@@ -67,7 +67,7 @@ async def test_without_a_free_partition_a_group_is_rejected_and_logged_once(
         await placement.update()
     assert placements(log) == [(b"a", "a", 0)]
     assert placement.refused == 2
-    assert caplog.text.count("gets no partition") == 2
+    assert caplog.text.count("; serve it in another --namespace") == 2
     await place(log, "b", 0)
     await directory.reach(2)
     metrics = {metric.name: metric for metric in PlacementMetrics(placement, directory).collect()}

@@ -57,8 +57,9 @@ class GroupPlacement:
                 continue
             partition = self._directory.groups.lowest_free(self._partitions)
             if partition is None:
-                taken = f"all {self._partitions} control partitions are in use; raise the partition count"
-                self._refuse(group, f"the group {group} gets no partition: {taken}")
+                # More control partitions would change the slots of every model while their workers run.
+                taken = f"each of the {self._partitions} control partitions of this namespace belongs to another model"
+                self._refuse(group, f"the group {group} gets no partition: {taken}; serve it in another --namespace")
                 continue
             placed = GroupPlaced(group=group, partition=partition, at_us=runtime.wall_us())
             draft = Draft(GROUPS.name, PARTITION, encode(GROUPS, placed), group.encode())
