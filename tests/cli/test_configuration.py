@@ -22,6 +22,13 @@ def shown(*arguments: str) -> dict[str, Any]:
     return found
 
 
+def refused(*arguments: str) -> str:
+    """Return the error of a command that exits with code 2."""
+    run = forebay(*arguments)
+    assert run.returncode == 2
+    return run.stderr
+
+
 def written(folder: Path, text: str) -> str:
     path = folder / "forebay.toml"
     path.write_text(text)
@@ -115,10 +122,9 @@ def test_error_for_a_bad_value_names_the_variable(
     monkeypatch: pytest.MonkeyPatch, variable: str, value: str, arguments: list[str]
 ) -> None:
     monkeypatch.setenv(variable, value)
-    run = forebay(*arguments)
-    assert run.returncode == 2
-    assert variable in run.stderr
-    assert value in run.stderr
+    error = refused(*arguments)
+    assert variable in error
+    assert value in error
 
 
 @pytest.mark.parametrize(
@@ -143,9 +149,8 @@ def test_a_service_link_of_kubernetes_does_not_set_a_port(
 
 def test_error_for_options_that_exclude_each_other_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FOREBAY_WORKERS", "2")
-    run = forebay("up", "--prefill-workers", "1", "--decode-workers", "1")
-    assert run.returncode == 2
-    assert "note: --workers is set by FOREBAY_WORKERS" in run.stderr
+    error = refused("up", "--prefill-workers", "1", "--decode-workers", "1")
+    assert "note: --workers is set by FOREBAY_WORKERS" in error
 
 
 def test_a_log_file_on_the_command_line_overrides_kafka_from_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,16 +162,12 @@ def test_a_log_file_on_the_command_line_overrides_kafka_from_a_variable(monkeypa
 
 def test_a_url_on_the_command_line_overrides_kafka_from_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FOREBAY_KAFKA", "127.0.0.1:1")
-    run = forebay("status", "--url", f"http://127.0.0.1:{free_ports(1)}")
-    assert run.returncode == 2
-    assert "does not respond" in run.stderr
+    assert "does not respond" in refused("status", "--url", f"http://127.0.0.1:{free_ports(1)}")
 
 
 @pytest.mark.parametrize(("other", "name"), [(["--kafka", "127.0.0.1:1"], "--kafka"), ([RECORDING], "a log file")])
 def test_a_url_and_another_source_on_the_command_line_are_an_error(other: list[str], name: str) -> None:
-    run = forebay("status", "--url", "http://127.0.0.1:1", *other)
-    assert run.returncode == 2
-    assert f"--url and {name} exclude each other" in run.stderr
+    assert f"--url and {name} exclude each other" in refused("status", "--url", "http://127.0.0.1:1", *other)
 
 
 @pytest.mark.parametrize("service", SERVICES)
@@ -184,10 +185,9 @@ def test_a_url_and_another_source_on_the_command_line_are_an_error(other: list[s
 def test_error_for_an_invalid_file(tmp_path: Path, service: str, text: str, expected: str) -> None:
     file = written(tmp_path, text.format(service=service))
     more = ["x.py:X"] if service == "serve" else []
-    run = forebay(service, *more, "--config", file)
-    assert run.returncode == 2
-    assert f"--config {file}: " in run.stderr
-    assert expected.format(service=service) in run.stderr
+    error = refused(service, *more, "--config", file)
+    assert f"--config {file}: " in error
+    assert expected.format(service=service) in error
 
 
 @pytest.mark.parametrize(
@@ -204,15 +204,11 @@ def test_error_for_an_invalid_file(tmp_path: Path, service: str, text: str, expe
     ],
 )
 def test_error_for_a_value_of_the_wrong_type(tmp_path: Path, text: str, expected: str) -> None:
-    run = forebay("up", "--config", written(tmp_path, text))
-    assert run.returncode == 2
-    assert expected in run.stderr
+    assert expected in refused("up", "--config", written(tmp_path, text))
 
 
 def test_error_for_a_missing_file(tmp_path: Path) -> None:
-    run = forebay("up", "--config", str(tmp_path / "missing.toml"))
-    assert run.returncode == 2
-    assert "missing.toml: No such file" in run.stderr
+    assert "missing.toml: No such file" in refused("up", "--config", str(tmp_path / "missing.toml"))
 
 
 @pytest.mark.parametrize(
@@ -247,6 +243,4 @@ def test_config_show_prints_a_table_and_accepts_subcommands() -> None:
     ],
 )
 def test_config_show_rejects_unknown_names(arguments: list[str], expected: str) -> None:
-    run = forebay("config", "show", *arguments)
-    assert run.returncode == 2
-    assert expected in run.stderr
+    assert expected in refused("config", "show", *arguments)

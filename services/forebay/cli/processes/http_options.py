@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     from forebay.ingress.settings import IngressSettings
 
 
+def _bytes_max(media: str) -> Any:
+    text = f"Maximum bytes of a request body {media} images and videos. Larger bodies get 413."
+    return typer.Option(min=1_024, max=1 << 30, help=text)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpOptions:
     """Options of the HTTP API. Each field is a command-line option."""
@@ -72,22 +77,8 @@ class HttpOptions:
     media_allow_private: Annotated[
         bool, typer.Option("--media-allow-private", help="Fetch images from private addresses. For tests only.")
     ] = False
-    body_bytes_max: Annotated[
-        int,
-        typer.Option(
-            min=1_024,
-            max=1 << 30,
-            help="Maximum bytes of a request body without images and videos. Larger bodies get 413.",
-        ),
-    ] = TEXT_BYTES_MAX
-    media_body_bytes_max: Annotated[
-        int,
-        typer.Option(
-            min=1_024,
-            max=1 << 30,
-            help="Maximum bytes of a request body with images and videos. Larger bodies get 413.",
-        ),
-    ] = MEDIA_BYTES_MAX
+    body_bytes_max: Annotated[int, _bytes_max("without")] = TEXT_BYTES_MAX
+    media_body_bytes_max: Annotated[int, _bytes_max("with")] = MEDIA_BYTES_MAX
     timeout_s: Annotated[float, typer.Option(min=0.001, max=86_400, help="Timeout of a request in seconds.")] = 600.0
 
     def settings(self, **others: Any) -> "IngressSettings":
