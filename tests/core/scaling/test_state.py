@@ -90,6 +90,20 @@ def test_an_overdue_decision_is_undone_by_the_next_one() -> None:
     assert journal.add(applied(decision=2, size=6)) == "stale"
 
 
+def test_an_overdue_decision_leaves_the_observed_size_in_force() -> None:
+    journal = Journal()
+    epoch = journal.claim(action_timeout_s=60)
+    (pool,) = journal.state.settings.pools  # type: ignore[union-attr]
+    journal.add(observed(epoch, ready=2, at_us=S))
+    journal.add(decided(epoch, 1, 2, 6))
+    journal.add(observed(epoch, ready=3, at_us=60 * S))
+    assert journal.state.size(pool) == 6
+    journal.add(observed(epoch, ready=3, at_us=61 * S))
+    assert journal.state.size(pool) == 3
+    journal.add(decided(epoch, 4, 3, 3))
+    assert (journal.state.size(pool), journal.state.open) == (3, None)
+
+
 def test_advisory_decisions_have_no_effect_on_sizes() -> None:
     journal = Journal()
     epoch = journal.claim(advisory=True)
@@ -103,8 +117,12 @@ def test_the_size_of_a_pool_is_unknown_without_an_observation_of_it() -> None:
     epoch = journal.claim()
     (pool,) = journal.state.settings.pools  # type: ignore[union-attr]
     assert journal.state.size(pool) is None
-    journal.add(msgspec.structs.replace(observed(epoch, ready=1), pools=()))
+    missing = msgspec.structs.replace(observed(epoch, ready=1), pools=())
+    journal.add(missing)
     assert journal.state.size(pool) is None
+    journal.add(observed(epoch, ready=1))
+    journal.add(missing)
+    assert (journal.state.size(pool), journal.state.last_observed(pool)) == (1, None)
 
 
 def test_forecasts_and_simulations_are_those_of_the_newest_planner() -> None:

@@ -17,6 +17,7 @@ from forebay.events.scaling import (
     PlannerRecord,
     PlannerSettings,
     PlannerStopped,
+    PoolDecision,
     PoolObserved,
     PoolScaling,
     PoolSizeSet,
@@ -101,18 +102,21 @@ class PlannerState:
         return self.claim.settings if self.claim else None
 
     def size(self, pool: PoolScaling) -> int | None:
-        """Return the size of a pool: as last decided, or else as last observed. None if neither exists."""
-        decided = self.sizes.get((pool.group, pool.pool))
-        if decided is not None:
-            return decided
-        observed = self.last_observed(pool)
-        return observed.ready if observed else None
+        """Return the size of a pool: as last decided, or else as last observed. None if neither exists.
+
+        If a decision has no reply in time, nobody knows what became of it, so the observed size counts.
+        """
+        key = (pool.group, pool.pool)
+        is_lost = self.open is not None and is_overdue(self) and key in changed_pools(self.open.decided)
+        if key in self.sizes and not is_lost:
+            return self.sizes[key]
+        observed = (one for past in reversed(self.history) for one in past.pools if (one.group, one.pool) == key)
+        return next((one.ready for one in observed), None)
 
     def last_observed(self, pool: PoolScaling) -> PoolObserved | None:
         """Return the pool in the newest observation, None if it is not in it."""
-        if not self.history:
-            return None
-        return next((one for one in self.history[-1].pools if (one.group, one.pool) == (pool.group, pool.pool)), None)
+        pools = self.history[-1].pools if self.history else ()
+        return next((one for one in pools if (one.group, one.pool) == (pool.group, pool.pool)), None)
 
     def apply(self, offset: int, event: ScalingEvent) -> Outcome:
         """Apply the record at `offset`, which must be at least `end`. Return whether it has an effect."""
@@ -165,7 +169,8 @@ class PlannerState:
                 self.open = None
             case ScalingRefused():
                 assert self.open is not None
-                self._undo(self.open.decided)
+                for key, change in changed_pools(self.open.decided).items():
+                    self.sizes[key] = change.from_size
                 self.open = None
             case PoolSizeSet():
                 self._set_manual((event.group, event.pool), event.size)
@@ -184,20 +189,20 @@ class PlannerState:
         if decided.advisory:
             return
         if self.open is not None and is_overdue(self):
-            self._undo(self.open.decided)
+            for key in changed_pools(self.open.decided):
+                self.sizes.pop(key, None)
             self.open = None
-        changed = [pool for pool in decided.pools if pool.to_size != pool.from_size]
-        for pool in changed:
-            key = (pool.group, pool.pool)
+        changed = changed_pools(decided)
+        for key, pool in changed.items():
             self.sizes[key] = pool.to_size
             self.changes[key] = PoolChange(pool.to_size > pool.from_size, self.now_us)
         if changed:
             self.open = OpenDecision(offset, decided, self.now_us)
 
-    def _undo(self, decided: ScalingDecided) -> None:
-        for pool in decided.pools:
-            if pool.to_size != pool.from_size:
-                self.sizes[pool.group, pool.pool] = pool.from_size
+
+def changed_pools(decided: ScalingDecided) -> dict[PoolKey, PoolDecision]:
+    """Return the pools whose sizes a decision changes."""
+    return {(pool.group, pool.pool): pool for pool in decided.pools if pool.to_size != pool.from_size}
 
 
 def is_overdue(state: PlannerState) -> bool:
