@@ -1,0 +1,129 @@
+"""Method `throughput`: the size at which the profile of one worker carries the forecast.
+
+    prefill = requests_per_s * isl * (1 - kv_hit_rate) / prefill tokens per second of one worker
+    decode = requests_per_s * osl / decode tokens per second of one worker within the target of the ITL
+    size = max(ceil(prefill + decode), min_size)
+
+A pool of one stage has only its own term. A worker of an aggregated pool spends a part of its time on each stage.
+Source: Dynamo's throughput scaling, 1.6.1 for the equations `plain` and 0.x for `corrected`.
+"""
+
+from dataclasses import dataclass
+from math import ceil, inf
+
+from forebay.core.scaling.interpolation import decode_capacity, decode_itl_ms, prefill_speed, uncached
+from forebay.core.scaling.proposal import SIZE_MAX, Proposal
+from forebay.events.scaling import PlannerSettings, PoolDemand, PoolObserved, PoolScaling
+
+
+@dataclass(frozen=True, slots=True)
+class _Need:
+    """Workers that one stage keeps busy.
+
+    Attributes:
+        workers: number of workers, a fraction.
+        attainable: whether a request alone meets the target of the stage.
+        covered: whether the profile covers the demand.
+    """
+
+    workers: float
+    attainable: bool
+    covered: bool
+
+
+def propose(
+    pool: PoolScaling, settings: PlannerSettings, demand: PoolDemand | None, observed: PoolObserved | None, current: int
+) -> Proposal:
+    """Return the size that carries the demand.
+
+    Args:
+        pool: the pool, with the profile of one worker.
+        settings: targets and equations.
+        demand: forecast for the pool; None if there is none.
+        observed: newest observation, for the equations `corrected`; None if there is none.
+        current: present size.
+    """
+    if demand is None or not _is_usable(pool, demand):
+        return Proposal(current, "no_demand")
+    if demand.requests_per_s == 0:
+        return Proposal(pool.min_size)
+    prefills = pool.role in {"prefill", "aggregated"}
+    decodes = pool.role == "decode" or (pool.role == "aggregated" and demand.osl > 0)
+    if not (prefills or decodes) or (prefills and not pool.prefill) or (decodes and not pool.decode):
+        return Proposal(current, "no_profile")
+    if settings.equations == "plain":
+        observed = None
+    needs = []
+    if prefills:
+        needs.append(_prefill(pool, settings, demand, observed))
+    if decodes:
+        needs.append(_decode(pool, settings, demand, observed))
+    workers = 0.0
+    for need in needs:
+        workers += need.workers
+    size = max(ceil(workers) if workers < SIZE_MAX else SIZE_MAX, pool.min_size)
+    if not all(need.attainable for need in needs):
+        return Proposal(size, "target_unattainable")
+    if not all(need.covered for need in needs):
+        return Proposal(size, "profile_exceeded")
+    return Proposal(size)
+
+
+def _is_usable(pool: PoolScaling, demand: PoolDemand) -> bool:
+    """Return whether the numbers are finite and the requests have the tokens that the pool computes."""
+    if demand.requests_per_s == 0:
+        return True
+    if not (0 < demand.requests_per_s < inf and 0 < demand.isl < inf and 0 <= demand.osl < inf):
+        return False
+    # Requests of an embedding model have no output. Its pool is an aggregated one without a decode profile.
+    generates = pool.role == "decode" or (pool.role == "aggregated" and bool(pool.decode))
+    return demand.osl > 0 or not generates
+
+
+def _prefill(pool: PoolScaling, settings: PlannerSettings, demand: PoolDemand, observed: PoolObserved | None) -> _Need:
+    isl = uncached(demand.isl, demand.kv_hit_rate)
+    speed = prefill_speed(pool.prefill, isl)
+    tokens_per_s = demand.requests_per_s * isl * _ttft_share(pool, observed)
+    return _Need(tokens_per_s / speed.tokens_per_s, speed.ttft_ms <= settings.ttft_ms, speed.covered)
+
+
+def _ttft_share(pool: PoolScaling, observed: PoolObserved | None) -> float:
+    """Return the observed TTFT divided by the one that the profile predicts, at most 1; 1 if unknown."""
+    if observed is None:
+        return 1.0
+    isl, ttft_ms = _positive(observed.isl), _positive(observed.ttft_ms)
+    if isl is None or ttft_ms is None:
+        return 1.0
+    expected_ms = prefill_speed(pool.prefill, uncached(isl, observed.kv_hit_rate)).ttft_ms
+    # A longer TTFT comes from waiting, which does not slow the prefill itself.
+    return ttft_ms / expected_ms if ttft_ms < expected_ms else 1.0
+
+
+def _decode(pool: PoolScaling, settings: PlannerSettings, demand: PoolDemand, observed: PoolObserved | None) -> _Need:
+    context = _context(demand.isl, demand.osl)
+    concurrency_max = pool.kv_tokens / context if pool.kv_tokens else None
+    itl_ms = settings.itl_ms * _itl_expected_share(pool, observed)
+    capacity = decode_capacity(pool.decode, context, itl_ms, concurrency_max)
+    tokens_per_s = demand.requests_per_s * demand.osl
+    return _Need(tokens_per_s / capacity.tokens_per_s, capacity.attainable, capacity.covered)
+
+
+def _itl_expected_share(pool: PoolScaling, observed: PoolObserved | None) -> float:
+    """Return the ITL that the profile predicts for the observed load, divided by the observed ITL; 1 if unknown."""
+    if observed is None or not observed.workers:
+        return 1.0
+    isl, osl, itl_ms = _positive(observed.isl), _positive(observed.osl), _positive(observed.itl_ms)
+    if isl is None or osl is None or itl_ms is None:
+        return 1.0
+    running = sum(worker.running for worker in observed.workers) / len(observed.workers)
+    return decode_itl_ms(pool.decode, _context(isl, osl), running) / itl_ms
+
+
+def _context(isl: float, osl: float) -> float:
+    """Return the mean context length of a request while it generates."""
+    return isl + osl / 2
+
+
+def _positive(measured: float | None) -> float | None:
+    """Return a measurement, or None if it is missing, zero or impossible."""
+    return measured if measured is not None and 0 < measured < inf else None
