@@ -95,7 +95,7 @@ class PlannerSettings(Part, frozen=True, kw_only=True):
         itl_ms: target of the inter-token latency in milliseconds.
         gpu_budget: highest number of GPUs of all pools; 0 for no limit.
         min_gpus: lowest number of GPUs of all pools; 0 for no limit.
-        max_change: highest change of a pool per decision of method `throughput`, in workers.
+        max_change: highest change of a pool per decision, in workers. Only the limits of its size may exceed it.
         down_sensitivity: share of a target below which the estimate after a reduction must be.
         min_observations: observations that method `load` needs before it decides.
         cooldown_s: seconds after a change of a pool in which the planner does not change it in the opposite direction.
