@@ -291,8 +291,7 @@ async def events_of(log: Log, topic: Topic, partition: int) -> AsyncIterator[tup
     """Yield every event of a topic that decodes, with its offset."""
     start, end = await log.begin(topic.name, partition), await log.end(topic.name, partition)
     async for record in records_of(log, topic, partition, start, end):
-        event = decode_or_none(topic, record.value)
-        if event is not None:
+        if (event := decode_or_none(topic, record.value)) is not None:
             yield record.offset, event
 
 
@@ -343,16 +342,21 @@ async def _overtaken(log: Log, partition: int, taken: SnapshotTaken, offset: int
     if taken.journal_offset < await log.begin(DECISIONS.name, partition):
         return True
     records = journal_records(log, partition, taken.journal_offset, offset)
-    between = [decode_journal(record) async for record in records]
-    return any(isinstance(record, OwnerClaimed) for record in between)
+    return any([isinstance(decode_journal(record), OwnerClaimed) async for record in records])
+
+
+async def parts_of(log: Log, partition: int, taken: SnapshotTaken) -> AsyncIterator[Chunk]:
+    """Yield the parts of a snapshot without checking its digest. Raises LogError if a chunk is missing or damaged."""
+    async for _, chunk in _chunks(log, partition, taken):
+        for part in chunk.parts:
+            yield part
 
 
 async def state_of(log: Log, partition: int, taken: SnapshotTaken) -> WorldState:
     """Return only the `WorldState` part of a snapshot (clock, view, pools). Raises LogError if the part is missing."""
-    async for _, chunk in _chunks(log, partition, taken):
-        for part in chunk.parts:
-            if isinstance(part, WorldState):
-                return part
+    async for part in parts_of(log, partition, taken):
+        if isinstance(part, WorldState):
+            return part
     raise LogError(f"the snapshot at offset {taken.first_offset} is incomplete: it has no WorldState")
 
 
@@ -413,10 +417,7 @@ async def _parts(log: Log, partition: int, taken: SnapshotTaken) -> list[Chunk]:
     version = taken.core_version or await _version_claimed(log, partition, taken.owner_epoch)
     if version not in (0, CORE_VERSION):
         raise OtherRules(taken.journal_offset, version)
-    parts: list[Chunk] = []
-    async for _, chunk in _chunks(log, partition, taken):
-        parts += chunk.parts
-    return parts
+    return [part async for part in parts_of(log, partition, taken)]
 
 
 @contextmanager
