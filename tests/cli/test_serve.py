@@ -112,7 +112,7 @@ def test_the_exit_code_is_the_highest_of_the_processes(tmp_path: Path) -> None:
     ended = [line for line in run.stderr.splitlines() if line.startswith("forebay: worker w-")]
     assert sorted(ended) == [f"forebay: worker w-{number} ended with code 2" for number in range(2)]
     # Each worker rejects an unknown option.
-    assert "No such option: --nonsense" in serve(engine(tmp_path), "--nonsense").stderr
+    assert "unknown option '--nonsense'" in serve(engine(tmp_path), "--nonsense").stderr
 
 
 @contextmanager
