@@ -3,11 +3,14 @@
 Use for tests of the output and the exit code of a command. Each command has one test that starts a process.
 """
 
+import io
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
+from unittest.mock import patch
 
 from typer.testing import CliRunner
 
@@ -19,6 +22,21 @@ def forebay(*arguments: str) -> subprocess.CompletedProcess[str]:
     with imports_undone():
         run = CliRunner().invoke(app, arguments, catch_exceptions=False)
     return subprocess.CompletedProcess(arguments, run.exit_code, run.stdout, run.stderr)
+
+
+class Terminal(io.StringIO):
+    """Text that a command takes for a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def on_terminal(columns: int, *arguments: object) -> str:
+    """Return what a command prints on a terminal with this many columns, without styles."""
+    terminal = Terminal()
+    with redirect_stdout(terminal), suppress(SystemExit), patch.dict("os.environ", COLUMNS=str(columns)):
+        app([str(argument) for argument in arguments], prog_name="forebay")
+    return re.sub(r"\x1b\[[0-9;]*m", "", terminal.getvalue())
 
 
 @contextmanager

@@ -4,7 +4,6 @@ import asyncio
 import io
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from forebay.cli.app import app
-from forebay.cli.common.terminal import WIDTH, in_markup, printable, results
+from forebay.cli.common.terminal import in_markup, printable
 from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
 from forebay.events.decisions import RequestRouted
 from forebay.events.topics import DECISIONS
@@ -79,13 +78,6 @@ def test_control_characters_are_escaped() -> None:
     with console.capture() as shown:
         console.print(in_markup(HOSTILE))
     assert shown.get() == printable(HOSTILE) + "\n"
-
-
-def test_a_wide_table_is_not_cut_to_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert results().width == WIDTH
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setenv("COLUMNS", "60")
-    assert (results().width, results(wide=True).width) == (60, WIDTH)
 
 
 def test_control_characters_in_ids_are_escaped(tmp_path: Path) -> None:

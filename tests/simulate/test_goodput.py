@@ -56,12 +56,15 @@ def test_slo_levels_round_trip() -> None:
     assert parse_slo("e2e=1e4") == Slo(e2e_ms=10_000.0)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "ttft", "ttft=", "ttft=0", "ttft=-1", "ttft=nan", "ttft=inf", "tpot=5", "ttft=5,"]
-)
+@pytest.mark.parametrize("text", ["", "ttft", "ttft=", "ttft=0", "ttft=-1", "ttft=nan", "ttft=inf", "ttft=5,"])
 def test_invalid_slo_is_rejected(text: str) -> None:
     with pytest.raises(SloUnusable, match="invalid objective"):
         parse_slo(text)
+
+
+def test_unknown_objective_is_rejected_with_the_known_ones() -> None:
+    with pytest.raises(SloUnusable, match="unknown objective 'tpot'; objectives are: ttft, itl, e2e"):
+        parse_slo("tpot=5")
 
 
 def test_duplicate_objective_is_rejected() -> None:

@@ -50,10 +50,10 @@ def show(
         return
     table = Table(box=None, pad_edge=False)
     for heading in ("option", "value", "source"):
-        table.add_column(heading, overflow="fold")
+        table.add_column(heading)
     for row in rows:
         table.add_row(f"--{row['option']}", in_markup(_text(row["value"])), in_markup(row["source"]))
-    results(wide=True).print(table)
+    results().print(table)
 
 
 def _row(parsed: Any, param: Any) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from typing import Annotated
 import msgspec
 import typer
 from aiokafka.admin import AIOKafkaAdminClient
-from rich.console import Console
 from rich.table import Table
 
 from forebay.cli.common.cluster import KafkaOptions
@@ -16,6 +15,7 @@ from forebay.cli.common.errors import complain, explained, fail
 from forebay.cli.common.option_groups import spread
 from forebay.cli.common.readable import readable
 from forebay.cli.common.recording import KafkaSource
+from forebay.cli.common.terminal import results
 from forebay.cli.processes.options import named
 from forebay.cli.shadow import SHADOW_GROUP
 from forebay.events.names import unknown_name
@@ -151,7 +151,7 @@ def lag(
     table = Table("reader", "topic", "at", "end", "lag", box=None)
     for reader, topic, position, end in found:
         table.add_row(reader, topic, str(position), str(end), str(end - position))
-    Console().print(table)
+    results().print(table)
     for line in groups:
         typer.echo(line)
 

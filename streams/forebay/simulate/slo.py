@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from forebay.events.names import unknown_name
 from forebay.simulate.outcome import SimulationOutcome
 
 PARTS = {"ttft": "ttft_ms", "itl": "itl_ms", "e2e": "e2e_ms"}
@@ -41,12 +42,14 @@ def parse_slo(text: str) -> Slo:
     """
     limits: dict[str, float] = {}
     for one in text.split(","):
-        name, _, value = one.partition("=")
+        name, equals, value = one.partition("=")
+        if equals and name not in PARTS:
+            raise SloUnusable(unknown_name("objective", name, PARTS))
         try:
             limit = float(value)
         except ValueError:
             limit = math.nan
-        if name not in PARTS or not 0 < limit < math.inf:
+        if not equals or not 0 < limit < math.inf:
             expected = " or ".join(f"{part}=MS" for part in PARTS)
             raise SloUnusable(f"invalid objective {one!r}; expected {expected} with MS above 0, as in ttft=500,itl=20")
         if PARTS[name] in limits:

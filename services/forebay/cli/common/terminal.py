@@ -6,23 +6,18 @@ from contextlib import contextmanager, redirect_stdout
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # rich takes 100 ms, and --help and errors do not need it
-    from rich.console import Console
     from rich.progress import Progress, ProgressColumn
+
+    from forebay.cli.common.whole_words import WholeWordsConsole
 
 WIDTH = 120  # columns, if stdout is not a terminal
 
 
-def results(*, wide: bool = False, soft_wrap: bool = False) -> "Console":
-    """Return a console for results on stdout.
+def results(*, soft_wrap: bool = False) -> "WholeWordsConsole":
+    """Return a console for results on stdout. It breaks lines between words only, and no lines with `soft_wrap`."""
+    from forebay.cli.common.whole_words import WholeWordsConsole  # noqa: PLC0415
 
-    Args:
-        wide: Use at least WIDTH columns. A narrower terminal wraps the lines, and tables are not truncated.
-        soft_wrap: Do not break long lines.
-    """
-    from rich.console import Console  # noqa: PLC0415
-
-    console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False, soft_wrap=soft_wrap)
-    return Console(width=max(console.width, WIDTH), highlight=False) if wide else console
+    return WholeWordsConsole(width=None if sys.stdout.isatty() else WIDTH, highlight=False, soft_wrap=soft_wrap)
 
 
 def bar(*columns: "ProgressColumn") -> "Progress":

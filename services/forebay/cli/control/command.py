@@ -68,7 +68,7 @@ def _command(action: Action) -> Callable[..., None]:
         if json:
             typer.echo(jsonlib.dumps(result))
         elif "outcomes" in result:
-            results(wide=True).print(_table(result["outcomes"]))
+            results().print(_table(result["outcomes"]))
         exit_unless_ok(result, response)
 
     return command
@@ -98,7 +98,7 @@ def _suggest(client: IngressClient, result: Mapping[str, Any], given: Mapping[st
 def _table(outcomes: list[dict[str, Any]]) -> Table:
     table = Table(box=None, pad_edge=False)
     for name in ("worker", "pool", "outcome", "adapters", ""):
-        table.add_column(name, overflow="fold")
+        table.add_column(name)
     for outcome in outcomes:
         texts = (
             outcome["worker_id"],

@@ -100,11 +100,11 @@ def _change(service: IngressClient, path: str, changes: dict[str, Any], *, json:
         return
     table = Table(box=None, pad_edge=False)
     for name in ("setting", "before", "now") if changed else ("setting", "now"):
-        table.add_column(name, overflow="fold")
+        table.add_column(name)
     for name in (name for name in changes if name in now):
         cells = [before[name], now[name]] if changed else [now[name]]
         table.add_row(in_markup(name), *(in_markup(_text(one)) for one in cells))
-    console = results(wide=True)
+    console = results()
     pool = f", pool {now['pool']}" if "pool" in now else ""
     console.print(in_markup(f"model {model}{pool}"))
     console.print(table)

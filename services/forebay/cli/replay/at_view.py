@@ -160,7 +160,7 @@ def summary(record: JournalRecord) -> str:
     tag = str(type(record).__struct_config__.tag)
     text = _routed(record) if isinstance(record, RequestRouted) else " ".join(_fields(record))
     line = printable(f"{tag} {text}")
-    return line if len(line) <= SUMMARY_CHARS_MAX else line[: SUMMARY_CHARS_MAX - 1] + "…"
+    return line if len(line) <= SUMMARY_CHARS_MAX else f"{line[:SUMMARY_CHARS_MAX].rpartition(' ')[0]} …"
 
 
 def _routed(event: RequestRouted) -> str:
@@ -261,7 +261,7 @@ def _table(
     """Return a table. The columns `texts` are left-aligned; the other ones contain numbers."""
     table = Table(box=None, pad_edge=False, show_header=show_header)
     for column in columns:
-        table.add_column(column, justify="left" if column in texts else "right", overflow="fold")
+        table.add_column(column, justify="left" if column in texts else "right")
     for cells in rows:
         table.add_row(*(Text(printable(cell)) for cell in cells))
     return table

@@ -164,7 +164,7 @@ def _waits(side: WorldSummary) -> str:
 def _print_row(console: Console, name: str, text: str) -> None:
     grid = Grid.grid(padding=(0, 1))
     grid.add_column(width=13)
-    grid.add_column(overflow="fold")
+    grid.add_column()
     grid.add_row(name, in_markup(text))
     console.print(grid)
 
@@ -199,7 +199,7 @@ def _worlds(report: DiffReport) -> Grid:
 
 def _ranks(report: DiffReport) -> Grid:
     grid = Grid(box=box.SIMPLE, padding=(0, 1))
-    grid.add_column("worker", overflow="fold")
+    grid.add_column("worker")
     for name in ("requests", "in the alternative", "tokens to compute", "in the alternative"):
         grid.add_column(name, justify="right")
     for rank in report.ranks[:RANKS_SHOWN]:
@@ -214,7 +214,7 @@ def _most(report: DiffReport) -> Grid:
         box=box.SIMPLE, padding=(0, 1), title="Moved requests with the largest change of overlap", title_justify="left"
     )
     for name in ("request", "history", "alternative"):
-        grid.add_column(name, overflow="fold")
+        grid.add_column(name)
     for name in ("prompt blocks", "overlap", "in the alternative", "change"):
         grid.add_column(name, justify="right")
     for one in report.most[:MOST_SHOWN]:

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 from rich.console import Console
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -40,7 +39,7 @@ PARTS: dict[Part, str] = {
 
 def show(explanation: Explanation, *, everything: bool) -> None:
     """Print the explanation of a request on stdout. `everything` shows all candidates of each decision."""
-    console, tables = results(), results(wide=True)
+    console = results()
     routings = {one.offset: one for one in explanation.routings}
     for line in _head(explanation):
         _print_hanging(console, line, 2)
@@ -49,7 +48,7 @@ def show(explanation: Explanation, *, everything: bool) -> None:
         _show_moment(console, explanation, moment)
         routing = routings.get(moment.offset) if moment.what in ("routed", "answered") else None
         if routing is not None:
-            _show_routing(console, tables, routing, everything=everything)
+            _show_routing(console, routing, everything=everything)
     if explanation.ending is not None:
         _show_left_out(console, explanation.ending.left_out, everything=everything)
     console.print()
@@ -142,7 +141,7 @@ def _show_moment(console: Console, explanation: Explanation, moment: TimelineEnt
     _print_hanging(console, f"{when:>{INDENT - 2}}  {text}", INDENT)
 
 
-def _show_routing(console: Console, tables: Console, routing: Routing, *, everything: bool) -> None:
+def _show_routing(console: Console, routing: Routing, *, everything: bool) -> None:
     settings = _settings(routing)
     if settings:
         _print_hanging(console, f"{'':{INDENT}}{routing.mode}: {settings}", INDENT + 2)
@@ -150,7 +149,7 @@ def _show_routing(console: Console, tables: Console, routing: Routing, *, everyt
     shown = order if everything else order[:CANDIDATES_SHOWN]
     if routing.winner not in shown:
         shown = [*shown[:-1], routing.winner]
-    tables.print(Padding(_table(routing, shown), (0, 0, 0, TABLE_INDENT), expand=False))
+    console.print(_table(routing, shown))
     if len(shown) < len(order):
         most = routing.candidates[order[-1]].cost
         more = f"{len(order) - len(shown)} more candidates with costs up to {most:,.2f}; --all shows them"
@@ -173,7 +172,7 @@ def _settings(routing: Routing) -> str:
 def _table(routing: Routing, shown: Sequence[int]) -> Table:
     columns = list(_columns(routing))
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    table.add_column("")
+    table.add_column("", justify="right", width=TABLE_INDENT + 1)
     table.add_column("candidate", no_wrap=True)
     for name, _ in columns:
         table.add_column(name, justify="right", no_wrap=True)
@@ -232,7 +231,8 @@ def _show_left_out(console: Console, left_out: Sequence[ExcludedRank], *, everyt
 def _print_hanging(console: Console, line: str, hang: int) -> None:
     """Print a line with its continuation indented."""
     text = Text(printable(line))
-    for at, part in enumerate(text.wrap(console, max(console.width - hang, 20))):
+    longest = max(map(len, text.plain.split()), default=0)
+    for at, part in enumerate(text.wrap(console, max(console.width - hang, longest))):
         console.print(Text(" " * hang if at else "").append_text(part), soft_wrap=True)
 
 

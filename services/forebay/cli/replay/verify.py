@@ -123,10 +123,10 @@ def _show_tables(console: Console, table: CostTables) -> None:
         )
     terms = [name for name in TERMS if name not in RARE_TERMS or _is_used(table, name)]
     grid = Grid(box=box.SIMPLE)
-    grid.add_column("candidate", overflow="fold")
-    grid.add_column("derived place", overflow="fold")
+    grid.add_column("candidate")
+    grid.add_column("derived place")
     for name in terms:
-        grid.add_column(name.replace("_", " "), justify="right", overflow="fold")
+        grid.add_column(name.replace("_", " "), justify="right")
     ordered = sorted(table.rows, key=lambda row: not (row.place or row.recorded is not None))
     for row in ordered[:ROWS_SHOWN]:
         grid.add_row(in_markup(f"{row.worker_id}/{row.rank}"), _place(row), *(_cell(row, name) for name in terms))
@@ -176,7 +176,7 @@ def _show_events(console: Console, title: str, events: Sequence[EventSummary]) -
     grid.add_column("type")
     if timed:
         grid.add_column("clock, us", justify="right")
-    grid.add_column("event", overflow="fold")
+    grid.add_column("event")
     for event in events:
         offset = "" if event.offset is None else str(event.offset)
         clock = [str(event.now_us)] if timed else []

@@ -233,7 +233,7 @@ def _show(plan: _Plan, result: Mapping[str, Any]) -> None:
     split = any("prefilled_remotely" in one for one in result["policies"].values())
     columns += ["remote", "transfer"] if split else []
     for column in [*columns, *(("attained", "goodput/s") if plan.slo else ())]:
-        table.add_column(column, justify="left" if column == "policy" else "right", overflow="fold")
+        table.add_column(column, justify="left" if column == "policy" else "right")
     for name, one in result["policies"].items():
         times = [_times(one[key], width) for key, width in TIMES.items()]
         attained = [f"{one['attained']:.2%}", f"{one['goodput_per_s']:.3f}"] if plan.slo else []

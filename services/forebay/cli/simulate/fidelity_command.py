@@ -19,6 +19,7 @@ from forebay.cli.simulate.fidelity import FidelitySettings, fidelity
 from forebay.cli.simulate.fidelity_view import show
 from forebay.cli.simulate.options import FleetOptions, ShapeOptions, require_routers, settings_of
 from forebay.core.routing.policies import CustomPolicies
+from forebay.events.names import unknown_name
 from forebay.ingress.errors import Unusable
 from forebay.replay.observed import ObservedHistory, observe_history
 from forebay.replay.policies import require_allowed
@@ -138,10 +139,12 @@ def bounds_of(text: str | None) -> dict[str, float]:
     bounds: dict[str, float] = {}
     for one in text.split(",") if text is not None else ():
         match = BOUND.fullmatch(one)
-        if match is None or match["name"] not in BOUNDS:
+        if match is None:
             raise Unusable(
                 f"--fail-above {text}: got {one!r}, expected NAME=NUMBER with NAME one of {', '.join(BOUNDS)}"
             )
+        if match["name"] not in BOUNDS:
+            raise Unusable(f"--fail-above {text}: {unknown_name('metric', match['name'], BOUNDS)}")
         bounds[match["name"]] = float(match["most"])
     return bounds
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import typer
 from rich.box import SIMPLE
-from rich.console import Console
 from rich.table import Table
 
 from forebay.cli.common.terminal import in_markup, printable, results
@@ -15,7 +14,6 @@ from forebay.simulate.pareto import costs
 
 TIMES = {"TTFT": ("ttft_ms", ".0f"), "ITL": ("itl_ms", ".1f")}
 SHOWN = ("p50", "p90", "p99")
-COLUMNS_MAX = 10_000  # characters; wider than any table
 STEPS_SHOWN_MAX = 20  # searches whose steps are printed; --json contains all
 
 Metrics = Mapping[str, Any]
@@ -43,9 +41,7 @@ def show(name: str, result: Metrics) -> None:
         cells += ["/".join(f"{run[key][of]:{width}}" for of in SHOWN if run[key]) for key, width in TIMES.values()]
         cells += [f"{run['attained']:.2%}", f"{run['goodput_per_s']:.3f}"] if objectives_slo else []
         table.add_row(*map(in_markup, cells))
-    # Let lines wrap on a narrow terminal instead of truncating numbers.
-    width = Console(width=COLUMNS_MAX).measure(table).maximum
-    Console(width=max(results().width, width), highlight=False).print(table)
+    results().print(table)
     for line in _summary_lines(result, searched):
         typer.echo(printable(line))
     typer.echo(f"digest of all decisions, equal for equal runs: {result['digest']}")

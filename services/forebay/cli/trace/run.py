@@ -8,13 +8,12 @@ from typing import Any
 
 import typer
 import uvloop
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from forebay.cli.common.errors import complain, fail
 from forebay.cli.common.survey import print_survey
-from forebay.cli.common.terminal import bar
+from forebay.cli.common.terminal import bar, results
 from forebay.cli.trace.client import NoSystem, TraceOutcome, play
 from forebay.simulate.outcome import percentiles
 from forebay.simulate.reading import open_workload
@@ -130,7 +129,7 @@ def _show(summary: dict[str, Any]) -> None:
     for name in ("ttft_ms", "itl_ms", "e2e_ms"):
         times = summary[name]
         table.add_row(name, *(f"{times[key]:.2f}" if times else "-" for key in ("mean", "p50", "p90", "p99")))
-    console = Console(soft_wrap=True, highlight=False)
+    console = results(soft_wrap=True)
     console.print(table)
     console.print(f"prefix reuse        {summary['prefix_reuse']:.3f} of {summary['prompt_tokens']} prompt tokens")
     console.print(f"load, max over mean {summary['load_max_over_mean']:.3f} of computed prompt tokens")
