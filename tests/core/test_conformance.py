@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from forebay.core.block_hashes import block_hashes, hash_seed, sequence_hashes
+from forebay.core.routing.pool_choice import cell_index, retry_order, target_of
 from forebay.core.routing.selection import lowest, softmax_weights
 from forebay.core.state.load import FleetLoad
 from forebay.core.state.prefix_index import Overlap
@@ -17,8 +18,10 @@ from forebay.events.base import pack_u32, pack_u64, unpack_u64
 from forebay.events.control import BusyThresholds, BusyThresholdsSet
 from forebay.events.decisions import CacheResyncRequested, RequestRejected, RequestRouted
 from forebay.events.kv import BlocksRemoved, BlocksStored, CacheCleared
+from forebay.events.pools import GridPool
 from forebay.events.requests import RoutingHints
 from tests.core.costs import roster, table
+from tests.core.pool_rules import one_cell
 from tests.core.worlds import PROMPTS, Driver, joined, request
 
 KEY = ("w", 0)
@@ -52,6 +55,40 @@ def test_softmax_of_the_selectors_test() -> None:
     expected = [exp(0), exp(-1 / 3), exp(-1)]
     assert shares == pytest.approx([value / sum(expected) for value in expected], rel=1e-12)
     assert len(set(softmax_weights([4.0, 4.0], 0.5))) == 1
+
+
+# Pools: Dynamo components/global_router, pool_selection.py
+
+
+@pytest.mark.parametrize(
+    ("isl", "cell"),
+    [(0, 0), (15_999, 0), (16_000, 1), (31_999, 1), (32_000, 1), (40_000, 1), (-1, 0), (-50_000, 0)],
+)
+def test_the_cell_of_a_grid(isl: int, cell: int) -> None:
+    """isl_min 0, isl_max 32000, resolution 2: values out of range belong to the first or last cell."""
+    assert cell_index(isl, 0, 32_000, 2) == cell
+
+
+def test_the_index_of_a_cell_is_truncated_towards_zero() -> None:
+    assert [cell_index(value, 100.0, 400.0, 3) for value in (50.0, 99.9, 199.9, 200.0, 399.9)] == [0, 0, 0, 1, 2]
+
+
+def test_a_missing_target_is_the_middle_of_its_axis_unless_there_is_a_default() -> None:
+    grid = one_cell("a", target_min_ms=10.0, target_max_ms=3_000.0)
+    assert target_of(grid, RoutingHints()) == 1_505.0
+    assert target_of(grid, RoutingHints(ttft_target_ms=20.0, itl_target_ms=7.0)) == 20.0
+    assert target_of(one_cell("a", default_target_ms=99.0), RoutingHints(itl_target_ms=7.0)) == 99.0
+    assert target_of(one_cell("a", target="itl"), RoutingHints(ttft_target_ms=20.0, itl_target_ms=7.0)) == 7.0
+
+
+@pytest.mark.parametrize(
+    ("priorities", "selected", "order"),
+    [((0, 1, 2), 2, [2, 1, 0]), ((0, 1, 2), 0, [0]), ((0, 1, 1, 0, 2), 4, [4, 1, 2, 0, 3]), ((1, 1), 1, [1])],
+)
+def test_a_request_is_retried_in_faster_pools(priorities: tuple[int, ...], selected: int, order: list[int]) -> None:
+    """A lower number is faster. Pools of equal speed keep their order."""
+    pools = [GridPool(pool=str(at), priority=priority) for at, priority in enumerate(priorities)]
+    assert retry_order(str(selected), pools) == [str(at) for at in order]
 
 
 # KV events: Dynamo lib/kv-router, tests of the radix tree and of worker queries

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 from itertools import product
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -21,7 +21,15 @@ from forebay.core.step import CLOCK, InputEvent, advance
 from forebay.core.world import World, restore
 from forebay.events.base import pack_u64
 from forebay.events.codec import decode, encode
-from forebay.events.control import BusyThresholds, BusyThresholdsSet, Command, DisaggConfig, DisaggregationSet
+from forebay.events.control import (
+    BusyThresholds,
+    BusyThresholdsSet,
+    Command,
+    DisaggConfig,
+    DisaggregationSet,
+    PoolConfigured,
+    Role,
+)
 from forebay.events.decisions import (
     CommandSent,
     ConsumedRun,
@@ -34,11 +42,13 @@ from forebay.events.decisions import (
 from forebay.events.fleet import IngressJoined
 from forebay.events.kv import BlocksRemoved, BlocksStored
 from forebay.events.metrics import LoadReported
+from forebay.events.pools import PoolCanarySet, PoolDrainSet, PoolRouting, PoolRoutingConfigured
 from forebay.events.progress import FirstTokenEmitted, OutputGrown, PrefillFinished, RequestFailed, RequestFinished
 from forebay.events.requests import NO_HINTS, RequestCancelled, RoutingHints
 from forebay.events.snapshots import Booking, Chunk, IndexChanges, SnapshotChunk, WorldState
 from forebay.events.topics import SNAPSHOTS
 from forebay.events.transfer import Prefilled
+from tests.core.pool_rules import one_cell
 from tests.core.worlds import (
     BLOCK,
     ENCODED,
@@ -241,12 +251,31 @@ def disaggregate(drive: Driver) -> None:
         drive("control", msgspec.structs.replace(kind, model="n", pool=f"n-{kind.role}"))
         drive("fleet", joined(name, 0, model="n", pool=f"n-{kind.role}", role=kind.role))
     drive("control", DisaggregationSet(model="n", disagg=DisaggConfig(policy="prefill_load")))
-    (sent,) = drive("requests", request("r6", PROMPTS[0], model="n"))
+    prefill_and_decode(drive, "r6", "n")
+
+
+def prefill_and_decode(drive: Driver, name: str, model: str) -> RequestRouted:
+    """Submit a request whose prompt is computed remotely, up to its decode stage. Return its first routing."""
+    (sent,) = drive("requests", request(name, PROMPTS[0], model=model))
     names = ("request_id", "attempt", "worker_id", "worker_epoch", "owner_epoch")
     fields: dict[str, Any] = {name: getattr(sent, name) for name in names}
-    kept = prefilled_by("p", drive.epoch("p"), model="n")
+    kept = prefilled_by(sent.worker_id, sent.worker_epoch, model=model)
     (routed,) = drive("progress", PrefillFinished(**fields, prefilled=kept))
     assert (sent.stage, routed.stage) == ("prefill", "decode")
+    return cast(RequestRouted, sent)
+
+
+def choose_pools(drive: Driver) -> None:
+    """A third model with a grid, a canary and a drain, and a request whose prompt a chosen pool computes."""
+    roles: dict[str, Role] = {"z-a": "prefill", "z-b": "prefill", "z-c": "decode"}
+    for name, role in roles.items():
+        drive("control", PoolConfigured(pool=name, model="z", block_size=BLOCK, role=role))
+        drive("fleet", joined(f"w-{name}", 0, model="z", pool=name, role=role))
+    grid = one_cell("z-b", role="prefill")
+    drive("control", PoolRoutingConfigured(model="z", routing=PoolRouting(grids=(grid,), retry=True)))
+    drive("control", PoolCanarySet(model="z", pool="z-e", base="z-c", share=0.5))
+    drive("control", PoolDrainSet(model="z", pool="z-d", drained=True))
+    assert prefill_and_decode(drive, "r7", "z").pool == "z-b"
 
 
 def eventful_world() -> World:
@@ -274,6 +303,7 @@ def eventful_world() -> World:
     drive("progress", obeyed("c1", "a", drive.epoch("a"), "load_lora", "x"))
     drive("control", commanded("c2", worker_ids=("nobody",)))
     disaggregate(drive)
+    choose_pools(drive)
     advance(drive.world)
     return drive.world
 

@@ -7,7 +7,8 @@ from forebay.core.world import World
 from forebay.events.base import hex_digest
 from forebay.events.decisions import ConsumedRun, OwnerClaimed, RequestRouted
 from forebay.events.fleet import WorkerLost
-from tests.core.worlds import PROMPTS, Driver, Recorded, joined, request
+from tests.core.recorded import Recorded
+from tests.core.worlds import PROMPTS, Driver, joined, request
 
 
 def test_the_number_of_the_next_record_is_known_before_it_is_applied() -> None:

@@ -33,7 +33,8 @@ from forebay.events.kv import BlocksStored
 from forebay.events.metrics import LoadReported
 from forebay.events.progress import FirstTokenEmitted, RequestFinished
 from forebay.events.requests import RequestCancelled, RequestSubmitted
-from tests.core.worlds import PROMPTS, Driver, Recorded, flat, histories, joined, perform_all, request
+from tests.core.recorded import Recorded, flat
+from tests.core.worlds import PROMPTS, Driver, histories, joined, perform_all, request
 
 
 def only(decided: list[Any], kind: type) -> Any:

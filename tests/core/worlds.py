@@ -25,7 +25,6 @@ from forebay.events.control import (
     RouterConfig,
     WorkerCommanded,
 )
-from forebay.events.decisions import ConsumedRun, JournalRecord
 from forebay.events.fleet import (
     OwnershipAnnounced,
     WorkerDraining,
@@ -61,6 +60,7 @@ from forebay.events.requests import (
     TaintWeight,
 )
 from forebay.events.transfer import Prefilled
+from tests.core.pool_rules import pool_rule
 
 BLOCK = 4
 LEASE_US = 500_000
@@ -279,33 +279,6 @@ class Driver:
         return 0 if worker is None else worker.worker_epoch
 
 
-def events_by_topic(applied: Iterable[Applied]) -> dict[str, list[InputEvent | None]]:
-    found: dict[str, list[InputEvent | None]] = {}
-    for topic, event, _ in applied:
-        found.setdefault(topic, []).append(event)
-    return found
-
-
-class Recorded:
-    """The events of a history, given out as journal records consume them."""
-
-    def __init__(self, applied: Iterable[Applied]) -> None:
-        self._left = events_by_topic(applied)
-
-    def events_of(self, record: JournalRecord) -> dict[str, list[InputEvent | None]]:
-        taken: dict[str, list[InputEvent | None]] = {}
-        for run in record.consumed:
-            if run.count:
-                left = self._left[run.topic]
-                taken.setdefault(run.topic, []).extend(left[: run.count])
-                del left[: run.count]
-        return taken
-
-
-def flat(consumed: Iterable[ConsumedRun]) -> list[tuple[str, int]]:
-    return [(run.topic, run.now_us) for run in consumed for _ in range(run.count)]
-
-
 @st.composite
 def actions(draw: st.DrawFn) -> tuple[str, Any]:
     """One thing that may happen; names and numbers are filled in from the world as it is then."""
@@ -330,6 +303,7 @@ def actions(draw: st.DrawFn) -> tuple[str, Any]:
             + ["command", "command", "obey", "obey", "decline"]
             + ["join", "lose", "suspect", "recover", "drain", "announce", "garbage", "pool", "again"]
             + ["disagg", "prefilled", "prefilled", "not_prefilled", "join_prefiller", "lose_prefiller"]
+            + ["rules", "rules", "join_other", "lose_other"]
             + ["media", "media", "encoded", "encoded", "not_encoded", "not_fetched", "join_encoder", "lose_encoder"]
         )
     )
@@ -394,6 +368,10 @@ def perform(drive: Driver, number: int, action: tuple[str, Any]) -> None:
             encoders(drive, kind, first, third)
         case "join_prefiller" | "lose_prefiller" | "disagg":
             disaggregate(drive, kind, first, depth, third)
+        case "rules":
+            drive("control", pool_rule(first, depth, third))
+        case "join_other" | "lose_other":
+            other_pools(drive, kind, first, third)
         case _ if kind in PROGRESS_KINDS and one is not None:
             drive("progress", said_of(one, kind, number))
         case "stored" | "removed" | "cleared":
@@ -459,6 +437,17 @@ def disaggregate(drive: Driver, kind: str, first: int, depth: int, third: int) -
             drive("control", decode_pool(**CONFIGS[depth], disagg=DISAGGS[third]))
         case _:
             drive("control", DisaggregationSet(model="m", disagg=DISAGGS[depth % len(DISAGGS)]))
+
+
+def other_pools(drive: Driver, kind: str, first: int, third: int) -> None:
+    """A worker of a second pool comes or goes."""
+    role: Any = "prefill" if third == 2 else ("decode" if first % 4 == 0 else "aggregated")
+    name, where = ("o", "more") if role == "prefill" else ("n", "other")
+    if kind == "lose_other":
+        drive("fleet", WorkerLost(owner_epoch=0, worker_id=name, worker_epoch=drive.epoch(name)))
+        return
+    drive("control", PoolConfigured(pool=where, model="m", block_size=BLOCK, role=role))
+    drive("fleet", joined(name, first, pool=where, role=role, max_num_seqs=1))
 
 
 def encoders(drive: Driver, kind: str, first: int, third: int) -> None:

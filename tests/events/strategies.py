@@ -7,10 +7,36 @@ from hypothesis import strategies as st
 from msgspec import inspect
 
 from forebay.events.control import QueueClass, QueueConfig
+from forebay.events.pools import GridPool, PoolGrid, PoolRouting, PriorityOverride
 
 I64_MIN = -(2**63)
 U64_MAX = 2**64 - 1
 PACKED_BYTES = 8  # a multiple of the sizes of u32 and u64
+
+
+@st.composite
+def pool_grids(draw: st.DrawFn, names: tuple[str, ...] = ("a", "b", "c")) -> PoolGrid:
+    """Draw a grid of some of the pools `names`. The fields of this type constrain each other."""
+    used = draw(st.lists(st.sampled_from(names), min_size=1, max_size=len(names), unique=True))
+    priorities = st.integers(-3, 3)
+    width = draw(st.integers(1, 3))
+    row = st.lists(st.sampled_from(used), min_size=width, max_size=width).map(tuple)
+    low, isl_low = draw(st.floats(0, 1e3)), draw(st.integers(0, 100))
+    overrides = st.builds(
+        PriorityOverride, min_priority=priorities, max_priority=priorities, pool=st.sampled_from(used)
+    )
+    return PoolGrid(
+        role=draw(st.sampled_from(["aggregated", "prefill", "decode"])),
+        target=draw(st.sampled_from(["ttft", "itl"])),
+        isl_min=isl_low,
+        isl_max=isl_low + draw(st.integers(1, 100)),
+        target_min_ms=low,
+        target_max_ms=low + draw(st.floats(0.01, 1e4)),
+        default_target_ms=draw(st.none() | st.floats(0, 1e4)),
+        pools=tuple(GridPool(pool=name, priority=draw(priorities)) for name in used),
+        cells=tuple(draw(st.lists(row, min_size=1, max_size=3))),
+        overrides=tuple(draw(st.lists(overrides, max_size=2))),
+    )
 
 
 @functools.cache  # building a strategy takes longer than drawing from it
@@ -31,6 +57,11 @@ def _values(info: inspect.Type) -> st.SearchStrategy[Any]:
             return st.builds(
                 QueueConfig, threshold=threshold, policy=st.sampled_from(["fcfs", "wspt", "lcfs"]), classes=classes
             )
+        case inspect.StructType(cls=cls) if cls is PoolGrid:
+            return pool_grids()
+        case inspect.StructType(cls=cls) if cls is PoolRouting:
+            grids = st.lists(pool_grids(), max_size=3, unique_by=lambda grid: grid.role).map(tuple)
+            return st.builds(PoolRouting, grids=grids, retry=st.booleans())
         case inspect.StructType():
             required = {f.name: _values(f.type) for f in info.fields if f.required}
             optional = {f.name: _values(f.type) for f in info.fields if not f.required}

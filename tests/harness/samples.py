@@ -15,6 +15,7 @@ from msgspec import inspect
 from forebay.events.base import Event, pack_u64
 from forebay.events.codec import encode
 from forebay.events.control import QueueClass, QueueConfig
+from forebay.events.pools import GridPool, PoolGrid, PriorityOverride
 from forebay.events.schema import TOPICS
 from forebay.events.snapshots import Chunk, SnapshotChunk
 from forebay.events.topics import SNAPSHOTS, Topic
@@ -89,6 +90,19 @@ def _value(info: inspect.Type, name: str, full: bool) -> Any:
             # The fields of this type constrain each other.
             return QueueConfig(
                 threshold=1.5, policy="wspt", classes=(QueueClass(), QueueClass(quantum=512, uncached_tokens_min=64))
+            )
+        case inspect.StructType(cls=cls) if cls is PoolGrid:
+            return PoolGrid(
+                role="decode",
+                target="itl",
+                isl_min=16,
+                isl_max=32_000,
+                target_min_ms=5.5,
+                target_max_ms=100.5,
+                default_target_ms=20.5,
+                pools=(GridPool(pool="short", priority=-1), GridPool(pool="long", priority=2)),
+                cells=(("short", "short"), ("short", "long")),
+                overrides=(PriorityOverride(min_priority=-5, max_priority=9, pool="long"),),
             )
         case inspect.StructType():
             return info.cls(**{f.name: _field(f, full) for f in info.fields if f.required or full})

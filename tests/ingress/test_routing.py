@@ -78,7 +78,9 @@ async def test_every_hint_of_a_body_reaches_the_router() -> None:
                 "router_temperature": 0,
                 "assume_kv_reuse": False,
                 "track_prefill_tokens": True,
-                "ttft_target": None,
+                "ttft_target": 250,
+                "itl_target": 12.5,
+                "shared_cache_multiplier": 0,
             },
             "request_timestamp_ms": 12.5,
             "greed_sampling": False,
@@ -103,6 +105,8 @@ async def test_every_hint_of_a_body_reaches_the_router() -> None:
             assume_kv_reuse=False,
             track_prefill_tokens=True,
         ),
+        ttft_target_ms=250.0,
+        itl_target_ms=12.5,
     )
 
 
@@ -154,7 +158,9 @@ async def test_missing_hints_are_defaults(nvext: Any, expected: RoutingHints) ->
         ({"router": {"prefill_load_scale": float("nan")}}, "nvext.router.prefill_load_scale", "invalid_value"),
         ({"router": {"overlap_score_credit": float("inf")}}, "nvext.router.overlap_score_credit", "invalid_value"),
         ({"router": {"mode": "psychic"}}, "nvext.router.mode", "invalid_value"),
-        ({"router": {"ttft_target": 5.0}}, "nvext.router.ttft_target", "unsupported_parameter"),
+        ({"router": {"ttft_target": -1}}, "nvext.router.ttft_target", "invalid_value"),
+        ({"router": {"itl_target": 1e10}}, "nvext.router.itl_target", "invalid_value"),
+        ({"router": {"shared_cache_multiplier": 1}}, "nvext.router.shared_cache_multiplier", "unsupported_parameter"),
         ({"router": {"mode": "direct"}}, "nvext.router.mode", "contradictory_routing"),
         ({"dp_rank": 0}, "nvext.dp_rank", "contradictory_routing"),
         ({"dp_rank": -1}, "nvext.dp_rank", "invalid_value"),

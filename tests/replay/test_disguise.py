@@ -12,6 +12,7 @@ from forebay.events.base import pack_u64
 from forebay.events.control import PoolConfigured, QueueConfig
 from forebay.events.decisions import JournalRecord
 from forebay.events.fleet import WorkerJoined, WorkerSpec
+from forebay.events.pools import GridPool, PoolGrid
 from forebay.events.requests import RequestSubmitted, RoutingHints, Sampling, TaintWeight, Task
 from forebay.events.snapshots import Chunk
 from forebay.events.topics import INPUTS
@@ -43,6 +44,10 @@ KEPT = {
     ("RequestState", "encoder_id"),
     ("RequestState", "prefiller_id"),
     ("RequestState", "decoder_id"),
+    ("RequestState", "prefill_pool"),
+    ("PoolChoice", "wanted"),
+    ("PoolChoice", "base"),
+    ("PoolCanarySet", "base"),
     ("WorkerSpec", "model"),
     ("WorkerSpec", "engine"),
     ("EngineFailed", "engine"),
@@ -86,6 +91,10 @@ class Filled:
                 return self._value(info.type, owner, name)
             case inspect.StructType() if info.cls is QueueConfig:
                 return QueueConfig(threshold=0.5)  # its classes must be consistent
+            case inspect.StructType() if info.cls is PoolGrid:
+                name = self._text("PoolGrid", "pool")
+                pools = (GridPool(pool=name, priority=1),)
+                return PoolGrid(isl_max=9, target_max_ms=9.0, pools=pools, cells=((name,),))
             case inspect.StructType():
                 return self._struct(info)
             case inspect.UnionType():

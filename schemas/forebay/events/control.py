@@ -1,50 +1,21 @@
 """Topic `control`: configuration of pools, and commands of operators."""
 
-from collections.abc import Mapping
-from functools import lru_cache
 from typing import Annotated, Literal
 
 import msgspec
 
 from forebay.events.base import Count, Event, Name, Part
+from forebay.events.numbers import Fraction, Seconds, Weight, require_numbers
+from forebay.events.pools import PoolCanarySet, PoolDrainSet, PoolRoutingConfigured
 from forebay.events.privacy import LORA, MODEL, NONCE, PATH, POOL, REQUEST_ID, WORKER, SystemName
 
 RouterMode = Literal["kv", "round-robin", "random", "power-of-two", "least-loaded", "direct"]
 QueuePolicy = Literal["fcfs", "wspt", "lcfs"]
 DisaggPolicy = Literal["always", "never", "classic", "isl_bounding", "prefill_load", "isl_or_load"]
 Role = Literal["aggregated", "prefill", "decode", "encode"]  # stage of a request that a worker computes
-Weight = Annotated[float, msgspec.Meta(ge=0.0, le=1e6)]  # finite, so that every cost is finite
-Fraction = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
-Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=31_536_000.0)]  # a year
 
 DEFAULT_CLASS = "default"
 CLASSES_MAX = 256  # every queued request is compared with each class
-
-
-@lru_cache
-def _limits(kind: type[msgspec.Struct]) -> Mapping[str, float]:
-    """Return the maximum of each number of a struct whose type declares one."""
-    limits: dict[str, float] = {}
-    for field in msgspec.structs.fields(kind):
-        info = msgspec.inspect.type_info(field.type)
-        for one in info.types if isinstance(info, msgspec.inspect.UnionType) else (info,):
-            if isinstance(one, msgspec.inspect.IntType | msgspec.inspect.FloatType) and one.le is not None:
-                limits[field.name] = one.le
-    return limits
-
-
-def require_numbers(part: msgspec.Struct) -> None:
-    """Check that each number is None or between 0 and the maximum that its type declares.
-
-    The decoder checks the ranges of events from the log. This function checks structs that a process creates itself.
-
-    Raises:
-        ValueError: a number is out of range or NaN.
-    """
-    for name, most in _limits(type(part)).items():
-        value = getattr(part, name)
-        if value is not None and not 0 <= value <= most:  # also false for NaN
-            raise ValueError(f"{name} must be a number from 0 to {most:g}, not {value}")
 
 
 Action = Literal["clear_kv_blocks", "load_lora", "unload_lora", "list_loras", "sleep", "wake_up", "pause", "resume"]
@@ -326,4 +297,12 @@ class WorkerCommanded(Event, tag="control.worker_commanded", frozen=True, kw_onl
     at_us: int = 0
 
 
-ControlEvent = PoolConfigured | BusyThresholdsSet | DisaggregationSet | WorkerCommanded
+ControlEvent = (
+    PoolConfigured
+    | PoolRoutingConfigured
+    | PoolCanarySet
+    | PoolDrainSet
+    | BusyThresholdsSet
+    | DisaggregationSet
+    | WorkerCommanded
+)

@@ -10,6 +10,7 @@ import msgspec
 
 from forebay.events.base import Count, Digest, Event, Name, Part
 from forebay.events.control import Action
+from forebay.events.pools import PoolChoice
 from forebay.events.privacy import DROPPED, KEPT, LORA, OUTCOME, OWNER, REQUEST_ID, STATE_DIGEST, SystemName
 
 
@@ -166,6 +167,8 @@ class RequestRouted(Decision, tag="request.routed", frozen=True, kw_only=True):
         waited_us: time in the router's queue, in microseconds.
         earlier_attempts: number of attempts at other stages.
         prefill: where the prompt of a decode pool's request is computed, and why; null in other pools.
+        pools: pools that the owner chose with this decision, and why. Empty for pools that an earlier decision chose,
+            and without rules for the choice of pools (`PoolRoutingConfigured`, `PoolCanarySet`, `PoolDrainSet`).
     """
 
     request_id: Annotated[Name, REQUEST_ID]
@@ -185,6 +188,7 @@ class RequestRouted(Decision, tag="request.routed", frozen=True, kw_only=True):
     waited_us: Count = 0
     earlier_attempts: Count = 0
     prefill: PrefillPlace | None = None
+    pools: tuple[PoolChoice, ...] = ()
 
 
 class RequestHeld(Decision, tag="request.held", frozen=True, kw_only=True):
@@ -196,6 +200,7 @@ class RequestHeld(Decision, tag="request.held", frozen=True, kw_only=True):
         queue_class: queue class in which the request waits.
         uncached_tokens: prompt tokens that even the rank with the largest overlap must compute.
         ahead: requests already queued in the class.
+        pools: as in `RequestRouted`.
     """
 
     request_id: Annotated[Name, REQUEST_ID]
@@ -203,6 +208,7 @@ class RequestHeld(Decision, tag="request.held", frozen=True, kw_only=True):
     queue_class: SystemName
     uncached_tokens: Count
     ahead: Count
+    pools: tuple[PoolChoice, ...] = ()
 
 
 RejectReason = Literal[
@@ -249,6 +255,7 @@ class RouteAnswered(Decision, tag="route.answered", frozen=True, kw_only=True):
         would_wait: whether the owner would queue the request.
         stage: first stage, as in `RequestRouted`.
         prefill: where the prompt would be computed, as in `RequestRouted`.
+        pools: as in `RequestRouted`.
     """
 
     request_id: Annotated[Name, REQUEST_ID]
@@ -264,6 +271,7 @@ class RouteAnswered(Decision, tag="route.answered", frozen=True, kw_only=True):
     would_wait: bool = False
     stage: Stage = "aggregated"
     prefill: PrefillPlace | None = None
+    pools: tuple[PoolChoice, ...] = ()
 
 
 class CacheResyncRequested(Decision, tag="cache.resync_requested", frozen=True, kw_only=True):
@@ -294,12 +302,14 @@ class RequestRejected(Decision, tag="request.rejected", frozen=True, kw_only=Tru
     Attributes:
         reason: why no worker may take the request.
         message: explanation of the reason, for the caller.
+        pools: as in `RequestRouted`.
     """
 
     request_id: Annotated[Name, REQUEST_ID]
     reply_slot: Count
     reason: RejectReason
     message: Annotated[str, DROPPED]
+    pools: tuple[PoolChoice, ...] = ()
 
 
 class CommandTarget(Part, frozen=True, kw_only=True):

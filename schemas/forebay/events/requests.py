@@ -6,8 +6,9 @@ from typing import Annotated, Literal
 import msgspec
 
 from forebay.events.base import U32_BYTES, U64, U64_BYTES, Count, Event, Name, Part, require_packed
-from forebay.events.control import RouterMode, Weight, require_numbers
+from forebay.events.control import RouterMode
 from forebay.events.media import Media, require_bounded
+from forebay.events.numbers import Milliseconds, Weight, require_numbers
 from forebay.events.privacy import (
     DROPPED,
     HASHES,
@@ -152,6 +153,8 @@ class RoutingHints(Part, frozen=True, kw_only=True):
             has this name.
         expected_output_tokens: expected length of the response, used to estimate the load of its rank; 0 if unknown.
         override: router settings for this request; null for the pool's.
+        ttft_target_ms: wanted time to first token in milliseconds, for the choice of a pool; null for none.
+        itl_target_ms: wanted inter-token latency in milliseconds, for the choice of a pool; null for none.
     """
 
     worker_id: Annotated[str, WORKER] = ""
@@ -165,6 +168,8 @@ class RoutingHints(Part, frozen=True, kw_only=True):
     policy_class: Annotated[str, QUEUE_CLASS] = ""
     expected_output_tokens: Count = 0
     override: RouterOverride | None = None
+    ttft_target_ms: Milliseconds | None = None
+    itl_target_ms: Milliseconds | None = None
 
 
 NO_HINTS = RoutingHints()

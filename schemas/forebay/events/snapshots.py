@@ -11,6 +11,7 @@ from forebay.events.decisions import CommandOutcome, ConsumedRun, Stage
 from forebay.events.fleet import WorkerSpec
 from forebay.events.kv import AnyKvEvent, Tier
 from forebay.events.media import Encoded
+from forebay.events.pools import PoolCanarySet, PoolDrainSet, PoolRoutingConfigured
 from forebay.events.privacy import (
     CONTENT,
     CONTENTS,
@@ -153,11 +154,13 @@ class RequestState(Part, tag_field="type", tag="request_state", frozen=True, kw_
         prefiller_id: worker of that attempt.
         prefilled: location of the KV of the prompt; null if no prefill worker keeps it.
         prefilled_due_us: when the lease of that KV expires, on the owner's clock in microseconds.
-        begun: whether a worker has emitted output tokens; tracked for decode pools only.
+        begun: whether a worker has emitted output tokens; tracked for decode pools, and if failed requests move to
+            faster pools.
         decoder_id: worker that was last sent to fetch the KV; empty if none.
         ingress: incarnation of the ingress whose HTTP client waits; empty if there is none.
         queue_due_us: when it times out in the queue, on the owner's clock in microseconds; 0 if only its deadline
             applies.
+        prefill_pool: pool that a grid or canary chose for its last remote prefill; empty if there was none.
         tie_seed: seed for tie-breaking and sampling.
         lora_name: adapter; empty for none.
         routing: routing hints of the client.
@@ -197,6 +200,7 @@ class RequestState(Part, tag_field="type", tag="request_state", frozen=True, kw_
     decoder_id: Annotated[str, KEPT] = ""
     ingress: Annotated[str, INGRESS] = ""
     queue_due_us: int = 0
+    prefill_pool: Annotated[str, KEPT] = ""
 
     def __post_init__(self) -> None:
         require_packed("sequence_hashes", self.sequence_hashes, U64_BYTES)
@@ -402,6 +406,9 @@ class WorldState(Part, tag_field="type", tag="world_state", frozen=True, kw_only
         busy: busy thresholds that an operator changed.
         disagg: disaggregation settings that an operator changed.
         owner_policies: custom policies that the owner's operator allowed.
+        pool_routing: how pools are chosen, per model.
+        canaries: canaries, per pool.
+        drains: drained pools.
     """
 
     now_us: int
@@ -414,6 +421,9 @@ class WorldState(Part, tag_field="type", tag="world_state", frozen=True, kw_only
     busy: tuple[PoolBusy, ...] = ()
     disagg: tuple[PoolDisagg, ...] = ()
     owner_policies: Annotated[tuple[str, ...], KEPT] = ()
+    pool_routing: tuple[PoolRoutingConfigured, ...] = ()
+    canaries: tuple[PoolCanarySet, ...] = ()
+    drains: tuple[PoolDrainSet, ...] = ()
 
 
 Chunk = (

@@ -37,7 +37,9 @@ def _facts(status: GroupStatus) -> Iterator[tuple[str, str]]:
     yield "requests", f"{requests.in_flight:,} in flight" + (f": {phases}" if phases else "")
     for pool in status.pools:
         text = f"{pool.pool}: {pool.role}, policy {pool.policy}, {pool.routed:,} routed, {pool.queued:,} queued"
-        yield "pool", text
+        if pool.canary_of is not None:
+            text += f", canary of {pool.canary_of} with {pool.canary_share:.1%} of its requests"
+        yield "pool", text + (", drained" if pool.drained else "")
 
 
 def _owner(owner: OwnerStatus) -> str:

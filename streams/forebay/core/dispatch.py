@@ -3,7 +3,7 @@
 from forebay.core.execute import abort, answer_query, dispatch, enqueue, reject, release_kv
 from forebay.core.phases import Phase
 from forebay.core.routing.eligibility import Ineligible
-from forebay.core.routing.plan import Plan
+from forebay.core.routing.plan import Plan, with_choices
 from forebay.core.routing.planner import (
     Options,
     find_exhausted_attempts,
@@ -12,11 +12,12 @@ from forebay.core.routing.planner import (
     plan_new,
     plan_retry,
 )
+from forebay.core.routing.pools import choose_other_pool, choose_pool
 from forebay.core.state.active_request import ActiveRequest
 from forebay.core.state.fleet import FleetWorker
 from forebay.core.state.queue import QueuedRequest
 from forebay.core.state.requests import ACTIVE_REQUESTS_MAX
-from forebay.core.state.submitted_request import content_hash, request_from_event, request_from_query
+from forebay.core.state.submitted_request import content_hash, in_pool, request_from_event, request_from_query
 from forebay.core.world import World
 from forebay.events.control import PoolConfigured
 from forebay.events.decisions import (
@@ -30,6 +31,7 @@ from forebay.events.decisions import (
     RequestRouted,
     RouteAnswered,
 )
+from forebay.events.pools import PoolChoice
 from forebay.events.requests import RequestSubmitted, RouteQueried
 
 # Queued requests routed per pool and event, which takes about ten milliseconds. The owner routes more of them when it
@@ -68,24 +70,32 @@ def submit(world: World, event: RequestSubmitted, offset: int) -> list[AnyDecisi
             return []
         message = f"the request id {event.request_id} was already used for a different request"
         return [reject(world, event.request_id, event.reply_slot, Ineligible("duplicate_id", message))]
+    pools: tuple[PoolChoice, ...] = ()
     try:
-        pool = _pool_of(world, event.model)
+        first = _pool_of(world, event.model)
         if len(requests) >= ACTIVE_REQUESTS_MAX:
             raise Ineligible("overloaded", f"{len(requests)} requests are in flight, the maximum of a group")
-        request = ActiveRequest(request_from_event(event, pool.pool, offset, world.now_us))
-        plan = plan_new(world, pool, request)
+        submitted = request_from_event(event, first.pool, offset, world.now_us)
+        pool, choice = choose_pool(world, first, submitted)
+        pools = () if choice is None else (choice,)
+        request = ActiveRequest(in_pool(submitted, pool.pool))
+        plan = with_choices(plan_new(world, pool, request), pools)
     except Ineligible as ineligible:
-        return [reject(world, event.request_id, event.reply_slot, ineligible)]
+        return [reject(world, event.request_id, event.reply_slot, ineligible, pools)]
     return [dispatch(world, request, plan) if isinstance(plan, Plan) else enqueue(world, pool, request, plan)]
 
 
 def query(world: World, event: RouteQueried) -> RouteAnswered:
     """Return where a request would be routed now. Nothing is booked, but the journal records the query."""
+    pools: tuple[PoolChoice, ...] = ()
     try:
-        pool = _pool_of(world, event.model)
-        request = ActiveRequest(request_from_query(event, pool.pool))
+        first = _pool_of(world, event.model)
+        submitted = request_from_query(event, first.pool)
+        pool, choice = choose_pool(world, first, submitted)
+        pools = () if choice is None else (choice,)
+        request = ActiveRequest(in_pool(submitted, pool.pool))
         options = find_options(world, pool, request)
-        plan = plan_first_stage(world, pool, request, options)
+        plan = with_choices(plan_first_stage(world, pool, request, options), pools)
     except Ineligible as ineligible:
         return RouteAnswered(
             **world.stamp(),
@@ -93,6 +103,7 @@ def query(world: World, event: RouteQueried) -> RouteAnswered:
             reply_slot=event.reply_slot,
             reason=ineligible.reason,
             message=str(ineligible),
+            pools=pools,
         )
     return answer_query(world, event, plan, would_wait=options.should_queue)
 
@@ -138,16 +149,18 @@ def reroute(world: World, requests: list[ActiveRequest], cause: str | None = Non
             world.requests.expire_prefilled(request)
     decided: list[AnyDecision] = [*release_kv(world)]
     for request in requests:
-        pool = world.pools[request.submitted.pool]
-        exhausted = find_exhausted_attempts(world, pool, request, cause)
+        exhausted = find_exhausted_attempts(world, world.pools[request.submitted.pool], request, cause)
         if exhausted is not None:
             decided.append(abort(world, request, *exhausted))
             continue
+        choice = choose_other_pool(world, request)
+        if choice is not None:
+            world.requests.move(request, choice.pool)
         try:
-            plan = plan_retry(world, pool, request)
+            plan = plan_retry(world, world.pools[request.submitted.pool], request)
         except Ineligible:
             continue  # an eligible worker may still join before the deadline
-        decided.append(dispatch(world, request, plan))
+        decided.append(dispatch(world, request, with_choices(plan, () if choice is None else (choice,))))
     return decided
 
 

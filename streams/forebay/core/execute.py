@@ -21,6 +21,7 @@ from forebay.events.decisions import (
     RequestRouted,
     RouteAnswered,
 )
+from forebay.events.pools import PoolChoice
 from forebay.events.requests import RouteQueried
 
 
@@ -33,7 +34,15 @@ def dispatch(world: World, request: ActiveRequest, plan: Plan) -> RequestRouted:
     stage, view, config, candidate = plan.stage, plan.request, plan.config, plan.selected
     responds = stage in ("aggregated", "decode")
     cached_tokens = _count_reused(world, plan) if stage in ("aggregated", "prefill") else 0
-    world.requests.route(request, stage, candidate.worker.spec.worker_id, candidate.worker.worker_epoch, candidate.rank)
+    prefill_pool = next((one.pool for one in plan.pools if one.role == "prefill"), "")
+    world.requests.route(
+        request,
+        stage,
+        candidate.worker.spec.worker_id,
+        candidate.worker.worker_epoch,
+        candidate.rank,
+        prefill_pool,
+    )
     world.load.book(
         request.submitted.request_id,
         candidate.key,
@@ -67,6 +76,7 @@ def answer_query(world: World, event: RouteQueried, plan: Plan, *, would_wait: b
         would_wait=would_wait,
         stage=plan.stage,
         prefill=plan.place,
+        pools=plan.pools,
     )
 
 
@@ -77,7 +87,7 @@ def enqueue(
     wanted = request.submitted.hints.policy_class
     world.counts["unknown_queue_class"] += wanted not in ("", plan.queue_class)
     if plan.full is not None:
-        return reject(world, request.submitted.request_id, request.submitted.reply_slot, plan.full)
+        return reject(world, request.submitted.request_id, request.submitted.reply_slot, plan.full, plan.pools)
     timeout_us = 0 if request.submitted.patient else round(pool.router.queue.timeout_s * 1e6)
     world.requests.add(request)
     world.requests.enqueue(request, plan.queue_class, plan.uncached_tokens, world.now_us, timeout_us)
@@ -89,11 +99,14 @@ def enqueue(
         queue_class=plan.queue_class,
         uncached_tokens=plan.uncached_tokens,
         ahead=plan.ahead,
+        pools=plan.pools,
     )
 
 
-def reject(world: World, request_id: str, reply_slot: int, ineligible: Ineligible) -> RequestRejected:
-    """Return the journal record that rejects a request."""
+def reject(
+    world: World, request_id: str, reply_slot: int, ineligible: Ineligible, pools: tuple[PoolChoice, ...] = ()
+) -> RequestRejected:
+    """Return the journal record that rejects a request for which `pools` were chosen."""
     world.counts[f"rejected_{ineligible.reason}"] += 1
     return RequestRejected(
         **world.stamp(),
@@ -101,6 +114,7 @@ def reject(world: World, request_id: str, reply_slot: int, ineligible: Ineligibl
         reply_slot=reply_slot,
         reason=ineligible.reason,
         message=str(ineligible),
+        pools=pools,
     )
 
 
@@ -198,6 +212,7 @@ def _routed(world: World, request: ActiveRequest, plan: Plan) -> RequestRouted:
         waited_us=world.now_us - request.queued_at_us if request.queue_class and not sent else 0,
         earlier_attempts=sent - request.attempts(stage),
         prefill=plan.place,
+        pools=plan.pools,
     )
 
 

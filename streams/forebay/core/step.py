@@ -46,6 +46,7 @@ from forebay.events.fleet import (
 )
 from forebay.events.kv import AnyKvEvent, BlocksRemoved, BlocksStored, CacheCleared
 from forebay.events.metrics import LoadReported, MetricEvent
+from forebay.events.pools import PoolCanarySet, PoolDrainSet, PoolRoutingConfigured
 from forebay.events.progress import (
     AnyProgressEvent,
     CommandDone,
@@ -164,6 +165,9 @@ def _decide(world: World, event: InputEvent | None, offset: int) -> list[AnyDeci
         case DisaggregationSet():
             world.set_disagg(event.model, event.disagg)
             return reroute(world, world.requests.waiting()) + drain_queues(world)
+        case PoolRoutingConfigured() | PoolCanarySet() | PoolDrainSet():
+            world.registry.apply(event)
+            return reroute(world, world.requests.waiting()) + drain_queues(world)
         case WorkerCommanded():
             return [*submit_command(world, event, offset)]
         case None:
@@ -211,7 +215,8 @@ def _progress(world: World, event: RequestProgress) -> list[AnyDecision]:
     match event:
         case FirstTokenEmitted():
             world.load.prefill_done(event.request_id)
-            if world.pools[request.submitted.pool].role == "decode":
+            pool = world.pools[request.submitted.pool]
+            if pool.role == "decode" or world.registry.retries(pool.model):
                 world.requests.begin(request)
         case OutputGrown():
             if world.pools[request.submitted.pool].router.track_output_blocks:

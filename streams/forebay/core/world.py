@@ -16,6 +16,7 @@ from forebay.core.state.commands import PendingCommands
 from forebay.core.state.fleet import Fleet, FleetWorker
 from forebay.core.state.index_digest import IndexTally
 from forebay.core.state.load import FleetLoad
+from forebay.core.state.pool_registry import PoolEvent, PoolRegistry
 from forebay.core.state.predicted_cache import RoutedIndex
 from forebay.core.state.prefix_index import PrefixIndex
 from forebay.core.state.queue import QueuedRequest, Queues
@@ -24,6 +25,7 @@ from forebay.core.state.roster import CandidateRank, Roster, roster_of, session_
 from forebay.core.state.sessions import Binding, SessionAffinity
 from forebay.core.state.submitted_request import SubmittedRequest
 from forebay.core.state_machine import Digested, digest_of, plain
+from forebay.events.base import U64_MASK
 from forebay.events.control import BusyThresholds, DisaggConfig, PoolConfigured, RouterConfig
 from forebay.events.decisions import ConsumedRun
 from forebay.events.fleet import WorkerLost
@@ -76,6 +78,7 @@ class World:
         pools: configuration by pool.
         busy: busy thresholds that an operator set at run time, by pool.
         disagg: disaggregation settings that an operator set at run time, by pool.
+        registry: rules by which pools are chosen.
         view: next offset to apply, by input topic.
         consumed: runs of events applied since the last decision. The next decision's journal record contains them.
         now_us: the owner's clock, in microseconds.
@@ -106,6 +109,7 @@ class World:
         self.pools: dict[str, PoolConfigured] = {}
         self.busy: dict[str, BusyThresholds] = {}
         self.disagg: dict[str, DisaggConfig] = {}
+        self.registry = PoolRegistry()
         self.view: dict[str, int] = {}
         self.consumed: list[ConsumedRun] = []
         self.now_us = 0
@@ -168,7 +172,12 @@ class World:
         return self.custom[mode]
 
     def pool_of(self, model: str) -> PoolConfigured | None:
-        """Return the first pool, by name, that generates responses for `model`, or None if there is none.
+        """Return the first pool, by name, that generates responses for `model`, or None if there is none."""
+        pools = self.responding_pools(model)
+        return pools[0] if pools else None
+
+    def responding_pools(self, model: str) -> list[PoolConfigured]:
+        """Return the pools of one role that generate responses for `model`, in order of their names.
 
         If a model has both aggregated and decode pools, pools with a ready worker take precedence. So an operator can
         replace one kind of pool by the other.
@@ -176,7 +185,7 @@ class World:
         pools = [pool for pool in self._pools(model) if pool.role in ("aggregated", "decode")]
         if len({pool.role for pool in pools}) > 1:
             pools = [pool for pool in pools if self.roster(pool.pool).ranks] or pools
-        return pools[0] if pools else None
+        return [pool for pool in pools if pool.role == pools[0].role]
 
     def encoders_of(self, model: str) -> tuple[PoolConfigured, Roster] | None:
         """Return the encode pool for `model`, and the ranks of its ready workers.
@@ -194,10 +203,12 @@ class World:
         It has a ready worker, the same model, and the same block size, because the ingress hashes a prompt for one
         block size. If several pools qualify, it is the first by name.
         """
-        for pool in self._pools(decoders.model):
-            if pool.role == "prefill" and pool.block_size == decoders.block_size and self.roster(pool.pool).ranks:
-                return pool
-        return None
+        return next((pool for pool in self.prefill_pools(decoders) if self.roster(pool.pool).ranks), None)
+
+    def prefill_pools(self, decoders: PoolConfigured) -> list[PoolConfigured]:
+        """Return the prefill pools with the model and block size of the pool `decoders`, in order of their names."""
+        pools = self._pools(decoders.model)
+        return [pool for pool in pools if pool.role == "prefill" and pool.block_size == decoders.block_size]
 
     def _pools(self, model: str) -> Iterator[PoolConfigured]:
         return (self.pools[name] for name in sorted(self.pools) if self.pools[name].model == model)
@@ -328,7 +339,7 @@ class World:
     def digest_with(self, index: Digested) -> int:
         """Return the digest that the world would have with `index` in place of its own prefix index."""
         digests = [(index if machine is self.index else machine).digest() for machine in self.machines()]
-        return digest_of(
+        rest = digest_of(
             digests,
             plain(tuple(self.pools[name] for name in sorted(self.pools))),
             plain(tuple(sorted(self.busy.items()))),
@@ -338,6 +349,7 @@ class World:
             self.owner_policies,
             self.now_us,
         )
+        return (rest + self.registry.digest()) & U64_MASK
 
     def snapshot(self) -> Iterator[Chunk]:
         """Yield the complete state as snapshot parts. `consumed` must be empty."""
@@ -363,6 +375,9 @@ class World:
             owner_policies=self.owner_policies,
             fleet_epoch=self.fleet.owner_epoch,
             seq=self.seq,
+            pool_routing=self.registry.routing,
+            canaries=self.registry.all_canaries,
+            drains=self.registry.drains,
         )
         yield from self.fleet.snapshot()
         yield from index
@@ -465,6 +480,9 @@ def _restore_state(world: World, chunk: WorldState) -> None:
         world.configure(pool)
     world.busy = {pool.pool: pool.thresholds for pool in chunk.busy}
     world.disagg = {pool.pool: pool.disagg for pool in chunk.disagg}
+    rules: tuple[PoolEvent, ...] = (*chunk.pool_routing, *chunk.canaries, *chunk.drains)
+    for event in rules:
+        world.registry.apply(event)
     world.owner_epoch = chunk.owner_epoch
     world.owner_policies = chunk.owner_policies
     world.fleet.restore_owner(chunk.fleet_epoch)

@@ -11,6 +11,7 @@ from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
 from forebay.core.step import AnyDecision, InputEvent
 from forebay.events.control import BusyThresholdsSet, DisaggregationSet, PoolConfigured, WorkerCommanded
 from forebay.events.fleet import WorkerDraining, WorkerJoined, WorkerLost, WorkerRecovered, WorkerSuspect
+from forebay.events.pools import PoolCanarySet, PoolDrainSet, PoolRoutingConfigured
 from forebay.events.snapshots import Chunk
 from forebay.replay.diff.handover import OperatorEvent, RecordedRequest, RequestCollector, state_of
 from forebay.replay.verify.verify import PROGRESS_EVERY, OnProgress
@@ -70,7 +71,9 @@ class _HistoryCollector:
         found.end_us = now_us
         self._requests.observe(event, now_us, decided, accepted=accepted)
         match event:
-            case PoolConfigured() | BusyThresholdsSet() | DisaggregationSet():
+            case PoolConfigured() | PoolRoutingConfigured() | PoolCanarySet() | PoolDrainSet():
+                found.external_events.append((now_us, event))
+            case BusyThresholdsSet() | DisaggregationSet():
                 found.external_events.append((now_us, event))
             case WorkerJoined() | WorkerSuspect() | WorkerRecovered() | WorkerDraining() | WorkerLost() if accepted:
                 found.external_events.append((now_us, event))

@@ -18,6 +18,7 @@ from forebay.core.phases import Phase
 from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
 from forebay.core.state.fleet import FleetWorker, WorkerPhase
 from forebay.core.world import World
+from forebay.events.control import PoolConfigured
 from forebay.events.topics import DECISIONS, INPUTS
 from forebay.replay.at import read_claim
 from forebay.replay.at_time import last_time, seek_time
@@ -64,6 +65,9 @@ class PoolStatus(Fact, frozen=True, kw_only=True):
         policy: routing policy.
         routed: requests routed in this pool since the log began.
         queued: requests in the router's queue for this pool.
+        drained: whether the pool gets no new requests.
+        canary_of: pool whose requests this pool gets as a canary; None if it is no canary.
+        canary_share: share of these requests, from 0 to 1.
     """
 
     pool: str
@@ -72,6 +76,9 @@ class PoolStatus(Fact, frozen=True, kw_only=True):
     policy: str
     routed: int
     queued: int
+    drained: bool = False
+    canary_of: str | None = None
+    canary_share: float = 0.0
 
 
 class RankStatus(Fact, frozen=True, kw_only=True):
@@ -189,12 +196,20 @@ class GroupStatus(Fact, frozen=True, kw_only=True):
 
 def missing_worker(world: World, model: str) -> Missing | None:
     """Return which kind of worker is missing to serve requests for a model; None if none is missing."""
-    pool = world.pool_of(model)
-    if pool is None or not world.roster(pool.pool).ranks:
+    pools, registry = world.responding_pools(model), world.registry
+    if not registry.has_rules(model):
+        pools = pools[:1]
+    able = [pool for pool in pools if world.roster(pool.pool).ranks and not registry.is_drained(model, pool.pool)]
+    if not able:
         return "worker"
+    return "prefill worker" if all(_lacks_prefill(world, pool) for pool in able) else None
+
+
+def _lacks_prefill(world: World, pool: PoolConfigured) -> bool:
+    """Return whether only a prefill pool may compute the prompts of a pool, and none has a ready worker."""
     disagg = world.disagg.get(pool.pool, pool.router.disagg)
     needs_prefill = pool.role == "decode" and disagg.enforce and disagg.policy == "always"
-    return "prefill worker" if needs_prefill and world.prefillers_of(pool) is None else None
+    return needs_prefill and world.prefillers_of(pool) is None
 
 
 async def read_status(log: Log, partition: int, group: str, custom: CustomPolicies = ONLY_BUILT_IN) -> GroupStatus:
@@ -282,6 +297,7 @@ def _topic(name: str, partition: int, applied: int, end: int) -> TopicStatus:
 def _pools(world: World) -> list[PoolStatus]:
     active = world.requests.active()
     queued = Counter(request.submitted.pool for request in active if request.phase is Phase.QUEUED)
+    canaries = {(one.model, one.pool): one for one in world.registry.all_canaries}
     return [
         PoolStatus(
             pool=name,
@@ -290,6 +306,9 @@ def _pools(world: World) -> list[PoolStatus]:
             policy=pool.router.mode,
             routed=world.turns.get(name, 0),
             queued=queued[name],
+            drained=world.registry.is_drained(pool.model, name),
+            canary_of=None if (canary := canaries.get((pool.model, name))) is None else canary.base,
+            canary_share=0.0 if canary is None else canary.share,
         )
         for name, pool in sorted(world.pools.items())
     ]

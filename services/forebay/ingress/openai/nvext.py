@@ -21,12 +21,14 @@ TAINTS_MAX = 64  # per request: each is compared with the taints of every worker
 WORKERS_MAX = 1_024  # per request; a larger set should be a pool
 STRINGS_MAX = 16  # annotations and extra fields; fewer exist
 WEIGHT_MAX = 1e6  # keeps every cost finite
+TARGET_MS_MAX = 1e9  # as in events
 U32 = 1 << 32
 U64 = 1 << 64
 
 Text = Annotated[str, Field(min_length=1, max_length=NAME_CHARS_MAX)]
 WorkerId = Text | Annotated[int, Field(ge=0, lt=U64)]  # a number in Dynamo, a name in forebay
 Weight = Annotated[float, Field(ge=0.0, le=WEIGHT_MAX, allow_inf_nan=False)]
+Target = Annotated[float, Field(ge=0.0, le=TARGET_MS_MAX, allow_inf_nan=False)]  # in milliseconds, as in Dynamo
 SignedWeight = Annotated[float, Field(ge=-WEIGHT_MAX, le=WEIGHT_MAX, allow_inf_nan=False)]
 
 NVEXT_NEUTRAL: Neutral = {
@@ -45,7 +47,7 @@ AGENT_HINTS_NEUTRAL: Neutral = {"latency_sensitivity": (None,), "speculative_pre
 SESSION_NEUTRAL: Neutral = {"action": (None, "open"), "timeout": (None, 300)}
 CONTEXT_NEUTRAL: Neutral = {"kv_hints": (None,), "session_final": (None, False)}
 CONTEXT_IGNORED = frozenset({"parent_session_id", "parent_trajectory_id", "session_type_id", "trajectory_id"})
-ROUTER_NEUTRAL: Neutral = {"itl_target": (None,), "shared_cache_multiplier": (None, 0), "ttft_target": (None,)}
+ROUTER_NEUTRAL: Neutral = {"shared_cache_multiplier": (None, 0)}
 
 
 class AgentHints(CheckedBody):
@@ -99,7 +101,18 @@ class RoutingConstraints(CheckedBody):
 
 
 class RouterFields(CheckedBody):
-    """`nvext.router`: settings of the router that one request overrides. None keeps the setting of the pool."""
+    """`nvext.router`: settings of the router that one request overrides. None keeps the setting of the pool.
+
+    Attributes:
+        mode: router mode.
+        overlap_score_credit: prefill blocks that the cost is reduced by per cached block.
+        prefill_load_scale: weight of prefill blocks in the cost.
+        router_temperature: softmax temperature of the selection.
+        assume_kv_reuse: whether a shared prefix of running requests counts once.
+        track_prefill_tokens: whether prompts that are not computed yet count as load.
+        ttft_target: wanted time to first token in milliseconds, by which a grid chooses the pool.
+        itl_target: wanted inter-token latency in milliseconds, by which a grid chooses the pool.
+    """
 
     path = "nvext.router."
 
@@ -111,6 +124,8 @@ class RouterFields(CheckedBody):
     router_temperature: Weight | None = None
     assume_kv_reuse: bool | None = None
     track_prefill_tokens: bool | None = None
+    ttft_target: Target | None = None
+    itl_target: Target | None = None
 
 
 class Nvext(CheckedBody):

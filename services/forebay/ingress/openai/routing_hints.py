@@ -68,6 +68,7 @@ def routing_of(nvext: Nvext | None, found: RoutingHeaders) -> RoutingHints:
             raise invalid(f"the header {name} is not supported", name, "unsupported_parameter")
     agent = nvext.agent_hints
     priority, strict = (None, None) if agent is None else (agent.priority, agent.strict_priority)
+    targets = nvext.router or RouterFields()
     constraints = nvext.routing_constraints or RoutingConstraints()
     preferred = (constraints.preferred_taints or {}).items()
     hints = RoutingHints(
@@ -82,6 +83,8 @@ def routing_of(nvext: Nvext | None, found: RoutingHeaders) -> RoutingHints:
         policy_class=_text(found, CLASS_HEADER) or nvext.policy_class or "",
         expected_output_tokens=(agent and agent.osl) or 0,
         override=_override(nvext.router),
+        ttft_target_ms=targets.ttft_target,
+        itl_target_ms=targets.itl_target,
     )
     _require_consistent(hints)
     return hints

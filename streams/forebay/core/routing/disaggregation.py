@@ -9,6 +9,7 @@ from dataclasses import replace
 from forebay.core.routing.eligibility import Ineligible
 from forebay.core.routing.evaluation import evaluate
 from forebay.core.routing.plan import Plan, StageCandidates
+from forebay.core.routing.pools import choose_prefill_pool
 from forebay.core.routing.stages import find_prefill_candidates
 from forebay.core.state.active_request import ActiveRequest
 from forebay.core.state.roster import Roster
@@ -88,11 +89,13 @@ def _computed_locally(candidates: StageCandidates | Plan, reason: PrefillReason)
 
 def _find_remote(world: World, pool: PoolConfigured, request: ActiveRequest) -> StageCandidates | Ineligible:
     """Return the ranks of the prefill pool that may compute the prompt, or the reason why there are none."""
-    found = world.prefillers_of(pool)
+    found = choose_prefill_pool(world, pool, request)
     if found is None:
         return Ineligible("no_workers", f"no prefill worker for the pool {pool.pool} is ready")
+    prefill, choice = found
     try:
-        return find_prefill_candidates(world, found, request, again=request.was_dispatched)
+        candidates = find_prefill_candidates(world, prefill, request, again=request.was_dispatched)
+        return candidates if choice is None else replace(candidates, pools=(choice,))
     except Ineligible as ineligible:
         return ineligible
 

@@ -48,7 +48,9 @@ def evaluate(world: World, candidates: StageCandidates, *, as_owner: bool = True
     table = cost_table(config, pool.block_size, roster, demand)
     policy = world.policy(config.mode, as_owner=as_owner)
     at = run_policy(policy, *policy_input(world, candidates, config, table))
-    return Plan(candidates.stage, pool, request, candidates.attempt, config, table, at, candidates.place)
+    return Plan(
+        candidates.stage, pool, request, candidates.attempt, config, table, at, candidates.place, candidates.pools
+    )
 
 
 def find_overlaps(world: World, pool: PoolConfigured, blocks: Sequence[int]) -> dict[HolderKey, Overlap]:

@@ -4,7 +4,8 @@
 `replay explain` show them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from forebay.core.routing.cost import CostTable
 from forebay.core.routing.eligibility import Ineligible
@@ -12,6 +13,7 @@ from forebay.core.state.roster import CandidateRank, Roster
 from forebay.core.state.submitted_request import SubmittedRequest
 from forebay.events.control import PoolConfigured, RouterConfig
 from forebay.events.decisions import PrefillPlace, ScoredCandidate, Stage
+from forebay.events.pools import PoolChoice
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,6 +28,7 @@ class StageCandidates:
         attempt: number of earlier attempts at the stage.
         place: where the prompt is computed, and why; None if nothing had to be decided, because the model has no decode
             pool or the prompt is already computed.
+        pools: choice of the pool; empty if nothing had to be chosen.
     """
 
     stage: Stage
@@ -34,6 +37,7 @@ class StageCandidates:
     request: SubmittedRequest
     attempt: int
     place: PrefillPlace | None = None
+    pools: tuple[PoolChoice, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,6 +53,7 @@ class Plan:
         table: cost table of all candidates.
         at: position of the selected candidate in the table.
         place: where the prompt is computed, and why; None as in `StageCandidates`.
+        pools: choices of pools that this plan includes.
     """
 
     stage: Stage
@@ -59,6 +64,7 @@ class Plan:
     table: CostTable
     at: int
     place: PrefillPlace | None = None
+    pools: tuple[PoolChoice, ...] = ()
 
     @property
     def roster(self) -> Roster:
@@ -95,9 +101,19 @@ class QueuePlan:
         uncached_tokens: prompt tokens that even the candidate with the largest overlap must compute.
         ahead: number of requests that are already queued in the class.
         full: why the queue is full, so that the request must be rejected; None if the queue takes the request.
+        pools: choices of pools that this plan includes.
     """
 
     queue_class: str
     uncached_tokens: int
     ahead: int
     full: Ineligible | None
+    pools: tuple[PoolChoice, ...] = ()
+
+
+AnyPlan = TypeVar("AnyPlan", bound=Plan | QueuePlan)
+
+
+def with_choices(plan: AnyPlan, choices: tuple[PoolChoice, ...]) -> AnyPlan:
+    """Return a plan that includes choices of pools made before it."""
+    return replace(plan, pools=(*choices, *plan.pools)) if choices else plan

@@ -72,7 +72,7 @@ def find_options(world: World, pool: PoolConfigured, request: ActiveRequest) -> 
         should_queue = should_queue or room is None
         if room is not None and room is not computing.roster:
             computing = StageCandidates(
-                "prefill", computing.pool, room, computing.request, computing.attempt, computing.place
+                "prefill", computing.pool, room, computing.request, computing.attempt, computing.place, computing.pools
             )
     return Options(roster, computing, should_queue)
 

@@ -36,8 +36,10 @@ class ActiveRequest:
         prefiller_id: worker of that attempt.
         prefilled: location of the KV of the prompt; None if no prefill worker keeps it.
         prefilled_due_us: when the lease of that KV expires.
-        begun: whether a worker has emitted output tokens; tracked for decode pools only.
+        begun: whether a worker has emitted output tokens; tracked for decode pools, and if failed requests move to
+            faster pools.
         decoder_id: worker that was last sent to fetch the KV; empty if none.
+        prefill_pool: pool that a grid or canary chose for its last remote prefill; empty if there was none.
         sent: attempt, worker id and worker epoch of each routing since submission or restore. It distinguishes late
             progress events from events of a worker that never had the request. Not part of the state.
         identity_hash: hash of `submitted`.
@@ -64,6 +66,7 @@ class ActiveRequest:
     prefilled_due_us: int = 0
     begun: bool = False
     decoder_id: str = ""
+    prefill_pool: str = ""
     sent: list[tuple[int, str, int]] = field(default_factory=list)
     identity_hash: int = field(init=False)
     term: int = field(init=False, default=0)
@@ -128,5 +131,6 @@ def request_term(request: ActiveRequest) -> int:
         request.prefilled_due_us,
         request.begun,
         request.decoder_id,
+        *((request.prefill_pool,) if request.prefill_pool else ()),
         seed=request.identity_hash,
     )

@@ -13,7 +13,7 @@ from forebay.core.phases import BEFORE_RESPONSE, Phase
 from forebay.core.state.active_request import ActiveRequest, request_term
 from forebay.core.state.deadlines import Deadline, Deadlines
 from forebay.core.state.recent_ids import RecentIds
-from forebay.core.state.submitted_request import SubmittedRequest, id_hash
+from forebay.core.state.submitted_request import SubmittedRequest, id_hash, in_pool
 from forebay.core.state.transitions import DISPATCHED, REPORTED, TRANSITIONS, RequestTransition
 from forebay.core.state.unfetched_kv import UnfetchedKv
 from forebay.core.state_machine import IllegalTransition
@@ -81,8 +81,19 @@ class ActiveRequests:
         self._before_response[request.submitted.pool] += request.phase in BEFORE_RESPONSE
         self._sum_up(request)
 
-    def route(self, request: ActiveRequest, stage: Stage, worker_id: str, worker_epoch: int, rank: int) -> None:
-        """Start the next attempt at `stage` of a request, on this worker rank."""
+    def route(
+        self,
+        request: ActiveRequest,
+        stage: Stage,
+        worker_id: str,
+        worker_epoch: int,
+        rank: int,
+        prefill_pool: str = "",
+    ) -> None:
+        """Start the next attempt at `stage` of a request, on this worker rank.
+
+        `prefill_pool` is the pool that was chosen for a remote prefill; empty if there was no choice.
+        """
         self._move(request, DISPATCHED[stage])
         match stage:
             case "aggregated":
@@ -96,6 +107,7 @@ class ActiveRequests:
             case "prefill":
                 request.prefills += 1
                 request.prefiller_id = worker_id
+                request.prefill_pool = prefill_pool
             case _:
                 assert_never(stage)
         request.stage = stage
@@ -122,6 +134,16 @@ class ActiveRequests:
         request.queue_class, request.uncached_tokens, request.queued_at_us = queue_class, uncached_tokens, now_us
         request.queue_due_us = now_us + timeout_us if timeout_us else 0
         self._schedule_queue_timeout(request)
+        self._sum_up(request)
+
+    def move(self, request: ActiveRequest, pool: str) -> None:
+        """Let another pool generate the response of an accepted request that has no worker."""
+        assert not request.on_worker
+        counts = request.phase in BEFORE_RESPONSE
+        self._before_response[request.submitted.pool] -= counts
+        self._before_response[pool] += counts
+        request.submitted = in_pool(request.submitted, pool)
+        request.identity_hash = request.submitted.identity_hash()
         self._sum_up(request)
 
     def count_before_response(self, pool: str) -> int:

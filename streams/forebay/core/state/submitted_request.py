@@ -1,7 +1,7 @@
 """Request as a client submitted it, built from an event. It never changes while the request is active."""
 
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from xxhash import xxh3_64_intdigest
 
@@ -119,6 +119,11 @@ def request_from_query(event: RouteQueried, pool: str) -> SubmittedRequest:
         lora_name=event.lora_name,
         task="generate",
     )
+
+
+def in_pool(request: SubmittedRequest, pool: str) -> SubmittedRequest:
+    """Return a request with another pool that generates the response."""
+    return request if request.pool == pool else replace(request, pool=pool)
 
 
 def content_hash(event: RequestSubmitted) -> int:

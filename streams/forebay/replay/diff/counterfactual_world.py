@@ -24,6 +24,7 @@ from forebay.core.step import CLOCK, AnyDecision, InputEvent, claim, open_run, s
 from forebay.core.world import World, restore
 from forebay.events.control import BusyThresholds, BusyThresholdsSet, DisaggConfig, DisaggregationSet, PoolConfigured
 from forebay.events.decisions import RequestAborted, RequestRejected, RequestRouted, Stage
+from forebay.events.pools import PoolCanarySet, PoolDrainSet, PoolRoutingConfigured
 from forebay.events.progress import (
     FirstTokenEmitted,
     PrefillFailed,
@@ -35,6 +36,7 @@ from forebay.events.progress import (
     TransferFailed,
 )
 from forebay.events.transfer import LEASE_US_MAX, Prefilled
+from forebay.replay.diff.handover import OperatorEvent
 
 Named = Callable[
     [PoolConfigured], Set[str]
@@ -74,7 +76,7 @@ class CounterfactualWorld:
         self.plans: dict[str, Plan] = {}
         self.counts: Counter[str] = Counter()
         self.landed = PlacementHits()
-        self.operator_event: PoolConfigured | BusyThresholdsSet | DisaggregationSet | None = None
+        self.operator_event: OperatorEvent | None = None
         self.undone: set[str] = set()
         self._alter = alter
         self._named = named
@@ -133,6 +135,8 @@ class CounterfactualWorld:
                 self.operator_event = event = self._set_busy(event)
             case DisaggregationSet():
                 self.operator_event = event = self._set_disagg(event)
+            case PoolRoutingConfigured() | PoolCanarySet() | PoolDrainSet():
+                self.operator_event = event
             case ProgressEvent():
                 return self._progress(topic, event if accepted else None, now_us)
             case _:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from forebay.core.state.active_request import ActiveRequest
+from forebay.core.state.pool_registry import PoolEvent
 from forebay.core.step import AnyDecision, InputEvent
 from forebay.core.world import World
 from forebay.events.control import BusyThresholdsSet, DisaggregationSet, PoolConfigured
@@ -144,7 +145,7 @@ class RequestCollector:
         del self._open[event.request_id]
 
 
-OperatorEvent = PoolConfigured | BusyThresholdsSet | DisaggregationSet
+OperatorEvent = PoolConfigured | PoolEvent | BusyThresholdsSet | DisaggregationSet
 TimedOperatorEvent = tuple[int, OperatorEvent]
 
 

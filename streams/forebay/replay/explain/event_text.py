@@ -27,6 +27,7 @@ from forebay.events.fleet import (
 )
 from forebay.events.kv import BlocksRemoved, BlocksStored, CacheCleared
 from forebay.events.metrics import LoadReported
+from forebay.events.pools import PoolCanarySet, PoolDrainSet, PoolRouting, PoolRoutingConfigured
 from forebay.events.progress import (
     CommandDone,
     CommandRefused,
@@ -103,6 +104,15 @@ def describe_event(event: InputEvent | None) -> str:
             return f"busy thresholds of {event.model}"
         case DisaggregationSet():
             return f"disaggregation of {event.model}: {_disagg(event.disagg)}"
+        case PoolRoutingConfigured():
+            return f"pools of {event.model} are chosen {_pool_rules(event.routing)}"
+        case PoolCanarySet(base=""):
+            return f"the pool {event.pool} of {event.model} is no canary any more"
+        case PoolCanarySet():
+            return f"the pool {event.pool} of {event.model} gets {event.share:.1%} of the requests for {event.base}"
+        case PoolDrainSet():
+            gets = "no new requests" if event.drained else "requests again"
+            return f"the pool {event.pool} of {event.model} gets {gets}"
         case WorkerCommanded():
             pool = f" in the pool {event.pool}" if event.pool else ""
             whom = ", ".join(event.worker_ids) or f"every worker of {event.model}"
@@ -115,6 +125,12 @@ def describe_event(event: InputEvent | None) -> str:
             return f"{event.worker_id}: its engine {event.engine} failed ({event.error})"
         case _:
             assert_never(event)
+
+
+def _pool_rules(routing: PoolRouting) -> str:
+    grids = [f"by a grid of {grid.role} pools {', '.join(one.pool for one in grid.pools)}" for grid in routing.grids]
+    retry = ", failed requests move to faster pools" if routing.retry else ""
+    return ("; ".join(grids) or "by name") + retry
 
 
 def _command(command: Command) -> str:

@@ -11,6 +11,7 @@ import msgspec
 
 from forebay.core.ttft_parts import Part
 from forebay.events.decisions import PrefillPlace
+from forebay.events.pools import PoolChoice
 from forebay.replay.verify.divergence import DivergenceReport
 
 Kind = Literal["request", "query"]
@@ -348,6 +349,7 @@ class Explanation(ExplanationPart, frozen=True, kw_only=True):
         output_tokens: output tokens reported so far.
         ending: the outcome; None while the request is active.
         timeline: all entries in order.
+        pools: every choice of a pool for the request, in order.
         unverified: records that the derivation skipped, counted by a name of `forebay.replay.verify.verify.UNVERIFIED`.
         divergence: the first record that does not follow from the events. The explanation ends there.
     """
@@ -366,5 +368,6 @@ class Explanation(ExplanationPart, frozen=True, kw_only=True):
     ending: Ending | None
     timeline: tuple[TimelineEntry, ...]
     others: tuple[str, ...] | None = None
+    pools: tuple[PoolChoice, ...] = ()
     unverified: dict[str, int] = {}
     divergence: DivergenceReport | None = None

@@ -28,6 +28,7 @@ from forebay.events.decisions import (
     RouteAnswered,
 )
 from forebay.events.fleet import OwnershipAnnounced, WorkerFact, WorkerLost
+from forebay.events.pools import PoolChoice
 from forebay.events.progress import (
     EncodeFailed,
     EncodeFinished,
@@ -58,6 +59,7 @@ from forebay.replay.explain.explanation import (
 from forebay.replay.explain.find import RequestRecord, starts_use
 from forebay.replay.explain.timeline_parts import (
     SubmissionEvent,
+    choice_text,
     excluded_ranks,
     first_token_text,
     held_text,
@@ -174,6 +176,7 @@ class Timeline:
             output_tokens=self._output_tokens,
             ending=self._ending,
             timeline=tuple(self._moments),
+            pools=self._pools,
         )
 
     def _clear(self, event: SubmissionEvent | None, zero_us: int) -> None:
@@ -182,6 +185,7 @@ class Timeline:
         self._state: State | None = None
         self._submission: Submission | None = None
         self._held: QueueWait | None = None
+        self._pools: tuple[PoolChoice, ...] = ()
         self._routings: list[Routing] = []
         self._first_token: FirstTokenTiming | None = None
         self._output_tokens: int | None = None
@@ -233,6 +237,7 @@ class Timeline:
             return
         if not self.begun or starts_use(record, held=self._state == "queued"):
             self._begin()
+        self._choose_pools(offset, () if isinstance(record, RequestAborted | KvReleased) else record.pools)
         match record:
             case RequestHeld():
                 self._state = "queued"
@@ -241,7 +246,7 @@ class Timeline:
             case RequestRouted():
                 self._route(offset, record)
             case RequestRejected():
-                left_out = excluded_ranks(self._world, self._event, record.reason)
+                left_out = excluded_ranks(self._world, self._event, record)
                 self._end("rejected", record.reason, record.message, self._now_us, left_out=left_out)
                 text = f"rejected ({record.reason}): {record.message}"
                 self._add_entry("rejected", text, self._now_us, DECISIONS.name, offset)
@@ -269,6 +274,13 @@ class Timeline:
         self._times = TimeByPart(self._now_us)
         self._add_entry("submitted", text, self._now_us, REQUESTS.name, offset)
 
+    def _choose_pools(self, offset: int, pools: tuple[PoolChoice, ...]) -> None:
+        self._pools += pools
+        prompt_tokens = None if self._submission is None else self._submission.prompt_tokens
+        for choice in pools:
+            text = choice_text(choice, prompt_tokens)
+            self._add_entry("pool_chosen", text, self._now_us, DECISIONS.name, offset)
+
     def _chosen(self, offset: int, table_digest: str | None, **fields: Any) -> Routing:
         """Return the derived routing decision that belongs to a journal record."""
         routing = self._choices.popleft()
@@ -289,7 +301,7 @@ class Timeline:
 
     def _answer(self, offset: int, record: RouteAnswered) -> None:
         if record.reason is not None:
-            left_out = excluded_ranks(self._world, self._event, record.reason)
+            left_out = excluded_ranks(self._world, self._event, record)
             self._end("rejected", record.reason, record.message, self._now_us, left_out=left_out)
             text = f"would be rejected ({record.reason}): {record.message}"
         else:

@@ -10,8 +10,9 @@ from forebay.core.state.active_request import ActiveRequest
 from forebay.core.state.submitted_request import request_from_event, request_from_query
 from forebay.core.world import World
 from forebay.events.base import U64_BYTES, hex_digest
-from forebay.events.decisions import KvReleased, PrefillPlace, RejectReason, RequestHeld
+from forebay.events.decisions import KvReleased, PrefillPlace, RequestHeld, RequestRejected, RouteAnswered
 from forebay.events.fleet import WorkerDraining, WorkerFact, WorkerRecovered, WorkerSuspect
+from forebay.events.pools import PoolChoice, SkipReason
 from forebay.events.progress import PrefillFinished
 from forebay.events.requests import RequestSubmitted, RouteQueried
 from forebay.replay.explain.choices import left_out
@@ -22,6 +23,17 @@ ELIGIBILITY_REJECTIONS = frozenset(
 )  # rejections because no worker rank is eligible
 
 SENT = {"encode": "encode sent", "prefill": "prefill sent", "decode": "decode sent"}
+
+SKIPPED: dict[SkipReason, str] = {
+    "unknown": "is no pool of the model",
+    "drained": "is drained",
+    "block_size": "has blocks of another size",
+    "no_workers": "has no ready worker",
+    "no_eligible_worker": "has no eligible worker",
+    "busy": "has only busy workers",
+    "full": "is full",
+    "failed": "had the failed attempt",
+}
 
 SubmissionEvent = RequestSubmitted | RouteQueried
 
@@ -103,14 +115,18 @@ def queue_wait_of(world: World, offset: int, now_us: int, record: RequestHeld) -
     )
 
 
-def excluded_ranks(world: World, event: SubmissionEvent | None, reason: RejectReason) -> tuple[ExcludedRank, ...]:
+def excluded_ranks(
+    world: World, event: SubmissionEvent | None, record: RequestRejected | RouteAnswered
+) -> tuple[ExcludedRank, ...]:
     """Return the ranks that could not take a request that was just rejected, with the reasons.
 
     Returns nothing if eligibility was not the reason of the rejection.
     """
     pool = None if event is None else world.pool_of(event.model)
-    if event is None or pool is None or reason not in ELIGIBILITY_REJECTIONS:
+    if event is None or pool is None or record.reason not in ELIGIBILITY_REJECTIONS:
         return ()
+    if record.pools:
+        pool = world.pools[record.pools[0].pool]
     if isinstance(event, RequestSubmitted):
         request = request_from_event(event, pool.pool, 0, world.now_us)
     else:
@@ -122,6 +138,27 @@ def excluded_ranks(world: World, event: SubmissionEvent | None, reason: RejectRe
     # A decode worker is eligible, so the prefill pools caused the rejection.
     others = (one for _, one in sorted(world.pools.items()) if one.model == pool.model and one.role == "prefill")
     return tuple(rank for one in others for rank in left_out(world, one, as_prefill_request(request, one.pool), ()))
+
+
+def choice_text(choice: PoolChoice, prompt_tokens: int | None) -> str:
+    """Return a sentence that names the pool that was chosen, and says why."""
+    wanted = choice.wanted
+    why = {
+        "first": f"{wanted} is the first pool by name",
+        "grid": f"the grid names {wanted}",
+        "override": f"the priority of the request selects {wanted}",
+        "canary": f"{wanted} is a canary of {choice.base}, and the request belongs to its share",
+        "worker": f"{wanted} has the worker that the request names",
+        "session": f"{wanted} has the rank that serves the session",
+        "retry": f"{wanted} is faster than the pool of the failed attempt",
+        "moved": f"{wanted} has no worker for the request any more",
+    }[choice.reason]
+    if choice.row is not None and choice.target_ms is not None:
+        tokens = "" if prompt_tokens is None else f"{prompt_tokens:,} prompt tokens and "
+        why += f" (row {choice.row}, column {choice.column}: {tokens}a latency target of {choice.target_ms:,.6g} ms)"
+    skipped = "; ".join(f"{one.pool} {SKIPPED[one.reason]}" for one in choice.skipped)
+    what = "prefill pool" if choice.role == "prefill" else "pool"
+    return f"{what} {choice.pool}: {why}" + (f"; {skipped}" if skipped else "")
 
 
 def held_text(held: QueueWait) -> str:

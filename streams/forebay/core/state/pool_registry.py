@@ -1,0 +1,81 @@
+"""Rules by which the owner chooses pools: grids and retries per model, canaries and drains per pool."""
+
+from typing import assert_never
+
+from forebay.core.state_machine import digest_of, plain
+from forebay.events.base import U64_MASK
+from forebay.events.pools import GridRole, PoolCanarySet, PoolDrainSet, PoolGrid, PoolRoutingConfigured
+
+PoolEvent = PoolRoutingConfigured | PoolCanarySet | PoolDrainSet
+
+
+class PoolRegistry:
+    """Newest event about each model and pool.
+
+    A model without any such event has no rules: the first pool by name serves its requests.
+    """
+
+    def __init__(self) -> None:
+        self._routing: dict[str, PoolRoutingConfigured] = {}
+        self._canaries: dict[tuple[str, str], PoolCanarySet] = {}
+        self._drains: dict[tuple[str, str], PoolDrainSet] = {}
+        self._models: frozenset[str] = frozenset()
+
+    def apply(self, event: PoolEvent) -> None:
+        """Apply an event. A canary without base and a pool that is not drained leave the state."""
+        key = event.model, "" if isinstance(event, PoolRoutingConfigured) else event.pool
+        match event:
+            case PoolRoutingConfigured():
+                self._routing[event.model] = event
+            case PoolCanarySet(base=""):
+                self._canaries.pop(key, None)
+            case PoolCanarySet():
+                self._canaries[key] = event
+            case PoolDrainSet(drained=True):
+                self._drains[key] = event
+            case PoolDrainSet():
+                self._drains.pop(key, None)
+            case _:
+                assert_never(event)
+        self._models = frozenset((*self._routing, *(model for model, _ in (*self._canaries, *self._drains))))
+
+    def has_rules(self, model: str) -> bool:
+        """Return whether any rule for pools of a model exists."""
+        return model in self._models
+
+    def retries(self, model: str) -> bool:
+        """Return whether a failed request of a model moves to a faster pool."""
+        found = self._routing.get(model)
+        return found is not None and found.routing.retry
+
+    def grid(self, model: str, role: GridRole) -> PoolGrid | None:
+        """Return the grid of a model for pools of a role, or None if it has none."""
+        found = self._routing.get(model)
+        return None if found is None else next((grid for grid in found.routing.grids if grid.role == role), None)
+
+    def canaries(self, model: str) -> list[PoolCanarySet]:
+        """Return the canaries of a model, in order of their names."""
+        return [self._canaries[key] for key in sorted(self._canaries) if key[0] == model]
+
+    def is_drained(self, model: str, pool: str) -> bool:
+        """Return whether a pool gets no new requests."""
+        return (model, pool) in self._drains
+
+    def digest(self) -> int:
+        """Return a 64-bit digest, the sum of a term per event. It is 0 without events."""
+        return sum(digest_of(plain(event)) for event in (*self.routing, *self.all_canaries, *self.drains)) & U64_MASK
+
+    @property
+    def routing(self) -> tuple[PoolRoutingConfigured, ...]:
+        """Rules of all models, in order of their names."""
+        return tuple(self._routing[model] for model in sorted(self._routing))
+
+    @property
+    def all_canaries(self) -> tuple[PoolCanarySet, ...]:
+        """Canaries of all models, in order of model and pool."""
+        return tuple(self._canaries[key] for key in sorted(self._canaries))
+
+    @property
+    def drains(self) -> tuple[PoolDrainSet, ...]:
+        """Drained pools of all models, in order of model and pool."""
+        return tuple(self._drains[key] for key in sorted(self._drains))

@@ -1,0 +1,119 @@
+"""Explanations, status and comparisons of logs with several pools."""
+
+from typing import Any
+
+import pytest
+
+from forebay.events.requests import RoutingHints
+from forebay.replay.diff.diff import diff
+from forebay.replay.observed import observe_history
+from forebay.replay.status import read_status
+from forebay.replay.verify.verify import verify
+from tests.core.pool_rules import one_cell
+from tests.core.several_pools import add_pools, drain, rules, set_canary
+from tests.core.worlds import PROMPTS, query, request
+from tests.replay.recorder import Recorder, words
+
+SHORT = PROMPTS[0][:2]
+
+
+def recorder(*names: str, **fields: Any) -> Recorder:
+    return add_pools(Recorder(), *names, **fields)
+
+
+async def texts(made: Recorder, name: str = "r") -> list[str]:
+    explanation = await made.explain(name)
+    assert explanation.divergence is None
+    return [one.text for one in explanation.timeline if one.what == "pool_chosen"]
+
+
+async def test_the_grid_and_skipped_pools_are_explained() -> None:
+    made = recorder("long", "short")
+    rules(made, one_cell("long", "short", isl_max=40, cells=(("short",), ("long",))))
+    drain(made, "short")
+    made("requests", request("r", SHORT))
+    explanation = await made.explain("r")
+    assert words(explanation) == ["submitted", "pool_chosen", "routed"]
+    (choice,) = explanation.pools
+    assert (choice.pool, choice.wanted) == ("long", "short")
+    assert explanation.timeline[1].text == (
+        "pool long: the grid names short (row 0, column 0: 10 prompt tokens and a latency target of 50 ms);"
+        " short is drained"
+    )
+
+
+@pytest.mark.parametrize(
+    ("hints", "text"),
+    [
+        ({}, "pool a: b is a canary of a, and the request belongs to its share; b is full"),
+        ({"worker_id": "w-b"}, "pool b: b has the worker that the request names"),
+        ({"session_id": "s"}, "pool b: b has the rank that serves the session"),
+    ],
+)
+async def test_other_reasons_are_explained(hints: dict[str, Any], text: str) -> None:
+    made = recorder("a", "b", session_ttl_s=10.0)
+    set_canary(made, "b", "a")
+    made("requests", request("s", SHORT, routing=RoutingHints(session_id="s")))
+    made("requests", request("r", SHORT, routing=RoutingHints(**hints)))
+    assert await texts(made) == [text]
+
+
+async def test_a_rejection_names_the_ranks_of_the_chosen_pool() -> None:
+    made = recorder("a", "b")
+    rules(made, one_cell("b"))
+    made("requests", query("r", SHORT, routing=RoutingHints(required_taints=("gpu",))))
+    explanation = await made.explain("r")
+    assert explanation.ending is not None
+    assert [one.seen.worker_id for one in explanation.ending.left_out] == ["w-b"]
+    drain(made, "a")
+    drain(made, "b")
+    made("requests", request("r2", SHORT))
+    refused = await made.explain("r2")
+    assert refused.ending is not None
+    assert refused.ending.text == "no pool of m takes new requests; drained pools: b, a"
+
+
+async def test_the_status_shows_drains_and_canaries_and_needs_one_pool_with_workers() -> None:
+    made = recorder("a", "b")
+    set_canary(made, "b", "a", 0.25)
+    drain(made, "a")
+    made.seal()
+    status = await read_status(await made.log(), 0, "m")
+    assert [(one.pool, one.drained, one.canary_of, one.canary_share) for one in status.pools] == [
+        ("a", True, None, 0.0),
+        ("b", False, "a", 0.25),
+    ]
+    assert status.ready
+    drain(made, "b")
+    made.seal()
+    assert (await read_status(await made.log(), 0, "m")).problems == ["no worker is ready"]
+
+
+async def served(*routing: Any) -> Recorder:
+    """Return a log in which an operator sets a grid, a canary and a drain between requests."""
+    made = recorder("a", "b", "c")
+    made("requests", request("r0", SHORT))
+    rules(made, one_cell("b"), retry=True)
+    made("requests", request("r1", SHORT))
+    set_canary(made, "c", "b")
+    made("requests", request("r2", SHORT))
+    drain(made, "c")
+    made("requests", request("r3", SHORT))
+    made.seal()
+    return made
+
+
+async def test_choices_are_derived_again_and_agree_with_themselves() -> None:
+    made = await served()
+    log = await made.log()
+    report = await verify(log, 0)
+    assert (report.divergence, report.decisions, report.verified) == (None, 4, 4)
+    same = await diff(log, 0, lambda pool: pool)
+    assert same.identical
+
+
+async def test_operators_rules_are_part_of_the_input_of_a_simulator() -> None:
+    made = await served()
+    history = await observe_history(await made.log(), 0)
+    kinds = [type(event).__name__ for _, event in history.external_events]
+    assert kinds[-3:] == ["PoolRoutingConfigured", "PoolCanarySet", "PoolDrainSet"]
