@@ -82,7 +82,10 @@ async def test_prefill_needs_the_prefill_role_and_a_second_token(pair: Pair) -> 
     assert answer.error is not None and answer.error.status == 501
     pair.prefill_backend.end_after[PROMPT[0]] = "stop"
     answer = await pair.prefill.ask(PROMPT, stage="prefill")
-    assert answer.error is not None and (answer.error.status, "first token ends" in answer.error.message) == (500, True)
+    assert answer.error is not None and (answer.error.status, "ends with its first token" in answer.error.message) == (
+        500,
+        True,
+    )
 
 
 async def test_kv_counts_as_kept_until_no_block_is_in_use(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

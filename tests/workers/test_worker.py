@@ -120,7 +120,7 @@ async def test_only_events_for_the_own_group_name_and_epoch_are_run(
     assert answer(scene, "mine") == []
     assert len(answer(scene, "under-way")) == 200
     assert (worker.counters.reannounced, scene.progress(CommandDone)) == (0, [])
-    reported = [record for record in caplog.records if "is addressed to worker" in record.getMessage()]
+    reported = [record for record in caplog.records if "because two workers read one partition" in record.getMessage()]
     assert len(reported) == (reason != "other_epoch"), "the first is logged, further ones are counted"
 
 

@@ -183,10 +183,10 @@ async def until_signal(
         await _first(tasks, waiting, None)
         is_signal = signalled.is_set()
         signalled.clear()
-        if is_signal:
-            end_within((0.0 if stop is None else stop_s) + CLOSE_S, "a signal")
         # Replaces the handlers of the loop. Without any handler, a signal would end the process at this moment.
         on_second_signal(lambda: loop.call_soon_threadsafe(signalled.set))
+        if is_signal:
+            end_within((0.0 if stop is None else stop_s) + CLOSE_S, "a signal")
         if stop is not None:
             if waiting.done():
                 waiting = asyncio.create_task(signalled.wait())
