@@ -1,40 +1,22 @@
 """An actuator executes each valid decision once and records the result."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import msgspec
 import pytest
 
-from forebay.core.scaling.state import PoolKey
 from forebay.events.scaling import PoolSizeSet, ReachedSize, ScalingApplied, ScalingRefused
-from forebay.live.planner.actuator import Actuator, ActuatorError, ActuatorService, Reached
+from forebay.live.planner.actuator import Actuator, ActuatorService, Reached
 from forebay.transport.base import Draft
 from forebay.transport.sqlite.log import SqliteLog
 from tests.core.scaling.records import GROUP, POOL, claimed, decided, observed
-from tests.live.planner.topic import append, records, until
+from tests.live.planner.topic import RecordingActuator, append, records, until
 
 pytestmark = pytest.mark.asyncio
 
 KEY = (GROUP, POOL)
-
-
-class RecordingActuator:
-    """Actuator that records its calls and reaches the sizes of `reaches`, by default those requested."""
-
-    def __init__(self, *, pools: frozenset[PoolKey] = frozenset({KEY})) -> None:
-        self.name = "recording"
-        self.pools = pools
-        self.calls: list[Mapping[PoolKey, int]] = []
-        self.reaches: Reached | None = None
-        self.fails = ""
-
-    async def scale(self, sizes: Mapping[PoolKey, int]) -> Reached:
-        self.calls.append(sizes)
-        if self.fails:
-            raise ActuatorError(self.fails)
-        return self.reaches or Reached(sizes)
 
 
 @asynccontextmanager

@@ -1,0 +1,218 @@
+"""The planner of a namespace: observe, forecast and decide, or stand by for the planner that does.
+
+Theory of operation. The newest claim on the topic `scaling` owns it. A standby follows the topic, so its state is
+always complete. It claims the topic if the active planner has stopped, or has written no record for `SILENT_INTERVALS`
+intervals. A planner that finds a newer claim stands by again. Its records after that claim have no effect.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol, TypeVar
+
+import msgspec
+
+from forebay import runtime
+from forebay.core.scaling.decide import decide
+from forebay.core.scaling.state import RULES_VERSION, Outcome
+from forebay.events.scaling import (
+    DemandForecast,
+    PlannerClaimed,
+    PlannerPaused,
+    PlannerRecord,
+    PlannerSettings,
+    PlannerStopped,
+    PoolObserved,
+    PoolSizeSet,
+    ScalingApplied,
+    ScalingEvent,
+    ScalingObserved,
+    ScalingRefused,
+)
+from forebay.live.planner.topic import ScalingTopic
+from forebay.transport.base import Log
+
+logger = logging.getLogger(__name__)
+
+SILENT_INTERVALS = 2.0  # an interval may be missed, because observing or forecasting took long
+SILENT_MORE_S = 5.0  # longer than an append to a broker that elects a leader
+DECISIONS_MAX = 8  # attempts to decide; each failed one means that somebody wrote a record in between
+# After these records the planner decides at once.
+PROMPTING = (PoolSizeSet, PlannerPaused, ScalingApplied, ScalingRefused)
+
+RecordT = TypeVar("RecordT", bound=PlannerRecord)
+Forecast = Callable[[Sequence[ScalingObserved], int], DemandForecast]
+
+
+class Observer(Protocol):
+    """Source of observations."""
+
+    def observe(self) -> tuple[PoolObserved, ...]:
+        """Return what happened in the pools since the previous call."""
+
+
+class Planner:
+    """Planner of one namespace, active or standby.
+
+    Attributes:
+        planner_id: name of the planner.
+        topic: the topic with the state.
+        is_active: whether this planner's claim is the newest.
+        decisions: number of decisions of this process that have an effect.
+        stale: number of decisions of this process without an effect.
+        forecast_failures: number of intervals without a forecast, because the predictor failed.
+    """
+
+    def __init__(
+        self, log: Log, planner_id: str, settings: PlannerSettings, observer: Observer, forecast: Forecast
+    ) -> None:
+        """Create a planner.
+
+        Args:
+            log: the log.
+            planner_id: name of the planner.
+            settings: its settings, which its claim records.
+            observer: source of observations.
+            forecast: returns the forecast for the next interval. Called on another thread, with the observations of the
+                state, oldest first, and the offset of the newest one.
+        """
+        self.planner_id = planner_id
+        self.is_active = False
+        self.decisions = 0
+        self.stale = 0
+        self.forecast_failures = 0
+        self._settings = settings
+        self._observer = observer
+        self._forecast = forecast
+        self._stopping = asyncio.Event()
+        self._prompted = asyncio.Event()
+        self._epoch = -1
+        self._heard_s = 0.0
+        self.topic = ScalingTopic(log, self._on_record)
+
+    async def run(self) -> None:
+        """Plan, or stand by, until `stop` is called. Raises LogError if the log fails."""
+        await self.topic.catch_up()
+        self._heard_s = runtime.monotonic_s()
+        following = asyncio.create_task(self.topic.follow(), name="scaling")
+        planning = asyncio.create_task(self._run(), name="planner")
+        try:
+            await asyncio.wait([following, planning], return_when=asyncio.FIRST_COMPLETED)
+            for task in (following, planning):
+                if task.done():
+                    task.result()
+        finally:
+            for task in (following, planning):
+                task.cancel()
+            await asyncio.gather(following, planning, return_exceptions=True)
+
+    def stop(self) -> None:
+        """End `run` after the current step. An active planner writes that it stops."""
+        self._stopping.set()
+        self._prompted.set()
+        self.topic.changed.set()
+
+    def _on_record(self, offset: int, event: ScalingEvent, outcome: Outcome) -> None:
+        if outcome == "stale":
+            return
+        if isinstance(event, PlannerRecord):
+            self._heard_s = runtime.monotonic_s()
+        if isinstance(event, PlannerClaimed) and self.is_active and offset > self._epoch:
+            logger.warning("the planner %s claimed the topic at offset %d; standing by", event.planner_id, offset)
+            self.is_active = False
+            self._prompted.set()
+        if isinstance(event, PROMPTING):
+            self._prompted.set()
+
+    async def _run(self) -> None:
+        while not self._stopping.is_set():
+            await self._stand_by()
+            if not self._stopping.is_set():
+                await self._plan()
+
+    async def _stand_by(self) -> None:
+        """Return when this planner should claim the topic."""
+        while not self._stopping.is_set() and (wait_s := self._silent_in_s()) > 0:
+            self.topic.changed.clear()
+            await _within(self.topic.changed.wait(), wait_s)
+
+    def _silent_in_s(self) -> float:
+        """Return the seconds until the active planner counts as failed, 0 if there is none."""
+        settings = self.topic.state.settings
+        if settings is None:
+            return 0.0
+        silent_s = SILENT_INTERVALS * settings.interval_s + SILENT_MORE_S
+        return max(0.0, self._heard_s + silent_s - runtime.monotonic_s())
+
+    async def _plan(self) -> None:
+        """Claim the topic, then observe and decide each interval until there is a newer claim."""
+        claim = PlannerClaimed(
+            planner_id=self.planner_id, rules_version=RULES_VERSION, settings=self._settings, at_us=runtime.wall_us()
+        )
+        self._epoch, _ = await self.topic.append(claim)
+        self.is_active = self.topic.state.epoch == self._epoch
+        logger.info("planner %s claimed the topic at offset %d", self.planner_id, self._epoch)
+        self._observer.observe()  # an interval begins here
+        due_s = runtime.monotonic_s() + self._settings.interval_s
+        await self._decide()
+        while self.is_active and not self._stopping.is_set():
+            self._prompted.clear()
+            await _within(self._prompted.wait(), max(0.0, due_s - runtime.monotonic_s()))
+            if not self.is_active or self._stopping.is_set():
+                break
+            if runtime.monotonic_s() >= due_s:
+                due_s = max(due_s + self._settings.interval_s, runtime.monotonic_s())
+                await self._observe()
+            await self._decide()
+        if self.is_active:
+            await self.topic.append(PlannerStopped(planner_epoch=self._epoch, at_us=runtime.wall_us()))
+            self.is_active = False
+
+    async def _observe(self) -> None:
+        """Record an observation, and the forecast that follows from it."""
+        observed = ScalingObserved(
+            planner_epoch=self._epoch,
+            at_us=runtime.wall_us(),
+            interval_s=self._settings.interval_s,
+            pools=self._observer.observe(),
+        )
+        offset, outcome = await self.topic.append(observed)
+        if outcome == "stale" or self._settings.method == "load":
+            return
+        try:
+            forecast = await runtime.offload(self._forecast, tuple(self.topic.state.history), offset)
+        except Exception:  # a predictor is third-party code, and a planner without forecast still has limits and load
+            self.forecast_failures += 1
+            logger.exception("the predictor %s failed; deciding without a new forecast", self._settings.predictor)
+            return
+        await self.topic.append(_stamped(forecast, self._epoch))
+
+    async def _decide(self) -> None:
+        """Record the decision that follows from the state. Decide again if a record came in between."""
+        for _ in range(DECISIONS_MAX):
+            decision = decide(self.topic.state)
+            if decision is None or not self.is_active:
+                return
+            offset, outcome = await self.topic.append(_stamped(decision, self._epoch))
+            if outcome == "applied":
+                self.decisions += 1
+                for pool in decision.pools:
+                    if pool.to_size != pool.from_size:
+                        logger.info(
+                            "decision %d: %s/%s from %d to %d workers (%s)%s", offset, pool.group, pool.pool,
+                            pool.from_size, pool.to_size, pool.reason, " (advisory)" if decision.advisory else "",
+                        )  # fmt: skip
+                return
+            self.stale += 1
+
+
+def _stamped(record: RecordT, epoch: int) -> RecordT:
+    return msgspec.structs.replace(record, planner_epoch=epoch, at_us=runtime.wall_us())
+
+
+async def _within(waiting: Awaitable[object], seconds: float) -> None:
+    """Wait for the event, for at most `seconds`."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await waiting

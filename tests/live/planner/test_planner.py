@@ -1,0 +1,197 @@
+"""A planner observes, forecasts and decides each interval; a standby takes over; decisions are derived again."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from operator import contains
+
+import pytest
+
+from forebay.core.scaling.rederive import RecordedDecision, decisions_of
+from forebay.core.scaling.state import PlannerState
+from forebay.events.codec import decode
+from forebay.events.scaling import (
+    DemandForecast,
+    PlannerClaimed,
+    PlannerPaused,
+    PlannerSettings,
+    PlannerStopped,
+    PoolDemand,
+    PoolObserved,
+    PoolScaling,
+    PoolSizeSet,
+    PrefillPoint,
+    ScalingDecided,
+    ScalingObserved,
+)
+from forebay.events.topics import SCALING
+from forebay.live.planner.actuator import ActuatorService
+from forebay.live.planner.planner import Planner
+from forebay.transport.sqlite.log import SqliteLog
+from tests.core.scaling.records import GROUP, POOL
+from tests.live.planner.topic import PATIENCE_S, RecordingActuator, append, eventually, records, until
+
+pytestmark = pytest.mark.asyncio
+
+RPS_PER_WORKER = 10.0
+ISL = 100.0
+SETTINGS = PlannerSettings(
+    pools=(
+        PoolScaling(
+            group=GROUP,
+            pool=POOL,
+            role="prefill",
+            startup_s=0,
+            prefill=(PrefillPoint(isl=ISL, ttft_ms=10, tokens_per_s=ISL * RPS_PER_WORKER),),
+        ),
+    ),
+    interval_s=0.02,
+    gpu_budget=0,
+)
+
+
+class FakeObserver:
+    """Observer of one pool with `ready` workers and `requests` requests per interval."""
+
+    def __init__(self) -> None:
+        self.ready = 2
+        self.requests = 15
+
+    def observe(self) -> tuple[PoolObserved, ...]:
+        return (PoolObserved(group=GROUP, pool=POOL, ready=self.ready, requests=self.requests, isl=ISL, osl=1.0),)
+
+
+def forecast(history: Sequence[ScalingObserved], observed: int) -> DemandForecast:
+    """Forecast the number of requests of the last interval as requests per second."""
+    (pool,) = history[-1].pools
+    demand = PoolDemand(group=GROUP, pool=POOL, requests_per_s=pool.requests, isl=ISL, osl=1.0)
+    return DemandForecast(predictor="last", observed=observed, pools=(demand,))
+
+
+@asynccontextmanager
+async def planning(log: SqliteLog, planner: Planner) -> AsyncIterator[Planner]:
+    """Run a planner while the body runs, and stop it in order."""
+    task = asyncio.create_task(planner.run())
+    try:
+        yield planner
+        planner.stop()
+        await asyncio.wait_for(task, PATIENCE_S)
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+@asynccontextmanager
+async def actuating(log: SqliteLog) -> AsyncIterator[RecordingActuator]:
+    actuator = RecordingActuator()
+    task = asyncio.create_task(ActuatorService(log, actuator).run())
+    try:
+        yield actuator
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def planner_of(log: SqliteLog, name: str, observer: FakeObserver, settings: PlannerSettings = SETTINGS) -> Planner:
+    return Planner(log, name, settings, observer, forecast)
+
+
+def derived(log: SqliteLog) -> list[RecordedDecision]:
+    """Derive all decisions of the topic again and return them."""
+    events = [(one.offset, decode(SCALING, one.value)) for one in log.records(SCALING.name, 0, 0, 10_000)]
+    decisions = list(decisions_of(events, PlannerState()))
+    assert all(one.is_verified for one in decisions if one.outcome == "applied")
+    return decisions
+
+
+async def test_a_load_step_scales_up_and_down_and_every_decision_is_derived_again(log: SqliteLog) -> None:
+    observer = FakeObserver()
+    async with actuating(log) as actuator, planning(log, planner_of(log, "p1", observer)) as planner:
+        for requests, size in ((55, 6), (15, 2)):
+            observer.requests = requests
+            await eventually(partial(contains, actuator.calls, {(GROUP, POOL): size}))
+            observer.ready = size
+        assert planner.is_active
+    assert not planner.is_active
+    assert records(log, PlannerStopped)
+    decisions = derived(log)
+    changed = [one.decided.pools[0] for one in decisions if one.reply is not None]
+    assert [(one.from_size, one.to_size, one.reason) for one in changed] == [(2, 6, "scale_up"), (6, 2, "scale_down")]
+
+
+async def test_a_manual_size_is_decided_at_once_and_kept_until_it_is_released(log: SqliteLog) -> None:
+    observer = FakeObserver()
+    async with planning(log, planner_of(log, "p1", observer)):
+        await until(log, ScalingObserved, 1)
+    slow = PlannerSettings(pools=SETTINGS.pools, interval_s=3600.0, gpu_budget=0)
+    async with actuating(log) as actuator, planning(log, planner_of(log, "p2", observer, slow)):
+        await until(log, PlannerClaimed, 2)
+        await append(log, PoolSizeSet(group=GROUP, pool=POOL, size=3, operator="ops"))
+        await eventually(lambda: actuator.calls == [{(GROUP, POOL): 3}])
+    observer.requests, observer.ready = 55, 3
+    async with actuating(log) as actuator, planning(log, planner_of(log, "p3", observer)):
+        await until(log, ScalingObserved, 4)
+        assert actuator.calls == []
+        await append(log, PoolSizeSet(group=GROUP, pool=POOL, size=None, operator="ops"))
+        await eventually(lambda: {(GROUP, POOL): 6} in actuator.calls)
+    derived(log)
+
+
+async def test_a_paused_planner_observes_but_changes_nothing(log: SqliteLog) -> None:
+    observer = FakeObserver()
+    observer.requests = 55
+    await append(log, PlannerPaused(paused=True, operator="ops"))
+    async with actuating(log) as actuator, planning(log, planner_of(log, "p1", observer)):
+        await until(log, ScalingObserved, 3)
+        assert {one.pools[0].reason for one in records(log, ScalingDecided)} <= {"paused", "no_observation"}
+        assert actuator.calls == []
+        await append(log, PlannerPaused(paused=False, operator="ops"))
+        await eventually(lambda: {(GROUP, POOL): 6} in actuator.calls)
+    derived(log)
+
+
+async def test_a_standby_takes_over_from_a_planner_that_stops(log: SqliteLog) -> None:
+    observer = FakeObserver()
+    async with AsyncExitStack() as stack:
+        async with planning(log, planner_of(log, "p1", observer)) as first:
+            await until(log, ScalingObserved, 1)
+            second = await stack.enter_async_context(planning(log, planner_of(log, "p2", observer)))
+            await until(log, ScalingObserved, 3)
+            assert (first.is_active, second.is_active) == (True, False)
+        await eventually(lambda: second.is_active)
+    assert [one.planner_id for one in records(log, PlannerClaimed)] == ["p1", "p2"]
+    derived(log)
+
+
+async def test_a_standby_takes_over_from_a_planner_that_falls_silent(
+    log: SqliteLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("forebay.live.planner.planner.SILENT_MORE_S", 0.0)
+    await append(log, PlannerClaimed(planner_id="p1", rules_version=1, settings=SETTINGS))
+    async with planning(log, planner_of(log, "p2", FakeObserver())):
+        decision = (await until(log, ScalingDecided, 2))[-1]
+    assert decision.planner_epoch == 1
+    derived(log)
+
+
+async def test_a_replaced_planner_stands_by(log: SqliteLog) -> None:
+    observer = FakeObserver()
+    async with planning(log, planner_of(log, "p1", observer)) as first:
+        await until(log, ScalingObserved, 1)
+        await append(log, PlannerClaimed(planner_id="p2", rules_version=1, settings=SETTINGS))
+        await eventually(lambda: not first.is_active)
+        before = len([one for one in records(log, ScalingDecided) if one.planner_epoch == 0])
+    assert not records(log, PlannerStopped), "only an active planner writes that it stops"
+    assert len([one for one in records(log, ScalingDecided) if one.planner_epoch == 0]) == before
+
+
+async def test_a_failing_predictor_leaves_the_planner_running(log: SqliteLog) -> None:
+    def failing(history: Sequence[ScalingObserved], observed: int) -> DemandForecast:
+        raise ZeroDivisionError
+
+    planner = Planner(log, "p1", SETTINGS, FakeObserver(), failing)
+    async with planning(log, planner):
+        decisions = await until(log, ScalingDecided, 3)
+    assert planner.forecast_failures >= 1
+    assert {one.pools[0].reason for one in decisions[1:]} == {"no_demand"}
