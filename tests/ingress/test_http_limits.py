@@ -14,7 +14,7 @@ from tests.system import PATIENCE_S
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 LIVE = b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n"
 SLOW = 60  # connections
-SHORT_S = 0.3
+SHORT_S = 1.0
 
 Reply = tuple[int, dict[str, str], bytes]
 
