@@ -1,0 +1,1 @@
+"""Services around the planner: actuators start and stop the workers of its pools."""
