@@ -15,7 +15,7 @@ from readme_renderer.markdown import render
 from tests.cli.up import Up
 
 ROOT = Path(__file__).parents[1]
-OPTIONAL = {"faust-streaming", "numpy", "plotly", "scipy", "torch"}  # packages of extras
+OPTIONAL = {"faust-streaming", "kubernetes", "numpy", "plotly", "scipy", "torch"}  # packages of extras
 
 
 def ran(*command: str | Path, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
