@@ -63,6 +63,7 @@ def test_a_command_imports_only_what_it_uses(arguments: list[str]) -> None:
 def test_commands_are_functions_or_applications() -> None:
     assert {name for name in COMMANDS if isinstance(load(name), typer.core.TyperGroup)} == {
         "control",
+        "planner",
         "profile",
         "workload",
         "replay",

@@ -25,6 +25,7 @@ BAD = [
     "worker --role nope",
     "serve nope.py:X",
     "control pause --url nonsense",
+    "planner supervise nowhere",
     "produce nowhere",
     "trace nowhere",
     "shadow",

@@ -69,6 +69,7 @@ COMMANDS = {
         "app",
         "Send commands to workers or change routing settings.",
     ),
+    "planner": CommandEntry("planner.command", "app", "Scale the pools of a distributed system."),
     "produce": CommandEntry(
         "produce",
         "produce",

@@ -1,0 +1,1 @@
+"""Scale pools: the planner that decides sizes, and the supervisor that executes its decisions."""

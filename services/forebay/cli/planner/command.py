@@ -1,0 +1,15 @@
+"""`forebay planner`: the planner of a namespace, and the actuators that execute its decisions."""
+
+import typer
+
+from forebay.cli.planner.supervise import supervise
+
+app = typer.Typer(help="Scale the pools of a distributed system.", no_args_is_help=True)
+
+
+@app.callback()
+def _root() -> None:
+    """Scale the pools of a distributed system."""
+
+
+app.command("supervise")(supervise)
