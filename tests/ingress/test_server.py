@@ -14,6 +14,7 @@ from forebay.ingress.http.server import NotListening, PortTaken, build_server, l
 from tests.harness import fork_server
 from tests.harness.fork_server import ForkedProcess
 from tests.harness.local import free_ports
+from tests.system import until
 
 PATIENCE_S = 120.0
 ROUNDS = 2
@@ -64,6 +65,28 @@ def test_a_server_ends_when_its_listening_socket_fails() -> None:
         pytest.raises(NotListening, match="no longer served"),
     ):
         runner.run(serve())
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_responses_are_sent_without_delay(loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
+    async def serve() -> bool:
+        server = build_server(FastAPI(), started.set)
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        await started.wait()
+        _, writer = await asyncio.open_connection(*listener.getsockname())
+        await until(lambda: len(server.server_state.connections) == 1)
+        (connection,) = server.server_state.connections
+        accepted = connection.transport.get_extra_info("socket")
+        no_delay = accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        writer.close()
+        server.should_exit = True
+        await serving
+        return bool(no_delay)
+
+    listener = listen("127.0.0.1", free_ports(1))
+    started = asyncio.Event()
+    with asyncio.Runner(loop_factory=loop) as runner:
+        assert runner.run(serve())
 
 
 @pytest.mark.timeout(300)

@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 from forebay.events.base import U32_BYTES
 from forebay.ingress.errors import invalid
 from forebay.ingress.model import Model
-from forebay.ingress.openai.fields import CheckedBody, Neutral
+from forebay.ingress.openai.fields import CheckedBody, Neutral, describe_non_empty
 from forebay.ingress.openai.nvext import NAME_CHARS_MAX, Nvext
 from forebay.ingress.openai.sampling import TokenIds
 
@@ -54,7 +54,8 @@ class EmbeddingBody(CheckedBody):
 
     @classmethod
     def describe(cls, schema: dict[str, Any]) -> None:
-        """Add to the JSON schema that `nvext` must have no annotations and no extra fields."""
+        """Add to the JSON schema that no input is empty, and that `nvext` has no annotations and no extra fields."""
+        describe_non_empty(schema["properties"]["input"])
         neither: dict[str, Any] = {"enum": [None, []]}
         schema["properties"]["nvext"]["properties"] = {"annotations": neither, "extra_fields": neither}
 

@@ -123,6 +123,15 @@ def _drop_unknown(value: Any) -> None:
             _drop_unknown(part)
 
 
+def describe_non_empty(schema: dict[str, Any]) -> None:
+    """Add to the JSON schema of a prompt that neither its text, its list nor a part of the list is empty."""
+    limit = {"string": "minLength", "array": "minItems"}.get(schema.get("type", ""))
+    if limit is not None:
+        schema[limit] = 1
+    for nested in (*schema.get("anyOf", []), *([schema["items"]] if "items" in schema else [])):
+        describe_non_empty(nested)
+
+
 def at_most(count: int) -> BeforeValidator:
     """Return a validator that rejects a JSON object with more than `count` members.
 

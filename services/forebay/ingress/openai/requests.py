@@ -14,7 +14,7 @@ from forebay.events.requests import StructuredOutput
 from forebay.ingress.errors import ApiError, invalid
 from forebay.ingress.media.refs import MediaRef
 from forebay.ingress.media.tokens import MediaTokens
-from forebay.ingress.openai.fields import Body, CheckedBody, Neutral, reject_extra
+from forebay.ingress.openai.fields import Body, CheckedBody, Neutral, describe_non_empty, reject_extra
 from forebay.ingress.openai.nvext import NAME_CHARS_MAX, WORKER_ID, Nvext
 from forebay.ingress.openai.sampling import JsonObject, SamplingFields, TokenIds
 from forebay.ingress.openai.tools import (
@@ -327,8 +327,9 @@ class TextBody(CompletionBody):
 
     @classmethod
     def describe(cls, schema: dict[str, Any]) -> None:
-        """Add to the JSON schema that `echo` excludes `logprobs`."""
+        """Add to the JSON schema that no prompt is empty, and that `echo` excludes `logprobs`."""
         super().describe(schema)
+        describe_non_empty(schema["properties"]["prompt"])
         schema["allOf"].append(
             {"anyOf": [{"properties": {name: {"enum": list(values)}}} for name, values in ECHO_EXCLUDES.items()]}
         )

@@ -29,11 +29,13 @@ class TokenizeTextBody(TextBody):
 
     @classmethod
     def describe(cls, schema: dict[str, Any]) -> None:
-        """Add to the JSON schema that there is one prompt."""
+        """Add to the JSON schema that there is one prompt, which may be empty."""
         super().describe(schema)
         kinds = schema["properties"]["prompt"]["anyOf"]
         one_prompt = [kind for kind in kinds if kind.get("items", {}).get("type") not in ("string", "array")]
-        schema["properties"]["prompt"] = {"anyOf": one_prompt}
+        schema["properties"]["prompt"] = {
+            "anyOf": [{key: kind[key] for key in kind if key not in ("minLength", "minItems")} for kind in one_prompt]
+        }
 
     @model_validator(mode="after")
     def _check_prompt(self) -> "TokenizeTextBody":
