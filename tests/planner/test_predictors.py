@@ -52,5 +52,5 @@ def test_a_pool_without_a_request_or_without_a_new_observation_has_no_forecast()
 
 
 def test_an_unknown_predictor_is_rejected() -> None:
-    with pytest.raises(PredictorUnusable, match="did you mean constant"):
-        predictor("constnat")
+    with pytest.raises(PredictorUnusable, match="unknown predictor"):
+        predictor("constant-value")
