@@ -13,6 +13,7 @@ from forebay.events.scaling import (
     ScalingDecided,
     ScalingEvent,
     ScalingObserved,
+    ScalingRefused,
 )
 
 GROUP, POOL = "llama", "default"
@@ -59,3 +60,8 @@ def decided(epoch: int, after: int, from_size: int, to_size: int) -> ScalingDeci
 def applied(decision: int, size: int) -> ScalingApplied:
     """Return the reply of an actuator that reached `size` workers."""
     return ScalingApplied(decision=decision, actuator="a", pools=(ReachedSize(group=GROUP, pool=POOL, size=size),))
+
+
+def refused(decision: int) -> ScalingRefused:
+    """Return the refusal of an actuator."""
+    return ScalingRefused(decision=decision, actuator="a", reason="failed", message="no node")

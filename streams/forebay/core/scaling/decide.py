@@ -6,8 +6,11 @@ later step of the decision reverses it either: the limits come before this check
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from forebay.core.scaling import budget, load, throughput
+from forebay.core.scaling.basis import SimulatedAttainment
 from forebay.core.scaling.proposal import Proposal
 from forebay.core.scaling.state import PlannerState, is_overdue
 from forebay.events.scaling import (
@@ -24,6 +27,48 @@ KEPT: frozenset[Reason] = frozenset({"manual", "in_progress", "paused", "no_obse
 US_PER_S = 1_000_000
 
 
+@dataclass(frozen=True, slots=True)
+class MethodProposal:
+    """Proposal of one method. Method `both` has one of each of its two methods."""
+
+    method: Literal["throughput", "load", "simulate"]
+    proposal: Proposal
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSizing:
+    """Steps that led to the size of one pool.
+
+    Attributes:
+        pool: the pool.
+        demand: forecast for it that knows the newest observation; None if there is none.
+        proposals: proposals of the methods; empty if the pool keeps its size without one, or an operator has set it.
+        limited: the proposed size within the largest change and the limits of the size; None without a proposal.
+        guarded: decision before the GPU budget.
+        decided: the decision.
+    """
+
+    pool: PoolScaling
+    demand: PoolDemand | None
+    proposals: tuple[MethodProposal, ...]
+    limited: int | None
+    guarded: PoolDecision
+    decided: PoolDecision
+
+
+@dataclass(frozen=True, slots=True)
+class Derivation:
+    """A decision that follows from a state, and the steps that led to it.
+
+    Attributes:
+        decision: the decision, without its time.
+        sizings: steps for each pool, in the order of the settings.
+    """
+
+    decision: ScalingDecided
+    sizings: tuple[PoolSizing, ...]
+
+
 def decide(state: PlannerState) -> ScalingDecided | None:
     """Return the decision that follows from the state, without its time.
 
@@ -32,53 +77,82 @@ def decide(state: PlannerState) -> ScalingDecided | None:
     Returns:
         The decision about every pool of the settings, or None if no planner has claimed the topic.
     """
+    derivation = derive(state)
+    return derivation.decision if derivation is not None else None
+
+
+def derive(state: PlannerState) -> Derivation | None:
+    """Return the decision as `decide` does, with the steps that led to it."""
     settings = state.settings
     if settings is None:
         return None
-    guarded = [(pool, _guarded(state, settings, pool)) for pool in settings.pools]
-    return ScalingDecided(
+    guarded = [_guarded(state, settings, pool) for pool in settings.pools]
+    sizings = tuple(_within_budget(state, settings, guarded))
+    decision = ScalingDecided(
         planner_epoch=state.epoch,
         after=max(state.effective, 0),
-        pools=tuple(_within_budget(state, settings, guarded)),
+        pools=tuple(one.decided for one in sizings),
         advisory=settings.advisory,
     )
+    return Derivation(decision, sizings)
 
 
-def _guarded(state: PlannerState, settings: PlannerSettings, pool: PoolScaling) -> PoolDecision:
+def _guarded(state: PlannerState, settings: PlannerSettings, pool: PoolScaling) -> PoolSizing:
     """Return the decision about one pool before the budget."""
+    demand = _demand(state, pool)
     current = state.size(pool)
-    if current is None:
-        return _decision(pool, 0, Proposal(0, "no_observation"), 0)
-    if state.open is not None and not is_overdue(state):
-        return _decision(pool, current, Proposal(current, "in_progress"), current)
-    manual = state.manual.get((pool.group, pool.pool))
-    if manual is not None:
-        return _decision(pool, current, Proposal(manual, "manual"), manual)
-    if state.paused:
-        return _decision(pool, current, Proposal(current, "paused"), current)
-    if state.last_observed(pool) is None:
-        return _decision(pool, current, Proposal(current, "no_observation"), current)
-    proposal = _proposal(state, settings, pool, current)
+    if kept := _kept(state, pool, current):
+        decision = _decision(pool, current or 0, kept, kept.size)
+        return PoolSizing(pool, demand, (), None, decision, decision)
+    assert current is not None, "a pool of unknown size keeps it"
+    proposals = _proposals(state, settings, pool, demand, current)
+    proposal = _chosen(proposals)
     size = max(current - settings.max_change, min(current + settings.max_change, proposal.size))
     size = max(pool.min_size, min(pool.max_size, size))
     if reason := _hold(state, settings, pool, current, size):
-        return _decision(pool, current, Proposal(proposal.size, reason), current)
-    if size != proposal.size:
-        proposal = Proposal(proposal.size, "limited")
-    return _decision(pool, current, proposal, size)
+        decision = _decision(pool, current, Proposal(proposal.size, reason), current)
+    elif size != proposal.size:
+        decision = _decision(pool, current, Proposal(proposal.size, "limited"), size)
+    else:
+        decision = _decision(pool, current, proposal, size)
+    return PoolSizing(pool, demand, proposals, size, decision, decision)
 
 
-def _proposal(state: PlannerState, settings: PlannerSettings, pool: PoolScaling, current: int) -> Proposal:
+def _kept(state: PlannerState, pool: PoolScaling, current: int | None) -> Proposal | None:
+    """Return the size that comes before every proposal, None if the methods shall propose one."""
+    if current is None:
+        return Proposal(0, "no_observation")
+    if state.open is not None and not is_overdue(state):
+        return Proposal(current, "in_progress")
+    manual = state.manual.get((pool.group, pool.pool))
+    if manual is not None:
+        return Proposal(manual, "manual")
+    if state.paused:
+        return Proposal(current, "paused")
+    if state.last_observed(pool) is None:
+        return Proposal(current, "no_observation")
+    return None
+
+
+def _proposals(
+    state: PlannerState, settings: PlannerSettings, pool: PoolScaling, demand: PoolDemand | None, current: int
+) -> tuple[MethodProposal, ...]:
     if settings.method == "simulate":
-        return _simulated(state, pool, current)
+        return (MethodProposal("simulate", _simulated(state, pool, current)),)
     history = [one for past in state.history for one in past.pools if (one.group, one.pool) == (pool.group, pool.pool)]
-    if settings.method == "load":
-        return load.propose(pool, settings, history, current)
-    lower = throughput.propose(pool, settings, _demand(state, pool), history[-1], current)
-    if settings.method == "throughput":
-        return lower
-    loaded = load.propose(pool, settings, history, current)
-    return lower if lower.reason not in LACKS_INPUT and lower.size > loaded.size else loaded
+    found: list[MethodProposal] = []
+    if settings.method in {"throughput", "both"}:
+        lower = throughput.propose(pool, settings, demand, history[-1], current)
+        found.append(MethodProposal("throughput", lower))
+    if settings.method in {"load", "both"}:
+        found.append(MethodProposal("load", load.propose(pool, settings, history, current)))
+    return tuple(found)
+
+
+def _chosen(proposals: Sequence[MethodProposal]) -> Proposal:
+    """Return the last proposal, unless the first one is a larger lower bound."""
+    first, last = proposals[0].proposal, proposals[-1].proposal
+    return first if first.reason not in LACKS_INPUT and first.size > last.size else last
 
 
 def _demand(state: PlannerState, pool: PoolScaling) -> PoolDemand | None:
@@ -96,11 +170,12 @@ def _simulated(state: PlannerState, pool: PoolScaling, current: int) -> Proposal
     sizes = [one for one in state.simulated.sizes if (one.group, one.pool) == (pool.group, pool.pool)]
     if not sizes:
         return Proposal(current, "no_demand")
+    basis = (SimulatedAttainment(state.simulated.target, tuple((one.size, one.attained) for one in sizes)),)
     attaining = [one.size for one in sizes if one.attained >= state.simulated.target]
     if attaining:
-        return Proposal(min(attaining))
+        return Proposal(min(attaining), basis=basis)
     best = max(sizes, key=lambda one: (one.attained, -one.size))
-    return Proposal(best.size, "target_unattainable")
+    return Proposal(best.size, "target_unattainable", basis)
 
 
 def _hold(state: PlannerState, settings: PlannerSettings, pool: PoolScaling, current: int, size: int) -> Reason | None:
@@ -119,21 +194,20 @@ def _hold(state: PlannerState, settings: PlannerSettings, pool: PoolScaling, cur
     return None
 
 
-def _within_budget(
-    state: PlannerState, settings: PlannerSettings, guarded: Sequence[tuple[PoolScaling, PoolDecision]]
-) -> list[PoolDecision]:
+def _within_budget(state: PlannerState, settings: PlannerSettings, guarded: Sequence[PoolSizing]) -> list[PoolSizing]:
     """Fit the sizes to the GPU budget, except those that must be kept. They count in it."""
-    used = sum(pool.gpus_per_worker * _kept(pool, one) for pool, one in guarded if one.reason in KEPT)
+    used = sum(gpus_before_budget(one) for one in guarded if one.guarded.reason in KEPT)
     fitted = budget.fit(
-        [_wanted(state, settings, pool, one) for pool, one in guarded if one.reason not in KEPT],
+        [_wanted(state, settings, one.pool, one.guarded) for one in guarded if one.guarded.reason not in KEPT],
         budget_gpus=max(settings.gpu_budget - used, 0) if settings.gpu_budget else None,
         min_gpus=max(settings.min_gpus - used, 0),
     )
     sizes = iter(fitted.sizes)
     found = []
-    for pool, one in guarded:
+    for sizing in guarded:
+        one = sizing.guarded
         if one.reason in KEPT:
-            found.append(one)
+            found.append(sizing)
             continue
         size, reason = next(sizes), one.reason
         if not fitted.feasible:  # no size of 0: it would end a system that runs
@@ -141,13 +215,16 @@ def _within_budget(
             reason = "budget_below_minimum" if size == one.from_size else one.reason
         elif size != one.to_size:
             reason = "gpu_budget"
-        found.append(_decision(pool, one.from_size, Proposal(one.proposed, reason), size))
+        decided = _decision(sizing.pool, one.from_size, Proposal(one.proposed, reason), size)
+        found.append(replace(sizing, decided=decided))
     return found
 
 
-def _kept(pool: PoolScaling, one: PoolDecision) -> int:
-    """Return the workers of a pool that keeps its size. A pool that was never observed has at least `min_size`."""
-    return max(one.to_size, pool.min_size) if one.reason == "no_observation" else one.to_size
+def gpus_before_budget(sizing: PoolSizing) -> int:
+    """Return the GPUs that a pool takes of the budget. A pool that was never observed has at least `min_size`."""
+    one, pool = sizing.guarded, sizing.pool
+    workers = max(one.to_size, pool.min_size) if one.reason == "no_observation" else one.to_size
+    return pool.gpus_per_worker * workers
 
 
 def _wanted(state: PlannerState, settings: PlannerSettings, pool: PoolScaling, one: PoolDecision) -> budget.Wanted:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
 
+from forebay.core.scaling.basis import LoadSignal
 from forebay.core.scaling.interpolation import decode_itl_ms, prefill_speed, uncached
 from forebay.core.scaling.proposal import SIZE_MAX, Proposal
 from forebay.events.scaling import PlannerSettings, PoolObserved, PoolScaling, Reason, WorkerObserved
@@ -36,23 +37,6 @@ class _Line:
         return max(self.base + self.slope * load, 0.0)
 
 
-@dataclass(frozen=True, slots=True)
-class _Signal:
-    """What one latency says about the size of a pool.
-
-    Attributes:
-        known: whether enough intervals have a measurement. If not, the other attributes are the defaults.
-        above: whether the estimates of all workers exceed the target.
-        below: whether one worker less keeps the estimates below the target by the margin, and its KV fits.
-        attainable: whether a request alone meets the target.
-    """
-
-    known: bool
-    above: bool = False
-    below: bool = False
-    attainable: bool = True
-
-
 def propose(pool: PoolScaling, settings: PlannerSettings, history: Sequence[PoolObserved], current: int) -> Proposal:
     """Return the present size, or one more or less.
 
@@ -69,21 +53,33 @@ def propose(pool: PoolScaling, settings: PlannerSettings, history: Sequence[Pool
         found.append(_ttft(pool, settings, history))
     if pool.role in {"decode", "aggregated"}:
         found.append(_itl(pool, settings, history))
-    signals = [one for one in found if one is not None]
+    signals = tuple(one for one in found if one is not None)
+    size, reason = _step(pool, settings, history, current, signals)
+    return Proposal(size, reason, signals)
+
+
+def _step(
+    pool: PoolScaling,
+    settings: PlannerSettings,
+    history: Sequence[PoolObserved],
+    current: int,
+    signals: Sequence[LoadSignal],
+) -> tuple[int, Reason | None]:
+    """Return the size that follows from the signals, and the reason of the proposal."""
     reason: Reason | None = None if all(one.attainable for one in signals) else "target_unattainable"
     if any(one.above for one in signals):
-        return Proposal(min(current + 1, SIZE_MAX), reason)
+        return min(current + 1, SIZE_MAX), reason
     # A pool without workers has no load that could start one again.
     least = max(pool.min_size, 1)
     if not signals or not all(one.known for one in signals):
         if _is_idle(settings, history):
-            return Proposal(max(current - 1, min(current, least)))
-        return Proposal(current, "insufficient_data")
+            return max(current - 1, min(current, least)), None
+        return current, "insufficient_data"
     if current <= least or len(history[-1].workers) < 2:
-        return Proposal(current, reason)
+        return current, reason
     if all(one.below for one in signals):
-        return Proposal(current - 1, reason)
-    return Proposal(current, reason or "consolidation_refused")
+        return current - 1, reason
+    return current, reason or "consolidation_refused"
 
 
 def _is_complete(observed: PoolObserved) -> bool:
@@ -102,11 +98,11 @@ def _is_idle(settings: PlannerSettings, history: Sequence[PoolObserved]) -> bool
     )
 
 
-def _ttft(pool: PoolScaling, settings: PlannerSettings, history: Sequence[PoolObserved]) -> _Signal | None:
+def _ttft(pool: PoolScaling, settings: PlannerSettings, history: Sequence[PoolObserved]) -> LoadSignal | None:
     """Return what the TTFT says. None if no worker has a TTFT."""
     intervals = _samples(history, lambda worker: worker.prefill_tokens, lambda worker: worker.ttft_ms)
     if len(intervals) < settings.min_observations:
-        return _Signal(known=False) if intervals else None
+        return LoadSignal("ttft", len(intervals), known=False) if intervals else None
     line, last, isl = _line(intervals), history[-1], _isl(history)
     tokens = uncached(isl, next((one.kv_hit_rate for one in reversed(history) if one.kv_hit_rate is not None), None))
     queued = last.queued * tokens / len(last.workers)
@@ -116,19 +112,28 @@ def _ttft(pool: PoolScaling, settings: PlannerSettings, history: Sequence[PoolOb
     # More workers only shorten the part of the TTFT that comes from waiting.
     alone = line.at(0)
     margin = (target - alone) * settings.down_sensitivity
-    return _Signal(
+    estimates, fewer = _estimates(line, loads), _estimates(line, _consolidated(loads))
+    return LoadSignal(
+        "ttft",
+        len(intervals),
         known=True,
-        above=all(line.at(load) > target for load in loads),
-        below=all(line.at(load) - alone < margin for load in _consolidated(loads)),
+        above=all(estimate > target for estimate in estimates),
+        below=all(estimate - alone < margin for estimate in fewer),
         attainable=attainable,
+        target_ms=target,
+        shrink_below_ms=alone + margin,
+        base_ms=line.base,
+        slope_ms=line.slope,
+        estimates_ms=estimates,
+        fewer_ms=fewer,
     )
 
 
-def _itl(pool: PoolScaling, settings: PlannerSettings, history: Sequence[PoolObserved]) -> _Signal | None:
+def _itl(pool: PoolScaling, settings: PlannerSettings, history: Sequence[PoolObserved]) -> LoadSignal | None:
     """Return what the ITL says. None if no worker has an ITL."""
     intervals = _samples(history, lambda worker: worker.kv_tokens, lambda worker: worker.itl_ms)
     if len(intervals) < settings.min_observations:
-        return _Signal(known=False) if intervals else None
+        return LoadSignal("itl", len(intervals), known=False) if intervals else None
     line, workers = _line(intervals), history[-1].workers
     queued = history[-1].queued / len(workers)
     loads = [_kv_tokens(worker, queued) for worker in workers]
@@ -136,14 +141,27 @@ def _itl(pool: PoolScaling, settings: PlannerSettings, history: Sequence[PoolObs
     profiled = decode_itl_ms(pool.decode, isl, 0) if pool.decode and isl else None
     target, attainable = _target(settings.itl_ms, line, profiled)
     rooms = [worker.kv_tokens_max or pool.kv_tokens or inf for worker in workers]
-    consolidated = _consolidated(loads)
-    return _Signal(
+    consolidated, limit = _consolidated(loads), target * settings.down_sensitivity
+    estimates, fewer = _estimates(line, loads), _estimates(line, consolidated)
+    return LoadSignal(
+        "itl",
+        len(intervals),
         known=True,
-        above=all(line.at(load) > target for load in loads),
-        below=all(line.at(load) < target * settings.down_sensitivity for load in consolidated)
+        above=all(estimate > target for estimate in estimates),
+        below=all(estimate < limit for estimate in fewer)
         and all(load < room for load, room in zip(consolidated, rooms, strict=True)),
         attainable=attainable,
+        target_ms=target,
+        shrink_below_ms=limit,
+        base_ms=line.base,
+        slope_ms=line.slope,
+        estimates_ms=estimates,
+        fewer_ms=fewer,
     )
+
+
+def _estimates(line: _Line, loads: Sequence[float]) -> tuple[float, ...]:
+    return tuple(line.at(load) for load in loads)
 
 
 def _isl(history: Sequence[PoolObserved]) -> float:

@@ -2,10 +2,11 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import msgspec
 
-from forebay.core.scaling.decide import decide
+from forebay.core.scaling.decide import Derivation, derive
 from forebay.core.scaling.state import RULES_VERSION, Outcome, PlannerState
 from forebay.events.scaling import (
     DemandForecast,
@@ -17,6 +18,10 @@ from forebay.events.scaling import (
     ScalingRefused,
 )
 
+WAITING_MAX = 256  # newest decisions without a reply; an actuator refuses a stale decision soon, or never
+
+Verification = Literal["equal", "different", "stale", "other_rules"]
+
 
 @dataclass(slots=True)
 class RecordedDecision:
@@ -26,18 +31,18 @@ class RecordedDecision:
         offset: offset of the decision.
         decided: the decision.
         outcome: whether it has an effect.
-        derived: the decision that follows from the state before it, without time; None if other rules made it, or if it
-            is stale.
+        derivation: the decision that follows from the state before it, with its steps; None if other rules made it.
         claim: claim of its planner; None if its planner has none on the topic.
         observed: newest observation before it.
         forecast: newest forecast before it.
-        reply: reply of the actuator; None if there is none.
+        reply: reply of the actuator; None if there is none, or if it came too late to have an effect. A stale decision
+            can have a refusal.
     """
 
     offset: int
     decided: ScalingDecided
     outcome: Outcome
-    derived: ScalingDecided | None
+    derivation: Derivation | None
     claim: PlannerClaimed | None
     observed: ScalingObserved | None
     forecast: DemandForecast | None
@@ -49,9 +54,60 @@ class RecordedDecision:
         return self.claim is not None and self.claim.rules_version == RULES_VERSION
 
     @property
+    def derived(self) -> ScalingDecided | None:
+        """The decision that was derived again, without time; None if other rules made it, or if it is stale."""
+        return self.derivation.decision if self.derivation is not None and self.outcome == "applied" else None
+
+    @property
     def is_verified(self) -> bool:
         """Whether the decision was derived again with the same result."""
         return self.derived == msgspec.structs.replace(self.decided, at_us=0)
+
+    @property
+    def verification(self) -> Verification:
+        """Result of the derivation. A stale decision has no effect, and may differ."""
+        if self.outcome == "stale":
+            return "stale"
+        if not self.has_own_rules:
+            return "other_rules"
+        return "equal" if self.is_verified else "different"
+
+
+class ScalingRederivation:
+    """Applies the records of the topic in order, and derives each decision again.
+
+    Attributes:
+        state: state after the records that were applied.
+    """
+
+    def __init__(self, state: PlannerState | None = None) -> None:
+        """Start with `state`, by default with that before the first record."""
+        self.state = state or PlannerState()
+        self._waiting: dict[int, RecordedDecision] = {}
+
+    def apply(self, offset: int, event: ScalingEvent) -> RecordedDecision | None:
+        """Apply a record. Return the decision if it is one. Its reply is set by a later call."""
+        if isinstance(event, ScalingDecided):
+            decision = self._decide(offset, event)
+            self._waiting[offset] = decision
+            if len(self._waiting) > WAITING_MAX:
+                del self._waiting[next(iter(self._waiting))]
+            return decision
+        outcome = self.state.apply(offset, event)
+        if isinstance(event, ScalingApplied | ScalingRefused):
+            replied = self._waiting.get(event.decision)
+            if replied is not None and replied.outcome == outcome and replied.reply is None:
+                replied.reply = event
+        return None
+
+    def _decide(self, offset: int, event: ScalingDecided) -> RecordedDecision:
+        state = self.state
+        claim = state.claim if state.epoch == event.planner_epoch else None
+        derivation = derive(state) if claim is not None and claim.rules_version == RULES_VERSION else None
+        observed = state.history[-1] if state.history else None
+        forecast = state.forecast[1] if state.forecast else None
+        outcome = state.apply(offset, event)
+        return RecordedDecision(offset, event, outcome, derivation, claim, observed, forecast)
 
 
 def decisions_of(records: Iterable[tuple[int, ScalingEvent]], state: PlannerState) -> Iterator[RecordedDecision]:
@@ -59,25 +115,5 @@ def decisions_of(records: Iterable[tuple[int, ScalingEvent]], state: PlannerStat
 
     Memory grows with the number of decisions, because the reply to a decision follows later.
     """
-    found: dict[int, RecordedDecision] = {}
-    for offset, event in records:
-        if isinstance(event, ScalingDecided):
-            found[offset] = _apply(state, offset, event)
-            continue
-        if isinstance(event, ScalingApplied | ScalingRefused):
-            decision = found.get(event.decision)
-            if decision is not None and decision.reply is None:
-                decision.reply = event
-        state.apply(offset, event)
-    yield from found.values()
-
-
-def _apply(state: PlannerState, offset: int, event: ScalingDecided) -> RecordedDecision:
-    claim = state.claim if state.epoch == event.planner_epoch else None
-    derived = decide(state) if claim is not None and claim.rules_version == RULES_VERSION else None
-    observed = state.history[-1] if state.history else None
-    forecast = state.forecast[1] if state.forecast else None
-    outcome = state.apply(offset, event)
-    return RecordedDecision(
-        offset, event, outcome, derived if outcome == "applied" else None, claim, observed, forecast
-    )
+    rederivation = ScalingRederivation(state)
+    yield from [found for offset, event in records if (found := rederivation.apply(offset, event)) is not None]

@@ -8,27 +8,12 @@ A pool of one stage has only its own term. A worker of an aggregated pool spends
 Source: Dynamo's throughput scaling, 1.6.1 for the equations `plain` and 0.x for `corrected`.
 """
 
-from dataclasses import dataclass
 from math import ceil, inf
 
+from forebay.core.scaling.basis import DecodeNeed, PrefillNeed
 from forebay.core.scaling.interpolation import decode_capacity, decode_itl_ms, prefill_speed, uncached
 from forebay.core.scaling.proposal import SIZE_MAX, Proposal
 from forebay.events.scaling import PlannerSettings, PoolDemand, PoolObserved, PoolScaling
-
-
-@dataclass(frozen=True, slots=True)
-class _Need:
-    """Workers that one stage keeps busy.
-
-    Attributes:
-        workers: number of workers, a fraction.
-        attainable: whether a request alone meets the target of the stage.
-        covered: whether the profile covers the demand.
-    """
-
-    workers: float
-    attainable: bool
-    covered: bool
 
 
 def propose(
@@ -53,7 +38,7 @@ def propose(
         return Proposal(current, "no_profile")
     if settings.equations == "plain":
         observed = None
-    needs = []
+    needs: list[PrefillNeed | DecodeNeed] = []
     if prefills:
         needs.append(_prefill(pool, settings, demand, observed))
     if decodes:
@@ -63,10 +48,10 @@ def propose(
         workers += need.workers
     size = max(ceil(workers) if workers < SIZE_MAX else SIZE_MAX, pool.min_size)
     if not all(need.attainable for need in needs):
-        return Proposal(size, "target_unattainable")
+        return Proposal(size, "target_unattainable", tuple(needs))
     if not all(need.covered for need in needs):
-        return Proposal(size, "profile_exceeded")
-    return Proposal(size)
+        return Proposal(size, "profile_exceeded", tuple(needs))
+    return Proposal(size, basis=tuple(needs))
 
 
 def _is_usable(pool: PoolScaling, demand: PoolDemand) -> bool:
@@ -80,11 +65,23 @@ def _is_usable(pool: PoolScaling, demand: PoolDemand) -> bool:
     return demand.osl > 0 or not generates
 
 
-def _prefill(pool: PoolScaling, settings: PlannerSettings, demand: PoolDemand, observed: PoolObserved | None) -> _Need:
+def _prefill(
+    pool: PoolScaling, settings: PlannerSettings, demand: PoolDemand, observed: PoolObserved | None
+) -> PrefillNeed:
     isl = uncached(demand.isl, demand.kv_hit_rate)
     speed = prefill_speed(pool.prefill, isl)
-    tokens_per_s = demand.requests_per_s * isl * _ttft_share(pool, observed)
-    return _Need(tokens_per_s / speed.tokens_per_s, speed.ttft_ms <= settings.ttft_ms, speed.covered)
+    correction = _ttft_share(pool, observed)
+    tokens_per_s = demand.requests_per_s * isl * correction
+    return PrefillNeed(
+        isl=isl,
+        ttft_ms=speed.ttft_ms,
+        correction=correction,
+        tokens_per_s=tokens_per_s,
+        worker_tokens_per_s=speed.tokens_per_s,
+        workers=tokens_per_s / speed.tokens_per_s,
+        attainable=speed.ttft_ms <= settings.ttft_ms,
+        covered=speed.covered,
+    )
 
 
 def _ttft_share(pool: PoolScaling, observed: PoolObserved | None) -> float:
@@ -99,13 +96,26 @@ def _ttft_share(pool: PoolScaling, observed: PoolObserved | None) -> float:
     return ttft_ms / expected_ms if ttft_ms < expected_ms else 1.0
 
 
-def _decode(pool: PoolScaling, settings: PlannerSettings, demand: PoolDemand, observed: PoolObserved | None) -> _Need:
+def _decode(
+    pool: PoolScaling, settings: PlannerSettings, demand: PoolDemand, observed: PoolObserved | None
+) -> DecodeNeed:
     context = _context(demand.isl, demand.osl)
     concurrency_max = pool.kv_tokens / context if pool.kv_tokens else None
-    itl_ms = settings.itl_ms * _itl_expected_share(pool, observed)
+    correction = _itl_expected_share(pool, observed)
+    itl_ms = settings.itl_ms * correction
     capacity = decode_capacity(pool.decode, context, itl_ms, concurrency_max)
     tokens_per_s = demand.requests_per_s * demand.osl
-    return _Need(tokens_per_s / capacity.tokens_per_s, capacity.attainable, capacity.covered)
+    return DecodeNeed(
+        context=context,
+        concurrency_max=concurrency_max,
+        correction=correction,
+        itl_ms=itl_ms,
+        tokens_per_s=tokens_per_s,
+        worker_tokens_per_s=capacity.tokens_per_s,
+        workers=tokens_per_s / capacity.tokens_per_s,
+        attainable=capacity.attainable,
+        covered=capacity.covered,
+    )
 
 
 def _itl_expected_share(pool: PoolScaling, observed: PoolObserved | None) -> float:
