@@ -159,6 +159,31 @@ def test_disagg_is_shown_and_changed_and_invalid_changes_are_rejected() -> None:
         }
 
 
+def test_pools_are_shown_and_drained_by_name(system: tuple[Up, Path], tmp_path: Path) -> None:
+    up, _ = system
+    code, out, _ = control(up, "drain", "default")
+    assert (code, out.splitlines()[0]) == (0, "model forebay-default")
+    assert out.splitlines()[2].split() == ["default", "aggregated", "64", "none,", "drained"]
+    assert completion(up, "forebay-default").json()["error"]["code"] == "no_workers"
+    code, out, _ = control(up, "drain", "default", "--end", "--json")
+    assert (code, json.loads(out)["pools"][0]["drained"]) == (0, False)
+    assert completion(up, "forebay-default").status_code == 200
+    rules = tmp_path / "rules.toml"
+    rules.write_text('[[models]]\nname = "forebay-other"\n')
+    for arguments, expected, message in (
+        (("drain", "deflt"), 1, "unknown pool 'deflt'; did you mean default?"),
+        (("canary", "default", "--base", "x", "--share", "0.1"), 1, "unknown pool 'x'; pools are: default"),
+        (("canary", "default"), 2, "--base and --share are required, or --end to end the canary"),
+        (("canary", "default", "--end", "--share", "1"), 2, "--end cannot be combined with --base and --share"),
+        (
+            ("pools", "--routing", str(rules)),
+            2,
+            f"{rules}: unknown model 'forebay-default'; models are: forebay-other",
+        ),
+    ):
+        assert control(up, *arguments)[::2] == (expected, f"forebay: {message}\n")
+
+
 def test_the_log_of_commands_verifies(system: tuple[Up, Path], tmp_path: Path) -> None:
     up, log = system
     control(up, "load-lora", "--lora", "x", "--path", str(tmp_path))

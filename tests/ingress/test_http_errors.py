@@ -36,6 +36,8 @@ ROUTES = [
     ("GET", "/busy_threshold", None),
     ("POST", "/disaggregation", {"model": NAME, "enforce": True}),
     ("GET", "/disaggregation", None),
+    ("POST", "/v1/pools/drain", {"model": NAME, "pool": "default"}),
+    ("GET", "/v1/pools", None),
 ]
 
 

@@ -87,6 +87,10 @@ ADMIN = {
     "/v1/load_lora_adapter",
     "/v1/loras",
     "/v1/loras/{lora_name}",
+    "/v1/pools",
+    "/v1/pools/canary",
+    "/v1/pools/drain",
+    "/v1/pools/routing",
     "/v1/unload_lora_adapter",
     "/wake_up",
 }

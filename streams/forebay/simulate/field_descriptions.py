@@ -1,5 +1,6 @@
 """Error texts for unknown and invalid fields of configuration: similar names, and the values that a field allows."""
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, get_type_hints
 
@@ -68,6 +69,21 @@ def unknown_field(raw: Any, kind: Any, noun: str, where: str = "") -> str | None
         where: path of the data in the file, empty for all of it.
     """
     return next(_unknown_fields(raw, inspect.type_info(kind), noun, where), None)
+
+
+def in_terms_of_keys(error: str, above: str = "") -> str:
+    """Return the text of a conversion error as the dotted key of the invalid value, and the reason.
+
+    Args:
+        error: text of a `msgspec.ValidationError`.
+        above: path of the converted data, with a dot at its end; empty for all of a file.
+    """
+    text, _, place = error.partition(" - at `$")
+    place = above + place.rstrip("`").removeprefix(".")
+    if missing := re.fullmatch(r"Object missing required field `(.*)`", text):
+        return f"{place.rstrip('.')}.{missing[1]}: missing key".removeprefix(".")
+    text = text.replace("`object`", "a table").replace("`array`", "a list").replace("`", "")
+    return f"{place.rstrip('.')}: {text[:1].lower()}{text[1:]}".removeprefix(": ")
 
 
 def _unknown_fields(raw: Any, kind: inspect.Type, noun: str, where: str) -> Iterator[str]:

@@ -13,7 +13,7 @@ import msgspec
 from forebay.core.routing.policies import BUILT_IN
 from forebay.events.control import RouterConfig
 from forebay.events.names import unknown_name
-from forebay.simulate.field_descriptions import unknown_field
+from forebay.simulate.field_descriptions import in_terms_of_keys, unknown_field
 from forebay.simulate.profiles.profile import MOCKER, Gpus, Profile, Size, load_profile
 from forebay.simulate.profiles.sheets import ProfileUnusable, read_file
 from forebay.simulate.settings import (
@@ -147,7 +147,7 @@ def load_fleet(path: Path) -> FleetDescription:
         fleet = _fleet(described, path.parent)
         validate_settings(Settings(pools=fleet.pools, life=fleet.life or LifeCycleSettings()))
     except msgspec.ValidationError as error:
-        raise FleetUnusable(f"{path}: {_in_terms_of_keys(str(error))}") from error
+        raise FleetUnusable(f"{path}: {in_terms_of_keys(str(error))}") from error
     except SettingsUnusable as error:
         raise FleetUnusable(f"{path}: {_key_of(error.where)}: {error.reason}") from error
     except (_KeyUnusable, ValueError, RecursionError) as error:  # invalid TOML, or an integer with too many digits
@@ -227,7 +227,7 @@ def _router(fields: dict[str, Any], where: str) -> RouterConfig:
     try:
         router = msgspec.convert(fields, RouterConfig)
     except msgspec.ValidationError as error:
-        raise _KeyUnusable("", _in_terms_of_keys(str(error), f"{where}.")) from error
+        raise _KeyUnusable("", in_terms_of_keys(str(error), f"{where}.")) from error
     if router.mode == "direct" or ("." not in router.mode and router.mode not in BUILT_IN):
         modes = ", ".join(sorted(set(BUILT_IN) - {"direct"}))
         raise _KeyUnusable(f"{where}.mode", f"{router.mode!r} cannot be simulated; use {modes} or a dotted class path")
@@ -264,13 +264,3 @@ def _fault(one: _Fault) -> WorkerFault:
 def _key_of(where: str) -> str:
     """Return the key in the file for the name of a setting."""
     return re.sub(r"^(faults\[\d+\])\.at$", r"\1.at_s", where)
-
-
-def _in_terms_of_keys(error: str, above: str = "") -> str:
-    """Translate a msgspec error into the dotted key and the reason."""
-    text, _, place = error.partition(" - at `$")
-    place = above + place.rstrip("`").removeprefix(".")
-    if missing := re.fullmatch(r"Object missing required field `(.*)`", text):
-        return f"{place.rstrip('.')}.{missing[1]}: missing key".removeprefix(".")
-    text = text.replace("`object`", "a table").replace("`array`", "a list").replace("`", "")
-    return f"{place.rstrip('.')}: {text[:1].lower()}{text[1:]}".removeprefix(": ")

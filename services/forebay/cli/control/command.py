@@ -11,6 +11,7 @@ from rich.table import Table
 from forebay.cli.common.admin_token import AdminTokenFileOption
 from forebay.cli.common.terminal import in_markup, results
 from forebay.cli.control.client import URL, IngressClient, UrlOption, client_for, decode_response, exit_unless_ok
+from forebay.cli.control.pools import canary, drain, pools
 from forebay.cli.control.settings import busy_threshold, disaggregation
 from forebay.events.control import Action
 from forebay.events.names import unknown_name
@@ -78,6 +79,9 @@ for _action, _help in ACTIONS.items():
     app.command(_action.replace("_", "-"), help=_help)(_command(_action))
 app.command("disaggregation")(disaggregation)
 app.command("busy-threshold")(busy_threshold)
+app.command("pools")(pools)
+app.command("canary")(canary)
+app.command("drain")(drain)
 
 
 def _suggest(client: IngressClient, result: Mapping[str, Any], given: Mapping[str, list[str]]) -> None:

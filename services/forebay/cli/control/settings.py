@@ -92,7 +92,7 @@ def busy_threshold(
 
 def _change(service: IngressClient, path: str, changes: dict[str, Any], *, json: bool) -> None:
     changed = {name: _value(value) for name, value in changes.items() if value is not None}
-    model = _model(service)
+    model = served_model(service)
     before = _settings(service, path, {"model": model})
     now = _settings(service, path, {"model": model, **changed}) if changed else before
     if json:
@@ -110,7 +110,7 @@ def _change(service: IngressClient, path: str, changes: dict[str, Any], *, json:
     console.print(table)
 
 
-def _model(service: IngressClient) -> str:
+def served_model(service: IngressClient) -> str:
     """Return the name of the model that the ingress serves."""
     response = service.request("/v1/models")
     result = decode_response(service.url, response, "data")

@@ -17,6 +17,7 @@ from forebay.ingress.errors import ApiError
 from forebay.ingress.http.body import read_body
 from forebay.ingress.http.control_api import BODY_BYTES_MAX, COMMAND_BODIES, add_commands
 from forebay.ingress.http.openapi import SETTINGS, body_of, errors
+from forebay.ingress.http.pool_rules import POOL_RULE_BODIES, add_pool_rules
 from forebay.ingress.ingress import Ingress
 from forebay.ingress.openai.fields import CheckedBody, parse
 from forebay.ingress.openai.nvext import WEIGHT_MAX
@@ -61,16 +62,17 @@ class DisaggregationBody(PoolSettingsBody):
     enforce: bool = False
 
 
-BODIES = (*COMMAND_BODIES, BusyThresholdBody, DisaggregationBody)
+BODIES = (*COMMAND_BODIES, BusyThresholdBody, DisaggregationBody, *POOL_RULE_BODIES)
 
 
 def add_admin(app: FastAPI, ingress: Ingress) -> None:
-    """Add the routes of the admin API to `app`: commands to workers, busy thresholds and disaggregation.
+    """Add the routes of the admin API to `app`: commands to workers and settings of pools.
 
     Each route requires the admin token in `ingress.settings.admin_token`.
     """
     router = APIRouter(dependencies=[Depends(_token_check(ingress.settings.admin_token))])
     add_commands(router, ingress)
+    add_pool_rules(router, ingress)
     pools = ingress.pools
 
     async def read_settings(request: Request, kind: type[BodyT]) -> BodyT:

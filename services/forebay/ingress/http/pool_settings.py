@@ -1,4 +1,4 @@
-"""Read and change the configuration of pools at run time: busy thresholds, disaggregation, block size.
+"""Read and change the configuration of pools at run time: thresholds, disaggregation, and rules for their choice.
 
 The topic `control` receives few records: only when a router starts with other settings, a pool appears, or an operator
 changes a setting. So `PoolConfigurator` reads the new records before each result, instead of following the topic.
@@ -7,11 +7,13 @@ changes a setting. So `PoolConfigurator` reads the new records before each resul
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from forebay import runtime
+from forebay.core.state.pool_registry import PoolEvent, PoolRegistry
 from forebay.events.codec import DecodeError, decode, encode
 from forebay.events.control import (
     BusyThresholds,
@@ -20,7 +22,10 @@ from forebay.events.control import (
     DisaggConfig,
     DisaggregationSet,
     PoolConfigured,
+    Role,
 )
+from forebay.events.names import unknown_name
+from forebay.events.pools import PoolCanarySet, PoolDrainSet, PoolRouting, PoolRoutingConfigured
 from forebay.events.topics import CONTROL
 from forebay.ingress.errors import ApiError, no_router
 from forebay.transport.base import Draft, Log, LogError
@@ -29,6 +34,23 @@ logger = logging.getLogger(__name__)
 
 READ_MAX = 256
 REFRESH_S = 5.0  # a pool keeps its block size until all its workers are replaced, so a cached value may be this old
+
+
+@dataclass(frozen=True, slots=True)
+class PoolRules:
+    """Rules for one pool of a model.
+
+    Attributes:
+        role: role of the workers of the pool.
+        block_size: tokens per KV block.
+        is_drained: whether the pool gets no new requests.
+        canary: its newest event if the pool is a canary.
+    """
+
+    role: Role
+    block_size: int
+    is_drained: bool
+    canary: PoolCanarySet | None
 
 
 class PoolConfigurator:
@@ -48,6 +70,8 @@ class PoolConfigurator:
         self._pools: dict[str, tuple[str, BusyThresholds]] = {}
         self._disagg: dict[str, tuple[str, DisaggConfig]] = {}
         self._block_sizes: dict[str, int] = {}
+        self._configured: dict[str, PoolConfigured] = {}
+        self._registry = PoolRegistry()
         self._refreshed_s = -REFRESH_S
         self._lock = asyncio.Lock()
 
@@ -139,6 +163,56 @@ class PoolConfigurator:
             await self._append(partition, DisaggregationSet(model=model, disagg=disagg, at_us=runtime.wall_us()))
         return await self.disaggregation(model)
 
+    async def rules(self, model: str) -> tuple[PoolRouting, dict[str, PoolRules]]:
+        """Return how the owner chooses the pool of a request, and the rules for each pool of a model, by its name.
+
+        Raises:
+            ApiError: 503 if the log fails.
+        """
+        await self._refresh()
+        registry = self._registry
+        routing = next((one.routing for one in registry.routing if one.model == model), PoolRouting())
+        canaries = {canary.pool: canary for canary in registry.canaries(model)}
+        pools = {
+            name: PoolRules(pool.role, pool.block_size, registry.is_drained(model, name), canaries.get(name))
+            for name, pool in sorted(self._configured.items())
+            if pool.model == model
+        }
+        return routing, pools
+
+    async def set_rule(self, event: PoolEvent) -> None:
+        """Append a rule for the choice of pools to the log.
+
+        Raises:
+            ApiError: 404 if the rule names an unknown pool, 503 if no router serves the model or the log fails.
+        """
+        partition = self._require_partition(event.model)
+        async with self._lock:
+            await self._catch_up(partition)
+            self._require_pools(event)
+            await self._append(partition, event)
+
+    def _require_pools(self, event: PoolEvent) -> None:
+        """Raise ApiError (404) if a rule names a pool that the model does not have.
+
+        The end of a canary or drain is valid without its pool.
+        """
+        named: list[tuple[str, str, Role | None]] = []
+        match event:
+            case PoolRoutingConfigured():
+                for at, grid in enumerate(event.routing.grids):
+                    named += [(f"grids[{at}].pools", one.pool, grid.role) for one in grid.pools]
+            case PoolCanarySet(base=str(base)) if base:
+                named = [("pool", event.pool, None), ("base", base, None)]
+            case PoolDrainSet(drained=True):
+                named = [("pool", event.pool, None)]
+        pools = [pool for _, pool in sorted(self._configured.items()) if pool.model == event.model]
+        for param, name, role in named:
+            known = [pool.pool for pool in pools if role in (None, pool.role)]
+            if name not in known:
+                kind = f"{role} pool" if role else "pool"
+                raise ApiError(404, "unknown_pool", unknown_name(kind, name, known), param)
+
     def _disagg_of(self, model: str) -> tuple[str, DisaggConfig]:
         pools = (pool for pool in sorted(self._disagg) if self._disagg[pool][0] == model)
         found = next(((pool, self._disagg[pool][1]) for pool in pools), None)
@@ -188,6 +262,7 @@ class PoolConfigurator:
     def _apply(self, event: ControlEvent) -> None:
         match event:
             case PoolConfigured():
+                self._configured[event.pool] = event
                 self._pools[event.pool] = (event.model, event.router.busy)
                 if event.role in ("aggregated", "decode"):
                     self._block_sizes[event.model] = event.block_size
@@ -202,6 +277,8 @@ class PoolConfigurator:
                 for pool, (model, _) in self._disagg.items():
                     if model == event.model:
                         self._disagg[pool] = (model, event.disagg)
+            case PoolRoutingConfigured() | PoolCanarySet() | PoolDrainSet():
+                self._registry.apply(event)
 
 
 def _no_pool(model: str) -> ApiError:

@@ -1,0 +1,99 @@
+"""Rules for the choice of pools as decoded data: in TOML files, with one entry per model, and in request bodies."""
+
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+
+from forebay.events.names import unknown_name
+from forebay.events.pools import PoolRouting
+from forebay.simulate.field_descriptions import in_terms_of_keys, unknown_field
+from forebay.simulate.profiles.sheets import ProfileUnusable, read_file
+
+KindT = TypeVar("KindT", bound=msgspec.Struct)
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+
+
+class PoolRoutingUnusable(ValueError):
+    """Invalid rules for the choice of pools; the text names the key and the reason."""
+
+
+class ModelRouting(PoolRouting, frozen=True, kw_only=True):
+    """Rules for the pools of one model.
+
+    Attributes:
+        name: name of the model.
+    """
+
+    name: Name
+
+    @property
+    def routing(self) -> PoolRouting:
+        """The rules without the name of the model."""
+        return PoolRouting(grids=self.grids, retry=self.retry)
+
+
+class _File(msgspec.Struct, frozen=True, kw_only=True):
+    models: tuple[ModelRouting, ...]
+
+
+def pool_routing(raw: dict[str, Any], noun: str = "key") -> PoolRouting:
+    """Return the rules in decoded data.
+
+    Args:
+        raw: decoded data.
+        noun: word for a key in the text of an error.
+
+    Raises:
+        PoolRoutingUnusable: a key is unknown or its value is invalid.
+    """
+    return _converted(raw, PoolRouting, noun)
+
+
+def read_pool_routing(path: Path) -> dict[str, PoolRouting]:
+    """Read the rules of a TOML file, by model.
+
+    Raises:
+        PoolRoutingUnusable: the file cannot be read or a key is invalid.
+    """
+    try:
+        models = _converted(tomllib.loads(read_file(path).decode()), _File, "key").models
+        require_unique(models)
+    except ProfileUnusable as error:
+        raise PoolRoutingUnusable(str(error)) from error
+    except UnicodeDecodeError as error:
+        raise PoolRoutingUnusable(f"{path}: is not UTF-8 text") from error
+    except (ValueError, RecursionError) as error:  # invalid TOML, or an integer with too many digits
+        raise PoolRoutingUnusable(f"{path}: {error}") from error
+    return {model.name: model.routing for model in models}
+
+
+def routing_of(path: Path, model: str) -> PoolRouting:
+    """Return the rules of one model in a TOML file.
+
+    Raises:
+        PoolRoutingUnusable: the file cannot be read, a key is invalid, or the file has no rules for the model.
+    """
+    found = read_pool_routing(path)
+    if model not in found:
+        raise PoolRoutingUnusable(f"{path}: {unknown_name('model', model, found)}")
+    return found[model]
+
+
+def require_unique(models: tuple[ModelRouting, ...]) -> None:
+    """Raise PoolRoutingUnusable if a model has two entries."""
+    seen: set[str] = set()
+    for at, model in enumerate(models):
+        if model.name in seen:
+            raise PoolRoutingUnusable(f"models[{at}].name: duplicate model {model.name!r}")
+        seen.add(model.name)
+
+
+def _converted(raw: dict[str, Any], kind: type[KindT], noun: str) -> KindT:
+    if unknown := unknown_field(raw, kind, noun):
+        raise PoolRoutingUnusable(unknown)
+    try:
+        return msgspec.convert(raw, kind)
+    except msgspec.ValidationError as error:
+        raise PoolRoutingUnusable(in_terms_of_keys(str(error))) from error
