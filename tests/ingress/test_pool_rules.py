@@ -106,7 +106,7 @@ async def test_rules_of_another_ingress_and_another_model_are_told_apart(scene: 
         ("canary", {"pool": "long", "base": "shot"}, 404, "base", "unknown_pool", None),
         ("canary", {"pool": "long", "base": "long"}, 400, "base", "invalid_value", None),
         ("canary", {"pool": "long", "base": "short", "share": 1.5}, 400, "share", "invalid_value", None),
-        ("canary", {"pool": "long", "bse": "short"}, 400, "bse", "unknown_parameter", None),
+        ("canary", {"pool": "long", "basis": "short"}, 400, "basis", "unknown_parameter", None),
         ("drain", {"pool": ""}, 400, "pool", "invalid_value", None),
         ("drain", {"model": "gpt", "pool": "short"}, 404, "model", "model_not_found", None),
         ("routing", {"grids": [{**GRID, "role": "decode"}]}, 404, "grids[0].pools", "unknown_pool", None),
