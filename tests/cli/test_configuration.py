@@ -73,9 +73,8 @@ def test_options_with_the_same_variable_are_of_the_same_kind() -> None:
         ("control sleep", "FOREBAY_POOL", "prefill"),
         ("control load-lora", "FOREBAY_LORA", "a=/a"),
         ("control sleep", "FOREBAY_TIMEOUT_S", "600"),
-        ("simulate", "FOREBAY_ENGINE", "vllm"),
+        ("profile aiconfigurator", "FOREBAY_ENGINE", "mock"),
         ("simulate", "FOREBAY_POLICY", "always"),
-        ("simulate", "FOREBAY_POOLS", "prefill,decode"),
         ("topics tail", "FOREBAY_FROM", "2026-01-31T12:00"),
     ],
 )

@@ -116,7 +116,7 @@ def test_busy_thresholds_are_shown_and_changed(system: tuple[Up, Path]) -> None:
 
 def test_disaggregation_cannot_be_set_without_prefill_and_decode_pools(system: tuple[Up, Path]) -> None:
     up, _ = system
-    for options in ((), ("--policy", "never")):
+    for options in ((), ("--disagg-policy", "never")):
         code, out, err = control(up, "disaggregation", *options)
         assert (code, out) == (1, "")
         assert err == "forebay: forebay-default is not disaggregated: it has no decode pool\n"
@@ -128,8 +128,8 @@ def test_disagg_is_shown_and_changed_and_invalid_changes_are_rejected() -> None:
         assert (code, out.splitlines()[0]) == (0, "model forebay-default, pool decode")
         shown = settings(out)
         assert (shown["setting"], shown["policy"], shown["enforce"]) == (["now"], ["always"], ["false"])
-        changes = ("--policy", "classic", "--max-local-prefill-length", "512", "--prefill-busy-threshold", "none")
-        code, out, _ = control(up, "disaggregation", *changes, "--enforce")
+        changes = ("--disagg-policy", "classic", "--enforce-disagg", "--max-local-prefill-length", "512")
+        code, out, _ = control(up, "disaggregation", *changes, "--prefill-busy-threshold", "none")
         changed = {name: cells for name, cells in settings(out).items() if cells[0] != cells[1]}
         assert code == 0
         assert changed == {
@@ -140,7 +140,7 @@ def test_disagg_is_shown_and_changed_and_invalid_changes_are_rejected() -> None:
             "enforce": ["false", "true"],
         }
         for option, wrong, message in (
-            ("policy", "sometimes", "policy: Input should be 'always', 'never', 'classic'"),
+            ("disagg-policy", "sometimes", "policy: Input should be 'always', 'never', 'classic'"),
             ("max-local-prefill-length", "abc", "max_local_prefill_length: Input should be a valid integer"),
             ("max-prefill-queue-size", "0", "max_prefill_queue_size: Input should be greater than or equal to 1"),
             ("decode-busy-threshold", "1.5", "decode_busy_threshold: Input should be less than or equal to 1"),
@@ -148,7 +148,7 @@ def test_disagg_is_shown_and_changed_and_invalid_changes_are_rejected() -> None:
             code, out, err = control(up, "disaggregation", f"--{option}", wrong)
             assert (code, out, len(err.splitlines())) == (2, "", 1)
             assert err.startswith(f"forebay: {message}")
-        code, out, _ = control(up, "disaggregation", "--no-enforce", "--json")
+        code, out, _ = control(up, "disaggregation", "--no-enforce-disagg", "--json")
         report = json.loads(out)
         assert (report["before"]["policy"], report["before"]["enforce"]) == ("classic", True), (
             "the invalid changes had no effect"

@@ -244,7 +244,7 @@ def test_a_diverging_log_is_not_compared(recording: Path, tmp_path: Path) -> Non
         (("--against", "REC", "--fail-above", "ttft"), "--fail-above ttft: got 'ttft', expected NAME=NUMBER"),
         (("--against", "REC", "--fail-above", "tpot=3"), "--fail-above tpot=3: unknown metric 'tpot'; metrics are:"),
         (("--against", "REC", "--policy", "best"), "unknown router mode 'best'"),
-        (("--against", "REC", "--engine", "none.toml"), "unknown engine profile 'none.toml'"),
+        (("--against", "REC", "--engine-profile", "none.toml"), "unknown engine profile 'none.toml'"),
         (("--against", "nowhere.rec"), "nowhere.rec: no such log file; check the path"),
         (("--against", "BROKEN"), "broken.rec: is not a forebay log"),
     ],

@@ -84,7 +84,7 @@ def test_oversized_requests_are_named_and_exit_1(tmp_path: Path) -> None:
             ["--kv-blocks", "1"],
             "no request of trace.jsonl fits a worker: the smallest, request 1, has 65 prompt and output",
         ),
-        (["--engine", "h900"], "unknown engine profile 'h900'"),
+        (["--engine-profile", "h900"], "unknown engine profile 'h900'"),
         (["--slo", "ttft"], "--slo ttft: invalid objective 'ttft'"),
         (["--attain", "0.5"], "--attain requires --slo"),
         (["--kill", "mock-8@1"], "--kill mock-8@1: unknown worker 'mock-8'; workers are: mock-0 to mock-7"),
@@ -98,7 +98,7 @@ def test_oversized_requests_are_named_and_exit_1(tmp_path: Path) -> None:
         (["--kill", f"mock-0@1+{'9' * 12}"], "the maximum is 100 years"),
         (["--policy", "kv:temperature=1,temperature=2"], "duplicate setting temperature"),
         (["--policy", "as configured"], "--policy as configured: requires that every pool has its own router"),
-        (["--engine", ""], "unknown engine profile "),
+        (["--engine-profile", ""], "unknown engine profile "),
     ],
 )
 def test_invalid_arguments_give_one_error_line(tmp_path: Path, arguments: list[str], reason: str) -> None:
@@ -142,7 +142,7 @@ def test_missed_attainment_sets_the_exit_code(trace: Path) -> None:
 def test_an_engine_profile_sets_timing_and_sizes(trace: Path) -> None:
     profile = trace.parent / "twice.toml"
     profile.write_text('kind = "linear"\n[costs_us]\nstep = 1000\n[sizes]\nkv_blocks = 4096\nmax_num_seqs = 8\n')
-    result = json.loads(printed(trace, "--engine", str(profile), "--max-num-seqs", "16", "--policy", "kv"))
+    result = json.loads(printed(trace, "--engine-profile", str(profile), "--max-num-seqs", "16", "--policy", "kv"))
     (group,) = result["settings"]["pools"][0]["groups"]
     assert group["profile"] == "twice"
     assert (group["engine"]["kv_blocks_total"], group["engine"]["max_num_seqs"]) == (4096, 16)
@@ -223,25 +223,25 @@ back_s = 0.5
 def test_options_override_the_pools_of_a_fleet_file(trace: Path) -> None:
     file = trace.parent / "fleet.toml"
     file.write_text(FLEET)
-    result = json.loads(printed(trace, "--pools", str(file), "--lease-ttl-s", "1", "--kill", "mock-0@0.4"))
+    result = json.loads(printed(trace, "--fleet", str(file), "--lease-ttl-s", "1", "--kill", "mock-0@0.4"))
     settings = result["settings"]
     assert [group["count"] for group in settings["pools"][0]["groups"]] == [2, 1]
     assert settings["delays"]["submit"]["fixed_us"] == 1290
     assert (settings["life"]["cold_start_s"], settings["life"]["lease_ttl_s"]) == (3.0, 1.0)
     assert [fault["worker"] for fault in settings["life"]["faults"]] == ["mock-2", "mock-0"]
     assert all(one["retried"] > 0 and not one["failed"] for one in result["policies"].values())
-    near = json.loads(printed(trace, "--pools", str(file), "--delays", "none"))
+    near = json.loads(printed(trace, "--fleet", str(file), "--delays", "none"))
     assert near["settings"]["delays"]["submit"]["fixed_us"] == 0
 
 
 def test_no_policy_is_needed_if_every_pool_has_a_router(trace: Path) -> None:
     file = trace.parent / "fleet.toml"
     file.write_text('[[pools]]\nrouter = {mode = "random"}\n[[pools.workers]]\ncount = 2\n')
-    configured = json.loads(printed(trace, "--pools", str(file)))["policies"]
+    configured = json.loads(printed(trace, "--fleet", str(file)))["policies"]
     assert list(configured) == ["as configured"]
     explicit = json.loads(printed(trace, "--workers", "2", "--policy", "random"))["policies"]
     assert configured["as configured"] == explicit["random"]
-    run = CliRunner().invoke(app, ["simulate", str(trace), "--pools", str(file), "--policy", "kv"])
+    run = CliRunner().invoke(app, ["simulate", str(trace), "--fleet", str(file), "--policy", "kv"])
     assert run.exit_code == 2
     assert "--policy kv: has no effect, because every pool has its own router" in run.stderr
 
@@ -249,7 +249,7 @@ def test_no_policy_is_needed_if_every_pool_has_a_router(trace: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["--workers", "3", "--engine", "mocker"], "defines the fleet; remove --workers and --engine"),
+        (["--workers", "3", "--engine-profile", "mocker"], "defines the fleet; remove --workers and --engine-profile"),
         (["--kill", "mock-9@1"], "--kill mock-9@1: unknown worker 'mock-9'; workers are: mock-0 to mock-2"),
         (["--kill", "mock-2@0.3"], "--kill mock-2@0.3: worker mock-2 starts at 0.7 s"),
     ],
@@ -257,7 +257,7 @@ def test_no_policy_is_needed_if_every_pool_has_a_router(trace: Path) -> None:
 def test_options_that_conflict_with_a_fleet_file_are_named(trace: Path, arguments: list[str], reason: str) -> None:
     file = trace.parent / "fleet.toml"
     file.write_text(FLEET)
-    run = CliRunner().invoke(app, ["simulate", str(trace), "--pools", str(file), *arguments])
+    run = CliRunner().invoke(app, ["simulate", str(trace), "--fleet", str(file), *arguments])
     assert run.exit_code == 2
     assert reason in run.stderr
 
@@ -265,9 +265,9 @@ def test_options_that_conflict_with_a_fleet_file_are_named(trace: Path, argument
 def test_profile_with_work_us_delays_work(trace: Path) -> None:
     profile = trace.parent / "fitted.toml"
     profile.write_text('kind = "linear"\nwork_us = 7000\n[costs_us]\nstep = 1000\n')
-    result = json.loads(printed(trace, "--engine", str(profile), "--policy", "kv"))
+    result = json.loads(printed(trace, "--engine-profile", str(profile), "--policy", "kv"))
     assert result["settings"]["delays"]["work"]["fixed_us"] == 7000
-    result = json.loads(printed(trace, "--engine", str(profile), "--policy", "kv", "--delays", "none"))
+    result = json.loads(printed(trace, "--engine-profile", str(profile), "--policy", "kv", "--delays", "none"))
     assert result["settings"]["delays"]["work"]["fixed_us"] == 0
 
 

@@ -117,9 +117,9 @@ def test_pools_of_a_fleet_file_match_the_options(trace: Path) -> None:
     file = trace.parent / "fleet.toml"
     pool = '[[pools]]\nname = "{0}"\nrole = "{0}"\nworkers = [{{count = {1}}}]\n'
     file.write_text(pool.format("prefill", 2) + pool.format("decode", 1) + "[transfer]\nkv_transfer_latency_us = 7\n")
-    figures = simulated(trace, "--pools", str(file))
+    figures = simulated(trace, "--fleet", str(file))
     assert figures["policies"] == simulated(trace, *APART, "--kv-transfer-latency-us", "7")["policies"]
-    run = CliRunner().invoke(app, ["simulate", str(trace), "--pools", str(file), *APART])
+    run = CliRunner().invoke(app, ["simulate", str(trace), "--fleet", str(file), *APART])
     assert "remove --prefill-workers and --decode-workers" in run.stderr
 
 

@@ -307,12 +307,12 @@ def test_pools_of_a_file_are_resized_one_by_one(tmp_path: Path) -> None:
     file = tmp_path / "fleet.toml"
     file.write_text("".join(f'[[pools]]\nname = "{of}"\nmodel = "{of}"\nworkers = [{{count = 2}}]\n' for of in "ab"))
     axes = axes_of(["pool.a.workers:pool.b.workers=1:3,3:1", "pool.b.kv_blocks=64"])
-    found = combinations(["kv"], axes, FleetOptions(pools=file), ShapeOptions())
+    found = combinations(["kv"], axes, FleetOptions(file=file), ShapeOptions())
     groups = [[pool.groups[0] for pool in one.fleet.pools] for one in found]
     assert [[group.count for group in of] for of in groups] == [[1, 3], [3, 1]]
     assert [[group.engine.kv_blocks_total for group in of] for of in groups] == [[16_384, 64]] * 2
     with pytest.raises(ValueError, match="defines the fleet; remove --workers"):
-        combinations(["kv"], axes_of(["workers=1"]), FleetOptions(pools=file), ShapeOptions())
+        combinations(["kv"], axes_of(["workers=1"]), FleetOptions(file=file), ShapeOptions())
 
 
 def test_setting_names_are_unambiguous() -> None:

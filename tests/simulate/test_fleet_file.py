@@ -40,7 +40,7 @@ gpus = 4
 
 [[pools.workers]]
 count = 1
-engine = "fast.toml"
+engine_profile = "fast.toml"
 max_num_seqs = 8
 
 [[pools]]
@@ -153,8 +153,8 @@ POOL = "[[pools]]\nworkers = [{count = 3}]\n"
             "pools[0].workers[0]: max_num_batched",
         ),
         (
-            "[[pools]]\nworkers = [{count = 1, engine = 'x.toml'}]",
-            "pools[0].workers[0].engine: unknown engine profile",
+            "[[pools]]\nworkers = [{count = 1, engine_profile = 'x.toml'}]",
+            "pools[0].workers[0].engine_profile: unknown engine profile",
         ),
         (POOL + "[pools.router]\nmodus = 'kv'", "pools[0].router: unknown key 'modus'; keys are: mode, "),
         (POOL + "[pools.router]\nmode = 'kw'", "pools[0].router.mode: 'kw' cannot be simulated; use kv, "),

@@ -1,4 +1,4 @@
-"""Reader of `--pools FILE`: pools, workers, delays and life cycle of a simulated fleet, as TOML.
+"""Reader of `--fleet FILE`: pools, workers, delays and life cycle of a simulated fleet, as TOML.
 
 docs/simulate.md documents the format. Times in the file are in seconds, delays in milliseconds.
 """
@@ -62,7 +62,7 @@ class _Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 class _Workers(_Table, frozen=True, kw_only=True):
     count: Count
-    engine: str = MOCKER
+    engine_profile: str = MOCKER
     block_size: Size | None = None
     kv_blocks: Size | None = None
     max_num_seqs: Size | None = None
@@ -206,9 +206,9 @@ def _fleet(described: _File, folder: Path) -> FleetDescription:
 
 def _group(one: _Workers, folder: Path, where: str) -> WorkerGroup:
     try:
-        profile = load_profile(one.engine if one.engine == MOCKER else str(folder / one.engine))
+        profile = load_profile(MOCKER if one.engine_profile == MOCKER else str(folder / one.engine_profile))
     except ProfileUnusable as error:
-        raise _KeyUnusable(f"{where}.engine", str(error)) from error
+        raise _KeyUnusable(f"{where}.engine_profile", str(error)) from error
     sizes = {
         "block_size": one.block_size,
         "kv_blocks": one.kv_blocks,

@@ -22,7 +22,9 @@ JsonOption = Annotated[
 
 
 def disaggregation(
-    policy: Annotated[str | None, typer.Option(help=f"Policy: {', '.join(get_args(DisaggPolicy))}.")] = None,
+    disagg_policy: Annotated[
+        str | None, typer.Option(help=f"Policy that decides: {', '.join(get_args(DisaggPolicy))}.")
+    ] = None,
     max_local_prefill_length: Annotated[
         str | None, typer.Option(help="Maximum tokens of a local prefill; for classic.")
     ] = None,
@@ -44,9 +46,11 @@ def disaggregation(
     decode_busy_threshold: Annotated[
         str | None, typer.Option(help="Fraction of a decode worker's KV blocks above which prefill is remote, or none.")
     ] = None,
-    enforce: Annotated[
+    enforce_disagg: Annotated[
         bool | None,
-        typer.Option("--enforce/--no-enforce", help="Reject requests whose prompt cannot be computed remotely."),
+        typer.Option(
+            "--enforce-disagg/--no-enforce-disagg", help="Reject a request if no prefill worker can compute its prompt."
+        ),
     ] = None,
     url: UrlOption = URL,
     admin_token_file: AdminTokenFileOption = None,
@@ -54,14 +58,14 @@ def disaggregation(
 ) -> None:
     """Show or change which prompts prefill workers compute."""
     changes = {
-        "policy": policy,
+        "policy": disagg_policy,
         "max_local_prefill_length": max_local_prefill_length,
         "max_prefill_queue_size": max_prefill_queue_size,
         "eff_isl_threshold": eff_isl_threshold,
         "eff_isl_ratio_threshold": eff_isl_ratio_threshold,
         "prefill_busy_threshold": prefill_busy_threshold,
         "decode_busy_threshold": decode_busy_threshold,
-        "enforce": enforce,
+        "enforce": enforce_disagg,
     }
     _change(client_for(url, admin_token_file), "/disaggregation", changes, json=json)
 

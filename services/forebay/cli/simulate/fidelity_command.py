@@ -28,7 +28,7 @@ from forebay.simulate.settings import policy
 from forebay.transport.sqlite.log import SqliteLog
 
 LINK = ("kv_transfer_bandwidth", "kv_transfer_latency_us")  # options that are fitted to the recording by default
-OWN = ("engine", "delays", *LINK)  # fleet options that a recording does not determine
+OWN = ("engine_profile", "delays", *LINK)  # fleet options that a recording does not determine
 BOUNDS = ("ttft", "itl", "e2e", "reuse", "load")
 BOUND = re.compile(r"(?P<name>\w+)=(?P<most>\d+(\.\d+)?)")
 ABOVE = 1  # exit code if an error exceeds its bound

@@ -45,8 +45,7 @@ def fit(
 ) -> None:
     """Fit an engine profile to the recorded times of engines.
 
-    The profile is a file for `--engine` of `forebay simulate`. Errors of the fit are printed on stderr and written to
-    the file.
+    The profile is a file for `--engine-profile`. Errors of the fit are printed on stderr and written to the file.
     """
     require_extra("fit", "forebay fit", "numpy", "scipy")
     if out is not None and out.exists() and log.exists() and out.samefile(log):

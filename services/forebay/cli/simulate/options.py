@@ -45,7 +45,7 @@ AS_CONFIGURED = "as configured"
 LIFE = ("mtbf_s", "repair_s", "cold_start_s", "lease_ttl_s")
 TRANSFER = ("kv_bytes_per_token", "kv_transfer_bandwidth", "kv_transfer_latency_us")
 SIZES = ("block_size", "kv_blocks", "max_num_seqs", "max_num_batched_tokens")
-OF_POOLS = ("workers", "prefill_workers", "decode_workers", "engine", *SIZES)
+OF_POOLS = ("workers", "prefill_workers", "decode_workers", "engine_profile", *SIZES)
 FAULT = re.compile(r"faults\[(?P<at>\d+)\]")
 DEATH = re.compile(r"(?P<worker>.+)@(?P<at>\d+(\.\d+)?)(\+(?P<back>\d+(\.\d+)?))?", re.ASCII)
 
@@ -87,10 +87,11 @@ class FleetOptions:
         int | None,
         typer.Option(min=1, max=WORKERS_MAX, help="Number of decode workers. Requires --prefill-workers."),
     ] = None
-    pools: Annotated[Path | None, typer.Option(help="TOML file with pools, kinds of workers, delays and failures.")] = (
-        None
-    )
-    engine: Annotated[
+    file: Annotated[
+        Path | None,
+        typer.Option("--fleet", help="Fleet file: TOML with pools, kinds of workers, delays and failures."),
+    ] = None
+    engine_profile: Annotated[
         str | None,
         typer.Option(
             help="Engine profile with step times and sizes: mocker, or the path of a profile file.",
@@ -234,12 +235,12 @@ def _described(fleet: FleetOptions) -> FleetDescription:
     Raises:
         ValueError: the file is invalid, or conflicts with an option.
     """
-    if fleet.pools is not None:
+    if fleet.file is not None:
         given = [f"--{name.replace('_', '-')}" for name in OF_POOLS if getattr(fleet, name) is not None]
         if given:
-            raise ValueError(f"--pools {fleet.pools} defines the fleet; remove {' and '.join(given)}")
-        return load_fleet(fleet.pools)
-    profile = load_profile(MOCKER if fleet.engine is None else fleet.engine)
+            raise ValueError(f"--fleet {fleet.file} defines the fleet; remove {' and '.join(given)}")
+        return load_fleet(fleet.file)
+    profile = load_profile(MOCKER if fleet.engine_profile is None else fleet.engine_profile)
     sizes = {size: getattr(fleet, size) for size in SIZES}
     pools = tuple(
         PoolSettings(name=name, role=role, groups=(worker_group(profile, count, **sizes),))
@@ -403,4 +404,4 @@ def _flag(where: str, fleet: FleetOptions, faults: int) -> str:
     name = where.rpartition(".")[2]
     if name in LIFE:
         return f"--{name.replace('_', '-')}"
-    return f"{fleet.pools or ('--workers' if fleet.decode_workers is None else '--decode-workers')}: {where}"
+    return f"{fleet.file or ('--workers' if fleet.decode_workers is None else '--decode-workers')}: {where}"

@@ -7,9 +7,11 @@ import typer
 
 from forebay.cli.common.errors import complain, fail
 from forebay.cli.common.extras import require_extra
+from forebay.events.names import unknown_name
 from forebay.simulate.profiles.profile import EngineSizes, Profile, write_linear
 from forebay.simulate.profiles.sheets import ProfileUnusable
 
+BACKENDS = {"vllm": "vllm", "sglang": "sglang", "tensorrt-llm": "trtllm"}  # AIConfigurator's name of each engine
 OutOption = Annotated[
     Path | None, typer.Option("--out", "-o", dir_okay=False, help="Write the profile to this file, not to stdout.")
 ]
@@ -26,7 +28,7 @@ def _group() -> None:
 def aiconfigurator(
     model: Annotated[str, typer.Argument(help="Name of a model on Hugging Face that AIConfigurator supports.")],
     system: Annotated[str, typer.Option(help="GPU system, such as h100_sxm, h200_sxm or b200_sxm.")] = "h100_sxm",
-    backend: Annotated[str, typer.Option(help="Engine: vllm, sglang or trtllm.")] = "vllm",
+    engine: Annotated[str, typer.Option(help=f"Engine: {', '.join(BACKENDS)}.")] = "vllm",
     tensor_parallel: Annotated[int, typer.Option(min=1, max=1024, help="Tensor-parallel GPUs per engine.")] = 1,
     out: OutOption = None,
 ) -> None:
@@ -34,17 +36,19 @@ def aiconfigurator(
 
     Errors against these estimates are printed on stderr and written to the file.
     """
+    if engine not in BACKENDS:
+        fail(f"--engine: {unknown_name('engine', engine, BACKENDS)}")
     require_extra("aiconfigurator", "forebay profile aiconfigurator", "aiconfigurator_core", "numpy", "scipy")
     from forebay.simulate.profiles.aiconfigurator import fit_estimates  # noqa: PLC0415 - optional and slow to load
 
     try:
-        found = fit_estimates(model, system, backend, tensor_parallel)
+        found = fit_estimates(model, system, BACKENDS[engine], tensor_parallel)
     except ProfileUnusable as error:
         fail(str(error))
     profile = Profile(
         timing=found.timing,
         sizes=EngineSizes(gpus=float(tensor_parallel)),
-        name=f"{model} on {tensor_parallel} {system}, {backend}",
+        name=f"{model} on {tensor_parallel} {system}, {engine}",
         source="estimates of NVIDIA's AIConfigurator",
     )
     errors = [

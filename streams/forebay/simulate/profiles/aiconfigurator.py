@@ -68,7 +68,7 @@ def fit_estimates(model: str, system: str, backend: str, tensor_parallel: int) -
     if not (times > 0).all():
         raise ProfileUnusable(
             f"cannot use the estimate of AIConfigurator for {model} on {system} with {backend}: it contains a step time"
-            " of 0; choose another system or backend"
+            " of 0; choose another system or engine"
         )
     shares = rows / times[:, None]
     costs = regression(shares)
