@@ -25,6 +25,8 @@ def allowed_values(kind: inspect.Type) -> str:
             return "one of " + ", ".join(map(str, values))
         case inspect.IntType(ge=least, le=most):
             return "a whole number" + _range(least, None if most == INT_MAX else most)
+        case inspect.FloatType(gt=float() | int() as above):
+            return f"a number above {above:.15g}"
         case inspect.FloatType(ge=least, le=most):
             return "a number" + _range(least, most)
         case inspect.StrType():

@@ -2,6 +2,7 @@
 
 import typer
 
+from forebay.cli.planner.run import run
 from forebay.cli.planner.supervise import supervise
 
 app = typer.Typer(help="Scale the pools of a distributed system.", no_args_is_help=True)
@@ -12,4 +13,5 @@ def _root() -> None:
     """Scale the pools of a distributed system."""
 
 
+app.command("run")(run)
 app.command("supervise")(supervise)

@@ -1,22 +1,19 @@
 """Reader of the file of `forebay planner supervise`: an actuator and its pools, as TOML."""
 
 import shutil
-import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 
-from forebay.cli.common.plain_file import kind_of
+from forebay.cli.planner.pools_file import pool_tables, read_toml, require_known
 from forebay.core.scaling.state import PoolKey
-from forebay.events.names import NameInvalid, require_name, unknown_name
+from forebay.events.names import unknown_name
 from forebay.ingress.errors import Unusable
 from forebay.planner.actuators.processes import KILL_AFTER_S, ProcessPool
-from forebay.simulate.field_descriptions import invalid_field
 
-FILE_BYTES_MAX = 1 << 20
 KILL_AFTER_S_MAX = 7 * 86_400.0
 
 ActuatorName = Literal["processes", "kubernetes"]
@@ -65,13 +62,10 @@ class KubernetesSettings:
     pools: Mapping[PoolKey, tuple[PodSetKind, str, str]]
 
 
-Table = TypeVar("Table", ProcessTable, KubernetesTable)
-
-
 def read_supervise_file(path: Path) -> ProcessSettings | KubernetesSettings:
     """Read a file of `forebay planner supervise`. Raises Unusable, with file and key, if it is invalid."""
     try:
-        return _settings(path, _toml(path))
+        return _settings(path, read_toml(path))
     except Unusable as error:
         raise Unusable(f"{path}: {error}") from None
 
@@ -83,60 +77,14 @@ def _settings(path: Path, raw: Mapping[str, Any]) -> ProcessSettings | Kubernete
     if actuator not in get_args(ActuatorName):
         raise Unusable(unknown_name("actuator", str(actuator), get_args(ActuatorName)))
     keys = ("actuator", "state", "pools") if actuator == "processes" else ("actuator", "pools")
-    _require_known(raw, keys)
+    require_known(raw, keys)
     if actuator == "kubernetes":
-        return KubernetesSettings({(one.group, one.pool): _object(one) for one in _pools(raw, KubernetesTable)})
+        return KubernetesSettings({(one.group, one.pool): _object(one) for one in pool_tables(raw, KubernetesTable)})
     state = raw.get("state")
     if not isinstance(state, str) or not state:
         raise Unusable("the key state is missing or not a path; expected a directory, such as state = 'supervisor'")
-    tables = _pools(raw, ProcessTable)
+    tables = pool_tables(raw, ProcessTable)
     return ProcessSettings(path.parent / state, tuple(_process_pool(table) for table in tables))
-
-
-def _toml(path: Path) -> dict[str, Any]:
-    try:
-        with path.open("rb") as file:
-            content = file.read(FILE_BYTES_MAX + 1)
-        if len(content) > FILE_BYTES_MAX:
-            raise Unusable(f"the file is larger than {FILE_BYTES_MAX >> 20} MiB")
-        return tomllib.loads(content.decode())
-    except OSError as error:
-        raise Unusable(f"cannot be read: {error.strerror}") from None
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
-        raise Unusable(f"not TOML: {error}") from None
-
-
-def _pools(raw: Mapping[str, Any], kind: type[Table]) -> list[Table]:
-    found = raw.get("pools")
-    if not isinstance(found, list) or not found:
-        raise Unusable("expected at least one table [[pools]]")
-    tables: list[Table] = []
-    for number, table in enumerate(found):
-        try:
-            tables.append(_pool(table, kind))
-        except Unusable as error:
-            raise Unusable(f"pools[{number}]: {error}") from None
-        names = [(one.group, one.pool) for one in tables]
-        if names[-1] in names[:-1]:
-            first = names.index(names[-1])
-            raise Unusable(f"pools[{number}]: {'/'.join(names[-1])} is also pools[{first}]; use each pool once")
-    return tables
-
-
-def _pool(raw: Any, kind: type[Table]) -> Table:
-    if not isinstance(raw, dict):
-        raise Unusable(f"expected a table, got {kind_of(raw)}")
-    _require_known(raw, kind.__struct_fields__)
-    try:
-        table = msgspec.convert(raw, kind)
-    except msgspec.ValidationError as error:
-        raise Unusable(invalid_field(raw, kind, error)) from None
-    try:
-        require_name("model", table.group)
-        require_name("pool", table.pool)
-    except NameInvalid as error:
-        raise Unusable(str(error)) from None
-    return table
 
 
 def _process_pool(table: ProcessTable) -> ProcessPool:
@@ -159,9 +107,3 @@ def _object(table: KubernetesTable) -> tuple[PodSetKind, str, str]:
     if not (namespace and slash and own) or "/" in own:
         raise Unusable(f'{name}: expected {kind} = "NAMESPACE/NAME", got "{table.deployment or table.statefulset}"')
     return kind, namespace, own
-
-
-def _require_known(raw: Mapping[str, Any], keys: Sequence[str]) -> None:
-    for key in raw:
-        if key not in keys:
-            raise Unusable(unknown_name("key", key, keys))

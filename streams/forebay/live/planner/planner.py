@@ -89,6 +89,7 @@ class Planner:
         self._prompted = asyncio.Event()
         self._epoch = -1
         self._heard_s = 0.0
+        self._unobserved: list[str] = []
         self.topic = ScalingTopic(log, self._on_record)
 
     async def run(self) -> None:
@@ -133,9 +134,15 @@ class Planner:
 
     async def _stand_by(self) -> None:
         """Return when this planner should claim the topic."""
+        claim = self.topic.state.claim
+        if claim is not None:
+            logger.info("planner %s stands by for planner %s", self.planner_id, claim.planner_id)
         while not self._stopping.is_set() and (wait_s := self._silent_in_s()) > 0:
             self.topic.changed.clear()
             await _within(self.topic.changed.wait(), wait_s)
+        silent = self.topic.state.claim
+        if silent is not None and not self._stopping.is_set():
+            logger.warning("planner %s has written nothing for too long; taking over", silent.planner_id)
 
     def _silent_in_s(self) -> float:
         """Return the seconds until the active planner counts as failed, 0 if there is none."""
@@ -171,11 +178,10 @@ class Planner:
 
     async def _observe(self) -> None:
         """Record an observation, and the forecast that follows from it."""
+        pools = self._observer.observe()
+        self._log_unobserved(pools)
         observed = ScalingObserved(
-            planner_epoch=self._epoch,
-            at_us=runtime.wall_us(),
-            interval_s=self._settings.interval_s,
-            pools=self._observer.observe(),
+            planner_epoch=self._epoch, at_us=runtime.wall_us(), interval_s=self._settings.interval_s, pools=pools
         )
         offset, outcome = await self.topic.append(observed)
         if outcome == "stale" or self._settings.method == "load":
@@ -187,6 +193,15 @@ class Planner:
             logger.exception("the predictor %s failed; deciding without a new forecast", self._settings.predictor)
             return
         await self.topic.append(_stamped(forecast, self._epoch))
+
+    def _log_unobserved(self, pools: Sequence[PoolObserved]) -> None:
+        """Log the pools without an observation, if they changed."""
+        observed = {(one.group, one.pool) for one in pools}
+        missing = [f"{one.group}/{one.pool}" for one in self._settings.pools if (one.group, one.pool) not in observed]
+        if missing and missing != self._unobserved:
+            logger.warning("not observed in this interval: %s; the group was not followed, or none has this name",
+                           ", ".join(missing))  # fmt: skip
+        self._unobserved = missing
 
     async def _decide(self) -> None:
         """Record the decision that follows from the state. Decide again if a record came in between."""

@@ -1,0 +1,209 @@
+"""The file of `forebay planner run`: every mistake ends the command with exit code 2 and one line."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forebay.cli.planner.planner_file import read_planner_file
+from forebay.events.scaling import DecodePoint, PlannerSettings, PoolScaling, PrefillPoint
+from tests.cli.in_process import forebay
+
+PREFILL: list[dict[str, float]] = [
+    {"isl": 100, "ttft_ms": 20, "tokens_per_s": 5000},
+    {"isl": 1000, "ttft_ms": 90.5, "tokens_per_s": 11000},
+]
+DECODE: list[dict[str, float]] = [{"context": 500, "concurrency": 1, "itl_ms": 8, "tokens_per_s": 125}]
+PROFILE = {"prefill": PREFILL, "decode": DECODE}
+POOL = """
+[[pools]]
+group = "llama"
+pool = "default"
+profile = "profile.json"
+"""
+ALL_KEYS = """
+interval_s = 10
+method = "both"
+equations = "corrected"
+ttft_ms = 300
+itl_ms = 20.5
+gpu_budget = 40
+min_gpus = 2
+max_change = 4
+down_sensitivity = 0.7
+min_observations = 3
+cooldown_s = 30
+action_timeout_s = 600
+predictor = "moving-average"
+advisory = true
+
+[[pools]]
+group = "org/llama"
+pool = "prefill"
+role = "prefill"
+min_size = 2
+max_size = 8
+gpus_per_worker = 4
+startup_s = 40
+kv_tokens = 100000
+profile = "profile.json"
+
+[[pools]]
+group = "org/llama"
+pool = "decode"
+role = "decode"
+"""
+
+
+def written(folder: Path, text: str, profile: Any = PROFILE) -> Path:
+    """Write a file and its profile, and return the path of the file."""
+    path = folder / "planner.toml"
+    path.write_bytes(text.encode(errors="surrogateescape"))
+    (folder / "profile.json").write_text(profile if isinstance(profile, str) else json.dumps(profile))
+    return path
+
+
+def test_defaults_of_a_file(tmp_path: Path) -> None:
+    pool = PoolScaling(
+        group="llama",
+        pool="default",
+        prefill=tuple(PrefillPoint(**point) for point in PREFILL),
+        decode=tuple(DecodePoint(**point) for point in DECODE),
+    )
+    assert read_planner_file(written(tmp_path, POOL)) == PlannerSettings(pools=(pool,))
+
+
+def test_all_keys_of_a_file(tmp_path: Path) -> None:
+    found = read_planner_file(written(tmp_path, ALL_KEYS))
+    prefill = PoolScaling(
+        group="org/llama",
+        pool="prefill",
+        role="prefill",
+        min_size=2,
+        max_size=8,
+        gpus_per_worker=4,
+        startup_s=40.0,
+        kv_tokens=100_000,
+        prefill=tuple(PrefillPoint(**point) for point in PREFILL),
+        decode=tuple(DecodePoint(**point) for point in DECODE),
+    )
+    assert found == PlannerSettings(
+        pools=(prefill, PoolScaling(group="org/llama", pool="decode", role="decode")),
+        interval_s=10.0,
+        method="both",
+        equations="corrected",
+        ttft_ms=300.0,
+        itl_ms=20.5,
+        gpu_budget=40,
+        min_gpus=2,
+        max_change=4,
+        down_sensitivity=0.7,
+        min_observations=3,
+        cooldown_s=30.0,
+        action_timeout_s=600.0,
+        predictor="moving-average",
+        advisory=True,
+    )
+
+
+def complaint(path: Path) -> str:
+    """Run the command, and return the one line of its error."""
+    run = forebay("planner", "run", str(path), "--kafka", "127.0.0.1:1")
+    assert (run.returncode, run.stdout) == (2, "")
+    (line,) = run.stderr.splitlines()
+    prefix = f"forebay: {path}: "
+    assert line.startswith(prefix)
+    return str(line.removeprefix(prefix))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("interval_s", "not TOML"),
+        ("\udcff", "not TOML"),
+        ("", "expected at least one table [[pools]]"),
+        ("pools = 1", "expected at least one table [[pools]]"),
+        ("pools = [1]", "pools[0]: expected a table"),
+        (f"interval = 1{POOL}", "unknown key 'interval'; did you mean interval_s?"),
+        (f"interval_s = 0{POOL}", "interval_s: must be a number above 0"),
+        (f"interval_s = inf{POOL}", "interval_s: must be a finite number, got inf"),
+        (f"ttft_ms = nan{POOL}", "ttft_ms: must be a number above 0"),
+        (f"advisory = 1{POOL}", "advisory: must be true or false"),
+        (f"down_sensitivity = 80{POOL}", "down_sensitivity: must be a number from 0 to 1"),
+        (f"max_change = 0{POOL}", "max_change: must be a whole number from 1 to 10000"),
+        (f'method = "thruput"{POOL}', "method: must be one of both, load, simulate, throughput"),
+        (f'method = "simulate"{POOL}', "method: simulate cannot be used"),
+        (f'predictor = "moving"{POOL}', "predictor: unknown predictor 'moving'; did you mean moving-average?"),
+        (f"min_gpus = 9{POOL}", "min_gpus: must be at most gpu_budget, which is 8; got 9"),
+        (f"{POOL}min_size = 9", "gpu_budget: the smallest sizes of all pools need 9 GPUs, got 8"),
+        (f"{POOL}min_size = 9\nmax_size = 8", "pools[0]: min_size: must be at most max_size, which is 8; got 9"),
+        (f"{POOL}max_sizes = 9", "pools[0]: unknown key 'max_sizes'; did you mean max_size"),
+        (f"{POOL}max_size = -1", "pools[0]: max_size: must be a whole number from 0 to 10000"),
+        (f'{POOL}role = "decoder"', "pools[0]: role: must be one of aggregated, decode, encode, prefill"),
+        (f'{POOL}role = "encode"', "pools[0]: role: no method sizes pools of role encode"),
+        (f"{POOL}startup_s = inf", "pools[0]: startup_s: must be a finite number"),
+        (f"{POOL}prefill = [{{isl = 1, ttft_ms = 1, tokens_per_s = 1}}]", "pools[0]: prefill: expected the points in"),
+        (POOL + POOL, "pools[1]: llama/default is also pools[0]; use each pool once"),
+        (POOL.replace('pool = "default"', ""), "pools[0]: pool: missing key"),
+        (POOL.replace("default", "a b"), "pools[0]: the pool name 'a b' cannot be used"),
+        (POOL.replace("llama", "../x"), "pools[0]: the model name '../x' cannot be used"),
+        (POOL.replace('"profile.json"', "7"), "pools[0]: profile: must be a name"),
+        (POOL.replace("profile.json", "none.json"), "none.json: No such file or directory"),
+        (POOL.replace('profile = "profile.json"', ""), "pools[0]: profile: method throughput needs prefill points"),
+    ],
+)
+def test_a_mistake_in_the_file_is_named_in_one_line(tmp_path: Path, text: str, expected: str) -> None:
+    assert expected in complaint(written(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    ("profile", "expected"),
+    [
+        ("{", "profile.json: Input data was truncated"),
+        ("[" * 2000, "profile.json: "),
+        ([], "expected an object with prefill and decode, got a list"),
+        ({"prefil": PREFILL}, "unknown key 'prefil'; did you mean prefill?"),
+        ({"prefill": 1}, "prefill: expected a list of points, got one value"),
+        ({"prefill": [1]}, "prefill[0]: expected a point, got one value"),
+        ({"prefill": [*PREFILL, {**PREFILL[0], "isl": 0}]}, "prefill[2]: isl: must be a number above 0"),
+        ({"prefill": [{**PREFILL[0], "x": 1}]}, "prefill[0]: unknown key 'x'"),
+        ({"prefill": [{"isl": 1, "ttft_ms": 1}]}, "prefill[0]: tokens_per_s: missing key"),
+        ({"prefill": [PREFILL[1], *PREFILL]}, "prefill[2]: prefill[0] has the same isl"),
+        (PROFILE | {"decode": DECODE * 2}, "decode[1]: decode[0] has the same context and concurrency"),
+        ({"decode": DECODE}, "pools[0]: profile: method throughput needs prefill points"),
+        (
+            {"prefill": [{**PREFILL[0], "isl": at + 0.5} for at in range(30_000)]},
+            "profile is larger than 1048576 bytes",
+        ),
+    ],
+)
+def test_a_mistake_in_a_profile_is_named_in_one_line(tmp_path: Path, profile: Any, expected: str) -> None:
+    found = complaint(written(tmp_path, POOL, profile))
+    assert found.startswith("pools[0]: ")
+    assert expected in found
+
+
+def test_profiles_that_do_not_fit_into_a_record_are_rejected(tmp_path: Path) -> None:
+    points = [{**PREFILL[0], "isl": at + 0.5} for at in range(15_000)]
+    text = POOL + POOL.replace('"default"', '"second"')
+    assert "use fewer points" in complaint(written(tmp_path, text, {"prefill": points}))
+
+
+def test_a_decode_pool_needs_decode_points_for_method_throughput(tmp_path: Path) -> None:
+    text = f'{POOL}role = "decode"'
+    assert "needs decode points" in complaint(written(tmp_path, text, {"prefill": PREFILL}))
+    (pool,) = read_planner_file(written(tmp_path, text, {"decode": DECODE})).pools
+    assert (pool.prefill, len(pool.decode)) == ((), 1)
+
+
+def test_an_invalid_name_and_a_missing_broker_end_the_command(tmp_path: Path) -> None:
+    path = written(tmp_path, POOL)
+    run = forebay("planner", "run", str(path), "--planner-id", "a b")
+    assert (run.returncode, run.stderr) == (
+        2,
+        "forebay: --planner-id: the planner name 'a b' cannot be used: it has a space\n",
+    )
+    run = forebay("planner", "run", str(path), "--kafka", "127.0.0.1:1")
+    assert run.returncode == 2
+    assert "Kafka at 127.0.0.1:1 cannot be used" in run.stderr
