@@ -1,7 +1,7 @@
 """The state of the planner: which records have an effect, and which sizes are in force."""
 
 import msgspec
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from forebay.core.scaling.state import PlannerState, is_overdue
@@ -41,6 +41,24 @@ def test_a_refused_decision_changes_nothing() -> None:
     journal.add(decided(epoch, 1, 2, 6))
     journal.add(ScalingRefused(decision=2, actuator="a", reason="failed"))
     assert (journal.state.sizes, journal.state.open) == ({KEY: 2}, None)
+
+
+@given(st.integers(0, 9), st.integers(0, 9), st.sampled_from([*range(10), "stale", "unknown_pool", "failed"]))
+def test_a_reply_falls_short_until_the_next_observation(from_size: int, to_size: int, reply: int | str) -> None:
+    assume(from_size != to_size)
+    journal = Journal()
+    epoch = journal.claim()
+    journal.add(observed(epoch, ready=from_size))
+    journal.add(decided(epoch, 1, from_size, to_size))
+    assert not journal.state.fell_short
+    if isinstance(reply, int):
+        journal.add(applied(decision=2, size=reply))
+        assert journal.state.fell_short == (reply != to_size)
+    else:
+        journal.add(ScalingRefused(decision=2, actuator="a", reason=reply))  # type: ignore[arg-type]
+        assert journal.state.fell_short == (reply != "stale")
+    journal.add(observed(epoch, ready=from_size))
+    assert not journal.state.fell_short
 
 
 def test_a_decision_without_a_change_needs_no_reply() -> None:

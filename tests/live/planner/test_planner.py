@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
+from itertools import pairwise
 from operator import contains
 
 import pytest
@@ -15,6 +16,7 @@ from forebay.events.scaling import (
     DemandForecast,
     PlannerClaimed,
     PlannerPaused,
+    PlannerRecord,
     PlannerSettings,
     PlannerStopped,
     PoolDemand,
@@ -26,7 +28,7 @@ from forebay.events.scaling import (
     ScalingObserved,
 )
 from forebay.events.topics import SCALING
-from forebay.live.planner.actuator import ActuatorService
+from forebay.live.planner.actuator import ActuatorService, Reached
 from forebay.live.planner.planner import Planner
 from forebay.transport.sqlite.log import SqliteLog
 from tests.core.scaling.records import GROUP, POOL
@@ -149,6 +151,21 @@ async def test_a_paused_planner_observes_but_changes_nothing(log: SqliteLog) -> 
         await append(log, PlannerPaused(paused=False, operator="ops"))
         await eventually(lambda: {(GROUP, POOL): 6} in actuator.calls)
     derived(log)
+
+
+@pytest.mark.parametrize("reply", ["part", "failed"])
+async def test_the_planner_decides_once_per_interval_if_the_actuator_falls_short(log: SqliteLog, reply: str) -> None:
+    observer = FakeObserver()
+    observer.requests = 55
+    async with actuating(log) as actuator, planning(log, planner_of(log, "p1", observer)):
+        if reply == "part":
+            actuator.reaches = Reached({(GROUP, POOL): 3}, "the program ends at once")
+        else:
+            actuator.fails = "no space left"
+        await eventually(lambda: len(actuator.calls) >= 3)
+    written = [one for one in records(log, PlannerRecord) if isinstance(one, ScalingObserved | ScalingDecided)]
+    pairs = [(type(first), type(second)) for first, second in pairwise(written)]
+    assert (ScalingDecided, ScalingDecided) not in pairs, "each decision follows an observation of its own"
 
 
 async def test_a_standby_takes_over_from_a_planner_that_stops(log: SqliteLog) -> None:

@@ -76,6 +76,8 @@ class PlannerState:
         sizes: size of each pool that a decision has changed.
         changes: last change of each pool.
         open: decision without reply.
+        fell_short: whether the newest reply left a pool at another size than decided, and no observation followed. A
+            planner that decided again at once would get the same reply, and fill the topic.
         now_us: highest wall clock of the planners' records, in microseconds.
         stale: number of records without an effect.
     """
@@ -93,6 +95,7 @@ class PlannerState:
     sizes: dict[PoolKey, int] = field(default_factory=dict)
     changes: dict[PoolKey, PoolChange] = field(default_factory=dict)
     open: OpenDecision | None = None
+    fell_short: bool = False
     now_us: int = 0
     stale: int = 0
 
@@ -157,27 +160,32 @@ class PlannerState:
             case ScalingObserved():
                 self.history.append(event)
                 self.observed = offset
+                self.fell_short = False
             case DemandForecast():
                 self.forecast = (offset, event)
             case SizesSimulated():
                 self.simulated = event
             case ScalingDecided():
                 self._decide(offset, event)
-            case ScalingApplied():
-                for pool in event.pools:
-                    self.sizes[pool.group, pool.pool] = pool.size
-                self.open = None
-            case ScalingRefused():
-                assert self.open is not None
-                for key, change in changed_pools(self.open.decided).items():
-                    self.sizes[key] = change.from_size
-                self.open = None
+            case ScalingApplied() | ScalingRefused():
+                self._reply(event)
             case PoolSizeSet():
                 self._set_manual((event.group, event.pool), event.size)
             case PlannerPaused():
                 self.paused = event.paused
             case _ as never:
                 assert_never(never)
+
+    def _reply(self, reply: ScalingApplied | ScalingRefused) -> None:
+        assert self.open is not None
+        changed = changed_pools(self.open.decided)
+        if isinstance(reply, ScalingApplied):
+            self.sizes |= {(pool.group, pool.pool): pool.size for pool in reply.pools}
+            self.fell_short = any(self.sizes[key] != change.to_size for key, change in changed.items())
+        else:
+            self.sizes |= {key: change.from_size for key, change in changed.items()}
+            self.fell_short = reply.reason != "stale"
+        self.open = None
 
     def _set_manual(self, pool: PoolKey, size: int | None) -> None:
         if size is None:

@@ -38,8 +38,8 @@ logger = logging.getLogger(__name__)
 SILENT_INTERVALS = 2.0  # an interval may be missed, because observing or forecasting took long
 SILENT_MORE_S = 5.0  # longer than an append to a broker that elects a leader
 DECISIONS_MAX = 8  # attempts to decide; each failed one means that somebody wrote a record in between
-# After these records the planner decides at once.
-PROMPTING = (PoolSizeSet, PlannerPaused, ScalingApplied, ScalingRefused)
+REPLIES = (ScalingApplied, ScalingRefused)
+COMMANDS = (PoolSizeSet, PlannerPaused)
 
 RecordT = TypeVar("RecordT", bound=PlannerRecord)
 Forecast = Callable[[Sequence[ScalingObserved], int], DemandForecast]
@@ -123,8 +123,9 @@ class Planner:
             logger.warning("the planner %s claimed the topic at offset %d; standing by", event.planner_id, offset)
             self.is_active = False
             self._prompted.set()
-        if isinstance(event, PROMPTING):
-            self._prompted.set()
+        fell_short = self.topic.state.fell_short
+        if isinstance(event, COMMANDS) or (isinstance(event, REPLIES) and not fell_short):
+            self._prompted.set()  # decide at once
 
     async def _run(self) -> None:
         while not self._stopping.is_set():
