@@ -81,7 +81,7 @@ JOBS: dict[str, Job] = {
     "world": world,
     "verify": verified,
     "explain": explained,
-    "diff": command("replay", "diff", "run.db", "--set", "router.temperature=0.4", "--closed-loop", "--json"),
+    "diff": command("replay", "diff", "run.db", "--set", "temperature=0.4", "--closed-loop", "--json"),
     "fidelity": command("simulate", "--against", "run.db", "--json"),
     "simulation": eventful,
     "simulate": command("simulate", "trace.jsonl", "--json", "--workers", "4"),

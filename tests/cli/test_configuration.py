@@ -75,7 +75,6 @@ def test_options_with_the_same_variable_are_of_the_same_kind() -> None:
         ("control sleep", "FOREBAY_TIMEOUT_S", "600"),
         ("profile aiconfigurator", "FOREBAY_ENGINE", "mock"),
         ("simulate", "FOREBAY_POLICY", "always"),
-        ("topics tail", "FOREBAY_FROM", "2026-01-31T12:00"),
     ],
 )
 def test_a_variable_of_a_service_does_not_set_options_of_other_commands(

@@ -40,7 +40,7 @@ BAD = [
     "profile aiconfigurator some/model --engine nope",
     "record nowhere out.rec",
     "workload show nowhere",
-    "workload convert nowhere --output out.jsonl",
+    "workload convert nowhere --out out.jsonl",
     f"replay explain {RECORDING} nobody",
     f"replay at {RECORDING} --offset 999999",
     f"replay at {RECORDING} --time nope",

@@ -15,7 +15,7 @@ from tests.cli.in_process import forebay
     [
         ("router", "faust", ["router"]),
         ("report", "plotly", ["simulate", "load.jsonl", "--report", "page.html"]),
-        ("report", "plotly", ["replay", "diff", "run.db", "--set", "router.mode=random", "--html", "page.html"]),
+        ("report", "plotly", ["replay", "diff", "run.db", "--set", "mode=random", "--report", "page.html"]),
         ("fit", "numpy", ["fit", "run.db"]),
     ],
 )

@@ -1,9 +1,13 @@
-"""Invalid names end a command with one line and exit code 2 before it connects."""
+"""Invalid names end a command with one line and exit code 2 before it connects. One concept has one option name."""
 
+import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from forebay.cli.app import COMMANDS, load
 from tests.cli.in_process import forebay
 
 MODEL = "forebay-default"
@@ -28,6 +32,33 @@ OPTIONS = [
     ("up", "--model-name", "a\0b"),
     ("up", "--lora", MODEL),
 ]
+CONCEPTS = {  # name of an option, and what its help says
+    "--disagg-policy": r"\bisl_bounding, prefill_load\b",
+    "--enforce-disagg": r"no prefill worker can compute its prompt",
+    "--engine": r"^Engine\b[^.]*: .*sglang",
+    "--engine-profile": r"^Engine profile",
+    "--fleet": r"pools, kinds of workers",
+    "--offset": r"\b[Oo]ffset\b",
+    "--out": r"\b(to|[Pp]ath of) (this|the) file\b(?!.*HTML)",
+    "--policy-config": r"^Policy file",
+    "--pool": r"\b[Tt]his pool\b",
+    "--report": r"\bHTML\b",
+    "--worker-id-prefix": r"[Pp]refix of the worker ids",
+}
+
+
+def options(name: str, command: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the name of a command and each of its options, or those of its subcommands."""
+    if hasattr(command, "commands"):
+        for part, sub in command.commands.items():
+            yield from options(f"{name} {part}", sub)
+        return
+    for param in command.params:
+        if param.param_type_name == "option":
+            yield name, param
+
+
+OPTIONS_OF_COMMANDS = [found for name in COMMANDS for found in options(name, load(name))]
 
 
 @pytest.mark.parametrize(("command", "option", "name"), OPTIONS)
@@ -48,3 +79,31 @@ def test_a_model_directory_with_an_invalid_model_name_is_rejected(tmp_path: Path
     run = forebay("up", "--model", str(directory))
     assert run.returncode == 2
     assert "--model-name" in run.stderr
+
+
+def test_options_with_the_same_name_take_the_same_kind_of_value() -> None:
+    kinds: dict[str, set[str]] = {}
+    for command, option in OPTIONS_OF_COMMANDS:
+        if not command.startswith("control busy-threshold"):  # its values may also be `none`
+            kind = option.bare_type().removeprefix("list[").removesuffix("]")
+            kinds.setdefault(option.opts[0], set()).add(kind)
+    assert {name: found for name, found in kinds.items() if len(found) > 1} == {}
+
+
+def test_options_with_the_same_help_have_the_same_name() -> None:
+    names: dict[str, set[str]] = {}
+    for _, option in OPTIONS_OF_COMMANDS:
+        names.setdefault(option.help, set()).add(option.opts[0])
+    assert {text: found for text, found in names.items() if len(found) > 1} == {}
+
+
+def test_the_help_of_every_repeatable_option_says_so() -> None:
+    repeatable = [option.multiple for _, option in OPTIONS_OF_COMMANDS]
+    assert [bool(re.search(r"\bRepeatable\b", option.help)) for _, option in OPTIONS_OF_COMMANDS] == repeatable
+
+
+@pytest.mark.parametrize(("name", "concept"), CONCEPTS.items())
+def test_every_option_of_a_concept_has_its_name(name: str, concept: str) -> None:
+    found = {(command, option.opts[0]) for command, option in OPTIONS_OF_COMMANDS if re.search(concept, option.help)}
+    assert found, "no help text matches"
+    assert {one for one in found if one[1] != name} == set()

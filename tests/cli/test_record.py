@@ -131,8 +131,8 @@ def test_verification_can_be_skipped(source: Path, tmp_path: Path) -> None:
         (["--from", "2999-01-01"], "--from 2999-01-01 is in the future"),
         (["--to", "2020-01-01"], f"group {MODEL} made no decision in the window; its journal covers 20"),
         (["--group", "nobody"], f"SOURCE: unknown group 'nobody'; groups are: {MODEL}"),
-        (["--pools", "default,nobodys"], "SOURCE: unknown pool 'nobodys'; pools are: default"),
-        (["--pools", "default", "--group", "nobody"], "SOURCE: unknown group 'nobody'"),
+        (["--pool", "default", "--pool", "nobodys"], "SOURCE: unknown pool 'nobodys'; pools are: default"),
+        (["--pool", "default", "--group", "nobody"], "SOURCE: unknown group 'nobody'"),
     ],
 )
 def test_invalid_options_are_rejected(source: Path, tmp_path: Path, options: list[str], text: str) -> None:
@@ -177,7 +177,7 @@ def test_groups_are_selected_by_group_and_pool(joined: Path, tmp_path: Path) -> 
     assert set(both["verified"]) == {MODEL, OTHER}
     one = made("--group", OTHER, joined, tmp_path / "one")
     assert [group["name"] for group in one["groups"]] == [OTHER]
-    assert [group["name"] for group in made("--pools", "default", joined, tmp_path / "pools")["groups"]] == [
+    assert [group["name"] for group in made("--pool", "default", joined, tmp_path / "pools")["groups"]] == [
         MODEL,
         OTHER,
     ]
@@ -254,7 +254,7 @@ def test_every_command_works_on_a_slice(source: Path, tmp_path: Path) -> None:
     listed = invoke("topics", "list", out).stdout.splitlines()
     assert f"decisions/0\t{starts['decisions']['end']}" in listed
     assert not [line for line in listed if line.startswith("control")]
-    tail = invoke("topics", "tail", out, "requests", "--from", "0").stdout.splitlines()
+    tail = invoke("topics", "tail", out, "requests", "--offset", "0").stdout.splitlines()
     assert [json.loads(line)["offset"] for line in tail] == list(
         range(starts["requests"]["first"], starts["requests"]["end"])
     )

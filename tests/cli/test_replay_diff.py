@@ -68,11 +68,11 @@ def test_table_shows_moved_requests_and_notes(recording: Path) -> None:
 
 
 def test_set_without_effect_is_reported(recording: Path) -> None:
-    report = found(recording, "--set", "router.temperature=0")
-    assert report["idle"] == ["--set router.temperature=0"]
+    report = found(recording, "--set", "temperature=0")
+    assert report["idle"] == ["--set temperature=0"]
     assert report["identical"]
     assert report["state"] == report["other_state"]
-    _, out, _ = run_diff(recording, "--set", "router.temperature=0", "--closed-loop")
+    _, out, _ = run_diff(recording, "--set", "temperature=0", "--closed-loop")
     assert "equal to the recorded configuration" in out
     assert "nothing to simulate" in out
 
@@ -92,11 +92,11 @@ def test_closed_loop_is_compared_with_the_recording(recording: Path) -> None:
 def test_invalid_comparisons_are_rejected(recording: Path, tmp_path: Path) -> None:
     policy = ("--policy", "random")
     assert "no change; pass" in error_line(recording)
-    assert "unknown field" in error_line(recording, "--set", "router.heat=1")
-    assert "unknown pool 'p'; pools are: default" in error_line(recording, "--set", "p:router.temperature=1")
-    assert "no such directory" in error_line(recording, *policy, "--html", tmp_path / "no" / "page.html")
+    assert "unknown field" in error_line(recording, "--set", "heat=1")
+    assert "unknown pool 'p'; pools are: default" in error_line(recording, "--set", "p:temperature=1")
+    assert "no such directory" in error_line(recording, *policy, "--report", tmp_path / "no" / "page.html")
     assert "--allow: unknown check 'anything'; checks are: " in error_line(recording, *policy, "--allow", "anything")
-    assert "is not a report of this command" in error_line(recording, *policy, "--html", recording)
+    assert "is not a report of this command" in error_line(recording, *policy, "--report", recording)
     assert "it needs --closed-loop" in error_line(recording, *policy, "--speedup", "2")
     assert "expected either a log file or --kafka" in error_line(*policy)
     assert str(tmp_path / "none.db") in error_line(tmp_path / "none.db", *policy)
@@ -112,7 +112,7 @@ def test_a_diverging_history_is_not_compared(history: MemoryLog, tmp_path: Path)
     log.topics = {**history.topics, DECISIONS.name: journal}
     path, page = tmp_path / "changed.db", tmp_path / "page.html"
     asyncio.run(write(log, path))
-    code, out, err = run_diff(path, "--policy", "random", "--html", page)
+    code, out, err = run_diff(path, "--policy", "random", "--report", page)
     assert (code, out) == (1, "")
     assert f"diverges at journal offset {at}" in err
     assert not page.exists()
@@ -125,7 +125,7 @@ def test_unknown_events_fail_the_comparison_unless_allowed(tmp_path: Path) -> No
     path = tmp_path / "newer.db"
     asyncio.run(write(log_of(drive, undecodable=msgspec.msgpack.encode({"type": "kv.blocks_moved"})), path))
     page = tmp_path / "page.html"
-    code, _, err = run_diff(path, "--policy", "random", "--html", page)
+    code, _, err = run_diff(path, "--policy", "random", "--report", page)
     assert code == 2
     assert "Not verified: 1 events of types that this version does not know" in Page(page.read_text()).text
     assert (
@@ -166,7 +166,7 @@ class Page(HTMLParser):
 
 def test_a_page_is_self_contained_and_complete(recording: Path, tmp_path: Path) -> None:
     path = tmp_path / "page.html"
-    code, _, err = run_diff(recording, "--policy", "round-robin", "--closed-loop", "--html", path)
+    code, _, err = run_diff(recording, "--policy", "round-robin", "--closed-loop", "--report", path)
     assert code == 0, err
     page = Page(path.read_text())
     assert not {"src", "href", "srcset", "action"} & set(page.attributes)
@@ -183,7 +183,7 @@ def test_client_names_are_escaped(tmp_path: Path) -> None:
     recording, path = tmp_path / "run.db", tmp_path / "page.html"
     asyncio.run(write(run.log, recording))
     for _ in range(2):  # an existing page can be overwritten
-        code, out, _ = run_diff(recording, "--policy", "round-robin", "--html", path)
+        code, out, _ = run_diff(recording, "--policy", "round-robin", "--report", path)
         assert code == 0
     assert "[bold]" in out
     assert "\x1b" not in out

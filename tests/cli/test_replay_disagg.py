@@ -88,20 +88,20 @@ def operator_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_disagg_the_alternative_overrides_operator_settings(operator_log: Path, tmp_path: Path) -> None:
-    named = json.loads(shown("diff", str(operator_log), "--set", "router.disagg.policy=always", "--json"))
+    named = json.loads(shown("diff", str(operator_log), "--set", "disagg.policy=always", "--json"))
     assert not named["identical"]
-    assert (named["idle"], named["undone"]) == ([], ["router.disagg.policy"])
+    assert (named["idle"], named["undone"]) == ([], ["disagg.policy"])
     file = tmp_path / "policy.yaml"
     file.write_text("disagg:\n  policy: always\n")
-    in_file = json.loads(shown("diff", str(operator_log), "--router-policy-config", str(file), "--json"))
+    in_file = json.loads(shown("diff", str(operator_log), "--policy-config", str(file), "--json"))
     assert (in_file["identical"], in_file["idle"]) == (False, [])
     file.write_text("temperature: 0.0\n")
-    other = json.loads(shown("diff", str(operator_log), "--router-policy-config", str(file), "--json"))
+    other = json.loads(shown("diff", str(operator_log), "--policy-config", str(file), "--json"))
     assert (other["identical"], other["undone"]) == (True, [])
-    same = json.loads(shown("diff", str(operator_log), "--set", "router.disagg.policy=never", "--json"))
+    same = json.loads(shown("diff", str(operator_log), "--set", "disagg.policy=never", "--json"))
     assert (same["identical"], same["undone"]) == (True, [])
-    assert "An operator changed router.disagg.policy during the recording" in shown(
-        "diff", str(operator_log), "--set", "router.disagg.policy=always"
+    assert "An operator changed disagg.policy during the recording" in shown(
+        "diff", str(operator_log), "--set", "disagg.policy=always"
     )
 
 
@@ -112,8 +112,8 @@ def test_disagg_a_closed_loop_reproduces_kv_transfers(tmp_path: Path) -> None:
     run = played(rows, router, 4, 1_024, prefill=2, transfer=transfer)
     asyncio.run(write(run.log, tmp_path / "run.db"))
     page, given = tmp_path / "page.html", ("diff", str(tmp_path / "run.db"), "--set")
-    assert "use --closed-loop" in shown(*given, "router.disagg.policy=never")
-    other = ("router.disagg.policy=never", "--closed-loop", "--json", "--html", str(page))
+    assert "use --closed-loop" in shown(*given, "disagg.policy=never")
+    other = ("disagg.policy=never", "--closed-loop", "--json", "--report", str(page))
     closed = json.loads(shown(*given, *other))["closed_loop"]
     recorded, same, never = closed["runs"].values()
     # Round robin continues from its state and links are fitted, so cache hits and latencies are equal.
@@ -131,10 +131,10 @@ def test_disagg_a_closed_loop_reproduces_kv_transfers(tmp_path: Path) -> None:
 
 def test_disagg_selections_in_recorded_states_keep_their_stage(operator_log: Path, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
-    for given in ("router.disagg.policy=always", "router.disagg.max_local_prefill_length=1"):
+    for given in ("disagg.policy=always", "disagg.max_local_prefill_length=1"):
         report = json.loads(shown("diff", str(operator_log), "--set", given, "--json"))
         assert report["stages_kept"], given
-    assert not json.loads(shown("diff", str(operator_log), "--set", "router.temperature=1", "--json"))["stages_kept"]
-    text = shown("diff", str(operator_log), "--set", "router.disagg.policy=always", "--html", str(page))
+    assert not json.loads(shown("diff", str(operator_log), "--set", "temperature=1", "--json"))["stages_kept"]
+    text = shown("diff", str(operator_log), "--set", "disagg.policy=always", "--report", str(page))
     for output in (text, page.read_text()):
         assert "Each repeated decision keeps its stage" in output

@@ -107,7 +107,7 @@ def test_a_service_that_cannot_start_gives_the_reason(tmp_path: Path) -> None:
 
 def test_the_exit_code_is_the_highest_of_the_processes(tmp_path: Path) -> None:
     nobody = f"127.0.0.1:{free_ports(1)}"
-    run = serve(engine(tmp_path), "--worker-id", "w", "--kafka", nobody)
+    run = serve(engine(tmp_path), "--worker-id-prefix", "w", "--kafka", nobody)
     assert run.returncode == 2
     ended = [line for line in run.stderr.splitlines() if line.startswith("forebay: worker w-")]
     assert sorted(ended) == [f"forebay: worker w-{number} ended with code 2" for number in range(2)]
@@ -128,7 +128,7 @@ def test_a_signal_ends_every_process(tmp_path: Path, number: signal.Signals) -> 
     with silent_broker() as broker:
         address = f"127.0.0.1:{broker.getsockname()[1]}"
         process = fork_server.start(
-            "serve", engine(tmp_path), "--worker-id", "w", "--kafka", address, stderr=subprocess.PIPE
+            "serve", engine(tmp_path), "--worker-id-prefix", "w", "--kafka", address, stderr=subprocess.PIPE
         )
         connections = [broker.accept()[0] for _ in range(2)]
         process.send_signal(number)

@@ -104,7 +104,7 @@ async def test_events_are_stored_and_the_shadow_resumes(tmp_path: Path, processe
 
 async def test_events_are_printed(recorded: Path, tmp_path: Path, processes: Processes) -> None:
     out = tmp_path / "stdout"
-    command = [FOREBAY, "shadow", str(recorded), "--set", "router.temperature=0", "--from-start", "--json"]
+    command = [FOREBAY, "shadow", str(recorded), "--set", "temperature=0", "--from-start", "--json"]
     processes.start("shadow", command, output=out)
     await until(lambda: len(events(out)) == 4)
     output = await end(processes, "shadow", signal.SIGTERM)
@@ -152,8 +152,8 @@ REFUSED = [
     (("slice.rec", "--policy", "random"), "slice.rec is a recording, which does not grow"),
     (("--policy", "random"), "expected either a log file or --kafka"),
     (("nowhere.db", "--policy", "random"), "no such log file; check the path"),
-    (("run.db", "--set", "router.heat=1"), "unknown field 'router.heat'"),
-    (("run.db", "--set", "other:router.temperature=1"), "unknown pool 'other'; pools are: default"),
+    (("run.db", "--set", "heat=1"), "unknown field 'heat'"),
+    (("run.db", "--set", "other:temperature=1"), "unknown pool 'other'; pools are: default"),
     (("run.db", "--policy", "lucky.Policy"), "is not deterministic"),
     (("run.db", "--policy", "random", "--name", "a/b"), "1 to 64 letters, digits, dots"),
     (("run.db", "--policy", "random", "--out", "run.db"), "does not contain shadow events"),

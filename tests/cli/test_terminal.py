@@ -87,7 +87,7 @@ def test_control_characters_in_ids_are_escaped(tmp_path: Path) -> None:
         ("explain", path, HOSTILE[:8]),
         ("explain", path, HOSTILE + "?"),
         ("at", path),
-        ("diff", path, "--set", "router.busy.active_prefill_tokens_threshold=1"),
+        ("diff", path, "--set", "busy.active_prefill_tokens_threshold=1"),
     ):
         run = forebay("replay", *command)
         output = run.stdout + run.stderr

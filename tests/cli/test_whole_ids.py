@@ -68,7 +68,7 @@ def check(*command: object) -> str:
         (("replay", "explain", "LOG", REQUESTS[1]), [REQUESTS[1], *WORKERS]),
         (("replay", "at", "LOG"), [*REQUESTS, *WORKERS]),
         (("replay", "verify", "LOG"), []),
-        (("replay", "diff", "LOG", "--set", "router.mode=round-robin"), [*REQUESTS[:2], *WORKERS]),
+        (("replay", "diff", "LOG", "--set", "mode=round-robin"), [*REQUESTS[:2], *WORKERS]),
         (("status", "LOG"), WORKERS),
         (("topics", "list", "LOG"), []),
     ],
@@ -96,7 +96,7 @@ def test_tables_of_golden_recordings_keep_words_whole(name: str) -> None:
     recording = LOGS / f"{name}.rec"
     check("replay", "at", recording)
     check("status", recording)
-    check("replay", "diff", recording, "--set", "router.mode=round-robin")
+    check("replay", "diff", recording, "--set", "mode=round-robin")
 
 
 @pytest.mark.parametrize(

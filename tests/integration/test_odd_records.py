@@ -308,7 +308,7 @@ def check_tails(cluster: Cluster) -> None:
     where = ["--kafka", cluster.settings.bootstrap, "--namespace", cluster.namespace]
     for topic, partitions in PARTITIONS.items():
         for partition in range(partitions):
-            run = forebay("topics", "tail", topic.name, *where, "-p", str(partition), "--from", "0")
+            run = forebay("topics", "tail", topic.name, *where, "-p", str(partition), "--offset", "0")
             lines = [msgspec.json.decode(line) for line in run.stdout.split("\n") if line]
             assert run.returncode == 0
             offsets = [line["offset"] for line in lines]

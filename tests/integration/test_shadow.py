@@ -31,7 +31,7 @@ NAMESPACE = f"{RUN}-shadow"
 TOKENS = 24
 PATIENCE_S = 60.0
 ASK_EVERY_S = 0.02
-SHADOWS = {"same": ("--set", "router.temperature=0"), "round": ("--policy", "round-robin")}
+SHADOWS = {"same": ("--set", "temperature=0"), "round": ("--policy", "round-robin")}
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -53,7 +53,7 @@ class RecordOptions(msgspec.Struct, frozen=True, kw_only=True):
             "to": self.end,
             "last": self.last,
             "group": ",".join(self.groups),
-            "pools": ",".join(self.pools),
+            "pool": ",".join(self.pools),
         }
         given = {name: value for name, value in options.items() if value}
         if self.anonymize:  # such a recording is never resumed, and its source stays private
@@ -96,15 +96,11 @@ def record(
             "--last", help="Record only the most recent DURATION up to the newest decision, for example 90s, 5m or 2h."
         ),
     ] = "",
-    group: Annotated[
-        list[str] | None, typer.Option(help="Record this model; may be repeated. Default: all models.")
+    group: Annotated[list[str] | None, typer.Option(help="Record this model. Repeatable. Default: all models.")] = None,
+    pool: Annotated[
+        list[str] | None,
+        typer.Option(help="Record the model that has this pool, with all its pools. Repeatable. Default: all models."),
     ] = None,
-    pools: Annotated[
-        str,
-        typer.Option(
-            help="Record the models with these pools, comma-separated. All pools of a model are recorded together."
-        ),
-    ] = "",
     check: Annotated[
         bool, typer.Option("--verify/--no-verify", help="Derive the recorded decisions again and compare them.")
     ] = True,
@@ -125,7 +121,12 @@ def record(
     if anonymize and not check:
         fail("an anonymised recording is always verified; remove --no-verify")
     options = RecordOptions(
-        start=start, end=end, last=last, groups=tuple(group or ()), pools=_names(pools), anonymize=anonymize
+        start=start,
+        end=end,
+        last=last,
+        groups=tuple(group or ()),
+        pools=tuple(sorted(set(pool or ()))),
+        anonymize=anonymize,
     )
     window = _window(options)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -151,10 +152,6 @@ def _show_left_out(result: RecordResult, progress: Progress) -> None:
         progress.console.print(
             f"skipped: {printable(name)} made no decision in the window", markup=False, highlight=False
         )
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(sorted({name.strip() for name in text.split(",")} - {""}))
 
 
 def _window(options: RecordOptions) -> Window:

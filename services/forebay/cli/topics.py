@@ -51,7 +51,7 @@ def _root() -> None:
 @spread
 def create(
     kafka: KafkaOptions,
-    pool: Annotated[list[str] | None, typer.Option(help="Pool that gets a work topic; may be repeated.")] = None,
+    pool: Annotated[list[str] | None, typer.Option(help="Pool that gets a work topic. Repeatable.")] = None,
     groups: Annotated[int, typer.Option(min=1, help="Maximum number of models: partitions of the control topics.")] = 4,
     slots: Annotated[
         int,
@@ -111,9 +111,11 @@ def tail(
         list[str], typer.Argument(metavar="[LOG] TOPIC", help="LOG: log file; omit with --kafka. TOPIC: topic name.")
     ],
     source: KafkaSource,
-    partition: Annotated[int, typer.Option("--partition", "-p", min=0)] = 0,
+    partition: Annotated[int, typer.Option("--partition", "-p", min=0, help="Partition of the topic.")] = 0,
     count: Annotated[int, typer.Option("--lines", "-n", min=0, help="Print the last N records.")] = 10,
-    start: Annotated[int, typer.Option("--from", min=-1, help="Print from this offset on instead.")] = -1,
+    offset: Annotated[
+        int | None, typer.Option(min=0, help="Print the records from this offset on, instead of the last N.")
+    ] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing new records.")] = False,
 ) -> None:
     """Print records as JSON lines."""
@@ -122,13 +124,13 @@ def tail(
     topic = where[-1]
     with explained():
         if source.kafka is not None:
-            asyncio.run(_tail_kafka(source.settings(), topic, partition, count, start, follow=follow))
+            asyncio.run(_tail_kafka(source.settings(), topic, partition, count, offset, follow=follow))
             return
         with closing(SqliteLog.open(Path(where[0]), readonly=True)) as opened:
             if topic not in {name for name, _, _ in opened.topics()}:
                 known = sorted({name for name, _, _ in opened.topics()})
                 fail(f"{where[0]}: {unknown_name('topic', topic, known)}")
-            asyncio.run(_tail(opened, topic, partition, count, start, follow=follow))
+            asyncio.run(_tail(opened, topic, partition, count, offset, follow=follow))
 
 
 @app.command("lag")
@@ -168,7 +170,7 @@ async def _ends(settings: KafkaSettings) -> list[tuple[str, int, int]]:
 
 
 async def _tail_kafka(
-    settings: KafkaSettings, topic: str, partition: int, count: int, start: int, *, follow: bool
+    settings: KafkaSettings, topic: str, partition: int, count: int, start: int | None, *, follow: bool
 ) -> None:
     partitions = await partitions_of(settings)
     if topic not in partitions:
@@ -182,11 +184,11 @@ async def _tail_kafka(
         await log.close()
 
 
-async def _tail(log: Log, topic: str, partition: int, count: int, start: int, *, follow: bool) -> None:
+async def _tail(log: Log, topic: str, partition: int, count: int, start: int | None, *, follow: bool) -> None:
     begin = await log.begin(topic, partition)
-    if 0 <= start < begin:
+    if start is not None and start < begin:
         complain(f"{topic}/{partition} begins at offset {begin}; earlier records were removed by retention")
-    offset = max(begin, start if start >= 0 else await log.end(topic, partition) - count)
+    offset = max(begin, start if start is not None else await log.end(topic, partition) - count)
     while True:
         offset = await _print_from(log, topic, partition, offset)
         if not follow:

@@ -38,7 +38,7 @@ app = typer.Typer(
 def _command(action: Action) -> Callable[..., None]:
     def command(
         worker: Annotated[
-            list[str] | None, typer.Option(help="Worker to command; repeatable. Default: all workers of the model.")
+            list[str] | None, typer.Option(help="Worker to command. Repeatable. Default: all workers of the model.")
         ] = None,
         pool: Annotated[str, typer.Option(help="Command only workers of this pool.")] = "",
         lora: Annotated[str, typer.Option(help="Name of the adapter to load or unload.")] = "",

@@ -1,4 +1,4 @@
-"""Options that change the recorded configuration: `--set PATH=VALUE`, `--policy`, `--router-policy-config`.
+"""Options that change the recorded configuration: `--set PATH=VALUE`, `--policy`, `--policy-config`.
 
 An alternative changes some fields of the pool configurations on the log. All other fields keep their recorded values,
 including changes that were recorded later. The options are checked before the log is read.
@@ -16,7 +16,6 @@ from msgspec import inspect
 
 from forebay.cli.policies.check import require_policy
 from forebay.cli.policies.file import named_fields, read_policy_file
-from forebay.cli.policies.router_options import POLICY_CONFIG
 from forebay.events.control import PoolConfigured, RouterConfig
 from forebay.events.names import unknown_name
 from forebay.ingress.errors import Unusable
@@ -24,7 +23,8 @@ from forebay.simulate.field_descriptions import allowed_values, unknown_field
 
 SET = "--set"
 POLICY = "--policy"
-MODE = "router.mode"
+POLICY_CONFIG = "--policy-config"
+MODE = "mode"
 CHANGES_MAX = 256  # each change is applied to every configuration on the log
 
 _ANY_POOL = PoolConfigured(pool="any", model="any", block_size=1)
@@ -36,7 +36,7 @@ class Change:
 
     Attributes:
         pool: name of the pool; empty for all pools.
-        path: path of the field, such as `router.temperature`.
+        path: path of the field in the router configuration, such as `temperature`, or a name in POOL_FIELDS.
         value: the new value.
         text: the option as the user wrote it, for messages.
     """
@@ -51,10 +51,12 @@ class Change:
         if self.pool not in ("", pool.pool):
             return pool
         try:
-            changed: PoolConfigured = _replaced(pool, self.path.split("."), self.value)
+            if self.path in POOL_FIELDS:
+                return msgspec.structs.replace(pool, **{self.path: self.value})
+            router = _replaced(pool.router, self.path.split("."), self.value)
+            return msgspec.structs.replace(pool, router=router)
         except ValueError as error:
             raise Unusable(f"{self.text}: {error}") from None
-        return changed
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,11 +128,12 @@ class AlternativeOptions:
         typer.Option(
             SET,
             metavar="[POOL:]PATH=VALUE",
-            help="Change a field of the pool configuration, such as router.temperature=0.2. Repeatable.",
+            help="Change a field of the router configuration, such as temperature=0.2. Repeatable.",
         ),
     ] = None
     policy: Annotated[
-        str | None, typer.Option(POLICY, metavar="MODE", help="Router mode, or policy class as module.Class.")
+        str | None,
+        typer.Option(POLICY, metavar="MODE", help="Change the router mode: a mode, or a policy class as module.Class."),
     ] = None
     policy_config: Annotated[
         Path | None,
@@ -162,7 +165,7 @@ class AlternativeOptions:
         text = f"{POLICY_CONFIG} {self.policy_config}"
         if base is not None:
             _require_policy(base.mode, text)
-        named = frozenset() if self.policy_config is None else frozenset(named_fields(self.policy_config, "router."))
+        named = frozenset() if self.policy_config is None else frozenset(named_fields(self.policy_config))
         return Alternative(tuple(changes), base, text, named)
 
 
@@ -178,7 +181,7 @@ def _change(text: str) -> Change:
     given = f"{SET} {text}"
     where, equals, raw = text.partition("=")
     if not equals:
-        raise Unusable(f"{given}: expected PATH=VALUE, for example router.temperature=0.2")
+        raise Unusable(f"{given}: expected PATH=VALUE, for example temperature=0.2")
     pool, _, path = where.rpartition(":")
     kind = FIELDS.get(path)
     if kind is None:
@@ -216,7 +219,7 @@ def _replaced(part: Any, path: list[str], value: Any) -> Any:
     return msgspec.structs.replace(part, **{name: changed})
 
 
-def _fields(kind: type[msgspec.Struct], prefix: str) -> Iterator[tuple[str, Any]]:
+def _fields(kind: type[msgspec.Struct], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield path and type of every field of `kind`. For a nested struct, yield its fields instead."""
     for name, field in get_type_hints(kind, include_extras=True).items():
         if isinstance(field, type) and issubclass(field, msgspec.Struct):
@@ -226,7 +229,7 @@ def _fields(kind: type[msgspec.Struct], prefix: str) -> Iterator[tuple[str, Any]
 
 
 # A pool's name, model and block size cannot change, because the recorded caches depend on them.
-FIELDS: dict[str, Any] = {
-    **dict(_fields(RouterConfig, "router.")),
+POOL_FIELDS: dict[str, Any] = {
     "attempts_max": get_type_hints(PoolConfigured, include_extras=True)["attempts_max"],
 }
+FIELDS: dict[str, Any] = {**dict(_fields(RouterConfig)), **POOL_FIELDS}

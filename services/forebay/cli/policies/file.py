@@ -1,4 +1,4 @@
-"""Read the file of `--router-policy-config`: fields of `RouterConfig` as YAML or JSON."""
+"""Read the file of `--router-policy-config` and `--policy-config`: fields of `RouterConfig` as YAML or JSON."""
 
 import re
 from collections.abc import Iterator
@@ -29,9 +29,9 @@ def read_policy_file(path: Path) -> RouterConfig:
         raise Unusable(f"{path}: {text}") from None
 
 
-def named_fields(path: Path, prefix: str) -> Iterator[str]:
-    """Yield `prefix` plus the path of each field in a valid policy file. Raises Unusable for an unreadable file."""
-    parts = [(prefix, read_plain_file(path, "policy file"))]
+def named_fields(path: Path) -> Iterator[str]:
+    """Yield the path of each field in a valid policy file. Raises Unusable for an unreadable file."""
+    parts = [("", read_plain_file(path, "policy file"))]
     for where, part in parts:
         for key, value in part.items():
             if isinstance(value, dict):

@@ -260,7 +260,7 @@ def router_config(given: Mapping[RouterOption, Any], named: Named = lambda optio
         )
     path = by_flag.get(POLICY_CONFIG)
     config = RouterConfig() if path is None else read_policy_file(path)
-    config = _serving(config, set() if path is None else set(named_fields(path, "")))
+    config = _serving(config, set() if path is None else set(named_fields(path)))
     if by_flag.get(LOAD_AWARE):
         if by_flag.get(MODE, "kv") != "kv":
             raise Unusable(

@@ -52,7 +52,9 @@ def serve(
             help="Number of worker processes. Default: the number that the service class declares.",
         ),
     ] = None,
-    worker_id: Annotated[str, typer.Option(help="Prefix of the worker ids. Default: host name and process id.")] = "",
+    worker_id_prefix: Annotated[
+        str, typer.Option(help="Prefix of the worker ids; a number follows. Default: host name and process id.")
+    ] = "",
     metrics_port: MetricsPortOption = None,
 ) -> None:
     """Run the workers of a service class, one process per worker.
@@ -67,7 +69,7 @@ def serve(
         found = shares(
             made,
             workers or made.workers,
-            worker_id or f"{socket.gethostname()}-{os.getpid()}",
+            worker_id_prefix or f"{socket.gethostname()}-{os.getpid()}",
             metrics_port,
             devices(os.environ, Path("/dev")),
         )

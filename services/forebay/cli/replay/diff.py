@@ -38,8 +38,8 @@ ALLOWED = (FOREIGN_RECORDS, UNREAD_FIELDS, UNKNOWN_EVENTS)
 def diff_command(
     other_options: AlternativeOptions,
     recording: Recording,
-    html: Annotated[
-        Path | None, typer.Option(dir_okay=False, help="Write a self-contained HTML page with plots.")
+    report: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="Write a self-contained HTML report to this path.")
     ] = None,
     allow: Annotated[list[str] | None, allow_option(ALLOWED)] = None,
     closed: Annotated[
@@ -61,8 +61,8 @@ def diff_command(
     verified.
     """
     recording.require_one_source()
-    if html is not None:
-        require_writable("--html", html, PAGE_TITLE)
+    if report is not None:
+        require_writable("--report", report, PAGE_TITLE)
     if speedup != 1.0 and not closed:
         fail("--speedup applies to simulated engines: it needs --closed-loop")
     allowed = allowed_of(allow, ALLOWED)
@@ -71,18 +71,18 @@ def diff_command(
         other = other_options.alternative()
         custom = allowed_policies(allow_policy, other.modes)
         with shown_progress() as on_progress:
-            report = asyncio.run(_diff(recording, other, on_progress, handover, custom))
-        simulated = None if handover is None else _simulated(report, handover, speedup, custom)
+            found = asyncio.run(_diff(recording, other, on_progress, handover, custom))
+        simulated = None if handover is None else _simulated(found, handover, speedup, custom)
     if json:
-        fields = msgspec.to_builtins(report)
+        fields = msgspec.to_builtins(found)
         typer.echo(msgspec.json.encode({**fields, "closed_loop": simulated} if closed else fields).decode())
-    elif report.divergence is None:
-        show(report, simulated)
+    elif found.divergence is None:
+        show(found, simulated)
         if closed and simulated is None:
             typer.echo("closed loop   nothing to simulate, because the alternative never differs from history")
-    if html is not None and report.divergence is None:
-        _write(html, report, simulated, recording.name)
-    _complain(report, allowed, recording)
+    if report is not None and found.divergence is None:
+        _write(report, found, simulated, recording.name)
+    _complain(found, allowed, recording)
 
 
 def _simulated(report: DiffReport, handover: Handover, speedup: float, custom: CustomPolicies) -> ClosedLoop | None:
@@ -108,7 +108,7 @@ def _simulated(report: DiffReport, handover: Handover, speedup: float, custom: C
 def _write(path: Path, report: DiffReport, simulated: ClosedLoop | None, source: str) -> None:
     from forebay.cli.replay.diff_page import page  # noqa: PLC0415 - importing plotly takes a second
 
-    write("--html", path, lambda: page(report, simulated, source))
+    write("--report", path, lambda: page(report, simulated, source))
 
 
 async def _diff(

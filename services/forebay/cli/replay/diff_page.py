@@ -1,4 +1,4 @@
-"""The HTML page of `forebay replay diff --html`."""
+"""The HTML page of `forebay replay diff --report`."""
 
 from plotly import graph_objects
 from plotly.subplots import make_subplots

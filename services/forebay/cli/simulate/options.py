@@ -58,7 +58,7 @@ OptionalWorkloadArgument = Annotated[list[str] | None, WORKLOAD]
 PoliciesOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--policy", help="Policy as NAME or NAME:setting=value,…; repeatable.", show_default=", ".join(POLICIES)
+        "--policy", help="Policy as NAME or NAME:setting=value,…. Repeatable.", show_default=", ".join(POLICIES)
     ),
 ]
 SloOption = Annotated[
@@ -116,7 +116,9 @@ class FleetOptions:
     ] = None
     kill: Annotated[
         list[str] | None,
-        typer.Option(metavar="WORKER@S[+S]", help="Kill WORKER at second S; start a replacement S seconds later."),
+        typer.Option(
+            metavar="WORKER@S[+S]", help="Kill WORKER at second S, and start a replacement S seconds later. Repeatable."
+        ),
     ] = None
     mtbf_s: Annotated[
         float | None,

@@ -62,7 +62,7 @@ def sweep(
     sets: Annotated[
         list[str] | None,
         typer.Option(
-            "--set", metavar="NAME=VALUE,…", help="Try each value of a router setting or an option; repeatable."
+            "--set", metavar="NAME=VALUE,…", help="Try each value of a router setting or an option. Repeatable."
         ),
     ] = None,
     policies: PoliciesOption = None,
@@ -73,7 +73,7 @@ def sweep(
     ] = False,
     objectives: Annotated[
         list[str] | None,
-        typer.Option("--objective", metavar="METRIC", help="Metric for Pareto optimality; repeatable."),
+        typer.Option("--objective", metavar="METRIC", help="Metric for Pareto optimality. Repeatable."),
     ] = None,
     json: JsonOption = False,
     csv: Annotated[bool, typer.Option("--csv", help="Print comma-separated values on stdout.")] = False,

@@ -53,29 +53,29 @@ def show(sources: SourcesArgument, shape: ShapeOptions, seed: SeedOption = 0, js
 @spread
 def convert(
     sources: SourcesArgument,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Path of the file to write.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Path of the file to write.")],
     shape: ShapeOptions,
     seed: SeedOption = 0,
 ) -> None:
     """Write a workload, transformed by the options, to a file in forebay's own format."""
     options = workload_options(shape, seed)
-    if output.exists() and not output.is_file():  # replacing a device would turn it into a file
-        fail(f"{output}: is not a regular file; choose another name")
+    if out.exists() and not out.is_file():  # replacing a device would turn it into a file
+        fail(f"{out}: is not a regular file; choose another name")
     with _explained():
         workload, survey = _opened(sources, options)
         # The header has no name, so that tables show the current name of the file.
         header = WorkloadHeader(block_tokens=workload.block_tokens, source=_source(sources, options))
-        part = output.with_name(f"{output.name}.part")
+        part = out.with_name(f"{out.name}.part")
         try:
             with part.open("wb") as file:
                 file.writelines(encode_workload(_watched(workload, survey.requests, "written"), header))
-            part.replace(output)
+            part.replace(out)
         except OSError as error:
-            fail(f"{output}: cannot be written ({error.strerror})")
+            fail(f"{out}: cannot be written ({error.strerror})")
         finally:
             part.unlink(missing_ok=True)
     print_survey(survey)
-    typer.echo(f"{output}: {survey.requests} requests", err=True)
+    typer.echo(f"{out}: {survey.requests} requests", err=True)
 
 
 @contextlib.contextmanager

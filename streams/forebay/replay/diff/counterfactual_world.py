@@ -40,8 +40,8 @@ from forebay.replay.diff.handover import OperatorEvent
 
 Named = Callable[
     [PoolConfigured], Set[str]
-]  # fields of a pool that the alternative names, such as `router.disagg.policy`
-DISAGG = "router.disagg."
+]  # router fields of a pool that the alternative names, such as `disagg.policy`
+DISAGG = "disagg."
 LATE = "late-progress"  # not a real topic: a late event took its offset when history applied it
 
 
