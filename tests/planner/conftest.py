@@ -1,10 +1,11 @@
 """Fixtures of the supervisor's tests."""
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
+from forebay.transport.sqlite.log import SqliteLog
 from tests.planner.supervised import Supervised
 
 
@@ -14,3 +15,11 @@ def supervised(tmp_path: Path) -> Iterator[Supervised]:
     made = Supervised(tmp_path)
     yield made
     made.kill_all()
+
+
+@pytest.fixture
+async def log() -> AsyncIterator[SqliteLog]:
+    """Yield a log in memory."""
+    opened = SqliteLog.open(None)
+    yield opened
+    opened.close()

@@ -8,19 +8,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from prometheus_client import CollectorRegistry
 
-from forebay.cli.common.cluster import LOOPBACK, Cluster, KafkaOptions, connected, run_service, until_signal
+from forebay.cli.common.cluster import Cluster, KafkaOptions, ServiceOptions, connected, run_service, until_signal
 from forebay.cli.common.errors import explained
 from forebay.cli.common.extras import require_extra
 from forebay.cli.common.logs import LoggingOptions, announce
 from forebay.cli.common.option_groups import spread
+from forebay.cli.common.process_metrics import process_registry
 from forebay.cli.planner.supervise_file import KubernetesSettings, ProcessSettings, read_supervise_file
 from forebay.ingress.errors import Unusable
 from forebay.live.planner.actuator import ActuatorService
+from forebay.planner.actuators.metrics import SupervisorMetrics
 from forebay.planner.actuators.processes import ProcessActuator
 from forebay.planner.actuators.worker_directory import DirectoryUnusable, WorkerDirectory
-from forebay.transport.kafka.settings import KafkaSettings
 from forebay.transport.kafka.topics import count_topics
 
 if TYPE_CHECKING:  # imports the client of Kubernetes, an extra
@@ -33,6 +33,8 @@ KUBECONFIG = "~/.kube/config"
 def supervise(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="TOML file: actuator and pools. See docs/scaling.md.")],
     kafka: KafkaOptions,
+    *,
+    service: ServiceOptions,
     logs: LoggingOptions,
 ) -> None:
     """Start and drain the workers that the planner decides, as processes of this machine or with Kubernetes.
@@ -46,28 +48,31 @@ def supervise(
             require_extra("kubernetes", "actuator kubernetes", "kubernetes")
         elif sys.platform != "linux":
             raise Unusable("actuator processes requires Linux, because it identifies processes by /proc")
-        cluster = kafka.settings()
+        cluster = Cluster(kafka.settings(), "", service.metrics_host, service.metrics_port)
     run_service(_supervise(cluster, settings))
 
 
-async def _supervise(kafka: KafkaSettings, settings: ProcessSettings | KubernetesSettings) -> None:
+async def _supervise(cluster: Cluster, settings: ProcessSettings | KubernetesSettings) -> None:
     """Execute decisions until SIGINT or SIGTERM."""
     if isinstance(settings, KubernetesSettings):
-        await _execute(kafka, _kubernetes(settings))
+        await _execute(cluster, _kubernetes(settings))
         return
     async with _processes(settings) as processes:
         announce(f"forebay: supervisor found {processes.running} running workers")
-        await _execute(kafka, processes)
+        await _execute(cluster, processes)
         announce(f"forebay: supervisor ended; {processes.running} workers continue to run")
 
 
-async def _execute(kafka: KafkaSettings, actuator: "ProcessActuator | KubernetesActuator") -> None:
-    await count_topics(kafka)  # reports a missing topic, for which the client would wait
-    async with connected(Cluster(kafka, "", LOOPBACK, None), CollectorRegistry()) as log:
+async def _execute(cluster: Cluster, actuator: "ProcessActuator | KubernetesActuator") -> None:
+    await count_topics(cluster.kafka)  # reports a missing topic, for which the client would wait
+    registry = process_registry()
+    async with connected(cluster, registry) as log:
         pools = ", ".join(sorted(f"{group}/{pool}" for group, pool in actuator.pools))
         announce(f"forebay: supervisor executes decisions about {pools} with {actuator.name}")
+        service = ActuatorService(log, actuator)
+        registry.register(SupervisorMetrics(service, actuator if isinstance(actuator, ProcessActuator) else None))
         parts = [actuator.run()] if isinstance(actuator, ProcessActuator) else []
-        await until_signal(ActuatorService(log, actuator).run(), *parts)
+        await until_signal(service.run(), *parts)
 
 
 @asynccontextmanager

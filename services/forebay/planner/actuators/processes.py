@@ -10,9 +10,11 @@ worker that ends without a drain is started again, with exponential backoff.
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
+from typing import Literal
 
 import msgspec
 
@@ -31,6 +33,8 @@ from forebay.planner.actuators.os_processes import (
 from forebay.planner.actuators.worker_directory import DirectoryUnusable, Drain, SupervisedWorker, WorkerDirectory
 
 logger = logging.getLogger(__name__)
+
+WorkerStatus = Literal["running", "restarting", "draining"]
 
 WORKERS_MAX = 256  # processes of one supervisor, as many as `forebay serve` starts
 KILL_AFTER_S = 600.0  # a worker with default options ends within 64 s of SIGTERM
@@ -142,6 +146,15 @@ class ProcessActuator:
     def running(self) -> int:
         """Number of workers whose processes run, draining ones included."""
         return sum(worker.process is not None for worker in self._workers.values())
+
+    def counts(self) -> Counter[tuple[PoolKey, WorkerStatus]]:
+        """Return the number of workers by pool and status. The status `restarting` means that no process runs."""
+        found: Counter[tuple[PoolKey, WorkerStatus]] = Counter()
+        for worker in self._workers.values():
+            drains = worker.record.drain != "none"
+            status: WorkerStatus = "draining" if drains else "restarting" if worker.process is None else "running"
+            found[_key(worker.record), status] += 1
+        return found
 
     async def run(self) -> None:
         """Start workers that have ended again, and end drains that take too long, until cancelled."""

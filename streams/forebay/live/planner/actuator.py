@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -14,6 +15,8 @@ from forebay.transport.base import Log
 
 logger = logging.getLogger(__name__)
 
+Refusal = Literal["stale", "unknown_pool", "failed"]
+Result = Literal["applied", "partial"] | Refusal
 STALE_MAX = 64  # stale decisions that wait for their refusal; a planner that meets more of them has given up
 
 
@@ -57,10 +60,15 @@ class ActuatorService:
     """Executes the decisions on the topic with one actuator.
 
     After a restart it executes the open decision again, which changes nothing if it was executed before.
+
+    Attributes:
+        results: number of replies of this process by result: `applied`, `partial` if a size was not reached, or the
+            reason of a refusal.
     """
 
     def __init__(self, log: Log, actuator: Actuator) -> None:
         """Create a service for `actuator` on `log`."""
+        self.results: Counter[Result] = Counter()
         self._actuator = actuator
         self._caught_up = False
         self._stale: list[int] = []
@@ -92,9 +100,7 @@ class ActuatorService:
             self._topic.changed.clear()
             while self._stale:
                 refused = self._stale.pop(0)
-                await self._topic.append(
-                    self._refusal(refused, "stale", "its planner had not applied all records before it")
-                )
+                await self._refuse(refused, "stale", "its planner had not applied all records before it")
             if self._topic.state.open is not None:
                 await self._execute(self._topic.state.open.offset, self._topic.state.open.decided)
             else:
@@ -105,13 +111,13 @@ class ActuatorService:
         unknown = sorted(sizes.keys() - self._actuator.pools)
         if unknown:
             names = ", ".join(f"{group}/{pool}" for group, pool in unknown)
-            await self._topic.append(self._refusal(offset, "unknown_pool", f"not managed: {names}"))
+            await self._refuse(offset, "unknown_pool", f"not managed: {names}")
             return
         try:
             reached = await self._actuator.scale(sizes)
         except ActuatorError as error:
             logger.error("decision %d failed: %s", offset, error)  # noqa: TRY400 - the message is enough
-            await self._topic.append(self._refusal(offset, "failed", str(error)))
+            await self._refuse(offset, "failed", str(error))
             return
         pools = tuple(ReachedSize(group=group, pool=pool, size=size) for (group, pool), size in reached.sizes.items())
         await self._topic.append(
@@ -123,11 +129,16 @@ class ActuatorService:
                 at_us=runtime.wall_us(),
             )
         )
+        is_partial = any(reached.sizes.get(pool, size) != size for pool, size in sizes.items())
+        self.results["partial" if is_partial else "applied"] += 1
 
-    def _refusal(self, offset: int, reason: Literal["stale", "unknown_pool", "failed"], message: str) -> ScalingRefused:
-        return ScalingRefused(
-            decision=offset, actuator=self._actuator.name, reason=reason, message=message, at_us=runtime.wall_us()
+    async def _refuse(self, offset: int, reason: Refusal, message: str) -> None:
+        await self._topic.append(
+            ScalingRefused(
+                decision=offset, actuator=self._actuator.name, reason=reason, message=message, at_us=runtime.wall_us()
+            )
         )
+        self.results[reason] += 1
 
 
 def _changes(decided: ScalingDecided) -> dict[PoolKey, int]:
