@@ -42,8 +42,8 @@ class Up:
                 [*program, *command], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
             )
 
-    def wait_ready(self) -> None:
-        ends_s = time.monotonic() + PATIENCE_S
+    def wait_ready(self, patience_s: float = PATIENCE_S) -> None:
+        ends_s = time.monotonic() + patience_s
         with httpx.Client(base_url=self.url, timeout=5) as client:
             while time.monotonic() < ends_s:
                 assert self.process.poll() is None, self.process.communicate()[0]

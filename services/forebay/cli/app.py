@@ -97,7 +97,7 @@ COMMANDS = {
         "Simulate every combination of settings, and mark the Pareto-optimal ones.",
     ),
     "fit": CommandEntry("simulate.fit", "fit", "Fit an engine profile to the recorded times of engines."),
-    "profile": CommandEntry("simulate.profile", "app", "Create engine profiles from published measurements."),
+    "profile": CommandEntry("simulate.profile", "app", "Measure a live worker, or create an engine profile."),
     "record": CommandEntry(
         "record",
         "record",

@@ -8,6 +8,7 @@ import msgspec
 
 from forebay.cli.common.plain_file import kind_of, read_plain_file
 from forebay.cli.planner.pools_file import convert, pool_tables, read_toml, require_known
+from forebay.cli.profiler.profile_file import MeasuredProfile
 from forebay.events.scaling import DecodePoint, PlannerSettings, PoolScaling, PrefillPoint
 from forebay.ingress.errors import Unusable
 from forebay.planner.predictors import PredictorUnusable, predictor
@@ -83,7 +84,7 @@ def _profile(path: Path) -> dict[str, Any]:
     try:
         if not isinstance(raw, dict):
             raise Unusable(f"expected an object with prefill and decode, got {kind_of(raw)}")
-        require_known(raw, ("prefill", "decode"))
+        require_known(raw, MeasuredProfile.__struct_fields__)
         return {
             "prefill": _points(raw, "prefill", PrefillPoint, ("isl",)),
             "decode": _points(raw, "decode", DecodePoint, ("context", "concurrency")),

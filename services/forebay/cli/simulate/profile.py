@@ -1,4 +1,4 @@
-"""`forebay profile`: engine profiles from published measurements."""
+"""`forebay profile`: profiles of engines, measured or from published measurements."""
 
 from pathlib import Path
 from typing import Annotated
@@ -7,6 +7,7 @@ import typer
 
 from forebay.cli.common.errors import complain, fail
 from forebay.cli.common.extras import require_extra
+from forebay.cli.profiler.command import run
 from forebay.events.names import unknown_name
 from forebay.simulate.profiles.profile import EngineSizes, Profile, write_linear
 from forebay.simulate.profiles.sheets import ProfileUnusable
@@ -16,12 +17,15 @@ OutOption = Annotated[
     Path | None, typer.Option("--out", "-o", dir_okay=False, help="Write the profile to this file, not to stdout.")
 ]
 
-app = typer.Typer(no_args_is_help=True, help="Create engine profiles from published measurements.")
+app = typer.Typer(no_args_is_help=True, help="Measure a live worker, or create an engine profile.")
 
 
 @app.callback()
 def _group() -> None:
-    """Create engine profiles from published measurements."""
+    """Measure a live worker, or create an engine profile."""
+
+
+app.command("run")(run)
 
 
 @app.command("aiconfigurator")

@@ -1,0 +1,1 @@
+"""`forebay profile run`: measures a live worker for the planner and the simulator."""

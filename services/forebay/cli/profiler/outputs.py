@@ -1,0 +1,69 @@
+"""Results of `forebay profile run`: tables on the terminal, an engine profile, and an HTML page with charts."""
+
+from pathlib import Path
+
+from rich.table import Table
+
+from forebay.cli.common import page_file
+from forebay.cli.common.terminal import results
+from forebay.cli.profiler.profile_file import MeasuredProfile
+from forebay.cli.simulate.profile import write_profile
+from forebay.ingress.errors import Unusable
+from forebay.simulate.profiles.profile import EngineSizes, Profile
+from forebay.simulate.profiles.sheets import ProfileUnusable
+
+
+def show(profile: MeasuredProfile) -> None:
+    """Print the measured points as tables, and the points that were left out."""
+    console = results()
+    if profile.prefill:
+        console.print(_table("prefill", ("isl", "ttft_ms", "tokens_per_s"), profile))
+    if profile.decode:
+        console.print(_table("decode", ("context", "concurrency", "itl_ms", "tokens_per_s"), profile))
+    for one in profile.left_out:
+        console.print(f"left out: {one.point}: {one.reason}", markup=False)
+
+
+def write_engine_profile(profile: MeasuredProfile, batched_tokens: int, out: Path) -> None:
+    """Fit an engine profile to the points and write it.
+
+    Raises:
+        Unusable: there are too few points.
+        typer.Exit: the file cannot be written.
+    """
+    from forebay.simulate.profiles.measured import fit_measured  # noqa: PLC0415 - an extra, which takes 1 s to import
+
+    try:
+        found = fit_measured(profile.prefill, profile.decode, batched_tokens)
+    except ProfileUnusable as error:
+        raise Unusable(str(error)) from None
+    name = profile.settings.worker or profile.settings.model
+    errors = (f"{stage} {p50:.1%} / {p90:.1%}" for stage, (p50, p90) in zip(("TTFT", "ITL"), found[2:], strict=True))
+    write_profile(
+        Profile(
+            timing=found.timing,
+            sizes=EngineSizes(max_num_batched_tokens=batched_tokens),
+            name=f"{name}, measured",
+            source="forebay profile run",
+            work_us=found.work_us,
+        ),
+        f"relative errors against the measured points, p50 / p90: {', '.join(errors)}",
+        out,
+    )
+
+
+def write_report(profile: MeasuredProfile, report: Path) -> None:
+    """Write the HTML page. Raises typer.Exit if it cannot be written."""
+    from forebay.cli.profiler.page import page  # noqa: PLC0415 - plotly takes 1 s to import
+
+    page_file.write("--report", report, lambda: page(profile))
+
+
+def _table(stage: str, columns: tuple[str, ...], profile: MeasuredProfile) -> Table:
+    table = Table(title=stage)
+    for column in columns:
+        table.add_column(column, justify="right")
+    for point in getattr(profile, stage):
+        values = (getattr(point, column) for column in columns)
+        table.add_row(*(f"{value:,.2f}" if isinstance(value, float) else f"{value:,}" for value in values))
+    return table

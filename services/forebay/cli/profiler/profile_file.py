@@ -1,0 +1,151 @@
+"""The file of `forebay profile run`: settings, measured points, and points that could not be measured, as JSON.
+
+The file is written after each point, so that an interrupted run continues. A planner reads `prefill` and `decode`.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal, cast
+
+import msgspec
+
+from forebay.events.scaling import DecodePoint, PrefillPoint
+from forebay.ingress.errors import Unusable
+
+FILE_BYTES_MAX = 16 << 20
+
+ProfiledRole = Literal["aggregated", "prefill", "decode"]
+
+
+class ProfileSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What was measured, and how. Only a run with the same settings continues a file.
+
+    Attributes:
+        model: name of the model.
+        worker: id of the worker; empty for the only worker of the system.
+        role: `prefill` has only prefill points, `decode` only decode points, `aggregated` both.
+        isl: prompt lengths of the prefill points, in tokens.
+        contexts: context lengths of the decode points, in tokens.
+        concurrencies: numbers of concurrent requests of the decode points.
+        repeats: measurements of each point.
+        output_tokens: output tokens per request of the decode points.
+    """
+
+    model: str
+    worker: str
+    role: ProfiledRole
+    isl: tuple[int, ...]
+    contexts: tuple[int, ...]
+    concurrencies: tuple[int, ...]
+    repeats: int
+    output_tokens: int
+
+
+class GridPoint(msgspec.Struct, frozen=True, kw_only=True):
+    """One point to measure.
+
+    Attributes:
+        stage: what is measured.
+        tokens: prompt tokens of a prefill point, mean context length of a decode point.
+        concurrency: concurrent requests of a decode point; 1 for a prefill point.
+    """
+
+    stage: Literal["prefill", "decode"]
+    tokens: int
+    concurrency: int = 1
+
+    def __str__(self) -> str:
+        if self.stage == "prefill":
+            return f"prefill of {self.tokens} tokens"
+        return f"decode with context {self.tokens}, concurrency {self.concurrency}"
+
+
+class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
+    """Point that could not be measured, and the reason."""
+
+    point: GridPoint
+    reason: str
+
+
+class MeasuredProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Contents of the file.
+
+    Attributes:
+        settings: what was measured, and how.
+        prefill: measured prefill points.
+        decode: measured decode points.
+        left_out: points that could not be measured.
+    """
+
+    settings: ProfileSettings
+    prefill: tuple[PrefillPoint, ...] = ()
+    decode: tuple[DecodePoint, ...] = ()
+    left_out: tuple[LeftOut, ...] = ()
+
+    def has(self, point: GridPoint) -> bool:
+        """Return whether the point was measured, or was left out."""
+        if any(one.point == point for one in self.left_out):
+            return True
+        if point.stage == "prefill":
+            return any(one.isl == point.tokens for one in self.prefill)
+        return any((one.context, one.concurrency) == (point.tokens, point.concurrency) for one in self.decode)
+
+
+def grid(settings: ProfileSettings) -> Iterator[GridPoint]:
+    """Yield all points of a profile in the order in which they are measured."""
+    if settings.role != "decode":
+        for tokens in settings.isl:
+            yield GridPoint(stage="prefill", tokens=tokens)
+    if settings.role != "prefill":
+        for tokens in settings.contexts:
+            for concurrency in settings.concurrencies:
+                yield GridPoint(stage="decode", tokens=tokens, concurrency=concurrency)
+
+
+def open_profile(path: Path, settings: ProfileSettings) -> MeasuredProfile:
+    """Return the profile in a file that an interrupted run has written, or an empty profile if there is no file.
+
+    Raises:
+        Unusable: the file is not such a profile, or was measured with other settings.
+    """
+    try:
+        with path.open("rb") as file:
+            content = file.read(FILE_BYTES_MAX + 1)
+    except FileNotFoundError:
+        return MeasuredProfile(settings=settings)
+    except OSError as error:
+        raise Unusable(f"{path}: {error.strerror}") from None
+    try:
+        if len(content) > FILE_BYTES_MAX:
+            raise Unusable(f"{path}: larger than {FILE_BYTES_MAX >> 20} MiB; choose another --out")
+        found = msgspec.json.decode(content, type=MeasuredProfile)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise Unusable(f"{path}: not a file of this command ({error}); choose another --out") from None
+    different = [
+        name for name in ProfileSettings.__struct_fields__ if getattr(found.settings, name) != getattr(settings, name)
+    ]
+    if different:
+        values = "; ".join(
+            f"{name} was {_shown(found.settings, name)}, now {_shown(settings, name)}" for name in different
+        )
+        raise Unusable(f"{path}: measured with other settings ({values}); use those to continue, or another --out")
+    return found
+
+
+def write_profile(path: Path, profile: MeasuredProfile) -> None:
+    """Replace the file atomically. Raises Unusable if it cannot be written."""
+    part = path.with_name(f"{path.name}.part")
+    try:
+        part.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=2) + b"\n")
+        part.replace(path)
+    except OSError as error:
+        raise Unusable(f"{path}: {error.strerror}") from None
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _shown(settings: ProfileSettings, name: str) -> str:
+    value = getattr(settings, name)
+    if isinstance(value, tuple):
+        return ",".join(map(str, cast("tuple[int, ...]", value)))
+    return str(value) or "none"

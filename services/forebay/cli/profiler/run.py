@@ -1,0 +1,165 @@
+"""One run of `forebay profile run`: finds the worker, and measures the points that the file lacks."""
+
+import asyncio
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import typer
+import uvloop
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+
+from forebay.cli.common.connection import advice
+from forebay.cli.common.errors import BROKEN, complain
+from forebay.cli.common.failures import status_failure
+from forebay.cli.common.terminal import bar
+from forebay.cli.profiler.client import MeasurementFailed, PointImpossible, ProfiledWorker, random_prompts
+from forebay.cli.profiler.measure import impossible_like, measure_point
+from forebay.cli.profiler.profile_file import GridPoint, LeftOut, MeasuredProfile, grid, write_profile
+from forebay.events.names import unknown_name
+from forebay.ingress.errors import Unusable
+
+REQUEST_TIMEOUT_S = 10.0  # of a request about the system
+TRIAL_TOKENS = 16
+INTERRUPTED = 128 + signal.SIGINT
+CONTINUE = "run the same command again to continue"
+UNLIMITED = httpx.Limits()
+NO_TIMEOUT = httpx.Timeout(None)  # each measurement has its own
+
+
+@dataclass(frozen=True, slots=True)
+class ProfiledSystem:
+    """The system with the worker to measure.
+
+    Attributes:
+        url: URL of the system.
+        headers: HTTP headers of every request.
+        model: name of the model.
+        worker: id of the worker; empty for the only one.
+    """
+
+    url: str
+    headers: dict[str, str]
+    model: str
+    worker: str
+
+
+def find_system(url: str, headers: dict[str, str], model: str, worker: str) -> ProfiledSystem:
+    """Return the model and the worker to measure.
+
+    Raises:
+        Unusable: the system does not respond, does not serve the model or worker, or has several workers and `worker`
+            is empty.
+    """
+    with httpx.Client(headers=headers, timeout=REQUEST_TIMEOUT_S) as client:
+        models = [str(one["id"]) for one in _get(client, f"{url}/v1/models")["data"]]
+        if not models:
+            raise Unusable(f"{url} serves no model")
+        if model and model not in models:
+            raise Unusable(unknown_name("model", model, models))
+        chosen = model or models[0]
+        workers = [
+            str(one["worker_id"]) for one in _get(client, f"{url}/v1/status")["workers"] if one["state"] == "ready"
+        ]
+    if worker and worker not in workers:
+        raise Unusable(unknown_name("worker", worker, workers))
+    if not worker and len(workers) != 1:
+        found = "no ready worker" if not workers else f"{len(workers)} ready workers ({', '.join(sorted(workers)[:8])})"
+        advised = "start one" if not workers else "name one with --worker"
+        raise Unusable(f"{url} has {found} of the model {chosen}; {advised}")
+    return ProfiledSystem(url, headers, chosen, worker)
+
+
+def measure_all(system: ProfiledSystem, profile: MeasuredProfile, out: Path, timeout_s: float) -> MeasuredProfile:
+    """Measure the points that a profile lacks, and write the file after each of them.
+
+    Args:
+        system: the system with the worker.
+        profile: what was measured before.
+        out: the file.
+        timeout_s: seconds after which a point is left out.
+
+    Returns:
+        The profile with all points.
+
+    Raises:
+        Unusable: the system rejects the first request, or the file cannot be written.
+        typer.Exit: the system stops serving requests, or the user interrupts the run.
+    """
+    points = list(grid(profile.settings))
+    todo = [point for point in points if not profile.has(point)]
+    if len(todo) < len(points):
+        complain(f"{out}: {len(points) - len(todo)} of {len(points)} points were measured before")
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with bar(*columns) as progress, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        task = progress.add_task("", total=len(points), completed=len(points) - len(todo))
+
+        async def measured() -> MeasuredProfile:
+            found = profile
+            async with httpx.AsyncClient(headers=system.headers, timeout=NO_TIMEOUT, limits=UNLIMITED) as client:
+                worker = ProfiledWorker(client, system.url, system.model, system.worker, timeout_s)
+                if todo:
+                    await _try(worker)
+                for point in todo:
+                    progress.update(task, description=str(point))
+                    found = _joined(found, await _measured(worker, point, found))
+                    write_profile(out, found)
+                    progress.advance(task)
+            return found
+
+        try:
+            return runner.run(measured())
+        except KeyboardInterrupt:
+            complain(f"interrupted; {CONTINUE}")
+            raise typer.Exit(INTERRUPTED) from None
+
+
+async def _try(worker: ProfiledWorker) -> None:
+    """Send a short request. Raises Unusable if the system rejects it, as it would reject every other one."""
+    (prompt,) = random_prompts(TRIAL_TOKENS, 1, "trial")
+    try:
+        await worker.measure(prompt, 1)
+    except (PointImpossible, MeasurementFailed) as error:
+        raise Unusable(str(error)) from None
+
+
+async def _measured(worker: ProfiledWorker, point: GridPoint, before: MeasuredProfile) -> MeasuredProfile:
+    """Return a profile with nothing but this point, measured or left out."""
+    left_out = impossible_like(point, before.left_out)
+    if left_out is None:
+        try:
+            return await measure_point(worker, point, before.settings)
+        except PointImpossible as error:
+            left_out = LeftOut(point=point, reason=str(error))
+            complain(f"left out: {point}: {error}")
+        except MeasurementFailed as error:
+            complain(f"{point}: {error}; {CONTINUE}")
+            raise typer.Exit(BROKEN) from None
+    return MeasuredProfile(settings=before.settings, left_out=(left_out,))
+
+
+def _joined(first: MeasuredProfile, second: MeasuredProfile) -> MeasuredProfile:
+    return MeasuredProfile(
+        settings=first.settings,
+        prefill=first.prefill + second.prefill,
+        decode=first.decode + second.decode,
+        left_out=first.left_out + second.left_out,
+    )
+
+
+def _get(client: httpx.Client, url: str) -> Any:
+    """Return the JSON response to a GET request. Raises Unusable if there is none."""
+    try:
+        response = client.get(url)
+    except (httpx.TransportError, httpx.InvalidURL) as error:
+        raise Unusable(f"no response from {url} ({error!r}); {advice(error)}") from error
+    if response.status_code != httpx.codes.OK:
+        failure = status_failure(response.status_code, response.content)
+        raise Unusable(f"{url}: {failure.kind}: {failure.text}")
+    try:
+        return msgspec.json.decode(response.content)
+    except msgspec.DecodeError:
+        raise Unusable(f"{url}: the response is not JSON; check --url") from None

@@ -1,0 +1,67 @@
+"""Linear timing fitted to the points of a measured profile."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from forebay.engine_model.timing import LinearTiming
+from forebay.events.scaling import DecodePoint, PrefillPoint
+from forebay.simulate.profiles.regression import regression
+from forebay.simulate.profiles.sheets import ProfileUnusable
+
+POINTS_MIN = 3  # per stage; two points would fit any line
+US_PER_MS = 1_000.0
+
+
+class MeasuredTiming(NamedTuple):
+    """Linear timing fitted to measured points.
+
+    Attributes:
+        timing: the fitted timing.
+        work_us: microseconds of a request outside of the engine's steps.
+        prefill: p50 and p90 of the relative errors of the times to first token.
+        decode: p50 and p90 of the relative errors of the inter-token latencies.
+    """
+
+    timing: LinearTiming
+    work_us: int
+    prefill: tuple[float, float]
+    decode: tuple[float, float]
+
+
+def fit_measured(prefill: Sequence[PrefillPoint], decode: Sequence[DecodePoint], batched_tokens: int) -> MeasuredTiming:
+    """Return the linear timing with the smallest errors over all points.
+
+    Args:
+        prefill: measured prefill points.
+        decode: measured decode points.
+        batched_tokens: highest number of tokens of one step, by which long prompts are divided.
+
+    Raises:
+        ProfileUnusable: there are too few points.
+    """
+    for stage, points in (("prefill", prefill), ("decode", decode)):
+        if len(points) < POINTS_MIN:
+            text = f"an engine profile requires {POINTS_MIN} points of each stage, got {len(points)} of {stage}"
+            raise ProfileUnusable(text)
+    rows = np.array([*(_prompt(one, batched_tokens) for one in prefill), *map(_decoding, decode)], dtype=np.float64)
+    times = np.array([*(one.ttft_ms for one in prefill), *(one.itl_ms for one in decode)]) * US_PER_MS
+    shares = rows / times[:, None]
+    *costs, work = regression(shares)
+    errors: NDArray[np.float64] = np.abs(shares @ np.array([*costs, work]) - 1.0)
+    parts = errors[: len(prefill)], errors[len(prefill) :]
+    of_prefill, of_decode = ((float(np.percentile(part, 50)), float(np.percentile(part, 90))) for part in parts)
+    timing = LinearTiming(**dict(zip(LinearTiming.__struct_fields__, map(float, costs), strict=True)))
+    return MeasuredTiming(timing, round(float(work)), of_prefill, of_decode)
+
+
+def _prompt(point: PrefillPoint, batched_tokens: int) -> tuple[float, ...]:
+    """Return the amounts of work of a prompt alone: steps, tokens, attended pairs, and the request itself."""
+    steps = -(-point.isl // batched_tokens)
+    return (steps, point.isl, point.isl * (point.isl + 1) / 2, 0, 0, 0, 1)
+
+
+def _decoding(point: DecodePoint) -> tuple[float, ...]:
+    return (1, 0, 0, 1, point.concurrency, point.concurrency * point.context, 0)
