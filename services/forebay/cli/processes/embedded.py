@@ -19,7 +19,7 @@ from forebay.cli.common.errors import cause_of
 from forebay.cli.common.logs import announce
 from forebay.cli.common.process_metrics import process_registry
 from forebay.cli.common.shutdown import end_within, stop_notice
-from forebay.cli.processes.engines import built, playing, pool_of
+from forebay.cli.processes.engines import built, playing
 from forebay.cli.processes.listening import Hosts, listening
 from forebay.cli.processes.settings import EmbeddedSettings
 from forebay.core.state.fleet import WorkerPhase
@@ -83,8 +83,14 @@ def run(settings: EmbeddedSettings, on_ready: OnReady) -> None:
     """
     model = Model(settings.engine.settings.model)
     engines = [
-        built(playing(settings.engine, role), name, pool="", taints=settings.taints[name], kv_events=settings.kv_events)
-        for name, role in settings.roles.items()
+        built(
+            playing(settings.engine, place.role),
+            name,
+            pool=place.pool,
+            taints=settings.taints[name],
+            kv_events=settings.kv_events,
+        )
+        for name, place in settings.places.items()
     ]
     with (
         listening(settings.endpoint, settings.ingress) as (listener, hosts),
@@ -280,7 +286,9 @@ def _block_size(workers: Sequence[Worker]) -> int:
     sizes = sorted({worker.spec.block_size for worker in workers})
     if len(sizes) > 1:
         found = " and ".join(map(str, sizes))
-        raise Unusable(f"the workers have KV blocks of {found} tokens, but share one pool; use one --block-size")
+        raise Unusable(
+            f"the workers have KV blocks of {found} tokens, but pools of a model share one size; use one --block-size"
+        )
     return sizes[0]
 
 
@@ -336,9 +344,10 @@ def _group(settings: EmbeddedSettings, block_size: int) -> GroupSettings:
         partition=PARTITION,
         owner_id=f"embedded-{os.getpid()}",
         pools=tuple(
-            PoolConfigured(pool=pool_of(role), model=name, block_size=block_size, router=settings.router, role=role)
-            for role in dict.fromkeys(settings.roles.values())
+            PoolConfigured(pool=place.pool, model=name, block_size=block_size, router=settings.router, role=place.role)
+            for place in dict.fromkeys(settings.places.values())
         ),
+        routing=settings.routing,
         policies=settings.policies,
         snapshot_every=settings.snapshots.snapshot_every,
         snapshot_age_s=settings.snapshots.snapshot_age_s,

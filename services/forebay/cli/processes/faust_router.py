@@ -3,10 +3,10 @@
     export FOREBAY_KAFKA=host:9092 FOREBAY_REDIS=redis://host:6379
     faust -A forebay.cli.processes.faust_router worker -l warning
 
-Further environment variables: FOREBAY_NAMESPACE, FOREBAY_KAFKA_CONFIG, FOREBAY_ROUTER_ID, and FOREBAY_ALLOW_POLICY with
-policy classes separated by spaces. Each router option has a variable, too: FOREBAY_ROUTER_MODE for `--router-mode`,
-FOREBAY_ROUTER_KV_EVENTS=false for `--no-router-kv-events`. Importing this module only creates the app. The router runs
-as a task of the app.
+Further environment variables: FOREBAY_NAMESPACE, FOREBAY_KAFKA_CONFIG, FOREBAY_ROUTER_ID, FOREBAY_POOL_ROUTING, and
+FOREBAY_ALLOW_POLICY with policy classes separated by spaces. Each router option has a variable, too:
+FOREBAY_ROUTER_MODE for `--router-mode`, FOREBAY_ROUTER_KV_EVENTS=false for `--no-router-kv-events`. Importing this
+module only creates the app. The router runs as a task of the app.
 """
 
 import asyncio
@@ -19,6 +19,7 @@ from forebay.cli.common.process_metrics import process_registry
 from forebay.cli.common.shutdown import STOP_S
 from forebay.cli.policies.allowed import allowed_policies
 from forebay.cli.policies.router_options import router_config_of
+from forebay.cli.processes.options import pool_routing_by_model
 from forebay.cli.processes.router_process import start_router
 from forebay.live.router.faust_app import Assignments, RouterApp
 from forebay.live.router.faust_feed import Feed
@@ -38,6 +39,8 @@ def _cluster() -> Cluster:
 
 cluster = _cluster()
 config = router_config_of(os.environ)
+routing_file = os.environ.get("FOREBAY_POOL_ROUTING")
+routing = pool_routing_by_model(Path(routing_file) if routing_file else None)
 policies = allowed_policies(os.environ.get("FOREBAY_ALLOW_POLICY", "").split(), [config.mode])
 assignments = Assignments()
 feed = Feed()
@@ -55,6 +58,7 @@ async def route() -> None:
         slots_max=min(counts.pools.values(), default=0),
         config=config,
         policies=policies,
+        routing=routing,
     )
     async with connected(cluster, registry) as log:
         router = await start_router(cluster, log, feed, settings, registry, lambda: app.is_member)

@@ -4,12 +4,15 @@ import re
 import string
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, ClassVar
 
 import typer
 
 from forebay.events.names import Kind, NameInvalid, require_adapter, require_name, unknown_name
+from forebay.events.pools import PoolRouting
 from forebay.ingress.errors import Unusable
+from forebay.simulate.pool_routing_file import PoolRoutingUnusable, read_pool_routing, routing_of
 
 NAME_CHARS_MAX = 256  # the maximum length of a name in an event
 
@@ -33,6 +36,10 @@ LorasOption = Annotated[
     ),
 ]
 KvEventsOption = Annotated[bool, typer.Option("--kv-events/--no-kv-events", help="Publish KV cache events.")]
+PoolRoutingOption = Annotated[
+    Path | None,
+    typer.Option(help="TOML file with the grids that route requests to pools. It replaces the grids at each start."),
+]
 DrainOption = Annotated[
     float,
     typer.Option(
@@ -86,6 +93,22 @@ def adapters(loras: Sequence[str], model: str) -> tuple[str, ...]:
         return tuple(require_adapter(name, model) for name in loras)
     except NameInvalid as error:
         raise Unusable(f"--lora: {error}") from error
+
+
+def pool_routing_of(path: Path, model: str) -> PoolRouting:
+    """Return the rules for the pools of a model in a file. Raises Unusable if it is invalid or has no such model."""
+    try:
+        return routing_of(path, model)
+    except PoolRoutingUnusable as error:
+        raise Unusable(f"--pool-routing: {error}") from error
+
+
+def pool_routing_by_model(path: Path | None) -> dict[str, PoolRouting]:
+    """Return the rules in a file by model; none without a file. Raises Unusable if the file is invalid."""
+    try:
+        return {} if path is None else read_pool_routing(path)
+    except PoolRoutingUnusable as error:
+        raise Unusable(f"--pool-routing: {error}") from error
 
 
 def placed_taints(given: Sequence[str], workers: Sequence[str]) -> dict[str, tuple[str, ...]]:

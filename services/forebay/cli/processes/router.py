@@ -13,7 +13,7 @@ from forebay.cli.common.logs import LoggingOptions
 from forebay.cli.common.option_groups import spread
 from forebay.cli.policies.allowed import AllowPolicyOption, allowed_policies
 from forebay.cli.policies.router_options import router_options
-from forebay.cli.processes.options import SnapshotOptions, named
+from forebay.cli.processes.options import PoolRoutingOption, SnapshotOptions, named, pool_routing_by_model
 from forebay.events.control import RouterConfig
 
 
@@ -24,6 +24,7 @@ def router(
     addresses: ClusterOptions,
     allow_policy: AllowPolicyOption = None,
     router_id: Annotated[str, typer.Option(help="Display name of the router. Default: host name and process id.")] = "",
+    pool_routing: PoolRoutingOption = None,
     *,
     snapshots: SnapshotOptions,
     service: ServiceOptions,
@@ -38,8 +39,9 @@ def router(
     with explained():
         cluster = addresses.cluster(service.metrics_host, service.metrics_port)
         custom = allowed_policies(allow_policy, [router.mode])
+        routing = pool_routing_by_model(pool_routing)
         name = named("--router-id", "router", router_id or f"{socket.gethostname()}-{os.getpid()}")
     # Imported here, because no other command should wait for Faust to load.
     from forebay.cli.processes.router_process import serve  # noqa: PLC0415
 
-    run_service(serve(cluster, name, router, custom, snapshots))
+    run_service(serve(cluster, name, router, custom, snapshots, routing))

@@ -1,6 +1,6 @@
 """The process of `forebay router`: a Faust app and a router on one event loop."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from prometheus_client import CollectorRegistry
 
@@ -11,6 +11,7 @@ from forebay.cli.common.shutdown import CLOSE_S, ending_within
 from forebay.cli.processes.options import SnapshotOptions
 from forebay.core.routing.policies import CustomPolicies
 from forebay.events.control import RouterConfig
+from forebay.events.pools import PoolRouting
 from forebay.live.router.faust_app import STATE_TOPICS, Assignments, RouterApp
 from forebay.live.router.faust_feed import FaustLog, Feed
 from forebay.live.router.router import Router, RouterSettings
@@ -27,6 +28,7 @@ async def serve(
     config: RouterConfig,
     policies: CustomPolicies,
     snapshots: SnapshotOptions,
+    routing: Mapping[str, PoolRouting],
 ) -> None:
     """Run a router, which owns groups or stands by for them, until SIGINT or SIGTERM.
 
@@ -39,6 +41,7 @@ async def serve(
         slots_max=min(counts.pools.values(), default=0),
         config=config,
         policies=policies,
+        routing=dict(routing),
         snapshot_every=snapshots.snapshot_every,
         snapshot_age_s=snapshots.snapshot_age_s,
     )

@@ -1,13 +1,15 @@
 """Settings of `forebay up`, in their own module, so that other commands do not import an HTTP server."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from forebay.cli.processes.engines import EngineChoice
+from forebay.cli.processes.engines import EngineChoice, pool_of
 from forebay.cli.processes.options import SnapshotOptions
 from forebay.core.routing.policies import CustomPolicies
 from forebay.events.control import Role, RouterConfig
+from forebay.events.pools import PoolRouting
 from forebay.live.owner.retention import RetentionLimits
 
 if TYPE_CHECKING:
@@ -20,28 +22,41 @@ class Workers:
     """Number of workers that `forebay up` runs, by role.
 
     Attributes:
-        aggregated: workers that compute prompts and responses.
+        aggregated: workers that compute prompts and responses, by pool.
         prefill: workers that compute prompts only.
         decode: workers that generate responses. The prompt is computed by a prefill worker or by the decode worker.
     """
 
-    aggregated: int = 0
+    aggregated: Mapping[str, int] = field(default_factory=dict)
     prefill: int = 0
     decode: int = 0
+
+    @property
+    def count(self) -> int:
+        """Number of all workers."""
+        return sum(self.aggregated.values()) + self.prefill + self.decode
 
     @property
     def is_disaggregated(self) -> bool:
         """Whether prefill workers may compute the prompts."""
         return self.decode > 0
 
-    def roles(self, engine: EngineChoice) -> dict[str, Role]:
-        """Return the role of each worker by its id."""
-        kinds: tuple[tuple[str, Role, int], ...] = (
-            (engine.label.lower(), "aggregated", self.aggregated),
-            ("prefill", "prefill", self.prefill),
-            ("decode", "decode", self.decode),
-        )
-        return {f"{name}-{number}": role for name, role, count in kinds for number in range(count)}
+    def places(self, engine: EngineChoice) -> "dict[str, WorkerPlace]":
+        """Return the role and the pool of each worker by its id."""
+        label = engine.label.lower()
+        aggregated = [WorkerPlace("aggregated", pool) for pool, count in self.aggregated.items() for _ in range(count)]
+        prefill = [WorkerPlace("prefill", pool_of("prefill"))] * self.prefill
+        decode = [WorkerPlace("decode", pool_of("decode"))] * self.decode
+        kinds = ((label, aggregated), ("prefill", prefill), ("decode", decode))
+        return {f"{name}-{number}": place for name, places in kinds for number, place in enumerate(places)}
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlace:
+    """Role and pool of a worker."""
+
+    role: Role
+    pool: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +68,8 @@ class EmbeddedSettings:
         engine: engine of every worker. The ingress serves the model and the adapters of this engine.
         router: configuration of the router.
         policies: custom policies that the owner may run.
-        roles: role of each worker by its id.
+        places: role and pool of each worker by its id.
+        routing: rules for the choice of pools; None keeps those of the log.
         taints: taints (labels) of each worker by its id.
         kv_events: whether workers report the contents of their caches.
         ingress: settings of the ingress, without the block size, which the engine reports.
@@ -68,7 +84,8 @@ class EmbeddedSettings:
     engine: EngineChoice
     router: RouterConfig
     policies: CustomPolicies
-    roles: dict[str, Role]
+    places: dict[str, WorkerPlace]
+    routing: PoolRouting | None
     taints: dict[str, tuple[str, ...]]
     kv_events: bool
     ingress: "IngressSettings"

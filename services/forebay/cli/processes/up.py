@@ -2,6 +2,7 @@
 
 import os
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar
@@ -15,11 +16,23 @@ from forebay.cli.common.sizes import size
 from forebay.cli.common.times import span_us
 from forebay.cli.policies.allowed import AllowPolicyOption, allowed_policies
 from forebay.cli.policies.router_options import router_options
-from forebay.cli.processes.engines import EngineChoice, EngineOptions
+from forebay.cli.processes.engines import DEFAULT_POOL, EngineChoice, EngineOptions
 from forebay.cli.processes.http_options import HttpOptions
-from forebay.cli.processes.options import DrainOption, KvEventsOption, SnapshotOptions, names, placed_taints
-from forebay.cli.processes.settings import EmbeddedSettings, Workers
-from forebay.events.control import DisaggConfig, RouterConfig
+from forebay.cli.processes.options import (
+    DrainOption,
+    KvEventsOption,
+    PoolRoutingOption,
+    SnapshotOptions,
+    named,
+    names,
+    placed_taints,
+    pool_routing_of,
+)
+from forebay.cli.processes.settings import EmbeddedSettings, WorkerPlace, Workers
+from forebay.events.control import DisaggConfig, Role, RouterConfig
+from forebay.events.names import unknown_name
+from forebay.events.pools import PoolRouting
+from forebay.ingress.errors import Unusable
 from forebay.live.owner.retention import RetentionLimits
 
 RANKS_MAX = 4_096  # each is an engine of this process, and a candidate of every decision
@@ -69,6 +82,86 @@ class LogOptions:
         return RetentionLimits(size("--log-max-size", text, LOG_BYTES_MIN), age_s)
 
 
+@dataclass(frozen=True, slots=True)
+class WorkerOptions:
+    """Options that set the number of workers, their pools, and how requests are routed to the pools."""
+
+    PANEL: ClassVar = "Workers"
+
+    workers: Annotated[
+        int | None,
+        typer.Option(min=1, max=1024, help="Number of workers. Default: 4 with the mock engine, 1 with a real engine."),
+    ] = None
+    prefill_workers: Annotated[
+        int | None,
+        typer.Option(min=0, max=1024, help="Number of prefill workers. Requires --decode-workers."),
+    ] = None
+    decode_workers: Annotated[
+        int | None, typer.Option(min=1, max=1024, help="Number of decode workers. Requires --prefill-workers.")
+    ] = None
+    pool_workers: Annotated[
+        list[str] | None, typer.Option(help="NAME=COUNT: a pool and its number of workers. Repeatable.")
+    ] = None
+    pool_routing: PoolRoutingOption = None
+
+    def counts(self, engine: EngineChoice) -> Workers:
+        """Return the number of workers by role and pool. Contradictory options end the command."""
+        prefill, decode = self.prefill_workers, self.decode_workers
+        if engine.settings.role != "aggregated":
+            fail(
+                f"--role {engine.settings.role}: `forebay up` has no other role than aggregated; use --prefill-workers"
+                " and --decode-workers"
+            )
+        if (prefill is None) != (decode is None):
+            fail(
+                "--prefill-workers and --decode-workers require each other; use --prefill-workers 0 for decode workers"
+                " only"
+            )
+        given = ["--workers"] * (self.workers is not None) + ["--pool-workers"] * bool(self.pool_workers)
+        given += ["--decode-workers"] * (decode is not None)
+        if len(given) > 1:
+            fail(f"{given[0]} cannot be combined with {given[1]}")
+        if prefill is not None and decode is not None:
+            workers = Workers(prefill=prefill, decode=decode)
+        elif self.pool_workers:
+            workers = Workers(aggregated=_pools(self.pool_workers))
+        else:
+            workers = Workers(aggregated={DEFAULT_POOL: self.workers or (MOCK_WORKERS if engine.is_mock else 1)})
+        ranks = workers.count * engine.settings.dp_size
+        if ranks > RANKS_MAX:
+            many = f"--workers {workers.count}" if self.workers is not None else f"{workers.count} workers"
+            fail(f"{many} with --dp-size {engine.settings.dp_size} are {ranks} ranks; the maximum is {RANKS_MAX}")
+        return workers
+
+    def routing(self, model: str, places: Iterable[WorkerPlace]) -> PoolRouting | None:
+        """Return the rules for the pools in the file of `--pool-routing`, None without a file.
+
+        Raises Unusable if the file is invalid or names a pool without workers.
+        """
+        if self.pool_routing is None:
+            return None
+        found = pool_routing_of(self.pool_routing, model)
+        for grid in found.grids:
+            known = list(dict.fromkeys(place.pool for place in places if place.role == grid.role))
+            for name in (one.pool for one in grid.pools):
+                if name not in known:
+                    raise Unusable(f"--pool-routing {self.pool_routing}: {unknown_name('pool', name, known)}")
+        return found
+
+
+def _pools(given: Sequence[str]) -> dict[str, int]:
+    """Return the number of workers of each pool. Raises Unusable if a value of --pool-workers is invalid."""
+    found: dict[str, int] = {}
+    for text in given:
+        name, _, count = text.partition("=")
+        if not count.isdecimal() or not 1 <= int(count[:6]) <= RANKS_MAX:
+            raise Unusable(f"--pool-workers {text}: expected NAME=COUNT, a pool and its number of workers from 1")
+        if named("--pool-workers", "pool", name) in found:
+            raise Unusable(f"--pool-workers {text}: the name {name} appears twice")
+        found[name] = int(count)
+    return found
+
+
 @spread
 @router_options
 def up(
@@ -77,18 +170,8 @@ def up(
     http: HttpOptions,
     port: Annotated[int, typer.Option(min=1, max=65535, help="HTTP port.")] = 8000,
     host: Annotated[str, typer.Option(help="Address to listen on. Other machines need an API key.")] = "127.0.0.1",
-    workers: Annotated[
-        int | None,
-        typer.Option(min=1, max=1024, help="Number of workers. Default: 4 with the mock engine, 1 with a real engine."),
-    ] = None,
-    prefill_workers: Annotated[
-        int | None,
-        typer.Option(min=0, max=1024, help="Number of prefill workers. Requires --decode-workers."),
-    ] = None,
-    decode_workers: Annotated[
-        int | None, typer.Option(min=1, max=1024, help="Number of decode workers. Requires --prefill-workers.")
-    ] = None,
     *,
+    workers: WorkerOptions,
     log: LogOptions,
     taint: Annotated[
         list[str] | None,
@@ -109,12 +192,12 @@ def up(
     logs.start(QUIET, has_access_log=access_log)
     with explained():
         engine = engine_given.choice()
-        counts = _workers(engine, workers, prefill_workers, decode_workers)
+        counts = workers.counts(engine)
         if not counts.is_disaggregated:
             _reject_disagg_options(context, router)
-        roles = counts.roles(engine)
+        places = counts.places(engine)
         policies = allowed_policies(allow_policy, [router.mode])
-        taints = placed_taints(names("--taint", taint), list(roles))
+        taints = placed_taints(names("--taint", taint), list(places))
         ingress = http.settings(
             model_name=engine.settings.model_name, ingress_id=f"embedded-{os.getpid()}", loras=engine.loras
         )
@@ -123,7 +206,8 @@ def up(
             engine=engine,
             router=router,
             policies=policies,
-            roles=roles,
+            places=places,
+            routing=workers.routing(engine.settings.model_name, places.values()),
             taints=taints,
             kv_events=kv_events,
             ingress=ingress,
@@ -140,31 +224,6 @@ def up(
         run(settings, lambda disagg: _announce(settings, disagg))
 
 
-def _workers(engine: EngineChoice, aggregated: int | None, prefill: int | None, decode: int | None) -> Workers:
-    """Return the number of workers per role. Contradictory options end the command."""
-    if engine.settings.role != "aggregated":
-        role = engine.settings.role
-        fail(
-            f"--role {role}: `forebay up` has no other role than aggregated; use --prefill-workers and --decode-workers"
-        )
-    if (prefill is None) != (decode is None):
-        fail(
-            "--prefill-workers and --decode-workers require each other; use --prefill-workers 0 for decode workers only"
-        )
-    if decode is not None and aggregated is not None:
-        fail("--workers cannot be combined with --decode-workers")
-    if prefill is not None and decode is not None:
-        workers = Workers(prefill=prefill, decode=decode)
-    else:
-        workers = Workers(aggregated=aggregated or (MOCK_WORKERS if engine.is_mock else 1))
-    count = workers.aggregated + workers.prefill + workers.decode
-    ranks = count * engine.settings.dp_size
-    if ranks > RANKS_MAX:
-        workers_text = f"{count} workers" if workers.is_disaggregated else f"--workers {count}"
-        fail(f"{workers_text} with --dp-size {engine.settings.dp_size} are {ranks} ranks; the maximum is {RANKS_MAX}")
-    return workers
-
-
 def _reject_disagg_options(context: typer.Context, router: RouterConfig) -> None:
     """Reject options that have no effect without disaggregation."""
     for name in DISAGG_OPTIONS:
@@ -178,7 +237,10 @@ def _announce(settings: EmbeddedSettings, disagg: DisaggConfig) -> None:
     where = settings.log or "memory (lost at exit; use --log FILE to keep it)"
     engine, endpoint = settings.engine, settings.endpoint
     announce(f"forebay: model {engine.settings.model_name}, {_fleet(settings)}, {settings.router.mode} router")
-    if "decode" in settings.roles.values():
+    pools = sorted({place.pool for place in settings.places.values() if place.role == "aggregated"})
+    if len(pools) > 1 and settings.routing is None:
+        announce(f"forebay: without rules (--pool-routing, `forebay control pools`) {pools[0]} serves all requests")
+    if _has(settings, "decode"):
         announce(f"forebay: prompts are computed {_where(settings, disagg)}")
     announce(f"forebay: log in {where}")
     announce(f"forebay: OpenAI API on {endpoint.scheme}://{endpoint.host}:{endpoint.port}/v1, stop with Ctrl-C")
@@ -186,10 +248,16 @@ def _announce(settings: EmbeddedSettings, disagg: DisaggConfig) -> None:
 
 def _fleet(settings: EmbeddedSettings) -> str:
     """Describe the workers for the start message."""
-    label, count = settings.engine.label, Counter(settings.roles.values())
+    label, count = settings.engine.label, Counter(place.role for place in settings.places.values())
     if not count["decode"]:
-        return f"{count['aggregated']} {label} worker{'s' if count['aggregated'] > 1 else ''}"
+        pools = Counter(place.pool for place in settings.places.values())
+        places = "" if len(pools) == 1 else f" ({', '.join(f'{count} in {pool}' for pool, count in pools.items())})"
+        return f"{count['aggregated']} {label} worker{'s' if count['aggregated'] > 1 else ''}{places}"
     return f"{label} workers: {count['prefill']} prefill, {count['decode']} decode"
+
+
+def _has(settings: EmbeddedSettings, role: Role) -> bool:
+    return any(place.role == role for place in settings.places.values())
 
 
 def _where(settings: EmbeddedSettings, disagg: DisaggConfig) -> str:
@@ -202,7 +270,7 @@ def _prefill_place(settings: EmbeddedSettings, disagg: DisaggConfig) -> str:
     engine = settings.engine
     if disagg.policy == "never":
         return "by decode workers"
-    if "prefill" not in settings.roles.values():
+    if not _has(settings, "prefill"):
         if not disagg.enforce:
             return "by decode workers, because there are no prefill workers"
         if disagg.policy == "always":

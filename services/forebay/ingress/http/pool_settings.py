@@ -171,14 +171,13 @@ class PoolConfigurator:
         """
         await self._refresh()
         registry = self._registry
-        routing = next((one.routing for one in registry.routing if one.model == model), PoolRouting())
         canaries = {canary.pool: canary for canary in registry.canaries(model)}
         pools = {
             name: PoolRules(pool.role, pool.block_size, registry.is_drained(model, name), canaries.get(name))
             for name, pool in sorted(self._configured.items())
             if pool.model == model
         }
-        return routing, pools
+        return registry.routing_of(model), pools
 
     async def set_rule(self, event: PoolEvent) -> None:
         """Append a rule for the choice of pools to the log.

@@ -4,8 +4,9 @@ from typing import assert_never
 
 from forebay.core.state_machine import digest_of, plain
 from forebay.events.base import U64_MASK
-from forebay.events.pools import GridRole, PoolCanarySet, PoolDrainSet, PoolGrid, PoolRoutingConfigured
+from forebay.events.pools import GridRole, PoolCanarySet, PoolDrainSet, PoolGrid, PoolRouting, PoolRoutingConfigured
 
+NO_ROUTING = PoolRouting()
 PoolEvent = PoolRoutingConfigured | PoolCanarySet | PoolDrainSet
 
 
@@ -43,15 +44,18 @@ class PoolRegistry:
         """Return whether any rule for pools of a model exists."""
         return model in self._models
 
+    def routing_of(self, model: str) -> PoolRouting:
+        """Return the grids of a model and whether its failed requests are retried in faster pools."""
+        found = self._routing.get(model)
+        return NO_ROUTING if found is None else found.routing
+
     def retries(self, model: str) -> bool:
         """Return whether a failed request of a model moves to a faster pool."""
-        found = self._routing.get(model)
-        return found is not None and found.routing.retry
+        return self.routing_of(model).retry
 
     def grid(self, model: str, role: GridRole) -> PoolGrid | None:
         """Return the grid of a model for pools of a role, or None if it has none."""
-        found = self._routing.get(model)
-        return None if found is None else next((grid for grid in found.routing.grids if grid.role == role), None)
+        return next((grid for grid in self.routing_of(model).grids if grid.role == role), None)
 
     def canaries(self, model: str) -> list[PoolCanarySet]:
         """Return the canaries of a model, in order of their names."""

@@ -32,6 +32,7 @@ from forebay.events.decisions import (
     RequestRouted,
 )
 from forebay.events.fleet import OwnershipAnnounced
+from forebay.events.pools import PoolRoutingConfigured
 from forebay.events.requests import RequestSubmitted
 from forebay.events.topics import CONTROL, DEAD_LETTERS, FLEET, INPUTS, REQUESTS, Topic
 from forebay.live.owner.admission import PoolsByLease, WorkerAdmission
@@ -435,7 +436,10 @@ class Owner:
         wanted = list(settings.pools)
         if not wanted:
             wanted = [msgspec.structs.replace(pools[name], router=settings.router) for name in sorted(pools)]
-        changed = [pool for pool in wanted if pools.get(pool.pool) != pool]
+        changed: list[Event] = [pool for pool in wanted if pools.get(pool.pool) != pool]
+        routing = settings.routing
+        if routing is not None and routing != self.world.registry.routing_of(settings.group):
+            changed.append(PoolRoutingConfigured(model=settings.group, routing=routing, at_us=runtime.wall_us()))
         if changed:
             await self._append(CONTROL, changed)
             await self._catch_up([CONTROL])

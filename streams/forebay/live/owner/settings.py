@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from forebay.core.routing.policies import CustomPolicies
 from forebay.events.control import PoolConfigured, RouterConfig
+from forebay.events.pools import PoolRouting
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +19,8 @@ class GroupSettings:
             the settings on the log. If empty, the first lease of each pool configures the pool.
         router: Routing settings of pools that leases configure. The owner appends them to `control` if they differ from
             the settings on the log.
+        routing: Rules for the choice of pools. The owner appends them to `control` if they differ from the rules on the
+            log. None keeps the rules of the log.
         slots_max: Number of partitions of each work topic. All groups share them.
         policies: Custom policies that the operator allowed, by router mode. The owner writes their names into its
             claim, and rejects requests of pools whose mode names any other custom policy.
@@ -33,6 +36,7 @@ class GroupSettings:
     owner_id: str
     pools: tuple[PoolConfigured, ...] = ()
     router: RouterConfig = field(default_factory=RouterConfig)
+    routing: PoolRouting | None = None
     policies: CustomPolicies = field(default_factory=dict)
     slots_max: int = 1_024
     groups: int = 1

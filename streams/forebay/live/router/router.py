@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry
 
 from forebay.core.routing.policies import CustomPolicies
 from forebay.events.control import RouterConfig
+from forebay.events.pools import PoolRouting
 from forebay.live.owner.journal import OwnershipLost
 from forebay.live.owner.metrics import OwnerMetrics, PlacementMetrics
 from forebay.live.owner.owner import GroupSettings, Owner
@@ -40,6 +41,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
         slots_max: Number of partitions of each work topic. All groups share them.
         config: Routing settings of the pools, each of which the first lease of a worker configures.
         policies: Custom policies that the operator allowed, by router mode.
+        routing: Rules for the choice of pools, by model. A model without rules keeps those of the log.
         snapshot_every: Number of journal records between two snapshots.
         snapshot_age_s: Maximum time between two snapshots in seconds, if at least one record was journalled since.
         poll_s: Interval between two polls of the leases, in seconds.
@@ -52,6 +54,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     slots_max: int
     config: RouterConfig
     policies: CustomPolicies = {}
+    routing: dict[str, PoolRouting] = {}
     snapshot_every: int = 5_000
     snapshot_age_s: float = 300.0
     poll_s: float = 0.5
@@ -199,6 +202,7 @@ class Router:
                 owner_id=settings.router_id,
                 router=settings.config,
                 policies=settings.policies,
+                routing=settings.routing.get(group),
                 slots_max=settings.slots_max,
                 groups=settings.partitions,
                 snapshot_every=settings.snapshot_every,
