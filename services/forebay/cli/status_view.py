@@ -31,7 +31,7 @@ def _facts(status: GroupStatus) -> Iterator[tuple[str, str]]:
     if status.owner.standbys is not None:
         yield "standbys", ", ".join(status.owner.standbys) or "none"
     source = "as its owner sees it" if status.source == "owner" else "derived from the log"
-    yield "state", f"{source}, newest event {_time(status.at_us)}" if status.at_us else source
+    yield "state", f"{source}, newest event {recent_time(status.at_us)}" if status.at_us else source
     requests = status.requests
     phases = ", ".join(f"{count:,} {phase}" for phase, count in requests.by_phase.items())
     yield "requests", f"{requests.in_flight:,} in flight" + (f": {phases}" if phases else "")
@@ -45,7 +45,7 @@ def _facts(status: GroupStatus) -> Iterator[tuple[str, str]]:
 def _owner(owner: OwnerStatus) -> str:
     parts = [owner.owner_id or "unknown, because its claim is no longer on the log", f"epoch {owner.epoch}"]
     if owner.since_us is not None:
-        parts.append(f"since {_time(owner.since_us)}")
+        parts.append(f"since {recent_time(owner.since_us)}")
     if owner.heartbeat_age_s is not None:
         parts.append(f"heartbeat {owner.heartbeat_age_s:.1f} s ago")
     elif owner.alive is False:
@@ -55,7 +55,7 @@ def _owner(owner: OwnerStatus) -> str:
     return ", ".join(parts)
 
 
-def _time(at_us: int) -> str:
+def recent_time(at_us: int) -> str:
     """Return a time with its age, if it is recent."""
     try:
         text = f"{utc(at_us).partition('.')[0]}Z"

@@ -24,11 +24,11 @@ from tests.core.scaling.records import Journal, S
 class Loop(Journal):
     """A journal that a planner with these settings has claimed. Each round takes `step_s` seconds."""
 
-    def __init__(self, settings: PlannerSettings, step_s: float = 10.0) -> None:
+    def __init__(self, settings: PlannerSettings, step_s: float = 10.0, start_us: int = 0) -> None:
         super().__init__()
         self.step_us = int(step_s * S)
-        self.now_us = 0
-        self.add(PlannerClaimed(planner_id="p", rules_version=1, settings=settings))
+        self.now_us = start_us
+        self.add(PlannerClaimed(planner_id="p", rules_version=1, settings=settings, at_us=start_us))
 
     def observe(self, *pools: PoolObserved) -> None:
         """Append an observation, a step later than the last."""
@@ -60,7 +60,8 @@ class Loop(Journal):
                 )
                 for one in changed
             ]
-            self.add(ScalingApplied(decision=self.state.open.offset, actuator="a", pools=tuple(sizes)))
+            decision = self.state.open.offset
+            self.add(ScalingApplied(decision=decision, actuator="a", pools=tuple(sizes), at_us=self.now_us))
 
     def set_size(self, pool: PoolScaling, size: int | None) -> None:
         """Append a size that an operator sets."""

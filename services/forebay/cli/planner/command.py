@@ -2,6 +2,8 @@
 
 import typer
 
+from forebay.cli.planner.decisions import explain, history, status
+from forebay.cli.planner.operator import pause, resume, set_size
 from forebay.cli.planner.run import run
 from forebay.cli.planner.supervise import supervise
 
@@ -15,3 +17,9 @@ def _root() -> None:
 
 app.command("run")(run)
 app.command("supervise")(supervise)
+app.command("status")(status)
+app.command("history")(history)
+app.command("explain")(explain)
+app.command("pause")(pause)
+app.command("resume")(resume)
+app.command("set-size")(set_size)

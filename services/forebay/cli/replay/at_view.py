@@ -245,14 +245,19 @@ def _ranks_table(name: str, ranks: list[RankFacts]) -> RenderableType:
 
 
 def titled_table(
-    name: str, columns: Sequence[str], rows: Sequence[Sequence[str]], texts: Set[str], empty: str
+    name: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    texts: Set[str],
+    empty: str,
+    rows_max: int = ROWS_MAX,
 ) -> RenderableType:
-    """Return the first `ROWS_MAX` rows as a table with a title, or the text `empty` if there are none."""
+    """Return the first `rows_max` rows as a table with a title, or the text `empty` if there are none."""
     title = Text(printable(name), style="bold")
     if not rows:
         return Text.assemble(title, f": {empty}")
-    more = [Text(f"and {len(rows) - ROWS_MAX} more", style="dim")] if len(rows) > ROWS_MAX else []
-    return Group(title, _table(columns, rows[:ROWS_MAX], texts), *more)
+    more = [Text(f"and {len(rows) - rows_max} more", style="dim")] if len(rows) > rows_max else []
+    return Group(title, _table(columns, rows[:rows_max], texts), *more)
 
 
 def _table(

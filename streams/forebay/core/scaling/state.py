@@ -31,6 +31,9 @@ from forebay.events.scaling import (
 
 RULES_VERSION = 1
 HISTORY_MAX = 64  # observations; the regressions of method `load` use at most these
+# A planner that writes no record for this many intervals and seconds has failed, and a standby claims the topic.
+SILENT_INTERVALS = 2.0  # an interval may be missed, because observing or forecasting took long
+SILENT_MORE_S = 5.0  # longer than an append to a broker that elects a leader
 
 PoolKey = tuple[str, str]  # group and pool
 Outcome = Literal["applied", "stale"]

@@ -15,7 +15,7 @@ import msgspec
 
 from forebay import runtime
 from forebay.core.scaling.decide import decide
-from forebay.core.scaling.state import RULES_VERSION, Outcome
+from forebay.core.scaling.state import RULES_VERSION, SILENT_INTERVALS, SILENT_MORE_S, Outcome
 from forebay.events.scaling import (
     DemandForecast,
     PlannerClaimed,
@@ -35,8 +35,6 @@ from forebay.transport.base import Log
 
 logger = logging.getLogger(__name__)
 
-SILENT_INTERVALS = 2.0  # an interval may be missed, because observing or forecasting took long
-SILENT_MORE_S = 5.0  # longer than an append to a broker that elects a leader
 DECISIONS_MAX = 8  # attempts to decide; each failed one means that somebody wrote a record in between
 REPLIES = (ScalingApplied, ScalingRefused)
 COMMANDS = (PoolSizeSet, PlannerPaused)

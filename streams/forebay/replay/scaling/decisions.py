@@ -1,0 +1,147 @@
+"""Decisions of the planner as rows of a history, with what became of each decision."""
+
+from collections.abc import Iterable, Mapping
+from typing import Literal
+
+from forebay.core.scaling.rederive import RecordedDecision, Verification
+from forebay.core.scaling.state import OpenDecision, PoolKey, changed_pools
+from forebay.events.scaling import PoolDecision, ReachedSize, Reason, ScalingApplied, ScalingRefused
+from forebay.replay.moment import Fact
+
+DecisionOutcome = Literal["applied", "partly_applied", "refused", "open", "no_reply", "advisory", "stale", "unchanged"]
+
+OUTCOMES: Mapping[DecisionOutcome, str] = {
+    "applied": "An actuator reached all sizes of the decision.",
+    "partly_applied": "An actuator reached other sizes than those of the decision.",
+    "refused": "An actuator changed nothing.",
+    "open": "No actuator has replied yet.",
+    "no_reply": "No actuator replied in time, so the planner decided again.",
+    "advisory": "The planner only records its decisions.",
+    "stale": "A record that the planner did not know came before the decision, so it has no effect.",
+    "unchanged": "The decision keeps all sizes.",
+}
+
+REASONS: Mapping[Reason, str] = {
+    "scale_up": "The method proposes more workers.",
+    "scale_down": "The method proposes fewer workers.",
+    "hold": "The method proposes the present size.",
+    "manual": "An operator has set the size.",
+    "paused": "An operator has paused the planner.",
+    "no_observation": "The newest observation does not have the pool.",
+    "no_demand": "There is no forecast that knows the newest observation, or it has no usable numbers.",
+    "no_profile": "The pool has no profile of the stage that it computes.",
+    "profile_exceeded": "The forecast lies outside of the profile, so the nearest measured point was used.",
+    "target_unattainable": "One request alone misses a target, so no number of workers meets it.",
+    "insufficient_data": "The workers have not reported enough load and latency yet.",
+    "in_progress": "The previous decision has no reply yet.",
+    "starting": "Workers of the previous decision still start.",
+    "cooldown": "The size would change in the opposite direction too soon after the last change.",
+    "consolidation_refused": "With one worker less, the estimated latency or KV would miss its limit.",
+    "limited": "The proposal exceeds the largest change, or the smallest or largest size.",
+    "gpu_budget": "The sizes of all pools together exceed or fall short of the GPU budget.",
+    "budget_below_minimum": "The GPU budget does not suffice for the smallest sizes of all pools.",
+}
+
+
+class PoolEntry(Fact, frozen=True, kw_only=True):
+    """Decision about one pool.
+
+    Attributes:
+        group: name of the group.
+        pool: name of the pool.
+        from_size: size before.
+        to_size: size from the decision on.
+        proposed: size that the method proposed.
+        reason: reason code.
+        reached: size that the actuator reached; null without a reply.
+    """
+
+    group: str
+    pool: str
+    from_size: int
+    to_size: int
+    proposed: int
+    reason: Reason
+    reached: int | None = None
+
+
+class DecisionEntry(Fact, frozen=True, kw_only=True):
+    """One decision.
+
+    Attributes:
+        offset: offset of the decision on the topic, which identifies it.
+        at_us: the planner's wall clock in microseconds of Unix time.
+        planner_id: name of the planner; empty if its claim is unknown.
+        pools: decision about each pool.
+        outcome: what became of it, see `OUTCOMES`.
+        actuator: name of the actuator that replied; empty without a reply.
+        message: message of the actuator: the reason of a refusal, or why a size was not reached.
+        replied_us: the actuator's wall clock in microseconds; null without a reply.
+        verification: `equal` or `different`: result of the second derivation. `stale`: the decision has no effect.
+            `other_rules`: a planner of another version made it, so it was not derived again.
+    """
+
+    offset: int
+    at_us: int
+    planner_id: str
+    pools: list[PoolEntry]
+    outcome: DecisionOutcome
+    actuator: str = ""
+    message: str = ""
+    replied_us: int | None = None
+    verification: Verification
+
+
+def entry_of(decision: RecordedDecision, open_decision: OpenDecision | None) -> DecisionEntry:
+    """Return a decision with what became of it. `open_decision` is that at the end of the topic."""
+    reply = decision.reply
+    reached = _sizes(reply.pools) if isinstance(reply, ScalingApplied) else {}
+    message = "" if reply is None else reply.message
+    if isinstance(reply, ScalingRefused):
+        message = ": ".join(part for part in (reply.reason, message) if part)
+    return DecisionEntry(
+        offset=decision.offset,
+        at_us=decision.decided.at_us,
+        planner_id=decision.claim.planner_id if decision.claim is not None else "",
+        pools=[choice_of(pool, reached.get((pool.group, pool.pool))) for pool in decision.decided.pools],
+        outcome=_outcome(decision, open_decision),
+        actuator="" if reply is None else reply.actuator,
+        message=message,
+        replied_us=None if reply is None else reply.at_us,
+        verification=decision.verification,
+    )
+
+
+def choice_of(decided: PoolDecision, reached: int | None = None) -> PoolEntry:
+    """Return the decision about one pool, with the size that the actuator reached."""
+    return PoolEntry(
+        group=decided.group,
+        pool=decided.pool,
+        from_size=decided.from_size,
+        to_size=decided.to_size,
+        proposed=decided.proposed,
+        reason=decided.reason,
+        reached=reached,
+    )
+
+
+def _outcome(decision: RecordedDecision, open_decision: OpenDecision | None) -> DecisionOutcome:
+    if decision.outcome == "stale":
+        return "stale"
+    changed = changed_pools(decision.decided)
+    if not changed:
+        return "unchanged"
+    if decision.decided.advisory:
+        return "advisory"
+    if isinstance(decision.reply, ScalingApplied):
+        reached = _sizes(decision.reply.pools)
+        is_complete = all(reached.get(key, one.to_size) == one.to_size for key, one in changed.items())
+        return "applied" if is_complete else "partly_applied"
+    if isinstance(decision.reply, ScalingRefused):
+        return "refused"
+    is_open = open_decision is not None and open_decision.offset == decision.offset
+    return "open" if is_open else "no_reply"
+
+
+def _sizes(pools: Iterable[ReachedSize]) -> dict[PoolKey, int]:
+    return {(pool.group, pool.pool): pool.size for pool in pools}

@@ -1,0 +1,108 @@
+"""Read the topic `scaling` of a log from its beginning, and derive each decision again."""
+
+from collections.abc import AsyncIterator, Callable
+
+from forebay.core.scaling.rederive import RecordedDecision, ScalingRederivation
+from forebay.core.scaling.state import PlannerState, PoolKey
+from forebay.events.codec import DecodeError, decode
+from forebay.events.scaling import PlannerClaimed, PlannerPaused, PlannerStopped, PoolSizeSet, ScalingEvent
+from forebay.events.topics import SCALING
+from forebay.transport.base import Log, LogError
+from forebay.transport.history.reader import records_of
+
+PARTITION = 0
+PROGRESS_EVERY = 1_000  # records between two progress reports
+
+OnProgress = Callable[[int, int], None]
+
+
+class NoPlanner(LogError):
+    """The topic has no claim of a planner."""
+
+
+class ScalingJournal:
+    """Reader of the topic. Its attributes describe the records that it has read.
+
+    Attributes:
+        records: number of records.
+        undecodable: number of records that do not decode. They have no effect.
+        claim: newest claim with its offset; None if there is none.
+        stopped: record with which the planner of this claim stopped; None if it did not.
+        paused: newest record with which an operator paused or resumed the planner.
+        sizes_set: newest manual size of each pool, with its offset. A released pool has the record of its release.
+        decisions: number of decisions.
+        newest: newest decision with an effect.
+        pools: pools of all claims, in the order of their first claim.
+    """
+
+    def __init__(self, log: Log, on_progress: OnProgress | None = None) -> None:
+        """Read `log`, and report the offset and the end of the topic to `on_progress`."""
+        self._log = log
+        self._on_progress = on_progress
+        self._rederivation = ScalingRederivation()
+        self.records = 0
+        self.undecodable = 0
+        self.claim: tuple[int, PlannerClaimed] | None = None
+        self.stopped: PlannerStopped | None = None
+        self.paused: PlannerPaused | None = None
+        self.sizes_set: dict[PoolKey, tuple[int, PoolSizeSet]] = {}
+        self.decisions = 0
+        self.newest: RecordedDecision | None = None
+        self.pools: dict[PoolKey, None] = {}
+
+    @property
+    def state(self) -> PlannerState:
+        """State after the records that were read."""
+        return self._rederivation.state
+
+    async def read(self) -> AsyncIterator[RecordedDecision]:
+        """Yield each decision up to the present end of the topic. Its reply is set once the reply was read.
+
+        Raises:
+            NoPlanner: no planner has ever claimed the topic.
+            LogError: the log cannot be read, or retention removed records.
+        """
+        begin, end = await self._log.begin(SCALING.name, PARTITION), await self._log.end(SCALING.name, PARTITION)
+        if begin:
+            raise LogError(
+                f"the topic {SCALING.name} begins at offset {begin}, so its decisions cannot be derived again: keep all"
+                " of its records"
+            )
+        async for record in records_of(self._log, SCALING, PARTITION, begin, end):
+            self.records += 1
+            if self._on_progress is not None and self.records % PROGRESS_EVERY == 0:
+                self._on_progress(record.offset + 1, end)
+            try:
+                event: ScalingEvent = decode(SCALING, record.value)
+            except DecodeError:
+                self.undecodable += 1
+                self.state.skip(record.offset)
+                continue
+            decision = self._apply(record.offset, event)
+            if decision is not None:
+                yield decision
+        if self.claim is None:
+            raise NoPlanner("no planner has claimed the topic scaling; start one with `forebay planner run`")
+
+    def _apply(self, offset: int, event: ScalingEvent) -> RecordedDecision | None:
+        decision = self._rederivation.apply(offset, event)
+        match event:
+            case PlannerClaimed():
+                self.claim, self.stopped = (offset, event), None
+                self.pools |= dict.fromkeys((pool.group, pool.pool) for pool in event.settings.pools)
+            case PlannerStopped() if self.state.claim is None:
+                self.stopped = event
+            case PlannerPaused():
+                self.paused = event
+            case PoolSizeSet():
+                self.sizes_set[event.group, event.pool] = (offset, event)
+        if decision is not None:
+            self.decisions += 1
+            if decision.outcome == "applied":
+                self.newest = decision
+        return decision
+
+
+def pool_text(pool: PoolKey) -> str:
+    """Return the name of a pool as operators write it."""
+    return f"{pool[0]}/{pool[1]}"

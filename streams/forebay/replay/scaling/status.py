@@ -1,0 +1,300 @@
+"""Current status of the planner and its pools.
+
+`forebay planner status --json` prints a `PlannerStatus`. A later version may add fields. It changes the meaning of a
+field only together with `VERSION`.
+"""
+
+from collections.abc import Iterator
+
+from forebay.core.scaling.rederive import RecordedDecision
+from forebay.core.scaling.state import SILENT_INTERVALS, SILENT_MORE_S, PlannerState, PoolKey, changed_pools, is_overdue
+from forebay.events.control import Role
+from forebay.events.scaling import (
+    DemandForecast,
+    Equations,
+    Method,
+    PlannerClaimed,
+    PoolDemand,
+    PoolObserved,
+    PoolScaling,
+    ScalingObserved,
+)
+from forebay.replay.moment import Fact
+from forebay.replay.scaling.decisions import DecisionEntry, entry_of
+from forebay.replay.scaling.journal import OnProgress, ScalingJournal
+from forebay.transport.base import Log
+
+VERSION = 1
+US = 1_000_000
+
+
+class ObservedDemand(Fact, frozen=True, kw_only=True):
+    """Demand of a pool, observed or expected.
+
+    Attributes:
+        requests_per_s: requests per second.
+        isl: mean prompt tokens per request; null without a request.
+        osl: mean output tokens per request; null without a request.
+        kv_hit_rate: share of prompt tokens found in caches; null without a request.
+    """
+
+    requests_per_s: float
+    isl: float | None
+    osl: float | None
+    kv_hit_rate: float | None
+
+
+class ScaledPoolStatus(Fact, frozen=True, kw_only=True):
+    """A pool that the planner scales.
+
+    Attributes:
+        group: name of the group.
+        pool: name of the pool.
+        role: `aggregated`, `prefill` or `decode`.
+        size: size as last decided, or else as last observed; null if neither exists.
+        min_size: lowest number of workers.
+        max_size: highest number of workers.
+        gpus_per_worker: GPUs of one worker.
+        ready: ready workers in the newest observation; null if the pool is not in it.
+        draining: workers that drain in the newest observation; null if the pool is not in it.
+        queued: requests in the router's queue in the newest observation; null if the pool is not in it.
+        manual_size: size that an operator has set; null if the planner determines the size.
+        manual_by: name of the operator that set it; empty without a manual size.
+        ttft_ms: observed mean TTFT in milliseconds; null without a request.
+        itl_ms: observed mean ITL in milliseconds; null without a request.
+        observed: demand in the newest observation; null if the pool is not in it.
+        forecast: expected demand; null without a forecast that knows the newest observation.
+        decision: newest decision with an effect that is about the pool; null without one.
+        change: newest decision with an effect that changed the pool; null without one.
+    """
+
+    group: str
+    pool: str
+    role: Role
+    size: int | None
+    min_size: int
+    max_size: int
+    gpus_per_worker: int
+    ready: int | None = None
+    draining: int | None = None
+    queued: int | None = None
+    manual_size: int | None = None
+    manual_by: str = ""
+    ttft_ms: float | None = None
+    itl_ms: float | None = None
+    observed: ObservedDemand | None = None
+    forecast: ObservedDemand | None = None
+    decision: DecisionEntry | None = None
+    change: DecisionEntry | None = None
+
+
+class OpenAction(Fact, frozen=True, kw_only=True):
+    """Decision that no actuator has replied to.
+
+    Attributes:
+        decision: offset of the decision.
+        since_us: wall clock of the decision in microseconds of Unix time.
+        overdue: whether it has waited longer than the settings allow.
+        sizes: size that each changed pool shall have, by `GROUP/POOL`.
+    """
+
+    decision: int
+    since_us: int
+    overdue: bool
+    sizes: dict[str, int]
+
+
+class PlannerStatus(Fact, frozen=True, kw_only=True):
+    """The planner and its pools.
+
+    Attributes:
+        version: version of this form.
+        problems: what keeps the planner from scaling pools, in words; empty if it is active.
+        planner_id: name of the planner with the newest claim.
+        epoch: offset of its claim.
+        since_us: wall clock of its claim in microseconds of Unix time.
+        stopped_us: wall clock at which it stopped; null if it did not.
+        newest_us: wall clock of the newest record of a planner.
+        rules_version: version of the rules by which it decides.
+        advisory: whether decisions are only recorded.
+        paused: whether an operator has paused the planner.
+        paused_by: name of the operator; empty if the planner is not paused.
+        paused_us: wall clock of the pause; null if the planner is not paused.
+        method: what proposes sizes.
+        equations: variant of method `throughput`.
+        predictor: name of the predictor of demand.
+        interval_s: seconds between observations.
+        ttft_ms: target of the TTFT in milliseconds.
+        itl_ms: target of the ITL in milliseconds.
+        gpus: GPUs of the pools at their present sizes.
+        gpu_budget: highest number of GPUs; 0 for no limit.
+        min_gpus: lowest number of GPUs; 0 for no limit.
+        pools: the pools.
+        open: decision without reply; null if there is none.
+        decisions: number of decisions on the topic.
+        undecodable: number of records that do not decode. They have no effect.
+    """
+
+    version: int = VERSION
+    problems: list[str]
+    planner_id: str
+    epoch: int
+    since_us: int
+    stopped_us: int | None
+    newest_us: int
+    rules_version: int
+    advisory: bool
+    paused: bool
+    paused_by: str
+    paused_us: int | None
+    method: Method
+    equations: Equations
+    predictor: str
+    interval_s: float
+    ttft_ms: float
+    itl_ms: float
+    gpus: int
+    gpu_budget: int
+    min_gpus: int
+    pools: list[ScaledPoolStatus]
+    open: OpenAction | None
+    decisions: int
+    undecodable: int
+
+
+async def read_planner_status(
+    log: Log, now_us: int | None = None, on_progress: OnProgress | None = None
+) -> PlannerStatus:
+    """Return the status at the end of the topic.
+
+    Args:
+        log: the log to read.
+        now_us: wall clock in microseconds since 1970, by which a silent planner is found; None for a log of the past.
+        on_progress: called regularly with the offset of the reader and the end of the topic.
+
+    Raises:
+        LogError: there is no planner, or the log is unreadable.
+    """
+    journal = ScalingJournal(log, on_progress)
+    latest: dict[PoolKey, RecordedDecision] = {}
+    changes: dict[PoolKey, RecordedDecision] = {}
+    async for found in journal.read():
+        if found.outcome == "applied":
+            latest |= dict.fromkeys(((one.group, one.pool) for one in found.decided.pools), found)
+            changes |= dict.fromkeys(changed_pools(found.decided), found)
+    assert journal.claim is not None, "without a claim, reading raises NoPlanner"
+    epoch, claim = journal.claim
+    state, settings = journal.state, claim.settings
+    pools = []
+    for pool in settings.pools:
+        key = (pool.group, pool.pool)
+        decision, change = latest.get(key), changes.get(key)
+        pools.append(
+            _pool_status(
+                journal,
+                pool,
+                entry_of(decision, state.open) if decision is not None else None,
+                entry_of(change, state.open) if change is not None else None,
+            )
+        )
+    return _status(journal, epoch, claim, pools, now_us)
+
+
+def _status(
+    journal: ScalingJournal, epoch: int, claim: PlannerClaimed, pools: list[ScaledPoolStatus], now_us: int | None
+) -> PlannerStatus:
+    state, settings, order = journal.state, claim.settings, journal.paused if journal.state.paused else None
+    return PlannerStatus(
+        problems=list(_problems(journal, claim, now_us)),
+        planner_id=claim.planner_id,
+        epoch=epoch,
+        since_us=claim.at_us,
+        stopped_us=journal.stopped.at_us if journal.stopped is not None else None,
+        newest_us=state.now_us,
+        rules_version=claim.rules_version,
+        advisory=settings.advisory,
+        paused=state.paused,
+        paused_by=order.operator if order is not None else "",
+        paused_us=order.at_us if order is not None else None,
+        method=settings.method,
+        equations=settings.equations,
+        predictor=settings.predictor,
+        interval_s=settings.interval_s,
+        ttft_ms=settings.ttft_ms,
+        itl_ms=settings.itl_ms,
+        gpus=sum(pool.gpus_per_worker * (pool.size or 0) for pool in pools),
+        gpu_budget=settings.gpu_budget,
+        min_gpus=settings.min_gpus,
+        pools=pools,
+        open=_open_action(state),
+        decisions=journal.decisions,
+        undecodable=journal.undecodable,
+    )
+
+
+def _problems(journal: ScalingJournal, claim: PlannerClaimed, now_us: int | None) -> Iterator[str]:
+    state, settings = journal.state, claim.settings
+    if journal.stopped is not None:
+        yield f"the planner {claim.planner_id} has stopped, and no other one is active"
+    elif now_us is not None and now_us - state.now_us > (SILENT_INTERVALS * settings.interval_s + SILENT_MORE_S) * US:
+        silent_s = (now_us - state.now_us) / US
+        yield f"the planner {claim.planner_id} has written nothing for {silent_s:,.0f} s, and no other one is active"
+    if state.open is not None and is_overdue(state):
+        waited_s = settings.action_timeout_s
+        yield f"decision {state.open.offset} has no reply after {waited_s:g} s; check the actuator of its pools"
+
+
+def _pool_status(
+    journal: ScalingJournal, pool: PoolScaling, decision: DecisionEntry | None, change: DecisionEntry | None
+) -> ScaledPoolStatus:
+    state, key = journal.state, (pool.group, pool.pool)
+    seen = state.last_observed(pool)
+    manual = state.manual.get(key)
+    return ScaledPoolStatus(
+        group=pool.group,
+        pool=pool.pool,
+        role=pool.role,
+        size=state.size(pool),
+        min_size=pool.min_size,
+        max_size=pool.max_size,
+        gpus_per_worker=pool.gpus_per_worker,
+        ready=seen.ready if seen is not None else None,
+        draining=seen.draining if seen is not None else None,
+        queued=seen.queued if seen is not None else None,
+        manual_size=manual,
+        manual_by=journal.sizes_set[key][1].operator if manual is not None else "",
+        ttft_ms=seen.ttft_ms if seen is not None else None,
+        itl_ms=seen.itl_ms if seen is not None else None,
+        observed=observed_demand(state.history[-1], seen) if seen is not None else None,
+        forecast=expected_demand(demand) if (demand := _demand(state, key)) is not None else None,
+        decision=decision,
+        change=change,
+    )
+
+
+def observed_demand(observed: ScalingObserved, pool: PoolObserved) -> ObservedDemand:
+    """Return the demand of a pool in an observation."""
+    return ObservedDemand(
+        requests_per_s=pool.requests / observed.interval_s, isl=pool.isl, osl=pool.osl, kv_hit_rate=pool.kv_hit_rate
+    )
+
+
+def expected_demand(demand: PoolDemand) -> ObservedDemand:
+    """Return the demand of a forecast."""
+    return ObservedDemand(
+        requests_per_s=demand.requests_per_s, isl=demand.isl, osl=demand.osl, kv_hit_rate=demand.kv_hit_rate
+    )
+
+
+def _demand(state: PlannerState, key: PoolKey) -> PoolDemand | None:
+    forecast: DemandForecast | None = state.forecast[1] if state.forecast is not None else None
+    if forecast is None or forecast.observed != state.observed:
+        return None
+    return next((one for one in forecast.pools if (one.group, one.pool) == key), None)
+
+
+def _open_action(state: PlannerState) -> OpenAction | None:
+    if state.open is None:
+        return None
+    sizes = {f"{group}/{pool}": one.to_size for (group, pool), one in changed_pools(state.open.decided).items()}
+    return OpenAction(decision=state.open.offset, since_us=state.open.at_us, overdue=is_overdue(state), sizes=sizes)
