@@ -14,10 +14,14 @@ from typing import Any
 import pytest
 
 from forebay.core.routing.policies.round_robin import RoundRobin
+from forebay.core.scaling.decide import decide
+from forebay.core.scaling.rederive import decisions_of
+from forebay.core.scaling.state import PlannerState
 from forebay.core.step import AnyDecision
 from forebay.events.codec import decode
 from forebay.events.control import PoolConfigured, RouterConfig
-from forebay.events.topics import CONTROL, DECISIONS
+from forebay.events.scaling import PoolScaling
+from forebay.events.topics import CONTROL, DECISIONS, SCALING
 from forebay.live.owner.owner import Owner
 from forebay.replay.record import slice as record
 from forebay.transport.recording.manifest import utc
@@ -26,6 +30,8 @@ from forebay.transport.sqlite.log import SqliteLog
 from forebay.transport.sqlite.schema import checksum
 from tests.cli.logs import US, at, invoke, made
 from tests.cli.up import forebay, verified
+from tests.core.scaling.records import GROUP, POOL, Journal, applied, observed
+from tests.live.planner.topic import append
 from tests.replay.slices import OTHER, joined_log, journal_of, rows, source_log
 from tests.system import BLOCK, MODEL, System, submitted, until, until_ended
 
@@ -86,6 +92,39 @@ def test_windows_by_time(source: Path, tmp_path: Path) -> None:
     assert text.startswith("the window begins too early: control partition ")
     assert f" can be recorded from {earliest} on" in text
     assert ", no decisions before offset" in text
+
+
+def test_scaling_decisions_are_recorded_from_the_first_one_to_the_end_of_the_window(
+    source: Path, tmp_path: Path
+) -> None:
+    log = Path(shutil.copy(source, tmp_path / "log.db"))
+    before = at(journal_of(log)[-1].at_us + 1)
+    asyncio.run(scaled(log))
+    made("--last", "1s", log, tmp_path / "a")
+    made(tmp_path / "a", tmp_path / "b")
+    for path in (tmp_path / "a", tmp_path / "b"):
+        with closing(SqliteLog.open(path, readonly=True)) as recorded:
+            events = [(one.offset, decode(SCALING, one.value)) for one in recorded.records(SCALING.name, 0, 0, 100)]
+        (decision,) = decisions_of(events, PlannerState())
+        assert decision.is_verified
+        assert (decision.decided.pools[0].to_size, len(events)) == (6, 4)
+    assert "scaling    4 records of the planner\n" in invoke("record", log, tmp_path / "shown").stdout
+    for number, options in enumerate((["--to", before], ["--anonymize"])):
+        fields = made(*options, log, tmp_path / f"without-{number}")
+        assert SCALING.name not in {one["topic"] for one in fields["extents"]}
+
+
+async def scaled(path: Path) -> None:
+    """Append a decision of a planner and its reply to a log."""
+    with closing(SqliteLog.open(path)) as log:
+        journal = Journal()
+        epoch = journal.claim(pools=(PoolScaling(group=GROUP, pool=POOL, min_size=6),))
+        journal.add(observed(epoch, ready=2))
+        decision = decide(journal.state)
+        assert decision is not None
+        journal.add(decision)
+        journal.add(applied(decision=2, size=6))
+        await append(log, *journal.records)
 
 
 def test_last_is_relative_to_the_newest_decision(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,16 +20,29 @@ from forebay.cli.common.unverified import DIVERGED, complaint
 from forebay.cli.policies.allowed import AllowPolicyOption, allowed_policies
 from forebay.core.routing.policies import CustomPolicies
 from forebay.events.names import unknown_name
+from forebay.events.topics import GROUPS, SCALING
 from forebay.replay.anonymize.anonymize import Anonymized, record_anonymized
 from forebay.replay.policies import require_allowed
-from forebay.replay.record.slice import NothingDecided, Slice, Window, contents_of, copy, newest_us, slice_of
+from forebay.replay.record.slice import (
+    NothingDecided,
+    Slice,
+    Window,
+    contents_of,
+    copy,
+    newest_us,
+    scaling_of,
+    slice_of,
+)
 from forebay.replay.verify.verify import VerifyReport, verify
 from forebay.transport.base import Log
 from forebay.transport.history.groups import groups_of, pools_of
 from forebay.transport.kafka.log import KafkaLog
-from forebay.transport.recording.manifest import Contents, utc
+from forebay.transport.kafka.topics import partitions_of
+from forebay.transport.recording.manifest import Contents, Extent, utc
 from forebay.transport.recording.writer import RecordingWriter, require_free
 from forebay.transport.sqlite.log import SqliteLog
+
+OF_NAMESPACE = {GROUPS.name, SCALING.name}  # topics that belong to no group
 
 
 class RecordOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -191,7 +204,8 @@ async def _record(
             writer = RecordingWriter.resume(out, identity)
             if writer is None:
                 slices = await _slices(source, log, options, window, left_out)
-                writer = RecordingWriter.create(out, await _contents(log, slices, identity))
+                scaling = await scaling_of(log, window) if await _has_scaling(log) else None
+                writer = RecordingWriter.create(out, await _contents(log, slices, identity, scaling))
             contents, verified = await _copy(log, writer, progress, task), {}
         progress.remove_task(task)
     return RecordResult(
@@ -268,15 +282,26 @@ async def _select_groups(source: Recording, log: Log, options: RecordOptions) ->
     return chosen
 
 
-async def _contents(log: SqliteLog | KafkaLog, slices: list[Slice], identity: dict[str, str]) -> Contents:
+async def _has_scaling(log: SqliteLog | KafkaLog) -> bool:
+    """Return whether the log has the topic `scaling`. Namespaces of earlier versions lack it."""
     if isinstance(log, KafkaLog):
-        return await contents_of(log, slices, namespace=log.settings.namespace, source="kafka", asked=identity)
+        return SCALING.name in await partitions_of(log.settings)
+    return SCALING.name in {topic for topic, _, _ in log.topics()}
+
+
+async def _contents(
+    log: SqliteLog | KafkaLog, slices: list[Slice], identity: dict[str, str], scaling: Extent | None = None
+) -> Contents:
+    if isinstance(log, KafkaLog):
+        namespace = log.settings.namespace
+        return await contents_of(log, slices, namespace=namespace, source="kafka", asked=identity, scaling=scaling)
     return await contents_of(
         log,
         slices,
         namespace=log.namespace,
         source="log" if log.recording is None else "recording",
         asked=identity,
+        scaling=scaling,
         anonymized=log.recording is not None and log.recording.anonymized,
     )
 
@@ -328,6 +353,8 @@ def _show(result: RecordResult) -> None:
     typer.echo(f"window     {utc(contents.from_us)} to {utc(contents.to_us)}")
     if contents.anonymized:
         typer.echo("anonymised prompts, texts, keys and headers removed, names and hashes masked")
+    for scaling in (one for one in contents.extents if one.topic == SCALING.name):
+        typer.echo(f"scaling    {scaling.count} records of the planner")
     for group in contents.groups:
         pools = ", ".join(result.pools[group.name])
         typer.echo(f"group      {group.name}: control partition {group.partition}, pools {pools}")
@@ -338,7 +365,9 @@ def _show(result: RecordResult) -> None:
             else ", starting at the log's beginning"
         )
         typer.echo(held + since)
-        of_group = [one for one in contents.extents if one.partition == group.partition and one.topic != "groups"]
+        of_group = [
+            one for one in contents.extents if one.partition == group.partition and one.topic not in OF_NAMESPACE
+        ]
         typer.echo("  records  " + ", ".join(f"{one.topic} {one.count}" for one in of_group))
         report = result.verified.get(group.name)
         if report is None:

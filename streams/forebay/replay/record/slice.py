@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from forebay.core.step import AnyDecision
 from forebay.events.decisions import OwnerClaimed, SnapshotTaken
-from forebay.events.topics import DECISIONS, GROUPS, INPUTS, SNAPSHOTS
+from forebay.events.topics import DECISIONS, GROUPS, INPUTS, SCALING, SNAPSHOTS
 from forebay.transport.base import Log, LogError, Record
 from forebay.transport.directory import PARTITION
 from forebay.transport.history.reader import (
@@ -118,14 +118,33 @@ async def slice_of(log: Log, name: str, partition: int, window: Window) -> Slice
     return Slice(group, tuple(extents), *ends)
 
 
+async def scaling_of(log: Log, window: Window) -> Extent:
+    """Return the records of the topic `scaling` from its beginning to the end of a window.
+
+    The decisions of planners follow from all records before them. Raises LogError if the topic cannot be read.
+    """
+    begin, end = await log.begin(SCALING.name, PARTITION), await log.end(SCALING.name, PARTITION)
+    if window.to_us is not None:
+        end = await offset_at(log, PARTITION, window.to_us, before=True, topic=SCALING.name)
+    return Extent(SCALING.name, PARTITION, begin, end)
+
+
 async def contents_of(  # noqa: D417 - the rest are fields of `Contents`
-    log: Log, slices: list[Slice], *, namespace: str, source: str, asked: Mapping[str, str], anonymized: bool = False
+    log: Log,
+    slices: list[Slice],
+    *,
+    namespace: str,
+    source: str,
+    asked: Mapping[str, str],
+    anonymized: bool = False,
+    scaling: Extent | None = None,
 ) -> Contents:
     """Return the contents of a recording with these slices and with the whole topic `groups`.
 
     Args:
         log: the log of the slices.
         slices: at least one slice.
+        scaling: records of the topic `scaling`; None or empty for none.
 
     Raises:
         LogError: the log is damaged.
@@ -134,6 +153,8 @@ async def contents_of(  # noqa: D417 - the rest are fields of `Contents`
         GROUPS.name, PARTITION, await log.begin(GROUPS.name, PARTITION), await log.end(GROUPS.name, PARTITION)
     )
     extents = [directory, *(extent for one in slices for extent in one.extents)]
+    if scaling is not None and scaling.count:
+        extents.append(scaling)
     return Contents(
         namespace=namespace,
         source=source,
@@ -172,29 +193,29 @@ async def copy(
                 progress(writer.done, writer.total)
 
 
-async def offset_at(log: Log, partition: int, at_us: int, *, before: bool = False) -> int:
-    """Return the offset of the first journal record that was appended at or after `at_us`.
+async def offset_at(log: Log, partition: int, at_us: int, *, before: bool = False, topic: str = DECISIONS.name) -> int:
+    """Return the offset of the first record of a topic, by default the journal, appended at or after `at_us`.
 
-    With `before`, return the offset after the last journal record that was appended before `at_us`. Append times may
-    step back a little when a new owner's clock is behind. The result is correct despite such steps if they span less
-    than `PAGE_RECORDS` records.
+    With `before`, return the offset after the last record that was appended before `at_us`. Append times may step back
+    a little when a new owner's clock is behind. The result is correct despite such steps if they span less than
+    `PAGE_RECORDS` records.
 
     Raises:
         LogError: the log is damaged.
     """
-    begin, end = await log.begin(DECISIONS.name, partition), await log.end(DECISIONS.name, partition)
+    begin, end = await log.begin(topic, partition), await log.end(topic, partition)
     low, high = begin, end
     while low < high:
         middle = (low + high) // 2
-        if await _at_us(log, partition, middle) < at_us:
+        if await _at_us(log, partition, middle, topic) < at_us:
             low = middle + 1
         else:
             high = middle
     if before:
-        near = await log.read(DECISIONS.name, partition, low, PAGE_RECORDS) if low < end else []
+        near = await log.read(topic, partition, low, PAGE_RECORDS) if low < end else []
         return max([low, *(record.offset + 1 for record in near if record.at_us < at_us)])
     start = max(begin, low - PAGE_RECORDS)
-    near = await log.read(DECISIONS.name, partition, start, low - start) if start < low else []
+    near = await log.read(topic, partition, start, low - start) if start < low else []
     return min([low, *(record.offset for record in near if record.at_us >= at_us)])
 
 
@@ -218,10 +239,12 @@ def _is_decision(record: Record) -> bool:
     return isinstance(decode_journal(record), AnyDecision)
 
 
-async def _at_us(log: Log, partition: int, offset: int) -> int:
-    (record,) = await log.read(DECISIONS.name, partition, offset, 1)
+async def _at_us(log: Log, partition: int, offset: int, topic: str = DECISIONS.name) -> int:
+    (record,) = await log.read(topic, partition, offset, 1)
     if not 0 <= record.at_us < AT_US_END:
-        raise LogError(f"journal record {offset} has an invalid append time: {record.at_us} us after 1970")
+        raise LogError(
+            f"record {offset} of {topic}/{partition} has an invalid append time: {record.at_us} us after 1970"
+        )
     return record.at_us
 
 
