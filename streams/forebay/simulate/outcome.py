@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from forebay.events.decisions import RequestRouted
+from forebay.events.scaling import PoolObserved, ScalingDecided
 
 FAILURES_SHOWN = 20  # if a trace does not fit, thousands of rows fail for the same reason
 EXPLAINED_MAX = 20_000  # decisions that are kept whole, for inspection
@@ -154,6 +155,25 @@ class UtilizationTimeline:
     blocks_used: list[list[int]] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class PlannedInterval:
+    """One interval of a simulated planner.
+
+    Attributes:
+        at_us: end of the interval in virtual microseconds.
+        observed: observations of the pools.
+        decisions: decisions at the end of the interval. If there are several, each continues the previous one.
+        sizes: workers of each pool by its name after the decisions: those that run or start, without draining ones.
+        gpu_s: GPU seconds of all worker processes from the start of the run to `at_us`.
+    """
+
+    at_us: int
+    observed: tuple[PoolObserved, ...]
+    decisions: tuple[ScalingDecided, ...]
+    sizes: dict[str, int]
+    gpu_s: float
+
+
 @dataclass(slots=True)
 class SimulationOutcome:
     """Outcome of a simulation of one policy on one workload.
@@ -167,6 +187,7 @@ class SimulationOutcome:
         lasted_us: virtual time of the last response or failure.
         timeline: load and throughput over time.
         routed: last routing decision of each of the first `EXPLAINED_MAX` requests, by index in `requests`.
+        planned: intervals of the planner; empty without a planner.
     """
 
     requests: RequestOutcomes = field(default_factory=RequestOutcomes)
@@ -177,6 +198,7 @@ class SimulationOutcome:
     lasted_us: int = 0
     timeline: UtilizationTimeline = field(default_factory=UtilizationTimeline)
     routed: dict[int, RequestRouted] = field(default_factory=dict)
+    planned: list[PlannedInterval] = field(default_factory=list)
 
 
 def worker_names(outcome: SimulationOutcome) -> list[str]:

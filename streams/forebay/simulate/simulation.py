@@ -20,6 +20,7 @@ from forebay.simulate.arrivals import WorkloadArrivals
 from forebay.simulate.cluster import OnArrived, SimulatedCluster
 from forebay.simulate.delays import ROUTER, Hops
 from forebay.simulate.outcome import SimulationOutcome
+from forebay.simulate.planned import PlannedCluster, PlannedFleet, Planning, require_plannable
 from forebay.simulate.rank import needs_reports
 from forebay.simulate.settings import PoolRole, PoolSettings, Settings, WorkerGroup, validate_settings, worker_id
 from forebay.simulate.worker_processes import US_PER_S, WorkerProcesses
@@ -36,18 +37,27 @@ class Simulation:
         cluster: the owner and its workers.
     """
 
-    def __init__(self, settings: Settings, router: RouterConfig, custom: CustomPolicies = ONLY_BUILT_IN) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        router: RouterConfig,
+        custom: CustomPolicies = ONLY_BUILT_IN,
+        planning: Planning | None = None,
+    ) -> None:
         """Build the simulated cluster, and schedule the configured starts and faults of workers.
 
         Args:
             settings: the fleet, its delays and its life cycle.
             router: routing configuration of every pool that has no `router` of its own.
             custom: custom policies that the routing configurations name.
+            planning: planner that changes the sizes of pools during the run; None for no planner.
 
         Raises:
             SettingsUnusable: the settings contradict each other.
         """
         validate_settings(settings)
+        if planning is not None:
+            require_plannable(planning.settings, settings)
         self._settings = settings
         self._timeout_us = max(1, round(settings.timeout_s * US_PER_S))
         # msgspec omits a field only if it is the default object itself. In a child process the names would be other
@@ -60,8 +70,13 @@ class Simulation:
         routers = [pool.router or router for pool in settings.pools]
         hops = Hops(settings.delays, settings.seed, ROUTER)
         reports = any(map(needs_reports, routers))
-        self.cluster = SimulatedCluster(world, reports=reports, hops=hops, transfer=settings.transfer)
+        kind = SimulatedCluster if planning is None else PlannedCluster
+        self.cluster = kind(world, reports=reports, hops=hops, transfer=settings.transfer)
         self._processes = WorkerProcesses(settings, self.cluster, OWNER_EPOCH)
+        by_name = {pool.name: pool for pool in settings.pools}
+        self._planned: PlannedFleet | None = None
+        if planning is not None and isinstance(self.cluster, PlannedCluster):
+            self._planned = PlannedFleet(planning, self.cluster, self._processes, by_name, self._new)
         claim(world, OWNER_EPOCH, tuple(sorted(custom)))
         for (pool, name, model), role, chosen in zip(names, roles, routers, strict=True):
             block_size = self._block_sizes[model]
@@ -70,13 +85,14 @@ class Simulation:
             for group in pool.groups:
                 for _ in range(group.count):
                     self._processes.begin(self._spec(pool, group), group)
-        by_name = {pool.name: pool for pool in settings.pools}
         for start in sorted(settings.life.starts, key=lambda start: start.at_us):
             pool = by_name[start.pool]
             group = pool.groups[start.group]
             for _ in range(start.count):
                 self._processes.start_at(start.at_us, self._spec(pool, group), group)
         self._processes.plan_faults()
+        if self._planned is not None:
+            self._planned.begin()
 
     def run(self, workload: Workload, on_arrived: OnArrived) -> SimulationOutcome:
         """Play the whole workload and return the outcome.
@@ -104,7 +120,12 @@ class Simulation:
             lasted_us=cluster.lasted_us,
             timeline=cluster.timeline(),
             routed=cluster.routed,
+            planned=self._planned.intervals if self._planned is not None else [],
         )
+
+    def _new(self, pool: PoolSettings) -> tuple[WorkerSpec, WorkerGroup]:
+        """Return spec and group of the next worker of a pool with one group."""
+        return self._spec(pool, pool.groups[0]), pool.groups[0]
 
     def _spec(self, pool: PoolSettings, group: WorkerGroup) -> WorkerSpec:
         """Return the spec of the next worker to be created."""

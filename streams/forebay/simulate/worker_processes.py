@@ -1,10 +1,11 @@
 """Simulated worker processes: their start, their first lease, their crash and their restart."""
 
+from collections.abc import Callable
 from functools import partial
 
 from forebay.core.state.fleet import WorkerPhase
 from forebay.engine_model.model import EngineModel
-from forebay.events.fleet import WorkerJoined, WorkerLost, WorkerSpec, WorkerSuspect
+from forebay.events.fleet import WorkerDraining, WorkerJoined, WorkerLost, WorkerSpec, WorkerSuspect
 from forebay.events.topics import FLEET
 from forebay.simulate.cluster import SimulatedCluster
 from forebay.simulate.delays import Draws, Hops
@@ -13,6 +14,7 @@ from forebay.simulate.settings import Settings, WorkerGroup
 
 US_PER_S = 1e6
 SUSPECT_AFTER = 0.5  # share of the lease, as on a live owner
+DRAIN_CHECK_US = 1_000_000  # time between two checks whether a draining worker has finished its requests
 
 
 class WorkerProcess:
@@ -31,13 +33,25 @@ class WorkerProcess:
 
 
 class SimulatedWorker:
-    """Worker of the fleet. After a crash another process runs it, with the same `spec`."""
+    """Worker of the fleet. After a crash another process runs it, with the same `spec`.
+
+    Attributes:
+        number: index among all workers.
+        spec: spec of the worker.
+        group: its group of identical workers.
+        processes: all processes so far; at most the last one runs.
+        removed: whether a planner has removed the worker. Its process may still drain.
+        restarting: whether a replacement process of a crashed one is scheduled.
+        failures: times between random failures.
+    """
 
     def __init__(self, number: int, spec: WorkerSpec, group: WorkerGroup, seed: int) -> None:
         self.number = number
         self.spec = spec
         self.group = group
         self.processes: list[WorkerProcess] = []
+        self.removed = False
+        self.restarting = False
         self.failures = Draws(seed, f"failures {spec.worker_id}")
 
 
@@ -64,6 +78,68 @@ class WorkerProcesses:
         worker = self._place(spec, group)
         self._cluster.at(at_us, partial(self._start_cold, worker))
 
+    def active(self, pool: str) -> list[SimulatedWorker]:
+        """Return the workers of a pool that run, start or will be restarted, the newest process last."""
+        found = [
+            worker
+            for worker in self.workers
+            if worker.spec.pool == pool
+            and not worker.removed
+            and worker.processes
+            and (worker.restarting or worker.processes[-1].died_us is None)
+        ]
+        return sorted(found, key=lambda worker: (worker.processes[-1].begun_us, worker.number))
+
+    def add(self, pool: str, new: Callable[[], tuple[WorkerSpec, WorkerGroup]], cold_start_s: float) -> None:
+        """Start a worker of a pool: one that was removed and has stopped, or else a new one.
+
+        Args:
+            pool: name of the pool.
+            new: returns spec and group of a new worker.
+            cold_start_s: seconds until the worker is ready.
+        """
+        stopped = (
+            worker
+            for worker in self.workers
+            if worker.spec.pool == pool and worker.removed and worker.processes[-1].died_us is not None
+        )
+        worker = next(stopped, None) or self._place(*new())
+        worker.removed = False
+        self._start_cold(worker, cold_start_s)
+
+    def remove(self, worker: SimulatedWorker, is_idle: Callable[[EngineRank], bool]) -> None:
+        """Stop a worker that starts, or drain one that runs: it gets no new requests and finishes its own.
+
+        Args:
+            worker: an active worker.
+            is_idle: returns whether a rank has finished its requests.
+        """
+        worker.removed, worker.restarting = True, False
+        process = worker.processes[-1]
+        if process.died_us is not None:
+            return
+        if process.rank is None:
+            process.died_us = self._cluster.now_us
+            return
+        draining = WorkerDraining(
+            owner_epoch=self._owner_epoch, worker_id=worker.spec.worker_id, worker_epoch=process.rank.worker_epoch
+        )
+        self._cluster.apply(FLEET, draining)
+        self._cluster.at(self._cluster.now_us + DRAIN_CHECK_US, partial(self._stop_if_idle, worker, process, is_idle))
+
+    def _stop_if_idle(
+        self, worker: SimulatedWorker, process: WorkerProcess, is_idle: Callable[[EngineRank], bool]
+    ) -> None:
+        cluster, rank = self._cluster, process.rank
+        if process.died_us is not None or rank is None:
+            return
+        if not is_idle(rank):
+            cluster.at(cluster.now_us + DRAIN_CHECK_US, partial(self._stop_if_idle, worker, process, is_idle))
+            return
+        process.died_us = cluster.now_us
+        cluster.die(rank)
+        self._lose(worker, "its lease was released")
+
     def plan_faults(self) -> None:
         """Schedule the configured faults. Call this after all workers were added."""
         by_id = {worker.spec.worker_id: worker for worker in self.workers}
@@ -89,9 +165,14 @@ class WorkerProcesses:
         worker.processes.append(process)
         return worker, process
 
-    def _start_cold(self, worker: SimulatedWorker) -> None:
-        cold_us = round(self._life.cold_start_s * US_PER_S)
+    def _start_cold(self, worker: SimulatedWorker, cold_start_s: float | None = None) -> None:
+        worker.restarting = False
+        cold_us = round((self._life.cold_start_s if cold_start_s is None else cold_start_s) * US_PER_S)
         self._cluster.at(self._cluster.now_us + cold_us, partial(self._join, *self._start(worker)))
+
+    def _restart(self, worker: SimulatedWorker) -> None:
+        if worker.restarting:
+            self._start_cold(worker)
 
     def _join(self, worker: SimulatedWorker, process: WorkerProcess) -> None:
         """Grant the first lease to a process, which adds its worker to the fleet."""
@@ -128,8 +209,9 @@ class WorkerProcesses:
             lease_us = round(self._life.lease_ttl_s * US_PER_S)
             cluster.at(cluster.now_us + round(lease_us * SUSPECT_AFTER), partial(self._suspect, worker, process.rank))
             cluster.at(cluster.now_us + lease_us, partial(self._lose_rank, worker, process.rank))
-        if back_us is not None:
-            cluster.at(cluster.now_us + back_us, partial(self._start_cold, worker))
+        if back_us is not None and not worker.removed:
+            worker.restarting = True
+            cluster.at(cluster.now_us + back_us, partial(self._restart, worker))
 
     def _suspect(self, worker: SimulatedWorker, rank: EngineRank) -> None:
         member = self._cluster.world.fleet.get(worker.spec.worker_id)

@@ -189,6 +189,9 @@ def _hold(state: PlannerState, settings: PlannerSettings, pool: PoolScaling, cur
     # Workers that start do not show in the load yet. A forecast already counts them.
     if starting and (size < current or settings.method in {"load", "both"}):
         return "starting"
+    # The load that led to a reduction is not a reason for another one, once the actuator has replied.
+    if not change.up and size < current and change.observed == state.observed and settings.method in {"load", "both"}:
+        return "no_observation"
     if change.up != (size > current) and age_us < settings.cooldown_s * US_PER_S:
         return "cooldown"
     return None

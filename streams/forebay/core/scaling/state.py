@@ -46,10 +46,12 @@ class PoolChange:
     Attributes:
         up: whether the pool grew.
         at_us: time of the observation that led to it, in microseconds.
+        observed: offset of that observation, -1 if there was none.
     """
 
     up: bool
     at_us: int
+    observed: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +208,7 @@ class PlannerState:
         changed = changed_pools(decided)
         for key, pool in changed.items():
             self.sizes[key] = pool.to_size
-            self.changes[key] = PoolChange(pool.to_size > pool.from_size, self.now_us)
+            self.changes[key] = PoolChange(pool.to_size > pool.from_size, self.now_us, self.observed)
         if changed:
             self.open = OpenDecision(offset, decided, self.now_us)
 

@@ -1,0 +1,92 @@
+"""Planner in virtual time: the rules of the planner without a log, for simulation and replay.
+
+It writes the records that a planner with the same observations would write, and applies them in that order. Each of its
+decisions counts as executed at once, as if the actuator replied without delay. After such a reply the planner decides
+again, so a change that is limited per decision continues.
+"""
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from forebay.core.scaling.decide import decide
+from forebay.core.scaling.state import RULES_VERSION, PlannerState, changed_pools
+from forebay.events.scaling import (
+    DemandForecast,
+    PlannerClaimed,
+    PlannerSettings,
+    PoolObserved,
+    ReachedSize,
+    ScalingApplied,
+    ScalingDecided,
+    ScalingEvent,
+    ScalingObserved,
+)
+
+Forecast = Callable[[Sequence[ScalingObserved], int], DemandForecast]
+EPOCH = 0  # offset of the only claim
+DECISIONS_MAX = 64  # per observation; each but the last one changes a size
+
+
+class VirtualPlanner:
+    """Planner of some pools in virtual time.
+
+    Attributes:
+        state: the state after the records so far.
+        settings: settings of the planner.
+    """
+
+    def __init__(self, settings: PlannerSettings, forecast: Forecast, at_us: int = 0) -> None:
+        """Claim a topic without records.
+
+        Args:
+            settings: settings of the planner.
+            forecast: returns the forecast for the next interval, from the observations of the state, oldest first, and
+                the offset of the newest one.
+            at_us: present time in microseconds.
+        """
+        self.state = PlannerState()
+        self.settings = settings
+        self._forecast = forecast
+        claim = PlannerClaimed(planner_id="virtual", rules_version=RULES_VERSION, settings=settings, at_us=at_us)
+        self._append(claim)
+
+    def plan(
+        self, pools: tuple[PoolObserved, ...], at_us: int, interval_s: float | None = None
+    ) -> list[ScalingDecided]:
+        """Observe the pools, forecast their demand, and decide their sizes until no size changes any more.
+
+        Args:
+            pools: observations of the last interval.
+            at_us: end of the interval in microseconds.
+            interval_s: length of the interval in seconds; None for that of the settings.
+        """
+        observed = ScalingObserved(
+            planner_epoch=EPOCH, at_us=at_us, interval_s=interval_s or self.settings.interval_s, pools=pools
+        )
+        offset = self._append(observed)
+        if self.settings.method != "load":
+            forecast = self._forecast(tuple(self.state.history), offset)
+            self._append(msgspec.structs.replace(forecast, planner_epoch=EPOCH, at_us=at_us))
+        decisions = [self._decide(at_us)]
+        while changed_pools(decisions[-1]) and not decisions[-1].advisory and len(decisions) < DECISIONS_MAX:
+            decisions.append(self._decide(at_us))
+        return decisions
+
+    def _decide(self, at_us: int) -> ScalingDecided:
+        """Decide, and reply that the decision was executed."""
+        decided = decide(self.state)
+        assert decided is not None, "the topic is claimed"
+        decided = msgspec.structs.replace(decided, at_us=at_us)
+        decision = self._append(decided)
+        changed = changed_pools(decided)
+        if changed and not decided.advisory:
+            reached = tuple(ReachedSize(group=key[0], pool=key[1], size=one.to_size) for key, one in changed.items())
+            self._append(ScalingApplied(decision=decision, actuator="virtual", pools=reached, at_us=at_us))
+        return decided
+
+    def _append(self, event: ScalingEvent) -> int:
+        """Apply the next record and return its offset."""
+        offset = self.state.end
+        self.state.apply(offset, event)
+        return offset

@@ -1,0 +1,146 @@
+"""A planner in a simulation: sizes over time, cold starts, drains, failures and the GPU time of all workers."""
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forebay.simulate.outcome import SimulationOutcome
+from forebay.simulate.planned import Planning
+from forebay.simulate.settings import LifeCycleSettings, Settings, SettingsUnusable, WorkerFault, WorkerStart, policy
+from forebay.simulate.simulation import Simulation
+from forebay.simulate.workload import Turn
+from tests.simulate.eventful import comparable
+from tests.simulate.fleets import Turns, fleet, split, turn
+from tests.simulate.planners import INTERVAL_S, S, planning, wave
+
+SLOW = {"max_num_batched_tokens": 512, "max_num_seqs": 8}
+
+
+def run(system: Settings, planner: Planning, *turns: Turn) -> SimulationOutcome:
+    return Simulation(system, policy("kv"), planning=planner).run(Turns(*turns), lambda _: None)
+
+
+def sizes(outcome: SimulationOutcome, pool: str = "default") -> list[int]:
+    return [one.sizes[pool] for one in outcome.planned]
+
+
+def ready(outcome: SimulationOutcome) -> list[int]:
+    return [one.observed[0].ready for one in outcome.planned]
+
+
+def test_the_fleet_follows_the_demand_with_a_cold_start() -> None:
+    outcome = run(fleet(1), planning(), *wave(1, 4, 4, 4, 1, 1, 1))
+    assert sizes(outcome) == [1, 4, 4, 4, 1, 1]
+    assert ready(outcome) == [1, 1, 1, 4, 4, 1], "workers start in 40 s, which is after the next interval"
+    assert outcome.requests.failures == {}
+    assert [one.at_us for one in outcome.planned] == [round(at * INTERVAL_S * S) for at in range(1, 7)]
+
+
+def test_gpu_time_counts_cold_starts_and_drains() -> None:
+    outcome = run(fleet(1), planning(), *wave(1, 4, 4, 4, 1, 1, 1))
+    more = 3 * (5 - 2) * INTERVAL_S  # from the second decision to the fifth
+    drained = 3 * 1.0  # until the next check
+    assert outcome.gpu_s == pytest.approx(outcome.lasted_us / S + more + drained)
+    assert outcome.planned[-1].gpu_s < outcome.gpu_s
+
+
+def test_a_draining_worker_finishes_its_requests() -> None:
+    long = turn(0, 1_000, 4_000, at_us=int(3.5 * INTERVAL_S) * S)
+    turns = sorted([*wave(1, 4, 4, 4, 1, 1, 1), long], key=lambda one: one.at_us)
+    outcome = run(fleet(1), planning(), *(turn(at, one.prompt_tokens, one.output_tokens, at_us=one.at_us)
+                                          for at, one in enumerate(turns)))  # fmt: skip
+    assert outcome.requests.failures == {}
+    assert max(outcome.requests.column("attempts")) == 1
+
+
+def test_a_worker_that_starts_is_stopped_at_once() -> None:
+    life = LifeCycleSettings(faults=(WorkerFault(worker="mock-0", at_us=10 * S, back_us=5 * S),), cold_start_s=1e6)
+    outcome = run(fleet(2, life), planning(), *wave(1, 1, 1))
+    assert sizes(outcome) == [1, 1]
+    assert outcome.gpu_s == pytest.approx(outcome.lasted_us / S + 10 + (INTERVAL_S - 15))
+
+
+def test_workers_are_used_again() -> None:
+    outcome = run(fleet(1), planning(pool={"startup_s": 1.0}), *wave(1, 3, 1, 3, 1, 3, 1, 1))
+    assert sizes(outcome) == [1, 3, 1, 3, 1, 3, 1]
+    assert outcome.workers == ["mock-0", "mock-1", "mock-2"]
+
+
+def test_a_failed_worker_lowers_the_ready_workers_until_it_is_back() -> None:
+    fault = WorkerFault(worker="mock-1", at_us=10 * S, back_us=40 * S)
+    outcome = run(fleet(2, LifeCycleSettings(faults=(fault,))), planning(), *wave(2, 2, 2, 2))
+    assert sizes(outcome) == [2, 2, 2]
+    assert ready(outcome) == [1, 2, 2]
+
+
+def test_a_removed_worker_is_not_replaced_after_a_failure() -> None:
+    fault = WorkerFault(worker="mock-1", at_us=10 * S, back_us=100 * S)
+    outcome = run(fleet(2, LifeCycleSettings(faults=(fault,))), planning(), *wave(1, 1, 1, 1, 1, 1))
+    assert sizes(outcome) == [1, 1, 1, 1, 1]
+    assert ready(outcome) == [1, 1, 1, 1, 1]
+
+
+def test_a_failed_worker_without_replacement_is_started_again_by_the_planner() -> None:
+    fault = WorkerFault(worker="mock-1", at_us=10 * S)
+    outcome = run(fleet(2, LifeCycleSettings(faults=(fault,))), planning(), *wave(2, 2, 2, 2, 2))
+    assert ready(outcome) == [1, 1, 2, 2]
+
+
+def test_advisory_decisions_change_nothing() -> None:
+    outcome = run(fleet(1), planning(advisory=True), *wave(1, 4, 4))
+    assert sizes(outcome) == [1, 1]
+    assert outcome.planned[-1].decisions[-1].pools[0].to_size == 4
+
+
+def test_load_scaling_follows_the_reported_load() -> None:
+    planner = planning(method="load", min_observations=1, ttft_ms=200.0, pool={"startup_s": 1.0})
+    outcome = run(fleet(1, sizes=SLOW), planner, *wave(*[30] * 6, prompt=4_000))
+    assert sizes(outcome)[-1] > 1
+    assert len(outcome.planned[0].observed[0].workers) == 1
+
+
+def test_prefill_and_decode_pools_are_sized_apart() -> None:
+    one = planning()
+    (pool,) = one.settings.pools
+
+    pools = (
+        msgspec.structs.replace(pool, pool="prefill", role="prefill"),
+        msgspec.structs.replace(pool, role="decode", max_size=2),
+    )
+    planner = Planning(msgspec.structs.replace(one.settings, pools=pools), one.forecast)
+    outcome = run(split(1, 1), planner, *wave(1, 4, 4, 4))
+    assert sizes(outcome, "prefill") == [1, 4, 4]
+    assert sizes(outcome) == [1, 1, 1]
+    assert outcome.requests.failures == {}
+
+
+@given(rates=st.lists(st.integers(0, 6), min_size=1, max_size=6), startup_s=st.sampled_from([0.0, 1.0, 45.0]),
+       method=st.sampled_from(["throughput", "load", "both"]), seed=st.integers(0, 3))  # fmt: skip
+def test_equal_runs_are_equal_and_no_request_is_lost(
+    rates: list[int], startup_s: float, method: str, seed: int
+) -> None:
+    planner = planning(method=method, min_observations=2, pool={"startup_s": startup_s, "max_size": 4})
+    life = LifeCycleSettings(mtbf_s=100.0, repair_s=5.0, cold_start_s=2.0)
+    turns = wave(*rates) or [turn(0)]
+    first, second = (run(fleet(2, life, seed=seed), planner, *turns) for _ in range(2))
+    assert comparable(first) == comparable(second)
+    assert first.planned == second.planned
+    assert all(1 <= size <= 4 for size in sizes(first))
+    assert len(first.requests) == len(turns)
+    assert all(one.failure or one.last_us for one in first.requests)
+
+
+@pytest.mark.parametrize(
+    ("system", "planner"),
+    [
+        (fleet(1), planning(pool={"pool": "other"})),
+        (fleet(1), planning(pool={"role": "decode"})),
+        (fleet(1), planning(pool={"max_size": 5_000})),
+        (fleet(1), planning(method="simulate")),
+        (fleet(1, LifeCycleSettings(starts=(WorkerStart(at_us=1),))), planning()),
+    ],
+)
+def test_a_planner_that_does_not_fit_the_fleet_is_rejected(system: Settings, planner: Planning) -> None:
+    with pytest.raises(SettingsUnusable):
+        Simulation(system, policy("kv"), planning=planner)
