@@ -170,7 +170,7 @@ POOL = "[[pools]]\nworkers = [{count = 3}]\n"
         (POOL + POOL, "pools[1].name: duplicate pool name 'default'"),
         (
             POOL + "[[pools]]\nname = 'b'\nworkers = [{count = 1}]",
-            "pools[1].model: pools 'default' and 'b' both serve model 'simulated'",
+            "pools[1].model: pools 'default' and 'b' both serve model 'simulated'; remove one of them, or add grids",
         ),
         (
             "[[pools]]\nworkers = [{count = 1}, {count = 1, block_size = 16}]",

@@ -5,6 +5,7 @@ docs/simulate.md documents the format. Times in the file are in seconds, delays 
 
 import re
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +15,7 @@ from forebay.core.routing.policies import BUILT_IN
 from forebay.events.control import RouterConfig
 from forebay.events.names import unknown_name
 from forebay.simulate.field_descriptions import in_terms_of_keys, unknown_field
+from forebay.simulate.pool_routing_file import ModelRouting, require_unique
 from forebay.simulate.profiles.profile import MOCKER, Gpus, Profile, Size, load_profile
 from forebay.simulate.profiles.sheets import ProfileUnusable, read_file
 from forebay.simulate.settings import (
@@ -23,7 +25,9 @@ from forebay.simulate.settings import (
     Delay,
     Delays,
     LifeCycleSettings,
+    PoolChange,
     PoolRole,
+    PoolRules,
     PoolSettings,
     Seconds,
     Settings,
@@ -54,6 +58,7 @@ class FleetDescription(msgspec.Struct, frozen=True, kw_only=True):
     delays: Delays | None = None
     life: LifeCycleSettings | None = None
     transfer: Transfer | None = None
+    rules: PoolRules = PoolRules()
 
 
 class _Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -112,6 +117,20 @@ class _LifeCycle(_Table, frozen=True, kw_only=True):
     lease_ttl_s: Seconds = 3.0
 
 
+class _Canary(_Table, frozen=True, kw_only=True):
+    pool: str
+    base: Annotated[str, msgspec.Meta(min_length=1)]
+    share: Annotated[float, msgspec.Meta(ge=0, le=1)]
+    at_s: Seconds = 0.0
+    end_s: Seconds | None = None
+
+
+class _Drain(_Table, frozen=True, kw_only=True):
+    pool: str
+    at_s: Seconds = 0.0
+    end_s: Seconds | None = None
+
+
 class _File(_Table, frozen=True, kw_only=True):
     pools: tuple[_Pool, ...]
     delays: str | _Delays | None = None
@@ -119,6 +138,9 @@ class _File(_Table, frozen=True, kw_only=True):
     transfer: Transfer | None = None
     faults: tuple[_Fault, ...] = ()
     starts: tuple[_Start, ...] = ()
+    models: tuple[ModelRouting, ...] = ()
+    canaries: tuple[_Canary, ...] = ()
+    drains: tuple[_Drain, ...] = ()
 
 
 class _KeyUnusable(Exception):
@@ -145,7 +167,7 @@ def load_fleet(path: Path) -> FleetDescription:
         _require_known(raw, _File, "")
         described = msgspec.convert(raw, _File)
         fleet = _fleet(described, path.parent)
-        validate_settings(Settings(pools=fleet.pools, life=fleet.life or LifeCycleSettings()))
+        validate_settings(Settings(pools=fleet.pools, life=fleet.life or LifeCycleSettings(), rules=fleet.rules))
     except msgspec.ValidationError as error:
         raise FleetUnusable(f"{path}: {in_terms_of_keys(str(error))}") from error
     except SettingsUnusable as error:
@@ -201,7 +223,34 @@ def _fleet(described: _File, folder: Path) -> FleetDescription:
                 for one in described.starts
             ),
         )
-    return FleetDescription(pools=pools, delays=_delays(described.delays), life=life, transfer=described.transfer)
+    require_unique(described.models)
+    return FleetDescription(
+        pools=pools,
+        delays=_delays(described.delays),
+        life=life,
+        transfer=described.transfer,
+        rules=PoolRules(models=described.models, changes=tuple(_changes(described))),
+    )
+
+
+def _changes(described: _File) -> Iterator[PoolChange]:
+    """Yield the starts and ends of the canaries and drains."""
+    for at, canary in enumerate(described.canaries):
+        at_us, end_us = _period(canary, f"canaries[{at}]")
+        yield PoolChange(at_us=at_us, pool=canary.pool, base=canary.base, share=canary.share)
+        if end_us is not None:
+            yield PoolChange(at_us=end_us, pool=canary.pool, base="")
+    for at, drain in enumerate(described.drains):
+        at_us, end_us = _period(drain, f"drains[{at}]")
+        yield PoolChange(at_us=at_us, pool=drain.pool, drained=True)
+        if end_us is not None:
+            yield PoolChange(at_us=end_us, pool=drain.pool)
+
+
+def _period(one: _Canary | _Drain, where: str) -> tuple[int, int | None]:
+    if one.end_s is not None and one.end_s <= one.at_s:
+        raise _KeyUnusable(f"{where}.end_s", f"got {one.end_s:g}; it must be above at_s, {one.at_s:g}")
+    return round(one.at_s * US_PER_S), None if one.end_s is None else round(one.end_s * US_PER_S)
 
 
 def _group(one: _Workers, folder: Path, where: str) -> WorkerGroup:

@@ -182,6 +182,7 @@ class SimulationOutcome:
         requests: outcome of each request.
         digest: hash of all decisions, in hexadecimal.
         workers: ids of all workers that ever joined; the index is the worker's number.
+        pools: pool of each worker, in the order of `workers`.
         prefill_workers: numbers of the prefill workers.
         gpu_s: GPU seconds of all worker processes. A process counts from its start to its death or the end of the run.
         lasted_us: virtual time of the last response or failure.
@@ -193,6 +194,7 @@ class SimulationOutcome:
     requests: RequestOutcomes = field(default_factory=RequestOutcomes)
     digest: str = ""
     workers: list[str] = field(default_factory=list)
+    pools: list[str] = field(default_factory=list)
     prefill_workers: tuple[int, ...] = ()
     gpu_s: float = 0.0
     lasted_us: int = 0
@@ -265,6 +267,35 @@ def summary(outcome: SimulationOutcome, workers: int) -> dict[str, Any]:
         ],
         "digest": outcome.digest,
         **(_transfers(outcome) if outcome.prefill_workers else {}),
+        **({"pools": _by_pool(outcome)} if len(_serving(outcome)) > 1 else {}),
+    }
+
+
+def _serving(outcome: SimulationOutcome) -> list[str]:
+    """Return the pools that generate responses, in order of their first workers."""
+    prefill = {*outcome.prefill_workers}
+    return list(dict.fromkeys(pool for number, pool in enumerate(outcome.pools) if number not in prefill))
+
+
+def _by_pool(outcome: SimulationOutcome) -> dict[str, dict[str, Any]]:
+    """Return requests, reuse and time to first token of the completed requests by the pool that responded."""
+    column, failures = outcome.requests.column, outcome.requests.failures
+    found: dict[str, tuple[array[float], list[int]]] = {name: (array("d"), [0, 0]) for name in _serving(outcome)}
+    names = ("worker", "prompt_tokens", "cached_tokens", "arrived_us", "first_us")
+    for place, (worker, prompt, cached, arrived_us, first_us) in enumerate(zip(*map(column, names), strict=True)):
+        if place not in failures:
+            ttft_ms, tokens = found[outcome.pools[worker]]
+            ttft_ms.append((first_us - arrived_us) / 1e3)
+            tokens[0] += prompt
+            tokens[1] += cached
+    return {
+        name: {
+            "requests": len(ttft_ms),
+            "prefix_reuse": cached / prompt if prompt else 0.0,
+            "prompt_tokens": prompt,
+            "ttft_ms": percentiles(ttft_ms),
+        }
+        for name, (ttft_ms, (prompt, cached)) in found.items()
     }
 
 

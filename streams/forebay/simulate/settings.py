@@ -11,6 +11,7 @@ from forebay.events.control import BusyThresholds, DisaggConfig, QueueConfig, Ro
 from forebay.events.names import unknown_name
 from forebay.events.requests import TIMEOUT_US_MAX
 from forebay.simulate.field_descriptions import invalid_field
+from forebay.simulate.pool_routing_file import ModelRouting
 
 WORKERS_MAX = 4_096  # each worker is a candidate of every decision
 TIME_US_MAX = 3_155_760_000_000_000  # 100 years, so that sums stay far below 64 bits
@@ -209,6 +210,36 @@ class LifeCycleSettings(msgspec.Struct, frozen=True, kw_only=True):
     lease_ttl_s: Seconds = 3.0
 
 
+class PoolChange(msgspec.Struct, frozen=True, kw_only=True):
+    """Scheduled change of the rules for a pool: the start or end of a canary or drain.
+
+    Attributes:
+        at_us: time of the change.
+        pool: name of the pool.
+        base: for a canary, the pool whose requests it gets; empty if its canary ends. None for a drain.
+        share: share of these requests, from 0 to 1.
+        drained: for a drain, whether the pool gets no new requests.
+    """
+
+    at_us: Time
+    pool: str
+    base: str | None = None
+    share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    drained: bool = False
+
+
+class PoolRules(msgspec.Struct, frozen=True, kw_only=True):
+    """Rules for the choice of pools, and their changes during a simulation.
+
+    Attributes:
+        models: grids and retries by model.
+        changes: starts and ends of canaries and drains.
+    """
+
+    models: tuple[ModelRouting, ...] = ()
+    changes: tuple[PoolChange, ...] = ()
+
+
 class SettingsUnusable(ValueError):
     """A setting contradicts another one.
 
@@ -231,6 +262,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         delays: latencies between clients, router and engines.
         life: failures, restarts and additional starts of workers.
         transfer: time that KV transfers between workers take.
+        rules: rules by which requests are routed to the pools of a model.
         timeout_s: seconds that a client waits for its response.
         seed: seed for sampling and tie-breaking.
     """
@@ -239,6 +271,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     delays: Delays = Delays()
     life: LifeCycleSettings = LifeCycleSettings()
     transfer: Transfer = Transfer()
+    rules: PoolRules = PoolRules()
     timeout_s: Annotated[float, msgspec.Meta(gt=0, le=TIMEOUT_S_MAX)] = TIMEOUT_S_MAX
     seed: int = 0
 
@@ -278,7 +311,7 @@ def validate_settings(settings: Settings) -> None:
                 reason = f"got {block_size}, but the first group of the pool has {first}; a pool has one block size"
                 raise SettingsUnusable(f"pools[{at}].workers[{group_at}].block_size", reason)
         names[pool.name] = at
-    _require_roles(settings.pools)
+    require_pools(settings.pools, settings.rules)
     if settings.workers_ever > WORKERS_MAX:
         raise SettingsUnusable("pools", f"got {settings.workers_ever} workers; the maximum is {WORKERS_MAX}")
     for at, start in enumerate(settings.life.starts):
@@ -291,29 +324,55 @@ def validate_settings(settings: Settings) -> None:
     _require_faults(settings)
 
 
-def _require_roles(pools: tuple[PoolSettings, ...]) -> None:
-    """Check that each model has one aggregated pool, or one decode pool with at most one prefill pool."""
-    answering: dict[str, PoolSettings] = {}
-    prefilling: dict[str, tuple[int, PoolSettings]] = {}
+def require_pools(pools: tuple[PoolSettings, ...], rules: PoolRules) -> None:
+    """Check the roles, block sizes and rules of the pools of each model.
+
+    Raises:
+        SettingsUnusable: a pool or a rule contradicts another one.
+    """
+    _require_rules(pools, rules)
+    first: dict[tuple[str, bool], PoolSettings] = {}
+    ruled = {model.name for model in rules.models} | {
+        pool.model for pool in pools for change in rules.changes if change.pool == pool.name
+    }
     for at, pool in enumerate(pools):
-        other = answering.get(pool.model) if pool.role != "prefill" else prefilling.get(pool.model, (0, None))[1]
-        if other is not None:
+        other = first.setdefault((pool.model, pool.role == "prefill"), pool)
+        if other is not pool and (other.role != pool.role or pool.model not in ruled):
             does = "compute prompts for" if pool.role == "prefill" else "serve"
             reason = f"pools {other.name!r} and {pool.name!r} both {does} model {pool.model!r}"
-            raise SettingsUnusable(f"pools[{at}].model", f"{reason}; remove one of them")
-        if pool.role == "prefill":
-            prefilling[pool.model] = at, pool
-        else:
-            answering[pool.model] = pool
-    for at, pool in prefilling.values():
-        decode = answering.get(pool.model)
-        if decode is None or decode.role != "decode":
+            remedy = ", or add grids in models" if other.role == pool.role else ""
+            raise SettingsUnusable(f"pools[{at}].model", f"{reason}; remove one of them{remedy}")
+    for at, pool in enumerate(pools):
+        serving = first.get((pool.model, False))
+        if pool.role == "prefill" and (serving is None or serving.role != "decode"):
             reason = f"prefill pool {pool.name!r} needs a pool with role 'decode' for model {pool.model!r}"
             raise SettingsUnusable(f"pools[{at}].role", reason)
-        theirs, ours = (one.groups[0].engine.block_size for one in (decode, pool))
+        assert serving is not None, "a model without a prefill pool has another pool"
+        theirs, ours = (one.groups[0].engine.block_size for one in (serving, pool))
         if ours != theirs:
-            reason = f"got {ours}, but decode pool {decode.name!r} has {theirs}; both need the same block size"
+            reason = f"got {ours}, but {serving.role} pool {serving.name!r} has {theirs}; a model has one block size"
             raise SettingsUnusable(f"pools[{at}].workers[0].block_size", reason)
+
+
+def _require_rules(pools: tuple[PoolSettings, ...], rules: PoolRules) -> None:
+    """Check that the rules name pools of the fleet."""
+    models = {pool.name: pool.model for pool in pools}
+    for at, model in enumerate(rules.models):
+        if model.name not in models.values():
+            raise SettingsUnusable(f"models[{at}].name", unknown_name("model", model.name, sorted({*models.values()})))
+        for grid_at, grid in enumerate(model.grids):
+            known = [pool.name for pool in pools if (pool.model, pool.role) == (model.name, grid.role)]
+            for name in (one.pool for one in grid.pools):
+                if name not in known:
+                    where = f"models[{at}].grids[{grid_at}].pools"
+                    raise SettingsUnusable(where, unknown_name(f"{grid.role} pool", name, known))
+    for change in rules.changes:
+        where = "drains" if change.base is None else "canaries"
+        if change.pool not in models:
+            raise SettingsUnusable(f"{where}.pool", unknown_name("pool", change.pool, models))
+        known = [name for name, model in models.items() if model == models[change.pool] and name != change.pool]
+        if change.base and change.base not in known:
+            raise SettingsUnusable(f"{where}.base", unknown_name("pool", change.base, known))
 
 
 def worker_id(number: int) -> str:

@@ -3,17 +3,20 @@
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from sys import intern
 from typing import cast
 
 from xxhash import xxh3_64_intdigest
 
 from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
+from forebay.core.state.pool_registry import PoolEvent
 from forebay.core.step import claim
 from forebay.core.world import World
 from forebay.events.base import U32_BYTES, U64_MASK
 from forebay.events.control import PoolConfigured, RouterConfig
 from forebay.events.fleet import WorkerSpec
+from forebay.events.pools import PoolCanarySet, PoolDrainSet, PoolRoutingConfigured
 from forebay.events.requests import NO_HINTS, RequestSubmitted, RoutingHints, Sampling
 from forebay.events.topics import CONTROL
 from forebay.simulate.arrivals import WorkloadArrivals
@@ -22,7 +25,15 @@ from forebay.simulate.delays import ROUTER, Hops
 from forebay.simulate.outcome import SimulationOutcome
 from forebay.simulate.planned import PlannedCluster, PlannedFleet, Planning, require_plannable
 from forebay.simulate.rank import needs_reports
-from forebay.simulate.settings import PoolRole, PoolSettings, Settings, WorkerGroup, validate_settings, worker_id
+from forebay.simulate.settings import (
+    PoolChange,
+    PoolRole,
+    PoolSettings,
+    Settings,
+    WorkerGroup,
+    validate_settings,
+    worker_id,
+)
 from forebay.simulate.worker_processes import US_PER_S, WorkerProcesses
 from forebay.simulate.workload import Turn, Workload, sequence_hashes
 
@@ -91,6 +102,7 @@ class Simulation:
             for _ in range(start.count):
                 self._processes.start_at(start.at_us, self._spec(pool, group), group)
         self._processes.plan_faults()
+        self._plan_rules()
         if self._planned is not None:
             self._planned.begin()
 
@@ -115,6 +127,7 @@ class Simulation:
             requests=cluster.requests,
             digest=cluster.digest(),
             workers=[worker.spec.worker_id for worker in self._processes.workers],
+            pools=[worker.spec.pool for worker in self._processes.workers],
             prefill_workers=tuple(one.number for one in self._processes.workers if one.spec.role == "prefill"),
             gpu_s=self._processes.gpu_s(cluster.lasted_us),
             lasted_us=cluster.lasted_us,
@@ -126,6 +139,16 @@ class Simulation:
     def _new(self, pool: PoolSettings) -> tuple[WorkerSpec, WorkerGroup]:
         """Return spec and group of the next worker of a pool with one group."""
         return self._spec(pool, pool.groups[0]), pool.groups[0]
+
+    def _plan_rules(self) -> None:
+        """Apply the rules for the choice of pools, and schedule their changes."""
+        rules, models = self._settings.rules, {pool.name: intern(pool.model) for pool in self._settings.pools}
+        for model in rules.models:
+            event = PoolRoutingConfigured(model=intern(model.name), routing=model.routing)
+            self.cluster.apply(CONTROL, event)
+        for change in sorted(rules.changes, key=lambda change: change.at_us):
+            at_us, apply = change.at_us, partial(self.cluster.apply, CONTROL, _rule(change, models[change.pool]))
+            self.cluster.at(at_us, apply) if at_us else apply()
 
     def _spec(self, pool: PoolSettings, group: WorkerGroup) -> WorkerSpec:
         """Return the spec of the next worker to be created."""
@@ -155,6 +178,13 @@ class Simulation:
             sampling=Sampling(max_tokens=turn.output_tokens, ignore_eos=True),
             routing=RoutingHints(session_id=turn.session_id) if turn.session_id else NO_HINTS,
         )
+
+
+def _rule(change: PoolChange, model: str) -> PoolEvent:
+    """Return the event of a scheduled change."""
+    if change.base is None:
+        return PoolDrainSet(model=model, pool=change.pool, drained=change.drained)
+    return PoolCanarySet(model=model, pool=change.pool, base=change.base, share=change.share)
 
 
 def _role(pool: PoolSettings) -> PoolRole:

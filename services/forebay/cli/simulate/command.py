@@ -226,6 +226,18 @@ def _fleet(settings: Settings) -> str:
     return " and ".join(f"{count} {role} workers" for role, count in counts.items())
 
 
+def _pool_table(policies: Mapping[str, Any]) -> Table:
+    """Return a table of the pools that generate responses, under each policy."""
+    table = Table(title="pools", box=SIMPLE, padding=(0, 0, 0, 1))
+    for column in ("policy", "pool", "requests", "reuse", "TTFT"):
+        table.add_column(column, justify="left" if column in ("policy", "pool") else "right")
+    for name, one in policies.items():
+        for pool, part in one.get("pools", {}).items():
+            reuse, ttft = f"{part['prefix_reuse']:.4f}", _times(part["ttft_ms"], TIMES["ttft_ms"])
+            table.add_row(in_markup(name), in_markup(pool), str(part["requests"]), reuse, ttft)
+    return table
+
+
 def _show(plan: _Plan, result: Mapping[str, Any]) -> None:
     title = f"{plan.name}, {_fleet(plan.settings)}; milliseconds as mean/p50/p99"
     table = Table(title=in_markup(title), box=SIMPLE, padding=(0, 0, 0, 1))
@@ -241,6 +253,8 @@ def _show(plan: _Plan, result: Mapping[str, Any]) -> None:
         moved = [str(one["prefilled_remotely"]), _times(one["transfer_ms"], ".1f")] if split else []
         table.add_row(in_markup(name), str(one["failed"]), reuse, balance, *times, *moved, *attained)
     results().print(table)
+    if any("pools" in one for one in result["policies"].values()):
+        results().print(_pool_table(result["policies"]))
     for name, one in result["policies"].items():
         for failure in one["failures"][:FAILURES_PRINTED]:
             typer.echo(f"{name}: request {failure['request']} failed: {printable(failure['reason'])}")

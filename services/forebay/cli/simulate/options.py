@@ -221,6 +221,7 @@ def settings_of(fleet: FleetOptions) -> Settings:
         delays=(described.delays or Delays()) if fleet.delays is None else DELAYS[fleet.delays],
         life=msgspec.structs.replace(life, faults=(*life.faults, *map(_fault, fleet.kill or ())), **life_options),
         transfer=msgspec.structs.replace(described.transfer or Transfer(), **transfer_options),
+        rules=described.rules,
         timeout_s=fleet.timeout_s,
         seed=fleet.seed,
     )
