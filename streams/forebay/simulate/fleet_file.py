@@ -25,10 +25,10 @@ from forebay.simulate.settings import (
     Delay,
     Delays,
     LifeCycleSettings,
-    PoolChange,
     PoolRole,
-    PoolRules,
+    PoolRuleChange,
     PoolSettings,
+    RoutedPools,
     Seconds,
     Settings,
     SettingsUnusable,
@@ -58,7 +58,7 @@ class FleetDescription(msgspec.Struct, frozen=True, kw_only=True):
     delays: Delays | None = None
     life: LifeCycleSettings | None = None
     transfer: Transfer | None = None
-    rules: PoolRules = PoolRules()
+    rules: RoutedPools = RoutedPools()
 
 
 class _Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -229,22 +229,22 @@ def _fleet(described: _File, folder: Path) -> FleetDescription:
         delays=_delays(described.delays),
         life=life,
         transfer=described.transfer,
-        rules=PoolRules(models=described.models, changes=tuple(_changes(described))),
+        rules=RoutedPools(models=described.models, changes=tuple(_changes(described))),
     )
 
 
-def _changes(described: _File) -> Iterator[PoolChange]:
+def _changes(described: _File) -> Iterator[PoolRuleChange]:
     """Yield the starts and ends of the canaries and drains."""
     for at, canary in enumerate(described.canaries):
         at_us, end_us = _period(canary, f"canaries[{at}]")
-        yield PoolChange(at_us=at_us, pool=canary.pool, base=canary.base, share=canary.share)
+        yield PoolRuleChange(at_us=at_us, pool=canary.pool, base=canary.base, share=canary.share)
         if end_us is not None:
-            yield PoolChange(at_us=end_us, pool=canary.pool, base="")
+            yield PoolRuleChange(at_us=end_us, pool=canary.pool, base="")
     for at, drain in enumerate(described.drains):
         at_us, end_us = _period(drain, f"drains[{at}]")
-        yield PoolChange(at_us=at_us, pool=drain.pool, drained=True)
+        yield PoolRuleChange(at_us=at_us, pool=drain.pool, drained=True)
         if end_us is not None:
-            yield PoolChange(at_us=end_us, pool=drain.pool)
+            yield PoolRuleChange(at_us=end_us, pool=drain.pool)
 
 
 def _period(one: _Canary | _Drain, where: str) -> tuple[int, int | None]:

@@ -210,7 +210,7 @@ class LifeCycleSettings(msgspec.Struct, frozen=True, kw_only=True):
     lease_ttl_s: Seconds = 3.0
 
 
-class PoolChange(msgspec.Struct, frozen=True, kw_only=True):
+class PoolRuleChange(msgspec.Struct, frozen=True, kw_only=True):
     """Scheduled change of the rules for a pool: the start or end of a canary or drain.
 
     Attributes:
@@ -228,7 +228,7 @@ class PoolChange(msgspec.Struct, frozen=True, kw_only=True):
     drained: bool = False
 
 
-class PoolRules(msgspec.Struct, frozen=True, kw_only=True):
+class RoutedPools(msgspec.Struct, frozen=True, kw_only=True):
     """Rules for the choice of pools, and their changes during a simulation.
 
     Attributes:
@@ -237,7 +237,7 @@ class PoolRules(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     models: tuple[ModelRouting, ...] = ()
-    changes: tuple[PoolChange, ...] = ()
+    changes: tuple[PoolRuleChange, ...] = ()
 
 
 class SettingsUnusable(ValueError):
@@ -271,7 +271,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     delays: Delays = Delays()
     life: LifeCycleSettings = LifeCycleSettings()
     transfer: Transfer = Transfer()
-    rules: PoolRules = PoolRules()
+    rules: RoutedPools = RoutedPools()
     timeout_s: Annotated[float, msgspec.Meta(gt=0, le=TIMEOUT_S_MAX)] = TIMEOUT_S_MAX
     seed: int = 0
 
@@ -324,7 +324,7 @@ def validate_settings(settings: Settings) -> None:
     _require_faults(settings)
 
 
-def require_pools(pools: tuple[PoolSettings, ...], rules: PoolRules) -> None:
+def require_pools(pools: tuple[PoolSettings, ...], rules: RoutedPools) -> None:
     """Check the roles, block sizes and rules of the pools of each model.
 
     Raises:
@@ -354,7 +354,7 @@ def require_pools(pools: tuple[PoolSettings, ...], rules: PoolRules) -> None:
             raise SettingsUnusable(f"pools[{at}].workers[0].block_size", reason)
 
 
-def _require_rules(pools: tuple[PoolSettings, ...], rules: PoolRules) -> None:
+def _require_rules(pools: tuple[PoolSettings, ...], rules: RoutedPools) -> None:
     """Check that the rules name pools of the fleet."""
     models = {pool.name: pool.model for pool in pools}
     for at, model in enumerate(rules.models):

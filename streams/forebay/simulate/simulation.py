@@ -26,8 +26,8 @@ from forebay.simulate.outcome import SimulationOutcome
 from forebay.simulate.planned import PlannedCluster, PlannedFleet, Planning, require_plannable
 from forebay.simulate.rank import needs_reports
 from forebay.simulate.settings import (
-    PoolChange,
     PoolRole,
+    PoolRuleChange,
     PoolSettings,
     Settings,
     WorkerGroup,
@@ -180,7 +180,7 @@ class Simulation:
         )
 
 
-def _rule(change: PoolChange, model: str) -> PoolEvent:
+def _rule(change: PoolRuleChange, model: str) -> PoolEvent:
     """Return the event of a scheduled change."""
     if change.base is None:
         return PoolDrainSet(model=model, pool=change.pool, drained=change.drained)

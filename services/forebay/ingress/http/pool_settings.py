@@ -37,8 +37,8 @@ REFRESH_S = 5.0  # a pool keeps its block size until all its workers are replace
 
 
 @dataclass(frozen=True, slots=True)
-class PoolRules:
-    """Rules for one pool of a model.
+class ListedPool:
+    """A pool of a model, with the rules that name it.
 
     Attributes:
         role: role of the workers of the pool.
@@ -163,7 +163,7 @@ class PoolConfigurator:
             await self._append(partition, DisaggregationSet(model=model, disagg=disagg, at_us=runtime.wall_us()))
         return await self.disaggregation(model)
 
-    async def rules(self, model: str) -> tuple[PoolRouting, dict[str, PoolRules]]:
+    async def rules(self, model: str) -> tuple[PoolRouting, dict[str, ListedPool]]:
         """Return how the owner chooses the pool of a request, and the rules for each pool of a model, by its name.
 
         Raises:
@@ -173,7 +173,7 @@ class PoolConfigurator:
         registry = self._registry
         canaries = {canary.pool: canary for canary in registry.canaries(model)}
         pools = {
-            name: PoolRules(pool.role, pool.block_size, registry.is_drained(model, name), canaries.get(name))
+            name: ListedPool(pool.role, pool.block_size, registry.is_drained(model, name), canaries.get(name))
             for name, pool in sorted(self._configured.items())
             if pool.model == model
         }
