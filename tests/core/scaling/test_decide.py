@@ -105,11 +105,29 @@ def test_the_smallest_size_may_exceed_the_largest_change_and_needs_no_forecast()
     assert round_of(planner, 0, None) == (0, 0, 6, "limited")
 
 
-def test_a_pool_that_was_never_observed_is_left_alone() -> None:
+def test_a_pool_that_was_never_observed_is_left_alone_until_an_operator_sets_its_size() -> None:
     planner = loop()
     assert outcome(planner) == [(0, 0, 0, "no_observation")]
     planner.set_size(pool(), 3)
+    assert outcome(planner) == [(0, 3, 3, "manual")]
+    assert planner.decide().pools[0].to_size == 3
+    assert outcome(planner) == [(3, 3, 3, "in_progress")]
+    planner.reply()
+    planner.set_size(pool(), None)
+    assert outcome(planner) == [(3, 3, 3, "no_observation")]
+
+
+def test_the_size_of_a_pool_that_was_never_observed_stays_unknown_after_a_refusal() -> None:
+    planner = loop()
+    planner.set_size(pool(), 3)
+    planner.decide()
+    assert planner.state.open is not None
+    planner.add(ScalingRefused(decision=planner.state.open.offset, actuator="a", reason="failed"))
+    planner.set_size(pool(), None)
     assert outcome(planner) == [(0, 0, 0, "no_observation")]
+    assert planner.state.size(pool()) is None
+    planner.observe(observation(5))
+    assert planner.state.size(pool()) == 5
 
 
 def test_a_pool_that_is_missing_in_the_newest_observation_keeps_its_size() -> None:

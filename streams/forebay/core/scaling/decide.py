@@ -120,11 +120,13 @@ def _guarded(state: PlannerState, settings: PlannerSettings, pool: PoolScaling) 
 
 def _kept(state: PlannerState, pool: PoolScaling, current: int | None) -> Proposal | None:
     """Return the size that comes before every proposal, None if the methods shall propose one."""
+    manual = state.manual.get((pool.group, pool.pool))
     if current is None:
-        return Proposal(0, "no_observation")
+        if manual is None:
+            return Proposal(0, "no_observation")
+        current = 0  # a pool without workers has no observation, so only an operator can start it
     if state.open is not None and not is_overdue(state):
         return Proposal(current, "in_progress")
-    manual = state.manual.get((pool.group, pool.pool))
     if manual is not None:
         return Proposal(manual, "manual")
     if state.paused:

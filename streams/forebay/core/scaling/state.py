@@ -118,8 +118,7 @@ class PlannerState:
         is_lost = self.open is not None and is_overdue(self) and key in changed_pools(self.open.decided)
         if key in self.sizes and not is_lost:
             return self.sizes[key]
-        observed = (one for past in reversed(self.history) for one in past.pools if (one.group, one.pool) == key)
-        return next((one.ready for one in observed), None)
+        return self._ready(key)
 
     def last_observed(self, pool: PoolScaling) -> PoolObserved | None:
         """Return the pool in the newest observation, None if it is not in it."""
@@ -189,8 +188,15 @@ class PlannerState:
             self.fell_short = any(self.sizes[key] != change.to_size for key, change in changed.items())
         else:
             self.sizes |= {key: change.from_size for key, change in changed.items()}
+            for key in [key for key in changed if self.sizes[key] == 0 and self._ready(key) is None]:
+                del self.sizes[key]  # the size of a pool that was never observed is unknown
             self.fell_short = reply.reason != "stale"
         self.open = None
+
+    def _ready(self, key: PoolKey) -> int | None:
+        """Return the workers of a pool in its newest observation, None if it was never observed."""
+        observed = (one for past in reversed(self.history) for one in past.pools if (one.group, one.pool) == key)
+        return next((one.ready for one in observed), None)
 
     def _set_manual(self, pool: PoolKey, size: int | None) -> None:
         if size is None:
