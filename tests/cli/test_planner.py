@@ -9,7 +9,15 @@ from typing import Any, get_args
 import msgspec
 import pytest
 
-from forebay.events.scaling import PlannerStopped, Reason, ScalingDecided, ScalingEvent, SimulatedSize, SizesSimulated
+from forebay.events.scaling import (
+    PlannerPaused,
+    PlannerStopped,
+    Reason,
+    ScalingDecided,
+    ScalingEvent,
+    SimulatedSize,
+    SizesSimulated,
+)
 from forebay.replay.scaling.decisions import OUTCOMES, REASONS, DecisionOutcome
 from forebay.replay.scaling.explain import ScalingExplanation
 from forebay.replay.scaling.history import ScalingHistory
@@ -123,7 +131,7 @@ def test_the_history_has_outcome_and_verification_of_each_decision(log: Path) ->
     assert (verification.decisions, verification.equal, verification.stale, verification.different) == (8, 7, 1, 0)
     shown = text("history", log)
     assert re.search(rf"{FIRST}\s+2026-05-28T20:26:50Z\s+{PREFILL_POOL}\s+1 -> 2\s+2\s+scale_up\s+applied by a", shown)
-    assert "7 of 8 derived again: equal, 1 stale" in shown
+    assert "7 of 8 decisions derived again: equal, 1 stale" in shown
 
 
 def test_the_history_is_selected_by_pool_change_time_and_number(log: Path) -> None:
@@ -171,6 +179,29 @@ def test_decisions_of_another_version_are_not_verified(tmp_path: Path) -> None:
     found = planner("explain", path, FIRST)
     assert (found.decision.verification, found.gpus, found.pools[0].proposals) == ("other_rules", None, [])
     assert "a planner of another version made it" in text("explain", path, FIRST)
+
+
+def test_replay_verify_derives_scaling_decisions_again(log: Path, tmp_path: Path) -> None:
+    run = forebay("replay", "verify", str(log), "--json")
+    assert (run.returncode, json.loads(run.stdout)["scaling"]["equal"]) == (0, 7), run.stderr
+    assert "7 of 8 decisions derived again: equal, 1 stale" in forebay("replay", "verify", str(log)).stdout
+    different = tampered(tmp_path / "different.db", a_day().records, REFUSED)
+    run = forebay("replay", "verify", str(different))
+    assert run.returncode == 1
+    assert f"{REFUSED}: {PREFILL_POOL} to_size: recorded 9, derived 5" in run.stdout
+    records = a_day().records
+    records[0] = msgspec.structs.replace(records[0], rules_version=99)
+    other = str(write_log(tmp_path / "other.db", records))
+    run = forebay("replay", "verify", other)
+    assert (run.returncode, "7 scaling-rules" in run.stderr) == (1, True)
+    assert forebay("replay", "verify", other, "--allow", "scaling-rules").returncode == 0
+
+
+def test_an_order_without_a_planner_is_not_a_decision_to_verify(tmp_path: Path) -> None:
+    day = a_day().records
+    path = write_log(tmp_path / "log.db", [one for one in day if isinstance(one, PlannerPaused)])
+    run = forebay("replay", "verify", str(path), "--json")
+    assert (run.returncode, json.loads(run.stdout)["scaling"]["decisions"]) == (0, 0)
 
 
 def test_a_decision_is_explained_by_the_numbers_of_the_formula(log: Path) -> None:
@@ -283,3 +314,13 @@ def test_an_order_that_cannot_be_recorded_is_an_error(arguments: tuple[str, ...]
 def test_every_reason_and_outcome_has_words_and_is_documented() -> None:
     assert set(REASONS) == set(get_args(Reason))
     assert set(OUTCOMES) == set(get_args(DecisionOutcome))
+    page = PAGE.read_text()
+    assert [name for name in (*REASONS, *OUTCOMES) if f"`{name}`" not in page] == []
+
+
+def test_the_page_shows_the_present_output(log: Path) -> None:
+    blocks = re.findall(r"```text\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    shown = [text("history", "--changes", "--pool", DECODE_POOL, log), text("explain", log, REFUSED)]
+    for output in shown:
+        lines = [line.rstrip() for line in output.splitlines()]
+        assert any(block.splitlines() == lines[: len(block.splitlines())] for block in blocks), output

@@ -56,7 +56,7 @@ def error_line(*arguments: str | Path, code: int = 2) -> str:
 
 def test_a_whole_log_is_recorded(source: Path, tmp_path: Path) -> None:
     result = invoke("record", source, tmp_path / "rec")
-    assert result.exit_code == 0
+    assert result.exit_code == 0, result.output
     journal = journal_of(source)
     fields = dict(re.findall(r"^ *(\w+) +(.*)$", result.stdout, re.MULTILINE))
     assert fields["window"] == f"{utc(journal[0].at_us)} to {utc(journal[-1].at_us)}"
@@ -108,7 +108,8 @@ def test_scaling_decisions_are_recorded_from_the_first_one_to_the_end_of_the_win
         (decision,) = decisions_of(events, PlannerState())
         assert decision.is_verified
         assert (decision.decided.pools[0].to_size, len(events)) == (6, 4)
-    assert "scaling    4 records of the planner\n" in invoke("record", log, tmp_path / "shown").stdout
+    shown = invoke("record", log, tmp_path / "shown").stdout
+    assert "scaling    4 records of the planner\nscaling    1 of 1 decisions derived again: equal\n" in shown
     for number, options in enumerate((["--to", before], ["--anonymize"])):
         fields = made(*options, log, tmp_path / f"without-{number}")
         assert SCALING.name not in {one["topic"] for one in fields["extents"]}
@@ -151,7 +152,7 @@ def later(path: Path, first: int, by_us: int) -> None:
 
 def test_verification_can_be_skipped(source: Path, tmp_path: Path) -> None:
     result = invoke("record", "--no-verify", source, tmp_path / "rec")
-    assert result.exit_code == 0
+    assert result.exit_code == 0, result.output
     assert f"not verified; run `forebay replay verify {tmp_path}/rec`" in result.stdout
     assert made("--no-verify", tmp_path / "rec", tmp_path / "again")["verified"] == {}
 
@@ -238,7 +239,7 @@ def test_a_group_without_decisions_is_excluded_and_reported(joined: Path, tmp_pa
     """The run of the other group started after the end of this one."""
     newest = journal_of(joined)[-1].at_us
     result = invoke("record", "--from", at(newest + 1), joined, tmp_path / "rec")
-    assert result.exit_code == 0
+    assert result.exit_code == 0, result.output
     assert result.stderr == f"skipped: {MODEL} made no decision in the window\n"
     assert f"group      {OTHER}" in result.stdout
     assert f"group      {MODEL}" not in result.stdout

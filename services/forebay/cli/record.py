@@ -14,6 +14,7 @@ from xxhash import xxh3_64_hexdigest
 from forebay.cli.common.errors import complain, explained, fail
 from forebay.cli.common.option_groups import spread
 from forebay.cli.common.recording import KafkaSource, Recording
+from forebay.cli.common.scaling_lines import verification_lines
 from forebay.cli.common.terminal import bar, own_stdout, printable
 from forebay.cli.common.times import TIMES_HELP, span_us, time_us
 from forebay.cli.common.unverified import DIVERGED, complaint
@@ -33,11 +34,11 @@ from forebay.replay.record.slice import (
     scaling_of,
     slice_of,
 )
-from forebay.replay.verify.verify import VerifyReport, verify
+from forebay.replay.scaling.journal import has_scaling
+from forebay.replay.verify.verify import VerifyReport, include_scaling, verify
 from forebay.transport.base import Log
 from forebay.transport.history.groups import groups_of, pools_of
 from forebay.transport.kafka.log import KafkaLog
-from forebay.transport.kafka.topics import partitions_of
 from forebay.transport.recording.manifest import Contents, Extent, utc
 from forebay.transport.recording.writer import RecordingWriter, require_free
 from forebay.transport.sqlite.log import SqliteLog
@@ -154,9 +155,9 @@ def record(
     else:
         _show(result)
     for report in result.verified.values():
-        if report.divergence is None and report.failed:
+        if not report.diverged and report.failed:
             complain(complaint(report.failed, report.unknown_event))
-    if any(report.divergence is not None or report.failed for report in result.verified.values()):
+    if any(report.diverged or report.failed for report in result.verified.values()):
         raise typer.Exit(DIVERGED)
 
 
@@ -204,7 +205,7 @@ async def _record(
             writer = RecordingWriter.resume(out, identity)
             if writer is None:
                 slices = await _slices(source, log, options, window, left_out)
-                scaling = await scaling_of(log, window) if await _has_scaling(log) else None
+                scaling = await scaling_of(log, window) if await has_scaling(log) else None
                 writer = RecordingWriter.create(out, await _contents(log, slices, identity, scaling))
             contents, verified = await _copy(log, writer, progress, task), {}
         progress.remove_task(task)
@@ -282,13 +283,6 @@ async def _select_groups(source: Recording, log: Log, options: RecordOptions) ->
     return chosen
 
 
-async def _has_scaling(log: SqliteLog | KafkaLog) -> bool:
-    """Return whether the log has the topic `scaling`. Namespaces of earlier versions lack it."""
-    if isinstance(log, KafkaLog):
-        return SCALING.name in await partitions_of(log.settings)
-    return SCALING.name in {topic for topic, _, _ in log.topics()}
-
-
 async def _contents(
     log: SqliteLog | KafkaLog, slices: list[Slice], identity: dict[str, str], scaling: Extent | None = None
 ) -> Contents:
@@ -326,6 +320,7 @@ async def _verify(result: RecordResult, progress: Progress, custom: CustomPolici
 
             await require_allowed(log, group.partition, custom)
             result.verified[group.name] = await verify(log, group.partition, on_progress, custom=custom)
+            await include_scaling(log, result.verified[group.name])
             progress.remove_task(task)
 
 
@@ -355,6 +350,9 @@ def _show(result: RecordResult) -> None:
         typer.echo("anonymised prompts, texts, keys and headers removed, names and hashes masked")
     for scaling in (one for one in contents.extents if one.topic == SCALING.name):
         typer.echo(f"scaling    {scaling.count} records of the planner")
+    for verified in [report.scaling for report in result.verified.values() if report.scaling is not None][:1]:
+        for line in verification_lines(verified):
+            typer.echo(printable(line))
     for group in contents.groups:
         pools = ", ".join(result.pools[group.name])
         typer.echo(f"group      {group.name}: control partition {group.partition}, pools {pools}")

@@ -8,11 +8,10 @@ from forebay.cli.common.errors import fail
 from forebay.cli.common.recording import KafkaSource
 from forebay.cli.common.terminal import bar
 from forebay.events.topics import SCALING
-from forebay.replay.scaling.journal import OnProgress
+from forebay.replay.scaling.journal import OnProgress, has_scaling
 from forebay.transport.base import Log
 from forebay.transport.kafka.log import KafkaLog
 from forebay.transport.kafka.settings import KafkaSettings
-from forebay.transport.kafka.topics import partitions_of
 from forebay.transport.sqlite.log import SqliteLog
 
 
@@ -30,11 +29,11 @@ async def scaling_log(source: KafkaSource, path: Path | None) -> AsyncIterator[L
 @asynccontextmanager
 async def scaling_on_kafka(settings: KafkaSettings) -> AsyncIterator[KafkaLog]:
     """Open Kafka. A missing topic `scaling` ends the command. Raises LogError if Kafka cannot be used."""
-    if SCALING.name not in await partitions_of(settings):  # the client would retry forever
-        name = settings.topic(SCALING.name)
-        fail(f"{settings.bootstrap} has no topic {name}; check --namespace, or create it with `forebay topics create`")
     log = await KafkaLog.open(settings)
     try:
+        if not await has_scaling(log):
+            name = settings.topic(SCALING.name)
+            fail(f"{settings.bootstrap} has no topic {name}; check --namespace, or use `forebay topics create`")
         yield log
     finally:
         await log.close()

@@ -4,11 +4,12 @@ from collections.abc import Iterator
 
 from rich.console import Console
 
+from forebay.cli.common.scaling_lines import verification_lines
 from forebay.cli.common.terminal import printable
 from forebay.cli.replay.at_view import span, titled_table
 from forebay.cli.status_view import recent_time
 from forebay.replay.scaling.decisions import DecisionEntry, PoolEntry
-from forebay.replay.scaling.history import ScalingHistory, ScalingVerification
+from forebay.replay.scaling.history import ScalingHistory
 from forebay.replay.scaling.status import ObservedDemand, PlannerStatus, ScaledPoolStatus
 from forebay.transport.recording.manifest import utc
 
@@ -38,23 +39,6 @@ def show_history(console: Console, history: ScalingHistory) -> None:
     console.print(titled_table(title, COLUMNS, rows, TEXTS, "none", rows_max=len(rows)))
     for line in verification_lines(history.verification):
         console.print(printable(line), markup=False)
-
-
-def verification_lines(verification: ScalingVerification) -> Iterator[str]:
-    """Yield lines about the second derivation of decisions."""
-    parts = [f"{verification.equal:,} of {verification.decisions:,} derived again: equal"]
-    if verification.stale:
-        parts.append(f"{verification.stale:,} stale, without effect")
-    if verification.other_rules:
-        parts.append(f"{verification.other_rules:,} by rules of another version, not derived again")
-    if verification.undecodable:
-        parts.append(f"{verification.undecodable:,} records do not decode")
-    yield f"scaling    {', '.join(parts)}"
-    if verification.different:
-        yield f"DIFFERENT  {verification.different:,} decisions do not follow from the records before them"
-    for one in verification.first:
-        for name, values in one.differs.items():
-            yield f"  {one.offset}: {name}: recorded {values['recorded']}, derived {values['derived']}"
 
 
 COLUMNS = ("decision", "time", "pool", "size", "proposed", "reason", "outcome", "derived again")

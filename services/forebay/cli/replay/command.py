@@ -21,7 +21,8 @@ from forebay.cli.replay.verify import show, shown_progress
 from forebay.core.routing.policies import CustomPolicies
 from forebay.events.topics import DECISIONS
 from forebay.replay.policies import require_allowed
-from forebay.replay.verify.verify import UNVERIFIED, OnProgress, VerifyReport, verify
+from forebay.replay.scaling.journal import has_scaling
+from forebay.replay.verify.verify import UNVERIFIED, OnProgress, VerifyReport, include_scaling, verify
 from forebay.transport.history.groups import groups_of
 from forebay.transport.sqlite.log import SqliteLog
 
@@ -45,7 +46,7 @@ def verify_command(
     allow_policy: AllowPolicyOption = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
 ) -> None:
-    """Derive every routing decision again. Exits 1 at the first difference from the journal."""
+    """Derive every routing and scaling decision again. Exits 1 if a decision differs from the recorded one."""
     recording.require_one_source()
     allowed = allowed_of(allow, UNVERIFIED)
     with explained():
@@ -56,7 +57,7 @@ def verify_command(
         typer.echo(msgspec.json.encode(report).decode())
     else:
         show(report)
-    if report.divergence is not None:
+    if report.diverged:
         raise typer.Exit(DIVERGED)
     if report.failed:
         complain(complaint(report.failed, report.unknown_event))
@@ -71,6 +72,8 @@ async def _verify(
             log.check()
         await require_allowed(log, partition, custom)
         ends = [await of(DECISIONS.name, partition) for of in (log.begin, log.end)]
-        if ends[0] == ends[1] and "" not in await groups_of(log):
+        if ends[0] == ends[1] and "" not in await groups_of(log) and not await has_scaling(log):
             fail(f"nothing to verify: the journal of control partition {partition} in {recording.name} is empty")
-        return await verify(log, partition, on_progress, allowed, custom)
+        report = await verify(log, partition, on_progress, allowed, custom)
+        await include_scaling(log, report)
+        return report

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table as Grid
 
+from forebay.cli.common.scaling_lines import verification_lines
 from forebay.cli.common.terminal import bar, in_markup, results
 from forebay.events.decisions import CostTerms
 from forebay.replay.explain.event_text import EventSummary
@@ -72,6 +73,9 @@ def show(report: VerifyReport) -> None:
         print_row("UNVERIFIED", f"{count} {name}: {UNVERIFIED[name]}{first}{allowed}")
     for foreign in report.foreign_progress:
         print_row("foreign", foreign.text())
+    if report.scaling is not None:
+        for line in verification_lines(report.scaling):
+            console.print(in_markup(line))
     if report.divergence is not None:
         _show_divergence(console, report.divergence)
 

@@ -11,7 +11,7 @@ from forebay.events.names import unknown_name
 from forebay.events.topics import SCALING
 from forebay.replay.moment import Fact
 from forebay.replay.scaling.decisions import DecisionEntry, entry_of
-from forebay.replay.scaling.journal import PARTITION, NoPlanner, OnProgress, ScalingJournal, pool_text
+from forebay.replay.scaling.journal import PARTITION, NoPlanner, OnProgress, ScalingJournal, has_scaling, pool_text
 from forebay.transport.base import Log, LogError
 
 DIFFERENT_MAX = 8  # differences in a report; the count is complete
@@ -139,7 +139,7 @@ async def verify_scaling(log: Log, on_progress: OnProgress | None = None) -> Sca
     Raises:
         LogError: the log is damaged, or retention removed records of the topic.
     """
-    if await log.end(SCALING.name, PARTITION) == 0:
+    if not await has_scaling(log) or await log.end(SCALING.name, PARTITION) == 0:
         return None
     journal, tally = ScalingJournal(log, on_progress), VerificationTally()
     try:

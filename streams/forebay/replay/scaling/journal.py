@@ -9,6 +9,9 @@ from forebay.events.scaling import PlannerClaimed, PlannerPaused, PlannerStopped
 from forebay.events.topics import SCALING
 from forebay.transport.base import Log, LogError
 from forebay.transport.history.reader import records_of
+from forebay.transport.kafka.log import KafkaLog
+from forebay.transport.kafka.topics import partitions_of
+from forebay.transport.sqlite.log import SqliteLog
 
 PARTITION = 0
 PROGRESS_EVERY = 1_000  # records between two progress reports
@@ -101,6 +104,13 @@ class ScalingJournal:
             if decision.outcome == "applied":
                 self.newest = decision
         return decision
+
+
+async def has_scaling(log: Log) -> bool:
+    """Return whether a log has the topic `scaling`. Recordings without a planner and old namespaces lack it."""
+    if isinstance(log, KafkaLog):  # the client would wait for ever for a missing topic
+        return SCALING.name in await partitions_of(log.settings)
+    return not isinstance(log, SqliteLog) or SCALING.name in {topic for topic, _, _ in log.topics()}
 
 
 def pool_text(pool: PoolKey) -> str:

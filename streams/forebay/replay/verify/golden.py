@@ -19,7 +19,7 @@ from forebay.events.decisions import CostTerms
 from forebay.replay.policies import require_allowed
 from forebay.replay.verify.cost_tables import CostTableRow, CostTables
 from forebay.replay.verify.divergence import DivergenceReport
-from forebay.replay.verify.verify import VerifyReport, verify
+from forebay.replay.verify.verify import VerifyReport, include_scaling, verify
 from forebay.transport.base import Log, PolicyNotAllowed
 from forebay.transport.history.groups import groups_of
 from forebay.transport.history.reader import OtherRules
@@ -74,6 +74,11 @@ async def _verified(path: Path, log: Log, partition: int, allow: Set[str], custo
         raise AssertionError(text) from other
     if report.divergence is not None:
         raise AssertionError("\n".join([f"{path}: {_headline(report.divergence)}", *_lines(report.divergence)]))
+    await include_scaling(log, report)
+    if report.scaling is not None and report.scaling.different:
+        lines = (f"  decision {one.offset}: {_short(one.differs)}" for one in report.scaling.first)
+        headline = f"{report.scaling.different} scaling decisions do not follow from the records before them"
+        raise AssertionError("\n".join([f"{path}: {headline}", *lines]))
     if report.failed:
         found = ", ".join(f"{count} {name}" for name, count in report.failed.items())
         raise AssertionError(f"{path}: not verified: {found}; if this is expected, pass these names as `allow`")

@@ -15,6 +15,7 @@ from forebay.core.step import AnyDecision
 from forebay.events.base import hex_digest
 from forebay.events.decisions import OwnerClaimed, SnapshotTaken
 from forebay.events.topics import INPUTS
+from forebay.replay.scaling.history import ScalingVerification, verify_scaling
 from forebay.replay.verify.divergence import DivergenceReport, DivergenceTrail
 from forebay.replay.verify.foreign_progress import ForeignEvent, ForeignProgress
 from forebay.replay.walk import FOREIGN_RECORDS, UNKNOWN_EVENTS, UNREAD_FIELDS, Walk, walk_all
@@ -23,13 +24,14 @@ from forebay.transport.history.reader import MissingChunk, OtherState, check_sna
 
 PROGRESS_EVERY = 1_000  # journal records between two progress reports
 
-MISSING_SNAPSHOTS, FOREIGN_PROGRESS = "missing-snapshots", "foreign-progress"
+MISSING_SNAPSHOTS, FOREIGN_PROGRESS, SCALING_RULES = "missing-snapshots", "foreign-progress", "scaling-rules"
 UNVERIFIED = {
     FOREIGN_RECORDS: "journal records that no owner wrote",
     UNREAD_FIELDS: "journal records with fields or an encoding that this version does not write",
     UNKNOWN_EVENTS: "events of types that this version does not know",
     MISSING_SNAPSHOTS: "snapshots whose chunks are missing",
     FOREIGN_PROGRESS: "progress events from workers that were not selected (ignored)",
+    SCALING_RULES: "scaling decisions by the rules of another version",
 }
 
 OnProgress = Callable[[int, int, int], None]
@@ -57,6 +59,7 @@ class VerifyReport(msgspec.Struct, kw_only=True):
         digest: 64-bit digest over every verified journal record in order, in hex.
         state: digest of the world at the end, in hex.
         divergence: the first record that does not follow from the events; None if there is none.
+        scaling: verification of the scaling decisions of all groups; None if the log has no record of a planner.
     """
 
     start: int = 0
@@ -77,6 +80,12 @@ class VerifyReport(msgspec.Struct, kw_only=True):
     digest: str = ""
     state: str = ""
     divergence: DivergenceReport | None = None
+    scaling: ScalingVerification | None = None
+
+    @property
+    def diverged(self) -> bool:
+        """Whether a decision does not follow from the records before it."""
+        return self.divergence is not None or (self.scaling is not None and self.scaling.different > 0)
 
     @property
     def failed(self) -> dict[str, int]:
@@ -134,6 +143,17 @@ async def verify(
         report.unverified[FOREIGN_PROGRESS] = foreign.count
         report.foreign_progress = foreign.first
     return report
+
+
+async def include_scaling(log: Log, report: VerifyReport) -> None:
+    """Derive the decisions of the topic `scaling` again, and add the result to a report.
+
+    Raises:
+        LogError: the log is damaged, or lacks records of the topic.
+    """
+    report.scaling = await verify_scaling(log)
+    if report.scaling is not None and report.scaling.other_rules:
+        report.unverified[SCALING_RULES] = report.scaling.other_rules
 
 
 async def _check_snapshot(
