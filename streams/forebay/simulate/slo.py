@@ -85,6 +85,18 @@ def goodput(outcome: SimulationOutcome, slo: Slo) -> dict[str, Any]:
     }
 
 
+def meets(outcome: SimulationOutcome, slo: Slo) -> Iterator[bool]:
+    """Yield for each request, in the order of arrival, whether it met every limit."""
+    limits_us = {name: getattr(slo, part) * US_PER_MS for name, part in PARTS.items() if getattr(slo, part) is not None}
+    completed = _times_us(outcome)
+    for place in range(len(outcome.requests)):
+        if place in outcome.requests.failures:
+            yield False
+        else:
+            times = next(completed)
+            yield all(times[name] <= limit_us for name, limit_us in limits_us.items())
+
+
 def _times_us(outcome: SimulationOutcome) -> Iterator[dict[str, float]]:
     """Yield the latencies of each completed request, in microseconds."""
     requests = outcome.requests

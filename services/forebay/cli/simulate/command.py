@@ -8,6 +8,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -40,9 +41,11 @@ from forebay.cli.simulate.options import (
     to_json,
     workload_options,
 )
+from forebay.cli.simulate.planned import PlannerOption, read_planner, targets_of
 from forebay.cli.simulate.report.file import ReportOption, require_report, write_report
 from forebay.cli.simulate.simulations import Job, SimulationRun, Work, reason, run_all, simulate_run
 from forebay.events.control import RouterConfig
+from forebay.events.scaling import PlannerSettings
 from forebay.ingress.errors import Unusable
 from forebay.simulate.reading import open_workload
 from forebay.simulate.settings import Settings
@@ -63,6 +66,7 @@ def simulate(
     policies: PoliciesOption = None,
     slo: SloOption = None,
     attain: AttainOption = None,
+    planner: PlannerOption = None,
     report: ReportOption = None,
     json: JsonOption = False,
 ) -> None:
@@ -79,6 +83,7 @@ def simulate(
             "a workload": workload is not None,
             "--slo": slo is not None,
             "--attain": attain is not None,
+            "--planner": planner is not None,
             "--report": report is not None,
         }
         compare_with_recording(recorded, fleet, shape, policies or (), others, json=json)
@@ -90,7 +95,7 @@ def simulate(
     if report is not None:
         require_report(report)
     began_s = time.monotonic()
-    plan = _plan(workload, fleet, shape, policies, (slo, attain))
+    plan = _plan(workload, fleet, shape, policies, (slo, attain), planner)
     runs = _run_jobs(plan, whole=report is not None)
     took_s = time.monotonic() - began_s
     result = _result(plan, runs)
@@ -116,7 +121,10 @@ def simulate(
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Validated inputs of the command, ready to run. `name` is the name of the workload."""
+    """Validated inputs of the command, ready to run. `name` is the name of the workload.
+
+    Without limits given by the user, `slo` has the targets of the planner.
+    """
 
     name: str
     survey: Survey
@@ -125,6 +133,7 @@ class _Plan:
     routers: Mapping[str, RouterConfig]
     slo: Slo | None
     jobs: Sequence[Job]
+    planner: PlannerSettings | None = None
 
 
 def _plan(
@@ -133,6 +142,7 @@ def _plan(
     shape: ShapeOptions,
     policies: Sequence[str] | None,
     slo_options: tuple[str | None, float | None],
+    planner_file: Path | None,
 ) -> _Plan:
     """Validate the inputs. Exits with an error message if the workload cannot be simulated.
 
@@ -142,9 +152,12 @@ def _plan(
         shape: workload options.
         policies: policies given; None uses the default ones.
         slo_options: values of --slo and --attain.
+        planner_file: value of --planner.
     """
     try:
-        settings, slo = settings_of(fleet), slo_of(*slo_options)
+        settings = settings_of(fleet)
+        planner = None if planner_file is None else read_planner(planner_file, settings)
+        slo = targets_of(planner) if slo_options == (None, None) else slo_of(*slo_options)
         options = workload_options(shape, fleet.seed, models=settings.models)
         routers = {name: router_of(name) for name in policies_of(policies, settings)}
         require_routers(routers.values(), settings.pools)
@@ -163,10 +176,11 @@ def _plan(
             workload=tuple(workload),
             options=options,
             requests=survey.requests,
+            planner=planner,
         )
         for name, router in routers.items()
     ]
-    return _Plan(opened.name, survey, settings, options, routers, slo, jobs)
+    return _Plan(opened.name, survey, settings, options, routers, slo, jobs, planner)
 
 
 def _run_jobs(plan: _Plan, *, whole: bool) -> list[SimulationRun]:
@@ -199,6 +213,7 @@ def _result(plan: _Plan, runs: Sequence[SimulationRun]) -> dict[str, Any]:
             **settings_json(plan.settings, plan.options, plan.name),
             "policies": {name: to_json(router) for name, router in plan.routers.items()},
             "slo": to_json(plan.slo),
+            **({} if plan.planner is None else {"planner": to_json(plan.planner)}),
         },
     }
 
@@ -238,13 +253,22 @@ def _pool_table(policies: Mapping[str, Any]) -> Table:
     return table
 
 
+def _scaled(one: Mapping[str, Any]) -> str:
+    """Return what the planner of a run did, in one line."""
+    planner = one["planner"]
+    sizes = [sum(pool["workers"] for pool in interval["pools"].values()) for interval in planner["intervals"]]
+    changes = f"{planner['changes']} changes, {planner['reversals']} of them reversals"
+    return f"{min(sizes)} to {max(sizes)} workers, {changes}, {one['gpu_hours']:.4g} GPU hours"
+
+
 def _show(plan: _Plan, result: Mapping[str, Any]) -> None:
     title = f"{plan.name}, {_fleet(plan.settings)}; milliseconds as mean/p50/p99"
     table = Table(title=in_markup(title), box=SIMPLE, padding=(0, 0, 0, 1))
     columns = ["policy", "failed", "reuse", "max/mean", "TTFT", "ITL", "E2E"]
     split = any("prefilled_remotely" in one for one in result["policies"].values())
     columns += ["remote", "transfer"] if split else []
-    for column in [*columns, *(("attained", "goodput/s") if plan.slo else ())]:
+    columns += ["attained", "goodput/s"] if plan.slo else []
+    for column in columns:
         table.add_column(column, justify="left" if column == "policy" else "right")
     for name, one in result["policies"].items():
         times = [_times(one[key], width) for key, width in TIMES.items()]
@@ -256,6 +280,8 @@ def _show(plan: _Plan, result: Mapping[str, Any]) -> None:
     if any("pools" in one for one in result["policies"].values()):
         results().print(_pool_table(result["policies"]))
     for name, one in result["policies"].items():
+        if "planner" in one:
+            typer.echo(f"{name}: {_scaled(one)}")
         for failure in one["failures"][:FAILURES_PRINTED]:
             typer.echo(f"{name}: request {failure['request']} failed: {printable(failure['reason'])}")
         if one["failed"] > FAILURES_PRINTED:

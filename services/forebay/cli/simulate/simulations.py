@@ -16,7 +16,9 @@ import msgspec
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from forebay.cli.common.terminal import bar, in_markup, own_stdout
+from forebay.cli.simulate.planned import planned_metrics, planning_of
 from forebay.events.control import RouterConfig
+from forebay.events.scaling import PlannerSettings
 from forebay.replay.load_policies import load_policies
 from forebay.simulate.outcome import SimulationOutcome, summary
 from forebay.simulate.reading import open_workload
@@ -45,6 +47,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         workload: names of the workload, as `open_workload` takes them. The process that plays the workload opens it.
         options: transformations of the workload.
         requests: expected number of requests, for the progress bar.
+        planner: planner that sizes the pools; None for no planner.
     """
 
     name: str
@@ -53,6 +56,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     workload: tuple[str, ...]
     options: WorkloadOptions = WorkloadOptions()
     requests: int = 0
+    planner: PlannerSettings | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +97,8 @@ def play(job: Job, on_done: OnDone) -> SimulationOutcome:
     """Run a simulation in this process. `on_done` is called with the number of requests that have arrived."""
     routers = [job.router, *(pool.router for pool in job.settings.pools if pool.router is not None)]
     custom = load_policies(router.mode for router in routers)
-    return Simulation(job.settings, job.router, custom).run(open_workload(job.workload, job.options), on_done)
+    simulation = Simulation(job.settings, job.router, custom, planning_of(job.planner))
+    return simulation.run(open_workload(job.workload, job.options), on_done)
 
 
 def run_metrics(job: Job, outcome: SimulationOutcome, slo: Slo | None) -> dict[str, Any]:
@@ -102,6 +107,8 @@ def run_metrics(job: Job, outcome: SimulationOutcome, slo: Slo | None) -> dict[s
     statistics["retried"] = sum(attempts > 1 for attempts in outcome.requests.column("attempts"))
     statistics["lasted_s"] = outcome.lasted_us / US_PER_S
     statistics["gpu_hours"] = outcome.gpu_s / S_PER_HOUR
+    if slo is not None and outcome.planned:
+        statistics["planner"] = planned_metrics(outcome, slo)
     return statistics if slo is None else {**statistics, **goodput(outcome, slo)}
 
 

@@ -1,6 +1,8 @@
 """Charts of the report over time: rates, queues, and the load of each worker."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from plotly.subplots import make_subplots
 
@@ -122,6 +124,30 @@ def _panels(runs: Sequence[Measured]) -> Iterator[tuple[str, str, int, Series, S
         yield "failed or retried requests, by arrival", ",.3~s", DEPTH_POINTS, trouble, runs
     if any(len(set(timeline(one).workers)) > 1 for one in runs):
         yield "workers in the fleet", ",d", DEPTH_POINTS, members, runs
+    planned = [one for one in runs if "planner" in one.run.summary]
+    if planned:
+        yield "workers by the planner's decisions", ",d", DEPTH_POINTS, _decided, planned
+        yield "SLO attainment, by arrival", ".0%", DEPTH_POINTS, _attained, planned
+
+
+def _decided(one: Measured) -> list[float | None]:
+    return _of_intervals(one, lambda interval: sum(pool["workers"] for pool in interval["pools"].values()))
+
+
+def _attained(one: Measured) -> list[float | None]:
+    return _of_intervals(one, lambda interval: interval["attained"])
+
+
+def _of_intervals(one: Measured, value: Callable[[dict[str, Any]], float | None]) -> list[float | None]:
+    """Return a value of the planner's intervals at the centre of each group of bins; None outside of all intervals."""
+    timeline, intervals = one.run.outcome.timeline, one.run.summary["planner"]["intervals"]
+    ends_s = [interval["end_s"] for interval in intervals]
+    size = group_size(len(timeline.arrived), DEPTH_POINTS)
+    found: list[float | None] = []
+    for at in range(0, len(timeline.arrived), size):
+        place = bisect_left(ends_s, (at + size / 2) * timeline.bin_us / US_PER_S)
+        found.append(value(intervals[place]) if place < len(intervals) else None)
+    return found
 
 
 def _trouble(one: Measured) -> set[int]:

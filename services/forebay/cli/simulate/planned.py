@@ -1,0 +1,86 @@
+"""Metrics of a simulation with a planner: sizes, GPU hours and SLO attainment of each interval."""
+
+from bisect import bisect_left
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from forebay.cli.planner.planner_file import read_planner_file
+from forebay.core.scaling.changes import size_changes
+from forebay.events.scaling import PlannerSettings
+from forebay.planner.predictors import predictor
+from forebay.simulate.outcome import SimulationOutcome
+from forebay.simulate.planned import Planning, require_plannable
+from forebay.simulate.settings import Settings, SettingsUnusable
+from forebay.simulate.slo import Slo, meets
+
+S_PER_HOUR = 3600
+US_PER_S = 1e6
+
+PlannerOption = Annotated[
+    Path | None,
+    typer.Option(help="TOML file of a planner that sizes the pools, as of `forebay planner run`. See docs/scaling.md."),
+]
+
+
+def read_planner(path: Path, settings: Settings) -> PlannerSettings:
+    """Read the file of a planner for a fleet.
+
+    Raises:
+        Unusable: the file is invalid.
+        ValueError: the planner cannot scale the fleet.
+    """
+    planner = read_planner_file(path)
+    try:
+        require_plannable(planner, settings)
+    except SettingsUnusable as error:
+        raise ValueError(f"--planner {path}: {error}") from None
+    return planner
+
+
+def planning_of(planner: PlannerSettings | None) -> Planning | None:
+    """Return the planner of a simulation with its predictor, None for no planner."""
+    return None if planner is None else Planning(planner, predictor(planner.predictor))
+
+
+def targets_of(planner: PlannerSettings | None) -> Slo | None:
+    """Return the targets of a planner as SLO, None without a planner."""
+    return None if planner is None else Slo(ttft_ms=planner.ttft_ms, itl_ms=planner.itl_ms)
+
+
+def planned_metrics(outcome: SimulationOutcome, slo: Slo) -> dict[str, Any]:
+    """Return what the planner of a run did, as printed in JSON.
+
+    Requests belong to the interval in which they arrive. Those after the last full interval are in none.
+    """
+    ends_us = [one.at_us for one in outcome.planned]
+    requests, met = [0] * len(ends_us), [0] * len(ends_us)
+    arrived_us = outcome.requests.column("arrived_us")
+    for at_us, is_met in zip(arrived_us, meets(outcome, slo), strict=True):
+        at = bisect_left(ends_us, at_us)
+        if at < len(ends_us):
+            requests[at] += 1
+            met[at] += is_met
+    found = size_changes(one.decisions for one in outcome.planned)
+    return {
+        "changes": found.changes,
+        "reversals": found.reversals,
+        "intervals": [
+            {
+                "end_s": one.at_us / US_PER_S,
+                "requests": requests[at],
+                "attained": met[at] / requests[at] if requests[at] else None,
+                "gpu_hours": one.gpu_s / S_PER_HOUR,
+                "pools": {
+                    pool.pool: {
+                        "workers": one.sizes[pool.pool],
+                        "ready": next((seen.ready for seen in one.observed if seen.pool == pool.pool), 0),
+                        "reason": pool.reason,
+                    }
+                    for pool in one.decisions[0].pools
+                },
+            }
+            for at, one in enumerate(outcome.planned)
+        ],
+    }
