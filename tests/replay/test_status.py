@@ -4,11 +4,11 @@ from pathlib import Path
 
 import msgspec
 
-from forebay.events.codec import encode
-from forebay.events.decisions import RequestRouted
+from forebay.events.codec import decode, encode
+from forebay.events.decisions import OwnerClaimed, RequestRouted
 from forebay.events.fleet import WorkerSuspect
 from forebay.events.requests import RoutingHints
-from forebay.events.topics import FLEET
+from forebay.events.topics import DECISIONS, FLEET
 from forebay.replay.at import seek
 from forebay.replay.status import GroupStatus, owner_status, read_status, with_heartbeats
 from forebay.transport.base import Draft
@@ -50,6 +50,17 @@ async def test_events_after_the_newest_decision_are_applied() -> None:
         assert lags["requests"] == 0 < lags["progress"]
         assert [pool.routed for pool in exact.pools] == [REQUESTS]
         assert sum(rank.cached_blocks for worker in exact.workers for rank in worker.ranks) > 0
+    log.close()
+
+
+async def test_workers_are_shown_before_the_first_decision() -> None:
+    log, _ = memory_log()
+    async with System(log).started(workers=1) as system, system.owned() as owner:
+        await until(lambda: len(owner.world.fleet) == 1)
+        journal = [decode(DECISIONS, one.value) for one in log.records(DECISIONS.name, 0, 0, 100)]
+        assert [(type(one), one.consumed) for one in journal] == [(OwnerClaimed, ())]
+        derived = await read_status(log, 0, MODEL)
+    assert (derived.ready, derived.problems, len(derived.workers)) == (True, [], 1)
     log.close()
 
 

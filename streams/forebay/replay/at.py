@@ -203,6 +203,7 @@ async def offset_at(log: Log, partition: int, time_us: int) -> int:
         start = await oldest(log, partition, end)
     clock_us = start.world.now_us
     found = start.offset - 1 if start.offset > begin else -1  # the seal right before a snapshot's state
+    newest = found
     async for offset, record in journal(log, partition, start.offset, end, Validity(start.world.owner_epoch)):
         if record.consumed:
             clock_us = record.consumed[-1].now_us
@@ -213,9 +214,10 @@ async def offset_at(log: Log, partition: int, time_us: int) -> int:
                     "later time"
                 )
             return found
+        newest = offset
         if clock_us:
             found = offset
-    return found
+    return newest if found < 0 else found  # an owner that has applied no event yet has no clock
 
 
 async def last_clock(log: Log, partition: int) -> int:
