@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.cli.in_process import forebay
 from tests.cli.up import ADMIN, ADMIN_TOKEN, PATIENCE_S, Up, running, verified
@@ -92,7 +93,18 @@ def test_requests_follow_the_grid_a_canary_and_a_drain_and_nothing_is_lost(tmp_p
         assert [one.result() for one in waiting] == ["short"] * 3
         control(up, "drain", "short", "--end")
         assert complete(up, SHORT) == "short"
+        counted = choices(up)
+        assert counted["short", "grid"] >= 4
+        assert counted["long", "canary"] >= 2
     assert verified(log)["decisions"]
+
+
+def choices(up: Up) -> dict[tuple[str, str], float]:
+    """Return the counted choices of pools by pool and reason."""
+    families = text_string_to_metric_families(httpx.get(f"{up.url}/metrics", timeout=30).text)
+    samples = (sample for family in families for sample in family.samples)
+    name = "forebay_router_pool_choices_total"
+    return {(one.labels["pool"], one.labels["reason"]): one.value for one in samples if one.name == name}
 
 
 def until_in_flight(up: Up, worker: str, count: int) -> None:

@@ -190,7 +190,7 @@ class PoolChoice(Part, frozen=True, kw_only=True):
             `grid`: the cell of the request names it. `override`: the priority of the request selects it. `canary`: it
             gets a share of the requests for `base`. `worker`: it has the worker that the request names. `session`: it
             has the rank that serves the session. `retry`: it is faster than the pool of the failed attempt. `moved`:
-            the pool of the request has no worker for it any more.
+            the request leaves its pool, which has no worker for it any more, or is drained while the request is queued.
         wanted: pool that the owner preferred. It is the selected pool unless that is in `skipped`.
         row: row of the request's cell, from 0; null if no cell was read.
         column: column of the request's cell, from 0; null if no cell was read.

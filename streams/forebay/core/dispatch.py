@@ -12,7 +12,7 @@ from forebay.core.routing.planner import (
     plan_new,
     plan_retry,
 )
-from forebay.core.routing.pools import choose_other_pool, choose_pool
+from forebay.core.routing.pools import choose_other_pool, choose_pool, choose_pool_of_queued
 from forebay.core.state.active_request import ActiveRequest
 from forebay.core.state.fleet import FleetWorker
 from forebay.core.state.queue import QueuedRequest
@@ -109,26 +109,35 @@ def query(world: World, event: RouteQueried) -> RouteAnswered:
 
 
 def drain_queues(world: World) -> list[AnyDecision]:
-    """Route the queued requests of all pools that can be dispatched now, in queue order. Return the decisions."""
+    """Route the queued requests of all pools that can be dispatched now, in queue order. Return the decisions.
+
+    A request whose pool is drained or has no ready worker moves to another pool once that pool has room.
+    """
     decided: list[AnyDecision] = []
     if not len(world.queues):  # the usual case, checked for most events
         return decided
-    options: dict[str, Options] = {}
+    options: dict[str, tuple[Options, PoolChoice | None]] = {}
 
     def is_dispatchable(queued: QueuedRequest) -> bool:
         request = _queued_request(world, queued)
-        try:
-            found = options[queued.request_id] = find_options(world, world.pools[request.submitted.pool], request)
-        except Ineligible:
-            return False  # the request waits until the fleet changes or its deadline passes
-        return not found.should_queue
+        other = choose_pool_of_queued(world, request)
+        for choice in (None,) if other is None else (other, None):
+            view = request if choice is None else ActiveRequest(in_pool(request.submitted, choice.pool))
+            try:
+                found = find_options(world, world.pools[view.submitted.pool], view)
+            except Ineligible:
+                continue  # the request waits until the fleet changes or its deadline passes
+            if not found.should_queue:
+                options[queued.request_id] = found, choice
+                return True
+        return False
 
     for name in sorted(world.pools):
         for _ in range(min(DRAIN_MAX, world.queues.waiting(name))):
             queued = world.queues.serve(name, is_dispatchable)
             if queued is None:
                 break
-            decided.append(_serve(world, _queued_request(world, queued), options[queued.request_id]))
+            decided.append(_serve(world, _queued_request(world, queued), *options[queued.request_id]))
             options.clear()
     return decided
 
@@ -192,13 +201,19 @@ def _pool_of(world: World, model: str) -> PoolConfigured:
     return pool
 
 
-def _serve(world: World, request: ActiveRequest, options: Options) -> RequestRouted | RequestRejected:
+def _serve(
+    world: World, request: ActiveRequest, options: Options, choice: PoolChoice | None
+) -> RequestRouted | RequestRejected:
+    """Route a request that has left its queue. `choice` is the pool to which it moves; None if it stays in its pool."""
+    pools = () if choice is None else (choice,)
+    if choice is not None:
+        world.requests.move(request, choice.pool)
     try:
         plan = plan_first_stage(world, world.pools[request.submitted.pool], request, options)
     except Ineligible as ineligible:
         world.requests.end(request, world.now_us)
-        return reject(world, request.submitted.request_id, request.submitted.reply_slot, ineligible)
-    return dispatch(world, request, plan)
+        return reject(world, request.submitted.request_id, request.submitted.reply_slot, ineligible, pools)
+    return dispatch(world, request, with_choices(plan, pools))
 
 
 def _queued_request(world: World, queued: QueuedRequest) -> ActiveRequest:

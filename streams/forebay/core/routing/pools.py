@@ -18,6 +18,7 @@ from forebay.core.routing.pool_choice import (
 )
 from forebay.core.routing.stages import as_prefill_request
 from forebay.core.state.active_request import ActiveRequest
+from forebay.core.state.fleet import WorkerPhase
 from forebay.core.state.roster import session_roster
 from forebay.core.state.submitted_request import SubmittedRequest
 from forebay.core.world import World
@@ -101,6 +102,23 @@ def choose_other_pool(world: World, request: ActiveRequest) -> PoolChoice | None
     return None if choice is None or choice.pool == current.pool else choice
 
 
+def choose_pool_of_queued(world: World, request: ActiveRequest) -> PoolChoice | None:
+    """Return the pool to which a queued request moves, because its pool is drained or has no worker any more.
+
+    None if the request stays in its pool: no other pool can take it, it names a worker, or a suspect worker of its pool
+    may recover.
+    """
+    submitted = request.submitted
+    current, registry = world.pools[submitted.pool], world.registry
+    if not registry.has_rules(current.model) or submitted.hints.worker_id:
+        return None
+    if not registry.is_drained(current.model, current.pool) and _has_workers(world, current.pool):
+        return None
+    pools, role = world.responding_pools(current.model), _role_of(current)
+    preference = prefer_current(current.pool, registry.grid(current.model, role), _names(pools))
+    return choose(preference, role, _availability(world, pools, submitted, current.block_size, again=False))
+
+
 def _of_worker(world: World, pools: Sequence[PoolConfigured], request: SubmittedRequest) -> PoolPreference | None:
     """Return the pool of the worker that a request names; None if it names none, or one of no pool of its model."""
     worker = world.fleet.get(request.hints.worker_id)
@@ -164,6 +182,13 @@ def _has_candidates(world: World, pool: PoolConfigured, request: SubmittedReques
     except Ineligible:
         return False
     return True
+
+
+def _has_workers(world: World, pool: str) -> bool:
+    """Return whether a pool has a worker that is ready, or suspect and may recover."""
+    if world.roster(pool).ranks:
+        return True
+    return any(one.spec.pool == pool and one.phase is WorkerPhase.SUSPECT for one in world.fleet.workers())
 
 
 def _names(pools: Sequence[PoolConfigured]) -> list[str]:

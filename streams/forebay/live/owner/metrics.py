@@ -110,7 +110,7 @@ class OwnerMetrics(Collector):
         yield pending
 
     def _stage_metrics(self) -> Iterator[Metric]:
-        """Yield the metrics of request phases, stages and prefill placement."""
+        """Yield the metrics of request phases, stages, prefill placement and the choice of pools."""
         owner = self._owner
         phases = Counter(str(request.phase) for request in owner.world.requests.active())
         labels = ["model", "phase"]
@@ -122,7 +122,7 @@ class OwnerMetrics(Collector):
             "forebay_router_stages", "stages of requests sent to workers by this owner", labels=["model", "stage"]
         )
         for stage in get_args(Stage):
-            stages.add_metric([self._model, stage], owner.stages[stage])
+            stages.add_metric([self._model, stage], owner.tally.stages[stage])
         yield stages
         text = "prefills of requests to decode pools, by placement (local or remote) and reason"
         places = CounterMetricFamily("forebay_router_prefills", text, labels=["model", "place", "reason"])
@@ -132,9 +132,14 @@ class OwnerMetrics(Collector):
             if self._has_decode_pool()
             else []
         )
-        for place, reason in sorted({*known, *owner.prefills}):
-            places.add_metric([self._model, place, reason], owner.prefills[place, reason])
+        for place, reason in sorted({*known, *owner.tally.prefills}):
+            places.add_metric([self._model, place, reason], owner.tally.prefills[place, reason])
         yield places
+        text = "choices of pools for requests by this owner, by pool and reason"
+        pools = CounterMetricFamily("forebay_router_pool_choices", text, labels=["model", "pool", "role", "reason"])
+        for labels_of_choice, count in sorted(owner.tally.pools.items()):
+            pools.add_metric([self._model, *labels_of_choice], count)
+        yield pools
 
     def _ttft_metrics(self) -> Iterator[Metric]:
         """Yield the time-to-first-token metrics of requests with remote prefill; none without a decode pool."""

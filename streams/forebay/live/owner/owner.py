@@ -11,7 +11,6 @@ anything back, because the next owner rebuilds the state from the log.
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
@@ -37,6 +36,7 @@ from forebay.events.requests import RequestSubmitted
 from forebay.events.topics import CONTROL, DEAD_LETTERS, FLEET, INPUTS, REQUESTS, Topic
 from forebay.live.owner.admission import PoolsByLease, WorkerAdmission
 from forebay.live.owner.clock import RunClock, steady_clock
+from forebay.live.owner.decision_tally import DecisionTally
 from forebay.live.owner.effects import (
     WorkerAddress,
     encode_commands,
@@ -72,8 +72,7 @@ class Owner:
     """Owner of one group on one log, from `start` to `stop` or until the log fails.
 
     Attributes:
-        stages: Number of times that the owner sent a stage of a request to a worker, by stage.
-        prefills: Number of decisions where to prefill a request of a decode pool, by ("remote" or "local", reason).
+        tally: Counts of the owner's decisions, for metrics.
         dead_letters: Number of input records sent to `dead-letters`.
         unsent: Number of effects that no topic accepts, for example because they are too large.
         first_tokens: Histograms of the time to first token of requests with remote prefill or encode.
@@ -112,8 +111,7 @@ class Owner:
         self.ingresses: IngressPresence | None = None
         self.dead_letters = 0
         self.unsent = 0
-        self.stages: Counter[str] = Counter()
-        self.prefills: Counter[tuple[str, str]] = Counter()
+        self.tally = DecisionTally()
         self.first_tokens = TtftRecorder()
 
     @property
@@ -308,8 +306,8 @@ class Owner:
     async def _act(self, decided: Sequence[AnyDecision], submitted: dict[int, RequestSubmitted]) -> None:
         drafts: list[Draft] = []
         for decision in decided:
+            self.tally.count(decision)
             if isinstance(decision, RequestRouted):
-                self._count(decision)
                 request = self.world.requests.get(decision.request_id)
                 if request is None:
                     continue  # the request ended in the same turn, so its work is cancelled
@@ -329,11 +327,6 @@ class Owner:
                 drafts += self._commands(decision.command_id)
         self._submissions.forget()
         self._send(drafts)
-
-    def _count(self, decision: RequestRouted) -> None:
-        self.stages[decision.stage] += 1
-        if (placement := decision.prefill) is not None:
-            self.prefills["remote" if placement.remote else "local", placement.reason] += 1
 
     def _send(self, drafts: Sequence[Draft]) -> None:
         """Append effects and dead letters.

@@ -151,7 +151,7 @@ def choice_text(choice: PoolChoice, prompt_tokens: int | None) -> str:
         "worker": f"{wanted} has the worker that the request names",
         "session": f"{wanted} has the rank that serves the session",
         "retry": f"{wanted} is faster than the pool of the failed attempt",
-        "moved": f"{wanted} has no worker for the request any more",
+        "moved": f"the request leaves {wanted}",
     }[choice.reason]
     if choice.row is not None and choice.target_ms is not None:
         tokens = "" if prompt_tokens is None else f"{prompt_tokens:,} prompt tokens and "
