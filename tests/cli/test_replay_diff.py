@@ -102,6 +102,21 @@ def test_invalid_comparisons_are_rejected(recording: Path, tmp_path: Path) -> No
     assert str(tmp_path / "none.db") in error_line(tmp_path / "none.db", *policy)
 
 
+def test_other_grids_name_recorded_models_and_pools(recording: Path, tmp_path: Path) -> None:
+    rules = tmp_path / "rules.toml"
+    grid = "isl_max = 9\ntarget_max_ms = 9\npools = [{pool = 'P', priority = 0}]\ncells = [['P']]\n"
+    text = f"[[models]]\nname = 'm'\n[[models.grids]]\n{grid}"
+    rules.write_text(text.replace("P", "default"))
+    report = found(recording, "--pool-routing", rules, "--no-canaries")
+    assert (report["identical"], report["alternative"]) == (True, f"--pool-routing {rules} --no-canaries")
+    rules.write_text(text.replace("P", "deflt"))
+    assert "unknown aggregated pool 'deflt'; did you mean default?" in error_line(recording, "--pool-routing", rules)
+    rules.write_text(text.replace("'m'", "'other'"))
+    assert "unknown model 'other'; " in error_line(recording, "--pool-routing", rules)
+    rules.write_text("[[models]]\nnme = 'x'")
+    assert f"--pool-routing: {rules}: models[0]: unknown key 'nme'" in error_line(recording, "--pool-routing", rules)
+
+
 def test_a_diverging_history_is_not_compared(history: MemoryLog, tmp_path: Path) -> None:
     journal = list(history.topics[DECISIONS.name])
     at = 9

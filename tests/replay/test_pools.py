@@ -4,11 +4,15 @@ from typing import Any
 
 import pytest
 
+from forebay.events.pools import PoolGrid, PoolRouting
+from forebay.events.progress import RequestFinished
 from forebay.events.requests import RoutingHints
 from forebay.replay.diff.diff import diff
+from forebay.replay.diff.other_rules import OtherPoolRules
 from forebay.replay.observed import observe_history
 from forebay.replay.status import read_status
 from forebay.replay.verify.verify import verify
+from tests.core.disaggregated import progress_fields
 from tests.core.pool_rules import one_cell
 from tests.core.several_pools import add_pools, drain, rules, set_canary
 from tests.core.worlds import PROMPTS, query, request
@@ -110,6 +114,60 @@ async def test_choices_are_derived_again_and_agree_with_themselves() -> None:
     assert (report.divergence, report.decisions, report.verified) == (None, 4, 4)
     same = await diff(log, 0, lambda pool: pool)
     assert same.identical
+
+
+async def one_by_one() -> Recorder:
+    """Return the log of `served`, in which each request ends before the next one arrives."""
+    made = recorder("a", "b", "c")
+    for number, change in enumerate((None, one_cell("b"), "canary", "drain")):
+        match change:
+            case PoolGrid():
+                rules(made, change, retry=True)
+            case "canary":
+                set_canary(made, "c", "b")
+            case "drain":
+                drain(made, "c")
+        ask(made, f"r{number}")
+    made.seal()
+    return made
+
+
+def ask(made: Recorder, name: str) -> None:
+    """Route a request and finish it."""
+    (routed,) = made("requests", request(name, SHORT))
+    made("progress", RequestFinished(**progress_fields(routed), finish_reason="length"))
+
+
+@pytest.mark.parametrize(
+    ("other", "moved"),
+    [
+        (OtherPoolRules(without_canaries=True), ["r2"]),
+        (OtherPoolRules({"m": PoolRouting(grids=(one_cell("a"),))}), ["r1", "r2", "r3"]),
+        (OtherPoolRules({"m": PoolRouting(grids=(one_cell("b"),))}), ["r0"]),
+        (OtherPoolRules({"m": PoolRouting(grids=(one_cell("b"),), retry=True)}, without_canaries=True), ["r0", "r2"]),
+        (OtherPoolRules({"n": PoolRouting()}), []),
+    ],
+)
+async def test_a_comparison_replaces_recorded_rules(other: OtherPoolRules, moved: list[str]) -> None:
+    made = await one_by_one()
+    report = await diff(await made.log(), 0, lambda pool: pool, rules=other)
+    assert report.divergence is None
+    assert report.pools_kept
+    assert sorted(one.request_id for one in report.most) == moved
+    assert report.identical == (not moved)
+
+
+async def test_a_comparison_that_begins_at_a_snapshot_replaces_its_rules() -> None:
+    made = await one_by_one()
+    set_canary(made, "c", "b")
+    drain(made, "c", drained=False)
+    made.seal()
+    ask(made, "r4")
+    made.seal()
+    other = OtherPoolRules({"m": PoolRouting(grids=(one_cell("a"),))}, without_canaries=True)
+    report = await diff(await made.log(), 0, lambda pool: pool, rules=other)
+    assert report.divergence is None
+    assert "r4" in {one.request_id for one in report.most}
 
 
 async def test_operators_rules_are_part_of_the_input_of_a_simulator() -> None:

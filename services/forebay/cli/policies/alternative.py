@@ -142,8 +142,10 @@ class AlternativeOptions:
         ),
     ] = None
 
-    def alternative(self) -> Alternative:
+    def alternative(self, *, is_required: bool = True) -> Alternative:
         """Return the alternative. A custom policy is checked for determinism.
+
+        If `is_required` is false, an alternative without changes is valid.
 
         Raises Unusable with the option, the problem and the valid values.
         """
@@ -151,7 +153,7 @@ class AlternativeOptions:
         if self.policy is not None:
             changes.append(Change("", MODE, self.policy, f"{POLICY} {self.policy}"))
         base = None if self.policy_config is None else read_policy_file(self.policy_config)
-        if not changes and base is None:
+        if is_required and not changes and base is None:
             raise Unusable(f"no change; pass {SET} PATH=VALUE, {POLICY} MODE or {POLICY_CONFIG} FILE")
         if len(changes) > CHANGES_MAX:
             raise Unusable(f"{len(changes)} changes by {SET} exceed the maximum of {CHANGES_MAX}; use {POLICY_CONFIG}")

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Set
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -17,12 +18,14 @@ from forebay.cli.common.terminal import bar, own_stdout
 from forebay.cli.common.unverified import DIVERGED, allow_option, allowed_of, complaint, exit_code
 from forebay.cli.policies.allowed import AllowPolicyOption, allowed_policies
 from forebay.cli.policies.alternative import Alternative, AlternativeOptions
+from forebay.cli.policies.pool_rules import PoolRuleOptions
 from forebay.cli.replay.closed_loop import ClosedLoop, closed_loop
 from forebay.cli.replay.diff_view import show
 from forebay.cli.replay.verify import shown_progress
 from forebay.core.routing.policies import CustomPolicies
 from forebay.replay.diff.diff import diff
 from forebay.replay.diff.handover import Handover
+from forebay.replay.diff.other_rules import OtherPoolRules
 from forebay.replay.diff.report import DiffReport
 from forebay.replay.policies import require_allowed
 from forebay.replay.verify.verify import OnProgress
@@ -37,6 +40,7 @@ ALLOWED = (FOREIGN_RECORDS, UNREAD_FIELDS, UNKNOWN_EVENTS)
 @spread
 def diff_command(
     other_options: AlternativeOptions,
+    rule_options: PoolRuleOptions,
     recording: Recording,
     report: Annotated[
         Path | None, typer.Option(dir_okay=False, help="Write a self-contained HTML report to this path.")
@@ -68,10 +72,11 @@ def diff_command(
     allowed = allowed_of(allow, ALLOWED)
     handover = Handover() if closed else None
     with explained(), own_stdout():
-        other = other_options.alternative()
+        other = other_options.alternative(is_required=rule_options == PoolRuleOptions())
+        compared = _Compared(other, rule_options, rule_options.rules())
         custom = allowed_policies(allow_policy, other.modes)
         with shown_progress() as on_progress:
-            found = asyncio.run(_diff(recording, other, on_progress, handover, custom))
+            found = asyncio.run(_diff(recording, compared, on_progress, handover, custom))
         simulated = None if handover is None else _simulated(found, handover, speedup, custom)
     if json:
         fields = msgspec.to_builtins(found)
@@ -111,9 +116,18 @@ def _write(path: Path, report: DiffReport, simulated: ClosedLoop | None, source:
     write("--report", path, lambda: page(report, simulated, source))
 
 
+@dataclass(frozen=True, slots=True)
+class _Compared:
+    """Configuration and rules with which the recording is compared."""
+
+    other: Alternative
+    options: PoolRuleOptions
+    rules: OtherPoolRules
+
+
 async def _diff(
     recording: Recording,
-    other: Alternative,
+    compared: _Compared,
     on_progress: OnProgress,
     handover: Handover | None,
     custom: CustomPolicies,
@@ -123,9 +137,12 @@ async def _diff(
             log.check()
         await require_allowed(log, partition, custom)
         pools = await pools_of(log, partition)
+        other = compared.other
         other.require_pools(pools)
-        report = await diff(log, partition, other.of, on_progress, handover, other.named, custom)
-        report.alternative, report.idle = str(other), other.idle(pools, report.undone)
+        compared.options.require_pools(compared.rules, pools)
+        report = await diff(log, partition, other.of, on_progress, handover, other.named, custom, compared.rules)
+        report.alternative = f"{other} {compared.options}".strip()
+        report.idle = other.idle(pools, report.undone)
         return report
 
 

@@ -37,6 +37,7 @@ from forebay.events.progress import (
 )
 from forebay.events.transfer import LEASE_US_MAX, Prefilled
 from forebay.replay.diff.handover import OperatorEvent
+from forebay.replay.diff.other_rules import RECORDED_RULES, OtherPoolRules
 
 Named = Callable[
     [PoolConfigured], Set[str]
@@ -62,7 +63,9 @@ class CounterfactualWorld:
         undone: fields that `named` returned and that an operator changed during the recording.
     """
 
-    def __init__(self, start: World, alter: Alternative, named: Named = names_nothing) -> None:
+    def __init__(
+        self, start: World, alter: Alternative, named: Named = names_nothing, rules: OtherPoolRules = RECORDED_RULES
+    ) -> None:
         """Begin with a copy of `start`, which is the state between two journal records.
 
         Args:
@@ -70,6 +73,7 @@ class CounterfactualWorld:
             alter: returns the changed configuration of a pool.
             named: returns the disaggregation fields that take precedence over an operator's change, even if `alter`
                 leaves them unchanged.
+            rules: rules for the choice of pools that replace those of history.
         """
         self.world = restore(start.snapshot(), start.custom)
         self.world.owner_policies = tuple(sorted(start.custom))
@@ -80,6 +84,7 @@ class CounterfactualWorld:
         self.undone: set[str] = set()
         self._alter = alter
         self._named = named
+        self._rules = rules
         self._recorded = dict(self.world.pools)
         self._sent_us: dict[str, int] = {}
         self._sent_in_history_us: dict[str, int] = {}
@@ -107,6 +112,9 @@ class CounterfactualWorld:
                 world.busy[name] = self._thresholds(self._recorded[name], by_hand)
             if disagg is not None:
                 world.disagg[name] = self._disagg(self._recorded[name], disagg)
+        for event in self._rules.at_start(world):
+            changed = True
+            world.registry.apply(event)
         return (
             self._after(reroute(world, world.requests.waiting()) + drain_queues(world), world.now_us) if changed else []
         )
@@ -136,7 +144,7 @@ class CounterfactualWorld:
             case DisaggregationSet():
                 self.operator_event = event = self._set_disagg(event)
             case PoolRoutingConfigured() | PoolCanarySet() | PoolDrainSet():
-                self.operator_event = event
+                self.operator_event = event = self._rules.of(event)
             case ProgressEvent():
                 return self._progress(topic, event if accepted else None, now_us)
             case _:

@@ -34,6 +34,7 @@ from forebay.events.progress import RequestFailed, RequestFinished
 from forebay.replay.diff.counterfactual_world import CounterfactualWorld, Named, PlacementHits, names_nothing
 from forebay.replay.diff.handover import Handover, OperatorEvent
 from forebay.replay.diff.notes import notes
+from forebay.replay.diff.other_rules import RECORDED_RULES, OtherPoolRules
 from forebay.replay.diff.report import DecisionOutcome, DiffReport, Fork, MovedRequest, ProgressOutcome
 from forebay.replay.diff.tally import PairTally, Series, WorldTally, blocks_of, ranks
 from forebay.replay.verify.divergence import DivergenceTrail
@@ -85,6 +86,7 @@ async def diff(
     handover: Handover | None = None,
     named: Named = names_nothing,
     custom: CustomPolicies = ONLY_BUILT_IN,
+    rules: OtherPoolRules = RECORDED_RULES,
 ) -> DiffReport:
     """Compare a group's recorded history with its history under the pool configurations that `alter` returns.
 
@@ -97,6 +99,7 @@ async def diff(
         named: returns the `router.disagg` fields that take precedence over an operator's change, even if `alter` leaves
             them unchanged.
         custom: custom policies that may run, including those of the alternative.
+        rules: rules for the choice of pools that replace those of history.
 
     Returns:
         The report. A record that does not follow from the events ends the comparison and is part of the report.
@@ -107,7 +110,7 @@ async def diff(
     """
     walk = await walk_all(log, partition, custom)
     trail = DivergenceTrail(walk)
-    comparison = Comparison(walk, alter, handover, named)
+    comparison = Comparison(walk, alter, handover, named, rules)
     report, verified = comparison.report, 0
     async for step in walk:
         if step.divergence is not None:
@@ -125,9 +128,16 @@ async def diff(
 class Comparison:
     """Applies the events of a walk to the alternative world, and compares its decisions with history's."""
 
-    def __init__(self, walk: Walk, alter: Alternative, handover: Handover | None, named: Named = names_nothing) -> None:
+    def __init__(
+        self,
+        walk: Walk,
+        alter: Alternative,
+        handover: Handover | None,
+        named: Named = names_nothing,
+        rules: OtherPoolRules = RECORDED_RULES,
+    ) -> None:
         """Register with `walk`, which must not have begun."""
-        self.report = DiffReport(start=walk.start)
+        self.report = DiffReport(start=walk.start, pools_kept=rules.are_given)
         self._worlds = (walk.world, walk.world)
         self._alter = alter
         self._handover = handover
@@ -150,7 +160,7 @@ class Comparison:
             self._ranks |= dict.fromkeys((worker.spec.worker_id, rank) for rank in worker.spec.ranks)
         for request in walk.world.requests.queued():
             self._pair(request.submitted.request_id, request.queued_at_us)
-        self._other = CounterfactualWorld(walk.world, alter, named)
+        self._other = CounterfactualWorld(walk.world, alter, named, rules)
         self._worlds = (walk.world, self._other.world)
         self._compare([], self._other.configure(), walk.world.now_us)
         if handover is not None and self.report.fork is not None:

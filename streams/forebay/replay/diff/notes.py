@@ -78,12 +78,15 @@ def _by_choice(report: DiffReport) -> list[str]:
         )
     if report.stages_kept:
         summary += " Each repeated decision keeps its stage, so prompts are computed where history computed them."
+    if report.pools_kept:
+        summary += " Each repeated decision keeps its pool."
     if not moved.moved:
         return [summary]
     if moved.by_choice == moved.moved:
         return [f"{summary} All moved requests also move there."]
     share = f"Of the {moved.moved:,} moved requests, {moved.by_choice:,} also move there"
     why = ", or because their prompts are computed elsewhere" if report.stages_kept else ""
+    why += ", or because another pool was chosen" if report.pools_kept else ""
     return [f"{summary} {share}. The others moved as a consequence of earlier moves{why}."]
 
 

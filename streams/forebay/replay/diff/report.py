@@ -315,6 +315,8 @@ class DiffReport(msgspec.Struct, kw_only=True):
             effect only in part, because the load in history's state was added under history's configuration.
         stages_kept: whether the alternative changes the disaggregation policy. `moved.evaluated` does not show this
             change, because a repeated decision keeps its stage.
+        pools_kept: whether the alternative has other rules for the choice of pools. `moved.evaluated` does not show
+            this change, because a repeated decision keeps its pool.
         queries: number of answered route queries.
         queries_otherwise: route queries for which the alternative selects another rank.
         state: digest of history's world at the end.
@@ -350,6 +352,7 @@ class DiffReport(msgspec.Struct, kw_only=True):
     progress: ProgressOutcome = msgspec.field(default_factory=ProgressOutcome)
     booked: list[str] = []
     stages_kept: bool = False
+    pools_kept: bool = False
     queries: int = 0
     queries_otherwise: int = 0
     state: str = ""

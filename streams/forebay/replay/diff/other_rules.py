@@ -1,0 +1,49 @@
+"""Other rules for the choice of pools, with which a comparison replaces those of a recording."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+
+from forebay.core.state.pool_registry import PoolEvent
+from forebay.core.world import World
+from forebay.events.pools import PoolCanarySet, PoolRouting, PoolRoutingConfigured
+
+
+@dataclass(frozen=True, slots=True)
+class OtherPoolRules:
+    """Rules that replace recorded rules. Drains stay as recorded.
+
+    Attributes:
+        routing: grids that replace all recorded grids, by model. A model without an entry keeps its recorded grids.
+        without_canaries: whether no pool is a canary.
+    """
+
+    routing: Mapping[str, PoolRouting] = field(default_factory=dict)
+    without_canaries: bool = False
+
+    @property
+    def are_given(self) -> bool:
+        """Whether any rule is replaced."""
+        return bool(self.routing) or self.without_canaries
+
+    def of(self, event: PoolEvent) -> PoolEvent:
+        """Return a recorded event as the alternative applies it."""
+        match event:
+            case PoolRoutingConfigured(model=model) if model in self.routing:
+                return msgspec.structs.replace(event, routing=self.routing[model])
+            case PoolCanarySet() if self.without_canaries:
+                return msgspec.structs.replace(event, base="", share=0.0)
+            case _:
+                return event
+
+    def at_start(self, world: World) -> Iterator[PoolEvent]:
+        """Yield the events that replace the rules of `world`."""
+        for model, routing in sorted(self.routing.items()):
+            if routing != world.registry.routing_of(model):
+                yield PoolRoutingConfigured(model=model, routing=routing)
+        for canary in world.registry.all_canaries if self.without_canaries else ():
+            yield self.of(canary)
+
+
+RECORDED_RULES = OtherPoolRules()
