@@ -20,10 +20,12 @@ import pytest
 from forebay.events.control import RouterConfig
 from forebay.events.requests import RequestSubmitted
 from forebay.events.topics import REQUESTS
+from tests.cli import scaling_log
 from tests.cli.in_process import forebay
 from tests.cli.warm_pools import fork_from_a_server
 from tests.core.worlds import Driver, perform_all
 from tests.logs.record import FOLDER, SUFFIX
+from tests.logs.scaling import recorded_records
 from tests.replay.recorded import write as write_log
 from tests.replay.rewriting import find
 from tests.replay.simulated import played
@@ -58,6 +60,13 @@ def verified() -> str:
     return json.dumps(found)
 
 
+def scaling() -> str:
+    """Derive the recorded decisions of planners again, and explain the latest."""
+    log = str(scaling_log.write_log(Path("scaling.db"), recorded_records()))
+    history = command("planner", "history", log, "--verify", "--limit", "1000", "--json")()
+    return history + command("planner", "explain", log, "latest", "--json")()
+
+
 def explained() -> str:
     """Explain the first request of a recording with prefill and decode workers."""
     recording = FOLDER / f"disaggregation{SUFFIX}"
@@ -81,6 +90,7 @@ JOBS: dict[str, Job] = {
     "world": world,
     "verify": verified,
     "explain": explained,
+    "scaling": scaling,
     "diff": command("replay", "diff", "run.db", "--set", "temperature=0.4", "--closed-loop", "--json"),
     "fidelity": command("simulate", "--against", "run.db", "--json"),
     "simulation": eventful,

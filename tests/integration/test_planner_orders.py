@@ -80,7 +80,6 @@ async def test_orders_of_an_operator_take_effect_and_their_decisions_are_derived
         code, _, errors = await operator.order("set-size", POOL, "2")
         assert (code, "no planner has claimed the topic scaling" in errors) == (2, True)
         cluster.router("r1")
-        operator.start("supervise", folder / "supervise.toml", supervise_file(cluster, redis_url))
         cluster.worker("first")  # so that a router places the group, and the planner observes the pool
         await cluster.until_serving(1)
         operator.start("run", folder / "planner.toml", PLANNER)
@@ -92,9 +91,13 @@ async def test_orders_of_an_operator_take_effect_and_their_decisions_are_derived
         await cluster.processes.until("the planner has observed the pool", observed)
         code, _, errors = await operator.order("set-size", f"{GROUP}/defaults", "2")
         assert (code, f"did you mean {POOL}?" in errors) == (2, True)
+        code, out, errors = await operator.order("set-size", POOL, "2", "--timeout-s", "2")
+        assert (code, "1 -> 2 (manual)" in out) == (1, True), out + errors
+        assert "no actuator has replied to decision" in errors
+        operator.start("supervise", folder / "supervise.toml", supervise_file(cluster, redis_url))
         code, out, errors = await operator.order("set-size", POOL, "3", "--operator", "alice")
         assert code == 0, out + errors
-        assert "1 -> 3 (manual)" in out
+        assert "2 -> 3 (manual)" in out
         assert f"applied by processes: {POOL} has 3 workers" in out
 
         async def members(count: int) -> bool:
@@ -108,8 +111,10 @@ async def test_orders_of_an_operator_take_effect_and_their_decisions_are_derived
         assert (status["paused"], status["problems"], status["pools"][0]["size"]) == (True, [], 3)
         assert (await operator.order("resume"))[0] == 0
         history = await operator.read("history", "--verify", "--changes")
-        (change,) = history["decisions"]
-        assert (change["outcome"], change["pools"][0]["reason"]) == ("applied", "manual")
+        assert [(one["outcome"], one["pools"][0]["reason"]) for one in history["decisions"]] == [
+            ("applied", "manual")
+        ] * 2
+        change = history["decisions"][-1]
         verification = history["verification"]
         assert verification["equal"] + verification["stale"] == verification["decisions"] > 3
         explained = await operator.read("explain", str(change["offset"]))

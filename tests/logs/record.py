@@ -14,7 +14,7 @@ from forebay.replay.record.slice import Window, contents_of, slice_of
 from forebay.runtime import use
 from forebay.transport.history.reader import snapshots_taken
 from forebay.transport.sqlite.log import SqliteLog
-from tests.logs import disaggregation, encoding, incidents, routing  # noqa: F401 - they put their scenarios into the list
+from tests.logs import disaggregation, encoding, incidents, routing, scaling  # noqa: F401 - they put their scenarios into the list
 from tests.logs.playing import SCENARIOS
 from tests.logs.stage import MODEL, StoppedTime
 
@@ -49,9 +49,13 @@ async def _begin_us(log: SqliteLog) -> int:
 
 def main(names: list[str]) -> None:
     """Write the named recordings, or all, and remove recordings without a scenario."""
-    if unknown := [name for name in names if name not in SCENARIOS]:
-        sys.exit(f"there is no scenario {unknown[0]}; there are {', '.join(sorted(SCENARIOS))}")
-    for name in names or SCENARIOS:
+    known = [*SCENARIOS, scaling.PATH.stem]
+    if unknown := [name for name in names if name not in known]:
+        sys.exit(f"there is no scenario {unknown[0]}; there are {', '.join(sorted(known))}")
+    for name in names or known:
+        if name == scaling.PATH.stem:
+            sys.stdout.write(f"{scaling.PATH.name:<28} {scaling.write_scaling():>8} bytes\n")
+            continue
         out = FOLDER / f"{name}{SUFFIX}"
         out.unlink(missing_ok=True)
         asyncio.run(record(name, out))
