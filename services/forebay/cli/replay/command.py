@@ -17,6 +17,7 @@ from forebay.cli.replay import at as replay_at
 from forebay.cli.replay import export as replay_export
 from forebay.cli.replay.diff import diff_command
 from forebay.cli.replay.explain import explain_command
+from forebay.cli.replay.planner import planner_command
 from forebay.cli.replay.verify import show, shown_progress
 from forebay.core.routing.policies import CustomPolicies
 from forebay.events.topics import DECISIONS
@@ -31,6 +32,7 @@ app.command("explain")(explain_command)
 app.command("at")(replay_at.at)
 app.command("export")(replay_export.export)
 app.command("diff")(diff_command)
+app.command("planner")(planner_command)
 
 
 @app.callback()

@@ -2,7 +2,8 @@
 
 It writes the records that a planner with the same observations would write, and applies them in that order. Each of its
 decisions counts as executed at once, as if the actuator replied without delay. After such a reply the planner decides
-again, so a change that is limited per decision continues.
+again, so a change that is limited per decision continues. A pool has the size of its first observation until a decision
+changes it, whatever becomes of its workers.
 """
 
 from collections.abc import Callable, Sequence
@@ -65,6 +66,8 @@ class VirtualPlanner:
             planner_epoch=EPOCH, at_us=at_us, interval_s=interval_s or self.settings.interval_s, pools=pools
         )
         offset = self._append(observed)
+        for pool in pools:
+            self.state.sizes.setdefault((pool.group, pool.pool), pool.ready)
         if self.settings.method != "load":
             forecast = self._forecast(tuple(self.state.history), offset)
             self._append(msgspec.structs.replace(forecast, planner_epoch=EPOCH, at_us=at_us))
