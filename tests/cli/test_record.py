@@ -11,6 +11,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from forebay.core.routing.policies.round_robin import RoundRobin
@@ -24,6 +25,7 @@ from forebay.events.scaling import PoolScaling
 from forebay.events.topics import CONTROL, DECISIONS, SCALING
 from forebay.live.owner.owner import Owner
 from forebay.replay.record import slice as record
+from forebay.replay.verify.golden import check_recording
 from forebay.transport.recording.manifest import utc
 from forebay.transport.recording.writer import part_of
 from forebay.transport.sqlite.log import SqliteLog
@@ -115,15 +117,26 @@ def test_scaling_decisions_are_recorded_from_the_first_one_to_the_end_of_the_win
         assert SCALING.name not in {one["topic"] for one in fields["extents"]}
 
 
-async def scaled(path: Path) -> None:
-    """Append a decision of a planner and its reply to a log."""
+def test_a_scaling_decision_that_does_not_follow_fails_the_recording(source: Path, tmp_path: Path) -> None:
+    log, out = Path(shutil.copy(source, tmp_path / "log.db")), tmp_path / "rec"
+    asyncio.run(scaled(log, size=7))
+    result = invoke("record", log, out)
+    assert result.exit_code == 1
+    assert "llama/default to_size: recorded 7, derived 6" in result.output
+    with pytest.raises(AssertionError, match="1 scaling decisions do not follow"):
+        check_recording(out)
+
+
+async def scaled(path: Path, size: int = 6) -> None:
+    """Append a decision of a planner and its reply to a log. The planner would decide the size 6."""
     with closing(SqliteLog.open(path)) as log:
         journal = Journal()
         epoch = journal.claim(pools=(PoolScaling(group=GROUP, pool=POOL, min_size=6),))
         journal.add(observed(epoch, ready=2))
         decision = decide(journal.state)
         assert decision is not None
-        journal.add(decision)
+        pool = msgspec.structs.replace(decision.pools[0], to_size=size)
+        journal.add(msgspec.structs.replace(decision, pools=(pool,)))
         journal.add(applied(decision=2, size=6))
         await append(log, *journal.records)
 

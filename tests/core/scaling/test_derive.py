@@ -82,6 +82,18 @@ def test_the_signals_of_load_have_target_and_estimates() -> None:
     assert (sizing.limited, sizing.decided.to_size) == (4, 4)
 
 
+def test_the_signal_of_the_itl_has_its_own_limits() -> None:
+    planner = Loop(settings(profiles.pool(role="decode"), method="load", min_observations=2, itl_ms=40.0))
+    for load in (10_000, 20_000):
+        planner.observe(observation(2, (worker(kv_tokens=load, itl_ms=load / 1_000),) * 2, requests=4, isl=1_000.0))
+    (signal,) = steps(planner).proposals[0].proposal.basis
+    assert isinstance(signal, LoadSignal)
+    assert (signal.latency, signal.target_ms, signal.shrink_below_ms) == ("itl", 40, 32)
+    assert signal.estimates_ms == pytest.approx((20, 20))
+    assert signal.fewer_ms == pytest.approx((40, 40))
+    assert (signal.above, signal.below) == (False, False)
+
+
 def test_the_simulated_sizes_are_the_basis_of_simulate() -> None:
     planner = observed_loop(profiles.pool(), method="simulate")
     sizes = tuple(

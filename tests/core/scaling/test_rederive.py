@@ -53,6 +53,15 @@ def test_a_decision_is_equal_different_stale_or_of_other_rules() -> None:
     assert other.verification == "other_rules"
 
 
+def test_a_reply_without_an_effect_is_not_the_reply_of_a_decision() -> None:
+    rederivation = ScalingRederivation()
+    rederivation.apply(0, claimed())
+    hold = rederivation.apply(1, decided(0, 0, 2, 2))
+    rederivation.apply(2, applied(1, 2))
+    assert hold is not None
+    assert (hold.outcome, hold.reply) == ("applied", None)
+
+
 def test_a_reply_belongs_to_one_of_the_newest_decisions() -> None:
     rederivation = ScalingRederivation()
     rederivation.apply(0, claimed())

@@ -141,12 +141,14 @@ def _proposals(
 ) -> tuple[MethodProposal, ...]:
     if settings.method == "simulate":
         return (MethodProposal("simulate", _simulated(state, pool, current)),)
-    history = [one for past in state.history for one in past.pools if (one.group, one.pool) == (pool.group, pool.pool)]
     found: list[MethodProposal] = []
     if settings.method in {"throughput", "both"}:
-        lower = throughput.propose(pool, settings, demand, history[-1], current)
+        lower = throughput.propose(pool, settings, demand, state.last_observed(pool), current)
         found.append(MethodProposal("throughput", lower))
     if settings.method in {"load", "both"}:
+        history = [
+            one for past in state.history for one in past.pools if (one.group, one.pool) == (pool.group, pool.pool)
+        ]
         found.append(MethodProposal("load", load.propose(pool, settings, history, current)))
     return tuple(found)
 
