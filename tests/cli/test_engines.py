@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 
 from forebay.cli.app import app
 from forebay.cli.processes import engines
-from forebay.cli.processes.engines import ENGINES, Adapter, EngineChoice, EngineOptions, built, playing, ranked_from
+from forebay.cli.processes.engine_options import ADAPTERS, ENGINES, Adapter, EngineOptions
+from forebay.cli.processes.engines import EngineChoice, built, playing, ranked_from
 from forebay.engine_model.model import EngineConfig
 from forebay.engine_model.timing import LinearTiming
 from forebay.events.fleet import WorkerSpec
@@ -28,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace a real engine by the fake one."""
-    monkeypatch.setitem(engines.ADAPTERS, "vllm", FAKE)
+    monkeypatch.setitem(ADAPTERS, "vllm", FAKE)
     CALLS.clear()
 
 
@@ -129,7 +130,7 @@ def test_a_mock_engine_uses_the_timing_and_sizes_of_its_profile_by_default(
 def test_inconsistent_sizes_and_a_missing_package_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Unusable, match=r"max_num_batched_tokens \(3\) must be at least max_num_seqs \(256\)"):
         built(choose("mock", max_num_batched_tokens=3), "w", pool="p")
-    monkeypatch.setitem(engines.ADAPTERS, "sglang", Adapter("nowhere", "Nothing", ("no_such_package",)))
+    monkeypatch.setitem(ADAPTERS, "sglang", Adapter("nowhere", "Nothing", ("no_such_package",)))
     with pytest.raises(Unusable) as raised:
         built(choose("sglang"), "w", pool="p")
     expected = "the sglang engine requires the package no_such_package; install it with: pip install 'forebay[sglang]'"
@@ -144,7 +145,7 @@ def test_inconsistent_sizes_and_a_missing_package_are_rejected(monkeypatch: pyte
         ({"fails": "run"}, "the engine died"),
         (
             {"block_sizes": [16, 32]},
-            "the workers have KV blocks of 16 and 32 tokens, but share one pool; use one --block-size",
+            "the workers have KV blocks of 16 and 32 tokens, but pools of a model share one size; use one --block-size",
         ),
     ],
 )
@@ -162,7 +163,7 @@ def test_a_system_uses_the_block_size_reported_by_its_engine(tmp_path: Path) -> 
     program.write_text(
         "import sys\n"
         f"sys.path.append({str(ROOT)!r})\n"
-        "from forebay.cli.processes import engines\n"
+        "from forebay.cli.processes import engine_options as engines\n"
         "from forebay.cli.app import main\n"
         "engines.ADAPTERS['vllm'] = engines.Adapter('tests.cli.fake_engine', 'FakeEngine', ())\n"
         "main()\n"

@@ -36,7 +36,7 @@ def test_a_named_file_exists(path: str) -> None:
         "forebay.replay.explain.choices.BY_LOAD_OR_TURN",
         "forebay.cli.simulate.sweep_axes.BLIND_MODES",
         "forebay.simulate.rank.needs_reports",
-        "forebay.cli.processes.engines.ADAPTERS",
+        "forebay.cli.processes.engine_options.ADAPTERS",
         "forebay.events.progress.RequestProgress",
         "forebay.core.state.transitions.REPORTED",
         "forebay.core.state.transitions.TRANSITIONS",

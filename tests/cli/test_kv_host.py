@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from forebay.cli.processes import engines
-from forebay.cli.processes.engines import EngineChoice, EngineOptions, built, reached_at
+from forebay.cli.processes.engine_options import ADAPTERS, EngineOptions
+from forebay.cli.processes.engines import EngineChoice, built, reached_at
 from forebay.ingress.errors import Unusable
 from forebay.ingress.model import DEFAULT_MODEL
 from forebay.workers.engines.mock.engine import MockEngine
@@ -99,13 +99,13 @@ def test_nixl_uses_the_interface_of_the_given_address_or_chooses_one(monkeypatch
 
 @pytest.mark.parametrize(("role", "engine"), [("aggregated", "mock"), ("encode", "mock"), ("decode", "sglang")])
 def test_kv_host_is_rejected_without_kv_transfer(role: str, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(engines.ADAPTERS, "sglang", FAKE)
+    monkeypatch.setitem(ADAPTERS, "sglang", FAKE)
     with pytest.raises(Unusable, match="--kv-host requires --role prefill or decode and --engine mock or vllm"):
         reached_at(choose(role, engine), "127.0.0.1", LOCAL_KAFKA)
 
 
 def test_a_real_engine_gets_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(engines.ADAPTERS, "vllm", FAKE)
+    monkeypatch.setitem(ADAPTERS, "vllm", FAKE)
     engine: Any = built(reached_at(choose("prefill", "vllm"), "127.0.0.3", LOCAL_KAFKA), "w", pool="")[0]
     assert engine.settings.kv_host == "127.0.0.3"
 

@@ -8,7 +8,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from forebay.cli.produce import LineUnusable, ProduceRun, produce, summary_lines
+from forebay.cli.produce import LineUnusable, ProduceRun, summary_lines
+from forebay.cli.produce_command import produce
 from forebay.ingress.kafka_api.request import CHAT_PATH, TEXT_PATH
 
 app = typer.Typer()

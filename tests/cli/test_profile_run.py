@@ -43,7 +43,7 @@ def profile(up: Up, out: Path, *options: str) -> Any:
 
 def test_a_profile_has_every_point_an_engine_profile_and_a_page(up: Up, tmp_path: Path) -> None:
     engine, page = tmp_path / "engine.toml", tmp_path / "page.html"
-    outputs = ("--engine-profile", str(engine), "--report", str(page))
+    outputs = ("--engine-profile-out", str(engine), "--report", str(page))
     found = profile(up, tmp_path / "p.json", *SMALL, *OUTPUT, *outputs)
     prefill = msgspec.convert(found["prefill"], list[PrefillPoint])
     decode = msgspec.convert(found["decode"], list[DecodePoint])
@@ -157,9 +157,9 @@ def test_a_rejected_first_request_ends_the_run(tmp_path: Path) -> None:
         (("--concurrency", "5000"), "from 1 to 4,096"),
         (("--context", ",".join(map(str, range(100, 200)))), "100 numbers; give at most 64"),
         (("--context", "64", "--output-tokens", "64"), "must exceed --output-tokens 64"),
-        (("--role", "prefill", "--engine-profile", "e.toml"), "--engine-profile requires --role aggregated"),
+        (("--role", "prefill", "--engine-profile-out", "e.toml"), "--engine-profile-out requires --role aggregated"),
         (("--out", "missing/p.json"), "no such directory missing"),
-        (("--model", "forebay-other"), "forebay-default"),
+        (("--model-name", "forebay-other"), "forebay-default"),
     ],
 )
 def test_invalid_options_are_rejected(up: Up, tmp_path: Path, options: tuple[str, ...], message: str) -> None:

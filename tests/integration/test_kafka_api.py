@@ -14,7 +14,7 @@ from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from prometheus_client import CollectorRegistry
 from typer.testing import CliRunner
 
-from forebay.cli.produce import produce
+from forebay.cli.produce_command import produce
 from forebay.events.request_ids import client_id_of
 from forebay.events.topics import OPENAI_REQUESTS, REQUESTS
 from forebay.ingress.model import DEFAULT_MODEL, Model

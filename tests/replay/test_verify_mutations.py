@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.events.topics import SNAPSHOTS
-from forebay.replay.verify.verify import FOREIGN_PROGRESS
+from forebay.replay.checks import FOREIGN_PROGRESS
 from forebay.transport.base import LogError
 from tests.core.worlds import actions
 from tests.depth import examples

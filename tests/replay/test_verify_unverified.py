@@ -11,7 +11,8 @@ import pytest
 from forebay.events.codec import decode
 from forebay.events.decisions import RequestRouted, SnapshotTaken
 from forebay.events.topics import DECISIONS, KV_EVENTS, METRICS, PROGRESS, SNAPSHOTS, Topic
-from forebay.replay.verify.verify import UNVERIFIED, verify
+from forebay.replay.checks import UNVERIFIED
+from forebay.replay.verify.verify import verify
 from forebay.transport.base import Log, LogError
 from forebay.transport.sqlite.log import SqliteLog
 from tests.benchmarks.recordings import Shape, write_recording

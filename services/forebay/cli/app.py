@@ -56,9 +56,11 @@ COMMANDS = {
         "Run a router of a distributed system.",
         has_config=True,
     ),
-    "worker": CommandEntry("processes.worker", "worker", "Run a worker of a distributed system.", has_config=True),
+    "worker": CommandEntry(
+        "processes.worker_command", "worker", "Run a worker of a distributed system.", has_config=True
+    ),
     "serve": CommandEntry(
-        "processes.serve",
+        "processes.serve_command",
         "serve",
         "Run the workers of a service class, one process per worker.",
         {"allow_extra_args": True, "ignore_unknown_options": True},
@@ -71,7 +73,7 @@ COMMANDS = {
     ),
     "planner": CommandEntry("planner.command", "app", "Scale the pools of a distributed system."),
     "produce": CommandEntry(
-        "produce",
+        "produce_command",
         "produce",
         "Send requests through the Kafka API.",
     ),
@@ -81,7 +83,7 @@ COMMANDS = {
         "Play a recorded or synthetic workload into a running system.",
     ),
     "shadow": CommandEntry(
-        "shadow",
+        "shadow_command",
         "shadow",
         "Report for every decision of a running system what another policy or configuration would decide.",
         has_config=True,
@@ -92,24 +94,24 @@ COMMANDS = {
         "Simulate a workload on modelled engines with the live routing code, in virtual time.",
     ),
     "sweep": CommandEntry(
-        "simulate.sweep",
+        "simulate.sweep_command",
         "sweep",
         "Simulate every combination of settings, and mark the Pareto-optimal ones.",
     ),
-    "fit": CommandEntry("simulate.fit", "fit", "Fit an engine profile to the recorded times of engines."),
+    "fit": CommandEntry("simulate.fit_command", "fit", "Fit an engine profile to the recorded times of engines."),
     "profile": CommandEntry("simulate.profile", "app", "Measure a live worker, or create an engine profile."),
     "record": CommandEntry(
-        "record",
+        "record_command",
         "record",
         "Record a slice of a log into OUT, including everything needed to derive its decisions again.",
     ),
-    "workload": CommandEntry("simulate.workload", "app", "Inspect and convert workloads."),
+    "workload": CommandEntry("simulate.workload_command", "app", "Inspect and convert workloads."),
     "replay": CommandEntry("replay.command", "app", "Verify, explain and compare recorded decisions."),
     "status": CommandEntry(
-        "status", "status", "Show the owner, workers, requests and topics of a running system or a log."
+        "status_command", "status", "Show the owner, workers, requests and topics of a running system or a log."
     ),
-    "topics": CommandEntry("topics", "app", "Show the records of a log, and manage the topics of a broker."),
-    "index": CommandEntry("index", "app", "Show the cached blocks of each worker, according to the log."),
+    "topics": CommandEntry("topics_command", "app", "Show the records of a log, and manage the topics of a broker."),
+    "index": CommandEntry("index_command", "app", "Show the cached blocks of each worker, according to the log."),
     "config": CommandEntry("config", "app", "Show the options of a command and where their values come from."),
 }
 SERVICES = tuple(name for name, entry in COMMANDS.items() if entry.has_config)
@@ -117,13 +119,6 @@ SERVICES = tuple(name for name, entry in COMMANDS.items() if entry.has_config)
 
 class Commands(CliGroup):
     """Group of all commands, which imports only the module of the command that it runs."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the arguments up to the name of the command."""
-        for param in self.get_params(ctx):
-            if getattr(param, "is_flag", False) and param.default is None:
-                param.default = False  # typer would import pydantic to convert None, which takes 100 ms
-        return super().parse_args(ctx, args)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
         """Return the name of the command, the command itself, and its arguments."""

@@ -5,7 +5,6 @@ import re
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from forebay.cli.common.command_class import is_secret, long_name, place_of, source_of
 from forebay.cli.common.errors import fail
@@ -48,6 +47,8 @@ def show(
     if json:
         typer.echo(jsonlib.dumps({row["option"]: {"value": row["value"], "source": row["source"]} for row in rows}))
         return
+    from rich.table import Table  # noqa: PLC0415 - --help does not wait for it
+
     table = Table(box=None, pad_edge=False)
     for heading in ("option", "value", "source"):
         table.add_column(heading)

@@ -3,14 +3,13 @@
 import asyncio
 from collections import Counter
 from collections.abc import Iterator
-from typing import Annotated, get_args
+from typing import get_args
 
 import msgspec
 import typer
 from rich.progress import Progress, TaskID
 
 from forebay.cli.common.errors import explained, fail
-from forebay.cli.common.option_groups import spread
 from forebay.cli.common.recording import KafkaSource, LogArgument, Recording
 from forebay.cli.common.terminal import bar
 from forebay.cli.policies.allowed import AllowPolicyOption, allowed_policies
@@ -24,32 +23,15 @@ from forebay.events.topics import DECISIONS
 from forebay.live.router.standby import Standby
 from forebay.replay.policies import require_allowed
 
-app = typer.Typer(help="Show the cached blocks of each worker, according to the log.", no_args_is_help=True)
-
 EVENT_HASHES_MAX = 8_192  # about 90 kB per line
 LOOK_S = 0.2  # seconds between updates of the progress bar
 TIERS: tuple[Tier, ...] = get_args(Tier)
 
 
-@app.callback()
-def _root() -> None:
-    """Show the cached blocks of each worker, according to the log."""
-
-
-@app.command("dump")
-@spread
-def dump(
-    source: KafkaSource,
-    log: LogArgument = None,
-    group: Annotated[str, typer.Option(help="Model whose index is printed, if there are several.")] = "",
-    worker: Annotated[str, typer.Option(help="Only this worker's blocks.")] = "",
-    allow_policy: AllowPolicyOption = None,
+def run_dump(
+    *, source: KafkaSource, log: LogArgument, group: str, worker: str, allow_policy: AllowPolicyOption
 ) -> None:
-    """Print the prefix index at the journal's end as `kv.blocks_stored` events, one JSON object per line.
-
-    The events use the JSON form of topic `kv-events`, in which hashes are base64 of little-endian u64. Each rank's
-    events are numbered from 1. Applied to an empty index, they restore the same index.
-    """
+    """Run `forebay index`. index_command.py documents its options."""
     recording = Recording(source.kafka, source.namespace, source.kafka_config, log, group)
     recording.require_one_source()
     with explained():

@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import msgspec
 import typer
@@ -18,11 +18,10 @@ from aiokafka import AIOKafkaProducer, ConsumerRecord, TopicPartition
 from aiokafka.errors import KafkaError
 from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from forebay.cli.common.cluster import KafkaOptions
+from forebay.cli.common.cluster_options import KafkaOptions
 from forebay.cli.common.errors import complain, explained
 from forebay.cli.common.failures import FailureCounts, status_failure
 from forebay.cli.common.logs import LoggingOptions, LogLevel
-from forebay.cli.common.option_groups import spread
 from forebay.cli.common.terminal import bar
 from forebay.events.topics import OPENAI_REQUESTS, OPENAI_RESPONSES
 from forebay.ingress.errors import Unusable
@@ -117,17 +116,8 @@ class ProduceRun:
         return {"request_id": request_id, "status": status, **payload}
 
 
-@spread
-def produce(
-    file: Annotated[str, typer.Argument(help="JSON lines with one request body each; - for standard input.")],
-    kafka: KafkaOptions,
-    wait: Annotated[bool, typer.Option("--wait", help="Print each response as a JSON line.")] = False,
-    timeout_s: Annotated[float, typer.Option(min=0.001, help="Seconds to wait after the last request.")] = 600.0,
-) -> None:
-    """Send requests through the Kafka API. With --wait, exits 1 if a response is missing or an error.
-
-    After Ctrl-C, or if Kafka fails, prints how many requests were sent and answered.
-    """
+def run_produce(*, file: str, kafka: KafkaOptions, wait: bool, timeout_s: float) -> None:
+    """Run `forebay produce`. produce_command.py documents its options."""
     LoggingOptions(log_level=LogLevel.WARNING).start()
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     run = ProduceRun()

@@ -4,7 +4,7 @@ import asyncio
 import time
 from contextlib import closing
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import typer
@@ -12,11 +12,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from xxhash import xxh3_64_hexdigest
 
 from forebay.cli.common.errors import complain, explained, fail
-from forebay.cli.common.option_groups import spread
 from forebay.cli.common.recording import KafkaSource, Recording
 from forebay.cli.common.scaling_lines import verification_lines
 from forebay.cli.common.terminal import bar, own_stdout, printable
-from forebay.cli.common.times import TIMES_HELP, span_us, time_us
+from forebay.cli.common.times import span_us, time_us
 from forebay.cli.common.unverified import DIVERGED, complaint
 from forebay.cli.policies.allowed import AllowPolicyOption, allowed_policies
 from forebay.core.routing.policies import CustomPolicies
@@ -93,42 +92,21 @@ class RecordResult(msgspec.Struct, kw_only=True):
     verified: dict[str, VerifyReport]
 
 
-@spread
-def record(
-    where: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="[LOG] OUT", help="LOG: log file or recording; omit with --kafka. OUT: the new recording."
-        ),
-    ],
+def run_record(
+    *,
+    where: list[str],
     kafka: KafkaSource,
-    start: Annotated[str, typer.Option("--from", help=f"Record decisions from this time on: {TIMES_HELP}.")] = "",
-    end: Annotated[str, typer.Option("--to", help="Record decisions before this time.")] = "",
-    last: Annotated[
-        str,
-        typer.Option(
-            "--last", help="Record only the most recent DURATION up to the newest decision, for example 90s, 5m or 2h."
-        ),
-    ] = "",
-    group: Annotated[list[str] | None, typer.Option(help="Record this model. Repeatable. Default: all models.")] = None,
-    pool: Annotated[
-        list[str] | None,
-        typer.Option(help="Record the model that has this pool, with all its pools. Repeatable. Default: all models."),
-    ] = None,
-    check: Annotated[
-        bool, typer.Option("--verify/--no-verify", help="Derive the recorded decisions again and compare them.")
-    ] = True,
-    anonymize: Annotated[
-        bool, typer.Option("--anonymize", help="Remove client content; every decision stays the same.")
-    ] = False,
-    allow_policy: AllowPolicyOption = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
+    start: str,
+    end: str,
+    last: str,
+    group: list[str] | None,
+    pool: list[str] | None,
+    check: bool,
+    anonymize: bool,
+    allow_policy: AllowPolicyOption,
+    json: bool,
 ) -> None:
-    """Record a slice of a log into OUT, including everything needed to derive its decisions again.
-
-    The same command resumes an interrupted recording; an anonymised one starts again. Exits 1 if a decision cannot be
-    derived again; the recording is kept for analysis.
-    """
+    """Run `forebay record`. record_command.py documents its options."""
     source = kafka.recording(where, "OUT")
     if last and (start or end):
         fail("--last cannot be combined with --from or --to")

@@ -7,17 +7,17 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, NoReturn, TextIO
+from typing import NoReturn, TextIO
 
 import msgspec
 import typer
 from xxhash import xxh3_64_intdigest
 
-from forebay.cli.common.cluster import ServiceOptions, run_service, until_signal
+from forebay.cli.common.cluster import run_service, until_signal
+from forebay.cli.common.cluster_options import ServiceOptions
 from forebay.cli.common.errors import complain, explained, fail
 from forebay.cli.common.logs import LoggingOptions
 from forebay.cli.common.metrics_server import metrics_served
-from forebay.cli.common.option_groups import spread
 from forebay.cli.common.process_metrics import process_registry
 from forebay.cli.common.recording import Recording
 from forebay.cli.common.terminal import own_stdout
@@ -51,35 +51,19 @@ class _Options:
     service: ServiceOptions
 
 
-@spread
-def shadow(
-    given: AlternativeOptions,
-    name: Annotated[
-        str,
-        typer.Option(help="Name of this shadow, by which a restart resumes it. Default: a hash of the alternative."),
-    ] = "",
-    from_start: Annotated[
-        bool,
-        typer.Option(
-            "--from-start",
-            help="Begin at the first decision in the journal instead of the next new one."
-            " No effect on a shadow that has run before, which resumes.",
-        ),
-    ] = False,
-    out: Annotated[Path | None, typer.Option(help="With LOG: append its events to this file as JSON lines.")] = None,
-    allow_policy: AllowPolicyOption = None,
-    json: Annotated[bool, typer.Option("--json", help="Print its events on stdout as JSON lines.")] = False,
+def run_shadow(
     *,
+    given: AlternativeOptions,
+    name: str,
+    from_start: bool,
+    out: Path | None,
+    allow_policy: AllowPolicyOption,
+    json: bool,
     recording: Recording,
     service: ServiceOptions,
     logs: LoggingOptions,
 ) -> None:
-    """Report for every decision of a running system what another policy or configuration would decide.
-
-    The shadow is a separate process that only reads the log. On Kafka it writes its events to topic `shadow`, and
-    nowhere else. It runs until stopped. Started again under the same name, it resumes at its last position. Exits 1
-    if a recorded decision cannot be derived again.
-    """
+    """Run `forebay shadow`. shadow_command.py documents its options."""
     recording.require_one_source()
     if out is not None and recording.kafka is not None:
         fail("--out needs a log file; on Kafka the events are written to topic shadow")

@@ -1,7 +1,6 @@
 """`forebay status`: owner, workers, requests and topics of a running system or a log."""
 
 import asyncio
-from typing import Annotated
 
 import httpx
 import msgspec
@@ -9,11 +8,10 @@ import typer
 
 from forebay.cli.common.api_key import VARIABLE, ClientKeyOption, client_headers
 from forebay.cli.common.errors import USAGE, complain, explained, fail
-from forebay.cli.common.option_groups import spread
 from forebay.cli.common.recording import Recording
 from forebay.cli.common.terminal import own_stdout, results
 from forebay.cli.common.unverified import DIVERGED
-from forebay.cli.control.client import URL, IngressClient, UrlOption, decode_response
+from forebay.cli.control.client import IngressClient, UrlOption, decode_response
 from forebay.cli.policies.allowed import AllowPolicyOption, allowed_policies
 from forebay.cli.status_view import show
 from forebay.core.routing.policies import CustomPolicies
@@ -28,18 +26,10 @@ HEARTBEATS_S = 2.5  # standbys write a heartbeat every second
 NOT_READY = 1
 
 
-@spread
-def status(
-    recording: Recording,
-    url: UrlOption = URL,
-    api_key: ClientKeyOption = None,
-    allow_policy: AllowPolicyOption = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the status as one JSON object.")] = False,
+def run_status(
+    *, recording: Recording, url: UrlOption, api_key: ClientKeyOption, allow_policy: AllowPolicyOption, json: bool
 ) -> None:
-    """Show the owner, workers, requests and topics of a running system or a log.
-
-    Without LOG and --kafka, the ingress at --url is queried. Exits 1 if the system cannot serve requests.
-    """
+    """Run `forebay status`. status_command.py documents its options."""
     if recording.log is None and recording.kafka is None:
         found = _query(url, api_key)
     else:

@@ -3,16 +3,14 @@
 import asyncio
 from contextlib import closing
 from pathlib import Path
-from typing import Annotated
 
 import msgspec
 import typer
 from aiokafka.admin import AIOKafkaAdminClient
 from rich.table import Table
 
-from forebay.cli.common.cluster import KafkaOptions
+from forebay.cli.common.cluster_options import KafkaOptions
 from forebay.cli.common.errors import complain, explained, fail
-from forebay.cli.common.option_groups import spread
 from forebay.cli.common.readable import readable
 from forebay.cli.common.recording import KafkaSource
 from forebay.cli.common.terminal import results
@@ -29,41 +27,23 @@ from forebay.transport.kafka.settings import KafkaSettings
 from forebay.transport.kafka.topics import TopicPlan, count_topics, create_topics, partitions_of
 from forebay.transport.sqlite.log import SqliteLog
 
-app = typer.Typer(help="Show the records of a log, and manage the topics of a broker.", no_args_is_help=True)
-
 FOLLOW_S = 0.2
 PAGE = 500
 HEARTBEAT_WAIT_S = 3.0  # standbys write every second; allow two to be late
 READ_BY = ("router", "kafka-api")  # names of consumer groups, without namespace; each shadow has a group, too
 
-LogArgument = Annotated[
-    Path | None,
-    typer.Argument(help="Log file of `forebay up` (may be in use) or a recording; omit with --kafka."),
-]
 
-
-@app.callback()
-def _root() -> None:
-    """Show the records of a log, and manage the topics of a broker."""
-
-
-@app.command("create")
-@spread
-def create(
+def run_create(
+    *,
     kafka: KafkaOptions,
-    pool: Annotated[list[str] | None, typer.Option(help="Pool that gets a work topic. Repeatable.")] = None,
-    groups: Annotated[int, typer.Option(min=1, help="Maximum number of models: partitions of the control topics.")] = 4,
-    slots: Annotated[
-        int,
-        typer.Option(min=1, help="Partitions of a work topic. A model can have SLOTS / GROUPS workers per pool."),
-    ] = 256,
-    replies: Annotated[int, typer.Option(min=1, help="Partitions of `tokens`.")] = 16,
-    kafka_api_partitions: Annotated[
-        int, typer.Option(min=1, help="Partitions of `openai-requests` and `openai-responses`.")
-    ] = 8,
-    replication: Annotated[int, typer.Option(min=1, help="Replicas of every partition.")] = 1,
+    pool: list[str] | None,
+    groups: int,
+    slots: int,
+    replies: int,
+    kafka_api_partitions: int,
+    replication: int,
 ) -> None:
-    """Create missing topics, and check the existing ones."""
+    """Run `forebay topics create`. topics_command.py documents its options."""
     plan = TopicPlan(
         groups=groups, slots=slots, replies=replies, kafka_api=kafka_api_partitions, replication=replication
     )
@@ -79,14 +59,8 @@ def create(
             typer.echo(f"created {name}")
 
 
-@app.command("list")
-@spread
-def list_topics(
-    source: KafkaSource,
-    log: LogArgument = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
-) -> None:
-    """List every topic partition that has records, with its end offset, and its first offset if retention moved it."""
+def run_list_topics(*, source: KafkaSource, log: Path | None, json: bool) -> None:
+    """Run `forebay topics list`. topics_command.py documents its options."""
     starts: dict[tuple[str, int], int] = {}
     with explained():
         if (log is None) == (source.kafka is None):
@@ -104,21 +78,10 @@ def list_topics(
         typer.echo(f"{topic}/{partition}\t{end}" + (f"\tfrom {first}" if first else ""))
 
 
-@app.command("tail")
-@spread
-def tail(
-    where: Annotated[
-        list[str], typer.Argument(metavar="[LOG] TOPIC", help="LOG: log file; omit with --kafka. TOPIC: topic name.")
-    ],
-    source: KafkaSource,
-    partition: Annotated[int, typer.Option("--partition", "-p", min=0, help="Partition of the topic.")] = 0,
-    count: Annotated[int, typer.Option("--lines", "-n", min=0, help="Print the last N records.")] = 10,
-    offset: Annotated[
-        int | None, typer.Option(min=0, help="Print the records from this offset on, instead of the last N.")
-    ] = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing new records.")] = False,
+def run_tail(
+    *, where: list[str], source: KafkaSource, partition: int, count: int, offset: int | None, follow: bool
 ) -> None:
-    """Print records as JSON lines."""
+    """Run `forebay topics tail`. topics_command.py documents its options."""
     if len(where) != (1 if source.kafka else 2):
         fail("expected LOG and TOPIC, or TOPIC and --kafka")
     topic = where[-1]
@@ -133,16 +96,8 @@ def tail(
             asyncio.run(_tail(opened, topic, partition, count, offset, follow=follow))
 
 
-@app.command("lag")
-@spread
-def lag(
-    kafka: KafkaOptions,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
-) -> None:
-    """Show by how many records each reader is behind: the commits of consumer groups, and the journals of owners.
-
-    After the table, one line per group names the owner of the group and its standby routers.
-    """
+def run_lag(*, kafka: KafkaOptions, json: bool) -> None:
+    """Run `forebay topics lag`. topics_command.py documents its options."""
     with explained():
         found, groups = asyncio.run(_lags(kafka.settings()))
     if json:

@@ -16,6 +16,7 @@ from forebay.core.world import World
 from forebay.events.codec import encode
 from forebay.events.decisions import JournalRecord, SnapshotTaken
 from forebay.events.topics import DECISIONS, INPUTS, SNAPSHOTS
+from forebay.replay.checks import FOREIGN_RECORDS, UNKNOWN_EVENTS, UNREAD_FIELDS
 from forebay.transport.base import Log, LogError, PolicyNotAllowed
 from forebay.transport.history.reader import (
     RecordedOrder,
@@ -28,9 +29,6 @@ from forebay.transport.history.reader import (
     snapshots_taken,
 )
 from forebay.transport.history.start import begins_of
-
-# Names of what a walk may skip.
-FOREIGN_RECORDS, UNREAD_FIELDS, UNKNOWN_EVENTS = "foreign-records", "unread-fields", "unknown-events"
 
 
 @dataclass(frozen=True, slots=True)

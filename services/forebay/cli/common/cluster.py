@@ -1,106 +1,28 @@
-"""Options, connections, signal handling and metrics of the commands that run a distributed system."""
+"""Connections, signal handling and metrics of the commands that run a distributed system."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Any
 
 import redis
-import typer
 import uvloop
 from prometheus_client import CollectorRegistry
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from forebay.cli.common.cluster_options import Cluster
 from forebay.cli.common.errors import cause_of, explained, fail
 from forebay.cli.common.metrics_server import Probe, metrics_served
 from forebay.cli.common.shutdown import CLOSE_S, SIGNALS, STOP_S, end_within, ending_within, on_second_signal
-from forebay.events.names import NameInvalid, require_name
 from forebay.transport.base import LeaseError, LogError
 from forebay.transport.kafka.log import FLUSH_S, KafkaLog
 from forebay.transport.kafka.metrics import KafkaMetrics
-from forebay.transport.kafka.settings import KafkaSettings, KafkaUnusable, read_properties
 from forebay.transport.redis.leases import LeaseKind, RedisLeases
 from forebay.workers.engine import EngineError
 from forebay.workers.runtime.worker import WorkerReplaced
 
 REDIS_TIMEOUT_S = 0.5  # a renewal that hangs is retried long before the lease expires
-
-KafkaOption = Annotated[
-    str, typer.Option("--kafka", help="Kafka bootstrap servers, as host:port, separated by commas.")
-]
-NamespaceOption = Annotated[str, typer.Option("--namespace", help="Prefix of Kafka topics and Redis keys.")]
-PropertiesOption = Annotated[
-    Path | None,
-    typer.Option("--kafka-config", help="Properties file with librdkafka settings for SASL and TLS."),
-]
-MetricsPortOption = Annotated[
-    int | None, typer.Option("--metrics-port", min=1, max=65535, help="Serve Prometheus metrics on this port.")
-]
-
-KAFKA = "127.0.0.1:19092"
-REDIS = "redis://127.0.0.1:16379"
-NAMESPACE = "forebay"
-LOOPBACK = "127.0.0.1"
-
-
-@dataclass(frozen=True, slots=True)
-class KafkaOptions:
-    """Options that select Kafka and the topics of a system."""
-
-    kafka: KafkaOption = KAFKA
-    namespace: NamespaceOption = NAMESPACE
-    kafka_config: PropertiesOption = None
-
-    def settings(self) -> KafkaSettings:
-        """Return the Kafka settings. Raises KafkaUnusable if an option is invalid."""
-        return kafka_settings(self.kafka, self.namespace, self.kafka_config)
-
-
-@dataclass(frozen=True, slots=True)
-class ClusterOptions:
-    """Options that select the Kafka and the Redis of a system."""
-
-    PANEL: ClassVar = "Kafka and Redis"
-
-    kafka: KafkaOption = KAFKA
-    redis: Annotated[str, typer.Option("--redis", help="Redis URL, as redis://host:port.")] = REDIS
-    namespace: NamespaceOption = NAMESPACE
-    kafka_config: PropertiesOption = None
-
-    def cluster(self, metrics_host: str, metrics_port: int | None) -> "Cluster":
-        """Return the addresses that a process uses. Raises KafkaUnusable if an option is invalid."""
-        settings = kafka_settings(self.kafka, self.namespace, self.kafka_config)
-        return Cluster(settings, self.redis, metrics_host, metrics_port)
-
-
-@dataclass(frozen=True, slots=True)
-class ServiceOptions:
-    """Options of the metrics of a process."""
-
-    metrics_port: MetricsPortOption = None
-    metrics_host: Annotated[str, typer.Option("--metrics-host", help="Listen address of the metrics port.")] = LOOPBACK
-
-
-@dataclass(frozen=True, slots=True)
-class Cluster:
-    """Addresses that one process uses: of Kafka, of Redis, and of its own metrics server."""
-
-    kafka: KafkaSettings
-    redis_url: str
-    metrics_host: str
-    metrics_port: int | None
-
-
-def kafka_settings(bootstrap: str, namespace: str, properties: Path | None) -> KafkaSettings:
-    """Return the Kafka settings from the options of a command. Raises KafkaUnusable if an option is invalid."""
-    try:
-        require_name("namespace", namespace)
-    except NameInvalid as error:
-        raise KafkaUnusable(f"--namespace: {error}") from error
-    return KafkaSettings(bootstrap, namespace, read_properties(properties) if properties else {})
 
 
 def leases_at(url: str, namespace: str, kind: LeaseKind = "worker") -> RedisLeases:

@@ -123,6 +123,9 @@ class CliGroup(TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the arguments up to the name of the command."""
+        for param in self.get_params(ctx):
+            if getattr(param, "is_flag", False) and param.default is None:
+                param.default = False  # typer would import pydantic to convert None, which takes 100 ms
         try:
             return super().parse_args(ctx, args)
         except Exception as error:

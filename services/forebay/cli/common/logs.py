@@ -16,8 +16,8 @@ import typer
 
 from forebay.cli.common.log_format import JsonFormatter, TextFormatter, logs_json
 from forebay.cli.common.log_thread import BackgroundHandler, unbuffered_stderr
-from forebay.ingress.access_log import LOGGER as ACCESS
 
+ACCESS = "forebay.access"  # the logger of forebay.ingress.access_log, which --help should not load
 # The logger of an error that is part of every healthy start with new consumer groups. aiokafka retries after it.
 COORDINATOR = "aiokafka.consumer.group_coordinator"
 STARTING = "GroupCoordinatorNotAvailableError"  # until a broker has created the coordinator of a new group

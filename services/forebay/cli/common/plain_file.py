@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import yaml
 
 from forebay.ingress.errors import Unusable
 
@@ -22,6 +21,8 @@ def read_plain_file(path: Path, what: str) -> Any:
     Raises:
         Unusable: The file cannot be read or decoded.
     """
+    import yaml  # noqa: PLC0415 - takes 40 ms, which most commands would wait for in vain
+
     try:
         with path.open("rb") as file:
             content = file.read(FILE_BYTES_MAX + 1)
@@ -42,6 +43,8 @@ def read_plain_file(path: Path, what: str) -> Any:
 
 def _require_plain(path: Path, content: bytes, what: str) -> None:
     """Reject aliases, which can expand to gigabytes, and nesting that would overflow the parser's stack."""
+    import yaml  # noqa: PLC0415 - as above
+
     depth = 0
     for event in yaml.parse(content, Loader=yaml.CSafeLoader):
         match event:

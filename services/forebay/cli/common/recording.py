@@ -4,20 +4,19 @@ from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from forebay.cli.common.cluster import NAMESPACE, NamespaceOption, PropertiesOption, kafka_settings
+from forebay.cli.common.cluster_options import NAMESPACE, NamespaceOption, PropertiesOption, kafka_settings
 from forebay.cli.common.errors import fail
 from forebay.events.names import unknown_name
-from forebay.events.topics import DECISIONS, GROUPS, INPUTS, SNAPSHOTS
 from forebay.transport.base import Log
-from forebay.transport.history.groups import groups_of
-from forebay.transport.kafka.log import KafkaLog
 from forebay.transport.kafka.settings import KafkaSettings
-from forebay.transport.kafka.topics import partitions_of
-from forebay.transport.sqlite.log import SqliteLog
+
+if TYPE_CHECKING:
+    from forebay.transport.kafka.log import KafkaLog
+    from forebay.transport.sqlite.log import SqliteLog
 
 LogArgument = Annotated[
     Path | None, typer.Argument(help="Log file of `forebay up`, or a recording. Exclusive with --kafka.")
@@ -66,12 +65,19 @@ class Recording(KafkaSource):
         return str(self.log) if self.log is not None else f"{self.namespace} on {self.kafka}"
 
     @asynccontextmanager
-    async def source(self) -> AsyncIterator[SqliteLog | KafkaLog]:
+    async def source(self) -> "AsyncIterator[SqliteLog | KafkaLog]":
         """Open the log read-only. Raises LogError if the log is unreadable."""
         if self.log is not None:
+            from forebay.transport.sqlite.log import SqliteLog  # noqa: PLC0415 - --help does not wait for SQLite
+
             with closing(SqliteLog.open(self.log, readonly=True)) as recording:
                 yield recording
             return
+        # Imported here, because neither --help nor a command that reads a file should wait for the client of Kafka.
+        from forebay.events.topics import DECISIONS, GROUPS, INPUTS, SNAPSHOTS  # noqa: PLC0415
+        from forebay.transport.kafka.log import KafkaLog  # noqa: PLC0415
+        from forebay.transport.kafka.topics import partitions_of  # noqa: PLC0415
+
         settings = self.settings()
         there = await partitions_of(settings)
         missing = [topic.name for topic in (GROUPS, DECISIONS, SNAPSHOTS, *INPUTS) if topic.name not in there]
@@ -86,6 +92,8 @@ class Recording(KafkaSource):
     @asynccontextmanager
     async def opened(self) -> AsyncIterator[tuple[Log, int]]:
         """Open the log read-only. Yield the log and the group's control partition. Raises LogError if unreadable."""
+        from forebay.transport.history.groups import groups_of  # noqa: PLC0415 - imports the state machine of an owner
+
         async with self.source() as log:
             placed = await groups_of(log)
             yield log, placed[self.group_among(placed)]

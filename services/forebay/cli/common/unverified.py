@@ -7,8 +7,7 @@ import typer
 
 from forebay.cli.common.errors import USAGE, complain, fail
 from forebay.events.names import unknown_name
-from forebay.replay.verify.verify import UNVERIFIED
-from forebay.replay.walk import UNKNOWN_EVENTS
+from forebay.replay.checks import UNKNOWN_EVENTS, UNVERIFIED
 
 DIVERGED = 1  # also the exit code if the replayed events contradict the journal
 

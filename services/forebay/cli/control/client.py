@@ -2,15 +2,18 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import httpx
 import typer
 
 from forebay.cli.common.admin_token import VARIABLE, admin_token
 from forebay.cli.common.connection import advice
 from forebay.cli.common.errors import USAGE, complain, explained, fail
+
+if TYPE_CHECKING:
+    import httpx
 
 URL = "http://127.0.0.1:8000"
 UrlOption = Annotated[str, typer.Option(help="URL of an ingress of the running system.")]
@@ -30,8 +33,10 @@ class IngressClient:
     url: str
     headers: Mapping[str, str] = field(repr=False)
 
-    def request(self, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float = 0.0) -> httpx.Response:
+    def request(self, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float = 0.0) -> "httpx.Response":
         """Send a POST request with `body`, or a GET request if it is None. Exit if the ingress does not respond."""
+        import httpx  # noqa: PLC0415 - takes 200 ms, which --help does not wait for
+
         method = "GET" if body is None else "POST"
         address = f"{self.url.rstrip('/')}{path}"
         try:
@@ -41,11 +46,13 @@ class IngressClient:
 
     def known_names(self) -> dict[str, list[str]]:
         """Return the names of workers and pools, by `worker` and `pool`. Empty if the ingress does not report them."""
+        import httpx  # noqa: PLC0415 - as above
+
         try:
             response = httpx.get(f"{self.url.rstrip('/')}/v1/status", headers=self.headers, timeout=STATUS_S)
         except httpx.TransportError:
             return {}
-        if response.status_code != httpx.codes.OK:  # for example, because it requires an API key
+        if response.status_code != HTTPStatus.OK:  # for example, because it requires an API key
             return {}
         status = response.json()
         return {
@@ -61,7 +68,7 @@ def client_for(url: str, token_file: Path | None) -> IngressClient:
     return IngressClient(url, {"authorization": f"Bearer {token}"} if token else {})
 
 
-def decode_response(url: str, response: httpx.Response, key: str) -> dict[str, Any]:
+def decode_response(url: str, response: "httpx.Response", key: str) -> dict[str, Any]:
     """Return the decoded body of a response. Exit if it has neither `key` nor an error, so is not from an ingress."""
     try:
         answer = response.json()
@@ -72,15 +79,15 @@ def decode_response(url: str, response: httpx.Response, key: str) -> dict[str, A
     return answer
 
 
-def exit_unless_ok(answer: Mapping[str, Any], response: httpx.Response) -> None:
+def exit_unless_ok(answer: Mapping[str, Any], response: "httpx.Response") -> None:
     """Exit if the response is an error: with code 2 if the request was invalid, otherwise with 1."""
-    if response.status_code == httpx.codes.OK:
+    if response.status_code == HTTPStatus.OK:
         return
     code = str(answer["error"].get("code"))
-    if response.status_code == httpx.codes.NOT_FOUND and code == "not_found":
+    if response.status_code == HTTPStatus.NOT_FOUND and code == "not_found":
         complain("the admin API is disabled; start the ingress with --admin-api and a token")
     elif code.startswith("admin_token"):
         complain(f"{answer['error']['message']}; set {VARIABLE} or --admin-token-file")
     else:
         complain(str(answer["error"]["message"]))
-    raise typer.Exit(USAGE if response.status_code == httpx.codes.BAD_REQUEST else 1)
+    raise typer.Exit(USAGE if response.status_code == HTTPStatus.BAD_REQUEST else 1)

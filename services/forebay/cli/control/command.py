@@ -3,10 +3,9 @@
 import json as jsonlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
-from rich.table import Table
 
 from forebay.cli.common.admin_token import AdminTokenFileOption
 from forebay.cli.common.terminal import in_markup, results
@@ -15,6 +14,9 @@ from forebay.cli.control.pools import canary, drain, pools
 from forebay.cli.control.settings import busy_threshold, disaggregation
 from forebay.events.control import Action
 from forebay.events.names import unknown_name
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 ACTIONS: dict[Action, str] = {
     "load_lora": "Load an adapter.",
@@ -99,7 +101,9 @@ def _suggest(client: IngressClient, result: Mapping[str, Any], given: Mapping[st
         result["error"]["message"] = unknown_name(kind, unknown[0], known)
 
 
-def _table(outcomes: list[dict[str, Any]]) -> Table:
+def _table(outcomes: list[dict[str, Any]]) -> "Table":
+    from rich.table import Table  # noqa: PLC0415 - --help does not wait for it
+
     table = Table(box=None, pad_edge=False)
     for name in ("worker", "pool", "outcome", "adapters", ""):
         table.add_column(name)

@@ -7,11 +7,10 @@ import json as jsonlib
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
-from rich.table import Table
 
 from forebay.cli.common.admin_token import AdminTokenFileOption
 from forebay.cli.common.errors import fail
@@ -19,6 +18,9 @@ from forebay.cli.common.terminal import in_markup, results
 from forebay.cli.control.client import URL, IngressClient, UrlOption, client_for, decode_response, exit_unless_ok
 from forebay.cli.control.settings import served_model
 from forebay.simulate.pool_routing_file import PoolRoutingUnusable, routing_of
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the pools and their rules as one JSON object.")]
 PoolArgument = Annotated[str, typer.Argument(help="Name of the pool.", metavar="POOL")]
@@ -94,7 +96,7 @@ def _print(client: IngressClient, response: Any, *, json: bool) -> None:
         console.print(_grid_table(grid))
 
 
-def _pool_table(listed: list[dict[str, Any]]) -> Table:
+def _pool_table(listed: list[dict[str, Any]]) -> "Table":
     table = _table("pool", "role", "block size", "new requests")
     for one in listed:
         share = one["canary"] and f"{one['canary']['share']:.4g} of those for {one['canary']['base']}"
@@ -113,7 +115,7 @@ def _grid_title(grid: Mapping[str, Any], *, retry: bool) -> str:
     return f"grid of {grid['role']} pools; {order}{overrides}{retries}"
 
 
-def _grid_table(grid: Mapping[str, Any]) -> Table:
+def _grid_table(grid: Mapping[str, Any]) -> "Table":
     """Return the cells of a grid: one row per range of prompt lengths, one column per range of targets."""
     rows = _ranges(grid["isl_min"], grid["isl_max"], len(grid["cells"]))
     columns = _ranges(grid["target_min_ms"], grid["target_max_ms"], len(grid["cells"][0]))
@@ -132,7 +134,9 @@ def _ranges(low: float, high: float, count: int) -> list[str]:
     return [f"below {ends[1]}", *inner, f"from {ends[-2]}"]
 
 
-def _table(*columns: str) -> Table:
+def _table(*columns: str) -> "Table":
+    from rich.table import Table  # noqa: PLC0415 - --help does not wait for it
+
     table = Table(box=None, pad_edge=False)
     for name in columns:
         table.add_column(name)

@@ -7,7 +7,6 @@ import json as jsonlib
 from typing import Annotated, Any, get_args
 
 import typer
-from rich.table import Table
 
 from forebay.cli.common.admin_token import AdminTokenFileOption
 from forebay.cli.common.errors import fail
@@ -102,6 +101,8 @@ def _change(service: IngressClient, path: str, changes: dict[str, Any], *, json:
     if json:
         typer.echo(jsonlib.dumps({"before": before, "now": now}))
         return
+    from rich.table import Table  # noqa: PLC0415 - --help does not wait for it
+
     table = Table(box=None, pad_edge=False)
     for name in ("setting", "before", "now") if changed else ("setting", "now"):
         table.add_column(name)

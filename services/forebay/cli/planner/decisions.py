@@ -4,17 +4,16 @@ import asyncio
 import re
 import time
 from pathlib import Path
-from typing import Annotated
 
 import msgspec
 import typer
 
 from forebay.cli.common.errors import complain, explained, fail
-from forebay.cli.common.option_groups import spread
-from forebay.cli.common.recording import KafkaSource, LogArgument
+from forebay.cli.common.recording import KafkaSource
 from forebay.cli.common.terminal import results
-from forebay.cli.common.times import TIMES_HELP, time_us
+from forebay.cli.common.times import time_us
 from forebay.cli.common.unverified import DIVERGED
+from forebay.cli.planner.command import LATEST
 from forebay.cli.planner.explain_view import show_explanation
 from forebay.cli.planner.source import require_one_source, scaling_log, shown_reading
 from forebay.cli.planner.tables import show_history, show_status
@@ -24,21 +23,13 @@ from forebay.replay.scaling.journal import OnProgress
 from forebay.replay.scaling.status import PlannerStatus, read_planner_status
 
 NOT_ACTIVE = 1
-LATEST = "latest"
 OFFSET = re.compile(r"\d{1,18}")
 FRACTION = re.compile(r"\.(\d{1,6})")
 US_PER_S = 1_000_000
-LIMIT = 32
-
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 
 
-@spread
-def status(source: KafkaSource, log: LogArgument = None, json: JsonOption = False) -> None:
-    """Show the planner, its pools, and the newest decision about each pool.
-
-    Exits 1 if no planner is active, or if a decision has waited too long for its reply.
-    """
+def run_status(*, source: KafkaSource, log: Path | None, json: bool) -> None:
+    """Run `forebay planner status`. command.py documents its options."""
     require_one_source(source, log)
     now_us = time.time_ns() // 1000 if log is None else None
 
@@ -56,18 +47,18 @@ def status(source: KafkaSource, log: LogArgument = None, json: JsonOption = Fals
         raise typer.Exit(NOT_ACTIVE)
 
 
-@spread
-def history(
+def run_history(
+    *,
     source: KafkaSource,
-    log: LogArgument = None,
-    pool: Annotated[str, typer.Option("--pool", help="Show only decisions about this pool, as GROUP/POOL.")] = "",
-    since: Annotated[str, typer.Option(help=f"Show only decisions from this time on: {TIMES_HELP}.")] = "",
-    changes: Annotated[bool, typer.Option("--changes", help="Show only decisions that change a size.")] = False,
-    limit: Annotated[int, typer.Option(min=1, max=100_000, help="Show at most the N newest decisions.")] = LIMIT,
-    verify: Annotated[bool, typer.Option("--verify", help="Exit 1 if a decision is not derived again equal.")] = False,
-    json: JsonOption = False,
+    log: Path | None,
+    pool: str,
+    since: str,
+    changes: bool,
+    limit: int,
+    verify: bool,
+    json: bool,
 ) -> None:
-    """Show the newest decisions, their outcome, and whether deriving them again gives the same result."""
+    """Run `forebay planner history`. command.py documents its options."""
     require_one_source(source, log)
     since_us = time_us("--since", since, time.time_ns() // 1000) if since else None
 
@@ -88,22 +79,8 @@ def history(
         raise typer.Exit(DIVERGED)
 
 
-@spread
-def explain(
-    where: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="[LOG] DECISION",
-            help="LOG: log file or recording; omit with --kafka. DECISION: its offset, its time, or latest.",
-        ),
-    ],
-    source: KafkaSource,
-    json: JsonOption = False,
-) -> None:
-    """Show how a decision follows from its inputs, what became of it, and whether deriving it again gives the same.
-
-    Exits 1 if the decision does not follow from the records before it.
-    """
+def run_explain(*, where: list[str], source: KafkaSource, json: bool) -> None:
+    """Run `forebay planner explain`. command.py documents its options."""
     if len(where) != (1 if source.kafka else 2):
         fail("expected LOG and DECISION, or DECISION and --kafka")
     log = None if source.kafka else Path(where[0])

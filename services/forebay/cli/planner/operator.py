@@ -5,14 +5,12 @@ import getpass
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Annotated
 
 import typer
 
 from forebay import runtime
-from forebay.cli.common.cluster import KafkaOptions
+from forebay.cli.common.cluster_options import KafkaOptions
 from forebay.cli.common.errors import complain, explained, fail
-from forebay.cli.common.option_groups import spread
 from forebay.cli.common.terminal import printable
 from forebay.cli.planner.source import scaling_on_kafka
 from forebay.core.scaling.state import Outcome, PoolKey, changed_pools
@@ -33,15 +31,7 @@ from forebay.transport.base import Log
 from forebay.transport.kafka.settings import KafkaSettings
 
 NO_EFFECT = 1
-SIZE_MAX = 10_000
-TIMEOUT_S = 60.0
 WATCHED = ScalingDecided | ScalingApplied | ScalingRefused
-
-OperatorOption = Annotated[str, typer.Option(help="Name of the operator in the record. Default: name of the user.")]
-TimeoutOption = Annotated[
-    float, typer.Option(min=0.1, max=86_400, help="Seconds to wait for the effect, after which the command exits 1.")
-]
-WaitOption = Annotated[bool, typer.Option("--wait/--no-wait", help="Wait for the effect.")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,22 +56,13 @@ class Order:
         return found is not None and found.reason not in {"in_progress", "no_observation"}
 
 
-@spread
-def pause(
-    kafka: KafkaOptions, operator: OperatorOption = "", timeout_s: TimeoutOption = TIMEOUT_S, wait: WaitOption = True
-) -> None:
-    """Pause the planner: it observes, but keeps all sizes that no operator sets.
-
-    Exits 1 if the effect was not seen.
-    """
+def run_pause(*, kafka: KafkaOptions, operator: str, timeout_s: float, wait: bool) -> None:
+    """Run `forebay planner pause`. command.py documents its options."""
     _pause(kafka, operator, timeout_s if wait else None, paused=True)
 
 
-@spread
-def resume(
-    kafka: KafkaOptions, operator: OperatorOption = "", timeout_s: TimeoutOption = TIMEOUT_S, wait: WaitOption = True
-) -> None:
-    """Resume a paused planner. Exits 1 if the effect was not seen."""
+def run_resume(*, kafka: KafkaOptions, operator: str, timeout_s: float, wait: bool) -> None:
+    """Run `forebay planner resume`. command.py documents its options."""
     _pause(kafka, operator, timeout_s if wait else None, paused=False)
 
 
@@ -91,20 +72,17 @@ def _pause(kafka: KafkaOptions, operator: str, timeout_s: float | None, *, pause
     _execute(kafka, lambda _: order, timeout_s)
 
 
-@spread
-def set_size(
-    pool: Annotated[str, typer.Argument(metavar="GROUP/POOL", help="The pool.")],
+def run_set_size(
+    *,
+    pool: str,
     kafka: KafkaOptions,
-    size: Annotated[int | None, typer.Argument(metavar="[N]", min=0, max=SIZE_MAX, help="Number of workers.")] = None,
-    release: Annotated[bool, typer.Option("--release", help="Let the planner determine the size again.")] = False,
-    operator: OperatorOption = "",
-    timeout_s: TimeoutOption = TIMEOUT_S,
-    wait: WaitOption = True,
+    size: int | None,
+    release: bool,
+    operator: str,
+    timeout_s: float,
+    wait: bool,
 ) -> None:
-    """Set the size of a pool until it is released, or release it. It comes before limits and the GPU budget.
-
-    Exits 1 if the effect was not seen.
-    """
+    """Run `forebay planner set-size`. command.py documents its options."""
     if (size is None) != release:
         fail("expected either the number of workers N or --release")
     name = _name_of(operator)

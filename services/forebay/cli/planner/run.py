@@ -3,21 +3,11 @@
 import os
 import socket
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from forebay.cli.common.cluster import (
-    Cluster,
-    KafkaOptions,
-    ServiceOptions,
-    connected,
-    run_service,
-    until_signal,
-)
+from forebay.cli.common.cluster import connected, run_service, until_signal
+from forebay.cli.common.cluster_options import Cluster, KafkaOptions, ServiceOptions
 from forebay.cli.common.errors import explained
 from forebay.cli.common.logs import LoggingOptions, announce
-from forebay.cli.common.option_groups import spread
 from forebay.cli.common.process_metrics import process_registry
 from forebay.cli.planner.planner_file import read_planner_file
 from forebay.cli.processes.options import named
@@ -29,19 +19,10 @@ from forebay.planner.predictors import predictor
 from forebay.transport.kafka.topics import count_topics
 
 
-@spread
-def run(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="TOML file: settings and pools. See docs/scaling.md.")],
-    kafka: KafkaOptions,
-    planner_id: Annotated[str, typer.Option(help="Name of the planner. Default: host name and process id.")] = "",
-    *,
-    service: ServiceOptions,
-    logs: LoggingOptions,
+def run_planner(
+    *, file: Path, kafka: KafkaOptions, planner_id: str, service: ServiceOptions, logs: LoggingOptions
 ) -> None:
-    """Decide the sizes of pools, each interval. Further planners stand by.
-
-    Decisions have an effect only with an actuator, see `forebay planner supervise`.
-    """
+    """Run `forebay planner run`. command.py documents its options."""
     logs.start()
     with explained():
         settings = read_planner_file(file)

@@ -5,15 +5,13 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from forebay.cli.common.cluster import Cluster, KafkaOptions, ServiceOptions, connected, run_service, until_signal
+from forebay.cli.common.cluster import connected, run_service, until_signal
+from forebay.cli.common.cluster_options import Cluster, KafkaOptions, ServiceOptions
 from forebay.cli.common.errors import explained
 from forebay.cli.common.extras import require_extra
 from forebay.cli.common.logs import LoggingOptions, announce
-from forebay.cli.common.option_groups import spread
 from forebay.cli.common.process_metrics import process_registry
 from forebay.cli.planner.supervise_file import KubernetesSettings, ProcessSettings, read_supervise_file
 from forebay.ingress.errors import Unusable
@@ -29,18 +27,8 @@ if TYPE_CHECKING:  # imports the client of Kubernetes, an extra
 KUBECONFIG = "~/.kube/config"
 
 
-@spread
-def supervise(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="TOML file: actuator and pools. See docs/scaling.md.")],
-    kafka: KafkaOptions,
-    *,
-    service: ServiceOptions,
-    logs: LoggingOptions,
-) -> None:
-    """Start and drain the workers that the planner decides, as processes of this machine or with Kubernetes.
-
-    Workers continue when this command ends. It finds them again when it is started again.
-    """
+def run_supervise(*, file: Path, kafka: KafkaOptions, service: ServiceOptions, logs: LoggingOptions) -> None:
+    """Run `forebay planner supervise`. command.py documents its options."""
     logs.start()
     with explained():
         settings = read_supervise_file(file)

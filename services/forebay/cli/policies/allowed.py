@@ -1,15 +1,15 @@
 """Custom policies that a command may run: only policies that its options name, because a log is untrusted."""
 
 from collections.abc import Iterable
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from forebay.cli.common.terminal import own_stdout
-from forebay.cli.policies.check import require_policy
-from forebay.core.routing.policies import BUILT_IN, CustomPolicies
 from forebay.ingress.errors import Unusable
-from forebay.replay.load_policies import PolicyUnusable, load_policies
+
+if TYPE_CHECKING:
+    from forebay.core.routing.policies import CustomPolicies
 
 ALLOW_POLICY = "--allow-policy"
 
@@ -23,7 +23,7 @@ AllowPolicyOption = Annotated[
 ]
 
 
-def allowed_policies(allowed: Iterable[str] | None, modes: Iterable[str] = ()) -> CustomPolicies:
+def allowed_policies(allowed: Iterable[str] | None, modes: Iterable[str] = ()) -> "CustomPolicies":
     """Check and import the custom policies that the options of a command name.
 
     Args:
@@ -33,6 +33,11 @@ def allowed_policies(allowed: Iterable[str] | None, modes: Iterable[str] = ()) -
     Raises:
         Unusable: A value names no policy class, or its class is not deterministic.
     """
+    # Imported here, because --help should not wait for the router.
+    from forebay.cli.policies.check import require_policy  # noqa: PLC0415
+    from forebay.core.routing.policies import BUILT_IN  # noqa: PLC0415
+    from forebay.replay.load_policies import PolicyUnusable, load_policies  # noqa: PLC0415
+
     wanted = sorted(set(allowed or ()))
     for mode in wanted:
         if mode in BUILT_IN:

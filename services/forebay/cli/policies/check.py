@@ -11,13 +11,15 @@ import subprocess
 import sys
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from forebay.cli.policies.trial import RULE, Trial
-from forebay.core.routing.policies import BUILT_IN
 from forebay.events.names import unknown_name
 from forebay.ingress.errors import Unusable
+
+if TYPE_CHECKING:
+    from forebay.cli.policies.trial import Trial
 
 HASH_SEEDS = (1, 2)
 TRIAL_S = 60.0  # seconds for a trial of 640 decisions, each of which should take microseconds
@@ -30,6 +32,8 @@ def require_policy(mode: str) -> None:
     Raises:
         Unusable: The mode is unknown, the class cannot be used, or the check failed.
     """
+    from forebay.core.routing.policies import BUILT_IN  # noqa: PLC0415 - --help does not wait for the router
+
     if mode in BUILT_IN:
         return
     if not all(part.isidentifier() for part in mode.split(".")) or "." not in mode:
@@ -56,6 +60,8 @@ def require_deterministic(path: str) -> None:
     Raises:
         Unusable: The class cannot be used, or is not deterministic.
     """
+    from forebay.cli.policies.trial import RULE  # noqa: PLC0415 - --help does not wait for the router
+
     with ExitStack() as running:
         trials = []
         for seed in HASH_SEEDS:
@@ -81,12 +87,14 @@ def _start(path: str, hash_seed: int, *, backwards: bool) -> "subprocess.Popen[b
     )
 
 
-def _result(path: str, trial: "subprocess.Popen[bytes]") -> Trial:
+def _result(path: str, trial: "subprocess.Popen[bytes]") -> "Trial":
     """Wait for a test process and return its result.
 
     Raises:
         Unusable: The test failed, took more than TRIAL_S, or ended its process.
     """
+    from forebay.cli.policies.trial import Trial  # noqa: PLC0415 - --help does not wait for the router
+
     try:
         out, err = trial.communicate(timeout=TRIAL_S)
     except subprocess.TimeoutExpired:

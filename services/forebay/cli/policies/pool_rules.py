@@ -3,15 +3,17 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from forebay.events.control import PoolConfigured
 from forebay.events.names import unknown_name
 from forebay.ingress.errors import Unusable
-from forebay.replay.diff.other_rules import OtherPoolRules
 from forebay.simulate.pool_routing_file import PoolRoutingUnusable, read_pool_routing
+
+if TYPE_CHECKING:
+    from forebay.replay.diff.other_rules import OtherPoolRules
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,15 +25,17 @@ class PoolRuleOptions:
     ] = None
     no_canaries: Annotated[bool, typer.Option("--no-canaries", help="Let no pool be a canary.")] = False
 
-    def rules(self) -> OtherPoolRules:
+    def rules(self) -> "OtherPoolRules":
         """Return the rules that replace recorded rules. Raises Unusable if the file is invalid."""
+        from forebay.replay.diff.other_rules import OtherPoolRules  # noqa: PLC0415 - --help does not wait for a router
+
         try:
             routing = {} if self.pool_routing is None else read_pool_routing(self.pool_routing)
         except PoolRoutingUnusable as error:
             raise Unusable(f"--pool-routing: {error}") from error
         return OtherPoolRules(routing, without_canaries=self.no_canaries)
 
-    def require_pools(self, rules: OtherPoolRules, pools: Iterable[PoolConfigured]) -> None:
+    def require_pools(self, rules: "OtherPoolRules", pools: Iterable[PoolConfigured]) -> None:
         """Raise Unusable if the file names a model or pool that is not among `pools`."""
         recorded = list(pools)
         models = sorted({pool.model for pool in recorded})

@@ -1,4 +1,4 @@
-"""Engine options shared by several commands, and construction of the engine and the worker spec.
+"""Construction of the engine and the worker spec from the options of a command.
 
 A real engine is imported when it is built, so the packages of the other engines need not be installed.
 """
@@ -11,18 +11,14 @@ from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, cast, get_args
+from typing import Any, cast, get_args
 
 import msgspec
-import typer
 
 from forebay.cli.common.plain_file import kind_of, read_plain_file
+from forebay.cli.processes.engine_options import ADAPTERS, ENGINES, MOCK, EngineOptions, pool_of
 from forebay.cli.processes.model_source import directory_of, find_model
 from forebay.cli.processes.options import (
-    LorasOption,
-    ModelNameOption,
-    ModelOption,
-    RevisionOption,
     adapters,
     named,
     names,
@@ -46,8 +42,6 @@ from forebay.workers.engines.standin_encoder import StandInEncoder
 from forebay.workers.kv_transfer.own_address import address_towards, interface_of, own_address
 from forebay.workers.service import load_service
 
-MOCK = "mock"
-DEFAULT_POOL = "default"
 MOCKER_PROFILE = load_profile(MOCKER)
 MOCK_ONLY = {"speedup": "runs at its own speed", "engine_profile": "runs at its own speed"}
 OWN_KV_TRANSFER = "configures KV transfer in --engine-args"
@@ -57,35 +51,6 @@ DISAGGREGATED = ("prefill", "decode")
 REACHED = (MOCK, "vllm")  # engines whose worker reports an address from which other workers fetch KV
 WORDS_MAX = 512  # words of strings that a mock engine generates
 NOT_KNOWN = 1  # placeholder for a size that the engine reports after its start
-
-
-@dataclass(frozen=True, slots=True)
-class Adapter:
-    """Where to import the class of a real engine from.
-
-    Attributes:
-        module: Module of the class.
-        name: Name of the class.
-        packages: Packages that the engine imports. The extra of forebay that installs them has the engine's name.
-    """
-
-    module: str
-    name: str
-    packages: tuple[str, ...]
-
-
-ADAPTERS = {
-    "transformers": Adapter(
-        "forebay.workers.engines.transformers.engine", "TransformersEngine", ("torch", "transformers")
-    ),
-    "vllm": Adapter("forebay.workers.engines.vllm.engine", "VllmEngine", ("vllm",)),
-    "sglang": Adapter("forebay.workers.engines.sglang.engine", "SglangEngine", ("sglang",)),
-    "tensorrt-llm": Adapter("forebay.workers.engines.tensorrt_llm.engine", "TensorRtLlmEngine", ("tensorrt_llm",)),
-}
-ENGINES = (MOCK, *ADAPTERS)
-ENGINE_HELP = (
-    f"Engine: {', '.join(ENGINES)}, or a service class as FILE.py:Class. Experimental: sglang and tensorrt-llm."
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,86 +82,42 @@ class EngineChoice:
         return self.engine.rpartition(":")[2]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineOptions:
-    """Options that select an engine. Each field is a command-line option."""
+def choose_engine(options: EngineOptions) -> EngineChoice:
+    """Return the engine that the options select. Sizes that are None are left to the engine.
 
-    PANEL: ClassVar = "Engine"
-
-    engine: Annotated[str, typer.Option(help=ENGINE_HELP)] = MOCK
-    model: ModelOption = None
-    revision: RevisionOption = None
-    model_name: ModelNameOption = ""
-    engine_args: Annotated[
-        str | None, typer.Option(help="Engine arguments: a YAML or JSON file, or a JSON object.")
-    ] = None
-    role: Annotated[str, typer.Option(help=f"Worker role: {', '.join(get_args(Role))}.")] = "aggregated"
-    speedup: Annotated[float | None, typer.Option(help="Speed relative to the modelled GPU. Mock engine only.")] = None
-    engine_profile: Annotated[
-        str | None, typer.Option(help="Engine profile of the mock engine: a file, or mocker. Default: mocker.")
-    ] = None
-    block_size: Annotated[int | None, typer.Option(min=1, help="Tokens per KV block. Mock default: 64.")] = None
-    kv_blocks: Annotated[int | None, typer.Option(min=1, help="KV blocks per rank. Mock default: 16384.")] = None
-    max_num_seqs: Annotated[int | None, typer.Option(min=1, help="Sequences per rank. Mock default: 256.")] = None
-    max_num_batched_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Maximum tokens per engine step. Mock default: 8192.")
-    ] = None
-    dp_size: Annotated[int, typer.Option(min=1, max=1024, help="Data-parallel ranks per worker.")] = 1
-    lora: LorasOption = None
-    kv_transport: Annotated[
-        Literal["nixl", "tcp"] | None,
-        typer.Option(help="Transport of KV blocks between mock workers. Default: nixl."),
-    ] = None
-    kv_bytes_per_token: Annotated[
-        int | None, typer.Option(min=1, max=1 << 20, help="Bytes of KV per token. Mock engine only. Default: 256.")
-    ] = None
-    kv_checksum: Annotated[
-        bool | None,
-        typer.Option(
-            "--kv-checksum/--no-kv-checksum", help="Verify checksums of received KV blocks. Mock engine only."
-        ),
-    ] = None
-    kv_lease_s: Annotated[
-        float | None,
-        typer.Option(min=0.1, max=3_600.0, help="Seconds that unfetched KV is kept. Mock engine only. Default: 30."),
-    ] = None
-
-    def choice(self) -> EngineChoice:
-        """Return the engine that the options select. Sizes that are None are left to the engine.
-
-        Raises Unusable if the options are invalid or contradict each other.
-        """
-        kv = {name: value for name in KV_OPTIONS if (value := getattr(self, name)) is not None}
-        _require_engine(self.engine, self.model)
-        _require_own(self.engine, {name: getattr(self, name) for name in (*MOCK_ONLY, "engine_args")} | kv)
-        if self.role not in get_args(Role):
-            raise Unusable(f"--role: {unknown_name('role', self.role, get_args(Role))}")
-        if self.speedup is not None and not (math.isfinite(self.speedup) and self.speedup > 0):
-            raise Unusable(f"--speedup must be a positive number, not {self.speedup}")
-        try:
-            profile = load_profile(self.engine_profile or MOCKER)
-        except ProfileUnusable as error:
-            raise Unusable(f"--engine-profile: {error}") from None
-        is_real = self.engine != MOCK
-        directory, called = find_model(self.model, self.revision, self.model_name, weights=is_real)
-        loras = names("--lora", self.lora)
-        directories = _directories(loras) if is_real else {}
-        settings = EngineSettings(
-            model=directory or DEFAULT_MODEL,
-            model_name=called,
-            role=cast(Role, self.role),
-            loras=directories,
-            arguments={} if self.engine_args is None else _arguments(self.engine_args),
-            **{name: getattr(self, name) for name in SIZE_OPTIONS},
-            **kv,
-        )
-        return EngineChoice(
-            engine=self.engine,
-            settings=settings,
-            loras=adapters(tuple(directories) or loras, called),
-            speedup=self.speedup or 1.0,
-            profile=profile,
-        )
+    Raises Unusable if the options are invalid or contradict each other.
+    """
+    kv = {name: value for name in KV_OPTIONS if (value := getattr(options, name)) is not None}
+    _require_engine(options.engine, options.model)
+    _require_own(options.engine, {name: getattr(options, name) for name in (*MOCK_ONLY, "engine_args")} | kv)
+    if options.role not in get_args(Role):
+        raise Unusable(f"--role: {unknown_name('role', options.role, get_args(Role))}")
+    if options.speedup is not None and not (math.isfinite(options.speedup) and options.speedup > 0):
+        raise Unusable(f"--speedup must be a positive number, not {options.speedup}")
+    try:
+        profile = load_profile(options.engine_profile or MOCKER)
+    except ProfileUnusable as error:
+        raise Unusable(f"--engine-profile: {error}") from None
+    is_real = options.engine != MOCK
+    directory, called = find_model(options.model, options.revision, options.model_name, weights=is_real)
+    loras = names("--lora", options.lora)
+    directories = _directories(loras) if is_real else {}
+    settings = EngineSettings(
+        model=directory or DEFAULT_MODEL,
+        model_name=called,
+        role=cast(Role, options.role),
+        loras=directories,
+        arguments={} if options.engine_args is None else _arguments(options.engine_args),
+        **{name: getattr(options, name) for name in SIZE_OPTIONS},
+        **kv,
+    )
+    return EngineChoice(
+        engine=options.engine,
+        settings=settings,
+        loras=adapters(tuple(directories) or loras, called),
+        speedup=options.speedup or 1.0,
+        profile=profile,
+    )
 
 
 def _require_engine(engine: str, model: str | None) -> None:
@@ -220,11 +141,6 @@ def _require_own(engine: str, given: Mapping[str, object]) -> None:
             raise Unusable(f"{flag} requires a real engine, got --engine mock")
         if engine != MOCK and name != "engine_args":
             raise Unusable(f"{flag} requires --engine mock: {engine} {MOCK_ONLY.get(name, OWN_KV_TRANSFER)}")
-
-
-def pool_of(role: Role) -> str:
-    """Return the name of the default pool of a role. Workers of different roles never share a pool."""
-    return DEFAULT_POOL if role == "aggregated" else role
 
 
 def playing(choice: EngineChoice, role: Role) -> EngineChoice:

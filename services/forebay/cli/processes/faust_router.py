@@ -14,7 +14,8 @@ import os
 import socket
 from pathlib import Path
 
-from forebay.cli.common.cluster import KAFKA, LOOPBACK, NAMESPACE, REDIS, Cluster, connected, kafka_settings
+from forebay.cli.common.cluster import connected
+from forebay.cli.common.cluster_options import KAFKA, LOOPBACK, NAMESPACE, REDIS, Cluster, kafka_settings
 from forebay.cli.common.process_metrics import process_registry
 from forebay.cli.common.shutdown import STOP_S
 from forebay.cli.policies.allowed import allowed_policies

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from forebay.cli.common.cluster import LOOPBACK, ClusterOptions
+from forebay.cli.common.cluster_options import LOOPBACK, ClusterOptions
 from forebay.cli.common.errors import explained
 from forebay.cli.common.logs import AccessLogOption, LoggingOptions
 from forebay.cli.common.option_groups import spread

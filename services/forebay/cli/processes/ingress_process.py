@@ -11,7 +11,8 @@ from pathlib import Path
 
 from xxhash import xxh3_64_intdigest
 
-from forebay.cli.common.cluster import Cluster, connected, leases_at, run_service, until_signal
+from forebay.cli.common.cluster import connected, leases_at, run_service, until_signal
+from forebay.cli.common.cluster_options import Cluster
 from forebay.cli.common.logs import announce
 from forebay.cli.common.process_metrics import process_registry
 from forebay.cli.common.shutdown import STOP_S, stop_notice

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from forebay.cli.common.cluster import ClusterOptions, ServiceOptions, run_service
+from forebay.cli.common.cluster_options import ClusterOptions, ServiceOptions
 from forebay.cli.common.errors import explained
 from forebay.cli.common.extras import require_extra
 from forebay.cli.common.logs import LoggingOptions
@@ -42,6 +42,7 @@ def router(
         routing = pool_routing_by_model(pool_routing)
         name = named("--router-id", "router", router_id or f"{socket.gethostname()}-{os.getpid()}")
     # Imported here, because no other command should wait for Faust to load.
+    from forebay.cli.common.cluster import run_service  # noqa: PLC0415
     from forebay.cli.processes.router_process import serve  # noqa: PLC0415
 
     run_service(serve(cluster, name, router, custom, snapshots, routing))

@@ -17,15 +17,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
-from forebay.cli.common.cluster import MetricsPortOption
+from forebay.cli.common.cluster_options import MetricsPortOption
 from forebay.cli.common.errors import complain, explained
 from forebay.ingress.errors import Unusable
 from forebay.workers.engine import EngineError
-from forebay.workers.service import PROCESSES_MAX, Service, load_service
+from forebay.workers.service import Service, load_service
 
 GPU = re.compile(r"nvidia\d+")
 SIGNALS = (signal.SIGTERM, signal.SIGTERM, signal.SIGKILL)  # sent in this order: drain, stop at once, kill
@@ -41,26 +40,10 @@ class Share:
     environment: dict[str, str]
 
 
-def serve(
-    context: typer.Context,
-    service: Annotated[str, typer.Argument(metavar="FILE.py:Class", help="Class decorated with @service.")],
-    workers: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=PROCESSES_MAX,
-            help="Number of worker processes. Default: the number that the service class declares.",
-        ),
-    ] = None,
-    worker_id_prefix: Annotated[
-        str, typer.Option(help="Prefix of the worker ids; a number follows. Default: host name and process id.")
-    ] = "",
-    metrics_port: MetricsPortOption = None,
+def run_serve(
+    *, context: typer.Context, service: str, workers: int | None, worker_id_prefix: str, metrics_port: MetricsPortOption
 ) -> None:
-    """Run the workers of a service class, one process per worker.
-
-    Other options are passed to `forebay worker`.
-    """
+    """Run `forebay serve`. serve_command.py documents its options."""
     with explained():
         try:
             made = load_service(service)

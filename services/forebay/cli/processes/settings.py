@@ -5,16 +5,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from forebay.cli.processes.engines import EngineChoice, pool_of
+from forebay.cli.processes.engine_options import pool_of
 from forebay.cli.processes.options import SnapshotOptions
-from forebay.core.routing.policies import CustomPolicies
 from forebay.events.control import Role, RouterConfig
 from forebay.events.pools import PoolRouting
-from forebay.live.owner.retention import RetentionLimits
 
 if TYPE_CHECKING:
+    from forebay.cli.processes.engines import EngineChoice
+    from forebay.core.routing.policies import CustomPolicies
     from forebay.ingress.http.endpoint import Endpoint
     from forebay.ingress.settings import IngressSettings
+    from forebay.live.owner.retention import RetentionLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class Workers:
         """Whether prefill workers may compute the prompts."""
         return self.decode > 0
 
-    def places(self, engine: EngineChoice) -> "dict[str, WorkerPlace]":
+    def places(self, engine: "EngineChoice") -> "dict[str, WorkerPlace]":
         """Return the role and the pool of each worker by its id."""
         label = engine.label.lower()
         aggregated = [WorkerPlace("aggregated", pool) for pool, count in self.aggregated.items() for _ in range(count)]
@@ -81,9 +82,9 @@ class EmbeddedSettings:
     """
 
     log: Path | None
-    engine: EngineChoice
+    engine: "EngineChoice"
     router: RouterConfig
-    policies: CustomPolicies
+    policies: "CustomPolicies"
     places: dict[str, WorkerPlace]
     routing: PoolRouting | None
     taints: dict[str, tuple[str, ...]]
@@ -93,4 +94,4 @@ class EmbeddedSettings:
     drain_s: float
     lease_ttl_s: float
     snapshots: SnapshotOptions
-    log_limits: RetentionLimits
+    log_limits: "RetentionLimits"

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
@@ -16,7 +16,7 @@ from forebay.cli.common.sizes import size
 from forebay.cli.common.times import span_us
 from forebay.cli.policies.allowed import AllowPolicyOption, allowed_policies
 from forebay.cli.policies.router_options import router_options
-from forebay.cli.processes.engines import DEFAULT_POOL, EngineChoice, EngineOptions
+from forebay.cli.processes.engine_options import DEFAULT_POOL, EngineOptions
 from forebay.cli.processes.http_options import HttpOptions
 from forebay.cli.processes.options import (
     DrainOption,
@@ -33,7 +33,10 @@ from forebay.events.control import DisaggConfig, Role, RouterConfig
 from forebay.events.names import unknown_name
 from forebay.events.pools import PoolRouting
 from forebay.ingress.errors import Unusable
-from forebay.live.owner.retention import RetentionLimits
+
+if TYPE_CHECKING:
+    from forebay.cli.processes.engines import EngineChoice
+    from forebay.live.owner.retention import RetentionLimits
 
 RANKS_MAX = 4_096  # each is an engine of this process, and a candidate of every decision
 DISAGG_OPTIONS = (
@@ -75,8 +78,10 @@ class LogOptions:
         str | None, typer.Option(help="Maximum age of records, such as 12h or 7d. Default: no limit.")
     ] = None
 
-    def limits(self) -> RetentionLimits:
+    def limits(self) -> "RetentionLimits":
         """Return the maximum size and age of the log."""
+        from forebay.live.owner.retention import RetentionLimits  # noqa: PLC0415 - --help does not wait for an owner
+
         text = self.log_max_size or (LOG_SIZE_IN_MEMORY if self.log is None else LOG_SIZE)
         age_s = None if self.log_max_age is None else span_us("--log-max-age", self.log_max_age) / 1e6
         return RetentionLimits(size("--log-max-size", text, LOG_BYTES_MIN), age_s)
@@ -104,7 +109,7 @@ class WorkerOptions:
     ] = None
     pool_routing: PoolRoutingOption = None
 
-    def counts(self, engine: EngineChoice) -> Workers:
+    def counts(self, engine: "EngineChoice") -> Workers:
         """Return the number of workers by role and pool. Contradictory options end the command."""
         prefill, decode = self.prefill_workers, self.decode_workers
         if engine.settings.role != "aggregated":

@@ -6,32 +6,22 @@ import logging
 import os
 import socket
 import uuid
-from typing import Annotated
 
-import typer
-
-from forebay.cli.common.cluster import (
-    Cluster,
-    ClusterOptions,
-    ServiceOptions,
-    connected,
-    leases_at,
-    run_service,
-    until_signal,
-)
+from forebay.cli.common.cluster import connected, leases_at, run_service, until_signal
+from forebay.cli.common.cluster_options import Cluster, ClusterOptions, ServiceOptions
 from forebay.cli.common.errors import complain, explained
 from forebay.cli.common.logs import LoggingOptions, announce
-from forebay.cli.common.option_groups import spread
 from forebay.cli.common.process_metrics import process_registry
 from forebay.cli.common.shutdown import stop_notice
-from forebay.cli.processes.engines import EngineOptions, built, ranked_from, reached_at
+from forebay.cli.processes.engine_options import EngineOptions
+from forebay.cli.processes.engines import built, ranked_from, reached_at
 from forebay.cli.processes.options import KvEventsOption, names
 from forebay.events.fleet import WorkerSpec
 from forebay.transport.base import LeaseError, Leases
 from forebay.transport.directory import Directory
 from forebay.transport.kafka.topics import TopicPlan, count_topics, create_topics
 from forebay.workers.engine import Engine
-from forebay.workers.runtime.lease_keeper import TTL_S, LeaseKeeper
+from forebay.workers.runtime.lease_keeper import LeaseKeeper
 from forebay.workers.runtime.life_cycle import State
 from forebay.workers.runtime.metrics import WorkerMetrics
 from forebay.workers.runtime.probes import Probes
@@ -44,38 +34,22 @@ CHECK_S = 5.0
 CHECKS = 3  # consecutive checks: a takeover takes six seconds, and an owner reads the leases twice per second
 
 
-@spread
-def worker(
-    addresses: ClusterOptions,
-    worker_id: Annotated[
-        str, typer.Option(help="Worker id, unique in its group. Default: host name and process id.")
-    ] = "",
-    pool: Annotated[
-        str, typer.Option(help="Pool to join. Default: the pool of the service class, else the role, else 'default'.")
-    ] = "",
-    dp_start_rank: Annotated[int, typer.Option(min=0, max=1 << 20, help="First data-parallel rank of the worker.")] = 0,
-    taint: Annotated[
-        list[str] | None, typer.Option(help="Worker label that requests may require or prefer. Repeatable.")
-    ] = None,
-    kv_events: KvEventsOption = True,
-    kv_host: Annotated[
-        str | None,
-        typer.Option(
-            help="Address from which other workers fetch KV. Default: the local address of the route to Kafka."
-        ),
-    ] = None,
-    drain_s: Annotated[
-        float, typer.Option(min=0.0, max=86_400.0, help="Seconds to finish requests in flight after SIGTERM.")
-    ] = 30.0,
-    lease_ttl_s: Annotated[
-        float, typer.Option(min=0.1, help="Seconds without a lease renewal after which the worker is lost.")
-    ] = TTL_S,
+def run_worker(
     *,
+    addresses: ClusterOptions,
+    worker_id: str,
+    pool: str,
+    dp_start_rank: int,
+    taint: list[str] | None,
+    kv_events: KvEventsOption,
+    kv_host: str | None,
+    drain_s: float,
+    lease_ttl_s: float,
     service: ServiceOptions,
     logs: LoggingOptions,
     engine: EngineOptions,
 ) -> None:
-    """Run a worker of a distributed system."""
+    """Run `forebay worker`. worker_command.py documents its options."""
     logs.start()
     with explained():
         cluster = addresses.cluster(service.metrics_host, service.metrics_port)

@@ -28,7 +28,7 @@ def run(
     out: Annotated[Path, typer.Option("--out", "-o", dir_okay=False, help="JSON file for the measured points.")],
     url: Annotated[str, typer.Option(help="URL of the running system.")] = URL,
     api_key: ClientKeyOption = None,
-    model: Annotated[str, typer.Option(help="Name of the model.", show_default="first of the system")] = "",
+    model_name: Annotated[str, typer.Option(help="Model name in the API.", show_default="first of the system")] = "",
     worker: Annotated[
         str, typer.Option(help="Id of the worker, if there are several; requires an ingress with --routing-hints.")
     ] = "",
@@ -46,12 +46,14 @@ def run(
         float, typer.Option(min=0.1, max=86_400, help="Seconds after which a point is left out.")
     ] = 300.0,
     max_num_batched_tokens: Annotated[
-        int, typer.Option(min=1, max=TOKENS_MAX, help="Tokens per step of the engine, for --engine-profile.")
+        int, typer.Option(min=1, max=TOKENS_MAX, help="Tokens per step of the engine, for --engine-profile-out.")
     ] = 8_192,
-    engine_profile: Annotated[
+    engine_profile_out: Annotated[
         Path | None, typer.Option(dir_okay=False, help="Also write an engine profile for the simulator.")
     ] = None,
-    report: Annotated[Path | None, typer.Option(dir_okay=False, help="Also write an HTML page with charts.")] = None,
+    report: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="Write a self-contained HTML report to this path.")
+    ] = None,
 ) -> None:
     """Measure TTFT, inter-token latency and throughput of a live worker.
 
@@ -66,18 +68,13 @@ def run(
             raise Unusable(f"--context {contexts[0]} must exceed --output-tokens {output_tokens}")
         if not out.parent.is_dir():
             raise Unusable(f"--out {out}: no such directory {out.parent}")
-    if engine_profile is not None:
-        require_extra("fit", "--engine-profile", "numpy", "scipy")
-        if role != "aggregated":
-            fail(f"--engine-profile requires --role aggregated, got {role}; it needs prefill and decode")
-    if report is not None:
-        require_writable("--report", report, TITLE)
+    _require_outputs(role, engine_profile_out, report)
     # Imported here, because --help should not wait for the HTTP client.
     from forebay.cli.profiler.outputs import show, write_engine_profile, write_report  # noqa: PLC0415
     from forebay.cli.profiler.run import ProfiledSystem, find_system, measure_all  # noqa: PLC0415
 
     with explained():
-        system: ProfiledSystem = find_system(url.rstrip("/"), headers, model, worker)
+        system: ProfiledSystem = find_system(url.rstrip("/"), headers, model_name, worker)
         settings = ProfileSettings(
             model=system.model,
             worker=worker,
@@ -90,10 +87,20 @@ def run(
         )
         profile = measure_all(system, open_profile(out, settings), out, timeout_s)
         show(profile)
-        if engine_profile is not None:
-            write_engine_profile(profile, max_num_batched_tokens, engine_profile)
+        if engine_profile_out is not None:
+            write_engine_profile(profile, max_num_batched_tokens, engine_profile_out)
     if report is not None:
         write_report(profile, report)
+
+
+def _require_outputs(role: ProfiledRole, engine_profile_out: Path | None, report: Path | None) -> None:
+    """Check, before anything is measured, that the engine profile and the report can be written."""
+    if engine_profile_out is not None:
+        require_extra("fit", "--engine-profile-out", "numpy", "scipy")
+        if role != "aggregated":
+            fail(f"--engine-profile-out requires --role aggregated, got {role}; it needs prefill and decode")
+    if report is not None:
+        require_writable("--report", report, TITLE)
 
 
 def _numbers(option: str, text: str, most: int) -> tuple[int, ...]:

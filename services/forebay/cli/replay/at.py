@@ -1,14 +1,12 @@
 """`forebay replay at`: the state of a recorded group at one moment."""
 
 import asyncio
-from typing import Annotated
 
 import msgspec
 import typer
 from rich.console import Console
 
 from forebay.cli.common.errors import complain, explained, fail
-from forebay.cli.common.option_groups import spread
 from forebay.cli.common.recording import Recording
 from forebay.cli.common.terminal import own_stdout, results
 from forebay.cli.common.times import time_us
@@ -35,20 +33,8 @@ LOST_SHOWN_MAX = 8
 CLOCK_DIGITS_MAX = 19  # a time in microseconds, as in records
 
 
-@spread
-def at(
-    recording: Recording,
-    time: Annotated[
-        str,
-        typer.Option(
-            help="Time on the owner's clock: 2026-01-31T12:00:00Z, 12:30 that day, -5m before the end, or microseconds."
-        ),
-    ] = "",
-    offset: Annotated[int | None, typer.Option(min=0, help="Offset of a record of the journal `decisions`.")] = None,
-    allow_policy: AllowPolicyOption = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the complete state as one JSON object.")] = False,
-) -> None:
-    """Show a group's state at a time, or right after a journal record, by default the last one."""
+def run_at(*, recording: Recording, time: str, offset: int | None, allow_policy: AllowPolicyOption, json: bool) -> None:
+    """Run `forebay replay at`. command.py documents its options."""
     if time and offset is not None:
         fail("--time and --offset exclude each other; give one of them")
     recording.require_one_source()

@@ -1,38 +1,32 @@
-"""`forebay replay`: verify, explain and compare the decisions of a recorded log."""
+"""Options of `forebay replay`. The code is imported when a command runs, so that --help does not wait for it."""
 
-import asyncio
-from collections.abc import Set
+from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 
-from forebay.cli.common.errors import complain, explained, fail
 from forebay.cli.common.option_groups import spread
-from forebay.cli.common.recording import Recording
-from forebay.cli.common.terminal import own_stdout
-from forebay.cli.common.unverified import DIVERGED, allow_option, allowed_of, complaint, exit_code
-from forebay.cli.policies.allowed import AllowPolicyOption, allowed_policies
-from forebay.cli.replay import at as replay_at
-from forebay.cli.replay import export as replay_export
-from forebay.cli.replay.diff import diff_command
-from forebay.cli.replay.explain import explain_command
-from forebay.cli.replay.planner import planner_command
-from forebay.cli.replay.verify import show, shown_progress
-from forebay.core.routing.policies import CustomPolicies
-from forebay.events.topics import DECISIONS
-from forebay.replay.policies import require_allowed
-from forebay.replay.scaling.journal import has_scaling
-from forebay.replay.verify.verify import UNVERIFIED, OnProgress, VerifyReport, include_scaling, verify
-from forebay.transport.history.groups import groups_of
-from forebay.transport.sqlite.log import SqliteLog
+from forebay.cli.common.recording import GroupOption, KafkaSource, Recording
+from forebay.cli.common.unverified import allow_option
+from forebay.cli.policies.allowed import AllowPolicyOption
+from forebay.cli.policies.alternative import AlternativeOptions
+from forebay.cli.policies.pool_rules import PoolRuleOptions
+from forebay.replay.checks import FOREIGN_RECORDS, UNKNOWN_EVENTS, UNREAD_FIELDS, UNVERIFIED
+
+DIFF_CHECKS = (FOREIGN_RECORDS, UNREAD_FIELDS, UNKNOWN_EVENTS)  # checks that `replay diff` may skip
+
+SettingOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Setting of the replayed planner. Repeatable."),
+]
+
+
+PlannerFileOption = Annotated[
+    Path | None,
+    typer.Option("--planner", help="TOML file of the replayed planner. Default: the recorded settings."),
+]
 
 app = typer.Typer(help="Verify, explain and compare recorded decisions.", no_args_is_help=True)
-app.command("explain")(explain_command)
-app.command("at")(replay_at.at)
-app.command("export")(replay_export.export)
-app.command("diff")(diff_command)
-app.command("planner")(planner_command)
 
 
 @app.callback()
@@ -40,42 +34,138 @@ def _root() -> None:
     """Verify, explain and compare recorded decisions."""
 
 
+@app.command("explain")
+@spread
+def explain(
+    where: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[LOG] REQUEST",
+            help="LOG: log file of `forebay up` (may be in use) or recording; omit with --kafka. REQUEST: its ID.",
+        ),
+    ],
+    source: KafkaSource,
+    group: GroupOption = "",
+    everything: Annotated[bool, typer.Option("--all", help="Show every candidate, not only the cheapest.")] = False,
+    allow_policy: AllowPolicyOption = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
+) -> None:
+    """Show a request's timeline: every routing decision with all costs, its reason, and the outcome.
+
+    Every decision is derived again and compared with the journal. Exits 1 if the journal diverges before the request's
+    end.
+    """
+    from forebay.cli.replay.explain import run_explain  # noqa: PLC0415
+
+    run_explain(where=where, source=source, group=group, everything=everything, allow_policy=allow_policy, json=json)
+
+
+@app.command("at")
+@spread
+def at(
+    recording: Recording,
+    time: Annotated[
+        str,
+        typer.Option(
+            help="Time on the owner's clock: 2026-01-31T12:00:00Z, 12:30 that day, -5m before the end, or microseconds."
+        ),
+    ] = "",
+    offset: Annotated[int | None, typer.Option(min=0, help="Offset of a record of the journal `decisions`.")] = None,
+    allow_policy: AllowPolicyOption = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the complete state as one JSON object.")] = False,
+) -> None:
+    """Show a group's state at a time, or right after a journal record, by default the last one."""
+    from forebay.cli.replay.at import run_at  # noqa: PLC0415
+
+    run_at(recording=recording, time=time, offset=offset, allow_policy=allow_policy, json=json)
+
+
+@app.command("export")
+def export(
+    log: Annotated[
+        Path, typer.Argument(metavar="LOG", help="Log file of `forebay up` (may be in use) or a recording.")
+    ],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Output directory, new or empty.")],
+    token_ids: Annotated[
+        bool, typer.Option("--token-ids", help="Include the token IDs of prompts and responses.")
+    ] = False,
+) -> None:
+    """Write every topic as newline-delimited JSON, one file per topic, with DuckDB views."""
+    from forebay.cli.replay.export import run_export  # noqa: PLC0415
+
+    run_export(log=log, folder=folder, token_ids=token_ids)
+
+
+@app.command("diff")
+@spread
+def diff(
+    other_options: AlternativeOptions,
+    rule_options: PoolRuleOptions,
+    recording: Recording,
+    report: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="Write a self-contained HTML report to this path.")
+    ] = None,
+    allow: Annotated[list[str] | None, allow_option(DIFF_CHECKS)] = None,
+    closed: Annotated[
+        bool,
+        typer.Option("--closed-loop", help="Also simulate both policies with their own caches, from the fork on."),
+    ] = False,
+    speedup: Annotated[
+        float,
+        typer.Option(
+            min=1e-6, max=1e6, help="With --closed-loop: factor by which engines are faster than the modelled GPU."
+        ),
+    ] = 1.0,
+    allow_policy: AllowPolicyOption = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
+) -> None:
+    """Compare a recorded history with another configuration: which requests move, and the effect on caches and load.
+
+    Open loop: the alternative receives the recorded events, including KV events. Exits 1 if history itself cannot be
+    verified.
+    """
+    from forebay.cli.replay.diff import run_diff  # noqa: PLC0415
+
+    run_diff(
+        other_options=other_options,
+        rule_options=rule_options,
+        recording=recording,
+        report=report,
+        allow=allow,
+        closed=closed,
+        speedup=speedup,
+        allow_policy=allow_policy,
+        json=json,
+    )
+
+
+@app.command("planner")
+@spread
+def planner(
+    recording: Recording,
+    changes: SettingOption = None,
+    file: PlannerFileOption = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
+) -> None:
+    """Replay the planner on recorded observations, and compute recorded forecasts again.
+
+    A log without a planner needs --planner; its observations are then derived from the recorded requests. Exits 1 if a
+    forecast differs from the recorded one.
+    """
+    from forebay.cli.replay.planner import run_planner_replay  # noqa: PLC0415
+
+    run_planner_replay(recording=recording, changes=changes, file=file, json=json)
+
+
 @app.command("verify")
 @spread
-def verify_command(
+def verify(
     recording: Recording,
     allow: Annotated[list[str] | None, allow_option(UNVERIFIED)] = None,
     allow_policy: AllowPolicyOption = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
 ) -> None:
     """Derive every routing and scaling decision again. Exits 1 if a decision differs from the recorded one."""
-    recording.require_one_source()
-    allowed = allowed_of(allow, UNVERIFIED)
-    with explained():
-        custom = allowed_policies(allow_policy)
-    with explained(), shown_progress() as on_progress, own_stdout():
-        report = asyncio.run(_verify(recording, on_progress, allowed, custom))
-    if json:
-        typer.echo(msgspec.json.encode(report).decode())
-    else:
-        show(report)
-    if report.diverged:
-        raise typer.Exit(DIVERGED)
-    if report.failed:
-        complain(complaint(report.failed, report.unknown_event))
-        raise typer.Exit(exit_code(report.failed))
+    from forebay.cli.replay.verify_log import run_verify  # noqa: PLC0415
 
-
-async def _verify(
-    recording: Recording, on_progress: OnProgress, allowed: Set[str], custom: CustomPolicies
-) -> VerifyReport:
-    async with recording.opened() as (log, partition):
-        if isinstance(log, SqliteLog):
-            log.check()
-        await require_allowed(log, partition, custom)
-        ends = [await of(DECISIONS.name, partition) for of in (log.begin, log.end)]
-        if ends[0] == ends[1] and "" not in await groups_of(log) and not await has_scaling(log):
-            fail(f"nothing to verify: the journal of control partition {partition} in {recording.name} is empty")
-        report = await verify(log, partition, on_progress, allowed, custom)
-        await include_scaling(log, report)
-        return report
+    run_verify(recording=recording, allow=allow, allow_policy=allow_policy, json=json)

@@ -4,22 +4,21 @@ import asyncio
 from collections.abc import Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import msgspec
 import typer
 from rich.progress import TaskID
 
 from forebay.cli.common.errors import complain, explained, fail
-from forebay.cli.common.option_groups import spread
 from forebay.cli.common.page_file import require_writable, write
 from forebay.cli.common.recording import Recording
 from forebay.cli.common.terminal import bar, own_stdout
-from forebay.cli.common.unverified import DIVERGED, allow_option, allowed_of, complaint, exit_code
+from forebay.cli.common.unverified import DIVERGED, allowed_of, complaint, exit_code
 from forebay.cli.policies.allowed import AllowPolicyOption, allowed_policies
 from forebay.cli.policies.alternative import Alternative, AlternativeOptions
 from forebay.cli.policies.pool_rules import PoolRuleOptions
 from forebay.cli.replay.closed_loop import ClosedLoop, closed_loop
+from forebay.cli.replay.command import DIFF_CHECKS
 from forebay.cli.replay.diff_view import show
 from forebay.cli.replay.verify import shown_progress
 from forebay.core.routing.policies import CustomPolicies
@@ -29,47 +28,31 @@ from forebay.replay.diff.other_rules import OtherPoolRules
 from forebay.replay.diff.report import DiffReport
 from forebay.replay.policies import require_allowed
 from forebay.replay.verify.verify import OnProgress
-from forebay.replay.walk import FOREIGN_RECORDS, UNKNOWN_EVENTS, UNREAD_FIELDS
 from forebay.transport.history.groups import pools_of
 from forebay.transport.sqlite.log import SqliteLog
 
 PAGE_TITLE = "forebay replay diff"
-ALLOWED = (FOREIGN_RECORDS, UNREAD_FIELDS, UNKNOWN_EVENTS)
 
 
-@spread
-def diff_command(
+def run_diff(
+    *,
     other_options: AlternativeOptions,
     rule_options: PoolRuleOptions,
     recording: Recording,
-    report: Annotated[
-        Path | None, typer.Option(dir_okay=False, help="Write a self-contained HTML report to this path.")
-    ] = None,
-    allow: Annotated[list[str] | None, allow_option(ALLOWED)] = None,
-    closed: Annotated[
-        bool,
-        typer.Option("--closed-loop", help="Also simulate both policies with their own caches, from the fork on."),
-    ] = False,
-    speedup: Annotated[
-        float,
-        typer.Option(
-            min=1e-6, max=1e6, help="With --closed-loop: factor by which engines are faster than the modelled GPU."
-        ),
-    ] = 1.0,
-    allow_policy: AllowPolicyOption = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
+    report: Path | None,
+    allow: list[str] | None,
+    closed: bool,
+    speedup: float,
+    allow_policy: AllowPolicyOption,
+    json: bool,
 ) -> None:
-    """Compare a recorded history with another configuration: which requests move, and the effect on caches and load.
-
-    Open loop: the alternative receives the recorded events, including KV events. Exits 1 if history itself cannot be
-    verified.
-    """
+    """Run `forebay replay diff`. command.py documents its options."""
     recording.require_one_source()
     if report is not None:
         require_writable("--report", report, PAGE_TITLE)
     if speedup != 1.0 and not closed:
         fail("--speedup applies to simulated engines: it needs --closed-loop")
-    allowed = allowed_of(allow, ALLOWED)
+    allowed = allowed_of(allow, DIFF_CHECKS)
     handover = Handover() if closed else None
     with explained(), own_stdout():
         other = other_options.alternative(is_required=rule_options == PoolRuleOptions())

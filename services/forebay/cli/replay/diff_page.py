@@ -6,8 +6,8 @@ from plotly.subplots import make_subplots
 from forebay.cli.common.page import LAYOUT, Chart, plain, render, short
 from forebay.cli.replay.closed_loop import ClosedLoop
 from forebay.cli.replay.diff_view import HINT, closed_rows, outcome_text, rows, terms_text
+from forebay.replay.checks import UNVERIFIED
 from forebay.replay.diff.report import DiffReport
-from forebay.replay.verify.verify import UNVERIFIED
 
 MARK_MAX, MARK_MIN = 26.0, 5.0  # diameters in pixels
 HISTORY, ALTERNATIVE = "history", "alternative"

@@ -10,8 +10,8 @@ from rich.table import Table as Grid
 from forebay.cli.common.terminal import in_markup, results
 from forebay.cli.replay.closed_loop import ClosedLoop
 from forebay.events.decisions import CostTerms
+from forebay.replay.checks import UNVERIFIED
 from forebay.replay.diff.report import DecisionOutcome, DiffReport, WorldSummary
-from forebay.replay.verify.verify import UNVERIFIED
 
 RANKS_SHOWN = 32
 MOST_SHOWN = 10

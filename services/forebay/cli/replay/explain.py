@@ -3,13 +3,11 @@
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated
 
 import msgspec
 import typer
 
 from forebay.cli.common.errors import explained, fail
-from forebay.cli.common.option_groups import spread
 from forebay.cli.common.recording import GroupOption, KafkaSource, Recording
 from forebay.cli.common.terminal import bar, own_stdout
 from forebay.cli.common.unverified import DIVERGED, tell_unverified
@@ -21,26 +19,16 @@ from forebay.replay.explain.find import OnProgress
 from forebay.replay.policies import require_allowed
 
 
-@spread
-def explain_command(
-    where: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="[LOG] REQUEST",
-            help="LOG: log file of `forebay up` (may be in use) or recording; omit with --kafka. REQUEST: its ID.",
-        ),
-    ],
+def run_explain(
+    *,
+    where: list[str],
     source: KafkaSource,
-    group: GroupOption = "",
-    everything: Annotated[bool, typer.Option("--all", help="Show every candidate, not only the cheapest.")] = False,
-    allow_policy: AllowPolicyOption = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
+    group: GroupOption,
+    everything: bool,
+    allow_policy: AllowPolicyOption,
+    json: bool,
 ) -> None:
-    """Show a request's timeline: every routing decision with all costs, its reason, and the outcome.
-
-    Every decision is derived again and compared with the journal. Exits 1 if the journal diverges before the request's
-    end.
-    """
+    """Run `forebay replay explain`. command.py documents its options."""
     recording = source.recording(where, "REQUEST", group)
     with explained():
         custom = allowed_policies(allow_policy)

@@ -4,7 +4,7 @@ import asyncio
 import base64
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import typer
@@ -35,16 +35,8 @@ class ExportedTopic(msgspec.Struct, kw_only=True):
     undecodable: int = 0
 
 
-def export(
-    log: Annotated[
-        Path, typer.Argument(metavar="LOG", help="Log file of `forebay up` (may be in use) or a recording.")
-    ],
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Output directory, new or empty.")],
-    token_ids: Annotated[
-        bool, typer.Option("--token-ids", help="Include the token IDs of prompts and responses.")
-    ] = False,
-) -> None:
-    """Write every topic as newline-delimited JSON, one file per topic, with DuckDB views."""
+def run_export(*, log: Path, folder: Path, token_ids: bool) -> None:
+    """Run `forebay replay export`. command.py documents its options."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with explained():
         recording = SqliteLog.open(log, readonly=True)

@@ -5,13 +5,11 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
 
 import msgspec
 import typer
 
 from forebay.cli.common.errors import complain, explained, fail
-from forebay.cli.common.option_groups import spread
 from forebay.cli.common.recording import Recording
 from forebay.cli.common.terminal import printable, results
 from forebay.cli.common.unverified import DIVERGED
@@ -37,28 +35,9 @@ from forebay.transport.base import Log
 SETTABLE = tuple(name for name in PlannerSettings.__struct_fields__ if name != "pools")
 ROWS_MAX = 32
 
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Setting of the replayed planner; repeatable."),
-]
-FileOption = Annotated[
-    Path | None,
-    typer.Option("--planner", help="TOML file of the replayed planner. Default: the recorded settings."),
-]
 
-
-@spread
-def planner_command(
-    recording: Recording,
-    changes: SetOption = None,
-    file: FileOption = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
-) -> None:
-    """Replay the planner on recorded observations, and compute recorded forecasts again.
-
-    A log without a planner needs --planner; its observations are then derived from the recorded requests. Exits 1 if a
-    forecast differs from the recorded one.
-    """
+def run_planner_replay(*, recording: Recording, changes: list[str] | None, file: Path | None, json: bool) -> None:
+    """Run `forebay replay planner`. command.py documents its options."""
     recording.require_one_source()
     with explained():
         given = None if file is None else read_planner_file(file)

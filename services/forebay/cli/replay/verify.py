@@ -13,11 +13,11 @@ from rich.table import Table as Grid
 from forebay.cli.common.scaling_lines import verification_lines
 from forebay.cli.common.terminal import bar, in_markup, results
 from forebay.events.decisions import CostTerms
+from forebay.replay.checks import UNKNOWN_EVENTS, UNVERIFIED
 from forebay.replay.explain.event_text import EventSummary
 from forebay.replay.verify.cost_tables import CostTableRow, CostTables
 from forebay.replay.verify.divergence import DivergenceReport
-from forebay.replay.verify.verify import UNVERIFIED, OnProgress, VerifyReport
-from forebay.replay.walk import UNKNOWN_EVENTS
+from forebay.replay.verify.verify import OnProgress, VerifyReport
 
 ROWS_SHOWN = 32  # per cost table, winner, runner-up and differences first; --json has all
 TERMS = CostTerms.__struct_fields__

@@ -1,28 +1,13 @@
-"""`forebay simulate`: simulate one workload under several policies, in virtual time."""
+"""Options of `forebay simulate`. The code is imported when a command runs, so that --help does not wait for it."""
 
-import json as jsonlib
-import time
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
-from functools import partial
-from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 import typer
-from rich.box import SIMPLE
-from rich.console import Console
-from rich.table import Table
 
-from forebay.cli.common.errors import BROKEN, complain, fail
 from forebay.cli.common.option_groups import spread
-from forebay.cli.common.survey import print_survey, survey_lines
-from forebay.cli.common.terminal import in_markup, printable, results
 from forebay.cli.simulate.against_options import AgainstOptions
 from forebay.cli.simulate.options import (
-    US_PER_S,
     AttainOption,
     FleetOptions,
     JsonOption,
@@ -30,31 +15,15 @@ from forebay.cli.simulate.options import (
     PoliciesOption,
     ShapeOptions,
     SloOption,
-    policies_of,
-    require_disaggregation,
-    require_routers,
-    require_servable,
-    router_of,
-    settings_json,
-    settings_of,
-    slo_of,
-    to_json,
-    workload_options,
 )
-from forebay.cli.simulate.planned import PlannerOption, read_planner, targets_of
-from forebay.cli.simulate.report.file import ReportOption, require_report, write_report
-from forebay.cli.simulate.simulations import Job, SimulationRun, Work, reason, run_all, simulate_run
-from forebay.events.control import RouterConfig
-from forebay.events.scaling import PlannerSettings
-from forebay.ingress.errors import Unusable
-from forebay.simulate.reading import open_workload
-from forebay.simulate.settings import Settings
-from forebay.simulate.slo import Slo
-from forebay.simulate.workload import Survey, WorkloadOptions, WorkloadUnusable
 
-SHOWN = ("mean", "p50", "p99")
-TIMES = {"ttft_ms": ".0f", "itl_ms": ".1f", "e2e_ms": ".0f"}
-FAILURES_PRINTED = 5
+ReportOption = Annotated[
+    Path | None, typer.Option("--report", dir_okay=False, help="Write a self-contained HTML report to this path.")
+]
+PlannerOption = Annotated[
+    Path | None,
+    typer.Option(help="TOML file of a planner that sizes the pools, as of `forebay planner run`. See docs/scaling.md."),
+]
 
 
 @spread
@@ -76,214 +45,17 @@ def simulate(
     a recording and compares the result with the recorded latencies. Then exits 1 if the recording does not verify, or
     if an error exceeds a bound of --fail-above.
     """
-    if recorded.against is not None:
-        from forebay.cli.simulate.fidelity_command import compare_with_recording  # noqa: PLC0415 - takes 0.5 s, rarely needed
+    from forebay.cli.simulate.run import run_simulate  # noqa: PLC0415
 
-        others = {
-            "a workload": workload is not None,
-            "--slo": slo is not None,
-            "--attain": attain is not None,
-            "--planner": planner is not None,
-            "--report": report is not None,
-        }
-        compare_with_recording(recorded, fleet, shape, policies or (), others, json=json)
-        return
-    if not workload:
-        fail("no workload given; give one, or a recording with --against")
-    if recorded != AgainstOptions():
-        fail("--speedup, --repeat and --fail-above require --against")
-    if report is not None:
-        require_report(report)
-    began_s = time.monotonic()
-    plan = _plan(workload, fleet, shape, policies, (slo, attain), planner)
-    runs = _run_jobs(plan, whole=report is not None)
-    took_s = time.monotonic() - began_s
-    result = _result(plan, runs)
-    if json:
-        typer.echo(jsonlib.dumps(result))
-    else:
-        _show(plan, result)
-    print_survey(plan.survey)
-    for note in _unreached_faults(plan.settings, runs):
-        complain(note)
-    counted = f"{plan.survey.requests} requests under {len(runs)} {'policy' if len(runs) == 1 else 'policies'}"
-    Console(stderr=True).print(f"{counted} in {took_s:.1f} s", highlight=False)
-    if report is not None:
-        notes = list(survey_lines(plan.survey))
-        write_report(report, runs, workload=plan.name, slo=plan.slo, digest=result["digest"], survey_notes=notes)
-    least = attain or 0.0
-    short = [one for one in runs if least and one.summary["attained"] < least]
-    for one in short:
-        complain(f"{one.name}: SLO attainment {100 * one.summary['attained']:.6g}% is below --attain {100 * least:g}%")
-    if short or any(one.summary["failed"] for one in runs):
-        raise typer.Exit(1)
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """Validated inputs of the command, ready to run. `name` is the name of the workload.
-
-    Without limits given by the user, `slo` has the targets of the planner.
-    """
-
-    name: str
-    survey: Survey
-    settings: Settings
-    options: WorkloadOptions
-    routers: Mapping[str, RouterConfig]
-    slo: Slo | None
-    jobs: Sequence[Job]
-    planner: PlannerSettings | None = None
-
-
-def _plan(
-    workload: Sequence[str],
-    fleet: FleetOptions,
-    shape: ShapeOptions,
-    policies: Sequence[str] | None,
-    slo_options: tuple[str | None, float | None],
-    planner_file: Path | None,
-) -> _Plan:
-    """Validate the inputs. Exits with an error message if the workload cannot be simulated.
-
-    Args:
-        workload: names of the workload.
-        fleet: fleet options.
-        shape: workload options.
-        policies: policies given; None uses the default ones.
-        slo_options: values of --slo and --attain.
-        planner_file: value of --planner.
-    """
-    try:
-        settings = settings_of(fleet)
-        planner = None if planner_file is None else read_planner(planner_file, settings)
-        slo = targets_of(planner) if slo_options == (None, None) else slo_of(*slo_options)
-        options = workload_options(shape, fleet.seed, models=settings.models)
-        routers = {name: router_of(name) for name in policies_of(policies, settings)}
-        require_routers(routers.values(), settings.pools)
-        for name, router in routers.items():
-            require_disaggregation(name, router, settings.pools)
-        opened = open_workload(workload, options)
-        survey = opened.survey()
-        require_servable(opened, settings)
-    except (WorkloadUnusable, Unusable, ValueError) as error:
-        fail(str(error))
-    jobs = [
-        Job(
-            name=name,
-            settings=settings,
-            router=router,
-            workload=tuple(workload),
-            options=options,
-            requests=survey.requests,
-            planner=planner,
-        )
-        for name, router in routers.items()
-    ]
-    return _Plan(opened.name, survey, settings, options, routers, slo, jobs, planner)
-
-
-def _run_jobs(plan: _Plan, *, whole: bool) -> list[SimulationRun]:
-    """Run all simulations. Exits if one fails with a user error; raises any other error.
-
-    Args:
-        plan: the validated inputs.
-        whole: whether to keep the outcomes of single requests.
-    """
-    ended = run_all([Work(job.name, job.requests, partial(simulate_run, job, plan.slo, whole)) for job in plan.jobs])
-    runs: list[SimulationRun] = []
-    for one in ended:
-        if isinstance(one, WorkloadUnusable | BrokenProcessPool):
-            complain(reason(one))
-            raise typer.Exit(BROKEN)
-        if isinstance(one, Exception):
-            raise one
-        runs.append(one)
-    return runs
-
-
-def _result(plan: _Plan, runs: Sequence[SimulationRun]) -> dict[str, Any]:
-    """Return the JSON output."""
-    return {
-        "policies": {run.name: run.summary for run in runs},
-        "digest": sha256("".join(run.summary["digest"] for run in runs).encode()).hexdigest(),
-        "skipped": plan.survey.skipped,
-        "notes": plan.survey.notes,
-        "settings": {
-            **settings_json(plan.settings, plan.options, plan.name),
-            "policies": {name: to_json(router) for name, router in plan.routers.items()},
-            "slo": to_json(plan.slo),
-            **({} if plan.planner is None else {"planner": to_json(plan.planner)}),
-        },
-    }
-
-
-def _unreached_faults(settings: Settings, runs: Sequence[SimulationRun]) -> Iterator[str]:
-    """Yield a note for each configured crash that lies after the end of a run."""
-    for fault in settings.life.faults:
-        at_s = fault.at_us / US_PER_S
-        over = [f"{run.name} after {run.summary['lasted_s']:.1f} s" for run in runs if run.summary["lasted_s"] < at_s]
-        if over:
-            yield f"{fault.worker} did not die at {at_s:g} s, because these runs ended earlier: {', '.join(over)}"
-
-
-def _times(one: Mapping[str, float], width: str) -> str:
-    return "/".join(f"{one[of]:{width}}" for of in SHOWN if one)
-
-
-def _fleet(settings: Settings) -> str:
-    roles = [(pool.role, sum(group.count for group in pool.groups)) for pool in settings.pools]
-    if all(role == "aggregated" for role, _ in roles):
-        return f"{settings.workers} workers"
-    counts = Counter[str]()
-    for role, count in roles:
-        counts[role] += count
-    return " and ".join(f"{count} {role} workers" for role, count in counts.items())
-
-
-def _pool_table(policies: Mapping[str, Any]) -> Table:
-    """Return a table of the pools that generate responses, under each policy."""
-    table = Table(title="pools", box=SIMPLE, padding=(0, 0, 0, 1))
-    for column in ("policy", "pool", "requests", "reuse", "TTFT"):
-        table.add_column(column, justify="left" if column in ("policy", "pool") else "right")
-    for name, one in policies.items():
-        for pool, part in one.get("pools", {}).items():
-            reuse, ttft = f"{part['prefix_reuse']:.4f}", _times(part["ttft_ms"], TIMES["ttft_ms"])
-            table.add_row(in_markup(name), in_markup(pool), str(part["requests"]), reuse, ttft)
-    return table
-
-
-def _scaled(one: Mapping[str, Any]) -> str:
-    """Return what the planner of a run did, in one line."""
-    planner = one["planner"]
-    sizes = [sum(pool["workers"] for pool in interval["pools"].values()) for interval in planner["intervals"]]
-    changes = f"{planner['changes']} changes, {planner['reversals']} of them reversals"
-    return f"{min(sizes)} to {max(sizes)} workers, {changes}, {one['gpu_hours']:.4g} GPU hours"
-
-
-def _show(plan: _Plan, result: Mapping[str, Any]) -> None:
-    title = f"{plan.name}, {_fleet(plan.settings)}; milliseconds as mean/p50/p99"
-    table = Table(title=in_markup(title), box=SIMPLE, padding=(0, 0, 0, 1))
-    columns = ["policy", "failed", "reuse", "max/mean", "TTFT", "ITL", "E2E"]
-    split = any("prefilled_remotely" in one for one in result["policies"].values())
-    columns += ["remote", "transfer"] if split else []
-    columns += ["attained", "goodput/s"] if plan.slo else []
-    for column in columns:
-        table.add_column(column, justify="left" if column == "policy" else "right")
-    for name, one in result["policies"].items():
-        times = [_times(one[key], width) for key, width in TIMES.items()]
-        attained = [f"{one['attained']:.2%}", f"{one['goodput_per_s']:.3f}"] if plan.slo else []
-        reuse, balance = f"{one['prefix_reuse']:.4f}", f"{one['load_max_over_mean']:.3f}"
-        moved = [str(one["prefilled_remotely"]), _times(one["transfer_ms"], ".1f")] if split else []
-        table.add_row(in_markup(name), str(one["failed"]), reuse, balance, *times, *moved, *attained)
-    results().print(table)
-    if any("pools" in one for one in result["policies"].values()):
-        results().print(_pool_table(result["policies"]))
-    for name, one in result["policies"].items():
-        if "planner" in one:
-            typer.echo(f"{name}: {_scaled(one)}")
-        for failure in one["failures"][:FAILURES_PRINTED]:
-            typer.echo(f"{name}: request {failure['request']} failed: {printable(failure['reason'])}")
-        if one["failed"] > FAILURES_PRINTED:
-            typer.echo(f"{name}: and {one['failed'] - FAILURES_PRINTED} more")
-    typer.echo(f"digest of all decisions, equal for equal runs: {result['digest']}")
+    run_simulate(
+        fleet=fleet,
+        shape=shape,
+        recorded=recorded,
+        workload=workload,
+        policies=policies,
+        slo=slo,
+        attain=attain,
+        planner=planner,
+        report=report,
+        json=json,
+    )

@@ -2,9 +2,8 @@
 
 import asyncio
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
 from rich.progress import TextColumn, TimeElapsedColumn
 
 from forebay.cli.common.errors import explained, fail
@@ -36,17 +35,8 @@ OF = {
 }
 
 
-def fit(
-    log: Annotated[Path, typer.Argument(help="A recording, or a log file of `forebay up`, which may be in use.")],
-    out: OutOption = None,
-    pool: Annotated[str, typer.Option(help="Fit the engines of this pool. Required if there are several pools.")] = "",
-    group: GroupOption = "",
-    allow_policy: AllowPolicyOption = None,
-) -> None:
-    """Fit an engine profile to the recorded times of engines.
-
-    The profile is a file for `--engine-profile`. Errors of the fit are printed on stderr and written to the file.
-    """
+def run_fit(*, log: Path, out: OutOption, pool: str, group: GroupOption, allow_policy: AllowPolicyOption) -> None:
+    """Run `forebay fit`. fit_command.py documents its options."""
     require_extra("fit", "forebay fit", "numpy", "scipy")
     if out is not None and out.exists() and log.exists() and out.samefile(log):
         fail(f"{out}: --out names the recording itself; choose another file")

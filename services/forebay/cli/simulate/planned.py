@@ -2,9 +2,7 @@
 
 from bisect import bisect_left
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from forebay.cli.planner.planner_file import read_planner_file
 from forebay.core.scaling.changes import size_changes
@@ -17,11 +15,6 @@ from forebay.simulate.slo import Slo, meets
 
 S_PER_HOUR = 3600
 US_PER_S = 1e6
-
-PlannerOption = Annotated[
-    Path | None,
-    typer.Option(help="TOML file of a planner that sizes the pools, as of `forebay planner run`. See docs/scaling.md."),
-]
 
 
 def read_planner(path: Path, settings: Settings) -> PlannerSettings:

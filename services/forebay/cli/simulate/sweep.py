@@ -6,14 +6,13 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from hashlib import sha256
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import typer
 from rich.console import Console
 
 from forebay.cli.common.errors import complain, fail
-from forebay.cli.common.option_groups import spread
 from forebay.cli.common.survey import print_survey
 from forebay.cli.simulate.options import (
     AttainOption,
@@ -54,35 +53,21 @@ OF_SLO = ("attained", "goodput_per_s")
 Metrics = dict[str, Any]
 
 
-@spread
-def sweep(
+def run_sweep(
+    *,
     workload: WorkloadArgument,
     fleet: FleetOptions,
     shape: ShapeOptions,
-    sets: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", metavar="NAME=VALUE,…", help="Try each value of a router setting or an option. Repeatable."
-        ),
-    ] = None,
-    policies: PoliciesOption = None,
-    slo: SloOption = None,
-    attain: AttainOption = None,
-    find_capacity: Annotated[
-        bool, typer.Option("--find-capacity", help="Find the highest request rate that meets --slo.")
-    ] = False,
-    objectives: Annotated[
-        list[str] | None,
-        typer.Option("--objective", metavar="METRIC", help="Metric for Pareto optimality. Repeatable."),
-    ] = None,
-    json: JsonOption = False,
-    csv: Annotated[bool, typer.Option("--csv", help="Print comma-separated values on stdout.")] = False,
+    sets: list[str] | None,
+    policies: PoliciesOption,
+    slo: SloOption,
+    attain: AttainOption,
+    find_capacity: bool,
+    objectives: list[str] | None,
+    json: JsonOption,
+    csv: bool,
 ) -> None:
-    """Simulate every combination of settings, and mark the Pareto-optimal ones.
-
-    Exits 1 if a run or a request failed, if no combination attains --attain with every seed, or if a capacity search
-    found no rate.
-    """
+    """Run `forebay sweep`. sweep_command.py documents its options."""
     try:
         objectives_slo = slo_of(slo, attain)
         wanted = _objectives(objectives, objectives_slo, find_capacity)

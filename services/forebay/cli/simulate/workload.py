@@ -4,7 +4,6 @@ import contextlib
 import json as jsonlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated
 
 import msgspec
 import typer
@@ -13,10 +12,9 @@ from rich.progress import MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from forebay.cli.common.errors import fail
-from forebay.cli.common.option_groups import spread
 from forebay.cli.common.survey import print_survey
 from forebay.cli.common.terminal import bar, in_markup, results
-from forebay.cli.simulate.options import INT_MAX, JsonOption, ShapeOptions, workload_options
+from forebay.cli.simulate.options import JsonOption, ShapeOptions, workload_options
 from forebay.simulate.reading import open_workload
 from forebay.simulate.workload import Survey, Turn, Workload, WorkloadOptions, WorkloadUnusable
 from forebay.simulate.workloads.rows import WorkloadHeader
@@ -26,18 +24,9 @@ from forebay.simulate.workloads.writing import encode_workload
 SPREADS = ("prompt_tokens", "output_tokens", "delay_s")
 SHOWN = ("mean", "p50", "p90", "p99", "max")
 
-SourcesArgument = Annotated[
-    list[str], typer.Argument(help="A file, a folder of runs, several runs, or synthetic:SETTINGS.")
-]
-SeedOption = Annotated[int, typer.Option(min=0, max=INT_MAX, help="Random seed for sampling.")]
 
-app = typer.Typer(name="workload", help="Inspect and convert workloads.", no_args_is_help=True)
-
-
-@app.command("show")
-@spread
-def show(sources: SourcesArgument, shape: ShapeOptions, seed: SeedOption = 0, json: JsonOption = False) -> None:
-    """Show requests, rate, lengths, sessions, and the prefix reuse of an unbounded cache."""
+def run_show(*, sources: list[str], shape: ShapeOptions, seed: int, json: JsonOption) -> None:
+    """Run `forebay workload show`. workload_command.py documents its options."""
     with _explained():
         workload, survey = _opened(sources, workload_options(shape, seed))
         found = workload_statistics(_watched(workload, survey.requests, "read"), workload.block_tokens)
@@ -49,15 +38,8 @@ def show(sources: SourcesArgument, shape: ShapeOptions, seed: SeedOption = 0, js
         _show(workload.name, found)
 
 
-@app.command("convert")
-@spread
-def convert(
-    sources: SourcesArgument,
-    out: Annotated[Path, typer.Option("--out", "-o", help="Path of the file to write.")],
-    shape: ShapeOptions,
-    seed: SeedOption = 0,
-) -> None:
-    """Write a workload, transformed by the options, to a file in forebay's own format."""
+def run_convert(*, sources: list[str], out: Path, shape: ShapeOptions, seed: int) -> None:
+    """Run `forebay workload convert`. workload_command.py documents its options."""
     options = workload_options(shape, seed)
     if out.exists() and not out.is_file():  # replacing a device would turn it into a file
         fail(f"{out}: is not a regular file; choose another name")

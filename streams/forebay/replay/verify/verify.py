@@ -15,24 +15,15 @@ from forebay.core.step import AnyDecision
 from forebay.events.base import hex_digest
 from forebay.events.decisions import OwnerClaimed, SnapshotTaken
 from forebay.events.topics import INPUTS
+from forebay.replay.checks import FOREIGN_PROGRESS, MISSING_SNAPSHOTS, SCALING_RULES
 from forebay.replay.scaling.history import ScalingVerification, verify_scaling
 from forebay.replay.verify.divergence import DivergenceReport, DivergenceTrail
 from forebay.replay.verify.foreign_progress import ForeignEvent, ForeignProgress
-from forebay.replay.walk import FOREIGN_RECORDS, UNKNOWN_EVENTS, UNREAD_FIELDS, Walk, walk_all
+from forebay.replay.walk import Walk, walk_all
 from forebay.transport.base import Log
 from forebay.transport.history.reader import MissingChunk, OtherState, check_snapshot
 
 PROGRESS_EVERY = 1_000  # journal records between two progress reports
-
-MISSING_SNAPSHOTS, FOREIGN_PROGRESS, SCALING_RULES = "missing-snapshots", "foreign-progress", "scaling-rules"
-UNVERIFIED = {
-    FOREIGN_RECORDS: "journal records that no owner wrote",
-    UNREAD_FIELDS: "journal records with fields or an encoding that this version does not write",
-    UNKNOWN_EVENTS: "events of types that this version does not know",
-    MISSING_SNAPSHOTS: "snapshots whose chunks are missing",
-    FOREIGN_PROGRESS: "progress events from workers that were not selected (ignored)",
-    SCALING_RULES: "scaling decisions by the rules of another version",
-}
 
 OnProgress = Callable[[int, int, int], None]
 

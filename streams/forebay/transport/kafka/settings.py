@@ -6,14 +6,15 @@ Properties have librdkafka's names (`security.protocol`, `sasl.username`, …), 
 
 from collections.abc import Mapping
 from pathlib import Path
-from ssl import SSLContext, SSLError
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-from aiokafka.helpers import create_ssl_context
 
 from forebay.events.names import unknown_name
 from forebay.transport.base import LogError
+
+if TYPE_CHECKING:
+    from ssl import SSLContext
 
 PLAIN = {
     "security.protocol": "security_protocol",
@@ -99,9 +100,12 @@ def read_properties(path: Path) -> dict[str, str]:
     return properties
 
 
-def _ssl_context(certificates: Mapping[str, str]) -> SSLContext:
+def _ssl_context(certificates: Mapping[str, str]) -> "SSLContext":
+    # Imported here, because options of commands use these settings, and --help should not wait for a Kafka client.
+    from aiokafka.helpers import create_ssl_context  # noqa: PLC0415
+
     try:
         context: SSLContext = create_ssl_context(**certificates)
-    except (OSError, SSLError) as error:
+    except OSError as error:  # includes ssl.SSLError
         raise KafkaUnusable(f"the certificates of the Kafka properties cannot be used: {error}") from error
     return context

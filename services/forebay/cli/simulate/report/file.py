@@ -2,9 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
 
-import typer
 from rich.progress import SpinnerColumn, TextColumn
 
 from forebay.cli.common.page_file import require_writable, write
@@ -14,10 +12,6 @@ from forebay.simulate.slo import Slo
 
 OPTION = "--report"
 TITLE = "forebay simulate"
-
-ReportOption = Annotated[
-    Path | None, typer.Option(OPTION, dir_okay=False, help="Write a self-contained HTML report to this path.")
-]
 
 
 def require_report(path: Path) -> None:

@@ -1,0 +1,35 @@
+"""Options of `forebay index`. The code is imported when a command runs, so that --help does not wait for it."""
+
+from typing import Annotated
+
+import typer
+
+from forebay.cli.common.option_groups import spread
+from forebay.cli.common.recording import KafkaSource, LogArgument
+from forebay.cli.policies.allowed import AllowPolicyOption
+
+app = typer.Typer(help="Show the cached blocks of each worker, according to the log.", no_args_is_help=True)
+
+
+@app.callback()
+def _root() -> None:
+    """Show the cached blocks of each worker, according to the log."""
+
+
+@app.command("dump")
+@spread
+def dump(
+    source: KafkaSource,
+    log: LogArgument = None,
+    group: Annotated[str, typer.Option(help="Model whose index is printed, if there are several.")] = "",
+    worker: Annotated[str, typer.Option(help="Only this worker's blocks.")] = "",
+    allow_policy: AllowPolicyOption = None,
+) -> None:
+    """Print the prefix index at the journal's end as `kv.blocks_stored` events, one JSON object per line.
+
+    The events use the JSON form of topic `kv-events`, in which hashes are base64 of little-endian u64. Each rank's
+    events are numbered from 1. Applied to an empty index, they restore the same index.
+    """
+    from forebay.cli.index import run_dump  # noqa: PLC0415
+
+    run_dump(source=source, log=log, group=group, worker=worker, allow_policy=allow_policy)

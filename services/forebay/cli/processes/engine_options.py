@@ -1,0 +1,100 @@
+"""Engine options shared by several commands. They are separate from the engines, which --help does not load."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, get_args
+
+import typer
+
+from forebay.cli.processes.options import LorasOption, ModelNameOption, ModelOption, RevisionOption
+from forebay.events.control import Role
+
+if TYPE_CHECKING:
+    from forebay.cli.processes.engines import EngineChoice
+
+MOCK = "mock"
+DEFAULT_POOL = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """Where to import the class of a real engine from.
+
+    Attributes:
+        module: Module of the class.
+        name: Name of the class.
+        packages: Packages that the engine imports. The extra of forebay that installs them has the engine's name.
+    """
+
+    module: str
+    name: str
+    packages: tuple[str, ...]
+
+
+ADAPTERS = {
+    "transformers": Adapter(
+        "forebay.workers.engines.transformers.engine", "TransformersEngine", ("torch", "transformers")
+    ),
+    "vllm": Adapter("forebay.workers.engines.vllm.engine", "VllmEngine", ("vllm",)),
+    "sglang": Adapter("forebay.workers.engines.sglang.engine", "SglangEngine", ("sglang",)),
+    "tensorrt-llm": Adapter("forebay.workers.engines.tensorrt_llm.engine", "TensorRtLlmEngine", ("tensorrt_llm",)),
+}
+ENGINES = (MOCK, *ADAPTERS)
+ENGINE_HELP = (
+    f"Engine: {', '.join(ENGINES)}, or a service class as FILE.py:Class. Experimental: sglang and tensorrt-llm."
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """Options that select an engine. Each field is a command-line option."""
+
+    PANEL: ClassVar = "Engine"
+
+    engine: Annotated[str, typer.Option(help=ENGINE_HELP)] = MOCK
+    model: ModelOption = None
+    revision: RevisionOption = None
+    model_name: ModelNameOption = ""
+    engine_args: Annotated[
+        str | None, typer.Option(help="Engine arguments: a YAML or JSON file, or a JSON object.")
+    ] = None
+    role: Annotated[str, typer.Option(help=f"Worker role: {', '.join(get_args(Role))}.")] = "aggregated"
+    speedup: Annotated[float | None, typer.Option(help="Speed relative to the modelled GPU. Mock engine only.")] = None
+    engine_profile: Annotated[
+        str | None, typer.Option(help="Engine profile of the mock engine: a file, or mocker. Default: mocker.")
+    ] = None
+    block_size: Annotated[int | None, typer.Option(min=1, help="Tokens per KV block. Mock default: 64.")] = None
+    kv_blocks: Annotated[int | None, typer.Option(min=1, help="KV blocks per rank. Mock default: 16384.")] = None
+    max_num_seqs: Annotated[int | None, typer.Option(min=1, help="Sequences per rank. Mock default: 256.")] = None
+    max_num_batched_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Maximum tokens per engine step. Mock default: 8192.")
+    ] = None
+    dp_size: Annotated[int, typer.Option(min=1, max=1024, help="Data-parallel ranks per worker.")] = 1
+    lora: LorasOption = None
+    kv_transport: Annotated[
+        Literal["nixl", "tcp"] | None,
+        typer.Option(help="Transport of KV blocks between mock workers. Default: nixl."),
+    ] = None
+    kv_bytes_per_token: Annotated[
+        int | None, typer.Option(min=1, max=1 << 20, help="Bytes of KV per token. Mock engine only. Default: 256.")
+    ] = None
+    kv_checksum: Annotated[
+        bool | None,
+        typer.Option(
+            "--kv-checksum/--no-kv-checksum", help="Verify checksums of received KV blocks. Mock engine only."
+        ),
+    ] = None
+    kv_lease_s: Annotated[
+        float | None,
+        typer.Option(min=0.1, max=3_600.0, help="Seconds that unfetched KV is kept. Mock engine only. Default: 30."),
+    ] = None
+
+    def choice(self) -> "EngineChoice":
+        """Return the engine that the options select. Raises Unusable if the options are invalid."""
+        from forebay.cli.processes.engines import choose_engine  # noqa: PLC0415 - --help does not wait for engines
+
+        return choose_engine(self)
+
+
+def pool_of(role: Role) -> str:
+    """Return the name of the default pool of a role. Workers of different roles never share a pool."""
+    return DEFAULT_POOL if role == "aggregated" else role

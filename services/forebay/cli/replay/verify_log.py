@@ -1,0 +1,56 @@
+"""`forebay replay`: verify, explain and compare the decisions of a recorded log."""
+
+import asyncio
+from collections.abc import Set
+
+import msgspec
+import typer
+
+from forebay.cli.common.errors import complain, explained, fail
+from forebay.cli.common.recording import Recording
+from forebay.cli.common.terminal import own_stdout
+from forebay.cli.common.unverified import DIVERGED, allowed_of, complaint, exit_code
+from forebay.cli.policies.allowed import AllowPolicyOption, allowed_policies
+from forebay.cli.replay.verify import show, shown_progress
+from forebay.core.routing.policies import CustomPolicies
+from forebay.events.topics import DECISIONS
+from forebay.replay.checks import UNVERIFIED
+from forebay.replay.policies import require_allowed
+from forebay.replay.scaling.journal import has_scaling
+from forebay.replay.verify.verify import OnProgress, VerifyReport, include_scaling, verify
+from forebay.transport.history.groups import groups_of
+from forebay.transport.sqlite.log import SqliteLog
+
+
+def run_verify(*, recording: Recording, allow: list[str] | None, allow_policy: AllowPolicyOption, json: bool) -> None:
+    """Run `forebay replay verify`. command.py documents its options."""
+    recording.require_one_source()
+    allowed = allowed_of(allow, UNVERIFIED)
+    with explained():
+        custom = allowed_policies(allow_policy)
+    with explained(), shown_progress() as on_progress, own_stdout():
+        report = asyncio.run(_verify(recording, on_progress, allowed, custom))
+    if json:
+        typer.echo(msgspec.json.encode(report).decode())
+    else:
+        show(report)
+    if report.diverged:
+        raise typer.Exit(DIVERGED)
+    if report.failed:
+        complain(complaint(report.failed, report.unknown_event))
+        raise typer.Exit(exit_code(report.failed))
+
+
+async def _verify(
+    recording: Recording, on_progress: OnProgress, allowed: Set[str], custom: CustomPolicies
+) -> VerifyReport:
+    async with recording.opened() as (log, partition):
+        if isinstance(log, SqliteLog):
+            log.check()
+        await require_allowed(log, partition, custom)
+        ends = [await of(DECISIONS.name, partition) for of in (log.begin, log.end)]
+        if ends[0] == ends[1] and "" not in await groups_of(log) and not await has_scaling(log):
+            fail(f"nothing to verify: the journal of control partition {partition} in {recording.name} is empty")
+        report = await verify(log, partition, on_progress, allowed, custom)
+        await include_scaling(log, report)
+        return report

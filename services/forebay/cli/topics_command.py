@@ -1,0 +1,101 @@
+"""Options of `forebay topics`. The code is imported when a command runs, so that --help does not wait for it."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from forebay.cli.common.cluster_options import KafkaOptions
+from forebay.cli.common.option_groups import spread
+from forebay.cli.common.recording import KafkaSource
+
+app = typer.Typer(help="Show the records of a log, and manage the topics of a broker.", no_args_is_help=True)
+
+
+LogArgument = Annotated[
+    Path | None,
+    typer.Argument(help="Log file of `forebay up` (may be in use) or a recording; omit with --kafka."),
+]
+
+
+@app.callback()
+def _root() -> None:
+    """Show the records of a log, and manage the topics of a broker."""
+
+
+@app.command("create")
+@spread
+def create(
+    kafka: KafkaOptions,
+    pool: Annotated[list[str] | None, typer.Option(help="Pool that gets a work topic. Repeatable.")] = None,
+    groups: Annotated[int, typer.Option(min=1, help="Maximum number of models: partitions of the control topics.")] = 4,
+    slots: Annotated[
+        int,
+        typer.Option(min=1, help="Partitions of a work topic. A model can have SLOTS / GROUPS workers per pool."),
+    ] = 256,
+    replies: Annotated[int, typer.Option(min=1, help="Partitions of `tokens`.")] = 16,
+    kafka_api_partitions: Annotated[
+        int, typer.Option(min=1, help="Partitions of `openai-requests` and `openai-responses`.")
+    ] = 8,
+    replication: Annotated[int, typer.Option(min=1, help="Replicas of every partition.")] = 1,
+) -> None:
+    """Create missing topics, and check the existing ones."""
+    from forebay.cli.topics import run_create  # noqa: PLC0415
+
+    run_create(
+        kafka=kafka,
+        pool=pool,
+        groups=groups,
+        slots=slots,
+        replies=replies,
+        kafka_api_partitions=kafka_api_partitions,
+        replication=replication,
+    )
+
+
+@app.command("list")
+@spread
+def list_topics(
+    source: KafkaSource,
+    log: LogArgument = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
+) -> None:
+    """List every topic partition that has records, with its end offset, and its first offset if retention moved it."""
+    from forebay.cli.topics import run_list_topics  # noqa: PLC0415
+
+    run_list_topics(source=source, log=log, json=json)
+
+
+@app.command("tail")
+@spread
+def tail(
+    where: Annotated[
+        list[str], typer.Argument(metavar="[LOG] TOPIC", help="LOG: log file; omit with --kafka. TOPIC: topic name.")
+    ],
+    source: KafkaSource,
+    partition: Annotated[int, typer.Option("--partition", "-p", min=0, help="Partition of the topic.")] = 0,
+    count: Annotated[int, typer.Option("--lines", "-n", min=0, help="Print the last N records.")] = 10,
+    offset: Annotated[
+        int | None, typer.Option(min=0, help="Print the records from this offset on, instead of the last N.")
+    ] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing new records.")] = False,
+) -> None:
+    """Print records as JSON lines."""
+    from forebay.cli.topics import run_tail  # noqa: PLC0415
+
+    run_tail(where=where, source=source, partition=partition, count=count, offset=offset, follow=follow)
+
+
+@app.command("lag")
+@spread
+def lag(
+    kafka: KafkaOptions,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
+) -> None:
+    """Show by how many records each reader is behind: the commits of consumer groups, and the journals of owners.
+
+    After the table, one line per group names the owner of the group and its standby routers.
+    """
+    from forebay.cli.topics import run_lag  # noqa: PLC0415
+
+    run_lag(kafka=kafka, json=json)
