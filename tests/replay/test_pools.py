@@ -62,6 +62,23 @@ async def test_other_reasons_are_explained(hints: dict[str, Any], text: str) -> 
     assert await texts(made) == [text]
 
 
+async def test_the_move_of_a_queued_request_is_explained_and_derived_again() -> None:
+    made = recorder("a", "b")
+    rules(made, one_cell("a"))
+    running = [
+        made("requests", request(f"on-{name}", SHORT, routing=RoutingHints(worker_id=f"w-{name}")))[0] for name in "ab"
+    ]
+    made("requests", request("r", SHORT))
+    drain(made, "a")
+    made("progress", RequestFinished(**progress_fields(running[1]), finish_reason="length"))
+    made.seal()
+    explanation = await made.explain("r")
+    assert words(explanation) == ["submitted", "pool_chosen", "held", "pool_chosen", "routed"]
+    assert explanation.timeline[3].text == "pool b: the request leaves a; a is drained"
+    report = await verify(await made.log(), 0)
+    assert (report.divergence, report.decisions, report.verified) == (None, 4, 4)
+
+
 async def test_a_rejection_names_the_ranks_of_the_chosen_pool() -> None:
     made = recorder("a", "b")
     rules(made, one_cell("b"))
