@@ -19,6 +19,7 @@ NAMES = (
     "kv-transfer",
     "kv-hosts",
     "overload",
+    "planner",
 )
 BENCHMARKS = {name: f"tests.benchmarks.bench_{name.replace('-', '_')}" for name in NAMES}
 

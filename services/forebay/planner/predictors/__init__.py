@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Sequence
 
+from forebay.core.scaling.virtual_planner import Forecast
 from forebay.events.names import unknown_name
 from forebay.events.scaling import DemandForecast, ScalingObserved
-from forebay.live.planner.planner import Forecast
 from forebay.planner.predictors.demand import Predict, demand_of
 from forebay.planner.predictors.plain import last_value, moving_average
 

@@ -8,7 +8,7 @@ intervals. A planner that finds a newer claim stands by again. Its records after
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Protocol, TypeVar
 
 import msgspec
@@ -16,8 +16,8 @@ import msgspec
 from forebay import runtime
 from forebay.core.scaling.decide import decide
 from forebay.core.scaling.state import RULES_VERSION, SILENT_INTERVALS, SILENT_MORE_S, Outcome
+from forebay.core.scaling.virtual_planner import Forecast
 from forebay.events.scaling import (
-    DemandForecast,
     PlannerClaimed,
     PlannerPaused,
     PlannerRecord,
@@ -40,7 +40,6 @@ REPLIES = (ScalingApplied, ScalingRefused)
 COMMANDS = (PoolSizeSet, PlannerPaused)
 
 RecordT = TypeVar("RecordT", bound=PlannerRecord)
-Forecast = Callable[[Sequence[ScalingObserved], int], DemandForecast]
 
 
 class Observer(Protocol):
