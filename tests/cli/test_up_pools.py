@@ -2,7 +2,9 @@
 
 import json
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +87,7 @@ def test_requests_follow_the_grid_a_canary_and_a_drain_and_nothing_is_lost(tmp_p
 
         control(up, "pause", "--pool", "short")
         waiting: list[Future[str]] = [threads.submit(complete, up, SHORT) for _ in range(3)]
-        until_in_flight(up, "mock-0", 3)
+        until(up, lambda status: in_flight(status, "mock-0") == 3)
         control(up, "drain", "short")
         assert complete(up, SHORT, "by-drain") == "long"
         assert choice(up, "by-drain") == ("long", "grid", [("short", "drained")])
@@ -99,6 +101,25 @@ def test_requests_follow_the_grid_a_canary_and_a_drain_and_nothing_is_lost(tmp_p
     assert verified(log)["decisions"]
 
 
+def test_requests_that_are_queued_in_a_drained_pool_move_and_none_is_lost(tmp_path: Path, rules: Path) -> None:
+    log = tmp_path / "log.db"
+    one_each = ("--max-num-seqs", "1", "--router-queue-run-ahead", "0", "--pool-routing", str(rules))
+    with running(*pools(log), *one_each) as up, ThreadPoolExecutor(4) as threads:
+        control(up, "pause")
+        waiting: list[Future[str]] = [threads.submit(complete, up, SHORT, f"short-{number}") for number in range(3)]
+        until(up, lambda status: status["requests"]["queued"] == 2)
+        blocking = threads.submit(complete, up, LONG)
+        until(up, lambda status: status["requests"]["in_flight"] == 4)
+        control(up, "drain", "short")
+        control(up, "resume", "--pool", "long")
+        assert blocking.result() == "long"
+        moved = list(islice(as_completed(waiting, timeout=PATIENCE_S), 2))
+        assert [one.result() for one in moved] == ["long"] * 2
+        control(up, "resume", "--pool", "short")
+        assert sorted(one.result() for one in waiting) == ["long", "long", "short"]
+    assert verified(log)["decisions"]
+
+
 def choices(up: Up) -> dict[tuple[str, str], float]:
     """Return the counted choices of pools by pool and reason."""
     families = text_string_to_metric_families(httpx.get(f"{up.url}/metrics", timeout=30).text)
@@ -107,16 +128,21 @@ def choices(up: Up) -> dict[tuple[str, str], float]:
     return {(one.labels["pool"], one.labels["reason"]): one.value for one in samples if one.name == name}
 
 
-def until_in_flight(up: Up, worker: str, count: int) -> None:
-    """Wait until a worker has `count` requests in flight."""
+def until(up: Up, reached: Callable[[dict[str, Any]], bool]) -> None:
+    """Wait until the status of the system fulfils a condition."""
     ends_s = time.monotonic() + PATIENCE_S
     while time.monotonic() < ends_s:
-        workers = httpx.get(f"{up.url}/v1/status", timeout=30).json()["workers"]
-        (ranks,) = (one["ranks"] for one in workers if one["worker_id"] == worker)
-        if sum(rank["active_requests"] for rank in ranks) == count:
+        status = httpx.get(f"{up.url}/v1/status", timeout=30).json()
+        if reached(status):
             return
         time.sleep(0.02)
-    raise AssertionError(f"{worker} never had {count} requests in flight")
+    raise AssertionError(status)
+
+
+def in_flight(status: dict[str, Any], worker: str) -> int:
+    """Return the number of requests that a worker has."""
+    (ranks,) = (one["ranks"] for one in status["workers"] if one["worker_id"] == worker)
+    return sum(rank["active_requests"] for rank in ranks)
 
 
 def test_the_file_replaces_rules_of_the_log_at_each_start_and_canaries_stay(tmp_path: Path, rules: Path) -> None:
