@@ -184,6 +184,43 @@ def test_pools_are_shown_and_drained_by_name(system: tuple[Up, Path], tmp_path: 
         assert control(up, *arguments)[::2] == (expected, f"forebay: {message}\n")
 
 
+GRID = """
+[[models]]
+name = "forebay-default"
+retry = true
+[[models.grids]]
+target = "itl"
+isl_max = 3000
+target_min_ms = 10
+target_max_ms = 50
+pools = [{ pool = "default", priority = 0 }]
+cells = [["default", "default"], ["default", "default"], ["default", "default"]]
+overrides = [{ min_priority = 5, max_priority = 9, pool = "default" }]
+"""
+
+
+def test_the_grid_of_pools_is_shown_as_a_table(system: tuple[Up, Path], tmp_path: Path) -> None:
+    up, _ = system
+    rules = tmp_path / "rules.toml"
+    rules.write_text(GRID)
+    code, out, _ = control(up, "pools", "--routing", str(rules))
+    assert code == 0
+    assert [line.split("  ")[0].strip() for line in out.splitlines()[4:]] == [
+        "grid of aggregated pools; pools by speed (lower is faster): default (0)",
+        "prompt tokens",
+        "below 1000",
+        "1000 to 2000",
+        "from 2000",
+        "requests with a priority from 5 to 9 go to default",
+        "failed requests move to faster pools",
+    ]
+    assert "ITL below 30 ms" in out
+    assert "ITL from 30 ms" in out
+    rules.write_text(GRID.partition("[[models.grids]]")[0].replace("true", "false"))
+    assert control(up, "pools", "--routing", str(rules))[0] == 0
+    assert len(control(up, "pools")[1].splitlines()) == 3, "no grid is left"
+
+
 def test_the_log_of_commands_verifies(system: tuple[Up, Path], tmp_path: Path) -> None:
     up, log = system
     control(up, "load-lora", "--lora", "x", "--path", str(tmp_path))

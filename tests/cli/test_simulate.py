@@ -53,6 +53,25 @@ def test_a_custom_policy_is_imported_from_the_current_directory(trace: Path, mon
     assert requests == [[0, count], [count, 0]]
 
 
+def test_a_fleet_with_several_pools_of_a_model_has_results_by_pool(trace: Path) -> None:
+    pools = "".join(f"[[pools]]\nname = '{name}'\nworkers = [{{count = 1}}]\n" for name in ("short", "long"))
+    speeds = "pools = [{pool = 'short', priority = 0}, {pool = 'long', priority = 1}]"
+    grid = f"isl_max = 4096\ntarget_max_ms = 9\n{speeds}\ncells = [['short'], ['long']]\n"
+    fleet = trace.with_name("fleet.toml")
+    fleet.write_text(f"{pools}[[models]]\nname = 'simulated'\n[[models.grids]]\n{grid}")
+    options = ("--fleet", str(fleet), "--policy", "kv")
+    by_pool = json.loads(printed(trace, *options))["policies"]["kv"]["pools"]
+    lengths = [row.input_length for row in conversations(sessions=5, turns=4)]
+    short = sum(length < 2_048 for length in lengths)
+    assert 0 < short < len(lengths)
+    assert {name: one["requests"] for name, one in by_pool.items()} == {"short": short, "long": len(lengths) - short}
+    table = forebay("simulate", str(trace), *options).stdout
+    assert [line.split()[1:3] for line in table.splitlines() if " short " in line or " long " in line] == [
+        ["short", str(short)],
+        ["long", str(len(lengths) - short)],
+    ]
+
+
 def test_the_table_shows_every_policy_with_its_metrics(trace: Path) -> None:
     run = CliRunner().invoke(app, ["simulate", str(trace), "--policy", "kv", "--duration-s", "1"])
     assert run.exit_code == 0

@@ -92,8 +92,14 @@ def _print(client: IngressClient, response: Any, *, json: bool) -> None:
     console.print(_pool_table(rules["pools"]))
     for grid in rules["grids"]:
         console.print()
-        console.print(in_markup(_grid_title(grid, retry=rules["retry"])))
+        speeds = ", ".join(f"{one['pool']} ({one['priority']})" for one in grid["pools"])
+        console.print(in_markup(f"grid of {grid['role']} pools; pools by speed (lower is faster): {speeds}"))
         console.print(_grid_table(grid))
+        for one in grid["overrides"]:
+            text = f"requests with a priority from {one['min_priority']} to {one['max_priority']} go to {one['pool']}"
+            console.print(in_markup(text))
+    if rules["retry"]:
+        console.print("failed requests move to faster pools")
 
 
 def _pool_table(listed: list[dict[str, Any]]) -> "Table":
@@ -103,16 +109,6 @@ def _pool_table(listed: list[dict[str, Any]]) -> "Table":
         state = "none, drained" if one["drained"] else share or "yes"
         table.add_row(*map(in_markup, (one["pool"], one["role"], str(one["block_size"]), state)))
     return table
-
-
-def _grid_title(grid: Mapping[str, Any], *, retry: bool) -> str:
-    speeds = ", ".join(f"{one['pool']} ({one['priority']})" for one in grid["pools"])
-    order = f"pools by speed (lower is faster): {speeds}"
-    overrides = "".join(
-        f"; priority {one['min_priority']} to {one['max_priority']}: {one['pool']}" for one in grid["overrides"]
-    )
-    retries = "; failed requests move to faster pools" if retry else ""
-    return f"grid of {grid['role']} pools; {order}{overrides}{retries}"
 
 
 def _grid_table(grid: Mapping[str, Any]) -> "Table":
