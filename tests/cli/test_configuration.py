@@ -48,7 +48,11 @@ def test_every_option_has_the_variable_of_its_name_or_belongs_to_services(name: 
     for path, command in commands(name, load(name)).items():
         for param in command.params:
             flag = next((one for one in param.opts if one.startswith("--")), "")
-            is_exempt = name not in SERVICES and flag.removeprefix("--") in SERVICE_OPTIONS
+            is_exempt = (
+                name not in SERVICES
+                and path.replace(" ", "-") not in SERVICES
+                and flag.removeprefix("--") in SERVICE_OPTIONS
+            )
             if is_exempt:
                 assert param.envvar is None, path
             elif flag and not getattr(param, "hidden", False):
@@ -182,8 +186,8 @@ def test_a_url_and_another_source_on_the_command_line_are_an_error(other: list[s
 )
 def test_error_for_an_invalid_file(tmp_path: Path, service: str, text: str, expected: str) -> None:
     file = written(tmp_path, text.format(service=service))
-    more = ["x.py:X"] if service == "serve" else []
-    error = refused(service, *more, "--config", file)
+    more = ["x.py:X"] if service == "serve" or len(SERVICES[service]) > 1 else []
+    error = refused(*SERVICES[service], *more, "--config", file)
     assert f"--config {file}: " in error
     assert expected.format(service=service) in error
 
@@ -193,7 +197,7 @@ def test_error_for_an_invalid_file(tmp_path: Path, service: str, text: str, expe
     [
         ('port = "80"', 'port: expected a number, got "80"'),
         ("port = true", "port: expected one value, got true"),
-        ("port = 70000", "port: Input should be less than or equal to 65535"),
+        ("port = 70000", "port: expected a number less than or equal to 65535, got 70000"),
         ("model-name = 5", "model-name: expected a string, got 5"),
         ("kv-events = 1", "kv-events: expected true or false, got 1"),
         ("taint = 'x'", 'taint: expected an array of strings, got "x"'),
@@ -203,6 +207,36 @@ def test_error_for_an_invalid_file(tmp_path: Path, service: str, text: str, expe
 )
 def test_error_for_a_value_of_the_wrong_type(tmp_path: Path, text: str, expected: str) -> None:
     assert expected in refused("up", "--config", written(tmp_path, text))
+
+
+@pytest.mark.parametrize("service", ["run", "supervise"])
+def test_services_of_the_planner_read_the_file(tmp_path: Path, service: str) -> None:
+    text = f'kafka = "a:1"\nplanner-id = "x"\n[planner-{service}]\nmetrics-port = 1001\n[up]\nport = 1002\n'
+    file = written(tmp_path, text)
+    found = shown("planner", service, "--config", file)
+    assert [found[name]["value"] for name in ("kafka", "metrics-port", "config")] == ["a:1", 1001, file]
+    assert found.get("planner-id", {}).get("value") == ("x" if service == "run" else None)
+    assert shown("up", "--config", file)["port"]["value"] == 1002
+    error = refused("planner", service, "pools.toml", "--config", written(tmp_path, "[planner]\n"))
+    assert "unknown table 'planner'; did you mean planner-" in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["up", "--port", "70000"], "'--port': expected a number less than or equal to 65535, got 70000"),
+        (["up", "--port", "x"], "'--port': expected a valid integer, got x"),
+        (["topics", "create", "--replies", "0"], "'--replies': expected a number greater than or equal to 1, got 0"),
+        (["control", "canary", "a", "--share", "2"], "'--share': expected a number less than or equal to 1, got 2"),
+    ],
+)
+def test_error_for_a_bad_value_names_the_value(arguments: list[str], expected: str) -> None:
+    assert expected in refused(*arguments)
+
+
+@pytest.mark.parametrize("arguments", [("trace", "synthetic:requests=1"), ("status",), ("control", "pools")])
+def test_error_for_a_url_without_a_scheme(arguments: tuple[str, ...]) -> None:
+    assert "expected a URL such as http://127.0.0.1:8000" in refused(*arguments, "--url", "localhost:8000")
 
 
 def test_error_for_a_missing_file(tmp_path: Path) -> None:

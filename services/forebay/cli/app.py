@@ -27,6 +27,7 @@ class CommandEntry(NamedTuple):
         help: Line in `forebay --help`. Equals the summary of the command's own help.
         settings: Context settings for the command-line parser.
         has_config: Whether the command is a service, which has an option --config.
+        services: Subcommands that are services.
     """
 
     module: str
@@ -34,6 +35,7 @@ class CommandEntry(NamedTuple):
     help: str
     settings: dict[str, Any] | None = None
     has_config: bool = False
+    services: tuple[str, ...] = ()
 
 
 # A test compares each help text with the docstring of the function.
@@ -71,7 +73,9 @@ COMMANDS = {
         "app",
         "Send commands to workers or change routing settings.",
     ),
-    "planner": CommandEntry("planner.command", "app", "Scale the pools of a distributed system."),
+    "planner": CommandEntry(
+        "planner.command", "app", "Scale the pools of a distributed system.", services=("run", "supervise")
+    ),
     "produce": CommandEntry(
         "produce_command",
         "produce",
@@ -114,7 +118,10 @@ COMMANDS = {
     "index": CommandEntry("index_command", "app", "Show the cached blocks of each worker, according to the log."),
     "config": CommandEntry("config", "app", "Show the options of a command and where their values come from."),
 }
-SERVICES = tuple(name for name, entry in COMMANDS.items() if entry.has_config)
+# Services, by the name of their table in a file of --config.
+SERVICES = {name: (name,) for name, entry in COMMANDS.items() if entry.has_config} | {
+    f"{name}-{one}": (name, one) for name, entry in COMMANDS.items() for one in entry.services
+}
 
 
 class Commands(CliGroup):
@@ -134,11 +141,14 @@ def load(name: str) -> Any:
     if isinstance(target, typer.Typer):
         for one in target.registered_commands:
             one.cls = CliCommand
+            if one.name in command.services and one.callback is not None and one.epilog is None:
+                one.callback = with_config_file(one.callback, f"{name}-{one.name}", SERVICES, _names_of_services)
+                one.epilog = EPILOG
         alone.add_typer(target, name=name, cls=CliGroup)
         group: Any = typer.main.get_command(alone)
         return group.commands[name]
     if command.has_config:
-        target = with_config_file(target, SERVICES, _names_of_services)
+        target = with_config_file(target, name, SERVICES, _names_of_services)
     alone.command(
         name, cls=CliCommand, context_settings=command.settings, epilog=EPILOG if command.has_config else None
     )(target)
@@ -147,7 +157,11 @@ def load(name: str) -> Any:
 
 def _names_of_services() -> set[str]:
     """Return the names of the options of all services."""
-    return {long_name(param) for name in SERVICES for param in load(name).params} - {"", CONFIG}
+    found = set()
+    for name, *rest in SERVICES.values():
+        command = load(name)
+        found |= {long_name(param) for param in (command.commands[rest[0]] if rest else command).params}
+    return found - {"", CONFIG}
 
 
 def _show_version(wanted: bool) -> None:

@@ -18,6 +18,7 @@ SECRETS = frozenset({"key", "keys", "token", "password", "secret"})  # last word
 SERVICE_OPTIONS = frozenset({"engine", "lora", "policy", "pool", "timeout-s", "worker"})
 SERVICE_LINK = re.compile(r"(tcp|udp|sctp)://")  # start of the address that Kubernetes sets as NAME_PORT for a Service
 NO_CHOICE = re.compile(r"Value error, (?P<value>'.*'|\".*\") is not one of (?P<choices>.*)\.", re.DOTALL)
+EXPECTATION = re.compile(r"Input should be (?P<text>[^,]*)")  # start of a message of pydantic
 UNSET = ("ENVIRONMENT", "DEFAULT_MAP")  # sources of options that the command line does not contain
 
 
@@ -68,10 +69,10 @@ class CliCommand(TyperCommand):
         try:
             rest = super().parse_args(ctx, args)
         except typer.BadParameter as error:
-            is_choice = suggest_choice(error)
+            has_value = reword_value_error(error)
             if error.param is not None and (place := place_of(ctx, error.param)):
                 error.param_hint = place
-                error.message += "" if is_choice else f"; got {os.environ.get(place, '')}"
+                error.message += "" if has_value else f"; got {os.environ.get(place, '')}"
             raise
         except Exception as error:
             if hasattr(error, "possibilities"):
@@ -142,16 +143,21 @@ def place_of(ctx: Any, param: Any) -> str:
     return f"{long_name(param)} in {ctx.params.get('config')}" if source == "file" else ""
 
 
-def suggest_choice(error: typer.BadParameter) -> bool:
-    """Suggest similar values in the error for a value that is not one of the choices of its option.
+def reword_value_error(error: typer.BadParameter) -> bool:
+    """State the invalid value and the expectation in an error of pydantic, or suggest similar choices.
 
     Returns whether it is such an error.
     """
-    found = NO_CHOICE.fullmatch(error.message)
-    if found is None:
+    if choice := NO_CHOICE.fullmatch(error.message):
+        value, *choices = literal_eval(f"{choice['value']}, {choice['choices']}")
+        error.message = unknown_name("value", value, choices)
+        return True
+    details: list[dict[str, Any]] = getattr(error.__cause__, "errors", list)()
+    limit = EXPECTATION.match(error.message)
+    if not details or limit is None:
         return False
-    value, *choices = literal_eval(f"{found['value']}, {found['choices']}")
-    error.message = unknown_name("value", value, choices)
+    expected = f"a number {limit['text']}" if limit["text"].startswith(("less", "greater")) else limit["text"]
+    error.message = f"expected {expected}, got {details[0]['input']}"
     return True
 
 

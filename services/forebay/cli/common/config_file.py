@@ -1,7 +1,8 @@
 """Option `--config` of services: a TOML file with options of several services.
 
 Keys are names of options. Top-level keys apply to every service that has the option, and the keys of a table to the
-service of that name. Environment variables and the command line override the file.
+service of that name. The table of `forebay planner run` is `planner-run`. Environment variables and the command line
+override the file.
 """
 
 import tomllib
@@ -13,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from forebay.cli.common.command_class import is_secret, long_name, suggest_choice
+from forebay.cli.common.command_class import is_secret, long_name, reword_value_error
 from forebay.cli.common.errors import fail
 from forebay.events.names import unknown_name
 
@@ -23,12 +24,15 @@ BYTES_MAX = 1 << 20  # a file with all options has a few kilobytes
 Names = Callable[[], Iterable[str]]
 
 
-def with_config_file(command: Callable[..., None], services: Iterable[str], names_of_all: Names) -> Callable[..., None]:
+def with_config_file(
+    command: Callable[..., None], table: str, services: Iterable[str], names_of_all: Names
+) -> Callable[..., None]:
     """Return the command with an option `--config`.
 
     Args:
         command: Function of a service.
-        services: Names of all services.
+        table: Name of the table of this service.
+        services: Names of the tables of all services.
         names_of_all: Function that returns the names of the options of all services.
     """
 
@@ -36,7 +40,7 @@ def with_config_file(command: Callable[..., None], services: Iterable[str], name
         if path is not None:
             options = {name: param for param in context.command.params if (name := long_name(param))}
             del options[OPTION]
-            values = _values(path, str(context.info_name), options, tuple(services), names_of_all)
+            values = _values(path, table, options, tuple(services), names_of_all)
             context.default_map = {
                 options[name].name: _given(path, options[name], values[name], context) for name in values
             }
@@ -113,7 +117,7 @@ def _given(path: Path, param: Any, value: Any, context: typer.Context) -> Any:
     try:
         parsed = param.process_value(context, str(value))
     except typer.BadParameter as error:
-        suggest_choice(error)
+        reword_value_error(error)
         fail(f"--config {path}: {name}: {error.message}")
     if isinstance(parsed, int | float) != isinstance(value, int | float):
         kind = "a number" if isinstance(parsed, int | float) else "a string"

@@ -52,7 +52,7 @@ def pools(
 def canary(
     pool: PoolArgument,
     base: Annotated[str, typer.Option(help="Pool whose requests the canary gets.")] = "",
-    share: Annotated[float | None, typer.Option(help="Share of these requests, from 0 to 1.")] = None,
+    share: Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Share of these requests.")] = None,
     end: Annotated[bool, typer.Option("--end", help="End the canary.")] = False,
     url: UrlOption = URL,
     admin_token_file: AdminTokenFileOption = None,
