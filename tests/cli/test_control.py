@@ -83,11 +83,22 @@ def test_error_for_an_unreachable_target_gives_the_reason(system: tuple[Up, Path
         ("--pool", "deflt"): "unknown pool 'deflt'; did you mean default?",
     }
     for option, error in unknown.items():
-        assert control(up, "pause", *option)[::2] == (1, f"forebay: {error}\n")
+        assert control(up, "pause", *option)[::2] == (2, f"forebay: {error}\n")
     code, _, err = control(up, "dream")
     assert code == 2
     assert all(action.replace("_", "-") in err for action in (*get_args(Action), "disaggregation", "busy-threshold"))
-    assert control(up, "load-lora")[::2] == (2, "forebay: lora_name is missing; give the name of the adapter\n")
+    for arguments, message in (
+        (("load-lora", "--path", "x"), "Missing option '--lora'"),
+        (("load-lora", "--lora", "x"), "Missing option '--path'"),
+        (("unload-lora",), "Missing option '--lora'"),
+        (("pause", "--lora", "x"), "unknown option '--lora'"),
+        (("unload-lora", "--lora", "x", "--path", "x"), "unknown option '--path'"),
+        (("wake-up", "--level", "2"), "unknown option '--level'"),
+        (("sleep", "--level", "3"), "expected a number less than or equal to 2, got 3"),
+    ):
+        code, out, err = control(up, *arguments)
+        assert (code, out) == (2, "")
+        assert message in err
 
 
 def settings(text: str) -> dict[str, list[str]]:
@@ -171,8 +182,8 @@ def test_pools_are_shown_and_drained_by_name(system: tuple[Up, Path], tmp_path: 
     rules = tmp_path / "rules.toml"
     rules.write_text('[[models]]\nname = "forebay-other"\n')
     for arguments, expected, message in (
-        (("drain", "deflt"), 1, "unknown pool 'deflt'; did you mean default?"),
-        (("canary", "default", "--base", "x", "--share", "0.1"), 1, "unknown pool 'x'; pools are: default"),
+        (("drain", "deflt"), 2, "unknown pool 'deflt'; did you mean default?"),
+        (("canary", "default", "--base", "x", "--share", "0.1"), 2, "unknown pool 'x'; pools are: default"),
         (("canary", "default"), 2, "--base and --share are required, or --end to end the canary"),
         (("canary", "default", "--end", "--share", "1"), 2, "--end cannot be combined with --base and --share"),
         (
@@ -247,12 +258,12 @@ def test_commands_need_the_token_of_the_ingress(
     monkeypatch.setenv("FOREBAY_ADMIN_TOKEN", "another")
     code, _, err = control(up, "pause")
     assert (code, err) == (
-        1,
+        2,
         "forebay: the admin token is wrong; send the token that the ingress was started with; "
         "set FOREBAY_ADMIN_TOKEN or --admin-token-file\n",
     )
     monkeypatch.delenv("FOREBAY_ADMIN_TOKEN")
-    assert control(up, "busy-threshold")[::2][0] == 1
+    assert control(up, "busy-threshold")[::2][0] == 2
     token = tmp_path / "token"
     token.write_text(f"{ADMIN_TOKEN}\n")
     assert control(up, "list-loras", "--admin-token-file", str(token))[0] == 0

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 URL = "http://127.0.0.1:8000"
 UrlOption = Annotated[str, typer.Option(help="URL of an ingress of the running system.")]
 STATUS_S = 5.0  # an ingress on Kafka derives the status from the log; only a suggestion in an error waits for it
+INVALID = frozenset({"unknown_worker", "unknown_pool"})  # error codes for names on the command line
 PATIENCE_S = 10.0  # longer than every timeout of the ingress itself
 
 
@@ -80,14 +81,16 @@ def decode_response(url: str, response: "httpx.Response", key: str) -> dict[str,
 
 
 def exit_unless_ok(answer: Mapping[str, Any], response: "httpx.Response") -> None:
-    """Exit if the response is an error: with code 2 if the request was invalid, otherwise with 1."""
+    """Exit if the response is an error: with 2 if an option or the token is invalid, otherwise with 1."""
     if response.status_code == HTTPStatus.OK:
         return
     code = str(answer["error"].get("code"))
+    is_invalid = response.status_code == HTTPStatus.BAD_REQUEST or code in INVALID
     if response.status_code == HTTPStatus.NOT_FOUND and code == "not_found":
         complain("the admin API is disabled; start the ingress with --admin-api and a token")
     elif code.startswith("admin_token"):
         complain(f"{answer['error']['message']}; set {VARIABLE} or --admin-token-file")
+        is_invalid = True
     else:
         complain(str(answer["error"]["message"]))
-    raise typer.Exit(USAGE if response.status_code == HTTPStatus.BAD_REQUEST else 1)
+    raise typer.Exit(USAGE if is_invalid else 1)

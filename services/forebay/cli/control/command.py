@@ -2,12 +2,14 @@
 
 import json as jsonlib
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
 from forebay.cli.common.admin_token import AdminTokenFileOption
+from forebay.cli.common.option_groups import spread
 from forebay.cli.common.terminal import in_markup, results
 from forebay.cli.control.client import URL, IngressClient, UrlOption, client_for, decode_response, exit_unless_ok
 from forebay.cli.control.pools import canary, drain, pools
@@ -30,6 +32,12 @@ ACTIONS: dict[Action, str] = {
 }
 assert set(ACTIONS) == set(get_args(Action)), "every action has a help text"
 
+LoraOption = Annotated[str, typer.Option("--lora", help="Name of the adapter.")]
+PathOption = Annotated[Path, typer.Option("--path", help="Directory of the adapter, as workers see it.")]
+LevelOption = Annotated[
+    int,
+    typer.Option("--level", min=1, max=2, help="Sleep level: 1 keeps the weights in host memory, 2 drops them."),
+]
 
 app = typer.Typer(
     help="Send commands to workers or change routing settings. Exits 1 on failure.",
@@ -37,48 +45,70 @@ app = typer.Typer(
 )
 
 
+@dataclass(frozen=True, slots=True)
+class CommandOptions:
+    """Options of every command to workers."""
+
+    worker: Annotated[
+        list[str] | None,
+        typer.Option("--worker", help="Worker to command. Repeatable. Default: all workers of the model."),
+    ] = None
+    pool: Annotated[str, typer.Option("--pool", help="Command only workers of this pool.")] = ""
+    timeout_s: Annotated[
+        float,
+        typer.Option(
+            "--timeout-s", min=0.001, max=3_600, help="Seconds within which each worker must execute the command."
+        ),
+    ] = 60.0
+    url: UrlOption = URL
+    admin_token_file: AdminTokenFileOption = None
+    json: Annotated[bool, typer.Option("--json", help="Print the outcomes as one JSON object.")] = False
+
+
+def _send(action: Action, options: CommandOptions, **fields: str | int) -> None:
+    """Send a command with its own fields to workers, and print the outcomes."""
+    workers = options.worker or []
+    request = {"action": action, "worker_ids": workers, "pool": options.pool, "timeout_s": options.timeout_s, **fields}
+    client = client_for(options.url, options.admin_token_file)
+    response = client.request("/v1/commands", request, timeout_s=options.timeout_s)
+    result = decode_response(options.url, response, "outcomes")
+    _suggest(client, result, {"worker": workers, "pool": [options.pool]})
+    if options.json:
+        typer.echo(jsonlib.dumps(result))
+    elif "outcomes" in result:
+        results().print(_table(result["outcomes"]))
+    exit_unless_ok(result, response)
+
+
 def _command(action: Action) -> Callable[..., None]:
-    def command(
-        worker: Annotated[
-            list[str] | None, typer.Option(help="Worker to command. Repeatable. Default: all workers of the model.")
-        ] = None,
-        pool: Annotated[str, typer.Option(help="Command only workers of this pool.")] = "",
-        lora: Annotated[str, typer.Option(help="Name of the adapter to load or unload.")] = "",
-        path: Annotated[Path | None, typer.Option(help="Directory of the adapter, as workers see it.")] = None,
-        level: Annotated[
-            int, typer.Option(min=1, max=2, help="Sleep level: 1 keeps the weights in host memory, 2 drops them.")
-        ] = 1,
-        timeout_s: Annotated[
-            float, typer.Option(min=0.001, max=3_600, help="Seconds within which each worker must execute the command.")
-        ] = 60.0,
-        url: UrlOption = URL,
-        admin_token_file: AdminTokenFileOption = None,
-        json: Annotated[bool, typer.Option("--json", help="Print the outcomes as one JSON object.")] = False,
-    ) -> None:
-        request: dict[str, Any] = {
-            "action": action,
-            "worker_ids": worker or [],
-            "pool": pool,
-            "lora_name": lora,
-            "lora_path": "" if path is None else str(path.absolute()),
-            "level": level,
-            "timeout_s": timeout_s,
-        }
-        client = client_for(url, admin_token_file)
-        response = client.request("/v1/commands", request, timeout_s=timeout_s)
-        result = decode_response(url, response, "outcomes")
-        _suggest(client, result, {"worker": worker or [], "pool": [pool]})
-        if json:
-            typer.echo(jsonlib.dumps(result))
-        elif "outcomes" in result:
-            results().print(_table(result["outcomes"]))
-        exit_unless_ok(result, response)
+    """Return the function of a command, which has only the options that the command uses."""
+    if action == "load_lora":
+
+        def load_lora(lora: LoraOption, path: PathOption, *, options: CommandOptions) -> None:
+            _send(action, options, lora_name=lora, lora_path=str(path.absolute()))
+
+        return load_lora
+    if action == "unload_lora":
+
+        def unload_lora(lora: LoraOption, *, options: CommandOptions) -> None:
+            _send(action, options, lora_name=lora)
+
+        return unload_lora
+    if action == "sleep":
+
+        def sleep(level: LevelOption = 1, *, options: CommandOptions) -> None:
+            _send(action, options, level=level)
+
+        return sleep
+
+    def command(*, options: CommandOptions) -> None:
+        _send(action, options)
 
     return command
 
 
 for _action, _help in ACTIONS.items():
-    app.command(_action.replace("_", "-"), help=_help)(_command(_action))
+    app.command(_action.replace("_", "-"), help=_help)(spread(_command(_action)))
 app.command("disaggregation")(disaggregation)
 app.command("busy-threshold")(busy_threshold)
 app.command("pools")(pools)
