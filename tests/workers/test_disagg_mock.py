@@ -242,7 +242,7 @@ async def test_disagg_worker_without_nixl_fails_at_its_start(
     with pytest.raises(EngineError, match="pip install --no-deps nixl-cu12"):
         await one.worker.run()
     monkeypatch.setattr("forebay.workers.engines.mock.engine.find_spec", lambda _: None)
-    with pytest.raises(EngineError, match="KV transfers need numpy"):
+    with pytest.raises(EngineError, match="KV transfers require the package numpy"):
         await side(scene, role, kv_settings(transport="tcp")).engine.start(one.worker.spec)
 
 

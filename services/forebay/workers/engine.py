@@ -30,6 +30,10 @@ class EngineError(Exception):
     """The engine cannot start, or it has failed. The message tells an operator what is wrong and what to do."""
 
 
+class PackageMissing(EngineError):
+    """A package that the engine needs is not installed. The message tells how to install it."""
+
+
 class EngineRefused(Exception):
     """The engine does not support a command to its worker, such as loading an adapter, or cannot execute it.
 

@@ -19,18 +19,22 @@ BROKEN = 1
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Report errors of the body. Exit with code 2 after an error that the user can correct, 1 if an engine failed."""
+    """Report errors of the body. Exit with code 2 after an error that the user can correct, 1 if an engine failed.
+
+    A user can correct invalid input, and install a missing package.
+    """
     try:
         yield
     except (LogError, Unusable) as error:
         fail(str(error))
     except Exception as error:
-        from forebay.workers.engine import EngineError  # noqa: PLC0415 - engines take 100 ms, which --help does not need
+        # Imported here, because engines take 100 ms, which --help does not need.
+        from forebay.workers.engine import EngineError, PackageMissing  # noqa: PLC0415
 
         if not isinstance(error, EngineError):
             raise
         complain(str(error))
-        raise typer.Exit(BROKEN) from None
+        raise typer.Exit(USAGE if isinstance(error, PackageMissing) else BROKEN) from None
 
 
 def cause_of(error: BaseException) -> BaseException:

@@ -4,7 +4,7 @@ import logging
 import os
 from typing import Any
 
-from forebay.workers.engine import EngineError
+from forebay.workers.engine import PackageMissing
 
 LOCAL = "NIXL_INIT_AGENT"  # NIXL's name for the calling agent
 
@@ -33,13 +33,13 @@ def load_nixl(what: str = "embedding transfers") -> Any:
         what: feature that needs NIXL, for the error message.
 
     Raises:
-        EngineError: NIXL or numpy is not installed.
+        PackageMissing: NIXL or numpy is not installed.
     """
     try:
         import nixl_cu12  # noqa: PLC0415 - half a second, and an extra
         import numpy  # noqa: F401, PLC0415 - likewise
     except ImportError as error:
-        raise EngineError(
+        raise PackageMissing(
             f"cannot import NIXL for {what} ({error}): pip install numpy && pip install --no-deps nixl-cu12"
         ) from error
     logging.getLogger("nixl").setLevel(logging.WARNING)  # otherwise NIXL logs every agent that starts

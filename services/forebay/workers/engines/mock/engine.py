@@ -25,7 +25,7 @@ from forebay.events.fleet import WorkerSpec
 from forebay.events.tokens import ResponseError
 from forebay.events.transfer import Prefilled
 from forebay.events.work import WorkItem
-from forebay.workers.engine import EngineError, EngineRefused, Publish
+from forebay.workers.engine import EngineError, EngineRefused, PackageMissing, Publish
 from forebay.workers.engines.mock.kv import KvSettings, MockKv, summed
 from forebay.workers.engines.mock.outputs import TASKS
 from forebay.workers.engines.mock.rank import MockRank, RequestState
@@ -92,7 +92,8 @@ class MockEngine:
         """Prepare KV transfers if the role of the worker needs them, and return the spec with the KV layout.
 
         Raises:
-            EngineError: a package that KV transfers need is not installed, or their settings are invalid.
+            PackageMissing: a package that KV transfers need is not installed.
+            EngineError: the settings of KV transfers are invalid.
         """
         self._loras = dict.fromkeys(spec.loras, "")
         spec = self._spec = msgspec.structs.replace(spec, tasks=TASKS)
@@ -102,7 +103,9 @@ class MockEngine:
         if self.kv_settings.transport == "nixl":
             await runtime.offload(load_nixl, "KV transfers")
         elif find_spec("numpy") is None:
-            raise EngineError("KV transfers need numpy: pip install 'forebay[kv-transfer]'")
+            raise PackageMissing(
+                "KV transfers require the package numpy; install it with: pip install 'forebay[kv-transfer]'"
+            )
         return msgspec.structs.replace(spec, kv_layout=layout)
 
     async def run(self, publish: Publish) -> None:

@@ -14,7 +14,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from forebay.workers.engine import EngineError
+from forebay.workers.engine import EngineError, PackageMissing
 from forebay.workers.engines.free_ports import free_ports
 from forebay.workers.engines.model_directory import one_line
 from forebay.workers.engines.settings import EngineSettings
@@ -107,10 +107,10 @@ def side_channel(settings: EngineSettings) -> Iterator[None]:
 
 
 def require_nixl(settings: EngineSettings) -> None:
-    """Raise EngineError if the role of the worker needs NIXL and it is not installed."""
+    """Raise PackageMissing if the role of the worker needs NIXL and it is not installed."""
     own = "kv_transfer_config" in settings.arguments
     if settings.role in KV_ROLES and not own and not any(map(find_spec, NIXL)):
-        raise EngineError(f"the role {settings.role} needs NIXL: pip install nixl")
+        raise PackageMissing(f"the role {settings.role} needs NIXL: pip install nixl")
 
 
 class VllmCore:
