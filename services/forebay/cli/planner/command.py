@@ -150,7 +150,7 @@ def resume(
 def set_size(
     pool: Annotated[str, typer.Argument(metavar="GROUP/POOL", help="The pool.")],
     kafka: KafkaOptions,
-    size: Annotated[int | None, typer.Argument(metavar="[N]", min=0, max=SIZE_MAX, help="Number of workers.")] = None,
+    size: Annotated[int | None, typer.Argument(metavar="N", min=0, max=SIZE_MAX, help="Number of workers.")] = None,
     release: Annotated[bool, typer.Option("--release", help="Let the planner determine the size again.")] = False,
     operator: OperatorOption = "",
     timeout_s: TimeoutOption = TIMEOUT_S,
