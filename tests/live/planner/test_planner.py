@@ -9,6 +9,7 @@ from operator import contains
 
 import pytest
 
+from forebay import runtime
 from forebay.core.scaling.rederive import RecordedDecision, decisions_of
 from forebay.core.scaling.state import PlannerState
 from forebay.events.codec import decode
@@ -32,6 +33,7 @@ from forebay.live.planner.actuator import ActuatorService, Reached
 from forebay.live.planner.planner import Planner
 from forebay.transport.sqlite.log import SqliteLog
 from tests.core.scaling.records import GROUP, POOL
+from tests.harness.fake_runtime import FakeRuntime
 from tests.live.planner.topic import PATIENCE_S, RecordingActuator, append, eventually, records, until
 
 pytestmark = pytest.mark.asyncio
@@ -190,6 +192,20 @@ async def test_a_standby_takes_over_from_a_planner_that_falls_silent(
         decision = (await until(log, ScalingDecided, 2))[-1]
     assert decision.planner_epoch == 1
     derived(log)
+
+
+async def test_an_observation_has_the_length_of_its_interval_also_after_a_stall(log: SqliteLog) -> None:
+    clock = FakeRuntime()
+
+    class StallingObserver(FakeObserver):
+        def observe(self) -> tuple[PoolObserved, ...]:
+            clock.monotonic_shift_s += 10.0
+            return super().observe()
+
+    with runtime.use(clock):
+        async with planning(log, planner_of(log, "p1", StallingObserver())):
+            observed = await until(log, ScalingObserved, 3)
+    assert min(one.interval_s for one in observed) >= 10.0
 
 
 async def test_a_replaced_planner_stands_by(log: SqliteLog) -> None:

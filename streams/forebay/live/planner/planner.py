@@ -35,6 +35,7 @@ from forebay.transport.base import Log
 
 logger = logging.getLogger(__name__)
 
+DIGITS = 6  # of an interval in seconds, which is measured in microseconds
 DECISIONS_MAX = 8  # attempts to decide; each failed one means that somebody wrote a record in between
 REPLIES = (ScalingApplied, ScalingRefused)
 COMMANDS = (PoolSizeSet, PlannerPaused)
@@ -86,6 +87,7 @@ class Planner:
         self._prompted = asyncio.Event()
         self._epoch = -1
         self._heard_s = 0.0
+        self._observed_s = 0.0
         self._unobserved: list[str] = []
         self.topic = ScalingTopic(log, self._on_record)
 
@@ -158,16 +160,17 @@ class Planner:
         self._epoch, _ = await self.topic.append(claim)
         self.is_active = self.topic.state.epoch == self._epoch
         logger.info("planner %s claimed the topic at offset %d", self.planner_id, self._epoch)
+        self._observed_s = runtime.monotonic_s()
         self._observer.observe()  # an interval begins here
-        due_s = runtime.monotonic_s() + self._settings.interval_s
         await self._decide()
         while self.is_active and not self._stopping.is_set():
             self._prompted.clear()
+            # Due times follow the last observation, so a late one does not make the next interval shorter.
+            due_s = self._observed_s + self._settings.interval_s
             await _within(self._prompted.wait(), max(0.0, due_s - runtime.monotonic_s()))
             if not self.is_active or self._stopping.is_set():
                 break
             if runtime.monotonic_s() >= due_s:
-                due_s = max(due_s + self._settings.interval_s, runtime.monotonic_s())
                 await self._observe()
             await self._decide()
         if self.is_active:
@@ -176,10 +179,14 @@ class Planner:
 
     async def _observe(self) -> None:
         """Record an observation, and the forecast that follows from it."""
+        began_s, self._observed_s = self._observed_s, runtime.monotonic_s()
         pools = self._observer.observe()
         self._log_unobserved(pools)
         observed = ScalingObserved(
-            planner_epoch=self._epoch, at_us=runtime.wall_us(), interval_s=self._settings.interval_s, pools=pools
+            planner_epoch=self._epoch,
+            at_us=runtime.wall_us(),
+            interval_s=round(self._observed_s - began_s, DIGITS),
+            pools=pools,
         )
         offset, outcome = await self.topic.append(observed)
         if outcome == "stale" or self._settings.method == "load":
