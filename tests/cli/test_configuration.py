@@ -101,6 +101,11 @@ def test_flag_precedes_variable_precedes_file_precedes_default(tmp_path: Path, m
     assert found["dp-size"] == {"value": 1, "source": "default"}
 
 
+def test_a_string_in_a_file_is_one_value_of_a_repeatable_option(tmp_path: Path) -> None:
+    file = written(tmp_path, 'taint = "gpu a"\n')
+    assert shown("up", "--config", file)["taint"]["value"] == ["gpu a"]
+
+
 def test_flags_without_a_value_can_be_set_by_a_variable_and_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,7 +205,8 @@ def test_error_for_an_invalid_file(tmp_path: Path, service: str, text: str, expe
         ("port = 70000", "port: expected a number less than or equal to 65535, got 70000"),
         ("model-name = 5", "model-name: expected a string, got 5"),
         ("kv-events = 1", "kv-events: expected true or false, got 1"),
-        ("taint = 'x'", 'taint: expected an array of strings, got "x"'),
+        ("taint = 5", "taint: expected a string or an array of strings, got 5"),
+        ("taint = [5]", "taint: expected a string or an array of strings, got [5]"),
         ("kv-transport = 'udp'", "kv-transport: "),
         ("log = 2026-01-01", "log: expected one value, got 2026-01-01"),
     ],
@@ -252,6 +258,11 @@ def test_error_for_a_missing_file(tmp_path: Path) -> None:
         ("redis://me:p:s/s@s@127.0.0.1:6379", "redis://me:********@127.0.0.1:6379"),
         ("redis://me@127.0.0.1:6379/0", "redis://me@127.0.0.1:6379/0"),
         ("redis://127.0.0.1:6379/0", "redis://127.0.0.1:6379/0"),
+        ("redis://127.0.0.1:6379/0?db=1&password=p@ss:w", "redis://127.0.0.1:6379/0?db=1&password=********"),
+        (
+            "redis://127.0.0.1?password=a&db=1&auth_token=b",
+            "redis://127.0.0.1?password=********&db=1&auth_token=********",
+        ),
     ],
 )
 def test_config_show_masks_passwords_of_urls(url: str, masked: str) -> None:

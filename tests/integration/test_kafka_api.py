@@ -1,6 +1,7 @@
 """The Kafka API on a real Kafka. The test plays router and worker, except in the last tests."""
 
 import asyncio
+import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -19,11 +20,14 @@ from forebay.events.request_ids import client_id_of
 from forebay.events.topics import OPENAI_REQUESTS, REQUESTS
 from forebay.ingress.model import DEFAULT_MODEL, Model
 from forebay.replay.explain.explain import explain
+from forebay.transport.kafka.log import KafkaLog
 from forebay.transport.kafka.settings import KafkaSettings
 from forebay.transport.kafka.topics import partitions_of
+from tests.harness.cluster import FOREBAY
 from tests.integration.kafka_api import (
     KAFKA_API_PARTITIONS,
     NAME,
+    PATIENCE_S,
     Client,
     OwnerAndWorkerStub,
     kafka_api_server,
@@ -377,3 +381,36 @@ async def test_produce_prints_a_response_per_line(
     assert result.exit_code == 1
     assert msgspec.json.decode(result.stdout)["status"] == 400
     assert "1 of them with an error, 0 missing" in result.stderr
+
+
+@pytest.mark.parametrize("from_pipe", [False, True])
+async def test_an_interrupted_produce_reports_what_it_sent(
+    kafka: str, settings: KafkaSettings, from_pipe: bool, tmp_path: Path
+) -> None:
+    """Nobody responds, and a pipe is still open: Ctrl-C ends the command, which then counts the missing responses."""
+    lines = tmp_path / "lines.jsonl"
+    lines.write_bytes(b"".join(msgspec.json.encode(CHAT) + b"\n" for _ in range(3)))
+    arguments = ["-" if from_pipe else str(lines), "--wait", "--kafka", kafka, "--namespace", settings.namespace]
+    process = await asyncio.create_subprocess_exec(
+        FOREBAY, "produce", *arguments, stdin=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    assert process.stdin is not None
+    if from_pipe:
+        process.stdin.write(lines.read_bytes())
+    log = await KafkaLog.open(settings)
+    try:
+        await until_sent(log, 3)
+    finally:
+        await log.close()
+    process.send_signal(signal.SIGINT)
+    async with asyncio.timeout(PATIENCE_S):
+        error = await process.stderr.read() if process.stderr is not None else b""
+        code = await process.wait()
+    assert (code, error.decode()) == (130, "forebay: 3 requests sent, 0 answered, 0 of them with an error, 3 missing\n")
+
+
+async def until_sent(log: KafkaLog, count: int) -> None:
+    """Wait until the request topic of the Kafka API has this many records."""
+    async with asyncio.timeout(PATIENCE_S):
+        while sum([await log.end(OPENAI_REQUESTS.name, one) for one in range(KAFKA_API_PARTITIONS)]) < count:  # noqa: ASYNC110
+            await asyncio.sleep(0)

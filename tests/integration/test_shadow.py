@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import json
 import signal
 import uuid
 from collections.abc import AsyncIterator
@@ -163,12 +164,14 @@ async def test_a_shadow_writes_to_its_topic_alone(
     assert len(await shadow_events(log, "late")) == len(await routed(log))
     await stop(cluster, "late")
     assert await ends(kafka, log) == before
-    _, output = await cluster.command(
-        "lag", "topics", "lag", "--kafka", kafka, "--namespace", NAMESPACE, within_s=PATIENCE_S
-    )
-    rows = [line.split() for line in output.splitlines()]
-    lags = {row[0]: row[-1] for row in rows if row and row[0].startswith("shadow-")}
-    assert lags["shadow-late"] == "0"
+    where = ("--kafka", kafka, "--namespace", NAMESPACE)
+    code, output = await cluster.command("lag", "topics", "lag", "--json", *where, within_s=PATIENCE_S)
+    found = json.loads(output)
+    assert code == 0
+    assert all(one["lag"] == one["end"] - one["at"] for one in found["readers"])
+    assert any(line.startswith(f"{GROUP}, partition 0: owner ") for line in found["groups"])
+    lags = {one["reader"]: one["lag"] for one in found["readers"] if one["reader"].startswith("shadow-")}
+    assert lags["shadow-late"] == 0
     assert lags.keys() == {"shadow-late", "shadow-same", "shadow-round"}
 
 

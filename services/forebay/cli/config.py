@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from forebay.cli.common.command_class import is_secret, long_name, place_of, source_of
+from forebay.cli.common.command_class import SECRETS, is_secret, long_name, place_of, source_of
 from forebay.cli.common.errors import fail
 from forebay.cli.common.terminal import in_markup, results
 
@@ -14,6 +14,7 @@ app = typer.Typer(help="Show the options of a command and where their values com
 
 MASK = "********"
 PASSWORD = re.compile(r"(?<=://)([^:]*):.*@", re.DOTALL)  # greedy, because a password may contain / and @
+PARAMETER = re.compile(rf"([?&][^=&]*(?:{'|'.join(sorted(SECRETS))})=)[^&#]*", re.IGNORECASE)
 
 
 @app.callback()
@@ -76,7 +77,10 @@ def _masked(name: str, value: Any) -> Any:
         return value
     if is_secret(name):
         return MASK
-    return PASSWORD.sub(rf"\1:{MASK}@", str(value))
+    text = str(value)
+    if "://" in text:
+        text = PARAMETER.sub(rf"\1{MASK}", text)
+    return PASSWORD.sub(rf"\1:{MASK}@", text)
 
 
 def _text(value: Any) -> str:

@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import os
 import sys
+import threading
 import uuid
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -36,7 +38,7 @@ from forebay.transport.kafka.topics import count_topics
 from forebay.transport.kafka.writer import RECORD_BYTES_MAX, explain
 
 LINGER_MS = 5  # lines of a file are sent in batches
-FILE_LINES = 500  # lines read at once; a pipe is read line by line
+FILE_LINES = 500  # lines read at once; a pipe or a terminal is read line by line
 ERROR_STATUS = 400
 INTERRUPTED = 130  # exit code after Ctrl-C, as of a shell
 Show = Callable[["ProduceRun"], None]
@@ -255,22 +257,41 @@ def _handle_record(message: ConsumerRecord, run: ProduceRun) -> None:
 
 
 async def _lines(source: BinaryIO) -> AsyncIterator[tuple[int, bytes]]:
-    """Yield numbered lines that are not blank, without blocking the event loop on a silent pipe."""
-    at_once = 1 if source is sys.stdin.buffer else FILE_LINES
-    numbered: Iterator[tuple[int, bytes]] = enumerate(source, 1)
-    while batch := await asyncio.to_thread(lambda: list(islice(numbered, at_once))):
+    """Yield numbered lines that are not blank.
+
+    A daemon thread reads them, because neither the event loop nor Ctrl-C should wait for the next line of a pipe.
+    """
+    loop = asyncio.get_running_loop()
+    batches: asyncio.Queue[list[tuple[int, bytes]]] = asyncio.Queue(1)
+    at_once = FILE_LINES if source.seekable() else 1
+
+    def read() -> None:
+        numbered = enumerate(source, 1)
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            while batch := list(islice(numbered, at_once)):
+                asyncio.run_coroutine_threadsafe(batches.put(batch), loop).result()
+            asyncio.run_coroutine_threadsafe(batches.put([]), loop).result()
+
+    threading.Thread(target=read, name="lines", daemon=True).start()
+    while batch := await batches.get():
         for number, line in batch:
             if text := line.strip():
                 yield number, text
 
 
-def _opened(file: str) -> BinaryIO:
+@contextlib.contextmanager
+def _opened(file: str) -> Iterator[BinaryIO]:
+    """Open the file. Standard input is not closed, because closing it would wait for the thread that reads it."""
     if file == "-":
-        return sys.stdin.buffer
+        # Not `sys.stdin.buffer`: Python would wait for its lock at exit.
+        yield os.fdopen(sys.stdin.fileno(), "rb", closefd=False)
+        return
     try:
-        return Path(file).open("rb")
+        source = Path(file).open("rb")  # noqa: SIM115 - closed below
     except OSError as error:
         raise Unusable(f"{file} cannot be read ({error.strerror})") from error
+    with source:
+        yield source
 
 
 def summary_lines(run: ProduceRun, *, wait: bool) -> Iterator[str]:

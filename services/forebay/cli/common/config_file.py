@@ -109,8 +109,10 @@ def _given(path: Path, param: Any, value: Any, context: typer.Context) -> Any:
             fail(f"--config {path}: {name}: expected true or false, got {shown}")
         return value
     if param.multiple:
+        if isinstance(value, str):
+            return [value]
         if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
-            fail(f"--config {path}: {name}: expected an array of strings, got {shown}")
+            fail(f"--config {path}: {name}: expected a string or an array of strings, got {shown}")
         return value
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         fail(f"--config {path}: {name}: expected one value, got {shown}")
