@@ -287,6 +287,7 @@ async def test_a_supervisor_limits_its_processes(supervised: Supervised, monkeyp
         reached = await actuator.scale({KEY: 9_999})
         assert reached.sizes == {KEY: 2}
         assert "at most 2 workers" in reached.message
+        await supervised.started("default-0", "default-1")
 
 
 async def test_long_output_is_rotated_while_the_worker_continues(
@@ -351,6 +352,7 @@ async def test_an_unusable_state_directory_is_named(supervised: Supervised) -> N
     await until(lambda: not supervised.running())
     async with supervised.supervisor(supervised.pool(pool="other")) as actuator:
         assert (await actuator.scale({(KEY[0], "other"): 1})).sizes == {(KEY[0], "other"): 1}
+        await supervised.started("default-0", "other-0")
     (supervised.folder.parent / "file").touch()
     with pytest.raises(DirectoryUnusable, match="cannot be written"):
         await WorkerDirectory.open(supervised.folder.parent / "file")
