@@ -305,7 +305,10 @@ def candidates() -> dict[str, list[Planned]]:
         ]
         for name in ("constant", "moving-average", "kalman", "arima")
     }
-    found["load"] = [Planned("load", sensitivity=share, cooldown_s=600.0) for share in (0.2, 0.6)]
+    found["load"] = [
+        Planned("load", sensitivity=share, cooldown_s=cooldown_s)
+        for share, cooldown_s in product((0.2, 0.6), (0.0, 600.0))
+    ]
     for name in ("constant", "moving-average"):
         found[f"both, {name}"] = [
             Planned("both", name, interval_s=120.0, utilization=share, sensitivity=0.4, cooldown_s=600.0)
@@ -350,6 +353,7 @@ def parameters(planned: Planned) -> str:
     parts = [f"`interval_s` {planned.interval_s:g}"]
     parts += [] if planned.method == "load" else [f"utilization {planned.utilization:g}"]
     parts += [] if planned.method == "throughput" else [f"`down_sensitivity` {planned.sensitivity:g}"]
+    parts += [f"`cooldown_s` {planned.cooldown_s:g}"] if planned.method == "load" else []
     return ", ".join(parts)
 
 
