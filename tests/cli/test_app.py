@@ -91,6 +91,22 @@ def test_help_of_a_service_lists_options_in_sections() -> None:
 
 
 @pytest.mark.parametrize(
+    ("command", "usage", "option"),
+    [
+        ("record", "[LOG] OUT", "--last DURATION"),
+        ("worker", "", "--drain-s SECONDS"),
+        ("simulate", "[WORKLOAD]...", "--workers N"),
+        ("status", "[LOG]", "--kafka HOST:PORT"),
+    ],
+)
+def test_help_names_values_by_their_meaning(command: str, usage: str, option: str) -> None:
+    shown = runner.invoke(app, [command, "--help"]).output
+    assert shown.splitlines()[0] == f"Usage: forebay {command} [OPTIONS] {usage}".rstrip()
+    assert f"  {option}  " in shown
+    assert "range>" not in shown
+
+
+@pytest.mark.parametrize(
     ("words", "expected"),
     [("forebay sim", "simulate"), ("forebay up --router-mo", "--router-mode"), ("forebay topics ta", "tail")],
 )

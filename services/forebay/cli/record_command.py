@@ -19,12 +19,16 @@ def record(
         ),
     ],
     kafka: KafkaSource,
-    start: Annotated[str, typer.Option("--from", help=f"Record decisions from this time on: {TIMES_HELP}.")] = "",
-    end: Annotated[str, typer.Option("--to", help="Record decisions before this time.")] = "",
+    start: Annotated[
+        str, typer.Option("--from", metavar="TIME", help=f"Record decisions from this time on: {TIMES_HELP}.")
+    ] = "",
+    end: Annotated[str, typer.Option("--to", metavar="TIME", help="Record decisions before this time.")] = "",
     last: Annotated[
         str,
         typer.Option(
-            "--last", help="Record only the most recent DURATION up to the newest decision, for example 90s, 5m or 2h."
+            "--last",
+            metavar="DURATION",
+            help="Record only the most recent DURATION up to the newest decision, for example 90s, 5m or 2h.",
         ),
     ] = "",
     group: Annotated[list[str] | None, typer.Option(help="Record this model. Repeatable. Default: all models.")] = None,

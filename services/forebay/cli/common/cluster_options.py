@@ -10,7 +10,8 @@ from forebay.events.names import NameInvalid, require_name
 from forebay.transport.kafka.settings import KafkaSettings, KafkaUnusable, read_properties
 
 KafkaOption = Annotated[
-    str, typer.Option("--kafka", help="Kafka bootstrap servers, as host:port, separated by commas.")
+    str,
+    typer.Option("--kafka", metavar="HOST:PORT", help="Kafka bootstrap servers, as host:port, separated by commas."),
 ]
 NamespaceOption = Annotated[str, typer.Option("--namespace", help="Prefix of Kafka topics and Redis keys.")]
 PropertiesOption = Annotated[
@@ -47,7 +48,7 @@ class ClusterOptions:
     PANEL: ClassVar = "Kafka and Redis"
 
     kafka: KafkaOption = KAFKA
-    redis: Annotated[str, typer.Option("--redis", help="Redis URL, as redis://host:port.")] = REDIS
+    redis: Annotated[str, typer.Option("--redis", metavar="URL", help="Redis URL, as redis://host:port.")] = REDIS
     namespace: NamespaceOption = NAMESPACE
     kafka_config: PropertiesOption = None
 

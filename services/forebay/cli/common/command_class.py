@@ -19,6 +19,13 @@ SERVICE_OPTIONS = frozenset({"engine", "lora", "policy", "pool", "timeout-s", "w
 SERVICE_LINK = re.compile(r"(tcp|udp|sctp)://")  # start of the address that Kubernetes sets as NAME_PORT for a Service
 NO_CHOICE = re.compile(r"Value error, (?P<value>'.*'|\".*\") is not one of (?P<choices>.*)\.", re.DOTALL)
 EXPECTATION = re.compile(r"Input should be (?P<text>[^,]*)")  # start of a message of pydantic
+TYPE = re.compile(r" <[^>]*>$")  # typer's type behind the name of an argument
+METAVARS = {
+    "Path": "PATH",
+    "str": "TEXT",
+    "int": "N",
+    "float": "NUMBER",
+}  # typer would write <int range>, <list[str]>, ...
 UNSET = ("ENVIRONMENT", "DEFAULT_MAP")  # sources of options that the command line does not contain
 
 
@@ -46,6 +53,16 @@ def source_of(context: Any, param: Any) -> str:
     return names.get(found.name if found is not None else "", "default")
 
 
+def _add_metavar(param: Any) -> None:
+    """Set the word for a value in the help, for example SECONDS, unless the option or argument has one."""
+    if param.metavar is None and param.param_type_name == "argument":
+        param.metavar = param.name.upper()
+    if param.metavar is None and param.param_type_name == "option" and not param.is_flag:
+        kind = param.bare_type().removeprefix("list[").removesuffix("]")
+        is_time = kind in ("int", "float") and long_name(param).endswith(("-s", "-secs"))
+        param.metavar = "SECONDS" if is_time else METAVARS.get(kind)
+
+
 class CliCommand(TyperCommand):
     """Command whose options can be set by environment variables, with help in sections.
 
@@ -59,6 +76,7 @@ class CliCommand(TyperCommand):
         names = {long_name(param) for param in self.params}
         without = frozenset() if "config" in names else SERVICE_OPTIONS  # only services have --config
         for param in self.params:
+            _add_metavar(param)
             if (name := long_name(param)) and name not in without and not getattr(param, "hidden", False):
                 param.envvar = variable(name)
                 setattr(param, "show_envvar", False)  # noqa: B010 - the name follows a rule, which the epilog states
@@ -99,12 +117,18 @@ class CliCommand(TyperCommand):
                         complain(f"note: --{long_name(param)} is set by {place}")
             raise
 
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Return the words of the usage line. An argument whose name shows its parts, as `[LOG] OUT`, has no braces."""
+        pieces = [re.sub(r"^\{(.*)\}", r"\1", piece) for piece in super().collect_usage_pieces(ctx)]
+        return [piece.removesuffix("...") if " " in piece else piece for piece in pieces]
+
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the arguments and options, in one section per panel. Options without a panel are first."""
         sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
         for param in self.get_params(ctx):
             record = param.get_help_record(ctx)
             if record is not None:
+                record = (TYPE.sub("", record[0]), record[1]) if param.param_type_name == "argument" else record
                 plain = "Arguments" if param.param_type_name == "argument" else "Options"
                 sections.setdefault(getattr(param, "rich_help_panel", None) or plain, []).append(record)
         for name, records in sections.items():

@@ -28,9 +28,10 @@ GroupOption = Annotated[str, typer.Option(help="Model to read, if the log has se
 class KafkaSource:
     """Options that select Kafka as the source of recorded events, unless `kafka` is None."""
 
-    kafka: Annotated[str | None, typer.Option("--kafka", help="Kafka bootstrap server to read from, as host:port.")] = (
-        None
-    )
+    kafka: Annotated[
+        str | None,
+        typer.Option("--kafka", metavar="HOST:PORT", help="Kafka bootstrap server to read from, as host:port."),
+    ] = None
     namespace: NamespaceOption = NAMESPACE
     kafka_config: PropertiesOption = None
 

@@ -9,7 +9,10 @@ from forebay.cli.common.option_groups import spread
 from forebay.cli.simulate.options import INT_MAX, JsonOption, ShapeOptions
 
 SourcesArgument = Annotated[
-    list[str], typer.Argument(help="A file, a folder of runs, several runs, or synthetic:SETTINGS.")
+    list[str],
+    typer.Argument(
+        metavar="WORKLOAD", help="A file, a folder of runs, several runs, or synthetic:SETTINGS. See docs/workloads.md."
+    ),
 ]
 
 

@@ -18,7 +18,9 @@ def trace(
     ] = 1.0,
     url: Annotated[
         list[str] | None,
-        typer.Option(help="URL of the running system. Repeatable; the URLs share the requests.", show_default=URL),
+        typer.Option(
+            metavar="URL", help="URL of the running system. Repeatable; the URLs share the requests.", show_default=URL
+        ),
     ] = None,
     api_key: ClientKeyOption = None,
     duration_s: Annotated[float | None, typer.Option(min=0.001, help="Play only the first seconds.")] = None,
