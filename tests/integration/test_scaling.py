@@ -74,6 +74,7 @@ async def test_a_load_step_scales_up_and_down_although_the_planner_is_killed(
         decisions = await scaling.decisions()
         (_, standby) = scaling.claims[-1]
         await cluster.stop(standby)
+        await until("it records that it has stopped", lambda: scaling.state.claim is None)
     assert {active, standby} == {"p1", "p2"}
     assert [one.problem for one in load.sent if not one.ended] == []
     assert len(load.sent) > 0
