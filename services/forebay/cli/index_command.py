@@ -21,8 +21,8 @@ def _root() -> None:
 def dump(
     source: KafkaSource,
     log: LogArgument = None,
-    group: Annotated[str, typer.Option(help="Model whose index is printed, if there are several.")] = "",
-    worker: Annotated[str, typer.Option(help="Only this worker's blocks.")] = "",
+    group: Annotated[str, typer.Option(help="Model to read, if the log has several.")] = "",
+    worker: Annotated[str, typer.Option(help="Print only the blocks of this worker.")] = "",
     allow_policy: AllowPolicyOption = None,
 ) -> None:
     """Print the prefix index at the journal's end as `kv.blocks_stored` events, one JSON object per line.

@@ -28,9 +28,13 @@ def shadow(
             " No effect on a shadow that has run before, which resumes.",
         ),
     ] = False,
-    out: Annotated[Path | None, typer.Option(help="With LOG: append its events to this file as JSON lines.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="With LOG: append the events of the shadow to this file as JSON lines.")
+    ] = None,
     allow_policy: AllowPolicyOption = None,
-    json: Annotated[bool, typer.Option("--json", help="Print its events on stdout as JSON lines.")] = False,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print the events of the shadow on stdout as JSON lines.")
+    ] = False,
     *,
     recording: Recording,
     service: ServiceOptions,

@@ -33,9 +33,9 @@ def create(
         int,
         typer.Option(min=1, help="Partitions of a work topic. A model can have SLOTS / GROUPS workers per pool."),
     ] = 256,
-    replies: Annotated[int, typer.Option(min=1, help="Partitions of `tokens`.")] = 16,
+    replies: Annotated[int, typer.Option(min=1, help="Partitions of the topic `tokens`.")] = 16,
     kafka_api_partitions: Annotated[
-        int, typer.Option(min=1, help="Partitions of `openai-requests` and `openai-responses`.")
+        int, typer.Option(min=1, help="Partitions of each of the topics `openai-requests` and `openai-responses`.")
     ] = 8,
     replication: Annotated[int, typer.Option(min=1, help="Replicas of every partition.")] = 1,
 ) -> None:

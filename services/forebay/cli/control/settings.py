@@ -74,11 +74,11 @@ def busy_threshold(
         str | None, typer.Option(help="Fraction of a rank's KV blocks in use above which the rank is busy, or none.")
     ] = None,
     active_prefill_tokens_threshold: Annotated[
-        str | None, typer.Option(help="Waiting prompt tokens above which a rank is busy, or none.")
+        str | None, typer.Option(help="Queued prefill tokens above which a rank is busy, or none.")
     ] = None,
     active_prefill_tokens_threshold_frac: Annotated[
         str | None,
-        typer.Option(help="As --active-prefill-tokens-threshold, as a multiple of max_num_batched_tokens, or none."),
+        typer.Option(help="Queued engine steps of prefill above which a rank is busy, or none."),
     ] = None,
     url: UrlOption = URL,
     admin_token_file: AdminTokenFileOption = None,

@@ -173,17 +173,20 @@ class FleetOptions:
 class ShapeOptions:
     """Options that transform the workload before it is played."""
 
-    speed: Annotated[float, typer.Option(min=0.001, max=1e6, help="Divide the times between arrivals by this.")] = 1.0
+    speed: Annotated[
+        float, typer.Option(min=0.001, max=1e6, help="Divide the times between arrivals by this number.")
+    ] = 1.0
     duration_s: Annotated[
-        float | None, typer.Option(min=0.001, max=TIME_S_MAX, help="Play only the first seconds of the workload.")
+        float | None, typer.Option(min=0.001, max=TIME_S_MAX, help="Play only the first SECONDS of the workload.")
     ] = None
     requests: Annotated[int | None, typer.Option(min=1, help="Play only the first N requests.")] = None
     prefix_multiplier: Annotated[
-        float, typer.Option(min=0.001, max=1e3, help="Multiply the lengths of shared prefixes by this.")
+        float, typer.Option(min=0.001, max=1e3, help="Multiply the lengths of shared prefixes by this number.")
     ] = 1.0
     prefix_roots: Annotated[int, typer.Option(min=1, max=1 << 20, help="Make N copies of the shared prefixes.")] = 1
     prompt_multiplier: Annotated[
-        float, typer.Option(min=0.001, max=1e3, help="Multiply the lengths of the unshared parts of prompts by this.")
+        float,
+        typer.Option(min=0.001, max=1e3, help="Multiply the lengths of the unshared parts of prompts by this number."),
     ] = 1.0
     session_spacing_s: Annotated[
         float | None,

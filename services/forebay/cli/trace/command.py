@@ -12,9 +12,12 @@ CONCURRENCY_MAX = 4_000  # a system that falls behind delays the trace instead o
 
 
 def trace(
-    workload: Annotated[str, typer.Argument(help="File, folder or generator; see docs/workloads.md.")],
+    workload: Annotated[
+        str, typer.Argument(help="A file, a folder of runs, or synthetic:SETTINGS. See docs/workloads.md.")
+    ],
     speed: Annotated[
-        float, typer.Option(min=0.001, max=1e6, help="Divide the times between arrivals by this; think times stay.")
+        float,
+        typer.Option(min=0.001, max=1e6, help="Divide the times between arrivals by this number. Think times stay."),
     ] = 1.0,
     url: Annotated[
         list[str] | None,
@@ -23,7 +26,9 @@ def trace(
         ),
     ] = None,
     api_key: ClientKeyOption = None,
-    duration_s: Annotated[float | None, typer.Option(min=0.001, help="Play only the first seconds.")] = None,
+    duration_s: Annotated[
+        float | None, typer.Option(min=0.001, help="Play only the first SECONDS of the workload.")
+    ] = None,
     max_concurrency: Annotated[
         int, typer.Option(min=1, max=CONCURRENCY_MAX, help="Maximum number of requests in flight.")
     ] = CONCURRENCY_MAX,
