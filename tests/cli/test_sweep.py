@@ -188,6 +188,7 @@ def test_capacity_search_reports_unlimited_and_zero_capacity(trace: Path) -> Non
     run = sweep(trace, "--policy", "kv", "--find-capacity", "--slo", "ttft=1e9")
     assert run.exit_code == 0
     assert ">= " in run.stdout
+    assert "kv: no limit found: the SLO is met with the workload at " in run.stdout
     run = sweep(trace, "--policy", "kv", "--find-capacity", "--slo", "ttft=0.001")
     assert run.exit_code == 1
     assert " none " in run.stdout

@@ -156,6 +156,23 @@ async def test_a_lost_worker_and_the_next_attempt() -> None:
     )
 
 
+async def test_time_to_first_token_ends_with_the_first_attempt_that_produced_a_token() -> None:
+    made = fleet()
+    made("requests", request("r", LONG, at_us=1_000))
+    first = made.world.requests.get("r")
+    assert first is not None
+    lost, epoch = first.worker_id, first.worker_epoch
+    made("progress", report_progress(made, "r", FirstTokenEmitted, at_us=1_500), after_us=400)
+    made("fleet", WorkerLost(owner_epoch=0, worker_id=lost, worker_epoch=epoch, reason="closed"), after_us=5_000)
+    made("progress", report_progress(made, "r", FirstTokenEmitted, at_us=9_000), after_us=2_000)
+    made.seal()
+    explanation = await made.explain("r")
+    assert words(explanation) == ["submitted", "routed", "first_token", "worker_lost", "routed", "first_token"]
+    token = explanation.first_token
+    assert token is not None
+    assert (token.attempt, token.worker_id, token.ttft_us, token.wall_ttft_us) == (1, lost, 400, 500)
+
+
 async def test_no_worker_left_until_attempts_are_exhausted() -> None:
     made = fleet("a")
     made("requests", request("r", SHORT))

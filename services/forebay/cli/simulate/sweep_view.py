@@ -94,8 +94,12 @@ def _rate(capacity: Metrics) -> tuple[str, str]:
 
 
 def _cause_lines(run: Metrics) -> Iterator[str]:
-    """Yield why no rate meets the SLO; nothing if a rate does."""
+    """Yield why the search found no rate, or no limit; nothing if it found the highest rate."""
     capacity = run["capacity"]
+    if capacity["answer"] == "always":
+        speed = f"{capacity['step']['speed']:.4g} times its pace"
+        yield f"{run['name']}: no limit found: the SLO is met with the workload at {speed}, the end of the search;"
+        yield "  use a workload with more requests, because this one may end before queues grow"
     if capacity["answer"] != "never":
         return
     (idle,) = capacity["steps"]

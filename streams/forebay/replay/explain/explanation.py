@@ -345,7 +345,7 @@ class Explanation(ExplanationPart, frozen=True, kw_only=True):
         submitted: the submission; None if the log does not hold it.
         held: why the request was held in the router's queue; None if it was not held.
         routings: every routing decision for the request, in order.
-        first_token: first token of the last attempt that produced one.
+        first_token: first token of the response, from the first attempt that produced one.
         output_tokens: output tokens reported so far.
         ending: the outcome; None while the request is active.
         timeline: all entries in order.

@@ -336,9 +336,10 @@ class Timeline:
         match event:
             case FirstTokenEmitted():
                 self._state, self._kept_by = "decode", None
-                self._first_token = self._first(event, now_us)
+                first = self._first(event, now_us)
+                self._first_token = self._first_token or first  # a later attempt continues the response
                 prompt_tokens = None if self._submission is None else self._submission.prompt_tokens
-                text = first_token_text(self._first_token, prompt_tokens)
+                text = first_token_text(first, prompt_tokens)
                 self._add_entry("first_token", text, now_us, PROGRESS.name, offset)
             case OutputGrown():
                 self._grow(offset, event.output_tokens, now_us)
