@@ -32,12 +32,12 @@ def stream_of(up: Up, started: threading.Event) -> list[str]:
 
 
 def in_flight(up: Up, clients: ThreadPoolExecutor) -> tuple["Future[list[str]]", "Future[httpx.Response]"]:
-    """Start a stream and a whole response, and wait until both are in flight."""
+    """Start a stream and a whole response, and wait until both have their first token."""
     started = threading.Event()
     streamed = clients.submit(stream_of, up, started)
     assert started.wait(PATIENCE_S)
     whole = clients.submit(httpx.post, f"{up.url}/v1/completions", json=BODY, timeout=PATIENCE_S)
-    metric = 'forebay_owner_requests_in_flight{model="forebay-default"} 2.0'
+    metric = 'dynamo_frontend_time_to_first_token_seconds_count{model="forebay-default"} 2.0'
     while metric not in httpx.get(f"{up.url}/metrics").text:
         assert not whole.done()
     return streamed, whole
@@ -74,6 +74,8 @@ def test_ctrl_c_with_requests_in_flight_and_a_restart(tmp_path: Path, drain_s: f
         assert error_of(whole.result().text)["code"] == "shutting_down"
     assert IN_FLIGHT.format(drain_s) in output
     assert ("Traceback" in output, " ERROR " in output) == (False, False)
+    access = [line for line in output.splitlines() if "error=shutting_down request_id=" in line]
+    assert [" worker=mock-" in line for line in access] == [True, True], output
     with running(*options) as up:
         up.process.send_signal(signal.SIGTERM)
         output = up.process.communicate(timeout=PATIENCE_S)[0]

@@ -67,8 +67,10 @@ class CompletionResponse(Response):
             self._count(status)
             fold = self._fold
             ttft = {"ttft_s": round(self._first_s - self._began_s, 4)} if self._first_s else {}
+            worker = {"worker": self._stream.worker_id} if self._stream.worker_id else {}
             add_fields(
                 scope,
+                **worker,
                 prompt_tokens=fold.prompt_tokens,
                 cached_tokens=fold.cached_tokens,
                 output_tokens=fold.output_tokens,
