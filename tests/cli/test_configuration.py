@@ -245,6 +245,12 @@ def test_error_for_a_url_without_a_scheme(arguments: tuple[str, ...]) -> None:
     assert "expected a URL such as http://127.0.0.1:8000" in refused(*arguments, "--url", "localhost:8000")
 
 
+@pytest.mark.parametrize("group", [(), ("planner",), ("control",), ("replay",)])
+def test_lists_of_commands_have_whole_sentences(group: tuple[str, ...]) -> None:
+    run = forebay(*group, "--help")
+    assert (run.returncode, "..." in run.stdout.partition("Commands:")[2]) == (0, False)
+
+
 def test_error_for_a_missing_file(tmp_path: Path) -> None:
     assert "missing.toml: No such file" in refused("up", "--config", str(tmp_path / "missing.toml"))
 

@@ -26,6 +26,7 @@ METAVARS = {
     "int": "N",
     "float": "NUMBER",
 }  # typer would write <int range>, <list[str]>, ...
+SENTENCE_CHARS_MAX = 200
 UNSET = ("ENVIRONMENT", "DEFAULT_MAP")  # sources of options that the command line does not contain
 
 
@@ -139,6 +140,13 @@ class CliCommand(TyperCommand):
 
 class CliGroup(TyperGroup):
     """Group of commands that suggests similar names for an unknown command."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the first sentence of each command's help, on several lines if it is long."""
+        with formatter.section("Commands"):
+            formatter.write_dl(
+                [(name, one.get_short_help_str(SENTENCE_CHARS_MAX)) for name, one in self.commands.items()]
+            )
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
         """Return the name of the command, the command itself, and its arguments."""
