@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 from forebay.cli.app import COMMANDS, SERVICES, load
+from forebay.cli.common.cluster import leases_at
 from forebay.cli.common.command_class import SERVICE_OPTIONS
 from tests.cli.in_process import forebay
 from tests.harness.local import free_ports
@@ -273,6 +275,13 @@ def test_error_for_a_missing_file(tmp_path: Path) -> None:
 )
 def test_config_show_masks_passwords_of_urls(url: str, masked: str) -> None:
     assert shown("worker", "--redis", url)["redis"]["value"] == masked
+
+
+def test_errors_about_a_url_have_no_password(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit):
+        leases_at("redis://me:hunter2@127.0.0.1:port", "namespace")
+    assert "--redis redis://me:********@127.0.0.1:port: " in (text := capsys.readouterr().err)
+    assert "hunter2" not in text
 
 
 def test_config_show_prints_a_table_and_accepts_subcommands() -> None:

@@ -185,7 +185,7 @@ def serve(cluster: Cluster, kafka: str, redis_url: str, *arguments: str) -> None
 
 def children() -> list[int]:
     """Return the process ids of the service's workers."""
-    listed = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(["ps", "-ww", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout
     return [
         int(line.split()[0]) for line in listed.splitlines() if re.search(r"forebay\.cli worker .*-id lin-\d", line)
     ]

@@ -1,20 +1,16 @@
 """`forebay config`: show the options of a command with the source of each value."""
 
 import json as jsonlib
-import re
 from typing import Annotated, Any
 
 import typer
 
-from forebay.cli.common.command_class import SECRETS, is_secret, long_name, place_of, source_of
+from forebay.cli.common.command_class import is_secret, long_name, place_of, source_of
 from forebay.cli.common.errors import fail
+from forebay.cli.common.secrets import MASK, without_passwords
 from forebay.cli.common.terminal import in_markup, results
 
 app = typer.Typer(help="Show the options of a command and where their values come from.", no_args_is_help=True)
-
-MASK = "********"
-PASSWORD = re.compile(r"(?<=://)([^:]*):.*@", re.DOTALL)  # greedy, because a password may contain / and @
-PARAMETER = re.compile(rf"([?&][^=&]*(?:{'|'.join(sorted(SECRETS))})=)[^&#]*", re.IGNORECASE)
 
 
 @app.callback()
@@ -77,10 +73,7 @@ def _masked(name: str, value: Any) -> Any:
         return value
     if is_secret(name):
         return MASK
-    text = str(value)
-    if "://" in text:
-        text = PARAMETER.sub(rf"\1{MASK}", text)
-    return PASSWORD.sub(rf"\1:{MASK}@", text)
+    return without_passwords(str(value))
 
 
 def _text(value: Any) -> str:

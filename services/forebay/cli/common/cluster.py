@@ -14,6 +14,7 @@ from redis.retry import Retry
 from forebay.cli.common.cluster_options import Cluster
 from forebay.cli.common.errors import cause_of, explained, fail
 from forebay.cli.common.metrics_server import Probe, metrics_served
+from forebay.cli.common.secrets import without_passwords
 from forebay.cli.common.shutdown import CLOSE_S, SIGNALS, STOP_S, end_within, ending_within, on_second_signal
 from forebay.transport.base import LeaseError, LogError
 from forebay.transport.kafka.log import FLUSH_S, KafkaLog
@@ -35,7 +36,7 @@ def leases_at(url: str, namespace: str, kind: LeaseKind = "worker") -> RedisLeas
             retry=Retry(NoBackoff(), 1),
         )
     except ValueError as error:
-        fail(f"--redis {url}: {error}")
+        fail(f"--redis {without_passwords(url)}: {error}")
     return RedisLeases(client, namespace, kind)
 
 
