@@ -117,7 +117,7 @@ def test_unusable_options_are_rejected_without_printing_a_key(
     assert not any(text in run.stderr for text in (SECRET, "xxxxx"))
 
 
-@pytest.mark.parametrize("value", [f'"{KEY}"', f'["{KEY}", 1]', f'["{KEY} {KEY}"]'])
+@pytest.mark.parametrize("value", [f'{{key = "{KEY}"}}', f'["{KEY}", 1]', f'"{KEY} {KEY}"', f'["{KEY} {KEY}"]'])
 def test_a_key_in_a_configuration_file_is_not_printed(value: str, tmp_path: Path) -> None:
     file = tmp_path / "forebay.toml"
     file.write_text(f"api-key = {value}\n")
