@@ -217,7 +217,7 @@ def test_charts_of_a_comparison_are_drawn_and_saved(tmp_path: Path, browser: Bro
     history = played(conversations(sessions=6, turns=4), RouterConfig(), workers=8)
     with ThreadPoolExecutor(1) as thread:  # the browser's loop runs in this one
         thread.submit(asyncio.run, write_log(history.log, log)).result()
-    command = ("replay", "diff", str(log), "--policy", "round-robin", "--html", str(path))
+    command = ("replay", "diff", str(log), "--policy", "round-robin", "--report", str(path))
     done = fork_server.run(*command, timeout_s=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     with opened(path, browser) as found:

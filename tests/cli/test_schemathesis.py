@@ -24,9 +24,10 @@ CHECKS = (
     "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance,"
     "negative_data_rejection,unsupported_method,ignored_auth"
 )
-# JSON Schema cannot express which characters of an adapter name are printable in Unicode, and which tokens and chats a
-# model accepts. Other routes reject most random bodies because of an unknown model, but tokenizing needs no model name.
-INEXACT = "lora|commands|tokenize"
+# JSON Schema cannot express which characters of an adapter name are printable in Unicode, which tokens and chats a
+# model accepts, and which ranges of a grid fit together. Other routes reject most random bodies because of an unknown
+# model, but tokenizing needs no model name.
+INEXACT = "lora|commands|tokenize|pools/routing"
 # Nor that `tool_choice` names one of the tools. A route query takes the body of a completion, but has one prompt. And
 # the model decides which token ids and dimensions are valid.
 PROMPTS = "completions|route|embeddings"
