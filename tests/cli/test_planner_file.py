@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from forebay.cli.planner.planner_file import read_planner_file
+from forebay.engine_model.timing import LinearTiming
 from forebay.events.scaling import DecodePoint, PlannerSettings, PoolScaling, PrefillPoint
 from tests.cli.in_process import forebay
 
@@ -22,6 +23,7 @@ group = "llama"
 pool = "default"
 profile = "profile.json"
 """
+ENGINE_POOL = f'{POOL}engine_profile = "engine.toml"\n'
 ALL_KEYS = """
 interval_s = 10
 method = "both"
@@ -71,11 +73,11 @@ def test_defaults_of_a_file(tmp_path: Path) -> None:
         prefill=tuple(PrefillPoint(**point) for point in PREFILL),
         decode=tuple(DecodePoint(**point) for point in DECODE),
     )
-    assert read_planner_file(written(tmp_path, POOL)) == PlannerSettings(pools=(pool,))
+    assert read_planner_file(written(tmp_path, POOL)).settings == PlannerSettings(pools=(pool,))
 
 
 def test_all_keys_of_a_file(tmp_path: Path) -> None:
-    found = read_planner_file(written(tmp_path, ALL_KEYS))
+    found = read_planner_file(written(tmp_path, ALL_KEYS)).settings
     prefill = PoolScaling(
         group="org/llama",
         pool="prefill",
@@ -107,6 +109,16 @@ def test_all_keys_of_a_file(tmp_path: Path) -> None:
     )
 
 
+def test_a_pool_of_method_simulate_has_an_engine(tmp_path: Path) -> None:
+    (tmp_path / "engine.toml").write_text('kind = "linear"\nwork_us = 700\n[costs_us]\nstep = 2000\n')
+    found = read_planner_file(written(tmp_path, f'method = "simulate"{ENGINE_POOL}kv_tokens = 6400'))
+    assert found.settings.pools[0].pool == "default"
+    engine = found.engines["llama", "default"]
+    assert (engine.workers.count, engine.workers.engine.timing) == (1, LinearTiming(step=2000))
+    assert engine.workers.engine.kv_blocks_total == 100
+    assert engine.delays.work.fixed_us == 700
+
+
 def complaint(path: Path) -> str:
     """Run the command, and return the one line of its error."""
     run = forebay("planner", "run", str(path), "--kafka", "127.0.0.1:1")
@@ -133,7 +145,14 @@ def complaint(path: Path) -> str:
         (f"down_sensitivity = 80{POOL}", "down_sensitivity: must be a number from 0 to 1"),
         (f"max_change = 0{POOL}", "max_change: must be a whole number from 1 to 10000"),
         (f'method = "thruput"{POOL}', "method: must be one of both, load, simulate, throughput"),
-        (f'method = "simulate"{POOL}', "method: simulate cannot be used"),
+        (
+            f'method = "simulate"{POOL}',
+            "pools[0]: engine_profile: method simulate needs an engine profile",
+        ),
+        (f'method = "simulate"{ENGINE_POOL}role = "prefill"', "pools[0]: role: method simulate sizes only aggregated"),
+        (f'method = "simulate"{ENGINE_POOL}max_size = 5000', "pools[0]: max_size: must be at most 4096"),
+        (ENGINE_POOL, "pools[0]: engine_profile: unknown engine profile"),
+        (POOL + 'engine_profile = "profile.json"', "pools[0]: engine_profile: "),
         (f'predictor = "moving"{POOL}', "predictor: unknown predictor 'moving'; did you mean moving-average?"),
         (f"min_gpus = 9{POOL}", "min_gpus: must be at most gpu_budget, which is 8; got 9"),
         (f"{POOL}min_size = 9", "gpu_budget: the smallest sizes of all pools need 9 GPUs, got 8"),
@@ -193,7 +212,7 @@ def test_profiles_that_do_not_fit_into_a_record_are_rejected(tmp_path: Path) -> 
 def test_a_decode_pool_needs_decode_points_for_method_throughput(tmp_path: Path) -> None:
     text = f'{POOL}role = "decode"'
     assert "needs decode points" in complaint(written(tmp_path, text, {"prefill": PREFILL}))
-    (pool,) = read_planner_file(written(tmp_path, text, {"decode": DECODE})).pools
+    (pool,) = read_planner_file(written(tmp_path, text, {"decode": DECODE})).settings.pools
     assert (pool.prefill, len(pool.decode)) == ((), 1)
 
 

@@ -54,7 +54,7 @@ def test_a_profile_has_every_point_an_engine_profile_and_a_page(up: Up, tmp_path
     assert all(one.ttft_ms > 0 for one in prefill)
     assert found["left_out"] == []
     (planner := tmp_path / "planner.toml").write_text(PLANNER)
-    assert read_planner_file(planner).pools[0].prefill == tuple(prefill)
+    assert read_planner_file(planner).settings.pools[0].prefill == tuple(prefill)
     loaded = load_profile(str(engine))
     assert (loaded.name, loaded.source) == ("forebay-default, measured", "forebay profile run")
     assert "<title>forebay profile: forebay-default</title>" in page.read_text()

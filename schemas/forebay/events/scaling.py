@@ -320,11 +320,11 @@ class PoolDecision(Part, frozen=True, kw_only=True):
         reason: `scale_up`, `scale_down`: the proposal. `hold`: the proposal is the present size. `manual`: an operator
             has set the size. `paused`: an operator has paused the planner. `no_observation`, `no_demand`, `no_profile`,
             `insufficient_data`: the method lacks an input. `profile_exceeded`: the demand lies outside the profile, and
-            the nearest point was used. `target_unattainable`: one request alone misses a target. `in_progress`: the
-            last decision has no reply yet. `starting`: workers of the last decision start. `cooldown`: the direction
-            would change too soon. `consolidation_refused`: fewer workers would miss a target. `limited`: by the
-            smallest, the largest or the change of a size. `gpu_budget`: by the number of GPUs. `budget_below_minimum`:
-            the budget does not suffice for the smallest sizes.
+            the nearest point was used. `target_unattainable`: one request alone misses a target, or too many requests
+            do with each simulated size. `in_progress`: the last decision has no reply yet. `starting`: workers of the
+            last decision start. `cooldown`: the direction would change too soon. `consolidation_refused`: fewer workers
+            would miss a target. `limited`: by the smallest, the largest or the change of a size. `gpu_budget`: by the
+            number of GPUs. `budget_below_minimum`: the budget does not suffice for the smallest sizes.
     """
 
     group: SystemName

@@ -7,6 +7,7 @@ from functools import partial
 from itertools import pairwise
 from operator import contains
 
+import msgspec
 import pytest
 
 from forebay import runtime
@@ -27,10 +28,12 @@ from forebay.events.scaling import (
     PrefillPoint,
     ScalingDecided,
     ScalingObserved,
+    SimulatedSize,
+    SizesSimulated,
 )
 from forebay.events.topics import SCALING
 from forebay.live.planner.actuator import ActuatorService, Reached
-from forebay.live.planner.planner import Planner
+from forebay.live.planner.planner import SIMULATED_TARGET, Planner, Simulate
 from forebay.transport.sqlite.log import SqliteLog
 from tests.core.scaling.records import GROUP, POOL
 from tests.harness.fake_runtime import FakeRuntime
@@ -228,3 +231,104 @@ async def test_a_failing_predictor_leaves_the_planner_running(log: SqliteLog) ->
         decisions = await until(log, ScalingDecided, 3)
     assert planner.forecast_failures >= 1
     assert {one.pools[0].reason for one in decisions[1:]} == {"no_demand"}
+
+
+SIMULATING = msgspec.structs.replace(SETTINGS, method="simulate")
+
+
+def simulating_planner(log: SqliteLog, simulate: Simulate, settings: PlannerSettings = SIMULATING) -> Planner:
+    return Planner(log, "p1", settings, FakeObserver(), forecast, simulate)
+
+
+def sizes(**attained: float) -> tuple[SimulatedSize, ...]:
+    """Return simulated sizes, for example `sizes(w3=0.9)` for 3 workers."""
+    return tuple(
+        SimulatedSize(group=GROUP, pool=POOL, size=int(name[1:]), attained=share) for name, share in attained.items()
+    )
+
+
+async def test_method_simulate_decides_the_smallest_simulated_size_that_attains_the_target(log: SqliteLog) -> None:
+    demands: list[DemandForecast] = []
+
+    async def simulate(demand: DemandForecast, target: float) -> tuple[SimulatedSize, ...]:
+        demands.append(demand)
+        return sizes(w7=1.0, w5=target, w4=target - 0.01)
+
+    async with actuating(log) as actuator, planning(log, simulating_planner(log, simulate)):
+        await eventually(lambda: actuator.calls == [{(GROUP, POOL): 5}])
+    simulated = records(log, SizesSimulated)[0]
+    forecasts = [
+        (one.offset, event)
+        for one in log.records(SCALING.name, 0, 0, 10_000)
+        if isinstance(event := decode(SCALING, one.value), DemandForecast)
+    ]
+    assert (simulated.forecast, simulated.target) == (forecasts[0][0], SIMULATED_TARGET)
+    assert demands[0].pools == forecasts[0][1].pools
+    changed = [one.decided.pools[0] for one in derived(log) if one.reply is not None]
+    assert [(one.from_size, one.to_size, one.reason) for one in changed] == [(2, 5, "scale_up")]
+
+
+async def test_after_a_failed_simulation_or_forecast_no_older_simulation_counts(log: SqliteLog) -> None:
+    rounds = iter(["simulated", "failed simulation", "simulated", "failed forecast"])
+    now = ""
+
+    def predict(history: Sequence[ScalingObserved], observed: int) -> DemandForecast:
+        nonlocal now
+        now = next(rounds, "failed forecast")
+        if now == "failed forecast":
+            raise ZeroDivisionError
+        return forecast(history, observed)
+
+    async def simulate(demand: DemandForecast, target: float) -> tuple[SimulatedSize, ...]:
+        if now == "failed simulation":
+            raise ZeroDivisionError
+        return sizes(w2=1.0)
+
+    planner = Planner(log, "p1", SIMULATING, FakeObserver(), predict, simulate)
+    async with planning(log, planner):
+        decisions = await until(log, ScalingDecided, 6)
+    assert [one.pools[0].reason for one in decisions[1:6]] == ["hold", "no_demand", "hold", "no_demand", "no_demand"]
+    assert planner.simulation_failures == 1
+    assert all(one.is_verified for one in derived(log))
+
+
+async def test_commands_and_the_end_of_the_planner_do_not_wait_for_a_simulation(log: SqliteLog) -> None:
+    began, cancelled = asyncio.Event(), asyncio.Event()
+
+    async def simulate(demand: DemandForecast, target: float) -> tuple[SimulatedSize, ...]:
+        began.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+        return ()
+
+    async with actuating(log) as actuator, planning(log, simulating_planner(log, simulate)):
+        await asyncio.wait_for(began.wait(), PATIENCE_S)
+        await append(log, PoolSizeSet(group=GROUP, pool=POOL, size=3, operator="ops"))
+        await eventually(lambda: actuator.calls == [{(GROUP, POOL): 3}])
+    assert cancelled.is_set()
+    assert records(log, PlannerStopped)
+    assert not records(log, SizesSimulated)
+
+
+async def test_a_planner_whose_simulation_is_replaced_stands_by(log: SqliteLog) -> None:
+    began = asyncio.Event()
+
+    async def simulate(demand: DemandForecast, target: float) -> tuple[SimulatedSize, ...]:
+        began.set()
+        await asyncio.Event().wait()
+        return ()
+
+    async with planning(log, simulating_planner(log, simulate)) as planner:
+        await asyncio.wait_for(began.wait(), PATIENCE_S)
+        slow = msgspec.structs.replace(SIMULATING, interval_s=3600.0)
+        await append(log, PlannerClaimed(planner_id="p2", rules_version=1, settings=slow))
+        await eventually(lambda: not planner.is_active)
+    assert not records(log, PlannerStopped)
+    assert not records(log, SizesSimulated)
+
+
+async def test_method_simulate_needs_a_function_that_simulates(log: SqliteLog) -> None:
+    with pytest.raises(ValueError, match="simulate"):
+        Planner(log, "p1", SIMULATING, FakeObserver(), forecast)

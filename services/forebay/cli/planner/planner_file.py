@@ -1,6 +1,7 @@
 """Reader of the file of `forebay planner run`: the planner's settings and its pools, as TOML, with profiles as JSON."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -9,9 +10,13 @@ import msgspec
 from forebay.cli.common.plain_file import kind_of, read_plain_file
 from forebay.cli.planner.pools_file import convert, pool_tables, read_toml, require_known
 from forebay.cli.profiler.profile_file import MeasuredProfile
+from forebay.core.scaling.state import PoolKey
 from forebay.events.scaling import DecodePoint, PlannerSettings, PoolScaling, PrefillPoint
 from forebay.ingress.errors import Unusable
 from forebay.planner.predictors import PredictorUnusable, predictor
+from forebay.planner.simulation import PoolEngine, pool_engine
+from forebay.simulate.profiles.profile import MOCKER, load_profile
+from forebay.simulate.settings import WORKERS_MAX
 
 SETTINGS_BYTES_MAX = 1 << 20  # each claim on the topic has the settings with all profiles
 
@@ -23,31 +28,49 @@ class PoolTable(PoolScaling, frozen=True, kw_only=True):
 
     Attributes:
         profile: path of the profile, relative to the file; empty without a profile.
+        engine_profile: name of the built-in engine profile, or path of one, relative to the file; empty without one.
     """
 
     profile: str = ""
+    engine_profile: str = ""
 
 
-def read_planner_file(path: Path) -> PlannerSettings:
+@dataclass(frozen=True, slots=True)
+class PlannerFile:
+    """Contents of a file of `forebay planner run`.
+
+    Attributes:
+        settings: settings of the planner.
+        engines: engines of the pools with an engine profile, which method `simulate` simulates.
+    """
+
+    settings: PlannerSettings
+    engines: Mapping[PoolKey, PoolEngine]
+
+
+def read_planner_file(path: Path) -> PlannerFile:
     """Read a file of `forebay planner run`. Raises Unusable, with file and key, if it is invalid."""
     try:
-        return _settings(path, read_toml(path))
+        return _file(path, read_toml(path))
     except Unusable as error:
         raise Unusable(f"{path}: {error}") from None
 
 
-def _settings(path: Path, raw: Mapping[str, Any]) -> PlannerSettings:
+def _file(path: Path, raw: Mapping[str, Any]) -> PlannerFile:
     settings = convert({**raw, "pools": ()}, PlannerSettings)
     try:
         predictor(settings.predictor)
     except PredictorUnusable as error:
         raise Unusable(f"predictor: {error}") from None
-    if settings.method == "simulate":
-        raise Unusable("method: simulate cannot be used by this command yet; expected throughput, load or both")
-    pools = []
+    pools, engines = [], {}
     for number, table in enumerate(pool_tables(raw, PoolTable)):
         try:
-            pools.append(_pool(path, settings, table))
+            pool = _pool(path, settings, table)
+            pools.append(pool)
+            if settings.method == "simulate":
+                _require_simulatable(pool, table)
+            if table.engine_profile:
+                engines[pool.group, pool.pool] = _engine(path.parent, table.engine_profile, pool)
         except Unusable as error:
             raise Unusable(f"pools[{number}]: {error}") from None
     settings = msgspec.structs.replace(settings, pools=tuple(pools))
@@ -55,7 +78,7 @@ def _settings(path: Path, raw: Mapping[str, Any]) -> PlannerSettings:
     size = len(msgspec.json.encode(settings))
     if size > SETTINGS_BYTES_MAX:
         raise Unusable(f"the settings with all profiles have {size} bytes of {SETTINGS_BYTES_MAX}; use fewer points")
-    return settings
+    return PlannerFile(settings, engines)
 
 
 def _pool(path: Path, settings: PlannerSettings, table: PoolTable) -> PoolScaling:
@@ -76,6 +99,25 @@ def _pool(path: Path, settings: PlannerSettings, table: PoolTable) -> PoolScalin
         stage = "decode" if pool.role == "decode" else "prefill"
         raise Unusable(f"profile: method throughput needs {stage} points of this pool; name a file, or use method load")
     return pool
+
+
+def _require_simulatable(pool: PoolScaling, table: PoolTable) -> None:
+    """Raise Unusable if method `simulate` cannot size a pool."""
+    if pool.role != "aggregated":
+        raise Unusable(f"role: method simulate sizes only aggregated pools, got {pool.role}; use another method")
+    if pool.max_size > WORKERS_MAX:
+        raise Unusable(f"max_size: must be at most {WORKERS_MAX} with method simulate; got {pool.max_size}")
+    if not table.engine_profile:
+        raise Unusable("engine_profile: method simulate needs an engine profile of this pool; name a file")
+
+
+def _engine(folder: Path, name: str, pool: PoolScaling) -> PoolEngine:
+    """Return the engine with the built-in profile or the profile file of this name."""
+    try:
+        profile = load_profile(MOCKER if name == MOCKER else str(folder / name))
+        return pool_engine(profile, pool.kv_tokens)
+    except ValueError as error:  # also ProfileUnusable
+        raise Unusable(f"engine_profile: {error}") from None
 
 
 def _profile(path: Path) -> dict[str, Any]:

@@ -9,13 +9,13 @@ from forebay.cli.common.cluster_options import Cluster, KafkaOptions, ServiceOpt
 from forebay.cli.common.errors import explained
 from forebay.cli.common.logs import LoggingOptions, announce
 from forebay.cli.common.process_metrics import process_registry
-from forebay.cli.planner.planner_file import read_planner_file
+from forebay.cli.planner.planner_file import PlannerFile, read_planner_file
 from forebay.cli.processes.options import named
-from forebay.events.scaling import PlannerSettings
 from forebay.live.planner.metrics import PlannerMetrics
 from forebay.live.planner.observer import PoolObserver
 from forebay.live.planner.planner import Planner
 from forebay.planner.predictors import predictor
+from forebay.planner.simulation import simulator
 from forebay.transport.kafka.topics import count_topics
 
 
@@ -25,19 +25,21 @@ def run_planner(
     """Run `forebay planner run`. command.py documents its options."""
     logs.start()
     with explained():
-        settings = read_planner_file(file)
+        read = read_planner_file(file)
         name = named("--planner-id", "planner", planner_id or f"{socket.gethostname()}-{os.getpid()}")
         cluster = Cluster(kafka.settings(), "", service.metrics_host, service.metrics_port)
-    run_service(_run(cluster, name, settings))
+    run_service(_run(cluster, name, read))
 
 
-async def _run(cluster: Cluster, name: str, settings: PlannerSettings) -> None:
+async def _run(cluster: Cluster, name: str, read: PlannerFile) -> None:
     """Plan, or stand by, until SIGINT or SIGTERM."""
+    settings = read.settings
     await count_topics(cluster.kafka)  # reports a missing topic, for which the client would wait
     registry = process_registry()
     async with connected(cluster, registry) as log:
         observer = PoolObserver(log, settings.pools)
-        planner = Planner(log, name, settings, observer, predictor(settings.predictor))
+        simulate = simulator(settings, read.engines) if settings.method == "simulate" else None
+        planner = Planner(log, name, settings, observer, predictor(settings.predictor), simulate)
         registry.register(PlannerMetrics(planner))
         pools = ", ".join(f"{pool.group}/{pool.pool}" for pool in settings.pools)
         announce(f"forebay: planner {name} plans {pools} every {settings.interval_s:g} s, or stands by")

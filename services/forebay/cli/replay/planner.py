@@ -40,7 +40,7 @@ def run_planner_replay(*, recording: Recording, changes: list[str] | None, file:
     """Run `forebay replay planner`. command.py documents its options."""
     recording.require_one_source()
     with explained():
-        given = None if file is None else read_planner_file(file)
+        given = None if file is None else read_planner_file(file).settings
 
     async def read(on_progress: OnProgress) -> PlannerReplay:
         async with scaling_log(recording, recording.log) as log:

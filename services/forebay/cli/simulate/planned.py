@@ -24,7 +24,7 @@ def read_planner(path: Path, settings: Settings) -> PlannerSettings:
         Unusable: the file is invalid.
         ValueError: the planner cannot scale the fleet.
     """
-    planner = read_planner_file(path)
+    planner = read_planner_file(path).settings
     try:
         require_plannable(planner, settings)
     except SettingsUnusable as error:

@@ -36,6 +36,11 @@ class PlannerMetrics(Collector):
         yield CounterMetricFamily(
             "forebay_planner_forecast_failures", "intervals in which the predictor failed", planner.forecast_failures
         )
+        yield CounterMetricFamily(
+            "forebay_planner_simulation_failures",
+            "intervals whose forecast could not be simulated",
+            planner.simulation_failures,
+        )
         size = GaugeMetricFamily("forebay_pool_size", "workers of a pool as decided", labels=LABELS)
         ready = GaugeMetricFamily("forebay_pool_ready", "ready workers of a pool as last observed", labels=LABELS)
         for pool in state.settings.pools if state.settings else ():

@@ -8,7 +8,7 @@ intervals. A planner that finds a newer claim stands by again. Its records after
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol, TypeVar
 
 import msgspec
@@ -18,6 +18,7 @@ from forebay.core.scaling.decide import decide
 from forebay.core.scaling.state import RULES_VERSION, SILENT_INTERVALS, SILENT_MORE_S, Outcome
 from forebay.core.scaling.virtual_planner import Forecast
 from forebay.events.scaling import (
+    DemandForecast,
     PlannerClaimed,
     PlannerPaused,
     PlannerRecord,
@@ -29,6 +30,8 @@ from forebay.events.scaling import (
     ScalingEvent,
     ScalingObserved,
     ScalingRefused,
+    SimulatedSize,
+    SizesSimulated,
 )
 from forebay.live.planner.topic import ScalingTopic
 from forebay.transport.base import Log
@@ -39,6 +42,10 @@ DIGITS = 6  # of an interval in seconds, which is measured in microseconds
 DECISIONS_MAX = 8  # attempts to decide; each failed one means that somebody wrote a record in between
 REPLIES = (ScalingApplied, ScalingRefused)
 COMMANDS = (PoolSizeSet, PlannerPaused)
+SIMULATED_TARGET = 0.99  # share of requests that must meet both targets, for method `simulate`
+
+# Simulates a forecast with different sizes of the pools. The second argument is the target.
+Simulate = Callable[[DemandForecast, float], Awaitable[tuple[SimulatedSize, ...]]]
 
 RecordT = TypeVar("RecordT", bound=PlannerRecord)
 
@@ -60,11 +67,13 @@ class Planner:
         decisions: number of decisions of this process that have an effect.
         stale: number of decisions of this process without an effect.
         forecast_failures: number of intervals without a forecast, because the predictor failed.
+        simulation_failures: number of intervals whose forecast could not be simulated.
     """
 
     def __init__(
-        self, log: Log, planner_id: str, settings: PlannerSettings, observer: Observer, forecast: Forecast
-    ) -> None:
+        self, log: Log, planner_id: str, settings: PlannerSettings, observer: Observer, forecast: Forecast,
+        simulate: Simulate | None = None,
+    ) -> None:  # fmt: skip
         """Create a planner.
 
         Args:
@@ -74,15 +83,23 @@ class Planner:
             observer: source of observations.
             forecast: returns the forecast for the next interval. Called on another thread, with the observations of the
                 state, oldest first, and the offset of the newest one.
+            simulate: simulates a forecast. Method `simulate` needs it. It is cancelled if the planner stops.
+
+        Raises:
+            ValueError: the method is `simulate`, and `simulate` is None.
         """
+        if settings.method == "simulate" and simulate is None:
+            raise ValueError("method simulate needs a function that simulates")
         self.planner_id = planner_id
         self.is_active = False
         self.decisions = 0
         self.stale = 0
         self.forecast_failures = 0
+        self.simulation_failures = 0
         self._settings = settings
         self._observer = observer
         self._forecast = forecast
+        self._simulate = simulate
         self._stopping = asyncio.Event()
         self._prompted = asyncio.Event()
         self._epoch = -1
@@ -178,7 +195,7 @@ class Planner:
             self.is_active = False
 
     async def _observe(self) -> None:
-        """Record an observation, and the forecast that follows from it."""
+        """Record an observation, and the forecast and the simulations that follow from it."""
         began_s, self._observed_s = self._observed_s, runtime.monotonic_s()
         pools = self._observer.observe()
         self._log_unobserved(pools)
@@ -191,6 +208,12 @@ class Planner:
         offset, outcome = await self.topic.append(observed)
         if outcome == "stale" or self._settings.method == "load":
             return
+        await self._record_forecast(offset)
+        if self._settings.method == "simulate":
+            await self._record_simulations()
+
+    async def _record_forecast(self, offset: int) -> None:
+        """Record the forecast that follows from the observation at `offset`, unless the predictor fails."""
         try:
             forecast = await runtime.offload(self._forecast, tuple(self.topic.state.history), offset)
         except Exception:  # a predictor is third-party code, and a planner without forecast still has limits and load
@@ -198,6 +221,45 @@ class Planner:
             logger.exception("the predictor %s failed; deciding without a new forecast", self._settings.predictor)
             return
         await self.topic.append(_stamped(forecast, self._epoch))
+
+    async def _record_simulations(self) -> None:
+        """Record simulations of the newest forecast.
+
+        Without a new forecast, or if they fail, a record without sizes replaces older simulations. So no decision
+        follows from the demand of an earlier interval.
+        """
+        known = self.topic.state.forecast
+        if known is None:  # after a claim, so there are no simulations either
+            return
+        offset, forecast = known
+        sizes: tuple[SimulatedSize, ...] | None = ()
+        if forecast.observed == self.topic.state.observed:
+            try:
+                sizes = await self._simulated(forecast)
+            except Exception:  # a planner without simulations still has limits and orders of operators
+                self.simulation_failures += 1
+                logger.exception("the forecast was not simulated; deciding without it")
+        if sizes is not None:
+            simulated = SizesSimulated(forecast=offset, target=SIMULATED_TARGET, sizes=sizes)
+            await self.topic.append(_stamped(simulated, self._epoch))
+
+    async def _simulated(self, forecast: DemandForecast) -> tuple[SimulatedSize, ...] | None:
+        """Return the simulations of a forecast, None if the planner stops or stands by. Commands do not wait."""
+        assert self._simulate is not None, "checked in __init__"
+        simulation = asyncio.ensure_future(self._simulate(forecast, SIMULATED_TARGET))
+        simulation.add_done_callback(lambda _: self._prompted.set())
+        try:
+            while not simulation.done():
+                self._prompted.clear()
+                await self._prompted.wait()
+                if not self.is_active or self._stopping.is_set():
+                    return None
+                if not simulation.done():
+                    await self._decide()
+            return simulation.result()
+        finally:
+            simulation.cancel()
+            await asyncio.gather(simulation, return_exceptions=True)
 
     def _log_unobserved(self, pools: Sequence[PoolObserved]) -> None:
         """Log the pools without an observation, if they changed."""

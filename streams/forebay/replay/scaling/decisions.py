@@ -31,7 +31,7 @@ REASONS: Mapping[Reason, str] = {
     "no_demand": "There is no forecast that knows the newest observation, or it has no usable numbers.",
     "no_profile": "The pool has no profile of the stage that it computes.",
     "profile_exceeded": "The forecast lies outside of the profile, so the nearest measured point was used.",
-    "target_unattainable": "One request alone misses a target, so no number of workers meets it.",
+    "target_unattainable": "One request alone misses a target, or too many requests do with each simulated size.",
     "insufficient_data": "The workers have not reported enough load and latency yet.",
     "in_progress": "The previous decision has no reply yet.",
     "starting": "Workers of the previous decision still start.",
