@@ -250,8 +250,8 @@ class Planner:
         simulation.add_done_callback(lambda _: self._prompted.set())
         try:
             while not simulation.done():
-                self._prompted.clear()
                 await self._prompted.wait()
+                self._prompted.clear()  # before the checks: a stop or a command during `_decide` must not be lost
                 if not self.is_active or self._stopping.is_set():
                     return None
                 if not simulation.done():
