@@ -1,7 +1,10 @@
 """`forebay profile run` against mock workers: points, resumption, several workers, and errors."""
 
 import json
+import signal
+import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ from forebay.events.scaling import DecodePoint, PrefillPoint
 from forebay.simulate.profiles.profile import load_profile
 from tests.cli.in_process import forebay
 from tests.cli.up import PATIENCE_S, Up, running
+from tests.harness import fork_server
 from tests.harness.local import free_ports
 
 SMALL = ("--isl", "64,256,128", "--context", "256,128", "--concurrency", "1,2", "--repeats", "1")
@@ -129,6 +133,18 @@ def test_an_interrupted_measurement_is_continued_on_another_system(tmp_path: Pat
         found = profile(up, out, *grid)["prefill"]
     assert found[: len(measured)] == measured
     assert len(found) == 31
+
+
+def test_an_interrupted_run_keeps_its_points(up: Up, tmp_path: Path) -> None:
+    out = tmp_path / "p.json"
+    run = fork_server.start("profile", "run", "--url", up.url, "--out", str(out), stderr=subprocess.PIPE)
+    ends_s = time.monotonic() + PATIENCE_S
+    while not out.exists() and time.monotonic() < ends_s:
+        time.sleep(0.01)
+    run.send_signal(signal.SIGINT)
+    _, errors = run.communicate(timeout=PATIENCE_S)
+    assert (run.returncode, "interrupted; run the same command again" in errors) == (130, True), errors
+    assert json.loads(out.read_text())["prefill"]
 
 
 def test_one_of_several_workers_has_to_be_named(tmp_path: Path) -> None:

@@ -16,8 +16,6 @@ import pytest
 
 from forebay.core.routing.policies.round_robin import RoundRobin
 from forebay.core.scaling.decide import decide
-from forebay.core.scaling.rederive import decisions_of
-from forebay.core.scaling.state import PlannerState
 from forebay.core.step import AnyDecision
 from forebay.events.codec import decode
 from forebay.events.control import PoolConfigured, RouterConfig
@@ -33,6 +31,7 @@ from forebay.transport.sqlite.schema import checksum
 from tests.cli.logs import US, at, invoke, made
 from tests.cli.up import forebay, verified
 from tests.core.scaling.records import GROUP, POOL, Journal, applied, observed
+from tests.harness.scaling_decisions import decisions_of
 from tests.live.planner.topic import append
 from tests.replay.slices import OTHER, joined_log, journal_of, rows, source_log
 from tests.system import BLOCK, MODEL, System, submitted, until, until_ended
@@ -107,7 +106,7 @@ def test_scaling_decisions_are_recorded_from_the_first_one_to_the_end_of_the_win
     for path in (tmp_path / "a", tmp_path / "b"):
         with closing(SqliteLog.open(path, readonly=True)) as recorded:
             events = [(one.offset, decode(SCALING, one.value)) for one in recorded.records(SCALING.name, 0, 0, 100)]
-        (decision,) = decisions_of(events, PlannerState())
+        (decision,) = decisions_of(events)
         assert decision.is_verified
         assert (decision.decided.pools[0].to_size, len(events)) == (6, 4)
     shown = invoke("record", log, tmp_path / "shown").stdout

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import httpx
 
-from forebay.core.scaling.rederive import RecordedDecision, decisions_of
+from forebay.core.scaling.rederive import RecordedDecision
 from forebay.core.scaling.state import Outcome, PlannerState
 from forebay.events.codec import decode, encode
 from forebay.events.scaling import PlannerClaimed, PoolSizeSet, ScalingDecided, ScalingEvent
@@ -24,6 +24,7 @@ from forebay.planner.actuators.os_processes import kill_session, recorded_identi
 from forebay.transport.base import Draft
 from forebay.transport.kafka.log import KafkaLog
 from tests.harness.cluster import FOREBAY, GROUP, Cluster
+from tests.harness.scaling_decisions import decisions_of
 
 POOL = "default"
 READ_MAX = 1_000
@@ -69,7 +70,7 @@ class Scaling:
             at = events[-1][0] + 1 if events else 0
             records = await self.log.read(SCALING.name, 0, at, READ_MAX)
             events += [(record.offset, decode(SCALING, record.value)) for record in records]
-        return list(decisions_of(events, PlannerState()))
+        return decisions_of(events)
 
     def on_record(self, _offset: int, event: ScalingEvent, outcome: Outcome) -> None:
         """Note a claim or a change."""

@@ -8,6 +8,9 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from forebay.ingress.http.origin_guard import UNCHECKED
+from forebay.ingress.openai.embeddings import EmbeddingBody
+from forebay.ingress.openai.requests import TextBody
+from forebay.ingress.openai.tokenization import TokenizeTextBody
 from tests.ingress.conftest import ADMIN_TOKEN, NAME, Scene, make_scene
 
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "TRACE")
@@ -167,3 +170,17 @@ async def test_schemas_accept_what_the_service_accepts(
 async def test_integral_floats_are_accepted_as_integers(scene: Scene, body: dict[str, Any], status: int) -> None:
     response = await scene.client.post("/v1/completions", content=json.dumps({"model": "other", **body}))
     assert response.status_code == status, response.text
+
+
+@pytest.mark.parametrize("prompt", ["", [], [""], ["a", ""], [[]], [[1], []]])
+def test_schemas_of_completions_and_embeddings_have_no_empty_prompts(prompt: Any) -> None:
+    for body, field in ((TextBody, "prompt"), (EmbeddingBody, "input")):
+        schema = body.model_json_schema()["properties"][field]
+        assert not Draft202012Validator(schema).is_valid(prompt)
+        for valid in ("a", [1], ["a"], [[1]]):
+            Draft202012Validator(schema).validate(valid)
+
+
+@pytest.mark.parametrize("prompt", ["", []])
+def test_the_schema_of_tokenize_has_an_empty_prompt(prompt: Any) -> None:
+    Draft202012Validator(TokenizeTextBody.model_json_schema()["properties"]["prompt"]).validate(prompt)

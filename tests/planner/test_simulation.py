@@ -9,8 +9,6 @@ import msgspec
 import pytest
 
 from forebay import runtime
-from forebay.core.scaling.rederive import decisions_of
-from forebay.core.scaling.state import PlannerState
 from forebay.engine_model.timing import LinearTiming
 from forebay.events.codec import decode
 from forebay.events.scaling import (
@@ -31,6 +29,7 @@ from forebay.planner.simulation import SimulationFailed, pool_engine, simulated_
 from forebay.simulate.profiles.profile import EngineSizes, Profile
 from forebay.transport.sqlite.log import SqliteLog
 from tests.harness.fake_runtime import FakeRuntime
+from tests.harness.scaling_decisions import decisions_of
 from tests.live.planner.topic import PATIENCE_S, append, until
 
 GROUP, POOL = "llama", "default"
@@ -152,7 +151,7 @@ async def test_a_planner_decides_the_simulated_size_and_the_decision_is_derived_
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
     events = [(one.offset, decode(SCALING, one.value)) for one in log.records(SCALING.name, 0, 0, 10_000)]
-    decisions = list(decisions_of(events, PlannerState()))
+    decisions = decisions_of(events)
     assert all(one.is_verified for one in decisions if one.outcome == "applied")
     assert decisions[-1].decided.pools[0].to_size == smallest(simulated.sizes) > 1
     assert planner.simulation_failures == 0

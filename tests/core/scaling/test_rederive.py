@@ -3,10 +3,11 @@
 import msgspec
 
 from forebay.core.scaling.decide import decide
-from forebay.core.scaling.rederive import WAITING_MAX, ScalingRederivation, decisions_of
+from forebay.core.scaling.rederive import WAITING_MAX, ScalingRederivation
 from forebay.core.scaling.state import PlannerState
 from forebay.events.scaling import PoolSizeSet, ScalingEvent
 from tests.core.scaling.records import GROUP, POOL, applied, claimed, decided, observed, refused
+from tests.harness.scaling_decisions import decisions_of
 
 
 def test_each_decision_has_its_result_and_reply() -> None:
@@ -18,7 +19,7 @@ def test_each_decision_has_its_result_and_reply() -> None:
     assert decision is not None
     records += [msgspec.structs.replace(decision, at_us=7), applied(3, 4), applied(3, 4), applied(0, 4)]
     records += [decided(0, 1, 2, 9), decided(9, 4, 2, 9), decided(0, 4, 4, 9)]
-    right, stale, foreign, wrong = decisions_of(enumerate(records), PlannerState())
+    right, stale, foreign, wrong = decisions_of(enumerate(records))
     assert (right.is_verified, right.has_own_rules, right.outcome, right.reply) == (True, True, "applied", records[4])
     assert (stale.outcome, stale.derived) == ("stale", None)
     assert (foreign.claim, foreign.has_own_rules, foreign.derived) == (None, False, None)
@@ -27,7 +28,7 @@ def test_each_decision_has_its_result_and_reply() -> None:
 
 def test_decisions_of_other_rules_are_not_derived() -> None:
     records: list[ScalingEvent] = [msgspec.structs.replace(claimed(), rules_version=99), decided(0, 0, 2, 3)]
-    (only,) = decisions_of(enumerate(records), PlannerState())
+    (only,) = decisions_of(enumerate(records))
     assert (only.outcome, only.derived, only.has_own_rules, only.observed, only.forecast) == (
         "applied", None, False, None, None,
     )  # fmt: skip

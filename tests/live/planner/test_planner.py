@@ -11,8 +11,7 @@ import msgspec
 import pytest
 
 from forebay import runtime
-from forebay.core.scaling.rederive import RecordedDecision, decisions_of
-from forebay.core.scaling.state import PlannerState
+from forebay.core.scaling.rederive import RecordedDecision
 from forebay.events.codec import decode
 from forebay.events.scaling import (
     DemandForecast,
@@ -34,9 +33,11 @@ from forebay.events.scaling import (
 from forebay.events.topics import SCALING
 from forebay.live.planner.actuator import ActuatorService, Reached
 from forebay.live.planner.planner import SIMULATED_TARGET, Planner, Simulate
+from forebay.transport.base import Draft
 from forebay.transport.sqlite.log import SqliteLog
 from tests.core.scaling.records import GROUP, POOL
 from tests.harness.fake_runtime import FakeRuntime
+from tests.harness.scaling_decisions import decisions_of
 from tests.live.planner.topic import PATIENCE_S, RecordingActuator, append, eventually, records, until
 
 pytestmark = pytest.mark.asyncio
@@ -107,7 +108,7 @@ def planner_of(log: SqliteLog, name: str, observer: FakeObserver, settings: Plan
 def derived(log: SqliteLog) -> list[RecordedDecision]:
     """Derive all decisions of the topic again and return them."""
     events = [(one.offset, decode(SCALING, one.value)) for one in log.records(SCALING.name, 0, 0, 10_000)]
-    decisions = list(decisions_of(events, PlannerState()))
+    decisions = decisions_of(events)
     assert all(one.is_verified for one in decisions if one.outcome == "applied")
     return decisions
 
@@ -310,6 +311,35 @@ async def test_commands_and_the_end_of_the_planner_do_not_wait_for_a_simulation(
     assert cancelled.is_set()
     assert records(log, PlannerStopped)
     assert not records(log, SizesSimulated)
+
+
+async def test_a_stop_while_a_decision_is_written_ends_a_simulation(
+    log: SqliteLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began = asyncio.Event()
+
+    async def simulate(demand: DemandForecast, target: float) -> tuple[SimulatedSize, ...]:
+        began.set()
+        await asyncio.Event().wait()
+        return ()
+
+    planner, to_log = simulating_planner(log, simulate), log.append
+
+    async def stop_and_append(drafts: Sequence[Draft]) -> list[int]:
+        if isinstance(decode(SCALING, drafts[0].value), ScalingDecided):
+            planner.stop()
+        return await to_log(drafts)
+
+    task = asyncio.create_task(planner.run())
+    try:
+        await asyncio.wait_for(began.wait(), PATIENCE_S)
+        monkeypatch.setattr(log, "append", stop_and_append)
+        await append(log, PoolSizeSet(group=GROUP, pool=POOL, size=3, operator="ops"))
+        await asyncio.wait_for(task, PATIENCE_S)
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    assert records(log, PlannerStopped)
 
 
 async def test_a_planner_whose_simulation_is_replaced_stands_by(log: SqliteLog) -> None:

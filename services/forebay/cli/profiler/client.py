@@ -14,16 +14,16 @@ from forebay.cli.common.failures import event_failure, status_failure
 from forebay.cli.trace.failures import transport_failure
 
 TOKEN_IDS = range(16, 240)  # in the vocabulary of every model, and above the special tokens of most
-BAD_REQUEST_MAX = 500
-TOO_MANY = frozenset({httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN, httpx.codes.TOO_MANY_REQUESTS})
+# Client errors that other requests would get, too.
+NOT_ABOUT_REQUEST = frozenset({httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN, httpx.codes.TOO_MANY_REQUESTS})
 
 
 class PointImpossible(Exception):
-    """This point cannot be measured, but others can. The message says why."""
+    """This point cannot be measured, but others can. The message is the reason."""
 
 
 class MeasurementFailed(Exception):
-    """The system does not serve requests. The message says what failed."""
+    """The system does not serve requests. The message is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class ProfiledWorker:
             url: URL of the system.
             model: name of the model.
             worker: id of the worker; empty for a system with one worker.
-            timeout_s: seconds after which a response is given up.
+            timeout_s: maximum seconds for a response.
         """
         self._client = client
         self._url = url
@@ -130,4 +130,4 @@ def random_prompts(tokens: int, count: int, seed: str) -> list[list[int]]:
 
 def _is_about_request(status: int) -> bool:
     """Return whether the system rejects this request only, for example because the prompt exceeds the context."""
-    return httpx.codes.BAD_REQUEST <= status < BAD_REQUEST_MAX and status not in TOO_MANY
+    return httpx.codes.is_client_error(status) and status not in NOT_ABOUT_REQUEST

@@ -3,6 +3,7 @@
 Each change responds with the rules after the change, once it is on the log.
 """
 
+from abc import ABC, abstractmethod
 from typing import Annotated, Any
 
 import msgspec
@@ -26,14 +27,14 @@ GRIDS_MAX = 3  # one per role
 PoolName = Annotated[str, Field(min_length=1, max_length=256)]
 
 
-class PoolRuleBody(CheckedBody):
+class PoolRuleBody(CheckedBody, ABC):
     """Request body that names a model and changes a rule for its pools. Subclasses add the rule."""
 
     model: str
 
+    @abstractmethod
     def event(self) -> PoolEvent:
         """Return the event that changes the rule. Raises ApiError (400) if the rule is invalid."""
-        raise NotImplementedError
 
 
 class PoolRoutingBody(PoolRuleBody):

@@ -1,6 +1,5 @@
 """Derive the recorded decisions of planners again, from the topic `scaling` alone."""
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -80,9 +79,9 @@ class ScalingRederivation:
         state: state after the records that were applied.
     """
 
-    def __init__(self, state: PlannerState | None = None) -> None:
-        """Start with `state`, by default with that before the first record."""
-        self.state = state or PlannerState()
+    def __init__(self) -> None:
+        """Start before the first record."""
+        self.state = PlannerState()
         self._waiting: dict[int, RecordedDecision] = {}
 
     def apply(self, offset: int, event: ScalingEvent) -> RecordedDecision | None:
@@ -108,12 +107,3 @@ class ScalingRederivation:
         forecast = state.forecast[1] if state.forecast else None
         outcome = state.apply(offset, event)
         return RecordedDecision(offset, event, outcome, derivation, claim, observed, forecast)
-
-
-def decisions_of(records: Iterable[tuple[int, ScalingEvent]], state: PlannerState) -> Iterator[RecordedDecision]:
-    """Apply the records with their offsets to `state`, and yield each decision after the last record.
-
-    Memory grows with the number of decisions, because the reply to a decision follows later.
-    """
-    rederivation = ScalingRederivation(state)
-    yield from [found for offset, event in records if (found := rederivation.apply(offset, event)) is not None]

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 PARTITION = 0
 READ_MAX = 256
-OUTCOMES_MAX = 64  # results of the newest records, for the writer that waits for its own record
+OUTCOMES_MAX = READ_MAX  # results of one read, in which the writer that waits finds its own record
 
 
 class ScalingTopic:
