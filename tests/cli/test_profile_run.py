@@ -107,6 +107,7 @@ def test_prompts_longer_than_the_context_are_left_out(up: Up, tmp_path: Path) ->
     assert all("exceed the context of 131072 tokens" in one["reason"] for one in found["left_out"])
 
 
+@pytest.mark.slow
 def test_an_interrupted_measurement_is_continued_on_another_system(tmp_path: Path) -> None:
     out = tmp_path / "p.json"
     grid = ("--isl", ",".join(map(str, range(100, 131))), "--role", "prefill", "--repeats", "1")

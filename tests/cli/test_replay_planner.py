@@ -84,7 +84,7 @@ def test_other_settings_decide_other_sizes(log: Path) -> None:
     assert "different sizes" in shown.stdout
 
 
-@pytest.mark.parametrize("name", ["moving-average", "kalman", "arima"])
+@pytest.mark.parametrize("name", ["moving-average", "kalman", pytest.param("arima", marks=pytest.mark.slow)])
 def test_forecasts_are_computed_again(tmp_path: Path, name: str) -> None:
     records = forecast_by(name, a_week().records)
     check = replayed(write_log(tmp_path / "log.db", records))["forecasts"]

@@ -181,6 +181,7 @@ def test_the_page_follows_the_colour_scheme_and_fits_a_phone(
         assert found.errors == []
 
 
+@pytest.mark.slow
 def test_names_are_escaped_and_run_no_script(tmp_path: Path, browser: Browser) -> None:
     path = tmp_path / "report.html"
     runs = [run(HOSTILE, requests=60, failed=[3]), run("kv", requests=60, held=True)]
@@ -203,6 +204,7 @@ def test_names_are_escaped_and_run_no_script(tmp_path: Path, browser: Browser) -
         assert found.errors == []
 
 
+@pytest.mark.slow
 def test_a_report_without_responses_has_no_errors(tmp_path: Path, browser: Browser) -> None:
     path = tmp_path / "report.html"
     write_report(path, [run("kv", requests=4, failed=range(4))], workload="w", slo=None, digest="d")
@@ -212,6 +214,7 @@ def test_a_report_without_responses_has_no_errors(tmp_path: Path, browser: Brows
         assert cells(found, 7) == ["failed"] * 4
 
 
+@pytest.mark.slow
 def test_charts_of_a_comparison_are_drawn_and_saved(tmp_path: Path, browser: Browser) -> None:
     log, path = tmp_path / "run.db", tmp_path / "page.html"
     history = played(conversations(sessions=6, turns=4), RouterConfig(), workers=8)

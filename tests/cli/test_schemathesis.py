@@ -37,7 +37,7 @@ PROMPTS = "completions|route|embeddings"
     "options",
     [
         ("--exclude-path-regex", f"{INEXACT}|{PROMPTS}", "--checks", f"{CHECKS},positive_data_acceptance"),
-        ("--include-path-regex", PROMPTS, "--checks", CHECKS),
+        pytest.param(("--include-path-regex", PROMPTS, "--checks", CHECKS), marks=pytest.mark.slow),
         pytest.param(("--include-path-regex", INEXACT, "--checks", CHECKS), marks=pytest.mark.slow),
     ],
     ids=["exact", "prompts", "inexact"],

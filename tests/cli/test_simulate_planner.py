@@ -48,7 +48,7 @@ def simulated(planner: Path, *options: str) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.parametrize("predictor", ["constant", "kalman"])
+@pytest.mark.parametrize("predictor", ["constant", pytest.param("kalman", marks=pytest.mark.slow)])
 def test_the_output_has_sizes_gpu_hours_and_attainment_of_each_interval(planner: Path, predictor: str) -> None:
     written(planner, more=f'predictor = "{predictor}"')
     result = simulated(planner)

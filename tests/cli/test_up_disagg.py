@@ -236,6 +236,7 @@ def test_disagg_up_stops_every_engine_before_it_exits(tmp_path: Path) -> None:
     assert up.process.returncode == 0, output
 
 
+@pytest.mark.slow  # three systems
 def test_disagg_a_log_continues_with_other_worker_roles(tmp_path: Path, aggregated: list[tuple[str, str]]) -> None:
     log = tmp_path / "log.db"
     for fleet in (("--workers", "2"), APART, ("--workers", "1")):

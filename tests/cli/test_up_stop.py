@@ -63,7 +63,10 @@ def stopped(up: Up, signals: int) -> str:
     return output
 
 
-@pytest.mark.parametrize(("drain_s", "signals"), [(0.5, 1), (3_600.0, 2)], ids=["drained", "second-signal"])
+@pytest.mark.parametrize(
+    ("drain_s", "signals"),
+    [pytest.param(0.5, 1, id="drained"), pytest.param(3_600.0, 2, id="second-signal", marks=pytest.mark.slow)],
+)
 def test_ctrl_c_with_requests_in_flight_and_a_restart(tmp_path: Path, drain_s: float, signals: int) -> None:
     options = ("--log", str(tmp_path / "log.db"), "--drain-s", str(drain_s), *SLOW)
     with running(*options) as up, ThreadPoolExecutor(2) as clients:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from forebay.planner.predictors import PREDICTORS, PredictorUnusable, predictor
 from forebay.planner.predictors.statistical import FITTED_MAX, GROWTH_MAX, WARM_UP, arima, kalman
+from tests.depth import examples
 
 BOTH = pytest.mark.parametrize("name", ["arima", "kalman"])
 SERIES = st.lists(st.floats(0, 1e308), min_size=1, max_size=2 * WARM_UP)
@@ -21,6 +22,7 @@ def forecast(name: str, series: list[float]) -> float:
 
 @BOTH
 @given(series=SERIES)
+@examples(0.25)
 def test_a_forecast_is_finite_and_within_its_limits(name: str, series: list[float]) -> None:
     found = forecast(name, series)
     assert 0 <= found <= GROWTH_MAX * max(series)

@@ -10,6 +10,7 @@ from forebay.simulate.planned import Planning
 from forebay.simulate.settings import LifeCycleSettings, Settings, SettingsUnusable, WorkerFault, WorkerStart, policy
 from forebay.simulate.simulation import Simulation
 from forebay.simulate.workload import Turn
+from tests.depth import examples
 from tests.simulate.eventful import comparable
 from tests.simulate.fleets import Turns, fleet, split, turn
 from tests.simulate.planners import INTERVAL_S, S, planning, wave
@@ -95,7 +96,7 @@ def test_advisory_decisions_change_nothing() -> None:
 
 def test_load_scaling_follows_the_reported_load() -> None:
     planner = planning(method="load", min_observations=1, ttft_ms=200.0, pool={"startup_s": 1.0})
-    outcome = run(fleet(1, sizes=SLOW), planner, *wave(*[30] * 6, prompt=4_000))
+    outcome = run(fleet(1, sizes=SLOW), planner, *wave(*[8] * 6, prompt=4_000))
     assert sizes(outcome)[-1] > 1
     assert len(outcome.planned[0].observed[0].workers) == 1
 
@@ -117,6 +118,7 @@ def test_prefill_and_decode_pools_are_sized_apart() -> None:
 
 @given(rates=st.lists(st.integers(0, 6), min_size=1, max_size=6), startup_s=st.sampled_from([0.0, 1.0, 45.0]),
        method=st.sampled_from(["throughput", "load", "both"]), seed=st.integers(0, 3))  # fmt: skip
+@examples(0.25)
 def test_equal_runs_are_equal_and_no_request_is_lost(
     rates: list[int], startup_s: float, method: str, seed: int
 ) -> None:

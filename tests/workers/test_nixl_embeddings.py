@@ -90,6 +90,7 @@ async def test_nixl_dead_holder_fails_at_once_and_its_successor_is_read() -> Non
                 assert np.array_equal(await reader.read(await other.offer(3, 10)), array(3, 10))
 
 
+@pytest.mark.slow
 async def test_nixl_hung_holder_misses_the_deadline_and_others_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_TLS", "tcp")  # with shared memory the read succeeds without the holder
     async with transfer(fetch_s=2.0) as reader, transfer() as patient, holder("e@11") as hung, holder("e@12") as good:
