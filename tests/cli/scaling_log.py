@@ -14,9 +14,7 @@ from forebay.events.scaling import (
     PoolScaling,
     PoolSizeSet,
     PrefillPoint,
-    ScalingApplied,
     ScalingEvent,
-    ScalingRefused,
 )
 from forebay.events.topics import SCALING
 from forebay.transport.base import Draft
@@ -87,11 +85,7 @@ def a_day() -> PlannerDay:
     day.reply()
     day.round(20.0, 2, 4)
     day.round(70.0, 2, 4)
-    assert day.state.open is not None
-    refusal = ScalingRefused(
-        decision=day.state.open.offset, actuator="processes", reason="failed", message="no free GPU", at_us=day.now_us
-    )
-    day.add(refusal)
+    day.refuse("no free GPU")
     day.add(PoolSizeSet(group=GROUP, pool="decode", size=5, operator="alice", at_us=day.now_us))
     day.decide()
     day.reply()
@@ -99,8 +93,7 @@ def a_day() -> PlannerDay:
     day.round(5.0, 2, 5)
     day.add(PlannerPaused(paused=False, operator="bob", at_us=day.now_us))
     last = day.decide()
-    assert day.state.open is not None
-    day.add(ScalingApplied(decision=day.state.open.offset, actuator="processes", pools=()))
+    day.reply()
     day.add(last)
     day.round(40.0, 1, 5)
     return day

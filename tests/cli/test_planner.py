@@ -71,7 +71,8 @@ def test_the_status_has_planner_pools_and_newest_decisions(log: Path) -> None:
     found = planner("status", log)
     assert (found.planner_id, found.problems, found.paused, found.advisory) == ("p", [], False, False)
     assert (found.method, found.ttft_ms, found.itl_ms, found.gpus, found.gpu_budget) == ("throughput", 500, 50, 14, 16)
-    assert (found.open.decision, found.open.sizes, found.open.overdue) == (OPEN, {PREFILL_POOL: 4}, False)
+    (waiting,) = found.open
+    assert (waiting.decision, waiting.pool, waiting.size, waiting.overdue) == (OPEN, PREFILL_POOL, 4, False)
     prefill, decode = found.pools
     assert (prefill.size, prefill.ready, prefill.min_size, prefill.max_size) == (4, 1, 1, 6)
     assert (prefill.ttft_ms, prefill.observed.requests_per_s, prefill.forecast.requests_per_s) == (120, 40, 40)
@@ -89,7 +90,7 @@ def test_a_planner_that_has_stopped_or_waits_too_long_is_a_problem(tmp_path: Pat
     day.round(20.0, 1, 2)
     overdue = write_log(tmp_path / "overdue.db", day.records[:-1])
     (problem,) = planner("status", overdue, code=1).problems
-    assert problem.startswith(f"decision {FIRST} has no reply after 5 s")
+    assert problem.startswith(f"decision {FIRST} has no reply for {DECODE_POOL}, {PREFILL_POOL} after 5 s")
     day.add(PlannerStopped(planner_epoch=0, at_us=day.now_us))
     found = planner("status", write_log(tmp_path / "stopped.db", day.records), code=1)
     assert found.problems[0] == "the planner p has stopped, and no other one is active"
@@ -122,7 +123,8 @@ def test_the_history_has_outcome_and_verification_of_each_decision(log: Path) ->
         (OPEN, "open", "equal"),
     ]
     refused = found.decisions[2]
-    assert (refused.actuator, refused.message) == ("processes", "failed: no free GPU")
+    (reply,) = refused.replies
+    assert (reply.actuator, reply.message) == ("processes", "failed: no free GPU")
     assert [(one.pool, one.from_size, one.to_size, one.proposed, one.reason) for one in refused.pools] == [
         ("prefill", 2, 5, 6, "gpu_budget"),
         ("decode", 4, 5, 14, "gpu_budget"),
@@ -130,7 +132,9 @@ def test_the_history_has_outcome_and_verification_of_each_decision(log: Path) ->
     verification = found.verification
     assert (verification.decisions, verification.equal, verification.stale, verification.different) == (8, 7, 1, 0)
     shown = text("history", log)
-    assert re.search(rf"{FIRST}\s+2026-05-28T20:26:50Z\s+{PREFILL_POOL}\s+1 -> 2\s+2\s+scale_up\s+applied by a", shown)
+    assert re.search(
+        rf"{FIRST}\s+2026-05-28T20:26:50Z\s+{PREFILL_POOL}\s+1 -> 2\s+2\s+scale_up\s+applied by processes", shown
+    )
     assert "7 of 8 decisions derived again: equal, 1 stale" in shown
 
 

@@ -23,7 +23,7 @@ def a_week() -> PlannerDay:
     sizes = {"prefill": 1, "decode": 2}
     for rate in RATES:
         day.round(rate, sizes["prefill"], sizes["decode"])
-        while day.state.open is not None:
+        while day.state.open:
             day.reply()
             day.decide()
         sizes = {pool: day.state.sizes.get((GROUP, pool), size) for pool, size in sizes.items()}

@@ -290,7 +290,7 @@ def judge(run: Run, decisions: list[RecordedDecision], result: Result) -> None:
     equal = sum(one.is_verified for one in effective)
     text = f"{equal} of {len(effective)}, {len(decisions) - len(effective)} stale"
     result.add("decisions derived again, equal", "all", text, holds=equal == len(effective) > 0)
-    replies = [one for one in effective if one.reply is not None]
+    replies = [one for one in effective if one.replies]
     text = f"{len(replies)} of {len(run.scaling.changes)}"
     result.add("changes that the supervisor executed", "all", text, holds=len(replies) == len(run.scaling.changes))
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from forebay.core.scaling.state import RULES_VERSION
 from forebay.events.codec import decode, encode
 from forebay.events.scaling import (
     PlannerClaimed,
@@ -50,7 +51,7 @@ class Planner:
     async def claim(self) -> None:
         """Claim the topic."""
         settings = PlannerSettings(pools=(PoolScaling(group=GROUP, pool=POOL),))
-        self._epoch = await self._append(PlannerClaimed(planner_id="p", rules_version=1, settings=settings))
+        self._epoch = await self._append(PlannerClaimed(planner_id="p", rules_version=RULES_VERSION, settings=settings))
 
     async def decide(self, from_size: int, to_size: int) -> None:
         """Write a decision about the pool."""

@@ -15,7 +15,6 @@ from forebay.events.scaling import (
     PoolScaling,
     PoolSizeSet,
     ScalingEvent,
-    ScalingRefused,
     SimulatedSize,
     SizesSimulated,
     WorkerObserved,
@@ -130,14 +129,11 @@ def _worker(draw: random.Random, number: int, rate: float) -> WorkerObserved:
 
 
 def _reply(play: Loop, draw: random.Random) -> None:
-    if play.state.open is None:
+    if not play.state.open:
         return
     chance = draw.random()
     if chance < 0.1:
-        refused = ScalingRefused(
-            decision=play.state.open.offset, actuator="processes", reason="failed", at_us=play.now_us
-        )
-        play.add(refused)
+        play.refuse()
     elif chance < 0.85:  # otherwise there is no reply in this interval
         play.reply()
 

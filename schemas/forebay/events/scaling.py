@@ -99,7 +99,7 @@ class PlannerSettings(Part, frozen=True, kw_only=True):
         down_sensitivity: share of a target below which the estimate after a reduction must be.
         min_observations: observations that method `load` needs before it decides.
         cooldown_s: seconds after a change of a pool in which the planner does not change it in the opposite direction.
-        action_timeout_s: seconds after which a decision without reply of an actuator counts as failed.
+        action_timeout_s: seconds after which the change of a pool without reply of an actuator counts as failed.
         predictor: name of the predictor of demand.
         advisory: whether decisions are only recorded and have no effect.
     """
@@ -321,10 +321,11 @@ class PoolDecision(Part, frozen=True, kw_only=True):
             has set the size. `paused`: an operator has paused the planner. `no_observation`, `no_demand`, `no_profile`,
             `insufficient_data`: the method lacks an input. `profile_exceeded`: the demand lies outside the profile, and
             the nearest point was used. `target_unattainable`: one request alone misses a target, or too many requests
-            do with each simulated size. `in_progress`: the last decision has no reply yet. `starting`: workers of the
-            last decision start. `cooldown`: the direction would change too soon. `consolidation_refused`: fewer workers
-            would miss a target. `limited`: by the smallest, the largest or the change of a size. `gpu_budget`: by the
-            number of GPUs. `budget_below_minimum`: the budget does not suffice for the smallest sizes.
+            do with each simulated size. `in_progress`: the last change of the pool has no reply yet. `starting`:
+            workers of the last decision start. `cooldown`: the direction would change too soon.
+            `consolidation_refused`: fewer workers would miss a target. `limited`: by the smallest, the largest or the
+            change of a size. `gpu_budget`: by the number of GPUs. `budget_below_minimum`: the budget does not suffice
+            for the smallest sizes.
     """
 
     group: SystemName
@@ -364,12 +365,12 @@ class ReachedSize(Part, frozen=True, kw_only=True):
 
 
 class ScalingApplied(Event, tag="scaling.applied", frozen=True, kw_only=True):
-    """An actuator executed a decision, as a whole or in part.
+    """An actuator executed a decision for its pools. Other actuators reply for the other pools of the decision.
 
     Attributes:
         decision: offset of the decision.
         actuator: name of the actuator.
-        pools: sizes that it reached. A size other than the decided one tells the planner that the rest failed.
+        pools: sizes that its pools reached. Another size than the decided one tells the planner that the rest failed.
         message: why a size was not reached; empty if all were.
         at_us: the actuator's wall clock in microseconds.
     """
@@ -381,21 +382,35 @@ class ScalingApplied(Event, tag="scaling.applied", frozen=True, kw_only=True):
     at_us: int = 0
 
 
+class RefusedPool(Part, frozen=True, kw_only=True):
+    """Pool whose size an actuator did not change.
+
+    Attributes:
+        group: name of the group.
+        pool: name of the pool.
+    """
+
+    group: SystemName
+    pool: SystemName
+
+
 class ScalingRefused(Event, tag="scaling.refused", frozen=True, kw_only=True):
-    """An actuator did not execute a decision.
+    """An actuator did not execute a decision for its pools.
 
     Attributes:
         decision: offset of the decision.
         actuator: name of the actuator.
-        reason: `stale`: the planner had not applied all records before the decision. `unknown_pool`: the actuator does
-            not manage a pool of the decision. `failed`: nothing could be changed.
+        pools: its pools, whose sizes stay as they were.
+        reason: `stale`: the planner had not applied all records before the decision. `failed`: nothing could be
+            changed.
         message: description of the cause.
         at_us: the actuator's wall clock in microseconds.
     """
 
     decision: Count
     actuator: SystemName
-    reason: Literal["stale", "unknown_pool", "failed"]
+    pools: tuple[RefusedPool, ...]
+    reason: Literal["stale", "failed"]
     message: Annotated[str, DROPPED] = ""
     at_us: int = 0
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import msgspec
 
 from forebay.core.scaling.decide import decide
+from forebay.core.scaling.state import RULES_VERSION
 from forebay.events.scaling import (
     DemandForecast,
     PlannerClaimed,
@@ -14,9 +15,11 @@ from forebay.events.scaling import (
     PoolScaling,
     PoolSizeSet,
     ReachedSize,
+    RefusedPool,
     ScalingApplied,
     ScalingDecided,
     ScalingObserved,
+    ScalingRefused,
 )
 from tests.core.scaling.records import Journal, S
 
@@ -28,7 +31,7 @@ class Loop(Journal):
         super().__init__()
         self.step_us = int(step_s * S)
         self.now_us = start_us
-        self.add(PlannerClaimed(planner_id="p", rules_version=1, settings=settings, at_us=start_us))
+        self.add(PlannerClaimed(planner_id="p", rules_version=RULES_VERSION, settings=settings, at_us=start_us))
 
     def observe(self, *pools: PoolObserved) -> None:
         """Append an observation, a step later than the last."""
@@ -51,17 +54,34 @@ class Loop(Journal):
         return decision
 
     def reply(self, reached: Mapping[tuple[str, str], int] | None = None) -> None:
-        """Append the reply of an actuator that reached the decided sizes, or other ones for some pools."""
-        if self.state.open is not None:
-            changed = [one for one in self.state.open.decided.pools if one.to_size != one.from_size]
+        """Append the replies of an actuator that reached the decided sizes, or other ones for some pools."""
+        for decision, changes in self._open().items():
             sizes = [
-                ReachedSize(
-                    group=one.group, pool=one.pool, size=(reached or {}).get((one.group, one.pool), one.to_size)
-                )
-                for one in changed
+                ReachedSize(group=key[0], pool=key[1], size=(reached or {}).get(key, size))
+                for key, size in changes.items()
             ]
-            decision = self.state.open.offset
-            self.add(ScalingApplied(decision=decision, actuator="a", pools=tuple(sizes), at_us=self.now_us))
+            self.add(ScalingApplied(decision=decision, actuator="processes", pools=tuple(sizes), at_us=self.now_us))
+
+    def refuse(self, message: str = "") -> None:
+        """Append the refusals of an actuator that could change nothing."""
+        for decision, changes in self._open().items():
+            pools = tuple(RefusedPool(group=key[0], pool=key[1]) for key in changes)
+            refused = ScalingRefused(
+                decision=decision,
+                actuator="processes",
+                pools=pools,
+                reason="failed",
+                message=message,
+                at_us=self.now_us,
+            )
+            self.add(refused)
+
+    def _open(self) -> dict[int, dict[tuple[str, str], int]]:
+        """Return the decided sizes without reply, by decision."""
+        found: dict[int, dict[tuple[str, str], int]] = {}
+        for key, change in self.state.open.items():
+            found.setdefault(change.decision, {})[key] = change.decided.to_size
+        return found
 
     def set_size(self, pool: PoolScaling, size: int | None) -> None:
         """Append a size that an operator sets."""

@@ -1,6 +1,6 @@
 """Records of the topic `scaling` for tests, and a log of them with its state."""
 
-from forebay.core.scaling.state import Outcome, PlannerState
+from forebay.core.scaling.state import RULES_VERSION, Outcome, PlannerState
 from forebay.events.scaling import (
     PlannerClaimed,
     PlannerSettings,
@@ -9,6 +9,7 @@ from forebay.events.scaling import (
     PoolScaling,
     ReachedSize,
     Reason,
+    RefusedPool,
     ScalingApplied,
     ScalingDecided,
     ScalingEvent,
@@ -41,7 +42,7 @@ class Journal:
 def claimed(planner_id: str = "p1", **settings: object) -> PlannerClaimed:
     """Return a claim with one pool and these settings."""
     options = {"pools": (PoolScaling(group=GROUP, pool=POOL),), **settings}
-    return PlannerClaimed(planner_id=planner_id, rules_version=1, settings=PlannerSettings(**options))  # type: ignore[arg-type]
+    return PlannerClaimed(planner_id=planner_id, rules_version=RULES_VERSION, settings=PlannerSettings(**options))  # type: ignore[arg-type]
 
 
 def observed(epoch: int, ready: int, at_us: int = 0) -> ScalingObserved:
@@ -64,4 +65,5 @@ def applied(decision: int, size: int) -> ScalingApplied:
 
 def refused(decision: int) -> ScalingRefused:
     """Return the refusal of an actuator."""
-    return ScalingRefused(decision=decision, actuator="a", reason="failed", message="no node")
+    pools = (RefusedPool(group=GROUP, pool=POOL),)
+    return ScalingRefused(decision=decision, actuator="a", pools=pools, reason="failed", message="no node")

@@ -13,7 +13,6 @@ from forebay.events.scaling import (
     PoolObserved,
     PoolScaling,
     Reason,
-    ScalingRefused,
     SimulatedSize,
     SizesSimulated,
 )
@@ -21,7 +20,7 @@ from forebay.events.topics import SCALING
 from tests.core.scaling import profiles
 from tests.core.scaling.loop import Loop
 from tests.core.scaling.profiles import demand, observation, settings, worker
-from tests.core.scaling.records import GROUP, POOL
+from tests.core.scaling.records import GROUP, POOL, applied
 
 OTHER = "other"
 KEY = (GROUP, POOL)
@@ -121,8 +120,7 @@ def test_the_size_of_a_pool_that_was_never_observed_stays_unknown_after_a_refusa
     planner = loop()
     planner.set_size(pool(), 3)
     planner.decide()
-    assert planner.state.open is not None
-    planner.add(ScalingRefused(decision=planner.state.open.offset, actuator="a", reason="failed"))
+    planner.refuse()
     planner.set_size(pool(), None)
     assert outcome(planner) == [(0, 0, 0, "no_observation")]
     assert planner.state.size(pool()) is None
@@ -140,13 +138,27 @@ def test_a_pool_that_is_missing_in_the_newest_observation_keeps_its_size() -> No
     assert outcome(planner) == [(2, 3, 3, "manual")]
 
 
-def test_one_decision_is_in_progress_at_a_time() -> None:
+def test_each_pool_waits_for_the_reply_of_its_own_actuator() -> None:
+    planner = loop(pool(), pool(pool=OTHER))
+    planner.observe(observation(2), of(OTHER, observation(1)))
+    planner.forecast(demand(50), msgspec.structs.replace(demand(50), pool=OTHER))
+    assert outcome(planner) == [(2, 4, 4, "scale_up"), (1, 4, 4, "scale_up")]
+    decision = planner.state.open[KEY].decision
+    planner.add(applied(decision, 4))
+    planner.set_size(pool(), 1)
+    planner.set_size(pool(pool=OTHER), 1)
+    assert outcome(planner) == [(4, 1, 1, "manual"), (4, 4, 4, "in_progress")]
+    planner.reply()
+    assert outcome(planner) == [(1, 1, 1, "manual"), (4, 1, 1, "manual")]
+
+
+def test_a_change_is_in_progress_until_its_reply() -> None:
     planner = loop(pool(), pool(pool=OTHER))
     planner.observe(observation(2), of(OTHER, observation(1)))
     planner.forecast(demand(50), msgspec.structs.replace(demand(1), pool=OTHER))
     assert outcome(planner) == [(2, 4, 4, "scale_up"), (1, 1, 1, "hold")]
     planner.set_size(pool(), 7)
-    assert outcome(planner) == [(4, 4, 4, "in_progress"), (1, 1, 1, "in_progress")]
+    assert outcome(planner) == [(4, 4, 4, "in_progress"), (1, 1, 1, "hold")]
     planner.reply()
     assert outcome(planner) == [(4, 7, 7, "manual"), (1, 1, 1, "hold")]
 
@@ -168,8 +180,7 @@ def test_a_refused_decision_is_made_again_and_a_partial_one_is_continued() -> No
     planner.observe(observation(2))
     planner.forecast(demand(50))
     assert outcome(planner) == [(2, 4, 4, "scale_up")]
-    assert planner.state.open is not None
-    planner.add(ScalingRefused(decision=planner.state.open.offset, actuator="a", reason="failed"))
+    planner.refuse()
     assert outcome(planner) == [(2, 4, 4, "scale_up")]
     planner.reply({KEY: 3})
     assert outcome(planner) == [(3, 4, 4, "scale_up")]

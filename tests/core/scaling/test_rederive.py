@@ -20,7 +20,12 @@ def test_each_decision_has_its_result_and_reply() -> None:
     records += [msgspec.structs.replace(decision, at_us=7), applied(3, 4), applied(3, 4), applied(0, 4)]
     records += [decided(0, 1, 2, 9), decided(9, 4, 2, 9), decided(0, 4, 4, 9)]
     right, stale, foreign, wrong = decisions_of(enumerate(records))
-    assert (right.is_verified, right.has_own_rules, right.outcome, right.reply) == (True, True, "applied", records[4])
+    assert (right.is_verified, right.has_own_rules, right.outcome, right.replies) == (
+        True,
+        True,
+        "applied",
+        [records[4]],
+    )
     assert (stale.outcome, stale.derived) == ("stale", None)
     assert (foreign.claim, foreign.has_own_rules, foreign.derived) == (None, False, None)
     assert (wrong.outcome, wrong.is_verified) == ("applied", False)
@@ -60,7 +65,7 @@ def test_a_reply_without_an_effect_is_not_the_reply_of_a_decision() -> None:
     hold = rederivation.apply(1, decided(0, 0, 2, 2))
     rederivation.apply(2, applied(1, 2))
     assert hold is not None
-    assert (hold.outcome, hold.reply) == ("applied", None)
+    assert (hold.outcome, hold.replies) == ("applied", [])
 
 
 def test_a_reply_belongs_to_one_of_the_newest_decisions() -> None:
@@ -72,5 +77,5 @@ def test_a_reply_belongs_to_one_of_the_newest_decisions() -> None:
     replies: list[ScalingEvent] = [refused(1), refused(2), refused(end - 1), applied(end - 1, 3)]
     for offset, reply in enumerate(replies, end):
         rederivation.apply(offset, reply)
-    found = [one.reply if one is not None else None for one in (*stale[:3], last)]
-    assert found == [None, refused(2), None, refused(end - 1)]
+    found = [one.replies if one is not None else None for one in (*stale[:3], last)]
+    assert found == [[], [refused(2)], [], [refused(end - 1)]]

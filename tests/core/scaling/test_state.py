@@ -4,19 +4,19 @@ import msgspec
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from forebay.core.scaling.state import PlannerState, is_overdue
+from forebay.core.scaling.state import PlannerState, overdue
 from forebay.events.codec import decode, encode
 from forebay.events.scaling import (
     DemandForecast,
     PlannerPaused,
     PlannerStopped,
     PoolSizeSet,
+    ReachedSize,
     ScalingEvent,
-    ScalingRefused,
     SizesSimulated,
 )
 from forebay.events.topics import SCALING
-from tests.core.scaling.records import GROUP, POOL, Journal, S, applied, claimed, decided, observed
+from tests.core.scaling.records import GROUP, POOL, Journal, S, applied, claimed, decided, observed, refused
 
 KEY = (GROUP, POOL)
 
@@ -28,9 +28,9 @@ def test_a_decision_is_in_force_until_the_actuator_replies_and_after_it() -> Non
     (pool,) = journal.state.settings.pools  # type: ignore[union-attr]
     assert journal.state.size(pool) == 2
     assert journal.add(decided(epoch, 1, 2, 6)) == "applied"
-    assert (journal.state.size(pool), journal.state.open is not None) == (6, True)
+    assert (journal.state.size(pool), set(journal.state.open)) == (6, {KEY})
     assert journal.add(applied(decision=2, size=5)) == "applied"
-    assert (journal.state.size(pool), journal.state.open) == (5, None)
+    assert (journal.state.size(pool), journal.state.open) == (5, {})
     assert journal.add(applied(decision=2, size=6)) == "stale", "a decision is executed once"
 
 
@@ -39,11 +39,11 @@ def test_a_refused_decision_changes_nothing() -> None:
     epoch = journal.claim()
     journal.add(observed(epoch, ready=2))
     journal.add(decided(epoch, 1, 2, 6))
-    journal.add(ScalingRefused(decision=2, actuator="a", reason="failed"))
-    assert (journal.state.sizes, journal.state.open) == ({KEY: 2}, None)
+    journal.add(refused(2))
+    assert (journal.state.sizes, journal.state.open) == ({KEY: 2}, {})
 
 
-@given(st.integers(0, 9), st.integers(0, 9), st.sampled_from([*range(10), "stale", "unknown_pool", "failed"]))
+@given(st.integers(0, 9), st.integers(0, 9), st.sampled_from([*range(10), "stale", "failed"]))
 def test_a_reply_falls_short_until_the_next_observation(from_size: int, to_size: int, reply: int | str) -> None:
     assume(from_size != to_size)
     journal = Journal()
@@ -55,7 +55,7 @@ def test_a_reply_falls_short_until_the_next_observation(from_size: int, to_size:
         journal.add(applied(decision=2, size=reply))
         assert journal.state.fell_short == (reply != to_size)
     else:
-        journal.add(ScalingRefused(decision=2, actuator="a", reason=reply))  # type: ignore[arg-type]
+        journal.add(msgspec.structs.replace(refused(2), reason=reply))
         assert journal.state.fell_short == (reply != "stale")
     journal.add(observed(epoch, ready=from_size))
     assert not journal.state.fell_short
@@ -66,11 +66,11 @@ def test_a_decision_without_a_change_needs_no_reply() -> None:
     epoch = journal.claim()
     journal.add(observed(epoch, ready=2))
     assert journal.add(decided(epoch, 1, 2, 2)) == "applied"
-    assert (journal.state.open, journal.state.sizes) == (None, {})
+    assert (journal.state.open, journal.state.sizes) == ({}, {})
     changed = decided(epoch, 2, 2, 3)
     unchanged = msgspec.structs.replace(changed.pools[0], pool="other", from_size=1, to_size=1)
     journal.add(msgspec.structs.replace(changed, pools=(*changed.pools, unchanged)))
-    journal.add(ScalingRefused(decision=3, actuator="a", reason="failed"))
+    journal.add(refused(3))
     assert journal.state.sizes == {KEY: 2}
 
 
@@ -82,6 +82,43 @@ def test_a_manual_size_between_the_state_and_the_decision_makes_it_stale() -> No
     assert journal.add(decided(epoch, 1, 2, 6)) == "stale"
     assert journal.state.sizes == {}
     assert journal.add(decided(epoch, 2, 2, 3)) == "applied"
+
+
+def two_pools(journal: Journal) -> None:
+    """Add a decision about the pool, from 2 to 6 workers, and another one, from 1 to 3, at offset 2."""
+    epoch = journal.claim(action_timeout_s=60)
+    journal.add(observed(epoch, ready=2))
+    first = decided(epoch, 1, 2, 6)
+    second = msgspec.structs.replace(first.pools[0], pool="other", from_size=1, to_size=3)
+    journal.add(msgspec.structs.replace(first, pools=(*first.pools, second)))
+
+
+def test_each_actuator_replies_for_its_own_pools() -> None:
+    journal = Journal()
+    two_pools(journal)
+    other = (GROUP, "other")
+    reached = (ReachedSize(group=GROUP, pool="other", size=2),)
+    assert journal.add(msgspec.structs.replace(applied(2, 0), pools=reached)) == "applied"
+    assert (journal.state.sizes, set(journal.state.open)) == ({KEY: 6, other: 2}, {KEY})
+    assert journal.state.fell_short
+    assert journal.add(msgspec.structs.replace(applied(2, 0), pools=reached)) == "stale", "it has replied already"
+    assert journal.add(applied(2, 6)) == "applied"
+    assert (journal.state.sizes, journal.state.open) == ({KEY: 6, other: 2}, {})
+    assert journal.state.fell_short, "until the next observation"
+
+
+def test_a_pool_without_an_actuator_is_overdue_while_the_other_one_goes_on() -> None:
+    journal = Journal()
+    two_pools(journal)
+    other = (GROUP, "other")
+    journal.add(refused(2))
+    assert (journal.state.sizes, set(journal.state.open)) == ({KEY: 2, other: 3}, {other})
+    epoch = journal.state.epoch
+    assert journal.add(decided(epoch, journal.state.effective, 2, 4)) == "applied"
+    journal.add(observed(epoch, ready=2, at_us=60 * S))
+    assert overdue(journal.state) == {KEY, other}
+    journal.add(decided(epoch, journal.state.effective, 2, 5))
+    assert (journal.state.sizes, set(journal.state.open)) == ({KEY: 5}, {KEY})
 
 
 def test_records_of_a_replaced_planner_have_no_effect() -> None:
@@ -103,8 +140,7 @@ def test_an_overdue_decision_is_undone_by_the_next_one() -> None:
     journal.add(observed(epoch, ready=2, at_us=61 * S))
     journal.add(decided(epoch, 3, 2, 4))
     assert journal.state.sizes == {KEY: 4}
-    assert journal.state.open is not None
-    assert journal.state.open.offset == 4
+    assert journal.state.open[KEY].decision == 4
     assert journal.add(applied(decision=2, size=6)) == "stale"
 
 
@@ -119,7 +155,7 @@ def test_an_overdue_decision_leaves_the_observed_size_in_force() -> None:
     journal.add(observed(epoch, ready=3, at_us=61 * S))
     assert journal.state.size(pool) == 3
     journal.add(decided(epoch, 4, 3, 3))
-    assert (journal.state.size(pool), journal.state.open) == (3, None)
+    assert (journal.state.size(pool), journal.state.open) == (3, {})
 
 
 def test_advisory_decisions_have_no_effect_on_sizes() -> None:
@@ -127,7 +163,7 @@ def test_advisory_decisions_have_no_effect_on_sizes() -> None:
     epoch = journal.claim(advisory=True)
     journal.add(observed(epoch, ready=2))
     journal.add(msgspec.structs.replace(decided(epoch, 1, 2, 6), advisory=True))
-    assert (journal.state.sizes, journal.state.open) == ({}, None)
+    assert (journal.state.sizes, journal.state.open) == ({}, {})
 
 
 def test_the_size_of_a_pool_is_unknown_without_an_observation_of_it() -> None:
@@ -155,18 +191,18 @@ def test_forecasts_and_simulations_are_those_of_the_newest_planner() -> None:
     assert (journal.state.forecast, journal.state.simulated) == (None, None)
 
 
-def test_nothing_is_overdue_without_a_planner_or_a_decision() -> None:
+def test_nothing_overdue_without_a_planner_or_a_decision() -> None:
     journal = Journal()
-    assert not is_overdue(journal.state)
+    assert not overdue(journal.state)
     epoch = journal.claim(action_timeout_s=60)
-    assert not is_overdue(journal.state)
+    assert not overdue(journal.state)
     journal.add(observed(epoch, ready=2))
     journal.add(decided(epoch, 1, 2, 6))
-    assert not is_overdue(journal.state)
+    assert not overdue(journal.state)
     journal.add(observed(epoch, ready=2, at_us=60 * S))
-    assert is_overdue(journal.state)
+    assert overdue(journal.state)
     journal.add(PlannerStopped(planner_epoch=epoch))
-    assert not is_overdue(journal.state)
+    assert not overdue(journal.state)
 
 
 def test_operators_set_and_release_sizes_and_pause() -> None:
@@ -204,7 +240,7 @@ EVENTS = st.one_of(
     st.builds(observed, st.integers(-1, 6), st.integers(0, 4), st.integers(0, 9)),
     st.builds(decided, st.integers(-1, 6), st.integers(0, 12), st.integers(0, 4), st.integers(0, 4)),
     st.builds(applied, st.integers(0, 12), st.integers(0, 4)),
-    st.builds(ScalingRefused, decision=st.integers(0, 12), actuator=st.just("a"), reason=st.just("failed")),
+    st.builds(refused, st.integers(0, 12)),
     st.builds(PoolSizeSet, group=st.just(GROUP), pool=st.just(POOL), size=st.none() | st.integers(0, 4)),
     st.builds(PlannerPaused, paused=st.booleans()),
     st.builds(PlannerStopped, planner_epoch=st.integers(-1, 6)),

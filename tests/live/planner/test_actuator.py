@@ -16,7 +16,7 @@ from tests.live.planner.topic import RecordingActuator, append, records, until
 
 pytestmark = pytest.mark.asyncio
 
-KEY = (GROUP, POOL)
+KEY, OTHER = (GROUP, POOL), (GROUP, "other")
 
 
 @asynccontextmanager
@@ -63,15 +63,48 @@ async def test_old_stale_decisions_are_not_refused_again(log: SqliteLog) -> None
     assert records(log, ScalingRefused) == []
 
 
-@pytest.mark.parametrize("reason", ["failed", "unknown_pool"])
-async def test_a_decision_that_cannot_be_executed_is_refused(log: SqliteLog, reason: str) -> None:
-    actuator = RecordingActuator(pools=frozenset() if reason == "unknown_pool" else frozenset({KEY}))
+async def test_actuators_of_one_decision_reply_for_their_own_pools(log: SqliteLog) -> None:
+    mine, other = RecordingActuator(), RecordingActuator(pools=frozenset({OTHER}))
+    other.fails = "no space left"
+    first = decided(0, 1, 2, 6)
+    second = msgspec.structs.replace(first.pools[0], pool=OTHER[1])
+    both = msgspec.structs.replace(first, pools=(*first.pools, second))
+    await append(log, claimed(), observed(0, 2))
+    async with serving(log, mine), serving(log, other):
+        await append(log, both)
+        (reply,) = await until(log, ScalingApplied, 1)
+        (refused,) = await until(log, ScalingRefused, 1)
+        await append(log, msgspec.structs.replace(both, planner_epoch=9))
+        stale = (await until(log, ScalingRefused, 3))[1:]
+    assert (mine.calls, other.calls) == ([{KEY: 6}], [{OTHER: 6}])
+    assert [one.pool for one in reply.pools] == [POOL]
+    assert ([one.pool for one in refused.pools], refused.reason) == ([OTHER[1]], "failed")
+    assert {(one.reason, one.pools[0].pool) for one in stale} == {("stale", POOL), ("stale", OTHER[1])}
+
+
+async def test_an_actuator_without_a_pool_of_a_decision_does_not_reply(log: SqliteLog) -> None:
+    other = RecordingActuator(pools=frozenset({OTHER}))
+    await append(log, claimed(), observed(0, 2), decided(0, 1, 2, 6))
+    async with serving(log, other), serving(log, RecordingActuator()):
+        await until(log, ScalingApplied, 1)
+        await append(log, decided(9, 1, 2, 6))
+        await until(log, ScalingRefused, 1)
+        second = decided(0, 9, 1, 3)
+        await append(
+            log, msgspec.structs.replace(second, pools=(msgspec.structs.replace(second.pools[0], pool="other"),))
+        )
+        await until(log, ScalingApplied, 2)
+    assert other.calls == [{OTHER: 3}]
+    assert len(records(log, ScalingRefused)) == 1
+
+
+async def test_a_decision_that_cannot_be_executed_is_refused(log: SqliteLog) -> None:
+    actuator = RecordingActuator()
     actuator.fails = "no space left"
     await append(log, claimed(), observed(0, 2), decided(0, 1, 2, 6))
     async with serving(log, actuator):
         (refused,) = await until(log, ScalingRefused, 1)
-    assert (refused.decision, refused.reason) == (2, reason)
-    assert ("no space left" if reason == "failed" else f"{GROUP}/{POOL}") in refused.message
+    assert (refused.decision, refused.reason, refused.message) == (2, "failed", "no space left")
 
 
 async def test_a_partial_success_names_the_reached_size_and_the_cause(log: SqliteLog) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from forebay import runtime
 from forebay.core.scaling.rederive import RecordedDecision
+from forebay.core.scaling.state import RULES_VERSION
 from forebay.events.codec import decode
 from forebay.events.scaling import (
     DemandForecast,
@@ -124,7 +125,7 @@ async def test_a_load_step_scales_up_and_down_and_every_decision_is_derived_agai
     assert not planner.is_active
     assert records(log, PlannerStopped)
     decisions = derived(log)
-    changed = [one.decided.pools[0] for one in decisions if one.reply is not None]
+    changed = [one.decided.pools[0] for one in decisions if one.replies]
     assert [(one.from_size, one.to_size, one.reason) for one in changed] == [(2, 6, "scale_up"), (6, 2, "scale_down")]
 
 
@@ -191,7 +192,7 @@ async def test_a_standby_takes_over_from_a_planner_that_falls_silent(
     log: SqliteLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("forebay.live.planner.planner.SILENT_MORE_S", 0.0)
-    await append(log, PlannerClaimed(planner_id="p1", rules_version=1, settings=SETTINGS))
+    await append(log, PlannerClaimed(planner_id="p1", rules_version=RULES_VERSION, settings=SETTINGS))
     async with planning(log, planner_of(log, "p2", FakeObserver())):
         decision = (await until(log, ScalingDecided, 2))[-1]
     assert decision.planner_epoch == 1
@@ -216,7 +217,7 @@ async def test_a_replaced_planner_stands_by(log: SqliteLog) -> None:
     observer = FakeObserver()
     async with planning(log, planner_of(log, "p1", observer)) as first:
         await until(log, ScalingObserved, 1)
-        await append(log, PlannerClaimed(planner_id="p2", rules_version=1, settings=SETTINGS))
+        await append(log, PlannerClaimed(planner_id="p2", rules_version=RULES_VERSION, settings=SETTINGS))
         await eventually(lambda: not first.is_active)
         before = len([one for one in records(log, ScalingDecided) if one.planner_epoch == 0])
     assert not records(log, PlannerStopped), "only an active planner writes that it stops"
@@ -265,7 +266,7 @@ async def test_method_simulate_decides_the_smallest_simulated_size_that_attains_
     ]
     assert (simulated.forecast, simulated.target) == (forecasts[0][0], SIMULATED_TARGET)
     assert demands[0].pools == forecasts[0][1].pools
-    changed = [one.decided.pools[0] for one in derived(log) if one.reply is not None]
+    changed = [one.decided.pools[0] for one in derived(log) if one.replies]
     assert [(one.from_size, one.to_size, one.reason) for one in changed] == [(2, 5, "scale_up")]
 
 
@@ -353,7 +354,7 @@ async def test_a_planner_whose_simulation_is_replaced_stands_by(log: SqliteLog) 
     async with planning(log, simulating_planner(log, simulate)) as planner:
         await asyncio.wait_for(began.wait(), PATIENCE_S)
         slow = msgspec.structs.replace(SIMULATING, interval_s=3600.0)
-        await append(log, PlannerClaimed(planner_id="p2", rules_version=1, settings=slow))
+        await append(log, PlannerClaimed(planner_id="p2", rules_version=RULES_VERSION, settings=slow))
         await eventually(lambda: not planner.is_active)
     assert not records(log, PlannerStopped)
     assert not records(log, SizesSimulated)

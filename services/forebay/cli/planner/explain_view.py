@@ -41,7 +41,8 @@ def _text(line: Line) -> str:
 def _lines(found: ScalingExplanation) -> Iterator[Line]:
     entry = found.decision
     yield "decision", f"{entry.offset} at {clock(entry.at_us)} by {entry.planner_id or 'an unknown planner'}"
-    after = f", after {span(entry.replied_us - entry.at_us)}" if entry.replied_us else ""
+    replied_us = [one.at_us for one in entry.replies if one.at_us]
+    after = f", after {span(max(replied_us) - entry.at_us)}" if replied_us else ""
     yield "outcome", f"{outcome_text(entry)}{after}"
     yield "", found.meaning
     yield "verified", VERIFIED[entry.verification]

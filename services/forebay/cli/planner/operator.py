@@ -193,8 +193,8 @@ class EffectWatch:
         if decided.advisory:
             _say("outcome    advisory: the planner only records its decisions")
             return True
-        self.waits_for = f"no actuator has replied to decision {place}"
-        return _show_reply(await self._reply(place), order.pool, changed_pools(decided)[order.pool].to_size)
+        self.waits_for = f"no actuator of {pool_text(order.pool)} has replied to decision {place}"
+        return _show_reply(await self._reply(place, order.pool), order.pool, changed_pools(decided)[order.pool].to_size)
 
     async def _decision(self, order: Order, offset: int) -> tuple[int, ScalingDecided]:
         while True:
@@ -208,10 +208,12 @@ class EffectWatch:
                     f"decision {place} could not follow the order ({reason.rstrip('.')}), and no later one did"
                 )
 
-    async def _reply(self, decision: int) -> ScalingApplied | ScalingRefused:
+    async def _reply(self, decision: int, pool: PoolKey) -> ScalingApplied | ScalingRefused:
         while True:
             _, event = await self._records.get()
-            if isinstance(event, ScalingApplied | ScalingRefused) and event.decision == decision:
+            if not isinstance(event, ScalingApplied | ScalingRefused) or event.decision != decision:
+                continue
+            if any((one.group, one.pool) == pool for one in event.pools):
                 return event
 
     def _on_record(self, offset: int, event: ScalingEvent, outcome: Outcome) -> None:
@@ -227,7 +229,7 @@ def _show_reply(reply: ScalingApplied | ScalingRefused, pool: PoolKey, size: int
     if isinstance(reply, ScalingRefused):
         complain(f"{reply.actuator} refused decision {reply.decision}: {reply.reason}: {reply.message}")
         return False
-    reached = next((one.size for one in reply.pools if (one.group, one.pool) == pool), size)
+    reached = next(one.size for one in reply.pools if (one.group, one.pool) == pool)
     if reached != size:
         complain(f"{reply.actuator} reached {_workers(reached)} instead of {size}: {reply.message}")
         return False

@@ -54,11 +54,13 @@ def clock(at_us: int) -> str:
 
 
 def outcome_text(entry: DecisionEntry) -> str:
-    """Return what became of a decision, with the actuator and its message."""
+    """Return what became of a decision, with the actuators and their messages."""
     text = entry.outcome.replace("_", " ")
-    if entry.actuator:
-        text += f" by {entry.actuator}"
-    return f"{text}: {entry.message}" if entry.message else text
+    if entry.replies:
+        text += f" by {' and '.join(one.actuator for one in entry.replies)}"
+    named = len(entry.replies) > 1
+    messages = [f"{one.actuator}: {one.message}" if named else one.message for one in entry.replies if one.message]
+    return f"{text}: {'; '.join(messages)}" if messages else text
 
 
 def _decision_row(entry: DecisionEntry, choice: PoolEntry) -> tuple[str, ...]:
@@ -93,11 +95,10 @@ def _facts(status: PlannerStatus) -> Iterator[tuple[str, str]]:
     yield "targets", f"TTFT {status.ttft_ms:g} ms, ITL {status.itl_ms:g} ms"
     budget = f"at most {status.gpu_budget}" if status.gpu_budget else "no limit"
     yield "GPUs", f"{status.gpus}, {budget}" + (f", at least {status.min_gpus}" if status.min_gpus else "")
-    if status.open is None:
+    if not status.open:
         yield "open", "no decision waits for a reply"
-    else:
-        sizes = ", ".join(f"{pool} to {size}" for pool, size in status.open.sizes.items())
-        yield "open", f"decision {status.open.decision} since {recent_time(status.open.since_us)}: {sizes}"
+    for one in status.open:
+        yield "open", f"decision {one.decision} since {recent_time(one.since_us)}: {one.pool} to {one.size}"
     if status.undecodable:
         yield "ignored", f"{status.undecodable} records that do not decode"
 

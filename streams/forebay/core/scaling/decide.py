@@ -12,7 +12,7 @@ from typing import Literal
 from forebay.core.scaling import budget, load, throughput
 from forebay.core.scaling.basis import SimulatedAttainment
 from forebay.core.scaling.proposal import Proposal
-from forebay.core.scaling.state import PlannerState, is_overdue
+from forebay.core.scaling.state import PlannerState, overdue
 from forebay.events.scaling import (
     PlannerSettings,
     PoolDecision,
@@ -120,12 +120,13 @@ def _guarded(state: PlannerState, settings: PlannerSettings, pool: PoolScaling) 
 
 def _kept(state: PlannerState, pool: PoolScaling, current: int | None) -> Proposal | None:
     """Return the size that comes before every proposal, None if the methods shall propose one."""
-    manual = state.manual.get((pool.group, pool.pool))
+    key = (pool.group, pool.pool)
+    manual = state.manual.get(key)
     if current is None:
         if manual is None:
             return Proposal(0, "no_observation")
         current = 0  # a pool without workers has no observation, so only an operator can start it
-    if state.open is not None and not is_overdue(state):
+    if key in state.open and key not in overdue(state):
         return Proposal(current, "in_progress")
     if manual is not None:
         return Proposal(manual, "manual")

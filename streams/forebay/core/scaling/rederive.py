@@ -1,6 +1,6 @@
 """Derive the recorded decisions of planners again, from the topic `scaling` alone."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import msgspec
@@ -17,6 +17,7 @@ from forebay.events.scaling import (
     ScalingRefused,
 )
 
+REPLIES_MAX = 64  # of a decision; each actuator of its pools replies once
 WAITING_MAX = 256  # newest decisions without a reply; an actuator refuses a stale decision soon, or never
 
 Verification = Literal["equal", "different", "stale", "other_rules"]
@@ -34,8 +35,8 @@ class RecordedDecision:
         claim: claim of its planner; None if its planner has none on the topic.
         observed: newest observation before it.
         forecast: newest forecast before it.
-        reply: reply of the actuator; None if there is none, or if it came too late to have an effect. A stale decision
-            can have a refusal.
+        replies: replies of the actuators, except those that came too late to have an effect. A stale decision can have
+            refusals.
     """
 
     offset: int
@@ -45,7 +46,7 @@ class RecordedDecision:
     claim: PlannerClaimed | None
     observed: ScalingObserved | None
     forecast: DemandForecast | None
-    reply: ScalingApplied | ScalingRefused | None = None
+    replies: list[ScalingApplied | ScalingRefused] = field(default_factory=list)
 
     @property
     def has_own_rules(self) -> bool:
@@ -85,7 +86,7 @@ class ScalingRederivation:
         self._waiting: dict[int, RecordedDecision] = {}
 
     def apply(self, offset: int, event: ScalingEvent) -> RecordedDecision | None:
-        """Apply a record. Return the decision if it is one. Its reply is set by a later call."""
+        """Apply a record. Return the decision if it is one. Later calls add its replies."""
         if isinstance(event, ScalingDecided):
             decision = self._decide(offset, event)
             self._waiting[offset] = decision
@@ -95,8 +96,8 @@ class ScalingRederivation:
         outcome = self.state.apply(offset, event)
         if isinstance(event, ScalingApplied | ScalingRefused):
             replied = self._waiting.get(event.decision)
-            if replied is not None and replied.outcome == outcome and replied.reply is None:
-                replied.reply = event
+            if replied is not None and replied.outcome == outcome and len(replied.replies) < REPLIES_MAX:
+                replied.replies.append(event)
         return None
 
     def _decide(self, offset: int, event: ScalingDecided) -> RecordedDecision:

@@ -29,7 +29,7 @@ from forebay.events.scaling import (
     SizesSimulated,
 )
 
-RULES_VERSION = 1
+RULES_VERSION = 2
 HISTORY_MAX = 64  # observations; the regressions of method `load` use at most these
 # A planner that writes no record for this many intervals and seconds has failed, and a standby claims the topic.
 SILENT_INTERVALS = 2.0  # an interval may be missed, because observing or forecasting took long
@@ -55,11 +55,17 @@ class PoolChange:
 
 
 @dataclass(frozen=True, slots=True)
-class OpenDecision:
-    """Decision that an actuator has neither executed nor refused yet."""
+class OpenChange:
+    """Decided change of a pool that no actuator has executed or refused yet.
 
-    offset: int
-    decided: ScalingDecided
+    Attributes:
+        decision: offset of the decision.
+        decided: the change.
+        at_us: time of the decision in microseconds.
+    """
+
+    decision: int
+    decided: PoolDecision
     at_us: int
 
 
@@ -80,9 +86,10 @@ class PlannerState:
         simulated: newest simulations of this planner.
         sizes: size of each pool that a decision has changed.
         changes: last change of each pool.
-        open: decision without reply.
-        fell_short: whether the newest reply left a pool at another size than decided, and no observation followed. A
-            planner that decided again at once would get the same reply, and fill the topic.
+        open: decided changes without reply. Each pool waits for its own reply, because pools of one decision can have
+            different actuators.
+        fell_short: whether a reply after the newest observation left a pool at another size than decided. A planner
+            that decided again at once would get the same reply, and fill the topic.
         now_us: highest wall clock of the planners' records, in microseconds.
         stale: number of records without an effect.
     """
@@ -99,7 +106,7 @@ class PlannerState:
     simulated: SizesSimulated | None = None
     sizes: dict[PoolKey, int] = field(default_factory=dict)
     changes: dict[PoolKey, PoolChange] = field(default_factory=dict)
-    open: OpenDecision | None = None
+    open: dict[PoolKey, OpenChange] = field(default_factory=dict)
     fell_short: bool = False
     now_us: int = 0
     stale: int = 0
@@ -112,11 +119,10 @@ class PlannerState:
     def size(self, pool: PoolScaling) -> int | None:
         """Return the size of a pool: as last decided, or else as last observed. None if neither exists.
 
-        If a decision has no reply in time, nobody knows what became of it, so the observed size counts.
+        If a change has no reply in time, nobody knows what became of it, so the observed size counts.
         """
         key = (pool.group, pool.pool)
-        is_lost = self.open is not None and is_overdue(self) and key in changed_pools(self.open.decided)
-        if key in self.sizes and not is_lost:
+        if key in self.sizes and key not in overdue(self):
             return self.sizes[key]
         return self._ready(key)
 
@@ -151,8 +157,13 @@ class PlannerState:
             case PlannerRecord():
                 return self.claim is not None and event.planner_epoch == self.epoch
             case ScalingApplied() | ScalingRefused():
-                return self.open is not None and event.decision == self.open.offset
+                return bool(self._answered(event))
         return True
+
+    def _answered(self, reply: ScalingApplied | ScalingRefused) -> set[PoolKey]:
+        """Return the pools whose changes a reply closes. A pool can wait for a later decision than the reply's."""
+        pools = {(pool.group, pool.pool) for pool in reply.pools}
+        return {key for key, change in self.open.items() if change.decision == reply.decision and key in pools}
 
     def _apply(self, offset: int, event: ScalingEvent) -> None:
         match event:
@@ -181,17 +192,16 @@ class PlannerState:
                 assert_never(never)
 
     def _reply(self, reply: ScalingApplied | ScalingRefused) -> None:
-        assert self.open is not None
-        changed = changed_pools(self.open.decided)
+        closed = {key: self.open.pop(key).decided for key in self._answered(reply)}
         if isinstance(reply, ScalingApplied):
-            self.sizes |= {(pool.group, pool.pool): pool.size for pool in reply.pools}
-            self.fell_short = any(self.sizes[key] != change.to_size for key, change in changed.items())
+            reached = {(pool.group, pool.pool): pool.size for pool in reply.pools}
+            self.sizes |= {key: reached[key] for key in closed}
+            self.fell_short |= any(reached[key] != change.to_size for key, change in closed.items())
         else:
-            self.sizes |= {key: change.from_size for key, change in changed.items()}
-            for key in [key for key in changed if self.sizes[key] == 0 and self._ready(key) is None]:
+            self.sizes |= {key: change.from_size for key, change in closed.items()}
+            for key in [key for key in closed if self.sizes[key] == 0 and self._ready(key) is None]:
                 del self.sizes[key]  # the size of a pool that was never observed is unknown
-            self.fell_short = reply.reason != "stale"
-        self.open = None
+            self.fell_short |= reply.reason != "stale"
 
     def _ready(self, key: PoolKey) -> int | None:
         """Return the workers of a pool in its newest observation, None if it was never observed."""
@@ -207,16 +217,13 @@ class PlannerState:
     def _decide(self, offset: int, decided: ScalingDecided) -> None:
         if decided.advisory:
             return
-        if self.open is not None and is_overdue(self):
-            for key in changed_pools(self.open.decided):
-                self.sizes.pop(key, None)
-            self.open = None
-        changed = changed_pools(decided)
-        for key, pool in changed.items():
+        for key in overdue(self):
+            self.sizes.pop(key, None)
+            del self.open[key]
+        for key, pool in changed_pools(decided).items():
             self.sizes[key] = pool.to_size
             self.changes[key] = PoolChange(pool.to_size > pool.from_size, self.now_us, self.observed)
-        if changed:
-            self.open = OpenDecision(offset, decided, self.now_us)
+            self.open[key] = OpenChange(offset, pool, self.now_us)
 
 
 def changed_pools(decided: ScalingDecided) -> dict[PoolKey, PoolDecision]:
@@ -224,9 +231,10 @@ def changed_pools(decided: ScalingDecided) -> dict[PoolKey, PoolDecision]:
     return {(pool.group, pool.pool): pool for pool in decided.pools if pool.to_size != pool.from_size}
 
 
-def is_overdue(state: PlannerState) -> bool:
-    """Return whether the open decision has waited longer for its reply than the settings allow."""
+def overdue(state: PlannerState) -> set[PoolKey]:
+    """Return the pools whose changes have waited longer for a reply than the settings allow."""
     settings = state.settings
-    if state.open is None or settings is None:
-        return False
-    return state.now_us - state.open.at_us >= settings.action_timeout_s * 1_000_000
+    if settings is None:
+        return set()
+    before_us = state.now_us - settings.action_timeout_s * 1_000_000
+    return {key for key, change in state.open.items() if change.at_us <= before_us}

@@ -3,19 +3,26 @@
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from forebay import runtime
-from forebay.core.scaling.state import Outcome, PoolKey
-from forebay.events.scaling import ReachedSize, ScalingApplied, ScalingDecided, ScalingEvent, ScalingRefused
+from forebay.core.scaling.state import Outcome, PoolKey, changed_pools
+from forebay.events.scaling import (
+    ReachedSize,
+    RefusedPool,
+    ScalingApplied,
+    ScalingDecided,
+    ScalingEvent,
+    ScalingRefused,
+)
 from forebay.live.planner.topic import ScalingTopic
 from forebay.transport.base import Log
 
 logger = logging.getLogger(__name__)
 
-Refusal = Literal["stale", "unknown_pool", "failed"]
+Refusal = Literal["stale", "failed"]
 Result = Literal["applied", "partial"] | Refusal
 STALE_MAX = 64  # stale decisions that wait for their refusal; a planner that meets more of them has given up
 
@@ -29,7 +36,7 @@ class Reached:
     """What an actuator reached.
 
     Attributes:
-        sizes: number of workers that run or start, by pool.
+        sizes: number of workers that run or start, by pool. A missing pool has the requested size.
         message: why a size differs from the requested one; empty if none does.
     """
 
@@ -57,9 +64,10 @@ class Actuator(Protocol):
 
 
 class ActuatorService:
-    """Executes the decisions on the topic with one actuator.
+    """Executes the decisions on the topic with one actuator, for the pools that it manages.
 
-    After a restart it executes the open decision again, which changes nothing if it was executed before.
+    Each actuator of the topic replies for its own pools. After a restart it executes the changes without reply again,
+    which has no effect if they were executed before.
 
     Attributes:
         results: number of replies of this process by result: `applied`, `partial` if a size was not reached, or the
@@ -71,7 +79,7 @@ class ActuatorService:
         self.results: Counter[Result] = Counter()
         self._actuator = actuator
         self._caught_up = False
-        self._stale: list[int] = []
+        self._stale: list[tuple[int, frozenset[PoolKey]]] = []
         self._topic = ScalingTopic(log, self._on_record)
 
     async def run(self) -> None:
@@ -92,34 +100,36 @@ class ActuatorService:
 
     def _on_record(self, offset: int, event: ScalingEvent, outcome: Outcome) -> None:
         # Decisions that were stale before the start have a refusal already, or their planner is gone.
-        if self._caught_up and outcome == "stale" and isinstance(event, ScalingDecided) and _changes(event):
-            self._stale = [*self._stale, offset][-STALE_MAX:]
+        if not self._caught_up or outcome != "stale" or not isinstance(event, ScalingDecided) or event.advisory:
+            return
+        if pools := self._actuator.pools & changed_pools(event).keys():
+            self._stale = [*self._stale, (offset, pools)][-STALE_MAX:]
 
     async def _run(self) -> None:
         while True:
             self._topic.changed.clear()
             while self._stale:
-                refused = self._stale.pop(0)
-                await self._refuse(refused, "stale", "its planner had not applied all records before it")
-            if self._topic.state.open is not None:
-                await self._execute(self._topic.state.open.offset, self._topic.state.open.decided)
+                refused, pools = self._stale.pop(0)
+                await self._refuse(refused, pools, "stale", "its planner had not applied all records before it")
+            own = {key: change for key, change in self._topic.state.open.items() if key in self._actuator.pools}
+            if own:
+                decision = min(change.decision for change in own.values())
+                sizes = {key: one.decided.to_size for key, one in own.items() if one.decision == decision}
+                await self._execute(decision, sizes)
             else:
                 await self._topic.changed.wait()
 
-    async def _execute(self, offset: int, decided: ScalingDecided) -> None:
-        sizes = _changes(decided)
-        unknown = sorted(sizes.keys() - self._actuator.pools)
-        if unknown:
-            names = ", ".join(f"{group}/{pool}" for group, pool in unknown)
-            await self._refuse(offset, "unknown_pool", f"not managed: {names}")
-            return
+    async def _execute(self, offset: int, sizes: Mapping[PoolKey, int]) -> None:
         try:
             reached = await self._actuator.scale(sizes)
         except ActuatorError as error:
             logger.error("decision %d failed: %s", offset, error)  # noqa: TRY400 - the message is enough
-            await self._refuse(offset, "failed", str(error))
+            await self._refuse(offset, sizes, "failed", str(error))
             return
-        pools = tuple(ReachedSize(group=group, pool=pool, size=size) for (group, pool), size in reached.sizes.items())
+        pools = tuple(
+            ReachedSize(group=group, pool=pool, size=reached.sizes.get((group, pool), size))
+            for (group, pool), size in sizes.items()
+        )
         await self._topic.append(
             ScalingApplied(
                 decision=offset,
@@ -129,20 +139,18 @@ class ActuatorService:
                 at_us=runtime.wall_us(),
             )
         )
-        is_partial = any(reached.sizes.get(pool, size) != size for pool, size in sizes.items())
+        is_partial = any(one.size != sizes[one.group, one.pool] for one in pools)
         self.results["partial" if is_partial else "applied"] += 1
 
-    async def _refuse(self, offset: int, reason: Refusal, message: str) -> None:
+    async def _refuse(self, offset: int, pools: Iterable[PoolKey], reason: Refusal, message: str) -> None:
         await self._topic.append(
             ScalingRefused(
-                decision=offset, actuator=self._actuator.name, reason=reason, message=message, at_us=runtime.wall_us()
+                decision=offset,
+                actuator=self._actuator.name,
+                pools=tuple(RefusedPool(group=group, pool=pool) for group, pool in sorted(pools)),
+                reason=reason,
+                message=message,
+                at_us=runtime.wall_us(),
             )
         )
         self.results[reason] += 1
-
-
-def _changes(decided: ScalingDecided) -> dict[PoolKey, int]:
-    """Return the sizes that a decision changes; none if it is advisory."""
-    if decided.advisory:
-        return {}
-    return {(pool.group, pool.pool): pool.to_size for pool in decided.pools if pool.to_size != pool.from_size}

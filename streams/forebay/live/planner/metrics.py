@@ -25,7 +25,7 @@ class PlannerMetrics(Collector):
         )
         yield GaugeMetricFamily("forebay_planner_paused", "1 if an operator has paused the planner", int(state.paused))
         yield GaugeMetricFamily(
-            "forebay_planner_open_decision", "1 if a decision waits for its actuator", int(state.open is not None)
+            "forebay_planner_open_changes", "decided changes of pools without reply of an actuator", len(state.open)
         )
         decisions = CounterMetricFamily(
             "forebay_planner_decisions", "decisions of this process by effect", labels=["effect"]

@@ -1,21 +1,21 @@
 """Decisions of the planner as rows of a history, with what became of each decision."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Literal
 
 from forebay.core.scaling.rederive import RecordedDecision, Verification
-from forebay.core.scaling.state import OpenDecision, PoolKey, changed_pools
-from forebay.events.scaling import PoolDecision, ReachedSize, Reason, ScalingApplied, ScalingRefused
+from forebay.core.scaling.state import OpenChange, PoolKey, changed_pools
+from forebay.events.scaling import PoolDecision, Reason, ScalingApplied, ScalingRefused
 from forebay.replay.moment import Fact
 
 DecisionOutcome = Literal["applied", "partly_applied", "refused", "open", "no_reply", "advisory", "stale", "unchanged"]
 
 OUTCOMES: Mapping[DecisionOutcome, str] = {
-    "applied": "An actuator reached all sizes of the decision.",
-    "partly_applied": "An actuator reached other sizes than those of the decision.",
-    "refused": "An actuator changed nothing.",
-    "open": "No actuator has replied yet.",
-    "no_reply": "No actuator replied in time, so the planner decided again.",
+    "applied": "All pools reached the sizes of the decision.",
+    "partly_applied": "Some pools did not reach the sizes of the decision.",
+    "refused": "Nothing was changed.",
+    "open": "At least one pool has no reply of its actuator yet.",
+    "no_reply": "At least one pool had no reply of an actuator in time, so the planner decided again.",
     "advisory": "The planner only records its decisions.",
     "stale": "A record that the planner did not know came before the decision, so it has no effect.",
     "unchanged": "The decision keeps all sizes.",
@@ -33,7 +33,7 @@ REASONS: Mapping[Reason, str] = {
     "profile_exceeded": "The forecast lies outside of the profile, so the nearest measured point was used.",
     "target_unattainable": "One request alone misses a target, or too many requests do with each simulated size.",
     "insufficient_data": "The workers have not reported enough load and latency yet.",
-    "in_progress": "The previous decision has no reply yet.",
+    "in_progress": "The last change of the pool has no reply yet.",
     "starting": "Workers of the previous decision still start.",
     "cooldown": "The size would change in the opposite direction too soon after the last change.",
     "consolidation_refused": "With one worker less, the estimated latency or KV would miss its limit.",
@@ -65,6 +65,20 @@ class PoolEntry(Fact, frozen=True, kw_only=True):
     reached: int | None = None
 
 
+class ReplyEntry(Fact, frozen=True, kw_only=True):
+    """Reply of an actuator.
+
+    Attributes:
+        actuator: name of the actuator.
+        at_us: the actuator's wall clock in microseconds.
+        message: the reason of a refusal, or why a size was not reached; empty if all sizes were.
+    """
+
+    actuator: str
+    at_us: int
+    message: str = ""
+
+
 class DecisionEntry(Fact, frozen=True, kw_only=True):
     """One decision.
 
@@ -74,9 +88,7 @@ class DecisionEntry(Fact, frozen=True, kw_only=True):
         planner_id: name of the planner; empty if its claim is unknown.
         pools: decision about each pool.
         outcome: what became of it, see `OUTCOMES`.
-        actuator: name of the actuator that replied; empty without a reply.
-        message: message of the actuator: the reason of a refusal, or why a size was not reached.
-        replied_us: the actuator's wall clock in microseconds; null without a reply.
+        replies: replies of the actuators. Each replies for its own pools.
         verification: `equal` or `different`: result of the second derivation. `stale`: the decision has no effect.
             `other_rules`: a planner of another version made it, so it was not derived again.
     """
@@ -86,28 +98,20 @@ class DecisionEntry(Fact, frozen=True, kw_only=True):
     planner_id: str
     pools: list[PoolEntry]
     outcome: DecisionOutcome
-    actuator: str = ""
-    message: str = ""
-    replied_us: int | None = None
+    replies: list[ReplyEntry]
     verification: Verification
 
 
-def entry_of(decision: RecordedDecision, open_decision: OpenDecision | None) -> DecisionEntry:
-    """Return a decision with what became of it. `open_decision` is that at the end of the topic."""
-    reply = decision.reply
-    reached = _sizes(reply.pools) if isinstance(reply, ScalingApplied) else {}
-    message = "" if reply is None else reply.message
-    if isinstance(reply, ScalingRefused):
-        message = ": ".join(part for part in (reply.reason, message) if part)
+def entry_of(decision: RecordedDecision, open_changes: Mapping[PoolKey, OpenChange]) -> DecisionEntry:
+    """Return a decision with what became of it. `open_changes` are those at the end of the topic."""
+    reached = _reached(decision)
     return DecisionEntry(
         offset=decision.offset,
         at_us=decision.decided.at_us,
         planner_id=decision.claim.planner_id if decision.claim is not None else "",
         pools=[choice_of(pool, reached.get((pool.group, pool.pool))) for pool in decision.decided.pools],
-        outcome=_outcome(decision, open_decision),
-        actuator="" if reply is None else reply.actuator,
-        message=message,
-        replied_us=None if reply is None else reply.at_us,
+        outcome=_outcome(decision, reached, open_changes),
+        replies=[_reply(one) for one in decision.replies],
         verification=decision.verification,
     )
 
@@ -125,7 +129,15 @@ def choice_of(decided: PoolDecision, reached: int | None = None) -> PoolEntry:
     )
 
 
-def _outcome(decision: RecordedDecision, open_decision: OpenDecision | None) -> DecisionOutcome:
+def _reply(reply: ScalingApplied | ScalingRefused) -> ReplyEntry:
+    reason = [reply.reason] if isinstance(reply, ScalingRefused) else []
+    message = ": ".join([*reason, *([reply.message] if reply.message else [])])
+    return ReplyEntry(actuator=reply.actuator, at_us=reply.at_us, message=message)
+
+
+def _outcome(
+    decision: RecordedDecision, reached: Mapping[PoolKey, int], open_changes: Mapping[PoolKey, OpenChange]
+) -> DecisionOutcome:
     if decision.outcome == "stale":
         return "stale"
     changed = changed_pools(decision.decided)
@@ -133,15 +145,16 @@ def _outcome(decision: RecordedDecision, open_decision: OpenDecision | None) -> 
         return "unchanged"
     if decision.decided.advisory:
         return "advisory"
-    if isinstance(decision.reply, ScalingApplied):
-        reached = _sizes(decision.reply.pools)
-        is_complete = all(reached.get(key, one.to_size) == one.to_size for key, one in changed.items())
-        return "applied" if is_complete else "partly_applied"
-    if isinstance(decision.reply, ScalingRefused):
+    if any(one.decision == decision.offset for one in open_changes.values()):
+        return "open"
+    replied = {(pool.group, pool.pool) for reply in decision.replies for pool in reply.pools}
+    if not changed.keys() <= replied:
+        return "no_reply"
+    if all(isinstance(reply, ScalingRefused) for reply in decision.replies):
         return "refused"
-    is_open = open_decision is not None and open_decision.offset == decision.offset
-    return "open" if is_open else "no_reply"
+    return "applied" if all(reached.get(key) == one.to_size for key, one in changed.items()) else "partly_applied"
 
 
-def _sizes(pools: Iterable[ReachedSize]) -> dict[PoolKey, int]:
-    return {(pool.group, pool.pool): pool.size for pool in pools}
+def _reached(decision: RecordedDecision) -> dict[PoolKey, int]:
+    applied = [reply for reply in decision.replies if isinstance(reply, ScalingApplied)]
+    return {(pool.group, pool.pool): pool.size for reply in applied for pool in reply.pools}

@@ -1,12 +1,13 @@
 """Decisions of the planner in order, and their verification."""
 
 from collections import Counter, deque
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from forebay.core.scaling.rederive import RecordedDecision, Verification
-from forebay.core.scaling.state import OpenDecision, PoolKey
+from forebay.core.scaling.state import OpenChange, PoolKey
 from forebay.events.names import unknown_name
 from forebay.events.topics import SCALING
 from forebay.replay.moment import Fact
@@ -183,7 +184,7 @@ def _is_selected(decision: RecordedDecision, pool: str, *, is_change: bool) -> b
     return bool(pools) and (not is_change or any(one.to_size != one.from_size for one in pools))
 
 
-def _entry(decision: RecordedDecision, open_decision: OpenDecision | None, pool: str) -> DecisionEntry:
-    entry = entry_of(decision, open_decision)
+def _entry(decision: RecordedDecision, open_changes: Mapping[PoolKey, OpenChange], pool: str) -> DecisionEntry:
+    entry = entry_of(decision, open_changes)
     pools = [one for one in entry.pools if not pool or pool_text((one.group, one.pool)) == pool]
     return msgspec.structs.replace(entry, pools=pools)

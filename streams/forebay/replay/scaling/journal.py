@@ -59,7 +59,7 @@ class ScalingJournal:
         return self._rederivation.state
 
     async def read(self) -> AsyncIterator[RecordedDecision]:
-        """Yield each decision up to the present end of the topic. Its reply is set once the reply was read.
+        """Yield each decision up to the present end of the topic. Its replies are added as they are read.
 
         Raises:
             NoPlanner: no planner has ever claimed the topic.

@@ -7,7 +7,7 @@ field only together with `VERSION`.
 from collections.abc import Iterator
 
 from forebay.core.scaling.rederive import RecordedDecision
-from forebay.core.scaling.state import SILENT_INTERVALS, SILENT_MORE_S, PlannerState, PoolKey, changed_pools, is_overdue
+from forebay.core.scaling.state import SILENT_INTERVALS, SILENT_MORE_S, PlannerState, PoolKey, changed_pools, overdue
 from forebay.events.control import Role
 from forebay.events.scaling import (
     DemandForecast,
@@ -21,7 +21,7 @@ from forebay.events.scaling import (
 )
 from forebay.replay.moment import Fact
 from forebay.replay.scaling.decisions import DecisionEntry, entry_of
-from forebay.replay.scaling.journal import OnProgress, ScalingJournal
+from forebay.replay.scaling.journal import OnProgress, ScalingJournal, pool_text
 from forebay.transport.base import Log
 
 VERSION = 1
@@ -89,19 +89,21 @@ class ScaledPoolStatus(Fact, frozen=True, kw_only=True):
 
 
 class OpenAction(Fact, frozen=True, kw_only=True):
-    """Decision that no actuator has replied to.
+    """Decided change of a pool that no actuator has replied to.
 
     Attributes:
+        pool: the pool, as `GROUP/POOL`.
+        size: size that it shall have.
         decision: offset of the decision.
         since_us: wall clock of the decision in microseconds of Unix time.
         overdue: whether it has waited longer than the settings allow.
-        sizes: size that each changed pool shall have, by `GROUP/POOL`.
     """
 
+    pool: str
+    size: int
     decision: int
     since_us: int
     overdue: bool
-    sizes: dict[str, int]
 
 
 class PlannerStatus(Fact, frozen=True, kw_only=True):
@@ -130,7 +132,7 @@ class PlannerStatus(Fact, frozen=True, kw_only=True):
         gpu_budget: highest number of GPUs; 0 for no limit.
         min_gpus: lowest number of GPUs; 0 for no limit.
         pools: the pools.
-        open: decision without reply; null if there is none.
+        open: decided changes of pools without reply.
         decisions: number of decisions on the topic.
         undecodable: number of records that do not decode. They have no effect.
     """
@@ -157,7 +159,7 @@ class PlannerStatus(Fact, frozen=True, kw_only=True):
     gpu_budget: int
     min_gpus: int
     pools: list[ScaledPoolStatus]
-    open: OpenAction | None
+    open: list[OpenAction]
     decisions: int
     undecodable: int
 
@@ -226,7 +228,7 @@ def _status(
         gpu_budget=settings.gpu_budget,
         min_gpus=settings.min_gpus,
         pools=pools,
-        open=_open_action(state),
+        open=_open_actions(state),
         decisions=journal.decisions,
         undecodable=journal.undecodable,
     )
@@ -239,9 +241,11 @@ def _problems(journal: ScalingJournal, claim: PlannerClaimed, now_us: int | None
     elif now_us is not None and now_us - state.now_us > (SILENT_INTERVALS * settings.interval_s + SILENT_MORE_S) * US:
         silent_s = (now_us - state.now_us) / US
         yield f"the planner {claim.planner_id} has written nothing for {silent_s:,.0f} s, and no other one is active"
-    if state.open is not None and is_overdue(state):
+    late = sorted(overdue(state))
+    for decision in sorted({state.open[key].decision for key in late}):
+        pools = ", ".join(pool_text(key) for key in late if state.open[key].decision == decision)
         waited_s = settings.action_timeout_s
-        yield f"decision {state.open.offset} has no reply after {waited_s:g} s; check the actuator of its pools"
+        yield f"decision {decision} has no reply for {pools} after {waited_s:g} s; check that an actuator manages it"
 
 
 def _pool_status(
@@ -293,8 +297,15 @@ def _demand(state: PlannerState, key: PoolKey) -> PoolDemand | None:
     return next((one for one in forecast.pools if (one.group, one.pool) == key), None)
 
 
-def _open_action(state: PlannerState) -> OpenAction | None:
-    if state.open is None:
-        return None
-    sizes = {f"{group}/{pool}": one.to_size for (group, pool), one in changed_pools(state.open.decided).items()}
-    return OpenAction(decision=state.open.offset, since_us=state.open.at_us, overdue=is_overdue(state), sizes=sizes)
+def _open_actions(state: PlannerState) -> list[OpenAction]:
+    late = overdue(state)
+    return [
+        OpenAction(
+            pool=pool_text(key),
+            size=one.decided.to_size,
+            decision=one.decision,
+            since_us=one.at_us,
+            overdue=key in late,
+        )
+        for key, one in sorted(state.open.items())
+    ]
