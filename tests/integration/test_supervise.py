@@ -32,7 +32,7 @@ from tests.harness.cluster import FOREBAY, GROUP, Cluster
 from tests.integration.conftest import RUN
 from tests.integration.stream_clients import problems, stream_clients
 
-POOL = "default"
+POOL, SPARE = "default", "spare"
 TOKENS = 40
 REQUEST_EVERY_S = 0.1
 SPEED = ("--speedup", "0.2")  # about 28 ms per token, so that workers drain during responses
@@ -50,16 +50,20 @@ class Planner:
 
     async def claim(self) -> None:
         """Claim the topic."""
-        settings = PlannerSettings(pools=(PoolScaling(group=GROUP, pool=POOL),))
+        pools = tuple(PoolScaling(group=GROUP, pool=pool) for pool in (POOL, SPARE))
+        settings = PlannerSettings(pools=pools)
         self._epoch = await self._append(PlannerClaimed(planner_id="p", rules_version=RULES_VERSION, settings=settings))
 
-    async def decide(self, from_size: int, to_size: int) -> None:
-        """Write a decision about the pool."""
-        pool = PoolDecision(
-            group=GROUP, pool=POOL, from_size=from_size, to_size=to_size, proposed=to_size, reason="manual"
-        )
+    async def decide(self, from_size: int, to_size: int, *pools: str) -> None:
+        """Write a decision about these pools, or about the one pool."""
+        decided = [
+            PoolDecision(
+                group=GROUP, pool=pool, from_size=from_size, to_size=to_size, proposed=to_size, reason="manual"
+            )
+            for pool in pools or (POOL,)
+        ]
         after = await self._log.end(SCALING.name, 0)
-        await self._append(ScalingDecided(planner_epoch=self._epoch, after=after, pools=(pool,)))
+        await self._append(ScalingDecided(planner_epoch=self._epoch, after=after, pools=tuple(decided)))
 
     async def reached(self) -> list[tuple[ReachedSize, ...]]:
         """Return the sizes in the replies of the supervisor, oldest first."""
@@ -88,7 +92,7 @@ def state(tmp_path: Path) -> Iterator[Path]:
     """Yield a state directory. Its workers, which outlive their supervisor, are killed at the end."""
     folder = tmp_path / "state"
     yield folder
-    for path in folder.glob("*/*.process"):
+    for path in folder.rglob("*.process"):
         identity = recorded_identity(path)
         if identity is not None:
             kill_session(identity)
@@ -100,16 +104,17 @@ def running(state: Path) -> dict[str, int]:
     return {name: identity.pid for name, identity in found.items() if identity is not None and is_running(identity)}
 
 
-def start_supervisor(cluster: Cluster, redis_url: str, state: Path) -> None:
-    """Start the supervisor `s` of the pool."""
+def start_supervisor(cluster: Cluster, redis_url: str, state: Path, name: str = "s", pool: str = POOL) -> None:
+    """Start a supervisor of one pool, whose workers it names `POOL-0`, `POOL-1` and so on."""
     where = ["--kafka", cluster.settings.bootstrap, "--namespace", cluster.namespace]
-    command = [FOREBAY, "worker", *where, "--redis", redis_url, *SPEED]
-    file = state.parent / "supervise.toml"
+    command = [FOREBAY, "worker", *where, "--redis", redis_url, "--pool", pool, *SPEED]
+    state.parent.mkdir(exist_ok=True)
+    file = state.parent / f"{name}.toml"
     file.write_text(
         f'actuator = "processes"\nstate = "{state.name}"\n'
-        f'[[pools]]\ngroup = "{GROUP}"\npool = "{POOL}"\ncommand = {json.dumps(command)}\n'
+        f'[[pools]]\ngroup = "{GROUP}"\npool = "{pool}"\ncommand = {json.dumps(command)}\n'
     )
-    cluster.processes.start("s", [FOREBAY, "planner", "supervise", str(file), *where])
+    cluster.processes.start(name, [FOREBAY, "planner", "supervise", str(file), *where])
 
 
 async def test_a_supervisor_that_is_killed_finds_its_workers_and_no_request_fails(
@@ -158,3 +163,27 @@ async def test_a_supervisor_that_is_killed_finds_its_workers_and_no_request_fail
             return await members() and not running(state)
 
         await cluster.processes.until("the last worker has left", none, within_s=PATIENCE_S)
+
+
+async def test_supervisors_execute_one_decision_for_their_own_pools(
+    kafka: str, redis_url: str, tmp_path: Path, state: Path
+) -> None:
+    async with Cluster(kafka, redis_url, f"{RUN}-supervisors", tmp_path, spawn=fork_server.spawn) as cluster:
+        cluster.router("r1")
+        start_supervisor(cluster, redis_url, state / "s1", "s1")
+        start_supervisor(cluster, redis_url, state / "s2", "s2", SPARE)
+
+        async def members(*names: str) -> bool:
+            return set(await cluster.members()) == set(names)
+
+        async def replies(count: int) -> bool:
+            return len(await planner.reached()) == count
+
+        async with planner_of(cluster) as planner:
+            for sizes, names in ((0, 1), ["default-0", "spare-0"]), ((1, 0), []):
+                await planner.decide(*sizes, POOL, SPARE)
+                await cluster.processes.until(f"the members are {names}", functools.partial(members, *names))
+            await cluster.processes.until("each supervisor replied twice", functools.partial(replies, 4))
+            reached = [sorted((one.pool, one.size) for one in pools) for pools in await planner.reached()]
+        assert sorted(reached[:2]) == [[(POOL, 1)], [(SPARE, 1)]]
+        assert sorted(reached[2:]) == [[(POOL, 0)], [(SPARE, 0)]]
