@@ -122,8 +122,9 @@ class Processes:
         assert name not in self._running, f"{name} runs already"
         log = self.folder / f"{name}.log"
         with log.open("ab") as errors, (output or log).open("ab") as out:
+            begin = errors.tell()  # before the start: the process shares the position in the file
             process = self._spawn(command, out.fileno(), errors.fileno())
-            started = self._running[name] = Process(name, process, log, errors.tell(), ends)
+            started = self._running[name] = Process(name, process, log, begin, ends)
         return started
 
     def check(self) -> None:
