@@ -62,6 +62,18 @@ def test_without_rules_the_first_pool_by_name_serves_and_no_choice_is_recorded()
     assert isinstance(ask(drive, "r2"), RequestHeld), "although the other pool has room"
 
 
+def test_without_rules_a_pool_without_workers_is_passed_over() -> None:
+    drive = pools("a", "b")
+    lose(drive, "w-a")
+    routed = ask(drive)
+    assert (routed.worker_id, routed.pools) == ("w-b", ())
+    drive("fleet", worker_of("a"))
+    assert ask(drive, "r2").worker_id == "w-a"
+    lose(drive, "w-a")
+    lose(drive, "w-b")
+    assert ask(drive, "r3").reason == "no_workers"
+
+
 def test_with_one_pool_no_choice_is_recorded_but_a_drain_counts() -> None:
     drive = pools("a")
     rules(drive, one_cell("a"))

@@ -1,6 +1,6 @@
 """Choose the pool that generates a response, and the pool that computes its prompt. Only reads the world.
 
-Without rules for the pools of a model, the first pool by name is used, and no choice is recorded.
+Without rules for the pools of a model, the first pool by name with a ready worker is used, and no choice is recorded.
 """
 
 from collections.abc import Sequence
@@ -43,7 +43,10 @@ def choose_pool(world: World, first: PoolConfigured, request: SubmittedRequest) 
         Ineligible: all pools that may take the request are drained.
     """
     if not world.registry.has_rules(first.model):
-        return first, None
+        if world.roster(first.pool).ranks:
+            return first, None
+        pools = world.responding_pools(first.model)
+        return next((pool for pool in pools if world.roster(pool.pool).ranks), first), None
     pools = world.responding_pools(first.model)
     preference = _of_worker(world, pools, request) or _prefer(world, pools, request)
     size = next((pool.block_size for pool in pools if world.roster(pool.pool).ranks), first.block_size)

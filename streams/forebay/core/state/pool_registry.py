@@ -13,7 +13,7 @@ PoolEvent = PoolRoutingConfigured | PoolCanarySet | PoolDrainSet
 class PoolRegistry:
     """Newest event about each model and pool.
 
-    A model without any such event has no rules: the first pool by name serves its requests.
+    A model without any such event has no rules: the first pool by name with a ready worker serves its requests.
     """
 
     def __init__(self) -> None:
