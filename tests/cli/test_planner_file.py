@@ -149,7 +149,10 @@ def complaint(path: Path) -> str:
             f'method = "simulate"{POOL}',
             "pools[0]: engine_profile: method simulate needs an engine profile",
         ),
-        (f'method = "simulate"{ENGINE_POOL}role = "prefill"', "pools[0]: role: method simulate sizes only aggregated"),
+        (
+            f'method = "simulate"{ENGINE_POOL.replace("engine.toml", "mocker")}role = "prefill"',
+            "pools: method simulate needs one prefill and one decode pool of llama; got prefill",
+        ),
         (f'method = "simulate"{ENGINE_POOL}max_size = 5000', "pools[0]: max_size: must be at most 4096"),
         (ENGINE_POOL, "pools[0]: engine_profile: unknown engine profile"),
         (POOL + 'engine_profile = "profile.json"', "pools[0]: engine_profile: "),

@@ -68,6 +68,16 @@ def test_the_output_has_sizes_gpu_hours_and_attainment_of_each_interval(planner:
     assert simulated(planner) == result
 
 
+def test_method_simulate_simulates_each_forecast(planner: Path) -> None:
+    text = planner.read_text().replace("interval_s = 20", 'interval_s = 20\nmethod = "simulate"\nttft_ms = 2000')
+    planner.write_text(text.replace('profile = "profile.json"', 'engine_profile = "mocker"'))
+    result = simulated(planner)
+    one = result["policies"]["kv"]
+    reasons = {pool["reason"] for interval in one["planner"]["intervals"] for pool in interval["pools"].values()}
+    assert reasons & {"scale_up", "scale_down", "hold"}
+    assert result["settings"]["planner"]["method"] == "simulate"
+
+
 def test_the_report_shows_the_planner(planner: Path, tmp_path: Path) -> None:
     report = tmp_path / "report.html"
     run = forebay(*COMMAND, str(planner), "--report", str(report))

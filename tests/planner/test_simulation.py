@@ -99,6 +99,33 @@ def test_a_pool_without_requests_needs_its_smallest_size_and_one_without_forecas
     assert simulated(DemandForecast(predictor="constant", observed=1, pools=())) == []
 
 
+def test_prefill_and_decode_pools_are_sized_by_the_work_of_their_stage() -> None:
+    pools = [PoolScaling(group=GROUP, pool=role, role=role, max_size=8) for role in ("prefill", "decode")]
+    settings = msgspec.structs.replace(SETTINGS, pools=tuple(pools), itl_ms=25.0)
+    slow = LinearTiming(prefill_token=1_000.0, decode_sequence=2_000.0)
+    engine = pool_engine(msgspec.structs.replace(PROFILE, timing=slow), 0)
+
+    def of(isl: float, osl: float) -> dict[str, int]:
+        demands = tuple(
+            PoolDemand(
+                group=GROUP, pool=pool.pool, requests_per_s=4.0, isl=isl, osl=1.0 if pool.role == "prefill" else osl
+            )
+            for pool in pools
+        )
+        found = simulated_sizes(
+            DemandForecast(predictor="constant", observed=1, pools=demands),
+            settings,
+            {(GROUP, pool.pool): engine for pool in pools},
+            TARGET,
+        )
+        sizes = list(found)
+        return {pool.pool: smallest([one for one in sizes if one.pool == pool.pool]) for pool in pools}
+
+    short, long_prompts, long_outputs = of(100.0, 20.0), of(400.0, 20.0), of(100.0, 120.0)
+    assert (long_prompts["prefill"], long_prompts["decode"]) > (short["prefill"], 0)
+    assert (long_outputs["prefill"], long_outputs["decode"] > short["decode"]) == (short["prefill"], True)
+
+
 async def test_another_process_finds_the_same_sizes() -> None:
     demand, settings = forecast(0.4), msgspec.structs.replace(SETTINGS, interval_s=600.0)
     assert list(await simulator(settings, ENGINES)(demand, TARGET)) == simulated(demand, settings)

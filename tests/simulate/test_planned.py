@@ -139,7 +139,6 @@ def test_equal_runs_are_equal_and_no_request_is_lost(
         (fleet(1), planning(pool={"pool": "other"})),
         (fleet(1), planning(pool={"role": "decode"})),
         (fleet(1), planning(pool={"max_size": 5_000})),
-        (fleet(1), planning(method="simulate")),
         (fleet(1, LifeCycleSettings(starts=(WorkerStart(at_us=1),))), planning()),
     ],
 )

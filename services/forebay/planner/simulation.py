@@ -11,7 +11,7 @@ import asyncio
 import logging
 import multiprocessing
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
@@ -80,11 +80,14 @@ def simulated_sizes(
 ) -> Iterator[SimulatedSize]:
     """Simulate each pool of the forecast until its smallest size that attains the target is known.
 
+    A prefill pool is simulated with the largest size of its decode pool, and must meet the TTFT. A decode pool is
+    simulated with the largest size of its prefill pool, and must meet both targets.
+
     Args:
         forecast: the demand to simulate.
         settings: settings of the planner, with the targets and the limits of the sizes.
         engines: engine of each pool.
-        target: share of the requests that must meet both targets.
+        target: share of the requests that must meet the targets.
 
     Yields:
         The simulated sizes in the order of the simulations. If none attains the target, the largest and the smallest
@@ -92,9 +95,15 @@ def simulated_sizes(
     """
     demands = {(one.group, one.pool): one for one in forecast.pools}
     for pool in settings.pools:
-        key = (pool.group, pool.pool)
-        if key in demands:
-            yield from _bisected(pool, settings, engines[key], demands[key], target)
+        key, other = (pool.group, pool.pool), _other_stage(pool, settings.pools)
+        if key not in demands:
+            continue
+        demand, pools = demands[key], [(pool, engines[key])]
+        if other is not None:
+            other_key = (other.group, other.pool)
+            pools.append((other, engines[other_key]))
+            demand = _of_both_stages(demand, demands.get(other_key), pool.role)
+        yield from _bisected(_Simulated(pools, demand, settings), target)
 
 
 def simulator(settings: PlannerSettings, engines: Mapping[PoolKey, PoolEngine]) -> Simulate:
@@ -147,34 +156,71 @@ def _received(receiving: Connection) -> tuple[SimulatedSize, ...]:
     return tuple(sizes)
 
 
-def _bisected(
-    pool: PoolScaling, settings: PlannerSettings, engine: PoolEngine, demand: PoolDemand, target: float
-) -> Iterator[SimulatedSize]:
-    def simulated(size: int, attained: float) -> SimulatedSize:
-        return SimulatedSize(group=pool.group, pool=pool.pool, size=size, attained=attained)
+@dataclass(frozen=True, slots=True)
+class _Simulated:
+    """Simulations of one pool with different sizes.
 
-    if not demand.requests_per_s:
-        yield simulated(pool.min_size, 1.0)
+    Attributes:
+        pools: the pool with its engine, and the pool of the other stage, if there is one.
+        demand: the demand to simulate.
+        settings: settings of the planner.
+    """
+
+    pools: Sequence[tuple[PoolScaling, PoolEngine]]
+    demand: PoolDemand
+    settings: PlannerSettings
+
+    @property
+    def pool(self) -> PoolScaling:
+        """The pool whose size varies."""
+        return self.pools[0][0]
+
+    def run(self, size: int) -> SimulatedSize:
+        """Simulate the pool with this number of workers."""
+        pools = tuple(
+            _fleet_pool(one, engine, one.max_size if at else size) for at, (one, engine) in enumerate(self.pools)
+        )
+        fleet = Settings(pools=pools, delays=self.pools[0][1].delays, seed=SEED)
+        workload = open_workload(_workload(self.demand, self.settings.interval_s), WorkloadOptions(seed=SEED))
+        ignore: Callable[[int], None] = lambda _: None  # noqa: E731 - the simulation reports each arrival
+        outcome = Simulation(fleet, RouterConfig()).run(workload, ignore)
+        itl_ms = None if self.pool.role == "prefill" else self.settings.itl_ms
+        attained = float(goodput(outcome, Slo(ttft_ms=self.settings.ttft_ms, itl_ms=itl_ms))["attained"])
+        return SimulatedSize(group=self.pool.group, pool=self.pool.pool, size=size, attained=attained)
+
+
+def _fleet_pool(pool: PoolScaling, engine: PoolEngine, count: int) -> PoolSettings:
+    assert pool.role != "encode", "the file of a planner has no such pool"
+    workers = msgspec.structs.replace(engine.workers, count=count)
+    return PoolSettings(name=pool.pool, role=pool.role, groups=(workers,))
+
+
+def _other_stage(pool: PoolScaling, pools: Sequence[PoolScaling]) -> PoolScaling | None:
+    """Return the decode pool of a prefill pool and the reverse, None for an aggregated pool."""
+    roles = {"prefill": "decode", "decode": "prefill"}
+    return next((one for one in pools if (one.group, one.role) == (pool.group, roles.get(pool.role))), None)
+
+
+def _of_both_stages(own: PoolDemand, other: PoolDemand | None, role: str) -> PoolDemand:
+    """Return the demand with the prompts of the prefill pool and the outputs of the decode pool."""
+    prefill, decode = (own, other or own) if role == "prefill" else (other or own, own)
+    return msgspec.structs.replace(own, isl=prefill.isl, kv_hit_rate=prefill.kv_hit_rate, osl=decode.osl)
+
+
+def _bisected(simulated: _Simulated, target: float) -> Iterator[SimulatedSize]:
+    pool = simulated.pool
+    if not simulated.demand.requests_per_s:
+        yield SimulatedSize(group=pool.group, pool=pool.pool, size=pool.min_size, attained=1.0)
         return
     least = max(1, pool.min_size)
     low, high = least, pool.max_size + 1  # sizes below `low` miss the target, and `high` attains it
     while low < high:
         size = (low + high) // 2
-        attained = _attained(size, settings, engine, demand)
-        yield simulated(size, attained)
-        low, high = (low, size) if attained >= target else (size + 1, high)
+        found = simulated.run(size)
+        yield found
+        low, high = (low, size) if found.attained >= target else (size + 1, high)
     if low > pool.max_size > least:  # if more workers do not help, the smallest size is as good as a larger one
-        yield simulated(least, _attained(least, settings, engine, demand))
-
-
-def _attained(size: int, settings: PlannerSettings, engine: PoolEngine, demand: PoolDemand) -> float:
-    """Return the share of the requests that meet both targets with this number of workers."""
-    workers = msgspec.structs.replace(engine.workers, count=size)
-    fleet = Settings(pools=(PoolSettings(groups=(workers,)),), delays=engine.delays, seed=SEED)
-    workload = open_workload(_workload(demand, settings.interval_s), WorkloadOptions(seed=SEED))
-    ignore: Callable[[int], None] = lambda _: None  # noqa: E731 - the simulation reports each arrival
-    outcome = Simulation(fleet, RouterConfig()).run(workload, ignore)
-    return float(goodput(outcome, Slo(ttft_ms=settings.ttft_ms, itl_ms=settings.itl_ms))["attained"])
+        yield simulated.run(least)
 
 
 def _workload(demand: PoolDemand, interval_s: float) -> str:

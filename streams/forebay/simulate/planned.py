@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from forebay.core.scaling.observation import GroupObservation
-from forebay.core.scaling.virtual_planner import Forecast, VirtualPlanner
+from forebay.core.scaling.virtual_planner import Forecast, SimulateSizes, VirtualPlanner
 from forebay.core.step import AnyDecision, InputEvent
 from forebay.events.decisions import JournalRecord
 from forebay.events.fleet import WorkerSpec
@@ -28,15 +28,17 @@ NewWorker = Callable[[PoolSettings], tuple[WorkerSpec, WorkerGroup]]
 
 @dataclass(frozen=True, slots=True)
 class Planning:
-    """Planner of a simulation. Picklable if the function is.
+    """Planner of a simulation. Picklable if the functions are.
 
     Attributes:
         settings: settings of the planner. Its pools have the names of pools of the fleet.
         forecast: predictor of the planner.
+        simulate: simulates a forecast with different sizes, in no virtual time. Method `simulate` needs it.
     """
 
     settings: PlannerSettings
     forecast: Forecast
+    simulate: SimulateSizes | None = None
 
 
 class PlannedCluster(SimulatedCluster):
@@ -84,7 +86,7 @@ class PlannedFleet:
         """
         self.intervals: list[PlannedInterval] = []
         self._settings = planning.settings
-        self._planner = VirtualPlanner(planning.settings, planning.forecast)
+        self._planner = VirtualPlanner(planning.settings, planning.forecast, simulate=planning.simulate)
         self._cluster = cluster
         self._processes = processes
         self._pools = pools
@@ -145,5 +147,3 @@ def require_plannable(planner: PlannerSettings, settings: Settings) -> None:
     most = sum(one.max_size for one in planner.pools)
     if most > WORKERS_MAX:
         raise SettingsUnusable("pools", f"the largest sizes sum up to {most} workers; the maximum is {WORKERS_MAX}")
-    if planner.method == "simulate":
-        raise SettingsUnusable("method", "simulate cannot be simulated; expected throughput, load or both")

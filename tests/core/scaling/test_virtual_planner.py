@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import pytest
+
 from forebay.core.scaling.virtual_planner import VirtualPlanner
 from forebay.events.scaling import (
     DemandForecast,
@@ -12,6 +14,7 @@ from forebay.events.scaling import (
     PrefillPoint,
     ScalingDecided,
     ScalingObserved,
+    SimulatedSize,
     WorkerObserved,
 )
 from tests.core.scaling.records import GROUP, POOL, S
@@ -49,6 +52,21 @@ def busy(requests: int, ready: int) -> tuple[PoolObserved, ...]:
 
 def sizes(decisions: list[ScalingDecided]) -> list[int]:
     return [decided.pools[0].to_size for decided in decisions]
+
+
+def test_method_simulate_decides_the_simulated_size() -> None:
+    asked: list[float] = []
+
+    def simulate(forecast: DemandForecast, target: float) -> list[SimulatedSize]:
+        asked.append(forecast.pools[0].requests_per_s)
+        attained = {2: 0.9, 3: target, 4: 1.0}
+        return [SimulatedSize(group=GROUP, pool=POOL, size=size, attained=share) for size, share in attained.items()]
+
+    planner = VirtualPlanner(settings(method="simulate"), last_value, simulate=simulate)
+    assert sizes(planner.plan(busy(600, 1), 10 * S)) == [3, 3]
+    assert asked == [60.0], "one forecast per interval"
+    with pytest.raises(ValueError, match="method simulate"):
+        VirtualPlanner(settings(method="simulate"), last_value)
 
 
 def test_a_change_that_is_limited_per_decision_continues() -> None:

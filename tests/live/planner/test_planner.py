@@ -13,6 +13,7 @@ import pytest
 from forebay import runtime
 from forebay.core.scaling.rederive import RecordedDecision
 from forebay.core.scaling.state import RULES_VERSION
+from forebay.core.scaling.virtual_planner import SIMULATED_TARGET
 from forebay.events.codec import decode
 from forebay.events.scaling import (
     DemandForecast,
@@ -33,7 +34,7 @@ from forebay.events.scaling import (
 )
 from forebay.events.topics import SCALING
 from forebay.live.planner.actuator import ActuatorService, Reached
-from forebay.live.planner.planner import SIMULATED_TARGET, Planner, Simulate
+from forebay.live.planner.planner import Planner, Simulate
 from forebay.transport.base import Draft
 from forebay.transport.sqlite.log import SqliteLog
 from tests.core.scaling.records import GROUP, POOL

@@ -1,6 +1,6 @@
 """Reader of the file of `forebay planner run`: the planner's settings and its pools, as TOML, with profiles as JSON."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -75,6 +75,8 @@ def _file(path: Path, raw: Mapping[str, Any]) -> PlannerFile:
             raise Unusable(f"pools[{number}]: {error}") from None
     settings = msgspec.structs.replace(settings, pools=tuple(pools))
     _require_gpus(settings)
+    if settings.method == "simulate":
+        _require_stages(settings.pools)
     size = len(msgspec.json.encode(settings))
     if size > SETTINGS_BYTES_MAX:
         raise Unusable(f"the settings with all profiles have {size} bytes of {SETTINGS_BYTES_MAX}; use fewer points")
@@ -103,12 +105,19 @@ def _pool(path: Path, settings: PlannerSettings, table: PoolTable) -> PoolScalin
 
 def _require_simulatable(pool: PoolScaling, table: PoolTable) -> None:
     """Raise Unusable if method `simulate` cannot size a pool."""
-    if pool.role != "aggregated":
-        raise Unusable(f"role: method simulate sizes only aggregated pools, got {pool.role}; use another method")
     if pool.max_size > WORKERS_MAX:
         raise Unusable(f"max_size: must be at most {WORKERS_MAX} with method simulate; got {pool.max_size}")
     if not table.engine_profile:
         raise Unusable("engine_profile: method simulate needs an engine profile of this pool; name a file")
+
+
+def _require_stages(pools: Sequence[PoolScaling]) -> None:
+    """Raise Unusable if a model has prefill pools without decode pool, the reverse, or several of one stage."""
+    for group in {pool.group: None for pool in pools if pool.role != "aggregated"}:
+        roles = sorted(pool.role for pool in pools if pool.group == group and pool.role != "aggregated")
+        if roles != ["decode", "prefill"]:
+            found = ", ".join(roles)
+            raise Unusable(f"pools: method simulate needs one prefill and one decode pool of {group}; got {found}")
 
 
 def _engine(folder: Path, name: str, pool: PoolScaling) -> PoolEngine:

@@ -1,13 +1,15 @@
 """Metrics of a simulation with a planner: sizes, GPU hours and SLO attainment of each interval."""
 
 from bisect import bisect_left
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from forebay.cli.planner.planner_file import read_planner_file
+from forebay.cli.planner.planner_file import PlannerFile, read_planner_file
 from forebay.core.scaling.changes import size_changes
-from forebay.events.scaling import PlannerSettings
+from forebay.events.scaling import DemandForecast, SimulatedSize
 from forebay.planner.predictors import predictor
+from forebay.planner.simulation import simulated_sizes
 from forebay.simulate.outcome import SimulationOutcome
 from forebay.simulate.planned import Planning, require_plannable
 from forebay.simulate.settings import Settings, SettingsUnusable
@@ -17,29 +19,36 @@ S_PER_HOUR = 3600
 US_PER_S = 1e6
 
 
-def read_planner(path: Path, settings: Settings) -> PlannerSettings:
+def read_planner(path: Path, settings: Settings) -> PlannerFile:
     """Read the file of a planner for a fleet.
 
     Raises:
         Unusable: the file is invalid.
         ValueError: the planner cannot scale the fleet.
     """
-    planner = read_planner_file(path).settings
+    planner = read_planner_file(path)
     try:
-        require_plannable(planner, settings)
+        require_plannable(planner.settings, settings)
     except SettingsUnusable as error:
         raise ValueError(f"--planner {path}: {error}") from None
     return planner
 
 
-def planning_of(planner: PlannerSettings | None) -> Planning | None:
+def planning_of(planner: PlannerFile | None) -> Planning | None:
     """Return the planner of a simulation with its predictor, None for no planner."""
-    return None if planner is None else Planning(planner, predictor(planner.predictor))
+    if planner is None:
+        return None
+    settings, engines = planner.settings, planner.engines
+
+    def simulate(forecast: DemandForecast, target: float) -> Iterator[SimulatedSize]:
+        return simulated_sizes(forecast, settings, engines, target)
+
+    return Planning(settings, predictor(settings.predictor), simulate)
 
 
-def targets_of(planner: PlannerSettings | None) -> Slo | None:
+def targets_of(planner: PlannerFile | None) -> Slo | None:
     """Return the targets of a planner as SLO, None without a planner."""
-    return None if planner is None else Slo(ttft_ms=planner.ttft_ms, itl_ms=planner.itl_ms)
+    return None if planner is None else Slo(ttft_ms=planner.settings.ttft_ms, itl_ms=planner.settings.itl_ms)
 
 
 def planned_metrics(outcome: SimulationOutcome, slo: Slo) -> dict[str, Any]:

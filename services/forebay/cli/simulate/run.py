@@ -19,6 +19,7 @@ from rich.table import Table
 from forebay.cli.common.errors import BROKEN, complain, fail
 from forebay.cli.common.survey import print_survey, survey_lines
 from forebay.cli.common.terminal import in_markup, printable, results
+from forebay.cli.planner.planner_file import PlannerFile
 from forebay.cli.simulate.against_options import AgainstOptions
 from forebay.cli.simulate.options import (
     US_PER_S,
@@ -44,7 +45,6 @@ from forebay.cli.simulate.planned import read_planner, targets_of
 from forebay.cli.simulate.report.file import require_report, write_report
 from forebay.cli.simulate.simulations import Job, SimulationRun, Work, reason, run_all, simulate_run
 from forebay.events.control import RouterConfig
-from forebay.events.scaling import PlannerSettings
 from forebay.ingress.errors import Unusable
 from forebay.simulate.reading import open_workload
 from forebay.simulate.settings import Settings
@@ -127,7 +127,7 @@ class _Plan:
     routers: Mapping[str, RouterConfig]
     slo: Slo | None
     jobs: Sequence[Job]
-    planner: PlannerSettings | None = None
+    planner: PlannerFile | None = None
 
 
 def _plan(
@@ -207,7 +207,7 @@ def _result(plan: _Plan, runs: Sequence[SimulationRun]) -> dict[str, Any]:
             **settings_json(plan.settings, plan.options, plan.name),
             "policies": {name: to_json(router) for name, router in plan.routers.items()},
             "slo": to_json(plan.slo),
-            **({} if plan.planner is None else {"planner": to_json(plan.planner)}),
+            **({} if plan.planner is None else {"planner": to_json(plan.planner.settings)}),
         },
     }
 

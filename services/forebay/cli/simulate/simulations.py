@@ -16,9 +16,9 @@ import msgspec
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from forebay.cli.common.terminal import bar, in_markup, own_stdout
+from forebay.cli.planner.planner_file import PlannerFile
 from forebay.cli.simulate.planned import planned_metrics, planning_of
 from forebay.events.control import RouterConfig
-from forebay.events.scaling import PlannerSettings
 from forebay.replay.load_policies import load_policies
 from forebay.simulate.outcome import SimulationOutcome, summary
 from forebay.simulate.reading import open_workload
@@ -56,7 +56,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     workload: tuple[str, ...]
     options: WorkloadOptions = WorkloadOptions()
     requests: int = 0
-    planner: PlannerSettings | None = None
+    planner: PlannerFile | None = None
 
 
 @dataclass(frozen=True, slots=True)

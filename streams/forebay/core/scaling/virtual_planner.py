@@ -6,7 +6,7 @@ again, so a change that is limited per decision continues. A pool has the size o
 changes it, whatever becomes of its workers.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
@@ -22,9 +22,14 @@ from forebay.events.scaling import (
     ScalingDecided,
     ScalingEvent,
     ScalingObserved,
+    SimulatedSize,
+    SizesSimulated,
 )
 
 Forecast = Callable[[Sequence[ScalingObserved], int], DemandForecast]
+# Simulates a forecast with different sizes of the pools. The second argument is the target.
+SimulateSizes = Callable[[DemandForecast, float], Iterable[SimulatedSize]]
+SIMULATED_TARGET = 0.99  # share of requests that must meet both targets, for method `simulate`
 EPOCH = 0  # offset of the only claim
 DECISIONS_MAX = 64  # per observation; each but the last one changes a size
 
@@ -37,7 +42,9 @@ class VirtualPlanner:
         settings: settings of the planner.
     """
 
-    def __init__(self, settings: PlannerSettings, forecast: Forecast, at_us: int = 0) -> None:
+    def __init__(
+        self, settings: PlannerSettings, forecast: Forecast, at_us: int = 0, simulate: SimulateSizes | None = None
+    ) -> None:
         """Claim a topic without records.
 
         Args:
@@ -45,10 +52,17 @@ class VirtualPlanner:
             forecast: returns the forecast for the next interval, from the observations of the state, oldest first, and
                 the offset of the newest one.
             at_us: present time in microseconds.
+            simulate: simulates a forecast. Method `simulate` needs it.
+
+        Raises:
+            ValueError: the method is `simulate`, and `simulate` is None.
         """
+        if settings.method == "simulate" and simulate is None:
+            raise ValueError("method simulate needs a function that simulates")
         self.state = PlannerState()
         self.settings = settings
         self._forecast = forecast
+        self._simulate = simulate
         claim = PlannerClaimed(planner_id="virtual", rules_version=RULES_VERSION, settings=settings, at_us=at_us)
         self._append(claim)
 
@@ -70,7 +84,14 @@ class VirtualPlanner:
             self.state.sizes.setdefault((pool.group, pool.pool), pool.ready)
         if self.settings.method != "load":
             forecast = self._forecast(tuple(self.state.history), offset)
-            self._append(msgspec.structs.replace(forecast, planner_epoch=EPOCH, at_us=at_us))
+            place = self._append(msgspec.structs.replace(forecast, planner_epoch=EPOCH, at_us=at_us))
+            if self.settings.method == "simulate" and self._simulate is not None:
+                sizes = tuple(self._simulate(forecast, SIMULATED_TARGET))
+                self._append(
+                    SizesSimulated(
+                        planner_epoch=EPOCH, at_us=at_us, forecast=place, target=SIMULATED_TARGET, sizes=sizes
+                    )
+                )
         decisions = [self._decide(at_us)]
         while changed_pools(decisions[-1]) and not decisions[-1].advisory and len(decisions) < DECISIONS_MAX:
             decisions.append(self._decide(at_us))

@@ -16,7 +16,7 @@ import msgspec
 from forebay import runtime
 from forebay.core.scaling.decide import decide
 from forebay.core.scaling.state import RULES_VERSION, SILENT_INTERVALS, SILENT_MORE_S, Outcome
-from forebay.core.scaling.virtual_planner import Forecast
+from forebay.core.scaling.virtual_planner import SIMULATED_TARGET, Forecast
 from forebay.events.scaling import (
     DemandForecast,
     PlannerClaimed,
@@ -42,7 +42,6 @@ DIGITS = 6  # of an interval in seconds, which is measured in microseconds
 DECISIONS_MAX = 8  # attempts to decide; each failed one means that somebody wrote a record in between
 REPLIES = (ScalingApplied, ScalingRefused)
 COMMANDS = (PoolSizeSet, PlannerPaused)
-SIMULATED_TARGET = 0.99  # share of requests that must meet both targets, for method `simulate`
 
 # Simulates a forecast with different sizes of the pools. The second argument is the target.
 Simulate = Callable[[DemandForecast, float], Awaitable[tuple[SimulatedSize, ...]]]
