@@ -25,11 +25,13 @@ from forebay.events.scaling import (
     PoolScaling,
     PrefillPoint,
     ScalingObserved,
+    SimulatedSize,
 )
 from forebay.planner.predictors import predictor
+from forebay.planner.simulation import PoolEngine, simulated_sizes
 from forebay.simulate.planned import Planning
 from forebay.simulate.reading import open_workload
-from forebay.simulate.settings import PoolSettings, Settings, WorkerGroup, engine_config, policy
+from forebay.simulate.settings import Delays, PoolSettings, Settings, WorkerGroup, engine_config, policy
 from forebay.simulate.simulation import Simulation
 from forebay.simulate.slo import Slo, goodput
 from forebay.simulate.workload import Survey, Turn, WorkloadOptions
@@ -93,7 +95,8 @@ class Planned:
         method: method of the planner.
         predictor: name of its predictor.
         interval_s: seconds between observations.
-        utilization: share of the profile's throughput that the planner counts on.
+        utilization: share of the profile's throughput that the planner counts on; for method `simulate`, share of the
+            targets that it simulates for.
         cooldown_s: seconds before a change in the opposite direction.
         sensitivity: margin of method `load`.
         schedule: sizes per `STEP_S`; empty for a planner.
@@ -184,13 +187,20 @@ def run(trace: Trace, turns: Sequence[Turn], planned: Planned, first: int) -> Re
     pool = PoolScaling(
         group=GROUP, pool=POOL, max_size=SIZE_MAX, startup_s=COLD_START_S, **points  # type: ignore[arg-type]
     )  # fmt: skip
+    margin = planned.utilization if planned.method == "simulate" else 1.0
     settings = PlannerSettings(
-        pools=(pool,), interval_s=planned.interval_s, method=planned.method, ttft_ms=trace.slo.ttft_ms or 1.0,
-        itl_ms=trace.slo.itl_ms or 1.0, gpu_budget=0, max_change=SIZE_MAX, cooldown_s=planned.cooldown_s,
+        pools=(pool,), interval_s=planned.interval_s, method=planned.method,
+        ttft_ms=margin * (trace.slo.ttft_ms or 1.0), itl_ms=margin * (trace.slo.itl_ms or 1.0), gpu_budget=0,
+        max_change=SIZE_MAX, cooldown_s=planned.cooldown_s,
         down_sensitivity=planned.sensitivity, predictor=planned.predictor,
     )  # fmt: skip
     fleet = Settings(pools=(PoolSettings(groups=(group,)),))
-    simulation = Simulation(fleet, policy("least-loaded"), planning=Planning(settings, forecast))
+    engines = {(GROUP, POOL): PoolEngine(replace(group, count=1), Delays())}
+
+    def simulate(expected: DemandForecast, target: float) -> Iterator[SimulatedSize]:
+        return simulated_sizes(expected, settings, engines, target)
+
+    simulation = Simulation(fleet, policy("least-loaded"), planning=Planning(settings, forecast, simulate))
     outcome = simulation.run(Day(turns), lambda _: None)
     sizes = tuple(one.sizes[POOL] for one in outcome.planned)
     return Result(goodput(outcome, trace.slo)["attained"], outcome.gpu_s / 3_600, sizes)
@@ -310,6 +320,10 @@ def candidates() -> dict[str, list[Planned]]:
         for share, cooldown_s in product((0.2, 0.6), (0.0, 600.0))
     ]
     for name in ("constant", "moving-average"):
+        found[f"simulate, {name}"] = [
+            Planned("simulate", name, interval_s=300.0, utilization=share, cooldown_s=600.0)
+            for share in (0.35, 0.4, 0.45, 0.8)
+        ]
         found[f"both, {name}"] = [
             Planned("both", name, interval_s=120.0, utilization=share, sensitivity=0.4, cooldown_s=600.0)
             for share in (0.6, 0.8)
@@ -351,8 +365,11 @@ def parameters(planned: Planned) -> str:
     if planned.schedule:
         return ""
     parts = [f"`interval_s` {planned.interval_s:g}"]
-    parts += [] if planned.method == "load" else [f"utilization {planned.utilization:g}"]
-    parts += [] if planned.method == "throughput" else [f"`down_sensitivity` {planned.sensitivity:g}"]
+    shares = {"simulate": "share of the targets", "load": ""}
+    if share := shares.get(planned.method, "utilization"):
+        parts.append(f"{share} {planned.utilization:g}")
+    if planned.method in {"load", "both"}:
+        parts.append(f"`down_sensitivity` {planned.sensitivity:g}")
     parts += [f"`cooldown_s` {planned.cooldown_s:g}"] if planned.method == "load" else []
     return ", ".join(parts)
 

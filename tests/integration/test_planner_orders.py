@@ -93,7 +93,7 @@ async def test_orders_of_an_operator_take_effect_and_their_decisions_are_derived
         assert (code, f"did you mean {POOL}?" in errors) == (2, True)
         code, out, errors = await operator.order("set-size", POOL, "2", "--timeout-s", "2")
         assert (code, "1 -> 2 (manual)" in out) == (1, True), out + errors
-        assert "no actuator has replied to decision" in errors
+        assert f"no actuator of {POOL} has replied to decision" in errors
         operator.start("supervise", folder / "supervise.toml", supervise_file(cluster, redis_url))
         code, out, errors = await operator.order("set-size", POOL, "3", "--operator", "alice")
         assert code == 0, out + errors
