@@ -319,11 +319,10 @@ def candidates() -> dict[str, list[Planned]]:
         Planned("load", sensitivity=share, cooldown_s=cooldown_s)
         for share, cooldown_s in product((0.2, 0.6), (0.0, 600.0))
     ]
+    found["simulate, constant"] = [
+        Planned("simulate", interval_s=300.0, utilization=share, cooldown_s=600.0) for share in (0.35, 0.4, 0.45, 0.8)
+    ]
     for name in ("constant", "moving-average"):
-        found[f"simulate, {name}"] = [
-            Planned("simulate", name, interval_s=300.0, utilization=share, cooldown_s=600.0)
-            for share in (0.35, 0.4, 0.45, 0.8)
-        ]
         found[f"both, {name}"] = [
             Planned("both", name, interval_s=120.0, utilization=share, sensitivity=0.4, cooldown_s=600.0)
             for share in (0.6, 0.8)
