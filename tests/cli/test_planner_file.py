@@ -129,6 +129,15 @@ def complaint(path: Path) -> str:
     return str(line.removeprefix(prefix))
 
 
+def test_simulated_stages_have_one_block_size(tmp_path: Path) -> None:
+    text = 'method = "simulate"'
+    for role, size in (("prefill", 16), ("decode", 32)):
+        profile = f'kind = "linear"\n[costs_us]\nstep = 2000\n[sizes]\nblock_size = {size}\n'
+        (tmp_path / f"{role}.toml").write_text(profile)
+        text += POOL.replace("default", role) + f'role = "{role}"\nengine_profile = "{role}.toml"\n'
+    assert "pools: the engine profiles of llama have blocks of 16 and 32 tokens" in complaint(written(tmp_path, text))
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

@@ -76,7 +76,7 @@ def _file(path: Path, raw: Mapping[str, Any]) -> PlannerFile:
     settings = msgspec.structs.replace(settings, pools=tuple(pools))
     _require_gpus(settings)
     if settings.method == "simulate":
-        _require_stages(settings.pools)
+        _require_stages(settings.pools, engines)
     size = len(msgspec.json.encode(settings))
     if size > SETTINGS_BYTES_MAX:
         raise Unusable(f"the settings with all profiles have {size} bytes of {SETTINGS_BYTES_MAX}; use fewer points")
@@ -111,13 +111,17 @@ def _require_simulatable(pool: PoolScaling, table: PoolTable) -> None:
         raise Unusable("engine_profile: method simulate needs an engine profile of this pool; name a file")
 
 
-def _require_stages(pools: Sequence[PoolScaling]) -> None:
-    """Raise Unusable if a model has prefill pools without decode pool, the reverse, or several of one stage."""
+def _require_stages(pools: Sequence[PoolScaling], engines: Mapping[PoolKey, PoolEngine]) -> None:
+    """Raise Unusable if prefill and decode pools of a model cannot be simulated together."""
     for group in {pool.group: None for pool in pools if pool.role != "aggregated"}:
         roles = sorted(pool.role for pool in pools if pool.group == group and pool.role != "aggregated")
         if roles != ["decode", "prefill"]:
             found = ", ".join(roles)
             raise Unusable(f"pools: method simulate needs one prefill and one decode pool of {group}; got {found}")
+        sizes = {engine.workers.engine.block_size for key, engine in engines.items() if key[0] == group}
+        if len(sizes) > 1:
+            found = " and ".join(map(str, sorted(sizes)))
+            raise Unusable(f"pools: the engine profiles of {group} have blocks of {found} tokens; use one size")
 
 
 def _engine(folder: Path, name: str, pool: PoolScaling) -> PoolEngine:

@@ -160,10 +160,10 @@ class PlannerState:
                 return bool(self._answered(event))
         return True
 
-    def _answered(self, reply: ScalingApplied | ScalingRefused) -> set[PoolKey]:
+    def _answered(self, reply: ScalingApplied | ScalingRefused) -> list[PoolKey]:
         """Return the pools whose changes a reply closes. A pool can wait for a later decision than the reply's."""
         pools = {(pool.group, pool.pool) for pool in reply.pools}
-        return {key for key, change in self.open.items() if change.decision == reply.decision and key in pools}
+        return [key for key, change in self.open.items() if change.decision == reply.decision and key in pools]
 
     def _apply(self, offset: int, event: ScalingEvent) -> None:
         match event:
