@@ -29,6 +29,11 @@ def bar(*columns: "ProgressColumn") -> "Progress":
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
+def counted(count: int, noun: str) -> str:
+    """Return a number with its noun, in the plural unless the number is 1."""
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
 def printable(text: str) -> str:
     """Escape the unprintable characters of untrusted text, such as terminal control sequences."""
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)

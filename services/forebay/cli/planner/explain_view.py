@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 
-from forebay.cli.common.terminal import printable
+from forebay.cli.common.terminal import counted, printable
 from forebay.cli.planner.tables import clock, outcome_text
 from forebay.cli.replay.at_view import span
 from forebay.core.scaling.basis import LoadSignal
@@ -66,7 +66,7 @@ def _pool_lines(pool: PoolExplanation, found: ScalingExplanation) -> Iterator[Li
         yield from _proposal(proposal)
     if found.settings is not None and pool.limited is not None and pool.guarded is not None:
         yield from _limits(pool, found.settings, found.gpus)
-    yield "decided", f"{_workers(pool.decided.to_size)}"
+    yield "decided", counted(pool.decided.to_size, "worker")
 
 
 def _observed(pool: PoolObserved, interval_s: float | None) -> str:
@@ -99,7 +99,7 @@ def _proposal(proposal: ProposalFacts) -> Iterator[Line]:
         yield "", f"needed: {proposal.simulated.target:.1%}"
     sums = " + ".join(f"{stage.workers:.2f}" for stage in proposal.stages)
     formula = f": {sums}, rounded up, and at least min_size" if sums else ""
-    yield proposal.method, f"proposes {_workers(proposal.size)}{formula}"
+    yield proposal.method, f"proposes {counted(proposal.size, 'worker')}{formula}"
     if proposal.reason is not None:
         yield "", f"{proposal.reason}: {REASONS[proposal.reason]}"
 
@@ -160,7 +160,8 @@ def _limits(pool: PoolExplanation, settings: PlannerSettings, gpus: int | None) 
         (f"change of at most {settings.max_change}, {scaling.min_size} to {scaling.max_size} workers: {pool.limited}"),
     )
     if pool.guarded.to_size != pool.limited:
-        yield "guard", f"{pool.guarded.reason} keeps {_workers(pool.guarded.to_size)}: {REASONS[pool.guarded.reason]}"
+        kept = counted(pool.guarded.to_size, "worker")
+        yield "guard", f"{pool.guarded.reason} keeps {kept}: {REASONS[pool.guarded.reason]}"
     if gpus is not None and (settings.gpu_budget or settings.min_gpus):
         budget = f"at most {settings.gpu_budget}" if settings.gpu_budget else "no limit"
         least = f", at least {settings.min_gpus}" if settings.min_gpus else ""
@@ -178,7 +179,3 @@ def _number(value: float) -> str:
 
 def _answer(value: bool) -> str:
     return "yes" if value else "no"
-
-
-def _workers(count: int) -> str:
-    return f"{count} worker{'s' * (count != 1)}"

@@ -11,7 +11,7 @@ import typer
 from forebay import runtime
 from forebay.cli.common.cluster_options import KafkaOptions
 from forebay.cli.common.errors import complain, explained, fail
-from forebay.cli.common.terminal import printable
+from forebay.cli.common.terminal import counted, printable
 from forebay.cli.planner.source import scaling_on_kafka
 from forebay.core.scaling.state import Outcome, PoolKey, changed_pools
 from forebay.events.names import NAME_CHARS_MAX, unknown_name
@@ -93,7 +93,7 @@ def run_set_size(
             fail(unknown_name("pool", pool, known))
         key = known[pool]
         event = PoolSizeSet(group=key[0], pool=key[1], size=size, operator=name, at_us=runtime.wall_us())
-        return Order(event, f"release {pool}" if release else f"set {pool} to {_workers(size or 0)}", key)
+        return Order(event, f"release {pool}" if release else f"set {pool} to {counted(size or 0, 'worker')}", key)
 
     _execute(kafka, order, timeout_s if wait else None)
 
@@ -231,15 +231,12 @@ def _show_reply(reply: ScalingApplied | ScalingRefused, pool: PoolKey, size: int
         return False
     reached = next(one.size for one in reply.pools if (one.group, one.pool) == pool)
     if reached != size:
-        complain(f"{reply.actuator} reached {_workers(reached)} instead of {size}: {reply.message}")
+        complain(f"{reply.actuator} reached {counted(reached, 'worker')} instead of {size}: {reply.message}")
         return False
-    _say(f"outcome    applied by {reply.actuator}: {pool_text(pool)} has {_workers(size)}, which may still start")
+    workers = counted(size, "worker")
+    _say(f"outcome    applied by {reply.actuator}: {pool_text(pool)} has {workers}, which may still start")
     return True
 
 
 def _say(text: str) -> None:
     typer.echo(printable(text))
-
-
-def _workers(count: int) -> str:
-    return f"{count} worker{'s' * (count != 1)}"

@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from forebay.cli.common.terminal import printable
+from forebay.cli.common.terminal import counted, printable
 from forebay.events.control import QueueConfig
 from forebay.events.decisions import JournalRecord, RequestRouted
 from forebay.replay.moment import LossFacts, Moment, PoolFacts, RankFacts, RequestFacts
@@ -70,7 +70,7 @@ def later_lines(moment: Moment) -> Iterable[str]:
 def _counts(by_topic: dict[str, int]) -> str:
     total = sum(by_topic.values())
     each = ", ".join(f"{count} {topic}" for topic, count in sorted(by_topic.items()))
-    return f"{total} event{'s' * (total != 1)} ({each})"
+    return f"{counted(total, 'event')} ({each})"
 
 
 def workers_table(moment: Moment) -> RenderableType:

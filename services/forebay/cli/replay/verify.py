@@ -11,7 +11,7 @@ from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemaini
 from rich.table import Table as Grid
 
 from forebay.cli.common.scaling_lines import verification_lines
-from forebay.cli.common.terminal import bar, in_markup, results
+from forebay.cli.common.terminal import bar, counted, in_markup, results
 from forebay.events.decisions import CostTerms
 from forebay.replay.checks import UNKNOWN_EVENTS, UNVERIFIED
 from forebay.replay.explain.event_text import EventSummary
@@ -53,7 +53,8 @@ def show(report: VerifyReport) -> None:
         console.print(f"{name:<11}{in_markup(text)}")
 
     print_row("decisions", f"{report.decisions}, verified {report.verified}")
-    print_row("journal", f"{report.records} records, {report.claims} owners, {report.snapshots} snapshots")
+    counts = [counted(report.records, "record"), counted(report.claims, "owner"), counted(report.snapshots, "snapshot")]
+    print_row("journal", ", ".join(counts))
     if report.void:
         print_row("stale", f"{report.void} records of owners that had lost the group")
     if report.start:
