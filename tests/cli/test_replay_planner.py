@@ -74,6 +74,26 @@ def test_equal_settings_decide_the_recorded_sizes(log: Path) -> None:
     assert found["recorded"]["gpu_hours"] == pytest.approx((2 * sum(decode) + sum(prefill)) * 10 / 3600)
 
 
+def test_latency_and_gpu_hours_are_shown_over_time(log: Path, tmp_path: Path) -> None:
+    found = replayed(log, "--set", "gpu_budget=3")
+    for kind in ("recorded", "replayed"):
+        hours = [one[f"{kind}_gpu_hours"] for one in found["intervals"]]
+        assert hours == sorted(hours)
+        assert hours[-1] == found[kind]["gpu_hours"]
+    prefill, decode = found["intervals"][0]["pools"]
+    assert (prefill["ttft_ms"], prefill.get("itl_ms"), decode["itl_ms"]) == (120.0, None, 25.0)
+    assert (found["attained"], {one["attained"] for one in found["intervals"]}) == (1.0, {True})
+    assert replayed(log, "--set", "itl_ms=24")["attained"] == 0.0
+    page = tmp_path / "replay.html"
+    assert forebay("replay", "planner", str(log), "--report", str(page)).returncode == 0
+    text = page.read_text()
+    for part in (f"Workers of {GROUP}/decode", "ITL (ms)", "GPU hours", "in 100.0% of the intervals"):
+        assert part in text
+    (tmp_path / "notes.html").write_text("mine")
+    refused = forebay("replay", "planner", str(log), "--report", str(tmp_path / "notes.html"))
+    assert (refused.returncode, "not a report of this command" in refused.stderr) == (2, True)
+
+
 def test_other_settings_decide_other_sizes(log: Path) -> None:
     found = replayed(log, "--set", "cooldown_s=1e6", "--set", "predictor=moving-average")
     assert found["settings"]["predictor"] == "moving-average"

@@ -145,6 +145,9 @@ def planner(
     recording: Recording,
     changes: SettingOption = None,
     file: PlannerFileOption = None,
+    report: Annotated[
+        Path | None, typer.Option("--report", help="Write sizes, latency and GPU hours over time to this HTML file.")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
 ) -> None:
     """Replay the planner on recorded observations, and compute recorded forecasts again.
@@ -154,7 +157,7 @@ def planner(
     """
     from forebay.cli.replay.planner import run_planner_replay  # noqa: PLC0415
 
-    run_planner_replay(recording=recording, changes=changes, file=file, json=json)
+    run_planner_replay(recording=recording, changes=changes, file=file, report=report, json=json)
 
 
 @app.command("verify")

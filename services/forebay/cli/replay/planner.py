@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import typer
 
+from forebay.cli.common import page_file
 from forebay.cli.common.errors import complain, explained, fail
 from forebay.cli.common.recording import Recording
 from forebay.cli.common.terminal import printable, results
@@ -34,11 +35,16 @@ from forebay.transport.base import Log
 
 SETTABLE = tuple(name for name in PlannerSettings.__struct_fields__ if name != "pools")
 ROWS_MAX = 32
+TITLE = "forebay replay planner"  # of each report
 
 
-def run_planner_replay(*, recording: Recording, changes: list[str] | None, file: Path | None, json: bool) -> None:
+def run_planner_replay(
+    *, recording: Recording, changes: list[str] | None, file: Path | None, report: Path | None, json: bool
+) -> None:
     """Run `forebay replay planner`. command.py documents its options."""
     recording.require_one_source()
+    if report is not None:
+        page_file.require_writable("--report", report, TITLE)
     with explained():
         given = None if file is None else read_planner_file(file).settings
 
@@ -57,6 +63,10 @@ def run_planner_replay(*, recording: Recording, changes: list[str] | None, file:
         typer.echo(msgspec.json.encode(found).decode())
     else:
         _show(found)
+    if report is not None:
+        from forebay.cli.replay.planner_page import page  # noqa: PLC0415 - plotly is an extra
+
+        page_file.write("--report", report, lambda: page(found))
     if found.forecasts.different:
         complain(f"{found.forecasts.different} forecasts differ from the recorded ones")
         raise typer.Exit(DIVERGED)
@@ -126,6 +136,11 @@ def _show(found: PlannerReplay) -> None:
     console.print(printable(
         f"{len(different):,} of {sum(len(one.pools) for one in found.intervals):,} sizes differ, from {found.source}"
     ), markup=False)  # fmt: skip
+    if found.attained is not None:
+        console.print(printable(
+            f"recorded means met a TTFT of {found.settings.ttft_ms:g} ms and an ITL of {found.settings.itl_ms:g} ms in"
+            f" {found.attained:.1%} of the intervals with requests"
+        ), markup=False)  # fmt: skip
     check = found.forecasts
     console.print(printable(
         f"{check.checked - check.different:,} of {check.checked:,} forecasts computed again: equal within"

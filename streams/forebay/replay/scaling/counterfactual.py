@@ -59,19 +59,23 @@ class Sizing(Fact, frozen=True, kw_only=True):
 
 
 class ReplayedPool(Fact, frozen=True, kw_only=True):
-    """Size of a pool after one observation.
+    """Size of a pool after one observation, and its latency before it.
 
     Attributes:
         pool: the pool as `GROUP/POOL`.
         recorded: recorded size; null if unknown.
         replayed: size by the replayed planner; null if unknown.
         reason: reason of the replayed decision.
+        ttft_ms: recorded mean TTFT of the interval that the observation ends, in milliseconds; null without a request.
+        itl_ms: recorded mean ITL of this interval in milliseconds; null without a request.
     """
 
     pool: str
     recorded: int | None
     replayed: int | None
     reason: str
+    ttft_ms: float | None = None
+    itl_ms: float | None = None
 
 
 class ReplayedInterval(Fact, frozen=True, kw_only=True):
@@ -79,10 +83,17 @@ class ReplayedInterval(Fact, frozen=True, kw_only=True):
 
     Attributes:
         at_us: time of the observation in microseconds.
+        recorded_gpu_hours: GPU hours of the recorded sizes up to the next observation.
+        replayed_gpu_hours: GPU hours of the replayed sizes up to the next observation.
+        attained: whether the recorded means of all pools met both targets of the replayed planner in the interval that
+            the observation ends; null without a request.
         pools: the pools.
     """
 
     at_us: int
+    recorded_gpu_hours: float
+    replayed_gpu_hours: float
+    attained: bool | None
     pools: list[ReplayedPool]
 
 
@@ -112,6 +123,8 @@ class PlannerReplay(Fact, frozen=True, kw_only=True):
         settings: settings of the replayed planner.
         recorded: recorded sizes. Without a recorded planner these are the ready workers.
         replayed: sizes by the replayed planner.
+        attained: share of the intervals with requests in which the recorded means met both targets of the replayed
+            planner; null if there is none.
         forecasts: check of the recorded forecasts.
         intervals: sizes after each observation.
     """
@@ -120,6 +133,7 @@ class PlannerReplay(Fact, frozen=True, kw_only=True):
     settings: PlannerSettings
     recorded: Sizing
     replayed: Sizing
+    attained: float | None
     forecasts: ForecastCheck
     intervals: list[ReplayedInterval]
 
@@ -167,10 +181,12 @@ class _Comparison:
     decisions: list[list[ScalingDecided]] = field(default_factory=list)
     intervals: list[ReplayedInterval] = field(default_factory=list)
     gpu_s: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    observed: dict[PoolKey, PoolObserved] = field(default_factory=dict)
 
     def observe(self, pools: tuple[PoolObserved, ...], at_us: int, interval_s: float) -> None:
         """Let the planner decide about an observation."""
         self.at_us = at_us
+        self.observed = {(one.group, one.pool): one for one in pools}
         self.decisions.append(self.planner.plan(pools, at_us, interval_s))
 
     def close(self, recorded: Callable[[PoolScaling], int | None], end_us: int) -> None:
@@ -185,19 +201,45 @@ class _Comparison:
             for at, size in enumerate(sizes):
                 self.gpu_s[at] += (size or 0) * pool.gpus_per_worker * seconds
             key = (pool.group, pool.pool)
-            found.append(ReplayedPool(pool=pool_text(key), recorded=sizes[0], replayed=sizes[1], reason=reasons[key]))
-        self.intervals.append(ReplayedInterval(at_us=self.at_us, pools=found))
+            seen = self.observed.get(key)
+            found.append(
+                ReplayedPool(
+                    pool=pool_text(key),
+                    recorded=sizes[0],
+                    replayed=sizes[1],
+                    reason=reasons[key],
+                    ttft_ms=seen.ttft_ms if seen is not None else None,
+                    itl_ms=seen.itl_ms if seen is not None else None,
+                )
+            )
+        interval = ReplayedInterval(
+            at_us=self.at_us,
+            recorded_gpu_hours=self.gpu_s[0] / S_PER_HOUR,
+            replayed_gpu_hours=self.gpu_s[1] / S_PER_HOUR,
+            attained=_attained(found, self.planner.settings),
+            pools=found,
+        )
+        self.intervals.append(interval)
 
     def report(self, source: str, recorded: SizeChanges, forecasts: ForecastCheck) -> PlannerReplay:
         replayed = size_changes(self.decisions)
+        judged = [one.attained for one in self.intervals if one.attained is not None]
         return PlannerReplay(
             source=source,
             settings=self.planner.settings,
             recorded=_sizing(self.gpu_s[0], recorded),
             replayed=_sizing(self.gpu_s[1], replayed),
+            attained=sum(judged) / len(judged) if judged else None,
             forecasts=forecasts,
             intervals=self.intervals,
         )
+
+
+def _attained(pools: Sequence[ReplayedPool], settings: PlannerSettings) -> bool | None:
+    """Return whether all means met their targets, None if there is none."""
+    met = [one.ttft_ms <= settings.ttft_ms for one in pools if one.ttft_ms is not None]
+    met += [one.itl_ms <= settings.itl_ms for one in pools if one.itl_ms is not None]
+    return all(met) if met else None
 
 
 def _sizing(gpu_s: float, changes: SizeChanges) -> Sizing:
