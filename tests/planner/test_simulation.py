@@ -122,8 +122,10 @@ def test_prefill_and_decode_pools_are_sized_by_the_work_of_their_stage() -> None
         return {pool.pool: smallest([one for one in sizes if one.pool == pool.pool]) for pool in pools}
 
     short, long_prompts, long_outputs = of(100.0, 20.0), of(400.0, 20.0), of(100.0, 120.0)
-    assert (long_prompts["prefill"], long_prompts["decode"]) > (short["prefill"], 0)
-    assert (long_outputs["prefill"], long_outputs["decode"] > short["decode"]) == (short["prefill"], True)
+    assert long_prompts["prefill"] > short["prefill"]
+    assert long_prompts["decode"] == short["decode"], "the other pool has its largest size"
+    assert long_outputs["prefill"] == short["prefill"]
+    assert long_outputs["decode"] > short["decode"]
 
 
 async def test_another_process_finds_the_same_sizes() -> None:

@@ -55,16 +55,16 @@ def sizes(decisions: list[ScalingDecided]) -> list[int]:
 
 
 def test_method_simulate_decides_the_simulated_size() -> None:
-    asked: list[float] = []
+    rates: list[float] = []
 
     def simulate(forecast: DemandForecast, target: float) -> list[SimulatedSize]:
-        asked.append(forecast.pools[0].requests_per_s)
+        rates.append(forecast.pools[0].requests_per_s)
         attained = {2: 0.9, 3: target, 4: 1.0}
         return [SimulatedSize(group=GROUP, pool=POOL, size=size, attained=share) for size, share in attained.items()]
 
     planner = VirtualPlanner(settings(method="simulate"), last_value, simulate=simulate)
     assert sizes(planner.plan(busy(600, 1), 10 * S)) == [3, 3]
-    assert asked == [60.0], "one forecast per interval"
+    assert rates == [60.0], "one forecast per interval"
     with pytest.raises(ValueError, match="method simulate"):
         VirtualPlanner(settings(method="simulate"), last_value)
 

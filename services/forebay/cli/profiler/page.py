@@ -8,7 +8,7 @@ from plotly import graph_objects
 from forebay.cli.common.page import LAYOUT, Chart, render
 from forebay.cli.profiler.profile_file import MeasuredProfile
 
-COLOURS = 6  # names curve-0, curve-1, ... in profile_page.html; more curves repeat them
+COLOURS = 6  # names curve-0, curve-1, ... in curve_colours.css; more curves repeat them
 AXES: dict[str, Any] = {"type": "log", "dtick": 1}
 
 

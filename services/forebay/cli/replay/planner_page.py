@@ -7,7 +7,7 @@ from plotly import graph_objects
 from forebay.cli.common.page import LAYOUT, Chart, plain, render
 from forebay.replay.scaling.counterfactual import PlannerReplay, ReplayedPool
 
-RECORDED, REPLAYED, TARGET = "curve-0", "curve-1", "curve-2"  # names in planner_page.html
+RECORDED, REPLAYED, TARGET = "curve-0", "curve-1", "curve-2"  # names in curve_colours.css
 POOLS = ("curve-0", "curve-1", "curve-3", "curve-4", "curve-5")  # more pools repeat them
 US_PER_MINUTE = 60e6
 
