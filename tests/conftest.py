@@ -1,23 +1,19 @@
 """Settings of the whole suite: the depth of Hypothesis tests and how long they may take."""
 
 import gc
-import os
 import signal
 
 import pytest
 from hypothesis import settings
 
-from tests import depth
+from tests import certificates, depth
 
 depth.register()
+certificates.leave_out()
 # Collecting tests creates a million objects that stay. Garbage collection would visit them again and again, which takes
 # almost half of the CPU time of collecting.
 gc.disable()
 LONGEST = "test_hash_seeds.py"
-
-# Each HTTP client loads the certificates of all authorities, which takes 50 ms. No test needs any of them.
-os.environ.pop("SSL_CERT_FILE", None)
-os.environ["SSL_CERT_DIR"] = os.devnull
 
 # A shell starts background jobs with SIGINT ignored. Commands would inherit that, and no test could interrupt them.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

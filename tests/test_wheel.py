@@ -1,7 +1,6 @@
 """The wheel: its metadata, and an installation without the repository."""
 
 import json
-import os
 import re
 import shutil
 import signal
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 from readme_renderer.markdown import render
 
+from tests.certificates import original_environment
 from tests.cli.up import Up
 
 ROOT = Path(__file__).parents[1]
@@ -19,7 +19,8 @@ OPTIONAL = {"faust-streaming", "kubernetes", "numpy", "plotly", "scipy", "torch"
 
 
 def ran(*command: str | Path, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
+    inherited = original_environment().items()
+    environment = {name: value for name, value in inherited if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
 
 
