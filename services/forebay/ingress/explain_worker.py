@@ -2,21 +2,16 @@
 
 It explains requests, and derives the status of a group.
 
-The process reads JSON lines from stdin: first the location of the log, then one request per line. It writes each
-response to stdout as a length followed by that many bytes of JSON. It exits immediately when stdin ends, because then
-the ingress is gone.
+`forebay.ingress.child_process` describes the messages. The first message is the location of the log.
 """
 
 import asyncio
-import os
-import sys
-import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
-from typing import BinaryIO
 
 import msgspec
 
+from forebay.ingress.child_process import ChildConnection
 from forebay.replay.explain.explain import UnknownRequest, explain
 from forebay.replay.explain.explanation import Explanation
 from forebay.replay.load_policies import PolicyUnusable, load_policies
@@ -26,9 +21,6 @@ from forebay.transport.base import Log, LogError, PolicyNotAllowed
 from forebay.transport.kafka.log import KafkaLog
 from forebay.transport.kafka.settings import KafkaSettings
 from forebay.transport.sqlite.log import SqliteLog
-
-NICENESS = 10  # routing and serving have priority
-LENGTH_BYTES = 8
 
 
 class LogSource(msgspec.Struct, frozen=True):
@@ -89,35 +81,20 @@ class ExplainResponse(msgspec.Struct, frozen=True):
 
 
 def main() -> None:
-    """Read `LogSource` from stdin, then respond to one message per line until stdin ends."""
-    os.nice(NICENESS)
-    # Output that a user's policy prints must not corrupt the responses.
-    output = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    source = msgspec.json.decode(sys.stdin.buffer.readline(), type=LogSource)
-    asyncio.run(_serve(source, output))
+    """Respond to the messages of the parent until it ends."""
+    asyncio.run(_serve(ChildConnection()))
 
 
-async def _serve(source: LogSource, output: BinaryIO) -> None:
-    lines: asyncio.Queue[bytes] = asyncio.Queue()
-    loop = asyncio.get_running_loop()
-
-    def listen() -> None:
-        for line in sys.stdin.buffer:
-            loop.call_soon_threadsafe(lines.put_nowait, line)
-        os._exit(0)
-
-    threading.Thread(target=listen, name="stdin", daemon=True).start()
-    while True:
-        request = msgspec.json.decode(await lines.get(), type=AnyRequest)
-        encoded = msgspec.json.encode(await _respond(source, request))
-        output.write(len(encoded).to_bytes(LENGTH_BYTES, "big") + encoded)
-        output.flush()
+async def _serve(connection: ChildConnection) -> None:
+    source = msgspec.json.decode(connection.setup, type=LogSource)
+    async for message in connection.messages():
+        response = await _respond(source, msgspec.json.decode(message, type=AnyRequest))
+        connection.send(msgspec.json.encode(response))
 
 
 async def _respond(source: LogSource, request: AnyRequest) -> ExplainResponse:
     try:
-        async with _opened(source) as log:
+        async with opened_log(source) as log:
             custom = load_policies(source.policies)
             await require_allowed(log, request.partition, custom)
             found: Explanation | GroupStatus
@@ -137,7 +114,8 @@ async def _respond(source: LogSource, request: AnyRequest) -> ExplainResponse:
 
 
 @asynccontextmanager
-async def _opened(source: LogSource) -> AsyncIterator[Log]:
+async def opened_log(source: LogSource) -> AsyncIterator[Log]:
+    """Open a log read-only, and close it after the body. Raises LogError if it cannot be read."""
     if source.kafka is not None:
         kafka = await KafkaLog.open(source.kafka)
         try:

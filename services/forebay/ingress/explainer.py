@@ -5,15 +5,12 @@ if it exceeds the time limit or when the ingress stops. It exits on its own if t
 """
 
 import asyncio
-import os
-import sys
-from pathlib import Path
 
 import msgspec
 
+from forebay.ingress.child_process import ChildProcess
 from forebay.ingress.errors import ApiError
 from forebay.ingress.explain_worker import (
-    LENGTH_BYTES,
     AnyRequest,
     ExplainRequest,
     ExplainResponse,
@@ -23,8 +20,8 @@ from forebay.ingress.explain_worker import (
 from forebay.replay.status import GroupStatus
 
 LIMIT_S = 30.0  # about ten thousand decisions after a snapshot; `forebay replay explain` has no limit
+CHILD = "forebay.ingress.explain_worker"
 CALLERS_MAX = 8  # concurrent requests, including the one being explained
-EXIT_S = 5.0  # for a killed process to exit
 
 
 class Explainer:
@@ -38,9 +35,8 @@ class Explainer:
     """
 
     def __init__(self, source: LogSource | None, limit_s: float = LIMIT_S) -> None:
-        self._source = source
         self._limit_s = limit_s
-        self._process: asyncio.subprocess.Process | None = None
+        self._child = None if source is None else ChildProcess(CHILD, msgspec.json.encode(source))
         self._lock = asyncio.Lock()
         self._callers = 0
         self._closed = False
@@ -71,14 +67,14 @@ class Explainer:
         return msgspec.json.decode(await self._request(StatusRequest(group, partition)), type=GroupStatus)
 
     async def _request(self, request: AnyRequest) -> bytes:
-        if self._source is None:
+        if self._child is None:
             text = "the log is in memory and cannot be explained; start the server with --log FILE"
             raise ApiError(501, "not_recorded", text)
         if self._callers >= CALLERS_MAX:
             raise ApiError(503, "explain_busy", f"{CALLERS_MAX} requests are already being explained; try again later")
         self._callers += 1
         try:
-            response = await self._run(self._source, request)
+            response = await self._run(self._child, request)
         finally:
             self._callers -= 1
         if response.content is msgspec.UNSET:
@@ -88,22 +84,17 @@ class Explainer:
     async def close(self) -> None:
         """Kill the child process. Later calls of `explain` start no other process."""
         self._closed = True
-        await self._kill()
+        if self._child is not None:
+            await self._child.kill()
 
-    async def _kill(self) -> None:
-        process, self._process = self._process, None
-        if process is not None and process.returncode is None:
-            process.kill()
-            await asyncio.wait_for(process.wait(), EXIT_S)
-
-    async def _run(self, source: LogSource, request: AnyRequest) -> ExplainResponse:
+    async def _run(self, child: ChildProcess, request: AnyRequest) -> ExplainResponse:
         is_sent = False
         try:
             async with asyncio.timeout(self._limit_s), self._lock:
                 if self._closed:
                     raise EOFError
                 is_sent = True
-                return await self._exchange(source, request)
+                return msgspec.json.decode(await child.exchange(msgspec.json.encode(request)), type=ExplainResponse)
         except TimeoutError as error:
             if not is_sent:
                 raise ApiError(503, "explain_busy", "other requests are being explained; try again later") from error
@@ -114,45 +105,3 @@ class Explainer:
             raise ApiError(
                 503, "explain_failed", "the process that explains requests ended; see the server's log for the reason"
             ) from error
-
-    async def _exchange(self, source: LogSource, request: AnyRequest) -> ExplainResponse:
-        """Send a request and read its response. Raises OSError or EOFError if the process has exited."""
-        is_complete = False
-        try:
-            if self._process is None or self._process.returncode is not None:
-                self._process = await _start(source)
-            stdin, stdout = self._process.stdin, self._process.stdout
-            assert stdin is not None
-            assert stdout is not None
-            stdin.write(msgspec.json.encode(request) + b"\n")
-            await stdin.drain()
-            length = int.from_bytes(await stdout.readexactly(LENGTH_BYTES), "big")
-            response = msgspec.json.decode(await stdout.readexactly(length), type=ExplainResponse)
-            is_complete = True
-        finally:
-            if not is_complete:  # a late response would be read as the next one
-                await self._kill()
-        return response
-
-
-async def _start(source: LogSource) -> asyncio.subprocess.Process:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-P",
-        "-m",
-        "forebay.ingress.explain_worker",
-        env=_environment(),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        start_new_session=True,  # Ctrl-C stops this process, which then kills the child
-    )
-    assert process.stdin is not None
-    # Not as an argument, because it may contain a password.
-    process.stdin.write(msgspec.json.encode(source) + b"\n")
-    return process
-
-
-def _environment() -> dict[str, str]:
-    """Return an environment with this process's module path and the current directory, for a user's policies."""
-    found_in = [*(str(Path(entry).absolute()) for entry in sys.path), str(Path.cwd())]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(found_in)}

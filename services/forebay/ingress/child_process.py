@@ -1,0 +1,139 @@
+"""A child process that answers messages, so that CPU-bound work does not block the event loop of a service.
+
+The parent writes JSON lines to the child's stdin: first a message that sets the child up, then one message per line.
+The child writes each frame of an answer to stdout, as its length followed by that many bytes. A child exits immediately
+when its stdin ends, because then its parent is gone.
+"""
+
+import asyncio
+import os
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import BinaryIO
+
+NICENESS = 10  # routing and serving have priority
+LENGTH_BYTES = 8
+EXIT_S = 5.0  # for a killed process to exit
+
+
+class ChildProcess:
+    """The parent's side of a child process, which is started at the first message.
+
+    Args:
+        module: name of the module whose `main` calls `serve_messages`.
+        setup: first message, which is sent to every new process; JSON without line breaks.
+    """
+
+    def __init__(self, module: str, setup: bytes) -> None:
+        self._module = module
+        self._setup = setup
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def exchange(self, message: bytes) -> bytes:
+        """Send a message and return the single frame of its answer.
+
+        If this coroutine is cancelled or fails, the process is killed, because a late answer would be read as the
+        answer to the next message.
+
+        Raises:
+            OSError: the process cannot be started.
+            EOFError: the process has exited.
+        """
+        is_complete = False
+        try:
+            await self.send(message)
+            frame = await self.receive()
+            is_complete = True
+        finally:
+            if not is_complete:
+                await self.kill()
+        return frame
+
+    async def send(self, message: bytes) -> None:
+        """Send a message, JSON without line breaks. Raises OSError if the process cannot be started."""
+        if self._process is None or self._process.returncode is not None:
+            self._process = await _start(self._module, self._setup)
+        stdin = self._process.stdin
+        assert stdin is not None
+        stdin.write(message + b"\n")
+        await stdin.drain()
+
+    async def receive(self) -> bytes:
+        """Return the next frame. Raises EOFError if the process has exited."""
+        if self._process is None:
+            raise EOFError
+        stdout = self._process.stdout
+        assert stdout is not None
+        length = int.from_bytes(await stdout.readexactly(LENGTH_BYTES), "big")
+        return await stdout.readexactly(length)
+
+    async def kill(self) -> None:
+        """Kill the process, if it runs. The next message starts another one."""
+        process, self._process = self._process, None
+        if process is not None and process.returncode is None:
+            process.kill()
+            await asyncio.wait_for(process.wait(), EXIT_S)
+
+
+async def _start(module: str, setup: bytes) -> asyncio.subprocess.Process:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-P",
+        "-m",
+        module,
+        env=_environment(),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        start_new_session=True,  # Ctrl-C stops this process, which then kills the child
+    )
+    assert process.stdin is not None
+    # Not as an argument, because it may contain a password.
+    process.stdin.write(setup + b"\n")
+    return process
+
+
+def _environment() -> dict[str, str]:
+    """Return an environment with this process's module path and the current directory, for a user's policies."""
+    found_in = [*(str(Path(entry).absolute()) for entry in sys.path), str(Path.cwd())]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(found_in)}
+
+
+class ChildConnection:
+    """The child's side of the connection to its parent.
+
+    Attributes:
+        setup: the first message of the parent.
+    """
+
+    def __init__(self) -> None:
+        """Read the first message, and reserve stdout for frames. Call this before an event loop runs."""
+        os.nice(NICENESS)
+        # Output that a user's policy prints must not corrupt the frames.
+        self._output: BinaryIO = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+        self.setup = sys.stdin.buffer.readline()
+
+    def end_with_parent(self, on_line: Callable[[bytes], object] = lambda _: None) -> None:
+        """Start a thread that passes each further message to `on_line`, and ends this process after the last one."""
+
+        def listen() -> None:
+            for line in sys.stdin.buffer:
+                on_line(line)
+            os._exit(0)
+
+        threading.Thread(target=listen, name="stdin", daemon=True).start()
+
+    async def messages(self) -> AsyncIterator[bytes]:
+        """Yield the parent's messages one after another. The process ends when there are no more."""
+        lines: asyncio.Queue[bytes] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+        self.end_with_parent(lambda line: loop.call_soon_threadsafe(lines.put_nowait, line))
+        while True:
+            yield await lines.get()
+
+    def send(self, frame: bytes) -> None:
+        """Write a frame of an answer."""
+        self._output.write(len(frame).to_bytes(LENGTH_BYTES, "big") + frame)
+        self._output.flush()
