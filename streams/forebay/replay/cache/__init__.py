@@ -1,0 +1,1 @@
+"""The tree of prompt prefixes of recent requests, and the worker ranks that cache them."""
