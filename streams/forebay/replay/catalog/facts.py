@@ -12,7 +12,7 @@ RequestState = Literal[
     "queued",
     "encode",
     "prefill",
-    "decode",
+    "decode",  # also while a decode worker fetches the KV of the prompt
     "waiting",  # for another worker or the next stage
     "finished",
     "failed",

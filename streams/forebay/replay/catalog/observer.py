@@ -1,0 +1,88 @@
+"""Interface between the pass over a log and the tables of a catalog.
+
+Theory of operation. A `CatalogObserver` owns some tables. The pass derives the world from the log and reports each
+event and each journal record to all observers, in the owner's order. Observers keep their changes in memory until
+`write`, which the pass calls in the transaction that also commits its position. So the tables always end exactly at the
+position, and a resumed pass neither misses nor repeats an event.
+
+Events after the newest journal record are different: the owner has not counted them yet, and their clock readings are
+unknown. Observers keep their effect apart from the recorded tables. The same events come again through `on_applied`
+once a journal record counts them, and only then they enter metrics.
+"""
+
+import sqlite3
+from collections.abc import Sequence
+from typing import ClassVar, Protocol
+
+from forebay.core.step import AnyDecision, InputEvent
+from forebay.core.world import World
+from forebay.events.decisions import JournalRecord
+
+
+class CatalogObserver(Protocol):
+    """Fills tables of a catalog from the events and decisions of a log.
+
+    The pass calls `open` once, then for each journal record `on_applied` per consumed event and clock run, and
+    `on_record` for the record itself. It calls `write` between two journal records, as often as it commits.
+
+    Attributes:
+        schema: statements that create the tables and indexes, executed once on a new catalog.
+    """
+
+    schema: ClassVar[str]
+
+    def open(self, connection: sqlite3.Connection, world: World) -> None:
+        """Load what a pass needs that continues after the committed rows.
+
+        Args:
+            connection: connection to the catalog, whose tables exist. They are empty for a new catalog.
+            world: state at the committed position, or at the beginning of a new catalog. The log may begin with a
+                snapshot, so requests may be active there. Observers must not change the world.
+        """
+        ...
+
+    def on_applied(
+        self, topic: str, event: InputEvent | None, now_us: int, decisions: Sequence[AnyDecision], world: World
+    ) -> None:
+        """Observe an input event that a journal record counts, right after the owner's world has applied it.
+
+        Args:
+            topic: name of the input topic, or `forebay.core.step.CLOCK` for an opened run.
+            event: the event; None for a clock run and for a record that does not decode.
+            now_us: the owner's clock in microseconds.
+            decisions: decisions that the event leads to. Each comes again through `on_record` once it is journaled.
+            world: state after the event. `world.view[topic] - 1` is the event's offset.
+        """
+        ...
+
+    def on_record(self, offset: int, record: JournalRecord, world: World) -> None:
+        """Observe a valid journal record, after the events that it consumes.
+
+        Args:
+            offset: journal offset of the record.
+            record: the record, which was derived again and is equal, or an ownership claim.
+            world: state after the record.
+        """
+        ...
+
+    def clear_unrecorded(self) -> None:
+        """Forget all events of `on_unrecorded`. The pass calls this before it reports the events of a new tail."""
+        ...
+
+    def on_unrecorded(self, topic: str, offset: int, event: InputEvent | None, at_us: int) -> None:
+        """Observe an event after the newest journal record, in append order.
+
+        No world is passed, because decisions that do not exist yet must not be shown. The pass may leave out events
+        of the topics of KV events and load reports, and may stop after any number of events.
+
+        Args:
+            topic: name of the input topic.
+            offset: offset of the event.
+            event: the event; None if it does not decode.
+            at_us: when the event was appended to the log, in microseconds of Unix time.
+        """
+        ...
+
+    def write(self, connection: sqlite3.Connection) -> None:
+        """Write all changes since the last call, in the transaction that the caller commits with its position."""
+        ...
