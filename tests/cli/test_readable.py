@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from forebay.cli.common.readable import readable
 from forebay.transport.base import Record
+from forebay.transport.readable import readable
 from tests.harness.samples import SAMPLES
 
 FULL = sorted(path for path in SAMPLES.glob("*/full.*"))

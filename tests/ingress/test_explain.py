@@ -18,8 +18,9 @@ from prometheus_client import CollectorRegistry
 from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
 from forebay.events.progress import FirstTokenEmitted
 from forebay.ingress.explain_worker import LogSource
-from forebay.ingress.explainer import CALLERS_MAX, Explainer
+from forebay.ingress.explainer import Explainer
 from forebay.ingress.http.app import build_app
+from forebay.ingress.shared_child import CALLERS_MAX
 from forebay.replay.explain.explain import Explanation, explain
 from forebay.transport.kafka.settings import KafkaSettings
 from forebay.transport.sqlite.log import SqliteLog

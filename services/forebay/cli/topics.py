@@ -11,7 +11,6 @@ from rich.table import Table
 
 from forebay.cli.common.cluster_options import KafkaOptions
 from forebay.cli.common.errors import complain, explained, fail
-from forebay.cli.common.readable import readable
 from forebay.cli.common.recording import KafkaSource
 from forebay.cli.common.terminal import results
 from forebay.cli.processes.options import named
@@ -25,6 +24,7 @@ from forebay.transport.history.start import recorded_view
 from forebay.transport.kafka.log import KafkaLog
 from forebay.transport.kafka.settings import KafkaSettings
 from forebay.transport.kafka.topics import TopicPlan, count_topics, create_topics, partitions_of
+from forebay.transport.readable import readable
 from forebay.transport.sqlite.log import SqliteLog
 
 FOLLOW_S = 0.2

@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager, closing
 import msgspec
 
 from forebay.ingress.child_process import ChildConnection
+from forebay.ingress.shared_child import ChildResponse
 from forebay.replay.explain.explain import UnknownRequest, explain
 from forebay.replay.explain.explanation import Explanation
 from forebay.replay.load_policies import PolicyUnusable, load_policies
@@ -64,22 +65,6 @@ class StatusRequest(msgspec.Struct, frozen=True, tag="status"):
 AnyRequest = ExplainRequest | StatusRequest
 
 
-class ExplainResponse(msgspec.Struct, frozen=True):
-    """Message from the child process: an explanation, the status of a group, or an error.
-
-    Attributes:
-        content: the explanation or status as JSON; unset for an error.
-        status: HTTP status of the response to the client.
-        code: error code; empty if there is content.
-        message: error message; empty if there is content.
-    """
-
-    content: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-    status: int = 200
-    code: str = ""
-    message: str = ""
-
-
 def main() -> None:
     """Respond to the messages of the parent until it ends."""
     asyncio.run(_serve(ChildConnection()))
@@ -92,7 +77,7 @@ async def _serve(connection: ChildConnection) -> None:
         connection.send(msgspec.json.encode(response))
 
 
-async def _respond(source: LogSource, request: AnyRequest) -> ExplainResponse:
+async def _respond(source: LogSource, request: AnyRequest) -> ChildResponse:
     try:
         async with opened_log(source) as log:
             custom = load_policies(source.policies)
@@ -103,14 +88,14 @@ async def _respond(source: LogSource, request: AnyRequest) -> ExplainResponse:
             else:
                 found = await explain(log, request.partition, request.request_id, thorough=False, custom=custom)
     except UnknownRequest as unknown:
-        return ExplainResponse(status=404, code="request_not_found", message=str(unknown))
+        return ChildResponse(status=404, code="request_not_found", message=str(unknown))
     except (PolicyNotAllowed, PolicyUnusable) as unusable:
-        return ExplainResponse(
+        return ChildResponse(
             status=501, code="policy_not_here", message=f"{unusable}; restart the ingress with the option"
         )
     except LogError as error:
-        return ExplainResponse(status=503, code="log_unavailable", message=str(error))
-    return ExplainResponse(content=msgspec.Raw(msgspec.json.encode(found)))
+        return ChildResponse(status=503, code="log_unavailable", message=str(error))
+    return ChildResponse(content=msgspec.Raw(msgspec.json.encode(found)))
 
 
 @asynccontextmanager

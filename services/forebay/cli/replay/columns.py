@@ -4,9 +4,9 @@ from typing import Any
 
 from msgspec import inspect
 
-from forebay.cli.common.readable import HEX_FIELDS
 from forebay.events.requests import RequestSubmitted
 from forebay.events.topics import DECISIONS, INPUTS, Topic
+from forebay.transport.readable import HEX_FIELDS
 
 _PLACE = {"log_offset": "BIGINT", "log_partition": "BIGINT", "log_at_us": "BIGINT", "log_key": "VARCHAR"}
 _INPUT_NAMES = {topic.name for topic in INPUTS}

@@ -11,7 +11,6 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from forebay.cli.common.errors import explained, fail
-from forebay.cli.common.readable import plain
 from forebay.cli.common.terminal import bar
 from forebay.cli.replay.columns import view_of
 from forebay.events.codec import DecodeError, decode
@@ -21,6 +20,7 @@ from forebay.replay.applied import applied
 from forebay.transport.base import Record
 from forebay.transport.history.reader import Validity
 from forebay.transport.history.start import oldest_state
+from forebay.transport.readable import plain
 from forebay.transport.sqlite.log import SqliteLog
 
 VIEWS = "views.sql"

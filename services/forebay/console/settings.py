@@ -1,0 +1,50 @@
+"""Settings of a console process."""
+
+from typing import Literal
+
+import msgspec
+
+from forebay.ingress.explain_worker import LogSource
+
+SourceKind = Literal["file", "recording", "kafka"]
+
+
+class ConsoleSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What a console shows, and where it serves.
+
+    Attributes:
+        source: location of the log.
+        name: name of the log for people: the path of a file, or namespace and address of Kafka.
+        kind: kind of the log.
+        group: name of the group that is shown.
+        partition: partition of its control topics.
+        cache_dir: folder for the catalog; None for the folder of the log file.
+        host: address to listen on.
+        port: TCP port.
+        allow_hosts: names accepted in the header `Host`, in addition to the names of a loopback address.
+        certfile: certificate of the server as a PEM file; None for HTTP without TLS.
+        keyfile: private key of the certificate; None if `certfile` contains it.
+        token: token that clients must send.
+        ingress_url: address of an ingress with an admin API, which executes actions; empty if there is none.
+        model: directory of the model whose tokenizer decodes prompts; None for the model of forebay's mock engines.
+    """
+
+    source: LogSource
+    name: str
+    kind: SourceKind
+    group: str
+    partition: int
+    cache_dir: str | None
+    host: str
+    port: int
+    allow_hosts: tuple[str, ...]
+    certfile: str | None
+    keyfile: str | None
+    token: str
+    ingress_url: str
+    model: str | None
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the log may grow."""
+        return self.kind != "recording"
