@@ -1,0 +1,169 @@
+"""Differences between two moments of a recording, in words and in order of importance."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from forebay.events.control import BusyThresholds, RouterConfig
+from forebay.replay.at import seek
+from forebay.replay.compare import CHANGES_MAX, MomentComparison, compare_moments
+from forebay.replay.moment import HeldFacts, LossFacts, Moment
+from forebay.transport.sqlite.log import SqliteLog
+from tests.logs.record import FOLDER
+
+RECORDINGS = sorted(path.stem for path in FOLDER.glob("*.rec") if path.stem not in ("own-policy",))
+replace = msgspec.structs.replace
+
+
+def moment_of(name: str, offset: int | None = None) -> Moment:
+    async def read() -> Moment:
+        return await (await seek(log, 0, offset)).moment()
+
+    log = SqliteLog.open(Path(FOLDER / f"{name}.rec"), readonly=True)
+    try:
+        return asyncio.run(read())
+    finally:
+        log.close()
+
+
+@pytest.fixture(scope="module")
+def moment() -> Moment:
+    """Return a moment with active and queued requests on two workers."""
+    return moment_of("queue", 5)
+
+
+def texts(comparison: MomentComparison, kind: str = "") -> list[str]:
+    return [change.text for change in comparison.changes if kind in ("", change.kind)]
+
+
+def compared(moment: Moment, **changes: Any) -> MomentComparison:
+    later = replace(moment, now_us=moment.now_us + 1_000_000, offset=moment.offset + 9, **changes)
+    comparison = compare_moments(moment, later)
+    assert comparison == compare_moments(later, moment), "the order of the arguments has no effect"
+    assert (comparison.a.offset, comparison.b.offset) == (5, 14)
+    return comparison
+
+
+@pytest.mark.parametrize("name", RECORDINGS)
+def test_a_moment_has_no_differences_from_itself(name: str) -> None:
+    moment = moment_of(name)
+    comparison = compare_moments(moment, moment)
+    assert (comparison.changes, comparison.omitted, comparison.a) == ([], {}, comparison.b)
+    assert comparison.a.device_blocks == sum(rank.blocks["device"] for rank in moment.ranks)
+
+
+def test_changes_of_a_recording_with_lost_workers() -> None:
+    comparison = compare_moments(moment_of("lost-workers"), moment_of("lost-workers", 5))
+    assert texts(comparison)[:8] == [
+        "w0 was lost and joined again",
+        "w1 was lost",
+        "w2 was lost",
+        "w3 was lost",
+        "the pool default has 1 worker instead of 4",
+        "21 requests were routed in the pool default",
+        "4 requests ended that were active",
+        "the pool default has 0 active requests instead of 4, 0 tokens to prefill instead of 138, 0 KV blocks of "
+        "active requests instead of 16",
+    ]
+    assert [(change.before, change.after) for change in comparison.changes[:2]] == [
+        ("ready, epoch 1", "ready, epoch 9"),
+        ("ready, epoch 2", ""),
+    ]
+    assert (comparison.a.workers, comparison.b.workers, comparison.a.active_requests) == (4, 1, 4)
+
+
+def test_another_owner_comes_first(moment: Moment) -> None:
+    comparison = compared(moment, owner_epoch=7, owner_id="second", workers=[], ranks=[])
+    assert texts(comparison)[0] == f"second took over from {moment.owner_id} in epoch 7"
+    assert comparison.changes[0].after == "second, epoch 7"
+    assert texts(compared(moment, owner_epoch=7), "owner") == [f"{moment.owner_id} became the owner again in epoch 7"]
+
+
+def test_workers_in_another_state_and_workers_that_joined_in_between(moment: Moment) -> None:
+    first, second = moment.workers
+    lost = [
+        LossFacts(worker_id="x", worker_epoch=9, reason="lease expired", at_us=0),
+        LossFacts(worker_id=second.worker_id, worker_epoch=second.worker_epoch, reason="stopped", at_us=0),
+    ]
+    workers = [replace(first, phase="suspect"), replace(first, worker_id="y", worker_epoch=8)]
+    ranks = [moment.ranks[0], replace(moment.ranks[0], worker_id="y")]
+    comparison = compared(moment, workers=workers, ranks=ranks, lost=lost)
+    assert texts(comparison, "worker") == [
+        "w1 was lost (stopped)",
+        "x joined in epoch 9 and was lost (lease expired)",
+        "w0 was ready and is suspect",
+        "y joined the pool default",
+    ]
+    assert texts(comparison, "size") == []
+    comparison = compared(moment, workers=[first, replace(second, worker_epoch=99)], lost=lost[1:])
+    assert texts(comparison, "worker") == ["w1 was lost (stopped) and joined again"]
+    earlier = replace(moment, lost=lost[:1])
+    assert texts(compare_moments(earlier, replace(earlier, now_us=earlier.now_us + 1)), "worker") == []
+
+
+def test_settings_are_listed_one_by_one(moment: Moment) -> None:
+    (pool,) = moment.pools
+    router = replace(pool.router, temperature=0.5, queue=replace(pool.router.queue, policy="lcfs"))
+    busy = BusyThresholds(active_decode_blocks_threshold=0.9)
+    comparison = compared(moment, pools=[replace(pool, router=router, busy=busy), replace(pool, pool="other")])
+    assert texts(comparison, "pool") == [
+        "pool default: busy.active_decode_blocks_threshold changed from unset to 0.9",
+        "pool default: queue.policy changed from fcfs to lcfs",
+        "pool default: temperature changed from 0.0 to 0.5",
+        "the pool other was configured",
+    ]
+    assert pool.router != RouterConfig(), "the recording has settings of its own"
+
+
+def test_requests_that_ended_began_and_moved(moment: Moment) -> None:
+    (pool,) = moment.pools
+    placed = next(request for request in moment.requests if request.worker_id)
+    others = [request for request in moment.requests if request is not placed]
+    requests = [
+        replace(placed, worker_id="elsewhere"),
+        *others[2:],
+        *(replace(placed, request_id=f"new-{number}") for number in range(3)),
+    ]
+    comparison = compared(moment, requests=requests, pools=[replace(pool, routed=pool.routed + 1)])
+    assert texts(comparison, "requests") == [
+        "1 request was routed in the pool default",
+        "2 requests ended that were active",
+        "3 requests were submitted and not ended",
+        "1 request moved to another rank",
+    ]
+
+
+def test_the_largest_change_of_a_queue_comes_first(moment: Moment) -> None:
+    waiting = HeldFacts(request_id="r", waited_us=1, uncached_tokens=1, priority=0, strict_priority=0)
+    assert [len(one.waiting) for one in moment.queues] == [1, 0, 1, 1]
+    counts = (1, 4, 0, 3)
+    classes = [replace(one, waiting=[waiting] * count) for one, count in zip(moment.queues, counts, strict=True)]
+    found = [(change.before, change.after) for change in compared(moment, queues=classes).changes]
+    assert found == [("0 requests", "4 requests"), ("1 request", "3 requests"), ("1 request", "0 requests")]
+
+
+def test_small_changes_of_load_and_cache_are_omitted(moment: Moment) -> None:
+    first, second = moment.ranks
+    base = replace(moment, ranks=[replace(rank, prefill_tokens=100, blocks={"device": 50}) for rank in moment.ranks])
+    later = [
+        replace(first, prefill_tokens=109, blocks={"device": 70}),
+        replace(second, prefill_tokens=100, blocks={"device": 52}),
+    ]
+    assert texts(compared(base, ranks=later)) == [
+        "the pool default has 122 blocks in device memory instead of 100",
+        "w0/0 has 70 blocks in device memory instead of 50",
+    ]
+
+
+def test_further_changes_are_counted(moment: Moment) -> None:
+    rank = moment.ranks[0]
+    ranks = [replace(rank, rank=number, prefill_tokens=10 + number) for number in range(CHANGES_MAX + 10)]
+    comparison = compared(moment, ranks=ranks)
+    assert len(comparison.changes) == CHANGES_MAX
+    total = len(comparison.changes) + sum(comparison.omitted.values())
+    assert set(comparison.omitted) == {"load"}
+    assert total > CHANGES_MAX + 1
+    assert texts(comparison, "load")[1].startswith(f"w0/{CHANGES_MAX + 9} has"), "the largest change of a rank is kept"
