@@ -1,7 +1,8 @@
 """HTML reports: self-contained files that load nothing from the network.
 
-Names chosen by users are always text, never markup. Templates escape them, charts receive them as JSON, and the content
-security policy of the page blocks all external resources.
+They share their style with the page of `forebay console`. Names chosen by users are always text, never markup:
+templates escape them, charts receive them as JSON, and the content security policy of the page blocks all external
+resources.
 """
 
 import functools
@@ -53,7 +54,9 @@ def render(template: str, charts: list[Chart], **values: Any) -> str:
 def _environment() -> jinja2.Environment:
     """Return the environment of the templates, which compiles each template once."""
     return jinja2.Environment(
-        loader=jinja2.PackageLoader("forebay.cli", "."),
+        loader=jinja2.ChoiceLoader(
+            [jinja2.PackageLoader("forebay.cli", "."), jinja2.PackageLoader("forebay.console", "static")]
+        ),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         finalize=_visible,

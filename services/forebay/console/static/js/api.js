@@ -1,0 +1,156 @@
+/**
+ * Requests to the console's HTTP endpoints.
+ *
+ * @module api
+ */
+
+import { readEvents } from "./event_stream.js";
+
+const TOKEN_KEY = "forebay-console-token";
+const RETRY_MIN_MS = 500;
+const RETRY_MAX_MS = 10_000; // a console that was started again is found within this time
+const SILENCE_MAX_MS = 15_000; // the server sends an event at least every 5 s
+
+/** An error reply of the console, or no reply. */
+export class ApiError extends Error {
+  /**
+   * @param {string} message the server's message
+   * @param {number} status HTTP status; 0 if the console cannot be reached
+   * @param {string} code the server's error code
+   */
+  constructor(message, status, code = "") {
+    super(message);
+    this.name = "ApiError";
+    this.status = status;
+    this.code = code;
+  }
+}
+
+/**
+ * Return whether an error means only that the page no longer needs the reply.
+ *
+ * @param {unknown} error
+ */
+export function isAbort(error) {
+  return error instanceof DOMException && error.name === "AbortError";
+}
+
+/** Client of the console. It adds the token to each request. */
+export class Api {
+  /** @type {() => void} */ #onUnauthorized;
+
+  /** @param {() => void} onUnauthorized called if the console rejects the token */
+  constructor(onUnauthorized) {
+    this.#onUnauthorized = onUnauthorized;
+  }
+
+  /** @param {string} token the token that `forebay console` printed */
+  setToken(token) {
+    sessionStorage.setItem(TOKEN_KEY, token);
+  }
+
+  /**
+   * Get JSON. Throws ApiError, or an abort error.
+   *
+   * @param {string} path for example `v1/console/fleet`
+   * @param {Object<string, string|number|boolean|null|undefined>} [params] query; null, undefined and "" are left out
+   * @param {AbortSignal} [signal]
+   * @returns {Promise<any>}
+   */
+  async get(path, params = {}, signal) {
+    return (await this.#fetch(path, params, { signal })).json();
+  }
+
+  /**
+   * Post JSON. Throws ApiError, or an abort error.
+   *
+   * @param {string} path
+   * @param {unknown} body
+   * @param {{headers?: Object<string, string>, signal?: AbortSignal}} [options]
+   * @returns {Promise<any>}
+   */
+  async post(path, body, { headers = {}, signal } = {}) {
+    const init = { method: "POST", body: JSON.stringify(body), signal };
+    return (await this.#fetch(path, {}, init, { "content-type": "application/json", ...headers })).json();
+  }
+
+  /**
+   * Send a DELETE request. Throws ApiError.
+   *
+   * @param {string} path
+   */
+  async remove(path) {
+    await this.#fetch(path, {}, { method: "DELETE" });
+  }
+
+  /**
+   * Follow the state of the catalog until `signal` is aborted. Connects again after each loss.
+   *
+   * @param {(state: object) => void} onState receives a CatalogState at most four times per second
+   * @param {(isConnected: boolean) => void} onConnection
+   * @param {AbortSignal} signal
+   */
+  async events(onState, onConnection, signal) {
+    let wait = RETRY_MIN_MS;
+    while (!signal.aborted) {
+      const silence = new AbortController();
+      const both = AbortSignal.any([signal, silence.signal]);
+      let timer = setTimeout(() => silence.abort(), SILENCE_MAX_MS);
+      try {
+        const response = await this.#fetch("v1/console/events", {}, { signal: both });
+        await readEvents(response, (name, data) => {
+          clearTimeout(timer);
+          timer = setTimeout(() => silence.abort(), SILENCE_MAX_MS);
+          wait = RETRY_MIN_MS;
+          onConnection(true);
+          if (name === "state") onState(JSON.parse(data));
+        });
+      } catch (error) {
+        if (error instanceof ApiError && error.status === 401) return;
+        if (!isAbort(error) && !(error instanceof ApiError) && !(error instanceof TypeError)) throw error;
+      } finally {
+        clearTimeout(timer);
+      }
+      if (signal.aborted) return;
+      onConnection(false);
+      await new Promise((done) => setTimeout(done, wait));
+      wait = Math.min(2 * wait, RETRY_MAX_MS);
+    }
+  }
+
+  /**
+   * @param {string} path
+   * @param {Object<string, any>} params
+   * @param {RequestInit} init
+   * @param {Object<string, string>} [headers]
+   * @returns {Promise<Response>}
+   */
+  async #fetch(path, params, init, headers = {}) {
+    const url = new URL(path, document.baseURI);
+    for (const [name, value] of Object.entries(params)) {
+      if (value !== null && value !== undefined && value !== "") url.searchParams.set(name, String(value));
+    }
+    const token = sessionStorage.getItem(TOKEN_KEY);
+    const authorization = token ? { authorization: `Bearer ${token}` } : {};
+    let response;
+    try {
+      response = await fetch(url, { ...init, headers: { ...authorization, ...headers }, cache: "no-store" });
+    } catch (error) {
+      if (isAbort(error)) throw error;
+      throw new ApiError("the console cannot be reached; is `forebay console` still running?", 0);
+    }
+    if (response.ok) return response;
+    if (response.status === 401) this.#onUnauthorized();
+    throw await errorOf(response);
+  }
+}
+
+/**
+ * @param {Response} response
+ * @returns {Promise<ApiError>}
+ */
+async function errorOf(response) {
+  const body = await response.json().catch(() => null);
+  const message = body?.error?.message ?? `the console replied with HTTP status ${response.status}`;
+  return new ApiError(message, response.status, body?.error?.code ?? "");
+}

@@ -1,0 +1,158 @@
+/**
+ * The console's page: connects to the console, shows the view of the route, and keeps the view up to date.
+ *
+ * @module app
+ */
+
+import { Api, ApiError, isAbort } from "./api.js";
+import { replace } from "./dom.js";
+import { clock } from "./format.js";
+import { Frame } from "./frame.js";
+import { linkTo, Moment, takeToken } from "./moment.js";
+import { Pacer } from "./pacer.js";
+import { VIEWS } from "./views.js";
+
+const RETRY_MS = 2_000;
+
+/** The page. */
+class App {
+  /** @type {import("./views.js").View|null} */ #view = null;
+  /** @type {string} */ #shown = ""; // view and argument of #view
+  /** @type {any} */ #info = null;
+  /** @type {any} */ #state = null;
+  /** @type {number|null} */ #atUs = null;
+  #isConnected = true;
+
+  constructor() {
+    const token = takeToken();
+    this.moment = new Moment();
+    this.api = new Api(() => this.frame.requestToken());
+    if (token) this.api.setToken(token);
+    this.pacer = new Pacer((signal) => this.#refresh(signal));
+    this.frame = new Frame({
+      moment: this.moment,
+      onToken: (entered) => {
+        this.api.setToken(entered);
+        this.start();
+      },
+    });
+    this.moment.subscribe(() => this.#onMoment());
+    document.addEventListener("visibilitychange", () => document.hidden || this.pacer.request());
+  }
+
+  /** Connect, and follow the log until the page is closed or the console rejects the token. */
+  async start() {
+    this.following?.abort();
+    const following = new AbortController();
+    this.following = following;
+    while (!following.signal.aborted && !(await this.#loadInfo())) {
+      await new Promise((done) => setTimeout(done, RETRY_MS));
+    }
+    if (following.signal.aborted || !this.#info) return;
+    await this.#show();
+    await this.api.events(
+      (state) => this.#onState(state),
+      (isConnected) => this.#onConnection(isConnected),
+      following.signal,
+    );
+  }
+
+  /** @returns {Promise<boolean>} whether the console replied */
+  async #loadInfo() {
+    try {
+      this.#info = await this.api.get("v1/console");
+    } catch (error) {
+      if (!(error instanceof ApiError)) throw error;
+      if (error.status === 401) {
+        this.following?.abort();
+        return false;
+      }
+      this.frame.showError(error.message);
+      return false;
+    }
+    this.frame.hideError();
+    this.frame.showInfo(this.#info);
+    this.#onState(this.#info.state);
+    return true;
+  }
+
+  /** @param {any} state a CatalogState */
+  #onState(state) {
+    this.#state = state;
+    this.frame.showState(state);
+    if (this.moment.atUs === null && !document.hidden) this.pacer.request();
+  }
+
+  /** @param {boolean} isConnected */
+  #onConnection(isConnected) {
+    if (isConnected === this.#isConnected) return;
+    this.#isConnected = isConnected;
+    this.frame.showConnection(isConnected);
+    // A console that was started again may read another log.
+    if (isConnected) this.#loadInfo().then(() => this.pacer.restart());
+  }
+
+  #onMoment() {
+    this.frame.showMoment();
+    if (this.#info) this.#show();
+  }
+
+  /** Show the view of the route at the chosen moment. */
+  async #show() {
+    const { view, argument } = this.moment.route;
+    const entry = VIEWS.find((one) => one.name === view);
+    if (!entry) {
+      this.moment.navigate(VIEWS[0].name, "", {}, { isNew: false });
+      return;
+    }
+    this.frame.showRoute(entry);
+    const shown = linkTo(view, argument);
+    if (shown !== this.#shown) {
+      this.#shown = shown;
+      await this.#create(entry, argument !== "" && entry.loadOne ? entry.loadOne : entry.load, shown);
+    }
+    this.frame.setBusy(this.#atUs !== this.moment.atUs);
+    this.pacer.restart();
+  }
+
+  /**
+   * @param {import("./views.js").ViewEntry} entry
+   * @param {() => Promise<{create: (context: import("./views.js").Context) => import("./views.js").View}>} load
+   * @param {string} shown
+   */
+  async #create(entry, load, shown) {
+    this.#view?.dispose();
+    this.#view = null;
+    const { create } = await load();
+    if (shown !== this.#shown) return; // another view was chosen meanwhile
+    const { api, moment } = this;
+    const navigate = moment.navigate.bind(moment);
+    this.#view = create({ api, moment, navigate, info: this.#info, state: () => this.#state });
+    this.frame.hideError();
+    replace(this.frame.main, this.#view.element);
+    this.#atUs = NaN; // nothing is shown yet
+    document.title = `${entry.title} · forebay`;
+  }
+
+  /** @param {AbortSignal} signal */
+  async #refresh(signal) {
+    const view = this.#view;
+    const atUs = this.moment.atUs;
+    if (!view) return;
+    try {
+      await view.refresh(signal);
+      if (signal.aborted) return;
+      this.frame.hideError();
+    } catch (error) {
+      if (signal.aborted || isAbort(error)) return;
+      if (!(error instanceof ApiError)) throw error;
+      if (error.status !== 401 && this.#isConnected) this.frame.showError(error.message);
+    }
+    this.#atUs = atUs;
+    this.frame.setBusy(false);
+    const title = VIEWS.find((one) => one.name === this.moment.route.view)?.title;
+    document.title = `${atUs === null ? "" : `${clock(atUs)} · `}${title} · forebay`;
+  }
+}
+
+new App().start();

@@ -1,0 +1,116 @@
+/**
+ * The frame around a view: navigation, connection, lag, the chosen moment, messages and the form for the token.
+ *
+ * @module frame
+ */
+
+import { h, put, setText } from "./dom.js";
+import { counted, number } from "./format.js";
+import { linkTo } from "./moment.js";
+import { VIEWS } from "./views.js";
+
+const LAG_SHOWN_S = 0.3; // a smaller lag is the interval at which the console reads the log
+
+/** Elements around the view. */
+export class Frame {
+  /** @param {{moment: import("./moment.js").Moment, onToken: (token: string) => void}} options */
+  constructor({ moment, onToken }) {
+    this.moment = moment;
+    this.main = h("main", { id: "main", tabindex: -1 });
+    this.links = VIEWS.map((view) => h("a", {}, view.title));
+    this.source = h("span", { class: "source" });
+    this.lag = h("span", { class: "lag", role: "status" });
+    this.progress = h("progress", { "aria-label": "Indexing of the log", max: 1, hidden: true });
+    this.connection = h("div", { class: "banner bad", role: "alert", hidden: true });
+    this.error = h("div", { class: "banner bad", role: "alert", hidden: true });
+    this.tokenForm = createTokenForm(onToken);
+    const skip = h("button", { type: "button", class: "skip", onclick: () => this.main.focus() }, "Skip to content");
+    const header = h(
+      "header",
+      { class: "top" },
+      h("div", { class: "brand" }, h("b", {}, "forebay"), this.source),
+      h("nav", { "aria-label": "Views" }, this.links),
+      h("div", { class: "follow" }, this.progress, this.lag),
+    );
+    document.body.append(skip, header, this.connection, this.error, this.main, this.tokenForm);
+    this.showMoment();
+  }
+
+  /** @param {any} info ConsoleInfo */
+  showInfo({ source, group, kind, version }) {
+    const kinds = { file: "log", recording: "recording", kafka: "Kafka" };
+    setText(this.source, `${kinds[/** @type {keyof kinds} */ (kind)] ?? kind} ${source}, group ${group}`);
+    put(this.source, "title", `forebay ${version}`);
+    put(this.tokenForm, "hidden", true);
+  }
+
+  /** @param {any} state CatalogState */
+  showState({ begin_offset, end_offset, log_end_offset, behind_s, is_complete, error }) {
+    const share = (end_offset - begin_offset) / Math.max(1, log_end_offset - begin_offset);
+    put(this.progress, "hidden", is_complete);
+    put(this.progress, "value", share);
+    put(this.lag, "data-tone", error ? "bad" : is_complete && behind_s >= 5 ? "warn" : null);
+    if (error) setText(this.lag, `cannot follow the log: ${error}`);
+    else if (!is_complete) setText(this.lag, `indexing the log, ${Math.floor(100 * share)}%`);
+    else if (behind_s >= LAG_SHOWN_S) setText(this.lag, `${number(behind_s)} s behind`);
+    else setText(this.lag, "up to date");
+    put(this.lag, "title", `${counted(log_end_offset - end_offset, "journal record")} not read yet`);
+  }
+
+  /** @param {boolean} isConnected */
+  showConnection(isConnected) {
+    put(this.connection, "hidden", isConnected);
+    setText(this.connection, isConnected ? "" : "Connection to the console lost, trying again. The page shows older data.");
+  }
+
+  /** @param {string} message */
+  showError(message) {
+    put(this.error, "hidden", false);
+    setText(this.error, message);
+  }
+
+  /** Hide the message of the last error. */
+  hideError() {
+    put(this.error, "hidden", true);
+  }
+
+  /** Let the links of the navigation keep the chosen moment. */
+  showMoment() {
+    VIEWS.forEach((view, at) => put(this.links[at], "href", linkTo(view.name, "", {}, this.moment.atUs)));
+  }
+
+  /** @param {import("./views.js").ViewEntry} shown */
+  showRoute(shown) {
+    VIEWS.forEach((view, at) => put(this.links[at], "aria-current", view === shown ? "page" : null));
+  }
+
+  /** @param {boolean} isBusy whether the view shows another moment than the chosen one */
+  setBusy(isBusy) {
+    put(this.main, "aria-busy", isBusy ? "true" : null);
+  }
+
+  /** Show the form for the token. */
+  requestToken() {
+    put(this.tokenForm, "hidden", false);
+    this.tokenForm.querySelector("input")?.focus();
+  }
+}
+
+/**
+ * @param {(token: string) => void} onToken
+ * @returns {HTMLElement}
+ */
+function createTokenForm(onToken) {
+  const input = h("input", { type: "password", id: "token", autocomplete: "off", required: true, spellcheck: "false" });
+  const submit = (/** @type {Event} */ event) => {
+    event.preventDefault();
+    onToken(/** @type {HTMLInputElement} */ (input).value.trim());
+  };
+  return h(
+    "form",
+    { class: "token card", hidden: true, onsubmit: submit },
+    h("label", { for: "token" }, "Token"),
+    h("p", { class: "soft" }, "The console printed a token when it started. Enter it, or open the printed address."),
+    h("div", { class: "row" }, input, h("button", { type: "submit", class: "button" }, "Connect")),
+  );
+}

@@ -1,0 +1,141 @@
+/**
+ * A table that can be sorted, and that updates only the cells that changed.
+ *
+ * @module table
+ */
+
+import { h, put, reconcile, setText } from "./dom.js";
+import { counted, whole } from "./format.js";
+
+const ROWS_MAX = 500; // more rows would take over 50 ms to lay out
+
+/**
+ * @template T
+ * @typedef {object} Column
+ * @property {string} id
+ * @property {string} label heading
+ * @property {string} [title] explanation of the heading
+ * @property {boolean} [isText] whether the values are texts, which are aligned to the left
+ * @property {(item: T) => string} [text] content of the cell
+ * @property {(cell: HTMLElement, item: T) => void} [fill] updates the cell instead, for content other than text; the
+ *   cell is empty the first time
+ * @property {(item: T) => string|number|null} [order] sort key; null sorts last. A column without it cannot be sorted.
+ * @property {boolean} [isDescendingFirst] whether the first click on the heading shows the largest values first
+ */
+
+/**
+ * @template T
+ */
+export class Table {
+  /** @type {HTMLElement} */ element;
+  /** @type {Column<T>[]} */ #columns;
+  /** @type {(item: T) => string|number} */ #key;
+  /** @type {HTMLElement} */ #body;
+  /** @type {HTMLElement} */ #more;
+  /** @type {HTMLElement[]} */ #headings;
+  /** @type {T[]} */ #items = [];
+  /** @type {string|null} */ #sortedBy;
+  #isDescending = false;
+
+  /**
+   * @param {object} options
+   * @param {string} options.label accessible name of the table
+   * @param {Column<T>[]} options.columns
+   * @param {(item: T) => string|number} options.key identifies a row across updates
+   * @param {string} [options.sortedBy] ID of the column that sorts the rows at first; otherwise they keep their order
+   */
+  constructor({ label, columns, key, sortedBy }) {
+    this.#columns = columns;
+    this.#key = key;
+    this.#sortedBy = sortedBy ?? null;
+    this.#body = h("tbody");
+    this.#more = h("p", { class: "soft more", hidden: true });
+    this.#headings = columns.map((column) => this.#heading(column));
+    const table = h("table", { "aria-label": label }, h("thead", {}, h("tr", {}, this.#headings)), this.#body);
+    const box = h("div", { class: "scroll", role: "region", "aria-label": label, tabindex: 0 }, table);
+    this.element = h("div", { class: "table" }, box, this.#more);
+  }
+
+  /**
+   * Show other rows.
+   *
+   * @param {T[]} items
+   */
+  update(items) {
+    this.#items = items;
+    const rows = this.#sorted(items);
+    reconcile(
+      this.#body,
+      rows.slice(0, ROWS_MAX),
+      this.#key,
+      () => h("tr", {}, this.#columns.map((column) => h("td", { class: column.isText ? "t" : null }))),
+      (row, item) => this.#columns.forEach((column, at) => fill(column, /** @type {HTMLElement} */ (row.children[at]), item)),
+    );
+    put(this.#more, "hidden", rows.length <= ROWS_MAX);
+    setText(this.#more, `${counted(rows.length - ROWS_MAX, "more row")} not shown. Use a filter to see other rows.`);
+    put(this.element, "data-rows", whole(rows.length));
+  }
+
+  /**
+   * @param {Column<T>} column
+   * @returns {HTMLElement}
+   */
+  #heading(column) {
+    const props = { scope: "col", class: column.isText ? "t" : null, title: column.title };
+    if (!column.order) return h("th", props, column.label);
+    const button = h("button", { type: "button", class: "sort", onclick: () => this.#sortBy(column) }, column.label);
+    return h("th", { ...props, "aria-sort": this.#direction(column) }, button);
+  }
+
+  /** @param {Column<T>} column */
+  #sortBy(column) {
+    this.#isDescending = this.#sortedBy === column.id ? !this.#isDescending : Boolean(column.isDescendingFirst);
+    this.#sortedBy = column.id;
+    this.#columns.forEach((one, at) => put(this.#headings[at], "aria-sort", one.order ? this.#direction(one) : null));
+    this.update(this.#items);
+  }
+
+  /** @param {Column<T>} column */
+  #direction(column) {
+    if (this.#sortedBy !== column.id) return "none";
+    return this.#isDescending ? "descending" : "ascending";
+  }
+
+  /**
+   * @param {T[]} items
+   * @returns {T[]}
+   */
+  #sorted(items) {
+    const order = this.#columns.find((column) => column.id === this.#sortedBy)?.order;
+    if (!order) return items;
+    const sign = this.#isDescending ? -1 : 1;
+    return items
+      .map((item) => ({ item, value: order(item) }))
+      .sort((a, b) => compare(a.value, b.value, sign))
+      .map(({ item }) => item);
+  }
+}
+
+const COLLATOR = new Intl.Collator("en", { numeric: true });
+
+/**
+ * @param {string|number|null} a
+ * @param {string|number|null} b
+ * @param {number} sign
+ */
+function compare(a, b, sign) {
+  if (a === null || b === null) return Number(a === null) - Number(b === null);
+  if (typeof a === "string" || typeof b === "string") return sign * COLLATOR.compare(String(a), String(b));
+  return sign * (a - b);
+}
+
+/**
+ * @template T
+ * @param {Column<T>} column
+ * @param {HTMLElement} cell
+ * @param {T} item
+ */
+function fill(column, cell, item) {
+  if (column.fill) column.fill(cell, item);
+  else setText(cell, column.text?.(item) ?? "");
+}
