@@ -38,9 +38,16 @@ class ScalingJournal:
         pools: pools of all claims, in the order of their first claim.
     """
 
-    def __init__(self, log: Log, on_progress: OnProgress | None = None) -> None:
-        """Read `log`, and report the offset and the end of the topic to `on_progress`."""
+    def __init__(self, log: Log, on_progress: OnProgress | None = None, until_us: int | None = None) -> None:
+        """Read `log`, and report the offset and the end of the topic to `on_progress`.
+
+        Args:
+            log: the log.
+            on_progress: called regularly; None for no call.
+            until_us: read only records that were appended by this time, in microseconds since 1970; None for all.
+        """
         self._log = log
+        self._until_us = until_us
         self._on_progress = on_progress
         self._rederivation = ScalingRederivation()
         self.records = 0
@@ -72,6 +79,8 @@ class ScalingJournal:
                 " of its records"
             )
         async for record in records_of(self._log, SCALING, PARTITION, begin, end):
+            if self._until_us is not None and record.at_us > self._until_us:
+                break
             self.records += 1
             if self._on_progress is not None and self.records % PROGRESS_EVERY == 0:
                 self._on_progress(record.offset + 1, end)

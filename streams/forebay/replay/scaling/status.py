@@ -177,29 +177,38 @@ async def read_planner_status(
     Raises:
         LogError: there is no planner, or the log is unreadable.
     """
-    journal = ScalingJournal(log, on_progress)
-    latest: dict[PoolKey, RecordedDecision] = {}
-    changes: dict[PoolKey, RecordedDecision] = {}
+    journal, newest = ScalingJournal(log, on_progress), NewestDecisions()
     async for found in journal.read():
+        newest.add(found)
+    return newest.status(journal, now_us)
+
+
+class NewestDecisions:
+    """The newest decision and the newest change of each pool, which are part of the status."""
+
+    def __init__(self) -> None:
+        self._latest: dict[PoolKey, RecordedDecision] = {}
+        self._changes: dict[PoolKey, RecordedDecision] = {}
+
+    def add(self, found: RecordedDecision) -> None:
+        """Add the next decision of the topic."""
         if found.outcome == "applied":
-            latest |= dict.fromkeys(((one.group, one.pool) for one in found.decided.pools), found)
-            changes |= dict.fromkeys(changed_pools(found.decided), found)
-    assert journal.claim is not None, "without a claim, reading raises NoPlanner"
-    epoch, claim = journal.claim
-    state, settings = journal.state, claim.settings
-    pools = []
-    for pool in settings.pools:
-        key = (pool.group, pool.pool)
-        decision, change = latest.get(key), changes.get(key)
-        pools.append(
-            _pool_status(
-                journal,
-                pool,
-                entry_of(decision, state.open) if decision is not None else None,
-                entry_of(change, state.open) if change is not None else None,
-            )
-        )
-    return _status(journal, epoch, claim, pools, now_us)
+            self._latest |= dict.fromkeys(((one.group, one.pool) for one in found.decided.pools), found)
+            self._changes |= dict.fromkeys(changed_pools(found.decided), found)
+
+    def status(self, journal: ScalingJournal, now_us: int | None) -> PlannerStatus:
+        """Return the status after the records that `journal` has read; it must have found a claim."""
+        assert journal.claim is not None, "without a claim, reading raises NoPlanner"
+        epoch, claim = journal.claim
+        pools = []
+        for pool in claim.settings.pools:
+            key = (pool.group, pool.pool)
+            entries = [
+                None if one is None else entry_of(one, journal.state.open)
+                for one in (self._latest.get(key), self._changes.get(key))
+            ]
+            pools.append(_pool_status(journal, pool, *entries))
+        return _status(journal, epoch, claim, pools, now_us)
 
 
 def _status(
