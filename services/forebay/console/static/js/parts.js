@@ -46,13 +46,14 @@ export function badge(state) {
  * Show another state in a badge.
  *
  * @param {Element} element
- * @param {string} state
+ * @param {string} state determines shape and colour
+ * @param {string} [label]
  */
-export function updateBadge(element, state) {
+export function updateBadge(element, state, label = state) {
   const [tone, shape] = STATES[state] ?? ["soft", "○"];
   put(element, "data-tone", tone);
   setText(element.children[0], shape);
-  setText(element.children[1], state);
+  setText(element.children[1], label);
 }
 
 /**
@@ -98,6 +99,16 @@ export function section(title, ...children) {
  */
 export function emptyBox(title, ...children) {
   return h("div", { class: "empty card" }, h("p", { class: "empty-title" }, title), ...children);
+}
+
+/**
+ * Create a box with a command for a shell.
+ *
+ * @param {string} command
+ * @returns {HTMLElement}
+ */
+export function commandLine(command) {
+  return h("pre", { class: "command" }, command);
 }
 
 /**

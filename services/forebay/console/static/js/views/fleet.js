@@ -1,10 +1,17 @@
 /**
- * The fleet at the chosen moment.
+ * The fleet at the chosen moment: problems, metrics, pools, workers, the owner and its input topics.
  *
  * @module views/fleet
  */
 
-import { h, setText } from "../dom.js";
+import { h, put, reconcile, replace, setText } from "../dom.js";
+import { compact, counted, dateTime, duration, percent, whole } from "../format.js";
+import { commandLine, emptyBox, section } from "../parts.js";
+import { FleetCharts } from "./fleet_charts.js";
+import { createPools, createTopics } from "./fleet_tables.js";
+import { WorkerTable } from "./fleet_workers.js";
+
+const PROBLEMS_MAX = 8; // the rest can be opened
 
 /**
  * Create the view.
@@ -12,14 +19,185 @@ import { h, setText } from "../dom.js";
  * @param {import("../views.js").Context} context
  * @returns {import("../views.js").View}
  */
-export function create({ api, moment }) {
-  const sentence = h("h1");
-  return {
-    element: h("div", { class: "fleet" }, sentence),
-    async refresh(signal) {
-      const { status } = await api.get("v1/console/fleet", { at_us: moment.atUs }, signal);
-      setText(sentence, status.ready ? "Ready for requests." : "Not ready for requests.");
-    },
-    dispose() {},
-  };
+export function create(context) {
+  return new Fleet(context);
+}
+
+class Fleet {
+  /** @type {HTMLElement} */ element;
+  #context;
+  #headline = h("h1");
+  #problems = h("ul");
+  #furtherProblems = h("ul");
+  #further = h("details", {}, h("summary"), this.#furtherProblems);
+  #notes = h("div", { class: "notes", hidden: true }, this.#problems, this.#further);
+  #hint = h("div");
+  #hintKey = "";
+  #summary = h("div", { class: "summary" });
+  #owner = h("p");
+  #charts;
+  #pools;
+  #workers;
+  #topics = createTopics();
+  /** @type {HTMLElement[]} */ #details; // empty before the first decision
+
+  /** @param {import("../views.js").Context} context */
+  constructor(context) {
+    this.#context = context;
+    this.#charts = new FleetCharts(context);
+    this.#pools = createPools();
+    this.#workers = new WorkerTable(context);
+    this.#details = [this.#summary, this.#charts.element, section("Pools", this.#pools.element), this.#workers.element];
+    this.element = h(
+      "div",
+      { class: "fleet" },
+      this.#headline,
+      this.#notes,
+      this.#hint,
+      this.#details,
+      section("Owner and input topics", this.#owner, this.#topics.element),
+    );
+  }
+
+  /** @param {AbortSignal} signal */
+  async refresh(signal) {
+    const { api, moment } = this.#context;
+    const [fleet] = await Promise.all([
+      api.get("v1/console/fleet", { at_us: moment.atUs }, signal),
+      this.#charts.refresh(signal),
+    ]);
+    if (signal.aborted) return;
+    const { status, workers, problems } = fleet;
+    setText(this.#headline, headline(status, problems));
+    this.#showProblems(problems);
+    this.#showHint(status);
+    this.#showSummary(status, workers);
+    setText(this.#owner, ownerSentence(status));
+    this.#pools.update(status.pools);
+    this.#workers.update(status, workers);
+    this.#topics.update(status.topics);
+  }
+
+  dispose() {}
+
+  /** @param {string[]} problems */
+  #showProblems(problems) {
+    put(this.#notes, "hidden", !problems.length);
+    const show = (/** @type {Element} */ list, /** @type {string[]} */ texts) =>
+      reconcile(list, texts, (text) => text, (text) => h("li", {}, sentence(text)));
+    show(this.#problems, problems.slice(0, PROBLEMS_MAX));
+    show(this.#furtherProblems, problems.slice(PROBLEMS_MAX));
+    put(this.#further, "hidden", problems.length <= PROBLEMS_MAX);
+    setText(this.#further.children[0], counted(problems.length - PROBLEMS_MAX, "further problem"));
+  }
+
+  /** @param {any} status GroupStatus */
+  #showHint(status) {
+    const routed = status.pools.reduce((/** @type {number} */ sum, /** @type {any} */ pool) => sum + pool.routed, 0);
+    const key = status.owner.epoch < 0 ? "no owner" : routed + status.requests.in_flight ? "" : "no request";
+    if (key === this.#hintKey) return;
+    this.#hintKey = key;
+    for (const part of this.#details) put(part, "hidden", key === "no owner");
+    replace(this.#hint, key === "no owner" ? hintToServe(this.#context.info) : key && hintToSend());
+  }
+
+  /**
+   * @param {any} status GroupStatus
+   * @param {any[]} activities WorkerActivity of each worker
+   */
+  #showSummary(status, activities) {
+    const ranks = status.workers.flatMap((/** @type {any} */ worker) => worker.ranks);
+    const total = (/** @type {string} */ name) =>
+      ranks.reduce((/** @type {number} */ sum, /** @type {any} */ rank) => sum + (rank[name] ?? 0), 0);
+    const used = total("kv_blocks_used");
+    const blocks = total("kv_blocks_total");
+    const phases = Object.entries(status.requests.by_phase).map(([phase, count]) => `${whole(Number(count))} ${phase}`);
+    const known = activities.filter((one) => one.hit_rate !== null && one.first_tokens);
+    const tokens = known.reduce((sum, one) => sum + one.first_tokens, 0);
+    const tiles = [
+      ["workers", whole(status.workers.length), workerStates(status.workers)],
+      ["requests in flight", whole(status.requests.in_flight), phases.join(", ") || "none"],
+      ["tokens to prefill", compact(total("prefill_tokens")), `${compact(total("decode_blocks"))} decode blocks`],
+      ["KV blocks in use", blocks ? percent(used / blocks) : "–", `${compact(used)} of ${compact(blocks)}`],
+      ["first tokens in the last minute", whole(activities.reduce((sum, one) => sum + one.first_tokens, 0)), hitRate(known, tokens)],
+    ];
+    const build = () => h("div", { class: "card" }, h("span"), h("b"), h("span", { class: "detail" }));
+    reconcile(this.#summary, tiles, ([name]) => name, build, (tile, texts) =>
+      texts.forEach((text, at) => setText(tile.children[at], text)),
+    );
+  }
+}
+
+/**
+ * Return the state of the system as a sentence.
+ *
+ * @param {any} status GroupStatus
+ * @param {string[]} problems
+ */
+function headline(status, problems) {
+  const found = problems.length ? `, ${counted(problems.length, "problem")}` : "";
+  if (!status.ready) return `Not ready for requests${found}.`;
+  const ready = status.workers.filter((/** @type {any} */ worker) => worker.state === "ready").length;
+  const workers = ready === status.workers.length ? counted(ready, "worker") : `${whole(ready)} of ${counted(status.workers.length, "worker")}`;
+  return `Ready: ${workers}, ${counted(status.requests.in_flight, "request")} in flight${found || ", no problems"}.`;
+}
+
+/** @param {any} status GroupStatus */
+function ownerSentence({ owner, group }) {
+  if (owner.epoch < 0) return `No router has owned group ${group} yet.`;
+  const since = owner.since_us === null ? "" : ` since ${dateTime(owner.since_us)} UTC`;
+  const name = owner.owner_id || "A router whose claim is no longer on the log";
+  const alive = {
+    true: owner.heartbeat_age_s === null ? "It runs." : `Its newest heartbeat is ${duration(owner.heartbeat_age_s * 1e6)} old.`,
+    false: "It sends no heartbeats any more.",
+    null: "A log does not show whether it still runs.",
+  }[/** @type {"true"|"false"|"null"} */ (String(owner.alive))];
+  const names = owner.standbys?.join(", ");
+  const standbys = owner.standbys === null ? "" : names ? ` Standbys: ${names}.` : " It has no standby.";
+  return `${name} owns group ${group} in epoch ${whole(owner.epoch)}${since}. ${alive}${standbys}`;
+}
+
+/** @param {any[]} workers */
+function workerStates(workers) {
+  const counts = new Map();
+  for (const { state } of workers) counts.set(state, (counts.get(state) ?? 0) + 1);
+  return [...counts].map(([state, count]) => `${whole(count)} ${state}`).join(", ") || "none";
+}
+
+/**
+ * @param {any[]} activities
+ * @param {number} tokens number of their first tokens
+ */
+function hitRate(activities, tokens) {
+  if (!tokens) return "no hit rate";
+  return `${percent(activities.reduce((sum, one) => sum + one.hit_rate * one.first_tokens, 0) / tokens)} mean hit rate`;
+}
+
+/** @param {string} text */
+function sentence(text) {
+  return `${text.charAt(0).toUpperCase()}${text.slice(1)}${/[.!?]$/.test(text) ? "" : "."}`;
+}
+
+/** @param {any} info ConsoleInfo */
+function hintToServe({ kind, source }) {
+  const start =
+    kind === "kafka"
+      ? [h("p", {}, "Start a router, a worker and an ingress on the same Kafka. The page shows them as soon as they join.")]
+      : kind === "file"
+        ? [h("p", {}, "Serve with this log. The page follows it:"), commandLine(`forebay up --workers 2 --log ${quoted(source)}`)]
+        : [];
+  return emptyBox("The log has no decisions yet.", start, kind !== "recording" && sendCommand());
+}
+
+function hintToSend() {
+  return emptyBox("No request was routed so far.", sendCommand());
+}
+
+function sendCommand() {
+  return [h("p", {}, "Send first requests:"), commandLine("forebay trace 'synthetic:requests=60,rate=6'")];
+}
+
+/** @param {string} path */
+function quoted(path) {
+  return /^[\w@%+=:,./-]+$/.test(path) ? path : `'${path.replaceAll("'", `'\\''`)}'`;
 }

@@ -1,0 +1,137 @@
+/**
+ * The table of workers and ranks, with a filter.
+ *
+ * @module views/fleet_workers
+ */
+
+import { h, printable, put, reconcile, setText } from "../dom.js";
+import { compact, counted, duration, percent, whole } from "../format.js";
+import { linkTo } from "../moment.js";
+import { meter, updateMeter } from "../parts.js";
+import { Table } from "../table.js";
+import { fillBadge } from "./fleet_tables.js";
+
+/** The workers of a group. */
+export class WorkerTable {
+  /** @type {HTMLElement} */ element;
+  /** @type {any[]} */ #rows = [];
+  #context;
+  #table;
+  #search;
+  #state = h("select", { onchange: () => this.#show() });
+  #count = h("span", { class: "soft", role: "status" });
+
+  /** @param {import("../views.js").Context} context */
+  constructor(context) {
+    this.#context = context;
+    this.#search = h("input", { type: "search", placeholder: "name, pool, role or engine", oninput: () => this.#show() });
+    this.#table = new Table({ label: "Workers and ranks", key: (row) => row.key, columns: this.#columns() });
+    this.element = h(
+      "section",
+      { class: "part" },
+      h("h2", {}, "Workers"),
+      h("div", { class: "filters" }, h("label", {}, "Find", this.#search), h("label", {}, "State", this.#state), this.#count),
+      this.#table.element,
+    );
+  }
+
+  /**
+   * Show other workers.
+   *
+   * @param {any} status GroupStatus
+   * @param {any[]} activities WorkerActivity of each worker
+   */
+  update(status, activities) {
+    const activity = new Map(activities.map((one) => [one.worker_id, one]));
+    this.#rows = status.workers.flatMap((/** @type {any} */ worker) =>
+      worker.ranks.map((/** @type {any} */ rank) => ({
+        key: `${worker.worker_id}/${rank.rank}`,
+        name: worker.ranks.length > 1 ? `${worker.worker_id}/${rank.rank}` : worker.worker_id,
+        worker,
+        rank,
+        activity: activity.get(worker.worker_id) ?? { hit_rate: null, ttft_p50_us: null },
+      })),
+    );
+    const states = ["", ...new Set(status.workers.map((/** @type {any} */ worker) => worker.state))];
+    const chosen = /** @type {HTMLSelectElement} */ (this.#state).value;
+    if (chosen && !states.includes(chosen)) states.push(chosen);
+    reconcile(this.#state, states, (state) => state, (state) => h("option", { value: state }, state || "all"));
+    this.#show();
+  }
+
+  #show() {
+    const wanted = /** @type {HTMLInputElement} */ (this.#search).value.trim().toLowerCase();
+    const state = /** @type {HTMLSelectElement} */ (this.#state).value;
+    const shown = this.#rows.filter(({ name, worker }) => {
+      const texts = [printable(name), worker.pool, worker.role, worker.engine, ...worker.loras];
+      return (!state || worker.state === state) && texts.some((text) => text.toLowerCase().includes(wanted));
+    });
+    const all = this.#rows.length;
+    setText(this.#count, shown.length === all ? counted(all, "rank") : `${whole(shown.length)} of ${counted(all, "rank")}`);
+    this.#table.update(shown);
+  }
+
+  /** @returns {import("../table.js").Column<any>[]} */
+  #columns() {
+    /** @type {(id: string, label: string, title: string, value: (row: any) => number|null, text?: (value: any) => string) => any} */
+    const numeric = (id, label, title, value, text = whole) => ({
+      id,
+      label,
+      title,
+      text: (/** @type {any} */ row) => text(value(row)),
+      order: value,
+      isDescendingFirst: true,
+    });
+    /** @type {(id: string, value: (row: any) => string) => any} */
+    const textual = (id, value) => ({ id, label: id, isText: true, text: value, order: value });
+    return [
+      { ...textual("worker", ({ name }) => name), fill: (cell, row) => this.#fillName(cell, row) },
+      { ...textual("state", ({ worker }) => worker.state), fill: (cell, { worker }) => fillBadge(cell, worker.state) },
+      textual("role", ({ worker }) => worker.role),
+      textual("pool", ({ worker }) => worker.pool),
+      numeric("active", "active", "requests sent to the rank that have not ended", ({ rank }) => rank.active_requests),
+      numeric("running", "running", "requests in the engine's batch", ({ rank }) => rank.running),
+      numeric("waiting", "waiting", "requests in the engine's queue", ({ rank }) => rank.waiting),
+      numeric("prefill", "to prefill", "uncached prompt tokens of requests that wait for their first token", ({ rank }) => rank.prefill_tokens),
+      { ...numeric("kv", "KV in use", "KV blocks in use, of all KV blocks of the rank", occupancy), fill: fillOccupancy },
+      numeric("cached", "cached", "blocks in the rank's cache on the device", ({ rank }) => rank.cached_blocks),
+      numeric("hits", "hit rate", "prompt tokens found in the worker's cache, in the last minute", ({ activity }) => activity.hit_rate, percent),
+      numeric("ttft", "TTFT p50", "median TTFT of the worker in the last minute", ({ activity }) => activity.ttft_p50_us, duration),
+      numeric("epoch", "epoch", "epoch of the worker, which is higher after each restart", ({ worker }) => worker.epoch),
+    ];
+  }
+
+  /**
+   * @param {HTMLElement} cell
+   * @param {any} row
+   */
+  #fillName(cell, { name, worker }) {
+    if (!cell.firstElementChild) cell.append(h("a", { class: "name" }));
+    const link = /** @type {Element} */ (cell.firstElementChild);
+    setText(link, name);
+    put(link, "href", linkTo("requests", "", { worker: worker.worker_id }, this.#context.moment.atUs));
+    put(link, "title", `Requests of ${worker.worker_id}, engine ${worker.engine || "unknown"}${loras(worker)}`);
+  }
+}
+
+/** @param {any} worker WorkerStatus */
+function loras({ loras: names }) {
+  return names.length ? `, LoRA adapters ${names.join(", ")}` : "";
+}
+
+/** @param {any} row */
+function occupancy({ rank }) {
+  return rank.kv_blocks_used === null || !rank.kv_blocks_total ? null : rank.kv_blocks_used / rank.kv_blocks_total;
+}
+
+/**
+ * @param {HTMLElement} cell
+ * @param {any} row
+ */
+function fillOccupancy(cell, row) {
+  if (!cell.firstElementChild) cell.append(meter());
+  const { kv_blocks_used: used, kv_blocks_total: total } = row.rank;
+  const label = `${used === null ? "unknown" : compact(used)} of ${compact(total)}`;
+  updateMeter(/** @type {Element} */ (cell.firstElementChild), occupancy(row) ?? 0, label);
+  put(cell, "title", `${used === null ? "unknown" : whole(used)} of ${whole(total)} KV blocks`);
+}
