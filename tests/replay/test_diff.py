@@ -17,7 +17,8 @@ from forebay.events.fleet import WorkerLost
 from forebay.events.kv import BlocksStored
 from forebay.events.progress import FirstTokenEmitted, RequestFinished, RequestProgress
 from forebay.events.requests import NO_HINTS, RoutingHints
-from forebay.replay.diff.diff import Comparison, RequestDecision, diff
+from forebay.replay.diff.comparison import Comparison, RequestDecision
+from forebay.replay.diff.diff import diff
 from forebay.replay.diff.handover import Handover
 from forebay.replay.diff.report import DiffReport
 from forebay.replay.walk import Start, Walk

@@ -9,7 +9,6 @@ from rich.console import Console
 from forebay.cli.common.errors import complain, explained, fail
 from forebay.cli.common.recording import Recording
 from forebay.cli.common.terminal import own_stdout, results
-from forebay.cli.common.times import time_us
 from forebay.cli.common.unverified import DIVERGED, tell_unverified
 from forebay.cli.policies.allowed import AllowPolicyOption, allowed_policies
 from forebay.cli.replay.at_view import (
@@ -22,15 +21,14 @@ from forebay.cli.replay.at_view import (
     summary,
     workers_table,
 )
+from forebay.cli.replay.log_time import log_time_us
 from forebay.core.routing.policies import CustomPolicies
 from forebay.replay.at import JournalDiverged, Position
-from forebay.replay.at_time import last_time, seek_record, seek_time
+from forebay.replay.at_time import seek_record, seek_time
 from forebay.replay.moment import Moment
 from forebay.replay.policies import require_allowed
-from forebay.transport.base import Log
 
 LOST_SHOWN_MAX = 8
-CLOCK_DIGITS_MAX = 19  # a time in microseconds, as in records
 
 
 def run_at(*, recording: Recording, time: str, offset: int | None, allow_policy: AllowPolicyOption, json: bool) -> None:
@@ -59,16 +57,10 @@ async def _read_moment(
     async with recording.opened() as (log, partition):
         await require_allowed(log, partition, custom)
         if time:
-            position = await seek_time(log, partition, await _requested_us(log, partition, time), custom)
+            position = await seek_time(log, partition, await log_time_us("--time", time, log, partition), custom)
         else:
             position = await seek_record(log, partition, offset, custom)
         return position, await position.moment()
-
-
-async def _requested_us(log: Log, partition: int, time: str) -> int:
-    """Return the value of --time in microseconds since 1970."""
-    exactly = time.isdecimal() and len(time) <= CLOCK_DIGITS_MAX
-    return int(time) if exactly else time_us("--time", time, await last_time(log, partition))
 
 
 def show(console: Console, position: Position, moment: Moment) -> None:

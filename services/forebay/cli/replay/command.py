@@ -102,6 +102,11 @@ def diff(
     other_options: AlternativeOptions,
     rule_options: PoolRuleOptions,
     recording: Recording,
+    start: Annotated[
+        str,
+        typer.Option("--from", metavar="TIME", help="Compare decisions from this time on; a time as in `replay at`."),
+    ] = "",
+    end: Annotated[str, typer.Option("--to", metavar="TIME", help="Compare decisions before this time.")] = "",
     report: Annotated[
         Path | None, typer.Option(dir_okay=False, help="Write a self-contained HTML report to this path.")
     ] = None,
@@ -130,6 +135,7 @@ def diff(
         other_options=other_options,
         rule_options=rule_options,
         recording=recording,
+        window=(start, end),
         report=report,
         allow=allow,
         closed=closed,

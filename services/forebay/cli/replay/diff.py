@@ -20,14 +20,17 @@ from forebay.cli.policies.pool_rules import PoolRuleOptions
 from forebay.cli.replay.closed_loop import ClosedLoop, closed_loop
 from forebay.cli.replay.command import DIFF_CHECKS
 from forebay.cli.replay.diff_view import show
+from forebay.cli.replay.log_time import log_time_us
 from forebay.cli.replay.verify import shown_progress
 from forebay.core.routing.policies import CustomPolicies
 from forebay.replay.diff.diff import diff
 from forebay.replay.diff.handover import Handover
 from forebay.replay.diff.other_rules import OtherPoolRules
 from forebay.replay.diff.report import DiffReport
+from forebay.replay.diff.span import span_of
 from forebay.replay.policies import require_allowed
 from forebay.replay.verify.verify import OnProgress
+from forebay.transport.base import Log
 from forebay.transport.history.groups import pools_of
 from forebay.transport.sqlite.log import SqliteLog
 
@@ -39,6 +42,7 @@ def run_diff(
     other_options: AlternativeOptions,
     rule_options: PoolRuleOptions,
     recording: Recording,
+    window: tuple[str, str],
     report: Path | None,
     allow: list[str] | None,
     closed: bool,
@@ -46,7 +50,7 @@ def run_diff(
     allow_policy: AllowPolicyOption,
     json: bool,
 ) -> None:
-    """Run `forebay replay diff`. command.py documents its options."""
+    """Run `forebay replay diff`. command.py documents its options; `window` has the values of `--from` and `--to`."""
     recording.require_one_source()
     if report is not None:
         require_writable("--report", report, PAGE_TITLE)
@@ -56,7 +60,7 @@ def run_diff(
     handover = Handover() if closed else None
     with explained(), own_stdout():
         other = other_options.alternative(is_required=rule_options == PoolRuleOptions())
-        compared = _Compared(other, rule_options, rule_options.rules())
+        compared = _Compared(other, rule_options, rule_options.rules(), window)
         custom = allowed_policies(allow_policy, other.modes)
         with shown_progress() as on_progress:
             found = asyncio.run(_diff(recording, compared, on_progress, handover, custom))
@@ -101,11 +105,12 @@ def _write(path: Path, report: DiffReport, simulated: ClosedLoop | None, source:
 
 @dataclass(frozen=True, slots=True)
 class _Compared:
-    """Configuration and rules with which the recording is compared."""
+    """Configuration and rules with which the recording is compared, and the time window that is compared."""
 
     other: Alternative
     options: PoolRuleOptions
     rules: OtherPoolRules
+    window: tuple[str, str]
 
 
 async def _diff(
@@ -123,10 +128,21 @@ async def _diff(
         other = compared.other
         other.require_pools(pools)
         compared.options.require_pools(compared.rules, pools)
-        report = await diff(log, partition, other.of, on_progress, handover, other.named, custom, compared.rules)
+        from_us, to_us = await _window_us(log, partition, *compared.window)
+        span = await span_of(log, partition, from_us, to_us, custom=custom)
+        report = await diff(log, partition, other.of, on_progress, handover, other.named, compared.rules, span)
         report.alternative = f"{other} {compared.options}".strip()
         report.idle = other.idle(pools, report.undone)
         return report
+
+
+async def _window_us(log: Log, partition: int, start: str, end: str) -> tuple[int | None, int | None]:
+    """Return the values of `--from` and `--to` in microseconds since 1970; None for an empty value."""
+    from_us = await log_time_us("--from", start, log, partition) if start else None
+    to_us = await log_time_us("--to", end, log, partition) if end else None
+    if from_us is not None and to_us is not None and from_us >= to_us:
+        fail(f"--from {start} is not before --to {end}")
+    return from_us, to_us
 
 
 def _complain(report: DiffReport, allowed: Set[str], recording: Recording) -> None:

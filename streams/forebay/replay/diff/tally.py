@@ -153,6 +153,7 @@ class Series:
         ]
 
     def _at(self, at_us: int) -> _Stretch:
+        at_us = max(at_us, self.start_us)  # the first decision about a request that was queued may be earlier
         while (number := (at_us - self.start_us) // self.width_us) >= INTERVALS_MAX:
             self.width_us *= 2
             pairs = zip(self._stretches[::2], [*self._stretches[1::2], _Stretch()], strict=False)

@@ -1,0 +1,132 @@
+"""Select the part of a journal that a comparison covers, and derive the state right before that part.
+
+A span begins and ends between two events of history, never between two decisions of one event. So the states of both
+worlds are complete at its beginning, and all decisions of its last event are compared.
+"""
+
+from typing import NamedTuple
+
+from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
+from forebay.core.step import AnyDecision
+from forebay.events.topics import DECISIONS
+from forebay.replay.at import NoSuchRecord, last_clock, offset_at
+from forebay.replay.verify.divergence import DivergenceReport, DivergenceTrail
+from forebay.replay.verify.verify import PROGRESS_EVERY, OnProgress
+from forebay.replay.walk import Start, Walk, before, oldest
+from forebay.transport.base import Log, LogError
+from forebay.transport.history.reader import Validity, journal
+from forebay.transport.recording.manifest import utc
+
+
+class EmptySpan(LogError):
+    """Raised if the time span contains no decision."""
+
+
+class Span(NamedTuple):
+    """Part of a journal that a comparison covers.
+
+    Attributes:
+        start: state at which the derivation begins, at or before `first`. The comparison changes its world.
+        first: journal offset of the first compared record.
+        end: journal offset after the last compared record.
+    """
+
+    start: Start
+    first: int
+    end: int
+
+
+async def span_of(
+    log: Log,
+    partition: int,
+    from_us: int | None = None,
+    to_us: int | None = None,
+    start: Start | None = None,
+    custom: CustomPolicies = ONLY_BUILT_IN,
+) -> Span:
+    """Return the part of the journal that an owner wrote in a time span.
+
+    Args:
+        log: the log to read.
+        partition: control partition of the group.
+        from_us: beginning of the span on the owner's clock, in microseconds since 1970. None begins at `start`.
+        to_us: end of the span on the owner's clock, exclusive. None ends at the journal's current end.
+        start: state at or before the beginning of the span, at which the derivation begins. None selects the newest
+            usable state of the log before the span, or the oldest one if the span has no beginning.
+        custom: custom policies that may run, if `start` is None.
+
+    Raises:
+        EmptySpan: the span contains no decision.
+        LogError: the span begins before the oldest usable state, or the log is damaged.
+    """
+    end = await log.end(DECISIONS.name, partition)
+    if start is None:
+        start = await (
+            oldest(log, partition, end, custom) if from_us is None else _state_before(log, partition, from_us, custom)
+        )
+    if from_us is None and to_us is None:
+        return Span(start, start.offset, end)
+    first, last, decisions = start.offset if from_us is None else end, end, 0
+    validity = Validity(start.world.owner_epoch)
+    async for offset, record in journal(log, partition, start.offset, end, validity):
+        if record.consumed:
+            now_us = record.consumed[-1].now_us
+            if from_us is not None and now_us >= from_us:
+                first = min(first, offset)
+            if to_us is not None and now_us >= to_us:
+                last = offset
+                break
+        if isinstance(record, AnyDecision) and first <= offset:
+            decisions += 1
+            validity.require_own_rules(record, offset)
+    if not decisions:
+        raise EmptySpan(f"no decision was made in the time span; {await _extent(log, partition)}")
+    return Span(start, first, last)
+
+
+async def derive_up_to(
+    log: Log, partition: int, span: Span, progress: OnProgress | None = None
+) -> Start | DivergenceReport:
+    """Return the state at the beginning of a span, or the first record before it that does not follow from the events.
+
+    Args:
+        log: the log to read.
+        partition: control partition of the group.
+        span: the span. Its state `start` changes.
+        progress: called regularly as by `diff`, with 0 verified decisions.
+
+    Raises:
+        OtherRules: a program with other decision rules wrote the journal.
+        LogError: the log is damaged, or lacks events that the journal consumed.
+    """
+    walk = Walk(log, partition, span.start, span.first)
+    trail, records = DivergenceTrail(walk), 0
+    async for step in walk:
+        if step.divergence is not None:
+            return await trail.report(log, partition, step.divergence, step)
+        trail.add_verified(step)
+        records += 1
+        if progress is not None and records % PROGRESS_EVERY == 0:
+            progress(step.offset + 1, span.end, 0)
+    return Start(walk.world, span.first)
+
+
+async def _state_before(log: Log, partition: int, from_us: int, custom: CustomPolicies) -> Start:
+    """Return the newest usable state before `from_us`.
+
+    Raises:
+        LogError: `from_us` is before the oldest usable state.
+    """
+    try:
+        return await before(log, partition, await offset_at(log, partition, from_us - 1) + 1, custom)
+    except NoSuchRecord:
+        start = await oldest(log, partition, await log.end(DECISIONS.name, partition), custom)
+    if start.world.now_us > from_us:  # 0 at the beginning of the log
+        earliest = utc(start.world.now_us)
+        raise LogError(f"the time span begins too early: decisions can be compared from {earliest} on")
+    return start
+
+
+async def _extent(log: Log, partition: int) -> str:
+    clock_us = await last_clock(log, partition) if await log.end(DECISIONS.name, partition) else 0
+    return f"the journal ends at {utc(clock_us)}" if clock_us else "the journal is empty"
