@@ -35,4 +35,10 @@
 /** @type {ViewEntry[]} */
 export const VIEWS = [
   { name: "fleet", title: "Fleet", load: () => import("./views/fleet.js") },
+  {
+    name: "requests",
+    title: "Requests",
+    load: () => import("./views/requests.js"),
+    loadOne: () => import("./views/request.js"),
+  },
 ];

@@ -1,0 +1,153 @@
+/**
+ * The course of a request as lanes: one for the router, and one per worker, with the phases that it spent there.
+ *
+ * @module request_lanes
+ */
+
+import { PHASES } from "./phases.js";
+
+/**
+ * @typedef {object} Lane
+ * @property {string} name `router`, or the worker with its rank
+ * @property {import("./phases.js").Span[]} spans
+ * @property {{atUs: number, kind: "lost"|"failed"|"event", label: string}[]} marks
+ *
+ * @typedef {object} Course
+ * @property {Lane[]} lanes
+ * @property {number} totalUs microseconds from the submission to the end, or until now
+ * @property {number|null} firstTokenUs microseconds from the submission to the first token; null without one
+ */
+
+/** @type {Object<string, import("./phases.js").Phase>} */
+const PHASE_OF_STAGE = { encode: "encode", prefill: "prefill", decode: "transfer", aggregated: "prefill" };
+/** @type {Object<string, "lost"|"failed">} */
+const FAILURES = { worker_lost: "lost", not_encoded: "failed", not_prefilled: "failed", not_transferred: "failed" };
+const ENDS_STAGE = new Set(["encoded", "prefilled", ...Object.keys(FAILURES)]);
+const ENDS_REQUEST = new Set(["finished", "failed", "aborted", "rejected", "answered"]);
+const EVENTS = new Set(["worker_suspect", "worker_recovered", "worker_draining", "holder_lost", "cancel_requested"]);
+
+/**
+ * Return the name of the selected rank of a routing decision.
+ *
+ * @param {any} routing
+ */
+export function selectedName(routing) {
+  const { worker_id, rank } = routing.candidates[routing.winner].seen;
+  return routing.candidates.some((/** @type {any} */ one) => one.seen.rank) ? `${worker_id}/${rank}` : worker_id;
+}
+
+/** Follows the entries of a timeline. */
+class Follower {
+  /** @type {Map<string, Lane>} */ lanes = new Map();
+  /** @type {{lane: Lane, phase: import("./phases.js").Phase, fromUs: number}|null} */ #open = null;
+
+  /** @param {string} name */
+  lane(name) {
+    const found = this.lanes.get(name) ?? { name, spans: [], marks: [] };
+    this.lanes.set(name, found);
+    return found;
+  }
+
+  /** @returns {Lane|null} lane of the current phase */
+  get current() {
+    return this.#open?.lane ?? null;
+  }
+
+  get phase() {
+    return this.#open?.phase ?? null;
+  }
+
+  get fromUs() {
+    return this.#open?.fromUs ?? 0;
+  }
+
+  /**
+   * @param {string} lane
+   * @param {import("./phases.js").Phase} phase
+   * @param {number} atUs
+   */
+  enter(lane, phase, atUs) {
+    this.leave(atUs);
+    this.#open = { lane: this.lane(lane), phase, fromUs: atUs };
+  }
+
+  /** @param {number} atUs */
+  leave(atUs) {
+    if (this.#open && atUs > this.#open.fromUs) {
+      const { lane, phase, fromUs } = this.#open;
+      lane.spans.push({ phase, fromUs, toUs: atUs, label: PHASES[phase] });
+    }
+    this.#open = null;
+  }
+}
+
+/**
+ * Return the course of a request.
+ *
+ * @param {any} explanation
+ * @param {number} nowUs time until which an active request is shown, on the owner's clock
+ * @returns {Course}
+ */
+export function courseOf(explanation, nowUs) {
+  const follower = new Follower();
+  const routings = new Map(explanation.routings.map((/** @type {any} */ one) => [one.offset, one]));
+  const entries = explanation.timeline.filter((/** @type {any} */ one) => one.counted && one.after_us !== null);
+  let firstTokenUs = null;
+  let totalUs = 0;
+  for (const entry of entries) {
+    totalUs = Math.max(totalUs, entry.after_us);
+    if (entry.what === "first_token") firstTokenUs ??= entry.after_us;
+    follow(follower, entry, routings.get(entry.offset), explanation.first_token);
+  }
+  const zeroUs = entries.length ? entries[0].now_us - entries[0].after_us : nowUs;
+  if (!explanation.ending && explanation.state !== "unknown") totalUs = Math.max(totalUs, nowUs - zeroUs);
+  follower.leave(totalUs);
+  const lanes = [...follower.lanes.values()].filter((lane) => lane.spans.length || lane.marks.length);
+  return { lanes, totalUs, firstTokenUs };
+}
+
+/**
+ * @param {Follower} follower
+ * @param {any} entry
+ * @param {any} routing the routing decision of the entry, if any
+ * @param {any} first timing of the first token, if any
+ */
+function follow(follower, entry, routing, first) {
+  const atUs = entry.after_us;
+  if (entry.what === "submitted") follower.enter("router", "queue", atUs);
+  else if (entry.what === "routed" && routing) follower.enter(selectedName(routing), PHASE_OF_STAGE[routing.stage], atUs);
+  else if (entry.what === "first_token") reachFirstToken(follower, atUs, first);
+  else if (ENDS_STAGE.has(entry.what)) {
+    if (FAILURES[entry.what]) mark(follower, FAILURES[entry.what], entry);
+    follower.enter("router", "wait", atUs);
+  } else if (ENDS_REQUEST.has(entry.what)) {
+    if (entry.what === "failed" || entry.what === "aborted") mark(follower, "failed", entry);
+    follower.leave(atUs);
+  } else if (EVENTS.has(entry.what)) mark(follower, "event", entry);
+}
+
+/**
+ * Divide the time until the first token of a decode worker, which fetches the KV first.
+ *
+ * @param {Follower} follower
+ * @param {number} atUs
+ * @param {any} first
+ */
+function reachFirstToken(follower, atUs, first) {
+  const lane = follower.current;
+  if (!lane) return;
+  if (follower.phase === "transfer" && first?.transfer_us) {
+    follower.enter(lane.name, "decode", Math.min(atUs, follower.fromUs + first.transfer_us));
+  }
+  follower.enter(lane.name, "decode", atUs);
+}
+
+/**
+ * @param {Follower} follower
+ * @param {"lost"|"failed"|"event"} kind
+ * @param {any} entry
+ */
+function mark(follower, kind, entry) {
+  const lane = follower.current ?? follower.lane("router");
+  lane.marks.push({ atUs: entry.after_us, kind, label: entry.text });
+}

@@ -1,0 +1,102 @@
+/**
+ * The measure by which a routing decision compared its candidates, in parts that can be drawn.
+ *
+ * @module routing_costs
+ */
+
+/**
+ * @typedef {object} CostPart
+ * @property {"prefill"|"decode"|"active"|"product"|"requests"} kind
+ * @property {number} value
+ *
+ * @typedef {object} Measure
+ * @property {string} title what the bars show
+ * @property {(candidate: any) => CostPart[]} partsOf parts of a candidate's bar, which add up to its cost
+ * @property {(candidate: any) => number} creditOf blocks by which cached blocks reduced the cost
+ */
+
+/** @type {Object<CostPart["kind"], string>} */
+export const PART_NAMES = {
+  prefill: "blocks to prefill",
+  decode: "decode blocks",
+  active: "active requests",
+  product: "blocks to prefill, times decode blocks plus 1",
+  requests: "active requests",
+};
+
+const BY_REQUESTS = new Set(["least-loaded", "power-of-two"]);
+const BY_TURN = new Set(["round-robin", "random"]);
+
+/**
+ * Return the measure of a routing decision; null if the policy compares nothing.
+ *
+ * @param {any} routing
+ * @returns {Measure|null}
+ */
+export function measureOf({ mode, config }) {
+  if (BY_TURN.has(mode)) return null;
+  if (BY_REQUESTS.has(mode)) {
+    return {
+      title: "Active requests per candidate",
+      partsOf: (one) => [{ kind: "requests", value: one.active_requests }],
+      creditOf: () => 0,
+    };
+  }
+  const title = "Cost per candidate, in KV blocks; the lowest is best";
+  if (config.selection_policy === "lmetric") {
+    return { title, partsOf: (one) => [{ kind: "product", value: one.cost }], creditOf: () => 0 };
+  }
+  return { title, partsOf: (one) => partsOf(config, one), creditOf: (one) => creditOf(config, one) };
+}
+
+/**
+ * @param {any} config settings of the policy
+ * @param {any} candidate
+ * @returns {CostPart[]}
+ */
+function partsOf(config, { prefill_blocks, overlap_credit, decode_blocks, active_requests, taint_factor }) {
+  const weight = (config.decode_active_request_weight ?? 0) * taint_factor;
+  const isCreditedToDecode = creditsDecode(config);
+  const prefill = (config.prefill_load_scale ?? 1) * Math.max(prefill_blocks - overlap_credit, 0) * taint_factor;
+  const decode = (isCreditedToDecode ? Math.max(decode_blocks - overlap_credit, 0) : decode_blocks) * taint_factor;
+  /** @type {CostPart[]} */
+  const parts = [
+    { kind: "prefill", value: isCreditedToDecode ? 0 : prefill },
+    { kind: "decode", value: decode },
+    { kind: "active", value: weight * active_requests },
+  ];
+  return parts.filter((part) => part.value > 0);
+}
+
+/**
+ * @param {any} config
+ * @param {any} candidate
+ */
+function creditOf(config, { prefill_blocks, overlap_credit, decode_blocks, taint_factor }) {
+  const isCreditedToDecode = creditsDecode(config);
+  const most = isCreditedToDecode ? decode_blocks : prefill_blocks;
+  const scale = isCreditedToDecode ? 1 : (config.prefill_load_scale ?? 1);
+  return scale * Math.min(overlap_credit, most) * taint_factor;
+}
+
+/**
+ * Return whether cached blocks reduce the decode blocks, because the policy does not count blocks to prefill.
+ *
+ * @param {any} config
+ */
+function creditsDecode(config) {
+  return config.track_prefill_tokens === false && Boolean(config.overlap_score_credit);
+}
+
+/**
+ * Return the candidates in the order of their costs, the cheapest first, and the selected one before others of its cost.
+ *
+ * @param {any} routing
+ * @returns {number[]} indexes of the candidates
+ */
+export function orderOf({ candidates, winner }) {
+  const place = (/** @type {number} */ at) => (at === winner ? -1 : at);
+  return candidates
+    .map((/** @type {any} */ _, /** @type {number} */ at) => at)
+    .sort((/** @type {number} */ a, /** @type {number} */ b) => candidates[a].cost - candidates[b].cost || place(a) - place(b));
+}

@@ -1,0 +1,56 @@
+/**
+ * A dialog with one decoded record of the log.
+ *
+ * @module views/record_dialog
+ */
+
+import { h, put, setText } from "../dom.js";
+import { isAbort } from "../api.js";
+
+/**
+ * Create a button that shows a record of the log.
+ *
+ * @param {import("../api.js").Api} api
+ * @param {string} topic
+ * @param {number} offset
+ * @returns {HTMLElement}
+ */
+export function recordButton(api, topic, offset) {
+  const label = `Record ${offset} of topic ${topic}`;
+  return h(
+    "button",
+    { type: "button", class: "record-link", title: label, onclick: () => showRecord(api, topic, offset) },
+    `${topic}@${offset}`,
+  );
+}
+
+/**
+ * @param {import("../api.js").Api} api
+ * @param {string} topic
+ * @param {number} offset
+ */
+async function showRecord(api, topic, offset) {
+  const closed = new AbortController();
+  const content = h("pre", { tabindex: 0, "aria-label": "Record" }, "Reading the record…");
+  const close = h("button", { type: "button", class: "button", onclick: () => dialog.close() }, "Close");
+  const dialog = /** @type {HTMLDialogElement} */ (
+    h(
+      "dialog",
+      { class: "record", "aria-labelledby": "record-title", onclose: () => closed.abort() },
+      h("div", { class: "view-head" }, h("h2", { id: "record-title" }, `${topic}@${offset}`), close),
+      content,
+    )
+  );
+  document.body.append(dialog);
+  closed.signal.addEventListener("abort", () => dialog.remove());
+  dialog.addEventListener("click", (event) => event.target === dialog && dialog.close()); // a click beside the dialog
+  dialog.showModal();
+  try {
+    const record = await api.get("v1/console/records", { topic, offset }, closed.signal);
+    setText(content, JSON.stringify(record, null, 2));
+  } catch (error) {
+    if (isAbort(error)) return;
+    put(content, "class", "problem");
+    setText(content, error instanceof Error ? error.message : String(error));
+  }
+}

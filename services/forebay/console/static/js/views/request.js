@@ -1,0 +1,286 @@
+/**
+ * One request: what happened to it, when, where and why.
+ *
+ * @module views/request
+ */
+
+import { ApiError, isAbort } from "../api.js";
+import { h, put, reconcile, replace, setText } from "../dom.js";
+import { duration } from "../format.js";
+import { linkTo } from "../moment.js";
+import { badge, emptyBox, factList, section, updateBadge } from "../parts.js";
+import { courseOf } from "../request_lanes.js";
+import { recordButton } from "./record_dialog.js";
+import { courseChart, ttftParts } from "./request_chart.js";
+import { headline, submissionFacts, trustNotes } from "./request_words.js";
+import { counterfactualList, excluded, routingSection } from "./routing.js";
+
+const OTHERS_SHOWN = 5;
+const EXPLAIN_EVERY_MS = 1_000; // an explanation derives the request again, which costs more than a row of a list
+
+/**
+ * Create the view.
+ *
+ * @param {import("../views.js").Context} context
+ * @returns {import("../views.js").View}
+ */
+export function create(context) {
+  return new RequestView(context);
+}
+
+class RequestView {
+  /** @type {HTMLElement} */ element;
+  /** @type {import("../views.js").Context} */ #context;
+  #back = h("a", {}, "← All requests");
+  #badge = badge();
+  #id = h("code", { class: "request-id" });
+  #title = h("h1", {});
+  #notes = h("div", { class: "notes", hidden: true });
+  #facts = h("div", { class: "facts" });
+  #chart = h("div");
+  #ttft = section("Parts of the TTFT");
+  #queue = section("Queue");
+  #pools = section("Choices of pools");
+  #routings = h("div", { class: "routings" });
+  #decisions = section("Routing decisions", this.#routings);
+  #ending = section("Why no rank was eligible");
+  #entries = h("ol", { class: "entries" });
+  #what = h("div", { "aria-live": "polite" });
+  #changes = section("What would have changed the selection", this.#what);
+  #trust = h("div", { class: "soft trust" });
+  /** @type {any} */ #explanation = null;
+  /** @type {any} */ #row = null;
+  /** @type {HTMLElement} */ #body;
+  #explainedMs = -Infinity;
+  #isCompared = false; // whether the counterfactuals were read
+  #shownFor = "";
+
+  /** @param {import("../views.js").Context} context */
+  constructor(context) {
+    this.#context = context;
+    this.#body = h(
+      "div",
+      { hidden: true },
+      this.#notes,
+      this.#chart,
+      this.#facts,
+      this.#ttft,
+      this.#queue,
+      this.#pools,
+      this.#decisions,
+      this.#ending,
+      this.#changes,
+      section("Timeline", this.#entries),
+      this.#trust,
+    );
+    this.element = h(
+      "div",
+      { class: "view request-view" },
+      h("div", { class: "crumbs" }, this.#back),
+      h("div", { class: "request-name" }, this.#id, this.#badge),
+      this.#title,
+      this.#body,
+    );
+  }
+
+  /** @param {AbortSignal} signal */
+  async refresh(signal) {
+    const { api, moment, state } = this.#context;
+    const { argument, params } = moment.route;
+    put(this.#back, "href", linkTo("requests", "", {}, moment.atUs));
+    const isDone = this.#explanation?.ending && !this.#explanation.divergence;
+    if (!isDone && performance.now() - this.#explainedMs >= EXPLAIN_EVERY_MS) {
+      this.#explainedMs = performance.now();
+      const id = params.id ?? (await api.get(`v1/console/requests/${argument}`, {}, signal)).request_id;
+      const number = /^\d+$/.test(argument) ? argument : null;
+      try {
+        this.#explanation = await api.get(`v1/requests/${encodeURIComponent(id)}/explain`, { number }, signal);
+      } catch (error) {
+        if (!(error instanceof ApiError) || error.status !== 404) throw error;
+        this.#showMissing(id, error.message);
+        return;
+      }
+      this.#row = await this.#readRow(argument, signal);
+    }
+    const shown = `${moment.atUs} ${isDone ? "" : state().end_us}`;
+    if (this.#explanation && shown !== this.#shownFor) {
+      this.#shownFor = shown;
+      this.#show();
+    }
+    if (!this.#isCompared && this.#explanation?.routings.length) await this.#compare(signal);
+  }
+
+  dispose() {}
+
+  /**
+   * @param {string} argument
+   * @param {AbortSignal} signal
+   */
+  async #readRow(argument, signal) {
+    try {
+      return await this.#context.api.get(`v1/console/requests/${argument}`, {}, signal);
+    } catch (error) {
+      if (isAbort(error)) throw error;
+      return null; // the catalog has not reached the request yet
+    }
+  }
+
+  /**
+   * Read what would have changed the selection.
+   *
+   * @param {AbortSignal} signal
+   */
+  async #compare(signal) {
+    const number = this.#explanation.submitted?.offset ?? this.#context.moment.route.argument;
+    if (!this.#what.firstChild) setText(this.#what, "Evaluating other settings…");
+    try {
+      replace(this.#what, counterfactualList(await this.#context.api.get("v1/console/counterfactuals", { number }, signal)));
+    } catch (error) {
+      if (signal.aborted || isAbort(error)) return;
+      replace(this.#what, h("p", { class: "problem" }, error instanceof Error ? error.message : String(error)));
+    }
+    this.#isCompared = true;
+  }
+
+  /**
+   * @param {string} id
+   * @param {string} message
+   */
+  #showMissing(id, message) {
+    setText(this.#id, id);
+    setText(this.#title, "This request cannot be explained.");
+    put(this.#badge, "hidden", true);
+    put(this.#body, "hidden", false);
+    replace(this.#body, emptyBox(message, h("p", { class: "soft" }, "Retention may have removed its records, or no owner has applied it yet.")));
+  }
+
+  #show() {
+    const explanation = this.#explanation;
+    const { moment, state } = this.#context;
+    const endUs = state().end_us;
+    put(this.#body, "hidden", false);
+    setText(this.#id, explanation.request_id);
+    updateBadge(this.#badge, explanation.state.replaceAll("_", " "));
+    setText(this.#title, headline(explanation, endUs));
+    this.#showNotes(explanation);
+    replace(this.#facts, factList(submissionFacts(explanation, this.#row)));
+    this.#showCourse(explanation, endUs, moment.atUs);
+    const parts = explanation.first_token?.parts_us;
+    show(this.#ttft, parts && Object.keys(parts).length > 1 ? ttftParts(parts) : null);
+    show(this.#queue, queueFacts(explanation.held));
+    show(this.#pools, entryList(explanation, "pool_chosen"));
+    put(this.#decisions, "hidden", explanation.routings.length === 0);
+    reconcile(this.#routings, explanation.routings, (one) => one.offset, (one) => routingSection(one, this.#context.api));
+    show(this.#ending, excluded(explanation.ending?.left_out ?? []));
+    put(this.#changes, "hidden", explanation.routings.length === 0);
+    this.#showEntries(explanation, moment.atUs);
+    replace(this.#trust, trustNotes(explanation).map((note) => h("p", {}, note)));
+  }
+
+  /** @param {any} explanation */
+  #showNotes({ request_id, earlier_uses, others, divergence }) {
+    const notes = [];
+    const { atUs } = this.#context.moment;
+    if (divergence) notes.push("The journal does not follow from the events. See the end of this page.");
+    if (earlier_uses) {
+      const times = earlier_uses === 1 ? "once" : `${earlier_uses} times`;
+      const link = h("a", { href: linkTo("requests", "", { q: request_id }, atUs) }, "Show all of them");
+      notes.push(h("span", {}, `The ID was used ${times} before. `, link));
+    }
+    if (others?.length) {
+      const count = others.length === 1 ? "Another request has" : `${others.length} other requests have`;
+      const links = others.slice(0, OTHERS_SHOWN).map((/** @type {string} */ id, /** @type {number} */ at) => [
+        at ? ", " : "",
+        h("a", { href: linkTo("requests", "", { q: id }, atUs) }, id),
+      ]);
+      notes.push(h("span", {}, `${count} this ID, too: `, links));
+    }
+    put(this.#notes, "hidden", notes.length === 0);
+    replace(this.#notes, h("ul", {}, notes.map((note) => h("li", {}, note))));
+  }
+
+  /**
+   * @param {any} explanation
+   * @param {number} endUs
+   * @param {number|null} atUs
+   */
+  #showCourse(explanation, endUs, atUs) {
+    const course = courseOf(explanation, endUs);
+    const sinceUs = explanation.submitted?.now_us;
+    const shownUs = atUs === null || !sinceUs ? null : atUs - sinceUs;
+    const isActive = !explanation.ending;
+    if (course.totalUs > 0 && course.lanes.length) replace(this.#chart, courseChart(course, { shownUs, isActive }));
+    else replace(this.#chart);
+  }
+
+  /**
+   * @param {any} explanation
+   * @param {number|null} atUs
+   */
+  #showEntries(explanation, atUs) {
+    const isLater = (/** @type {any} */ entry) => atUs !== null && (entry.now_us === null || entry.now_us > atUs);
+    reconcile(
+      this.#entries,
+      explanation.timeline,
+      (entry) => `${entry.what} ${entry.topic}@${entry.offset} ${entry.text}`,
+      (entry) =>
+        h(
+          "li",
+          {},
+          h("span", { class: "after" }, entry.after_us === null ? "" : `+${duration(entry.after_us)}`),
+          h("span", { class: "entry-text" }, entryText(entry, explanation)),
+          recordButton(this.#context.api, entry.topic, entry.offset),
+        ),
+      (element, entry) => put(element, "class", isLater(entry) ? "later" : entry.counted ? null : "uncounted"),
+    );
+  }
+}
+
+/**
+ * Show a section with this content, or hide it without content.
+ *
+ * @param {HTMLElement} element a section whose first child is its heading
+ * @param {HTMLElement|null} content
+ */
+function show(element, content) {
+  put(element, "hidden", !content);
+  if (content) replace(element, element.firstElementChild, content);
+}
+
+/** @param {any} held */
+function queueFacts(held) {
+  if (!held) return null;
+  /** @type {[string, string][]} */
+  const facts = [
+    ["Queue", `class ${held.queue_class} of pool ${held.pool}`],
+    ["Ahead", held.ahead === 0 ? "no request" : `${held.ahead} in the same class`],
+    ["Uncached", `${held.uncached_tokens.toLocaleString("en-US")} prompt tokens, on the rank that has most of the prompt`],
+  ];
+  if (held.suspects.length) facts.push(["Reason", `only suspect workers are eligible: ${held.suspects.join(", ")}`]);
+  else if (held.threshold === null) {
+    facts.push(["Reason", `all ranks are full; ${held.least} has the fewest active requests, ${held.least_requests}`]);
+  } else {
+    const load = `${held.least_prefill_tokens.toLocaleString("en-US")} tokens to prefill`;
+    const limit = Math.round(held.least_limit_tokens).toLocaleString("en-US");
+    facts.push(["Reason", `every eligible rank is above its limit; ${held.least} has the least, ${load}, limit ${limit}`]);
+  }
+  return factList(facts);
+}
+
+/**
+ * @param {any} explanation
+ * @param {string} what
+ */
+function entryList({ timeline }, what) {
+  const found = timeline.filter((/** @type {any} */ entry) => entry.what === what);
+  return found.length ? h("ul", {}, found.map((/** @type {any} */ entry) => h("li", {}, entry.text))) : null;
+}
+
+/**
+ * @param {any} entry
+ * @param {any} explanation
+ */
+function entryText(entry, explanation) {
+  const isPending = entry.now_us === null && explanation.state !== "submitted";
+  return `${entry.text}${isPending ? " (on the log, not in the journal yet)" : ""}${entry.counted ? "" : " (no effect)"}`;
+}

@@ -1,0 +1,108 @@
+/**
+ * Filters of the list of requests. They are kept in the address.
+ *
+ * @module views/request_filters
+ */
+
+import { h, put, reconcile } from "../dom.js";
+
+/** Names of the filters, in the address and in requests to the server. */
+export const FILTERS = ["q", "model", "worker", "state", "slow_ms", "failed"];
+
+const STATES = ["submitted", "queued", "encode", "prefill", "decode", "waiting", "finished", "failed", "rejected", "aborted", "cancelled"];
+const TYPING_MS = 300; // a filter applies after a pause in typing
+
+/**
+ * Create the form of the filters.
+ *
+ * @param {import("../views.js").Context} context
+ */
+export function createFilters(context) {
+  /** @type {ReturnType<typeof setTimeout>|undefined} */
+  let timer;
+  const workers = h("datalist", { id: "request-workers" });
+  const fields = {
+    q: h("input", { type: "search", name: "q", placeholder: "part of the ID", autocomplete: "off", spellcheck: "false" }),
+    model: h("input", { type: "search", name: "model", placeholder: context.info.group, autocomplete: "off" }),
+    worker: h("input", { type: "search", name: "worker", placeholder: "any", list: "request-workers", autocomplete: "off" }),
+    state: h("select", { name: "state" }, h("option", { value: "" }, "any"), STATES.map((one) => h("option", { value: one }, one))),
+    slow_ms: h("input", { type: "number", name: "slow_ms", min: 0, step: "any", placeholder: "any", inputmode: "decimal" }),
+    failed: h("input", { type: "checkbox", name: "failed" }),
+  };
+  const reset = () => h("button", { type: "button", class: "button", onclick: clear }, "Clear the filters");
+  const clearing = reset();
+  const element = h(
+    "form",
+    { class: "filters", role: "search", "aria-label": "Filter requests", onsubmit, oninput, onchange: apply },
+    h("label", {}, "ID ", fields.q),
+    h("label", {}, "Model ", fields.model),
+    h("label", {}, "Worker ", fields.worker),
+    h("label", {}, "State ", fields.state),
+    h("label", {}, "TTFT over ", fields.slow_ms, " ms"),
+    h("label", { class: "check" }, fields.failed, " failed, rejected or aborted"),
+    clearing,
+    workers,
+  );
+
+  /** @param {Event} event */
+  function onsubmit(event) {
+    event.preventDefault();
+    apply();
+  }
+
+  function oninput() {
+    clearTimeout(timer);
+    timer = setTimeout(apply, TYPING_MS);
+  }
+
+  function apply() {
+    clearTimeout(timer);
+    const { q, model, worker, state, slow_ms, failed } = /** @type {Object<string, HTMLInputElement>} */ (fields);
+    const params = {
+      q: q.value.trim(),
+      model: model.value.trim(),
+      worker: worker.value.trim(),
+      state: state.value,
+      slow_ms: slow_ms.value,
+      failed: failed.checked ? "true" : "",
+    };
+    context.moment.navigate("requests", "", params, { isNew: false });
+  }
+
+  function clear() {
+    context.moment.navigate("requests", "", {}, { isNew: false });
+    fields.q.focus();
+  }
+
+  const isActive = () => FILTERS.some((name) => context.moment.route.params[name]);
+
+  return {
+    element,
+    createReset: reset,
+
+    /** Whether a filter is set. */
+    get isActive() {
+      return isActive();
+    },
+
+    /** Show the filters of the address, except in a field that the user edits. */
+    update() {
+      const { params } = context.moment.route;
+      for (const [name, field] of Object.entries(fields)) {
+        if (field === document.activeElement) continue;
+        if (name === "failed") put(field, "checked", params.failed === "true");
+        else put(field, "value", params[name] ?? "");
+      }
+      put(clearing, "hidden", !isActive());
+    },
+
+    /** @param {string[]} names suggestions for the filter by worker */
+    suggestWorkers(names) {
+      reconcile(workers, names, (name) => name, (name) => h("option", { value: name }));
+    },
+
+    dispose() {
+      clearTimeout(timer);
+    },
+  };
+}

@@ -1,0 +1,118 @@
+/**
+ * Rows of the list of requests.
+ *
+ * @module views/request_rows
+ */
+
+import { h, put, reconcile, setStyle, setText } from "../dom.js";
+import { clock, dateTime, duration, percent, whole } from "../format.js";
+import { linkTo } from "../moment.js";
+import { badge, updateBadge } from "../parts.js";
+import { hasEnded, phasesOfRow, roundUp } from "../phases.js";
+
+/**
+ * @typedef {object} RowView
+ * @property {import("../moment.js").Moment} moment
+ * @property {string} group model of the group, which is not repeated in each row
+ * @property {number} endUs time until which active requests are shown
+ * @property {number} scaleUs duration that fills the width of the last column
+ * @property {Set<number>} departed rows that no longer match the filters
+ */
+
+/** @type {{id: string, label: string, isText?: boolean, title?: string}[]} */
+export const COLUMNS = [
+  { id: "when", label: "Submitted", isText: true, title: "When the owner applied the submission, UTC" },
+  { id: "request", label: "Request", isText: true },
+  { id: "phase", label: "State", isText: true },
+  { id: "where", label: "Worker", isText: true },
+  { id: "prompt", label: "Prompt", title: "Prompt tokens, and the share that the engine found in its cache" },
+  { id: "ttft", label: "TTFT", title: "Time from the submission to the first token" },
+  { id: "output", label: "Output", title: "Output tokens" },
+  { id: "itl", label: "ITL", title: "Mean time between two output tokens" },
+  { id: "total", label: "Duration", title: "Time from the submission to the end, or until now" },
+  { id: "life", label: "Phases", isText: true, title: "Queue (hatched), prefill, decode. All bars have the same scale." },
+];
+
+/**
+ * Return the duration that fills the width of the bars: a round number that is at least the longest duration.
+ *
+ * @param {object[]} rows
+ * @param {number} endUs
+ */
+export function scaleOf(rows, endUs) {
+  return roundUp(Math.max(1_000, ...rows.map((row) => (row.ended_us ?? endUs) - row.submitted_us)));
+}
+
+/** Create an empty row. */
+export function createRow() {
+  const cells = COLUMNS.map((column) => h("td", { class: `${column.id}${column.isText ? " t" : ""}`, "data-label": column.label }));
+  const [, request, phase, , prompt, , , , , life] = cells;
+  request.append(h("a", { class: "request-id" }), h("span", { class: "soft" }));
+  phase.append(badge(), h("span", { class: "soft reason" }));
+  prompt.append(h("span"), h("span", { class: "soft share" }));
+  life.append(h("span", { class: "life", "aria-hidden": "true" }));
+  return h("tr", {}, cells);
+}
+
+/**
+ * Show a request in a row.
+ *
+ * @param {Element} element
+ * @param {object} row
+ * @param {RowView} view
+ */
+export function updateRow(element, row, { moment, group, endUs, scaleUs, departed }) {
+  const [when, request, phase, where, prompt, ttft, output, itl, total, life] = element.children;
+  const isDeparted = departed.has(row.number);
+  put(element, "class", isDeparted ? "departed" : null);
+  setText(when, clock(row.submitted_us));
+  put(when, "title", `${dateTime(row.submitted_us)} UTC`);
+  const link = request.children[0];
+  setText(link, row.request_id);
+  put(link, "href", linkTo("requests", row.number, { id: row.request_id }, moment.atUs));
+  setText(request.children[1], detailsOf(row, group));
+  updateBadge(phase.children[0], row.state);
+  setText(phase.children[1], isDeparted ? "no longer matches" : reasonOf(row));
+  setText(where, row.worker_id && row.rank ? `${row.worker_id}/${row.rank}` : row.worker_id || "–");
+  setText(prompt.children[0], whole(row.prompt_tokens));
+  setText(prompt.children[1], row.cached_tokens === null ? "" : `${percent(row.cached_tokens / (row.prompt_tokens || 1))} cached`);
+  setText(ttft, duration(row.ttft_us));
+  setText(output, whole(row.output_tokens));
+  setText(itl, duration(row.itl_us));
+  setText(total, duration((row.ended_us ?? endUs) - row.submitted_us));
+  updateLife(life.children[0], row, endUs, scaleUs);
+}
+
+/**
+ * @param {object} row
+ * @param {string} group
+ */
+function detailsOf(row, group) {
+  const found = [];
+  if (row.model !== group) found.push(row.model);
+  if (row.lora_name) found.push(`adapter ${row.lora_name}`);
+  if (row.attempt > 1) found.push(`attempt ${row.attempt}`);
+  return found.join(", ");
+}
+
+/** @param {object} row */
+function reasonOf(row) {
+  return row.state === "finished" && row.reason === "stop" ? "" : row.reason;
+}
+
+/**
+ * @param {Element} life
+ * @param {object} row
+ * @param {number} endUs
+ * @param {number} scaleUs
+ */
+function updateLife(life, row, endUs, scaleUs) {
+  put(life, "data-open", hasEnded(row.state) ? null : "true");
+  reconcile(
+    life,
+    phasesOfRow(row, endUs),
+    (span) => span.phase,
+    (span) => h("i", { "data-phase": span.phase }),
+    (element, span) => setStyle(element, "--share", ((span.toUs - span.fromUs) / scaleUs).toFixed(4)),
+  );
+}

@@ -1,0 +1,237 @@
+/**
+ * One routing decision: the reason in words, the cost of each candidate as bars and as a table, the excluded ranks, and
+ * what would have changed the selection.
+ *
+ * @module views/routing
+ */
+
+import { h, replace } from "../dom.js";
+import { counted, duration, percent, whole } from "../format.js";
+import { selectedName } from "../request_lanes.js";
+import { measureOf, orderOf, PART_NAMES } from "../routing_costs.js";
+import { Table } from "../table.js";
+import { recordButton } from "./record_dialog.js";
+import { valueText } from "./request_words.js";
+
+const CANDIDATES_SHOWN = 10;
+const NAMES_SHOWN = 6; // excluded ranks per reason
+const SENT = { encode: "Encode sent to", prefill: "Prefill sent to", decode: "Decode sent to", aggregated: "Sent to" };
+const BLOCKS = new Intl.NumberFormat("en-US", { maximumFractionDigits: 2 });
+
+/**
+ * Create the section of a routing decision.
+ *
+ * @param {any} routing
+ * @param {import("../api.js").Api} api
+ * @returns {HTMLElement}
+ */
+export function routingSection(routing, api) {
+  const measure = measureOf(routing);
+  const order = orderOf(routing);
+  const bars = h("div", { class: "cost-bars" });
+  const show = (/** @type {number} */ count) => replace(bars, measure && costBars(routing, order, measure, count, show));
+  show(CANDIDATES_SHOWN);
+  return h(
+    "section",
+    { class: "routing card" },
+    h("div", { class: "view-head" }, h("h3", {}, titleOf(routing)), recordButton(api, "decisions", routing.offset)),
+    h("p", { class: "why" }, sentence(routing.why)),
+    routing.would_wait && h("p", {}, "A request like this query would be held in the queue first."),
+    bars,
+    excluded(routing.left_out),
+    h("details", {}, h("summary", {}, `All terms of ${counted(order.length, "candidate")}`), termsTable(routing, order)),
+    settings(routing),
+  );
+}
+
+/**
+ * Create the list of changes that would have changed a selection.
+ *
+ * @param {any} found Counterfactuals
+ * @returns {HTMLElement}
+ */
+export function counterfactualList({ changes, notes = [], selected }) {
+  if (!changes.length && !notes.length) return h("p", { class: "soft" }, "No single change selects another worker.");
+  const item = (/** @type {any} */ one) => {
+    const isSame = !one.selected || one.selected === selected;
+    const chance = one.probability ? ` (probability ${percent(one.probability)})` : "";
+    return h(
+      "li",
+      { "data-same": isSame ? "true" : null },
+      h("span", { class: "to" }, isSame ? "same worker" : `→ ${one.selected}`),
+      h("span", {}, one.text, chance),
+    );
+  };
+  return h(
+    "div",
+    {},
+    changes.length ? h("ul", { class: "changes" }, changes.map(item)) : h("p", {}, "No single change selects another worker."),
+    notes.map((/** @type {string} */ note) => h("p", { class: "soft" }, note)),
+  );
+}
+
+/**
+ * Create the list of ranks that were not candidates, grouped by reason; null if there are none.
+ *
+ * @param {any[]} ranks
+ * @returns {HTMLElement|null}
+ */
+export function excluded(ranks) {
+  if (!ranks.length) return null;
+  /** @type {Map<string, string[]>} */
+  const byText = new Map();
+  for (const { seen, text } of ranks) byText.set(text, [...(byText.get(text) ?? []), `${seen.worker_id}/${seen.rank}`]);
+  const items = [...byText].map(([text, names]) => {
+    const more = names.length > NAMES_SHOWN ? ` and ${whole(names.length - NAMES_SHOWN)} more` : "";
+    return h("li", {}, h("b", {}, names.slice(0, NAMES_SHOWN).join(", "), more), ": ", text);
+  });
+  return h("div", { class: "excluded" }, h("h4", {}, "Excluded ranks"), h("ul", {}, items));
+}
+
+/** @param {any} routing */
+function titleOf(routing) {
+  const name = selectedName(routing);
+  if (!routing.attempt) return `Would be routed to ${name}`;
+  const waited = routing.waited_us ? ` after ${duration(routing.waited_us)} in the queue` : "";
+  const attempt = routing.attempt > 1 ? `Attempt ${routing.attempt}: ` : "";
+  const sent = SENT[/** @type {keyof typeof SENT} */ (routing.stage)] ?? "Sent to";
+  return `${attempt}${attempt ? sent[0].toLowerCase() + sent.slice(1) : sent} ${name}${waited}`;
+}
+
+/**
+ * @param {any} routing
+ * @param {number[]} order
+ * @param {import("../routing_costs.js").Measure} measure
+ * @param {number} count number of candidates to show
+ * @param {(count: number) => void} show
+ */
+function costBars(routing, order, measure, count, show) {
+  const { candidates, winner, runner_up } = routing;
+  const first = order.slice(0, count);
+  const shown = first.includes(winner) ? first : [...first.slice(0, -1), winner];
+  const total = (/** @type {any} */ one) => sum(measure.partsOf(one));
+  const most = Math.max(...shown.map((at) => total(candidates[at]) + measure.creditOf(candidates[at])), 1e-9);
+  const rows = shown.map((at) => {
+    const one = candidates[at];
+    const credit = measure.creditOf(one);
+    const parts = measure.partsOf(one);
+    const mark = at === winner ? "★ selected" : at === runner_up ? "runner-up" : "";
+    const terms = parts.map((part) => `${BLOCKS.format(part.value)} ${PART_NAMES[part.kind]}`);
+    if (credit) terms.push(`${BLOCKS.format(credit)} less for cached blocks`);
+    const share = (/** @type {number} */ value) => ({ "--share": (value / most).toFixed(5) });
+    return h(
+      "tr",
+      { class: at === winner ? "winner" : null },
+      h("th", { scope: "row", class: "t" }, nameOf(routing, at)),
+      h("td", { class: "t soft" }, mark),
+      h(
+        "td",
+        { class: "cost-track" },
+        h(
+          "div",
+          { class: "stack", role: "img", "aria-label": terms.join(", ") || "0", title: terms.join(", ") },
+          parts.map((part) => h("i", { "data-part": part.kind, style: share(part.value) })),
+          credit ? h("i", { "data-part": "credit", style: share(credit) }) : null,
+        ),
+      ),
+      h("td", {}, h("b", {}, BLOCKS.format(total(one)))),
+      one.probability === null ? null : h("td", { class: "soft" }, percent(one.probability)),
+    );
+  });
+  const kinds = [...new Set(shown.flatMap((at) => measure.partsOf(candidates[at]).map((part) => part.kind)))];
+  const hasCredit = shown.some((at) => measure.creditOf(candidates[at]));
+  return [
+    h("p", { class: "soft cost-title" }, measure.title, candidates[winner].probability === null ? "" : ", and its probability"),
+    h("table", { class: "costs", "aria-label": measure.title }, h("tbody", {}, rows)),
+    h(
+      "ul",
+      { class: "legend" },
+      kinds.map((kind) => h("li", { "data-part": kind }, h("i", { "aria-hidden": "true" }), PART_NAMES[kind])),
+      hasCredit && h("li", { "data-part": "credit" }, h("i", { "aria-hidden": "true" }), "credit for cached blocks, not part of the cost"),
+    ),
+    shown.length < order.length &&
+      h(
+        "button",
+        { type: "button", class: "button", onclick: () => show(order.length) },
+        `Show all ${whole(order.length)} candidates, with costs up to ${BLOCKS.format(candidates[order[order.length - 1]].cost)}`,
+      ),
+  ];
+}
+
+/** @param {import("../routing_costs.js").CostPart[]} parts */
+function sum(parts) {
+  return parts.reduce((total, part) => total + part.value, 0);
+}
+
+/**
+ * @param {any} routing
+ * @param {number} at
+ */
+function nameOf({ candidates }, at) {
+  const { worker_id, rank } = candidates[at].seen;
+  return candidates.some((/** @type {any} */ one) => one.seen.rank) ? `${worker_id}/${rank}` : worker_id;
+}
+
+/**
+ * Create the table of all cost terms. Terms that are zero for all candidates are left out.
+ *
+ * @param {any} routing
+ * @param {number[]} order
+ */
+function termsTable(routing, order) {
+  const { candidates, winner, runner_up } = routing;
+  const has = (/** @type {(one: any) => any} */ value) => candidates.some((/** @type {any} */ one) => value(one));
+  /** @type {[string, string, (one: any) => number, ((value: number) => string)?][]} */
+  const columns = [
+    ["cost", "Cost", (one) => one.cost],
+    ["prefill", "Prefill", (one) => one.prefill_blocks],
+    ["credit", "Credit", (one) => one.overlap_credit],
+    ["decode", "Decode", (one) => one.decode_blocks],
+    ["active", "Active", (one) => one.active_requests],
+  ];
+  if (has((one) => one.probability !== null)) columns.splice(1, 0, ["probability", "Probability", (one) => one.probability ?? 0, percent]);
+  if (has((one) => one.taint_factor !== 1)) columns.push(["taints", "Taint factor", (one) => one.taint_factor]);
+  columns.push(["cached", "Cached", (one) => one.seen.device_overlap]);
+  if (has((one) => one.seen.assumed_overlap)) columns.push(["assumed", "Assumed", (one) => one.seen.assumed_overlap]);
+  if (has((one) => one.seen.host_overlap)) columns.push(["host", "On host", (one) => one.seen.host_overlap]);
+  if (has((one) => one.seen.disk_overlap)) columns.push(["disk", "On disk", (one) => one.seen.disk_overlap]);
+  columns.push(
+    ["size", "Cache size", ({ seen }) => seen.device_blocks + seen.host_blocks + seen.disk_blocks],
+    ["waiting", "Waiting tokens", (one) => one.seen.waiting_tokens],
+    ["computed", "Computed tokens", (one) => one.seen.computed_tokens],
+  );
+  const table = new Table({
+    label: "Cost terms of the candidates, in KV blocks",
+    key: (/** @type {number} */ at) => at,
+    columns: [
+      { id: "name", label: "Candidate", isText: true, text: (at) => nameOf(routing, at), order: (at) => nameOf(routing, at) },
+      { id: "mark", label: "", isText: true, text: (at) => (at === winner ? "★ selected" : at === runner_up ? "runner-up" : "") },
+      ...columns.map(([id, label, value, format]) => ({
+        id,
+        label,
+        text: (/** @type {number} */ at) => (format ?? BLOCKS.format)(value(candidates[at])),
+        order: (/** @type {number} */ at) => value(candidates[at]),
+      })),
+    ],
+  });
+  table.update(order);
+  return table.element;
+}
+
+/** @param {any} routing */
+function settings({ mode, config, overridden }) {
+  const names = Object.keys(config);
+  const overrides = overridden.length ? `, of which the request overrode ${overridden.join(", ")}` : "";
+  if (!names.length) return h("p", { class: "soft" }, `Policy ${mode}, which has no settings.`);
+  return h(
+    "details",
+    {},
+    h("summary", {}, `Policy ${mode}: ${counted(names.length, "setting")}${overrides}`),
+    h("dl", {}, names.map((name) => [h("dt", {}, h("code", {}, name)), h("dd", {}, valueText(config[name]))])),
+  );
+}
+
+/** @param {string} text a clause without a period */
+function sentence(text) {
+  return `${text[0]?.toUpperCase() ?? ""}${text.slice(1)}.`;
+}
