@@ -1,0 +1,304 @@
+"""State of one request while a pass follows it, and its row in the catalog.
+
+A row has the newest state in columns, which queries filter by, and all earlier states as steps. The steps give the
+state as of any moment. Progress events count only if they are from the request's current attempt and worker epoch, as
+in `forebay.core.state.requests`.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Any, get_args
+
+import msgspec
+
+from forebay.core.phases import ON_WORKER, Phase
+from forebay.core.state.active_request import ActiveRequest
+from forebay.core.state.transitions import DISPATCHED, REPORTED, TRANSITIONS
+from forebay.events.decisions import RequestAborted, RequestHeld, RequestRejected, RequestRouted
+from forebay.events.progress import FirstTokenEmitted, RequestFailed, RequestFinished, RequestProgress
+from forebay.events.requests import RequestSubmitted
+from forebay.replay.catalog.facts import RequestState
+
+STATES: tuple[RequestState, ...] = get_args(RequestState)
+STATE_OF_PHASE: dict[Phase, RequestState] = {
+    Phase.SUBMITTED: "submitted",
+    Phase.QUEUED: "queued",
+    Phase.ENCODE: "encode",
+    Phase.REMOTE_PREFILL: "prefill",
+    Phase.TRANSFER: "decode",
+    Phase.PREFILL: "prefill",
+    Phase.DECODE: "decode",
+    Phase.WAITING: "waiting",
+}
+ENDED: frozenset[RequestState] = frozenset(("finished", "failed", "rejected", "aborted", "cancelled"))
+UNSUCCESSFUL: frozenset[RequestState] = frozenset(("failed", "rejected", "aborted"))
+REASON_CHARS_MAX = 200  # an engine's error may be a whole stack trace
+STEPS_MAX = 256  # a pool may allow any number of attempts; later steps replace the last one
+COLUMNS = (
+    "number",
+    "request_id",
+    "model",
+    "lora_name",
+    "pool",
+    "worker_id",
+    "rank",
+    "state",
+    "submitted_us",
+    "queued_at_us",
+    "routed_us",
+    "first_token_us",
+    "ended_us",
+    "prompt_tokens",
+    "cached_tokens",
+    "output_tokens",
+    "attempt",
+    "reason",
+    "ttft_us",
+    "journal_offset",
+    "is_unsuccessful",
+    "is_partial",
+    "steps",
+)
+
+Row = tuple[Any, ...]  # values of COLUMNS
+
+
+class RoutedRank(msgspec.Struct, frozen=True, array_like=True):
+    """Rank to which a request was routed."""
+
+    pool: str
+    worker_id: str
+    rank: int
+    attempt: int
+
+
+class RequestStep(msgspec.Struct, frozen=True, array_like=True):
+    """Change of a request's state.
+
+    Attributes:
+        after_us: microseconds since the submission.
+        state: the new state, as index of `STATES`.
+        journal_offset: journal offset of the decision; None if an event changed the state.
+        place: the new place; None if it did not change.
+    """
+
+    after_us: int
+    state: int
+    journal_offset: int | None = None
+    place: RoutedRank | None = None
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(list[RequestStep])
+
+
+@dataclass(slots=True)
+class CatalogRequest:
+    """Request that a pass follows. The fields without a description are those of `RequestRow`.
+
+    Attributes:
+        phase: phase of the request in the owner's world.
+        stage: stage for which it was last routed.
+        worker_epoch: epoch of `worker_id`.
+        queued_at_us: when the owner put the request into its queue; None if it did not.
+        is_partial: whether the log does not hold the submission, so that `submitted_us` is the log's beginning.
+    """
+
+    number: int
+    request_id: str
+    model: str
+    lora_name: str
+    prompt_tokens: int
+    submitted_us: int
+    is_partial: bool = False
+    pool: str = ""
+    worker_id: str = ""
+    rank: int = 0
+    worker_epoch: int = 0
+    attempt: int = 0
+    phase: Phase = Phase.SUBMITTED
+    stage: str = "aggregated"
+    state: RequestState = "submitted"
+    queued_at_us: int | None = None
+    routed_us: int | None = None
+    first_token_us: int | None = None
+    ended_us: int | None = None
+    cached_tokens: int | None = None
+    output_tokens: int | None = None
+    reason: str = ""
+    ttft_us: int | None = None
+    journal_offset: int | None = None
+    steps: list[RequestStep] = field(default_factory=list)
+
+    @classmethod
+    def of_submission(cls, number: int, event: RequestSubmitted, now_us: int) -> "CatalogRequest":
+        """Return a new request, submitted with the event at offset `number`."""
+        return cls(number, event.request_id, event.model, event.lora_name, event.prompt_tokens, now_us)
+
+    @classmethod
+    def of_active(cls, request: ActiveRequest, model: str, begin_us: int) -> "CatalogRequest":
+        """Return a request that is active at the beginning of the log, whose submission the log does not hold."""
+        submitted = request.submitted
+        made = cls(
+            submitted.offset,
+            submitted.request_id,
+            model,
+            submitted.lora_name,
+            submitted.prompt_tokens,
+            begin_us,
+            is_partial=True,
+            pool=submitted.pool,
+            worker_id=request.worker_id,
+            rank=request.rank,
+            attempt=request.stage_attempt,
+            queued_at_us=request.queued_at_us or None,
+            routed_us=begin_us if request.was_dispatched else None,
+        )
+        made.follow(request)
+        place = RoutedRank(made.pool, made.worker_id, made.rank, made.attempt)
+        made._move(request.phase, begin_us, None, place)
+        return made
+
+    @classmethod
+    def of_row(cls, row: Row) -> "CatalogRequest":
+        """Return an active request from its row. `follow` adds what the row does not have."""
+        values = dict(zip(COLUMNS, row, strict=True))
+        del values["is_unsuccessful"]
+        values["steps"] = decode_steps(values["steps"])
+        values["is_partial"] = bool(values["is_partial"])
+        made = cls(**values)
+        made.phase = Phase.QUEUED if made.state == "queued" else Phase.WAITING
+        return made
+
+    def follow(self, request: ActiveRequest) -> None:
+        """Take phase, stage and worker epoch from the owner's world."""
+        self.phase, self.stage, self.worker_epoch = request.phase, request.stage, request.worker_epoch
+
+    def copy(self) -> "CatalogRequest":
+        """Return a copy that can change independently."""
+        return replace(self, steps=list(self.steps))
+
+    def row(self) -> Row:
+        """Return the values of `COLUMNS`."""
+        return (
+            self.number,
+            self.request_id,
+            self.model,
+            self.lora_name,
+            self.pool,
+            self.worker_id,
+            self.rank,
+            self.state,
+            self.submitted_us,
+            self.queued_at_us,
+            self.routed_us,
+            self.first_token_us,
+            self.ended_us,
+            self.prompt_tokens,
+            self.cached_tokens,
+            self.output_tokens,
+            self.attempt,
+            self.reason,
+            self.ttft_us,
+            self.journal_offset,
+            self.state in UNSUCCESSFUL,
+            self.is_partial,
+            _ENCODER.encode(self.steps),
+        )
+
+    def is_on(self, worker_id: str, worker_epoch: int) -> bool:
+        """Return whether this epoch of a worker has the request now."""
+        return self.phase in ON_WORKER and (self.worker_id, self.worker_epoch) == (worker_id, worker_epoch)
+
+    def accepts(self, event: RequestProgress) -> bool:
+        """Return whether the owner applies the event in this state.
+
+        The owner also ignores a `TransferFailed` of a request without anything to fetch, which this state does not
+        show.
+        """
+        if (event.attempt, event.worker_id, event.worker_epoch) != (self.attempt, self.worker_id, self.worker_epoch):
+            return False
+        match event:
+            case RequestFinished() if self.stage in ("encode", "prefill"):
+                return False
+            case RequestFailed() if self.stage == "prefill":
+                return False
+        return self.phase in TRANSITIONS[REPORTED[type(event)]].sources
+
+    def hold(self, record: RequestHeld, offset: int, now_us: int) -> None:
+        """Put the request into the router's queue."""
+        self.pool, self.queued_at_us = record.pool, now_us
+        self._move(Phase.QUEUED, now_us, offset, RoutedRank(self.pool, "", 0, 0))
+
+    def route(self, record: RequestRouted, offset: int, now_us: int, pool: str) -> None:
+        """Send the request to a worker rank. `pool` generates the response."""
+        self.pool, self.worker_id, self.rank, self.attempt = pool, record.worker_id, record.rank, record.attempt
+        self.worker_epoch, self.stage = record.worker_epoch, record.stage
+        if self.routed_us is None:
+            self.routed_us = now_us
+        phase = TRANSITIONS[DISPATCHED[record.stage]].target
+        assert phase is not None, "a routed request is active"
+        self._move(phase, now_us, offset, RoutedRank(pool, record.worker_id, record.rank, record.attempt))
+
+    def wait(self, now_us: int) -> None:
+        """Let the request wait for its next worker."""
+        self._move(Phase.WAITING, now_us)
+
+    def emit_first_token(self, event: FirstTokenEmitted, now_us: int) -> bool:
+        """Record a first token. Return whether it is the first one of the response: a retry emits another one."""
+        self._move(Phase.DECODE, now_us)
+        if self.first_token_us is not None:
+            return False
+        self.first_token_us = now_us
+        self.cached_tokens = min(event.cached_tokens, self.prompt_tokens)
+        if not self.is_partial:
+            self.ttft_us = now_us - self.submitted_us
+        return True
+
+    def finish(self, event: RequestFinished, now_us: int) -> None:
+        """End the request with a complete response."""
+        self.output_tokens = event.output_tokens
+        self._end("finished", event.finish_reason, now_us, None)
+
+    def fail(self, event: RequestFailed, now_us: int) -> None:
+        """End the request with the engine's error."""
+        self._end("failed", event.error[:REASON_CHARS_MAX], now_us, None)
+
+    def refuse(self, record: RequestRejected | RequestAborted, offset: int, now_us: int) -> None:
+        """End the request by a decision of the owner."""
+        if isinstance(record, RequestRejected):
+            self._end("rejected", record.reason, now_us, offset)
+        else:
+            self._end("cancelled" if record.reason == "cancelled" else "aborted", record.reason, now_us, offset)
+
+    @property
+    def itl_us(self) -> float | None:
+        """Mean time between two output tokens; None with fewer than two."""
+        return mean_itl_us(self.first_token_us, self.ended_us, self.output_tokens)
+
+    def _end(self, state: RequestState, reason: str, now_us: int, offset: int | None) -> None:
+        self.reason, self.ended_us = reason, now_us
+        self._add_step(state, now_us, offset, None)
+
+    def _move(self, phase: Phase, now_us: int, offset: int | None = None, place: RoutedRank | None = None) -> None:
+        self.phase = phase
+        self._add_step(STATE_OF_PHASE[phase], now_us, offset, place)
+
+    def _add_step(self, state: RequestState, now_us: int, offset: int | None, place: RoutedRank | None) -> None:
+        self.state = state
+        if offset is not None:
+            self.journal_offset = offset
+        if len(self.steps) == STEPS_MAX:
+            self.steps.pop()
+        self.steps.append(RequestStep(now_us - self.submitted_us, STATES.index(state), offset, place))
+
+
+def mean_itl_us(first_token_us: int | None, ended_us: int | None, output_tokens: int | None) -> float | None:
+    """Return the mean time between two output tokens in microseconds; None with fewer than two."""
+    if first_token_us is None or ended_us is None or output_tokens is None or output_tokens < 2:
+        return None
+    return (ended_us - first_token_us) / (output_tokens - 1)
+
+
+def decode_steps(encoded: bytes) -> list[RequestStep]:
+    """Return the steps of a row."""
+    return _DECODER.decode(encoded)

@@ -1,0 +1,145 @@
+"""Describe configuration changes and commands of operators in one short sentence."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import msgspec
+
+from forebay.core.world import World
+from forebay.events.control import (
+    BusyThresholds,
+    BusyThresholdsSet,
+    ControlEvent,
+    DisaggConfig,
+    DisaggregationSet,
+    PoolConfigured,
+    WorkerCommanded,
+)
+from forebay.events.decisions import CommandSent
+from forebay.events.pools import PoolCanarySet, PoolDrainSet, PoolRoutingConfigured
+
+CHANGES_MAX = 4  # settings in a sentence; the number of all others is added
+NAMES_MAX = 3
+VALUE_CHARS_MAX = 40
+
+SettingsEvent = (
+    PoolConfigured | BusyThresholdsSet | DisaggregationSet | PoolRoutingConfigured | PoolCanarySet | PoolDrainSet
+)
+
+
+class EffectiveSettings:
+    """EffectiveSettings of all pools before an event, to name what the event changes."""
+
+    def __init__(self, world: World) -> None:
+        """Copy the settings in force. They are immutable, so the copies are shallow."""
+        self.pools = dict(world.pools)
+        self.busy = dict(world.busy)
+        self.disagg = dict(world.disagg)
+
+    def busy_of(self, model: str) -> BusyThresholds:
+        """Return the busy thresholds in force in the first pool of a model."""
+        pools = (self.busy.get(name, pool.router.busy) for name, pool in self.pools.items() if pool.model == model)
+        return next(pools, BusyThresholds())
+
+    def disagg_of(self, model: str) -> DisaggConfig:
+        """Return the disaggregation settings in force in the first decode pool of a model."""
+        decoders = ((name, pool) for name, pool in self.pools.items() if pool.model == model and pool.role == "decode")
+        return next((self.disagg.get(name, pool.router.disagg) for name, pool in decoders), DisaggConfig())
+
+
+def settings_text(event: SettingsEvent, before: EffectiveSettings) -> str:
+    """Return what an event changes in the settings. Empty if it changes nothing."""
+    match event:
+        case PoolConfigured():
+            text = _pool_text(event, before)
+        case BusyThresholdsSet():
+            changes = changes_of(before.busy_of(event.model), event.thresholds)
+            text = f"Busy thresholds of {event.model}: {join_changes(changes)}" if changes else ""
+        case DisaggregationSet():
+            changes = changes_of(before.disagg_of(event.model), event.disagg)
+            text = f"Disaggregation of {event.model}: {join_changes(changes)}" if changes else ""
+        case PoolRoutingConfigured():
+            grids = ", ".join(f"a grid of {len(grid.pools)} {grid.role} pools" for grid in event.routing.grids)
+            retry = " and retries in faster pools" if event.routing.retry else ""
+            text = f"Pools of {event.model} are chosen by {grids or 'name'}{retry}"
+        case PoolCanarySet() if event.base:
+            text = f"Pool {event.pool} gets {event.share:.4g} of the requests for pool {event.base}"
+        case PoolCanarySet():
+            text = f"Pool {event.pool} is no canary any more"
+        case PoolDrainSet():
+            text = f"Pool {event.pool} gets {'no new requests' if event.drained else 'new requests again'}"
+    return text and _sentence(text, event)
+
+
+def command_text(event: WorkerCommanded, sent: CommandSent | None) -> str:
+    """Return what an operator's command does. `sent` is the owner's decision; None for a repeated command."""
+    command = event.command
+    named = f"{command.action} {command.lora_name}".rstrip()
+    if sent is not None and sent.reason is not None:
+        text = f"Command {named} for {event.model} was rejected: {sent.reason}"
+    else:
+        targets = [one.worker_id for one in sent.targets] if sent is not None else list(event.worker_ids)
+        text = f"Command {named} was sent to {join_names(targets, 'worker') if targets else event.model}"
+    return _sentence(text, event)
+
+
+def changes_of(before: msgspec.Struct, after: msgspec.Struct) -> list[str]:
+    """Return the fields that differ as `name old → new`, with dotted names for parts of a part."""
+    old, new = dict(_flat(msgspec.to_builtins(before))), dict(_flat(msgspec.to_builtins(after)))
+    names = dict.fromkeys([*old, *new])
+    return [
+        f"{name} {_value(old.get(name))} → {_value(new.get(name))}" for name in names if old.get(name) != new.get(name)
+    ]
+
+
+def join_changes(changes: list[str]) -> str:
+    """Return changes as text, and the number of those that are too many."""
+    more = len(changes) - CHANGES_MAX
+    return ", ".join(changes[:CHANGES_MAX]) + (f" and {more} more" if more > 0 else "")
+
+
+def join_names(names: Iterable[str], noun: str) -> str:
+    """Return names after their noun, for example `workers a and b` or `5 workers`."""
+    found = list(names)
+    if len(found) == 1:
+        return f"{noun} {found[0]}"
+    if len(found) <= NAMES_MAX:
+        return f"{noun}s {', '.join(found[:-1])} and {found[-1]}"
+    return f"{len(found)} {noun}s"
+
+
+def _pool_text(event: PoolConfigured, before: EffectiveSettings) -> str:
+    known = before.pools.get(event.pool)
+    if known is None:
+        return f"Pool {event.pool} serves {event.model} with router mode {event.router.mode}"
+    effective = msgspec.structs.replace(
+        known,
+        router=msgspec.structs.replace(
+            known.router,
+            busy=before.busy.get(event.pool, known.router.busy),
+            disagg=before.disagg.get(event.pool, known.router.disagg),
+        ),
+        at_us=event.at_us,
+    )
+    changes = [change.removeprefix("router.") for change in changes_of(effective, event)]
+    return f"Pool {event.pool}: {join_changes(changes)}" if changes else ""
+
+
+def _sentence(text: str, event: ControlEvent) -> str:
+    operator = getattr(event, "operator", "")
+    return f"{text} (by {operator})." if operator else f"{text}."
+
+
+def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key, part in value.items():
+            yield from _flat(part, f"{name}.{key}" if name else str(key))
+    else:
+        yield name, value
+
+
+def _value(value: Any) -> str:
+    if value is None or value == "":
+        return "off"
+    text = ("yes" if value else "no") if isinstance(value, bool) else str(value)
+    return text if len(text) <= VALUE_CHARS_MAX else f"{text[:VALUE_CHARS_MAX]}…"

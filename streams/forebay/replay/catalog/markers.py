@@ -1,0 +1,270 @@
+"""Events of interest on the time axis: collected by a pass, and merged by queries that would return too many."""
+
+import json
+import sqlite3
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import get_args
+
+from forebay.core.state.fleet import FleetWorker, WorkerPhase
+from forebay.core.step import AnyDecision
+from forebay.core.world import World
+from forebay.events.control import WorkerCommanded
+from forebay.events.decisions import CommandSent, OwnerClaimed
+from forebay.events.fleet import WorkerFact, WorkerJoined
+from forebay.events.topics import CONTROL, DECISIONS, FLEET
+from forebay.replay.catalog.catalog_request import CatalogRequest
+from forebay.replay.catalog.facts import Marker, MarkerKind
+from forebay.replay.catalog.marker_text import EffectiveSettings, SettingsEvent, command_text, settings_text
+
+KINDS: tuple[MarkerKind, ...] = get_args(MarkerKind)
+SECOND_US = 1_000_000
+MARKERS_MAX = 2_000  # markers that a query returns
+REASONS_NAMED = 3  # in a sentence
+REASONS_COUNTED = 16  # errors of engines may all differ; the others count as one more reason
+REASON_CHARS_MAX = 60
+PHASE_KINDS: dict[WorkerPhase, MarkerKind] = {
+    WorkerPhase.READY: "worker_joined",
+    WorkerPhase.SUSPECT: "worker_suspect",
+    WorkerPhase.DRAINING: "worker_draining",
+    WorkerPhase.LOST: "worker_lost",
+}
+MERGED: dict[MarkerKind, str] = {
+    "takeover": "takeovers",
+    "worker_joined": "workers joined",
+    "worker_suspect": "workers became suspect",
+    "worker_draining": "workers began to drain",
+    "worker_lost": "workers were lost",
+    "configuration": "configuration changes",
+    "command": "commands",
+    "scaling": "scaling events",
+    "rejections": "requests rejected",
+    "failures": "requests failed",
+}
+# `reasons` has the counts by reason of the markers that count requests, and the owner of a takeover.
+SCHEMA = """
+CREATE TABLE markers (
+    kind TEXT, at_us INTEGER, topic TEXT, offset INTEGER, count INTEGER, text TEXT, reasons TEXT,
+    PRIMARY KEY (kind, at_us, topic, offset)
+) WITHOUT ROWID;
+"""
+
+MarkerRow = tuple[str, int, str, int, int, str, str]
+
+
+@dataclass(slots=True)
+class SecondTally:
+    """Requests that were rejected or failed within one second of the owner's clock.
+
+    Attributes:
+        at_us: beginning of the second.
+        topic: topic of the first of their records.
+        offset: offset of this record.
+        reasons: number of requests by reason.
+    """
+
+    at_us: int = -1
+    topic: str = ""
+    offset: int = 0
+    reasons: Counter[str] = field(default_factory=Counter)
+
+
+class MarkerRecorder:
+    """Collects markers in memory until `write`."""
+
+    def __init__(self) -> None:
+        self._rows: list[MarkerRow] = []
+        self._owner_id = ""
+        self._settings = EffectiveSettings(World())
+        self._phases: dict[str, tuple[int, WorkerPhase]] = {}
+        self._tallies: dict[MarkerKind, SecondTally] = {"rejections": SecondTally(), "failures": SecondTally()}
+
+    def open(self, connection: sqlite3.Connection, world: World) -> None:
+        """Continue after the newest rows."""
+        self._settings = EffectiveSettings(world)
+        self._phases = {one.spec.worker_id: (one.worker_epoch, one.phase) for one in world.fleet.workers()}
+        select = "SELECT at_us, topic, offset, reasons FROM markers WHERE kind = ? ORDER BY at_us DESC LIMIT 1"
+        for *_, owner_id in connection.execute(select, ["takeover"]):
+            self._owner_id = owner_id
+        for kind in self._tallies:
+            for at_us, topic, offset, reasons in connection.execute(select, [kind]):
+                self._tallies[kind] = SecondTally(at_us, topic, offset, Counter(json.loads(reasons)))
+
+    def add_claim(self, offset: int, record: OwnerClaimed, now_us: int) -> None:
+        """Add the claim of a new owner. `now_us` is the clock of the previous owner."""
+        if not self._owner_id:
+            text = f"Router {record.owner_id} became the owner."
+        elif record.owner_id == self._owner_id:
+            text = f"Router {record.owner_id} claimed the group again."
+        else:
+            text = f"Router {record.owner_id} took over from {self._owner_id}."
+        self._owner_id = record.owner_id
+        at_us = max(record.at_us, now_us)
+        self._rows.append(("takeover", at_us, DECISIONS.name, offset, 1, text, record.owner_id))
+
+    def add_fleet_event(self, event: WorkerJoined | WorkerFact, offset: int, now_us: int, world: World) -> None:
+        """Add a fleet event, unless the owner ignored it."""
+        worker_id = event.spec.worker_id if isinstance(event, WorkerJoined) else event.worker_id
+        before, worker = self._phases.get(worker_id), world.fleet.get(worker_id)
+        after = None if worker is None else (worker.worker_epoch, worker.phase)
+        if after == before:
+            return
+        if after is None:
+            self._phases.pop(worker_id, None)
+            phase = WorkerPhase.LOST
+        else:
+            self._phases[worker_id] = after
+            phase = after[1]
+        reason = event.reason.strip().rstrip(".") if isinstance(event, WorkerFact) else ""
+        text = _worker_text(worker_id, phase, before, worker) + (f": {reason}." if reason else ".")
+        self._rows.append((PHASE_KINDS[phase], now_us, FLEET.name, offset, 1, text, ""))
+
+    def add_settings(self, event: SettingsEvent, offset: int, now_us: int, world: World) -> None:
+        """Add a change of the settings, unless it changes nothing."""
+        text = settings_text(event, self._settings)
+        self._settings = EffectiveSettings(world)
+        if text:
+            self._rows.append(("configuration", now_us, CONTROL.name, offset, 1, text, ""))
+
+    def add_command(self, event: WorkerCommanded, offset: int, now_us: int, decisions: Sequence[AnyDecision]) -> None:
+        """Add an operator's command, with the owner's decision about it."""
+        sent = next((one for one in decisions if isinstance(one, CommandSent)), None)
+        self._rows.append(("command", now_us, CONTROL.name, offset, 1, command_text(event, sent), ""))
+
+    def count_end(self, request: CatalogRequest, topic: str, offset: int, now_us: int) -> None:
+        """Count a request that was rejected, was aborted or failed."""
+        kind: MarkerKind = "rejections" if request.state == "rejected" else "failures"
+        tally, second_us = self._tallies[kind], now_us - now_us % SECOND_US
+        if tally.at_us != second_us:
+            self._flush(kind)
+            tally = self._tallies[kind] = SecondTally(second_us, topic, offset)
+        reason = request.reason if request.state != "failed" else request.reason.partition("\n")[0] or "engine error"
+        reason = reason[:REASON_CHARS_MAX]
+        if reason not in tally.reasons and len(tally.reasons) == REASONS_COUNTED:
+            reason = "other"
+        tally.reasons[reason] += 1
+
+    def write(self, connection: sqlite3.Connection) -> None:
+        """Write the markers since the last call."""
+        for kind in self._tallies:
+            self._flush(kind)
+        _insert(connection, self._rows)
+        self._rows.clear()
+
+    def _flush(self, kind: MarkerKind) -> None:
+        tally = self._tallies[kind]
+        if tally.at_us >= 0:
+            reasons = json.dumps(tally.reasons)
+            total, text = tally.reasons.total(), _tally_text(kind, tally.reasons)
+            self._rows.append((kind, tally.at_us, tally.topic, tally.offset, total, text, reasons))
+
+
+def add_markers(connection: sqlite3.Connection, markers: Iterable[Marker]) -> None:
+    """Write markers that were not collected by a pass. A marker that the catalog already has changes nothing."""
+    _insert(connection, ((one.kind, one.at_us, one.topic, one.offset, one.count, one.text, "") for one in markers))
+
+
+def markers(connection: sqlite3.Connection, from_us: int, to_us: int, limit: int) -> list[Marker]:
+    """Return the markers of a span in order of time.
+
+    If there are more than `limit`, markers of the most frequent kinds are merged with their neighbours of the same
+    kind. The count of a merged marker is the number of its events, and time and record are those of the first one.
+
+    Args:
+        connection: connection to the catalog.
+        from_us: beginning of the span.
+        to_us: end of the span, exclusive.
+        limit: maximum number of markers, at most `MARKERS_MAX`.
+    """
+    span = "kind = ? AND at_us >= ? AND at_us < ?"
+    select = f"SELECT count(*) FROM markers WHERE {span}"
+    counts = {kind: connection.execute(select, [kind, from_us, to_us]).fetchone()[0] for kind in KINDS}
+    left, found = max(1, min(limit, MARKERS_MAX)), list[Marker]()
+    kinds = sorted((kind for kind in KINDS if counts[kind]), key=lambda kind: counts[kind])
+    for number, kind in enumerate(kinds):
+        share = left // (len(kinds) - number)
+        if counts[kind] <= share:
+            rows = connection.execute(f"SELECT * FROM markers WHERE {span}", [kind, from_us, to_us])
+            some = [_marker(row) for row in rows]
+        else:
+            some = _merged(connection, kind, from_us, to_us, share) if share else []
+        left -= len(some)
+        found += some
+    return sorted(found, key=lambda one: (one.at_us, one.topic, one.offset))
+
+
+def remove_before(connection: sqlite3.Connection, now_us: int) -> None:
+    """Remove the markers of earlier times."""
+    for kind in KINDS:
+        connection.execute("DELETE FROM markers WHERE kind = ? AND at_us < ?", [kind, now_us])
+
+
+def _merged(connection: sqlite3.Connection, kind: MarkerKind, from_us: int, to_us: int, share: int) -> list[Marker]:
+    """Return the markers of one kind, merged into at most `share` markers."""
+    width_us = -(-(to_us - from_us) // share)
+    # SQLite takes the columns without an aggregate from the row with the minimum.
+    rows = connection.execute(
+        "SELECT min(at_us), max(at_us), topic, offset, sum(count), count(*), text FROM markers"
+        " WHERE kind = ? AND at_us >= ? AND at_us < ? GROUP BY (at_us - ?) / ?",
+        [kind, from_us, to_us, from_us, width_us],
+    )
+    return [
+        Marker(
+            at_us=at_us,
+            kind=kind,
+            text=text if merged == 1 else f"{count:,} {MERGED[kind]} within {_seconds(last_us - at_us)}.",
+            topic=topic,
+            offset=offset,
+            count=count,
+        )
+        for at_us, last_us, topic, offset, count, merged, text in rows
+    ]
+
+
+def _insert(connection: sqlite3.Connection, rows: Iterable[MarkerRow]) -> None:
+    connection.executemany("INSERT OR REPLACE INTO markers VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
+
+
+def _marker(row: MarkerRow) -> Marker:
+    kind, at_us, topic, offset, count, text, _ = row
+    return Marker(at_us=at_us, kind=_KIND[kind], text=text, topic=topic, offset=offset, count=count)
+
+
+_KIND: dict[str, MarkerKind] = {kind: kind for kind in KINDS}
+
+
+def _worker_text(
+    worker_id: str, phase: WorkerPhase, before: tuple[int, WorkerPhase] | None, worker: FleetWorker | None
+) -> str:
+    match phase:
+        case WorkerPhase.READY if before is not None:
+            return f"Worker {worker_id} is ready again"
+        case WorkerPhase.READY:
+            return f"Worker {worker_id} joined" + ("" if worker is None else f" pool {worker.spec.pool}")
+        case WorkerPhase.SUSPECT:
+            return f"Worker {worker_id} is suspect"
+        case WorkerPhase.DRAINING:
+            return f"Worker {worker_id} is draining"
+        case WorkerPhase.LOST if before is not None and before[1] is WorkerPhase.DRAINING:
+            return f"Worker {worker_id} left after draining"
+        case WorkerPhase.LOST:
+            return f"Worker {worker_id} was lost"
+
+
+def _tally_text(kind: MarkerKind, reasons: Counter[str]) -> str:
+    total = reasons.total()
+    verb = "rejected" if kind == "rejections" else "failed"
+    named = [
+        f"{reason} ({count})" if len(reasons) > 1 else reason for reason, count in reasons.most_common(REASONS_NAMED)
+    ]
+    more = len(reasons) - len(named)
+    return (
+        f"{total:,} request{'s' if total > 1 else ''} {verb}: {', '.join(named)}"
+        + (f" and {more} other reasons" if more else "")
+        + "."
+    )
+
+
+def _seconds(duration_us: int) -> str:
+    return f"{max(1, round(duration_us / SECOND_US)):,} s"

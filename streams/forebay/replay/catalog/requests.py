@@ -1,0 +1,240 @@
+"""Query the requests of a catalog, as of any moment.
+
+A query reads a bounded number of rows. If a filter matches few of them, a page has fewer requests than wanted, or none,
+and the next page continues after the rows that were read.
+"""
+
+import sqlite3
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from forebay.events.request_ids import SEPARATOR, aliases_of
+from forebay.replay.catalog.catalog_request import COLUMNS, ENDED, STATES, UNSUCCESSFUL, Row, decode_steps, mean_itl_us
+from forebay.replay.catalog.facts import RequestPage, RequestRow, RequestState
+
+PAGE_MAX = 500
+SCAN_MAX = 50_000  # rows that a query reads: about 50 ms of work
+FOUND_MAX = 100  # requests with one ID
+ALIASES_MAX = 10_000  # requests of one client ID that a search reads
+NO_BOUND = (1 << 63) - 1
+_COLUMNS = ", ".join(COLUMNS)
+_AFTER_TEXT = "\U0010ffff"  # sorts after every other character
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFilter:
+    """Conditions that a request must meet, all of them as of the moment of the query.
+
+    Attributes:
+        state: state of the request; None for any.
+        model: name of the model; empty for any.
+        worker_id: worker to which the request was last routed; empty for any.
+        slow_us: minimum TTFT in microseconds; None for any.
+        is_unsuccessful: whether the request must have failed, been rejected or been aborted.
+        text: text that the ID contains, with the same case; empty for any.
+    """
+
+    state: RequestState | None = None
+    model: str = ""
+    worker_id: str = ""
+    slow_us: int | None = None
+    is_unsuccessful: bool = False
+    text: str = ""
+
+
+NO_FILTER = RequestFilter()
+
+
+def requests(
+    connection: sqlite3.Connection,
+    at_us: int | None = None,
+    conditions: RequestFilter = NO_FILTER,
+    before: int | None = None,
+    limit: int = 100,
+) -> RequestPage:
+    """Return the requests that were submitted by a moment and meet a filter, newest first.
+
+    Args:
+        connection: connection to the catalog.
+        at_us: the moment; None for the newest state.
+        conditions: the filter.
+        before: return only requests with a lower number; None for no limit. A page has it as `next_before`.
+        limit: maximum number of requests, at most `PAGE_MAX`.
+    """
+    moment_us, limit = NO_BOUND if at_us is None else at_us, max(1, min(limit, PAGE_MAX))
+    first = min(NO_BOUND if before is None else before, _first_after(connection, moment_us))
+    shown_us = _newest_us(connection) if at_us is None else at_us
+    page: list[RequestRow] = []
+    for row in _rows(connection, moment_us, conditions, first):
+        request = row_as_of(row, moment_us, shown_us)
+        if _meets(request, conditions):
+            page.append(request)
+            if len(page) > limit:
+                return RequestPage(requests=page[:limit], next_before=page[limit - 1].number)
+    return RequestPage(requests=page, next_before=_scanned_to(connection, moment_us, conditions, first))
+
+
+def request(connection: sqlite3.Connection, number: int, at_us: int | None = None) -> RequestRow | None:
+    """Return the request with this number as of a moment; None if the catalog does not have it by then."""
+    moment_us = NO_BOUND if at_us is None else at_us
+    shown_us = _newest_us(connection) if at_us is None else at_us
+    for table in ("unrecorded_requests", "requests"):
+        for row in connection.execute(f"SELECT {_COLUMNS} FROM {table} WHERE number = ?", [number]):
+            found = row_as_of(row, moment_us, shown_us)
+            return found if found.submitted_us <= moment_us else None
+    return None
+
+
+def find(connection: sqlite3.Connection, request_id: str) -> list[RequestRow]:
+    """Return the requests with an ID, newest first, at most `FOUND_MAX`.
+
+    The ID is one on the log, the ID that a client chose, or the ID of a request whose parts are requests on the log.
+    """
+    newest_us = _newest_us(connection)
+    select = f"SELECT {_COLUMNS} FROM {{}} WHERE request_id >= ? AND request_id < ? LIMIT {ALIASES_MAX}"
+    found: dict[int, RequestRow] = {}
+    for table in ("requests", "unrecorded_requests"):
+        for begin, end in _ranges(request_id):
+            for row in connection.execute(select.format(table), [begin, end]):
+                one = row_as_of(row, NO_BOUND, newest_us)
+                if request_id in aliases_of(one.request_id):
+                    found[one.number] = one
+    return [found[number] for number in sorted(found, reverse=True)[:FOUND_MAX]]
+
+
+def row_as_of(row: Row, moment_us: int, shown_us: int) -> RequestRow:
+    """Return a request as of a moment.
+
+    Args:
+        row: values of `COLUMNS`.
+        moment_us: the moment; `NO_BOUND` for the newest state.
+        shown_us: end of the time in the queue of a request that is queued at the moment.
+    """
+    values: dict[str, Any] = dict(zip(COLUMNS, row, strict=True))
+    encoded = values.pop("steps")
+    for name in ("is_unsuccessful", "is_partial"):
+        del values[name]
+    if moment_us < NO_BOUND and not ((ended_us := values["ended_us"]) is not None and ended_us <= moment_us):
+        values |= _values_as_of(values, encoded, moment_us)
+    queued_at_us = values.pop("queued_at_us")
+    values["queued_us"] = 0
+    if queued_at_us is not None:
+        left_us = values["routed_us"] or values["ended_us"] or shown_us
+        values["queued_us"] = max(0, left_us - queued_at_us)
+    itl_us = mean_itl_us(values["first_token_us"], values["ended_us"], values["output_tokens"])
+    return RequestRow(**values, itl_us=itl_us)
+
+
+def _values_as_of(values: dict[str, Any], encoded: bytes, moment_us: int) -> dict[str, Any]:
+    """Return the values that differ at the moment from the newest state, in which the request has gone further."""
+    changed: dict[str, Any] = {
+        "state": "submitted",
+        "pool": "",
+        "worker_id": "",
+        "rank": 0,
+        "attempt": 0,
+        "reason": "",
+        "output_tokens": None,
+        "journal_offset": None,
+        "ended_us": None,
+    }
+    for step in decode_steps(encoded):
+        if values["submitted_us"] + step.after_us > moment_us:
+            break
+        changed["state"] = STATES[step.state]
+        if step.journal_offset is not None:
+            changed["journal_offset"] = step.journal_offset
+        if step.place is not None:
+            changed |= msgspec.structs.asdict(step.place)
+    for name in ("queued_at_us", "routed_us", "first_token_us"):
+        if values[name] is not None and values[name] > moment_us:
+            changed[name] = None
+            if name == "first_token_us":
+                changed |= {"cached_tokens": None, "ttft_us": None}
+    return changed
+
+
+def _rows(connection: sqlite3.Connection, moment_us: int, conditions: RequestFilter, first: int) -> Iterator[Row]:
+    """Yield rows that may meet the filter, newest first."""
+    scan, scanned = _scan(conditions, moment_us, first)
+    tests, values = ["1"], list[int | str]()
+    if conditions.model:
+        tests.append("model = ?")
+        values.append(conditions.model)
+    if conditions.worker_id:
+        # A request that is active at the moment may have been routed to another worker since.
+        tests.append("(worker_id = ? OR ended_us IS NULL OR ended_us > ?)")
+        values += [conditions.worker_id, moment_us]
+    if conditions.slow_us is not None:
+        tests.append("ttft_us >= ? AND first_token_us <= ?")
+        values += [conditions.slow_us, moment_us]
+    if conditions.text:
+        tests.append("instr(request_id, ?)")
+        values.append(conditions.text)
+    if conditions.state in ENDED:
+        tests.append("state = ? AND ended_us <= ?")
+        values += [conditions.state, moment_us]
+    elif conditions.state is not None:
+        tests.append("(ended_us IS NULL OR ended_us > ?)")
+        values.append(moment_us)
+    yield from connection.execute(
+        f"SELECT {_COLUMNS} FROM ({scan}) WHERE {' AND '.join(tests)} ORDER BY number DESC", [*scanned, *values]
+    )
+
+
+def _scan(conditions: RequestFilter, moment_us: int, first: int) -> tuple[str, list[int]]:
+    """Return a statement that reads at most `SCAN_MAX` rows from number `first` downwards, with its values.
+
+    It uses an index for the conditions that few rows meet.
+    """
+    test, values = "number < ?", [first]
+    if conditions.is_unsuccessful or conditions.state in UNSUCCESSFUL:
+        test += " AND is_unsuccessful = 1 AND ended_us <= ?"
+        values.append(moment_us)
+    elif moment_us == NO_BOUND and conditions.state is not None and conditions.state not in ENDED:
+        test += " AND ended_us IS NULL"
+    statement = (
+        f"SELECT {_COLUMNS} FROM unrecorded_requests WHERE {test} UNION ALL SELECT {_COLUMNS} FROM requests"
+        f" WHERE {test} AND number NOT IN (SELECT number FROM unrecorded_requests)"
+        f" ORDER BY number DESC LIMIT {SCAN_MAX}"
+    )
+    return statement, [*values, *values]
+
+
+def _scanned_to(connection: sqlite3.Connection, moment_us: int, conditions: RequestFilter, first: int) -> int | None:
+    """Return the lowest number that a scan has read; None if there are no more rows."""
+    scan, scanned = _scan(conditions, moment_us, first)
+    rows, lowest = connection.execute(f"SELECT count(*), min(number) FROM ({scan})", scanned).fetchone()
+    return lowest if rows == SCAN_MAX else None
+
+
+def _first_after(connection: sqlite3.Connection, moment_us: int) -> int:
+    """Return the lowest number of a request that was submitted after a moment."""
+    found = [NO_BOUND]
+    for table in ("requests", "unrecorded_requests"):
+        select = f"SELECT number FROM {table} WHERE submitted_us > ? ORDER BY submitted_us, number LIMIT 1"
+        found += [number for (number,) in connection.execute(select, [moment_us])]
+    return min(found)
+
+
+def _newest_us(connection: sqlite3.Connection) -> int:
+    for (now_us,) in connection.execute("SELECT now_us FROM contents"):
+        return int(now_us)
+    return 0
+
+
+def _ranges(request_id: str) -> list[tuple[str, str]]:
+    """Return the ranges of IDs on the log that an ID may stand for: itself, and with a number or position after it."""
+    ranges = [(request_id, f"{request_id}\0")]
+    follower = "-" if SEPARATOR in request_id else SEPARATOR
+    return [*ranges, (request_id + follower, request_id + follower + _AFTER_TEXT)]
+
+
+def _meets(found: RequestRow, conditions: RequestFilter) -> bool:
+    """Return whether the state of a request as of the moment meets the conditions that depend on its steps."""
+    return (conditions.state is None or found.state == conditions.state) and (
+        not conditions.worker_id or found.worker_id == conditions.worker_id
+    )
