@@ -17,7 +17,7 @@ from forebay.events.fleet import OwnershipAnnounced, WorkerLost
 from forebay.events.requests import RequestSubmitted
 from forebay.events.topics import DECISIONS, FLEET, REQUESTS
 from forebay.replay.moment import LaterFacts, LossFacts, Moment, loss_of, moment_of
-from forebay.replay.walk import Start, Step, Walk, before, oldest
+from forebay.replay.walk import LogStates, Start, States, StateTime, Step, Walk, before, oldest
 from forebay.transport.base import Log, LogError
 from forebay.transport.history.reader import (
     Validity,
@@ -69,7 +69,7 @@ class Position:
         self._walk = Walk(log, partition, start, end)
         self._steps = aiter(self._walk)
         self._lost: deque[LossFacts] = deque(maxlen=LOST_MAX)
-        self._lost_before: list[LossFacts] | None = None
+        self._lost_before: list[LossFacts] | None = None if start.lost is None else list(start.lost)
         self._fleet_start = start.world.view.get(FLEET.name, 0)
         self._timeouts_us: dict[int, int] = {}
         self.world.on_loss = self._note_loss
@@ -100,7 +100,7 @@ class Position:
             LogError: the log is damaged or incomplete.
         """
         if self._lost_before is None:
-            self._lost_before = await self._read_losses()
+            self._lost_before = await read_losses(self._log, self._partition, self._fleet_start)
         found = moment_of(
             self.world,
             offset=self.offset,
@@ -120,20 +120,6 @@ class Position:
         claimed = await read_claim(self._log, self._partition, self.world.owner_epoch)
         return "" if claimed is None else claimed.owner_id
 
-    async def _read_losses(self) -> list[LossFacts]:
-        """Return the workers that were lost before the derivation began. Their load and cache are unknown."""
-        found: dict[tuple[str, int], LossFacts] = {}
-        epoch = -1
-        async for offset, event in events_of(self._log, FLEET, self._partition):
-            if offset >= self._fleet_start:
-                break
-            if isinstance(event, OwnershipAnnounced):
-                epoch = max(epoch, event.owner_epoch)
-            elif isinstance(event, WorkerLost) and event.owner_epoch >= epoch:
-                loss = msgspec.convert(event, LossFacts, from_attributes=True)
-                found.setdefault((event.worker_id, event.worker_epoch), loss)
-        return list(found.values())[-LOST_MAX:]
-
     async def _read_timeouts(self) -> dict[int, int]:
         """Return the timeouts of active requests by the offset of their submission, as far as the log holds them."""
         offsets = [request.submitted.offset for request in self.world.requests.active()]
@@ -151,6 +137,21 @@ class Position:
         return known
 
 
+async def read_losses(log: Log, partition: int, fleet_end: int) -> list[LossFacts]:
+    """Return the workers that were lost before an offset of `fleet`. Their load and cache are unknown."""
+    found: dict[tuple[str, int], LossFacts] = {}
+    epoch = -1
+    async for offset, event in events_of(log, FLEET, partition):
+        if offset >= fleet_end:
+            break
+        if isinstance(event, OwnershipAnnounced):
+            epoch = max(epoch, event.owner_epoch)
+        elif isinstance(event, WorkerLost) and event.owner_epoch >= epoch:
+            loss = msgspec.convert(event, LossFacts, from_attributes=True)
+            found.setdefault((event.worker_id, event.worker_epoch), loss)
+    return list(found.values())[-LOST_MAX:]
+
+
 async def read_claim(log: Log, partition: int, owner_epoch: int) -> OwnerClaimed | None:
     """Return the claim with which an owner epoch began, or None if the log does not hold it. Raises LogError."""
     if owner_epoch < await log.begin(DECISIONS.name, partition):
@@ -162,10 +163,17 @@ async def read_claim(log: Log, partition: int, owner_epoch: int) -> OwnerClaimed
     return None
 
 
-async def seek(log: Log, partition: int, offset: int | None = None, custom: CustomPolicies = ONLY_BUILT_IN) -> Position:
+async def seek(
+    log: Log,
+    partition: int,
+    offset: int | None = None,
+    custom: CustomPolicies = ONLY_BUILT_IN,
+    states: States | None = None,
+) -> Position:
     """Return the position at the journal record at `offset`, by default at the last record.
 
-    If that record is stale or foreign, the position is at the last valid record before it.
+    If that record is stale or foreign, the position is at the last valid record before it. The derivation begins at the
+    newest of `states` before it, by default at the newest snapshot.
 
     Raises:
         NoSuchRecord: the recording has no record at `offset`.
@@ -176,35 +184,40 @@ async def seek(log: Log, partition: int, offset: int | None = None, custom: Cust
     wanted = end - 1 if offset is None else offset
     if not begin <= wanted < end:
         raise NoSuchRecord(f"no journal record {wanted}: the recording has records {begin} to {end - 1}")
-    start = await before(log, partition, wanted, custom)
-    last = -1
-    async for at, _ in journal(log, partition, start.offset, wanted + 1, Validity(start.world.owner_epoch)):
-        last = at
+    known = LogStates(log, partition, custom) if states is None else states
+    start = await known.before(wanted)
+    last = await _last_valid(log, partition, start, wanted)
     position = Position(log, partition, start, end)
     while position.offset < last and await position.forward():
         pass
     return position
 
 
-async def offset_at(log: Log, partition: int, time_us: int) -> int:
+async def _last_valid(log: Log, partition: int, start: Start, wanted: int) -> int:
+    """Return the offset of the last valid record from `start` up to `wanted`, inclusive; -1 if there is none."""
+    last = -1
+    async for at, _ in journal(log, partition, start.offset, wanted + 1, Validity(start.world.owner_epoch)):
+        last = at
+    return last
+
+
+async def offset_at(log: Log, partition: int, time_us: int, states: States | None = None) -> int:
     """Return the offset of the last valid journal record written at or before `time_us` on the owner's clock.
+
+    The search begins at a state of `states`, if they are given and one is before `time_us`.
 
     Raises:
         NoSuchRecord: the recording begins after `time_us`.
         LogError: the log is damaged, or holds no state to derive from.
     """
     begin, end = await _extent(log, partition)
-    hint = await _near(log, partition, begin, end, time_us)
-    try:
-        start = await before(log, partition, hint)
-    except LogError:  # the hint may be before the first state; `oldest` raises if there is none
-        start = await oldest(log, partition, end)
-    if start.world.now_us > time_us:
-        start = await oldest(log, partition, end)
-    clock_us = start.world.now_us
+    start = None if states is None else states.by_time(time_us)
+    if start is None:
+        start = await _state_near(log, partition, time_us)
+    clock_us = start.now_us
     found = start.offset - 1 if start.offset > begin else -1  # the seal right before a snapshot's state
     newest = found
-    async for offset, record in journal(log, partition, start.offset, end, Validity(start.world.owner_epoch)):
+    async for offset, record in journal(log, partition, start.offset, end, Validity(start.owner_epoch)):
         if record.consumed:
             clock_us = record.consumed[-1].now_us
         if clock_us > time_us:
@@ -238,6 +251,19 @@ async def _extent(log: Log, partition: int) -> tuple[int, int]:
     if begin >= end:
         raise NoSuchRecord(f"the journal of control partition {partition} is empty: no decision was recorded")
     return begin, end
+
+
+async def _state_near(log: Log, partition: int, time_us: int) -> StateTime:
+    """Return a state of the log shortly before `time_us`; the oldest state if all are later."""
+    begin, end = await _extent(log, partition)
+    hint = await _near(log, partition, begin, end, time_us)
+    try:
+        start = await before(log, partition, hint)
+    except LogError:  # the hint may be before the first state; `oldest` raises if there is none
+        start = await oldest(log, partition, end)
+    if start.world.now_us > time_us:
+        start = await oldest(log, partition, end)
+    return StateTime(start.offset, start.world.now_us, start.world.owner_epoch)
 
 
 async def _near(log: Log, partition: int, begin: int, end: int, time_us: int) -> int:

@@ -10,8 +10,9 @@ log, up to the first event that leads to a decision: an owner that had applied i
 Whether the owner had applied the other events by that time is unknown, so `LaterFacts.unrecorded` counts them.
 """
 
+import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import NamedTuple
 
 from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies, PolicyMissing
@@ -21,9 +22,14 @@ from forebay.events.decisions import JournalRecord
 from forebay.events.topics import DECISIONS, INPUTS, Topic
 from forebay.replay.at import NoSuchRecord, Position, last_clock, offset_at, seek
 from forebay.replay.moment import LaterFacts
+from forebay.replay.walk import States
 from forebay.transport.base import Log, LogError
 from forebay.transport.history.reader import RecordedOrder, Validity, decode_or_none, journal, records_of
 from forebay.transport.recording.manifest import utc
+
+OnUnrecorded = Callable[[str, int, InputEvent | None, int], None]
+
+BREATHE_EVERY = 128  # events between yields to the event loop
 
 
 class _LaterEvent(NamedTuple):
@@ -40,35 +46,47 @@ class _LaterEvent(NamedTuple):
     event: InputEvent | None
 
 
-async def seek_time(log: Log, partition: int, time_us: int, custom: CustomPolicies = ONLY_BUILT_IN) -> Position:
+async def seek_time(
+    log: Log,
+    partition: int,
+    time_us: int,
+    custom: CustomPolicies = ONLY_BUILT_IN,
+    states: States | None = None,
+) -> Position:
     """Return the position at `time_us`: at the last journal record written by then, with the events applied after it.
+
+    The derivation begins at the newest of `states` before it, by default at the newest snapshot.
 
     Raises:
         NoSuchRecord: the log begins after `time_us` or ends before it.
         JournalDiverged: a journal record does not follow from the events.
         LogError: the log is damaged or incomplete.
     """
-    offset = await offset_at(log, partition, time_us)
-    position = await seek(log, partition, offset, custom)
+    offset = await offset_at(log, partition, time_us, states)
+    position = await seek(log, partition, offset, custom, states)
     following = await _next_record(log, partition, position)
     if following is not None:
         applied = await _apply_recorded(log, partition, position.world, following, time_us)
         position.later = LaterFacts(requested_us=time_us, applied=dict(applied))
         return position
     await _require_not_after_end(log, partition, position.world, time_us)
-    applied, left, deciding = await _apply_unrecorded(log, partition, position.world, time_us, None)
+    applied, left, deciding = await apply_unrecorded(log, partition, position.world, time_us)
     if deciding is not None:  # one event too many: derive the state again, and stop before this event
-        position = await seek(log, partition, offset, custom)
-        applied, left, _ = await _apply_unrecorded(log, partition, position.world, time_us, deciding)
+        position = await seek(log, partition, offset, custom, states)
+        applied, left, _ = await apply_unrecorded(log, partition, position.world, time_us, deciding)
     position.later = LaterFacts(requested_us=time_us, unrecorded=dict(applied), not_applied=dict(left))
     return position
 
 
 async def seek_record(
-    log: Log, partition: int, offset: int | None = None, custom: CustomPolicies = ONLY_BUILT_IN
+    log: Log,
+    partition: int,
+    offset: int | None = None,
+    custom: CustomPolicies = ONLY_BUILT_IN,
+    states: States | None = None,
 ) -> Position:
     """Return the position of `seek`. At the last journal record, it has the number of later events on the log."""
-    position = await seek(log, partition, offset, custom)
+    position = await seek(log, partition, offset, custom, states)
     if await _next_record(log, partition, position) is None:
         view = position.world.view
         counts = {topic.name: await log.end(topic.name, partition) - view.get(topic.name, 0) for topic in INPUTS}
@@ -118,10 +136,17 @@ async def _apply_recorded(log: Log, partition: int, world: World, record: Journa
     return applied
 
 
-async def _apply_unrecorded(
-    log: Log, partition: int, world: World, time_us: int, most: int | None
+async def apply_unrecorded(
+    log: Log,
+    partition: int,
+    world: World,
+    time_us: int,
+    most: int | None = None,
+    on_event: OnUnrecorded | None = None,
 ) -> tuple[Counter[str], Counter[str], int | None]:
     """Apply the events on the log that were appended by `time_us`, up to the first one that leads to a decision.
+
+    Unless an event led to a decision, a second call continues with the events that were appended since.
 
     Args:
         log: the log.
@@ -129,6 +154,7 @@ async def _apply_unrecorded(
         world: state after the last journal record, which changes.
         time_us: time in microseconds since 1970.
         most: apply at most this many events; None for no limit.
+        on_event: called with topic, offset, event and append time in microseconds, after each applied event.
 
     Returns:
         The number of applied events by topic, the number of other events by `time_us` by topic, and how many events
@@ -145,6 +171,10 @@ async def _apply_unrecorded(
             return applied, left, applied.total()
         else:
             applied[topic] += 1
+            if on_event is not None:
+                on_event(topic, world.view[topic] - 1, event, at_us)
+        if (applied.total() + left.total()) % BREATHE_EVERY == 0:
+            await asyncio.sleep(0)
     return applied, left, None
 
 

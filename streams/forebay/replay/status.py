@@ -220,16 +220,16 @@ async def read_status(log: Log, partition: int, group: str, custom: CustomPolici
         LogError: the log is damaged or incomplete.
     """
     if not await log.end(DECISIONS.name, partition):
-        return await _status(log, partition, group, World(custom), {}, "log")
+        return await build_status(log, partition, group, World(custom), {}, "log")
     position = await seek_time(log, partition, await last_time(log, partition), custom)
     later = position.later.unrecorded
     applied = {topic: offset - later.get(topic, 0) for topic, offset in position.world.view.items()}
-    return await _status(log, partition, group, position.world, applied, "log")
+    return await build_status(log, partition, group, position.world, applied, "log")
 
 
 async def owner_status(log: Log, partition: int, group: str, world: World) -> GroupStatus:
     """Return the status of a group whose owner runs in this process and has this world. Raises LogError."""
-    status = await _status(log, partition, group, world, world.view, "owner")
+    status = await build_status(log, partition, group, world, world.view, "owner")
     owner = msgspec.structs.replace(status.owner, alive=True, standbys=[])
     return msgspec.structs.replace(status, owner=owner)
 
@@ -247,9 +247,22 @@ def with_heartbeats(status: GroupStatus, heartbeats: RouterHeartbeats) -> GroupS
     return msgspec.structs.replace(status, owner=owner, problems=problems, ready=status.ready and alive)
 
 
-async def _status(
+async def build_status(
     log: Log, partition: int, group: str, world: World, applied: Mapping[str, int], source: Literal["owner", "log"]
 ) -> GroupStatus:
+    """Return the status of a group in this world.
+
+    Args:
+        log: the log.
+        partition: control partition of the group.
+        group: name of the group.
+        world: state of the group.
+        applied: next offset to apply, by input topic, as far as a journal record counts the events before it.
+        source: see `GroupStatus`.
+
+    Raises:
+        LogError: the log cannot be read.
+    """
     epoch = world.owner_epoch
     claim = await read_claim(log, partition, epoch)
     ends = {topic.name: await log.end(topic.name, partition) for topic in INPUTS}

@@ -5,9 +5,9 @@ and the same errors. Nothing is skipped silently; stale and foreign records are 
 """
 
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import AsyncIterator, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
 from forebay.core.rederive import Divergence, RecordedEvents, Rederivation
 from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies, PolicyMissing
@@ -17,6 +17,7 @@ from forebay.events.codec import encode
 from forebay.events.decisions import JournalRecord, SnapshotTaken
 from forebay.events.topics import DECISIONS, INPUTS, SNAPSHOTS
 from forebay.replay.checks import FOREIGN_RECORDS, UNKNOWN_EVENTS, UNREAD_FIELDS
+from forebay.replay.moment import LossFacts
 from forebay.transport.base import Log, LogError, PolicyNotAllowed
 from forebay.transport.history.reader import (
     RecordedOrder,
@@ -33,10 +34,70 @@ from forebay.transport.history.start import begins_of
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A state at which a `Walk` can begin: the world right before the journal record at `offset`."""
+    """A state at which a `Walk` can begin.
+
+    Attributes:
+        world: the world right before the journal record at `offset`.
+        offset: journal offset of the first record to derive.
+        lost: workers that were lost before this state; None to read them from the log.
+        unverified: number of records and events skipped before this state, as in `Walk.unverified`.
+    """
 
     world: World
     offset: int
+    lost: tuple[LossFacts, ...] | None = None
+    unverified: Mapping[str, int] = field(default_factory=dict)
+
+
+class StateTime(NamedTuple):
+    """Where a state is in the journal.
+
+    Attributes:
+        offset: journal offset of the first record after the state.
+        now_us: the owner's clock, in microseconds.
+        owner_epoch: epoch of the owner.
+    """
+
+    offset: int
+    now_us: int
+    owner_epoch: int
+
+
+class States(Protocol):
+    """States of one group, at which a derivation can begin. `LogStates` reads them from the log."""
+
+    async def before(self, offset: int) -> Start:
+        """Return the newest usable state from which the journal record at `offset` can be derived.
+
+        Raises:
+            LogError: there is none.
+        """
+        ...
+
+    def by_time(self, time_us: int) -> StateTime | None:
+        """Return the newest known state whose clock is set and at most `time_us`; None if no such state is known."""
+        ...
+
+
+class LogStates:
+    """The snapshots of a log, as `States`."""
+
+    def __init__(self, log: Log, partition: int, custom: CustomPolicies = ONLY_BUILT_IN) -> None:
+        self._log = log
+        self._partition = partition
+        self._custom = custom
+
+    async def before(self, offset: int) -> Start:
+        """Return the newest snapshot from which the journal record at `offset` can be derived, or the empty state.
+
+        Raises:
+            LogError: there is none.
+        """
+        return await before(self._log, self._partition, offset, self._custom)
+
+    def by_time(self, time_us: int) -> StateTime | None:
+        """Return None, because the times of snapshots are not known without a search."""
+        return None
 
 
 class Step(NamedTuple):
@@ -58,13 +119,16 @@ class Step(NamedTuple):
 class Walk:
     """Derives the journal records from `start` up to journal offset `end`, exclusive, and yields one step per record.
 
-    A walk can be iterated once.
+    When a walk has reached `end`, `end` may be raised, and iterating again continues with the next record. The same is
+    possible after a LogError other than PolicyNotAllowed. After a divergence the walk is invalid.
 
     Attributes:
         world: the state after the last step. The callback `world.on_plan` may be set before the first step.
         followed: derives the decisions. Its callback `on_applied` may be set before the first step.
         start: journal offset of the first step.
-        end: journal offset at which the walk ends, for progress reports.
+        end: journal offset at which the walk ends.
+        position: journal offset of the first record that is not part of the state.
+        at_us: time at which the record of the last step was appended, in microseconds of Unix time; 0 if unknown.
         validity: counts stale and foreign records.
         order: position in the input topics, and counts of events that did not decode.
         encoded: the record of the last step, encoded by this version.
@@ -75,12 +139,15 @@ class Walk:
         self.world = start.world
         self.start = start.offset
         self.end = end
+        self.position = start.offset
+        self.at_us = 0
         self.validity = Validity(start.world.owner_epoch)
         self.order = RecordedOrder(log, partition, start.world.view)
         self.encoded = b""
         self.unread = 0
         self._log = log
         self._partition = partition
+        self._unverified_before = start.unverified
         self.followed = Rederivation(start.world)
 
     @property
@@ -98,7 +165,8 @@ class Walk:
         """Number of skipped records and events, by name. They had no effect, or this version does not know it."""
         unknown = sum(reader.unknown for reader in self.order.readers.values())
         found = {FOREIGN_RECORDS: self.validity.foreign, UNREAD_FIELDS: self.unread, UNKNOWN_EVENTS: unknown}
-        return {name: count for name, count in found.items() if count}
+        totals = {name: count + self._unverified_before.get(name, 0) for name, count in found.items()}
+        return {name: count for name, count in totals.items() if count}
 
     def consumed_from(self, record: JournalRecord) -> dict[str, int]:
         """Return the offset of the first event that `record.consumed` counts, by topic. `record` is the last step's."""
@@ -116,17 +184,17 @@ class Walk:
             PolicyNotAllowed: the owner ran a custom policy that this walk does not have.
             LogError: the log is damaged, or lacks events that the journal consumed.
         """
-        read_up_to = self.start
-        async for stored in journal_records(self._log, self._partition, self.start, self.end):
-            offset, read_up_to = stored.offset, stored.offset + 1
+        async for stored in journal_records(self._log, self._partition, self.position, self.end):
+            # `position` changes only together with the state, so that a walk can be continued after a LogError.
+            offset = stored.offset
             record = decode_journal(stored)
             if record is None:
                 require_readable(stored, self.validity.epoch)
             if not self.validity.admits(record, offset):
+                self.position = offset + 1
                 continue
             self.validity.require_own_rules(record, offset)
             self.encoded = encode(DECISIONS, record)
-            self.unread += self.encoded != stored.value
             try:
                 events = await self.order.events_of(record.consumed)
             except LogError:
@@ -138,12 +206,15 @@ class Walk:
                 divergence = self.followed.apply(offset, record, events)
             except PolicyMissing as missing:
                 raise PolicyNotAllowed(str(missing)) from missing
+            self.unread += self.encoded != stored.value
+            if divergence is None:
+                self.position, self.at_us = offset + 1, stored.at_us
             yield Step(offset, record, events, divergence)
             if divergence is not None:
                 return
-        if read_up_to < self.end:
+        if self.position < self.end:
             raise LogError(
-                f"journal {self._partition} lost records: it ends at offset {read_up_to}, expected {self.end}"
+                f"journal {self._partition} lost records: it ends at offset {self.position}, expected {self.end}"
             )
 
 
