@@ -86,3 +86,15 @@ class CatalogObserver(Protocol):
     def write(self, connection: sqlite3.Connection) -> None:
         """Write all changes since the last call, in the transaction that the caller commits with its position."""
         ...
+
+    def remove_before(self, connection: sqlite3.Connection, offset: int, now_us: int) -> None:
+        """Remove the oldest rows, because the catalog has reached its maximum size.
+
+        The caller commits the removal. Rows about requests that have not ended stay.
+
+        Args:
+            connection: connection to the catalog.
+            offset: remove rows about journal records before this offset.
+            now_us: remove rows about earlier times, on the owner's clock in microseconds.
+        """
+        ...

@@ -1,0 +1,371 @@
+"""Follow a log, and fill its catalog.
+
+Theory of operation. A follower derives the world from the log as `forebay.replay.walk` does, reports every event and
+record to the observers, and commits their rows together with its position. After a restart it restores the newest
+checkpoint before the committed position, and derives the records up to this position again without the observers.
+
+If a record cannot be derived, the follower stops before this record. Observers may have seen events of the record by
+then, so the follower opens the committed catalog again and follows it up to the last good record. If the log cannot be
+read, for example because a broker is away, the follower keeps its state and tries again later.
+"""
+
+import asyncio
+import logging
+import sqlite3
+from collections.abc import Awaitable, Callable, Sequence
+
+from forebay import runtime
+from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
+from forebay.core.state.fleet import FleetWorker
+from forebay.core.step import AnyDecision, InputEvent
+from forebay.events.fleet import WorkerLost
+from forebay.events.topics import DECISIONS, FLEET
+from forebay.replay.at import JournalDiverged, read_losses
+from forebay.replay.catalog import checkpoints
+from forebay.replay.catalog.facts import CatalogState
+from forebay.replay.catalog.observer import CatalogObserver
+from forebay.replay.catalog.seek import CatalogStates
+from forebay.replay.catalog.store import SIZE_MAX, CommittedPosition, Store, checksum_at, is_damage, unwritable
+from forebay.replay.moment import LossFacts, loss_of
+from forebay.replay.walk import Start, Step, Walk, oldest
+from forebay.transport.base import Log, LogError, PolicyNotAllowed
+from forebay.transport.history.reader import PAGE_RECORDS, OtherRules, UnreadableDecision
+from forebay.transport.history.start import begins_of
+
+logger = logging.getLogger(__name__)
+
+BREATHE_S = 0.01  # between two yields to the event loop
+PAUSE_S = 0.25  # between two statuses
+COMMIT_S = 1.0
+COMMIT_RECORDS = 4_096  # bounds the rows in memory
+TRIM_SHARE = 4  # the oldest quarter of the rows is removed at once
+BEGINS_EVERY_S = 10.0  # retention deletes at most this often
+
+OnProgress = Callable[[int, int], None]
+NewObservers = Callable[[], Sequence[CatalogObserver]]
+
+
+class Follower:
+    """Follows the log of one group, and fills its catalog.
+
+    Call `start` once, and then `catch_up` again and again. An error in `error` is final if `failed` is set.
+
+    Attributes:
+        store: the catalog, open for writing.
+        walk: the derivation; None before `start`.
+        observers: fill the tables of the catalog; empty before `start`.
+        error: why the follower cannot follow the log; empty while it can.
+        failed: whether `error` is final, so that another try is useless.
+        on_pause: called between two records every `PAUSE_S` while following; None for no call.
+    """
+
+    def __init__(
+        self,
+        log: Log,
+        partition: int,
+        store: Store,
+        new_observers: NewObservers,
+        *,
+        custom: CustomPolicies = ONLY_BUILT_IN,
+        progress: OnProgress | None = None,
+        size_max: int = SIZE_MAX,
+    ) -> None:
+        self.store = store
+        self.walk: Walk | None = None
+        self.observers: Sequence[CatalogObserver] = ()
+        self.error = ""
+        self.failed = False
+        self.on_pause: Callable[[], Awaitable[object]] | None = None
+        self._log = log
+        self._partition = partition
+        self._new_observers = new_observers
+        self._custom = custom
+        self._progress = progress
+        self._size_max = size_max
+        self._begin_offset = 0
+        self._begin_us = 0
+        self._log_end = 0
+        self._behind_s = 0.0
+        self._is_complete = False
+        self._losses: list[tuple[int, LossFacts]] = []
+        self._pending_offset = 0
+        self._derive_s = 0.0
+        self._restore_s = 0.0
+        self._breathed_s = self._paused_s = self._committed_s = self._begins_read_s = runtime.monotonic_s()
+        self._uncommitted = 0
+
+    @property
+    def state(self) -> CatalogState:
+        """How far the catalog has followed the log."""
+        walk = self.walk
+        return CatalogState(
+            begin_us=self._begin_us,
+            end_us=0 if walk is None else walk.world.now_us,
+            begin_offset=self._begin_offset,
+            end_offset=self._begin_offset if walk is None else walk.position,
+            log_end_offset=self._log_end,
+            behind_s=self._behind_s,
+            is_complete=self._is_complete,
+            error=self.error,
+        )
+
+    async def catch_up(self) -> None:
+        """Follow the log up to its present end. An error of the log sets `error`.
+
+        Raises:
+            CatalogError: the catalog cannot be written.
+        """
+        if self.failed:
+            return
+        try:
+            await self._catch_up()
+            self.error = ""
+        except (JournalDiverged, PolicyNotAllowed, OtherRules, UnreadableDecision) as error:
+            self.note_error(error)
+            self.failed = True
+            if isinstance(error, JournalDiverged | PolicyNotAllowed):
+                await self._recover()
+        except LogError as error:
+            self.note_error(error)
+            await self._read_rest()
+        except sqlite3.Error as error:
+            self._handle(error)
+
+    async def commit(self, checkpoint: checkpoints.Checkpoint | None = None) -> None:
+        """Commit the rows of all observers, with the position and a checkpoint at this position.
+
+        Raises:
+            LogError: the log cannot be read.
+        """
+        assert self.walk is not None, "call catch_up first"
+        committed = CommittedPosition(
+            position=self.walk.position,
+            checksum=await checksum_at(self._log, self._partition, self.walk.position - 1),
+            begin_offset=self._begin_offset,
+            begin_us=self._begin_us,
+        )
+        with self.store.transaction() as connection:
+            for observer in self.observers:
+                observer.write(connection)
+            for offset, loss in self._losses:
+                checkpoints.add_loss(connection, offset, loss)
+            if checkpoint is not None:
+                checkpoints.write(connection, checkpoint)
+            self.store.commit_position(committed)
+        self._losses.clear()
+        self._uncommitted = 0
+        self._committed_s = runtime.monotonic_s()
+
+    async def _catch_up(self) -> None:
+        walk = self.walk or await self._start()
+        await self._follow_begin()
+        walk.end = self._log_end = await self._log.end(DECISIONS.name, self._partition)
+        self._report()
+        await self._derive(walk)
+        self._is_complete = True
+        self._behind_s = 0.0
+        if self._uncommitted:
+            await self.commit()
+        self._report()
+
+    async def _derive(self, walk: Walk) -> None:
+        """Derive the records up to `walk.end`, with checkpoints and commits."""
+        steps = aiter(walk)
+        while True:
+            started_s = runtime.monotonic_s()
+            self._pending_offset = walk.position
+            step = await anext(steps, None)
+            if step is None:
+                break
+            if step.divergence is not None:
+                raise JournalDiverged(step.divergence)
+            self._observe(step, walk)
+            now_s = runtime.monotonic_s()
+            self._derive_s += now_s - started_s
+            if self._is_checkpoint_due(walk):
+                await self._take_checkpoint(walk)
+            elif self._uncommitted >= COMMIT_RECORDS or now_s - self._committed_s >= COMMIT_S:
+                await self.commit()
+            await self._breathe()
+
+    def _observe(self, step: Step, walk: Walk) -> None:
+        for observer in self.observers:
+            observer.on_record(step.offset, step.record, walk.world)
+        self._uncommitted += 1
+        if not self._begin_us:
+            self._begin_us = walk.world.now_us
+
+    async def _breathe(self) -> None:
+        now_s = runtime.monotonic_s()
+        if now_s - self._breathed_s >= BREATHE_S:
+            self._report()
+            if self.on_pause is not None and now_s - self._paused_s >= PAUSE_S:
+                await self.on_pause()
+                self._paused_s = runtime.monotonic_s()
+            await asyncio.sleep(0)
+            self._breathed_s = runtime.monotonic_s()
+
+    def _report(self) -> None:
+        if self._progress is not None and self.walk is not None:
+            self._progress(self.walk.position - self._begin_offset, self._log_end - self._begin_offset)
+
+    def _is_checkpoint_due(self, walk: Walk) -> bool:
+        spacing = int(self.store.meta("spacing") or 1) if self._derive_s >= checkpoints.DERIVE_S else 1
+        return self._derive_s >= spacing * (checkpoints.DERIVE_S + self._restore_s) and walk.pending == 0
+
+    async def _take_checkpoint(self, walk: Walk) -> None:
+        await self._measure_lag(walk)
+        started_s = runtime.monotonic_s()
+        taken = await checkpoints.take(walk.world, walk.position, walk.unverified)
+        self._restore_s = checkpoints.RESTORE_PER_TAKE * (runtime.monotonic_s() - started_s)
+        await self.commit(taken)
+        self._derive_s = 0.0
+        await self._limit_size(walk)
+
+    async def _measure_lag(self, walk: Walk) -> None:
+        """Note by how much the catalog lags behind the log, according to the append times of journal records."""
+        self._log_end = await self._log.end(DECISIONS.name, self._partition)
+        for newest in await self._log.read(DECISIONS.name, self._partition, self._log_end - 1, 1):
+            self._behind_s = max(0, newest.at_us - walk.at_us) / 1e6
+
+    async def _start(self) -> Walk:
+        """Return the derivation at the committed position, or at the oldest usable state."""
+        committed = self.store.committed
+        start = None
+        if committed is not None:
+            try:
+                start = await CatalogStates(self.store, self._log, self._partition, self._custom).before(
+                    committed.position
+                )
+            except LogError as error:
+                logger.warning("%s: is built anew, because it cannot be continued: %s", self.store.path, error)
+                self.store.rebuild(self._partition)
+                committed = None
+        end = await self._log.end(DECISIONS.name, self._partition)
+        if start is None:
+            start = await oldest(self._log, self._partition, end, self._custom)
+            fleet_end = start.world.view.get(FLEET.name, 0)
+            lost = await read_losses(self._log, self._partition, fleet_end) if fleet_end else []
+            self._losses = [(start.offset - 1, loss) for loss in lost]
+        self._begin_offset = start.offset if committed is None else committed.begin_offset
+        self._begin_us = start.world.now_us if committed is None else committed.begin_us
+        self._log_end = end
+        walk = await self._resume(start, start.offset if committed is None else committed.position)
+        self.walk = walk
+        return walk
+
+    async def _resume(self, start: Start, position: int) -> Walk:
+        """Derive the records up to `position` without observers, and open the observers there."""
+        walk = Walk(self._log, self._partition, start, position)
+        async for step in walk:
+            if step.divergence is not None:
+                raise JournalDiverged(step.divergence)
+            await self._breathe()
+        observers = self._new_observers()
+        for observer in observers:
+            observer.open(self.store.connection, walk.world)
+        walk.followed.on_applied = self._on_applied
+        walk.world.on_loss = self._on_loss
+        self.observers = observers
+        self._derive_s = 0.0
+        return walk
+
+    def _on_applied(self, topic: str, event: InputEvent | None, now_us: int, decisions: Sequence[AnyDecision]) -> None:
+        assert self.walk is not None, "observers are called after the start"
+        for observer in self.observers:
+            observer.on_applied(topic, event, now_us, decisions, self.walk.world)
+
+    def _on_loss(self, event: WorkerLost, worker: FleetWorker) -> None:
+        assert self.walk is not None, "observers are called after the start"
+        self._losses.append((self._pending_offset, loss_of(self.walk.world, event, worker)))
+
+    async def _follow_begin(self) -> None:
+        """Note from which record on moments can be shown, after retention has deleted records."""
+        now_s = runtime.monotonic_s()
+        if now_s - self._begins_read_s < BEGINS_EVERY_S:
+            return
+        self._begins_read_s = now_s
+        begins = await begins_of(self._log, self._partition)
+        if begins[DECISIONS.name] > self._begin_offset:
+            found = checkpoints.oldest_usable(self.store.connection, begins)
+            if found is not None:
+                self._begin_offset, self._begin_us = found.offset, found.now_us
+
+    async def _read_rest(self) -> None:
+        """Follow the readable records of a page with a damaged record, and commit."""
+        walk = self.walk
+        if walk is None:
+            return
+        try:
+            readable = await _readable_end(self._log, self._partition, walk.position)
+            if readable > walk.position:
+                walk.end = readable
+                await self._derive(walk)
+        except LogError as error:
+            logger.debug("the records before the damaged one cannot be derived: %s", error)
+        try:
+            await self.commit()
+        except LogError as error:
+            logger.debug("the newest rows are not committed: %s", error)
+
+    async def _recover(self) -> None:
+        """Follow the log again from the committed position, up to the record that cannot be derived."""
+        if self.walk is None:
+            return
+        end = self.walk.position
+        self._losses.clear()
+        try:
+            walk = self.walk = await self._start()
+            walk.end = end
+            await self._derive(walk)
+            await self.commit()
+        except LogError as error:
+            logger.debug("the records after the committed position cannot be derived: %s", error)
+
+    async def _limit_size(self, walk: Walk) -> None:
+        """Remove checkpoints, or else the oldest rows, if the catalog is above its maximum size."""
+        if self.store.size <= self._size_max:
+            return
+        connection = self.store.connection
+        if checkpoints.total_bytes(connection) * 4 > self._size_max:
+            spacing = 2 * int(self.store.meta("spacing") or 1)
+            for offset in checkpoints.every_second(connection):
+                with self.store.transaction():
+                    checkpoints.remove(connection, offset)
+                await asyncio.sleep(0)
+            self.store.set_meta("spacing", str(spacing))
+            return
+        kept = int(self.store.meta("rows_begin") or self._begin_offset)
+        cut = checkpoints.first_from(connection, kept + (walk.position - kept) // TRIM_SHARE)
+        if cut is not None:
+            with self.store.transaction():
+                for observer in self.observers:
+                    observer.remove_before(connection, cut.offset, cut.now_us)
+                self.store.set_meta("rows_begin", str(cut.offset))
+
+    def note_error(self, error: LogError) -> None:
+        """Show an error of the log in `state`, until the next success."""
+        if str(error) != self.error:
+            logger.error("the catalog of partition %d stopped: %s", self._partition, error)
+        self.error = str(error)
+
+    def _handle(self, error: sqlite3.Error) -> None:
+        """Build a damaged catalog anew. Raises CatalogError for any other error."""
+        if not is_damage(error):
+            raise unwritable(self.store.path, error) from error
+        logger.warning("%s: the catalog is damaged (%s); it is deleted and built anew", self.store.path, error)
+        self.store.rebuild(self._partition)
+        self.walk, self.observers, self._is_complete = None, (), False
+
+
+async def _readable_end(log: Log, partition: int, start: int) -> int:
+    """Return the end of the readable journal records from `start` on, in the next page."""
+    end, size = start, PAGE_RECORDS
+    stop = min(start + PAGE_RECORDS, await log.end(DECISIONS.name, partition))
+    while size and end < stop:
+        try:
+            records = await log.read(DECISIONS.name, partition, end, min(size, stop - end))
+            end = records[-1].offset + 1 if records else stop
+        except LogError:
+            size //= 2
+    return end

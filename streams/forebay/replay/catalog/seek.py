@@ -1,0 +1,74 @@
+"""Derive the state of a group at any moment, beginning at the nearest checkpoint of its catalog."""
+
+from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
+from forebay.replay.at import Position
+from forebay.replay.at_time import seek_record, seek_time
+from forebay.replay.catalog import checkpoints
+from forebay.replay.catalog.store import Store
+from forebay.replay.walk import Start, StateTime, before
+from forebay.transport.base import Log
+from forebay.transport.history.start import begins_of
+
+
+class CatalogStates:
+    """The checkpoints of a catalog, as `forebay.replay.walk.States`."""
+
+    def __init__(self, store: Store, log: Log, partition: int, custom: CustomPolicies = ONLY_BUILT_IN) -> None:
+        self._connection = store.connection
+        self._log = log
+        self._partition = partition
+        self._custom = custom
+
+    async def before(self, offset: int) -> Start:
+        """Return the newest checkpoint from which the journal record at `offset` can be derived.
+
+        If the catalog has none whose later events the log still holds, return a snapshot of the log.
+
+        Raises:
+            LogError: there is no such state.
+        """
+        begins = await begins_of(self._log, self._partition)
+        for known in checkpoints.newest_before(self._connection, offset):
+            if not known.is_usable(begins):
+                break
+            start = checkpoints.load(self._connection, known.offset, self._custom)
+            if start is not None:
+                return start
+        return await before(self._log, self._partition, offset, self._custom)
+
+    def by_time(self, time_us: int) -> StateTime | None:
+        """Return the newest checkpoint whose clock is set and at most `time_us`; None if there is none."""
+        return checkpoints.by_time(self._connection, time_us)
+
+
+async def catalog_position(
+    log: Log,
+    partition: int,
+    store: Store,
+    *,
+    time_us: int | None = None,
+    offset: int | None = None,
+    custom: CustomPolicies = ONLY_BUILT_IN,
+) -> Position:
+    """Return the position of `seek_time` or `seek_record`, in a short time.
+
+    Unlike a position that begins at a snapshot of the log, it has the load and cache of all workers that were lost
+    since the beginning of the catalog.
+
+    Args:
+        log: the log.
+        partition: control partition of the group.
+        store: its catalog.
+        time_us: time on the owner's clock in microseconds; None to seek an offset.
+        offset: journal offset; None for the last record.
+        custom: custom policies that may run.
+
+    Raises:
+        NoSuchRecord: the log begins after `time_us` or ends before it, or has no journal record at `offset`.
+        JournalDiverged: a journal record does not follow from the events.
+        LogError: the log is damaged or incomplete.
+    """
+    states = CatalogStates(store, log, partition, custom)
+    if time_us is not None:
+        return await seek_time(log, partition, time_us, custom, states)
+    return await seek_record(log, partition, offset, custom, states)

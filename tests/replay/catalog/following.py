@@ -1,0 +1,149 @@
+"""Catalogs of test logs: a clock that makes checkpoints frequent, and an observer that notes its calls."""
+
+import asyncio
+import sqlite3
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+from forebay import runtime
+from forebay.core.routing.policies import CustomPolicies
+from forebay.core.step import CLOCK, AnyDecision, InputEvent
+from forebay.core.world import World
+from forebay.events.decisions import JournalRecord
+from forebay.events.topics import DECISIONS
+from forebay.replay.catalog import checkpoints
+from forebay.replay.catalog.follow import Follower
+from forebay.replay.catalog.store import SIZE_MAX, Store
+from forebay.replay.read_only import ReadOnlyLog
+from forebay.runtime.system import SystemRuntime
+from forebay.transport.base import Log, LogError, Record
+from tests.core.worlds import request
+from tests.logs.own_policy import CUSTOM
+from tests.replay.recorder import Recorder, fleet
+
+T = TypeVar("T")
+READING_NS = 20_000_000  # so that a checkpoint is due every 20 records or so
+
+APPENDED_NS = 10_000_000  # earliest append time of a record
+
+
+class ReadingClock(SystemRuntime):
+    """Runtime whose clocks advance with each reading. The wall clock is shortly after a recorder's clock."""
+
+    def __init__(self) -> None:
+        self._now_ns = 0
+        self._wall_ns = APPENDED_NS
+
+    def monotonic_ns(self) -> int:
+        self._now_ns += READING_NS
+        return self._now_ns
+
+    def wall_ns(self) -> int:
+        self._wall_ns += 1_000
+        return self._wall_ns
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    with runtime.use(ReadingClock()):
+        return asyncio.run(work)
+
+
+class Noted:
+    """Observer whose table has a row per call."""
+
+    schema: ClassVar[str] = "CREATE TABLE noted (number INTEGER PRIMARY KEY, what TEXT, offset INTEGER);"
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[str, int]] = []
+        self.unrecorded: list[tuple[str, int]] = []
+        self.removed_before: list[int] = []
+
+    def open(self, connection: sqlite3.Connection, world: World) -> None:
+        self.rows.clear()
+
+    def on_applied(
+        self, topic: str, event: InputEvent | None, now_us: int, decisions: Sequence[AnyDecision], world: World
+    ) -> None:
+        if topic != CLOCK:
+            self.rows.append((topic, world.view[topic] - 1))
+
+    def on_record(self, offset: int, record: JournalRecord, world: World) -> None:
+        self.rows.append(("record", offset))
+
+    def clear_unrecorded(self) -> None:
+        self.unrecorded.clear()
+
+    def on_unrecorded(self, topic: str, offset: int, event: InputEvent | None, at_us: int) -> None:
+        self.unrecorded.append((topic, offset))
+
+    def write(self, connection: sqlite3.Connection) -> None:
+        connection.executemany("INSERT INTO noted (what, offset) VALUES (?, ?)", self.rows)
+        self.rows.clear()
+
+    def remove_before(self, connection: sqlite3.Connection, offset: int, now_us: int) -> None:
+        self.removed_before.append(offset)
+
+
+def busy(count: int) -> Recorder:
+    """Return a recorder of a worker that gets `count` requests."""
+    made = fleet("a")
+    for number in range(count):
+        made("requests", request(f"request-{number}", [number]))
+    made.seal()
+    return made
+
+
+async def open_store(path: Path, log: Log, partition: int = 0) -> Store:
+    return await Store.open(path, log, partition, (checkpoints.SCHEMA, Noted.schema))
+
+
+async def index(
+    log: Log,
+    path: Path,
+    partition: int = 0,
+    custom: CustomPolicies = CUSTOM,
+    size_max: int = SIZE_MAX,
+    progress: Callable[[int, int], None] | None = None,
+) -> Follower:
+    """Return a follower that has followed a log to its end, with an open store at `path`."""
+    store = await open_store(path, log, partition)
+    follower = Follower(log, partition, store, lambda: [Noted()], custom=custom, size_max=size_max, progress=progress)
+    await follower.catch_up()
+    return follower
+
+
+def noted(store: Store) -> list[tuple[str, int]]:
+    return store.connection.execute("SELECT what, offset FROM noted ORDER BY number").fetchall()
+
+
+def offsets(store: Store) -> list[int]:
+    """Return the offsets of all checkpoints."""
+    return [offset for (offset,) in store.connection.execute("SELECT offset FROM checkpoints ORDER BY offset")]
+
+
+class LogView(ReadOnlyLog):
+    """View of a log that may hide the end of its journal, and may fail.
+
+    Attributes:
+        journal_end: end of the visible journal; None for all records.
+        is_away: whether every call fails.
+    """
+
+    def __init__(self, log: Log, journal_end: int | None = None) -> None:
+        self.journal_end = journal_end
+        self.is_away = False
+        self._log = log
+
+    async def read(self, topic: str, partition: int, offset: int, limit: int) -> list[Record]:
+        if self.is_away:
+            raise LogError("the broker is away")
+        limit = min(limit, await self.end(topic, partition) - offset)
+        return await self._log.read(topic, partition, offset, limit) if limit > 0 else []
+
+    async def begin(self, topic: str, partition: int) -> int:
+        return await self._log.begin(topic, partition)
+
+    async def end(self, topic: str, partition: int) -> int:
+        end = await self._log.end(topic, partition)
+        return end if self.journal_end is None or topic != DECISIONS.name else min(end, self.journal_end)
