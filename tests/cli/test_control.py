@@ -1,18 +1,20 @@
 """`forebay control` against a running `forebay up` and against other servers."""
 
+import getpass
 import json
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
-from typing import get_args
+from typing import Any, get_args
 
 import httpx
 import pytest
 
 from forebay.events.control import Action
 from tests.cli.in_process import forebay
-from tests.cli.up import ADMIN, ADMIN_TOKEN, Up, running, verified
+from tests.cli.up import ADMIN, ADMIN_TOKEN, PATIENCE_S, Up, running, verified
 from tests.cli.up import forebay as process
 from tests.harness.local import free_ports
 
@@ -174,7 +176,7 @@ def test_pools_are_shown_and_drained_by_name(system: tuple[Up, Path], tmp_path: 
     up, _ = system
     code, out, _ = control(up, "drain", "default")
     assert (code, out.splitlines()[0]) == (0, "model forebay-default")
-    assert out.splitlines()[2].split() == ["default", "aggregated", "64", "none,", "drained"]
+    assert out.splitlines()[2].split() == ["default", "aggregated", "kv", "64", "none,", "drained"]
     assert completion(up, "forebay-default").json()["error"]["code"] == "no_workers"
     code, out, _ = control(up, "drain", "default", "--end", "--json")
     assert (code, json.loads(out)["pools"][0]["drained"]) == (0, False)
@@ -193,6 +195,67 @@ def test_pools_are_shown_and_drained_by_name(system: tuple[Up, Path], tmp_path: 
         ),
     ):
         assert control(up, *arguments)[::2] == (expected, f"forebay: {message}\n")
+
+
+def test_the_policy_of_a_pool_is_changed_with_the_operators_name(system: tuple[Up, Path]) -> None:
+    up, log = system
+    code, out, _ = control(up, "policy", "default", "round-robin", "--operator", "alice")
+    assert (code, out.splitlines()[2].split()[:3]) == (0, ["default", "aggregated", "round-robin"])
+    assert completion(up, "forebay-default").status_code == 200
+    code, out, _ = control(up, "policy", "default", "kv", "--json")
+    assert (code, json.loads(out)["pools"][0]["policy"]) == (0, "kv")
+    changes = on_topic(log, "control", "control.policy_set")
+    assert [(one["mode"], one["operator"]) for one in changes] == [("round-robin", "alice"), ("kv", getpass.getuser())]
+    assert on_topic(log, "decisions", "request.routed")[-1]["mode"] == "round-robin"
+    for arguments, message in (
+        (("deflt", "kv"), "unknown pool 'deflt'; did you mean default?"),
+        (("default", "roundrobin"), "unknown policy 'roundrobin'; did you mean round-robin?"),
+        (("default", "kv", "--operator", "x" * 257), "--operator: expected at most 256 printable characters, got "),
+    ):
+        code, _, err = control(up, "policy", *arguments)
+        assert code == 2
+        assert err.startswith(f"forebay: {message}")
+
+
+def test_a_worker_drains_and_the_other_one_serves(tmp_path: Path) -> None:
+    log = tmp_path / "log.db"
+    with running("--log", str(log), "--workers", "2", "--admin-api") as up:
+        code, _, err = control(up, "drain-worker")
+        assert (code, err) == (2, "forebay: --worker or --pool is required, because drained workers end\n")
+        code, out, _ = control(up, "drain-worker", "--worker", "mock-0", "--operator", "alice", "--json")
+        (outcome,) = json.loads(out)["outcomes"]
+        assert (code, outcome["worker_id"], outcome["status"], outcome["message"]) == (0, "mock-0", "done", None)
+        wait_for_workers(up, ["mock-1"])
+        assert completion(up, "forebay-default").status_code == 200
+        code, out, _ = control(up, "drain-worker", "--pool", "default")
+        assert (code, out.splitlines()[1].split()[:3]) == (0, ["mock-1", "default", "done"])
+        assert "it was the last ready worker of its pool" in out
+        wait_for_workers(up, [])
+        assert completion(up, "forebay-default").json()["error"]["code"] == "no_workers"
+    commands = on_topic(log, "control", "control.worker_commanded")
+    assert [one["operator"] for one in commands] == ["alice", getpass.getuser()]
+    drained = on_topic(log, "fleet", "fleet.worker_draining")
+    assert [one["worker_id"] for one in drained] == ["mock-0", "mock-1"]
+    assert verified(log)["decisions"]
+
+
+def wait_for_workers(up: Up, names: list[str]) -> None:
+    """Wait until the system has exactly these workers."""
+    ends_s = time.monotonic() + PATIENCE_S
+    found: list[str] | None = None
+    while found != names:
+        assert time.monotonic() < ends_s, found
+        time.sleep(0.05)
+        status = httpx.get(f"{up.url}/v1/status", timeout=30).json()
+        found = [worker["worker_id"] for worker in status["workers"]]
+
+
+def on_topic(log: Path, topic: str, tag: str) -> list[dict[str, Any]]:
+    """Return the events of one type on a topic."""
+    run = forebay("topics", "tail", str(log), topic, "-n", "1000")
+    assert run.returncode == 0, run.stderr
+    events = [json.loads(line)["event"] for line in run.stdout.splitlines()]
+    return [event for event in events if event["type"] == tag]
 
 
 GRID = """

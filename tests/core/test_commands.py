@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from hypothesis import given
 
-from forebay.core.state.commands import PENDING_MAX, RESPONSE_OMITTED, TEXT_CHARS_MAX
+from forebay.core.state.commands import LAST_READY, PENDING_MAX, RESPONSE_OMITTED, TEXT_CHARS_MAX
 from forebay.core.state.requests import REMEMBER_US
 from forebay.core.step import claim
 from forebay.core.world import restore
@@ -109,6 +109,39 @@ def test_a_command_ends_when_every_worker_has_an_outcome() -> None:
         "c": ("left", (), "the worker was lost before it responded"),
     }
     assert drive.world.commands.get("c1") is None
+
+
+@pytest.mark.parametrize(
+    ("workers", "suspect", "last"),
+    [
+        (("a",), None, ()),
+        (("a",), "b", ("a",)),
+        (("a", "b"), None, ("a", "b")),
+        (("c",), None, ("c",)),
+        (("a", "c"), None, ("c",)),
+        ((), None, ("a", "b", "c")),
+    ],
+    ids=str,
+)
+def test_a_drain_reports_the_last_ready_workers_of_pools(
+    workers: tuple[str, ...], suspect: str | None, last: tuple[str, ...]
+) -> None:
+    drive = two_pools()
+    if suspect is not None:
+        drive("fleet", WorkerSuspect(owner_epoch=0, worker_id=suspect, worker_epoch=drive.epoch(suspect)))
+    drained = targets(sent(drive, commanded("c1", "drain", worker_ids=workers)))
+    ended = [drive("progress", obeyed("c1", name, drive.epoch(name), "drain")) for name in drained][-1]
+    (found,) = ended
+    assert isinstance(found, CommandEnded)
+    assert set(statuses(found).values()) == {"done"}
+    assert tuple(one.worker_id for one in found.outcomes if one.message == LAST_READY) == last
+
+
+def test_other_commands_to_the_last_worker_report_nothing() -> None:
+    drive = Driver().fleet("a")
+    sent(drive, commanded("c1"))
+    (ended,) = drive("progress", obeyed("c1", "a", drive.epoch("a")))
+    assert ended.outcomes[0].message == ""
 
 
 def test_a_worker_without_response_times_out() -> None:

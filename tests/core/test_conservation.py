@@ -27,6 +27,7 @@ from forebay.events.control import (
     Command,
     DisaggConfig,
     DisaggregationSet,
+    PolicySet,
     PoolConfigured,
     Role,
 )
@@ -304,6 +305,7 @@ def eventful_world() -> World:
     drive("control", commanded("c2", worker_ids=("nobody",)))
     disaggregate(drive)
     choose_pools(drive)
+    drive("control", PolicySet(model="z", pool="z-a", mode="round-robin"))
     advance(drive.world)
     return drive.world
 

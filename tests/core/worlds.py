@@ -19,6 +19,7 @@ from forebay.events.control import (
     Command,
     DisaggConfig,
     DisaggregationSet,
+    PolicySet,
     PoolConfigured,
     QueueClass,
     QueueConfig,
@@ -397,6 +398,8 @@ def perform(drive: Driver, number: int, action: tuple[str, Any]) -> None:
         case "pool":
             drive("control", pool(**CONFIGS[first % len(CONFIGS)]))
         case "busy":
+            if first == 2:
+                drive("control", PolicySet(model="m", pool="default", mode=("kv", "random", "round-robin")[third]))
             thresholds = BusyThresholds(active_prefill_tokens_threshold=depth * 8 if first % 2 else None)
             drive("control", BusyThresholdsSet(model="m", thresholds=thresholds))
         case "command" | "obey" | "decline":

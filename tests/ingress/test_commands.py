@@ -22,7 +22,7 @@ from tests.ingress.commands import LORA, answered, given, next_command, outcome
 from tests.ingress.conftest import ADMIN_TOKEN, NAME, SLOT, Scene, make_scene
 from tests.system import until
 
-EVERY = ("clear_kv_blocks", "load_lora", "unload_lora", "list_loras", "sleep", "wake_up", "pause", "resume")
+EVERY = ("clear_kv_blocks", "load_lora", "unload_lora", "list_loras", "sleep", "wake_up", "pause", "resume", "drain")
 
 
 @pytest.fixture
@@ -88,6 +88,21 @@ async def test_every_route_sends_its_command(scene: Scene, method: str, path: st
     }
     assert response.headers["x-request-id"] == event.command_id
     assert scene.metric('dynamo_frontend_requests_total{endpoint="command",model="test-model"')
+
+
+@pytest.mark.parametrize("path", ["/drain", "/v1/commands"])
+async def test_a_drain_names_workers_or_a_pool(scene: Scene, path: str) -> None:
+    action = {"action": "drain"} if path == "/v1/commands" else {}
+    refused = await scene.client.post(path, json=action)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "worker_ids")
+    given: dict[str, Any] = {**action, "operator": "alice", "worker_ids": ["w1"]}
+    message = "it was the last ready worker of its pool; new requests need another worker"
+    call = scene.client.post(path, json=given)
+    response, event = await answered(scene, call, outcome(message=message))
+    assert (event.command, event.worker_ids, event.operator) == (Command(action="drain"), ("w1",), "alice")
+    assert (response.status_code, response.json()["outcomes"][0]["message"]) == (200, message)
+    _, event = await answered(scene, scene.client.post(path, json={**action, "pool": "p"}), outcome(), count=2)
+    assert (event.pool, event.operator) == ("p", "")
 
 
 @pytest.mark.parametrize(

@@ -52,11 +52,11 @@ async def test_disagg_missing_fields_keep_their_value_and_null_is_never_reached(
     assert len(on_the_log(scene)) == 2, "asking changes nothing"
     changed = await post(scene, max_local_prefill_length=10, prefill_busy_threshold=None)
     assert changed == {**classic, "max_local_prefill_length": 10, "prefill_busy_threshold": None}
-    assert await post(scene, enforce=True) == {**changed, "enforce": True}
+    assert await post(scene, enforce=True, operator="alice") == {**changed, "enforce": True}
     last = on_the_log(scene)[-1]
     assert isinstance(last, DisaggregationSet)
     expected = DisaggConfig(policy="classic", max_local_prefill_length=10, prefill_busy_threshold=None, enforce=True)
-    assert (last.model, last.disagg) == (NAME, expected)
+    assert (last.model, last.disagg, last.operator) == (NAME, expected, "alice")
     listed = (await scene.client.get(PATH)).json()
     assert listed == {"disaggregation": [{**changed, "enforce": True}]}, "as POST answers"
 

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from forebay.events.codec import decode
-from forebay.events.control import ControlEvent, PoolConfigured, RouterConfig
+from forebay.events.control import ControlEvent, PolicySet, PoolConfigured, RouterConfig
 from forebay.events.pools import GridPool, PoolCanarySet, PoolDrainSet, PoolGrid, PoolRouting, PoolRoutingConfigured
 from forebay.events.topics import CONTROL
 from tests.ingress.conftest import NAME, Scene, make_scene
@@ -63,7 +63,14 @@ async def test_rules_are_written_to_the_log_and_read_from_it(scene: Scene) -> No
         "retry": False,
         "grids": [],
         "pools": [
-            {"pool": name, "role": "aggregated", "block_size": 4, "drained": False, "canary": None}
+            {
+                "pool": name,
+                "role": "aggregated",
+                "block_size": 4,
+                "policy": "kv",
+                "drained": False,
+                "canary": None,
+            }
             for name in ("long", "short")
         ],
     }
@@ -89,6 +96,28 @@ async def test_rules_are_written_to_the_log_and_read_from_it(scene: Scene) -> No
     ]
 
 
+async def test_the_policy_of_a_pool_is_changed(scene: Scene) -> None:
+    scene.ingress.pools.allowed_policies = lambda: ("mine.Policy",)
+    shown = await post(scene, "policy", pool="long", mode="round-robin", operator="alice")
+    assert {one["pool"]: one["policy"] for one in shown["pools"]} == {"long": "round-robin", "short": "kv"}
+    await post(scene, "policy", pool="long", mode="mine.Policy")
+    assert appended(scene) == [
+        PolicySet(model=NAME, pool="long", mode="round-robin", operator="alice"),
+        PolicySet(model=NAME, pool="long", mode="mine.Policy"),
+    ]
+    scene.control(pool("long"))
+    scene.control(PolicySet(model=NAME, pool="gone", mode="random"))
+    assert {one["policy"] for one in (await listed(scene))["pools"]} == {"kv"}, "a new configuration resets it"
+
+
+async def test_every_rule_contains_its_operator(scene: Scene) -> None:
+    name = "Zoë"
+    await post(scene, "routing", grids=[GRID], operator=name)
+    await post(scene, "canary", pool="long", base="short", share=0.25, operator=name)
+    await post(scene, "drain", pool="long", operator=name)
+    assert [getattr(event, "operator", None) for event in appended(scene)] == [name] * 3
+
+
 async def test_rules_of_another_ingress_and_another_model_are_told_apart(scene: Scene) -> None:
     scene.control(PoolDrainSet(model=NAME, pool="short", drained=True))
     scene.control(PoolDrainSet(model="other", pool="foreign", drained=True))
@@ -107,6 +136,27 @@ async def test_rules_of_another_ingress_and_another_model_are_told_apart(scene: 
         ("canary", {"pool": "long", "base": "long"}, 400, "base", "invalid_value", None),
         ("canary", {"pool": "long", "base": "short", "share": 1.5}, 400, "share", "invalid_value", None),
         ("canary", {"pool": "long", "basis": "short"}, 400, "basis", "unknown_parameter", None),
+        ("policy", {"pool": "shot", "mode": "kv"}, 404, "pool", "unknown_pool", None),
+        (
+            "policy",
+            {"pool": "short", "mode": "round"},
+            400,
+            "mode",
+            "unknown_policy",
+            "unknown policy 'round'; did you mean round-robin?",
+        ),
+        (
+            "policy",
+            {"pool": "short", "mode": "their.Policy"},
+            400,
+            "mode",
+            "unknown_policy",
+            "the policy 'their.Policy' is not allowed on the router; its operator can start it with --allow-policy and"
+            " the path of the class",
+        ),
+        ("policy", {"pool": "short"}, 400, "mode", "invalid_value", None),
+        ("drain", {"pool": "short", "operator": "x" * 257}, 400, "operator", "invalid_value", None),
+        ("drain", {"pool": "short", "operator": "a\n"}, 400, "operator", "invalid_value", None),
         ("drain", {"pool": ""}, 400, "pool", "invalid_value", None),
         ("drain", {"model": "gpt", "pool": "short"}, 404, "model", "model_not_found", None),
         ("routing", {"grids": [{**GRID, "role": "decode"}]}, 404, "grids[0].pools", "unknown_pool", None),

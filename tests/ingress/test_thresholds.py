@@ -59,6 +59,13 @@ async def test_missing_fields_keep_their_value_and_null_disables(scene: Scene) -
     assert listed == {"thresholds": [{"model": NAME, "pool": "default", DECODE: None, PREFILL: 1000, SHARE: 2}]}
 
 
+async def test_a_change_contains_its_operator(scene: Scene) -> None:
+    await post(scene, operator="alice")
+    assert len(on_the_log(scene)) == 1, "no setting was changed"
+    await post(scene, **{PREFILL: 1000}, operator="alice")
+    assert [getattr(event, "operator", None) for event in on_the_log(scene)[1:]] == ["alice"]
+
+
 async def test_changes_by_another_ingress_or_a_router_apply(scene: Scene) -> None:
     await post(scene, **{DECODE: 0.9})
     scene.control(BusyThresholdsSet(model=NAME, thresholds=BusyThresholds(active_prefill_tokens_threshold=7)))

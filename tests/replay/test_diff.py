@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from forebay.core.routing.counterfactual import Alternative
 from forebay.core.world import restore
 from forebay.events.base import pack_u64
-from forebay.events.control import BusyThresholds, BusyThresholdsSet, PoolConfigured, QueueConfig
+from forebay.events.control import BusyThresholds, BusyThresholdsSet, PolicySet, PoolConfigured, QueueConfig
 from forebay.events.decisions import RequestHeld, RequestRouted
 from forebay.events.fleet import WorkerLost
 from forebay.events.kv import BlocksStored
@@ -21,6 +21,7 @@ from forebay.replay.diff.comparison import Comparison, RequestDecision
 from forebay.replay.diff.diff import diff
 from forebay.replay.diff.handover import Handover
 from forebay.replay.diff.report import DiffReport
+from forebay.replay.observed import observe_history
 from forebay.replay.walk import Start, Walk
 from tests.core.worlds import CONFIGS, PROMPTS, Driver, actions, perform_all, pool, query, request
 from tests.depth import examples
@@ -246,6 +247,32 @@ def test_operator_thresholds_apply_unless_the_alternative_overrides_them(altered
     alter = altered(temperature=0.0) if altered_busy is None else altered(busy=altered_busy)
     report = compared(drive, alter)
     assert sum(report.other.rejected.values()) == rejected
+
+
+@pytest.mark.parametrize(
+    ("alternative", "undone"),
+    [({"temperature": 0.0}, []), ({"mode": "kv"}, ["mode"]), ({"mode": "round-robin"}, [])],
+    ids=str,
+)
+def test_an_operators_policy_applies_unless_the_alternative_names_one(
+    alternative: dict[str, Any], undone: list[str]
+) -> None:
+    drive = Driver().fleet("a", "b")
+    drive("control", PolicySet(model="m", pool="gone", mode="random"))
+    drive("control", PolicySet(model="m", pool="default", mode="round-robin"))
+    sent = [routed(drive("requests", request(f"r{at}", [] if at else PROMPTS[0]))) for at in range(4)]
+    assert [(one.worker_id, one.mode) for one in sent] == [("a", "round-robin"), ("b", "round-robin")] * 2
+    report = compared(drive, altered(**alternative))
+    assert (report.undone, report.stages_kept) == (undone, False)
+    assert report.identical == (not undone)
+
+
+def test_an_operators_policy_is_input_of_a_simulator() -> None:
+    drive = Driver().fleet("a")
+    drive("control", PolicySet(model="m", pool="default", mode="round-robin"))
+    drive("requests", request("r"))
+    history = asyncio.run(observe_history(log_of(drive), 0))
+    assert [type(event) for _, event in history.external_events].count(PolicySet) == 1
 
 
 def test_rejected_request_resubmitted_while_history_holds_it() -> None:

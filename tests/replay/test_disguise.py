@@ -32,6 +32,7 @@ KEPT = {
     ("*", "mode"),
     ("OwnerClaimed", "policies"),
     ("WorldState", "owner_policies"),
+    ("PoolPolicy", "configured"),
     ("*", "phase"),
     ("*", "reason"),  # of a decision, from a fixed list
     ("*", "table_digest"),

@@ -87,6 +87,27 @@ async def test_idle_worker_leaves_once_the_owner_has_recorded_its_drain(scene: S
     await gone(scene, worker)
 
 
+async def test_a_worker_drains_by_command(scene: Scene) -> None:
+    worker = scene.worker(speedup=SLOW)
+    async with admitted(scene, worker) as (task, epoch):
+        await scene.send(work_item("a", [1], 30, worker_epoch=epoch))
+        await until(lambda: scene.tokens(TokensEmitted))
+        await scene.send(
+            WorkerCommand(
+                command_id="c",
+                command=Command(action="drain"),
+                owner_epoch=0,
+                worker_epoch=epoch,
+                timeout_us=60_000_000,
+            )
+        )
+        await announce(scene, epoch)
+        await task
+    assert [(one.command_id, one.action) for one in scene.progress(CommandDone)] == [("c", "drain")]
+    assert {end.request_id: end.finish_reason for end in scene.tokens(ResponseEnded)} == {"a": "length"}
+    await gone(scene, worker)
+
+
 async def test_drain_finishes_requests_in_flight_and_late_ones(scene: Scene) -> None:
     worker = scene.worker(speedup=SLOW)
     async with admitted(scene, worker) as (task, epoch):

@@ -7,7 +7,7 @@ import msgspec
 from forebay.events.base import Count, Event, Name, Part
 from forebay.events.numbers import Fraction, Seconds, Weight, require_numbers
 from forebay.events.pools import PoolCanarySet, PoolDrainSet, PoolRoutingConfigured
-from forebay.events.privacy import LORA, MODEL, NONCE, PATH, POOL, REQUEST_ID, WORKER, SystemName
+from forebay.events.privacy import LORA, MODEL, NONCE, PATH, POOL, REQUEST_ID, WORKER, OperatorName, SystemName
 
 RouterMode = Literal["kv", "round-robin", "random", "power-of-two", "least-loaded", "direct"]
 QueuePolicy = Literal["fcfs", "wspt", "lcfs"]
@@ -18,17 +18,19 @@ DEFAULT_CLASS = "default"
 CLASSES_MAX = 256  # every queued request is compared with each class
 
 
-Action = Literal["clear_kv_blocks", "load_lora", "unload_lora", "list_loras", "sleep", "wake_up", "pause", "resume"]
+Action = Literal[
+    "clear_kv_blocks", "load_lora", "unload_lora", "list_loras", "sleep", "wake_up", "pause", "resume", "drain"
+]
 LORA_CHANGES: frozenset[Action] = frozenset(("load_lora", "unload_lora"))  # actions that change the loaded adapters
 
 COMMAND_TIMEOUT_US_MAX = 3_600_000_000  # one hour: loading an adapter from a slow disk takes minutes
 
 
 class Command(Part, frozen=True, kw_only=True):
-    """Operator's command to an engine. The names of the actions are Dynamo's and vLLM's.
+    """Operator's command to a worker. The names of the engine's actions are Dynamo's and vLLM's.
 
     Attributes:
-        action: what the engine does.
+        action: what the engine does. After `drain` the worker gets no new requests, finishes those it has, and leaves.
         lora_name: adapter to load or unload; empty for other actions.
         lora_path: directory of the adapter, readable by the worker; empty for other actions.
         level: level of the action `sleep`: 1 keeps the weights in host memory, 2 discards them.
@@ -242,6 +244,10 @@ class PoolConfigured(Event, tag="control.pool_configured", frozen=True, kw_only=
     at_us: int = 0
     role: Role = "aggregated"
 
+    def with_mode(self, mode: str) -> "PoolConfigured":
+        """Return this configuration with another router mode."""
+        return msgspec.structs.replace(self, router=msgspec.structs.replace(self.router, mode=mode))
+
 
 class BusyThresholdsSet(Event, tag="control.busy_thresholds_set", frozen=True, kw_only=True):
     """An operator changed the busy thresholds of a model's pools.
@@ -250,11 +256,13 @@ class BusyThresholdsSet(Event, tag="control.busy_thresholds_set", frozen=True, k
 
     Attributes:
         thresholds: new busy thresholds.
+        operator: name of the operator.
     """
 
     model: Annotated[Name, MODEL]
     thresholds: BusyThresholds
     at_us: int = 0
+    operator: OperatorName = ""
 
 
 class DisaggregationSet(Event, tag="control.disaggregation_set", frozen=True, kw_only=True):
@@ -264,11 +272,30 @@ class DisaggregationSet(Event, tag="control.disaggregation_set", frozen=True, kw
 
     Attributes:
         disagg: new disaggregation settings.
+        operator: name of the operator.
     """
 
     model: Annotated[Name, MODEL]
     disagg: DisaggConfig
     at_us: int = 0
+    operator: OperatorName = ""
+
+
+class PolicySet(Event, tag="control.policy_set", frozen=True, kw_only=True):
+    """An operator changed the policy that selects the workers of a pool's requests.
+
+    The change is valid until the next change or `PoolConfigured`.
+
+    Attributes:
+        mode: router mode, or the dotted path of a custom policy class.
+        operator: name of the operator.
+    """
+
+    model: Annotated[Name, MODEL]
+    pool: SystemName
+    mode: SystemName
+    at_us: int = 0
+    operator: OperatorName = ""
 
 
 class WorkerCommanded(Event, tag="control.worker_commanded", frozen=True, kw_only=True):
@@ -284,6 +311,7 @@ class WorkerCommanded(Event, tag="control.worker_commanded", frozen=True, kw_onl
         worker_ids: workers that get the command; empty for all workers of the pools.
         nonce: distinguishes commands with the same id. A redelivered event has the same nonce.
         at_us: wall clock of the writer in microseconds.
+        operator: name of the operator; empty for commands that an ingress sends by itself.
     """
 
     command_id: Annotated[Name, REQUEST_ID]
@@ -295,6 +323,7 @@ class WorkerCommanded(Event, tag="control.worker_commanded", frozen=True, kw_onl
     worker_ids: Annotated[tuple[Name, ...], msgspec.Meta(max_length=1_024), WORKER] = ()
     nonce: Annotated[Count, NONCE] = 0
     at_us: int = 0
+    operator: OperatorName = ""
 
 
 ControlEvent = (
@@ -304,5 +333,6 @@ ControlEvent = (
     | PoolDrainSet
     | BusyThresholdsSet
     | DisaggregationSet
+    | PolicySet
     | WorkerCommanded
 )

@@ -418,7 +418,7 @@ class CommandOutcome(Part, frozen=True, kw_only=True):
         status: `pending`: the worker has not responded yet. `done`: the engine executed the command. `refused`: the
             engine refused it. `left`: the worker was lost. `timed_out`: the worker did not respond in time.
         loras: adapters that the worker has loaded after the command.
-        message: why the engine did not execute the command.
+        message: why the engine did not execute the command, or that a drained worker was the last of its pool.
     """
 
     worker_id: SystemName

@@ -22,6 +22,7 @@ class RouterHeartbeat(Event, tag="router.heartbeat", frozen=True, kw_only=True):
         ready_prefill: ready prefill workers in the owner's fleet; 0 from a standby.
         ready_decode: ready decode workers in the owner's fleet; 0 from a standby.
         at_us: the router's wall clock in microseconds.
+        policies: custom policies that the owner may run.
     """
 
     group: Name
@@ -33,6 +34,7 @@ class RouterHeartbeat(Event, tag="router.heartbeat", frozen=True, kw_only=True):
     ready_prefill: Count = 0
     ready_decode: Count = 0
     at_us: int = 0
+    policies: tuple[str, ...] = ()
 
 
 HeartbeatEvent = RouterHeartbeat

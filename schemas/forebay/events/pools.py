@@ -9,7 +9,7 @@ import msgspec
 
 from forebay.events.base import Count, Event, Name, Part
 from forebay.events.numbers import Fraction, Milliseconds, require_numbers
-from forebay.events.privacy import KEPT, MODEL, SystemName
+from forebay.events.privacy import KEPT, MODEL, OperatorName, SystemName
 
 Tokens = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
 Priority = Annotated[int, msgspec.Meta(ge=-(1 << 31), le=(1 << 31) - 1)]
@@ -122,11 +122,13 @@ class PoolRoutingConfigured(Event, tag="control.pool_routing_configured", frozen
 
     Attributes:
         routing: the rules.
+        operator: name of the operator; empty if a router applies its own configuration.
     """
 
     model: Annotated[Name, MODEL]
     routing: PoolRouting
     at_us: int = 0
+    operator: OperatorName = ""
 
 
 class PoolCanarySet(Event, tag="control.pool_canary_set", frozen=True, kw_only=True):
@@ -136,6 +138,7 @@ class PoolCanarySet(Event, tag="control.pool_canary_set", frozen=True, kw_only=T
         pool: name of the canary.
         base: pool that gives requests to the canary; empty to end this.
         share: share of these requests, from 0 to 1.
+        operator: name of the operator.
     """
 
     model: Annotated[Name, MODEL]
@@ -143,6 +146,7 @@ class PoolCanarySet(Event, tag="control.pool_canary_set", frozen=True, kw_only=T
     base: Annotated[str, msgspec.Meta(max_length=256), KEPT] = ""
     share: Fraction = 0.0
     at_us: int = 0
+    operator: OperatorName = ""
 
     def __post_init__(self) -> None:
         require_numbers(self)
@@ -153,12 +157,14 @@ class PoolDrainSet(Event, tag="control.pool_drain_set", frozen=True, kw_only=Tru
 
     Attributes:
         drained: whether the pool gets no new requests.
+        operator: name of the operator.
     """
 
     model: Annotated[Name, MODEL]
     pool: SystemName
     drained: bool
     at_us: int = 0
+    operator: OperatorName = ""
 
 
 ChoiceReason = Literal["first", "grid", "override", "canary", "worker", "session", "retry", "moved"]

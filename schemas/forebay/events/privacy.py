@@ -44,6 +44,7 @@ STATE_DIGEST = _meta("state_digest")  # digest of a world, as 16 hex digits
 LORA = _meta("lora")  # names of adapters
 INGRESS = _meta("ingress")  # names of ingresses and their incarnations
 OWNER = _meta("owner")  # names of owners
+OperatorName = Annotated[str, msgspec.Meta(max_length=256), OWNER]  # who caused an event; empty if unknown
 LEASE = _meta("lease")  # tokens of leases
 SESSION = _meta("session")  # ids of sessions
 NAMESPACE = _meta("namespace")  # namespaces of caches

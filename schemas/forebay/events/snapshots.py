@@ -392,6 +392,17 @@ class PoolDisagg(Part, frozen=True, kw_only=True):
     disagg: DisaggConfig
 
 
+class PoolPolicy(Part, frozen=True, kw_only=True):
+    """Pool whose router mode an operator has changed since `PoolConfigured`. `WorldState.pools` has the mode in effect.
+
+    Attributes:
+        configured: router mode that `PoolConfigured` set.
+    """
+
+    pool: SystemName
+    configured: SystemName
+
+
 class WorldState(Part, tag_field="type", tag="world_state", frozen=True, kw_only=True):
     """State of the owner that is in no other part of the snapshot.
 
@@ -409,6 +420,7 @@ class WorldState(Part, tag_field="type", tag="world_state", frozen=True, kw_only
         pool_routing: how pools are chosen, per model.
         canaries: canaries, per pool.
         drains: drained pools.
+        policies: pools whose router mode an operator changed.
     """
 
     now_us: int
@@ -424,6 +436,7 @@ class WorldState(Part, tag_field="type", tag="world_state", frozen=True, kw_only
     pool_routing: tuple[PoolRoutingConfigured, ...] = ()
     canaries: tuple[PoolCanarySet, ...] = ()
     drains: tuple[PoolDrainSet, ...] = ()
+    policies: tuple[PoolPolicy, ...] = ()
 
 
 Chunk = (

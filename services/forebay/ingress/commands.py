@@ -44,6 +44,7 @@ class CommandClient:
         command_id: str = "",
         pool: str = "",
         worker_ids: tuple[str, ...] = (),
+        operator: str = "",
     ) -> CommandResponse:
         """Send a command to workers, and return the outcome of each worker.
 
@@ -53,6 +54,7 @@ class CommandClient:
             command_id: unique id of the command; generated if empty.
             pool: pool whose workers execute the command; empty for all pools.
             worker_ids: workers that execute the command; empty for all workers.
+            operator: name of the operator; empty if the ingress itself sends the command.
 
         Raises:
             ApiError: the owner rejected the command, the id is in flight already, or no result arrived.
@@ -73,6 +75,7 @@ class CommandClient:
             worker_ids=worker_ids,
             nonce=runtime.random_int(NONCE_BYTES),
             at_us=runtime.wall_us(),
+            operator=operator,
         )
         future = self._replies.open_command(command_id)
         try:

@@ -4,11 +4,12 @@ A decision changes the world at once. The owner then writes it to the journal.
 """
 
 from forebay.core.phases import Phase
+from forebay.core.queue_entry import queued_request
 from forebay.core.routing.eligibility import Ineligible
 from forebay.core.routing.evaluation import NO_BLOCKS
 from forebay.core.routing.plan import Plan, QueuePlan
 from forebay.core.state.active_request import ActiveRequest
-from forebay.core.world import World, queued_request
+from forebay.core.world import World
 from forebay.events.base import hex_digest
 from forebay.events.control import PoolConfigured
 from forebay.events.decisions import (

@@ -29,6 +29,7 @@ from forebay.events.control import (
     BusyThresholdsSet,
     ControlEvent,
     DisaggregationSet,
+    PolicySet,
     PoolConfigured,
     WorkerCommanded,
 )
@@ -164,6 +165,9 @@ def _decide(world: World, event: InputEvent | None, offset: int) -> list[AnyDeci
             return drain_queues(world)
         case DisaggregationSet():
             world.set_disagg(event.model, event.disagg)
+            return reroute(world, world.requests.waiting()) + drain_queues(world)
+        case PolicySet():
+            world.set_mode(event.model, event.pool, event.mode)
             return reroute(world, world.requests.waiting()) + drain_queues(world)
         case PoolRoutingConfigured() | PoolCanarySet() | PoolDrainSet():
             world.registry.apply(event)

@@ -3,7 +3,7 @@
 A decision changes the world at once. The owner then writes it to the journal.
 """
 
-from forebay.core.state.commands import PENDING_MAX, PendingCommand
+from forebay.core.state.commands import LAST_READY, PENDING_MAX, PendingCommand
 from forebay.core.state.fleet import FleetWorker, WorkerPhase
 from forebay.core.state_machine import IllegalTransition
 from forebay.core.world import World
@@ -50,9 +50,13 @@ def submit_command(world: World, event: WorkerCommanded, offset: int) -> list[Co
     except _CommandRejected as rejected:
         commands.remember(event.command_id, event.nonce, world.now_us)
         return [_reject(world, event, rejected.reason, str(rejected))]
+    emptied = _emptied_pools(world, workers) if event.command.action == "drain" else frozenset()
     outcomes = {
         worker.spec.worker_id: CommandOutcome(
-            worker_id=worker.spec.worker_id, worker_epoch=worker.worker_epoch, pool=worker.spec.pool
+            worker_id=worker.spec.worker_id,
+            worker_epoch=worker.worker_epoch,
+            pool=worker.spec.pool,
+            message=LAST_READY if worker.spec.pool in emptied else "",
         )
         for worker in workers
     }
@@ -143,6 +147,14 @@ def _workers(world: World, event: WorkerCommanded) -> list[FleetWorker]:
         where = f"of the pool {event.pool}" if event.pool else f"of {event.model}"
         raise _CommandRejected("no_workers", f"no worker {where} is ready")
     return ready
+
+
+def _emptied_pools(world: World, drained: list[FleetWorker]) -> frozenset[str]:
+    """Return the pools that have no ready worker besides the workers `drained`."""
+    names = {worker.spec.worker_id for worker in drained}
+    others = (one for one in world.fleet.workers() if one.spec.worker_id not in names)
+    left = {one.spec.pool for one in others if one.phase is WorkerPhase.READY}
+    return frozenset(worker.spec.pool for worker in drained) - left
 
 
 def _ready_worker(world: World, name: str, pools: set[str]) -> FleetWorker:

@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypedDict, assert_never
 
-from forebay.core.routing.eligibility import Ineligible, requirements_key
+from forebay.core.queue_entry import queued_request
+from forebay.core.routing.eligibility import Ineligible
 from forebay.core.routing.plan import Plan
 from forebay.core.routing.policies import BUILT_IN, ONLY_BUILT_IN, CustomPolicies, Policy, PolicyMissing
-from forebay.core.state.active_request import ActiveRequest
 from forebay.core.state.commands import PendingCommands
 from forebay.core.state.fleet import Fleet, FleetWorker
 from forebay.core.state.index_digest import IndexTally
@@ -19,7 +19,7 @@ from forebay.core.state.load import FleetLoad
 from forebay.core.state.pool_registry import PoolEvent, PoolRegistry
 from forebay.core.state.predicted_cache import RoutedIndex
 from forebay.core.state.prefix_index import PrefixIndex
-from forebay.core.state.queue import QueuedRequest, Queues
+from forebay.core.state.queue import Queues
 from forebay.core.state.requests import ActiveRequests
 from forebay.core.state.roster import CandidateRank, Roster, roster_of, session_roster
 from forebay.core.state.sessions import Binding, SessionAffinity
@@ -40,6 +40,7 @@ from forebay.events.snapshots import (
     IngressState,
     PoolBusy,
     PoolDisagg,
+    PoolPolicy,
     PoolTurns,
     QueueTurns,
     Remembered,
@@ -75,9 +76,10 @@ class World:
         routed: blocks assumed to be cached on ranks without KV events.
         predicted: blocks assumed to be cached until KV events arrive.
         commands: pending commands of operators.
-        pools: configuration by pool.
+        pools: configuration by pool, with the router mode in effect.
         busy: busy thresholds that an operator set at run time, by pool.
         disagg: disaggregation settings that an operator set at run time, by pool.
+        modes: router mode that `PoolConfigured` set, by pool whose mode an operator changed at run time.
         registry: rules by which pools are chosen.
         view: next offset to apply, by input topic.
         consumed: runs of events applied since the last decision. The next decision's journal record contains them.
@@ -109,6 +111,7 @@ class World:
         self.pools: dict[str, PoolConfigured] = {}
         self.busy: dict[str, BusyThresholds] = {}
         self.disagg: dict[str, DisaggConfig] = {}
+        self.modes: dict[str, str] = {}
         self.registry = PoolRegistry()
         self.view: dict[str, int] = {}
         self.consumed: list[ConsumedRun] = []
@@ -220,6 +223,7 @@ class World:
         self.queues.configure(event.pool, event.router.queue)
         self.busy.pop(event.pool, None)
         self.disagg.pop(event.pool, None)
+        self.modes.pop(event.pool, None)
         if known is not None and known.role != event.role:
             for request in self.requests.queued():
                 if request.submitted.pool == event.pool:
@@ -239,6 +243,27 @@ class World:
             if pool.model == model and pool.role == "decode":
                 self.disagg[name] = disagg
         self.counts["unknown_model"] += self.pool_of(model) is None
+
+    def set_mode(self, model: str, pool: str, mode: str) -> None:
+        """Set the router mode of a pool, until the next change or `configure`.
+
+        An unknown pool, or a custom policy that the owner's operator did not allow, is only counted.
+        """
+        known = self.pools.get(pool)
+        if known is None or known.model != model:
+            self.counts["unknown_pool"] += 1
+            return
+        if mode not in BUILT_IN and mode not in self.owner_policies:
+            self.counts["policy_not_allowed"] += 1
+            return
+        configured = self.modes.pop(pool, known.router.mode)
+        if mode != configured:
+            self.modes[pool] = configured
+        self.pools[pool] = known.with_mode(mode)
+
+    def configured_pools(self) -> dict[str, PoolConfigured]:
+        """Return the pools as `PoolConfigured` set them, without router modes that an operator set, by name."""
+        return {name: pool.with_mode(self.modes.get(name, pool.router.mode)) for name, pool in self.pools.items()}
 
     def roster(self, pool: str) -> Roster:
         """Return the ranks of all ready workers of a pool. The result is cached until `forget_rosters`."""
@@ -349,7 +374,9 @@ class World:
             self.owner_policies,
             self.now_us,
         )
-        return (rest + self.registry.digest()) & U64_MASK
+        # Logs without policies set by an operator keep the digests of versions that could not set any.
+        modes = digest_of(sorted(self.modes.items())) if self.modes else 0
+        return (rest + self.registry.digest() + modes) & U64_MASK
 
     def snapshot(self) -> Iterator[Chunk]:
         """Yield the complete state as snapshot parts. `consumed` must be empty."""
@@ -378,6 +405,7 @@ class World:
             pool_routing=self.registry.routing,
             canaries=self.registry.all_canaries,
             drains=self.registry.drains,
+            policies=tuple(PoolPolicy(pool=pool, configured=mode) for pool, mode in sorted(self.modes.items())),
         )
         yield from self.fleet.snapshot()
         yield from index
@@ -454,24 +482,6 @@ def _restore(world: World, index: PrefixIndex | IndexTally, chunks: Iterable[Chu
         world.queues.push(request.submitted.pool, queued_request(request, world.pools[request.submitted.pool]))
 
 
-def queued_request(request: ActiveRequest, pool: PoolConfigured) -> QueuedRequest:
-    """Return the entry of an active request in the queue of its pool."""
-    wanted = requirements_key(request.submitted.hints, request.submitted.lora_name, request.submitted.task)
-    if pool.role == "decode":
-        # Candidates also depend on the prompt length. Short requests must not wait behind long ones.
-        wanted = (*wanted, request.uncached_tokens.bit_length())
-    return QueuedRequest(
-        request_id=request.submitted.request_id,
-        offset=request.submitted.offset,
-        policy_class=request.submitted.hints.policy_class,
-        uncached_tokens=request.uncached_tokens,
-        priority=request.submitted.hints.priority,
-        strict_priority=request.submitted.hints.strict_priority,
-        arrival_us=request.queued_at_us,
-        demand=wanted,
-    )
-
-
 def _restore_state(world: World, chunk: WorldState) -> None:
     world.now_us, world.seq = chunk.now_us, chunk.seq
     world.turns = {pool.pool: pool.turns for pool in chunk.turns}
@@ -480,6 +490,7 @@ def _restore_state(world: World, chunk: WorldState) -> None:
         world.configure(pool)
     world.busy = {pool.pool: pool.thresholds for pool in chunk.busy}
     world.disagg = {pool.pool: pool.disagg for pool in chunk.disagg}
+    world.modes = {pool.pool: pool.configured for pool in chunk.policies}
     rules: tuple[PoolEvent, ...] = (*chunk.pool_routing, *chunk.canaries, *chunk.drains)
     for event in rules:
         world.registry.apply(event)

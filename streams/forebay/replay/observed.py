@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from forebay.core.rederive import Divergence
 from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
 from forebay.core.step import AnyDecision, InputEvent
-from forebay.events.control import BusyThresholdsSet, DisaggregationSet, PoolConfigured, WorkerCommanded
+from forebay.events.control import BusyThresholdsSet, DisaggregationSet, PolicySet, PoolConfigured, WorkerCommanded
 from forebay.events.fleet import WorkerDraining, WorkerJoined, WorkerLost, WorkerRecovered, WorkerSuspect
 from forebay.events.pools import PoolCanarySet, PoolDrainSet, PoolRoutingConfigured
 from forebay.events.snapshots import Chunk
@@ -73,7 +73,7 @@ class _HistoryCollector:
         match event:
             case PoolConfigured() | PoolRoutingConfigured() | PoolCanarySet() | PoolDrainSet():
                 found.external_events.append((now_us, event))
-            case BusyThresholdsSet() | DisaggregationSet():
+            case BusyThresholdsSet() | DisaggregationSet() | PolicySet():
                 found.external_events.append((now_us, event))
             case WorkerJoined() | WorkerSuspect() | WorkerRecovered() | WorkerDraining() | WorkerLost() if accepted:
                 found.external_events.append((now_us, event))

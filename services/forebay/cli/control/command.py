@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 
 from forebay.cli.common.admin_token import AdminTokenFileOption
+from forebay.cli.common.errors import fail
+from forebay.cli.common.operator_name import OperatorOption, operator_name
 from forebay.cli.common.option_groups import spread
 from forebay.cli.common.terminal import in_markup, results
 from forebay.cli.control.client import URL, IngressClient, UrlOption, client_for, decode_response, exit_unless_ok
-from forebay.cli.control.pools import canary, drain, pools
+from forebay.cli.control.pools import canary, drain, policy, pools
 from forebay.cli.control.settings import busy_threshold, disaggregation
 from forebay.events.control import Action
 from forebay.events.names import unknown_name
@@ -29,7 +31,9 @@ ACTIONS: dict[Action, str] = {
     "wake_up": "Wake up sleeping workers.",
     "pause": "Pause workers until resume; requests wait.",
     "resume": "Resume paused workers.",
+    "drain": "Drain workers: they get no new requests, finish those they have, and leave.",
 }
+NAMES: dict[Action, str] = {"drain": "drain-worker"}  # `drain` drains a pool
 assert set(ACTIONS) == set(get_args(Action)), "every action has a help text"
 
 LoraOption = Annotated[str, typer.Option("--lora", help="Name of the adapter.")]
@@ -51,7 +55,10 @@ class CommandOptions:
 
     worker: Annotated[
         list[str] | None,
-        typer.Option("--worker", help="Worker to command. Repeatable. Default: all workers of the model."),
+        typer.Option(
+            "--worker",
+            help="Worker to command. Repeatable. Default: all workers of the model, except for drain-worker.",
+        ),
     ] = None
     pool: Annotated[str, typer.Option("--pool", help="Command only workers of this pool.")] = ""
     timeout_s: Annotated[
@@ -60,6 +67,7 @@ class CommandOptions:
             "--timeout-s", min=0.001, max=3_600, help="Seconds within which each worker must execute the command."
         ),
     ] = 60.0
+    operator: OperatorOption = ""
     url: UrlOption = URL
     admin_token_file: AdminTokenFileOption = None
     json: Annotated[bool, typer.Option("--json", help="Print the outcomes as one JSON object.")] = False
@@ -68,7 +76,14 @@ class CommandOptions:
 def _send(action: Action, options: CommandOptions, **fields: str | int) -> None:
     """Send a command with its own fields to workers, and print the outcomes."""
     workers = options.worker or []
-    request = {"action": action, "worker_ids": workers, "pool": options.pool, "timeout_s": options.timeout_s, **fields}
+    request = {
+        "action": action,
+        "worker_ids": workers,
+        "pool": options.pool,
+        "timeout_s": options.timeout_s,
+        "operator": operator_name(options.operator),
+        **fields,
+    }
     client = client_for(options.url, options.admin_token_file)
     response = client.request("/v1/commands", request, timeout_s=options.timeout_s)
     result = decode_response(options.url, response, "outcomes")
@@ -100,6 +115,14 @@ def _command(action: Action) -> Callable[..., None]:
             _send(action, options, level=level)
 
         return sleep
+    if action == "drain":
+
+        def drain_worker(*, options: CommandOptions) -> None:
+            if not (options.worker or options.pool):
+                fail("--worker or --pool is required, because drained workers end")
+            _send(action, options)
+
+        return drain_worker
 
     def command(*, options: CommandOptions) -> None:
         _send(action, options)
@@ -108,10 +131,11 @@ def _command(action: Action) -> Callable[..., None]:
 
 
 for _action, _help in ACTIONS.items():
-    app.command(_action.replace("_", "-"), help=_help)(spread(_command(_action)))
+    app.command(NAMES.get(_action, _action.replace("_", "-")), help=_help)(spread(_command(_action)))
 app.command("disaggregation")(disaggregation)
 app.command("busy-threshold")(busy_threshold)
 app.command("pools")(pools)
+app.command("policy")(policy)
 app.command("canary")(canary)
 app.command("drain")(drain)
 

@@ -1,4 +1,4 @@
-"""`forebay control pools`, `canary` and `drain`: show or change how requests are routed to the pools of a model.
+"""`forebay control pools`, `policy`, `canary` and `drain`: show or change how requests are routed to pools and workers.
 
 The ingress validates the values and reports errors.
 """
@@ -14,6 +14,7 @@ import typer
 
 from forebay.cli.common.admin_token import AdminTokenFileOption
 from forebay.cli.common.errors import fail
+from forebay.cli.common.operator_name import OperatorOption, operator_name
 from forebay.cli.common.terminal import in_markup, results
 from forebay.cli.control.client import URL, IngressClient, UrlOption, client_for, decode_response, exit_unless_ok
 from forebay.cli.control.settings import served_model
@@ -31,6 +32,7 @@ def pools(
     routing: Annotated[
         Path | None, typer.Option(help="TOML file with the new grids of the model. They replace all current grids.")
     ] = None,
+    operator: OperatorOption = "",
     url: UrlOption = URL,
     admin_token_file: AdminTokenFileOption = None,
     json: JsonOption = False,
@@ -45,8 +47,24 @@ def pools(
         given = routing_of(routing, model)
     except PoolRoutingUnusable as error:
         fail(str(error))
-    body = {"model": model, "grids": msgspec.to_builtins(given.grids), "retry": given.retry}
+    grids = msgspec.to_builtins(given.grids)
+    body = {"model": model, "grids": grids, "retry": given.retry, "operator": operator_name(operator)}
     _print(client, client.request("/v1/pools/routing", body), json=json)
+
+
+def policy(
+    pool: PoolArgument,
+    mode: Annotated[str, typer.Argument(help="Router mode, or path of a class that the router allows.")],
+    operator: OperatorOption = "",
+    url: UrlOption = URL,
+    admin_token_file: AdminTokenFileOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Change the policy that selects the workers of a pool's requests."""
+    client = client_for(url, admin_token_file)
+    name = operator_name(operator)
+    body = {"model": served_model(client), "pool": pool, "mode": mode, "operator": name}
+    _print(client, client.request("/v1/pools/policy", body), json=json)
 
 
 def canary(
@@ -54,6 +72,7 @@ def canary(
     base: Annotated[str, typer.Option(help="Pool whose requests the canary gets.")] = "",
     share: Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Share of these requests.")] = None,
     end: Annotated[bool, typer.Option("--end", help="End the canary.")] = False,
+    operator: OperatorOption = "",
     url: UrlOption = URL,
     admin_token_file: AdminTokenFileOption = None,
     json: JsonOption = False,
@@ -64,20 +83,23 @@ def canary(
     if not end and (not base or share is None):
         fail("--base and --share are required, or --end to end the canary")
     client = client_for(url, admin_token_file)
-    body = {"model": served_model(client), "pool": pool, "base": base, "share": share or 0.0}
+    name = operator_name(operator)
+    body = {"model": served_model(client), "pool": pool, "base": base, "share": share or 0.0, "operator": name}
     _print(client, client.request("/v1/pools/canary", body), json=json)
 
 
 def drain(
     pool: PoolArgument,
     end: Annotated[bool, typer.Option("--end", help="End the drain: the pool gets requests again.")] = False,
+    operator: OperatorOption = "",
     url: UrlOption = URL,
     admin_token_file: AdminTokenFileOption = None,
     json: JsonOption = False,
 ) -> None:
     """Route no new requests to a pool. Requests that its workers already have finish there."""
     client = client_for(url, admin_token_file)
-    body = {"model": served_model(client), "pool": pool, "drained": not end}
+    name = operator_name(operator)
+    body = {"model": served_model(client), "pool": pool, "drained": not end, "operator": name}
     _print(client, client.request("/v1/pools/drain", body), json=json)
 
 
@@ -103,11 +125,11 @@ def _print(client: IngressClient, response: Any, *, json: bool) -> None:
 
 
 def _pool_table(listed: list[dict[str, Any]]) -> "Table":
-    table = _table("pool", "role", "block size", "new requests")
+    table = _table("pool", "role", "policy", "block size", "new requests")
     for one in listed:
         share = one["canary"] and f"{one['canary']['share']:.4g} of those for {one['canary']['base']}"
         state = "none, drained" if one["drained"] else share or "yes"
-        table.add_row(*map(in_markup, (one["pool"], one["role"], str(one["block_size"]), state)))
+        table.add_row(*map(in_markup, (one["pool"], one["role"], one["policy"], str(one["block_size"]), state)))
     return table
 
 

@@ -10,6 +10,7 @@ import typer
 
 from forebay.cli.common.admin_token import AdminTokenFileOption
 from forebay.cli.common.errors import fail
+from forebay.cli.common.operator_name import OperatorOption, operator_name
 from forebay.cli.common.terminal import in_markup, results
 from forebay.cli.control.client import URL, IngressClient, UrlOption, client_for, decode_response, exit_unless_ok
 from forebay.events.control import DisaggPolicy
@@ -51,6 +52,7 @@ def disaggregation(
             "--enforce-disagg/--no-enforce-disagg", help="Reject a request if no prefill worker can compute its prompt."
         ),
     ] = None,
+    operator: OperatorOption = "",
     url: UrlOption = URL,
     admin_token_file: AdminTokenFileOption = None,
     json: JsonOption = False,
@@ -66,7 +68,7 @@ def disaggregation(
         "decode_busy_threshold": decode_busy_threshold,
         "enforce": enforce_disagg,
     }
-    _change(client_for(url, admin_token_file), "/disaggregation", changes, json=json)
+    _change(client_for(url, admin_token_file), "/disaggregation", changes, operator, json=json)
 
 
 def busy_threshold(
@@ -80,6 +82,7 @@ def busy_threshold(
         str | None,
         typer.Option(help="Queued engine steps of prefill above which a rank is busy, or none."),
     ] = None,
+    operator: OperatorOption = "",
     url: UrlOption = URL,
     admin_token_file: AdminTokenFileOption = None,
     json: JsonOption = False,
@@ -90,14 +93,15 @@ def busy_threshold(
         "active_prefill_tokens_threshold": active_prefill_tokens_threshold,
         "active_prefill_tokens_threshold_frac": active_prefill_tokens_threshold_frac,
     }
-    _change(client_for(url, admin_token_file), "/busy_threshold", changes, json=json)
+    _change(client_for(url, admin_token_file), "/busy_threshold", changes, operator, json=json)
 
 
-def _change(service: IngressClient, path: str, changes: dict[str, Any], *, json: bool) -> None:
+def _change(service: IngressClient, path: str, changes: dict[str, Any], operator: str, *, json: bool) -> None:
     changed = {name: _value(value) for name, value in changes.items() if value is not None}
     model = served_model(service)
     before = _settings(service, path, {"model": model})
-    now = _settings(service, path, {"model": model, **changed}) if changed else before
+    body = {"model": model, "operator": operator_name(operator), **changed}
+    now = _settings(service, path, body) if changed else before
     if json:
         typer.echo(jsonlib.dumps({"before": before, "now": now}))
         return

@@ -7,6 +7,7 @@ import typer
 
 from forebay.cli.common.cluster_options import KafkaOptions, ServiceOptions
 from forebay.cli.common.logs import LoggingOptions
+from forebay.cli.common.operator_name import OperatorOption
 from forebay.cli.common.option_groups import spread
 from forebay.cli.common.recording import KafkaSource, LogArgument
 from forebay.cli.common.times import TIMES_HELP
@@ -17,7 +18,6 @@ SIZE_MAX = 10_000
 TIMEOUT_S = 60.0
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
-OperatorOption = Annotated[str, typer.Option(help="Name of the operator in the record. Default: name of the user.")]
 TimeoutOption = Annotated[
     float, typer.Option(min=0.1, max=86_400, help="Seconds to wait for the effect, after which the command exits 1.")
 ]

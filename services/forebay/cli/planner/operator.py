@@ -1,7 +1,6 @@
 """`forebay planner pause`, `resume` and `set-size`: orders of an operator, and their effect."""
 
 import asyncio
-import getpass
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -11,10 +10,11 @@ import typer
 from forebay import runtime
 from forebay.cli.common.cluster_options import KafkaOptions
 from forebay.cli.common.errors import complain, explained, fail
+from forebay.cli.common.operator_name import operator_name
 from forebay.cli.common.terminal import counted, printable
 from forebay.cli.planner.source import scaling_on_kafka
 from forebay.core.scaling.state import Outcome, PoolKey, changed_pools
-from forebay.events.names import NAME_CHARS_MAX, unknown_name
+from forebay.events.names import unknown_name
 from forebay.events.scaling import (
     PlannerClaimed,
     PlannerPaused,
@@ -67,7 +67,7 @@ def run_resume(*, kafka: KafkaOptions, operator: str, timeout_s: float, wait: bo
 
 
 def _pause(kafka: KafkaOptions, operator: str, timeout_s: float | None, *, paused: bool) -> None:
-    event = PlannerPaused(paused=paused, operator=_name_of(operator), at_us=runtime.wall_us())
+    event = PlannerPaused(paused=paused, operator=operator_name(operator), at_us=runtime.wall_us())
     order = Order(event, "pause the planner" if paused else "resume the planner")
     _execute(kafka, lambda _: order, timeout_s)
 
@@ -85,7 +85,7 @@ def run_set_size(
     """Run `forebay planner set-size`. command.py documents its options."""
     if (size is None) != release:
         fail("expected either the number of workers N or --release")
-    name = _name_of(operator)
+    name = operator_name(operator)
 
     def order(pools: list[PoolKey]) -> Order:
         known = {pool_text(one): one for one in pools}
@@ -96,17 +96,6 @@ def run_set_size(
         return Order(event, f"release {pool}" if release else f"set {pool} to {counted(size or 0, 'worker')}", key)
 
     _execute(kafka, order, timeout_s if wait else None)
-
-
-def _name_of(operator: str) -> str:
-    if not operator:
-        try:
-            operator = getpass.getuser()
-        except (OSError, KeyError):  # a container without an entry for the user
-            operator = "unknown"
-    if len(operator) > NAME_CHARS_MAX or not operator.isprintable():
-        fail(f"--operator: expected at most {NAME_CHARS_MAX} printable characters, got {operator[:64]!r}")
-    return operator
 
 
 def _execute(kafka: KafkaOptions, order: Callable[[list[PoolKey]], Order], timeout_s: float | None) -> None:

@@ -365,5 +365,6 @@ async def _ingress(
     ingress = Ingress(
         log, model, ingress_settings, metrics, lambda: why_not_ready(owner.world, name) is None, reply_from
     )
+    ingress.pools.allowed_policies = lambda: owner.world.owner_policies
     ingress.not_ready_reason = lambda: why_not_ready(owner.world, name) or NO_WORKER
     return ingress

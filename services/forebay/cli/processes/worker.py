@@ -80,7 +80,7 @@ async def _run(cluster: Cluster, spec: WorkerSpec, engine: Engine, *, lease_ttl_
         keeper = LeaseKeeper(leases, ttl_s=lease_ttl_s)
         keeper.start()
         token = uuid.uuid4().hex
-        worker = Worker(log, keeper, spec, engine, token=token, group=spec.model, partition=partition)
+        worker = Worker(log, keeper, spec, engine, token=token, group=spec.model, partition=partition, drain_s=drain_s)
         probes.worker = worker
         registry.register(WorkerMetrics(worker))
 

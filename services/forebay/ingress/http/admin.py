@@ -17,6 +17,7 @@ from forebay.ingress.errors import ApiError
 from forebay.ingress.http.body import read_body
 from forebay.ingress.http.control_api import BODY_BYTES_MAX, COMMAND_BODIES, add_commands
 from forebay.ingress.http.openapi import SETTINGS, body_of, errors
+from forebay.ingress.http.operator_name import OperatorField
 from forebay.ingress.http.pool_rules import POOL_RULE_BODIES, add_pool_rules
 from forebay.ingress.ingress import Ingress
 from forebay.ingress.openai.fields import CheckedBody, parse
@@ -30,10 +31,11 @@ class PoolSettingsBody(CheckedBody):
     """Request body that names a model and changes settings of its pools. Subclasses add the settings."""
 
     model: str
+    operator: OperatorField = ""
 
     def changes(self) -> dict[str, Any]:
         """Return the settings that the client sent, by field name. Fields missing in the body are left out."""
-        return {name: getattr(self, name) for name in self.model_fields_set if name != "model"}
+        return {name: getattr(self, name) for name in self.model_fields_set - {"model", "operator"}}
 
 
 BodyT = TypeVar("BodyT", bound=PoolSettingsBody)
@@ -92,7 +94,9 @@ def add_admin(app: FastAPI, ingress: Ingress) -> None:
         body = await read_settings(request, BusyThresholdBody)
         changes = body.changes()
         busy = await (
-            pools.set_busy_thresholds(body.model, changes) if changes else pools.busy_threshold_of(body.model)
+            pools.set_busy_thresholds(body.model, changes, body.operator)
+            if changes
+            else pools.busy_threshold_of(body.model)
         )
         return _plain(body.model, busy)
 
@@ -108,7 +112,9 @@ def add_admin(app: FastAPI, ingress: Ingress) -> None:
         body = await read_settings(request, DisaggregationBody)
         changes = body.changes()
         pool, disagg = await (
-            pools.set_disaggregation(body.model, changes) if changes else pools.disaggregation(body.model)
+            pools.set_disaggregation(body.model, changes, body.operator)
+            if changes
+            else pools.disaggregation(body.model)
         )
         return {**_plain(body.model, disagg), "pool": pool}
 

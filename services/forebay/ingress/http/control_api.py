@@ -21,6 +21,7 @@ from forebay.events.names import NameInvalid, require_adapter, unknown_name
 from forebay.ingress.errors import ApiError, invalid
 from forebay.ingress.http.body import client_id, read_body
 from forebay.ingress.http.openapi import COMMANDS, body_of, errors
+from forebay.ingress.http.operator_name import OperatorField
 from forebay.ingress.ingress import Ingress
 from forebay.ingress.openai.fields import CheckedBody, Neutral, parse
 
@@ -51,6 +52,10 @@ IN_PATH = {
     "required": ["lora_path"],
     "properties": {"lora_path": {"minLength": 1}, "source": {"type": "null"}},
 }
+DRAINED = [
+    {"required": ["worker_ids"], "properties": {"worker_ids": {"minItems": 1}}},
+    {"required": ["pool"], "properties": {"pool": {"minLength": 1}}},
+]
 IN_SOURCE = {"required": ["source"], "properties": {"source": {"type": "object"}}}
 
 
@@ -61,14 +66,31 @@ class CommandBody(CheckedBody):
         worker_ids: workers that run the command; empty for all workers.
         pool: pool whose workers run the command; empty for all pools.
         timeout_s: seconds to wait for the outcomes of the workers.
+        operator: name of the operator.
     """
 
     worker_ids: Annotated[tuple[Name, ...], Field(max_length=WORKERS_MAX)] = ()
     pool: Annotated[str, Field(max_length=256)] = ""
     timeout_s: Annotated[float, Field(gt=0.0, le=TIMEOUT_S_MAX, allow_inf_nan=False)] = TIMEOUT_S
+    operator: OperatorField = ""
 
     def command(self, action: Action) -> Command:
         """Return the command for workers. Raises ApiError (400) if a field that the command requires is missing."""
+        return Command(action=action)
+
+
+class DrainBody(CommandBody):
+    """Body of POST /drain. It must name workers or a pool, because a drained worker ends."""
+
+    @classmethod
+    def describe(cls, schema: dict[str, Any]) -> None:
+        """Add to the JSON schema that workers or a pool are required."""
+        schema["anyOf"] = DRAINED
+
+    def command(self, action: Action) -> Command:
+        """Return the command for workers. Raises ApiError (400) if the body names neither workers nor a pool."""
+        if not (self.worker_ids or self.pool):
+            raise invalid("worker_ids is missing; name the workers to drain, or a pool", "worker_ids")
         return Command(action=action)
 
 
@@ -147,20 +169,23 @@ class AnyCommandBody(LoraBody):
     @classmethod
     def describe(cls, schema: dict[str, Any]) -> None:
         """Add to the JSON schema the values of `action`, and the fields that each of them requires."""
-        others = [action for action in ACTIONS if action not in LORA_CHANGES]
+        others = [action for action in ACTIONS if action not in LORA_CHANGES and action != "drain"]
         loads = {"allOf": [{"properties": {"action": {"const": "load_lora"}}}, NAMED, {"anyOf": [IN_PATH, IN_SOURCE]}]}
         unloads = {"allOf": [{"properties": {"action": {"const": "unload_lora"}}}, NAMED]}
-        schema["anyOf"] = [{"properties": {"action": {"enum": others}}}, loads, unloads]
+        drains = {"allOf": [{"properties": {"action": {"const": "drain"}}}, {"anyOf": DRAINED}]}
+        schema["anyOf"] = [{"properties": {"action": {"enum": others}}}, loads, unloads, drains]
 
     def named(self) -> Command:
         """Return the command that `action` names. Raises ApiError (400) if it is unknown or a field is missing."""
         action = next((one for one in ACTIONS if one == self.action), None)
         if action is None:
             raise invalid(unknown_name("action", self.action, ACTIONS), "action", "unknown_command")
+        if action == "drain":
+            return DrainBody(worker_ids=self.worker_ids, pool=self.pool).command(action)
         return self.command(action) if action in LORA_CHANGES else Command(action=action, level=self.level)
 
 
-COMMAND_BODIES = (AnyCommandBody, CommandBody, LoadBody, SleepBody, UnloadBody)
+COMMAND_BODIES = (AnyCommandBody, CommandBody, DrainBody, LoadBody, SleepBody, UnloadBody)
 
 BodyT = TypeVar("BodyT", bound=CommandBody)
 
@@ -200,7 +225,7 @@ def add_commands(router: APIRouter, ingress: Ingress) -> None:
             path,
             name=action,
             description=text,
-            openapi_extra=body_of(kind, required=issubclass(kind, LoraBody)),
+            openapi_extra=body_of(kind, required=issubclass(kind, LoraBody | DrainBody)),
             responses=errors(*COMMANDS),
         )
         async def route(request: Request) -> Response:
@@ -215,6 +240,7 @@ def add_commands(router: APIRouter, ingress: Ingress) -> None:
     add("/sleep", "sleep", SleepBody, "Free the memory of engines until they wake up.")
     add("/wake_up", "wake_up", CommandBody, "Wake up engines.")
     add("/pause", "pause", CommandBody, "Stop computing until `/resume`; requests wait.")
+    add("/drain", "drain", DrainBody, "Send workers no new requests; they finish those they have, and leave.")
     add("/resume", "resume", CommandBody, "Continue after `/pause`.")
 
 
@@ -230,6 +256,7 @@ async def _run(request: Request, ingress: Ingress, body: CommandBody, command: C
             command_id=command_id,
             pool=body.pool,
             worker_ids=body.worker_ids,
+            operator=body.operator,
         )
         error = _error_of(command.action, result.outcomes)
         status = "success" if error is None else "error"

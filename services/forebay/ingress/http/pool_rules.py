@@ -1,4 +1,4 @@
-"""Routes that show and change the rules by which the owner chooses the pool of a request.
+"""Routes that show and change the rules by which the owner chooses the pool of a request, and the policies of pools.
 
 Each change responds with the rules after the change, once it is on the log.
 """
@@ -12,10 +12,12 @@ from pydantic import Field
 
 from forebay import runtime
 from forebay.core.state.pool_registry import PoolEvent
+from forebay.events.control import PolicySet
 from forebay.events.pools import PoolCanarySet, PoolDrainSet, PoolGrid, PoolRoutingConfigured
 from forebay.ingress.errors import invalid
 from forebay.ingress.http.body import read_body
 from forebay.ingress.http.openapi import SETTINGS, body_of, errors
+from forebay.ingress.http.operator_name import OperatorField
 from forebay.ingress.ingress import Ingress
 from forebay.ingress.openai.fields import CheckedBody, parse
 from forebay.ingress.openai.requests import adapter_of
@@ -31,9 +33,10 @@ class PoolRuleBody(CheckedBody, ABC):
     """Request body that names a model and changes a rule for its pools. Subclasses add the rule."""
 
     model: str
+    operator: OperatorField = ""
 
     @abstractmethod
-    def event(self) -> PoolEvent:
+    def event(self) -> PoolEvent | PolicySet:
         """Return the event that changes the rule. Raises ApiError (400) if the rule is invalid."""
 
 
@@ -51,7 +54,7 @@ class PoolRoutingBody(PoolRuleBody):
             routing = pool_routing({"grids": [*self.grids], "retry": self.retry}, "parameter")
         except PoolRoutingUnusable as error:
             raise invalid(str(error), "grids") from error
-        return PoolRoutingConfigured(model=self.model, routing=routing, at_us=runtime.wall_us())
+        return PoolRoutingConfigured(model=self.model, routing=routing, at_us=runtime.wall_us(), operator=self.operator)
 
 
 class PoolCanaryBody(PoolRuleBody):
@@ -66,7 +69,14 @@ class PoolCanaryBody(PoolRuleBody):
         if self.base == self.pool:
             raise invalid(f"base is {self.base!r}; a canary gets requests of another pool", "base")
         share = self.share if self.base else 0.0
-        return PoolCanarySet(model=self.model, pool=self.pool, base=self.base, share=share, at_us=runtime.wall_us())
+        return PoolCanarySet(
+            model=self.model,
+            pool=self.pool,
+            base=self.base,
+            share=share,
+            at_us=runtime.wall_us(),
+            operator=self.operator,
+        )
 
 
 class PoolDrainBody(PoolRuleBody):
@@ -77,10 +87,27 @@ class PoolDrainBody(PoolRuleBody):
 
     def event(self) -> PoolEvent:
         """Return the event that starts or ends the drain."""
-        return PoolDrainSet(model=self.model, pool=self.pool, drained=self.drained, at_us=runtime.wall_us())
+        return PoolDrainSet(
+            model=self.model, pool=self.pool, drained=self.drained, at_us=runtime.wall_us(), operator=self.operator
+        )
 
 
-POOL_RULE_BODIES = (PoolRoutingBody, PoolCanaryBody, PoolDrainBody)
+class PoolPolicyBody(PoolRuleBody):
+    """Body of POST /v1/pools/policy. The policy is valid until the next change, also for an owner that takes over."""
+
+    pool: PoolName
+    mode: Annotated[
+        str, Field(min_length=1, max_length=256, description="Router mode, or path of a class that the router allows.")
+    ]
+
+    def event(self) -> PolicySet:
+        """Return the event that changes the policy."""
+        return PolicySet(
+            model=self.model, pool=self.pool, mode=self.mode, at_us=runtime.wall_us(), operator=self.operator
+        )
+
+
+POOL_RULE_BODIES = (PoolRoutingBody, PoolCanaryBody, PoolDrainBody, PoolPolicyBody)
 
 
 def add_pool_rules(router: APIRouter, ingress: Ingress) -> None:
@@ -99,6 +126,7 @@ def add_pool_rules(router: APIRouter, ingress: Ingress) -> None:
                 "pool": name,
                 "role": pool.role,
                 "block_size": pool.block_size,
+                "policy": pool.policy,
                 "drained": pool.is_drained,
                 "canary": None if pool.canary is None else {"base": pool.canary.base, "share": pool.canary.share},
             }
@@ -122,6 +150,7 @@ def add_pool_rules(router: APIRouter, ingress: Ingress) -> None:
 
     add("/v1/pools/routing", PoolRoutingBody, "Replace the grids by which requests are routed to pools.")
     add("/v1/pools/canary", PoolCanaryBody, "Route a share of the requests of one pool to another pool, or end this.")
+    add("/v1/pools/policy", PoolPolicyBody, "Change the policy that selects the workers of a pool's requests.")
     add("/v1/pools/drain", PoolDrainBody, "Route no new requests to a pool, or end this.")
 
 

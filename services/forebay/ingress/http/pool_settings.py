@@ -6,13 +6,14 @@ changes a setting. So `PoolConfigurator` reads the new records before each resul
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from forebay import runtime
+from forebay.core.routing.policies import BUILT_IN
 from forebay.core.state.pool_registry import PoolEvent, PoolRegistry
 from forebay.events.codec import DecodeError, decode, encode
 from forebay.events.control import (
@@ -21,6 +22,7 @@ from forebay.events.control import (
     ControlEvent,
     DisaggConfig,
     DisaggregationSet,
+    PolicySet,
     PoolConfigured,
     Role,
 )
@@ -43,12 +45,14 @@ class ListedPool:
     Attributes:
         role: role of the workers of the pool.
         block_size: tokens per KV block.
+        policy: router mode, or the dotted path of a custom policy class.
         is_drained: whether the pool gets no new requests.
         canary: its newest event if the pool is a canary.
     """
 
     role: Role
     block_size: int
+    policy: str
     is_drained: bool
     canary: PoolCanarySet | None
 
@@ -60,12 +64,16 @@ class PoolConfigurator:
         log: the log with the topic `control`.
         find_partition: returns the partition of the group; None while no router has assigned one to the model.
         on_undecodable: called for each record that cannot be decoded and is skipped.
+
+    Attributes:
+        allowed_policies: returns the custom policies that the owner may run.
     """
 
     def __init__(self, log: Log, find_partition: Callable[[], int | None], on_undecodable: Callable[[], None]) -> None:
         self._log = log
         self._find_partition = find_partition
         self._on_undecodable = on_undecodable
+        self.allowed_policies: Callable[[], Collection[str]] = lambda: ()
         self._position = 0
         self._pools: dict[str, tuple[str, BusyThresholds]] = {}
         self._disagg: dict[str, tuple[str, DisaggConfig]] = {}
@@ -122,12 +130,15 @@ class PoolConfigurator:
             raise _no_pool(model)
         return self._block_sizes[model]
 
-    async def set_busy_thresholds(self, model: str, changes: Mapping[str, float | None]) -> BusyThresholds:
+    async def set_busy_thresholds(
+        self, model: str, changes: Mapping[str, float | None], operator: str = ""
+    ) -> BusyThresholds:
         """Change busy thresholds of a model, and return all its thresholds after the change.
 
         Args:
             model: name of the model.
             changes: new value per threshold; None disables the threshold. Thresholds without a value are kept.
+            operator: name of the operator.
 
         Raises:
             ApiError: 503 if no router or pool serves the model, or the log fails.
@@ -142,16 +153,20 @@ class PoolConfigurator:
                 model=model,
                 thresholds=msgspec.structs.replace(current, **changes),
                 at_us=runtime.wall_us(),
+                operator=operator,
             )
             await self._append(partition, event)
         return await self.busy_threshold_of(model)
 
-    async def set_disaggregation(self, model: str, changes: Mapping[str, Any]) -> tuple[str, DisaggConfig]:
+    async def set_disaggregation(
+        self, model: str, changes: Mapping[str, Any], operator: str = ""
+    ) -> tuple[str, DisaggConfig]:
         """Change disaggregation settings of a model, and return its decode pool and all settings after the change.
 
         Args:
             model: name of the model.
             changes: new value per field of `DisaggConfig`. Fields without a value are kept.
+            operator: name of the operator.
 
         Raises:
             ApiError: 409 if the model has no decode pool, 503 if no router serves the model or the log fails.
@@ -160,7 +175,8 @@ class PoolConfigurator:
         async with self._lock:
             await self._catch_up(partition)
             disagg = msgspec.structs.replace(self._disagg_of(model)[1], **changes)
-            await self._append(partition, DisaggregationSet(model=model, disagg=disagg, at_us=runtime.wall_us()))
+            event = DisaggregationSet(model=model, disagg=disagg, at_us=runtime.wall_us(), operator=operator)
+            await self._append(partition, event)
         return await self.disaggregation(model)
 
     async def rules(self, model: str) -> tuple[PoolRouting, dict[str, ListedPool]]:
@@ -173,26 +189,42 @@ class PoolConfigurator:
         registry = self._registry
         canaries = {canary.pool: canary for canary in registry.canaries(model)}
         pools = {
-            name: ListedPool(pool.role, pool.block_size, registry.is_drained(model, name), canaries.get(name))
+            name: ListedPool(
+                pool.role, pool.block_size, pool.router.mode, registry.is_drained(model, name), canaries.get(name)
+            )
             for name, pool in sorted(self._configured.items())
             if pool.model == model
         }
         return registry.routing_of(model), pools
 
-    async def set_rule(self, event: PoolEvent) -> None:
-        """Append a rule for the choice of pools to the log.
+    async def set_rule(self, event: PoolEvent | PolicySet) -> None:
+        """Append a rule for the choice of pools, or the policy of a pool, to the log.
 
         Raises:
-            ApiError: 404 if the rule names an unknown pool, 503 if no router serves the model or the log fails.
+            ApiError: 404 if the rule names an unknown pool, 400 if the owner cannot run the policy, 503 if no router
+                serves the model or the log fails.
         """
         partition = self._require_partition(event.model)
         async with self._lock:
             await self._catch_up(partition)
-            self._require_pools(event)
+            self._require_known(event)
             await self._append(partition, event)
 
-    def _require_pools(self, event: PoolEvent) -> None:
-        """Raise ApiError (404) if a rule names a pool that the model does not have.
+    def _require_policy(self, mode: str) -> None:
+        """Raise ApiError (400) if the owner cannot run a policy."""
+        allowed = sorted(self.allowed_policies())
+        if mode in BUILT_IN or mode in allowed:
+            return
+        text = unknown_name("policy", mode, [*BUILT_IN, *allowed])
+        if "." in mode:
+            text = (
+                f"the policy {mode!r} is not allowed on the router; its operator can start it with --allow-policy"
+                " and the path of the class"
+            )
+        raise ApiError(400, "unknown_policy", text, "mode")
+
+    def _require_known(self, event: PoolEvent | PolicySet) -> None:
+        """Raise ApiError if a rule names a pool that the model does not have (404), or an unknown policy (400).
 
         The end of a canary or drain is valid without its pool.
         """
@@ -203,6 +235,9 @@ class PoolConfigurator:
                     named += [(f"grids[{at}].pools", one.pool, grid.role) for one in grid.pools]
             case PoolCanarySet(base=str(base)) if base:
                 named = [("pool", event.pool, None), ("base", base, None)]
+            case PolicySet():
+                self._require_policy(event.mode)
+                named = [("pool", event.pool, None)]
             case PoolDrainSet(drained=True):
                 named = [("pool", event.pool, None)]
         pools = [pool for _, pool in sorted(self._configured.items()) if pool.model == event.model]
@@ -276,6 +311,8 @@ class PoolConfigurator:
                 for pool, (model, _) in self._disagg.items():
                     if model == event.model:
                         self._disagg[pool] = (model, event.disagg)
+            case PolicySet() if event.pool in self._configured:
+                self._configured[event.pool] = self._configured[event.pool].with_mode(event.mode)
             case PoolRoutingConfigured() | PoolCanarySet() | PoolDrainSet():
                 self._registry.apply(event)
 

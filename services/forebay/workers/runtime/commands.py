@@ -1,4 +1,4 @@
-"""Commands of an operator to a worker, which its engine executes one after another.
+"""Commands of an operator to a worker, which its engine executes one after another. The worker itself executes `drain`.
 
 Theory of operation. Commands run in the order of arrival, so `list_loras` includes every adapter that was loaded by an
 earlier command. Each command runs once. If a new owner sends it again, the worker sends the same result again. Loaded
@@ -57,16 +57,20 @@ class CommandRunner:
         engine: the engine that executes the commands.
         model: name of the base model, which no adapter may have.
         send: appends records to the log.
+        drain: begins to drain the worker.
 
     Attributes:
         loras: names of the adapters that are loaded now.
         repeated: number of commands that were received again.
     """
 
-    def __init__(self, engine: Engine, model: str, send: Callable[[Sequence[Draft]], object]) -> None:
+    def __init__(
+        self, engine: Engine, model: str, send: Callable[[Sequence[Draft]], object], drain: Callable[[], None]
+    ) -> None:
         self._engine = engine
         self._model = model
         self._send = send
+        self._drain = drain
         self._outbox: Outbox | None = None
         self._joined = asyncio.Event()
         self._wake = asyncio.Event()
@@ -138,6 +142,9 @@ class CommandRunner:
         if runtime.monotonic_s() > received.begin_by_s:
             return "it timed out while earlier commands were running"
         action = received.command.action
+        if action == "drain":
+            self._drain()
+            return None
         try:
             if action == "load_lora":
                 require_adapter(received.command.lora_name, self._model)

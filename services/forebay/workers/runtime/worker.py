@@ -5,8 +5,8 @@ The offset of the admission is the worker epoch. Then the worker reads its work 
 `work.<pool>`; `forebay.workers.runtime.requests` runs it. When the log says that the epoch is lost, the worker drops
 all requests and acquires the lease as a new incarnation.
 
-A worker that has to stop marks its lease as draining. Once the owner has recorded the drain, it sends the worker no new
-work. Requests that do not finish in time continue on other workers.
+A worker that has to stop, or that an operator drains, marks its lease as draining. Once the owner has recorded the
+drain, it sends the worker no new work. Requests that do not finish in time continue on other workers.
 """
 
 import asyncio
@@ -54,6 +54,7 @@ logger = logging.getLogger(__name__)
 
 READ_MAX = 256  # records processed before other tasks may run
 ENGINE_STOP_S = 30.0
+DRAIN_S = 60.0  # as of the option --drain-s of `forebay worker`
 KEPT_S = 0.1  # how often a drain checks whether kept KV was fetched, because engines do not report that
 
 
@@ -82,6 +83,7 @@ class Worker:
         token: value of the lease that identifies this incarnation; unique among the workers of this process.
         group: group of the worker.
         partition: partition of the control topics of the group.
+        drain_s: maximum seconds to wait for requests in flight after an operator's command to drain.
 
     Attributes:
         spec: description of the worker. After the start of the engine it has the engine's actual sizes.
@@ -103,6 +105,7 @@ class Worker:
         token: str,
         group: str,
         partition: int = 0,
+        drain_s: float = DRAIN_S,
     ) -> None:
         self.spec = spec
         self.life = WorkerLifeCycle()
@@ -123,7 +126,7 @@ class Worker:
         self._epoch: _Epoch | None = None
         self._load_timer: asyncio.TimerHandle | None = None
         self.media = MediaFeed(engine, spec.worker_id, self._on_media_failed)
-        self.commands = CommandRunner(engine, spec.model, self._append_result)
+        self.commands = CommandRunner(engine, spec.model, self._append_result, lambda: self.drain(drain_s))
 
     @property
     def worker_epoch(self) -> int | None:

@@ -27,6 +27,7 @@ PENDING_MAX = 64  # pending commands per group: operators send few, and each eve
 TEXT_CHARS_MAX = 256 << 10  # maximum of all outcomes of one command, because one journal record contains them
 WORKER_LOST = "the worker was lost before it responded"
 TIMED_OUT = "the worker did not respond in time"
+LAST_READY = "it was the last ready worker of its pool; new requests need another worker"
 RESPONSE_OMITTED = "the response is omitted, because the responses to this command are too long"
 
 

@@ -1,6 +1,6 @@
 """Rules by which the owner chooses pools: grids and retries per model, canaries and drains per pool."""
 
-from typing import assert_never
+from typing import Any, assert_never
 
 from forebay.core.state_machine import digest_of, plain
 from forebay.events.base import U64_MASK
@@ -67,7 +67,8 @@ class PoolRegistry:
 
     def digest(self) -> int:
         """Return a 64-bit digest, the sum of a term per event. It is 0 without events."""
-        return sum(digest_of(plain(event)) for event in (*self.routing, *self.all_canaries, *self.drains)) & U64_MASK
+        events: tuple[PoolEvent, ...] = (*self.routing, *self.all_canaries, *self.drains)
+        return sum(digest_of(_fields(event)) for event in events) & U64_MASK
 
     @property
     def routing(self) -> tuple[PoolRoutingConfigured, ...]:
@@ -83,3 +84,12 @@ class PoolRegistry:
     def drains(self) -> tuple[PoolDrainSet, ...]:
         """Drained pools of all models, in order of model and pool."""
         return tuple(self._drains[key] for key in sorted(self._drains))
+
+
+def _fields(event: PoolEvent) -> Any:
+    """Return an event as a tuple for a digest.
+
+    Logs of versions without the field `operator`, the last one, keep their digests, so the tuple omits an empty one.
+    """
+    fields = plain(event)
+    return fields if event.operator else fields[:-1]

@@ -425,7 +425,7 @@ class Owner:
                     raise LogError(text) from None
 
     async def _configure_pools(self) -> None:
-        settings, pools = self._settings, self.world.pools
+        settings, pools = self._settings, self.world.configured_pools()
         wanted = list(settings.pools)
         if not wanted:
             wanted = [msgspec.structs.replace(pools[name], router=settings.router) for name in sorted(pools)]

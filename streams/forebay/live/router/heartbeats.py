@@ -82,6 +82,7 @@ class HeartbeatWriter:
             ready_prefill=ready["prefill"],
             ready_decode=ready["decode"],
             at_us=runtime.wall_us(),
+            policies=world.owner_policies,
         )
         draft = Draft(HEARTBEATS.name, self._partition, encode(HEARTBEATS, heartbeat), self._router_id.encode())
         self._appending = asyncio.create_task(self._appended(draft), name="heartbeat")

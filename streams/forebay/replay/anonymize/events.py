@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from forebay.core.state.commands import RESPONSE_OMITTED, TIMED_OUT, WORKER_LOST
+from forebay.core.state.commands import LAST_READY, RESPONSE_OMITTED, TIMED_OUT, WORKER_LOST
 from forebay.core.state.submitted_request import content_hash, id_hash
 from forebay.events.base import hex_digest, pack_u64, unpack_u64
 from forebay.events.control import PoolConfigured
@@ -31,6 +31,7 @@ from forebay.transport.base import Record
 
 MASKED_NAMES = ("lora", "ingress", "owner", "lease", "session", "namespace", "path")
 CLIENT_NAMES = ("worker", "taint", "model", "pool", "class")  # masked unless the system has a component of that name
+OWNER_TEXTS = (WORKER_LOST, TIMED_OUT, RESPONSE_OMITTED, LAST_READY)  # outcomes in the owner's own words
 
 replace = msgspec.structs.replace
 T = TypeVar("T", bound=msgspec.Struct)
@@ -61,7 +62,7 @@ class EventAnonymizer:
             "drop": lambda value: type(value)(),
             "unset": lambda _: None,
             "zero": lambda _: 0,
-            "outcome": lambda text: text if text in (WORKER_LOST, TIMED_OUT, RESPONSE_OMITTED) else "",
+            "outcome": lambda text: text if text in OWNER_TEXTS else "",
             "checksum": lambda _: hex_digest(0),
             "sha256": masks.sha256,
             "request_id": self.request_id,

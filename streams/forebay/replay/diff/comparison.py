@@ -29,7 +29,7 @@ from forebay.events.decisions import (
 )
 from forebay.events.fleet import WorkerJoined
 from forebay.events.progress import RequestFailed, RequestFinished
-from forebay.replay.diff.counterfactual_world import CounterfactualWorld, Named, PlacementHits, names_nothing
+from forebay.replay.diff.counterfactual_world import DISAGG, CounterfactualWorld, Named, PlacementHits, names_nothing
 from forebay.replay.diff.handover import Handover, OperatorEvent
 from forebay.replay.diff.notes import notes
 from forebay.replay.diff.other_rules import RECORDED_RULES, OtherPoolRules
@@ -145,7 +145,7 @@ class Comparison:
             report.span_s = (self._worlds[HISTORY].now_us - self._series.start_us) / 1e6
         report.identical = report.fork is None
         report.undone = sorted(self._other.undone)
-        report.stages_kept |= bool(report.undone)
+        report.stages_kept |= any(path.startswith(DISAGG) for path in report.undone)
         if report.fork is not None and history.decisions:
             report.before_fork = report.fork.decisions_before / history.decisions
         report.notes = notes(report)

@@ -22,7 +22,14 @@ from forebay.core.state.active_request import ActiveRequest
 from forebay.core.state.prefix_index import NO_OVERLAP
 from forebay.core.step import CLOCK, AnyDecision, InputEvent, claim, open_run, step
 from forebay.core.world import World, restore
-from forebay.events.control import BusyThresholds, BusyThresholdsSet, DisaggConfig, DisaggregationSet, PoolConfigured
+from forebay.events.control import (
+    BusyThresholds,
+    BusyThresholdsSet,
+    DisaggConfig,
+    DisaggregationSet,
+    PolicySet,
+    PoolConfigured,
+)
 from forebay.events.decisions import RequestAborted, RequestRejected, RequestRouted, Stage
 from forebay.events.pools import PoolCanarySet, PoolDrainSet, PoolRoutingConfigured
 from forebay.events.progress import (
@@ -43,6 +50,7 @@ Named = Callable[
     [PoolConfigured], Set[str]
 ]  # router fields of a pool that the alternative names, such as `disagg.policy`
 DISAGG = "disagg."
+MODE = "mode"
 LATE = "late-progress"  # not a real topic: a late event took its offset when history applied it
 
 
@@ -143,6 +151,8 @@ class CounterfactualWorld:
                 self.operator_event = event = self._set_busy(event)
             case DisaggregationSet():
                 self.operator_event = event = self._set_disagg(event)
+            case PolicySet():
+                self.operator_event = event = self._set_policy(event)
             case PoolRoutingConfigured() | PoolCanarySet() | PoolDrainSet():
                 self.operator_event = event = self._rules.of(event)
             case ProgressEvent():
@@ -264,6 +274,17 @@ class CounterfactualWorld:
         named = (pool for _, pool in sorted(self._recorded.items()) if pool.model == event.model)
         pool = next((pool for pool in named if pool.role == "decode"), None)
         return event if pool is None else msgspec.structs.replace(event, disagg=self._disagg(pool, event.disagg))
+
+    def _set_policy(self, event: PolicySet) -> PolicySet:
+        """Return an operator's change of a policy as applied here: a policy that the alternative names stays."""
+        recorded = self._recorded.get(event.pool)
+        if recorded is None or recorded.model != event.model:
+            return event
+        self._recorded[event.pool] = recorded = recorded.with_mode(event.mode)
+        mode = self._alter(recorded).router.mode
+        if mode != event.mode:
+            self.undone.add(MODE)
+        return msgspec.structs.replace(event, mode=mode)
 
     def _disagg(self, recorded: PoolConfigured, by_hand: DisaggConfig) -> DisaggConfig:
         """Return an operator's disaggregation config as applied here.

@@ -13,7 +13,7 @@ from forebay.core.state.active_request import ActiveRequest
 from forebay.core.state.pool_registry import PoolEvent
 from forebay.core.step import AnyDecision, InputEvent
 from forebay.core.world import World
-from forebay.events.control import BusyThresholdsSet, DisaggregationSet, PoolConfigured
+from forebay.events.control import BusyThresholdsSet, DisaggregationSet, PolicySet, PoolConfigured
 from forebay.events.decisions import RequestHeld, RequestRejected, RequestRouted
 from forebay.events.fleet import WorkerJoined, WorkerLost
 from forebay.events.progress import FirstTokenEmitted, PrefillFinished, RequestFinished
@@ -145,7 +145,7 @@ class RequestCollector:
         del self._open[event.request_id]
 
 
-OperatorEvent = PoolConfigured | PoolEvent | BusyThresholdsSet | DisaggregationSet
+OperatorEvent = PoolConfigured | PoolEvent | BusyThresholdsSet | DisaggregationSet | PolicySet
 TimedOperatorEvent = tuple[int, OperatorEvent]
 
 

@@ -11,6 +11,7 @@ from forebay.events.control import (
     Command,
     DisaggConfig,
     DisaggregationSet,
+    PolicySet,
     PoolConfigured,
     RouterConfig,
     WorkerCommanded,
@@ -63,7 +64,12 @@ def event_tag(event: InputEvent | None) -> str:
 
 
 def describe_event(event: InputEvent | None) -> str:
-    """Return a one-line description of an event."""
+    """Return a one-line description of an event, with the operator who caused it."""
+    operator = getattr(event, "operator", "")
+    return _describe(event) + (f", by {operator}" if operator else "")
+
+
+def _describe(event: InputEvent | None) -> str:
     match event:
         case None:
             return "a record that did not decode and had no effect"
@@ -104,6 +110,8 @@ def describe_event(event: InputEvent | None) -> str:
             return f"busy thresholds of {event.model}"
         case DisaggregationSet():
             return f"disaggregation of {event.model}: {_disagg(event.disagg)}"
+        case PolicySet():
+            return f"the pool {event.pool} of {event.model} routes by {event.mode}"
         case PoolRoutingConfigured():
             return f"pools of {event.model} are chosen {_pool_rules(event.routing)}"
         case PoolCanarySet(base=""):

@@ -1,7 +1,7 @@
 """List the groups of a log and the configurations of their pools."""
 
 from forebay.core.state.groups import Groups
-from forebay.events.control import PoolConfigured
+from forebay.events.control import PolicySet, PoolConfigured
 from forebay.events.decisions import OwnerClaimed
 from forebay.events.snapshots import WorldState
 from forebay.events.topics import CONTROL, DECISIONS, GROUPS, SNAPSHOTS
@@ -38,12 +38,23 @@ async def pools_of(log: Log, partition: int) -> list[PoolConfigured]:
 
     Raises LogError if the log cannot be read.
 
-    If retention removed the oldest records of `control`, the oldest snapshot supplies their configurations.
+    A policy that an operator set is a configuration, too. If retention removed the oldest records of `control`, the
+    oldest snapshot supplies their configurations.
     """
     found: list[PoolConfigured] = []
     if await log.begin(CONTROL.name, partition) and (state := await _oldest_state(log, partition)) is not None:
         found += state.pools
-    found += [event async for _, event in events_of(log, CONTROL, partition) if isinstance(event, PoolConfigured)]
+    newest = {pool.pool: pool for pool in found}
+    async for _, event in events_of(log, CONTROL, partition):
+        match event:
+            case PoolConfigured():
+                pool = event
+            case PolicySet() if event.pool in newest:
+                pool = newest[event.pool].with_mode(event.mode)
+            case _:
+                continue
+        newest[pool.pool] = pool
+        found.append(pool)
     return found
 
 

@@ -205,7 +205,7 @@ class MockEngine:
                 if command.lora_name not in self._loras:
                     raise EngineRefused(_not_loaded(command.lora_name))
                 del self._loras[command.lora_name]
-            case "list_loras":
+            case "list_loras" | "drain":  # a worker drains without its engine
                 pass
             case "sleep":
                 for rank in ranks:
