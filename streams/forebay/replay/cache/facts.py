@@ -4,16 +4,16 @@ from forebay.replay.moment import Fact
 
 
 class CacheHolder(Fact, frozen=True, kw_only=True):
-    """A worker rank that has at least the first block of a run cached, according to KV events.
-
-    The rank also has all blocks of the prompt before the run.
+    """A worker rank that has at least the first block of a run cached, and all blocks of the prompt before the run.
 
     Attributes:
         worker_id: ID of the worker.
         rank: data-parallel rank.
-        device_blocks: leading blocks of the run in device memory.
-        host_blocks: further leading blocks of the run in host memory.
-        disk_blocks: further leading blocks of the run on disk.
+        device_blocks: leading blocks of the run in device memory, according to KV events.
+        host_blocks: further leading blocks of the run in host memory, according to KV events.
+        disk_blocks: further leading blocks of the run on disk, according to KV events.
+        assumed_blocks: leading blocks of the run that the router assumes in device memory, because it routed a prompt
+            with them to the rank; 0 if this number is not larger than `device_blocks`.
     """
 
     worker_id: str
@@ -21,6 +21,7 @@ class CacheHolder(Fact, frozen=True, kw_only=True):
     device_blocks: int
     host_blocks: int
     disk_blocks: int
+    assumed_blocks: int = 0
 
 
 class CacheNode(Fact, frozen=True, kw_only=True):
@@ -105,7 +106,7 @@ class CacheTree(Fact, frozen=True, kw_only=True):
         is_complete: whether these are all requests on the log before the moment.
         short: number of these requests without a full block. They are in no root.
         blocks: number of different blocks of these requests.
-        roots: one root per adapter and cache namespace, most requests first.
+        roots: one root per adapter and cache namespace: first those of matching requests, then most requests first.
         omitted_roots: number of further roots, which are not in `roots`.
         matches: newest requests that match the search; empty without a search.
         matched: number of all requests that match the search.
