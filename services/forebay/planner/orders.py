@@ -17,16 +17,19 @@ from forebay.events.scaling import (
     ScalingEvent,
     ScalingRefused,
 )
+from forebay.events.topics import SCALING
 from forebay.live.planner.topic import ScalingTopic
 from forebay.replay.scaling.decisions import REASONS
-from forebay.replay.scaling.journal import pool_text
+from forebay.replay.scaling.journal import has_scaling, pool_text
 from forebay.transport.base import Log
+from forebay.transport.kafka.log import KafkaLog
+from forebay.transport.kafka.settings import KafkaSettings
 
 WATCHED = ScalingDecided | ScalingApplied | ScalingRefused
 
 
 class OrderInvalid(Exception):
-    """The order cannot be recorded, for example because no planner scales the pool. The text says what to do."""
+    """Orders cannot be recorded, for example because no planner scales the pool. The text says what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,21 @@ class OrderReport:
 
     on_step: Callable[[str, str], None]
     on_problem: Callable[[str], None]
+
+
+@asynccontextmanager
+async def scaling_on_kafka(settings: KafkaSettings) -> AsyncIterator[KafkaLog]:
+    """Open Kafka for orders. Raises OrderInvalid if the topic `scaling` is missing, LogError if Kafka fails."""
+    log = await KafkaLog.open(settings)
+    try:
+        if not await has_scaling(log):
+            name = settings.topic(SCALING.name)
+            raise OrderInvalid(
+                f"{settings.bootstrap} has no topic {name}; check --namespace, or use `forebay topics create`"
+            )
+        yield log
+    finally:
+        await log.close()
 
 
 def pause_order(operator: str, *, paused: bool) -> Order:

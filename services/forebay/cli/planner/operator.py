@@ -9,9 +9,16 @@ from forebay.cli.common.cluster_options import KafkaOptions
 from forebay.cli.common.errors import complain, explained, fail
 from forebay.cli.common.operator_name import operator_name
 from forebay.cli.common.terminal import printable
-from forebay.cli.planner.source import scaling_on_kafka
 from forebay.core.scaling.state import PoolKey
-from forebay.planner.orders import Order, OrderInvalid, OrderReport, execute_order, pause_order, size_order
+from forebay.planner.orders import (
+    Order,
+    OrderInvalid,
+    OrderReport,
+    execute_order,
+    pause_order,
+    scaling_on_kafka,
+    size_order,
+)
 from forebay.transport.kafka.settings import KafkaSettings
 
 NO_EFFECT = 1
@@ -57,8 +64,8 @@ def _execute(kafka: KafkaOptions, make: Callable[[list[PoolKey]], Order], timeou
 async def _run(settings: KafkaSettings, make: Callable[[list[PoolKey]], Order], timeout_s: float | None) -> bool:
     """Record an order, and return whether its effect was seen."""
     report = OrderReport(lambda kind, text: typer.echo(printable(f"{kind:<10} {text}")), complain)
-    async with scaling_on_kafka(settings) as log:
-        try:
+    try:
+        async with scaling_on_kafka(settings) as log:
             return await execute_order(log, make, timeout_s, report)
-        except OrderInvalid as error:
-            fail(str(error))
+    except OrderInvalid as error:
+        fail(str(error))

@@ -7,11 +7,9 @@ from pathlib import Path
 from forebay.cli.common.errors import fail
 from forebay.cli.common.recording import KafkaSource
 from forebay.cli.common.terminal import bar
-from forebay.events.topics import SCALING
-from forebay.replay.scaling.journal import OnProgress, has_scaling
+from forebay.planner.orders import OrderInvalid, scaling_on_kafka
+from forebay.replay.scaling.journal import OnProgress
 from forebay.transport.base import Log
-from forebay.transport.kafka.log import KafkaLog
-from forebay.transport.kafka.settings import KafkaSettings
 from forebay.transport.sqlite.log import SqliteLog
 
 
@@ -22,21 +20,11 @@ async def scaling_log(source: KafkaSource, path: Path | None) -> AsyncIterator[L
         with closing(SqliteLog.open(path, readonly=True)) as log:
             yield log
         return
-    async with scaling_on_kafka(source.settings()) as kafka:
-        yield kafka
-
-
-@asynccontextmanager
-async def scaling_on_kafka(settings: KafkaSettings) -> AsyncIterator[KafkaLog]:
-    """Open Kafka. A missing topic `scaling` ends the command. Raises LogError if Kafka cannot be used."""
-    log = await KafkaLog.open(settings)
     try:
-        if not await has_scaling(log):
-            name = settings.topic(SCALING.name)
-            fail(f"{settings.bootstrap} has no topic {name}; check --namespace, or use `forebay topics create`")
-        yield log
-    finally:
-        await log.close()
+        async with scaling_on_kafka(source.settings()) as kafka:
+            yield kafka
+    except OrderInvalid as error:
+        fail(str(error))
 
 
 def require_one_source(source: KafkaSource, path: Path | None) -> None:

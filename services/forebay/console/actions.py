@@ -1,0 +1,259 @@
+"""Routes of a console that change the system. Each change is an event that contains the name of the operator.
+
+The console executes nothing itself. It sends commands and changes to the admin API of an ingress, and appends sizes of
+pools to the topic `scaling` on Kafka. The ingress checks the admin token in both cases. The console neither keeps nor
+logs the token.
+"""
+
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Annotated, Any
+
+import httpx
+import msgspec
+from fastapi import FastAPI, Header, Request
+from fastapi.responses import Response
+from pydantic import Field
+
+from forebay.events.names import NAME_CHARS_MAX, unknown_name
+from forebay.ingress.errors import ApiError, invalid
+from forebay.ingress.http.body import read_body
+from forebay.ingress.openai.fields import CheckedBody, parse
+from forebay.planner.orders import OrderInvalid, OrderReport, execute_order, scaling_on_kafka, size_order
+from forebay.transport.base import Log
+from forebay.transport.kafka.settings import KafkaSettings
+
+ACTIONS_MAX = 16  # in flight: operators send few, and each may keep a connection open for its whole timeout
+BODY_BYTES_MAX = 1 << 20
+TIMEOUT_S = 60.0
+TIMEOUT_S_MAX = 3_600.0
+PATIENCE_S = 10.0  # added to the timeout of an action: longer than every timeout of the ingress itself
+SIZE_MAX = 10_000  # as of `forebay planner set-size`
+TOKEN_CHARS_MAX = 4_096  # as of the admin token of an ingress
+POOL_SIZE = "pool-size"
+
+OpenScaling = Callable[[KafkaSettings], AbstractAsyncContextManager[Log]]
+AdminToken = Annotated[
+    str, Header(alias="x-forebay-admin-token", description="Admin token of the ingress, which checks it.")
+]
+
+
+@dataclass(frozen=True, slots=True)
+class AdminRoute:
+    """Route of the ingress that executes an action.
+
+    Attributes:
+        path: path of the route.
+        fields: fields that the console adds to the body of the action.
+        has_model: whether the body names a model. If not, the console adds the one that it shows.
+    """
+
+    path: str
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    has_model: bool = True
+
+
+ROUTES: Mapping[str, AdminRoute] = {
+    "drain-worker": AdminRoute("/v1/commands", {"action": "drain"}, has_model=False),
+    "policy": AdminRoute("/v1/pools/policy"),
+    "busy-threshold": AdminRoute("/busy_threshold"),
+    "drain-pool": AdminRoute("/v1/pools/drain"),
+}
+
+
+class PoolSizeBody(CheckedBody):
+    """Body of the action `pool-size`.
+
+    Attributes:
+        operator: name of the operator.
+        pool: name of the pool.
+        size: number of workers; null to let the planner determine the size again.
+        timeout_s: seconds to wait for the effect.
+    """
+
+    operator: str
+    pool: Annotated[str, Field(min_length=1, max_length=NAME_CHARS_MAX)]
+    size: Annotated[int, Field(ge=0, le=SIZE_MAX)] | None
+    timeout_s: Annotated[float, Field(gt=0.0, le=TIMEOUT_S_MAX, allow_inf_nan=False)] = TIMEOUT_S
+
+
+def add_actions(
+    app: FastAPI,
+    ingress_url: str,
+    kafka: KafkaSettings | None,
+    model: str,
+    open_scaling: OpenScaling = scaling_on_kafka,
+) -> None:
+    """Add the routes of the actions to `app`.
+
+    Args:
+        app: application of the console.
+        ingress_url: base URL of an ingress with an admin API; empty if there is none, so that no action is possible.
+        kafka: connection to Kafka; None if the console shows an embedded log, which has no planner.
+        model: model that the console shows, which is also the name of its group.
+        open_scaling: opens a log with the topic `scaling`.
+    """
+    actions = Actions(ingress_url.rstrip("/"), kafka, model, open_scaling)
+
+    @app.post("/v1/console/actions/{action}")
+    async def act(action: str, request: Request, admin_token: AdminToken = "") -> Response:
+        """Execute an action, and return the response of the ingress, or the steps of a size."""
+        return await actions.execute(action, await read_body(request, BODY_BYTES_MAX), admin_token)
+
+
+class Actions:
+    """Executes the actions of a console."""
+
+    def __init__(self, ingress_url: str, kafka: KafkaSettings | None, model: str, open_scaling: OpenScaling) -> None:
+        self._ingress_url = ingress_url
+        self._kafka = kafka
+        self._model = model
+        self._open_scaling = open_scaling
+        self._in_flight = 0
+
+    async def execute(self, action: str, raw: bytes, admin_token: str) -> Response:
+        """Execute an action.
+
+        Args:
+            action: name of the action.
+            raw: body of the request as JSON.
+            admin_token: admin token of the ingress.
+
+        Returns:
+            The response of the ingress, with its status. For sizes of pools, the steps of the order.
+
+        Raises:
+            ApiError: the action is unknown, invalid, impossible with this console, or had no effect.
+            LogError: Kafka cannot be used.
+        """
+        if action != POOL_SIZE and action not in ROUTES:
+            raise ApiError(404, "unknown_action", unknown_name("action", action, [*ROUTES, POOL_SIZE]))
+        if not self._ingress_url:
+            text = "this console cannot change the system; start it with --ingress and the URL of an ingress"
+            raise ApiError(501, "no_ingress", text)
+        _require_token(admin_token)
+        async with self._counted():
+            if action == POOL_SIZE:
+                return await self._set_size(raw, admin_token)
+            route = ROUTES[action]
+            fields = {"model": self._model, **_fields(raw)} if route.has_model else _fields(raw)
+            _require_operator(fields.get("operator"))
+            body = {**fields, **route.fields}
+            return _forwarded(await self._send(route.path, body, _timeout_s(fields), admin_token))
+
+    @asynccontextmanager
+    async def _counted(self) -> AsyncIterator[None]:
+        if self._in_flight >= ACTIONS_MAX:
+            text = f"{self._in_flight} actions are in flight, the maximum; try again when one has ended"
+            raise ApiError(429, "too_many_actions", text)
+        self._in_flight += 1
+        try:
+            yield
+        finally:
+            self._in_flight -= 1
+
+    async def _send(
+        self, path: str, body: Mapping[str, Any] | None, timeout_s: float, admin_token: str
+    ) -> httpx.Response:
+        """Send a request to the admin API: a GET request if `body` is None.
+
+        Raises:
+            ApiError: 502 if the ingress does not respond, or if its response is not that of an ingress.
+        """
+        method, url = ("GET" if body is None else "POST"), f"{self._ingress_url}{path}"
+        headers = {"authorization": f"Bearer {admin_token}"}
+        try:
+            async with httpx.AsyncClient(timeout=timeout_s + PATIENCE_S) as client:
+                response = await client.request(method, url, json=body, headers=headers)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            text = f"the ingress {self._ingress_url} does not respond ({type(error).__name__}); check --ingress"
+            raise ApiError(502, "ingress_unreachable", text) from error
+        code = _error_code(response)
+        if code is None and response.status_code != HTTPStatus.OK:
+            text = f"{self._ingress_url} is not an ingress (HTTP {response.status_code}); check --ingress"
+            raise ApiError(502, "no_ingress", text)
+        if response.status_code == HTTPStatus.NOT_FOUND and code == "not_found":
+            text = "the admin API of the ingress is disabled; start the ingress with --admin-api and a token"
+            raise ApiError(501, "admin_api_disabled", text)
+        return response
+
+    async def _set_size(self, raw: bytes, admin_token: str) -> Response:
+        """Append the size of a pool to the topic `scaling`, and wait for its effect."""
+        kafka = self._kafka
+        if kafka is None:
+            text = "a planner sets the sizes of pools, which requires Kafka; this console shows a log file"
+            raise ApiError(501, "no_planner", text)
+        body = parse(PoolSizeBody, raw)
+        _require_operator(body.operator)
+        allowed = await self._send("/busy_threshold", None, 0.0, admin_token)
+        if allowed.status_code != HTTPStatus.OK:
+            return _forwarded(allowed)
+        steps: list[dict[str, str]] = []
+        problems: list[str] = []
+        report = OrderReport(lambda kind, text: steps.append({"kind": kind, "text": text}), problems.append)
+        pool = f"{self._model}/{body.pool}"
+        try:
+            async with self._open_scaling(kafka) as log:
+                is_effective = await execute_order(
+                    log, lambda pools: size_order(pools, pool, body.size, body.operator), body.timeout_s, report
+                )
+        except OrderInvalid as error:
+            raise ApiError(409, "order_invalid", str(error)) from error
+        if is_effective:
+            return _json({"steps": steps}, HTTPStatus.OK)
+        error_body = ApiError(409, "order_without_effect", "; ".join(problems)).body()
+        return _json({"steps": steps, **error_body}, HTTPStatus.CONFLICT)
+
+
+def _require_token(token: str) -> None:
+    """Raise ApiError unless the token can be the value of a header."""
+    if not token:
+        text = "actions require the admin token of the ingress; send the header 'x-forebay-admin-token'"
+        raise ApiError(401, "admin_token_missing", text)
+    if len(token) > TOKEN_CHARS_MAX or not all("!" <= character <= "~" for character in token):
+        text = f"the admin token is invalid; it has 1 to {TOKEN_CHARS_MAX} visible ASCII characters without spaces"
+        raise ApiError(403, "admin_token_wrong", text)
+
+
+def _require_operator(operator: object) -> None:
+    """Raise ApiError unless the name of the operator is valid and not empty."""
+    if not isinstance(operator, str) or not operator.strip():
+        raise invalid("operator is missing; give the name of the operator, which is written to the log", "operator")
+    if len(operator) > NAME_CHARS_MAX or not operator.isprintable():
+        raise invalid(f"operator: expected at most {NAME_CHARS_MAX} printable characters", "operator")
+
+
+def _fields(raw: bytes) -> dict[str, Any]:
+    """Return the fields of a body, which the ingress validates. Raises ApiError if it is not a JSON object."""
+    try:
+        fields = msgspec.json.decode(raw)
+    except (msgspec.MsgspecError, RecursionError):
+        fields = None
+    if not isinstance(fields, dict):
+        raise invalid("the body must be a JSON object", code="invalid_json")
+    return fields
+
+
+def _timeout_s(fields: Mapping[str, Any]) -> float:
+    """Return the timeout that an action sends to the ingress, or the default of the ingress if it is missing."""
+    given = fields.get("timeout_s", TIMEOUT_S)
+    return min(float(given), TIMEOUT_S_MAX) if isinstance(given, int | float) else TIMEOUT_S
+
+
+def _error_code(response: httpx.Response) -> str | None:
+    """Return the code of an error of an ingress, or None if the response has none."""
+    try:
+        error = msgspec.json.decode(response.content)["error"]
+        return str(error["code"])
+    except (msgspec.MsgspecError, RecursionError, KeyError, TypeError):
+        return None
+
+
+def _forwarded(response: httpx.Response) -> Response:
+    return Response(response.content, response.status_code, media_type="application/json")
+
+
+def _json(content: Mapping[str, Any], status: HTTPStatus) -> Response:
+    return Response(msgspec.json.encode(content), status, media_type="application/json")
