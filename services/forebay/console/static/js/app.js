@@ -10,6 +10,7 @@ import { clock } from "./format.js";
 import { Frame } from "./frame.js";
 import { linkTo, Moment, takeToken } from "./moment.js";
 import { Pacer } from "./pacer.js";
+import { TimeBar } from "./time_bar.js";
 import { VIEWS } from "./views.js";
 
 const RETRY_MS = 2_000;
@@ -31,6 +32,7 @@ class App {
     this.pacer = new Pacer((signal) => this.#refresh(signal));
     this.frame = new Frame({
       moment: this.moment,
+      timeBar: new TimeBar({ api: this.api, moment: this.moment, isBusy: () => this.pacer.isBusy }),
       onToken: (entered) => {
         this.api.setToken(entered);
         this.start();
@@ -130,6 +132,7 @@ class App {
     this.#view = create({ api, moment, navigate, info: this.#info, state: () => this.#state });
     this.frame.hideError();
     replace(this.frame.main, this.#view.element);
+    scrollTo(0, 0);
     this.#atUs = NaN; // nothing is shown yet
     document.title = `${entry.title} · forebay`;
   }

@@ -13,13 +13,19 @@ const LAG_SHOWN_S = 0.3; // a smaller lag is the interval at which the console r
 
 /** Elements around the view. */
 export class Frame {
-  /** @param {{moment: import("./moment.js").Moment, onToken: (token: string) => void}} options */
-  constructor({ moment, onToken }) {
+  /**
+   * @param {object} options
+   * @param {import("./moment.js").Moment} options.moment
+   * @param {import("./time_bar.js").TimeBar} options.timeBar
+   * @param {(token: string) => void} options.onToken receives the token that the user entered
+   */
+  constructor({ moment, timeBar, onToken }) {
     this.moment = moment;
+    this.timeBar = timeBar;
     this.main = h("main", { id: "main", tabindex: -1 });
     this.links = VIEWS.map((view) => h("a", {}, view.title));
     this.source = h("span", { class: "source" });
-    this.lag = h("span", { class: "lag", role: "status" });
+    this.lag = h("span", { class: "lag" });
     this.progress = h("progress", { "aria-label": "Indexing of the log", max: 1, hidden: true });
     this.connection = h("div", { class: "banner bad", role: "alert", hidden: true });
     this.error = h("div", { class: "banner bad", role: "alert", hidden: true });
@@ -31,13 +37,17 @@ export class Frame {
       h("div", { class: "brand" }, h("b", {}, "forebay"), this.source),
       h("nav", { "aria-label": "Views" }, this.links),
       h("div", { class: "follow" }, this.progress, this.lag),
+      timeBar.strip,
     );
-    document.body.append(skip, header, this.connection, this.error, this.main, this.tokenForm);
+    document.body.append(skip, header, this.connection, this.error, this.main, this.tokenForm, timeBar.element);
     this.showMoment();
   }
 
   /** @param {any} info ConsoleInfo */
-  showInfo({ source, group, kind, version }) {
+  showInfo(info) {
+    const { source, group, kind, version } = info;
+    this.isLive = info.is_live;
+    this.timeBar.setInfo(info);
     const kinds = { file: "log", recording: "recording", kafka: "Kafka" };
     setText(this.source, `${kinds[/** @type {keyof kinds} */ (kind)] ?? kind} ${source}, group ${group}`);
     put(this.source, "title", `forebay ${version}`);
@@ -45,7 +55,13 @@ export class Frame {
   }
 
   /** @param {any} state CatalogState */
-  showState({ begin_offset, end_offset, log_end_offset, behind_s, is_complete, error }) {
+  showState(state) {
+    this.timeBar.setState(state);
+    this.#showProgress(state);
+  }
+
+  /** @param {any} state CatalogState */
+  #showProgress({ begin_offset, end_offset, log_end_offset, behind_s, is_complete, error }) {
     const share = (end_offset - begin_offset) / Math.max(1, log_end_offset - begin_offset);
     put(this.progress, "hidden", is_complete);
     put(this.progress, "value", share);
@@ -53,7 +69,7 @@ export class Frame {
     if (error) setText(this.lag, `cannot follow the log: ${error}`);
     else if (!is_complete) setText(this.lag, `indexing the log, ${Math.floor(100 * share)}%`);
     else if (behind_s >= LAG_SHOWN_S) setText(this.lag, `${number(behind_s)} s behind`);
-    else setText(this.lag, "up to date");
+    else setText(this.lag, this.isLive ? "up to date" : "complete");
     put(this.lag, "title", `${counted(log_end_offset - end_offset, "journal record")} not read yet`);
   }
 
@@ -76,6 +92,7 @@ export class Frame {
 
   /** Let the links of the navigation keep the chosen moment. */
   showMoment() {
+    this.timeBar.setMoment();
     VIEWS.forEach((view, at) => put(this.links[at], "href", linkTo(view.name, "", {}, this.moment.atUs)));
   }
 
@@ -87,6 +104,7 @@ export class Frame {
   /** @param {boolean} isBusy whether the view shows another moment than the chosen one */
   setBusy(isBusy) {
     put(this.main, "aria-busy", isBusy ? "true" : null);
+    this.timeBar.setLoading(isBusy);
   }
 
   /** Show the form for the token. */

@@ -74,7 +74,7 @@ export function meter() {
  */
 export function updateMeter(element, share, label) {
   const bounded = Math.min(1, Math.max(0, share || 0));
-  setStyle(element.children[0], "--share", bounded.toFixed(3));
+  setStyle(element.children[0], "background-size", `${(100 * bounded).toFixed(1)}% 100%`);
   put(element, "data-tone", bounded >= 0.95 ? "bad" : bounded >= 0.85 ? "warn" : null);
   setText(element.children[1], label);
 }

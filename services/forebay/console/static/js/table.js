@@ -35,7 +35,7 @@ export class Table {
   /** @type {HTMLElement[]} */ #headings;
   /** @type {T[]} */ #items = [];
   /** @type {string|null} */ #sortedBy;
-  #isDescending = false;
+  #isDescending;
 
   /**
    * @param {object} options
@@ -43,11 +43,13 @@ export class Table {
    * @param {Column<T>[]} options.columns
    * @param {(item: T) => string|number} options.key identifies a row across updates
    * @param {string} [options.sortedBy] ID of the column that sorts the rows at first; otherwise they keep their order
+   * @param {boolean} [options.isDescending] whether this column sorts the largest values first
    */
-  constructor({ label, columns, key, sortedBy }) {
+  constructor({ label, columns, key, sortedBy, isDescending = false }) {
     this.#columns = columns;
     this.#key = key;
     this.#sortedBy = sortedBy ?? null;
+    this.#isDescending = isDescending;
     this.#body = h("tbody");
     this.#more = h("p", { class: "soft more", hidden: true });
     this.#headings = columns.map((column) => this.#heading(column));

@@ -41,4 +41,5 @@ export const VIEWS = [
     load: () => import("./views/requests.js"),
     loadOne: () => import("./views/request.js"),
   },
+  { name: "time", title: "Time", load: () => import("./views/time.js") },
 ];
