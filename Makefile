@@ -29,7 +29,7 @@ PYTEST = $(BIN)/pytest --numprocesses $(JOBS) --dist worksteal
 # These need Kafka and Redis, or vLLM.
 UNLESS_REAL := --ignore tests/integration --ignore tests/engines
 
-.PHONY: help setup setup-engines up test test-all explore test-kafka test-engines kafka kafka-stop demo-kafka demo-disagg demo-scaling lint type fmt mutations coverage bench \
+.PHONY: help setup setup-engines up test test-all explore test-kafka test-engines kafka kafka-stop demo-kafka demo-disagg demo-scaling demo-console lint type fmt mutations coverage bench \
     schemas golden report-picture lock lock-engines resolve ci clean
 
 help: ## show this help
@@ -75,6 +75,9 @@ demo-disagg: $(READY) ## scale and kill prefill and decode workers under load (J
 
 demo-scaling: $(READY) ## scale workers by a planner that is killed half-way (Java 17, Maven); options in ARGS="..."
 	@$(BIN)/python -m tests.harness.demo_scaling $(ARGS)
+
+demo-console: $(READY) ## lose a worker and the owner, and look at it in the console (Java 17, Maven); options in ARGS="..."
+	@$(BIN)/python -m tests.harness.demo_console $(ARGS)
 
 lint: $(READY) ## check style, import layers and spelling
 	@$(BIN)/ruff check --quiet --output-format concise

@@ -114,6 +114,9 @@ COMMANDS = {
     "status": CommandEntry(
         "status_command", "status", "Show the owner, workers, requests and topics of a running system or a log."
     ),
+    "console": CommandEntry(
+        "console.command", "console", "Serve a web page that shows a log, live or at any moment of the past."
+    ),
     "topics": CommandEntry("topics_command", "app", "Show the records of a log, and manage the topics of a broker."),
     "index": CommandEntry("index_command", "app", "Show the cached blocks of each worker, according to the log."),
     "config": CommandEntry("config", "app", "Show the options of a command and where their values come from."),

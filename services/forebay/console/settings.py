@@ -26,7 +26,7 @@ class ConsoleSettings(msgspec.Struct, frozen=True, kw_only=True):
         keyfile: private key of the certificate; None if `certfile` contains it.
         token: token that clients must send.
         ingress_url: address of an ingress with an admin API, which executes actions; empty if there is none.
-        model: directory of the model whose tokenizer decodes prompts; None for the model of forebay's mock engines.
+        model: directory of the model whose tokenizer decodes prompts; None shows token ids only.
     """
 
     source: LogSource
@@ -48,3 +48,8 @@ class ConsoleSettings(msgspec.Struct, frozen=True, kw_only=True):
     def is_live(self) -> bool:
         """Whether the log may grow."""
         return self.kind != "recording"
+
+    @property
+    def can_act(self) -> bool:
+        """Whether operators can change the system through this console."""
+        return bool(self.ingress_url)

@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 import uvloop
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
@@ -22,6 +23,7 @@ from forebay.cli.common.shutdown import end_within, stop_notice
 from forebay.cli.processes.engines import built, playing
 from forebay.cli.processes.listening import Hosts, listening
 from forebay.cli.processes.settings import EmbeddedSettings
+from forebay.console.settings import ConsoleSettings
 from forebay.core.state.fleet import WorkerPhase
 from forebay.core.world import World
 from forebay.events.base import unpack_u64
@@ -29,6 +31,7 @@ from forebay.events.control import DisaggConfig, PoolConfigured
 from forebay.events.fleet import WorkerSpec
 from forebay.events.snapshots import IndexBlocks
 from forebay.events.topics import TOKENS
+from forebay.ingress.child_process import ChildProcess
 from forebay.ingress.errors import Unusable
 from forebay.ingress.explain_worker import LogSource
 from forebay.ingress.explainer import Explainer
@@ -57,6 +60,7 @@ from forebay.workers.runtime.worker import Worker
 
 logger = logging.getLogger(__name__)
 
+CONSOLE = "forebay.cli.console.beside"
 PARTITION = 0  # of the control topics: one process serves one group
 END_S = 10.0  # seconds until the process is ended by force after a second signal; a stop takes about one
 
@@ -121,11 +125,35 @@ async def _serve(
     try:
         async with _running(settings, engines, model, hosts) as system:
             _on_signals(loop, stop.set)
-            await _serve_until(stop, system, listener, settings.endpoint, on_ready, settings.drain_s)
+            async with _console(settings.console) as start_console:
+
+                def ready(disagg: DisaggConfig) -> None:
+                    on_ready(disagg)
+                    start_console()
+
+                await _serve_until(stop, system, listener, settings.endpoint, ready, settings.drain_s)
     except asyncio.CancelledError:
         if not stop.is_set():
             raise
         main.uncancel()
+
+
+@asynccontextmanager
+async def _console(settings: ConsoleSettings | None) -> AsyncIterator[Callable[[], None]]:
+    """Yield a function that starts the process of the console, if there is one, which ends with the body."""
+    child = None if settings is None else ChildProcess(CONSOLE, msgspec.json.encode(settings))
+    starting: list[asyncio.Task[None]] = []
+
+    def start() -> None:
+        if child is not None:
+            starting.append(asyncio.create_task(child.send(b"{}"), name="console"))
+
+    try:
+        yield start
+    finally:
+        await _ended(starting)
+        if child is not None:
+            await child.kill()
 
 
 def _on_signals(loop: asyncio.AbstractEventLoop, act: Callable[[], None]) -> None:

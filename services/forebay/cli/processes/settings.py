@@ -12,6 +12,7 @@ from forebay.events.pools import PoolRouting
 
 if TYPE_CHECKING:
     from forebay.cli.processes.engines import EngineChoice
+    from forebay.console.settings import ConsoleSettings
     from forebay.core.routing.policies import CustomPolicies
     from forebay.ingress.http.endpoint import Endpoint
     from forebay.ingress.settings import IngressSettings
@@ -79,6 +80,7 @@ class EmbeddedSettings:
         lease_ttl_s: seconds without a lease renewal after which a worker is lost.
         snapshots: when the owner takes a snapshot.
         log_limits: maximum size and age of the log.
+        console: settings of a console in another process; None for no console.
     """
 
     log: Path | None
@@ -95,3 +97,4 @@ class EmbeddedSettings:
     lease_ttl_s: float
     snapshots: SnapshotOptions
     log_limits: "RetentionLimits"
+    console: "ConsoleSettings | None" = None

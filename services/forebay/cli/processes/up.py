@@ -14,6 +14,7 @@ from forebay.cli.common.logs import AccessLogOption, LoggingOptions, announce
 from forebay.cli.common.option_groups import spread
 from forebay.cli.common.sizes import size
 from forebay.cli.common.times import span_us
+from forebay.cli.console.command import PORT as CONSOLE_PORT
 from forebay.cli.policies.allowed import AllowPolicyOption, allowed_policies
 from forebay.cli.policies.router_options import router_options
 from forebay.cli.processes.engine_options import DEFAULT_POOL, EngineOptions
@@ -36,6 +37,9 @@ from forebay.ingress.errors import Unusable
 
 if TYPE_CHECKING:
     from forebay.cli.processes.engines import EngineChoice
+    from forebay.console.settings import ConsoleSettings
+    from forebay.ingress.http.endpoint import Endpoint
+    from forebay.ingress.settings import IngressSettings
     from forebay.live.owner.retention import RetentionLimits
 
 RANKS_MAX = 4_096  # each is an engine of this process, and a candidate of every decision
@@ -167,6 +171,31 @@ def _pools(given: Sequence[str]) -> dict[str, int]:
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class ConsoleBesideOptions:
+    """Options of the console beside the system."""
+
+    PANEL: ClassVar = "Console"
+
+    console: Annotated[
+        bool, typer.Option("--console", help="Serve a web page that shows this system. Requires --log.")
+    ] = False
+    console_port: Annotated[int, typer.Option(min=1, max=65535, help="HTTP port of the console.")] = CONSOLE_PORT
+
+    def settings(
+        self, log: Path | None, model: str, ingress: "IngressSettings", endpoint: "Endpoint", policies: Iterable[str]
+    ) -> "ConsoleSettings | None":
+        """Return the settings of the console, None without one. Raises Unusable if there is no log file."""
+        if not self.console:
+            return None
+        if log is None:
+            raise Unusable("--console requires --log FILE, because the console is another process")
+        from forebay.cli.console.run import beside  # noqa: PLC0415 - --help does not wait for an HTTP server
+
+        url = f"{endpoint.scheme}://127.0.0.1:{endpoint.port}" if ingress.admin_token else ""
+        return beside(log, model, self.console_port, url, tuple(policies))
+
+
 @spread
 @router_options
 def up(
@@ -189,6 +218,7 @@ def up(
     lease_ttl_s: LeaseTtlOption = 3.0,
     drain_s: DrainOption = DRAIN_S,
     snapshots: SnapshotOptions,
+    console: ConsoleBesideOptions,
     access_log: AccessLogOption = True,
     logs: LoggingOptions,
     engine_given: EngineOptions,
@@ -206,6 +236,7 @@ def up(
         ingress = http.settings(
             model_name=engine.settings.model_name, ingress_id=f"embedded-{os.getpid()}", loras=engine.loras
         )
+        endpoint = http.endpoint(host, port)
         settings = EmbeddedSettings(
             log=log.log,
             engine=engine,
@@ -216,11 +247,12 @@ def up(
             taints=taints,
             kv_events=kv_events,
             ingress=ingress,
-            endpoint=http.endpoint(host, port),
+            endpoint=endpoint,
             drain_s=drain_s,
             lease_ttl_s=lease_ttl_s,
             snapshots=snapshots,
             log_limits=log.limits(),
+            console=console.settings(log.log, engine.settings.model_name, ingress, endpoint, policies),
         )
     # Imported here, so that other commands do not wait for an HTTP server and its models to load.
     from forebay.cli.processes.embedded import run  # noqa: PLC0415

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Set
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -15,23 +14,21 @@ from forebay.cli.common.recording import Recording
 from forebay.cli.common.terminal import bar, own_stdout
 from forebay.cli.common.unverified import DIVERGED, allowed_of, complaint, exit_code
 from forebay.cli.policies.allowed import AllowPolicyOption, allowed_policies
-from forebay.cli.policies.alternative import Alternative, AlternativeOptions
+from forebay.cli.policies.alternative import AlternativeOptions
 from forebay.cli.policies.pool_rules import PoolRuleOptions
 from forebay.cli.replay.closed_loop import ClosedLoop, closed_loop
 from forebay.cli.replay.command import DIFF_CHECKS
+from forebay.cli.replay.compared import Compared
 from forebay.cli.replay.diff_view import show
 from forebay.cli.replay.log_time import log_time_us
 from forebay.cli.replay.verify import shown_progress
 from forebay.core.routing.policies import CustomPolicies
-from forebay.replay.diff.diff import diff
 from forebay.replay.diff.handover import Handover
-from forebay.replay.diff.other_rules import OtherPoolRules
 from forebay.replay.diff.report import DiffReport
 from forebay.replay.diff.span import span_of
 from forebay.replay.policies import require_allowed
 from forebay.replay.verify.verify import OnProgress
 from forebay.transport.base import Log
-from forebay.transport.history.groups import pools_of
 from forebay.transport.sqlite.log import SqliteLog
 
 PAGE_TITLE = "forebay replay diff"
@@ -60,10 +57,10 @@ def run_diff(
     handover = Handover() if closed else None
     with explained(), own_stdout():
         other = other_options.alternative(is_required=rule_options == PoolRuleOptions())
-        compared = _Compared(other, rule_options, rule_options.rules(), window)
+        compared = Compared(other, rule_options, rule_options.rules())
         custom = allowed_policies(allow_policy, other.modes)
         with shown_progress() as on_progress:
-            found = asyncio.run(_diff(recording, compared, on_progress, handover, custom))
+            found = asyncio.run(_diff(recording, compared, window, on_progress, handover, custom))
         simulated = None if handover is None else _simulated(found, handover, speedup, custom)
     if json:
         fields = msgspec.to_builtins(found)
@@ -103,19 +100,10 @@ def _write(path: Path, report: DiffReport, simulated: ClosedLoop | None, source:
     write("--report", path, lambda: page(report, simulated, source))
 
 
-@dataclass(frozen=True, slots=True)
-class _Compared:
-    """Configuration and rules with which the recording is compared, and the time window that is compared."""
-
-    other: Alternative
-    options: PoolRuleOptions
-    rules: OtherPoolRules
-    window: tuple[str, str]
-
-
 async def _diff(
     recording: Recording,
-    compared: _Compared,
+    compared: Compared,
+    window: tuple[str, str],
     on_progress: OnProgress,
     handover: Handover | None,
     custom: CustomPolicies,
@@ -124,16 +112,8 @@ async def _diff(
         if isinstance(log, SqliteLog):
             log.check()
         await require_allowed(log, partition, custom)
-        pools = await pools_of(log, partition)
-        other = compared.other
-        other.require_pools(pools)
-        compared.options.require_pools(compared.rules, pools)
-        from_us, to_us = await _window_us(log, partition, *compared.window)
-        span = await span_of(log, partition, from_us, to_us, custom=custom)
-        report = await diff(log, partition, other.of, on_progress, handover, other.named, compared.rules, span)
-        report.alternative = f"{other} {compared.options}".strip()
-        report.idle = other.idle(pools, report.undone)
-        return report
+        span = await span_of(log, partition, *await _window_us(log, partition, *window), custom=custom)
+        return await compared.report(log, partition, span, on_progress, handover)
 
 
 async def _window_us(log: Log, partition: int, start: str, end: str) -> tuple[int | None, int | None]:

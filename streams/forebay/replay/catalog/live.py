@@ -9,6 +9,7 @@ ends the copy, because its owner has not made this decision: the copy is derived
 import asyncio
 import sqlite3
 from collections import Counter
+from collections.abc import Callable
 
 import msgspec
 
@@ -90,12 +91,14 @@ class LivePublisher:
 
     Attributes:
         state: the last published state; None before the first.
+        complete: adds to a status what the log does not show, such as the heartbeats of routers.
     """
 
     def __init__(
         self, log: Log, partition: int, group: str, follower: Follower, custom: CustomPolicies = ONLY_BUILT_IN
     ) -> None:
         self.state: CatalogState | None = None
+        self.complete: Callable[[GroupStatus], GroupStatus] = _unchanged
         self._log = log
         self._partition = partition
         self._group = group
@@ -106,6 +109,7 @@ class LivePublisher:
         self._moved_s = runtime.monotonic_s()
         self._copy_s = 0.0
         self._key: object = None
+        self._derived: GroupStatus | None = None
         self._status = b""
         self._is_reported = False
 
@@ -128,9 +132,12 @@ class LivePublisher:
             ends = tuple([await self._log.end(topic.name, self._partition) for topic in INPUTS])
             key = (walk.position, ends, None if self._later is None else self._later.applied.total())
             if key != self._key:
-                self._status = msgspec.json.encode(await self._build_status(walk.world))
+                self._derived = await self._build_status(walk.world)
                 self._key = key
-                moved = True
+        if self._derived is not None:
+            status = msgspec.json.encode(self.complete(self._derived))
+            moved = moved or status != self._status
+            self._status = status
         if not moved and state == self.state:
             return False
         with self._follower.store.transaction() as connection:
@@ -175,6 +182,10 @@ class LivePublisher:
             if await self._log.end(topic.name, self._partition) > world.view.get(topic.name, 0):
                 return True
         return False
+
+
+def _unchanged(status: GroupStatus) -> GroupStatus:
+    return status
 
 
 def write_live(connection: sqlite3.Connection, state: CatalogState, status: bytes) -> None:

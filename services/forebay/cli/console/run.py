@@ -1,0 +1,168 @@
+"""Run `forebay console`."""
+
+import asyncio
+import os
+import secrets
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from forebay.cli.common.admin_token import TOKEN_CHARS_MAX
+from forebay.cli.common.cluster import run_service, until_signal
+from forebay.cli.common.errors import explained, fail
+from forebay.cli.common.logs import announce
+from forebay.cli.common.recording import Recording
+from forebay.cli.common.terminal import bar
+from forebay.cli.console.command import ConsoleOptions
+from forebay.cli.policies.allowed import allowed_policies
+from forebay.console.console import Console
+from forebay.console.server import listening_socket, serve_console, tls_of
+from forebay.console.settings import ConsoleSettings, SourceKind
+from forebay.ingress.errors import Unusable
+from forebay.ingress.explain_worker import LogSource
+from forebay.replay.policies import require_allowed
+from forebay.transport.history.groups import groups_of
+from forebay.transport.sqlite.log import SqliteLog
+
+VARIABLE = "FOREBAY_CONSOLE_TOKEN"
+WHAT_IF = "forebay.cli.console.what_if"
+TOKEN_BYTES = 16
+PROGRESS_S = 0.25
+
+
+def run_console(recording: Recording, options: ConsoleOptions) -> None:
+    """Run `forebay console`. command.py documents its options."""
+    recording.require_one_source()
+    with explained():
+        settings = asyncio.run(_settings(recording, options))
+        tls_of(settings)
+    serve_until_signal(settings)
+
+
+def serve_until_signal(settings: ConsoleSettings) -> None:
+    """Serve a console until SIGINT or SIGTERM. An error ends the process with a one-line message."""
+    with explained():
+        listener = listening_socket(settings)
+    console = Console(settings, WHAT_IF)
+
+    def on_started() -> None:
+        announce(f"forebay: console of {settings.group} in {settings.name}")
+        announce(f"forebay: open {console_url(settings)}")
+
+    run_service(until_signal(_serve(console, listener, on_started)))
+
+
+def beside(log: Path, group: str, port: int, ingress_url: str, policies: tuple[str, ...]) -> ConsoleSettings:
+    """Return the settings of a console beside `forebay up`. Raises Unusable if the given token is invalid."""
+    return ConsoleSettings(
+        source=LogSource(path=str(log.absolute()), policies=policies),
+        name=str(log),
+        kind="file",
+        group=group,
+        partition=0,
+        cache_dir=None,
+        host="127.0.0.1",
+        port=port,
+        allow_hosts=(),
+        certfile=None,
+        keyfile=None,
+        token=console_token(None),
+        ingress_url=ingress_url,
+        model=None,
+    )
+
+
+def console_url(settings: ConsoleSettings) -> str:
+    """Return the address of the page. Browsers do not send its fragment, which contains the token."""
+    scheme = "http" if settings.certfile is None else "https"
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    return f"{scheme}://{host}:{settings.port}/#token={settings.token}"
+
+
+async def _serve(console: Console, listener: socket.socket, on_started: Callable[[], None]) -> None:
+    """Serve a console, and show the progress of the first pass over the log."""
+    showing = asyncio.create_task(_show_progress(console))
+    try:
+        await serve_console(console, listener, on_started)
+    finally:
+        showing.cancel()
+
+
+async def _show_progress(console: Console) -> None:
+    with bar() as progress:
+        task = progress.add_task("reading the log", total=None)
+        while not (state := await console.catalog.state()).is_complete and not state.error:
+            total = state.log_end_offset - state.begin_offset
+            progress.update(task, completed=state.end_offset - state.begin_offset, total=total or None)
+            await asyncio.sleep(PROGRESS_S)
+
+
+async def _settings(recording: Recording, options: ConsoleOptions) -> ConsoleSettings:
+    custom = allowed_policies(options.allow_policy)
+    async with recording.source() as log:
+        placed = await groups_of(log)
+        group = recording.group_among(placed)
+        await require_allowed(log, placed[group], custom)
+        kind: SourceKind = "kafka"
+        if isinstance(log, SqliteLog):
+            kind = "file" if log.recording is None else "recording"
+    path = None if recording.log is None else str(recording.log.absolute())
+    kafka = None if recording.kafka is None else recording.settings()
+    return ConsoleSettings(
+        source=LogSource(path=path, kafka=kafka, policies=tuple(custom)),
+        name=recording.name,
+        kind=kind,
+        group=group,
+        partition=placed[group],
+        cache_dir=_cache_dir(options.cache_dir, is_file=path is not None),
+        host=options.host,
+        port=options.port,
+        allow_hosts=tuple(options.allow_host or ()),
+        certfile=_text(options.ssl_certfile),
+        keyfile=_text(options.ssl_keyfile),
+        token=console_token(options.token_file),
+        ingress_url=_checked_url(options.ingress),
+        model=_text(options.tokenizer),
+    )
+
+
+def _cache_dir(given: Path | None, *, is_file: bool) -> str | None:
+    if given is not None:
+        return str(given.absolute())
+    if is_file:
+        return None
+    cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return str(Path(cache) / "forebay")
+
+
+def console_token(file: Path | None) -> str:
+    """Return the token that clients must send. Raises Unusable if the given one is invalid."""
+    if file is None:
+        text, where = os.environ.get(VARIABLE, ""), VARIABLE
+        if not text:
+            return secrets.token_urlsafe(TOKEN_BYTES)
+    else:
+        where = f"--token-file {file}"
+        try:
+            text = file.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise Unusable(f"cannot read {where}: {error}") from error
+    if not 0 < len(text) <= TOKEN_CHARS_MAX or not all("!" <= character <= "~" for character in text):
+        raise Unusable(
+            f"{where}: invalid token; expected 1 to {TOKEN_CHARS_MAX} visible ASCII characters without spaces"
+        )
+    return text
+
+
+def _checked_url(url: str | None) -> str:
+    if url is None:
+        return ""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        fail(f"--ingress {url}: expected an address such as http://127.0.0.1:8000")
+    return url.rstrip("/")
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path.absolute())

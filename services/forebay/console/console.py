@@ -1,0 +1,171 @@
+"""A console: the processes that read a log, and what its routes return.
+
+Theory of operation. The web process derives nothing, so that pages stay responsive. The indexer process follows the
+log and writes the catalog, from which the web process reads requests, markers, metrics and the newest status. The
+reader process derives any other moment from a checkpoint of the catalog. Each what-if job has a process of its own.
+None of them writes to the log.
+"""
+
+import asyncio
+import logging
+from importlib.metadata import version
+
+import msgspec
+
+from forebay.console.catalog_reader import CatalogReader
+from forebay.console.feed import StateFeed
+from forebay.console.jobs import WhatIfJobs
+from forebay.console.messages import ReadStatus
+from forebay.console.settings import ConsoleSettings, SourceKind
+from forebay.core.routing.policies import BUILT_IN
+from forebay.events.names import unknown_name
+from forebay.ingress.child_process import ChildProcess
+from forebay.ingress.errors import ApiError, invalid
+from forebay.ingress.shared_child import SharedChild
+from forebay.replay.catalog.facts import CatalogState, WorkerActivity
+from forebay.replay.status import GroupStatus
+
+logger = logging.getLogger(__name__)
+
+READER = "forebay.console.reader_process"
+INDEXER = "forebay.console.indexer_process"
+LIMIT_S = 60.0  # a comparison derives two moments; without a checkpoint nearby, each takes seconds
+HINT = "the commands `forebay replay at`, `explain` and `diff` have no time limit"
+INDEXER_AGAIN_S = 2.0  # pause before a new indexer, so that a permanent failure costs little
+
+
+class ConsoleInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What a console shows and what it can do.
+
+    Attributes:
+        version: version of forebay.
+        source: name of the log.
+        kind: `file`, `recording` or `kafka`.
+        group: name of the group.
+        is_live: whether the log may grow.
+        can_act: whether operators can change the system here.
+        policies: router modes that a what-if comparison accepts.
+        state: how far the catalog has followed the log.
+    """
+
+    version: str
+    source: str
+    kind: SourceKind
+    group: str
+    is_live: bool
+    can_act: bool
+    policies: list[str]
+    state: CatalogState
+
+
+class FleetView(msgspec.Struct, frozen=True, kw_only=True):
+    """The fleet at a moment.
+
+    Attributes:
+        at_us: the moment on the owner's clock, in microseconds since 1970.
+        status: status of the group.
+        workers: activity of the workers in the minute before the moment.
+        problems: what is wrong, one sentence each.
+    """
+
+    at_us: int
+    status: GroupStatus
+    workers: list[WorkerActivity]
+    problems: list[str]
+
+
+class Console:
+    """Reads one group of a log for the HTTP routes.
+
+    Args:
+        settings: what to show.
+        what_if: module of the process that compares a span with another configuration.
+
+    Attributes:
+        settings: what the console shows.
+        catalog: reads the catalog.
+        reader: process that derives moments.
+        jobs: what-if jobs.
+        feed: events that tell pages to read again.
+    """
+
+    def __init__(self, settings: ConsoleSettings, what_if: str) -> None:
+        setup = msgspec.json.encode(settings)
+        self.settings = settings
+        self.catalog = CatalogReader(settings)
+        reader = ChildProcess(READER, setup)
+        self.reader = SharedChild(reader, limit_s=LIMIT_S, work="moments are being derived", code="derive", hint=HINT)
+        self.jobs = WhatIfJobs(what_if, setup)
+        self.feed = StateFeed(self.catalog.state)
+        self._indexer = ChildProcess(INDEXER, setup)
+
+    async def run(self) -> None:
+        """Follow the log until cancelled. A new process continues from the catalog if the indexer ends."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.feed.run())
+            tasks.create_task(self._index())
+
+    async def close(self) -> None:
+        """End all processes."""
+        await self.jobs.close()
+        await self.reader.close()
+        await self._indexer.kill()
+
+    async def info(self) -> ConsoleInfo:
+        """Return what this console shows and what it can do."""
+        settings = self.settings
+        return ConsoleInfo(
+            version=version("forebay"),
+            source=settings.name,
+            kind=settings.kind,
+            group=settings.group,
+            is_live=settings.is_live,
+            can_act=settings.can_act,
+            policies=[*BUILT_IN, *settings.source.policies],
+            state=await self.catalog.state(),
+        )
+
+    def require_policy(self, policy: str, sets: tuple[str, ...]) -> None:
+        """Raise ApiError (400) if a comparison would import code that the console's options do not allow."""
+        known = (*BUILT_IN, *self.settings.source.policies)
+        modes = [text.partition("=")[2] for text in sets if text.partition("=")[0].rpartition(":")[2].strip() == "mode"]
+        for mode in (policy, *modes):
+            if mode.strip('" ') not in ("", *known):
+                text = f"{unknown_name('policy', mode, known)}; pass --allow-policy {mode} to `forebay console`"
+                raise invalid(text, "policy", "policy_not_allowed")
+
+    async def status(self, at_us: int | None) -> bytes:
+        """Return the `GroupStatus` at a moment as JSON; the newest one if `at_us` is None. Raises ApiError."""
+        if at_us is None:
+            live = await self.catalog.live_status()
+            if live is not None:
+                return live
+        return await self.reader.request(ReadStatus(at_us))
+
+    async def fleet(self, at_us: int | None) -> bytes:
+        """Return the `FleetView` at a moment as JSON. Raises ApiError."""
+        status = msgspec.json.decode(await self.status(at_us), type=GroupStatus)
+        shown_us = status.at_us if at_us is None else at_us
+        activity = await self.catalog.worker_activity(shown_us)
+        problems = [*status.problems]
+        if status.owner.standbys == [] and self.settings.kind == "kafka":
+            text = f"no standby for group {status.group}: if its router fails, requests wait until one is started"
+            problems.append(text)
+        return msgspec.json.encode(FleetView(at_us=shown_us, status=status, workers=activity, problems=problems))
+
+    async def _index(self) -> None:
+        """Run the indexer. It sends a frame only when it fails: a sentence."""
+        while True:
+            try:
+                await self._indexer.send(b"{}")
+                self.catalog.failure = (await self._indexer.receive()).decode()
+            except (OSError, EOFError):
+                self.catalog.failure = "the process that follows the log ended; it is started again"
+            logger.error("%s", self.catalog.failure)
+            await self._indexer.kill()
+            await asyncio.sleep(INDEXER_AGAIN_S)
+
+
+def unavailable(reason: str) -> ApiError:
+    """Return the error 503 for a catalog that cannot be read yet."""
+    return ApiError(503, "catalog_unavailable", reason)

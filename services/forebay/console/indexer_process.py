@@ -1,0 +1,58 @@
+"""Child process that follows the log of a console and writes the catalog.
+
+It sends a frame only if it cannot continue: the reason as a sentence. `forebay.ingress.child_process` describes frames;
+the first message has the settings of the console.
+"""
+
+import asyncio
+
+import msgspec
+
+from forebay.console.paths import catalog_path
+from forebay.console.settings import ConsoleSettings
+from forebay.ingress.child_process import ChildConnection
+from forebay.ingress.explain_worker import opened_log
+from forebay.replay.catalog import checkpoints
+from forebay.replay.catalog.contents import ContentsObserver
+from forebay.replay.catalog.follow import Follower
+from forebay.replay.catalog.live import LivePublisher, follow
+from forebay.replay.catalog.store import CatalogError, Store
+from forebay.replay.load_policies import load_policies
+from forebay.replay.status import with_heartbeats
+from forebay.transport.base import LogError
+from forebay.transport.heartbeats import RouterHeartbeats
+
+SCHEMAS = (checkpoints.SCHEMA, ContentsObserver.schema)
+
+
+def main() -> None:
+    """Follow the log until the console ends."""
+    connection = ChildConnection()
+    connection.end_with_parent()
+    settings = msgspec.json.decode(connection.setup, type=ConsoleSettings)
+    try:
+        asyncio.run(_follow(settings))
+    except (CatalogError, LogError) as error:
+        connection.send(str(error).encode())
+
+
+async def _follow(settings: ConsoleSettings) -> None:
+    custom, partition = load_policies(settings.source.policies), settings.partition
+    async with opened_log(settings.source) as log:
+        store = await Store.open(catalog_path(settings), log, partition, SCHEMAS)
+        try:
+            follower = Follower(log, partition, store, lambda: [ContentsObserver()], custom=custom)
+            publisher = LivePublisher(log, partition, settings.group, follower, custom)
+            if settings.kind == "kafka":
+                heartbeats = RouterHeartbeats(log, settings.group)
+                publisher.complete = lambda status: with_heartbeats(status, heartbeats)
+                async with asyncio.TaskGroup() as tasks:
+                    tasks.create_task(heartbeats.follow(partition))
+                    tasks.create_task(follow(follower, publisher))
+            await follow(follower, publisher)
+        finally:
+            store.close()
+
+
+if __name__ == "__main__":
+    main()

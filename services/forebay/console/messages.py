@@ -1,0 +1,102 @@
+"""Messages from the console to its reader process."""
+
+import msgspec
+
+
+class Reading(msgspec.Struct, frozen=True, tag_field="type"):
+    """Base class of the messages."""
+
+
+class ReadStatus(Reading, frozen=True, tag="status"):
+    """Derive the status of the group at a moment.
+
+    Attributes:
+        at_us: time on the owner's clock, in microseconds since 1970; None for the newest moment.
+    """
+
+    at_us: int | None = None
+
+
+class ReadMoment(Reading, frozen=True, tag="moment"):
+    """Derive the state of the group at a time or after a journal record.
+
+    Attributes:
+        at_us: time on the owner's clock, in microseconds since 1970; None for a journal record.
+        offset: offset of the journal record; None for the newest one, if `at_us` is None too.
+    """
+
+    at_us: int | None = None
+    offset: int | None = None
+
+
+class ReadComparison(Reading, frozen=True, tag="compare"):
+    """Compare the states at two times on the owner's clock, in microseconds since 1970."""
+
+    a_us: int
+    b_us: int
+
+
+class ReadExplanation(Reading, frozen=True, tag="explain"):
+    """Explain a request.
+
+    Attributes:
+        request_id: ID of the request.
+        number: offset of its submission, which selects one of several requests with the same ID; None for the request
+            that was routed last.
+    """
+
+    request_id: str
+    number: int | None = None
+
+
+class ReadCounterfactuals(Reading, frozen=True, tag="counterfactuals"):
+    """Find changes that would have changed the selection for a request. The fields are those of `ReadExplanation`."""
+
+    request_id: str
+    number: int | None = None
+
+
+class ReadCache(Reading, frozen=True, tag="cache"):
+    """Derive the tree of hot prefixes at a moment.
+
+    Attributes:
+        at_us: time on the owner's clock, in microseconds since 1970; None for the newest moment.
+        request_id: request whose path is marked; empty for none.
+        text: text that prompts must contain to be marked; empty for none.
+        limit: maximum number of nodes.
+    """
+
+    at_us: int | None = None
+    request_id: str = ""
+    text: str = ""
+    limit: int = 200
+
+
+class ReadScaling(Reading, frozen=True, tag="scaling"):
+    """Derive the state of the planner at a time on the owner's clock; None for the newest state."""
+
+    at_us: int | None = None
+
+
+class ReadRecord(Reading, frozen=True, tag="record"):
+    """Read one record of the group.
+
+    Attributes:
+        topic: name of the topic.
+        offset: offset of the record.
+    """
+
+    topic: str
+    offset: int
+
+
+AnyReading = (
+    ReadStatus
+    | ReadMoment
+    | ReadComparison
+    | ReadExplanation
+    | ReadCounterfactuals
+    | ReadCache
+    | ReadScaling
+    | ReadRecord
+)

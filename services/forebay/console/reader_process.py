@@ -1,0 +1,157 @@
+"""Child process that derives moments, explanations and comparisons for a console.
+
+Every derivation begins at the nearest checkpoint of the catalog. `forebay.ingress.child_process` describes the
+messages; the first message has the settings of the console.
+"""
+
+import asyncio
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from forebay import runtime
+from forebay.console.messages import (
+    AnyReading,
+    ReadComparison,
+    ReadExplanation,
+    ReadMoment,
+    ReadRecord,
+    ReadScaling,
+    ReadStatus,
+)
+from forebay.console.paths import catalog_path
+from forebay.console.settings import ConsoleSettings
+from forebay.core.routing.policies import CustomPolicies
+from forebay.events.names import unknown_name
+from forebay.events.topics import DECISIONS, INPUTS
+from forebay.ingress.child_process import ChildConnection
+from forebay.ingress.explain_worker import opened_log
+from forebay.ingress.shared_child import ChildResponse
+from forebay.replay.at import NoSuchRecord, Position
+from forebay.replay.at_time import last_time
+from forebay.replay.catalog.seek import catalog_position
+from forebay.replay.catalog.store import CatalogError, Store
+from forebay.replay.compare import compare_moments
+from forebay.replay.explain.explain import UnknownRequest, explain
+from forebay.replay.explain.explanation import Explanation
+from forebay.replay.load_policies import load_policies
+from forebay.replay.scaling.view import read_scaling
+from forebay.replay.status import GroupStatus, build_status
+from forebay.transport.base import Log, LogError
+from forebay.transport.readable import readable
+
+TOPICS = {topic.name for topic in (*INPUTS, DECISIONS)}
+
+
+class Reader:
+    """Answers messages about one group of a log.
+
+    Args:
+        settings: settings of the console.
+        log: the log.
+        store: the catalog.
+        custom: custom policies that may run.
+    """
+
+    def __init__(self, settings: ConsoleSettings, log: Log, store: Store, custom: CustomPolicies) -> None:
+        self._settings = settings
+        self._log = log
+        self._store = store
+        self._custom = custom
+
+    async def answer(self, message: AnyReading) -> Any:
+        """Return the result for a message.
+
+        Raises:
+            NoSuchRecord: the log has no such moment or record.
+            UnknownRequest: the log has no such request.
+            LogError: the log cannot be read or derived.
+        """
+        match message:
+            case ReadStatus():
+                return await self._status(message)
+            case ReadMoment():
+                return await (await self._position(message.at_us, message.offset)).moment()
+            case ReadComparison():
+                a = await (await self._position(message.a_us)).moment()
+                b = await (await self._position(message.b_us)).moment()
+                return compare_moments(a, b)
+            case ReadExplanation():
+                return await self._explain(message)
+            case ReadScaling():
+                now_us = runtime.wall_us() if message.at_us is None and self._settings.is_live else None
+                return await read_scaling(self._log, message.at_us, now_us)
+            case ReadRecord():
+                return await self._record(message)
+
+    async def _position(self, at_us: int | None, offset: int | None = None) -> Position:
+        partition = self._settings.partition
+        if at_us is None and offset is None:
+            at_us = await last_time(self._log, partition)
+        return await catalog_position(
+            self._log, partition, self._store, time_us=at_us, offset=offset, custom=self._custom
+        )
+
+    async def _status(self, message: ReadStatus) -> GroupStatus:
+        position = await self._position(message.at_us)
+        later = position.later.unrecorded
+        applied = {topic: offset - later.get(topic, 0) for topic, offset in position.world.view.items()}
+        group, partition = self._settings.group, self._settings.partition
+        status = await build_status(self._log, partition, group, position.world, applied, "log")
+        # The ends of the topics are those of now, so a past moment has no lag that could be shown.
+        return status if message.at_us is None else msgspec.structs.replace(status, topics=[])
+
+    async def _explain(self, message: ReadExplanation) -> Explanation:
+        return await explain(
+            self._log, self._settings.partition, message.request_id, thorough=False, custom=self._custom
+        )
+
+    async def _record(self, message: ReadRecord) -> dict[str, Any]:
+        if message.topic not in TOPICS:
+            raise NoSuchRecord(unknown_name("topic", message.topic, sorted(TOPICS)))
+        partition = self._settings.partition
+        begin, end = await self._log.begin(message.topic, partition), await self._log.end(message.topic, partition)
+        if not begin <= message.offset < end:
+            raise NoSuchRecord(
+                f"{message.topic}/{partition} has no record {message.offset}; it has {begin} to {end - 1}"
+            )
+        records = await self._log.read(message.topic, partition, message.offset, 1)
+        if not records or records[0].offset != message.offset:
+            raise NoSuchRecord(f"{message.topic}/{partition}: record {message.offset} was removed")
+        return {"topic": message.topic, "partition": partition, **readable(records[0])}
+
+
+def main() -> None:
+    """Respond to the messages of the console until it ends."""
+    asyncio.run(_serve(ChildConnection()))
+
+
+async def _serve(connection: ChildConnection) -> None:
+    settings = msgspec.json.decode(connection.setup, type=ConsoleSettings)
+    custom = load_policies(settings.source.policies)
+    path = catalog_path(settings)
+    async with opened_log(settings.source) as log:
+        async for message in connection.messages():
+            reading = msgspec.json.decode(message, type=AnyReading)
+            connection.send(msgspec.json.encode(await _respond(settings, log, path, custom, reading)))
+
+
+async def _respond(
+    settings: ConsoleSettings, log: Log, path: Path, custom: CustomPolicies, reading: AnyReading
+) -> ChildResponse:
+    try:
+        with closing(Store.read(path)) as store:  # opened for each message, because a damaged one is built anew
+            found = await Reader(settings, log, store, custom).answer(reading)
+    except (NoSuchRecord, UnknownRequest) as missing:
+        return ChildResponse(status=404, code="not_found", message=str(missing))
+    except CatalogError as error:
+        return ChildResponse(status=503, code="catalog_unavailable", message=str(error))
+    except LogError as error:
+        return ChildResponse(status=503, code="log_unavailable", message=str(error))
+    return ChildResponse(content=msgspec.Raw(msgspec.json.encode(found)))
+
+
+if __name__ == "__main__":
+    main()
