@@ -91,8 +91,8 @@ class RequestView {
     const isDone = this.#explanation?.ending && !this.#explanation.divergence;
     if (!isDone && performance.now() - this.#explainedMs >= EXPLAIN_EVERY_MS) {
       this.#explainedMs = performance.now();
+      const number = /^\d+$/.test(argument) ? argument : null; // a link by ID alone has no number
       const id = params.id ?? (await api.get(`v1/console/requests/${argument}`, {}, signal)).request_id;
-      const number = /^\d+$/.test(argument) ? argument : null;
       try {
         this.#explanation = await api.get(`v1/requests/${encodeURIComponent(id)}/explain`, { number }, signal);
       } catch (error) {
@@ -100,7 +100,7 @@ class RequestView {
         this.#showMissing(id, error.message);
         return;
       }
-      this.#row = await this.#readRow(argument, signal);
+      this.#row = await this.#readRow(this.#explanation.submitted?.offset ?? number, signal);
     }
     const shown = `${moment.atUs} ${isDone ? "" : state().end_us}`;
     if (this.#explanation && shown !== this.#shownFor) {
@@ -113,12 +113,12 @@ class RequestView {
   dispose() {}
 
   /**
-   * @param {string} argument
+   * @param {number|string|null} number
    * @param {AbortSignal} signal
    */
-  async #readRow(argument, signal) {
+  async #readRow(number, signal) {
     try {
-      return await this.#context.api.get(`v1/console/requests/${argument}`, {}, signal);
+      return number === null ? null : await this.#context.api.get(`v1/console/requests/${number}`, {}, signal);
     } catch (error) {
       if (isAbort(error)) throw error;
       return null; // the catalog has not reached the request yet
@@ -131,10 +131,11 @@ class RequestView {
    * @param {AbortSignal} signal
    */
   async #compare(signal) {
-    const number = this.#explanation.submitted?.offset ?? this.#context.moment.route.argument;
+    const { request_id, submitted } = this.#explanation;
+    const query = { request_id, number: submitted?.offset };
     if (!this.#what.firstChild) setText(this.#what, "Evaluating other settings…");
     try {
-      replace(this.#what, counterfactualList(await this.#context.api.get("v1/console/counterfactuals", { number }, signal)));
+      replace(this.#what, counterfactualList(await this.#context.api.get("v1/console/counterfactuals", query, signal)));
     } catch (error) {
       if (signal.aborted || isAbort(error)) return;
       replace(this.#what, h("p", { class: "problem" }, error instanceof Error ? error.message : String(error)));

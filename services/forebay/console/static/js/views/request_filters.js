@@ -10,6 +10,7 @@ import { h, put, reconcile } from "../dom.js";
 export const FILTERS = ["q", "model", "worker", "state", "slow_ms", "failed"];
 
 const STATES = ["submitted", "queued", "encode", "prefill", "decode", "waiting", "finished", "failed", "rejected", "aborted", "cancelled"];
+const SUGGESTIONS_MAX = 500;
 const TYPING_MS = 300; // a filter applies after a pause in typing
 
 /**
@@ -20,6 +21,8 @@ const TYPING_MS = 300; // a filter applies after a pause in typing
 export function createFilters(context) {
   /** @type {ReturnType<typeof setTimeout>|undefined} */
   let timer;
+  /** @type {Set<string>} */
+  const known = new Set();
   const workers = h("datalist", { id: "request-workers" });
   const fields = {
     q: h("input", { type: "search", name: "q", placeholder: "part of the ID", autocomplete: "off", spellcheck: "false" }),
@@ -70,6 +73,7 @@ export function createFilters(context) {
   }
 
   function clear() {
+    /** @type {HTMLFormElement} */ (element).reset();
     context.moment.navigate("requests", "", {}, { isNew: false });
     fields.q.focus();
   }
@@ -96,9 +100,14 @@ export function createFilters(context) {
       put(clearing, "hidden", !isActive());
     },
 
-    /** @param {string[]} names suggestions for the filter by worker */
+    /**
+     * Add suggestions for the filter by worker.
+     *
+     * @param {string[]} names
+     */
     suggestWorkers(names) {
-      reconcile(workers, names, (name) => name, (name) => h("option", { value: name }));
+      if (known.size < SUGGESTIONS_MAX) for (const name of names) known.add(name);
+      reconcile(workers, [...known].sort(), (name) => name, (name) => h("option", { value: name }));
     },
 
     dispose() {

@@ -211,6 +211,7 @@ class RequestList {
     const view = { moment, group: info.group, endUs, scaleUs: scaleOf(this.#rows, endUs), departed: this.#departed };
     const rows = this.#rows;
     reconcile(this.#body, rows, (row) => row.number, createRow, (element, row) => updateRow(element, row, view));
+    this.#filters.suggestWorkers(rows.map((row) => row.worker_id).filter(Boolean));
     const isEmpty = rows.length === 0;
     put(this.#box, "hidden", isEmpty);
     put(this.#more, "hidden", this.#nextBefore === null);

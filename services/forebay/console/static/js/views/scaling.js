@@ -1,0 +1,249 @@
+/**
+ * The planner at the chosen moment: its state, the sizes of the pools, observed and expected load, and its decisions.
+ *
+ * @module views/scaling
+ */
+
+import { LineChart } from "../charts.js";
+import { h, put, reconcile, replace, setText } from "../dom.js";
+import { counted, dateTime, duration, number, percent, whole } from "../format.js";
+import { emptyBox, factList, section } from "../parts.js";
+import { decisionItem, updateDecision } from "./scaling_decision.js";
+
+const READ_EVERY_MS = 2_000; // a planner decides every few seconds at most
+const DECISIONS_SHOWN = 50;
+const POINTS = 200; // of a chart
+
+/**
+ * Create the view.
+ *
+ * @param {import("../views.js").Context} context
+ * @returns {import("../views.js").View}
+ */
+export function create(context) {
+  return new ScalingView(context);
+}
+
+class ScalingView {
+  /** @type {HTMLElement} */ element;
+  /** @type {import("../views.js").Context} */ #context;
+  #title = h("h1", {}, "Scaling");
+  #about = h("p", { class: "soft" });
+  #problems = h("div", { class: "notes", hidden: true });
+  #facts = h("div", { class: "facts" });
+  #open = section("Open changes");
+  #pools = h("div", { class: "pools" });
+  #decisions = h("ol", { class: "decisions" });
+  #more = h("button", { type: "button", class: "button", onclick: () => this.#showAll() }, "Show all decisions");
+  #empty = h("div");
+  #body;
+  /** @type {any} */ #view = null;
+  #limit = DECISIONS_SHOWN;
+  #shown = "";
+  #readMs = -Infinity;
+
+  /** @param {import("../views.js").Context} context */
+  constructor(context) {
+    this.#context = context;
+    this.#body = h(
+      "div",
+      { hidden: true },
+      this.#problems,
+      this.#facts,
+      section("Pools", this.#pools),
+      this.#open,
+      section("Decisions", this.#decisions, this.#more),
+    );
+    this.element = h("div", { class: "view scaling-view" }, this.#title, this.#about, this.#empty, this.#body);
+  }
+
+  /** @param {AbortSignal} signal */
+  async refresh(signal) {
+    const { api, moment } = this.#context;
+    const wanted = String(moment.atUs);
+    const isDue = moment.atUs === null && performance.now() - this.#readMs >= READ_EVERY_MS;
+    if (wanted === this.#shown && !isDue) return;
+    this.#view = await api.get("v1/console/scaling", { at_us: moment.atUs }, signal);
+    this.#shown = wanted;
+    this.#readMs = performance.now();
+    this.#show();
+  }
+
+  dispose() {}
+
+  #showAll() {
+    this.#limit = Infinity;
+    this.#show();
+  }
+
+  #show() {
+    const { status, decisions, history } = this.#view;
+    put(this.#body, "hidden", !status);
+    replace(this.#empty, !status && noPlanner());
+    if (!status) {
+      setText(this.#title, "Scaling");
+      setText(this.#about, "");
+      return;
+    }
+    setText(this.#title, titleOf(status));
+    setText(this.#about, `Planner ${status.planner_id} since ${dateTime(status.since_us)} UTC, newest record ${dateTime(status.newest_us)} UTC.`);
+    put(this.#problems, "hidden", status.problems.length === 0);
+    replace(this.#problems, h("ul", {}, status.problems.map((/** @type {string} */ one) => h("li", {}, one))));
+    replace(this.#facts, factList(factsOf(status)));
+    reconcile(
+      this.#pools,
+      status.pools,
+      (pool) => `${pool.group}/${pool.pool}`,
+      (pool) => new PoolCard(pool).element,
+      (element, pool) => cards.get(element)?.update(pool, history[`${pool.group}/${pool.pool}`] ?? []),
+    );
+    put(this.#open, "hidden", status.open.length === 0);
+    replace(this.#open, this.#open.firstElementChild, h("ul", {}, status.open.map(openItem)));
+    const first = decisions.slice(0, this.#limit);
+    reconcile(this.#decisions, first, (one) => one.offset, () => decisionItem(), (element, one) => updateDecision(element, one, this.#context.api));
+    put(this.#more, "hidden", first.length === decisions.length);
+    setText(this.#more, `Show all ${whole(decisions.length)} decisions`);
+  }
+}
+
+/** @type {WeakMap<Element, PoolCard>} */
+const cards = new WeakMap();
+
+/** A pool: its size, its demand, and charts of both. */
+class PoolCard {
+  /** @type {HTMLElement} */ element;
+  #size = h("b");
+  #sizeText = h("span");
+  #facts = h("div");
+  #sizes = new LineChart({
+    title: "Workers",
+    format: whole,
+    series: [{ name: "decided", colour: 0, isStepped: true }, { name: "ready", colour: 2, isStepped: true, isDashed: true }],
+  });
+  #load = new LineChart({
+    title: "Requests per second",
+    series: [{ name: "observed", colour: 0 }, { name: "forecast", colour: 1, isDashed: true }],
+  });
+
+  /** @param {any} pool */
+  constructor({ group, pool, role }) {
+    const name = h("h3", {}, pool, h("span", { class: "soft" }, ` ${role} pool of ${group}`));
+    const size = h("div", { class: "pool-size" }, this.#size, this.#sizeText);
+    this.element = h(
+      "section",
+      { class: "card pool" },
+      h("div", {}, name, size, this.#facts),
+      h("div", { class: "charts" }, this.#sizes.element, this.#load.element),
+    );
+    cards.set(this.element, this);
+  }
+
+  /**
+   * @param {any} pool a ScaledPoolStatus
+   * @param {any[]} points PoolPoints, oldest first
+   */
+  update(pool, points) {
+    setText(this.#size, pool.size === null ? "–" : counted(pool.size, "worker"));
+    const manual = pool.manual_size === null ? "" : `; ${pool.manual_by} has set ${whole(pool.manual_size)}`;
+    setText(this.#sizeText, `between ${whole(pool.min_size)} and ${whole(pool.max_size)}${manual}`);
+    replace(this.#facts, factList(poolFacts(pool)));
+    const { fromUs, intervalUs, at } = resampled(points);
+    const values = (/** @type {string} */ field) => at.map((one) => (one < 0 ? null : points[one][field]));
+    this.#sizes.update({ fromUs, intervalUs, values: [values("size"), values("ready")] });
+    this.#load.update({ fromUs, intervalUs, values: [values("requests_per_s"), values("forecast_per_s")] });
+  }
+}
+
+/**
+ * Return equal intervals over the time of points, each with the number of its newest point. A value lasts until the
+ * next point.
+ *
+ * @param {any[]} points
+ * @returns {{fromUs: number, intervalUs: number, at: number[]}}
+ */
+function resampled(points) {
+  if (!points.length) return { fromUs: 0, intervalUs: 1, at: [] };
+  const fromUs = points[0].at_us;
+  const count = Math.min(POINTS, Math.max(2, 2 * points.length));
+  const intervalUs = Math.max(1, (points[points.length - 1].at_us - fromUs) / (count - 1));
+  let newest = 0;
+  const at = Array.from({ length: count }, (_, interval) => {
+    while (newest + 1 < points.length && points[newest + 1].at_us <= fromUs + interval * intervalUs + 1) newest += 1;
+    return newest;
+  });
+  return { fromUs, intervalUs, at };
+}
+
+function noPlanner() {
+  return emptyBox(
+    "No planner has written to this log.",
+    h("p", { class: "soft" }, "A planner observes the load of the pools and decides how many workers each of them has. To start one in advisory mode, which only records its decisions:"),
+    h("pre", { class: "command" }, "forebay planner run --kafka HOST:PORT --config planner.toml"),
+  );
+}
+
+/** @param {any} status */
+function titleOf(status) {
+  const pools = counted(status.pools.length, "pool");
+  if (status.stopped_us !== null) return `The planner has stopped. It scaled ${pools}.`;
+  if (status.paused) return `${status.paused_by} has paused the planner. It scales ${pools}.`;
+  if (status.advisory) return `The planner is advisory: it only records decisions about ${pools}.`;
+  return `The planner is active. It scales ${pools}.`;
+}
+
+/**
+ * @param {any} status
+ * @returns {[string, string][]}
+ */
+function factsOf(status) {
+  const method = status.method === "throughput" ? `${status.method}, equations ${status.equations}` : status.method;
+  /** @type {[string, string][]} */
+  const facts = [
+    ["Method", method],
+    ["Predictor", status.predictor],
+    ["Targets", `TTFT ${number(status.ttft_ms)} ms, ITL ${number(status.itl_ms)} ms`],
+    ["Interval", duration(status.interval_s * 1e6)],
+    ["GPUs", status.gpu_budget ? `${whole(status.gpus)} of ${whole(status.gpu_budget)}` : whole(status.gpus)],
+    ["Decisions", whole(status.decisions)],
+  ];
+  if (status.paused) facts.push(["Paused", `by ${status.paused_by} at ${dateTime(status.paused_us)} UTC`]);
+  if (status.stopped_us !== null) facts.push(["Stopped", `${dateTime(status.stopped_us)} UTC`]);
+  if (status.undecodable) facts.push(["Undecodable", counted(status.undecodable, "record")]);
+  return facts;
+}
+
+/**
+ * @param {any} pool
+ * @returns {[string, string][]}
+ */
+function poolFacts(pool) {
+  /** @type {[string, string][]} */
+  const facts = [];
+  if (pool.ready !== null) {
+    facts.push(["Now", `${whole(pool.ready)} ready${pool.draining ? `, ${whole(pool.draining)} draining` : ""}, ${whole(pool.queued)} queued`]);
+  }
+  if (pool.observed) facts.push(["Observed", demandText(pool.observed)]);
+  if (pool.forecast) facts.push(["Forecast", demandText(pool.forecast)]);
+  if (pool.ttft_ms !== null || pool.itl_ms !== null) {
+    facts.push(["Latency", `TTFT ${duration(us(pool.ttft_ms))}, ITL ${duration(us(pool.itl_ms))} on average`]);
+  }
+  return facts;
+}
+
+/** @param {number|null} ms */
+function us(ms) {
+  return ms === null ? null : ms * 1_000;
+}
+
+/** @param {any} demand */
+function demandText({ requests_per_s, isl, osl, kv_hit_rate }) {
+  const lengths = isl === null ? "" : `, ${whole(isl)} prompt and ${whole(osl)} output tokens`;
+  const cached = kv_hit_rate === null ? "" : `, ${percent(kv_hit_rate)} cached`;
+  return `${number(requests_per_s)} requests/s${lengths}${cached}`;
+}
+
+/** @param {any} open */
+function openItem({ pool, size, decision, since_us, overdue }) {
+  const late = overdue ? h("span", { "data-tone": "bad" }, " ▲ overdue") : "";
+  return h("li", {}, `${pool} shall have ${counted(size, "worker")} since ${dateTime(since_us)} UTC (decision ${decision})`, late);
+}
