@@ -8,6 +8,7 @@ import pytest
 from forebay.core.routing.policies import BUILT_IN
 from forebay.core.state.pool_registry import PoolEvent, PoolRegistry
 from forebay.core.state_machine import digest_of
+from forebay.core.step import claim
 from forebay.core.world import World, digest_of_snapshot, restore
 from forebay.events.control import PolicySet, PoolConfigured, RouterConfig
 from forebay.events.decisions import RequestRouted
@@ -87,6 +88,19 @@ def test_a_custom_policy_that_the_owner_may_run_applies() -> None:
     drive = Driver(custom={"mine.Policy": BUILT_IN["round-robin"]}).fleet("a")
     drive("control", policy("mine.Policy"))
     assert routed(drive, "r").mode == "mine.Policy"
+
+
+@pytest.mark.parametrize(
+    ("mode", "allowed", "expected"),
+    [("mine.Policy", (), "kv"), ("mine.Policy", ("mine.Policy",), "mine.Policy"), ("random", (), "random")],
+)
+def test_an_owner_that_may_not_run_a_policy_returns_to_the_configured_one(
+    mode: str, allowed: tuple[str, ...], expected: str
+) -> None:
+    drive = Driver(custom={"mine.Policy": BUILT_IN["round-robin"]}).fleet("a")
+    drive("control", policy(mode))
+    claim(drive.world, 7, allowed)
+    assert routed(drive, "r").mode == expected
 
 
 def test_a_policy_routes_requests_that_could_not_be_routed() -> None:

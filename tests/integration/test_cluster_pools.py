@@ -11,9 +11,11 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from forebay.events.control import PoolConfigured
+from forebay.events.control import PolicySet, PoolConfigured, WorkerCommanded
+from forebay.events.decisions import RequestRouted
+from forebay.events.fleet import WorkerDraining
 from forebay.events.pools import PoolCanarySet, PoolDrainSet, PoolRoutingConfigured
-from forebay.events.topics import CONTROL
+from forebay.events.topics import CONTROL, DECISIONS, FLEET
 from forebay.transport.kafka.topics import create_topics
 from tests.harness import fork_server
 from tests.harness.cluster import GROUP, PLAN, Cluster
@@ -98,7 +100,35 @@ async def test_rules_survive_a_takeover_and_the_file_is_written_once(cluster: Cl
     assert await complete(cluster, SHORT) == "long"
     assert await control(cluster, "drain", "short", "--end") == 0
     assert await complete(cluster, SHORT) == "short"
+    assert await control(cluster, "policy", "short", "round-robin", "--operator", "alice") == 0
+    assert {one["pool"]: one["policy"] for one in (await listed(cluster, "i1"))["pools"]} == {
+        "long": "kv",
+        "short": "round-robin",
+    }
     events = [type(event) for event in await cluster.events(CONTROL) if not isinstance(event, PoolConfigured)]
-    assert events == [PoolRoutingConfigured, PoolCanarySet, PoolCanarySet, PoolDrainSet, PoolDrainSet]
+    assert events == [PoolRoutingConfigured, PoolCanarySet, PoolCanarySet, PoolDrainSet, PoolDrainSet, PolicySet]
+    report = await cluster.verify()
+    assert (report["divergence"], report["verified"]) == (None, report["decisions"])
+
+
+async def test_a_policy_survives_a_takeover(cluster: Cluster) -> None:
+    before = await cluster.owner()
+    assert before is not None
+    cluster.router("r3", "--pool-routing", os.fspath(cluster.processes.folder / "rules.toml"))
+    await cluster.until_balanced()
+    await cluster.stop(before)
+    assert await complete(cluster, SHORT) == "short"
+    routed = [event for event in await cluster.events(DECISIONS) if isinstance(event, RequestRouted)]
+    assert (routed[-1].pool, routed[-1].mode) == ("short", "round-robin")
+
+
+async def test_a_drained_worker_leaves_and_its_process_ends(cluster: Cluster) -> None:
+    assert await control(cluster, "drain-worker", "--worker", "short", "--operator", "alice") == 0
+    assert await cluster.processes.ended("short", within_s=TIMEOUT_S) == 0
+    assert await complete(cluster, SHORT) == "long"
+    drained = [event for event in await cluster.events(FLEET) if isinstance(event, WorkerDraining)]
+    assert [event.worker_id for event in drained] == ["short"]
+    (command,) = [event for event in await cluster.events(CONTROL) if isinstance(event, WorkerCommanded)]
+    assert (command.worker_ids, command.operator) == (("short",), "alice")
     report = await cluster.verify()
     assert (report["divergence"], report["verified"]) == (None, report["decisions"])

@@ -20,6 +20,7 @@ from forebay.core.execute import abort, release_kv
 from forebay.core.foreign_progress import is_foreign
 from forebay.core.orphaned_requests import abort_orphans
 from forebay.core.phases import Phase
+from forebay.core.routing.policies import BUILT_IN
 from forebay.core.state.active_request import ActiveRequest
 from forebay.core.state_machine import IllegalTransition
 from forebay.core.worker_commands import apply_command_response, end_commands, submit_command
@@ -79,6 +80,8 @@ InputEvent = RequestEvent | AnyKvEvent | MetricEvent | AnyProgressEvent | AnyFle
 def claim(world: World, offset: int, policies: tuple[str, ...] = ()) -> None:
     """Record that a router has become the owner.
 
+    A pool for which an operator set a custom policy that this owner may not run returns to its configured policy.
+
     Args:
         world: current state.
         offset: offset of the router's `OwnerClaimed` on the journal, which is the owner epoch.
@@ -86,6 +89,10 @@ def claim(world: World, offset: int, policies: tuple[str, ...] = ()) -> None:
     """
     world.owner_epoch = offset
     world.owner_policies = policies
+    for name, configured in sorted(world.modes.items()):
+        pool = world.pools[name]
+        if pool.router.mode not in BUILT_IN and pool.router.mode not in policies:
+            world.set_mode(pool.model, name, configured)
 
 
 def open_run(world: World, now_us: int) -> list[AnyDecision]:
