@@ -62,7 +62,7 @@ COLUMNS = (
 Row = tuple[Any, ...]  # values of COLUMNS
 
 
-class RoutedRank(msgspec.Struct, frozen=True, array_like=True):
+class RoutedRank(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Rank to which a request was routed."""
 
     pool: str
@@ -71,7 +71,7 @@ class RoutedRank(msgspec.Struct, frozen=True, array_like=True):
     attempt: int
 
 
-class RequestStep(msgspec.Struct, frozen=True, array_like=True):
+class RequestStep(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Change of a request's state.
 
     Attributes:
@@ -87,6 +87,11 @@ class RequestStep(msgspec.Struct, frozen=True, array_like=True):
     place: RoutedRank | None = None
 
 
+# Plain strings and tuples, because Python computes the hash of a `StrEnum` slowly.
+_NUMBERS = {state: number for number, state in enumerate(STATES)}
+_PHASES = {stage: phase for stage, transition in DISPATCHED.items() if (phase := TRANSITIONS[transition].target)}
+_STATES_BY_STAGE = {stage: STATE_OF_PHASE[phase] for stage, phase in _PHASES.items()}
+_SOURCES = {kind: tuple(TRANSITIONS[transition].sources) for kind, transition in REPORTED.items()}
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(list[RequestStep])
 
@@ -155,7 +160,7 @@ class CatalogRequest:
         )
         made.follow(request)
         place = RoutedRank(made.pool, made.worker_id, made.rank, made.attempt)
-        made._move(request.phase, begin_us, None, place)
+        made._add_step(STATE_OF_PHASE[request.phase], begin_us, None, place)
         return made
 
     @classmethod
@@ -215,19 +220,21 @@ class CatalogRequest:
         The owner also ignores a `TransferFailed` of a request without anything to fetch, which this state does not
         show.
         """
-        if (event.attempt, event.worker_id, event.worker_epoch) != (self.attempt, self.worker_id, self.worker_epoch):
+        if (
+            event.attempt != self.attempt
+            or event.worker_id != self.worker_id
+            or event.worker_epoch != self.worker_epoch
+            or (self.stage == "prefill" and isinstance(event, RequestFinished | RequestFailed))
+            or (self.stage == "encode" and isinstance(event, RequestFinished))
+        ):
             return False
-        match event:
-            case RequestFinished() if self.stage in ("encode", "prefill"):
-                return False
-            case RequestFailed() if self.stage == "prefill":
-                return False
-        return self.phase in TRANSITIONS[REPORTED[type(event)]].sources
+        return self.phase in _SOURCES[type(event)]
 
     def hold(self, record: RequestHeld, offset: int, now_us: int) -> None:
         """Put the request into the router's queue."""
         self.pool, self.queued_at_us = record.pool, now_us
-        self._move(Phase.QUEUED, now_us, offset, RoutedRank(self.pool, "", 0, 0))
+        self.phase = Phase.QUEUED
+        self._add_step("queued", now_us, offset, RoutedRank(self.pool, "", 0, 0))
 
     def route(self, record: RequestRouted, offset: int, now_us: int, pool: str) -> None:
         """Send the request to a worker rank. `pool` generates the response."""
@@ -235,17 +242,19 @@ class CatalogRequest:
         self.worker_epoch, self.stage = record.worker_epoch, record.stage
         if self.routed_us is None:
             self.routed_us = now_us
-        phase = TRANSITIONS[DISPATCHED[record.stage]].target
-        assert phase is not None, "a routed request is active"
-        self._move(phase, now_us, offset, RoutedRank(pool, record.worker_id, record.rank, record.attempt))
+        self.phase = _PHASES[record.stage]
+        place = RoutedRank(pool, record.worker_id, record.rank, record.attempt)
+        self._add_step(_STATES_BY_STAGE[record.stage], now_us, offset, place)
 
     def wait(self, now_us: int) -> None:
         """Let the request wait for its next worker."""
-        self._move(Phase.WAITING, now_us)
+        self.phase = Phase.WAITING
+        self._add_step("waiting", now_us, None, None)
 
     def emit_first_token(self, event: FirstTokenEmitted, now_us: int) -> bool:
         """Record a first token. Return whether it is the first one of the response: a retry emits another one."""
-        self._move(Phase.DECODE, now_us)
+        self.phase = Phase.DECODE
+        self._add_step("decode", now_us, None, None)
         if self.first_token_us is not None:
             return False
         self.first_token_us = now_us
@@ -279,17 +288,13 @@ class CatalogRequest:
         self.reason, self.ended_us = reason, now_us
         self._add_step(state, now_us, offset, None)
 
-    def _move(self, phase: Phase, now_us: int, offset: int | None = None, place: RoutedRank | None = None) -> None:
-        self.phase = phase
-        self._add_step(STATE_OF_PHASE[phase], now_us, offset, place)
-
     def _add_step(self, state: RequestState, now_us: int, offset: int | None, place: RoutedRank | None) -> None:
         self.state = state
         if offset is not None:
             self.journal_offset = offset
         if len(self.steps) == STEPS_MAX:
             self.steps.pop()
-        self.steps.append(RequestStep(now_us - self.submitted_us, STATES.index(state), offset, place))
+        self.steps.append(RequestStep(now_us - self.submitted_us, _NUMBERS[state], offset, place))
 
 
 def mean_itl_us(first_token_us: int | None, ended_us: int | None, output_tokens: int | None) -> float | None:
