@@ -174,7 +174,8 @@ async def test_pages_continue_where_the_previous_one_ended(monkeypatch: pytest.M
     everything = [f"r{number:02}" for number in reversed(range(25))]
     assert pages(10, RequestFilter()) == ([10, 10, 5], everything)
     assert pages(25, RequestFilter()) == ([25], everything)
-    monkeypatch.setattr("forebay.replay.catalog.requests.SCAN_MAX", 4)
+    monkeypatch.setattr("forebay.replay.catalog.requests.WINDOW_ROWS", 2)
+    monkeypatch.setattr("forebay.replay.catalog.requests.SCAN_MAX", 6)
     assert pages(10, RequestFilter())[1] == everything
     sizes, names = pages(10, RequestFilter(text="r07"))
     assert (max(sizes), names) == (1, ["r07"])

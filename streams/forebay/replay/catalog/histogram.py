@@ -10,6 +10,7 @@ from math import log
 GROWTH = 1.04  # the square root of this is 1.0198
 _BY_LOG = 1 / log(GROWTH)
 _MIDDLE = GROWTH**0.5
+_PAIR_BYTES = struct.calcsize("<HI")
 _COUNT_MAX = (1 << 32) - 1
 
 Histogram = dict[int, int]
@@ -26,11 +27,9 @@ def bucket_of(duration_us: float) -> int:
     return int(log(duration_us) * _BY_LOG) if duration_us > 1 else 0
 
 
-def merge(histogram: Histogram, encoded: bytes) -> None:
-    """Add the counts of an encoded histogram."""
-    size = len(encoded) // _PAIR_BYTES
-    values = struct.unpack(f"<{size}H{size}I", encoded)
-    for bucket, count in zip(values[:size], values[size:], strict=True):
+def merge(histogram: Histogram, other: Histogram) -> None:
+    """Add the counts of another histogram."""
+    for bucket, count in other.items():
         histogram[bucket] = histogram.get(bucket, 0) + count
 
 
@@ -42,9 +41,9 @@ def encode(histogram: Histogram) -> bytes:
 
 def decode(encoded: bytes) -> Histogram:
     """Return an encoded histogram."""
-    histogram: Histogram = {}
-    merge(histogram, encoded)
-    return histogram
+    size = len(encoded) // _PAIR_BYTES
+    values = struct.unpack(f"<{size}H{size}I", encoded)
+    return dict(zip(values[:size], values[size:], strict=True))
 
 
 def quantiles(histogram: Histogram, shares: tuple[float, ...]) -> list[float | None]:
@@ -67,6 +66,3 @@ def quantiles(histogram: Histogram, shares: tuple[float, ...]) -> list[float | N
             reached += count
         found.append(GROWTH**bucket * _MIDDLE)
     return found
-
-
-_PAIR_BYTES = struct.calcsize("<HI")

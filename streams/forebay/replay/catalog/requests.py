@@ -5,7 +5,6 @@ and the next page continues after the rows that were read.
 """
 
 import sqlite3
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,8 @@ from forebay.replay.catalog.catalog_request import COLUMNS, ENDED, STATES, UNSUC
 from forebay.replay.catalog.facts import RequestPage, RequestRow, RequestState
 
 PAGE_MAX = 500
-SCAN_MAX = 50_000  # rows that a query reads: about 50 ms of work
+WINDOW_ROWS = 1_000  # rows that a query reads at first; then twice as many, and so on
+SCAN_MAX = 63 * WINDOW_ROWS  # rows that a query reads: about 50 ms of work
 FOUND_MAX = 100  # requests with one ID
 ALIASES_MAX = 10_000  # requests of one client ID that a search reads
 NO_BOUND = (1 << 63) - 1
@@ -67,14 +67,22 @@ def requests(
     moment_us, limit = NO_BOUND if at_us is None else at_us, max(1, min(limit, PAGE_MAX))
     first = min(NO_BOUND if before is None else before, _first_after(connection, moment_us))
     shown_us = _newest_us(connection) if at_us is None else at_us
+    index = _index_test(conditions, moment_us)
+    tests, values = _tests(conditions, index, moment_us)
     page: list[RequestRow] = []
-    for row in _rows(connection, moment_us, conditions, first):
-        request = row_as_of(row, moment_us, shown_us)
-        if _meets(request, conditions):
-            page.append(request)
-            if len(page) > limit:
-                return RequestPage(requests=page[:limit], next_before=page[limit - 1].number)
-    return RequestPage(requests=page, next_before=_scanned_to(connection, moment_us, conditions, first))
+    scanned, size = 0, WINDOW_ROWS
+    while scanned < SCAN_MAX:
+        last = _window_end(connection, index, first, min(size, SCAN_MAX - scanned))
+        for row in connection.execute(_statement(tests), [first, last, *values] * 2):
+            found = row_as_of(row, moment_us, shown_us)
+            if _meets(found, conditions):
+                page.append(found)
+                if len(page) > limit:
+                    return RequestPage(requests=page[:limit], next_before=page[limit - 1].number)
+        if last < 0:
+            return RequestPage(requests=page, next_before=None)
+        scanned, first, size = scanned + size, last, 2 * size
+    return RequestPage(requests=page, next_before=first)
 
 
 def request(connection: sqlite3.Connection, number: int, at_us: int | None = None) -> RequestRow | None:
@@ -157,10 +165,11 @@ def _values_as_of(values: dict[str, Any], encoded: bytes, moment_us: int) -> dic
     return changed
 
 
-def _rows(connection: sqlite3.Connection, moment_us: int, conditions: RequestFilter, first: int) -> Iterator[Row]:
-    """Yield rows that may meet the filter, newest first."""
-    scan, scanned = _scan(conditions, moment_us, first)
-    tests, values = ["1"], list[int | str]()
+def _tests(conditions: RequestFilter, index: str, moment_us: int) -> tuple[str, list[int | str]]:
+    """Return a condition that holds for all rows that may meet the filter, with its values."""
+    tests, values = ["number < ? AND number >= ?"], list[int | str]()
+    if index:
+        tests.append(index)
     if conditions.model:
         tests.append("model = ?")
         values.append(conditions.model)
@@ -174,41 +183,44 @@ def _rows(connection: sqlite3.Connection, moment_us: int, conditions: RequestFil
     if conditions.text:
         tests.append("instr(request_id, ?)")
         values.append(conditions.text)
+    if conditions.is_unsuccessful:
+        tests.append("ended_us <= ?")
+        values.append(moment_us)
     if conditions.state in ENDED:
         tests.append("state = ? AND ended_us <= ?")
         values += [conditions.state, moment_us]
     elif conditions.state is not None:
         tests.append("(ended_us IS NULL OR ended_us > ?)")
         values.append(moment_us)
-    yield from connection.execute(
-        f"SELECT {_COLUMNS} FROM ({scan}) WHERE {' AND '.join(tests)} ORDER BY number DESC", [*scanned, *values]
+    return " AND ".join(tests), values
+
+
+def _statement(tests: str) -> str:
+    """Return a statement that reads rows, newest first, and prefers those with events after the journal."""
+    return (
+        f"SELECT {_COLUMNS} FROM unrecorded_requests WHERE {tests} UNION ALL SELECT {_COLUMNS} FROM requests"
+        f" WHERE {tests} AND number NOT IN (SELECT number FROM unrecorded_requests) ORDER BY number DESC"
     )
 
 
-def _scan(conditions: RequestFilter, moment_us: int, first: int) -> tuple[str, list[int]]:
-    """Return a statement that reads at most `SCAN_MAX` rows from number `first` downwards, with its values.
-
-    It uses an index for the conditions that few rows meet.
-    """
-    test, values = "number < ?", [first]
+def _index_test(conditions: RequestFilter, moment_us: int) -> str:
+    """Return the condition of an index that contains all rows which may meet the filter; empty if there is none."""
     if conditions.is_unsuccessful or conditions.state in UNSUCCESSFUL:
-        test += " AND is_unsuccessful = 1 AND ended_us <= ?"
-        values.append(moment_us)
-    elif moment_us == NO_BOUND and conditions.state is not None and conditions.state not in ENDED:
-        test += " AND ended_us IS NULL"
-    statement = (
-        f"SELECT {_COLUMNS} FROM unrecorded_requests WHERE {test} UNION ALL SELECT {_COLUMNS} FROM requests"
-        f" WHERE {test} AND number NOT IN (SELECT number FROM unrecorded_requests)"
-        f" ORDER BY number DESC LIMIT {SCAN_MAX}"
-    )
-    return statement, [*values, *values]
+        return "is_unsuccessful = 1"
+    is_active = conditions.state is not None and conditions.state not in ENDED
+    return "ended_us IS NULL" if is_active and moment_us == NO_BOUND else ""
 
 
-def _scanned_to(connection: sqlite3.Connection, moment_us: int, conditions: RequestFilter, first: int) -> int | None:
-    """Return the lowest number that a scan has read; None if there are no more rows."""
-    scan, scanned = _scan(conditions, moment_us, first)
-    rows, lowest = connection.execute(f"SELECT count(*), min(number) FROM ({scan})", scanned).fetchone()
-    return lowest if rows == SCAN_MAX else None
+def _window_end(connection: sqlite3.Connection, index: str, first: int, size: int) -> int:
+    """Return the lowest number of the `size` newest rows before `first`; -1 if there are not as many.
+
+    If `index` is a condition of an index, only its rows count.
+    """
+    test = f"number < ? AND {index}" if index else "number < ?"
+    select = f"SELECT number FROM requests WHERE {test} ORDER BY number DESC LIMIT 1 OFFSET ?"
+    for (number,) in connection.execute(select, [first, size - 1]):
+        return int(number)
+    return -1
 
 
 def _first_after(connection: sqlite3.Connection, moment_us: int) -> int:

@@ -1,12 +1,15 @@
 """Metrics over time: counts and histograms per interval, written by a pass and merged by queries.
 
-Every event counts at once in intervals of each length of `LEVELS_US`, so that a query over any span reads a bounded
-number of rows. The owner's clock never runs backwards, so only the newest interval of each length can change.
+There are intervals of each length of `LEVELS_US`, so that a query over any span reads a bounded number of rows. An
+interval is the sum of the shorter intervals in it. The owner's clock never runs backwards, so only the newest interval
+of each length can change.
 """
 
 import sqlite3
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
 
 from forebay.replay.catalog import histogram
 from forebay.replay.catalog.catalog_request import UNSUCCESSFUL, CatalogRequest
@@ -14,11 +17,13 @@ from forebay.replay.catalog.facts import MetricSeries, WorkerActivity
 from forebay.replay.catalog.histogram import Histogram
 
 SECOND_US = 1_000_000
-LEVELS_US = (SECOND_US, 60 * SECOND_US, 3_600 * SECOND_US, 86_400 * SECOND_US)
-ROWS_MAX = 3_600  # rows of one level that a query reads: about 50 ms of work
+LEVELS_US = tuple(seconds * SECOND_US for seconds in (1, 10, 60, 600, 3_600, 36_000, 360_000))  # each divides the next
+ROWS_MAX = 600  # rows of one level that a query reads: about 50 ms of work
 POINTS_MAX = 600
 SLICE_US = 10 * SECOND_US  # activity of workers is counted per slice
 ACTIVITY_US = 60 * SECOND_US
+_VALUES = "begin_us, submitted, finished, failed, output_tokens, prompt_tokens, cached_tokens, ttft, itl"
+_MARKS = ", ".join("?" * 10)
 SCHEMA = """
 CREATE TABLE metrics (
     level_us INTEGER, begin_us INTEGER, submitted INTEGER, finished INTEGER, failed INTEGER, output_tokens INTEGER,
@@ -45,17 +50,23 @@ class MetricInterval:
     ttft: Histogram = field(default_factory=dict)
     itl: Histogram = field(default_factory=dict)
 
-    def add(self, row: tuple[int, int, int, int, int, int, bytes, bytes]) -> None:
-        """Add a row of table `metrics`, without its key."""
+    @classmethod
+    def of_row(cls, begin_us: int, row: Sequence[Any]) -> "MetricInterval":
+        """Return the interval of a row of table `metrics`, without its key."""
         submitted, finished, failed, output_tokens, prompt_tokens, cached_tokens, ttft, itl = row
-        self.submitted += submitted
-        self.finished += finished
-        self.failed += failed
-        self.output_tokens += output_tokens
-        self.prompt_tokens += prompt_tokens
-        self.cached_tokens += cached_tokens
-        histogram.merge(self.ttft, ttft)
-        histogram.merge(self.itl, itl)
+        counts = submitted, finished, failed, output_tokens, prompt_tokens, cached_tokens
+        return cls(begin_us, *counts, ttft=histogram.decode(ttft), itl=histogram.decode(itl))
+
+    def merge(self, other: "MetricInterval") -> None:
+        """Add the metrics of another interval."""
+        self.submitted += other.submitted
+        self.finished += other.finished
+        self.failed += other.failed
+        self.output_tokens += other.output_tokens
+        self.prompt_tokens += other.prompt_tokens
+        self.cached_tokens += other.cached_tokens
+        histogram.merge(self.ttft, other.ttft)
+        histogram.merge(self.itl, other.itl)
 
     def row(self, level_us: int) -> tuple[int | bytes, ...]:
         """Return the row of table `metrics`."""
@@ -77,29 +88,36 @@ class WorkerSlice:
         self.first_tokens += first_tokens
         self.prompt_tokens += prompt_tokens
         self.cached_tokens += cached_tokens
-        histogram.merge(self.ttft, ttft)
+        histogram.merge(self.ttft, histogram.decode(ttft))
 
 
 class MetricRecorder:
-    """Counts events in the newest interval of each level. `write` writes the intervals that changed."""
+    """Counts events in the newest intervals, and writes the intervals that changed.
+
+    Events count in the shortest interval only. `_ended` has a sum per longer interval, of the shorter ones that ended.
+    """
 
     def __init__(self) -> None:
-        self._current = [MetricInterval(0) for _ in LEVELS_US]
+        self._newest = MetricInterval(0)
+        self._ended = [MetricInterval(0) for _ in LEVELS_US[1:]]
         self._workers: dict[str, WorkerSlice] = {}
         self._slice_us = 0
-        self._next_us = 0  # when the first of the current intervals ends
         self._rows: list[tuple[int | bytes, ...]] = []
         self._worker_rows: list[tuple[int | str | bytes, ...]] = []
         self._is_changed = False
 
     def open(self, connection: sqlite3.Connection) -> None:
         """Continue with the newest intervals of the tables."""
-        select = "SELECT * FROM metrics WHERE level_us = ? ORDER BY begin_us DESC LIMIT 1"
-        for number, level_us in enumerate(LEVELS_US):
-            for _, begin_us, *values in connection.execute(select, [level_us]):
-                self._current[number] = MetricInterval(begin_us)
-                self._current[number].add(tuple(values))
-        self._next_us = min(one.begin_us + us for one, us in zip(self._current, LEVELS_US, strict=True))
+        last = f"SELECT {_VALUES} FROM metrics WHERE level_us = ? ORDER BY begin_us DESC LIMIT 1"
+        for begin_us, *values in connection.execute(last, [LEVELS_US[0]]):
+            self._newest = MetricInterval.of_row(begin_us, values)
+        span = f"SELECT {_VALUES} FROM metrics WHERE level_us = ? AND begin_us >= ? AND begin_us < ?"
+        end_us = self._newest.begin_us
+        for number, (shorter_us, level_us) in enumerate(pairwise(LEVELS_US)):
+            ended = self._ended[number] = MetricInterval(end_us - end_us % level_us)
+            for begin_us, *values in connection.execute(span, [shorter_us, ended.begin_us, end_us]):
+                ended.merge(MetricInterval.of_row(begin_us, values))
+            end_us = ended.begin_us
         newest = "SELECT * FROM worker_activity WHERE begin_us = (SELECT max(begin_us) FROM worker_activity)"
         for begin_us, worker_id, *values in connection.execute(newest):
             self._slice_us = begin_us
@@ -109,8 +127,7 @@ class MetricRecorder:
     def count_submission(self, now_us: int) -> None:
         """Count a submitted request."""
         self._roll(now_us)
-        for interval in self._current:
-            interval.submitted += 1
+        self._newest.submitted += 1
 
     def count_first_token(self, request: CatalogRequest, worker_id: str, now_us: int) -> None:
         """Count the first token of a response, which `worker_id` emitted."""
@@ -121,7 +138,7 @@ class MetricRecorder:
         if worker is None:
             worker = self._workers[worker_id] = WorkerSlice()
         worker.first_tokens += 1
-        both: list[WorkerSlice | MetricInterval] = [worker, *self._current]
+        both: tuple[WorkerSlice | MetricInterval, ...] = (worker, self._newest)
         for counted in both:
             counted.prompt_tokens += request.prompt_tokens
             counted.cached_tokens += cached_tokens
@@ -132,21 +149,24 @@ class MetricRecorder:
         """Count the end of a request."""
         self._roll(now_us)
         if request.state == "finished":
-            output_tokens, itl_us = request.output_tokens or 0, request.itl_us
-            itl = None if itl_us is None else histogram.bucket_of(itl_us)
-            for interval in self._current:
-                interval.finished += 1
-                interval.output_tokens += output_tokens
-                if itl is not None:
-                    interval.itl[itl] = interval.itl.get(itl, 0) + 1
+            self._newest.finished += 1
+            self._newest.output_tokens += request.output_tokens or 0
+            if (itl_us := request.itl_us) is not None:
+                histogram.add(self._newest.itl, itl_us)
         elif request.state in UNSUCCESSFUL:
-            for interval in self._current:
-                interval.failed += 1
+            self._newest.failed += 1
 
     def write(self, connection: sqlite3.Connection) -> None:
         """Write the intervals that changed."""
         if self._is_changed:
-            self._rows += [one.row(us) for one, us in zip(self._current, LEVELS_US, strict=True)]
+            total = self._newest
+            self._rows.append(total.row(LEVELS_US[0]))
+            for ended, level_us in zip(self._ended, LEVELS_US[1:], strict=True):
+                longer = MetricInterval(ended.begin_us)
+                longer.merge(ended)
+                longer.merge(total)
+                total = longer
+                self._rows.append(total.row(level_us))
             self._worker_rows += self._slice_rows()
             self._is_changed = False
         connection.executemany(f"INSERT OR REPLACE INTO metrics VALUES ({_MARKS})", self._rows)
@@ -156,14 +176,18 @@ class MetricRecorder:
 
     def _roll(self, now_us: int) -> None:
         """Begin new intervals for those that have ended by `now_us`."""
-        if now_us >= self._next_us:
-            for number, level_us in enumerate(LEVELS_US):
-                interval = self._current[number]
-                if now_us >= interval.begin_us + level_us:
-                    if self._is_changed:
-                        self._rows.append(interval.row(level_us))
-                    self._current[number] = MetricInterval(now_us - now_us % level_us)
-            self._next_us = self._current[0].begin_us + LEVELS_US[0]
+        if now_us >= self._newest.begin_us + LEVELS_US[0]:
+            total, self._newest = self._newest, MetricInterval(now_us - now_us % LEVELS_US[0])
+            if self._is_changed:
+                self._rows.append(total.row(LEVELS_US[0]))
+            for number, level_us in enumerate(LEVELS_US[1:]):
+                ended = self._ended[number]
+                ended.merge(total)
+                if now_us < ended.begin_us + level_us:
+                    break
+                if self._is_changed:
+                    self._rows.append(ended.row(level_us))
+                total, self._ended[number] = ended, MetricInterval(now_us - now_us % level_us)
             if now_us >= self._slice_us + SLICE_US:
                 if self._is_changed:
                     self._worker_rows += self._slice_rows()
@@ -175,9 +199,6 @@ class MetricRecorder:
         for worker_id, one in self._workers.items():
             counts = one.first_tokens, one.prompt_tokens, one.cached_tokens
             yield self._slice_us, worker_id, *counts, histogram.encode(one.ttft)
-
-
-_MARKS = ", ".join("?" * 10)
 
 
 def series(connection: sqlite3.Connection, from_us: int, to_us: int, points: int) -> MetricSeries:
@@ -196,7 +217,7 @@ def series(connection: sqlite3.Connection, from_us: int, to_us: int, points: int
     intervals = [MetricInterval(start) for start in range(begin_us, max(to_us, begin_us + 1), interval_us)]
     select = f"SELECT {_VALUES} FROM metrics WHERE level_us = ? AND begin_us >= ? AND begin_us < ?"
     for start_us, *values in connection.execute(select, [level_us, begin_us, to_us]):
-        intervals[(start_us - begin_us) // interval_us].add(tuple(values))
+        intervals[(start_us - begin_us) // interval_us].merge(MetricInterval.of_row(start_us, values))
     # The last interval may end after the span, whose end is usually the newest event.
     ends_us = [min(one.begin_us + interval_us, -(-to_us // level_us) * level_us) for one in intervals]
     seconds = [max(end_us - one.begin_us, level_us) / SECOND_US for one, end_us in zip(intervals, ends_us, strict=True)]
@@ -215,9 +236,6 @@ def series(connection: sqlite3.Connection, from_us: int, to_us: int, points: int
         itl_p95_us=[late for _, late in itl],
         hit_rate=[_share(one.cached_tokens, one.prompt_tokens) for one in intervals],
     )
-
-
-_VALUES = "begin_us, submitted, finished, failed, output_tokens, prompt_tokens, cached_tokens, ttft, itl"
 
 
 def worker_activity(connection: sqlite3.Connection, at_us: int) -> list[WorkerActivity]:
@@ -243,8 +261,10 @@ def worker_activity(connection: sqlite3.Connection, at_us: int) -> list[WorkerAc
 
 def remove_before(connection: sqlite3.Connection, now_us: int) -> None:
     """Remove the intervals that ended before a time."""
-    for level_us in LEVELS_US:
-        connection.execute("DELETE FROM metrics WHERE level_us = ? AND begin_us <= ?", [level_us, now_us - level_us])
+    # A longer interval is the sum of shorter ones, so they stay as long as it has not ended.
+    for level_us, longer_us in pairwise((*LEVELS_US, LEVELS_US[-1])):
+        end_us = now_us - now_us % longer_us
+        connection.execute("DELETE FROM metrics WHERE level_us = ? AND begin_us < ?", [level_us, end_us])
     connection.execute("DELETE FROM worker_activity WHERE begin_us <= ?", [now_us - SLICE_US])
 
 
