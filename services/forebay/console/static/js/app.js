@@ -51,7 +51,7 @@ class App {
       await new Promise((done) => setTimeout(done, RETRY_MS));
     }
     if (following.signal.aborted || !this.#info) return;
-    await this.#show();
+    await Promise.all([this.#show(), this.#showActions()]);
     await this.api.events(
       (state) => this.#onState(state),
       (isConnected) => this.#onConnection(isConnected),
@@ -127,14 +127,25 @@ class App {
     this.#view = null;
     const { create } = await load();
     if (shown !== this.#shown) return; // another view was chosen meanwhile
-    const { api, moment } = this;
-    const navigate = moment.navigate.bind(moment);
-    this.#view = create({ api, moment, navigate, info: this.#info, state: () => this.#state });
+    this.#view = create(this.#context);
     this.frame.hideError();
     replace(this.frame.main, this.#view.element);
     scrollTo(0, 0);
     this.#atUs = NaN; // nothing is shown yet
     document.title = `${entry.title} · forebay`;
+  }
+
+  /** @returns {import("./views.js").Context} */
+  get #context() {
+    const { api, moment } = this;
+    return { api, moment, navigate: moment.navigate.bind(moment), info: this.#info, state: () => this.#state };
+  }
+
+  /** Offer actions in the header if the console can execute them. */
+  async #showActions() {
+    if (!this.#info.can_act) return;
+    const { actionButton } = await import("./views/actions.js");
+    replace(this.frame.tools, actionButton(this.#context));
   }
 
   /** @param {AbortSignal} signal */

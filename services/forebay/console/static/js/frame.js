@@ -25,6 +25,7 @@ export class Frame {
     this.main = h("main", { id: "main", tabindex: -1 });
     this.links = VIEWS.map((view) => h("a", {}, view.title));
     this.source = h("span", { class: "source" });
+    this.tools = h("span", { class: "tools" });
     this.lag = h("span", { class: "lag" });
     this.progress = h("progress", { "aria-label": "Indexing of the log", max: 1, hidden: true });
     this.connection = h("div", { class: "banner bad", role: "alert", hidden: true });
@@ -36,7 +37,7 @@ export class Frame {
       { class: "top" },
       h("div", { class: "brand" }, h("b", {}, "forebay"), this.source),
       h("nav", { "aria-label": "Views" }, this.links),
-      h("div", { class: "follow" }, this.progress, this.lag),
+      h("div", { class: "follow" }, this.progress, this.lag, this.tools),
       timeBar.strip,
     );
     document.body.append(skip, header, this.connection, this.error, this.main, this.tokenForm, timeBar.element);

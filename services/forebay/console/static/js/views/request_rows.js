@@ -4,7 +4,7 @@
  * @module views/request_rows
  */
 
-import { h, put, reconcile, setStyle, setText } from "../dom.js";
+import { h, printable, put, reconcile, setStyle, setText } from "../dom.js";
 import { clock, dateTime, duration, percent, whole } from "../format.js";
 import { linkTo } from "../moment.js";
 import { badge, updateBadge } from "../parts.js";
@@ -18,6 +18,9 @@ import { hasEnded, phasesOfRow, roundUp } from "../phases.js";
  * @property {number} scaleUs duration that fills the width of the last column
  * @property {Set<number>} departed rows that no longer match the filters
  */
+
+const ID_CHARS_MAX = 34;
+const ID_HEAD = 12; // characters before the omitted middle
 
 /** @type {{id: string, label: string, isText?: boolean, title?: string}[]} */
 export const COLUMNS = [
@@ -68,7 +71,8 @@ export function updateRow(element, row, { moment, group, endUs, scaleUs, departe
   setText(when, clock(row.submitted_us));
   put(when, "title", `${dateTime(row.submitted_us)} UTC`);
   const link = request.children[0];
-  setText(link, row.request_id);
+  setText(link, abbreviated(row.request_id));
+  put(link, "title", row.request_id);
   put(link, "href", linkTo("requests", row.number, { id: row.request_id }, moment.atUs));
   setText(request.children[1], detailsOf(row, group));
   updateBadge(phase.children[0], row.state);
@@ -81,6 +85,16 @@ export function updateRow(element, row, { moment, group, endUs, scaleUs, departe
   setText(itl, duration(row.itl_us));
   setText(total, duration((row.ended_us ?? endUs) - row.submitted_us));
   updateLife(life.children[0], row, endUs, scaleUs);
+}
+
+/**
+ * Return an ID whose middle is left out if it is long. IDs of one client often differ only at their end.
+ *
+ * @param {string} id
+ */
+function abbreviated(id) {
+  const shown = printable(id);
+  return shown.length <= ID_CHARS_MAX ? shown : `${shown.slice(0, ID_HEAD)}…${shown.slice(ID_HEAD + 1 - ID_CHARS_MAX)}`;
 }
 
 /**

@@ -207,7 +207,8 @@ class RequestList {
 
   #render() {
     const { info, moment, state } = this.#context;
-    const endUs = moment.atUs ?? state().end_us;
+    // The rows may be newer than the newest state.
+    const endUs = moment.atUs ?? Math.max(state().end_us, ...this.#rows.map((row) => row.submitted_us));
     const view = { moment, group: info.group, endUs, scaleUs: scaleOf(this.#rows, endUs), departed: this.#departed };
     const rows = this.#rows;
     reconcile(this.#body, rows, (row) => row.number, createRow, (element, row) => updateRow(element, row, view));

@@ -8,6 +8,7 @@ import { LineChart } from "../charts.js";
 import { h, put, reconcile, replace, setText } from "../dom.js";
 import { counted, dateTime, duration, number, percent, whole } from "../format.js";
 import { emptyBox, factList, section } from "../parts.js";
+import { actionButton } from "./actions.js";
 import { decisionItem, updateDecision } from "./scaling_decision.js";
 
 const READ_EVERY_MS = 2_000; // a planner decides every few seconds at most
@@ -94,7 +95,7 @@ class ScalingView {
       this.#pools,
       status.pools,
       (pool) => `${pool.group}/${pool.pool}`,
-      (pool) => new PoolCard(pool).element,
+      (pool) => new PoolCard(pool, this.#context).element,
       (element, pool) => cards.get(element)?.update(pool, history[`${pool.group}/${pool.pool}`] ?? []),
     );
     put(this.#open, "hidden", status.open.length === 0);
@@ -125,10 +126,14 @@ class PoolCard {
     series: [{ name: "observed", colour: 0 }, { name: "forecast", colour: 1, isDashed: true }],
   });
 
-  /** @param {any} pool */
-  constructor({ group, pool, role }) {
+  /**
+   * @param {any} status a ScaledPoolStatus
+   * @param {import("../views.js").Context} context
+   */
+  constructor({ group, pool, role }, context) {
     const name = h("h3", {}, pool, h("span", { class: "soft" }, ` ${role} pool of ${group}`));
-    const size = h("div", { class: "pool-size" }, this.#size, this.#sizeText);
+    const act = context.info.can_act && actionButton(context, { action: "pool-size", pool }, "Set the size");
+    const size = h("div", { class: "pool-size" }, this.#size, this.#sizeText, act);
     this.element = h(
       "section",
       { class: "card pool" },

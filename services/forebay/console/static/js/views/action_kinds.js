@@ -1,0 +1,212 @@
+/**
+ * The actions of an operator: their fields, and the event that each of them writes, in words.
+ *
+ * @module views/action_kinds
+ */
+
+import { h } from "../dom.js";
+import { counted } from "../format.js";
+
+/**
+ * @typedef {object} FormSource
+ * @property {any} status the GroupStatus now
+ * @property {any} info the ConsoleInfo
+ * @property {import("./actions.js").Subject} subject what the user chose before
+ *
+ * @typedef {object} ActionForm
+ * @property {{label: string, input: HTMLElement, hint?: string}[]} fields
+ * @property {() => {body?: object, problem?: string}} read returns the body of the request, or what is wrong
+ *
+ * @typedef {object} ActionKind
+ * @property {string} name name in the address of the endpoint
+ * @property {string} title
+ * @property {string} about the effect, in words
+ * @property {(source: FormSource) => ActionForm} createForm
+ * @property {(body: any, group: string) => {topic: string, type: string, text: string}} event
+ */
+
+const THRESHOLDS = {
+  active_decode_blocks_threshold: ["KV blocks in use", "share of a rank's blocks, from 0 to 1"],
+  active_prefill_tokens_threshold: ["Queued prefill", "tokens"],
+  active_prefill_tokens_threshold_frac: ["Queued prefill, in engine steps", "multiple of the largest step"],
+};
+const OFF = "off";
+
+/** @type {ActionKind[]} */
+export const ACTIONS = [
+  {
+    name: "drain-worker",
+    title: "Drain a worker",
+    about: "The worker gets no new requests, finishes those that it has, and leaves. It does not come back by itself.",
+    createForm({ status, subject }) {
+      const workers = status.workers.filter((/** @type {any} */ one) => one.state !== "draining");
+      const busy = (/** @type {any} */ one) => one.ranks.reduce((/** @type {number} */ sum, /** @type {any} */ rank) => sum + rank.active_requests, 0);
+      const label = (/** @type {any} */ one) => `${one.worker_id}: ${one.state}, pool ${one.pool}, ${counted(busy(one), "active request")}`;
+      const input = select("worker", workers.map((/** @type {any} */ one) => [one.worker_id, label(one)]), subject.worker);
+      return {
+        fields: [{ label: "Worker", input }],
+        read: () => (input.value ? { body: { worker_ids: [input.value] } } : { problem: "There is no worker to drain." }),
+      };
+    },
+    event: ({ worker_ids }, group) => ({
+      topic: "control",
+      type: "control.worker_commanded",
+      text: `command drain, sent to worker ${worker_ids[0]} of ${group}`,
+    }),
+  },
+  {
+    name: "pool-size",
+    title: "Set the size of a pool",
+    about: "The planner brings the pool to this number of workers and keeps it there, until the size is released.",
+    createForm({ status, subject }) {
+      const input = poolSelect(status, subject);
+      const size = field({ type: "number", min: 0, max: 10_000, step: 1, id: "action-size", placeholder: "release" });
+      return {
+        fields: [
+          { label: "Pool", input },
+          { label: "Workers", input: size, hint: "Empty: the planner determines the size again." },
+        ],
+        read: () => ({ body: { pool: input.value, size: size.value === "" ? null : Number(size.value) } }),
+      };
+    },
+    event: ({ pool, size }, group) => ({
+      topic: "scaling",
+      type: "scaling.pool_size_set",
+      text: size === null ? `release the size of ${group}/${pool} to the planner` : `set ${group}/${pool} to ${counted(size, "worker")}`,
+    }),
+  },
+  {
+    name: "policy",
+    title: "Change the policy of a pool",
+    about: "The policy selects the worker of each request. The change is valid until the next change or a new configuration of the pool.",
+    createForm({ status, info, subject }) {
+      const input = poolSelect(status, subject);
+      const policy = select("policy", info.policies.map((/** @type {string} */ one) => [one, one]));
+      return {
+        fields: [
+          { label: "Pool", input },
+          { label: "Policy", input: policy },
+        ],
+        read() {
+          const now = status.pools.find((/** @type {any} */ one) => one.pool === input.value)?.policy;
+          if (now === policy.value) return { problem: `The pool ${input.value} already routes by ${now}. Choose another policy.` };
+          return { body: { pool: input.value, mode: policy.value } };
+        },
+      };
+    },
+    event: ({ pool, mode }, group) => ({
+      topic: "control",
+      type: "control.policy_set",
+      text: `the pool ${pool} of ${group} routes by ${mode}`,
+    }),
+  },
+  {
+    name: "busy-threshold",
+    title: "Change busy thresholds",
+    about: "A rank above one of its thresholds counts as busy. Requests are rejected while all workers are busy. Applies to all pools of the model.",
+    createForm() {
+      const inputs = Object.entries(THRESHOLDS).map(([name, [label, unit]]) => ({
+        name,
+        label,
+        input: field({ type: "text", inputmode: "decimal", id: `action-${name}`, placeholder: "unchanged" }),
+        hint: `${unit}, or ${OFF}. Empty: unchanged.`,
+      }));
+      return { fields: inputs, read: () => readThresholds(inputs) };
+    },
+    event: ({ ...changes }, group) => ({
+      topic: "control",
+      type: "control.busy_thresholds_set",
+      text: `busy thresholds of ${group}: ${Object.entries(changes)
+        .map(([name, value]) => `${name} ${value ?? OFF}`)
+        .join(", ")}`,
+    }),
+  },
+  {
+    name: "drain-pool",
+    title: "Drain a pool, or end its drain",
+    about: "A drained pool gets no new requests. Requests that its workers have finish there.",
+    createForm({ status, subject }) {
+      const input = poolSelect(status, subject);
+      const isDrained = (/** @type {string} */ name) => status.pools.find((/** @type {any} */ one) => one.pool === name)?.drained;
+      const drained = select("drained", [["true", "drain: no new requests"], ["false", "end the drain: requests again"]]);
+      const suggest = () => (drained.value = String(!isDrained(input.value)));
+      input.addEventListener("change", suggest);
+      suggest();
+      return {
+        fields: [
+          { label: "Pool", input },
+          { label: "Change", input: drained },
+        ],
+        read: () => ({ body: { pool: input.value, drained: drained.value === "true" } }),
+      };
+    },
+    event: ({ pool, drained }, group) => ({
+      topic: "control",
+      type: "control.pool_drain_set",
+      text: `the pool ${pool} of ${group} gets ${drained ? "no new requests" : "requests again"}`,
+    }),
+  },
+];
+
+/**
+ * Return the outcome of an action in sentences.
+ *
+ * @param {any} result response of the ingress, or the steps of a size
+ * @returns {string[]}
+ */
+export function outcomeOf({ outcomes, steps, pools, ...settings }) {
+  if (outcomes) {
+    return outcomes.map((/** @type {any} */ one) => {
+      const message = one.message ? `: ${one.message}` : "";
+      return `${one.worker_id}: ${one.status.replaceAll("_", " ")}${message}`;
+    });
+  }
+  if (steps) return steps.map((/** @type {any} */ one) => one.text);
+  if (pools) {
+    return pools.map((/** @type {any} */ one) => `pool ${one.pool}: policy ${one.policy}${one.drained ? ", drained" : ", gets new requests"}`);
+  }
+  return Object.entries(settings).map(([name, value]) => `${name}: ${value ?? OFF}`);
+}
+
+/** @param {{name: string, label: string, input: HTMLInputElement}[]} inputs */
+function readThresholds(inputs) {
+  /** @type {Object<string, number|null>} */
+  const body = {};
+  for (const { name, label, input } of inputs) {
+    const given = input.value.trim();
+    if (!given) continue;
+    const value = given === OFF ? null : Number(given);
+    if (value !== null && !(value >= 0)) return { problem: `${label}: “${given}” is not a number. Write a number, or ${OFF}.` };
+    body[name] = value;
+  }
+  return Object.keys(body).length ? { body } : { problem: "Nothing is changed. Enter at least one threshold." };
+}
+
+/**
+ * @param {any} status
+ * @param {import("./actions.js").Subject} subject
+ */
+function poolSelect(status, subject) {
+  const label = (/** @type {any} */ one) => `${one.pool}: ${one.role}, policy ${one.policy}${one.drained ? ", drained" : ""}`;
+  return select("pool", status.pools.map((/** @type {any} */ one) => [one.pool, label(one)]), subject.pool);
+}
+
+/**
+ * @param {string} name
+ * @param {[string, string][]} options values and labels
+ * @param {string} [value]
+ * @returns {HTMLSelectElement}
+ */
+function select(name, options, value) {
+  const known = options.some(([one]) => one === value) ? { value } : {};
+  const props = { id: `action-${name}`, ...known };
+  return /** @type {HTMLSelectElement} */ (h("select", props, options.map(([one, label]) => h("option", { value: one }, label))));
+}
+
+/**
+ * @param {Object<string, any>} props
+ * @returns {HTMLInputElement}
+ */
+function field(props) {
+  return /** @type {HTMLInputElement} */ (h("input", { autocomplete: "off", spellcheck: "false", ...props }));
+}
