@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from forebay.core.step import AnyDecision, InputEvent
 from forebay.core.world import World
-from forebay.events.control import BusyThresholdsSet, DisaggregationSet, PoolConfigured, WorkerCommanded
+from forebay.events.control import BusyThresholdsSet, DisaggregationSet, PolicySet, PoolConfigured, WorkerCommanded
 from forebay.events.decisions import (
     JournalRecord,
     KvReleased,
@@ -80,7 +80,7 @@ class ContentsObserver:
             TransferFailed: self._fail_transfer,
             **dict.fromkeys((WorkerJoined, WorkerSuspect, WorkerRecovered, WorkerDraining, WorkerLost), self._fleet),
             **dict.fromkeys((PoolConfigured, PoolRoutingConfigured, PoolCanarySet, PoolDrainSet), self._settings),
-            **dict.fromkeys((BusyThresholdsSet, DisaggregationSet), self._settings),
+            **dict.fromkeys((BusyThresholdsSet, DisaggregationSet, PolicySet), self._settings),
             WorkerCommanded: self._command,
         }
         self._handlers = handlers
@@ -114,6 +114,8 @@ class ContentsObserver:
         """Observe a journal record."""
         self._now_us = now_us = world.now_us
         self.clear_unrecorded()
+        if record.consumed and self._markers.has_claim:
+            self._markers.settle_claim(record.consumed[0].now_us)
         match record:
             case RequestRouted() | RequestHeld() | RequestRejected() | RequestAborted():
                 self._decide(offset, record, now_us, world)
@@ -122,7 +124,7 @@ class ContentsObserver:
                     request.journal_offset = offset
                     self._changed[request.number] = request
             case OwnerClaimed():
-                self._markers.add_claim(offset, record, now_us)
+                self._markers.add_claim(offset, record, now_us, world)
 
     def clear_unrecorded(self) -> None:
         """Forget all events after the newest journal record."""

@@ -12,6 +12,7 @@ from forebay.events.control import (
     ControlEvent,
     DisaggConfig,
     DisaggregationSet,
+    PolicySet,
     PoolConfigured,
     WorkerCommanded,
 )
@@ -23,7 +24,13 @@ NAMES_MAX = 3
 VALUE_CHARS_MAX = 40
 
 SettingsEvent = (
-    PoolConfigured | BusyThresholdsSet | DisaggregationSet | PoolRoutingConfigured | PoolCanarySet | PoolDrainSet
+    PoolConfigured
+    | BusyThresholdsSet
+    | DisaggregationSet
+    | PolicySet
+    | PoolRoutingConfigured
+    | PoolCanarySet
+    | PoolDrainSet
 )
 
 
@@ -47,17 +54,19 @@ class EffectiveSettings:
         return next((self.disagg.get(name, pool.router.disagg) for name, pool in decoders), DisaggConfig())
 
 
-def settings_text(event: SettingsEvent, before: EffectiveSettings) -> str:
-    """Return what an event changes in the settings. Empty if it changes nothing."""
+def settings_text(event: SettingsEvent, before: EffectiveSettings, after: EffectiveSettings) -> str:
+    """Return what an event changes in the settings. Empty if it changes nothing, for example for an unknown model."""
     match event:
         case PoolConfigured():
             text = _pool_text(event, before)
         case BusyThresholdsSet():
-            changes = changes_of(before.busy_of(event.model), event.thresholds)
+            changes = changes_of(before.busy_of(event.model), after.busy_of(event.model))
             text = f"Busy thresholds of {event.model}: {join_changes(changes)}" if changes else ""
         case DisaggregationSet():
-            changes = changes_of(before.disagg_of(event.model), event.disagg)
+            changes = changes_of(before.disagg_of(event.model), after.disagg_of(event.model))
             text = f"Disaggregation of {event.model}: {join_changes(changes)}" if changes else ""
+        case PolicySet():
+            text = _mode_text(event.pool, before, after)
         case PoolRoutingConfigured():
             grids = ", ".join(f"a grid of {len(grid.pools)} {grid.role} pools" for grid in event.routing.grids)
             retry = " and retries in faster pools" if event.routing.retry else ""
@@ -69,6 +78,13 @@ def settings_text(event: SettingsEvent, before: EffectiveSettings) -> str:
         case PoolDrainSet():
             text = f"Pool {event.pool} gets {'no new requests' if event.drained else 'new requests again'}"
     return text and _sentence(text, event)
+
+
+def modes_text(before: EffectiveSettings, after: EffectiveSettings) -> str:
+    """Return the pools whose router mode a new owner changed, because it may not run their policy. Empty if none."""
+    texts = (_mode_text(pool, before, after) for pool in after.pools)
+    text = "; ".join(text for text in texts if text)
+    return text and f"{text}, because the new owner may not run the previous policy."
 
 
 def command_text(event: WorkerCommanded, sent: CommandSent | None) -> str:
@@ -85,11 +101,8 @@ def command_text(event: WorkerCommanded, sent: CommandSent | None) -> str:
 
 def changes_of(before: msgspec.Struct, after: msgspec.Struct) -> list[str]:
     """Return the fields that differ as `name old → new`, with dotted names for parts of a part."""
-    old, new = dict(_flat(msgspec.to_builtins(before))), dict(_flat(msgspec.to_builtins(after)))
-    names = dict.fromkeys([*old, *new])
-    return [
-        f"{name} {_value(old.get(name))} → {_value(new.get(name))}" for name in names if old.get(name) != new.get(name)
-    ]
+    old, new = dict(_flat(before)), dict(_flat(after))
+    return [_change_text(name, old[name], new[name]) for name in new if old[name] != new[name]]
 
 
 def join_changes(changes: list[str]) -> str:
@@ -106,6 +119,11 @@ def join_names(names: Iterable[str], noun: str) -> str:
     if len(found) <= NAMES_MAX:
         return f"{noun}s {', '.join(found[:-1])} and {found[-1]}"
     return f"{len(found)} {noun}s"
+
+
+def _mode_text(pool: str, before: EffectiveSettings, after: EffectiveSettings) -> str:
+    modes = [settings.pools[pool].router.mode if pool in settings.pools else "none" for settings in (before, after)]
+    return f"Pool {pool}: mode {modes[0]} → {modes[1]}" if modes[0] != modes[1] else ""
 
 
 def _pool_text(event: PoolConfigured, before: EffectiveSettings) -> str:
@@ -126,16 +144,23 @@ def _pool_text(event: PoolConfigured, before: EffectiveSettings) -> str:
 
 
 def _sentence(text: str, event: ControlEvent) -> str:
-    operator = getattr(event, "operator", "")
+    operator = "" if isinstance(event, PoolConfigured) else event.operator
     return f"{text} (by {operator})." if operator else f"{text}."
 
 
-def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
-        for key, part in value.items():
-            yield from _flat(part, f"{name}.{key}" if name else str(key))
-    else:
-        yield name, value
+def _flat(part: msgspec.Struct, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name in part.__struct_fields__:
+        value = getattr(part, name)
+        if isinstance(value, msgspec.Struct):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _change_text(name: str, old: Any, new: Any) -> str:
+    if isinstance(old, tuple):  # the classes of a queue
+        return f"{name} changed"
+    return f"{name} {_value(old)} → {_value(new)}"
 
 
 def _value(value: Any) -> str:

@@ -16,7 +16,7 @@ from forebay.events.fleet import WorkerFact, WorkerJoined
 from forebay.events.topics import CONTROL, DECISIONS, FLEET
 from forebay.replay.catalog.catalog_request import CatalogRequest
 from forebay.replay.catalog.facts import Marker, MarkerKind
-from forebay.replay.catalog.marker_text import EffectiveSettings, SettingsEvent, command_text, settings_text
+from forebay.replay.catalog.marker_text import EffectiveSettings, SettingsEvent, command_text, modes_text, settings_text
 
 KINDS: tuple[MarkerKind, ...] = get_args(MarkerKind)
 SECOND_US = 1_000_000
@@ -42,7 +42,8 @@ MERGED: dict[MarkerKind, str] = {
     "rejections": "requests rejected",
     "failures": "requests failed",
 }
-# `reasons` has the counts by reason of the markers that count requests, and the owner of a takeover.
+# `reasons` has the counts by reason of the markers that count requests. For a takeover it has the owner, and whether
+# the time of the marker is final.
 SCHEMA = """
 CREATE TABLE markers (
     kind TEXT, at_us INTEGER, topic TEXT, offset INTEGER, count INTEGER, text TEXT, reasons TEXT,
@@ -76,6 +77,8 @@ class MarkerRecorder:
     def __init__(self) -> None:
         self._rows: list[MarkerRow] = []
         self._owner_id = ""
+        self._claim: MarkerRow | None = None
+        self._moved: list[tuple[int, str, int]] = []  # keys of markers of claims that have got another time
         self._settings = EffectiveSettings(World())
         self._phases: dict[str, tuple[int, WorkerPhase]] = {}
         self._tallies: dict[MarkerKind, SecondTally] = {"rejections": SecondTally(), "failures": SecondTally()}
@@ -84,15 +87,20 @@ class MarkerRecorder:
         """Continue after the newest rows."""
         self._settings = EffectiveSettings(world)
         self._phases = {one.spec.worker_id: (one.worker_epoch, one.phase) for one in world.fleet.workers()}
-        select = "SELECT at_us, topic, offset, reasons FROM markers WHERE kind = ? ORDER BY at_us DESC LIMIT 1"
-        for *_, owner_id in connection.execute(select, ["takeover"]):
-            self._owner_id = owner_id
+        select = "SELECT * FROM markers WHERE kind = ? ORDER BY at_us DESC LIMIT 1"
+        newest_claim = "SELECT * FROM markers WHERE kind = 'takeover' ORDER BY offset DESC LIMIT 1"
+        for row in connection.execute(newest_claim):
+            self._owner_id, is_settled = json.loads(row[-1])
+            self._claim = None if is_settled else row
         for kind in self._tallies:
-            for at_us, topic, offset, reasons in connection.execute(select, [kind]):
+            for _, at_us, topic, offset, _, _, reasons in connection.execute(select, [kind]):
                 self._tallies[kind] = SecondTally(at_us, topic, offset, Counter(json.loads(reasons)))
 
-    def add_claim(self, offset: int, record: OwnerClaimed, now_us: int) -> None:
-        """Add the claim of a new owner. `now_us` is the clock of the previous owner."""
+    def add_claim(self, offset: int, record: OwnerClaimed, now_us: int, world: World) -> None:
+        """Add the claim of a new owner.
+
+        Its marker has the clock of the previous owner until `settle_claim`, because a claim has no clock reading.
+        """
         if not self._owner_id:
             text = f"Router {record.owner_id} became the owner."
         elif record.owner_id == self._owner_id:
@@ -100,8 +108,26 @@ class MarkerRecorder:
         else:
             text = f"Router {record.owner_id} took over from {self._owner_id}."
         self._owner_id = record.owner_id
-        at_us = max(record.at_us, now_us)
-        self._rows.append(("takeover", at_us, DECISIONS.name, offset, 1, text, record.owner_id))
+        at_us = now_us or record.at_us
+        self._claim = ("takeover", at_us, DECISIONS.name, offset, 1, text, json.dumps([record.owner_id, False]))
+        self._rows.append(self._claim)
+        before, self._settings = self._settings, EffectiveSettings(world)
+        if text := modes_text(before, self._settings):
+            self._rows.append(("configuration", at_us, DECISIONS.name, offset, 1, text, ""))
+
+    @property
+    def has_claim(self) -> bool:
+        """Whether the newest claim has no clock reading yet."""
+        return self._claim is not None
+
+    def settle_claim(self, now_us: int) -> None:
+        """Set the time of the newest claim to the new owner's first clock reading."""
+        assert self._claim is not None
+        self._moved.append(self._claim[1:4])
+        self._rows = [row for row in self._rows if row != self._claim]
+        kind, _, topic, offset, count, text, _ = self._claim
+        self._rows.append((kind, now_us, topic, offset, count, text, json.dumps([self._owner_id, True])))
+        self._claim = None
 
     def add_fleet_event(self, event: WorkerJoined | WorkerFact, offset: int, now_us: int, world: World) -> None:
         """Add a fleet event, unless the owner ignored it."""
@@ -122,8 +148,8 @@ class MarkerRecorder:
 
     def add_settings(self, event: SettingsEvent, offset: int, now_us: int, world: World) -> None:
         """Add a change of the settings, unless it changes nothing."""
-        text = settings_text(event, self._settings)
-        self._settings = EffectiveSettings(world)
+        before, self._settings = self._settings, EffectiveSettings(world)
+        text = settings_text(event, before, self._settings)
         if text:
             self._rows.append(("configuration", now_us, CONTROL.name, offset, 1, text, ""))
 
@@ -149,6 +175,9 @@ class MarkerRecorder:
         """Write the markers since the last call."""
         for kind in self._tallies:
             self._flush(kind)
+        delete = "DELETE FROM markers WHERE kind = 'takeover' AND at_us = ? AND topic = ? AND offset = ?"
+        connection.executemany(delete, self._moved)
+        self._moved.clear()
         _insert(connection, self._rows)
         self._rows.clear()
 
