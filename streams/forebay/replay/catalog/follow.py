@@ -89,8 +89,9 @@ class Follower:
         self._is_complete = False
         self._losses: list[tuple[int, LossFacts]] = []
         self._pending_offset = 0
-        self._derive_s = 0.0
+        self._derived = checkpoints.DeriveTime()
         self._restore_s = 0.0
+        self._spacing = 1
         self._breathed_s = self._paused_s = self._committed_s = self._begins_read_s = runtime.monotonic_s()
         self._uncommitted = 0
 
@@ -181,7 +182,7 @@ class Follower:
                 raise JournalDiverged(step.divergence)
             self._observe(step, walk)
             now_s = runtime.monotonic_s()
-            self._derive_s += now_s - started_s
+            self._derived.add(now_s - started_s, sum(map(len, step.events.values())))
             if self._is_checkpoint_due(walk):
                 await self._take_checkpoint(walk)
             elif self._uncommitted >= COMMIT_RECORDS or now_s - self._committed_s >= COMMIT_S:
@@ -210,16 +211,16 @@ class Follower:
             self._progress(self.walk.position - self._begin_offset, self._log_end - self._begin_offset)
 
     def _is_checkpoint_due(self, walk: Walk) -> bool:
-        spacing = int(self.store.meta("spacing") or 1) if self._derive_s >= checkpoints.DERIVE_S else 1
-        return self._derive_s >= spacing * (checkpoints.DERIVE_S + self._restore_s) and walk.pending == 0
+        return walk.pending == 0 and self._derived.total_s >= self._spacing * max(checkpoints.DERIVE_S, self._restore_s)
 
     async def _take_checkpoint(self, walk: Walk) -> None:
         await self._measure_lag(walk)
         started_s = runtime.monotonic_s()
         taken = await checkpoints.take(walk.world, walk.position, walk.unverified)
-        self._restore_s = checkpoints.RESTORE_PER_TAKE * (runtime.monotonic_s() - started_s)
+        restore_s = checkpoints.RESTORE_PER_TAKE * (runtime.monotonic_s() - started_s)
+        self._restore_s = min(restore_s, 1.5 * self._restore_s or restore_s)  # a busy machine may delay one reading
         await self.commit(taken)
-        self._derive_s = 0.0
+        self._derived.reset()
         await self._limit_size(walk)
 
     async def _measure_lag(self, walk: Walk) -> None:
@@ -250,6 +251,7 @@ class Follower:
         self._begin_offset = start.offset if committed is None else committed.begin_offset
         self._begin_us = start.world.now_us if committed is None else committed.begin_us
         self._log_end = end
+        self._spacing = int(self.store.meta("spacing") or 1)
         walk = await self._resume(start, start.offset if committed is None else committed.position)
         self.walk = walk
         return walk
@@ -267,7 +269,7 @@ class Follower:
         walk.followed.on_applied = self._on_applied
         walk.world.on_loss = self._on_loss
         self.observers = observers
-        self._derive_s = 0.0
+        self._derived.reset()
         return walk
 
     def _on_applied(self, topic: str, event: InputEvent | None, now_us: int, decisions: Sequence[AnyDecision]) -> None:
@@ -328,12 +330,12 @@ class Follower:
             return
         connection = self.store.connection
         if checkpoints.total_bytes(connection) * 4 > self._size_max:
-            spacing = 2 * int(self.store.meta("spacing") or 1)
+            self._spacing *= 2
             for offset in checkpoints.every_second(connection):
                 with self.store.transaction():
                     checkpoints.remove(connection, offset)
                 await asyncio.sleep(0)
-            self.store.set_meta("spacing", str(spacing))
+            self.store.set_meta("spacing", str(self._spacing))
             return
         kept = int(self.store.meta("rows_begin") or self._begin_offset)
         cut = checkpoints.first_from(connection, kept + (walk.position - kept) // TRIM_SHARE)
