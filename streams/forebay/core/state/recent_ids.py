@@ -6,6 +6,7 @@ Ids are stored as hashes in packed arrays, ordered by expiry. The reason is thei
 
 from array import array
 from collections.abc import Iterator
+from itertools import chain
 
 from xxhash import xxh3_64_intdigest
 
@@ -15,6 +16,7 @@ from forebay.events.snapshots import CHUNK_HASHES_MAX, Remembered
 CHUNK_IDS = CHUNK_HASHES_MAX // 3
 # Expired ids stay in memory until there are more than this number, and more than valid ids: a removal moves all others.
 FORGOTTEN_MAX = 4_096
+TERM_BYTES = 24  # id, content and expiry, as u64
 
 
 class RecentIds:
@@ -89,9 +91,16 @@ class RecentIds:
 
     def restore(self, chunk: Remembered) -> None:
         """Add the ids in one part of a snapshot. Parts must come in the order of `snapshot`."""
-        packed = (array_u64(part) for part in (chunk.ids, chunk.contents, chunk.due_us))
-        for id_hash, content, due_us in zip(*packed, strict=True):
-            self.add(id_hash, content, due_us)
+        # Not with `add`, because there may be 100,000 ids: one by one takes three times as long.
+        ids, contents, due_us = (array_u64(part) for part in (chunk.ids, chunk.contents, chunk.due_us))
+        known = len(self._known)
+        self._known.update(zip(ids, contents, strict=True))
+        assert len(self._known) == known + len(ids), "an id is used once while it is remembered"
+        self._ids.extend(ids)
+        self._contents.extend(contents)
+        self._due_us.extend(due_us)
+        terms = pack_u64(list(chain.from_iterable(zip(ids, contents, due_us, strict=True))))
+        self._sum += sum(xxh3_64_intdigest(terms[at : at + TERM_BYTES]) for at in range(0, len(terms), TERM_BYTES))
 
 
 def _term(id_hash: int, content: int, due_us: int) -> int:
