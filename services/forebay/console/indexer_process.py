@@ -12,17 +12,14 @@ from forebay.console.paths import catalog_path
 from forebay.console.settings import ConsoleSettings
 from forebay.ingress.child_process import ChildConnection
 from forebay.ingress.explain_worker import opened_log
-from forebay.replay.catalog import checkpoints
-from forebay.replay.catalog.contents import ContentsObserver
 from forebay.replay.catalog.follow import Follower
 from forebay.replay.catalog.live import LivePublisher, follow
 from forebay.replay.catalog.store import CatalogError, Store
+from forebay.replay.catalog.tables import SCHEMAS, new_observers
 from forebay.replay.load_policies import load_policies
 from forebay.replay.status import with_heartbeats
 from forebay.transport.base import LogError
 from forebay.transport.heartbeats import RouterHeartbeats
-
-SCHEMAS = (checkpoints.SCHEMA, ContentsObserver.schema)
 
 
 def main() -> None:
@@ -41,7 +38,7 @@ async def _follow(settings: ConsoleSettings) -> None:
     async with opened_log(settings.source) as log:
         store = await Store.open(catalog_path(settings), log, partition, SCHEMAS)
         try:
-            follower = Follower(log, partition, store, lambda: [ContentsObserver()], custom=custom)
+            follower = Follower(log, partition, store, new_observers, custom=custom)
             publisher = LivePublisher(log, partition, settings.group, follower, custom)
             if settings.kind == "kafka":
                 heartbeats = RouterHeartbeats(log, settings.group)

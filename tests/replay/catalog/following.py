@@ -14,6 +14,7 @@ from forebay.events.decisions import JournalRecord
 from forebay.events.topics import DECISIONS
 from forebay.replay.catalog import checkpoints
 from forebay.replay.catalog.follow import Follower
+from forebay.replay.catalog.mentions import MentionTable
 from forebay.replay.catalog.store import SIZE_MAX, Store
 from forebay.replay.read_only import ReadOnlyLog
 from forebay.runtime.system import SystemRuntime
@@ -25,6 +26,7 @@ from tests.replay.recorder import Recorder, fleet
 T = TypeVar("T")
 READING_NS = 20_000_000  # so that a checkpoint is due every 20 records or so
 
+RECORDINGS = sorted((Path(__file__).parent.parent.parent / "logs").glob("*.rec"))
 APPENDED_NS = 10_000_000  # earliest append time of a record
 
 
@@ -95,7 +97,7 @@ def busy(count: int) -> Recorder:
 
 
 async def open_store(path: Path, log: Log, partition: int = 0) -> Store:
-    return await Store.open(path, log, partition, (checkpoints.SCHEMA, Noted.schema))
+    return await Store.open(path, log, partition, (checkpoints.SCHEMA, MentionTable.schema, Noted.schema))
 
 
 async def index(
@@ -108,7 +110,9 @@ async def index(
 ) -> Follower:
     """Return a follower that has followed a log to its end, with an open store at `path`."""
     store = await open_store(path, log, partition)
-    follower = Follower(log, partition, store, lambda: [Noted()], custom=custom, size_max=size_max, progress=progress)
+    follower = Follower(
+        log, partition, store, lambda: [Noted(), MentionTable()], custom=custom, size_max=size_max, progress=progress
+    )
     await follower.catch_up()
     return follower
 

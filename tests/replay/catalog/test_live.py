@@ -53,7 +53,7 @@ def test_the_status_of_an_idle_group_has_the_later_events(tmp_path: Path) -> Non
     async def check() -> None:
         log = await made.log()
         follower = await index(log, tmp_path / "catalog")
-        (observer,) = follower.observers
+        observer = follower.observers[0]
         assert isinstance(observer, Noted)
         publisher = LivePublisher(log, 0, MODEL, follower)
         reader = Store.read(tmp_path / "catalog")

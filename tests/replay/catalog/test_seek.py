@@ -20,9 +20,8 @@ from forebay.transport.base import Log
 from forebay.transport.sqlite.log import SqliteLog
 from tests.logs.own_policy import CUSTOM
 from tests.replay import incident
-from tests.replay.catalog.following import busy, index, offsets, run
+from tests.replay.catalog.following import RECORDINGS, busy, index, offsets, run
 
-RECORDINGS = sorted((Path(__file__).parent.parent.parent / "logs").glob("*.rec"))
 MOMENTS = 50
 GOLDEN_MOMENTS = 6  # of each recording
 

@@ -134,7 +134,7 @@ def test_a_catalog_with_few_checkpoints_loses_its_oldest_rows(tmp_path: Path, mo
     async def check() -> None:
         log = await busy(200).log()
         follower = await index(log, tmp_path / "catalog", size_max=1)
-        (observer,) = follower.observers
+        observer = follower.observers[0]
         assert isinstance(observer, Noted)
         removed = observer.removed_before
         assert removed == sorted(removed)

@@ -1,10 +1,13 @@
-"""Derive the state of a group at any moment, beginning at the nearest checkpoint of its catalog."""
+"""Derive moments and explanations of a group, beginning at the nearest checkpoint of its catalog."""
 
 from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
 from forebay.replay.at import Position
 from forebay.replay.at_time import seek_record, seek_time
 from forebay.replay.catalog import checkpoints
+from forebay.replay.catalog.mentions import find_mentions
 from forebay.replay.catalog.store import Store
+from forebay.replay.explain.explain import explain
+from forebay.replay.explain.explanation import Explanation
 from forebay.replay.walk import Start, StateTime, before
 from forebay.transport.base import Log
 from forebay.transport.history.start import begins_of
@@ -72,3 +75,41 @@ async def catalog_position(
     if time_us is not None:
         return await seek_time(log, partition, time_us, custom, states)
     return await seek_record(log, partition, offset, custom, states)
+
+
+async def catalog_explanation(
+    log: Log,
+    partition: int,
+    store: Store,
+    request_id: str,
+    *,
+    journal_offset: int | None = None,
+    thorough: bool = True,
+    custom: CustomPolicies = ONLY_BUILT_IN,
+) -> Explanation:
+    """Return the explanation of a request, in a short time.
+
+    Args:
+        log: the log.
+        partition: control partition of the group.
+        store: its catalog.
+        request_id: ID of the request on the log, or the ID that its client chose.
+        journal_offset: offset of the newest decision about the request, if several requests used the ID; None for the
+            newest request.
+        thorough: whether to count earlier requests and list other requests with the same ID.
+        custom: custom policies that may run.
+
+    Raises:
+        UnknownRequest: no record on the log is about the request.
+        OtherRules: a program with other decision rules wrote the journal.
+        LogError: the log is damaged, or no longer holds a state before the request.
+    """
+    return await explain(
+        log,
+        partition,
+        request_id,
+        thorough=thorough,
+        custom=custom,
+        states=CatalogStates(store, log, partition, custom),
+        mentions=find_mentions(store, request_id, journal_offset),
+    )

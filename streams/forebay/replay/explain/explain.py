@@ -17,11 +17,11 @@ from forebay.events.progress import ProgressEvent
 from forebay.events.requests import RequestCancelled, RouteQueried
 from forebay.events.topics import DECISIONS, FLEET, PROGRESS, REQUESTS, Topic
 from forebay.replay.explain.explanation import Explanation, TimelineEntry
-from forebay.replay.explain.find import OnProgress, RequestLocation, UnknownRequest, find, find_unapplied_submission
+from forebay.replay.explain.find import Mentions, OnProgress, UnknownRequest, find, find_unapplied_submission
 from forebay.replay.explain.timeline import Timeline
 from forebay.replay.explain.timeline_parts import SubmissionEvent, submission_of_event
 from forebay.replay.verify.divergence import DivergenceTrail
-from forebay.replay.walk import Start, Walk, before, oldest
+from forebay.replay.walk import LogStates, Start, States, Walk, oldest
 from forebay.transport.base import Log, Record
 from forebay.transport.history.reader import decode_or_none, records_of
 
@@ -40,6 +40,8 @@ async def explain(
     thorough: bool = True,
     progress: OnProgress | None = None,
     custom: CustomPolicies = ONLY_BUILT_IN,
+    states: States | None = None,
+    mentions: Mentions | None = None,
 ) -> Explanation:
     """Explain the most recent request with this ID.
 
@@ -50,6 +52,8 @@ async def explain(
         thorough: whether to search the whole journal, for earlier and other requests with the same ID.
         progress: called with the number of records done and their total, first for the search, then for the derivation.
         custom: custom policies that may run.
+        states: states at which the derivation may begin; None for the snapshots of the log.
+        mentions: known records about the ID; None to search the journal for them.
 
     Raises:
         UnknownRequest: no record on the log is about the request.
@@ -57,13 +61,16 @@ async def explain(
         LogError: the log is damaged, or no longer holds a state before the request.
     """
     try:
-        found = await find(log, partition, request_id, thorough=thorough, progress=progress)
+        found = await find(log, partition, request_id, thorough=thorough, progress=progress, mentions=mentions)
     except UnknownRequest:
         lately = await find_unapplied_submission(log, partition, request_id)
         if lately is None:
             raise
         return _not_applied(await log.end(DECISIONS.name, partition), *lately)
-    start = await _start(log, partition, found, custom)
+    first = found.first
+    if mentions is not None:  # the request is not active yet in a state before the record that counts its submission
+        first = next((offset for offset in mentions.submissions if offset <= first), first)
+    start = await _start(log, partition, found.request_id, first, states or LogStates(log, partition, custom), custom)
     walk = Walk(log, partition, start, await log.end(DECISIONS.name, partition))
     timeline, trail = Timeline(found.request_id, start.world), DivergenceTrail(walk)
     _add_plan_listener(walk.world, timeline.on_plan)
@@ -109,14 +116,16 @@ def _add_plan_listener(world: World, also: OnPlan) -> None:
     world.on_plan = both
 
 
-async def _start(log: Log, partition: int, found: RequestLocation, custom: CustomPolicies) -> Start:
+async def _start(
+    log: Log, partition: int, request_id: str, first: int, states: States, custom: CustomPolicies
+) -> Start:
     """Return the newest state before the request, or the oldest state if the request was already active there."""
-    start = await before(log, partition, found.first, custom)
-    while start.world.requests.get(found.request_id) is not None:
+    start = await states.before(first)
+    while start.world.requests.get(request_id) is not None:
         eldest = await oldest(log, partition, await log.end(DECISIONS.name, partition), custom)
         if eldest.offset >= start.offset:
             break
-        start = await before(log, partition, start.offset - 1, custom)
+        start = await states.before(start.offset - 1)
     return start
 
 

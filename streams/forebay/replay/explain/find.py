@@ -8,8 +8,9 @@ chose it. On the log each of them has a unique ID, of which the client's ID is t
 ID on the log, so an ID on the log never finds another client's request.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 
@@ -77,6 +78,20 @@ class RequestLocation:
     others: tuple[str, ...] | None
 
 
+class Mentions(NamedTuple):
+    """Journal records about one ID, which a caller knows, so that they need not be searched for.
+
+    Attributes:
+        end: journal offset up to which the lists are complete.
+        decisions: offsets of the valid records about the ID, newest first.
+        submissions: offsets of the records that count a submission with the ID, newest first.
+    """
+
+    end: int
+    decisions: Sequence[int]
+    submissions: Sequence[int]
+
+
 @dataclass(slots=True)
 class _Scan:
     """State of a backward search for one ID. `seen` is newest first."""
@@ -97,7 +112,13 @@ class _Scan:
 
 
 async def find(
-    log: Log, partition: int, request_id: str, *, thorough: bool, progress: OnProgress | None = None
+    log: Log,
+    partition: int,
+    request_id: str,
+    *,
+    thorough: bool,
+    progress: OnProgress | None = None,
+    mentions: Mentions | None = None,
 ) -> RequestLocation:
     """Find the records about the last request with an ID in the journal.
 
@@ -108,6 +129,7 @@ async def find(
             the last routed one is found.
         thorough: whether to search back to the journal's beginning, for earlier uses and other requests.
         progress: called with the number of records searched and their total.
+        mentions: known records about the ID. Only later records are searched, if there are any known ones.
 
     Raises:
         UnknownRequest: no record of the journal is about the ID.
@@ -117,6 +139,8 @@ async def find(
     end = total = await log.end(DECISIONS.name, partition)
     scan = _Scan(request_id)
     wanted = (_in_json(request_id), b'"owner.claimed"')
+    if mentions is not None and mentions.decisions:
+        begin = max(begin, min(mentions.end, end))
     while end > begin:
         start = max(begin, end - PAGE_RECORDS)
         records = [record async for record in journal_records(log, partition, start, end)]
@@ -128,6 +152,10 @@ async def find(
             progress(total - end, total - begin)
         if not thorough and any(starts_use(record, held=False) for _, record in scan.seen):
             break
+    else:
+        for offset in () if mentions is None else mentions.decisions:
+            for record in await log.read(DECISIONS.name, partition, offset, 1):
+                scan.add(record.offset, decode_journal(record))
     if not scan.seen:
         raise UnknownRequest(request_id, tuple(scan.near))
     return _last_use(scan.seen, thorough=thorough)
