@@ -7,6 +7,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
+from forebay.console.actions import add_actions
 from forebay.console.console import Console
 from forebay.console.pages import PageHeaders, add_pages
 from forebay.console.routes_catalog import add_catalog_routes
@@ -33,6 +34,8 @@ def build_console_app(console: Console, hosts: frozenset[str] | None) -> FastAPI
     add_catalog_routes(app, console)
     add_derived_routes(app, console)
     add_what_if_routes(app, console)
+    settings = console.settings
+    add_actions(app, settings.ingress_url, settings.source.kafka, settings.group)
     add_pages(app)
     return app
 

@@ -50,11 +50,14 @@ class CatalogReader:
         self._lock = asyncio.Lock()
 
     async def state(self) -> CatalogState:
-        """Return how far the catalog has followed the log. Errors are part of the result."""
+        """Return how far the catalog has followed the log.
+
+        A catalog that cannot be read is about to be built, unless the indexer has failed, which is part of the result.
+        """
         try:
             live = await self._query(read_live)
-        except ApiError as error:
-            return msgspec.structs.replace(NOTHING, error=self.failure or error.message)
+        except ApiError:
+            live = None
         state = NOTHING if live is None else live[0]
         return msgspec.structs.replace(state, error=self.failure) if self.failure else state
 
@@ -91,5 +94,7 @@ class CatalogReader:
                 raise ApiError(503, "catalog_unavailable", self.failure or str(error)) from error
 
     def _run(self, query: Callable[[Store], T]) -> T:
+        if not self._path.exists():
+            raise CatalogError("the console has only begun to read the log; try again in a second")
         with closing(Store.read(self._path)) as store:  # opened anew, because the indexer may replace the file
             return query(store)

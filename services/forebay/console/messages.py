@@ -50,10 +50,16 @@ class ReadExplanation(Reading, frozen=True, tag="explain"):
 
 
 class ReadCounterfactuals(Reading, frozen=True, tag="counterfactuals"):
-    """Find changes that would have changed the selection for a request. The fields are those of `ReadExplanation`."""
+    """Find changes that would have changed routing decisions about a request.
+
+    Attributes:
+        request_id: ID of the request.
+        routings: journal offsets of the decisions; empty for all decisions about the request with this ID that was
+            routed last.
+    """
 
     request_id: str
-    number: int | None = None
+    routings: tuple[int, ...] = ()
 
 
 class ReadCache(Reading, frozen=True, tag="cache"):

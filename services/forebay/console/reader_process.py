@@ -5,6 +5,7 @@ messages; the first message has the settings of the console.
 """
 
 import asyncio
+import functools
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import msgspec
 from forebay import runtime
 from forebay.console.messages import (
     AnyReading,
+    ReadCache,
     ReadComparison,
     ReadExplanation,
     ReadMoment,
@@ -28,9 +30,12 @@ from forebay.events.names import unknown_name
 from forebay.events.topics import DECISIONS, INPUTS
 from forebay.ingress.child_process import ChildConnection
 from forebay.ingress.explain_worker import opened_log
+from forebay.ingress.model import Model, ModelUnusable
 from forebay.ingress.shared_child import ChildResponse
 from forebay.replay.at import NoSuchRecord, Position
 from forebay.replay.at_time import last_time
+from forebay.replay.cache.facts import CacheTree
+from forebay.replay.cache.tree import Search, SearchFailed, cache_tree
 from forebay.replay.catalog.seek import catalog_position
 from forebay.replay.catalog.store import CatalogError, Store
 from forebay.replay.compare import compare_moments
@@ -80,6 +85,8 @@ class Reader:
                 return compare_moments(a, b)
             case ReadExplanation():
                 return await self._explain(message)
+            case ReadCache():
+                return await self._cache(message)
             case ReadScaling():
                 now_us = runtime.wall_us() if message.at_us is None and self._settings.is_live else None
                 return await read_scaling(self._log, message.at_us, now_us)
@@ -108,6 +115,15 @@ class Reader:
             self._log, self._settings.partition, message.request_id, thorough=False, custom=self._custom
         )
 
+    async def _cache(self, message: ReadCache) -> CacheTree:
+        position = await self._position(message.at_us)
+        decode = None if self._settings.model is None else model_at(self._settings.model).decode
+        search = Search(request_id=message.request_id, text=message.text)
+        partition = self._settings.partition
+        return await cache_tree(
+            self._log, partition, position.world, search=search, decode=decode, nodes_max=message.limit
+        )
+
     async def _record(self, message: ReadRecord) -> dict[str, Any]:
         if message.topic not in TOPICS:
             raise NoSuchRecord(unknown_name("topic", message.topic, sorted(TOPICS)))
@@ -121,6 +137,12 @@ class Reader:
         if not records or records[0].offset != message.offset:
             raise NoSuchRecord(f"{message.topic}/{partition}: record {message.offset} was removed")
         return {"topic": message.topic, "partition": partition, **readable(records[0])}
+
+
+@functools.cache
+def model_at(directory: str) -> Model:
+    """Return the model in a directory, whose tokenizer decodes prompts. Raises ModelUnusable."""
+    return Model(Path(directory))
 
 
 def main() -> None:
@@ -146,6 +168,10 @@ async def _respond(
             found = await Reader(settings, log, store, custom).answer(reading)
     except (NoSuchRecord, UnknownRequest) as missing:
         return ChildResponse(status=404, code="not_found", message=str(missing))
+    except SearchFailed as failed:
+        return ChildResponse(status=400, code="search_failed", message=str(failed))
+    except ModelUnusable as error:
+        return ChildResponse(status=503, code="tokenizer_unavailable", message=str(error))
     except CatalogError as error:
         return ChildResponse(status=503, code="catalog_unavailable", message=str(error))
     except LogError as error:

@@ -21,6 +21,7 @@ AtUs = Annotated[
     int | None, Query(ge=0, description="Time on the owner's clock, in microseconds since 1970; default: now.")
 ]
 CACHE_NODES_MAX = 1_000
+ROUTINGS_MAX = 64  # stages and attempts of a request
 
 
 def json_response(content: bytes) -> Response:
@@ -59,9 +60,12 @@ def add_derived_routes(app: FastAPI, console: Console) -> None:
         return json_response(await console.reader.request(ReadExplanation(request_id, number)))
 
     @app.get("/v1/console/counterfactuals")
-    async def counterfactuals(request_id: str, number: Annotated[int | None, Query(ge=0)] = None) -> Response:
-        """Return changes that would have changed the selection of a worker for a request."""
-        return json_response(await console.reader.request(ReadCounterfactuals(request_id, number)))
+    async def counterfactuals(
+        request_id: str, routing: Annotated[list[int] | None, Query(max_length=ROUTINGS_MAX)] = None
+    ) -> Response:
+        """Return changes that would have changed the selection of a worker, for each given routing of a request."""
+        message = ReadCounterfactuals(request_id, tuple(routing or ()))
+        return json_response(await console.reader.request(message))
 
     @app.get("/v1/console/cache")
     async def cache(

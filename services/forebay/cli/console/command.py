@@ -39,7 +39,8 @@ class ConsoleOptions:
         typer.Option(metavar="URL", help="Ingress with an admin API, through which operators change the system."),
     ] = None
     tokenizer: Annotated[
-        Path | None, typer.Option(help="Model directory whose tokenizer decodes prompts. Default: none.")
+        Path | None,
+        typer.Option(help="Model directory whose tokenizer decodes prompts. Default: prompts are token ids."),
     ] = None
     cache_dir: Annotated[
         Path | None,

@@ -21,6 +21,7 @@ from forebay.console.server import listening_socket, serve_console, tls_of
 from forebay.console.settings import ConsoleSettings, SourceKind
 from forebay.ingress.errors import Unusable
 from forebay.ingress.explain_worker import LogSource
+from forebay.ingress.model import DEFAULT_MODEL, DEFAULT_NAME
 from forebay.replay.policies import require_allowed
 from forebay.transport.history.groups import groups_of
 from forebay.transport.sqlite.log import SqliteLog
@@ -69,7 +70,7 @@ def beside(log: Path, group: str, port: int, ingress_url: str, policies: tuple[s
         keyfile=None,
         token=console_token(None),
         ingress_url=ingress_url,
-        model=None,
+        model=_own_model(group),
     )
 
 
@@ -123,7 +124,7 @@ async def _settings(recording: Recording, options: ConsoleOptions) -> ConsoleSet
         keyfile=_text(options.ssl_keyfile),
         token=console_token(options.token_file),
         ingress_url=_checked_url(options.ingress),
-        model=_text(options.tokenizer),
+        model=_text(options.tokenizer) or _own_model(group),
     )
 
 
@@ -162,6 +163,11 @@ def _checked_url(url: str | None) -> str:
     if parts.scheme not in ("http", "https") or not parts.hostname:
         fail(f"--ingress {url}: expected an address such as http://127.0.0.1:8000")
     return url.rstrip("/")
+
+
+def _own_model(group: str) -> str | None:
+    """Return the directory of the model that `forebay up` serves by default, if the group serves it."""
+    return str(DEFAULT_MODEL) if group == DEFAULT_NAME else None
 
 
 def _text(path: Path | None) -> str | None:

@@ -1,0 +1,183 @@
+"""Endpoints of a console on recordings, compared with the code of `forebay replay` and `forebay status`."""
+
+import asyncio
+import json
+import random
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+import pytest_asyncio
+
+from forebay.replay.at_time import seek_record, seek_time
+from forebay.replay.explain.explain import explain
+from forebay.replay.status import read_status
+from forebay.transport.sqlite.log import SqliteLog
+from tests.cli.logs import invoke
+from tests.console.serving import HEADERS, PATIENCE_S, body, console_client, console_settings, error
+
+LOGS = Path(__file__).parents[1] / "logs"
+SEED = 20_261_123
+MOMENTS = 50
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+def plain(value: Any) -> Any:
+    """Return a structure as JSON shows it."""
+    return msgspec.json.decode(msgspec.json.encode(value))
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(shutil.copy(LOGS / "lost-workers.rec", tmp_path_factory.mktemp("console")))
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def client(log: Path) -> AsyncIterator[httpx.AsyncClient]:
+    async with console_client(console_settings(log)) as found:
+        yield found
+
+
+async def test_fifty_random_moments_equal_replay_at(client: httpx.AsyncClient, log: Path) -> None:
+    state = (await body(client, "/v1/console"))["state"]
+    draw = random.Random(SEED)
+    with closing(SqliteLog.open(log, readonly=True)) as opened:
+        for number in range(MOMENTS):
+            if number % 2:
+                at_us = draw.randint(state["begin_us"], state["end_us"])
+                params, position = {"at_us": at_us}, await seek_time(opened, 0, at_us)
+            else:
+                offset = draw.randrange(state["begin_offset"], state["end_offset"])
+                params, position = {"offset": offset}, await seek_record(opened, 0, offset)
+            found = await body(client, "/v1/console/moment", **params)
+            expected = plain(await position.moment())
+            # The derivation may begin at a checkpoint, which also knows the load of workers that were lost before.
+            for moment in (found, expected):
+                del moment["start"]
+                moment["lost"] = [(one["worker_id"], one["reason"]) for one in moment["lost"]]
+            assert found == expected, (SEED, number, params)
+
+
+async def test_the_newest_status_equals_forebay_status(client: httpx.AsyncClient, log: Path) -> None:
+    with closing(SqliteLog.open(log, readonly=True)) as opened:
+        expected = plain(await read_status(opened, 0, "model"))
+    assert await body(client, "/v1/status") == expected
+    fleet = await body(client, "/v1/console/fleet")
+    assert fleet["status"] == expected
+
+
+async def test_the_fleet_of_the_past_has_a_worker_that_was_lost_later(client: httpx.AsyncClient) -> None:
+    markers = (await body(client, "/v1/console/markers"))["markers"]
+    lost = next(one for one in markers if one["kind"] == "worker_lost")
+    before = await body(client, "/v1/console/fleet", at_us=lost["at_us"] - 1)
+    after = await body(client, "/v1/console/fleet", at_us=lost["at_us"])
+    names = [{one["worker_id"] for one in moment["status"]["workers"]} for moment in (before, after)]
+    (gone,) = names[0] - names[1]
+    assert gone in lost["text"]
+    compared = await body(client, "/v1/console/compare", a_us=lost["at_us"], b_us=lost["at_us"] - 1)
+    assert any(change["subject"] == gone for change in compared["changes"]), "the earlier moment is a, in any order"
+
+
+async def test_requests_are_explained_as_by_replay_explain(client: httpx.AsyncClient, log: Path) -> None:
+    page = await body(client, "/v1/console/requests", limit=500)
+    assert page["next_before"] is None
+    with closing(SqliteLog.open(log, readonly=True)) as opened:
+        for row in page["requests"]:
+            found = await body(client, f"/v1/requests/{row['request_id']}/explain")
+            expected = await explain(opened, 0, row["request_id"], thorough=False)
+            assert found["state"] == row["state"]
+            same = plain(expected)
+            assert [found[name] for name in ("timeline", "routings", "ending")] == [
+                same[name] for name in ("timeline", "routings", "ending")
+            ]
+            assert await body(client, f"/v1/console/requests/{row['number']}") == row
+
+
+async def test_pages_of_requests_have_every_request_once(client: httpx.AsyncClient) -> None:
+    whole = (await body(client, "/v1/console/requests", limit=500))["requests"]
+    paged: list[Any] = []
+    before: dict[str, int] = {}
+    while True:
+        page = await body(client, "/v1/console/requests", limit=5, **before)
+        paged += page["requests"]
+        if page["next_before"] is None:
+            break
+        before = {"before": page["next_before"]}
+    assert paged == whole
+    failed = await body(client, "/v1/console/requests", failed=True, limit=500)
+    assert failed["requests"] == [one for one in whole if one["state"] in {"failed", "rejected", "aborted"}]
+
+
+async def test_what_if_equals_replay_diff(client: httpx.AsyncClient, log: Path) -> None:
+    job = (await client.post("/v1/console/what-if", json={"policy": "round-robin"})).json()
+    async with asyncio.timeout(PATIENCE_S):
+        while job["state"] == "running":
+            await asyncio.sleep(0.05)
+            job = await body(client, f"/v1/console/what-if/{job['job']}")
+    assert job["state"] == "done", job
+    printed = await asyncio.to_thread(invoke, "replay", "diff", log, "--policy", "round-robin", "--json")
+    assert job["report"] == json.loads(printed.stdout)
+    assert job["report"]["moved"]["moved"] > 0
+
+
+async def test_errors_name_the_value_and_the_remedy(client: httpx.AsyncClient) -> None:
+    assert await error(client, "/v1/console/moment", at_us=1) == (
+        404,
+        "the recording begins at 2025-06-15T15:06:40.010000+00:00 on its owner's clock, after the requested time; give"
+        " a later time",
+    )
+    status, message = await error(client, "/v1/console/requests", state="lost")
+    assert (status, "unknown state 'lost'" in message) == (400, True)
+    status, message = await error(client, "/v1/console/series", from_us=2, to_us=1)
+    assert (status, message) == (400, "to_us is 1; it must be after from_us, which is 2")
+    status, message = await error(client, "/v1/console/requests", limit="many")
+    assert (status, message.startswith("limit is 'many': ")) == (400, True)
+    assert (await error(client, "/v1/console/requests/999999"))[0] == 404
+    assert (await error(client, "/v1/console/records", topic="decisions", offset=999_999))[0] == 404
+    assert (await error(client, "/v1/requests/nobody/explain"))[0] == 404
+    assert (await error(client, "/v1/console/what-if/nothing"))[0] == 404
+
+
+async def test_custom_policies_need_an_option(client: httpx.AsyncClient) -> None:
+    for wanted in ({"policy": "os.system"}, {"sets": ["mode=os.system"]}, {"sets": ['default:mode="os.system"']}):
+        response = await client.post("/v1/console/what-if", json=wanted)
+        assert (response.status_code, response.json()["error"]["code"]) == (400, "policy_not_allowed")
+    response = await client.post("/v1/console/what-if", json={"unknown": 1})
+    assert response.status_code == 400
+
+
+async def test_every_route_but_the_page_needs_the_token(client: httpx.AsyncClient) -> None:
+    transport = client._transport
+    async with httpx.AsyncClient(transport=transport, base_url="http://console") as stranger:
+        paths = [route for route in (await body(client, "/openapi.json"))["paths"] if route.startswith("/v1")]
+        assert len(paths) > 10
+        for path in paths:
+            assert (await stranger.get(path)).status_code == 401, path
+        assert (await stranger.get("/v1/console", headers={"authorization": "Bearer wrong"})).status_code == 401
+        page = await stranger.get("/")
+        assert (page.status_code, "default-src 'none'" in page.headers["content-security-policy"]) == (200, True)
+        assert (await stranger.get("/v1/console", headers={**HEADERS, "origin": "https://evil.example"})).is_error
+
+
+async def test_a_record_is_shown_as_by_topics_tail(client: httpx.AsyncClient, log: Path) -> None:
+    found = await body(client, "/v1/console/records", topic="decisions", offset=0)
+    printed = await asyncio.to_thread(invoke, "topics", "tail", log, "decisions", "--offset", "0", "-n", "1")
+    assert {**found, **json.loads(printed.stdout.splitlines()[0])} == found
+
+
+async def test_the_cache_has_the_prefixes_of_requests_and_the_workers_that_hold_them(client: httpx.AsyncClient) -> None:
+    rows = (await body(client, "/v1/console/requests", limit=500))["requests"]
+    tree = await body(client, "/v1/console/cache", request_id=rows[0]["request_id"])
+    assert tree["requests"] == len(rows)
+    assert [match["request_id"] for match in tree["matches"]] == [rows[0]["request_id"]]
+    nodes = [node for root in tree["roots"] for node in root["children"]]
+    assert any(node["is_match"] for node in nodes)
+    assert any(node["holders"] for node in nodes)
+    status, message = await error(client, "/v1/console/cache", text="hello")
+    assert (status, message) == (400, "a search for text needs the model's tokenizer; search for a request ID instead")
