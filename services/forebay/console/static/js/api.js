@@ -37,9 +37,9 @@ export function isAbort(error) {
 
 /** Client of the console. It adds the token to each request. */
 export class Api {
-  /** @type {() => void} */ #onUnauthorized;
+  /** @type {(isWrong: boolean) => void} */ #onUnauthorized;
 
-  /** @param {() => void} onUnauthorized called if the console rejects the token */
+  /** @param {(isWrong: boolean) => void} onUnauthorized called if the console rejects the token, or needs one */
   constructor(onUnauthorized) {
     this.#onUnauthorized = onUnauthorized;
   }
@@ -140,7 +140,7 @@ export class Api {
       throw new ApiError("the console cannot be reached; is `forebay console` still running?", 0);
     }
     if (response.ok) return response;
-    if (response.status === 401) this.#onUnauthorized();
+    if (response.status === 401) this.#onUnauthorized(token !== null);
     throw await errorOf(response);
   }
 }

@@ -27,7 +27,7 @@ class App {
   constructor() {
     const token = takeToken();
     this.moment = new Moment();
-    this.api = new Api(() => this.frame.requestToken());
+    this.api = new Api((isWrong) => this.frame.requestToken(isWrong));
     if (token) this.api.setToken(token);
     this.pacer = new Pacer((signal) => this.#refresh(signal));
     this.frame = new Frame({
@@ -37,6 +37,7 @@ class App {
         this.api.setToken(entered);
         this.start();
       },
+      onRetry: () => this.pacer.restart(),
     });
     this.moment.subscribe(() => this.#onMoment());
     document.addEventListener("visibilitychange", () => document.hidden || this.pacer.request());
@@ -61,6 +62,7 @@ class App {
 
   /** @returns {Promise<boolean>} whether the console replied */
   async #loadInfo() {
+    const previous = this.#info;
     try {
       this.#info = await this.api.get("v1/console");
     } catch (error) {
@@ -74,6 +76,7 @@ class App {
     }
     this.frame.hideError();
     this.frame.showInfo(this.#info);
+    if (previous?.source !== this.#info.source || previous?.group !== this.#info.group) this.#shown = "";
     this.#onState(this.#info.state);
     return true;
   }
@@ -91,7 +94,13 @@ class App {
     this.#isConnected = isConnected;
     this.frame.showConnection(isConnected);
     // A console that was started again may read another log.
-    if (isConnected) this.#loadInfo().then(() => this.pacer.restart());
+    if (isConnected) this.#loadInfo().then(() => this.#info && this.#show());
+  }
+
+  /** @param {ApiError} error */
+  #onError({ status, message }) {
+    if (status === 0) this.#onConnection(false);
+    else if (status !== 401) this.frame.showError(message);
   }
 
   #onMoment() {
@@ -157,10 +166,12 @@ class App {
       await view.refresh(signal);
       if (signal.aborted) return;
       this.frame.hideError();
+      this.frame.setMissing(false);
     } catch (error) {
       if (signal.aborted || isAbort(error)) return;
       if (!(error instanceof ApiError)) throw error;
-      if (error.status !== 401 && this.#isConnected) this.frame.showError(error.message);
+      this.#onError(error);
+      if (this.#atUs !== atUs) this.frame.setMissing(true);
     }
     this.#atUs = atUs;
     this.frame.setBusy(false);

@@ -7,6 +7,7 @@
 const SVG = "http://www.w3.org/2000/svg";
 // Control, format, surrogate, private and unassigned characters, and separators of lines and paragraphs.
 const UNPRINTABLE = /[^\P{C}\n\t]|[\p{Zl}\p{Zp}]/gu;
+const PLAIN = /^[ -~]*$/; // most texts, for which the slower search is not needed
 const PROPERTIES = new Set(["value", "checked", "disabled", "hidden", "open", "selected", "indeterminate"]);
 
 /** @typedef {Node|string|number|null|undefined|false|Child[]} Child */
@@ -18,7 +19,9 @@ const PROPERTIES = new Set(["value", "checked", "disabled", "hidden", "open", "s
  * @returns {string}
  */
 export function printable(value) {
-  return String(value).replace(UNPRINTABLE, (one) => {
+  const shown = String(value);
+  if (PLAIN.test(shown)) return shown;
+  return shown.replace(UNPRINTABLE, (one) => {
     const code = one.codePointAt(0) ?? 0;
     if (code < 0x100) return `\\x${code.toString(16).padStart(2, "0")}`;
     return code < 0x10000 ? `\\u${code.toString(16).padStart(4, "0")}` : `\\U${code.toString(16).padStart(8, "0")}`;

@@ -25,7 +25,10 @@ const isAbsent = (value) => value === null || value === undefined || Number.isNa
  * @param {Maybe} value
  */
 export function whole(value) {
-  return isAbsent(value) ? NONE : INTEGERS.format(/** @type {number} */ (value));
+  if (isAbsent(value)) return NONE;
+  const known = /** @type {number} */ (value);
+  // A number format takes ten times as long, and most numbers are small.
+  return Number.isInteger(known) && known >= 0 && known < 1_000 ? String(known) : INTEGERS.format(known);
 }
 
 /**
@@ -56,6 +59,17 @@ export function compact(value) {
  */
 export function counted(value, noun, plural = `${noun}s`) {
   return `${whole(value)} ${value === 1 ? noun : plural}`;
+}
+
+/**
+ * Return a message as a sentence, with a capital and a full stop.
+ *
+ * @param {string} message
+ */
+export function sentence(message) {
+  const isWord = /^[a-z]+[ ,]/.test(message); // unlike the name of a parameter
+  const begin = isWord ? message.charAt(0).toUpperCase() : message.charAt(0);
+  return `${begin}${message.slice(1)}${/[.!?]$/.test(message) ? "" : "."}`;
 }
 
 /**

@@ -5,10 +5,11 @@
  */
 
 import { h, put, setText } from "./dom.js";
-import { counted, number } from "./format.js";
+import { counted, number, sentence } from "./format.js";
 import { linkTo } from "./moment.js";
 import { VIEWS } from "./views.js";
 
+const LAG_MAX_S = 5; // a larger lag is a problem
 const LAG_SHOWN_S = 0.3; // a smaller lag is the interval at which the console reads the log
 
 /** Elements around the view. */
@@ -18,8 +19,9 @@ export class Frame {
    * @param {import("./moment.js").Moment} options.moment
    * @param {import("./time_bar.js").TimeBar} options.timeBar
    * @param {(token: string) => void} options.onToken receives the token that the user entered
+   * @param {() => void} options.onRetry called if the user wants to read the view again after an error
    */
-  constructor({ moment, timeBar, onToken }) {
+  constructor({ moment, timeBar, onToken, onRetry }) {
     this.moment = moment;
     this.timeBar = timeBar;
     this.main = h("main", { id: "main", tabindex: -1 });
@@ -29,7 +31,9 @@ export class Frame {
     this.lag = h("span", { class: "lag" });
     this.progress = h("progress", { "aria-label": "Indexing of the log", max: 1, hidden: true });
     this.connection = h("div", { class: "banner bad", role: "alert", hidden: true });
-    this.error = h("div", { class: "banner bad", role: "alert", hidden: true });
+    this.message = h("span");
+    const retry = h("button", { type: "button", class: "button", onclick: onRetry }, "Try again");
+    this.error = h("div", { class: "banner bad", role: "alert", hidden: true }, this.message, retry);
     this.tokenForm = createTokenForm(onToken);
     const skip = h("button", { type: "button", class: "skip", onclick: () => this.main.focus() }, "Skip to content");
     const header = h(
@@ -66,7 +70,7 @@ export class Frame {
     const share = (end_offset - begin_offset) / Math.max(1, log_end_offset - begin_offset);
     put(this.progress, "hidden", is_complete);
     put(this.progress, "value", share);
-    put(this.lag, "data-tone", error ? "bad" : is_complete && behind_s >= 5 ? "warn" : null);
+    put(this.lag, "data-tone", error ? "bad" : !is_complete || behind_s >= LAG_MAX_S ? "warn" : null);
     if (error) setText(this.lag, `cannot follow the log: ${error}`);
     else if (!is_complete) setText(this.lag, `indexing the log, ${Math.floor(100 * share)}%`);
     else if (behind_s >= LAG_SHOWN_S) setText(this.lag, `${number(behind_s)} s behind`);
@@ -78,12 +82,13 @@ export class Frame {
   showConnection(isConnected) {
     put(this.connection, "hidden", isConnected);
     setText(this.connection, isConnected ? "" : "Connection to the console lost, trying again. The page shows older data.");
+    if (!isConnected) setText(this.lag, "not connected");
   }
 
   /** @param {string} message */
   showError(message) {
     put(this.error, "hidden", false);
-    setText(this.error, message);
+    setText(this.message, sentence(message));
   }
 
   /** Hide the message of the last error. */
@@ -108,9 +113,20 @@ export class Frame {
     this.timeBar.setLoading(isBusy);
   }
 
-  /** Show the form for the token. */
-  requestToken() {
+  /** @param {boolean} isMissing whether the view could not be read for the chosen moment, so that it must not be shown */
+  setMissing(isMissing) {
+    put(this.main, "data-missing", isMissing);
+  }
+
+  /**
+   * Show the form for the token.
+   *
+   * @param {boolean} isWrong whether the console rejected a token
+   */
+  requestToken(isWrong) {
     put(this.tokenForm, "hidden", false);
+    const hint = "The console printed a token when it started. Enter it, or open the printed address.";
+    setText(this.tokenForm.children[1], isWrong ? `The console rejected this token. ${hint}` : hint);
     this.tokenForm.querySelector("input")?.focus();
   }
 }
@@ -129,7 +145,7 @@ function createTokenForm(onToken) {
     "form",
     { class: "token card", hidden: true, onsubmit: submit },
     h("label", { for: "token" }, "Token"),
-    h("p", { class: "soft" }, "The console printed a token when it started. Enter it, or open the printed address."),
+    h("p", { class: "soft", role: "status" }),
     h("div", { class: "row" }, input, h("button", { type: "submit", class: "button" }, "Connect")),
   );
 }

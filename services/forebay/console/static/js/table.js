@@ -5,7 +5,7 @@
  */
 
 import { h, put, reconcile, setText } from "./dom.js";
-import { counted, whole } from "./format.js";
+import { counted } from "./format.js";
 
 const ROWS_MAX = 500; // more rows would take over 50 ms to lay out
 
@@ -75,7 +75,6 @@ export class Table {
     );
     put(this.#more, "hidden", rows.length <= ROWS_MAX);
     setText(this.#more, `${counted(rows.length - ROWS_MAX, "more row")} not shown. Use a filter to see other rows.`);
-    put(this.element, "data-rows", whole(rows.length));
   }
 
   /**

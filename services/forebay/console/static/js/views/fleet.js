@@ -5,7 +5,7 @@
  */
 
 import { h, put, reconcile, replace, setText } from "../dom.js";
-import { compact, counted, dateTime, duration, percent, whole } from "../format.js";
+import { compact, counted, dateTime, duration, percent, sentence, whole } from "../format.js";
 import { commandLine, emptyBox, section } from "../parts.js";
 import { FleetCharts } from "./fleet_charts.js";
 import { createPools, createTopics } from "./fleet_tables.js";
@@ -171,11 +171,6 @@ function workerStates(workers) {
 function hitRate(activities, tokens) {
   if (!tokens) return "no hit rate";
   return `${percent(activities.reduce((sum, one) => sum + one.hit_rate * one.first_tokens, 0) / tokens)} mean hit rate`;
-}
-
-/** @param {string} text */
-function sentence(text) {
-  return `${text.charAt(0).toUpperCase()}${text.slice(1)}${/[.!?]$/.test(text) ? "" : "."}`;
 }
 
 /** @param {any} info ConsoleInfo */

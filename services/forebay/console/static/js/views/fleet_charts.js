@@ -27,7 +27,7 @@ export class FleetCharts {
   constructor(context) {
     this.#context = context;
     /** @type {(value: number|null) => string} */
-    const perSecond = (value) => `${number(value)}/s`;
+    const perSecond = (value) => (value === null ? number(null) : `${number(value)}/s`);
     const percentiles = [{ name: "p50", colour: 0 }, { name: "p95", colour: 1, isDashed: true }];
     this.#charts = [
       { names: ["requests_per_s"], chart: new LineChart({ title: "Requests", format: perSecond, series: [{ name: "submitted", colour: 0 }] }) },
