@@ -7,7 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from forebay.core.routing.policies import ONLY_BUILT_IN
 from forebay.core.step import CLOCK
+from forebay.core.world import CORE_VERSION
 from forebay.events.codec import encode
 from forebay.events.decisions import RequestRouted
 from forebay.events.topics import DECISIONS, REQUESTS, Topic
@@ -15,7 +17,7 @@ from forebay.transport.base import Draft
 from forebay.transport.history.reader import decode_journal
 from forebay.transport.sqlite.log import SqliteLog
 from tests.core.worlds import request
-from tests.replay.catalog.following import LogView, busy, index, noted, offsets, run
+from tests.replay.catalog.following import RECORDINGS, LogView, busy, index, noted, offsets, run
 from tests.replay.recorder import Recorder
 
 
@@ -115,6 +117,41 @@ def test_a_divergence_stops_the_catalog_right_before_it(tmp_path: Path) -> None:
             await follower.catch_up()
             assert noted(follower.store) == await expected(log, at)
             follower.store.close()
+
+    run(check())
+
+
+def test_a_journal_of_other_rules_stops_the_catalog(tmp_path: Path) -> None:
+    async def check() -> None:
+        made = busy(30)
+        claimed = made.journal[0]
+        made.journal.append(msgspec.structs.replace(claimed, core_version=CORE_VERSION + 1))
+        made.journal.append(msgspec.structs.replace(made.journal[-2], owner_epoch=len(made.journal) - 1))
+        log = await made.log()
+        follower = await index(log, tmp_path / "catalog")
+        assert f"was decided by version {CORE_VERSION + 1} of the rules" in follower.error
+        assert (follower.failed, follower.state.end_offset) == (True, len(made.journal) - 1)
+        assert noted(follower.store) == await expected(log, len(made.journal) - 1)
+        follower.store.close()
+
+    run(check())
+
+
+def test_a_policy_that_is_not_allowed_stops_the_catalog(tmp_path: Path) -> None:
+    (path,) = [path for path in RECORDINGS if path.stem == "own-policy"]
+
+    async def check() -> None:
+        log = SqliteLog.open(path, readonly=True)
+        follower = await index(log, tmp_path / "catalog", custom=ONLY_BUILT_IN)
+        assert "pass --allow-policy tests.logs.own_policy.CheapestTwo" in follower.error
+        assert follower.failed
+        assert noted(follower.store) == await expected(log, follower.state.end_offset)
+        follower.store.close()
+        follower = await index(log, tmp_path / "catalog")
+        assert follower.error == ""
+        assert noted(follower.store) == await expected(log)
+        follower.store.close()
+        log.close()
 
     run(check())
 

@@ -96,6 +96,11 @@ class Follower:
         self._uncommitted = 0
 
     @property
+    def is_at_end(self) -> bool:
+        """Whether the follower has derived the whole journal, as far as known."""
+        return self.walk is not None and not self.error and self.walk.position == self._log_end
+
+    @property
     def state(self) -> CatalogState:
         """How far the catalog has followed the log."""
         walk = self.walk
@@ -119,18 +124,34 @@ class Follower:
         if self.failed:
             return
         try:
+            await self._catch_up_or_stop()
+        except sqlite3.Error as error:
+            self.handle_store_error(error)
+
+    def handle_store_error(self, error: sqlite3.Error) -> None:
+        """Build a damaged catalog anew, from the next call of `catch_up` on.
+
+        Raises:
+            CatalogError: the file is not damaged, but cannot be written.
+        """
+        if not is_damage(error):
+            raise unwritable(self.store.path, error) from error
+        logger.warning("%s: the catalog is damaged (%s); it is deleted and built anew", self.store.path, error)
+        self.store.rebuild(self._partition)
+        self.walk, self.observers, self._is_complete = None, (), False
+
+    async def _catch_up_or_stop(self) -> None:
+        try:
             await self._catch_up()
             self.error = ""
-        except (JournalDiverged, PolicyNotAllowed, OtherRules, UnreadableDecision) as error:
+        except (JournalDiverged, PolicyNotAllowed) as error:
             self.note_error(error)
             self.failed = True
-            if isinstance(error, JournalDiverged | PolicyNotAllowed):
-                await self._recover()
+            await self._recover()
         except LogError as error:
             self.note_error(error)
+            self.failed = isinstance(error, OtherRules | UnreadableDecision)
             await self._read_rest()
-        except sqlite3.Error as error:
-            self._handle(error)
 
     async def commit(self, checkpoint: checkpoints.Checkpoint | None = None) -> None:
         """Commit the rows of all observers, with the position and a checkpoint at this position.
@@ -306,7 +327,8 @@ class Follower:
         except LogError as error:
             logger.debug("the records before the damaged one cannot be derived: %s", error)
         try:
-            await self.commit()
+            if self._uncommitted:
+                await self.commit()
         except LogError as error:
             logger.debug("the newest rows are not committed: %s", error)
 
@@ -350,14 +372,6 @@ class Follower:
         if str(error) != self.error:
             logger.error("the catalog of partition %d stopped: %s", self._partition, error)
         self.error = str(error)
-
-    def _handle(self, error: sqlite3.Error) -> None:
-        """Build a damaged catalog anew. Raises CatalogError for any other error."""
-        if not is_damage(error):
-            raise unwritable(self.store.path, error) from error
-        logger.warning("%s: the catalog is damaged (%s); it is deleted and built anew", self.store.path, error)
-        self.store.rebuild(self._partition)
-        self.walk, self.observers, self._is_complete = None, (), False
 
 
 async def _readable_end(log: Log, partition: int, start: int) -> int:

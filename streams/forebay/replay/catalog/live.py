@@ -26,6 +26,7 @@ from forebay.replay.status import GroupStatus, build_status
 from forebay.transport.base import Log, LogError
 
 IDLE_S = 0.5  # without a journal record, before later events are applied
+RETRY_S = 2.0  # between two tries to read a log that cannot be read
 COPY_SHARE = 10  # a copy must not take more than a tenth of the time
 NO_LIMIT_US = 1 << 62
 HIDDEN = (KV_EVENTS.name, METRICS.name)  # topics whose events observers need not see
@@ -164,7 +165,7 @@ class LivePublisher:
                 for observer in self._follower.observers:
                     observer.clear_unrecorded()
             return False
-        if now_s - self._moved_s < max(IDLE_S, COPY_SHARE * self._copy_s):
+        if not self._follower.is_at_end or now_s - self._moved_s < max(IDLE_S, COPY_SHARE * self._copy_s):
             return False
         if self._later is None:
             if not await self._has_later_events(walk.world):
@@ -216,4 +217,6 @@ async def follow(follower: Follower, publisher: LivePublisher) -> None:
             await publisher.publish()
         except LogError as error:
             follower.note_error(error)
-        await asyncio.sleep(PAUSE_S)
+        except sqlite3.Error as error:
+            follower.handle_store_error(error)
+        await asyncio.sleep(RETRY_S if follower.error else PAUSE_S)
