@@ -20,6 +20,7 @@ NAMES = (
     "kv-hosts",
     "overload",
     "planner",
+    "console",
 )
 BENCHMARKS = {name: f"tests.benchmarks.bench_{name.replace('-', '_')}" for name in NAMES}
 
