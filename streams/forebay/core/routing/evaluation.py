@@ -34,18 +34,49 @@ def evaluate(world: World, candidates: StageCandidates, *, as_owner: bool = True
         Ineligible: the policy failed or is not allowed.
         PolicyMissing: the policy is allowed, but this process does not have its class.
     """
-    pool, request, roster = candidates.pool, candidates.request, candidates.roster
-    override = request.hints.override
-    config = pool.router if override is None else apply_override(pool.router, override)
+    request = candidates.request
+    override, router = request.hints.override, candidates.pool.router
+    config = router if override is None else apply_override(router, override)
+    return select(world, candidates, config, demand_of(world, candidates, config), as_owner=as_owner)
+
+
+def demand_of(world: World, candidates: StageCandidates, config: RouterConfig) -> Demand:
+    """Return the load that a request would put on a candidate, and how much of its prompt each rank has cached.
+
+    Args:
+        world: current state.
+        candidates: ranks to select from.
+        config: router configuration, including the overrides of the request.
+    """
+    request = candidates.request
     blocks = request.blocks if config.track_active_blocks else NO_BLOCKS
-    demand = Demand(
+    return Demand(
         prompt_tokens=request.prompt_tokens,
         blocks=len(blocks),
         active=world.load.active_depths(blocks) if config.assume_kv_reuse else {},
-        overlaps=find_overlaps(world, pool, request.blocks),
+        overlaps=find_overlaps(world, candidates.pool, request.blocks),
         preferred_taints=request.hints.preferred_taints,
     )
-    table = cost_table(config, pool.block_size, roster, demand)
+
+
+def select(
+    world: World, candidates: StageCandidates, config: RouterConfig, demand: Demand, *, as_owner: bool = True
+) -> Plan:
+    """Compute the cost table for a demand, call the policy, and return the selection.
+
+    Args:
+        world: current state.
+        candidates: ranks to select from.
+        config: router configuration, including the overrides of the request.
+        demand: result of `demand_of`.
+        as_owner: as in `evaluate`.
+
+    Raises:
+        Ineligible: the policy failed or is not allowed.
+        PolicyMissing: the policy is allowed, but this process does not have its class.
+    """
+    pool, request = candidates.pool, candidates.request
+    table = cost_table(config, pool.block_size, candidates.roster, demand)
     policy = world.policy(config.mode, as_owner=as_owner)
     at = run_policy(policy, *policy_input(world, candidates, config, table))
     return Plan(

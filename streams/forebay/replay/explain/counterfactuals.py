@@ -1,52 +1,84 @@
-"""Find the smallest changes that would have selected another worker rank in a recorded routing decision."""
+"""Find the smallest changes that would have selected another worker rank in the routing decisions of a request.
 
-from typing import Literal
+The decisions are derived again from the log, starting at the newest state before them or at a given one.
+"""
 
-from forebay.replay.moment import Fact
+from collections import deque
+from collections.abc import Sequence
 
-ChangedThing = Literal["setting", "temperature", "cache", "load", "worker", "policy", "request"]
+from forebay.core.routing.plan import Plan
+from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
+from forebay.events.decisions import RequestRouted, RouteAnswered
+from forebay.replay.at import JournalDiverged
+from forebay.replay.explain.facts import Counterfactuals, SelectionChange
+from forebay.replay.explain.find import UnknownRequest, find
+from forebay.replay.explain.selection_changes import changes_of
+from forebay.replay.walk import Start, Walk, before
+from forebay.transport.base import Log
+
+ROUTINGS_MAX = 64  # decisions about one request, which has few attempts at few stages
 
 
-class SelectionChange(Fact, frozen=True, kw_only=True):
-    """A change of one thing, and the rank that the router selects with the change in the otherwise recorded state.
+async def counterfactuals(
+    log: Log,
+    partition: int,
+    request_id: str,
+    *,
+    routings: Sequence[int] = (),
+    start: Start | None = None,
+    custom: CustomPolicies = ONLY_BUILT_IN,
+) -> list[Counterfactuals]:
+    """Return the changes that would have changed each routing decision about a request, in journal order.
 
-    Attributes:
-        what: what is changed: a setting of the pool (`temperature` and `policy` are separate), the cached blocks or the
-            load of a rank, the state of a worker, or a condition of the request.
-        setting: name of the changed setting of the router configuration; `worker/rank` for a change of a rank; worker
-            ID for a change of a worker.
-        value: value of the setting, number of blocks or tokens, or name of the policy. For a threshold, a value right
-            beyond the threshold.
-        text: the change and its effect as a sentence.
-        selected: selected rank as `worker/rank`. It may be the recorded rank for `policy`.
-        probability: probability of the selection if the selection is a random draw; null otherwise.
+    Args:
+        log: the log to read.
+        partition: control partition of the request's group.
+        request_id: ID of the request on the log. Without `routings`, it may also be the ID that its client chose.
+        routings: journal offsets of the decisions, as in `Explanation.routings`. By default, these are all decisions
+            about the most recent request with this ID.
+        start: state at or before the first of these decisions, at which the derivation begins; its world changes. None
+            selects the newest usable state of the log.
+        custom: custom policies that may run.
+
+    Raises:
+        UnknownRequest: no such decision is about the request.
+        JournalDiverged: a record does not follow from the events.
+        LogError: the log is damaged, or no longer holds a state before the decisions.
     """
+    if routings:
+        first, last = min(routings), max(routings)
+    else:
+        location = await find(log, partition, request_id, thorough=False)
+        request_id, first, last = location.request_id, location.first, location.last
+    walk = Walk(log, partition, start or await before(log, partition, first, custom), last + 1)
+    evaluated: deque[tuple[Plan, list[SelectionChange], list[str]]] = deque()
 
-    what: ChangedThing
-    setting: str
-    value: float | int | str | bool | None
-    text: str
-    selected: str
-    probability: float | None = None
+    def evaluate_plan(plan: Plan) -> None:
+        if plan.request.request_id == request_id and len(evaluated) < ROUTINGS_MAX:
+            evaluated.append((plan, *changes_of(walk.world, plan)))
 
-
-class Counterfactuals(Fact, frozen=True, kw_only=True):
-    """Changes that would have changed one routing decision. Each was evaluated with the code of the router.
-
-    Attributes:
-        request_id: ID of the request.
-        attempt: number of the attempt at the stage, starting at 1.
-        stage: stage of the request: `aggregated`, `prefill`, `decode` or `encode`.
-        routing_offset: journal offset of the decision.
-        selected: recorded selection as `worker/rank`.
-        changes: changes that select another rank, smallest changes first, and the selection of each other policy.
-        notes: kinds of changes that were not evaluated, and why, as sentences.
-    """
-
-    request_id: str
-    attempt: int
-    stage: str
-    routing_offset: int
-    selected: str
-    changes: list[SelectionChange]
-    notes: list[str]
+    walk.world.on_plan = evaluate_plan
+    found = []
+    async for step in walk:
+        if step.divergence is not None:
+            raise JournalDiverged(step.divergence)
+        record = step.record
+        if not isinstance(record, RequestRouted | RouteAnswered) or record.request_id != request_id or not evaluated:
+            continue
+        plan, changes, notes = evaluated.popleft()
+        if step.offset >= first and (not routings or step.offset in routings):
+            worker_id, rank = plan.selected.key
+            found.append(
+                Counterfactuals(
+                    request_id=request_id,
+                    attempt=plan.attempt + 1,
+                    stage=plan.stage,
+                    routing_offset=step.offset,
+                    selected=f"{worker_id}/{rank}",
+                    changes=changes,
+                    notes=notes,
+                )
+            )
+    if not found:
+        raise UnknownRequest(request_id, ())
+    return found
