@@ -89,13 +89,11 @@ async def test_requests_are_explained_as_by_replay_explain(client: httpx.AsyncCl
     assert page["next_before"] is None
     with closing(SqliteLog.open(log, readonly=True)) as opened:
         for row in page["requests"]:
-            found = await body(client, f"/v1/requests/{row['request_id']}/explain")
-            expected = await explain(opened, 0, row["request_id"], thorough=False)
+            found = await body(client, f"/v1/requests/{row['request_id']}/explain", number=row["number"])
+            expected = plain(await explain(opened, 0, row["request_id"]))
             assert found["state"] == row["state"]
-            same = plain(expected)
-            assert [found[name] for name in ("timeline", "routings", "ending")] == [
-                same[name] for name in ("timeline", "routings", "ending")
-            ]
+            del found["derived_from"], expected["derived_from"]  # a checkpoint may be nearer than a snapshot
+            assert found == expected
             assert await body(client, f"/v1/console/requests/{row['number']}") == row
 
 

@@ -98,10 +98,8 @@ async def check(url: str, lost: dict[str, Any], takeover: dict[str, Any], result
         names = [{one["worker_id"] for one in moment["status"]["workers"]} for moment in (before, after)]
         if result.worker not in names[0] or result.worker in names[1]:
             result.problems.append(f"{result.worker} must be in the fleet before its loss and not after it")
-        owners = [
-            (await fleet(at_us))["status"]["owner"]["owner_id"]
-            for at_us in (takeover["at_us"] - BEFORE_US, takeover["at_us"] + BEFORE_US)
-        ]
+        later = await fleet(takeover["at_us"] + BEFORE_US)
+        owners = [moment["status"]["owner"]["owner_id"] for moment in (before, later)]
         if owners[0] != result.owner or owners[1] == result.owner:
             result.problems.append(f"expected another owner than {result.owner} after the takeover, got {owners}")
 

@@ -36,10 +36,11 @@ from forebay.replay.at import NoSuchRecord, Position
 from forebay.replay.at_time import last_time
 from forebay.replay.cache.facts import CacheTree
 from forebay.replay.cache.tree import Search, SearchFailed, cache_tree
-from forebay.replay.catalog.seek import catalog_position
+from forebay.replay.catalog import requests
+from forebay.replay.catalog.seek import catalog_explanation, catalog_position
 from forebay.replay.catalog.store import CatalogError, Store
 from forebay.replay.compare import compare_moments
-from forebay.replay.explain.explain import UnknownRequest, explain
+from forebay.replay.explain.explain import UnknownRequest
 from forebay.replay.explain.explanation import Explanation
 from forebay.replay.load_policies import load_policies
 from forebay.replay.scaling.view import read_scaling
@@ -111,8 +112,14 @@ class Reader:
         return status if message.at_us is None else msgspec.structs.replace(status, topics=[])
 
     async def _explain(self, message: ReadExplanation) -> Explanation:
-        return await explain(
-            self._log, self._settings.partition, message.request_id, thorough=False, custom=self._custom
+        row = None if message.number is None else requests.request(self._store.connection, message.number)
+        return await catalog_explanation(
+            self._log,
+            self._settings.partition,
+            self._store,
+            message.request_id,
+            journal_offset=None if row is None else row.journal_offset,
+            custom=self._custom,
         )
 
     async def _cache(self, message: ReadCache) -> CacheTree:
