@@ -65,3 +65,15 @@ def test_a_module_is_small_and_described(name: str) -> None:
     assert text.startswith("/**\n")
     undescribed = re.findall(r"(?<!\*/\n)^export (?:async )?(?:function|class) (\w+)", text, re.MULTILINE)
     assert undescribed == []
+
+
+def test_every_file_is_used_by_a_page() -> None:
+    reached: set[str] = set(PAGES)
+    pending = list(PAGES)
+    while pending:
+        name = pending.pop()
+        if name.endswith((".html", ".js")):
+            found = set(references(name)) - reached
+            reached |= found
+            pending += found
+    assert reached == {*MODULES, *PAGES, *STYLES}

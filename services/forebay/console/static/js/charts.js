@@ -201,7 +201,7 @@ function pathOf(values, top, isStepped) {
     if (isFirst) begin = line.length;
     line += isFirst ? `M${x} ${y}` : isStepped ? `H${x}V${y}` : `L${x} ${y}`;
     if (isStepped) line += `h${step.toFixed(1)}`;
-    else if (isFirst && isLast) line += "h0"; // a dot
+    else if (isFirst && isLast) line += `m${(-step / 2).toFixed(1)} 0h${step.toFixed(1)}`; // a line as long as the interval
     if (isLast) area += `${line.slice(begin)}V${HEIGHT}H${line.slice(begin + 1).split(" ", 1)[0]}Z`;
   });
   return { line, area };

@@ -62,12 +62,12 @@ export function shapeOf(kind) {
 }
 
 /**
- * Return a marker in words, with the number of its events.
+ * Return a marker in words, with the number of its events unless the text contains it.
  *
  * @param {Marker} marker
  */
 export function textOf(marker) {
-  return marker.count > 1 ? `${marker.text} (${counted(marker.count, "event")})` : marker.text;
+  return marker.count > 1 && !marker.text.includes(String(marker.count)) ? `${marker.text} (${counted(marker.count, "event")})` : marker.text;
 }
 
 /**
@@ -128,8 +128,10 @@ export class MarkerList {
     if (this.#isReading || !isDue || end_us === this.#shownEndUs || end_us === 0) return;
     this.#isReading = true;
     try {
-      const params = { from_us: begin_us, to_us: end_us + 1, limit: MARKERS_MAX };
-      this.markers = (await this.#api.get("v1/console/markers", params)).markers;
+      const params = { from_us: 0, to_us: end_us + 1, limit: MARKERS_MAX };
+      const { markers } = await this.#api.get("v1/console/markers", params);
+      // Events before the first decision have no moment that can be shown.
+      this.markers = markers.map((/** @type {Marker} */ one) => ({ ...one, at_us: Math.max(begin_us, one.at_us) }));
       this.#shownEndUs = end_us;
       this.#onChange();
     } catch {

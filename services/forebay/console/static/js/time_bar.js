@@ -13,6 +13,8 @@ const COMMIT_MS = 250; // at most four moments per second are read while the sli
 const PATIENCE_MS = 1_000; // a moment that takes longer is abandoned for the next one
 const POLL_MS = 50;
 const STEP_US = 1_000_000;
+const SHORT_US = 30_000_000; // the ends of a shorter log are shown with milliseconds
+const MARKERS_MS = 1_000; // markers move slowly while the log grows
 
 /** Chooses the moment. */
 export class TimeBar {
@@ -26,6 +28,7 @@ export class TimeBar {
   /** @type {ReturnType<typeof setTimeout>|undefined} */ #timer;
   #committedMs = 0;
   #isLoading = false;
+  #markedMs = 0;
   #markers;
   #track;
   #slider = /** @type {HTMLInputElement} */ (h("input", { type: "range", min: 0, step: 1, "aria-label": "Moment" }));
@@ -98,6 +101,7 @@ export class TimeBar {
     this.#showProblem("");
     setText(this.#spoken, atUs === null ? `Showing the ${this.#info.is_live ? "live" : "newest"} state.` : `Showing ${dateTime(atUs)} UTC.`);
     this.show();
+    this.#showMarkers();
   }
 
   /** @param {boolean} isLoading whether the view still shows another moment */
@@ -123,11 +127,12 @@ export class TimeBar {
     setText(this.#live, this.#info.is_live ? "Live" : "Newest");
     setText(this.#back, this.#info.is_live ? "Back to live" : "Back to the newest state");
     setText(this.#shown, days(atUs));
-    setText(this.#begin, `${days(begin_us).slice(0, -4)}`);
-    setText(this.#end, `${days(end_us).slice(0, -4)} UTC`);
+    const ends = (/** @type {number} */ us) => (end_us - begin_us < SHORT_US ? days(us) : days(us).slice(0, -4));
+    setText(this.#begin, ends(begin_us));
+    setText(this.#end, `${ends(end_us)} UTC`);
     put(this.strip, "hidden", !isPast);
     setText(this.#sentence, isPast ? this.#describe(atUs, days) : "");
-    this.#showMarkers();
+    if (performance.now() - this.#markedMs >= MARKERS_MS) this.#showMarkers();
   }
 
   /** @returns {number} length of the axis in milliseconds */
@@ -242,6 +247,7 @@ export class TimeBar {
     if (!this.#state?.end_us) return;
     const { view, params } = this.#moment.route;
     const pin = view === "time" && /^\d+$/.test(params.a ?? "") ? Number(params.a) : null;
+    this.#markedMs = performance.now();
     this.#track.update(this.#markers.markers, this.#state.begin_us, this.#state.end_us, pin);
   }
 }

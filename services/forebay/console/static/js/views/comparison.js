@@ -79,8 +79,8 @@ export class Comparison {
     const b = timeOf(moment.route.params.b);
     const key = `${a} ${b} ${moment.atUs}`;
     if (key !== this.#shown) this.#showTimes(a, b);
-    put(this.#result, "hidden", a === null);
     if (a === null) {
+      put(this.#result, "hidden", true);
       this.#shown = key;
       setText(this.#summary, "Choose the first moment, then a second one with the time slider.");
       return;
@@ -88,11 +88,13 @@ export class Comparison {
     const isLive = b === null && moment.atUs === null;
     const isDue = performance.now() - this.#readMs >= LIVE_INTERVAL_MS;
     if (key === this.#shown && !(isLive && isDue)) return;
+    if (key !== this.#shown) setText(this.#summary, "Comparing …");
     const other = b ?? moment.atUs ?? /** @type {any} */ (state()).end_us;
     const found = await api.get("v1/console/compare", { a_us: a, b_us: other }, signal);
     if (signal.aborted) return;
     this.#shown = key;
     this.#readMs = performance.now();
+    put(this.#result, "hidden", false);
     this.#showResult(found, a, other, b === null);
   }
 

@@ -15,6 +15,7 @@ import { fillBadge } from "./fleet_tables.js";
 export class WorkerTable {
   /** @type {HTMLElement} */ element;
   /** @type {any[]} */ #rows = [];
+  /** @type {number|null} */ #atUs = null; // moment of the rows
   #context;
   #table;
   #search;
@@ -42,6 +43,7 @@ export class WorkerTable {
    * @param {any[]} activities WorkerActivity of each worker
    */
   update(status, activities) {
+    this.#atUs = this.#context.moment.atUs;
     const activity = new Map(activities.map((one) => [one.worker_id, one]));
     this.#rows = status.workers.flatMap((/** @type {any} */ worker) =>
       worker.ranks.map((/** @type {any} */ rank) => ({
@@ -109,7 +111,7 @@ export class WorkerTable {
     if (!cell.firstElementChild) cell.append(h("a", { class: "name" }));
     const link = /** @type {Element} */ (cell.firstElementChild);
     setText(link, name);
-    put(link, "href", linkTo("requests", "", { worker: worker.worker_id }, this.#context.moment.atUs));
+    put(link, "href", linkTo("requests", "", { worker: worker.worker_id }, this.#atUs));
     put(link, "title", `Requests of ${worker.worker_id}, engine ${worker.engine || "unknown"}${loras(worker)}`);
   }
 }

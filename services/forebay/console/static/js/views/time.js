@@ -77,9 +77,9 @@ class Time {
   /** @param {AbortSignal} signal */
   async #refreshMarkers(signal) {
     const { api, state } = this.#context;
-    const { begin_us, end_us } = /** @type {any} */ (state());
+    const { end_us } = /** @type {any} */ (state());
     if (performance.now() - this.#readMs >= LIVE_INTERVAL_MS) {
-      const range = { from_us: begin_us, to_us: end_us + 1, limit: MARKERS_MAX };
+      const range = { from_us: 0, to_us: end_us + 1, limit: MARKERS_MAX };
       const { markers } = await api.get("v1/console/markers", range, signal);
       this.#markers = markers;
       this.#readMs = performance.now();
@@ -106,10 +106,12 @@ class Time {
   #fillTime(cell, marker) {
     if (!cell.firstElementChild) cell.append(h("a", { class: "num" }));
     const link = /** @type {Element} */ (cell.firstElementChild);
-    const { view, argument, params } = this.#context.moment.route;
+    const { moment, state } = this.#context;
+    const { view, argument, params } = moment.route;
+    const atUs = Math.max(marker.at_us, /** @type {any} */ (state()).begin_us); // the oldest moment that can be shown
     setText(link, dateTime(marker.at_us));
-    put(link, "href", linkTo(view, argument, params, marker.at_us));
-    put(link, "aria-current", this.#context.moment.atUs === marker.at_us ? "time" : null);
+    put(link, "href", linkTo(view, argument, params, atUs));
+    put(link, "aria-current", moment.atUs === atUs ? "time" : null);
   }
 }
 
