@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from forebay.core.world import World
+from forebay.events.fleet import WorkerLost
 from forebay.events.progress import FirstTokenEmitted, RequestFailed, RequestFinished
 from forebay.events.requests import RequestCancelled
 from forebay.replay.catalog.catalog_request import STATE_OF_PHASE
@@ -153,6 +154,24 @@ async def test_filters() -> None:
     workers = {row.request_id: row.worker_id for row in requests(connection).requests}
     for worker_id in ("a", "b"):
         assert ids(worker_id=worker_id) == [name for name in workers if workers[name] == worker_id]
+
+
+async def test_a_retried_request_is_shown_on_the_worker_that_it_had() -> None:
+    made = fleet("a", "b")
+    made("requests", submitted("r", SHORT))
+    routed_us, first = made.world.now_us, seen_in(made.world)["r"][3]
+    lost = WorkerLost(owner_epoch=0, worker_id=first, worker_epoch=made.epoch(first))
+    made("fleet", lost, after_us=500)
+    made("progress", report_progress(made, "r", RequestFinished, finish_reason="stop", output_tokens=1), after_us=500)
+    made.seal()
+    connection = await tables_of(made)
+    second = "b" if first == "a" else "a"
+
+    def ids(at_us: int | None, worker_id: str) -> list[str]:
+        return [row.request_id for row in requests(connection, at_us, RequestFilter(worker_id=worker_id)).requests]
+
+    assert (ids(routed_us, first), ids(routed_us, second)) == (["r"], [])
+    assert (ids(None, first), ids(None, second)) == ([], ["r"])
 
 
 async def test_pages_continue_where_the_previous_one_ended(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,12 +21,14 @@ from forebay.events.topics import INPUTS, KV_EVENTS, METRICS
 from forebay.replay.at_time import apply_unrecorded
 from forebay.replay.catalog.facts import CatalogState
 from forebay.replay.catalog.follow import PAUSE_S, Follower
+from forebay.replay.catalog.scaling_markers import add_scaling_markers
 from forebay.replay.catalog.store import Store
 from forebay.replay.status import GroupStatus, build_status
 from forebay.transport.base import Log, LogError
 
 IDLE_S = 0.5  # without a journal record, before later events are applied
 RETRY_S = 2.0  # between two tries to read a log that cannot be read
+SCALING_EVERY_S = 2.0  # a planner decides every few seconds
 COPY_SHARE = 10  # a copy must not take more than a tenth of the time
 NO_LIMIT_US = 1 << 62
 HIDDEN = (KV_EVENTS.name, METRICS.name)  # topics whose events observers need not see
@@ -113,6 +115,7 @@ class LivePublisher:
         self._derived: GroupStatus | None = None
         self._status = b""
         self._is_reported = False
+        self._scaling_s = float("-inf")
 
     async def publish(self) -> bool:
         """Write the newest status and state. The follower must not run meanwhile.
@@ -148,6 +151,13 @@ class LivePublisher:
             write_live(connection, state, self._status)
         self.state = state
         return True
+
+    async def follow_scaling(self) -> None:
+        """Add markers of a planner's newest decisions, at most every `SCALING_EVERY_S`. Raises LogError."""
+        now_s = runtime.monotonic_s()
+        if now_s - self._scaling_s >= SCALING_EVERY_S:
+            self._scaling_s = now_s
+            await add_scaling_markers(self._follower.store, self._log, self._group)
 
     async def _build_status(self, world: World) -> GroupStatus:
         shown = world if self._later is None else self._later.world
@@ -215,6 +225,7 @@ async def follow(follower: Follower, publisher: LivePublisher) -> None:
         await follower.catch_up()
         try:
             await publisher.publish()
+            await publisher.follow_scaling()
         except LogError as error:
             follower.note_error(error)
         except sqlite3.Error as error:
