@@ -90,6 +90,7 @@ class Follower:
         self._losses: list[tuple[int, LossFacts]] = []
         self._pending_offset = 0
         self._derived = checkpoints.DeriveTime()
+        self._observers_s = 0.0
         self._restore_s = 0.0
         self._spacing = 1
         self._breathed_s = self._paused_s = self._committed_s = self._begins_read_s = runtime.monotonic_s()
@@ -201,9 +202,11 @@ class Follower:
                 break
             if step.divergence is not None:
                 raise JournalDiverged(step.divergence)
+            # A moment is derived without observers, so their time does not count.
+            elapsed_s, self._observers_s = runtime.monotonic_s() - started_s - self._observers_s, 0.0
+            self._derived.add(elapsed_s, sum(map(len, step.events.values())))
             self._observe(step, walk)
             now_s = runtime.monotonic_s()
-            self._derived.add(now_s - started_s, sum(map(len, step.events.values())))
             if self._is_checkpoint_due(walk):
                 await self._take_checkpoint(walk)
             elif self._uncommitted >= COMMIT_RECORDS or now_s - self._committed_s >= COMMIT_S:
@@ -295,8 +298,10 @@ class Follower:
 
     def _on_applied(self, topic: str, event: InputEvent | None, now_us: int, decisions: Sequence[AnyDecision]) -> None:
         assert self.walk is not None, "observers are called after the start"
+        started_s = runtime.monotonic_s()
         for observer in self.observers:
             observer.on_applied(topic, event, now_us, decisions, self.walk.world)
+        self._observers_s += runtime.monotonic_s() - started_s
 
     def _on_loss(self, event: WorkerLost, worker: FleetWorker) -> None:
         assert self.walk is not None, "observers are called after the start"
