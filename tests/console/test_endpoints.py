@@ -15,6 +15,7 @@ import pytest
 import pytest_asyncio
 
 from forebay.replay.at_time import seek_record, seek_time
+from forebay.replay.explain.counterfactuals import counterfactuals
 from forebay.replay.explain.explain import explain
 from forebay.replay.status import read_status
 from forebay.transport.sqlite.log import SqliteLog
@@ -183,3 +184,17 @@ async def test_the_cache_has_the_prefixes_of_requests_and_the_workers_that_hold_
     assert any(node["holders"] for node in nodes)
     status, message = await error(client, "/v1/console/cache", text="hello")
     assert (status, message) == (400, "a search for text needs the model's tokenizer; search for a request ID instead")
+
+
+async def test_counterfactuals_of_a_request_name_its_routings(client: httpx.AsyncClient, log: Path) -> None:
+    for row in (await body(client, "/v1/console/requests", limit=500))["requests"]:
+        found = await body(client, f"/v1/requests/{row['request_id']}/explain", number=row["number"])
+        if any(len(routing["candidates"]) > 1 for routing in found["routings"]):
+            break
+    offsets = [routing["offset"] for routing in found["routings"]]
+    params = {"request_id": found["request_id"], "routing": offsets}
+    changes = await body(client, "/v1/console/counterfactuals", **params)
+    with closing(SqliteLog.open(log, readonly=True)) as opened:
+        assert changes == plain(await counterfactuals(opened, 0, found["request_id"], routings=offsets))
+    assert [one["routing_offset"] for one in changes] == offsets
+    assert any(one["changes"] for one in changes)

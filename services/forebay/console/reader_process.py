@@ -17,6 +17,7 @@ from forebay.console.messages import (
     AnyReading,
     ReadCache,
     ReadComparison,
+    ReadCounterfactuals,
     ReadExplanation,
     ReadMoment,
     ReadRecord,
@@ -37,11 +38,13 @@ from forebay.replay.at_time import last_time
 from forebay.replay.cache.facts import CacheTree
 from forebay.replay.cache.tree import Search, SearchFailed, cache_tree
 from forebay.replay.catalog import requests
-from forebay.replay.catalog.seek import catalog_explanation, catalog_position
+from forebay.replay.catalog.seek import CatalogStates, catalog_explanation, catalog_position
 from forebay.replay.catalog.store import CatalogError, Store
 from forebay.replay.compare import compare_moments
+from forebay.replay.explain.counterfactuals import counterfactuals
 from forebay.replay.explain.explain import UnknownRequest
 from forebay.replay.explain.explanation import Explanation
+from forebay.replay.explain.facts import Counterfactuals
 from forebay.replay.load_policies import load_policies
 from forebay.replay.scaling.view import read_scaling
 from forebay.replay.status import GroupStatus, build_status
@@ -86,6 +89,8 @@ class Reader:
                 return compare_moments(a, b)
             case ReadExplanation():
                 return await self._explain(message)
+            case ReadCounterfactuals():
+                return await self._counterfactuals(message)
             case ReadCache():
                 return await self._cache(message)
             case ReadScaling():
@@ -119,6 +124,20 @@ class Reader:
             self._store,
             message.request_id,
             journal_offset=None if row is None else row.journal_offset,
+            custom=self._custom,
+        )
+
+    async def _counterfactuals(self, message: ReadCounterfactuals) -> list[Counterfactuals]:
+        start = None
+        if message.routings:
+            states = CatalogStates(self._store, self._log, self._settings.partition, self._custom)
+            start = await states.before(min(message.routings))
+        return await counterfactuals(
+            self._log,
+            self._settings.partition,
+            message.request_id,
+            routings=message.routings,
+            start=start,
             custom=self._custom,
         )
 

@@ -53,7 +53,8 @@ export class Api {
    * Get JSON. Throws ApiError, or an abort error.
    *
    * @param {string} path for example `v1/console/fleet`
-   * @param {Object<string, string|number|boolean|null|undefined>} [params] query; null, undefined and "" are left out
+   * @param {Object<string, string|number|boolean|number[]|null|undefined>} [params] query, in which an array repeats
+   *   its name; null, undefined and "" are left out
    * @param {AbortSignal} [signal]
    * @returns {Promise<any>}
    */
@@ -128,7 +129,9 @@ export class Api {
   async #fetch(path, params, init, headers = {}) {
     const url = new URL(path, document.baseURI);
     for (const [name, value] of Object.entries(params)) {
-      if (value !== null && value !== undefined && value !== "") url.searchParams.set(name, String(value));
+      for (const one of [value].flat()) {
+        if (one !== null && one !== undefined && one !== "") url.searchParams.append(name, String(one));
+      }
     }
     const token = sessionStorage.getItem(TOKEN_KEY);
     const authorization = token ? { authorization: `Bearer ${token}` } : {};

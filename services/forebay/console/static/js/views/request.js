@@ -131,11 +131,12 @@ class RequestView {
    * @param {AbortSignal} signal
    */
   async #compare(signal) {
-    const { request_id, submitted } = this.#explanation;
-    const query = { request_id, number: submitted?.offset };
+    const { request_id, routings } = this.#explanation;
+    const query = { request_id, routing: routings.map((/** @type {any} */ one) => one.offset) };
     if (!this.#what.firstChild) setText(this.#what, "Evaluating other settings…");
     try {
-      replace(this.#what, counterfactualList(await this.#context.api.get("v1/console/counterfactuals", query, signal)));
+      const found = await this.#context.api.get("v1/console/counterfactuals", query, signal);
+      replace(this.#what, found.map((/** @type {any} */ one) => counterfactualList(one, found.length > 1)));
     } catch (error) {
       if (signal.aborted || isAbort(error)) return;
       replace(this.#what, h("p", { class: "problem" }, error instanceof Error ? error.message : String(error)));

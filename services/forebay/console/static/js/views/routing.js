@@ -48,10 +48,10 @@ export function routingSection(routing, api) {
  * Create the list of changes that would have changed a selection.
  *
  * @param {any} found Counterfactuals
+ * @param {boolean} isTitled whether the list names its decision, because the request has several
  * @returns {HTMLElement}
  */
-export function counterfactualList({ changes, notes = [], selected }) {
-  if (!changes.length && !notes.length) return h("p", { class: "soft" }, "No single change selects another worker.");
+export function counterfactualList({ changes, notes, selected, stage, attempt }, isTitled) {
   const item = (/** @type {any} */ one) => {
     const isSame = !one.selected || one.selected === selected;
     const chance = one.probability ? ` (probability ${percent(one.probability)})` : "";
@@ -65,6 +65,7 @@ export function counterfactualList({ changes, notes = [], selected }) {
   return h(
     "div",
     {},
+    isTitled && h("h3", {}, `${stage} on ${selected}, attempt ${attempt}`),
     changes.length ? h("ul", { class: "changes" }, changes.map(item)) : h("p", {}, "No single change selects another worker."),
     notes.map((/** @type {string} */ note) => h("p", { class: "soft" }, note)),
   );
