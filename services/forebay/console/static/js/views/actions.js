@@ -6,6 +6,7 @@
  */
 
 import { h, put, replace, setText } from "../dom.js";
+import { sentence } from "../format.js";
 import { ACTIONS, outcomeOf } from "./action_kinds.js";
 
 /**
@@ -67,7 +68,9 @@ class ActionDialog {
   constructor(context, subject) {
     this.#context = context;
     this.#subject = subject;
-    const options = ACTIONS.map((one) => h("option", { value: one.name }, one.title));
+    // A planner, which sets sizes, requires Kafka.
+    const possible = ACTIONS.filter((one) => one.name !== "pool-size" || context.info.kind === "kafka");
+    const options = possible.map((one) => h("option", { value: one.name }, one.title));
     const onchange = () => this.#showFields();
     this.#kind = h("select", { id: "action-kind", onchange, value: subject.action ?? ACTIONS[0].name }, options);
     const props = { type: "text", required: true, spellcheck: "false", maxlength: 256 };
@@ -194,7 +197,7 @@ class ActionDialog {
 
   /** @param {string} message */
   #report(message) {
-    setText(this.#problem, message);
+    setText(this.#problem, sentence(message));
     put(this.#problem, "hidden", false);
   }
 }

@@ -6,7 +6,7 @@
  */
 
 import { h, put, reconcile, replace, setText } from "../dom.js";
-import { clock, counted } from "../format.js";
+import { clock, counted, sentence } from "../format.js";
 import { emptyBox } from "../parts.js";
 import { hasEnded } from "../phases.js";
 import { createFilters, FILTERS } from "./request_filters.js";
@@ -232,7 +232,7 @@ class RequestList {
 
   /** @param {unknown} error */
   #report(error) {
-    setText(this.#problem, error instanceof Error ? error.message : String(error));
+    setText(this.#problem, sentence(error instanceof Error ? error.message : String(error)));
     put(this.#problem, "hidden", false);
   }
 }

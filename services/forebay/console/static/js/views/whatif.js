@@ -6,7 +6,7 @@
 
 import { isAbort } from "../api.js";
 import { h, put, replace, setText } from "../dom.js";
-import { counted, dateTime, parseTime, percent } from "../format.js";
+import { counted, dateTime, parseTime, percent, sentence } from "../format.js";
 import { FIELDS } from "../router_fields.js";
 import { reportElement } from "./whatif_report.js";
 
@@ -238,7 +238,7 @@ class WhatIfView {
 
   /** @param {string} message */
   #report(message) {
-    setText(this.#problem, message);
+    setText(this.#problem, sentence(message));
     put(this.#problem, "hidden", false);
   }
 }

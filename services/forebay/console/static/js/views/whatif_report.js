@@ -53,7 +53,8 @@ export function reportElement(report, atUs) {
 }
 
 /** @param {any} report */
-function titleOf({ identical, moved }) {
+function titleOf({ identical, moved, history }) {
+  if (!history.decisions) return "There are no decisions in this span.";
   if (identical) return "All decisions are equal.";
   const share = moved.compared ? ` (${percent(moved.moved / moved.compared)})` : "";
   return `${whole(moved.moved)} of ${counted(moved.compared, "request")}${share} would have gone to another worker.`;
