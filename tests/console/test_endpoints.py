@@ -135,6 +135,11 @@ async def test_errors_name_the_value_and_the_remedy(client: httpx.AsyncClient) -
     assert (status, "unknown state 'lost'" in message) == (400, True)
     status, message = await error(client, "/v1/console/series", from_us=2, to_us=1)
     assert (status, message) == (400, "to_us is 1; it must be after from_us, which is 2")
+    huge = 1 << 63
+    for path in ("fleet", "moment", "requests", "cache", "scaling"):
+        assert (await error(client, f"/v1/console/{path}", at_us=huge))[0] == 400
+    assert (await error(client, "/v1/console/series", from_us=1, to_us=huge))[0] == 400
+    assert (await error(client, f"/v1/console/requests/{huge}"))[0] == 400
     status, message = await error(client, "/v1/console/requests", limit="many")
     assert (status, message.startswith("limit is 'many': ")) == (400, True)
     assert (await error(client, "/v1/console/requests/999999"))[0] == 404

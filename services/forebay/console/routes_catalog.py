@@ -3,12 +3,12 @@
 from typing import Annotated, get_args
 
 import msgspec
-from fastapi import FastAPI, Query
+from fastapi import FastAPI, Path, Query
 from fastapi.responses import StreamingResponse
 from starlette.responses import Response
 
 from forebay.console.console import Console
-from forebay.console.routes_derived import AtUs, json_response
+from forebay.console.routes_derived import TIME_US_MAX, AtUs, Offset, TimeUs, json_response
 from forebay.events.names import unknown_name
 from forebay.ingress.errors import ApiError, invalid
 from forebay.replay.catalog.facts import RequestState
@@ -17,7 +17,6 @@ from forebay.replay.catalog.requests import RequestFilter
 REQUESTS_MAX = 500  # rows of a page, which the page shows at once
 POINTS_MAX = 600
 MARKERS_MAX = 1_000
-TimeUs = Annotated[int, Query(ge=0)]
 
 
 def add_catalog_routes(app: FastAPI, console: Console) -> None:
@@ -43,7 +42,7 @@ def add_catalog_routes(app: FastAPI, console: Console) -> None:
         slow_ms: Annotated[float | None, Query(ge=0, le=86_400_000)] = None,
         failed: bool = False,
         q: Annotated[str, Query(max_length=1_024)] = "",
-        before: Annotated[int | None, Query(ge=0)] = None,
+        before: Offset | None = None,
         limit: Annotated[int, Query(ge=1, le=REQUESTS_MAX)] = 100,
     ) -> Response:
         """Return requests that match all given filters, newest first."""
@@ -58,7 +57,7 @@ def add_catalog_routes(app: FastAPI, console: Console) -> None:
         return json_response(msgspec.json.encode(await catalog.requests(at_us, filters, before, limit)))
 
     @app.get("/v1/console/requests/{number}")
-    async def request(number: int) -> Response:
+    async def request(number: Annotated[int, Path(ge=0, le=TIME_US_MAX)]) -> Response:
         """Return one request."""
         found = await catalog.request(number)
         if found is None:
@@ -67,7 +66,7 @@ def add_catalog_routes(app: FastAPI, console: Console) -> None:
 
     @app.get("/v1/console/series")
     async def series(
-        from_us: TimeUs, to_us: TimeUs, points: Annotated[int, Query(ge=1, le=POINTS_MAX)] = 120
+        from_us: TimeUs, to_us: TimeUs, points: Annotated[int, Query(ge=2, le=POINTS_MAX)] = 120
     ) -> Response:
         """Return metrics over time."""
         return json_response(msgspec.json.encode(await catalog.series(from_us, _after(from_us, to_us), points)))
@@ -77,7 +76,7 @@ def add_catalog_routes(app: FastAPI, console: Console) -> None:
         from_us: TimeUs = 0, to_us: TimeUs | None = None, limit: Annotated[int, Query(ge=1, le=MARKERS_MAX)] = 500
     ) -> Response:
         """Return events of interest in a span of time."""
-        until_us = (1 << 62) if to_us is None else _after(from_us, to_us)
+        until_us = TIME_US_MAX if to_us is None else _after(from_us, to_us)
         return json_response(msgspec.json.encode({"markers": await catalog.markers(from_us, until_us, limit)}))
 
 

@@ -17,9 +17,13 @@ from forebay.console.messages import (
 )
 from forebay.ingress.errors import invalid
 
+TIME_US_MAX = (1 << 53) - 1  # the largest integer that JavaScript represents exactly
 AtUs = Annotated[
-    int | None, Query(ge=0, description="Time on the owner's clock, in microseconds since 1970; default: now.")
+    int | None,
+    Query(ge=0, le=TIME_US_MAX, description="Time on the owner's clock, in microseconds since 1970; default: now."),
 ]
+TimeUs = Annotated[int, Query(ge=0, le=TIME_US_MAX)]
+Offset = Annotated[int, Query(ge=0, le=TIME_US_MAX)]
 CACHE_NODES_MAX = 1_000
 ROUTINGS_MAX = 64  # stages and attempts of a request
 
@@ -43,19 +47,19 @@ def add_derived_routes(app: FastAPI, console: Console) -> None:
         return json_response(await console.fleet(at_us))
 
     @app.get("/v1/console/moment")
-    async def moment(at_us: AtUs = None, offset: Annotated[int | None, Query(ge=0)] = None) -> Response:
+    async def moment(at_us: AtUs = None, offset: Offset | None = None) -> Response:
         """Return the owner's state, in the form of `forebay replay at --json`."""
         if at_us is not None and offset is not None:
             raise invalid("at_us and offset exclude each other; give one of them", "offset")
         return json_response(await console.reader.request(ReadMoment(at_us, offset)))
 
     @app.get("/v1/console/compare")
-    async def compare(a_us: Annotated[int, Query(ge=0)], b_us: Annotated[int, Query(ge=0)]) -> Response:
+    async def compare(a_us: TimeUs, b_us: TimeUs) -> Response:
         """Return the differences between two moments."""
         return json_response(await console.reader.request(ReadComparison(min(a_us, b_us), max(a_us, b_us))))
 
     @app.get("/v1/requests/{request_id:path}/explain")
-    async def explain(request_id: str, number: Annotated[int | None, Query(ge=0)] = None) -> Response:
+    async def explain(request_id: str, number: Offset | None = None) -> Response:
         """Explain the routing and outcome of a request, in the same form as an ingress."""
         return json_response(await console.reader.request(ReadExplanation(request_id, number)))
 
@@ -85,6 +89,6 @@ def add_derived_routes(app: FastAPI, console: Console) -> None:
         return json_response(await console.reader.request(ReadScaling(at_us)))
 
     @app.get("/v1/console/records")
-    async def record(topic: str, offset: Annotated[int, Query(ge=0)]) -> Response:
+    async def record(topic: str, offset: Offset) -> Response:
         """Return a record of the log, decoded as by `forebay topics tail`."""
         return json_response(await console.reader.request(ReadRecord(topic, offset)))
