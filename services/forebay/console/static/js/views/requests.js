@@ -12,7 +12,7 @@ import { hasEnded } from "../phases.js";
 import { createFilters, FILTERS } from "./request_filters.js";
 import { COLUMNS, createRow, scaleOf, updateRow } from "./request_rows.js";
 
-const PAGE = 100; // rows of a page
+const PAGE = 50; // rows of a page, all of which may be new four times per second
 const ROWS_MAX = 500; // more rows would take over 50 ms to lay out
 const ANNOUNCE_MS = 15_000; // a screen reader would otherwise speak all the time
 

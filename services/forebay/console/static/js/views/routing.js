@@ -6,7 +6,7 @@
  */
 
 import { h, replace } from "../dom.js";
-import { counted, duration, percent, whole } from "../format.js";
+import { counted, duration, percent, sentence, whole } from "../format.js";
 import { selectedName } from "../request_lanes.js";
 import { measureOf, orderOf, PART_NAMES } from "../routing_costs.js";
 import { Table } from "../table.js";
@@ -54,12 +54,11 @@ export function routingSection(routing, api) {
 export function counterfactualList({ changes, notes, selected, stage, attempt }, isTitled) {
   const item = (/** @type {any} */ one) => {
     const isSame = !one.selected || one.selected === selected;
-    const chance = one.probability ? ` (probability ${percent(one.probability)})` : "";
     return h(
       "li",
       { "data-same": isSame ? "true" : null },
       h("span", { class: "to" }, isSame ? "same worker" : `→ ${one.selected}`),
-      h("span", {}, one.text, chance),
+      h("span", {}, sentence(one.text)),
     );
   };
   return h(
@@ -230,9 +229,4 @@ function settings({ mode, config, overridden }) {
     h("summary", {}, `Policy ${mode}: ${counted(names.length, "setting")}${overrides}`),
     h("dl", {}, names.map((name) => [h("dt", {}, h("code", {}, name)), h("dd", {}, valueText(config[name]))])),
   );
-}
-
-/** @param {string} text a clause without a period */
-function sentence(text) {
-  return `${text[0]?.toUpperCase() ?? ""}${text.slice(1)}.`;
 }
