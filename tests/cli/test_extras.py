@@ -19,6 +19,7 @@ from tests.harness.local import free_ports
         ("report", "plotly", ["simulate", "load.jsonl", "--report", "page.html"]),
         ("report", "plotly", ["replay", "diff", "run.db", "--set", "mode=random", "--report", "page.html"]),
         ("fit", "numpy", ["fit", "run.db"]),
+        ("console", "textual", ["top"]),
     ],
 )
 def test_a_missing_extra_is_named_in_one_line(

@@ -117,6 +117,7 @@ COMMANDS = {
     "console": CommandEntry(
         "console.command", "console", "Serve a web page that shows a log, live or at any moment of the past."
     ),
+    "top": CommandEntry("top.command", "top", "Show workers and requests in the terminal, and explain requests."),
     "topics": CommandEntry("topics_command", "app", "Show the records of a log, and manage the topics of a broker."),
     "index": CommandEntry("index_command", "app", "Show the cached blocks of each worker, according to the log."),
     "config": CommandEntry("config", "app", "Show the options of a command and where their values come from."),

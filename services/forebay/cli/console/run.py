@@ -36,7 +36,7 @@ def run_console(recording: Recording, options: ConsoleOptions) -> None:
     """Run `forebay console`. command.py documents its options."""
     recording.require_one_source()
     with explained():
-        settings = asyncio.run(_settings(recording, options))
+        settings = asyncio.run(settings_of(recording, options))
         tls_of(settings)
     serve_until_signal(settings)
 
@@ -99,7 +99,8 @@ async def _show_progress(console: Console) -> None:
             await asyncio.sleep(PROGRESS_S)
 
 
-async def _settings(recording: Recording, options: ConsoleOptions) -> ConsoleSettings:
+async def settings_of(recording: Recording, options: ConsoleOptions) -> ConsoleSettings:
+    """Return the settings of a console that shows a log. Raises LogError or Unusable if that is impossible."""
     custom = allowed_policies(options.allow_policy)
     async with recording.source() as log:
         placed = await groups_of(log)
@@ -139,10 +140,19 @@ def _cache_dir(given: Path | None, *, is_file: bool) -> str | None:
 
 def console_token(file: Path | None) -> str:
     """Return the token that clients must send. Raises Unusable if the given one is invalid."""
+    return given_token(file) or secrets.token_urlsafe(TOKEN_BYTES)
+
+
+def given_token(file: Path | None) -> str:
+    """Return the token from a file, or from the environment if `file` is None. Empty if neither has a token.
+
+    Raises:
+        Unusable: the file cannot be read, or the token is not valid in a header.
+    """
     if file is None:
         text, where = os.environ.get(VARIABLE, ""), VARIABLE
         if not text:
-            return secrets.token_urlsafe(TOKEN_BYTES)
+            return ""
     else:
         where = f"--token-file {file}"
         try:

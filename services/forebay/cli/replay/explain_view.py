@@ -39,7 +39,11 @@ PARTS: dict[Part, str] = {
 
 def show(explanation: Explanation, *, everything: bool) -> None:
     """Print the explanation of a request on stdout. `everything` shows all candidates of each decision."""
-    console = results()
+    print_on(results(), explanation, everything=everything)
+
+
+def print_on(console: Console, explanation: Explanation, *, everything: bool) -> None:
+    """Print the explanation of a request on a console. `everything` shows all candidates of each decision."""
     routings = {one.offset: one for one in explanation.routings}
     for line in _head(explanation):
         _print_hanging(console, line, 2)

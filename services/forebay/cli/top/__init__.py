@@ -1,0 +1,1 @@
+"""`forebay top`: workers and requests of a system, in a terminal."""
