@@ -39,7 +39,7 @@ class ConsoleOptions:
         typer.Option(metavar="URL", help="Ingress with an admin API, through which operators change the system."),
     ] = None
     tokenizer: Annotated[
-        Path | None,
+        str | None,
         typer.Option(help="Model directory whose tokenizer decodes prompts. Default: prompts are token ids."),
     ] = None
     cache_dir: Annotated[

@@ -180,5 +180,5 @@ def _own_model(group: str) -> str | None:
     return str(DEFAULT_MODEL) if group == DEFAULT_NAME else None
 
 
-def _text(path: Path | None) -> str | None:
-    return None if path is None else str(path.absolute())
+def _text(path: Path | str | None) -> str | None:
+    return None if path is None else str(Path(path).absolute())
