@@ -118,11 +118,11 @@ class App {
     }
     this.frame.showRoute(entry);
     const shown = linkTo(view, argument);
+    this.frame.setBusy(shown !== this.#shown || this.#atUs !== this.moment.atUs);
     if (shown !== this.#shown) {
       this.#shown = shown;
       await this.#create(entry, argument !== "" && entry.loadOne ? entry.loadOne : entry.load, shown);
     }
-    this.frame.setBusy(this.#atUs !== this.moment.atUs);
     this.pacer.restart();
   }
 
