@@ -12,6 +12,7 @@ import { createNode, keyOf, updateNode } from "./cache_node.js";
 
 const READ_EVERY_MS = 5_000; // the console derives the tree anew each time, which takes up to seconds
 const LIMIT = 300; // nodes
+const NOTHING = { requests: 0, is_complete: true, short: 0, blocks: 0, matched: 0, matches: [], roots: [], omitted_roots: 0 };
 
 /**
  * Create the view.
@@ -66,7 +67,7 @@ class CacheView {
 
   /** @param {AbortSignal} signal */
   async refresh(signal) {
-    const { api, moment } = this.#context;
+    const { api, moment, state } = this.#context;
     const { atUs, route } = moment;
     const { text = "", id = "" } = route.params;
     const wanted = JSON.stringify([atUs, text, id]);
@@ -74,7 +75,8 @@ class CacheView {
     if (wanted === this.#shown && !isDue) return;
     if (wanted !== this.#shown) this.#showQuery();
     const params = { at_us: atUs, text: id ? "" : text, request_id: id, limit: LIMIT };
-    const tree = await api.get("v1/console/cache", params, signal);
+    const hasDecisions = /** @type {any} */ (state()).end_us > 0;
+    const tree = hasDecisions ? await api.get("v1/console/cache", params, signal) : NOTHING;
     const isNewSearch = wanted !== this.#shown;
     this.#shown = wanted;
     this.#readMs = performance.now();
