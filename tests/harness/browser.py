@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
-from playwright.sync_api import Browser, BrowserContext, Page, Route, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Page, Route, expect, sync_playwright
 
 from tests.harness.local import Missing
 
+Scheme = Literal["light", "dark"]
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 PATIENCE_MS = 30_000
 
@@ -40,6 +41,7 @@ def chromium() -> str:
 def launched() -> Iterator[Browser]:
     """Run a browser. No event loop can run in this thread meanwhile. Raises Missing."""
     arguments = ["--no-sandbox"] if os.geteuid() == 0 else []  # Chromium's sandbox refuses root
+    expect.set_options(timeout=PATIENCE_MS)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium(), args=arguments)
         try:
@@ -53,7 +55,7 @@ def opened(
     path: Path,
     browser: Browser,
     *,
-    scheme: Literal["light", "dark"] = "light",
+    scheme: Scheme = "light",
     width: int = 1_280,
     height: int = 900,
     scale: float = 1,
@@ -76,12 +78,14 @@ def opened(
 
 
 @contextlib.contextmanager
-def visited(address: str, path: str, browser: Browser, *, prefix: str = "") -> Iterator[Opened]:
+def visited(
+    address: str, path: str, browser: Browser, *, prefix: str = "", scheme: Scheme = "light", width: int = 1_280
+) -> Iterator[Opened]:
     """Open `path` of the server at `address`, an origin such as http://127.0.0.1:8000.
 
     Requests to other origins fail. With a prefix, the page is shown as by a proxy that removes the prefix from paths.
     """
-    context = browser.new_context()
+    context = browser.new_context(color_scheme=scheme, viewport={"width": width, "height": 900})
 
     def forward(route: Route) -> None:
         inner = route.request.url.removeprefix(address + prefix)

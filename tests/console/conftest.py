@@ -1,0 +1,5 @@
+"""Fixtures of browser tests."""
+
+from tests.cli.conftest import browser
+
+__all__ = ["browser"]
