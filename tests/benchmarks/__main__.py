@@ -21,6 +21,7 @@ NAMES = (
     "overload",
     "planner",
     "console",
+    "console-page",
 )
 BENCHMARKS = {name: f"tests.benchmarks.bench_{name.replace('-', '_')}" for name in NAMES}
 

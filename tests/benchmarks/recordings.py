@@ -4,7 +4,9 @@ Conversations share system prompts and grow by one turn at a time. Workers cache
 recently used, and emit KV events. Caches and client state are bounded, so a longer recording has no larger state.
 """
 
+import asyncio
 import random
+import time
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,6 +46,7 @@ WALK_BLOCKS = 4_096  # snapshot blocks per turn
 CHUNK_BYTES = 128 << 10
 TIMEOUT_US = 600_000_000
 FLUSH_RECORDS = 5_000
+LIVE_FLUSH_S = 0.05
 SEED = 20_261_122
 
 
@@ -77,13 +80,25 @@ class WrittenCounts:
     blocks: int
 
 
-async def write_recording(path: Path, shape: Shape) -> WrittenCounts:
-    """Write a recording to `path`, which must not exist."""
+async def write_recording(path: Path, shape: Shape, rate: float | None = None) -> WrittenCounts:
+    """Write a recording to `path`, which must not exist.
+
+    Args:
+        path: path of the log.
+        shape: contents of the log.
+        rate: highest number of decisions per second, as of a live system; None for no limit.
+    """
     log = SqliteLog.open(path)
     try:
         group = _Group(log, shape)
+        began_s = flushed_s = time.monotonic()
         while group.decisions < shape.decisions:
             await group.turn()
+            now_s = time.monotonic()
+            if rate is not None and now_s - flushed_s >= LIVE_FLUSH_S:
+                flushed_s = now_s
+                await group.flush()
+                await asyncio.sleep(max(0.0, group.decisions / rate - (now_s - began_s)))
         await group.end()
     finally:
         log.close()
@@ -190,12 +205,12 @@ class _Group:
             self._pending.append((METRICS, self._caches[routed.worker_id].report(IN_FLIGHT)))
         self._seal()
         if len(self._drafts) >= FLUSH_RECORDS:
-            await self._flush()
+            await self.flush()
 
     async def end(self) -> None:
         """Seal the last applied events."""
         self._journal(advance(self._world))
-        await self._flush()
+        await self.flush()
 
     def _submit(self) -> None:
         at = self._chance.randrange(len(self._conversations))
@@ -313,7 +328,7 @@ class _Group:
     def _write(self, topic: Topic, event: Event) -> None:
         self._drafts.append(Draft(topic.name, 0, encode(topic, event)))
 
-    async def _flush(self) -> None:
+    async def flush(self) -> None:
         await self._log.append(self._drafts)
         self._drafts = []
 
