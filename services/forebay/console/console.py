@@ -20,7 +20,7 @@ from forebay.console.settings import ConsoleSettings, SourceKind
 from forebay.core.routing.policies import BUILT_IN
 from forebay.events.names import unknown_name
 from forebay.ingress.child_process import ChildProcess
-from forebay.ingress.errors import ApiError, invalid
+from forebay.ingress.errors import invalid
 from forebay.ingress.shared_child import SharedChild
 from forebay.replay.catalog.facts import CatalogState, WorkerActivity
 from forebay.replay.status import GroupStatus
@@ -31,6 +31,7 @@ READER = "forebay.console.reader_process"
 INDEXER = "forebay.console.indexer_process"
 LIMIT_S = 60.0  # a comparison derives two moments; without a checkpoint nearby, each takes seconds
 HINT = "the commands `forebay replay at`, `explain` and `diff` have no time limit"
+HEALTHY_AFTER_S = 5.0  # a permanent failure, such as a locked catalog, appears earlier
 INDEXER_AGAIN_S = 2.0  # pause before a new indexer, so that a permanent failure costs little
 
 
@@ -158,14 +159,24 @@ class Console:
         while True:
             try:
                 await self._indexer.send(b"{}")
-                self.catalog.failure = (await self._indexer.receive()).decode()
-            except (OSError, EOFError):
-                self.catalog.failure = "the process that follows the log ended; it is started again"
-            logger.error("%s", self.catalog.failure)
+                async with asyncio.TaskGroup() as tasks:
+                    watching = tasks.create_task(self._watch())
+                    try:
+                        reason = (await self._indexer.receive()).decode()
+                    finally:
+                        watching.cancel()
+            except* (OSError, EOFError):
+                reason = "the process that follows the log ended; it is started again"
+            self.catalog.failure = reason
+            logger.error("%s", reason)
             await self._indexer.kill()
             await asyncio.sleep(INDEXER_AGAIN_S)
 
-
-def unavailable(reason: str) -> ApiError:
-    """Return the error 503 for a catalog that cannot be read yet."""
-    return ApiError(503, "catalog_unavailable", reason)
+    async def _watch(self) -> None:
+        """Clear the failure of an earlier indexer, and end the indexer if its catalog is deleted."""
+        await asyncio.sleep(HEALTHY_AFTER_S)
+        self.catalog.failure = ""
+        while self.catalog.exists():  # noqa: ASYNC110 - a deletion sets no event
+            await asyncio.sleep(INDEXER_AGAIN_S)
+        logger.warning("the catalog was deleted; it is built anew")
+        await self._indexer.kill()

@@ -125,7 +125,7 @@ async def settings_of(recording: Recording, options: ConsoleOptions) -> ConsoleS
         keyfile=_text(options.ssl_keyfile),
         token=console_token(options.token_file),
         ingress_url=_checked_url(options.ingress),
-        model=_text(options.tokenizer) or _own_model(group),
+        model=_directory(options.tokenizer) or _own_model(group),
     )
 
 
@@ -173,6 +173,12 @@ def _checked_url(url: str | None) -> str:
     if parts.scheme not in ("http", "https") or not parts.hostname:
         fail(f"--ingress {url}: expected an address such as http://127.0.0.1:8000")
     return url.rstrip("/")
+
+
+def _directory(tokenizer: str | None) -> str | None:
+    if tokenizer is not None and not (Path(tokenizer) / "tokenizer.json").is_file():
+        raise Unusable(f"--tokenizer {tokenizer}: expected a model directory with a tokenizer.json")
+    return None if tokenizer is None else str(Path(tokenizer).absolute())
 
 
 def _own_model(group: str) -> str | None:

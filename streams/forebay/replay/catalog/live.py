@@ -115,6 +115,7 @@ class LivePublisher:
         self._derived: GroupStatus | None = None
         self._status = b""
         self._is_reported = False
+        self._was_at_end = False
         self._scaling_s = float("-inf")
 
     async def publish(self) -> bool:
@@ -174,8 +175,11 @@ class LivePublisher:
             if was_reported:
                 for observer in self._follower.observers:
                     observer.clear_unrecorded()
+        if walk is None or not self._follower.is_at_end:
             return False
-        if not self._follower.is_at_end or now_s - self._moved_s < max(IDLE_S, COPY_SHARE * self._copy_s):
+        # At first at once: in a log without decisions, no journal record counts that workers have joined.
+        is_first, self._was_at_end = not self._was_at_end, True
+        if not is_first and now_s - self._moved_s < max(IDLE_S, COPY_SHARE * self._copy_s):
             return False
         if self._later is None:
             if not await self._has_later_events(walk.world):

@@ -137,7 +137,10 @@ class SqliteLog:
         return tail
 
     async def read(self, topic: str, partition: int, offset: int, limit: int) -> list[Record]:
-        """Return up to `limit` records like `records`, but fewer if they are large. Does not wait."""
+        """Return up to `limit` records like `records`, but fewer if they are large or a later one is damaged.
+
+        Does not wait.
+        """
         return self._fetch(self._partition(topic, partition), offset, limit, TAIL_BYTES_MAX)
 
     async def begin(self, topic: str, partition: int) -> int:
@@ -368,7 +371,12 @@ class SqliteLog:
             # Close the statement, because an unfinished statement prevents the WAL from restarting.
             with contextlib.closing(self._db.execute(schema.select_rows(topic), span)) as rows:
                 for row in rows:
-                    record = schema.decode_row(topic, number, row)
+                    try:
+                        record = schema.decode_row(topic, number, row)
+                    except schema.CorruptRecord:
+                        if records and bytes_max is not None:  # the next read raises
+                            return records
+                        raise
                     expected = offset + len(records)
                     if record.offset != expected:
                         self._require_untrimmed(topic, number, expected)
