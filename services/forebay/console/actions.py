@@ -239,7 +239,7 @@ def _fields(raw: bytes) -> dict[str, Any]:
 def _timeout_s(fields: Mapping[str, Any]) -> float:
     """Return the timeout that an action sends to the ingress, or the default of the ingress if it is missing."""
     given = fields.get("timeout_s", TIMEOUT_S)
-    return min(float(given), TIMEOUT_S_MAX) if isinstance(given, int | float) else TIMEOUT_S
+    return float(min(max(given, 0), TIMEOUT_S_MAX)) if isinstance(given, int | float) else TIMEOUT_S
 
 
 def _error_code(response: httpx.Response) -> str | None:

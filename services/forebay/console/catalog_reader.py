@@ -49,10 +49,6 @@ class CatalogReader:
         self._path = catalog_path(settings)
         self._lock = asyncio.Lock()
 
-    def exists(self) -> bool:
-        """Return whether the file of the catalog exists."""
-        return self._path.exists()
-
     async def state(self) -> CatalogState:
         """Return how far the catalog has followed the log.
 
@@ -98,7 +94,7 @@ class CatalogReader:
                 raise ApiError(503, "catalog_unavailable", self.failure or str(error)) from error
 
     def _run(self, query: Callable[[Store], T]) -> T:
-        if not self.exists():
+        if not self._path.exists():
             raise CatalogError("the console has only begun to read the log; try again in a second")
         with closing(Store.read(self._path)) as store:  # opened anew, because the indexer may replace the file
             return query(store)

@@ -31,7 +31,6 @@ READER = "forebay.console.reader_process"
 INDEXER = "forebay.console.indexer_process"
 LIMIT_S = 60.0  # a comparison derives two moments; without a checkpoint nearby, each takes seconds
 HINT = "the commands `forebay replay at`, `explain` and `diff` have no time limit"
-HEALTHY_AFTER_S = 5.0  # a permanent failure, such as a locked catalog, appears earlier
 INDEXER_AGAIN_S = 2.0  # pause before a new indexer, so that a permanent failure costs little
 
 
@@ -155,28 +154,15 @@ class Console:
         return msgspec.json.encode(FleetView(at_us=shown_us, status=status, workers=activity, problems=problems))
 
     async def _index(self) -> None:
-        """Run the indexer. It sends a frame only when it fails: a sentence."""
+        """Run the indexer. It sends an empty frame when it begins to follow, and a sentence if it fails."""
         while True:
             try:
                 await self._indexer.send(b"{}")
-                async with asyncio.TaskGroup() as tasks:
-                    watching = tasks.create_task(self._watch())
-                    try:
-                        reason = (await self._indexer.receive()).decode()
-                    finally:
-                        watching.cancel()
-            except* (OSError, EOFError):
-                reason = "the process that follows the log ended; it is started again"
-            self.catalog.failure = reason
-            logger.error("%s", reason)
+                while not (failure := (await self._indexer.receive()).decode()):
+                    self.catalog.failure = ""
+            except (OSError, EOFError):
+                failure = "the process that follows the log ended; it is started again"
+            self.catalog.failure = failure
+            logger.error("%s", failure)
             await self._indexer.kill()
             await asyncio.sleep(INDEXER_AGAIN_S)
-
-    async def _watch(self) -> None:
-        """Clear the failure of an earlier indexer, and end the indexer if its catalog is deleted."""
-        await asyncio.sleep(HEALTHY_AFTER_S)
-        self.catalog.failure = ""
-        while self.catalog.exists():  # noqa: ASYNC110 - a deletion sets no event
-            await asyncio.sleep(INDEXER_AGAIN_S)
-        logger.warning("the catalog was deleted; it is built anew")
-        await self._indexer.kill()

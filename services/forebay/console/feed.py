@@ -42,14 +42,18 @@ class StateFeed:
                     self._changed = asyncio.Event()
             await asyncio.sleep(READ_EVERY_S)
 
-    async def stream(self) -> AsyncIterator[bytes]:
-        """Yield events of `text/event-stream` until the client disconnects.
+    def stream(self) -> AsyncIterator[bytes]:
+        """Return the events of `text/event-stream`, which end when the client disconnects.
 
         Raises:
             ApiError: 503 if there are too many clients.
         """
+        # Not in the generator, which runs only after the status of the response was sent.
         if self._clients >= CLIENTS_MAX:
             raise ApiError(503, "too_many_clients", f"{CLIENTS_MAX} pages are already open; close one of them")
+        return self._events()
+
+    async def _events(self) -> AsyncIterator[bytes]:
         self._clients += 1
         try:
             self._state = await self._read()

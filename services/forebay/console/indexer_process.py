@@ -1,10 +1,11 @@
 """Child process that follows the log of a console and writes the catalog.
 
-It sends a frame only if it cannot continue: the reason as a sentence. `forebay.ingress.child_process` describes frames;
-the first message has the settings of the console.
+It sends an empty frame when it begins to follow, and a frame if it cannot continue: the reason as a sentence.
+`forebay.ingress.child_process` describes frames; the first message has the settings of the console.
 """
 
 import asyncio
+from collections.abc import Callable
 
 import msgspec
 
@@ -28,15 +29,23 @@ def main() -> None:
     connection.end_with_parent()
     settings = msgspec.json.decode(connection.setup, type=ConsoleSettings)
     try:
-        asyncio.run(_follow(settings))
-    except (CatalogError, LogError) as error:
-        connection.send(str(error).encode())
+        asyncio.run(_follow(settings, lambda: connection.send(b"")))
+    except* (CatalogError, LogError) as errors:  # a group, because the tasks of a log on Kafka run in one
+        connection.send("; ".join(_sentences(errors)).encode())
 
 
-async def _follow(settings: ConsoleSettings) -> None:
+def _sentences(errors: BaseException) -> list[str]:
+    """Return the messages of the errors in a group."""
+    if isinstance(errors, BaseExceptionGroup):
+        return [text for error in errors.exceptions for text in _sentences(error)]
+    return [str(errors)]
+
+
+async def _follow(settings: ConsoleSettings, on_begin: Callable[[], object]) -> None:
     custom, partition = load_policies(settings.source.policies), settings.partition
     async with opened_log(settings.source) as log:
         store = await Store.open(catalog_path(settings), log, partition, SCHEMAS)
+        on_begin()
         try:
             follower = Follower(log, partition, store, new_observers, custom=custom)
             publisher = LivePublisher(log, partition, settings.group, follower, custom)

@@ -120,8 +120,9 @@ class Follower:
         """Follow the log up to its present end. An error of the log sets `error`.
 
         Raises:
-            CatalogError: the catalog cannot be written.
+            CatalogError: the catalog was deleted or cannot be written.
         """
+        self.store.require_file()
         if self.failed:
             return
         try:

@@ -140,6 +140,11 @@ class Store:
         (free,) = self.connection.execute("PRAGMA freelist_count").fetchone()
         return (int(pages) - int(free)) * PAGE_BYTES
 
+    def require_file(self) -> None:
+        """Raise CatalogError if the file was deleted, because SQLite would write to the deleted file forever."""
+        if not self.path.exists():
+            raise CatalogError(f"{self.path}: the catalog was deleted while the console ran; it is built anew")
+
     def meta(self, name: str) -> str | None:
         """Return a value that `set_meta` stored; None if there is none."""
         row = self.connection.execute("SELECT value FROM meta WHERE name = ?", (name,)).fetchone()
