@@ -30,7 +30,7 @@ PYTEST = $(BIN)/pytest --numprocesses $(JOBS) --dist worksteal
 UNLESS_REAL := --ignore tests/integration --ignore tests/engines
 
 .PHONY: help setup setup-engines up test test-all explore test-kafka test-engines kafka kafka-stop demo-kafka demo-disagg demo-scaling demo-console lint type fmt mutations coverage bench \
-    schemas golden report-picture lock lock-engines resolve ci clean
+    schemas golden report-picture console-pictures lock lock-engines resolve ci clean
 
 help: ## show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -113,6 +113,9 @@ golden: $(READY) ## rewrite the recordings of tests/logs after a rule change; na
 
 report-picture: $(READY) ## render the README's report picture from the trace in ARGS="..." (Chromium)
 	@$(BIN)/python -m tests.harness.report_picture $(ARGS)
+
+console-pictures: $(READY) ## take the pictures of the console in docs/images (Chromium)
+	@$(BIN)/python -m tests.harness.console_pictures
 
 cookbook: $(READY) ## run the commands of docs/cookbook.md and update their output
 	@$(BIN)/python -m tests.cli.cookbook
