@@ -164,6 +164,14 @@ async def test_an_action_that_cannot_be_sent_says_why(
         assert refused(await act(client, action, **changes)) == (status, code)
 
 
+@pytest.mark.parametrize("timeout_s", [-100, int("9" * 400), None, "x"], ids=["negative", "huge", "null", "text"])
+async def test_the_ingress_checks_the_timeout(system: tuple[Up, Path], timeout_s: object) -> None:
+    async with console(system[0].url) as client:
+        response = await act(client, "drain-worker", worker_ids=["gone"], timeout_s=timeout_s)
+    assert response.status_code == 400, response.text
+    assert "timeout_s" in response.json()["error"]["message"]
+
+
 async def test_a_body_that_is_no_object_is_rejected() -> None:
     async with console("http://127.0.0.1:1") as client:
         for content in ("[]", "{", "[" * 10_000):

@@ -5,7 +5,7 @@ nothing accumulates for it.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 
 import msgspec
 
@@ -42,7 +42,7 @@ class StateFeed:
                     self._changed = asyncio.Event()
             await asyncio.sleep(READ_EVERY_S)
 
-    def stream(self) -> AsyncIterator[bytes]:
+    def stream(self) -> AsyncGenerator[bytes]:
         """Return the events of `text/event-stream`, which end when the client disconnects.
 
         Raises:
@@ -53,7 +53,7 @@ class StateFeed:
             raise ApiError(503, "too_many_clients", f"{CLIENTS_MAX} pages are already open; close one of them")
         return self._events()
 
-    async def _events(self) -> AsyncIterator[bytes]:
+    async def _events(self) -> AsyncGenerator[bytes]:
         self._clients += 1
         try:
             self._state = await self._read()
