@@ -32,13 +32,13 @@ class MemoryLog(ReadOnlyLog):
         return len(self.topics.get(topic, ()))
 
 
-def log_of(drive: Driver, undecodable: bytes = GARBAGE) -> MemoryLog:
+def log_of(drive: Driver, undecodable: bytes = GARBAGE, policies: tuple[str, ...] = ()) -> MemoryLog:
     """Return the log of a driver that began with an empty world. Its end is sealed."""
     log = MemoryLog()
     for topic, event, _ in drive.applied:
         value = undecodable if event is None else encode(topic_named(topic), event)
         log.topics.setdefault(topic, []).append(value)
-    claimed = OwnerClaimed(owner_id="o", core_version=CORE_VERSION)
+    claimed = OwnerClaimed(owner_id="o", core_version=CORE_VERSION, policies=policies)
     journal: list[JournalRecord] = [claimed, *drive.decided, advance(drive.world)]
     log.topics[DECISIONS.name] = [encode(DECISIONS, record) for record in journal]
     return log

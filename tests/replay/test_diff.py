@@ -9,20 +9,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.core.routing.counterfactual import Alternative
-from forebay.core.world import restore
+from forebay.core.routing.policies import BUILT_IN
+from forebay.core.step import claim
+from forebay.core.world import CORE_VERSION, restore
 from forebay.events.base import pack_u64
+from forebay.events.codec import encode
 from forebay.events.control import BusyThresholds, BusyThresholdsSet, PolicySet, PoolConfigured, QueueConfig
-from forebay.events.decisions import RequestHeld, RequestRouted
+from forebay.events.decisions import OwnerClaimed, RequestHeld, RequestRouted
 from forebay.events.fleet import WorkerLost
 from forebay.events.kv import BlocksStored
 from forebay.events.progress import FirstTokenEmitted, RequestFinished, RequestProgress
 from forebay.events.requests import NO_HINTS, RoutingHints
+from forebay.events.topics import DECISIONS
 from forebay.replay.diff.comparison import Comparison, RequestDecision
 from forebay.replay.diff.diff import diff
 from forebay.replay.diff.handover import Handover
 from forebay.replay.diff.report import DiffReport
+from forebay.replay.diff.span import span_of
 from forebay.replay.observed import observe_history
 from forebay.replay.walk import Start, Walk
+from forebay.transport.base import Log
 from tests.core.worlds import CONFIGS, PROMPTS, Driver, actions, perform_all, pool, query, request
 from tests.depth import examples
 from tests.replay.recorded import MemoryLog, log_of
@@ -265,6 +271,43 @@ def test_an_operators_policy_applies_unless_the_alternative_names_one(
     report = compared(drive, altered(**alternative))
     assert (report.undone, report.stages_kept) == (undone, False)
     assert report.identical == (not undone)
+
+
+CUSTOM = {"mine.Policy": BUILT_IN["round-robin"]}
+
+
+@pytest.mark.parametrize(("allowed", "mode"), [((), "kv"), (("mine.Policy",), "mine.Policy")])
+def test_a_takeover_ends_an_operators_policy_if_it_did_in_history(allowed: tuple[str, ...], mode: str) -> None:
+    drive = Driver(custom=CUSTOM).fleet("a", "b")
+    drive("control", PolicySet(model="m", pool="default", mode="mine.Policy"))
+    routed(drive("requests", request("r", PROMPTS[0])))
+    taken_over = 1 + len(drive.decided)
+    claim(drive.world, taken_over, allowed)
+    assert {routed(drive("requests", request(f"s{at}", []))).mode for at in range(4)} == {mode}
+    log = log_of(drive, policies=("mine.Policy",))
+    claimed = OwnerClaimed(owner_id="p", core_version=CORE_VERSION, policies=allowed)
+    log.topics[DECISIONS.name].insert(taken_over, encode(DECISIONS, claimed))
+    report = compared_with_policies(log, altered())
+    assert (report.undone, report.identical) == ([], True)
+
+
+def test_a_policy_that_history_refused_is_refused() -> None:
+    drive = Driver().fleet("a", "b")
+    drive("control", PolicySet(model="m", pool="default", mode="mine.Policy"))
+    sent = [routed(drive("requests", request(f"r{at}", [] if at else PROMPTS[0]))) for at in range(4)]
+    assert {one.mode for one in sent} == {"kv"}
+    assert compared_with_policies(log_of(drive), altered()).identical
+
+
+def compared_with_policies(log: Log, alter: Alternative) -> DiffReport:
+    """Compare a log in a process that may run the policies `CUSTOM`."""
+
+    async def compare() -> DiffReport:
+        return await diff(log, 0, alter, span=await span_of(log, 0, custom=CUSTOM))
+
+    report = asyncio.run(compare())
+    assert report.divergence is None
+    return report
 
 
 def test_an_operators_policy_is_input_of_a_simulator() -> None:

@@ -77,7 +77,7 @@ class CounterfactualWorld:
         """Begin with a copy of `start`, which is the state between two journal records.
 
         Args:
-            start: history's world.
+            start: history's world. Its later router modes are read when `apply` and `claim` are called.
             alter: returns the changed configuration of a pool.
             named: returns the disaggregation fields that take precedence over an operator's change, even if `alter`
                 leaves them unchanged.
@@ -93,6 +93,7 @@ class CounterfactualWorld:
         self._alter = alter
         self._named = named
         self._rules = rules
+        self._history = start
         self._recorded = dict(self.world.pools)
         self._sent_us: dict[str, int] = {}
         self._sent_in_history_us: dict[str, int] = {}
@@ -128,8 +129,13 @@ class CounterfactualWorld:
         )
 
     def claim(self, offset: int) -> None:
-        """Apply the claim of a new owner at journal offset `offset`, as in history."""
+        """Apply the claim of a new owner at journal offset `offset`, which history's world has just applied."""
         claim(self.world, offset, self.world.owner_policies)
+        # In history the pools whose policies the new owner may not run have returned to their configured policies.
+        for name, pool in sorted(self._history.pools.items()):
+            if pool.router.mode != self._recorded[name].router.mode:
+                self._recorded[name] = recorded = self._recorded[name].with_mode(pool.router.mode)
+                self.world.set_mode(recorded.model, name, self._alter(recorded).router.mode)
 
     def apply(self, topic: str, event: InputEvent | None, now_us: int, *, accepted: bool) -> list[AnyDecision]:
         """Apply an event that history's world has just applied, and return the decisions of this world.
@@ -276,13 +282,16 @@ class CounterfactualWorld:
         return event if pool is None else msgspec.structs.replace(event, disagg=self._disagg(pool, event.disagg))
 
     def _set_policy(self, event: PolicySet) -> PolicySet:
-        """Return an operator's change of a policy as applied here: a policy that the alternative names stays."""
+        """Return an operator's change of a policy as applied here: a policy that the alternative names stays.
+
+        A policy that history's owner was not allowed to run changes nothing here either.
+        """
         recorded = self._recorded.get(event.pool)
         if recorded is None or recorded.model != event.model:
             return event
-        self._recorded[event.pool] = recorded = recorded.with_mode(event.mode)
+        self._recorded[event.pool] = recorded = recorded.with_mode(self._history.pools[event.pool].router.mode)
         mode = self._alter(recorded).router.mode
-        if mode != event.mode:
+        if mode != recorded.router.mode:
             self.undone.add(MODE)
         return msgspec.structs.replace(event, mode=mode)
 
