@@ -41,6 +41,10 @@ async def serve_console(console: Console, listener: socket.socket, on_started: C
         listener.close()
 
 
-def listening_socket(settings: ConsoleSettings) -> socket.socket:
-    """Return a socket that listens at the console's address. Raises Unusable if that is impossible."""
-    return listen(settings.host, settings.port)
+def listening_socket(settings: ConsoleSettings, option: str) -> socket.socket:
+    """Return a socket that listens at the console's address.
+
+    Raises:
+        Unusable: that is impossible. The message names the `option` that sets the port.
+    """
+    return listen(settings.host, settings.port, option)

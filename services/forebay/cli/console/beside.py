@@ -3,7 +3,10 @@
 `forebay.ingress.child_process` describes the messages; the first message has the settings of the console.
 """
 
+import sys
+
 import msgspec
+import typer
 
 from forebay.cli.common.logs import LoggingOptions
 from forebay.cli.console.run import serve_until_signal
@@ -16,7 +19,10 @@ def main() -> None:
     connection = ChildConnection()
     connection.end_with_parent()
     LoggingOptions().start(("forebay.live", "forebay.transport"))
-    serve_until_signal(msgspec.json.decode(connection.setup, type=ConsoleSettings))
+    try:
+        serve_until_signal(msgspec.json.decode(connection.setup, type=ConsoleSettings), "--console-port")
+    except typer.Exit as error:  # the message is printed; no command of Typer runs here
+        sys.exit(error.exit_code)
 
 
 if __name__ == "__main__":

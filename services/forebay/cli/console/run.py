@@ -41,10 +41,10 @@ def run_console(recording: Recording, options: ConsoleOptions) -> None:
     serve_until_signal(settings)
 
 
-def serve_until_signal(settings: ConsoleSettings) -> None:
-    """Serve a console until SIGINT or SIGTERM. An error ends the process with a one-line message."""
+def serve_until_signal(settings: ConsoleSettings, port_option: str = "--port") -> None:
+    """Serve a console until SIGINT or SIGTERM. Raises typer.Exit after an error, which is printed as one line."""
     with explained():
-        listener = listening_socket(settings)
+        listener = listening_socket(settings, port_option)
     console = Console(settings, WHAT_IF)
 
     def on_started() -> None:

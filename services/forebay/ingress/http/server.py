@@ -114,8 +114,8 @@ class Server(uvicorn.Server):
         yield
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket for `host` and `port`.
+def listen(host: str, port: int, option: str = "--port") -> socket.socket:
+    """Return a listening socket for `host` and `port`. An error names the `option` that sets the port.
 
     The socket listens at once, so that a second process on the same port fails before it prints that it serves. Clients
     that connect before the server accepts connections wait in the backlog.
@@ -132,7 +132,7 @@ def listen(host: str, port: int) -> socket.socket:
         listener.listen(BACKLOG)  # with SO_REUSEADDR, bind alone succeeds for any number of processes
     except OSError as error:
         listener.close()
-        raise PortTaken(f"cannot listen on {host}:{port} ({error.strerror}); choose another --port") from error
+        raise PortTaken(f"cannot listen on {host}:{port} ({error.strerror}); choose another {option}") from error
     return listener
 
 
