@@ -152,3 +152,16 @@ def test_unusable_files_are_rejected(authority: trustme.CA, tmp_path: Path) -> N
             TlsFiles(*pair)
         assert text in str(caught.value)
         assert f"--ssl-certfile {pair[0]}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("localhost", "http://localhost:8000"),
+        ("10.0.0.5", "http://10.0.0.5:8000"),
+        ("0.0.0.0", "http://127.0.0.1:8000"),
+        ("::", "http://[::1]:8000"),
+    ],
+)
+def test_url_for_processes_of_this_machine(host: str, url: str) -> None:
+    assert Endpoint(host, 8000).own_url == url

@@ -192,7 +192,7 @@ class ConsoleBesideOptions:
             raise Unusable("--console requires --log FILE, because the console is another process")
         from forebay.cli.console.run import beside  # noqa: PLC0415 - --help does not wait for an HTTP server
 
-        url = f"{endpoint.scheme}://127.0.0.1:{endpoint.port}" if ingress.admin_token else ""
+        url = endpoint.own_url if ingress.admin_token else ""
         return beside(log, model, self.console_port, url, tuple(policies))
 
 

@@ -75,6 +75,12 @@ class Endpoint:
         """Scheme of URLs of this endpoint."""
         return "http" if self.tls is None else "https"
 
+    @property
+    def own_url(self) -> str:
+        """URL at which a process of this machine reaches the ingress."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)  # noqa: S104 - not bound here
+        return f"{self.scheme}://{f'[{host}]' if ':' in host else host}:{self.port}"
+
     def is_open(self, address: str, *, has_key: bool) -> bool:
         """Return whether other machines may send requests without an API key.
 
