@@ -146,6 +146,14 @@ async def test_errors_name_the_value_and_the_remedy(client: httpx.AsyncClient) -
     assert (await error(client, "/v1/console/records", topic="decisions", offset=999_999))[0] == 404
     assert (await error(client, "/v1/requests/nobody/explain"))[0] == 404
     assert (await error(client, "/v1/console/what-if/nothing"))[0] == 404
+    rows = (await body(client, "/v1/console/requests", limit=2))["requests"]
+    path = f"/v1/requests/{rows[0]['request_id']}/explain"
+    for number in (rows[1]["number"], 999_999):
+        status, message = await error(client, path, number=number)
+        assert (status, f"was not submitted at offset {number}" in message) == (404, True)
+    changes = {"request_id": rows[0]["request_id"]}
+    for routing, expected in ((999_999, 404), (-1, 400), (10**30, 400)):
+        assert (await error(client, "/v1/console/counterfactuals", **changes, routing=routing))[0] == expected
 
 
 async def test_custom_policies_need_an_option(client: httpx.AsyncClient) -> None:

@@ -138,3 +138,4 @@ def test_error_for_an_unknown_name_suggests_similar_names_or_lists_all(
     name: str, known: Sequence[str], expected: str
 ) -> None:
     assert unknown_name("thing", name, known) == expected
+    assert unknown_name("policy", name, known) == expected.replace("things", "policies").replace("thing", "policy")

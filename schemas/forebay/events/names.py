@@ -71,14 +71,15 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
             similarity = {one: _similarity(lower, one.lower()) for one in names}
             close = sorted((one for one in names if similarity[one] >= CLOSE), key=similarity.__getitem__, reverse=True)
     shown = repr(name) if len(name) <= NAME_CHARS_MAX else f"{name[:SHOWN_CHARS_MAX]!r}..."
+    kinds = f"{kind[:-1]}ies" if kind.endswith("cy") else f"{kind}s"
     if close:
         hint = f"did you mean {' or '.join(close[:NEAR_MAX])}?"
     elif not names:
-        hint = f"there are no {kind}s"
+        hint = f"there are no {kinds}"
     elif len(names) > LISTED_MAX:
-        hint = f"none of the {len(names)} {kind}s is similar"
+        hint = f"none of the {len(names)} {kinds} is similar"
     else:
-        hint = f"{kind}s are: {', '.join(names)}"
+        hint = f"{kinds} are: {', '.join(names)}"
     return f"unknown {kind} {shown}; {hint}"
 
 

@@ -28,6 +28,7 @@ from forebay.console.paths import catalog_path
 from forebay.console.settings import ConsoleSettings
 from forebay.core.routing.policies import CustomPolicies
 from forebay.events.names import unknown_name
+from forebay.events.request_ids import aliases_of
 from forebay.events.topics import DECISIONS, INPUTS
 from forebay.ingress.child_process import ChildConnection
 from forebay.ingress.explain_worker import opened_log
@@ -118,6 +119,8 @@ class Reader:
 
     async def _explain(self, message: ReadExplanation) -> Explanation:
         row = None if message.number is None else requests.request(self._store.connection, message.number)
+        if message.number is not None and (row is None or message.request_id not in aliases_of(row.request_id)):
+            raise NoSuchRecord(f"the request {message.request_id!r} was not submitted at offset {message.number}")
         return await catalog_explanation(
             self._log,
             self._settings.partition,
@@ -130,6 +133,9 @@ class Reader:
     async def _counterfactuals(self, message: ReadCounterfactuals) -> list[Counterfactuals]:
         start = None
         if message.routings:
+            end = await self._log.end(DECISIONS.name, self._settings.partition)
+            if max(message.routings) >= end:
+                raise NoSuchRecord(f"no journal record {max(message.routings)}: the journal ends at {end}")
             states = CatalogStates(self._store, self._log, self._settings.partition, self._custom)
             start = await states.before(min(message.routings))
         return await counterfactuals(

@@ -4,6 +4,7 @@ from typing import Annotated
 
 from fastapi import FastAPI, Query
 from fastapi.responses import Response
+from pydantic import Field
 
 from forebay.console.console import Console
 from forebay.console.messages import (
@@ -24,6 +25,7 @@ AtUs = Annotated[
 ]
 TimeUs = Annotated[int, Query(ge=0, le=TIME_US_MAX)]
 Offset = Annotated[int, Query(ge=0, le=TIME_US_MAX)]
+JournalOffset = Annotated[int, Field(ge=0, le=TIME_US_MAX)]  # an item of a list, whose `Query` is that of the list
 CACHE_NODES_MAX = 1_000
 ROUTINGS_MAX = 64  # stages and attempts of a request
 
@@ -65,7 +67,7 @@ def add_derived_routes(app: FastAPI, console: Console) -> None:
 
     @app.get("/v1/console/counterfactuals")
     async def counterfactuals(
-        request_id: str, routing: Annotated[list[int] | None, Query(max_length=ROUTINGS_MAX)] = None
+        request_id: str, routing: Annotated[list[JournalOffset] | None, Query(max_length=ROUTINGS_MAX)] = None
     ) -> Response:
         """Return changes that would have changed the selection of a worker, for each given routing of a request."""
         message = ReadCounterfactuals(request_id, tuple(routing or ()))
