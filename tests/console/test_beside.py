@@ -27,4 +27,5 @@ def test_a_console_without_its_port_does_not_end_the_system(tmp_path: Path) -> N
             up.process.send_signal(signal.SIGTERM)
             rest = up.process.communicate(timeout=60)[0]
         assert "Traceback" not in output + rest
+        assert "Fatal Python error" not in output + rest
         assert up.process.returncode == 0

@@ -113,13 +113,15 @@ class ChildConnection:
         # Output that a user's policy prints must not corrupt the frames.
         self._output: BinaryIO = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-        self.setup = sys.stdin.buffer.readline()
+        # Not sys.stdin, which the interpreter closes when it ends: it aborts if a thread is reading from it.
+        self._input: BinaryIO = os.fdopen(os.dup(sys.stdin.fileno()), "rb")
+        self.setup = self._input.readline()
 
     def end_with_parent(self, on_line: Callable[[bytes], object] = lambda _: None) -> None:
         """Start a thread that passes each further message to `on_line`, and ends this process after the last one."""
 
         def listen() -> None:
-            for line in sys.stdin.buffer:
+            for line in self._input:
                 on_line(line)
             os._exit(0)
 
