@@ -133,10 +133,11 @@ function figureTable(figures) {
  * @param {Figure} figure
  * @returns {[string, string|null]}
  */
-function changeOf({ history, alternative, better }) {
+function changeOf({ history, alternative, format, better }) {
   if (history === alternative || history === null || alternative === null) return ["", null];
   const sign = Math.sign(alternative - history);
-  const size = history ? percent(Math.abs((alternative - history) / history)) : EXACT.format(Math.abs(alternative - history));
+  const change = Math.abs(alternative - history);
+  const size = format === percent ? `${number(100 * change)} points` : history ? percent(change / history) : EXACT.format(change);
   const text = `${sign > 0 ? "▲" : "▼"} ${size} ${sign > 0 ? "more" : "less"}`;
   if (!better) return [text, null];
   return sign === better ? [`${text}, better`, "good"] : [`${text}, worse`, "bad"];
