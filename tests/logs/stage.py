@@ -89,6 +89,7 @@ class StageWorker:
         self.refuses = 0  # number of prompts that are refused
         self.obeys = True  # whether commands are executed
         self.loras = spec.loras
+        self.step_us = 0  # duration of the last step, of the slowest rank
         self._stage = stage
         self._slot = slot
         self._read = 0
@@ -110,6 +111,7 @@ class StageWorker:
     def step(self) -> bool:
         """Run one iteration of each engine. Return whether any engine had work."""
         encoded = self._encode()
+        self.step_us = 0
         stepped = [self._step(rank, engine) for rank, engine in self._engines.items()]
         return encoded or any(stepped)
 
@@ -184,6 +186,7 @@ class StageWorker:
         step = engine.step()
         if step is None:
             return False
+        self.step_us = max(self.step_us, step.duration_us)
         for done in step.computed:
             self._keep(done.request_id, done.cached_tokens)
         for change in step.cache_changes:
@@ -300,6 +303,7 @@ class Stage:
     """Simulated group. `owner` is the current owner."""
 
     owner: Owner
+    owner_id = "owner"  # of the next owner
 
     def __init__(self, attempts_max: int = 3, role: Role = "aggregated", **router: Any) -> None:
         self.log = SqliteLog.open(None)
@@ -321,7 +325,7 @@ class Stage:
         settings = GroupSettings(
             group=MODEL,
             partition=0,
-            owner_id="owner",
+            owner_id=self.owner_id,
             pools=(self._pool,),
             policies=load_policies([self._pool.router.mode]),
             snapshot_every=NEVER,
@@ -346,12 +350,11 @@ class Stage:
         await self.settle()
         return self.workers[name]
 
-    async def fact(self, kind: type[WorkerFact], name: str) -> None:
+    async def fact(self, kind: type[WorkerFact], name: str, reason: str = "seen") -> None:
         """Append a fact about a worker. Lost workers stop."""
         worker = self.workers[name]
-        self.put(
-            FLEET, kind(owner_epoch=self.owner.journal.epoch, worker_id=name, worker_epoch=worker.epoch, reason="seen")
-        )
+        epoch = self.owner.journal.epoch
+        self.put(FLEET, kind(owner_epoch=epoch, worker_id=name, worker_epoch=worker.epoch, reason=reason))
         if kind.__name__ == "WorkerLost":
             del self.workers[name]
         await self.settle()
