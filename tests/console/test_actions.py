@@ -126,7 +126,7 @@ async def test_actions_change_a_running_system_and_leave_the_operators_name(syst
         ("drain-worker", {"worker_ids": ["nobody"]}, 404, "unknown_worker"),
         ("drain-worker", {}, 400, "invalid_value"),
         ("drain-worker", {"worker_ids": ["mock-1"], "timeout_s": "long"}, 400, "invalid_value"),
-        ("policy", {"pool": "default", "mode": "mine.Policy"}, 400, "unknown_policy"),
+        ("policy", {"pool": "default", "mode": "mine.Policy"}, 404, "unknown_policy"),
         ("policy", {"pool": "default"}, 400, "invalid_value"),
         ("policy", {"pool": "default", "mode": "kv", "model": "gpt"}, 404, "model_not_found"),
         ("busy-threshold", {"active_decode_blocks_threshold": 2}, 400, "invalid_value"),

@@ -140,7 +140,7 @@ async def test_rules_of_another_ingress_and_another_model_are_told_apart(scene: 
         (
             "policy",
             {"pool": "short", "mode": "round"},
-            400,
+            404,
             "mode",
             "unknown_policy",
             "unknown policy 'round'; did you mean round-robin?",
@@ -148,7 +148,7 @@ async def test_rules_of_another_ingress_and_another_model_are_told_apart(scene: 
         (
             "policy",
             {"pool": "short", "mode": "their.Policy"},
-            400,
+            404,
             "mode",
             "unknown_policy",
             "the policy 'their.Policy' is not allowed on the router; its operator can start it with --allow-policy and"

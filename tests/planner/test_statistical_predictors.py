@@ -66,7 +66,10 @@ def test_arima_predicts_a_slow_wave_better_than_its_last_value() -> None:
 
 
 def test_arima_expects_an_alternating_series_to_alternate() -> None:
-    assert arima([10.0, 20.0] * 10) == pytest.approx(10, abs=1)
+    # With noise, because a perfect alternation has no best model, and the found one depends on the processor.
+    rng = np.random.default_rng(1)
+    series = [value + rng.normal(0, 0.1) for value in [10.0, 20.0] * 10]
+    assert arima(series) == pytest.approx(10, abs=1)
 
 
 def test_kalman_equals_the_equations_of_the_filter() -> None:

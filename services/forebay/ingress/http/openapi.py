@@ -44,7 +44,7 @@ MEANINGS = {
     400: "The request is invalid.",
     401: "The API key is missing or wrong, or the admin token is missing.",
     403: "The request comes from a web page of another origin, has an unknown `Host`, or the wrong admin token.",
-    404: "The model, worker, pool, request or path is unknown.",
+    404: "The model, worker, pool, policy, request or path is unknown.",
     405: "The path does not support this method; `Allow` lists the supported methods.",
     408: "The request did not arrive in time.",
     409: "The id of the command is in use, an engine refused the command, or the model is not disaggregated.",

@@ -201,7 +201,7 @@ class PoolConfigurator:
         """Append a rule for the choice of pools, or the policy of a pool, to the log.
 
         Raises:
-            ApiError: 404 if the rule names an unknown pool, 400 if the owner cannot run the policy, 503 if no router
+            ApiError: 404 if the rule names an unknown pool, or a policy that the owner cannot run, 503 if no router
                 serves the model or the log fails.
         """
         partition = self._require_partition(event.model)
@@ -211,7 +211,7 @@ class PoolConfigurator:
             await self._append(partition, event)
 
     def _require_policy(self, mode: str) -> None:
-        """Raise ApiError (400) if the owner cannot run a policy."""
+        """Raise ApiError (404) if the owner cannot run a policy."""
         allowed = sorted(self.allowed_policies())
         if mode in BUILT_IN or mode in allowed:
             return
@@ -221,10 +221,10 @@ class PoolConfigurator:
                 f"the policy {mode!r} is not allowed on the router; its operator can start it with --allow-policy"
                 " and the path of the class"
             )
-        raise ApiError(400, "unknown_policy", text, "mode")
+        raise ApiError(404, "unknown_policy", text, "mode")
 
     def _require_known(self, event: PoolEvent | PolicySet) -> None:
-        """Raise ApiError if a rule names a pool that the model does not have (404), or an unknown policy (400).
+        """Raise ApiError (404) if a rule names an unknown pool or policy of the model.
 
         The end of a canary or drain is valid without its pool.
         """
