@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 URL = "http://127.0.0.1:8000"
 UrlOption = Annotated[str, typer.Option(metavar="URL", help="URL of an ingress of the running system.")]
 STATUS_S = 5.0  # an ingress on Kafka derives the status from the log; only a suggestion in an error waits for it
-INVALID = frozenset({"unknown_worker", "unknown_pool"})  # error codes for names on the command line
+INVALID = frozenset({"unknown_worker", "unknown_policy", "unknown_pool"})  # error codes for names on the command line
 PATIENCE_S = 10.0  # longer than every timeout of the ingress itself
 
 
