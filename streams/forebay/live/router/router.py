@@ -69,6 +69,7 @@ class Router:
 
     Attributes:
         owners: The running owners by control partition.
+        standbys: The standbys that follow a journal, by control partition.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class Router:
         self._changed = {partition: asyncio.Event() for partition in range(settings.partitions)}
         self._stopped = asyncio.Event()
         self.owners: dict[int, Owner] = {}
+        self.standbys: dict[int, Standby] = {}
         directory.on_change = self._notify
 
     def assign(self, partitions: set[int]) -> None:
@@ -175,6 +177,7 @@ class Router:
         """Run the standby until the assignment changes or the standby fails. Raises LogError if the log fails."""
         following = asyncio.create_task(standby.run(), name="standby")
         waiting = asyncio.create_task(changed.wait())
+        self.standbys[partition] = standby
         writer = HeartbeatWriter(self._log, partition, group, self._settings.router_id)
         beating = asyncio.create_task(writer.beat_as_standby(standby, self._is_member), name="standby heartbeats")
         try:
@@ -182,6 +185,7 @@ class Router:
             if following.done():
                 following.result()
         finally:
+            del self.standbys[partition]
             writer.close()
             for task in (following, waiting, beating):
                 task.cancel()

@@ -1,0 +1,147 @@
+"""Clients of the simulated ingresses."""
+
+import asyncio
+
+from forebay.core.block_hashes import sequence_hashes
+from forebay.events.base import U32_BYTES
+from forebay.events.codec import encode
+from forebay.events.requests import RequestSubmitted, RoutingHints, Sampling
+from forebay.events.topics import REQUESTS
+from forebay.ingress.errors import ApiError
+from forebay.ingress.ingress import GRACE_S, Ingress
+from forebay.ingress.prepare import PreparedRequest
+from forebay.transport.base import Draft
+from tests.faults.cluster import Cluster
+from tests.faults.coordinator import PARTITION
+from tests.faults.invariants import Outcome, prompt_tokens
+from tests.faults.plan import PlannedRequest
+from tests.faults.process import Process
+from tests.faults.services import BLOCK, GROUP
+
+PATIENCE_S = 8.0  # a client tries again for this long while its ingress is not ready
+RETRY_S = 0.2
+FOREIGN_SLOTS = 100  # first reply slot that no ingress reads
+
+
+class Client:
+    """One client, which sends one request and reads the response.
+
+    Args:
+        cluster: the cluster.
+        planned: the request.
+        number: number of the request in the plan.
+
+    Attributes:
+        outcome: what the client received so far.
+    """
+
+    def __init__(self, cluster: Cluster, planned: PlannedRequest, number: int) -> None:
+        prompt = prompt_tokens(planned.family, planned.shared_tokens, planned.name, planned.own_tokens)
+        temperature = 0.0 if planned.seed is None else 1.0
+        sampling = Sampling(max_tokens=planned.max_tokens, temperature=temperature, seed=planned.seed)
+        self.outcome = Outcome(planned.name, planned.repeats or planned.name, prompt, sampling)
+        self._cluster = cluster
+        self._planned = planned
+        self._number = number
+        self._process: Process | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the client waits for nothing more. It gives up if the process of its ingress has ended."""
+        outcome, process = self.outcome, self._process
+        if outcome.state == "pending" and process is not None and not process.alive:
+            outcome.state = "broken"
+        return outcome.state not in ("waiting", "pending")
+
+    async def run(self) -> None:
+        """Send the request once the ingress is ready, trying again for `PATIENCE_S`."""
+        if self._planned.repeats:
+            self._append_repeated()
+            return
+        loop = asyncio.get_running_loop()
+        gives_up_s = loop.time() + PATIENCE_S
+        while loop.time() < gives_up_s:
+            found = self._cluster.ingress(self._planned.ingress)
+            if found is not None:
+                process, service = found
+                if service.ingress is not None and process.evaluate(service.ingress.ready):
+                    self._process = process
+                    self.outcome.state = "pending"
+                    self.outcome.deadline_s = loop.time() + self._planned.timeout_ms / 1000
+                    process.spawn(self._request(service.ingress))
+                    return
+            await asyncio.sleep(RETRY_S)
+        self.outcome.state, self.outcome.detail = "rejected", "not_ready"
+
+    def prepared(self) -> PreparedRequest:
+        """Return the request as the ingress prepares it from a body."""
+        outcome = self.outcome
+        return PreparedRequest(
+            model=GROUP,
+            token_ids=outcome.prompt,
+            sequence_hashes=sequence_hashes(outcome.prompt, BLOCK),
+            prompt_tokens=len(outcome.prompt) // U32_BYTES,
+            lora_name="",
+            cache_namespace="",
+            media=(),
+            sampling=outcome.sampling,
+            routing=RoutingHints(),
+            timeout_us=self._planned.timeout_ms * 1_000,
+        )
+
+    def _append_repeated(self) -> None:
+        """Append a request whose id is in use, as another producer on the topic may do. Nobody reads its response."""
+        self._cluster.fired["repeated_id"] += 1
+        outcome = self.outcome
+        outcome.state = "foreign"
+        event: RequestSubmitted = self.prepared().submission(
+            outcome.request_id, reply_slot=FOREIGN_SLOTS + self._number, reply_from=0, nonce=1, at_us=0, ingress_id=""
+        )
+        draft = Draft(REQUESTS.name, PARTITION, encode(REQUESTS, event), outcome.request_id.encode())
+        self._cluster.broker.append(draft, 0)
+
+    async def _request(self, ingress: Ingress) -> None:
+        """Do what the HTTP routes do: admit, submit, read the response, and cancel it if the client disconnects."""
+        outcome = self.outcome
+        try:
+            ingress.require_owner()
+            ingress.admission.enter()
+        except ApiError as error:
+            outcome.state, outcome.detail = "rejected", error.code
+            return
+        try:
+            await self._respond(ingress)
+        except ApiError as error:
+            outcome.state, outcome.detail = "failed", error.code
+        finally:
+            ingress.admission.leave()
+
+    async def _respond(self, ingress: Ingress) -> None:
+        outcome, planned = self.outcome, self._planned
+        loop = asyncio.get_running_loop()
+        stream = await ingress.submit(outcome.request_id, self.prepared())
+        timers = [loop.call_later(planned.timeout_ms / 1000 + GRACE_S, stream.interrupt, "deadline")]
+        if planned.disconnect_ms is not None:
+            timers.append(loop.call_later(planned.disconnect_ms / 1000, stream.interrupt, "disconnected"))
+        try:
+            while outcome.state == "pending":
+                await stream.ready()
+                outcome.tokens += stream.tokens
+                stream.tokens.clear()
+                if stream.gap:
+                    outcome.state, outcome.detail = "failed", "tokens_missing"
+                elif stream.ended is not None:
+                    error = stream.ended.error
+                    outcome.state = "finished" if error is None else "failed"
+                    outcome.detail = stream.ended.finish_reason if error is None else error.code
+                elif stream.interrupt_reason == "disconnected":
+                    self._cluster.fired["disconnect"] += 1
+                    outcome.state = "disconnected"
+                elif stream.interrupt_reason is not None:
+                    outcome.state, outcome.detail = "failed", stream.interrupt_reason
+        finally:
+            for timer in timers:
+                timer.cancel()
+            ingress.replies.close(outcome.request_id)
+            if stream.ended is None:
+                ingress.cancel(outcome.request_id, stream.interrupt_reason or "disconnected")

@@ -1,0 +1,348 @@
+"""A simulated cluster: starts, breaks, restarts and heals the processes of a plan."""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from forebay.events.control import RouterConfig
+from forebay.events.topics import CONTROL, DECISIONS, FLEET, KV_EVENTS, PROGRESS, REQUESTS, TOKENS
+from forebay.ingress.model import DEFAULT_MODEL, Model
+from forebay.transport.base import Draft, Log, LogError, Record
+from tests.faults.broker import Broker, Faults
+from tests.faults.coordinator import Coordinator
+from tests.faults.invariants import LogChecks, Violation
+from tests.faults.leases import LeaseStore, VirtualLeases
+from tests.faults.loop import VirtualLoop
+from tests.faults.plan import Fault, Plan
+from tests.faults.process import Process
+from tests.faults.services import (
+    GROUP,
+    Connections,
+    IngressService,
+    RouterService,
+    Sizes,
+    WorkerService,
+    until_failed,
+)
+
+logger = logging.getLogger(__name__)
+
+Service = RouterService | WorkerService | IngressService
+RESTART_S = 0.3  # until a supervisor starts a process again that ended by itself
+TIMEOUT_S = 20.0  # of an ingress, at least the longest deadline of a request
+STOP_S_MAX = 40.0  # a router that waits before it tries again waits for up to 30 s
+FOREIGN_TOPICS = (REQUESTS, PROGRESS, KV_EVENTS, FLEET, CONTROL, TOKENS, DECISIONS)
+POINT_KINDS = frozenset(
+    (
+        "append_rejected",
+        "append_without_ack",
+        "ack_late",
+        "log_full",
+        "read_failed",
+        "lease_error",
+        "lease_response_lost",
+        "spurious_wake",
+    )
+)
+MODEL = Model(DEFAULT_MODEL)
+
+
+@dataclass(slots=True)
+class Member:
+    """One service of the plan and its current process.
+
+    Attributes:
+        name: name of the service.
+        faults: its network, and the errors that it will meet; they outlive its processes.
+        lease_cut: whether it cannot reach the lease store.
+        process: the current process.
+        service: the service that runs in the process.
+        incarnation: number of starts.
+        down: number of faults that keep it from being started again.
+    """
+
+    name: str
+    faults: Faults
+    lease_cut: bool = False
+    process: Process | None = None
+    service: Service | None = None
+    incarnation: int = 0
+    down: int = 0
+
+
+class Cluster:
+    """All simulated processes of one plan, with their broker and their lease store.
+
+    Args:
+        loop: the loop of the simulation.
+        plan: the plan.
+
+    Attributes:
+        fired: number of faults that happened, by kind.
+        checks: checks of the log.
+        violation: first violation that a check found while a process ran.
+        plan: the plan.
+        broker: the broker.
+    """
+
+    def __init__(self, loop: VirtualLoop, plan: Plan) -> None:
+        self.fired: Counter[str] = Counter()
+        self.checks = LogChecks()
+        self.violation: BaseException | None = None
+        self.broker = Broker(loop, str(plan.seed))
+        self.broker.on_append = self._check
+        self._loop = loop
+        self.plan = plan
+        self._store = LeaseStore(loop)
+        self.members = {name: Member(name, Faults(self._count)) for name in plan.services}
+        self._coordinator = Coordinator(loop, str(plan.seed), self._is_cut)
+        self._is_healed = False
+
+    def start(self) -> None:
+        """Start every service."""
+        for member in self.members.values():
+            self._start(member)
+
+    def ingress(self, name: str) -> tuple[Process, IngressService] | None:
+        """Return an ingress that runs and accepts requests, or None."""
+        member = self.members[name]
+        process, service = member.process, member.service
+        assert isinstance(service, IngressService | None)
+        if process is None or not process.alive or service is None or service.ingress is None:
+            return None
+        return process, service
+
+    def routers(self) -> list[RouterService]:
+        """Return the routers that run."""
+        return [one.service for one in self._running() if isinstance(one.service, RouterService)]
+
+    def workers(self) -> dict[str, WorkerService]:
+        """Return the workers that run, by name."""
+        return {one.name: one.service for one in self._running() if isinstance(one.service, WorkerService)}
+
+    def ingresses(self) -> list[IngressService]:
+        """Return the ingresses that run."""
+        return [one.service for one in self._running() if isinstance(one.service, IngressService)]
+
+    def lease_holders(self, kind: str) -> set[str]:
+        """Return the names of all holders in the lease store, of kind `worker` or `ingress`."""
+        return set(self._store.entries(kind, GROUP))
+
+    def inject(self, fault: Fault) -> None:
+        """Begin a fault of the plan, and end it after its duration."""
+        if fault.target:
+            self._inject(self.members[fault.target], fault)
+        else:
+            self._inject_into_system(fault)
+
+    def heal(self) -> None:
+        """End all faults and start all services that do not run."""
+        self._is_healed = True
+        self.broker.down = self.broker.full = self._store.down = False
+        self._coordinator.wrong = None
+        for member in self.members.values():
+            member.lease_cut = False
+            member.down = 0
+            faults = member.faults
+            faults.pending.clear()
+            faults.cut = faults.truncates = False
+            faults.slowness, faults.lag_s = 1.0, 0.0
+            if member.process is not None and member.process.alive:
+                member.process.resume()
+                member.process.slow_down(1)
+                member.process.runtime.set_rate(1.0)
+            else:
+                self._start(member)
+        self._coordinator.rebalance()
+
+    async def stop_routers(self) -> None:
+        """Stop all routers in order, so that the owner seals its journal."""
+        for member in self.members.values():
+            if isinstance(member.service, RouterService):
+                member.down += 1  # nobody starts it again
+                await member.service.stop()
+        ends_s = self._loop.time() + STOP_S_MAX
+        while stopping := [one.name for one in self._running() if isinstance(one.service, RouterService)]:
+            if self._loop.time() > ends_s:
+                raise Violation(f"{stopping} did not stop within {STOP_S_MAX:g} s")
+            await asyncio.sleep(0.1)
+
+    def _running(self) -> list[Member]:
+        return [one for one in self.members.values() if one.process is not None and one.process.alive]
+
+    def _is_cut(self, process: Process) -> bool:
+        return self.broker.down or self.members[process.name].faults.cut
+
+    def _count(self, kind: str) -> None:
+        self.fired[kind] += 1
+
+    def _check(self, record: Record) -> None:
+        if self.violation is None:
+            try:
+                self.checks.on_append(record)
+            except Violation as violation:
+                self.violation = violation
+
+    def _start(self, member: Member) -> None:
+        member.incarnation += 1
+        process = Process(self._loop, member.name, member.incarnation, str(self.plan.seed))
+        member.process, member.service = process, self._service(member.name)
+        process.on_end = lambda ended: self._on_end(member, ended)
+        process.start(lambda running: self._run(member, running))
+
+    def _service(self, name: str) -> Service:
+        plan = self.plan
+        sizes = Sizes(
+            kv_blocks=plan.kv_blocks,
+            max_num_seqs=plan.max_num_seqs,
+            speedup=plan.speedup,
+            snapshot_every=plan.snapshot_every,
+            router=RouterConfig(),
+        )
+        if name.startswith("r"):
+            return RouterService(sizes, self._coordinator)
+        if name.startswith("w"):
+            return WorkerService(sizes)
+        return IngressService(MODEL, int(name[1:]), TIMEOUT_S)
+
+    async def _run(self, member: Member, process: Process) -> None:
+        assert member.service is not None
+        log_failed: asyncio.Future[LogError] = self._loop.create_future()
+
+        def on_failure(error: LogError) -> None:
+            if not log_failed.done():
+                log_failed.set_result(error)
+
+        log: Log = self.broker.connect(process, member.faults, on_failure)
+        leases = [VirtualLeases(self._store, member.faults, lambda: member.lease_cut, kind) for kind in KINDS_OF_LEASES]
+        connections = Connections(log, leases[0], leases[1], log_failed)
+        work = asyncio.create_task(member.service.run(process, connections))
+        await until_failed(work, log_failed)
+
+    def _on_end(self, member: Member, process: Process) -> None:
+        """Start a service again that ended. An error other than an expected one is a violation."""
+        if member.process is not process:
+            return
+        unexpected = _unexpected(process.error)
+        if unexpected is not None and self.violation is None:
+            self.violation = unexpected
+        if not member.down:
+            self._loop.call_main_later(RESTART_S, self._restart, member, process)
+
+    def _restart(self, member: Member, process: Process) -> None:
+        if member.process is process and not process.alive and not member.down:
+            self._start(member)
+
+    def _inject(self, member: Member, fault: Fault) -> None:
+        process, faults = member.process, member.faults
+        kind, end_s = fault.kind, fault.duration_ms / 1000
+        if kind in POINT_KINDS:
+            faults.pending[kind] = faults.pending.get(kind, 0) + fault.amount
+            return
+        if process is None or not process.alive:
+            return
+        self._count(kind)
+        match kind:
+            case "kill":
+                process.kill()
+                self._keep_down(member, end_s)
+            case "stop":
+                assert member.service is not None
+                process.spawn(member.service.stop())
+                self._keep_down(member, end_s)
+            case "pause":
+                process.pause()
+                self._later(end_s, process.resume)
+            case "slow_process":
+                process.slow_down(fault.amount)
+                self._later(end_s, lambda: process.slow_down(1))
+            case "network_split":
+                faults.cut = True
+                self._later(end_s, lambda: setattr(faults, "cut", False))
+            case "lease_split":
+                member.lease_cut = True
+                self._later(end_s, lambda: setattr(member, "lease_cut", False))
+            case "slow_network":
+                faults.slowness = float(fault.amount)
+                self._later(end_s, lambda: setattr(faults, "slowness", 1.0))
+            case "slow_reader":
+                faults.lag_s = fault.amount / 1000
+                self._later(end_s, lambda: setattr(faults, "lag_s", 0.0))
+            case "truncated_fetch":
+                faults.truncates = True
+                self._later(end_s, lambda: setattr(faults, "truncates", False))
+            case "lease_expiry":
+                self._store.expire("worker", GROUP, member.name)
+            case "clock_jump":
+                process.runtime.skew_ns += fault.amount * 1_000_000
+            case "clock_drift":
+                process.runtime.set_rate(1.0 + fault.amount / 1000)
+            case _:
+                raise AssertionError(f"unknown kind of fault: {kind}")
+
+    def _inject_into_system(self, fault: Fault) -> None:
+        kind, end_s, store, broker = fault.kind, fault.duration_ms / 1000, self._store, self.broker
+        self._count(kind)
+        match kind:
+            case "broker_down":
+                broker.down = True
+                self._later(end_s, lambda: setattr(broker, "down", False))
+            case "disk_full":
+                broker.full = True
+                self._later(end_s, lambda: setattr(broker, "full", False))
+            case "lease_store_down":
+                store.down = True
+                self._later(end_s, lambda: setattr(store, "down", False))
+            case "lease_flush":
+                store.flush()
+            case "lease_clock_jump":
+                store.skew_ms += fault.amount
+            case "rebalance":
+                self._coordinator.move()
+            case "split_brain":
+                self._assign_wrongly(end_s, lambda labels: labels)
+            case "no_owner":
+                self._assign_wrongly(end_s, lambda _: [])
+            case "foreign_record":
+                topic = FOREIGN_TOPICS[fault.at_ms % len(FOREIGN_TOPICS)]
+                broker.append(Draft(topic.name, 0, b"\xc1 not an event"), 0)
+            case _:
+                raise AssertionError(f"unknown kind of fault: {kind}")
+
+    def _assign_wrongly(self, end_s: float, wrong: Callable[[list[str]], list[str]]) -> None:
+        self._coordinator.wrong = wrong
+        self._coordinator.rebalance()
+
+        def right() -> None:
+            self._coordinator.wrong = None
+            self._coordinator.rebalance()
+
+        self._later(end_s, right)
+
+    def _keep_down(self, member: Member, seconds: float) -> None:
+        """Keep a service down, and start it again after some seconds."""
+        member.down += 1
+
+        def up() -> None:
+            if member.down and not self._is_healed:
+                member.down -= 1
+                process = member.process
+                if not member.down and process is not None and not process.alive:
+                    self._start(member)
+
+        self._loop.call_main_later(seconds, up)
+
+    def _later(self, seconds: float, end: Callable[[], None]) -> None:
+        self._loop.call_main_later(seconds, end)
+
+
+KINDS_OF_LEASES = ("worker", "ingress")
+
+
+def _unexpected(error: BaseException | None) -> BaseException | None:
+    """Return an error of a process that no injected fault explains, or None."""
+    while isinstance(error, BaseExceptionGroup):
+        error = next((found for found in map(_unexpected, error.exceptions) if found is not None), None)
+    return None if error is None or isinstance(error, LogError) else error

@@ -1,0 +1,236 @@
+"""Plan of one simulation: its requests and its faults, drawn from a seed.
+
+Theory of operation. Each seed draws which kinds of faults are enabled and how many of each there are (swarm testing).
+So some simulations concentrate on a few kinds. A plan is data: the shrinker removes faults and requests from it and
+runs the rest again with the same seed.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+from typing import Literal, get_args
+
+import msgspec
+
+ProcessKind = Literal[
+    "kill",
+    "stop",
+    "pause",
+    "slow_process",
+    "network_split",
+    "lease_split",
+    "slow_network",
+    "slow_reader",
+    "truncated_fetch",
+    "append_rejected",
+    "append_without_ack",
+    "ack_late",
+    "log_full",
+    "read_failed",
+    "lease_error",
+    "lease_response_lost",
+    "spurious_wake",
+    "clock_jump",
+    "clock_drift",
+]
+SystemKind = Literal[
+    "broker_down",
+    "disk_full",
+    "lease_store_down",
+    "lease_flush",
+    "lease_expiry",
+    "lease_clock_jump",
+    "rebalance",
+    "split_brain",
+    "no_owner",
+    "foreign_record",
+]
+ClientKind = Literal["disconnect", "repeated_id"]
+Kind = ProcessKind | SystemKind | ClientKind
+
+PROCESS_KINDS: tuple[ProcessKind, ...] = get_args(ProcessKind)
+SYSTEM_KINDS: tuple[SystemKind, ...] = get_args(SystemKind)
+CLIENT_KINDS: tuple[ClientKind, ...] = get_args(ClientKind)
+KINDS: tuple[str, ...] = (*PROCESS_KINDS, *SYSTEM_KINDS, *CLIENT_KINDS)
+
+FIRST_MS = 1_500  # faults may hit the start of the system, but most seeds should have a system to break
+SPAN_MS = 10_000  # requests and faults begin within this time
+
+
+class Fault(msgspec.Struct, frozen=True):
+    """One fault.
+
+    Attributes:
+        at_ms: when it begins, in virtual milliseconds.
+        kind: what happens.
+        target: service that it hits; empty for the broker, the lease store and the group of routers.
+        duration_ms: how long it lasts, or how long a killed process stays down.
+        amount: strength: number of failing calls, factor of a slowdown, or size of a clock jump in milliseconds.
+    """
+
+    at_ms: int
+    kind: str
+    target: str = ""
+    duration_ms: int = 0
+    amount: int = 1
+
+
+class PlannedRequest(msgspec.Struct, frozen=True):
+    """One request of a client.
+
+    Attributes:
+        at_ms: when the client sends it, in virtual milliseconds.
+        name: id of the request.
+        ingress: ingress that gets it.
+        family: number of the prefix that its prompt shares with others.
+        shared_tokens: length of that prefix.
+        own_tokens: number of further prompt tokens.
+        max_tokens: number of output tokens.
+        timeout_ms: deadline of the request.
+        seed: seed of the sampling; None for temperature 0.
+        disconnect_ms: time after which the client disconnects; None if it waits.
+        repeats: name of an earlier request whose id it reuses; empty for an id of its own.
+    """
+
+    at_ms: int
+    name: str
+    ingress: str
+    family: int
+    shared_tokens: int
+    own_tokens: int
+    max_tokens: int
+    timeout_ms: int
+    seed: int | None = None
+    disconnect_ms: int | None = None
+    repeats: str = ""
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """All that determines a simulation.
+
+    Attributes:
+        seed: seed of the scheduler, the delays and the entropy of the services.
+        routers: number of routers.
+        workers: number of workers.
+        ingresses: number of ingresses.
+        kv_blocks: KV blocks per worker.
+        max_num_seqs: sequences that a worker runs at once.
+        speedup: speed of the engines.
+        snapshot_every: journal records between two snapshots.
+        queue_run_ahead: option `queue_run_ahead` of the router's queue.
+        requests: requests in the order of their times.
+        faults: faults in the order of their times.
+    """
+
+    seed: int
+    routers: int
+    workers: int
+    ingresses: int
+    kv_blocks: int
+    max_num_seqs: int
+    speedup: float
+    snapshot_every: int
+    requests: tuple[PlannedRequest, ...]
+    faults: tuple[Fault, ...]
+
+    def save(self, path: Path) -> None:
+        """Write the plan to a JSON file."""
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(self)))
+
+    @property
+    def services(self) -> list[str]:
+        """Names of all services."""
+        return [
+            *(f"r{number}" for number in range(self.routers)),
+            *(f"w{number}" for number in range(self.workers)),
+            *(f"i{number}" for number in range(self.ingresses)),
+        ]
+
+
+def read_plan(path: Path) -> Plan:
+    """Return the plan in a JSON file."""
+    return msgspec.json.decode(path.read_bytes(), type=Plan)
+
+
+def draw_plan(seed: int, kinds: Sequence[str] = KINDS) -> Plan:
+    """Return the plan of a seed, with faults of these kinds only."""
+    random = Random(f"plan/{seed}")
+    workers = random.randint(2, 4)
+    plan = Plan(
+        seed=seed,
+        routers=random.choice((2, 2, 3)),
+        workers=workers,
+        ingresses=random.choice((1, 2)),
+        kv_blocks=random.choice((64, 128, 512)),
+        max_num_seqs=random.choice((4, 8)),
+        speedup=random.choice((2.0, 4.0, 8.0)),
+        snapshot_every=random.choice((10, 40, 1_000)),
+        requests=(),
+        faults=(),
+    )
+    faults = _draw_faults(random, plan, kinds)
+    return msgspec.structs.replace(plan, requests=_draw_requests(random, plan, kinds), faults=faults)
+
+
+def _draw_requests(random: Random, plan: Plan, kinds: Sequence[str]) -> tuple[PlannedRequest, ...]:
+    count = random.randint(12, 32)
+    bursts = random.random() < 0.3
+    times = sorted(random.randrange(SPAN_MS // 8 if bursts else SPAN_MS) for _ in range(count))
+    disconnects = random.choice((0.0, 0.1, 0.3)) if "disconnect" in kinds else 0.0
+    repeated = random.choice((0.0, 0.1, 0.3)) if "repeated_id" in kinds else 0.0
+    requests: list[PlannedRequest] = []
+    for number, at_ms in enumerate(times):
+        earlier = random.choice(requests) if requests else None
+        requests.append(
+            PlannedRequest(
+                at_ms=at_ms,
+                name=f"q{number}",
+                ingress=f"i{random.randrange(plan.ingresses)}",
+                family=random.randrange(3),
+                shared_tokens=random.choice((0, 16, 40)),
+                own_tokens=random.randint(1, 24),
+                max_tokens=random.choice((32, 32, 40, 64)),
+                timeout_ms=random.choice((4_000, 10_000, 20_000)),
+                seed=None if random.random() < 0.5 else random.randrange(1 << 30),
+                disconnect_ms=random.randrange(1_500) if random.random() < disconnects else None,
+                repeats=earlier.name if earlier is not None and random.random() < repeated else "",
+            )
+        )
+    return tuple(requests)
+
+
+def _draw_faults(random: Random, plan: Plan, kinds: Sequence[str]) -> tuple[Fault, ...]:
+    faults = []
+    calm = random.random() < 0.1  # some simulations have few faults, so that requests meet them alone
+    for kind in (*PROCESS_KINDS, *SYSTEM_KINDS):
+        enabled = kind in kinds and random.random() < (0.15 if calm else 0.55)
+        count = random.choice((1, 2, 2, 3, 4)) if enabled else 0
+        faults += [_draw_fault(random, plan, kind) for _ in range(count)]
+    return tuple(sorted(faults, key=lambda fault: fault.at_ms))
+
+
+def _draw_fault(random: Random, plan: Plan, kind: str) -> Fault:
+    target = ""
+    if kind in PROCESS_KINDS:
+        target = random.choice(plan.services)
+    elif kind == "lease_expiry":
+        target = f"w{random.randrange(plan.workers)}"
+    amount = 1
+    match kind:
+        case "slow_process" | "slow_network":
+            amount = random.choice((5, 50, 200))
+        case "slow_reader":
+            amount = random.choice((200, 1_000, 3_000))
+        case "lease_error" | "lease_response_lost":
+            amount = random.randint(1, 4)
+        case "clock_jump" | "lease_clock_jump":
+            amount = random.choice((-3_600_000, -2_000, -200, 200, 2_000, 60_000, 3_600_000))
+        case "clock_drift":
+            amount = random.choice((-200, -20, 20, 200))
+        case _:
+            pass
+    at_ms = random.randrange(0 if random.random() < 0.1 else FIRST_MS, SPAN_MS)
+    duration_ms = random.choice((100, 500, 1_500, 4_000))
+    if kind in ("disk_full", "no_owner"):
+        duration_ms = min(duration_ms, 1_500)
+    return Fault(at_ms, kind, target, duration_ms, amount)

@@ -1,0 +1,253 @@
+"""Main coroutines of the simulated processes: the real services, connected to the simulated log and leases."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+
+from prometheus_client import CollectorRegistry
+
+from forebay import runtime
+from forebay.cli.processes.ingress_process import Readiness
+from forebay.engine_model.model import EngineConfig
+from forebay.events.control import RouterConfig
+from forebay.events.fleet import WorkerSpec
+from forebay.events.topics import TOKENS
+from forebay.ingress.ingress import Ingress
+from forebay.ingress.metrics import IngressMetrics
+from forebay.ingress.model import Model
+from forebay.ingress.settings import IngressSettings
+from forebay.live.router.router import Router, RouterSettings
+from forebay.transport.base import LeaseError, Leases, Log, LogError
+from forebay.transport.directory import Directory
+from forebay.transport.heartbeats import RouterHeartbeats
+from forebay.workers.engines.mock.engine import MockEngine
+from forebay.workers.runtime.lease_keeper import LeaseKeeper
+from forebay.workers.runtime.worker import Worker
+from tests.faults.coordinator import Coordinator
+from tests.faults.process import Process
+
+GROUP = "model"
+BLOCK = 4
+VOCABULARY = tuple(range(100, 612))
+LEASE_TTL_S = 3.0
+ANNOUNCED_MS = 3_000
+DRAIN_S = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Connections:
+    """What a simulated process uses to reach the others.
+
+    Attributes:
+        log: the log.
+        leases: leases of workers.
+        ingress_leases: leases of ingresses.
+        log_failed: set once the log has failed; the process then ends.
+    """
+
+    log: Log
+    leases: Leases
+    ingress_leases: Leases
+    log_failed: "asyncio.Future[LogError]"
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Sizes that differ from seed to seed.
+
+    Attributes:
+        kv_blocks: KV blocks of each worker. Few blocks cause eviction and preemption.
+        max_num_seqs: sequences that a worker runs at once.
+        speedup: how many times as fast as the modelled engine the workers run.
+        snapshot_every: journal records between two snapshots.
+        router: routing settings.
+    """
+
+    kv_blocks: int
+    max_num_seqs: int
+    speedup: float
+    snapshot_every: int
+    router: RouterConfig
+
+
+class RouterService:
+    """A router process.
+
+    Attributes:
+        router: the router; None before the log was read.
+    """
+
+    def __init__(self, sizes: Sizes, coordinator: Coordinator) -> None:
+        self.router: Router | None = None
+        self._sizes = sizes
+        self._coordinator = coordinator
+        self._stopping = False
+
+    async def run(self, process: Process, to: Connections) -> None:
+        """Run the router until it is stopped or its log fails."""
+        directory = Directory(to.log)
+        await directory.start()
+        settings = RouterSettings(
+            router_id=process.name,
+            partitions=1,
+            slots_max=16,
+            config=self._sizes.router,
+            snapshot_every=self._sizes.snapshot_every,
+            snapshot_age_s=20.0,
+        )
+        self.router = Router(
+            to.log,
+            to.leases,
+            directory,
+            settings,
+            CollectorRegistry(),
+            is_member=lambda: self._coordinator.is_member(process),
+            ingress_leases=to.ingress_leases,
+        )
+        self._coordinator.join(process, self.router)
+        if self._stopping:
+            await self.router.stop()
+        try:
+            await self.router.run()
+        finally:
+            self._coordinator.leave(process)
+
+    async def stop(self) -> None:
+        """Stop in order, as after SIGTERM."""
+        self._stopping = True
+        if self.router is not None:
+            await self.router.stop()
+
+
+class WorkerService:
+    """A worker process with a mock engine.
+
+    Attributes:
+        worker: the worker; None before its group has a partition.
+        engine: its engine.
+    """
+
+    def __init__(self, sizes: Sizes) -> None:
+        self.worker: Worker | None = None
+        self._config = EngineConfig(
+            block_size=BLOCK,
+            kv_blocks_total=sizes.kv_blocks,
+            max_num_seqs=sizes.max_num_seqs,
+            max_num_batched_tokens=256,
+            vocabulary=VOCABULARY,
+        )
+        self.engine = MockEngine(self._config, speedup=sizes.speedup)
+        self._stopping = False
+
+    async def run(self, process: Process, to: Connections) -> None:
+        """Run the worker until it has drained or its log fails."""
+        config = self._config
+        spec = WorkerSpec(
+            worker_id=process.name,
+            model=GROUP,
+            block_size=config.block_size,
+            kv_blocks_total=config.kv_blocks_total,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+        )
+        partition = await _partition_of(to)
+        async with _keeper(to.leases) as keeper:
+            token = runtime.random_id()
+            self.worker = Worker(
+                to.log, keeper, spec, self.engine, token=token, group=GROUP, partition=partition, drain_s=DRAIN_S
+            )
+            if not self._stopping:
+                await self.worker.run()
+
+    async def stop(self) -> None:
+        """Drain and stop, as after SIGTERM."""
+        self._stopping = True
+        if self.worker is not None:
+            self.worker.drain(DRAIN_S)
+
+
+class IngressService:
+    """An ingress process without HTTP: clients call `Ingress.submit` directly.
+
+    Attributes:
+        ingress: the ingress; None before the log was read.
+    """
+
+    def __init__(self, model: Model, slot: int, timeout_s: float) -> None:
+        self.ingress: Ingress | None = None
+        self._model = model
+        self._slot = slot
+        self._timeout_s = timeout_s
+        self._stopped = asyncio.Event()
+
+    async def run(self, process: Process, to: Connections) -> None:
+        """Run the ingress until it is stopped or its log fails."""
+        settings = IngressSettings(
+            model_name=GROUP,
+            ingress_id=process.name,
+            block_size=BLOCK,
+            reply_slot=self._slot,
+            timeout_s=self._timeout_s,
+        )
+        settings = replace(settings, incarnation=runtime.random_id())
+        directory = Directory(to.log)
+        await directory.start()
+        heartbeats = RouterHeartbeats(to.log, GROUP)
+        ready = Readiness(heartbeats, directory)
+        reply_from = await to.log.end(TOKENS.name, self._slot)
+        metrics = IngressMetrics(CollectorRegistry(), GROUP)
+        ingress = Ingress(to.log, self._model, settings, metrics, ready, reply_from, ready.partition)
+        ingress.has_owner = lambda: heartbeats.has_owner
+        async with _keeper(to.ingress_leases) as keeper:
+            keeper.hold(GROUP, settings.ingress_id, settings.incarnation, b"", lambda _: self._stopped.set())
+            self.ingress = ingress
+            async with asyncio.TaskGroup() as tasks:
+                parts = [ingress.run(), ready.run(), directory.run()]
+                running = [tasks.create_task(part) for part in parts]
+                await self._stopped.wait()
+                ingress.replies.interrupt_all("the server is stopping")
+                await asyncio.sleep(0.1)
+                for task in running:
+                    task.cancel()
+
+    async def stop(self) -> None:
+        """Interrupt the requests in flight and stop, as after a second SIGTERM."""
+        self._stopped.set()
+
+
+async def until_failed(work: "asyncio.Task[None]", log_failed: "asyncio.Future[LogError]") -> None:
+    """Wait for a service to end. If its log fails, cancel the service, as `connected` of the commands does."""
+    try:
+        await asyncio.wait((work, log_failed), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        work.cancel()
+        await asyncio.wait((work,))
+    if not work.cancelled():
+        work.result()
+
+
+async def _partition_of(to: Connections) -> int:
+    """Announce the group until a router has assigned a partition to it, and return the partition."""
+    directory = Directory(to.log)
+    await directory.start()
+    try:
+        while (partition := directory.partition_of(GROUP)) is None:
+            with contextlib.suppress(LeaseError):
+                await runtime.offload(to.leases.announce, GROUP, ANNOUNCED_MS)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(ANNOUNCED_MS / 3000):
+                    await directory.placed(GROUP)
+    finally:
+        directory.close()
+    return partition
+
+
+@contextlib.asynccontextmanager
+async def _keeper(leases: Leases) -> AsyncIterator[LeaseKeeper]:
+    keeper = LeaseKeeper(leases, ttl_s=LEASE_TTL_S)
+    keeper.start()
+    try:
+        yield keeper
+    finally:
+        await keeper.stop()

@@ -1,0 +1,256 @@
+"""Run one plan: start the cluster, break it while clients use it, heal it, and check every invariant."""
+
+import asyncio
+import gc
+import logging
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from forebay.core.state.fleet import WorkerPhase
+from forebay.core.state.reply_slot import ResponseState, apply
+from forebay.core.world import World
+from forebay.events.codec import DecodeError, decode
+from forebay.events.topics import DECISIONS, TOKENS
+from forebay.live.router.standby import Standby
+from forebay.replay.verify.verify import verify
+from forebay.transport.base import LogError, Record
+from tests.faults.broker import Broker, Faults
+from tests.faults.clients import FOREIGN_SLOTS, Client
+from tests.faults.cluster import Cluster
+from tests.faults.coordinator import PARTITION
+from tests.faults.invariants import Violation, check_worker, check_world
+from tests.faults.loop import Livelocked, Stalled, VirtualLoop
+from tests.faults.plan import SPAN_MS, Plan
+from tests.faults.process import Process
+from tests.faults.services import GROUP
+
+FAULTS_END_S = SPAN_MS / 1000 + 2.0
+# Everything must have ended this long after the faults: the longest deadline, twice the recovery of a lost group, and
+# the retries of a router, which wait up to 30 s.
+QUIET_S_MAX = 90.0
+CHECK_S = 0.5
+
+
+@dataclass(slots=True)
+class Result:
+    """Result of one simulation.
+
+    Attributes:
+        plan: the plan.
+        violation: the first violation, as text; empty if there was none.
+        choices: choices of the scheduler.
+        callbacks: callbacks that ran.
+        virtual_s: simulated seconds.
+        fired: faults that happened, by kind.
+        outcomes: number of requests by outcome.
+        trace_hash: hash of all choices and records.
+        partitions: records of the log.
+    """
+
+    plan: Plan
+    violation: str = ""
+    choices: int = 0
+    callbacks: int = 0
+    virtual_s: float = 0.0
+    fired: Counter[str] = field(default_factory=Counter)
+    outcomes: Counter[str] = field(default_factory=Counter)
+    trace_hash: str = ""
+    partitions: dict[tuple[str, int], list[Record]] = field(default_factory=dict)
+
+
+def simulate(plan: Plan) -> Result:
+    """Run one plan, and return its result."""
+    result = Result(plan)
+    with _quiet():
+        loop = VirtualLoop(str(plan.seed))
+        loop.set_exception_handler(lambda _, __: None)
+        cluster = Cluster(loop, plan)
+        clients = [Client(cluster, planned, number) for number, planned in enumerate(plan.requests)]
+        try:
+            loop.run(_run(loop, cluster, clients))
+        except Violation as violation:
+            result.violation = str(violation)
+        except Livelocked as livelock:
+            result.violation = str(livelock)
+        except Stalled:
+            result.violation = "nothing will happen any more, but requests are pending"
+        result.choices, result.callbacks, result.trace_hash = loop.choices, loop.callbacks, loop.trace_hash
+        result.virtual_s = loop.time()
+        result.fired = cluster.fired
+        result.outcomes = Counter(f"{client.outcome.state} {client.outcome.detail}".strip() for client in clients)
+        result.partitions = cluster.broker.partitions
+        del cluster, clients
+        loop.discard()
+        del loop
+        gc.collect()
+    return result
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence what the services log about injected faults, and what finalisers of killed processes report."""
+    hook, level = sys.unraisablehook, logging.root.manager.disable
+    sys.unraisablehook = lambda _: None
+    logging.disable(logging.CRITICAL)
+    was_enabled = gc.isenabled()
+    gc.disable()  # finalisers would run at moments that depend on the history of the interpreter
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+        sys.unraisablehook = hook
+        logging.disable(level)
+
+
+async def _run(loop: VirtualLoop, cluster: Cluster, clients: list[Client]) -> None:
+    plan = cluster.plan
+    began_s = loop.time()
+    cluster.start()
+    for fault in plan.faults:
+        loop.call_main_later(fault.at_ms / 1000, cluster.inject, fault)
+    sending = [
+        loop.create_task(_send(client, planned.at_ms)) for client, planned in zip(clients, plan.requests, strict=True)
+    ]
+    while loop.time() < began_s + FAULTS_END_S:
+        await asyncio.sleep(CHECK_S)
+        _raise_early(cluster, clients)
+    cluster.heal()
+    await _until_quiet(loop, cluster, clients)
+    for task in sending:
+        await task
+    worlds = _standby_digests(cluster)
+    await cluster.stop_routers()
+    _raise_early(cluster, clients)
+    _check_responses(cluster, clients)
+    await _check_journal(loop, cluster, worlds)
+
+
+async def _send(client: Client, at_ms: int) -> None:
+    await asyncio.sleep(at_ms / 1000)
+    await client.run()
+
+
+def _raise_early(cluster: Cluster, clients: list[Client]) -> None:
+    """Raise a violation that does not need a quiet system to be seen."""
+    if cluster.violation is not None:
+        if isinstance(cluster.violation, Violation):
+            raise cluster.violation
+        raise Violation(f"a process failed: {cluster.violation!r}") from cluster.violation
+    for client in clients:
+        client.outcome.check()
+
+
+async def _until_quiet(loop: VirtualLoop, cluster: Cluster, clients: list[Client]) -> None:
+    """Wait until every request has ended and no state is left of it. Raises Violation if that takes too long."""
+    ends_s = loop.time() + QUIET_S_MAX
+    while True:
+        await asyncio.sleep(CHECK_S)
+        _raise_early(cluster, clients)
+        try:
+            _check_quiet(cluster, clients)
+        except Violation as violation:
+            if loop.time() < ends_s:
+                continue
+            raise Violation(f"{QUIET_S_MAX:g} s after the last fault: {violation}") from violation
+        return
+
+
+def _check_quiet(cluster: Cluster, clients: list[Client]) -> None:
+    waiting = [client.outcome.name for client in clients if not client.is_done]
+    if waiting:
+        raise Violation(f"requests wait: {waiting}")
+    world = _owned_world(cluster)
+    check_world(world)
+    workers = cluster.workers()
+    for name, service in workers.items():
+        check_worker(name, service, world)
+    ready = {worker.spec.worker_id for worker in world.fleet.workers() if worker.phase is WorkerPhase.READY}
+    if ready != workers.keys():
+        raise Violation(f"the owner has the ready workers {sorted(ready)}, but {sorted(workers)} run")
+    for kind, wanted in (("worker", workers.keys()), ("ingress", {one for one in cluster.members if one[0] == "i"})):
+        if cluster.lease_holders(kind) != wanted:
+            raise Violation(f"leases of kind {kind}: {sorted(cluster.lease_holders(kind))}, expected {sorted(wanted)}")
+    for one in cluster.ingresses():
+        if one.ingress is None or len(one.ingress.replies) or one.ingress.admission.in_flight:
+            raise Violation("an ingress still has requests in flight")
+
+
+def _owned_world(cluster: Cluster) -> World:
+    """Return the state of the only owner. Raises Violation if the group has no owner or several."""
+    owners = [owner for one in cluster.routers() if one.router is not None for owner in one.router.owners.values()]
+    if len(owners) != 1:
+        raise Violation(f"the group has {len(owners)} owners")
+    (owner,) = owners
+    if owner.journal.epoch != cluster.checks.claims[-1]:
+        raise Violation(
+            f"the owner has epoch {owner.journal.epoch}, but the newest claim is {cluster.checks.claims[-1]}"
+        )
+    return owner.world
+
+
+def _standby_digests(cluster: Cluster) -> dict[int, int]:
+    """Return the digest of each standby by its position in the journal."""
+    return {
+        standby.position: standby.world.digest()
+        for one in cluster.routers()
+        if one.router is not None
+        for standby in one.router.standbys.values()
+        if standby.failed is None
+    }
+
+
+def _check_responses(cluster: Cluster, clients: list[Client]) -> None:
+    """Check that each accepted request has exactly the response on the log that its client received."""
+    received = {client.outcome.request_id: client.outcome for client in clients if client.outcome.state != "foreign"}
+    for accepted in cluster.checks.accepted:
+        submitted = accepted.submitted
+        reply = ResponseState()
+        name = submitted.request_id
+        for record in cluster.broker.records((TOKENS.name, submitted.reply_slot))[submitted.reply_from :]:
+            try:
+                apply({name: reply}, decode(TOKENS, record.value), GROUP)
+            except DecodeError:
+                continue
+        if reply.gap:
+            raise Violation(f"{name}: tokens are missing in its reply slot")
+        if reply.ended is None:
+            raise Violation(f"{name} was accepted at offset {accepted.offset}, but its response never ended")
+        is_whole = reply.ended.error is None and reply.ended.finish_reason != "cancelled"
+        if reply.tokens != accepted.expected[: len(reply.tokens)] or (is_whole and reply.tokens != accepted.expected):
+            raise Violation(f"{name}: its response on the log is {reply.tokens}, expected {accepted.expected}")
+        outcome = received.get(name)
+        is_foreign = submitted.reply_slot >= FOREIGN_SLOTS
+        if outcome is not None and outcome.state == "finished" and not is_foreign and outcome.tokens != reply.tokens:
+            raise Violation(f"{name}: the client received {outcome.tokens}, the log has {reply.tokens}")
+
+
+async def _check_journal(loop: VirtualLoop, cluster: Cluster, digests: dict[int, int]) -> None:
+    """Derive the journal again, from the beginning and from snapshots, and compare states."""
+    process = Process(loop, "verify", 1, "verify")
+    log = Broker.connect(cluster.broker, process, Faults(lambda _: None), lambda _: None)
+    process.start(_forever)
+    await asyncio.sleep(0.01)
+    try:
+        report = await verify(log, PARTITION)
+    except LogError as error:
+        raise Violation(f"the journal cannot be verified: {error}") from error
+    if report.divergence is not None:
+        raise Violation(f"the journal diverges: {report.divergence}")
+    if report.verified != report.decisions:
+        raise Violation(f"{report.verified} of {report.decisions} decisions were verified")
+    for position, digest in digests.items():
+        replica = Standby(log, PARTITION)
+        await replica.catch_up(position)
+        if replica.world.digest() != digest:
+            raise Violation(f"a standby has another state at journal offset {position} than the log")
+    end = len(cluster.broker.records((DECISIONS.name, PARTITION)))
+    if not end:
+        raise Violation("no router ever owned the group")
+
+
+async def _forever(_: Process) -> None:
+    await asyncio.Event().wait()
