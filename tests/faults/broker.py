@@ -14,6 +14,7 @@ from random import Random
 
 from forebay import runtime
 from forebay.transport.base import Draft, LogError, LogFull, Record, Wake
+from forebay.transport.following import Following
 from tests.faults.loop import VirtualLoop
 from tests.faults.process import Process
 
@@ -186,6 +187,7 @@ class VirtualLog:
         self._tails: dict[VirtualTail, None] = {}
         self._followed: Counter[Place] = Counter()
         self._is_fetching = False
+        self._following = Following(self._write_soon)
 
     async def append(self, drafts: Sequence[Draft]) -> list[int]:
         """Append records, and return their offsets once the broker has acknowledged them."""
@@ -196,9 +198,10 @@ class VirtualLog:
             waiter.future.set_result([])
         return await waiter.future
 
-    def append_soon(self, drafts: Sequence[Draft]) -> None:
-        """Append records without waiting."""
-        self._write(drafts, None)
+    def append_soon(self, drafts: Sequence[Draft], then: Sequence[Draft] = ()) -> None:
+        """Append records without waiting, and `then` once they are durable."""
+        self._require_open()
+        self._following.append(drafts, then)
 
     def tail(self, topic: str, partition: int, offset: int, wake: Wake) -> VirtualTail:
         """Return a tail that follows a partition from `offset`."""
@@ -245,6 +248,7 @@ class VirtualLog:
             return
         self.failure = error
         self._lanes.clear()
+        self._following.clear()
         for waiter in self._waiters:
             if not waiter.future.done():
                 waiter.future.set_exception(LogError(str(error)))
@@ -256,6 +260,21 @@ class VirtualLog:
     def _require_open(self) -> None:
         if self.failure is not None:
             raise LogError(str(self.failure))
+
+    def _write_soon(self, drafts: Sequence[Draft], on_durable: Callable[[], None] | None) -> None:
+        if self.failure is not None:
+            return
+        if on_durable is None:
+            self._write(drafts, None)
+            return
+        waiter = _Waiter(len(drafts), asyncio.get_running_loop())
+
+        def done(future: "asyncio.Future[list[int]]") -> None:
+            if not future.cancelled() and future.exception() is None:
+                on_durable()
+
+        self._write(drafts, waiter)
+        waiter.future.add_done_callback(done)
 
     def _write(self, drafts: Sequence[Draft], waiter: _Waiter | None) -> None:
         self._require_open()

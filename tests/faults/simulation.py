@@ -4,6 +4,7 @@ import asyncio
 import gc
 import logging
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ from tests.faults.clients import FOREIGN_SLOTS, Client
 from tests.faults.cluster import Cluster
 from tests.faults.coordinator import PARTITION
 from tests.faults.invariants import Violation, check_worker, check_world
-from tests.faults.loop import Livelocked, Stalled, VirtualLoop
+from tests.faults.loop import NS_PER_S, START_NS, Livelocked, Stalled, VirtualLoop
 from tests.faults.plan import SPAN_MS, Plan
 from tests.faults.process import Process
 from tests.faults.services import GROUP
@@ -44,6 +45,7 @@ class Result:
         choices: choices of the scheduler.
         callbacks: callbacks that ran.
         virtual_s: simulated seconds.
+        cpu_s: seconds of CPU time.
         fired: faults that happened, by kind.
         outcomes: number of requests by outcome.
         trace_hash: hash of all choices and records.
@@ -55,6 +57,7 @@ class Result:
     choices: int = 0
     callbacks: int = 0
     virtual_s: float = 0.0
+    cpu_s: float = 0.0
     fired: Counter[str] = field(default_factory=Counter)
     outcomes: Counter[str] = field(default_factory=Counter)
     trace_hash: str = ""
@@ -63,7 +66,7 @@ class Result:
 
 def simulate(plan: Plan) -> Result:
     """Run one plan, and return its result."""
-    result = Result(plan)
+    result, began_s = Result(plan), time.process_time()
     with _quiet():
         loop = VirtualLoop(str(plan.seed))
         loop.set_exception_handler(lambda _, __: None)
@@ -78,7 +81,7 @@ def simulate(plan: Plan) -> Result:
         except Stalled:
             result.violation = "nothing will happen any more, but requests are pending"
         result.choices, result.callbacks, result.trace_hash = loop.choices, loop.callbacks, loop.trace_hash
-        result.virtual_s = loop.time()
+        result.virtual_s = loop.time() - START_NS / NS_PER_S
         result.fired = cluster.fired
         result.outcomes = Counter(f"{client.outcome.state} {client.outcome.detail}".strip() for client in clients)
         result.partitions = cluster.broker.partitions
@@ -86,6 +89,7 @@ def simulate(plan: Plan) -> Result:
         loop.discard()
         del loop
         gc.collect()
+    result.cpu_s = time.process_time() - began_s
     return result
 
 

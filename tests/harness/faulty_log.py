@@ -25,9 +25,9 @@ class FaultyLog:
         self._spend_append()
         return await self._log.append(drafts)
 
-    def append_soon(self, drafts: Sequence[Draft]) -> None:
+    def append_soon(self, drafts: Sequence[Draft], then: Sequence[Draft] = ()) -> None:
         self._spend_append()
-        self._log.append_soon(drafts)
+        self._log.append_soon(drafts, then)
 
     def tail(self, topic: str, partition: int, offset: int, wake: Wake) -> Tail:
         """Return a tail of the underlying log, which fails after the crash."""

@@ -41,9 +41,9 @@ class SharedLog:
         await self.hook(None)
         return offsets
 
-    def append_soon(self, drafts: Sequence[Draft]) -> None:
+    def append_soon(self, drafts: Sequence[Draft], then: Sequence[Draft] = ()) -> None:
         self.appends += 1
-        self.log.append_soon(drafts)
+        self.log.append_soon(drafts, then)
 
     def tail(self, topic: str, partition: int, offset: int, wake: Wake) -> Tail:
         return LateTail(self.log.tail(topic, partition, offset, wake), wake)

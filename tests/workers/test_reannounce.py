@@ -116,10 +116,10 @@ class RefusingLog(FaultyLog):
         super().__init__(log, crash_after=sys.maxsize)
         self.refusing = False
 
-    def append_soon(self, drafts: Sequence[Draft]) -> None:
+    def append_soon(self, drafts: Sequence[Draft], then: Sequence[Draft] = ()) -> None:
         if self.refusing and any(draft.topic == KV_EVENTS.name for draft in drafts):
             raise LogError("not taken")
-        super().append_soon(drafts)
+        super().append_soon(drafts, then)
 
 
 async def test_worker_ends_without_a_gap_if_kv_events_cannot_be_appended(scene: Scene, log: SqliteLog) -> None:

@@ -17,7 +17,7 @@ class ReadOnlyLog:
         """
         raise LogError("this log is read-only")
 
-    def append_soon(self, drafts: Sequence[Draft]) -> None:
+    def append_soon(self, drafts: Sequence[Draft], then: Sequence[Draft] = ()) -> None:
         """Reject the append.
 
         Raises:

@@ -80,8 +80,14 @@ class Log(Protocol):
         hold only the first of the records for it. The embedded log appends all records or none.
         """
 
-    def append_soon(self, drafts: Sequence[Draft]) -> None:
-        """Append without waiting. A failure ends the log, and shows in `append` and `failure`."""
+    def append_soon(self, drafts: Sequence[Draft], then: Sequence[Draft] = ()) -> None:
+        """Append without waiting. A failure ends the log, and shows in `append` and `failure`.
+
+        Args:
+            drafts: Records to append.
+            then: Records that no reader may see before `drafts` are durable. If `drafts` are lost, these are never
+                appended. `then` records of several calls keep the order of the calls.
+        """
 
     def tail(self, topic: str, partition: int, offset: int, wake: "Wake") -> Tail:
         """Return a tail that follows a partition from `offset`, which is at most the partition's end.

@@ -1,7 +1,7 @@
 """Encode the output of an engine as log records. Performs no I/O.
 
 The records of one engine batch are ordered: changes of the cache, then tokens and ends of responses, then progress
-events. So a reader that sees the end of a request has already seen its blocks and its response.
+events, which `append_output` appends once the tokens are durable.
 """
 
 from collections.abc import Sequence

@@ -19,6 +19,7 @@ from forebay.events.work import ReleaseKv, WorkCancelled, WorkItem
 from forebay.transport.base import Draft, Log
 from forebay.workers.engine import EngineBatch
 from forebay.workers.kv_transfer.nixl_agent import TransferError
+from forebay.workers.runtime.append_output import append_output
 from forebay.workers.runtime.media_feed import MediaFeed
 from forebay.workers.runtime.outbox import Outbox
 from forebay.workers.runtime.request_table import RequestTable, WorkRequest, WorkState, WorkTransition
@@ -175,7 +176,7 @@ class WorkItems:
         left_us = int((request.kept_until_s - runtime.monotonic_s()) * 1e6)
         if request.result is not None and item.stage == "prefill" and left_us > 0:
             prefilled = msgspec.structs.replace(request.result.prefilled, lease_us=left_us)
-            self._log.append_soon([self._outbox.prefilled(request, prefilled, request.result.cached_tokens)])
+            append_output(self._log, [self._outbox.prefilled(request, prefilled, request.result.cached_tokens)])
 
     def _drop(self, item: WorkItem) -> None:
         """Notify the prefill worker that it need not keep the KV for this item any longer."""
@@ -235,7 +236,7 @@ class WorkItems:
         """End a request without the engine."""
         self._table.move(request.request_id, WorkTransition.END, request.attempt)
         if drafts:
-            self._log.append_soon(drafts)
+            append_output(self._log, drafts)
         self._settled()
 
 

@@ -41,6 +41,7 @@ from forebay.transport.dead_letters import dead_letter
 from forebay.transport.decoding import event_of
 from forebay.workers.engine import Engine, EngineBatch, EngineError
 from forebay.workers.kv_transfer.nixl_agent import TransferError
+from forebay.workers.runtime.append_output import append_output
 from forebay.workers.runtime.commands import CommandRunner
 from forebay.workers.runtime.health import HealthWatch, report_failure
 from forebay.workers.runtime.lease_keeper import LeaseKeeper
@@ -421,7 +422,7 @@ class Worker:
 
     def _append_result(self, drafts: Sequence[Draft]) -> None:
         """Append the result of a command."""
-        self._log.append_soon(drafts)
+        append_output(self._log, drafts)
         self._settled()
 
     @property
@@ -443,7 +444,7 @@ class Worker:
             return
         outbox = self._epoch.outbox
         if drafts := self._epoch.items.batch(batch):
-            self._log.append_soon(drafts)
+            append_output(self._log, drafts)
         self._settled()
         if outbox.holds_load and self._load_timer is None:
             self._load_timer = asyncio.get_running_loop().call_later(LOAD_INTERVAL_S, self._publish_load)

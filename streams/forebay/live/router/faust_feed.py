@@ -126,9 +126,9 @@ class FaustLog:
         """Append to the underlying log."""
         return await self._log.append(drafts)
 
-    def append_soon(self, drafts: Sequence[Draft]) -> None:
+    def append_soon(self, drafts: Sequence[Draft], then: Sequence[Draft] = ()) -> None:
         """Append to the underlying log without waiting."""
-        self._log.append_soon(drafts)
+        self._log.append_soon(drafts, then)
 
     def tail(self, topic: str, partition: int, offset: int, wake: Wake) -> Tail:
         """Return a tail that follows a partition from `offset`. Faust feeds it if Faust consumes the topic."""

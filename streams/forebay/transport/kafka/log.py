@@ -16,6 +16,7 @@ from aiokafka.errors import KafkaError
 
 from forebay.events.topics import DECISIONS
 from forebay.transport.base import Draft, LogError, Record, Wake
+from forebay.transport.following import Following
 from forebay.transport.kafka.reader import KafkaReader
 from forebay.transport.kafka.settings import KafkaSettings
 from forebay.transport.kafka.start import start_whole
@@ -56,6 +57,7 @@ class KafkaLog:
         self._producers = [producer]
         self._starting = asyncio.Lock()
         self._writer = KafkaWriter(self._producer_of, settings.topic, self._fail)
+        self._following = Following(self._write)
         self._tails = KafkaTails(settings, self._hop)
         self._reader = KafkaReader(settings)
         self._closed = False
@@ -81,10 +83,10 @@ class KafkaLog:
         self._writer.write(drafts, waiter)
         return await waiter.future
 
-    def append_soon(self, drafts: Sequence[Draft]) -> None:
-        """Append without waiting. A failure ends the log, and shows in `append`, `failure` and `on_failure`."""
+    def append_soon(self, drafts: Sequence[Draft], then: Sequence[Draft] = ()) -> None:
+        """Append without waiting; see `Log.append_soon`. A failure also shows in `on_failure`."""
         self._require_open()
-        self._writer.write(drafts, None)
+        self._following.append(drafts, then)
 
     def tail(self, topic: str, partition: int, offset: int, wake: Wake) -> KafkaTail:
         """Return a tail that follows a partition from `offset`."""
@@ -120,7 +122,7 @@ class KafkaLog:
         if self.failure is None:
             try:
                 async with asyncio.timeout(FLUSH_S):
-                    await self._writer.flush()
+                    await self._flush()
             except TimeoutError:
                 unwritten = self._writer.unacknowledged_bytes
                 logger.warning("Kafka did not acknowledge %d bytes of records, which may be lost", unwritten)
@@ -145,6 +147,31 @@ class KafkaLog:
                     await asyncio.sleep(RETRY_S)
             return self._producers[1]
 
+    async def _flush(self) -> None:
+        await self._writer.flush()
+        while self._following:
+            await asyncio.sleep(0)  # an acknowledgement is passed on in the next iteration of the event loop
+            await self._writer.flush()
+
+    def _write(self, drafts: Sequence[Draft], on_durable: Callable[[], None] | None) -> None:
+        if self.failure is not None:
+            return
+        if on_durable is None:
+            self._writer.write(drafts, None)
+            return
+        waiter = Waiter(len(drafts), asyncio.get_running_loop())
+
+        def done(future: "asyncio.Future[list[int]]") -> None:
+            if future.cancelled() or future.exception() is not None:
+                return
+            try:
+                on_durable()
+            except (LogError, ValueError) as error:  # nobody waits for these records, so only the log can report it
+                self._fail(LogError(f"records that follow others cannot be appended: {error}"))
+
+        self._writer.write(drafts, waiter)
+        waiter.future.add_done_callback(done)
+
     def _require_open(self) -> None:
         if self.failure is not None:
             raise LogError(str(self.failure))
@@ -156,6 +183,7 @@ class KafkaLog:
             return
         logger.error("%s", error)
         self.failure = error
+        self._following.clear()
         self._writer.fail(error)
         self._tails.fail(error)
         if self.on_failure is not None:

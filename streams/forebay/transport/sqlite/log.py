@@ -123,9 +123,12 @@ class SqliteLog:
         self._waiters.append((committed, offsets))
         return await committed
 
-    def append_soon(self, drafts: Sequence[Draft]) -> None:
-        """Append like `append`, but without waiting for the commit. A later failure shows in `failure`."""
-        self._enqueue(drafts, asyncio.get_running_loop())
+    def append_soon(self, drafts: Sequence[Draft], then: Sequence[Draft] = ()) -> None:
+        """Append like `append`, but without waiting for the commit. A later failure shows in `failure`.
+
+        `drafts` and `then` become durable in the same transaction.
+        """
+        self._enqueue([*drafts, *then], asyncio.get_running_loop())
 
     def tail(self, topic: str, partition: int, offset: int, wake: Wake) -> SqliteTail:
         """Return a tail that follows a partition from `offset`, which may be before or after the partition's end."""

@@ -1,0 +1,55 @@
+"""Append records only after other records are durable, for logs whose partitions are acknowledged independently."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from forebay.transport.base import Draft
+
+Write = Callable[[Sequence[Draft], Callable[[], None] | None], None]
+"""Appends drafts without waiting, and calls the second argument once all of them are durable, never if that fails."""
+
+
+class _Entry:
+    __slots__ = ("drafts", "is_due")
+
+    def __init__(self, drafts: Sequence[Draft], *, is_due: bool) -> None:
+        self.drafts = drafts
+        self.is_due = is_due
+
+
+class Following:
+    """Queue of records that wait until earlier records are durable. They are appended in the order of the calls.
+
+    Args:
+        write: appends drafts.
+    """
+
+    def __init__(self, write: Write) -> None:
+        self._write = write
+        self._waiting: deque[_Entry] = deque()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def append(self, drafts: Sequence[Draft], then: Sequence[Draft]) -> None:
+        """Append `drafts` now, and `then` once they and the `then` of all earlier calls are durable or appended."""
+        if not then:
+            self._write(drafts, None)
+            return
+        entry = _Entry(then, is_due=not drafts)
+        self._waiting.append(entry)
+        if drafts:
+            self._write(drafts, lambda: self._on_durable(entry))
+        self._append_due()
+
+    def clear(self) -> None:
+        """Drop all waiting records, because the log has failed."""
+        self._waiting.clear()
+
+    def _on_durable(self, entry: _Entry) -> None:
+        entry.is_due = True
+        self._append_due()
+
+    def _append_due(self) -> None:
+        while self._waiting and self._waiting[0].is_due:
+            self._write(self._waiting.popleft().drafts, None)

@@ -1,0 +1,159 @@
+"""`python -m tests.faults`: search for faults of the control plane with seeded simulations.
+
+Prints the failing seed, the violated invariant and the smallest plan that still violates it. The log of that plan is
+saved in `.fuzz` for `forebay replay explain`, `at` and `verify`. Exits 1 if a seed fails. docs/reliability.md describes
+the faults and the invariants.
+"""
+
+import argparse
+import os
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from itertools import chain, count, islice
+from multiprocessing import get_context
+from pathlib import Path
+
+from tests.faults.plan import KINDS, draw_plan, read_plan
+from tests.faults.saving import save_log
+from tests.faults.shrinking import shrink
+from tests.faults.simulation import Result, simulate
+
+FOLDER = Path(".fuzz")
+PROGRESS_S = 10.0
+SHRINK_S = 60.0
+FAILED_MAX = 5  # seeds that are reported with a smaller plan
+SEEDS_PER_TASK = 4
+
+
+@dataclass(slots=True)
+class Tally:
+    """Sums over simulations."""
+
+    seeds: int = 0
+    requests: int = 0
+    choices: int = 0
+    callbacks: int = 0
+    virtual_s: float = 0.0
+    cpu_s: float = 0.0
+    outcomes: Counter[str] = field(default_factory=Counter)
+    fired: Counter[str] = field(default_factory=Counter)
+
+    def add(self, result: Result) -> None:
+        """Add one simulation."""
+        self.seeds += 1
+        self.requests += len(result.plan.requests)
+        self.choices += result.choices
+        self.callbacks += result.callbacks
+        self.virtual_s += result.virtual_s
+        self.cpu_s += result.cpu_s
+        self.outcomes.update({name.split(" ")[0]: number for name, number in result.outcomes.items()})
+        self.fired += result.fired
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command and return its exit code."""
+    options = _parser().parse_args(arguments)
+    if options.plan is not None:
+        return _run_one(simulate(read_plan(options.plan)))
+    if options.seed is not None:
+        return _run_one(simulate(draw_plan(options.seed, options.kinds)))
+    first = random.SystemRandom().randrange(1 << 31) if options.first is None else options.first
+    print(f"fuzz: seeds from {first}; repeat one with: make fuzz SEED=n")
+    seeds = chain(options.also, islice(count(first), options.seeds))
+    tally, failed = _search(seeds, options)
+    _print_tally(tally)
+    for result in failed[:FAILED_MAX]:
+        _run_one(shrink(result, SHRINK_S))
+    if failed:
+        print(f"fuzz: {len(failed)} of {tally.seeds} seeds failed: {[result.plan.seed for result in failed]}")
+    return 1 if failed else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
+    parser.add_argument("--seeds", type=int, default=100, help="number of seeds")
+    parser.add_argument("--first", type=int, help="first seed; drawn if it is not given")
+    parser.add_argument("--also", type=int, nargs="*", default=[], help="further seeds, which run first")
+    parser.add_argument("--seed", type=int, help="run only this seed, and save its log")
+    parser.add_argument("--plan", type=Path, help="run only this plan, a file of an earlier failure")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no further seed after this time")
+    parser.add_argument("--kinds", nargs="*", default=KINDS, choices=KINDS, metavar="KIND", help="kinds of faults")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
+    return parser
+
+
+def _search(seeds: Iterable[int], options: argparse.Namespace) -> tuple[Tally, list[Result]]:
+    """Simulate the seeds, and return sums and the results with a violation."""
+    tally, failed = Tally(), []
+    began_s = reported_s = time.monotonic()
+    for result in _results(seeds, options):
+        tally.add(result)
+        if result.violation:
+            failed.append(result)
+            print(f"fuzz: seed {result.plan.seed}: {result.violation[:200]}", flush=True)
+        now_s = time.monotonic()
+        if now_s - reported_s >= PROGRESS_S:
+            reported_s = now_s
+            print(f"fuzz: {tally.seeds} seeds, {tally.requests} requests, {now_s - began_s:.0f} s", flush=True)
+    return tally, failed
+
+
+def _results(seeds: Iterable[int], options: argparse.Namespace) -> Iterator[Result]:
+    """Yield the results in the order of the seeds, until the time is over."""
+    ends_s = time.monotonic() + options.seconds
+    numbers = iter(seeds)
+    with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
+        while time.monotonic() < ends_s:
+            some = list(islice(numbers, SEEDS_PER_TASK * options.jobs))
+            if not some:
+                return
+            yield from pool.map(_simulate_seed, some, [tuple(options.kinds)] * len(some))
+
+
+def _simulate_seed(seed: int, kinds: tuple[str, ...]) -> Result:
+    result = simulate(draw_plan(seed, kinds))
+    if not result.violation:
+        result.partitions = {}  # large, and needed only after a violation
+    return result
+
+
+def _run_one(result: Result) -> int:
+    """Print one result in detail, and save its log and its plan."""
+    plan = result.plan
+    print(f"fuzz: seed {plan.seed}: {result.violation or 'no violation'}")
+    print(f"      trace {result.trace_hash}, {result.choices} choices, {result.virtual_s:.1f} s of virtual time")
+    FOLDER.mkdir(exist_ok=True)
+    log, kept = FOLDER / f"seed-{plan.seed}.db", FOLDER / f"seed-{plan.seed}.json"
+    save_log(result.partitions, log)
+    plan.save(kept)
+    if result.violation:
+        print(f"      {len(plan.requests)} requests and {len(plan.faults)} faults are left:")
+        for fault in plan.faults:
+            print(
+                f"      {fault.at_ms / 1000:7.3f} s  {fault.kind} {fault.target} {fault.duration_ms} ms x{fault.amount}"
+            )
+        for planned in plan.requests:
+            print(f"      {planned.at_ms / 1000:7.3f} s  request {planned.name} to {planned.ingress}")
+    print(f"      repeat it: .venv/bin/python -m tests.faults --plan {kept}")
+    print(f"      its log:   .venv/bin/forebay replay explain {log} REQUEST")
+    return 1 if result.violation else 0
+
+
+def _print_tally(tally: Tally) -> None:
+    print(f"{tally.seeds} seeds, {tally.requests} requests, {tally.virtual_s:.0f} s of virtual time")
+    print(f"{tally.choices} choices of the scheduler, {tally.callbacks} callbacks")
+    rate = tally.requests / tally.cpu_s if tally.cpu_s else 0.0
+    print(f"{tally.cpu_s:.0f} s of CPU, {rate:.0f} requests per second of CPU")
+    print("outcomes: " + ", ".join(f"{name} {number}" for name, number in tally.outcomes.most_common()))
+    width = max(map(len, KINDS))
+    for kind in KINDS:
+        print(f"  {kind:{width}} {tally.fired[kind]:8}")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
