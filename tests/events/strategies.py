@@ -6,8 +6,10 @@ from typing import Any
 from hypothesis import strategies as st
 from msgspec import inspect
 
+from forebay.events.base import U32_BYTES
 from forebay.events.control import QueueClass, QueueConfig
 from forebay.events.pools import GridPool, PoolGrid, PoolRouting, PriorityOverride
+from forebay.events.work import WorkItem
 
 I64_MIN = -(2**63)
 U64_MAX = 2**64 - 1
@@ -45,6 +47,12 @@ def instances(cls: type) -> st.SearchStrategy[Any]:
     return _values(inspect.type_info(cls))
 
 
+def _made(cls: type, fields: dict[str, Any]) -> Any:
+    if cls is WorkItem and "output_tokens" in fields:
+        fields["output_tokens"] %= len(fields["token_ids"]) // U32_BYTES + 1  # at most the number of tokens
+    return cls(**fields)
+
+
 def _values(info: inspect.Type) -> st.SearchStrategy[Any]:
     match info:
         case inspect.Metadata():
@@ -65,7 +73,7 @@ def _values(info: inspect.Type) -> st.SearchStrategy[Any]:
         case inspect.StructType():
             required = {f.name: _values(f.type) for f in info.fields if f.required}
             optional = {f.name: _values(f.type) for f in info.fields if not f.required}
-            return st.fixed_dictionaries(required, optional=optional).map(lambda fields: info.cls(**fields))
+            return st.fixed_dictionaries(required, optional=optional).map(lambda fields: _made(info.cls, fields))
         case inspect.UnionType():
             return st.one_of([_values(alternative) for alternative in info.types])
         case inspect.VarTupleType():

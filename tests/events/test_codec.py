@@ -23,6 +23,7 @@ from forebay.events.topics import (
     topic_named,
     work_topic,
 )
+from forebay.events.work import WorkItem
 from tests.depth import examples
 from tests.events.strategies import instances
 from tests.harness.samples import event_types, samples, tag_of
@@ -219,3 +220,11 @@ def test_a_prompt_counts_its_tokens() -> None:
     assert isinstance(event, RequestSubmitted)
     assert event.prompt_tokens - event.withheld_tokens == len(event.token_ids) // 4 == 4
     assert event.withheld_tokens > 0
+
+
+def test_a_work_item_contains_its_output_tokens() -> None:
+    _, event = SAMPLES["work.item"]
+    assert isinstance(event, WorkItem)
+    assert msgspec.structs.replace(event, output_tokens=4).output_tokens == len(event.token_ids) // 4
+    with pytest.raises(ValueError, match="output_tokens is 5, but token_ids has only 4 tokens"):
+        msgspec.structs.replace(event, output_tokens=5)

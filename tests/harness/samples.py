@@ -19,6 +19,7 @@ from forebay.events.pools import GridPool, PoolGrid, PriorityOverride
 from forebay.events.schema import TOPICS
 from forebay.events.snapshots import Chunk, SnapshotChunk
 from forebay.events.topics import SNAPSHOTS, Topic
+from forebay.events.work import WorkItem
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLES = ROOT / "tests/events/samples"
@@ -105,7 +106,10 @@ def _value(info: inspect.Type, name: str, full: bool) -> Any:
                 overrides=(PriorityOverride(min_priority=-5, max_priority=9, pool="long"),),
             )
         case inspect.StructType():
-            return info.cls(**{f.name: _field(f, full) for f in info.fields if f.required or full})
+            fields = {f.name: _field(f, full) for f in info.fields if f.required or full}
+            if info.cls is WorkItem and full:
+                fields["output_tokens"] = 1  # at most the number of tokens
+            return info.cls(**fields)
         case inspect.VarTupleType(item_type=inspect.UnionType(types=types)) if full:
             return tuple(_value(alternative, name, full) for alternative in types)
         case inspect.VarTupleType(item_type=item):

@@ -113,9 +113,9 @@ def test_disagg_wrong_responses_are_detected() -> None:
     assert words.wrong([submission()], [emitted(1, 0, whole)]) != [], "the response has no end"
     assert words.wrong([submission()], [emitted(1, 0, whole[:-1]), end]) != []
     assert words.wrong([submission()], [emitted(1, 0, [*whole[:-1], whole[0] + 1]), end]) != []
-    rest = engine_tokens(PROMPT + whole[:4], COUNT - 4)
+    other = engine_tokens(PROMPT + whole[:4], COUNT - 4)
     begins = AttemptStarted(request_id="r", attempt=2, owner_epoch=1, worker_id="v", group="m")
     late = ResponseEnded(request_id="r", attempt=2, owner_epoch=1, finish_reason="length", group="m")
-    moved = [emitted(1, 0, whole[:4]), begins, emitted(1, 4, whole[4:]), emitted(2, 4, rest), late]
+    moved = [emitted(1, 0, whole[:4]), begins, emitted(1, 4, other), emitted(2, 4, whole[4:]), late]
     assert words.wrong([submission()], moved) == [], "tokens of attempt 1 after attempt 2 began are stale"
-    assert words.wrong([submission()], [emitted(1, 0, whole[:4]), begins, emitted(2, 4, whole[4:]), late]) != []
+    assert words.wrong([submission()], [emitted(1, 0, whole[:4]), begins, emitted(2, 4, other), late]) != []

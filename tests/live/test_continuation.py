@@ -1,11 +1,13 @@
 """If a worker is lost during a response, another worker continues it and the client gets each token once."""
 
 import asyncio
+import functools
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+import pytest
 from xxhash import xxh3_64_intdigest
 
 from forebay.engine_model.model import EngineConfig
@@ -69,32 +71,43 @@ def generated(text: list[int], count: int) -> list[int]:
     return generate_tokens(xxh3_64_intdigest(pack_u32(text), 0), 0, count, VOCABULARY)
 
 
-def require_continuation(system: System, client: Client) -> list[int]:
-    """Check that attempt 2 continued the response of attempt 1; return the valid tokens of attempt 1."""
-    events = system.events(TOKENS, None, SLOT)
-    rest = [event.chunks[0] for event in events if isinstance(event, TokensEmitted) and event.chunks[0].attempt == 2]
-    emitted = client.tokens[: rest[0].first_index]
-    assert 0 < len(emitted) < LENGTH
-    assert emitted == generated(PROMPT, LENGTH)[: len(emitted)]
-    assert client.tokens == emitted + generated(PROMPT + emitted, LENGTH - len(emitted))
+def first_index(system: System, attempt: int) -> int | None:
+    """Return the position of the first token of an attempt in the response; None before this token."""
+    chunks = [event.chunks[0] for event in system.events(TOKENS, TokensEmitted, SLOT)]
+    return next((chunk.first_index for chunk in chunks if chunk.attempt == attempt), None)
+
+
+def has_begun(system: System, attempt: int) -> bool:
+    """Return whether an attempt has emitted a token."""
+    return first_index(system, attempt) is not None
+
+
+def require_continuation(system: System, client: Client, attempts: int = 2) -> list[int]:
+    """Check that each attempt continued the undisturbed response; return the valid tokens of attempt 1."""
+    begins = [first_index(system, attempt) or 0 for attempt in range(1, attempts + 1)]
+    assert begins == sorted(set(begins))
+    assert client.tokens == generated(PROMPT, LENGTH)
     assert client.ended is not None
     assert client.ended.usage is not None
     assert (client.ended.usage.prompt_tokens, client.ended.usage.output_tokens) == (len(PROMPT), LENGTH)
-    assert [routed.attempt for routed in system.decisions(RequestRouted)] == [1, 2]
-    return emitted
+    assert [routed.attempt for routed in system.decisions(RequestRouted)] == [*range(1, attempts + 1)]
+    return client.tokens[: begins[1]]
 
 
-async def test_the_response_of_a_stopped_worker_continues_on_another(log: SqliteLog) -> None:
+@pytest.mark.parametrize("losses", [1, 2])
+async def test_the_response_of_a_stopped_worker_continues_on_another(log: SqliteLog, losses: int) -> None:
     async with System(log).started(workers=0) as system, system.owned() as owner, listening(log, "r") as client:
-        system.start_worker("a", speedup=SLOW)
-        await until(lambda: len(owner.world.fleet) == 1)
-        system.send(submitted("r", PROMPT, max_tokens=LENGTH))
-        await until(lambda: client.tokens)
-        await system.stop_worker("a")
-        await until(lambda: not len(owner.world.fleet))
-        system.start_worker("b")
+        for attempt in range(1, losses + 1):
+            system.start_worker(f"lost-{attempt}", speedup=SLOW)
+            await until(lambda: len(owner.world.fleet) == 1)
+            if attempt == 1:
+                system.send(submitted("r", PROMPT, max_tokens=LENGTH))
+            await until(functools.partial(has_begun, system, attempt))
+            await system.stop_worker(f"lost-{attempt}")
+            await until(lambda: not len(owner.world.fleet))
+        system.start_worker("last")
         await until(lambda: client.ended)
-        require_continuation(system, client)
+        require_continuation(system, client, attempts=losses + 1)
         await until(lambda: not len(owner.world.requests))
     await proven(log)
 

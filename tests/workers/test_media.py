@@ -28,8 +28,9 @@ from forebay.workers.kv_transfer.nixl_agent import TransferError
 from forebay.workers.runtime import media_feed
 from forebay.workers.runtime.resume import continued
 from forebay.workers.runtime.worker import Worker
-from tests.workers.conftest import GROUP, PARTITION, Scene, until, work_item
+from tests.workers.conftest import GROUP, PARTITION, Scene, engine_config, until, work_item
 from tests.workers.pictures import Memory, png
+from tests.workers.work_items import finish, tokens_of
 
 np = pytest.importorskip("numpy", reason="numpy is not installed")
 
@@ -387,6 +388,15 @@ def test_later_attempt_has_the_same_block_hashes() -> None:
     assert later.sequence_hashes[:16] == item.sequence_hashes
     packed = pack_u32([*range(10), 50, 51, 52])
     assert later.sequence_hashes == sequence_hashes(packed, 4, mm_hashes=mm_hashes([one], 4))
+
+
+async def test_mock_engine_continues_the_response_to_an_image() -> None:
+    engine = MockEngine(engine_config(), speedup=1e4)
+    item = answer_item("r", media(png(), first_token=7, tokens=2), epoch=1)
+    whole = tokens_of(await finish(engine, item))
+    assert len(whole) == 6
+    for begin in range(1, 6):
+        assert tokens_of(await finish(engine, continued(item, whole[:begin], 4))) == whole[begin:]
 
 
 # The stand-in

@@ -1,5 +1,6 @@
 """Output of the mock engine for structures, tools and reasoning: values of schemas, and scripts for prompts."""
 
+import asyncio
 import json
 from typing import Any
 
@@ -10,13 +11,19 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 from forebay.engine_model.model import EngineConfig
-from forebay.events.base import pack_u32, unpack_u32
+from forebay.events.base import pack_u32
+from forebay.events.progress import RequestFinished
 from forebay.events.requests import Sampling, StructuredOutput
+from forebay.events.tokens import ResponseEnded, TokenChunk, TokensEmitted, Usage
+from forebay.events.topics import TOKENS
+from forebay.events.work import WorkItem
 from forebay.ingress.model import DEFAULT_MODEL, Model
 from forebay.workers.engines.mock.engine import MockEngine
 from forebay.workers.engines.mock.schema_values import CHARS_MAX, FORMATS, CharBudget, SchemaValues
 from forebay.workers.engines.mock.scripts import REASONING_WORDS, OutputScripts
-from tests.workers.work_items import finish, hashes_of, item
+from forebay.workers.runtime.resume import continued
+from tests.workers.conftest import Scene, engine_config, until, work_item
+from tests.workers.work_items import finish, hashes_of, item, tokens_of
 
 MODEL = Model(DEFAULT_MODEL)
 WORDS = ("water", "stone", "river")
@@ -215,23 +222,10 @@ def test_reasoning_precedes_words_or_calls() -> None:
     assert script[0].partition("</think>\n\n")[2].startswith("<tool_call>")
 
 
-@pytest.mark.parametrize("tools", [(), (WEATHER,)])
-def test_a_later_attempt_continues_the_script(tools: Any) -> None:
-    begin = prompt("weather", *tools, enable_thinking=True)
-    made = msgspec.structs.replace(item("a", range(1)), token_ids=pack_u32(MODEL.encode(begin)))
-    whole = SCRIPTS.script(made)
-    assert whole is not None
-    for done in range(len(whole.token_ids)):
-        token_ids = made.token_ids + pack_u32(whole.token_ids[:done])
-        assert SCRIPTS.script(msgspec.structs.replace(made, token_ids=token_ids)) == (
-            whole.token_ids[done:],
-            bool(tools),
-        )
-    token_ids = made.token_ids + pack_u32(whole.token_ids)
-    after = SCRIPTS.script(msgspec.structs.replace(made, token_ids=token_ids))
-    assert after == ((MODEL.encode(" "), True) if tools else None)
-    other = made.token_ids + pack_u32([*whole.token_ids[:2], 5])
-    assert SCRIPTS.script(msgspec.structs.replace(made, token_ids=other)) is None
+def test_a_chat_with_an_unfinished_message_of_the_assistant_has_no_script() -> None:
+    begin = prompt("weather", WEATHER, enable_thinking=True)
+    assert script_of(begin) is not None
+    assert script_of(begin + "The weather") is None
 
 
 @pytest.mark.parametrize(
@@ -258,7 +252,7 @@ async def test_the_engine_emits_a_script_and_ends_with_stop(max_tokens: int, rea
     sampling = Sampling(max_tokens=max_tokens, structured=structured)
     engine = MockEngine(EngineConfig(vocabulary=(7,), block_size=4, kv_blocks_total=200), speedup=1e5, scripts=SCRIPTS)
     batches = await finish(engine, item("a", range(9), sampling=sampling))
-    tokens = [token for batch in batches for chunk in batch.emitted for token in unpack_u32(chunk.token_ids)]
+    tokens = tokens_of(batches)
     expected = MODEL.encode('"a text of more than three tokens"')[:max_tokens]
     (end,) = [end for batch in batches for end in batch.finished]
     assert (tokens, end.reason, end.output_tokens) == (expected, reason, len(expected))
@@ -272,7 +266,70 @@ async def test_words_follow_a_script_that_is_not_whole() -> None:
     assert script is not None
     engine = MockEngine(EngineConfig(vocabulary=(7,), block_size=4, kv_blocks_total=200), speedup=1e5, scripts=SCRIPTS)
     batches = await finish(engine, made)
-    tokens = [token for batch in batches for chunk in batch.emitted for token in unpack_u32(chunk.token_ids)]
+    tokens = tokens_of(batches)
     (end,) = [end for batch in batches for end in batch.finished]
     assert tokens == script.token_ids + [7] * (60 - len(script.token_ids))
     assert end.reason == "length"
+
+
+PROMPTS: dict[str, tuple[list[int], dict[str, Any]]] = {
+    "words": (MODEL.encode("Hello"), {}),
+    "reasoning": (MODEL.encode(prompt("Hello", enable_thinking=True)), {}),
+    "calls": (MODEL.encode(prompt("weather", WEATHER)), {}),
+    "reasoning and calls": (MODEL.encode(prompt("weather", WEATHER, enable_thinking=True)), {}),
+    "ignore_eos": (MODEL.encode(prompt("weather", WEATHER)), {"ignore_eos": True}),
+    "structure": (MODEL.encode("Hello"), {"structured": StructuredOutput(kind="json_object")}),
+    "empty": (MODEL.encode("Hello"), {"structured": StructuredOutput(kind="choice", text='[""]')}),
+}
+
+
+@given(
+    case=st.sampled_from(sorted(PROMPTS)),
+    max_tokens=st.integers(1, 150),
+    sampling=st.sampled_from([{}, {"temperature": 0.0}, {"seed": 9}, {"logprobs": 2}]),
+    shares=st.lists(st.floats(0, 1), max_size=3),
+)
+def test_a_continued_response_equals_the_undisturbed_one(
+    case: str, max_tokens: int, sampling: dict[str, Any], shares: list[float]
+) -> None:
+    token_ids, constraints = PROMPTS[case]
+    sampled = Sampling(max_tokens=max_tokens, **sampling, **constraints)
+    whole_item = msgspec.structs.replace(
+        item("a", range(1), sampling=sampled), token_ids=pack_u32(token_ids), sequence_hashes=hashes_of(token_ids)
+    )
+    config = EngineConfig(vocabulary=tuple(range(300, 400)), block_size=4, kv_blocks_total=400)
+    engine = MockEngine(config, speedup=1e5, scripts=SCRIPTS)
+
+    def generated(made: WorkItem) -> tuple[list[int], str, int]:
+        """Return the tokens of an item, its finish reason and the number of tokens that the engine reports."""
+        batches = asyncio.run(finish(engine, made))
+        (end,) = [end for batch in batches for end in batch.finished]
+        return tokens_of(batches), end.reason, end.output_tokens
+
+    whole, reason, count = generated(whole_item)
+    assert count == len(whole)
+    made, done = whole_item, 0
+    # A worker continues a response only if it has fewer than `max_tokens` tokens.
+    last = min(len(whole), max_tokens - 1)
+    for begin in sorted({*(round(share * last) for share in shares), last}):
+        made = continued(made, whole[done:begin], 4)
+        assert made == continued(whole_item, whole[:begin], 4)
+        assert generated(made) == (whole[begin:], reason, len(whole) - begin)
+        done = begin
+
+
+async def test_a_worker_ends_a_response_whose_script_earlier_attempts_completed(scene: Scene) -> None:
+    token_ids = MODEL.encode(prompt("weather", WEATHER))
+    made = work_item("a", token_ids, 200)
+    script = SCRIPTS.script(made)
+    assert script is not None
+    engine = MockEngine(engine_config(kv_blocks_total=400), speedup=1e4, scripts=SCRIPTS)
+    async with scene.serving(scene.worker(engine=engine)) as epoch:
+        chunk = TokenChunk(request_id="a", attempt=1, first_index=0, token_ids=pack_u32(script.token_ids))
+        await scene.append(TOKENS, 3, TokensEmitted(worker_id="w0", worker_epoch=0, owner_epoch=0, chunks=(chunk,)))
+        await scene.send(msgspec.structs.replace(made, attempt=2, worker_epoch=epoch))
+        await until(lambda: scene.progress(RequestFinished))
+    assert [chunk.attempt for event in scene.tokens(TokensEmitted) for chunk in event.chunks] == [1]
+    (ended,), (finished,) = scene.tokens(ResponseEnded), scene.progress(RequestFinished)
+    assert (ended.finish_reason, finished.finish_reason) == ("stop", "stop")
+    assert ended.usage == Usage(prompt_tokens=len(token_ids), output_tokens=len(script.token_ids))

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from forebay.core.block_hashes import sequence_hashes
-from forebay.events.base import pack_u32
+from forebay.events.base import pack_u32, unpack_u32
 from forebay.events.requests import Sampling
 from forebay.events.work import WorkItem
 from forebay.workers.engine import EngineBatch
@@ -51,3 +51,8 @@ async def finish(engine: MockEngine, *items: WorkItem) -> list[EngineBatch]:
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     return batches
+
+
+def tokens_of(batches: Sequence[EngineBatch]) -> list[int]:
+    """Return the output tokens of batches in which only one request runs."""
+    return [token for batch in batches for chunk in batch.emitted for token in unpack_u32(chunk.token_ids)]

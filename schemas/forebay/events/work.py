@@ -44,7 +44,7 @@ class WorkItem(WorkEvent, tag="work.item", frozen=True, kw_only=True):
         group: group of the request.
         worker_id: addressed worker.
         rank: rank that runs the item.
-        token_ids: prompt tokens, as packed u32.
+        token_ids: prompt tokens, followed by `output_tokens` output tokens, as packed u32.
         sequence_hashes: hashes of the full prompt blocks, as packed u64.
         reply_slot: partition of the topic `tokens` for the response.
         sampling: sampling parameters.
@@ -58,6 +58,8 @@ class WorkItem(WorkEvent, tag="work.item", frozen=True, kw_only=True):
         media: images and videos of the prompt; without content if `encoded` is set.
         encoded: location of the embeddings to fetch; null if there are none.
         prefilled: location of the KV to fetch; null if there is none.
+        output_tokens: number of tokens at the end of `token_ids` that earlier attempts generated. The owner leaves it
+            0. A worker that continues a response sets it before it passes the item to its engine.
     """
 
     rank: Count
@@ -75,11 +77,15 @@ class WorkItem(WorkEvent, tag="work.item", frozen=True, kw_only=True):
     media: tuple[Media, ...] = ()
     encoded: Encoded | None = None
     prefilled: Prefilled | None = None
+    output_tokens: Count = 0
 
     def __post_init__(self) -> None:
         require_packed("token_ids", self.token_ids, U32_BYTES)
         require_packed("sequence_hashes", self.sequence_hashes, U64_BYTES)
         require_bounded(self.media)
+        if self.output_tokens * U32_BYTES > len(self.token_ids):
+            tokens = len(self.token_ids) // U32_BYTES
+            raise ValueError(f"output_tokens is {self.output_tokens}, but token_ids has only {tokens} tokens")
 
 
 class WorkCancelled(WorkEvent, tag="work.cancelled", frozen=True, kw_only=True):

@@ -125,6 +125,7 @@ class EngineModel:
             request.token_ids[full * block_size * U32_BYTES :] + request.output,
             request.tail_mm_hashes,
             request.stage,
+            request.first_position,
         )
         self._sequences[request.request_id] = sequence
         self._waiting.append(sequence)
@@ -488,13 +489,5 @@ class EngineModel:
     def _finish(self, sequence: EngineSequence, finished: list[Finished]) -> None:
         self._release(sequence)
         del self._sequences[sequence.request_id]
-        finished.append(
-            Finished(
-                sequence.request_id,
-                sequence.attempt,
-                "length",
-                sequence.prompt_tokens,
-                sequence.generated,
-                sequence.cached_tokens,
-            )
-        )
+        usage = sequence.prompt_tokens, sequence.generated, sequence.cached_tokens
+        finished.append(Finished(sequence.request_id, sequence.attempt, "length", *usage))

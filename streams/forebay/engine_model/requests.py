@@ -53,14 +53,17 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         request_id: id of the request.
         attempt: number of the attempt.
-        token_ids: prompt tokens as packed u32.
+        token_ids: prompt tokens, followed by the output tokens of earlier attempts, as packed u32.
         sequence_hashes: packed u64 sequence hashes of the full prompt blocks.
         token_seed: seed of the output tokens.
         max_tokens: number of output tokens to generate.
         hash_seed: seed that `sequence_hashes` were computed with; also used for output blocks.
         tail_mm_hashes: `mm_hash` values of the images, videos and sounds in the last prompt block, if that block is not
             full.
-        output: first output tokens as packed u32, at most `max_tokens`. Further tokens are sampled.
+        output: first output tokens of this attempt as packed u32, at most `max_tokens`. Further tokens are sampled.
+        first_position: number of output tokens before the first token of this attempt in the whole response. A sampled
+            token depends only on `token_seed` and its position in the response. So with the same seed, this attempt
+            generates the tokens that an earlier attempt would have generated.
         stage: `aggregated` computes the prompt and generates the output. `prefill` computes the prompt and keeps its KV
             for another engine. `decode` fetches this KV and generates the output.
     """
@@ -74,6 +77,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     hash_seed: int = HASH_SEED
     tail_mm_hashes: tuple[int, ...] = ()
     output: bytes = b""
+    first_position: int = 0
     stage: EngineStage = "aggregated"
 
 

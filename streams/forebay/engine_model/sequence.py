@@ -30,6 +30,7 @@ class EngineSequence(msgspec.Struct):
     text: bytes  # packed tokens from the first block without a hash on, possibly beyond what was emitted
     mm_hashes: tuple[int, ...] = ()  # of the objects in that first block
     stage: str = "aggregated"  # "decode" until its KV has arrived
+    first_position: int = 0  # position of the first output token in the whole response
     generated: int = 0
     computed: int = 0  # tokens in the cache; not updated while decoding
     blocks: int = 0
@@ -46,7 +47,8 @@ class EngineSequence(msgspec.Struct):
         prompt_bytes = (self.prompt_tokens - len(self.hashes) * block_size) * U32_BYTES
         first = (len(self.text) - prompt_bytes) // U32_BYTES
         if first < tokens:
-            self.text += pack_u32(generate_tokens(self.token_seed, first, tokens - first, vocabulary))
+            position = self.first_position + first
+            self.text += pack_u32(generate_tokens(self.token_seed, position, tokens - first, vocabulary))
 
     def name_block(self, block_size: int, *, no_tokens: bool) -> None:
         """Append the sequence hash of the first block that has none.
@@ -73,7 +75,7 @@ def seed_block(token_seed: int, hash_seed: int) -> int:
 
 
 def generate_tokens(seed: int, first: int, count: int, vocabulary: tuple[int, ...]) -> list[int]:
-    """Return the output tokens at positions `first` to `first + count - 1` of a request.
+    """Return the output tokens at positions `first` to `first + count - 1` of a response.
 
     The tokens depend on seed and position only (splitmix64 of the position).
     """

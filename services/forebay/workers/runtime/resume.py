@@ -162,7 +162,8 @@ class Resumer:
 def continued(item: WorkItem, output: list[int], block_size: int) -> WorkItem:
     """Return a work item that continues the response of another one after the given output.
 
-    Its prompt is the prompt of `item` and `output`, and its `max_tokens` is reduced by the length of `output`.
+    `output` is appended to its `token_ids` and counted in its `output_tokens`. Its `max_tokens` is reduced by the
+    number of these tokens.
 
     Args:
         item: the item to continue.
@@ -177,6 +178,7 @@ def continued(item: WorkItem, output: list[int], block_size: int) -> WorkItem:
         item,
         token_ids=token_ids,
         sequence_hashes=sequence_hashes(token_ids, block_size, salt, media),
+        output_tokens=item.output_tokens + len(output),
         sampling=msgspec.structs.replace(
             sampling,
             max_tokens=sampling.max_tokens - len(output),

@@ -8,7 +8,7 @@ import msgspec
 from xxhash import xxh3_64_digest, xxh3_64_intdigest
 
 from forebay.engine_model.model import Emitted, Finished
-from forebay.events.base import U64_MASK, unpack_u32
+from forebay.events.base import U32_BYTES, U64_MASK, unpack_u32
 from forebay.events.requests import Sampling, Task
 from forebay.events.tokens import TokenLogprob, TopLogprob
 from forebay.events.work import WorkItem
@@ -30,18 +30,22 @@ class ExtraOutputs:
         self._vocabulary = vocabulary
         self._items: dict[str, WorkItem] = {}
         self._ended: set[str] = set()
+        self._empty: set[str] = set()
 
-    def begin(self, item: WorkItem, *, is_ended: bool = False) -> None:
+    def begin(self, item: WorkItem, *, is_ended: bool, is_empty: bool) -> None:
         """Register a request, if it requests log probabilities or an embedding, or its output ends by itself.
 
         Args:
             item: the request.
             is_ended: whether the output ends by itself, and not because of `max_tokens`.
+            is_empty: whether there is no output. The token that the model generates is then removed.
         """
-        if item.task == "embed" or item.sampling.logprobs is not None or is_ended:
+        if item.sampling.logprobs is not None or is_ended or is_empty:
             self._items[item.request_id] = item
-        if is_ended:
+        if is_ended or is_empty:
             self._ended.add(item.request_id)
+        if is_empty:
+            self._empty.add(item.request_id)
 
     @property
     def request_ids(self) -> Collection[str]:
@@ -52,28 +56,30 @@ class ExtraOutputs:
         """Remove a request that has ended."""
         self._items.pop(request_id, None)
         self._ended.discard(request_id)
+        self._empty.discard(request_id)
 
     def clear(self) -> None:
         """Remove all requests."""
         self._items.clear()
         self._ended.clear()
+        self._empty.clear()
 
     def extend(self, batch: EngineBatch) -> EngineBatch:
         """Return a batch with the requested log probabilities and embeddings, and the finish reason of whole scripts.
 
-        An embedding request takes as long as its prompt. The token that the model generates for it is removed.
+        A request without output takes as long as its prompt.
         """
         if not self._items:
             return batch
         vectors = [
-            Vector(end.request_id, end.attempt, vector_of(self._items[end.request_id].token_ids))
+            Vector(end.request_id, end.attempt, vector_of(prompt_of(item)))
             for end in batch.finished
-            if self._embeds(end.request_id)
+            if (item := self._items.get(end.request_id)) is not None and item.task == "embed"
         ]
         extended = msgspec.structs.replace(
             batch,
-            emitted=[self._emitted(chunk) for chunk in batch.emitted if not self._embeds(chunk.request_id)],
-            first_tokens=[first for first in batch.first_tokens if not self._embeds(first.request_id)],
+            emitted=[self._emitted(chunk) for chunk in batch.emitted if chunk.request_id not in self._empty],
+            first_tokens=[first for first in batch.first_tokens if first.request_id not in self._empty],
             finished=[self._finished(end) for end in batch.finished],
             vectors=vectors,
         )
@@ -81,14 +87,11 @@ class ExtraOutputs:
             self.end(end.request_id)
         return extended
 
-    def _embeds(self, request_id: str) -> bool:
-        item = self._items.get(request_id)
-        return item is not None and item.task == "embed"
-
     def _finished(self, end: Finished) -> Finished:
-        if self._embeds(end.request_id):
-            return msgspec.structs.replace(end, reason="stop", output_tokens=0)
-        return msgspec.structs.replace(end, reason="stop") if end.request_id in self._ended else end
+        if end.request_id not in self._ended:
+            return end
+        output_tokens = 0 if end.request_id in self._empty else end.output_tokens
+        return msgspec.structs.replace(end, reason="stop", output_tokens=output_tokens)
 
     def _emitted(self, chunk: Emitted) -> Emitted:
         item = self._items.get(chunk.request_id)
@@ -115,6 +118,11 @@ def sampler_seed(request_id: str, sampling: Sampling) -> int:
     if sampling.temperature == 0:
         return 0
     return xxh3_64_intdigest(request_id.encode()) if sampling.seed is None else sampling.seed & U64_MASK
+
+
+def prompt_of(item: WorkItem) -> bytes:
+    """Return the prompt tokens of a request, without the output of earlier attempts, as packed u32."""
+    return item.token_ids[: len(item.token_ids) - item.output_tokens * U32_BYTES]
 
 
 def vector_of(token_ids: bytes) -> bytes:

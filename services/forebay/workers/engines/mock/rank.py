@@ -45,7 +45,7 @@ from forebay.workers.engine import (
     Publish,
 )
 from forebay.workers.engines.mock.kv import MockKv
-from forebay.workers.engines.mock.outputs import ExtraOutputs, sampler_seed
+from forebay.workers.engines.mock.outputs import ExtraOutputs, prompt_of, sampler_seed
 from forebay.workers.engines.mock.scripts import OutputScripts
 from forebay.workers.kv_transfer.api import FetchedKv
 from forebay.workers.kv_transfer.nixl_agent import TransferError
@@ -120,9 +120,12 @@ class MockRank:
         media = mm_hashes(item.media, block_size)
         seed = hash_seed(item.lora_name, item.cache_namespace)
         script = None if self._scripts is None else self._scripts.script(item)
-        max_tokens = 1 if item.task == "embed" else item.sampling.max_tokens
-        output = b"" if script is None else pack_u32(script.token_ids[:max_tokens])
+        max_tokens = item.sampling.max_tokens
+        output = [] if script is None else script.token_ids[:max_tokens]
         is_ended = script is not None and script.is_whole and len(script.token_ids) <= max_tokens
+        is_empty = item.task == "embed" or (is_ended and not output)
+        if is_ended or is_empty:
+            max_tokens = max(1, len(output))  # the model generates at least one token
         stage: EngineStage = item.stage if item.stage in ("prefill", "decode") else "aggregated"
         request = EngineRequest(
             request_id=item.request_id,
@@ -130,8 +133,9 @@ class MockRank:
             token_ids=item.token_ids,
             sequence_hashes=item.sequence_hashes,
             token_seed=_token_seed(item, seen),
-            max_tokens=len(output) // U32_BYTES if is_ended else max_tokens,
-            output=output,
+            max_tokens=max_tokens,
+            output=pack_u32(output),
+            first_position=item.output_tokens,
             hash_seed=seed,
             tail_mm_hashes=tuple(media.get(last, ())),
             stage=stage,
@@ -151,7 +155,7 @@ class MockRank:
         if stage == "prefill":
             self._prompts[item.request_id] = item, seen
         else:
-            self._outputs.begin(item, is_ended=is_ended)
+            self._outputs.begin(item, is_ended=is_ended, is_empty=is_empty)
         if stage == "decode":
             self._to_fetch[item.request_id] = item
         self._wake.set()
@@ -353,8 +357,8 @@ class MockRank:
 
 
 def _token_seed(item: WorkItem, seen: int) -> int:
-    """Return the seed of the output tokens."""
-    return xxh3_64_intdigest(item.token_ids, (sampler_seed(item.request_id, item.sampling) + seen) & U64_MASK)
+    """Return the seed of the output tokens, which is equal for every attempt and stage of a request."""
+    return xxh3_64_intdigest(prompt_of(item), (sampler_seed(item.request_id, item.sampling) + seen) & U64_MASK)
 
 
 def _merge(steps: list[EngineStep]) -> list[Emitted]:

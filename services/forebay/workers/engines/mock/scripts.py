@@ -7,9 +7,9 @@ do.
 
 A script depends only on the prompt and the seed of the request. Tools and messages are read from the tokens of the
 prompt, in the format of the default model, which is that of Qwen. An attempt that continues the output of an earlier
-one has that output at the end of its prompt, and gets the rest of the script. With `ignore_eos` there are no calls and
-no reasoning, because the client wants exactly `max_tokens` tokens. The generated values of a script share a budget of
-characters, which does not depend on `max_tokens`, because an attempt that continues an output has fewer tokens left.
+one gets the rest of the script. With `ignore_eos` there are no calls and no reasoning, because the client wants exactly
+`max_tokens` tokens. The generated values of a script share a budget of characters, which does not depend on
+`max_tokens`, because an attempt that continues an output has fewer tokens left.
 """
 
 import json
@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 import msgspec
 from xxhash import xxh3_64_intdigest
 
-from forebay.events.base import U32_BYTES, pack_u32, unpack_u32
+from forebay.events.base import pack_u32, unpack_u32
 from forebay.events.requests import StructuredOutput
 from forebay.events.work import WorkItem
-from forebay.workers.engines.mock.outputs import sampler_seed
+from forebay.workers.engines.mock.outputs import prompt_of, sampler_seed
 from forebay.workers.engines.mock.schema_values import CHARS_MAX, CharBudget, SchemaValues
 
 START = "<|im_start|>"
@@ -48,10 +48,10 @@ ANY_OBJECT = {"properties": {"answer": {"type": "string", "minLength": 20}}}
 
 
 class Script(NamedTuple):
-    """Beginning of the output of one request.
+    """Beginning of the output of one attempt.
 
     Attributes:
-        token_ids: the tokens; at least one.
+        token_ids: the tokens; empty if earlier attempts generated all of them.
         is_whole: whether the output ends after them; otherwise words follow.
     """
 
@@ -82,35 +82,30 @@ class OutputScripts:
         self._tools = pack_u32(encode(TOOLS)[1:-1])  # the first and last token may depend on the text around them
 
     def script(self, item: WorkItem) -> Script | None:
-        """Return the script of a request; None if its output is only words."""
+        """Return the script of an attempt, after the output of earlier attempts; None if the output is only words."""
         sampling = item.sampling
         if item.task != "generate":
             return None
-        seed = sampler_seed(item.request_id, sampling)
+        prompt = prompt_of(item)
+        seed = xxh3_64_intdigest(prompt, sampler_seed(item.request_id, sampling))
         if sampling.structured is not None:
-            text = self._structured(sampling.structured, xxh3_64_intdigest(item.token_ids, seed))
-            return None if text is None else Script(self._encode(text), is_whole=True)
-        if sampling.ignore_eos or (at := _rfind(item.token_ids, self._reply)) < 0:
+            text, is_whole = self._structured(sampling.structured, seed), True
+        elif sampling.ignore_eos:
             return None
-        is_thinking = item.token_ids.startswith(self._think, at)
-        begin = at + len(self._think if is_thinking else self._reply)
-        return self._chat(item.token_ids[:begin], item.token_ids[begin:], seed, is_thinking=is_thinking)
+        else:
+            text, is_whole = self._chat(prompt, seed)
+        return None if text is None else Script(self._encode(text)[item.output_tokens :], is_whole)
 
-    def _chat(self, prompt: bytes, output: bytes, seed: int, *, is_thinking: bool) -> Script | None:
-        """Return the script of a chat, without the output of earlier attempts, which it must begin with."""
-        seed = xxh3_64_intdigest(prompt, seed)
+    def _chat(self, prompt: bytes, seed: int) -> tuple[str | None, bool]:
+        """Return the reasoning and calls of a chat, None without either, and whether the output ends after them."""
+        is_thinking = prompt.endswith(self._think)
+        if not is_thinking and not prompt.endswith(self._reply):
+            return None, False
         calls = list(self._calls(prompt, seed)) if self._tools in prompt else []
         if not calls and not is_thinking:
-            return None
-        text = f"{self._reasoning(seed)}\n</think>\n\n" if is_thinking else ""
-        token_ids = self._encode(text + "\n".join(calls))
-        done = unpack_u32(output)
-        if done != token_ids[: len(done)]:
-            return None
-        left = token_ids[len(done) :]
-        if calls:
-            return Script(left or self._encode(" "), is_whole=True)
-        return Script(left, is_whole=False) if left else None
+            return None, False
+        reasoning = f"{self._reasoning(seed)}\n</think>\n\n" if is_thinking else ""
+        return reasoning + "\n".join(calls), bool(calls)
 
     def _structured(self, structure: StructuredOutput, seed: int) -> str | None:
         match structure.kind:
@@ -177,11 +172,3 @@ def _tools(text: str) -> Iterator[dict[str, Any]]:
             continue
         if isinstance(function, dict) and isinstance(function.get("name"), str):
             yield function
-
-
-def _rfind(packed: bytes, part: bytes) -> int:
-    """Return the position of the last occurrence of packed tokens in others, in bytes; -1 if there is none."""
-    at = packed.rfind(part)
-    while at > 0 and at % U32_BYTES:
-        at = packed.rfind(part, 0, at + len(part) - 1)
-    return at
