@@ -11,6 +11,7 @@ from forebay.events.decisions import JournalRecord, RequestRouted
 from forebay.events.progress import RequestFinished
 from forebay.events.topics import DECISIONS
 from forebay.replay.catalog.live import LivePublisher, read_live
+from forebay.replay.catalog.seek import catalog_position
 from forebay.replay.catalog.store import Store
 from forebay.replay.status import GroupStatus, read_status
 from forebay.transport.base import Draft
@@ -85,6 +86,25 @@ def test_the_status_of_an_idle_group_has_the_later_events(tmp_path: Path) -> Non
         assert status_of(reader) == await read_status(log, 0, MODEL)
         assert status_of(reader).requests.by_phase == {"prefill": 1}
         reader.close()
+        follower.store.close()
+
+    run(check())
+
+
+def test_a_log_without_decisions_begins_at_its_later_events(tmp_path: Path) -> None:
+    made = fleet("a")
+
+    async def check() -> None:
+        log = await made.log()
+        follower = await index(log, tmp_path / "catalog")
+        assert follower.state.begin_us == follower.state.end_us == 0, "a claim has no clock reading"
+        publisher = LivePublisher(log, 0, MODEL, follower)
+        assert await publish(publisher)
+        assert publisher.state is not None
+        at_us = publisher.state.begin_us
+        assert at_us == publisher.state.end_us > 0
+        position = await catalog_position(log, 0, follower.store, time_us=at_us)
+        assert [one.worker_id for one in (await position.moment()).workers] == ["a"]
         follower.store.close()
 
     run(check())

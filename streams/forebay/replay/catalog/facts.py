@@ -38,7 +38,7 @@ class CatalogState(Fact, frozen=True, kw_only=True):
     """How far a catalog has followed its log.
 
     Attributes:
-        begin_us: owner's clock at the oldest moment that can be shown; 0 for a log without decisions.
+        begin_us: owner's clock at the oldest moment that can be shown; 0 for a log without events.
         end_us: time of the newest event that the catalog contains; 0 for a log without events.
         begin_offset: offset of the oldest journal record that can be shown.
         end_offset: offset after the newest journal record that the catalog contains.

@@ -132,7 +132,9 @@ class LivePublisher:
         walk = self._follower.walk
         state = self._follower.state
         if self._later is not None:
-            state = msgspec.structs.replace(state, end_us=max(state.end_us, self._later.world.now_us))
+            now_us = self._later.world.now_us
+            # A claim has no clock reading. Without another record, no moment before the later events can be shown.
+            state = msgspec.structs.replace(state, begin_us=state.begin_us or now_us, end_us=max(state.end_us, now_us))
         if walk is not None:
             ends = tuple([await self._log.end(topic.name, self._partition) for topic in INPUTS])
             key = (walk.position, ends, None if self._later is None else self._later.applied.total())
