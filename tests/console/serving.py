@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 
 from forebay.cli.console.run import WHAT_IF
 from forebay.console.app import build_console_app
@@ -73,6 +74,22 @@ async def body(client: httpx.AsyncClient, path: str, **params: Any) -> Any:
     response = await client.get(path, params=params)
     assert response.status_code == httpx.codes.OK, response.text
     return response.json()
+
+
+def plain(value: Any) -> Any:
+    """Return a structure as JSON shows it."""
+    return msgspec.json.decode(msgspec.json.encode(value))
+
+
+def comparable(moment: Any) -> Any:
+    """Return a moment without what depends on the state from which it was derived.
+
+    A checkpoint of a catalog also has the load of workers that were lost before.
+    """
+    found = plain(moment)
+    del found["start"]
+    found["lost"] = [(one["worker_id"], one["reason"]) for one in found["lost"]]
+    return found
 
 
 async def error(client: httpx.AsyncClient, path: str, **params: Any) -> tuple[int, str]:

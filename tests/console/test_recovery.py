@@ -1,16 +1,23 @@
-"""A console whose catalog was deleted, and its limits for pages."""
+"""A console whose catalog was deleted or whose log was replaced, and its limits for pages."""
 
+import fcntl
 import shutil
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from forebay.console import feed
 from forebay.console.feed import StateFeed
 from forebay.console.paths import catalog_path
+from forebay.events.topics import DECISIONS
 from forebay.ingress.errors import ApiError
+from forebay.replay.at_time import seek_record
 from forebay.replay.catalog.facts import CatalogState
-from tests.console.serving import body, console_client, console_settings, until
+from forebay.replay.catalog.store import Store
+from forebay.transport.sqlite.log import SqliteLog
+from tests.console.serving import body, comparable, console_client, console_settings, error, until
 
 LOGS = Path(__file__).parents[1] / "logs"
 
@@ -26,6 +33,53 @@ async def test_a_catalog_that_was_deleted_is_built_anew(tmp_path: Path) -> None:
         state = await until(client, lambda state: state["is_complete"])
         assert not state["error"], "the error ends when the log is followed again"
         assert await body(client, "/v1/console/requests") == before
+
+
+def replace(log: Path, name: str) -> None:
+    """Replace a log file by a recording, as `mv` does."""
+    other = log.with_name(name)
+    shutil.copy(LOGS / name, other)
+    other.replace(log)
+
+
+async def newest(log: Path) -> Any:
+    """Return the state at the last journal record, derived from the log alone."""
+    with closing(SqliteLog.open(log, readonly=True)) as opened:
+        end = await opened.end(DECISIONS.name, 0)
+        return comparable(await (await seek_record(opened, 0, end - 1)).moment())
+
+
+@pytest.mark.asyncio
+async def test_a_log_that_was_replaced_is_read_from_the_beginning(tmp_path: Path) -> None:
+    log = Path(shutil.copy(LOGS / "lost-workers.rec", tmp_path))
+    async with console_client(console_settings(log)) as client:
+        before = await body(client, "/v1/console/moment")
+        replace(log, "overload.rec")
+        expected = await newest(log)
+        end = expected["offset"] + 1
+        await until(client, lambda state: state["end_offset"] == end and not state["error"])
+        assert comparable(await body(client, "/v1/console/moment", offset=end - 1)) == expected != comparable(before)
+        with (
+            closing(Store.read(catalog_path(console_settings(log)))) as store,
+            closing(SqliteLog.open(log, readonly=True)) as opened,
+        ):
+            await store.require_log(opened, 0)
+
+
+@pytest.mark.asyncio
+async def test_a_catalog_of_the_previous_log_is_not_used(tmp_path: Path) -> None:
+    log = Path(shutil.copy(LOGS / "lost-workers.rec", tmp_path))
+    settings = console_settings(log)
+    async with console_client(settings) as client:
+        offset = (await body(client, "/v1/console"))["state"]["end_offset"] - 1
+    path = catalog_path(settings)
+    with path.with_name(path.name + ".lock").open("rb") as lock:  # so that the console cannot build it anew
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        async with console_client(settings) as client:
+            await body(client, "/v1/console/moment", offset=offset)
+            replace(log, "overload.rec")
+            status, message = await error(client, "/v1/console/moment", offset=offset)
+            assert (status, "the log was replaced" in message) == (503, True), message
 
 
 @pytest.mark.asyncio

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from forebay.console.log_file import LogFile
 from forebay.console.paths import catalog_path
 from forebay.console.settings import ConsoleSettings
 from forebay.ingress.child_process import ChildConnection
@@ -30,7 +31,7 @@ def main() -> None:
     settings = msgspec.json.decode(connection.setup, type=ConsoleSettings)
     try:
         asyncio.run(_follow(settings, lambda: connection.send(b"")))
-    except* (CatalogError, LogError) as errors:  # a group, because the tasks of a log on Kafka run in one
+    except* (CatalogError, LogError) as errors:
         connection.send("; ".join(_sentences(errors)).encode())
 
 
@@ -43,19 +44,20 @@ def _sentences(errors: BaseException) -> list[str]:
 
 async def _follow(settings: ConsoleSettings, on_begin: Callable[[], object]) -> None:
     custom, partition = load_policies(settings.source.policies), settings.partition
+    file = LogFile(settings.source)
     async with opened_log(settings.source) as log:
         store = await Store.open(catalog_path(settings), log, partition, SCHEMAS)
         on_begin()
         try:
             follower = Follower(log, partition, store, new_observers, custom=custom)
             publisher = LivePublisher(log, partition, settings.group, follower, custom)
-            if settings.kind == "kafka":
-                heartbeats = RouterHeartbeats(log, settings.group)
-                publisher.complete = lambda status: with_heartbeats(status, heartbeats)
-                async with asyncio.TaskGroup() as tasks:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(file.watch())
+                if settings.kind == "kafka":
+                    heartbeats = RouterHeartbeats(log, settings.group)
+                    publisher.complete = lambda status: with_heartbeats(status, heartbeats)
                     tasks.create_task(heartbeats.follow(partition))
-                    tasks.create_task(follow(follower, publisher))
-            await follow(follower, publisher)
+                tasks.create_task(follow(follower, publisher))
         finally:
             store.close()
 

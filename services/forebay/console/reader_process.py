@@ -6,13 +6,14 @@ messages; the first message has the settings of the console.
 
 import asyncio
 import functools
-from contextlib import closing
+from contextlib import AsyncExitStack, closing
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
 from forebay import runtime
+from forebay.console.log_file import LogFile
 from forebay.console.messages import (
     AnyReading,
     ReadCache,
@@ -31,7 +32,7 @@ from forebay.events.names import unknown_name
 from forebay.events.request_ids import aliases_of
 from forebay.events.topics import DECISIONS, INPUTS
 from forebay.ingress.child_process import ChildConnection
-from forebay.ingress.explain_worker import opened_log
+from forebay.ingress.explain_worker import LogSource, opened_log
 from forebay.ingress.model import Model, ModelUnusable
 from forebay.ingress.shared_child import ChildResponse
 from forebay.replay.at import NoSuchRecord, Position
@@ -185,18 +186,45 @@ def main() -> None:
 async def _serve(connection: ChildConnection) -> None:
     settings = msgspec.json.decode(connection.setup, type=ConsoleSettings)
     custom = load_policies(settings.source.policies)
-    path = catalog_path(settings)
-    async with opened_log(settings.source) as log:
+    async with CurrentLog(settings.source) as current:
         async for message in connection.messages():
             reading = msgspec.json.decode(message, type=AnyReading)
-            connection.send(msgspec.json.encode(await _respond(settings, log, path, custom, reading)))
+            connection.send(msgspec.json.encode(await _respond(settings, current, custom, reading)))
+
+
+class CurrentLog:
+    """The log at its location, which is opened again if another file has replaced it."""
+
+    def __init__(self, source: LogSource) -> None:
+        self._source = source
+        self._file = LogFile(source)
+        self._log: Log | None = None
+        self._opened = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._opened.aclose()
+
+    async def get(self) -> Log:
+        """Return the log. Raises LogError if it cannot be read."""
+        if self._log is None or self._file.is_replaced:
+            await self._opened.aclose()
+            self._log, self._file = None, LogFile(self._source)
+            self._log = await self._opened.enter_async_context(opened_log(self._source))
+        return self._log
 
 
 async def _respond(
-    settings: ConsoleSettings, log: Log, path: Path, custom: CustomPolicies, reading: AnyReading
+    settings: ConsoleSettings, current: CurrentLog, custom: CustomPolicies, reading: AnyReading
 ) -> ChildResponse:
     try:
-        with closing(Store.read(path)) as store:  # opened for each message, because a damaged one is built anew
+        log = await current.get()
+        # Opened for each message, because the indexer may build it anew.
+        with closing(Store.read(catalog_path(settings))) as store:
+            if settings.source.path is not None:
+                await store.require_log(log, settings.partition)
             found = await Reader(settings, log, store, custom).answer(reading)
     except (NoSuchRecord, UnknownRequest) as missing:
         return ChildResponse(status=404, code="not_found", message=str(missing))

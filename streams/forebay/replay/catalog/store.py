@@ -145,6 +145,20 @@ class Store:
         if not self.path.exists():
             raise CatalogError(f"{self.path}: the catalog was deleted while the console ran; it is built anew")
 
+    async def require_log(self, log: Log, partition: int) -> None:
+        """Require that the catalog belongs to a log, whose file may have been replaced.
+
+        Raises:
+            CatalogError: it is the catalog of another log.
+            LogError: the log cannot be read.
+        """
+        committed = self.committed
+        if committed is not None and not await _is_of_log(committed, log, partition):
+            text = (
+                "the log was replaced, and this is the catalog of the previous one; it is built anew in a few seconds"
+            )
+            raise CatalogError(f"{self.path}: {text}")
+
     def meta(self, name: str) -> str | None:
         """Return a value that `set_meta` stored; None if there is none."""
         row = self.connection.execute("SELECT value FROM meta WHERE name = ?", (name,)).fetchone()
