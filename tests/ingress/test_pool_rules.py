@@ -110,6 +110,22 @@ async def test_the_policy_of_a_pool_is_changed(scene: Scene) -> None:
     assert {one["policy"] for one in (await listed(scene))["pools"]} == {"kv"}, "a new configuration resets it"
 
 
+async def test_a_takeover_resets_a_policy_that_the_owner_may_not_run(scene: Scene) -> None:
+    scene.ingress.pools.allowed_policies = lambda: ("mine.Policy",)
+    await post(scene, "policy", pool="long", mode="mine.Policy")
+    await post(scene, "policy", pool="short", mode="random")
+
+    async def policies() -> dict[str, str]:
+        return {one["pool"]: one["policy"] for one in (await listed(scene))["pools"]}
+
+    scene.ingress.pools.allowed_policies = lambda: None
+    assert await policies() == {"long": "mine.Policy", "short": "random"}, "no owner has reset anything yet"
+    scene.ingress.pools.allowed_policies = lambda: ()
+    assert await policies() == {"long": "kv", "short": "random"}
+    scene.ingress.pools.allowed_policies = lambda: ("mine.Policy",)
+    assert await policies() == {"long": "kv", "short": "random"}, "a later owner does not set it again"
+
+
 async def test_every_rule_contains_its_operator(scene: Scene) -> None:
     name = "Zoë"
     await post(scene, "routing", grids=[GRID], operator=name)

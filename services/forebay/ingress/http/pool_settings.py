@@ -66,19 +66,20 @@ class PoolConfigurator:
         on_undecodable: called for each record that cannot be decoded and is skipped.
 
     Attributes:
-        allowed_policies: returns the custom policies that the owner may run.
+        allowed_policies: returns the custom policies that the owner may run; None while there is no owner.
     """
 
     def __init__(self, log: Log, find_partition: Callable[[], int | None], on_undecodable: Callable[[], None]) -> None:
         self._log = log
         self._find_partition = find_partition
         self._on_undecodable = on_undecodable
-        self.allowed_policies: Callable[[], Collection[str]] = lambda: ()
+        self.allowed_policies: Callable[[], Collection[str] | None] = lambda: None
         self._position = 0
         self._pools: dict[str, tuple[str, BusyThresholds]] = {}
         self._disagg: dict[str, tuple[str, DisaggConfig]] = {}
         self._block_sizes: dict[str, int] = {}
         self._configured: dict[str, PoolConfigured] = {}
+        self._modes: dict[str, str] = {}  # router mode that `PoolConfigured` set, by pool
         self._registry = PoolRegistry()
         self._refreshed_s = -REFRESH_S
         self._lock = asyncio.Lock()
@@ -212,7 +213,7 @@ class PoolConfigurator:
 
     def _require_policy(self, mode: str) -> None:
         """Raise ApiError (404) if the owner cannot run a policy."""
-        allowed = sorted(self.allowed_policies())
+        allowed = sorted(self.allowed_policies() or ())
         if mode in BUILT_IN or mode in allowed:
             return
         text = unknown_name("policy", mode, [*BUILT_IN, *allowed])
@@ -283,8 +284,21 @@ class PoolConfigurator:
                     self._apply_record(record.value)
                 self._position = records[-1].offset + 1 if records else end
             self._refreshed_s = runtime.monotonic_s()
+            self._reset_policies()
         except LogError as error:
             raise _unavailable(error) from error
+
+    def _reset_policies(self) -> None:
+        """Return pools to their configured policies if an operator set a policy that the owner may not run.
+
+        An owner does the same when it takes over. No event on `control` shows that.
+        """
+        allowed = self.allowed_policies()
+        if allowed is None:
+            return
+        for name, pool in self._configured.items():
+            if pool.router.mode not in BUILT_IN and pool.router.mode not in allowed:
+                self._configured[name] = pool.with_mode(self._modes[name])
 
     def _apply_record(self, value: bytes) -> None:
         try:
@@ -297,6 +311,7 @@ class PoolConfigurator:
         match event:
             case PoolConfigured():
                 self._configured[event.pool] = event
+                self._modes[event.pool] = event.router.mode
                 self._pools[event.pool] = (event.model, event.router.busy)
                 if event.role in ("aggregated", "decode"):
                     self._block_sizes[event.model] = event.block_size
