@@ -209,18 +209,39 @@ class OtherServer(BaseHTTPRequestHandler):
         pass
 
 
+@asynccontextmanager
+async def other_server() -> AsyncIterator[str]:
+    """Run an `OtherServer`, and yield its address."""
+    server = HTTPServer(("127.0.0.1", free_ports(1)), OtherServer)
+    Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        await asyncio.to_thread(server.shutdown)
+        server.server_close()
+
+
 @pytest.mark.parametrize(
     ("path", "status", "code"), [("/disabled", 501, "admin_api_disabled"), ("/other", 502, "no_ingress")]
 )
 async def test_another_server_is_not_taken_for_an_ingress(path: str, status: int, code: str) -> None:
-    server = HTTPServer(("127.0.0.1", free_ports(1)), OtherServer)
-    Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    try:
-        async with console(f"http://127.0.0.1:{server.server_port}{path}") as client:
-            assert refused(await act(client, "policy")) == (status, code)
-    finally:
-        await asyncio.to_thread(server.shutdown)
-        server.server_close()
+    async with other_server() as url, console(f"{url}{path}") as client:
+        assert refused(await act(client, "policy")) == (status, code)
+
+
+async def test_a_proxy_is_used_except_for_loopback_addresses(
+    system: tuple[Up, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "ALL_PROXY", "all_proxy", "NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    async with other_server() as proxy:
+        monkeypatch.setenv("HTTP_PROXY", proxy)
+        async with console("http://ingress.example") as client:
+            assert refused(await act(client, "busy-threshold")) == (502, "no_ingress"), "the proxy responds"
+        for url in (system[0].url, system[0].url.replace("127.0.0.1", "localhost")):
+            async with console(url) as client:
+                response = await act(client, "busy-threshold")
+                assert response.status_code == 200, response.text
 
 
 async def test_the_token_is_not_logged(system: tuple[Up, Path], caplog: pytest.LogCaptureFixture) -> None:

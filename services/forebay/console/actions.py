@@ -10,6 +10,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 import httpx
 import msgspec
@@ -20,6 +21,7 @@ from pydantic import Field
 from forebay.events.names import NAME_CHARS_MAX, unknown_name
 from forebay.ingress.errors import ApiError, invalid
 from forebay.ingress.http.body import read_body
+from forebay.ingress.http.endpoint import is_loopback
 from forebay.ingress.openai.fields import CheckedBody, parse
 from forebay.planner.orders import OrderInvalid, OrderReport, execute_order, scaling_on_kafka, size_order
 from forebay.transport.base import Log
@@ -108,6 +110,7 @@ class Actions:
 
     def __init__(self, ingress_url: str, kafka: KafkaSettings | None, model: str, open_scaling: OpenScaling) -> None:
         self._ingress_url = ingress_url
+        self._mounts = _without_proxy(ingress_url)
         self._kafka = kafka
         self._model = model
         self._open_scaling = open_scaling
@@ -165,7 +168,7 @@ class Actions:
         method, url = ("GET" if body is None else "POST"), f"{self._ingress_url}{path}"
         headers = {"authorization": f"Bearer {admin_token}"}
         try:
-            async with httpx.AsyncClient(timeout=timeout_s + PATIENCE_S) as client:
+            async with httpx.AsyncClient(timeout=timeout_s + PATIENCE_S, mounts=self._mounts) as client:
                 response = await client.request(method, url, json=body, headers=headers)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             text = f"the ingress {self._ingress_url} does not respond ({type(error).__name__}); check --ingress"
@@ -205,6 +208,19 @@ class Actions:
             return _json({"steps": steps}, HTTPStatus.OK)
         error_body = ApiError(409, "order_without_effect", "; ".join(problems)).body()
         return _json({"steps": steps, **error_body}, HTTPStatus.CONFLICT)
+
+
+def _without_proxy(url: str) -> dict[str, None]:
+    """Return mounts of a client that sends requests to a loopback address without the proxy of the environment.
+
+    A proxy cannot reach the loopback addresses of this machine.
+    """
+    try:
+        host = urlsplit(url).hostname or ""
+        is_local = host == "localhost" or is_loopback(host)
+    except ValueError:  # another name, or an invalid URL, which is reported when it is used
+        return {}
+    return {f"all://[{host}]" if ":" in host else f"all://{host}": None} if is_local else {}
 
 
 def _require_token(token: str) -> None:
