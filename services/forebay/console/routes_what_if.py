@@ -23,6 +23,8 @@ def add_what_if_routes(app: FastAPI, console: Console) -> None:
             wanted = msgspec.json.decode(await read_body(request, BODY_BYTES_MAX), type=WhatIf)
         except msgspec.DecodeError as error:
             raise invalid(f"the body is invalid: {error}") from error
+        if not wanted.policy and not wanted.sets:
+            raise invalid("nothing is changed; give another policy, or at least one setting in sets", "policy")
         console.require_policy(wanted.policy, wanted.sets)
         return json_response(msgspec.json.encode(console.jobs.start(wanted)))
 
