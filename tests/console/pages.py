@@ -3,20 +3,25 @@
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
-from playwright.sync_api import Browser, Locator, Page
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Browser, Locator, Page, expect
 
+from forebay.replay.moment import Moment
 from tests.console.serving import HEADERS, PATIENCE_S, TOKEN
 from tests.harness import fork_server
 from tests.harness.browser import Opened, Scheme, visited
 from tests.harness.fork_server import ForkedProcess
 from tests.harness.local import free_ports
 
+POLL_S = 0.05
+LEVELS = ("wcag2a", "wcag2aa", "wcag21a", "wcag21aa")
+CONTRAST = ("color-contrast",)  # the only rule whose result depends on the colour scheme
 # The page handles the change of the address before this listener, which it added later.
 GO = """(fragment) => new Promise((done) => {
     if (location.hash === `#${fragment}`) return done();
@@ -72,15 +77,22 @@ def console_on(log: Path, *options: str) -> Iterator[ConsoleProcess]:
 
 def wait_indexed(url: str) -> None:
     """Wait until a console has read its log."""
-    ends_s = time.monotonic() + PATIENCE_S
-    while time.monotonic() < ends_s:
+
+    def is_complete() -> bool:
         try:
-            if read(url, "/v1/console")["state"]["is_complete"]:
-                return
+            return bool(read(url, "/v1/console")["state"]["is_complete"])
         except httpx.TransportError:
-            pass
-        time.sleep(0.02)
-    raise AssertionError(f"the console at {url} has not read its log within {PATIENCE_S:g} s")
+            return False
+
+    wait_until(is_complete, f"the console at {url} has read its log")
+
+
+def wait_until(is_reached: Callable[[], bool], what: str) -> None:
+    """Wait until a function returns true."""
+    ends_s = time.monotonic() + PATIENCE_S
+    while not is_reached():
+        assert time.monotonic() < ends_s, f"not within {PATIENCE_S:g} s: {what}"
+        time.sleep(POLL_S)
 
 
 def read(url: str, path: str, **params: Any) -> Any:
@@ -123,6 +135,71 @@ def expect_error(found: Opened, status: str) -> None:
     mine = [error for error in found.errors if f"the server responded with a status of {status} " in error]
     assert mine, found.errors
     found.errors[:] = [error for error in found.errors if error not in mine]
+
+
+def review_action(page: Page, action: str, operator: str, token: str, **fields: str) -> Locator:
+    """Open the dialog of the actions, fill in the form of an action, and show the event that it writes.
+
+    Args:
+        page: page of a console.
+        action: title of the action.
+        operator: name of the operator.
+        token: admin token.
+        fields: value of each field of the action by its label in lower case.
+
+    Returns:
+        The dialog, which waits for a confirmation.
+    """
+    dialog = page.get_by_role("dialog", name="Change the running system")
+    if not dialog.count():
+        page.get_by_role("button", name="Actions").press("Enter")
+    dialog.get_by_label("Action", exact=True).select_option(action)
+    for label, value in fields.items():
+        field = dialog.get_by_label(label.capitalize(), exact=True)
+        if field.evaluate("field => field.tagName") == "SELECT":
+            field.select_option(value)
+        else:
+            field.fill(value)
+    dialog.get_by_label("Your name").fill(operator)
+    dialog.get_by_label("Admin token").fill(token)
+    dialog.get_by_role("button", name="Review").click()
+    expect(dialog).to_contain_text(f", by {operator}")
+    return dialog
+
+
+def confirm(dialog: Locator) -> None:
+    """Write the event that the dialog of the actions shows."""
+    dialog.get_by_role("button", name="Write this event").click()
+
+
+def require_accessible(page: Page, where: str, rules: Sequence[str] = LEVELS) -> None:
+    """Require that axe finds nothing, and that the page is not wider than its window.
+
+    Args:
+        page: the page.
+        where: what the page shows, for the message of a failure.
+        rules: `LEVELS` for all rules of the levels A and AA, or names of rules.
+    """
+    kind = "tag" if set(rules) <= set(LEVELS) else "rule"
+    found = Axe().run(page, options={"runOnly": {"type": kind, "values": list(rules)}}).response["violations"]
+    assert [(one["id"], one["help"], [node["html"] for node in one["nodes"]]) for one in found] == [], where
+    assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0, where
+
+
+def fleet_of(page: Page) -> list[tuple[str, str, str]]:
+    """Return worker, state and active requests of each rank that the fleet shows, in order of their names."""
+    workers = page.get_by_role("table", name="Workers and ranks")
+    return sorted(zip(cells(workers, "worker"), states(workers), cells(workers, "active"), strict=True))
+
+
+def require_fleet(page: Page, moment: Moment) -> None:
+    """Require that the fleet shows the ranks and the number of requests of a moment."""
+    phases = {worker.worker_id: worker.phase for worker in moment.workers}
+    expected = [(one.worker_id, phases[one.worker_id], str(one.active_requests)) for one in moment.ranks]
+    count = len(moment.requests)
+    heading = page.get_by_role("heading", level=1)
+    expect(heading).to_contain_text(f"{count} request{'' if count == 1 else 's'} in fl")
+    assert fleet_of(page) == sorted(expected)
 
 
 def states(table: Locator) -> list[str]:

@@ -1,0 +1,284 @@
+"""The console's page in Chromium beside a system on Kafka: views, moments, comparisons, actions and a takeover.
+
+The tests share one system, and run in this order: the last ones look back at what the first ones did. Without Chromium
+they are skipped with the reason, or fail if FOREBAY_REQUIRE_BROWSER=1.
+"""
+
+import asyncio
+import json
+import random
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, Locator, Page, expect
+
+from forebay.cli.common.recording import Recording
+from forebay.cli.console.command import ConsoleOptions
+from forebay.cli.top.run import log_client
+from forebay.cli.top.screen import TopApp
+from forebay.cli.top.source import Source
+from forebay.cli.top.tables import RequestsTable, WorkersTable
+from forebay.events.control import PolicySet, WorkerCommanded
+from forebay.events.scaling import PoolSizeSet
+from forebay.events.topics import CONTROL, SCALING
+from tests.console.conftest import browser
+from tests.console.pages import (
+    CONTRAST,
+    LEVELS,
+    cells,
+    confirm,
+    expect_error,
+    fleet_of,
+    go,
+    page_of,
+    read,
+    require_accessible,
+    require_fleet,
+    review_action,
+    shown,
+)
+from tests.console.serving import PATIENCE_S, comparable
+from tests.harness.browser import Scheme
+from tests.harness.cluster import GROUP
+from tests.integration.conftest import RUN
+from tests.integration.console_system import PROMPTS, ROUNDS, ROUTERS, WORKERS, ConsoleSystem, console_system
+
+__all__ = ["browser"]
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("browser")]
+
+SEED = 20_261_125
+MOMENTS = 50
+REQUESTS = PROMPTS * ROUNDS
+# Widths and schemes, with axe's rules. Recordings show the light scheme at 390 px.
+SHOWN: tuple[tuple[int, Scheme, Sequence[str]], ...] = (
+    (1_280, "light", LEVELS),
+    (1_280, "dark", CONTRAST),
+    (390, "dark", LEVELS),
+)
+# A time in microseconds, as the page's fields show it.
+UTC = "us => new Date(us / 1000).toISOString().replace('T', ' ').replace('Z', '')"
+VIEWS = ("fleet", "requests", "time", "what-if", "cache", "scaling")
+
+
+@pytest.fixture(scope="module")
+def system(
+    browser: Browser, kafka: str, redis_url: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ConsoleSystem]:
+    """Run a system with a console. It needs the browser, so that nothing is started without Chromium."""
+    with console_system(kafka, redis_url, f"{RUN}-console", tmp_path_factory.mktemp("console")) as running:
+        yield running
+
+
+def workers_of(page: Page) -> Locator:
+    return page.get_by_role("table", name="Workers and ranks")
+
+
+def test_every_view_shows_the_live_system(system: ConsoleSystem, browser: Browser) -> None:
+    owner = system.owner()
+    (standby,) = {*ROUTERS} - {owner}
+    with page_of(system.url, browser) as found:
+        page, main = found.page, found.page.get_by_role("main")
+        expect(page.get_by_role("heading", level=1)).to_have_text(
+            "Ready: 3 workers, 0 requests in flight, no problems."
+        )
+        assert fleet_of(page) == [(name, "ready", "0") for name in WORKERS]
+        expect(main).to_contain_text(f"{owner} owns group {GROUP}")
+        expect(main).to_contain_text(f"Standbys: {standby}.")
+        page.get_by_role("link", name="Requests", exact=True).click()
+        table = page.get_by_role("table", name="Requests")
+        expect(table.get_by_role("row")).to_have_count(REQUESTS + 1)
+        system.complete(0)
+        expect(table.get_by_role("row")).to_have_count(REQUESTS + 2)
+        # The owner writes no record about the end of a request while it is idle.
+        expect(table.get_by_text("finished")).to_have_count(REQUESTS + 1)
+        go(page, "/time")
+        joined = page.get_by_role("table", name="Markers")
+        for name in (*WORKERS, owner):
+            expect(joined).to_contain_text(name)
+        go(page, "/cache")
+        expect(main).to_contain_text(f"all {REQUESTS + 1} requests")
+        expect(main.get_by_role("listitem").filter(has_text=f"{ROUNDS + 1} requests").first).to_be_visible()
+        go(page, "/scaling")
+        expect(page.get_by_role("heading", level=1)).to_have_text("The planner is active. It scales 1 pool.")
+        expect(page.get_by_role("banner")).to_contain_text("up to date")
+
+
+def test_a_request_is_explained_as_by_replay_explain(system: ConsoleSystem, browser: Browser) -> None:
+    with page_of(system.url, browser, "/requests") as found:
+        page = found.page
+        link = page.get_by_role("table", name="Requests").get_by_role("link").first
+        request_id = link.get_attribute("title")
+        assert request_id
+        link.click()
+        expect(page.get_by_role("heading", level=1)).to_contain_text("finished", ignore_case=True)
+        explained = json.loads(system.forebay("explain", "replay", "explain", request_id, "--json", "--group", GROUP))
+        (routing,) = explained["routings"]
+        expect(page.get_by_role("main")).to_contain_text(re.compile(re.escape(routing["why"]), re.IGNORECASE))
+        selected = page.get_by_role("table", name="cost").first.get_by_role("row").filter(has_text="selected")
+        expect(selected).to_contain_text(routing["candidates"][routing["winner"]]["seen"]["worker_id"])
+        for entry in explained["timeline"]:
+            item = page.get_by_role("main").get_by_role("listitem").filter(has_text=entry["text"])
+            expect(item.first).to_be_visible()
+
+
+def test_what_if_equals_replay_diff(system: ConsoleSystem, browser: Browser) -> None:
+    rows = read(system.url, "/v1/console/requests", limit=500)["requests"]
+    from_us = rows[-PROMPTS]["submitted_us"] // 1_000 * 1_000  # the fields of the page have milliseconds
+    with page_of(system.url, browser, "/what-if") as found:
+        page = found.page
+        page.get_by_role("button", name="Whole log").click()
+        form = page.get_by_role("form", name="Comparison")
+        form.get_by_label("From").fill(page.evaluate(UTC, from_us))
+        form.get_by_label("Policy").select_option("round-robin")
+        page.get_by_role("button", name="Compare", exact=True).click()
+        result = page.get_by_role("heading", name="would have gone to another worker")
+        expect(result).to_be_visible()
+        job = next(url for url in reversed(found.requests) if "/what-if/" in url)
+        shown_report = read(system.url, job.removeprefix(system.url))["report"]
+        printed = system.forebay("diff", "replay", "diff", "--policy", "round-robin", "--from", str(from_us), "--json")
+        report = json.loads(printed)
+        assert shown_report == report
+        moved = report["moved"]
+        assert 0 < moved["compared"] < len(rows), "the span has a part of the requests"
+        assert moved["moved"]
+        expect(result).to_contain_text(f"{moved['moved']} of {moved['compared']} requests")
+        attempts = page.get_by_role("table", name="Attempts per worker")
+        expected = {f"{one['worker_id']}/{one['rank']}": str(one["history"]["requests"]) for one in report["ranks"]}
+        assert dict(zip(cells(attempts, "worker"), cells(attempts, "requests"), strict=True)) == expected
+
+
+def test_an_operator_changes_the_policy_of_a_pool(system: ConsoleSystem, browser: Browser) -> None:
+    token = system.cluster.admin_token
+    with page_of(system.url, browser) as found:
+        title = "Change the policy of a pool"
+        dialog = review_action(found.page, title, "mallory", "wrong", pool="default", policy="round-robin")
+        confirm(dialog)
+        expect(dialog.get_by_role("alert")).to_contain_text("token")
+        expect_error(found, "403")
+        assert system.events(CONTROL, PolicySet) == []
+        dialog = review_action(found.page, title, "bob", token, pool="default", policy="round-robin")
+        expect(dialog).to_contain_text(f"the pool default of {GROUP} routes by round-robin, by bob")
+        confirm(dialog)
+        expect(dialog).to_contain_text("policy round-robin")
+        dialog.get_by_role("button", name="Close").click()
+        expect(found.page.get_by_role("table", name="Pools")).to_contain_text("round-robin")
+    assert [(one.operator, one.mode) for one in system.events(CONTROL, PolicySet)] == [("bob", "round-robin")]
+
+
+def test_an_operator_drains_a_worker(system: ConsoleSystem, browser: Browser) -> None:
+    system.cluster.processes["w3"].ends = True
+    with page_of(system.url, browser) as found:
+        dialog = review_action(found.page, "Drain a worker", "alice", system.cluster.admin_token, worker="w3")
+        expect(dialog).to_contain_text(f"command drain, sent to worker w3 of {GROUP}, by alice")
+        confirm(dialog)
+        expect(dialog).to_contain_text("w3: done")
+        dialog.get_by_role("button", name="Close").click()
+        expect(workers_of(found.page).get_by_role("row")).to_have_count(3)
+        assert sorted(cells(workers_of(found.page), "worker")) == ["w1", "w2"]
+        go(found.page, "/time")
+        expect(found.page.get_by_role("table", name="Markers")).to_contain_text("alice")
+    assert [one.operator for one in system.events(CONTROL, WorkerCommanded)] == ["alice"]
+
+
+def test_an_operator_sets_the_size_of_a_pool(system: ConsoleSystem, browser: Browser) -> None:
+    with page_of(system.url, browser, "/fleet") as found:
+        page, title = found.page, "Set the size of a pool"
+        dialog = review_action(page, title, "carol", system.cluster.admin_token, pool="default", workers="1")
+        expect(dialog).to_contain_text(f"set {GROUP}/default to 1 worker, by carol")
+        confirm(dialog)
+        expect(dialog).to_contain_text(f"applied by processes: {GROUP}/default has 1 worker")
+        dialog.get_by_role("button", name="Close").click()
+        expect(workers_of(page).get_by_role("row").filter(has_text="default-0")).to_contain_text("ready")
+        go(page, "/scaling")
+        expect(page.get_by_role("main")).to_contain_text("carol has set 1")
+    assert [(one.operator, one.size) for one in system.events(SCALING, PoolSizeSet)] == [("carol", 1)]
+
+
+def test_a_takeover_is_a_marker_and_a_missing_standby_a_problem(system: ConsoleSystem, browser: Browser) -> None:
+    with page_of(system.url, browser) as found:
+        page, before = found.page, system.owner()
+        newest = system.kill_owner()
+        alone = f"No standby for group {GROUP}: if its router fails, requests wait until one is started"
+        expect(page.get_by_role("main")).to_contain_text(alone)
+        expect(page.get_by_role("main")).to_contain_text(f"{newest.router} owns group {GROUP}")
+        takeovers = [one for one in read(system.url, "/v1/console/markers")["markers"] if one["kind"] == "takeover"]
+        go(page, "/time")
+        takeover = page.get_by_role("table", name="Markers").get_by_role("row").filter(has_text=takeovers[-1]["text"])
+        expect(takeover).to_contain_text(newest.router)
+        takeover.get_by_role("link").click()
+        expect(page).to_have_url(re.compile(f"at={takeovers[-1]['at_us']}$"))
+        # A claim has no clock reading, so the state shows the new owner from the old owner's last decision on.
+        decided_us = read(system.url, "/v1/console/requests", limit=500)["requests"][-1]["routed_us"]
+        for at_us, owner in ((takeovers[-1]["at_us"], newest.router), (decided_us, before)):
+            go(page, f"/fleet?at={at_us}")
+            expect(page.get_by_role("main")).to_contain_text(f"{owner} owns group {GROUP}")
+
+
+def test_the_slider_shows_the_state_of_replay_at(system: ConsoleSystem, browser: Browser) -> None:
+    state = read(system.url, "/v1/console")["state"]
+    draw, log = random.Random(SEED), system.copy()
+    print(f"{MOMENTS} moments of the seed {SEED}")
+    fleets = set()
+    with page_of(system.url, browser, "/fleet") as found:
+        page = found.page
+        slider = page.get_by_role("slider", name="Moment")
+        for number in range(MOMENTS):
+            value = draw.randint(0, (state["end_us"] - state["begin_us"]) // 1_000)
+            at_us = state["begin_us"] + 1_000 * value
+            slider.fill(str(value))
+            expect(page).to_have_url(re.compile(f"at={at_us}$"))
+            shown(page)
+            moment = system.moment_at(log, at_us)
+            require_fleet(page, moment)
+            assert comparable(read(system.url, "/v1/console/moment", at_us=at_us)) == comparable(moment), at_us
+            if number == 0:
+                printed = system.forebay("at", "replay", "at", "--time", str(at_us), "--json")
+                assert comparable(json.loads(printed)) == comparable(moment), at_us
+            fleets.add(tuple(fleet_of(page)))
+    assert len(fleets) > 1, "the moments have different fleets"
+
+
+def require_accessible_everywhere(page: Page, where: str) -> None:
+    """Require that a view is accessible and fits at each width and in each scheme."""
+    for width, scheme, rules in SHOWN:
+        page.set_viewport_size({"width": width, "height": 900})
+        page.emulate_media(color_scheme=scheme)
+        require_accessible(page, f"{where}, {width} px, {scheme}", rules)
+
+
+def test_every_view_and_the_actions_are_accessible(system: ConsoleSystem, browser: Browser) -> None:
+    row = read(system.url, "/v1/console/requests")["requests"][0]
+    state = read(system.url, "/v1/console")["state"]
+    middle_us = (state["begin_us"] + state["end_us"]) // 2
+    request = f"/requests/{row['number']}?id={row['request_id']}"
+    past = f"/time?a={state['begin_us']}&at={middle_us}"
+    with page_of(system.url, browser) as found:
+        for fragment in (request, past, *(f"/{view}" for view in VIEWS)):
+            go(found.page, fragment)
+            require_accessible_everywhere(found.page, fragment)
+        found.page.get_by_role("button", name="Actions").press("Enter")
+        expect(found.page.get_by_label("Worker", exact=True)).to_be_visible()
+        require_accessible_everywhere(found.page, "actions")
+        review_action(found.page, "Drain a worker", "dave", "token", worker="w1")
+        require_accessible_everywhere(found.page, "review of an action")
+
+
+def test_top_follows_the_log_without_a_console(system: ConsoleSystem, tmp_path: Path) -> None:
+    cluster = system.cluster
+    recording = Recording(cluster.settings.bootstrap, cluster.namespace, None, None, GROUP)
+
+    async def shown_workers() -> list[str]:
+        async with log_client(recording, ConsoleOptions(cache_dir=tmp_path)) as client:
+            app = TopApp(Source(client))
+            async with app.run_test(size=(120, 40)) as pilot, asyncio.timeout(PATIENCE_S):
+                workers, requests = app.query_one(WorkersTable), app.query_one(RequestsTable)
+                while not (workers.row_count and requests.row_count >= REQUESTS):
+                    await pilot.pause(0.1)
+                column = workers.get_column_index("worker")
+                return [workers.get_row_at(row)[column].text for row in range(workers.row_count)]
+
+    status = read(system.url, "/v1/status")
+    assert system.run(shown_workers()) == [f"{one['worker_id']}/0" for one in status["workers"]]
