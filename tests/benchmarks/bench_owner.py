@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from statistics import median
 from typing import Any
 
 import msgspec
@@ -42,6 +43,7 @@ from forebay.transport.kafka.log import KafkaLog
 from forebay.transport.kafka.settings import KafkaSettings
 from forebay.transport.kafka.topics import TopicPlan, create_topics
 from forebay.transport.redis.leases import embedded_leases
+from tests.benchmarks.following_console import following_console
 from tests.benchmarks.sampling import Sampler
 from tests.harness.cluster import remove_topics
 
@@ -152,14 +154,24 @@ class RunResult:
     kv_events: int
     spent: OwnerUsage
 
+    @property
+    def decisions_per_s(self) -> float:
+        """Decisions per second."""
+        return self.decisions / self.wall_s
+
+    @property
+    def cpu_us(self) -> float:
+        """CPU time of the owner per decision in microseconds."""
+        return self.spent.cpu_s / self.decisions * 1e6
+
     def row(self) -> str:
         """Return a line of the table."""
-        count, cpu_s = self.decisions, self.spent.cpu_s
+        count = self.decisions
         cells = (
             self.workers,
-            f"{count / self.wall_s:.0f}",
-            f"{cpu_s / count * 1e6:.0f}",
-            f"{cpu_s / self.wall_s:.2f}",
+            f"{self.decisions_per_s:.0f}",
+            f"{self.cpu_us:.0f}",
+            f"{self.spent.cpu_s / self.wall_s:.2f}",
             f"{self.driver_cpu_s / self.wall_s:.2f}",
             f"{self.journal_bytes / count:.0f}",
             f"{3 + self.kv_events / count:.1f}",
@@ -355,17 +367,37 @@ def _draft(topic: Topic, event: Event) -> Draft:
     return Draft(topic.name, 0, encode(topic, event))
 
 
-async def measure(bootstrap: str, workers: int, requests: int, *, profile: bool) -> RunResult:
-    """Measure one run on its own topics, which are removed afterwards."""
+async def measure(
+    bootstrap: str, workers: int, requests: int, *, profile: bool = False, has_console: bool = False
+) -> RunResult:
+    """Measure one run on its own topics, which are removed afterwards, with or without a console that follows it."""
     namespace = f"bench-{uuid.uuid4().hex[:8]}"
     plan = TopicPlan(groups=1, slots=workers, replies=1, kafka_api=1)
     settings = KafkaSettings(bootstrap, namespace)
     try:
         await create_topics(settings, plan, [POOL])
         with owner_process(settings, workers, profile=profile) as owner:
-            return await drive(settings, owner, workers, requests)
+            async with following_console(settings, MODEL) if has_console else nullcontext():
+                return await drive(settings, owner, workers, requests)
     finally:
         await remove_topics(bootstrap, namespace)
+
+
+def compare_console(bootstrap: str, workers: int, requests: int, pairs: int) -> None:
+    """Measure pairs of runs, without and with a console, in alternating order, and print a table with the ratios."""
+    print(f"{workers} workers, {requests} requests\n")
+    print("| pair | decisions/s | with a console | ratio | CPU us/decision | with a console | ratio |")
+    print("|---|---|---|---|---|---|---|", flush=True)
+    speeds, costs = [], []
+    for number in range(pairs):
+        order = (False, True) if number % 2 == 0 else (True, False)
+        found = {one: asyncio.run(measure(bootstrap, workers, requests, has_console=one)) for one in order}
+        alone, followed = found[False], found[True]
+        speeds.append(followed.decisions_per_s / alone.decisions_per_s)
+        costs.append(followed.cpu_us / alone.cpu_us)
+        speed = f"{alone.decisions_per_s:.0f} | {followed.decisions_per_s:.0f} | {speeds[-1]:.3f}"
+        print(f"| {number + 1} | {speed} | {alone.cpu_us:.0f} | {followed.cpu_us:.0f} | {costs[-1]:.3f} |", flush=True)
+    print(f"\nmedian ratio: decisions/s {median(speeds):.3f}, CPU {median(costs):.3f}")
 
 
 def main() -> None:
@@ -377,8 +409,15 @@ def main() -> None:
     )
     parser.add_argument("--requests", type=int, default=20_000, help="requests per run (default %(default)s)")
     parser.add_argument("--profile", action="store_true", help="also print the owner's CPU time by group")
+    parser.add_argument(
+        "--console-pairs", type=int, metavar="N", help="measure N pairs of runs instead, without and with a console"
+    )
     args = parser.parse_args()
     runs = []
+    if args.console_pairs:
+        for workers in (int(number) for number in args.workers.split(",")):
+            compare_console(args.kafka, workers, args.requests, args.console_pairs)
+        return
     for workers in (int(number) for number in args.workers.split(",")):
         sys.stderr.write(f"{workers} workers\n")
         try:
