@@ -10,16 +10,13 @@ import os
 import random
 import sys
 import time
-from collections import Counter
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from itertools import chain, count, islice
-from multiprocessing import get_context
 from pathlib import Path
 
 from tests.faults.plan import KINDS, draw_plan, read_plan
 from tests.faults.saving import save_log
+from tests.faults.search import Tally, results_of
 from tests.faults.shrinking import shrink
 from tests.faults.simulation import Result, simulate
 
@@ -27,32 +24,6 @@ FOLDER = Path(".fuzz")
 PROGRESS_S = 10.0
 SHRINK_S = 60.0
 FAILED_MAX = 5  # seeds that are reported with a smaller plan
-SEEDS_PER_TASK = 4
-
-
-@dataclass(slots=True)
-class Tally:
-    """Sums over simulations."""
-
-    seeds: int = 0
-    requests: int = 0
-    choices: int = 0
-    callbacks: int = 0
-    virtual_s: float = 0.0
-    cpu_s: float = 0.0
-    outcomes: Counter[str] = field(default_factory=Counter)
-    fired: Counter[str] = field(default_factory=Counter)
-
-    def add(self, result: Result) -> None:
-        """Add one simulation."""
-        self.seeds += 1
-        self.requests += len(result.plan.requests)
-        self.choices += result.choices
-        self.callbacks += result.callbacks
-        self.virtual_s += result.virtual_s
-        self.cpu_s += result.cpu_s
-        self.outcomes.update({name.split(" ")[0]: number for name, number in result.outcomes.items()})
-        self.fired += result.fired
 
 
 def main(arguments: list[str]) -> int:
@@ -91,7 +62,7 @@ def _search(seeds: Iterable[int], options: argparse.Namespace) -> tuple[Tally, l
     """Simulate the seeds, and return sums and the results with a violation."""
     tally, failed = Tally(), []
     began_s = reported_s = time.monotonic()
-    for result in _results(seeds, options):
+    for result in results_of(seeds, tuple(options.kinds), options.jobs, options.seconds):
         tally.add(result)
         if result.violation:
             failed.append(result)
@@ -101,25 +72,6 @@ def _search(seeds: Iterable[int], options: argparse.Namespace) -> tuple[Tally, l
             reported_s = now_s
             print(f"fuzz: {tally.seeds} seeds, {tally.requests} requests, {now_s - began_s:.0f} s", flush=True)
     return tally, failed
-
-
-def _results(seeds: Iterable[int], options: argparse.Namespace) -> Iterator[Result]:
-    """Yield the results in the order of the seeds, until the time is over."""
-    ends_s = time.monotonic() + options.seconds
-    numbers = iter(seeds)
-    with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
-        while time.monotonic() < ends_s:
-            some = list(islice(numbers, SEEDS_PER_TASK * options.jobs))
-            if not some:
-                return
-            yield from pool.map(_simulate_seed, some, [tuple(options.kinds)] * len(some))
-
-
-def _simulate_seed(seed: int, kinds: tuple[str, ...]) -> Result:
-    result = simulate(draw_plan(seed, kinds))
-    if not result.violation:
-        result.partitions = {}  # large, and needed only after a violation
-    return result
 
 
 def _run_one(result: Result) -> int:

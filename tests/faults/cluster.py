@@ -61,6 +61,7 @@ class Member:
         service: the service that runs in the process.
         incarnation: number of starts.
         down: number of faults that keep it from being started again.
+        is_lost: whether it never comes back.
     """
 
     name: str
@@ -70,6 +71,7 @@ class Member:
     service: Service | None = None
     incarnation: int = 0
     down: int = 0
+    is_lost: bool = False
 
 
 class Cluster:
@@ -144,7 +146,7 @@ class Cluster:
         self._coordinator.wrong = None
         for member in self.members.values():
             member.lease_cut = False
-            member.down = 0
+            member.down = int(member.is_lost)
             faults = member.faults
             faults.pending.clear()
             faults.cut = faults.truncates = False
@@ -153,7 +155,7 @@ class Cluster:
                 member.process.resume()
                 member.process.slow_down(1)
                 member.process.runtime.set_rate(1.0)
-            else:
+            elif not member.is_lost:
                 self._start(member)
         self._coordinator.rebalance()
 
@@ -241,13 +243,17 @@ class Cluster:
         if kind in POINT_KINDS:
             faults.pending[kind] = faults.pending.get(kind, 0) + fault.amount
             return
-        if process is None or not process.alive:
+        if process is None or not process.alive or (kind == "loss" and member.is_lost):
             return
         self._count(kind)
         match kind:
             case "kill":
                 process.kill()
                 self._keep_down(member, end_s)
+            case "loss":
+                process.kill()
+                member.down += 1
+                member.is_lost = True
             case "stop":
                 assert member.service is not None
                 process.spawn(member.service.stop())

@@ -14,6 +14,7 @@ import msgspec
 
 ProcessKind = Literal[
     "kill",
+    "loss",
     "stop",
     "pause",
     "slow_process",
@@ -64,7 +65,7 @@ class Fault(msgspec.Struct, frozen=True):
         at_ms: when it begins, in virtual milliseconds.
         kind: what happens.
         target: service that it hits; empty for the broker, the lease store and the group of routers.
-        duration_ms: how long it lasts, or how long a killed process stays down.
+        duration_ms: how long it lasts, or how long a killed process stays down. A `loss` has no end.
         amount: strength: number of failing calls, factor of a slowdown, or size of a clock jump in milliseconds.
     """
 
@@ -212,7 +213,7 @@ def _draw_faults(random: Random, plan: Plan, kinds: Sequence[str]) -> tuple[Faul
 def _draw_fault(random: Random, plan: Plan, kind: str) -> Fault:
     target = ""
     if kind in PROCESS_KINDS:
-        target = random.choice(plan.services)
+        target = random.choice([name for name in plan.services if kind != "loss" or name not in ("r0", "w0", "i0")])
     elif kind == "lease_expiry":
         target = f"w{random.randrange(plan.workers)}"
     amount = 1

@@ -175,7 +175,8 @@ def _check_quiet(cluster: Cluster, clients: list[Client]) -> None:
     ready = {worker.spec.worker_id for worker in world.fleet.workers() if worker.phase is WorkerPhase.READY}
     if ready != workers.keys():
         raise Violation(f"the owner has the ready workers {sorted(ready)}, but {sorted(workers)} run")
-    for kind, wanted in (("worker", workers.keys()), ("ingress", {one for one in cluster.members if one[0] == "i"})):
+    ingresses = {name for name, member in cluster.members.items() if name[0] == "i" and not member.is_lost}
+    for kind, wanted in (("worker", workers.keys()), ("ingress", ingresses)):
         if cluster.lease_holders(kind) != wanted:
             raise Violation(f"leases of kind {kind}: {sorted(cluster.lease_holders(kind))}, expected {sorted(wanted)}")
     for one in cluster.ingresses():

@@ -2,8 +2,10 @@
 
 Theory of operation. The router runs one task per control partition. While the partition is assigned to this router, the
 task runs an owner, which claims the group. Otherwise it runs a standby, so that a later claim starts warm. If another
-router claims the group, the owner ends but the process continues: the task runs a standby until the next assignment. If
-the log fails a read or an append, for example while a broker restarts, the task retries after a pause.
+router claims the group, the owner ends but the process continues: the task runs a standby until the next assignment, or
+until the group has no owner. The second case is necessary: members learn of a rebalance one after the other, so the
+router that loses the partition may claim once more after the one that gets it. If the log fails a read or an append,
+for example while a broker restarts, the task retries after a pause.
 """
 
 import asyncio
@@ -14,6 +16,7 @@ from collections.abc import Callable
 import msgspec
 from prometheus_client import CollectorRegistry
 
+from forebay import runtime
 from forebay.core.routing.policies import CustomPolicies
 from forebay.events.control import RouterConfig
 from forebay.events.pools import PoolRouting
@@ -25,10 +28,12 @@ from forebay.live.router.placement import GroupPlacement
 from forebay.live.router.standby import RecoveryDiverged, Standby
 from forebay.transport.base import Leases, Log, LogError, PolicyNotAllowed
 from forebay.transport.directory import Directory
+from forebay.transport.heartbeats import RouterHeartbeats
 from forebay.transport.history.reader import OtherRules
 
 logger = logging.getLogger(__name__)
 
+OWNERLESS_S = 3.0  # without heartbeats of an owner, which are written twice per second
 RETRY_S, RETRY_MAX_S = 1.0, 30.0  # pauses after a log failure double, because each claim adds a journal record
 
 
@@ -156,7 +161,8 @@ class Router:
                         lost_in = generation
                 else:
                     standby = standby or Standby(self._log, partition, custom=self._settings.policies)
-                    await self._follow(group, partition, standby, changed)
+                    if await self._follow(group, partition, standby, changed):
+                        lost_in = -1
                     if standby.failed is not None:
                         standby = None
                         await changed.wait()
@@ -173,23 +179,51 @@ class Router:
         await asyncio.wait([stopped], timeout=seconds)
         stopped.cancel()
 
-    async def _follow(self, group: str, partition: int, standby: Standby, changed: asyncio.Event) -> None:
-        """Run the standby until the assignment changes or the standby fails. Raises LogError if the log fails."""
+    async def _follow(self, group: str, partition: int, standby: Standby, changed: asyncio.Event) -> bool:
+        """Run the standby until the assignment changes, the standby fails, or an assigned group has no owner.
+
+        Returns whether the partition is assigned to this router, but the group has no owner. Raises LogError if the log
+        fails.
+        """
         following = asyncio.create_task(standby.run(), name="standby")
         waiting = asyncio.create_task(changed.wait())
+        tasks = [following, waiting]
+        if partition in self._assigned:
+            tasks.append(asyncio.create_task(self._until_ownerless(group, partition), name="owner's heartbeats"))
         self.standbys[partition] = standby
         writer = HeartbeatWriter(self._log, partition, group, self._settings.router_id)
         beating = asyncio.create_task(writer.beat_as_standby(standby, self._is_member), name="standby heartbeats")
         try:
-            await asyncio.wait((following, waiting), return_when=asyncio.FIRST_COMPLETED)
-            if following.done():
-                following.result()
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
+                if task.done():
+                    task.result()
+            return any(task.done() for task in tasks[2:])
         finally:
             del self.standbys[partition]
             writer.close()
-            for task in (following, waiting, beating):
+            for task in (*tasks, beating):
                 task.cancel()
-            await asyncio.gather(following, waiting, beating, return_exceptions=True)
+            await asyncio.gather(*tasks, beating, return_exceptions=True)
+
+    async def _until_ownerless(self, group: str, partition: int) -> None:
+        """Wait until no owner has written a heartbeat for `OWNERLESS_S`. Raises LogError if the log fails."""
+        heartbeats = RouterHeartbeats(self._log, group)
+        following = asyncio.create_task(heartbeats.follow(partition))
+        began_s = runtime.monotonic_s()
+        try:
+            while True:
+                age_s = heartbeats.owner_age_s
+                silent_s = runtime.monotonic_s() - began_s if age_s is None else age_s
+                if silent_s >= OWNERLESS_S:
+                    logger.warning("the group %s has no owner, although it is assigned to this router", group)
+                    return
+                await asyncio.wait((following,), timeout=OWNERLESS_S - silent_s)
+                if following.done():
+                    following.result()
+        finally:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
 
     async def _own(self, group: str, partition: int, standby: Standby | None) -> bool:
         """Own the group until it is unassigned or lost to another router; return whether it was lost.

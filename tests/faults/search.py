@@ -1,0 +1,65 @@
+"""Simulate many seeds in several processes."""
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from itertools import islice
+from multiprocessing import get_context
+
+from tests.faults.plan import draw_plan
+from tests.faults.simulation import Result, simulate
+
+SEEDS_PER_TASK = 4
+
+
+@dataclass(slots=True)
+class Tally:
+    """Sums over simulations."""
+
+    seeds: int = 0
+    requests: int = 0
+    choices: int = 0
+    callbacks: int = 0
+    virtual_s: float = 0.0
+    cpu_s: float = 0.0
+    outcomes: Counter[str] = field(default_factory=Counter)
+    fired: Counter[str] = field(default_factory=Counter)
+
+    def add(self, result: Result) -> None:
+        """Add one simulation."""
+        self.seeds += 1
+        self.requests += len(result.plan.requests)
+        self.choices += result.choices
+        self.callbacks += result.callbacks
+        self.virtual_s += result.virtual_s
+        self.cpu_s += result.cpu_s
+        self.outcomes.update({name.split(" ")[0]: number for name, number in result.outcomes.items()})
+        self.fired += result.fired
+
+
+def results_of(seeds: Iterable[int], kinds: tuple[str, ...], jobs: int, seconds: float) -> Iterator[Result]:
+    """Yield the results of seeds, in their order, until the time is over.
+
+    Args:
+        seeds: the seeds.
+        kinds: kinds of faults.
+        jobs: number of processes.
+        seconds: time after which no further seed begins.
+    """
+    ends_s = time.monotonic() + seconds
+    numbers = iter(seeds)
+    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+        while time.monotonic() < ends_s:
+            some = list(islice(numbers, SEEDS_PER_TASK * jobs))
+            if not some:
+                return
+            yield from pool.map(_simulate_seed, some, [kinds] * len(some))
+
+
+def _simulate_seed(seed: int, kinds: tuple[str, ...]) -> Result:
+    result = simulate(draw_plan(seed, kinds))
+    if not result.violation:
+        result.partitions = {}  # large, and needed only after a violation
+    return result
