@@ -32,13 +32,14 @@ from forebay.transport.history.reader import decode_journal
 from forebay.transport.recording.manifest import utc
 from forebay.transport.sqlite.log import SqliteLog
 from tests.core.worlds import PROMPTS, request
+from tests.logs import recordings
 from tests.logs.own_policy import CUSTOM
 from tests.logs.record import FOLDER
 from tests.replay.recorder import fleet
 from tests.replay.rewriting import rewrite
 from tests.replay.slices import sliced
 
-RECORDINGS = sorted(path.stem for path in FOLDER.glob("*.rec"))
+RECORDINGS = [path.stem for path in recordings.representative()]
 
 
 def altered(**router: Any) -> Alternative:

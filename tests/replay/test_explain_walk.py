@@ -29,6 +29,7 @@ from forebay.transport.sqlite.log import SqliteLog
 from tests.cli.in_process import forebay
 from tests.core.worlds import PROMPTS, histories, perform, request
 from tests.depth import examples
+from tests.logs import recordings
 from tests.logs.own_policy import CUSTOM
 from tests.replay.recorder import Recorder, fleet, report_progress, stored, words
 from tests.replay.slices import opened
@@ -37,7 +38,7 @@ from tests.system import System, submitted, until, until_ended
 SHORT = PROMPTS[0][:2]
 PREFIX = list(range(16))
 SNAPSHOT_EVERY = 30  # actions
-RECORDINGS = sorted((Path(__file__).parent.parent / "logs").glob("*.rec"))
+RECORDINGS = recordings.representative()
 EVERY = 5  # requests of a golden recording
 
 

@@ -2,7 +2,8 @@
 
 import asyncio
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +47,23 @@ from forebay.transport.base import LogError, Record
 from forebay.transport.history.reader import OtherRules, decode_or_none
 from forebay.transport.recording.writer import RecordingWriter
 from forebay.transport.sqlite.log import SqliteLog
+from tests.logs import recordings
 from tests.logs.encoding import DIGESTS
 from tests.logs.own_policy import CUSTOM, CheapestTwo
 from tests.logs.record import FOLDER, SCENARIOS, SUFFIX, record
 
-RECORDINGS = sorted(FOLDER.glob(f"*{SUFFIX}"))
 BYTES_MAX = 200_000
 READ_MAX = 100_000
+
+
+def decoded(log: SqliteLog) -> Iterator[tuple[str, Event | None]]:
+    """Yield topic and event of each record of a recording, with None for an undecodable record."""
+    assert log.recording is not None
+    for topic in (*INPUTS, DECISIONS):
+        for extent in log.recording.extents:
+            if extent.topic == topic.name:
+                for row in log.records(topic.name, extent.partition, extent.first, READ_MAX):
+                    yield topic.name, decode_or_none(topic, row.value)
 
 
 class RecordingContent:
@@ -63,15 +74,9 @@ class RecordingContent:
         log = SqliteLog.open(path, readonly=True)
         assert log.recording is not None
         self.contents = log.recording
-        self.undecodable = 0
-        self.events: list[Event] = []
-        for topic in (*INPUTS, DECISIONS):
-            for extent in self.contents.extents:
-                if extent.topic == topic.name:
-                    for row in log.records(topic.name, extent.partition, extent.first, READ_MAX):
-                        event = decode_or_none(topic, row.value)
-                        self.undecodable += event is None
-                        self.events += [] if event is None else [event]
+        found = [event for _, event in decoded(log)]
+        self.events = [event for event in found if event is not None]
+        self.undecodable = len(found) - len(self.events)
         log.close()
 
     def all(self, kind: type[Any], **fields: Any) -> list[Any]:
@@ -286,10 +291,22 @@ CAPABILITIES: dict[str, Callable[[RecordingContent], object]] = {
 
 
 def test_every_capability_has_a_recording() -> None:
-    assert set(CAPABILITIES) == set(SCENARIOS) == {path.stem for path in RECORDINGS}
+    assert set(CAPABILITIES) == set(SCENARIOS) == {path.stem for path in recordings.ALL}
 
 
-@pytest.mark.parametrize("path", RECORDINGS, ids=lambda path: path.stem)
+def kinds_of(path: Path) -> set[tuple[str, type | None]]:
+    with closing(SqliteLog.open(path, readonly=True)) as log:
+        return {(topic, None if event is None else type(event)) for topic, event in decoded(log)}
+
+
+def test_representative_recordings_contain_every_type_of_event() -> None:
+    representative = [path for path in recordings.ALL if path.stem in recordings.REPRESENTATIVE]
+    assert len(representative) == len(recordings.REPRESENTATIVE)
+    missing = set().union(*map(kinds_of, recordings.ALL)) - set().union(*map(kinds_of, representative))
+    assert not missing
+
+
+@pytest.mark.parametrize("path", recordings.ALL, ids=lambda path: path.stem)
 def test_recorded_decisions(path: Path) -> None:
     allowed = {"foreign-records"} & {path.stem}
     (report,) = check_recording(path, allowed, CUSTOM).values()

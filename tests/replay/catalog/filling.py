@@ -2,7 +2,6 @@
 
 import sqlite3
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from forebay.core.step import AnyDecision, InputEvent
 from forebay.events.topics import DECISIONS, INPUTS
@@ -10,9 +9,10 @@ from forebay.replay.catalog.contents import ContentsObserver
 from forebay.replay.walk import Start, Step, Walk, oldest
 from forebay.transport.base import Log
 from forebay.transport.history.reader import decode_or_none, records_of
+from tests.logs import recordings
 from tests.logs.own_policy import CUSTOM
 
-RECORDINGS = sorted((Path(__file__).parents[2] / "logs").glob("*.rec"))
+RECORDINGS = recordings.representative()
 
 
 def new_tables() -> sqlite3.Connection:

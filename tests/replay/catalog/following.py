@@ -20,13 +20,14 @@ from forebay.replay.read_only import ReadOnlyLog
 from forebay.runtime.system import SystemRuntime
 from forebay.transport.base import Log, LogError, Record
 from tests.core.worlds import request
+from tests.logs import recordings
 from tests.logs.own_policy import CUSTOM
 from tests.replay.recorder import Recorder, fleet
 
 T = TypeVar("T")
 READING_NS = 20_000_000  # so that a checkpoint is due every 20 records or so
 
-RECORDINGS = sorted((Path(__file__).parent.parent.parent / "logs").glob("*.rec"))
+RECORDINGS = recordings.representative()
 APPENDED_NS = 10_000_000  # earliest append time of a record
 
 
