@@ -6,6 +6,7 @@ import copy
 import functools
 import socket
 import sqlite3
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -14,6 +15,7 @@ import httpx
 import msgspec
 import openai
 import pytest
+import pytest_asyncio
 from prometheus_client import CollectorRegistry, generate_latest
 
 from forebay.events.base import Event, pack_u32
@@ -46,6 +48,7 @@ from tests.system import until
 
 NAME = "test-model"
 SLOT = 4
+MODULE_LOOP = pytest.mark.asyncio(loop_scope="module")
 BODY_MAX = 200_000
 ADMIN_TOKEN = "token-of-tests"
 HEADERS = {"authorization": f"Bearer {ADMIN_TOKEN}", "content-type": "application/json"}
@@ -181,6 +184,11 @@ class Scene:
             async with openai.AsyncOpenAI(base_url=base_url, api_key="x", max_retries=0) as client:
                 yield client
 
+    def refusals(self) -> Counter[str]:
+        """Return the number of requests that got an error, by error code."""
+        (metric,) = self.ingress.metrics.errors.collect()
+        return Counter({one.labels["code"]: int(one.value) for one in metric.samples if one.name.endswith("_total")})
+
     def metric(self, line: str) -> bool:
         """Return whether /metrics has a line with this prefix."""
         return any(found.startswith(line) for found in generate_latest(self.registry).decode().splitlines())
@@ -212,7 +220,7 @@ async def make_scene(
         "reply_slot": SLOT,
         "body_bytes_max": BODY_MAX,
         "timeout_s": 30.0,
-        "admin_token": ADMIN_TOKEN,
+        "admin_token": "",  # the 20 routes of the admin API take half of the time of building an application
     }
     settings = IngressSettings(ingress_id="i1", **{**fields, **changes})
     scenes: list[Scene] = []
@@ -236,16 +244,20 @@ async def make_scene(
         log.close()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def admin_token() -> str:
-    """Return the token of the admin API; empty for no admin API, whose 20 routes take longest to build.
-
-    Modules that test the admin API override this fixture.
-    """
+    """Return the token of the admin API; empty for no admin API. Modules that test the admin API override this."""
     return ""
 
 
 @pytest.fixture
 async def scene(admin_token: str) -> AsyncIterator[Scene]:
+    async with make_scene(admin_token=admin_token) as made:
+        yield made
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared_scene(admin_token: str) -> AsyncIterator[Scene]:
+    """Yield one scene to all tests of a module whose requests have no effect. Mark these tests with `MODULE_LOOP`."""
     async with make_scene(admin_token=admin_token) as made:
         yield made

@@ -19,13 +19,13 @@ from forebay.ingress import adapters
 from forebay.transport.base import Draft, LogError
 from tests.harness.fake_runtime import FakeRuntime
 from tests.ingress.commands import LORA, answered, given, next_command, outcome
-from tests.ingress.conftest import ADMIN_TOKEN, NAME, SLOT, Scene, make_scene
+from tests.ingress.conftest import ADMIN_TOKEN, MODULE_LOOP, NAME, SLOT, Scene, make_scene
 from tests.system import until
 
 EVERY = ("clear_kv_blocks", "load_lora", "unload_lora", "list_loras", "sleep", "wake_up", "pause", "resume", "drain")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def admin_token() -> str:
     return ADMIN_TOKEN
 
@@ -161,6 +161,7 @@ async def test_an_error_of_the_router_is_returned(scene: Scene) -> None:
     assert (response.status_code, response.json()["error"]["code"]) == (404, "unknown_worker")
 
 
+@MODULE_LOOP
 @pytest.mark.parametrize(
     ("path", "body", "param", "code"),
     [
@@ -190,13 +191,13 @@ async def test_an_error_of_the_router_is_returned(scene: Scene) -> None:
     ids=str,
 )
 async def test_invalid_bodies_are_rejected_by_field_name(
-    scene: Scene, path: str, body: Any, param: str | None, code: str
+    shared_scene: Scene, path: str, body: Any, param: str | None, code: str
 ) -> None:
     payload = {"content": body} if isinstance(body, bytes) else {"json": body}
-    response = await scene.client.post(path, **payload)
+    response = await shared_scene.client.post(path, **payload)
     error = response.json()["error"]
     assert (response.status_code, error["param"], error["code"]) == (400, param, code), error
-    assert given(scene.log) == []
+    assert given(shared_scene.log) == []
     if code == "unknown_command":
         assert all(name in error["message"] for name in EVERY)
 
@@ -283,7 +284,7 @@ class Workers:
 
 @asynccontextmanager
 async def workers(**changes: Any) -> AsyncIterator[Workers]:
-    async with make_scene(**changes) as scene:
+    async with make_scene(admin_token=ADMIN_TOKEN, **changes) as scene:
         played = Workers(scene)
         running = asyncio.create_task(played.run())
         try:
@@ -481,10 +482,10 @@ async def never(*_: Any) -> int:
 
 
 async def test_configured_adapters_are_served_before_a_router_has_placed_the_model() -> None:
-    async with make_scene(loras=("legal",), find_partition=lambda: None) as scene:
+    async with make_scene(admin_token=ADMIN_TOKEN, loras=("legal",), find_partition=lambda: None) as scene:
         assert await served(scene) == [NAME, "legal"]
 
 
 async def test_commands_are_rejected_before_a_router_has_placed_the_model() -> None:
-    async with make_scene(find_partition=lambda: None) as scene:
+    async with make_scene(admin_token=ADMIN_TOKEN, find_partition=lambda: None) as scene:
         assert (await scene.client.post("/pause")).json()["error"]["code"] == "no_group"

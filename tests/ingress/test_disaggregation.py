@@ -16,7 +16,7 @@ from forebay.events.control import (
     RouterConfig,
 )
 from forebay.events.topics import CONTROL
-from tests.ingress.conftest import NAME, Scene, make_scene
+from tests.ingress.conftest import ADMIN_TOKEN, NAME, Scene, make_scene
 
 PATH = "/disaggregation"
 DEFAULTS = msgspec.structs.asdict(DisaggConfig())
@@ -29,7 +29,7 @@ def pool(name: str, role: Any, model: str = NAME, **disagg: Any) -> PoolConfigur
 
 @pytest.fixture
 async def scene() -> AsyncIterator[Scene]:
-    async with make_scene() as made:
+    async with make_scene(admin_token=ADMIN_TOKEN) as made:
         made.control(pool("answers", "decode", policy="classic"))
         made.control(pool("prompts", "prefill"))
         yield made
@@ -98,7 +98,7 @@ async def test_disagg_invalid_bodies_are_rejected_by_field_name(
 
 
 async def test_disagg_changes_are_rejected_for_aggregated_pools() -> None:
-    async with make_scene() as scene:
+    async with make_scene(admin_token=ADMIN_TOKEN) as scene:
         scene.control(pool("default", "aggregated"))
         scene.control(pool("apart", "decode", model="other"))
         for body in ({}, {"policy": "never"}):
@@ -108,7 +108,7 @@ async def test_disagg_changes_are_rejected_for_aggregated_pools() -> None:
 
 
 async def test_disagg_changes_are_rejected_while_no_router_has_placed_the_model() -> None:
-    async with make_scene(find_partition=lambda: None) as scene:
+    async with make_scene(admin_token=ADMIN_TOKEN, find_partition=lambda: None) as scene:
         assert (await scene.client.get(PATH)).json() == {"disaggregation": []}
         assert (await scene.client.post(PATH, json={"model": NAME, "policy": "never"})).status_code == 503
 

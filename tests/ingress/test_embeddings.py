@@ -20,7 +20,7 @@ from forebay.ingress.kafka_api.response import PendingRequest, RecordResponse, R
 from forebay.ingress.openai.embeddings import INPUTS_MAX, EmbeddingBody
 from forebay.ingress.openai.fields import parse
 from forebay.ingress.response_fold import EmbeddingFold
-from tests.ingress.conftest import NAME, Scene, make_scene
+from tests.ingress.conftest import MODULE_LOOP, NAME, Scene, make_scene
 from tests.system import until
 
 PATH = "/v1/embeddings"
@@ -92,6 +92,7 @@ async def test_base64_is_the_packed_vector(scene: Scene) -> None:
     assert array("f", packed).tolist() == [0.25, -1.0]
 
 
+@MODULE_LOOP
 @pytest.mark.parametrize(
     ("body", "says"),
     [
@@ -112,11 +113,11 @@ async def test_base64_is_the_packed_vector(scene: Scene) -> None:
         ({"input": "a", "nvext": {"annotations": ["query_instance_id"]}}, "no annotations"),
     ],
 )
-async def test_invalid_bodies_are_rejected_by_field_name(scene: Scene, body: dict[str, Any], says: str) -> None:
-    response = await scene.client.post(PATH, content=msgspec.json.encode({"model": NAME, **body}))
+async def test_invalid_bodies_are_rejected_by_field_name(shared_scene: Scene, body: dict[str, Any], says: str) -> None:
+    response = await shared_scene.client.post(PATH, content=msgspec.json.encode({"model": NAME, **body}))
     assert response.status_code in (400, 413), response.text
     assert response.status_code == 413 or says in response.json()["error"]["message"]
-    assert scene.requests() == []
+    assert shared_scene.requests() == []
 
 
 async def test_dimensions_truncate_and_normalise_vectors(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:

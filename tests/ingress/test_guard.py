@@ -42,7 +42,7 @@ FOREIGN = [
 ]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def admin_token() -> str:
     return ADMIN_TOKEN
 
@@ -125,7 +125,7 @@ async def test_the_admin_api_requires_its_token(scene: Scene) -> None:
 
 
 async def test_without_a_token_there_is_no_admin_api() -> None:
-    async with make_scene() as scene:
+    async with make_scene(admin_token=ADMIN_TOKEN) as scene:
         admin = [(method, path) for method, path in operations(scene) if path not in PUBLIC]
     async with make_scene(admin_token="") as scene:
         assert {path for _, path in operations(scene)} == PUBLIC

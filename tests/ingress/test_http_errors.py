@@ -41,7 +41,7 @@ ROUTES = [
 ]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def admin_token() -> str:
     return ADMIN_TOKEN
 
@@ -96,7 +96,10 @@ async def test_a_failed_log_is_503_on_every_route(method: str, path: str, body: 
         logs.append(FailingLog(log))
         return logs[0]
 
-    async with make_scene(wrap=wrap, block_size=None) as scene, client_of(scene) as (client, _):
+    async with (
+        make_scene(admin_token=ADMIN_TOKEN, wrap=wrap, block_size=None) as scene,
+        client_of(scene) as (client, _),
+    ):
         scene.control(PoolConfigured(pool="default", model=NAME, block_size=4, router=RouterConfig(), role="decode"))
         logs[0].failed = True
         response = await client.request(method, path, json=body)

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import pytest_asyncio
 
 from forebay.core.block_hashes import mm_hashes, sequence_hashes
 from forebay.events.base import unpack_u32
@@ -22,7 +23,7 @@ from forebay.ingress.openai.fields import parse
 from forebay.ingress.openai.requests import ChatBody
 from forebay.ingress.prepare import PreparedRequest
 from tests.ingress import media_model
-from tests.ingress.conftest import NAME, Scene, make_scene
+from tests.ingress.conftest import MODULE_LOOP, NAME, Scene, make_scene
 from tests.ingress.media_model import IMAGE_TOKENS, VIDEO_TOKENS
 
 Image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
@@ -61,6 +62,13 @@ def body(*parts: dict[str, Any], **changes: Any) -> dict[str, Any]:
 async def prepare(scene: Scene, *parts: dict[str, Any], **changes: Any) -> PreparedRequest:
     (prepared,) = await scene.ingress.prepare(parse(ChatBody, msgspec.json.encode(body(*parts, **changes))), [])
     return prepared
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared_scene(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Scene]:
+    model = Model(media_model.make(tmp_path_factory.mktemp("media") / "m"))
+    async with make_scene(model, body_bytes_max=64 << 20) as made:
+        yield made
 
 
 @pytest.fixture
@@ -137,6 +145,7 @@ async def test_video_types_are_detected_from_the_bytes(scene: Scene, head: bytes
 LARGE = base64.b64encode(bytes(MEDIA_BYTES_MAX + 1)).decode()
 
 
+@MODULE_LOOP
 @pytest.mark.parametrize(
     ("part", "status", "code", "says"),
     [
@@ -164,18 +173,18 @@ LARGE = base64.b64encode(bytes(MEDIA_BYTES_MAX + 1)).decode()
     ],
 )
 async def test_unsupported_media_are_rejected_with_their_path(
-    tmp_path: Path, part: dict[str, Any], status: int, code: str, says: str
+    shared_scene: Scene, part: dict[str, Any], status: int, code: str, says: str
 ) -> None:
-    async with make_scene(Model(media_model.make(tmp_path / "m")), body_bytes_max=64 << 20) as scene:
-        response = await scene.client.post(CHAT, json=body(text("see"), part))
-        error = response.json()["error"]
-        assert response.status_code == status
-        assert error["code"] == code or not code
-        assert says in error["message"]
-        assert error["message"].startswith(f"messages[0].content[1].{part['type']}.url: ")
-        assert error["param"] == f"messages[0].content[1].{part['type']}.url"
-        assert scene.metric(f'forebay_ingress_refused_total{{code="{error["code"]}"}} 1.0')
-        assert scene.requests() == []
+    before = shared_scene.refusals()
+    response = await shared_scene.client.post(CHAT, json=body(text("see"), part))
+    error = response.json()["error"]
+    assert response.status_code == status
+    assert error["code"] == code or not code
+    assert says in error["message"]
+    assert error["message"].startswith(f"messages[0].content[1].{part['type']}.url: ")
+    assert error["param"] == f"messages[0].content[1].{part['type']}.url"
+    assert shared_scene.refusals() - before == {error["code"]: 1}
+    assert shared_scene.requests() == []
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,13 @@ from forebay.ingress.http.origin_guard import UNCHECKED
 from forebay.ingress.openai.embeddings import EmbeddingBody
 from forebay.ingress.openai.requests import TextBody
 from forebay.ingress.openai.tokenization import TokenizeTextBody
-from tests.ingress.conftest import ADMIN_TOKEN, NAME, Scene, make_scene
+from tests.ingress.conftest import ADMIN_TOKEN, MODULE_LOOP, NAME, Scene, make_scene
 
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "TRACE")
 ERROR = {"$ref": "#/components/schemas/Error"}
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def admin_token() -> str:
     return ADMIN_TOKEN
 
@@ -117,6 +117,7 @@ async def test_an_unsupported_method_gets_the_supported_ones(scene: Scene) -> No
 HELLO = [{"role": "user", "content": "hi"}]
 
 
+@MODULE_LOOP
 @pytest.mark.parametrize(
     ("name", "body", "is_valid"),
     [
@@ -152,9 +153,9 @@ HELLO = [{"role": "user", "content": "hi"}]
     ],
 )
 async def test_schemas_accept_what_the_service_accepts(
-    scene: Scene, name: str, body: dict[str, Any], is_valid: bool
+    shared_scene: Scene, name: str, body: dict[str, Any], is_valid: bool
 ) -> None:
-    whole = await document(scene)
+    whole = await document(shared_scene)
     schema = {"$ref": f"#/components/schemas/{name}", "components": whole["components"]}
     assert Draft202012Validator(schema).is_valid(body) is is_valid
 

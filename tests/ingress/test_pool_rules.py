@@ -1,16 +1,18 @@
 """GET /v1/pools and POST /v1/pools/... read and change the rules for the choice of pools on the log."""
 
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
 import pytest
+import pytest_asyncio
 
 from forebay.events.codec import decode
 from forebay.events.control import ControlEvent, PolicySet, PoolConfigured, RouterConfig
 from forebay.events.pools import GridPool, PoolCanarySet, PoolDrainSet, PoolGrid, PoolRouting, PoolRoutingConfigured
 from forebay.events.topics import CONTROL
-from tests.ingress.conftest import NAME, Scene, make_scene
+from tests.ingress.conftest import ADMIN_TOKEN, MODULE_LOOP, NAME, Scene, make_scene
 
 GRID = {
     "isl_max": 8_192,
@@ -24,12 +26,24 @@ def pool(name: str, role: Any = "aggregated", model: str = NAME) -> PoolConfigur
     return PoolConfigured(pool=name, model=model, block_size=4, router=RouterConfig(), role=role)
 
 
-@pytest.fixture
-async def scene() -> AsyncIterator[Scene]:
-    async with make_scene() as made:
+@asynccontextmanager
+async def scene_with_pools() -> AsyncIterator[Scene]:
+    async with make_scene(admin_token=ADMIN_TOKEN) as made:
         made.control(pool("short"))
         made.control(pool("long"))
         made.control(pool("foreign", model="other"))
+        yield made
+
+
+@pytest.fixture
+async def scene() -> AsyncIterator[Scene]:
+    async with scene_with_pools() as made:
+        yield made
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared_scene() -> AsyncIterator[Scene]:
+    async with scene_with_pools() as made:
         yield made
 
 
@@ -142,6 +156,7 @@ async def test_rules_of_another_ingress_and_another_model_are_told_apart(scene: 
     assert (rows(shown), shown["retry"]) == ({"long": (False, None), "short": (True, None)}, False)
 
 
+@MODULE_LOOP
 @pytest.mark.parametrize(
     ("rule", "body", "status", "param", "code", "message"),
     [
@@ -204,17 +219,17 @@ async def test_rules_of_another_ingress_and_another_model_are_told_apart(scene: 
     ],
 )
 async def test_invalid_rules_are_rejected_by_name_and_change_nothing(
-    scene: Scene, rule: str, body: dict[str, Any], status: int, param: str, code: str, message: str | None
+    shared_scene: Scene, rule: str, body: dict[str, Any], status: int, param: str, code: str, message: str | None
 ) -> None:
-    response = await scene.client.post(f"/v1/pools/{rule}", json={"model": NAME, **body})
+    response = await shared_scene.client.post(f"/v1/pools/{rule}", json={"model": NAME, **body})
     error = response.json()["error"]
     assert (response.status_code, error["param"], error["code"]) == (status, param, code), error
     assert message in (None, error["message"])
-    assert appended(scene) == []
+    assert appended(shared_scene) == []
 
 
 async def test_rules_are_not_changed_while_no_router_has_placed_the_model() -> None:
-    async with make_scene(find_partition=lambda: None) as scene:
+    async with make_scene(admin_token=ADMIN_TOKEN, find_partition=lambda: None) as scene:
         assert (await listed(scene))["pools"] == []
         response = await scene.client.post("/v1/pools/drain", json={"model": NAME, "pool": "short"})
         assert (response.status_code, response.json()["error"]["code"]) == (503, "no_group")

@@ -2,10 +2,12 @@
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
+import pytest_asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,7 +22,7 @@ from forebay.ingress.openai.requests import TextBody
 from forebay.ingress.openai.routing_hints import ROUTING_HEADERS, routing_headers, routing_of
 from forebay.ingress.settings import IngressSettings
 from tests.depth import examples
-from tests.ingress.conftest import NAME, Scene, make_scene
+from tests.ingress.conftest import MODULE_LOOP, NAME, Scene, make_scene
 from tests.system import submitted
 
 CHAT = "/v1/chat/completions"
@@ -46,14 +48,24 @@ async def hinted(nvext: Any, headers: dict[str, str] | None = None) -> RoutingHi
         return (await taken(scene, chat(nvext), headers)).routing
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared_scene() -> AsyncIterator[Scene]:
+    async with make_scene(routing_hints=True) as made:
+        yield made
+
+
 async def refused(body: dict[str, Any], headers: dict[str, str] | None = None, **settings: Any) -> dict[str, Any]:
     async with make_scene(**{"routing_hints": True, **settings}) as scene:
-        content = json.dumps(body).encode()  # unlike httpx, Python's json writes NaN
-        response = await scene.client.post(CHAT, content=content, headers=headers)
-        assert response.status_code == 400, response.text
-        assert scene.requests() == []
-        error: dict[str, Any] = response.json()["error"]
-        return error
+        return await refused_by(scene, body, headers)
+
+
+async def refused_by(scene: Scene, body: dict[str, Any], headers: dict[str, str] | None = None) -> dict[str, Any]:
+    content = json.dumps(body).encode()  # unlike httpx, Python's json writes NaN
+    response = await scene.client.post(CHAT, content=content, headers=headers)
+    assert response.status_code == 400, response.text
+    assert scene.requests() == []
+    error: dict[str, Any] = response.json()["error"]
+    return error
 
 
 async def test_every_hint_of_a_body_reaches_the_router() -> None:
@@ -151,6 +163,7 @@ async def test_missing_hints_are_defaults(nvext: Any, expected: RoutingHints) ->
     assert await hinted(nvext, {RANK: "  "} if not expected.worker_id else None) == expected
 
 
+@MODULE_LOOP
 @pytest.mark.parametrize(
     ("nvext", "param", "code"),
     [
@@ -212,8 +225,8 @@ async def test_missing_hints_are_defaults(nvext: Any, expected: RoutingHints) ->
         ([], "nvext", "invalid_value"),
     ],
 )
-async def test_invalid_hints_are_rejected_by_name(nvext: Any, param: str, code: str) -> None:
-    error = await refused(chat(nvext))
+async def test_invalid_hints_are_rejected_by_name(shared_scene: Scene, nvext: Any, param: str, code: str) -> None:
+    error = await refused_by(shared_scene, chat(nvext))
     assert (error["param"], error["code"]) == (param, code), error
 
 

@@ -12,7 +12,7 @@ from forebay.events.requests import Sampling, StructuredOutput, TokenBias
 from forebay.events.tokens import TokenLogprob, TopLogprob
 from forebay.ingress.model import DEFAULT_MODEL, Model
 from forebay.ingress.token_bytes import TokenBytes
-from tests.ingress.conftest import NAME, Scene
+from tests.ingress.conftest import MODULE_LOOP, NAME, Scene
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -112,6 +112,7 @@ async def test_a_structure_reaches_the_engine(
     assert (await sampled(scene, **changes)).structured == expected
 
 
+@MODULE_LOOP
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
@@ -149,11 +150,11 @@ async def test_a_structure_reaches_the_engine(
         ({"best_of": 2}, "best_of must be 1"),
     ],
 )
-async def test_invalid_parameters_are_rejected_by_name(scene: Scene, changes: dict[str, Any], says: str) -> None:
-    response = await scene.client.post(CHAT, json=chat(**changes))
+async def test_invalid_parameters_are_rejected_by_name(shared_scene: Scene, changes: dict[str, Any], says: str) -> None:
+    response = await shared_scene.client.post(CHAT, json=chat(**changes))
     assert response.status_code == 400
     assert says in response.json()["error"]["message"]
-    assert scene.requests() == []
+    assert shared_scene.requests() == []
 
 
 async def test_a_structure_above_the_limit_is_rejected(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from forebay.events.topics import CONTROL
 from forebay.ingress.http.pool_settings import PoolConfigurator
 from forebay.transport.base import Draft
 from forebay.transport.sqlite.log import SqliteLog
-from tests.ingress.conftest import NAME, Scene, make_scene
+from tests.ingress.conftest import ADMIN_TOKEN, NAME, Scene, make_scene
 
 PATH = "/busy_threshold"
 DECODE, PREFILL, SHARE = BusyThresholds.__struct_fields__
@@ -30,7 +30,7 @@ def pool(name: str = "default", model: str = NAME, **busy: Any) -> PoolConfigure
 
 @pytest.fixture
 async def scene() -> AsyncIterator[Scene]:
-    async with make_scene() as made:
+    async with make_scene(admin_token=ADMIN_TOKEN) as made:
         made.control(pool(active_decode_blocks_threshold=0.5))
         yield made
 
@@ -100,7 +100,7 @@ async def test_invalid_bodies_are_rejected_by_field_name(
 
 
 async def test_changes_are_rejected_while_no_pool_serves_the_model() -> None:
-    async with make_scene() as scene:
+    async with make_scene(admin_token=ADMIN_TOKEN) as scene:
         scene.control(pool(model="other"))
         assert (await scene.client.get(PATH)).json()["thresholds"] == [{"model": "other", "pool": "default", **OFF}]
         assert await post(scene) == {"model": NAME, **OFF}
@@ -109,7 +109,7 @@ async def test_changes_are_rejected_while_no_pool_serves_the_model() -> None:
 
 
 async def test_changes_are_rejected_while_no_router_has_placed_the_model() -> None:
-    async with make_scene(find_partition=lambda: None) as scene:
+    async with make_scene(admin_token=ADMIN_TOKEN, find_partition=lambda: None) as scene:
         assert (await scene.client.get(PATH)).json() == {"thresholds": []}
         assert (await scene.client.post(PATH, json={"model": NAME, DECODE: 0.5})).status_code == 503
         assert on_the_log(scene) == []
@@ -189,7 +189,7 @@ def naive(events: list[ControlEvent]) -> list[tuple[str, str, BusyThresholds]]:
 
 @pytest.mark.parametrize("block_size", [4, 16])
 async def test_prompts_are_hashed_with_the_block_size_of_the_pool(block_size: int) -> None:
-    async with make_scene(block_size=None) as scene:
+    async with make_scene(admin_token=ADMIN_TOKEN, block_size=None) as scene:
         prompt = list(range(100, 140))
         payload = {"model": NAME, "prompt": prompt, "max_tokens": 1}
         refused = await scene.client.post("/v1/completions", json=payload)

@@ -1,13 +1,14 @@
 """Chats with tools and reasoning: input of the template, events on the log, and responses."""
 
 import asyncio
+import copy
 import json
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import pytest_asyncio
 
 from forebay.core.state.reply_slot import apply
 from forebay.events.base import unpack_u32
@@ -19,7 +20,7 @@ from forebay.ingress.kafka_api.response import PendingRequest, RecordResponse, W
 from forebay.ingress.model import DEFAULT_MODEL, Model
 from forebay.ingress.openai.fields import parse
 from forebay.ingress.openai.requests import ChatBody
-from tests.ingress.conftest import NAME, SLOT, Scene, make_scene
+from tests.ingress.conftest import MODULE_LOOP, NAME, SLOT, Scene, make_scene
 
 CHAT = "/v1/chat/completions"
 HELLO = {"role": "user", "content": "Hello"}
@@ -37,16 +38,23 @@ TEMPLATE = """{% if tools %}{{ tools | tojson }}
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>'
 
 
-@pytest.fixture
-def tool_model(tmp_path: Path) -> Model:
+@pytest.fixture(scope="module")
+def tool_model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    path = tmp_path_factory.mktemp("tools")
     for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
-        (tmp_path / name).write_bytes((DEFAULT_MODEL / name).read_bytes())
-    (tmp_path / "chat_template.jinja").write_text(TEMPLATE + "{# </think> #}")
-    return Model(tmp_path)
+        (path / name).write_bytes((DEFAULT_MODEL / name).read_bytes())
+    (path / "chat_template.jinja").write_text(TEMPLATE + "{# </think> #}")
+    return Model(path)
 
 
 @pytest.fixture
 async def tools(tool_model: Model) -> AsyncIterator[Scene]:
+    async with make_scene(copy.copy(tool_model)) as made:  # a test may change attributes of its model
+        yield made
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared_scene(tool_model: Model) -> AsyncIterator[Scene]:
     async with make_scene(tool_model) as made:
         yield made
 
@@ -147,6 +155,7 @@ async def test_a_named_tool_constrains_the_output_to_its_arguments(tools: Scene)
     assert '"name":"weather"' in text
 
 
+@MODULE_LOOP
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
@@ -172,11 +181,13 @@ async def test_a_named_tool_constrains_the_output_to_its_arguments(tools: Scene)
         ({"chat_template_kwargs": {"bos_token": ""}}, "chat_template_kwargs.bos_token"),
     ],
 )
-async def test_invalid_tools_are_rejected_by_field_name(tools: Scene, changes: dict[str, Any], says: str) -> None:
-    response = await tools.client.post(CHAT, json=chat(**changes))
+async def test_invalid_tools_are_rejected_by_field_name(
+    shared_scene: Scene, changes: dict[str, Any], says: str
+) -> None:
+    response = await shared_scene.client.post(CHAT, json=chat(**changes))
     assert response.status_code == 400
     assert says in response.json()["error"]["message"]
-    assert tools.requests() == []
+    assert shared_scene.requests() == []
 
 
 async def test_arguments_that_are_not_json_are_rejected(tools: Scene) -> None:
