@@ -1,6 +1,7 @@
 """Method `simulate`: which sizes of a pool attain the targets under a forecast."""
 
 import asyncio
+import functools
 import multiprocessing
 from collections.abc import Sequence
 from math import ceil, log2
@@ -54,12 +55,18 @@ def simulated(demand: DemandForecast, settings: PlannerSettings = SETTINGS) -> l
     return list(simulated_sizes(demand, settings, ENGINES, TARGET))
 
 
+@functools.cache
+def at_rate(requests_per_s: float) -> list[SimulatedSize]:
+    """Return the simulated sizes at a request rate, simulated once in each process of pytest."""
+    return simulated(forecast(requests_per_s))
+
+
 def smallest(sizes: Sequence[SimulatedSize]) -> int:
     return min(one.size for one in sizes if one.attained >= TARGET)
 
 
 def test_more_load_needs_more_workers_and_the_size_below_misses_the_target() -> None:
-    found = [simulated(forecast(rate)) for rate in (1.0, 8.0, 20.0)]
+    found = [at_rate(rate) for rate in (1.0, 8.0, 20.0)]
     low, middle, high = map(smallest, found)
     assert low < middle < high
     assert middle >= 8.0 * 0.4, "the workers have to compute all prompts"
@@ -68,14 +75,14 @@ def test_more_load_needs_more_workers_and_the_size_below_misses_the_target() -> 
 
 
 def test_equal_forecasts_have_equal_results_and_few_sizes_are_simulated() -> None:
-    found = simulated(forecast(8.0))
+    found = at_rate(8.0)
     assert simulated(forecast(8.0)) == found
     sizes = [one.size for one in found]
     assert len(set(sizes)) == len(sizes) <= ceil(log2(MAX_SIZE + 1))
 
 
 def test_cached_prompt_tokens_need_no_workers() -> None:
-    assert smallest(simulated(forecast(8.0, kv_hit_rate=0.8))) < smallest(simulated(forecast(8.0)))
+    assert smallest(simulated(forecast(8.0, kv_hit_rate=0.8))) < smallest(at_rate(8.0))
 
 
 def test_the_largest_and_the_smallest_size_are_simulated_if_none_attains_the_target() -> None:
