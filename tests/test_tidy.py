@@ -73,6 +73,7 @@ class Outline(NamedTuple):
     functions: list[tuple[str, int, int]]  # name, first line, number of lines
     definitions: list[Definition]
     prints: list[int]  # lines that call `print`
+    private: list[tuple[int, str]]  # private names of other objects, in tests
 
 
 @functools.cache
@@ -82,7 +83,8 @@ def outline(path: Path) -> Outline:
     functions = [(node.name, node.lineno, (node.end_lineno or 0) - node.lineno + 1) for node in function_nodes(tree)]
     definitions = list(public_definitions(tree))
     prints = list(print_calls(tree)) if "print(" in text else []
-    return Outline(ast.get_docstring(tree), functions, definitions, prints)
+    private = list(private_accesses(text, tree)) if path.relative_to(ROOT).parts[0] == "tests" else []
+    return Outline(ast.get_docstring(tree), functions, definitions, prints, private)
 
 
 def function_nodes(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
@@ -189,11 +191,10 @@ def test_no_module_imports_a_test_module() -> None:
     check(faults, "move what test modules share into a module without tests")
 
 
-def private_accesses(text: str) -> Iterator[tuple[int, str]]:
+def private_accesses(text: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Yield the line and the name of each private attribute of another object, and of each private name imported."""
     if not re.search(r"""(?<!\bself)(?<!\bcls)\._[a-zA-Z]|["' ]_[a-zA-Z]""", text):
-        return  # most modules: a syntax tree takes long
-    tree = ast.parse(text)
+        return  # most modules: visiting all nodes takes long
     defined = {
         node.attr
         for node in ast.walk(tree)
@@ -222,8 +223,7 @@ def test_tests_use_no_private_names_of_the_code_under_test() -> None:
     faults = [
         f"{shown(path)}:{line}: {name}"
         for path in MODULES
-        if path.relative_to(ROOT).parts[0] == "tests"
-        for line, name in private_accesses(path.read_text())
+        for line, name in outline(path).private
         if name not in public | vllm
     ]
     check(faults, "use a public name, or make one")
@@ -241,7 +241,7 @@ def test_tests_use_no_private_names_of_the_code_under_test() -> None:
     ],
 )
 def test_private_accesses_are_found(code: str, names: list[str]) -> None:
-    assert [name for _, name in private_accesses(code)] == names
+    assert [name for _, name in private_accesses(code, ast.parse(code))] == names
 
 
 def test_files_are_short() -> None:
