@@ -10,7 +10,7 @@ from forebay.events.topics import REQUESTS
 from forebay.ingress.errors import ApiError
 from forebay.ingress.ingress import GRACE_S, Ingress
 from forebay.ingress.prepare import PreparedRequest
-from forebay.transport.base import Draft
+from forebay.transport.base import Draft, LogError
 from tests.faults.cluster import Cluster
 from tests.faults.coordinator import PARTITION
 from tests.faults.invariants import Outcome, prompt_tokens
@@ -64,7 +64,7 @@ class Client:
             found = self._cluster.ingress(self._planned.ingress)
             if found is not None:
                 process, service = found
-                if service.ingress is not None and process.evaluate(service.ingress.ready):
+                if service.ingress is not None and _is_ready(process, service.ingress):
                     self._process = process
                     self.outcome.state = "pending"
                     self.outcome.deadline_s = loop.time() + self._planned.timeout_ms / 1000
@@ -145,3 +145,10 @@ class Client:
             ingress.replies.close(outcome.request_id)
             if stream.ended is None:
                 ingress.cancel(outcome.request_id, stream.interrupt_reason or "disconnected")
+
+
+def _is_ready(process: Process, ingress: Ingress) -> bool:
+    try:
+        return process.evaluate(ingress.ready)
+    except LogError:  # the process is about to end
+        return False

@@ -31,6 +31,16 @@ CALLBACKS_MAX = 1_000_000  # a hundred times what a simulation needs
 CALLBACK_NS = 4_000  # virtual duration of a callback; real ones take 1 to 100 us
 
 
+class _Callback(asyncio.Handle):
+    def execute(self) -> None:
+        self._run()
+
+
+class _Timer(asyncio.TimerHandle):
+    def execute(self) -> None:
+        self._run()
+
+
 class Scope:
     """Queue of the ready callbacks of one simulated process.
 
@@ -46,7 +56,7 @@ class Scope:
     def __init__(self, name: str, number: int) -> None:
         self.name = name
         self.number = number
-        self.ready: deque[asyncio.Handle] = deque()
+        self.ready: deque[_Callback | _Timer] = deque()
         self.paused = False
         self.dead = False
         self.cost = 1
@@ -112,7 +122,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._random = Random(f"{seed}/scheduler")
         self._scopes: list[Scope] = []
         self._scope_numbers = itertools.count()
-        self._timers: list[tuple[int, int, Scope, asyncio.TimerHandle]] = []
+        self._timers: list[tuple[int, int, Scope, _Timer]] = []
         self._timer_numbers = itertools.count()
         self._trace = blake2b(digest_size=16)
         self._kept: list[object] = []
@@ -184,7 +194,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         """Add a callback to the queue of its process."""
         if context is None:
             context = copy_context()
-        handle = asyncio.Handle(callback, args, self, context)
+        handle = _Callback(callback, args, self, context)
         scope = context[SCOPE]
         if scope.dead:
             self._kept.append(handle)
@@ -208,11 +218,11 @@ class VirtualLoop(asyncio.BaseEventLoop):
         """Run a callback at a virtual time in seconds."""
         if context is None:
             context = copy_context()
-        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        timer = _Timer(when, callback, args, self, context)
         self._push(-round(when * NS_PER_S) // GRID_NS * -GRID_NS, context[SCOPE], timer)
         return timer
 
-    def _push(self, when_ns: int, scope: Scope, timer: asyncio.TimerHandle) -> None:
+    def _push(self, when_ns: int, scope: Scope, timer: _Timer) -> None:
         if scope.dead:
             self._kept.append(timer)
         else:
@@ -244,7 +254,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         for _ in range(count):
             handle = scope.ready.popleft()
             if not handle.cancelled():
-                handle._run()
+                handle.execute()
                 self.now_ns += CALLBACK_NS * scope.cost
                 self.callbacks += 1
             if scope.paused or scope.dead:

@@ -123,9 +123,8 @@ async def _run(loop: VirtualLoop, cluster: Cluster, clients: list[Client]) -> No
         await asyncio.sleep(CHECK_S)
         _raise_early(cluster, clients)
     cluster.heal()
+    await asyncio.gather(*sending)
     await _until_quiet(loop, cluster, clients)
-    for task in sending:
-        await task
     worlds = _standby_digests(cluster)
     await cluster.stop_routers()
     _raise_early(cluster, clients)

@@ -39,6 +39,7 @@ class IngressPresence:
         self._members: dict[str, str] = {}
         self._written_end = 0
         self._refused: set[str] = set()
+        self._silent: dict[str, int] = {}  # deadlines of the leases of lost incarnations, by token
         self.refused: Counter[str] = Counter()
         for ingress in fleet.ingresses():
             self._members[ingress.ingress_id] = ingress.incarnation
@@ -62,11 +63,18 @@ class IngressPresence:
             if verdict.standing is Standing.LOST:
                 await self._lose(name, verdict.reason, held.get(name))
         others = [lease for lease in leases if lease.worker_id not in self._members]
-        ended = [lease for lease in others if lease.released or lease.expires_in_ms <= 0]
+        tokens = {lease.token for lease in others}
+        self._silent = {token: deadline_ms for token, deadline_ms in self._silent.items() if token in tokens}
+        ended = [lease for lease in others if self._has_ended(lease)]
         for lease in others:
             if lease not in ended:
                 await self._join(lease)
         return ended if applied >= self._written_end else []
+
+    def _has_ended(self, lease: Lease) -> bool:
+        # After a backward step of Redis's clock, the lease of a lost ingress would not expire for a long time. Only a
+        # renewal after the loss shows that the ingress runs.
+        return lease.released or lease.expires_in_ms <= 0 or self._silent.get(lease.token) == lease.deadline_ms
 
     async def _join(self, lease: Lease) -> None:
         name, token = lease.worker_id, lease.token
@@ -96,6 +104,8 @@ class IngressPresence:
 
     async def _lose(self, name: str, reason: str, lease: Lease | None) -> None:
         incarnation = self._members.pop(name)
+        if lease is not None and lease.token == incarnation:
+            self._silent[incarnation] = lease.deadline_ms
         if name in self._unseen:
             logger.info("ingress %s ended while no router was running: %s", name, reason)
         elif lease is not None and lease.released and lease.token == incarnation:

@@ -375,10 +375,13 @@ class Owner:
         self._send(drafts)
 
     def _is_superseded(self, decided: Unconfirmed) -> bool:
-        """Return whether a newer request uses the same id, so that the effect would end it or release its KV."""
+        """Return whether another request uses the same id, so that the effect would end it or release its KV."""
         if not isinstance(decided, RequestRejected | RequestAborted | KvReleased):
             return False
         request = self.world.requests.get(decided.request_id)
+        if isinstance(decided, RequestRejected):
+            # The other request may be the older one because of which this one was rejected, for another client.
+            return request is not None and request.submitted.reply_slot == decided.reply_slot
         if request is None or not isinstance(decided, KvReleased):
             return request is not None
         has_kv = request.prefilled is not None or request.phase is Phase.REMOTE_PREFILL
