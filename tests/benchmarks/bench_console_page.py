@@ -28,7 +28,12 @@ from tests.harness.local import free_ports
 from tests.harness.processes import spawn
 
 TOKEN = "bench"
-VIEWS = ("fleet", "requests", "time")
+CASES = {"fleet": ("fleet", 8), "requests": ("requests", 8), "time": ("time", 8), "fleet-200": ("fleet", 200)}
+"""View and number of workers of each case."""
+COLUMNS = (
+    *("case", "tasks from 1 ms", "p95 ms", "p95 ms of CPU", "longest ms", "above 50 ms"),
+    *("requests/s of the page", "table rows", "heap MiB", "behind s"),
+)
 LONG_MS = 50.0
 READY_S = 60.0
 WARM_UP_S = 5.0
@@ -37,25 +42,27 @@ TICK_S = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True, slots=True)
 class Tasks:
-    """Tasks of the page's main thread that took at least a millisecond, in milliseconds.
+    """Tasks of the page's main thread that took at least a millisecond.
 
     Attributes:
-        durations: their durations, sorted.
-        seconds: length of the measurement.
+        wall_ms: their durations, sorted. Other processes on the same cores make them longer.
+        cpu_ms: their CPU times, sorted.
     """
 
-    durations: list[float]
-    seconds: float
+    wall_ms: list[float]
+    cpu_ms: list[float]
 
     @property
-    def p95(self) -> float:
-        """95th percentile of the durations."""
-        return self.durations[int(len(self.durations) * 0.95)] if self.durations else 0.0
+    def columns(self) -> str:
+        """Columns of the table: number, p95 of both, the longest, and the number of durations above `LONG_MS`."""
+        longest, long = max(self.wall_ms, default=0.0), sum(one > LONG_MS for one in self.wall_ms)
+        p95 = " | ".join(f"{p95_of(times):.1f}" for times in (self.wall_ms, self.cpu_ms))
+        return f"{len(self.wall_ms)} | {p95} | {longest:.1f} | {long}"
 
-    @property
-    def long(self) -> int:
-        """Number of tasks above `LONG_MS`."""
-        return sum(one > LONG_MS for one in self.durations)
+
+def p95_of(times: list[float]) -> float:
+    """Return the 95th percentile of sorted times, or 0 if there are none."""
+    return times[int(len(times) * 0.95)] if times else 0.0
 
 
 def write(path: Path, shape: Shape, rate: float) -> None:
@@ -147,36 +154,34 @@ def traced(page: Page, seconds: float) -> Tasks:
         for event in events
         if event["name"] == "thread_name" and event["args"]["name"] == "CrRendererMain"
     }
-    tasks = (
-        event["dur"] / 1_000
+    tasks = [
+        (event["dur"] / 1_000, event["tdur"] / 1_000)
         for event in events
-        if event["name"] == "RunTask" and (event["pid"], event["tid"]) in main and "dur" in event
-    )
-    return Tasks(sorted(one for one in tasks if one >= 1.0), seconds)
+        if event["name"] == "RunTask" and (event["pid"], event["tid"]) in main and event.get("dur", 0) >= 1_000
+    ]
+    return Tasks(sorted(wall for wall, _ in tasks), sorted(cpu for _, cpu in tasks))
 
 
-def measure(page: Page, url: str, view: str, seconds: float) -> tuple[Tasks, int, float]:
-    """Show a view, and return its tasks, the number of its requests for data, and the JavaScript heap in MiB."""
+def measure(page: Page, url: str, view: str, seconds: float) -> str:
+    """Show a view, and return the columns of the table that describe its page."""
     requests: list[str] = []
     page.on("request", lambda request: requests.append(request.url))
     page.goto(f"{url}/#/{view}?token={TOKEN}")
     page.wait_for_timeout(WARM_UP_S * 1_000)
     before = len(requests)
     tasks = traced(page, seconds)
+    rows = page.locator("tr").count()
+    page.context.new_cdp_session(page).send("HeapProfiler.collectGarbage")
     heap = page.evaluate("performance.memory.usedJSHeapSize") / MIB
-    return tasks, len(requests) - before, heap
+    updates = (len(requests) - before) / seconds
+    return f"{tasks.columns} | {updates:.1f} | {rows} | {heap:.1f}"
 
 
-def run(args: argparse.Namespace, folder: Path) -> None:
-    """Measure every view, and print a table."""
+def run(args: argparse.Namespace, workers: int, cases: list[str], folder: Path) -> list[str]:
+    """Measure the cases with this number of workers, print their rows, and return lines about the console."""
     log = folder / "log.db"
-    seconds = READY_S + len(args.views) * (args.seconds + WARM_UP_S + 5)
-    shape = Shape(args.workers, round(args.rate * seconds), tokens=False)
-    print(f"{args.rate:g} requests/s, {args.workers} workers, {args.seconds:g} s per view\n")
-    print(
-        "| view | tasks from 1 ms | p95 ms | longest ms | above 50 ms | requests/s of the page | heap MiB | behind s |"
-    )
-    print(f"|---{'|---:' * 7}|")
+    seconds = READY_S + len(cases) * (args.seconds + WARM_UP_S + 5)
+    shape = Shape(workers, round(args.rate * seconds), tokens=False)
     with writing(log, shape, args.rate), launched() as browser:
         while not log.exists():
             time.sleep(0.1)
@@ -184,36 +189,37 @@ def run(args: argparse.Namespace, folder: Path) -> None:
         with console(log, folder) as (url, pid):
             roles = processes_of(pid)
             began_s, used = time.monotonic(), {role: cpu_s(one) for role, one in roles.items()}
-            for view in args.views:
+            for case in cases:
                 page = browser.new_page(viewport={"width": 1_280, "height": 900})
-                tasks, requests, heap = measure(page, url, view, args.seconds)
+                found = measure(page, url, CASES[case][0], args.seconds)
                 page.close()
-                found = httpx.get(f"{url}/v1/console", headers={"authorization": f"Bearer {TOKEN}"}).json()
-                longest = tasks.durations[-1] if tasks.durations else 0.0
-                print(
-                    f"| {view} | {len(tasks.durations)} | {tasks.p95:.1f} | {longest:.1f} | {tasks.long} "
-                    f"| {requests / args.seconds:.1f} | {heap:.1f} | {found['state']['behind_s']:.2f} |",
-                    flush=True,
-                )
+                state = httpx.get(f"{url}/v1/console", headers={"authorization": f"Bearer {TOKEN}"}).json()["state"]
+                print(f"| {case} | {found} | {state['behind_s']:.2f} |", flush=True)
             passed_s = time.monotonic() - began_s
-            state = found["state"]
             followed = state["end_offset"] / state["log_end_offset"]
-            print(f"\n{followed:.1%} of the log followed; share of a core, and memory:")
+            lines = [f"{workers} workers: {followed:.1%} of the log followed; share of a core, and memory:"]
             for role, one in processes_of(pid).items():
                 share = (cpu_s(one) - used.get(role, 0.0)) / passed_s
-                print(f"  {role}: {share:.0%}, {rss_mib(one):.0f} MiB")
+                lines.append(f"  {role}: {share:.0%}, {rss_mib(one):.0f} MiB")
+            return lines
 
 
 def main() -> None:
     """Run the benchmark of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rate", type=float, default=1_000.0, help="requests per second (default %(default)g)")
-    parser.add_argument("--workers", type=int, default=8, help="workers (default %(default)s)")
-    parser.add_argument("--seconds", type=float, default=10.0, help="measured seconds per view (default %(default)g)")
-    parser.add_argument("--views", nargs="+", choices=VIEWS, default=list(VIEWS), help="views (default: all)")
+    parser.add_argument("--seconds", type=float, default=10.0, help="measured seconds per case (default %(default)g)")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), help="cases (default: all)")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="forebay-bench-") as folder:
-        run(args, Path(folder))
+    print(f"{args.rate:g} requests/s, {args.seconds:g} s per case; fleet-200 has 200 workers, the others 8\n")
+    print(f"| {' | '.join(COLUMNS)} |")
+    print(f"|---{'|---:' * (len(COLUMNS) - 1)}|")
+    lines = []
+    for workers in sorted({CASES[case][1] for case in args.cases}):
+        cases = [case for case in args.cases if CASES[case][1] == workers]
+        with tempfile.TemporaryDirectory(prefix="forebay-bench-") as folder:
+            lines += run(args, workers, cases, Path(folder))
+    print("\n" + "\n".join(lines))
 
 
 if __name__ == "__main__":

@@ -162,7 +162,7 @@ def test_many_workers_are_shown(tmp_path: Path, browser: Browser) -> None:
     ):
         page = found.page
         workers = page.get_by_role("table", name="Workers and ranks")
-        expect(workers.get_by_role("row")).to_have_count(MANY + 1)
+        expect(workers).to_have_attribute("aria-rowcount", str(MANY + 1))
         assert set(states(workers)) == {"ready"}
         page.get_by_role("searchbox", name="Find").fill("mock-19")
         expect(page.get_by_text(f"11 of {MANY} ranks")).to_be_visible()

@@ -6,8 +6,9 @@
 
 import { h, put, reconcile, setText } from "./dom.js";
 import { counted } from "./format.js";
+import { VisibleRows } from "./visible_rows.js";
 
-const ROWS_MAX = 500; // more rows would take over 50 ms to lay out
+const ROWS_MAX = 500; // more rows would take over 50 ms to lay out, unless only visible ones are elements
 
 /**
  * @template T
@@ -33,6 +34,7 @@ export class Table {
   /** @type {HTMLElement} */ #body;
   /** @type {HTMLElement} */ #more;
   /** @type {HTMLElement[]} */ #headings;
+  /** @type {VisibleRows<T>|null} */ #visible = null; // for a table that may have many rows
   /** @type {T[]} */ #items = [];
   /** @type {string|null} */ #sortedBy;
   #isDescending;
@@ -43,17 +45,22 @@ export class Table {
    * @param {Column<T>[]} options.columns
    * @param {(item: T) => string|number} options.key identifies a row across updates
    * @param {string} [options.sortedBy] ID of the column that sorts the rows at first; otherwise they keep their order
+   * @param {string} [options.longClass] for a table that may have many rows: a CSS class that sets `--tracks`, the grid
+   *   tracks of its columns. Only visible rows are elements then.
    * @param {boolean} [options.isDescending] whether this column sorts the largest values first
    */
-  constructor({ label, columns, key, sortedBy, isDescending = false }) {
+  constructor({ label, columns, key, sortedBy, longClass, isDescending = false }) {
     this.#columns = columns;
     this.#key = key;
     this.#sortedBy = sortedBy ?? null;
     this.#isDescending = isDescending;
-    this.#body = h("tbody");
+    this.#body = h("tbody", { role: "rowgroup" });
     this.#more = h("p", { class: "soft more", hidden: true });
     this.#headings = columns.map((column) => this.#heading(column));
-    const table = h("table", { "aria-label": label }, h("thead", {}, h("tr", {}, this.#headings)), this.#body);
+    const head = h("thead", { role: "rowgroup" }, h("tr", { role: "row", "aria-rowindex": longClass ? 1 : null }, this.#headings));
+    const props = { role: "table", "aria-label": label, class: longClass && `rows ${longClass}` };
+    const table = h("table", props, head, this.#body);
+    if (longClass) this.#visible = new VisibleRows({ table, body: this.#body, key, create: () => this.#createRow() });
     const box = h("div", { class: "scroll", role: "region", "aria-label": label, tabindex: 0 }, table);
     this.element = h("div", { class: "table" }, box, this.#more);
   }
@@ -66,15 +73,25 @@ export class Table {
   update(items) {
     this.#items = items;
     const rows = this.#sorted(items);
-    reconcile(
-      this.#body,
-      rows.slice(0, ROWS_MAX),
-      this.#key,
-      () => h("tr", {}, this.#columns.map((column) => h("td", { class: column.isText ? "t" : null }))),
-      (row, item) => this.#columns.forEach((column, at) => fill(column, /** @type {HTMLElement} */ (row.children[at]), item)),
-    );
+    const update = (/** @type {Element} */ row, /** @type {T} */ item) =>
+      this.#columns.forEach((column, at) => fill(column, /** @type {HTMLElement} */ (row.children[at]), item));
+    if (this.#visible) {
+      this.#visible.show(rows, update);
+      return;
+    }
+    reconcile(this.#body, rows.slice(0, ROWS_MAX), this.#key, () => this.#createRow(), update);
     put(this.#more, "hidden", rows.length <= ROWS_MAX);
     setText(this.#more, `${counted(rows.length - ROWS_MAX, "more row")} not shown. Use a filter to see other rows.`);
+  }
+
+  /** Stop following the visible part. Only a table with `longClass` needs it. */
+  dispose() {
+    this.#visible?.dispose();
+  }
+
+  #createRow() {
+    const cells = this.#columns.map((column) => h("td", { role: "cell", class: column.isText ? "t" : null }));
+    return h("tr", { role: "row" }, cells);
   }
 
   /**
@@ -82,7 +99,7 @@ export class Table {
    * @returns {HTMLElement}
    */
   #heading(column) {
-    const props = { scope: "col", class: column.isText ? "t" : null, title: column.title };
+    const props = { role: "columnheader", scope: "col", class: column.isText ? "t" : null, title: column.title };
     if (!column.order) return h("th", props, column.label);
     const button = h("button", { type: "button", class: "sort", onclick: () => this.#sortBy(column) }, column.label);
     return h("th", { ...props, "aria-sort": this.#direction(column) }, button);

@@ -78,7 +78,9 @@ class Fleet {
     this.#topics.update(status.topics);
   }
 
-  dispose() {}
+  dispose() {
+    this.#workers.dispose();
+  }
 
   /** @param {string[]} problems */
   #showProblems(problems) {

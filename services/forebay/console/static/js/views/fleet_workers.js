@@ -26,7 +26,7 @@ export class WorkerTable {
   constructor(context) {
     this.#context = context;
     this.#search = h("input", { type: "search", placeholder: "name, pool, role or engine", oninput: () => this.#show() });
-    this.#table = new Table({ label: "Workers and ranks", key: (row) => row.key, columns: this.#columns() });
+    this.#table = new Table({ label: "Workers and ranks", key: (row) => row.key, columns: this.#columns(), longClass: "workers" });
     this.element = h(
       "section",
       { class: "part" },
@@ -71,6 +71,10 @@ export class WorkerTable {
     const all = this.#rows.length;
     setText(this.#count, shown.length === all ? counted(all, "rank") : `${whole(shown.length)} of ${counted(all, "rank")}`);
     this.#table.update(shown);
+  }
+
+  dispose() {
+    this.#table.dispose();
   }
 
   /** @returns {import("../table.js").Column<any>[]} */

@@ -48,13 +48,13 @@ export function scaleOf(rows, endUs) {
 
 /** Create an empty row. */
 export function createRow() {
-  const cells = COLUMNS.map((column) => h("td", { class: `${column.id}${column.isText ? " t" : ""}`, "data-label": column.label }));
+  const cells = COLUMNS.map((column) => h("td", { role: "cell", class: `${column.id}${column.isText ? " t" : ""}`, "data-label": column.label }));
   const [, request, phase, , prompt, , , , , life] = cells;
   request.append(h("a", { class: "request-id" }), " ", h("span", { class: "soft" }));
   phase.append(badge(), " ", h("span", { class: "soft reason" }));
   prompt.append(h("span"), h("span", { class: "soft share" }));
   life.append(h("span", { class: "life", "aria-hidden": "true" }));
-  return h("tr", {}, cells);
+  return h("tr", { role: "row" }, cells);
 }
 
 /**

@@ -5,15 +5,16 @@
  * @module views/requests
  */
 
-import { h, put, reconcile, replace, setText } from "../dom.js";
+import { h, put, replace, setText } from "../dom.js";
 import { clock, counted, sentence } from "../format.js";
 import { emptyBox } from "../parts.js";
 import { hasEnded } from "../phases.js";
+import { VisibleRows } from "../visible_rows.js";
 import { createFilters, FILTERS } from "./request_filters.js";
 import { COLUMNS, createRow, scaleOf, updateRow } from "./request_rows.js";
 
 const PAGE = 50; // rows of a page, all of which may be new four times per second
-const ROWS_MAX = 500; // more rows would take over 50 ms to lay out
+const ROWS_MAX = 500; // as many as the server returns at once, to update all of them
 const ANNOUNCE_MS = 15_000; // a screen reader would otherwise speak all the time
 
 /**
@@ -30,8 +31,9 @@ class RequestList {
   /** @type {HTMLElement} */ element;
   /** @type {import("../views.js").Context} */ #context;
   /** @type {ReturnType<typeof createFilters>} */ #filters;
-  #body = h("tbody");
+  #body = h("tbody", { role: "rowgroup" });
   #box;
+  #visible;
   #more = h("button", { type: "button", class: "button", onclick: () => this.#loadOlder() }, "Older requests");
   #fresh = h("button", { type: "button", class: "button primary fresh", hidden: true, onclick: () => this.#showNewest() });
   #pause = h("button", { type: "button", class: "button", "aria-pressed": "false", onclick: () => this.#togglePause() }, "Pause");
@@ -56,9 +58,11 @@ class RequestList {
     this.#context = context;
     this.#filters = createFilters(context);
     const headings = COLUMNS.map((column) =>
-      h("th", { scope: "col", class: column.isText ? "t" : null, title: column.title }, column.label),
+      h("th", { role: "columnheader", scope: "col", class: column.isText ? "t" : null, title: column.title }, column.label),
     );
-    const table = h("table", { class: "requests", "aria-label": "Requests" }, h("thead", {}, h("tr", {}, headings)), this.#body);
+    const head = h("thead", { role: "rowgroup" }, h("tr", { role: "row", "aria-rowindex": 1 }, headings));
+    const table = h("table", { class: "requests rows", role: "table", "aria-label": "Requests" }, head, this.#body);
+    this.#visible = new VisibleRows({ table, body: this.#body, key: (row) => row.number, create: createRow });
     this.#box = h("div", { class: "scroll", role: "region", "aria-label": "Requests", tabindex: 0 }, table);
     this.#body.addEventListener("pointerenter", (event) => (this.#isPointedAt = event.pointerType === "mouse"));
     this.#body.addEventListener("pointerleave", () => (this.#isPointedAt = false));
@@ -96,6 +100,7 @@ class RequestList {
 
   dispose() {
     this.#observer.disconnect();
+    this.#visible.dispose();
     this.#filters.dispose();
   }
 
@@ -211,7 +216,7 @@ class RequestList {
     const endUs = moment.atUs ?? Math.max(state().end_us, ...this.#rows.map((row) => row.submitted_us));
     const view = { moment, group: info.group, endUs, scaleUs: scaleOf(this.#rows, endUs), departed: this.#departed };
     const rows = this.#rows;
-    reconcile(this.#body, rows, (row) => row.number, createRow, (element, row) => updateRow(element, row, view));
+    this.#visible.show(rows, (element, row) => updateRow(element, row, view));
     this.#filters.suggestWorkers(rows.map((row) => row.worker_id).filter(Boolean));
     const isEmpty = rows.length === 0;
     put(this.#box, "hidden", isEmpty);
