@@ -38,7 +38,7 @@ def main(arguments: list[str]) -> int:
     seeds = chain(options.also, islice(count(first), options.seeds))
     tally, failed = _search(seeds, options)
     _print_tally(tally)
-    for result in failed[:FAILED_MAX]:
+    for result in [] if options.until_failed else failed[:FAILED_MAX]:
         _run_one(shrink(result, SHRINK_S))
     if failed:
         print(f"fuzz: {len(failed)} of {tally.seeds} seeds failed: {[result.plan.seed for result in failed]}")
@@ -53,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, help="run only this seed, and save its log")
     parser.add_argument("--plan", type=Path, help="run only this plan, a file of an earlier failure")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no further seed after this time")
+    parser.add_argument("--until-failed", action="store_true", help="stop at the first failing seed")
     parser.add_argument("--kinds", nargs="*", default=KINDS, choices=KINDS, metavar="KIND", help="kinds of faults")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     return parser
@@ -66,6 +67,8 @@ def _search(seeds: Iterable[int], options: argparse.Namespace) -> tuple[Tally, l
         tally.add(result)
         if result.violation:
             failed.append(result)
+            if options.until_failed:
+                return tally, failed
             print(f"fuzz: seed {result.plan.seed}: {result.violation[:200]}", flush=True)
         now_s = time.monotonic()
         if now_s - reported_s >= PROGRESS_S:

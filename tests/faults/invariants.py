@@ -61,10 +61,10 @@ class LogChecks:
     def __init__(self) -> None:
         self.accepted: list[_Accepted] = []
         self.claims: list[int] = []
-        self._latest: dict[str, _Accepted] = {}
+        self._expected: dict[tuple[str, int], list[list[int]]] = {}
         self._routings: dict[tuple[str, str, int], list[_Routing]] = {}
-        self._emitted: dict[tuple[str, int, str, int], int] = {}
-        self._ends: dict[tuple[str, int, str, int], int] = {}
+        self._emitted: dict[tuple[str, int, int, str, int], int] = {}
+        self._ends: dict[tuple[str, int, int, int], int] = {}
 
     def on_append(self, record: Record) -> None:
         """Check a new record. Raises Violation."""
@@ -82,6 +82,7 @@ class LogChecks:
         event = _decoded(REQUESTS, record)
         if isinstance(event, RequestSubmitted):
             expected = expected_tokens(event.request_id, event.token_ids, event.sampling)
+            self._expected.setdefault((event.request_id, event.reply_slot), []).append(expected)
             self.accepted.append(_Accepted(event, record.offset, expected))
 
     def _on_decision(self, record: Record) -> None:
@@ -112,16 +113,16 @@ class LogChecks:
         event = _decoded(TOKENS, record)
         if isinstance(event, TokensEmitted):
             for chunk in event.chunks:
-                self._on_chunk(event, chunk)
+                self._on_chunk(record.partition, event, chunk)
         elif isinstance(event, ResponseEnded) and event.usage is not None:
-            key = event.request_id, event.attempt, "", event.owner_epoch
+            key = event.request_id, record.partition, event.attempt, event.owner_epoch
             self._ends[key] = self._ends.get(key, 0) + 1
             if self._ends[key] > 1:
                 raise Violation(f"{event.request_id}: attempt {event.attempt} ended {self._ends[key]} times")
 
-    def _on_chunk(self, event: TokensEmitted, chunk: TokenChunk) -> None:
+    def _on_chunk(self, slot: int, event: TokensEmitted, chunk: TokenChunk) -> None:
         name, token_ids = chunk.request_id, unpack_u32(chunk.token_ids)
-        key = name, chunk.attempt, event.worker_id, event.worker_epoch
+        key = name, slot, chunk.attempt, event.worker_id, event.worker_epoch
         end = self._emitted.get(key)
         if end is not None and chunk.first_index != end:
             raise Violation(
@@ -129,7 +130,7 @@ class LogChecks:
                 f" after tokens up to {end}: it runs the attempt twice, or lost tokens"
             )
         self._emitted[key] = chunk.first_index + len(token_ids)
-        candidates = [one.expected for one in self.accepted if one.submitted.request_id == name]
+        candidates = self._expected.get((name, slot), ())
         end = chunk.first_index + len(token_ids)
         if not any(expected[chunk.first_index : end] == token_ids for expected in candidates):
             raise Violation(

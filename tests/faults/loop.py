@@ -120,7 +120,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.choices = 0
         self.callbacks = 0
         self._random = Random(f"{seed}/scheduler")
-        self._scopes: list[Scope] = []
+        self._ready: dict[Scope, None] = {}  # processes with callbacks, in the order in which they got them
         self._scope_numbers = itertools.count()
         self._timers: list[tuple[int, int, Scope, _Timer]] = []
         self._timer_numbers = itertools.count()
@@ -132,9 +132,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def scope(self, name: str) -> Scope:
         """Return the queue of a new simulated process."""
-        scope = Scope(name, next(self._scope_numbers))
-        self._scopes.append(scope)
-        return scope
+        return Scope(name, next(self._scope_numbers))
 
     def kill(self, scope: Scope) -> None:
         """End a process at once. Its callbacks and timers never run.
@@ -143,7 +141,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         the process, which runs their `finally` blocks.
         """
         scope.dead = True
-        self._scopes.remove(scope)
+        self._ready.pop(scope, None)
         self._kept += scope.ready
         scope.ready.clear()
 
@@ -176,8 +174,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
         """Close the loop, and let the garbage collector finalise what is left of all processes."""
         self._kept.clear()
         self._timers.clear()
-        for scope in self._scopes:
+        for scope in self._ready:
             scope.ready.clear()
+        self._ready.clear()
         self.close()
 
     def time(self) -> float:
@@ -196,10 +195,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
             context = copy_context()
         handle = _Callback(callback, args, self, context)
         scope = context[SCOPE]
-        if scope.dead:
-            self._kept.append(handle)
-        else:
-            scope.ready.append(handle)
+        self._add(scope, handle)
         return handle
 
     def call_soon_threadsafe(
@@ -234,7 +230,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def _run_once(self) -> None:
         """Run callbacks of one process, after moving time forward if no process is ready."""
         self._take_due()
-        runnable = [scope for scope in self._scopes if scope.ready and not scope.paused]
+        runnable = [scope for scope in self._ready if not scope.paused]
         if not runnable:
             if not self._timers:
                 raise Stalled
@@ -259,16 +255,23 @@ class VirtualLoop(asyncio.BaseEventLoop):
                 self.callbacks += 1
             if scope.paused or scope.dead:
                 break
+        if not scope.ready:
+            self._ready.pop(scope, None)
 
     def _take_due(self) -> None:
         """Move timers that are due to the queues of their processes."""
         timers, now_ns = self._timers, self.now_ns
         while timers and timers[0][0] <= now_ns:
             _, _, scope, timer = heapq.heappop(timers)
-            if scope.dead:
-                self._kept.append(timer)
-            elif not timer.cancelled():
-                scope.ready.append(timer)
+            if not timer.cancelled():
+                self._add(scope, timer)
+
+    def _add(self, scope: Scope, handle: _Callback | _Timer) -> None:
+        if scope.dead:
+            self._kept.append(handle)
+            return
+        scope.ready.append(handle)
+        self._ready[scope] = None
 
     def _process_events(self, event_list: list[Any]) -> None:
         """Do nothing, because the loop has no sockets."""

@@ -164,7 +164,7 @@ def draw_plan(seed: int, kinds: Sequence[str] = KINDS) -> Plan:
         ingresses=random.choice((1, 2)),
         kv_blocks=random.choice((64, 128, 512)),
         max_num_seqs=random.choice((4, 8)),
-        speedup=random.choice((2.0, 4.0, 8.0)),
+        speedup=random.choice((4.0, 16.0, 32.0)),
         snapshot_every=random.choice((10, 40, 1_000)),
         requests=(),
         faults=(),
@@ -174,7 +174,7 @@ def draw_plan(seed: int, kinds: Sequence[str] = KINDS) -> Plan:
 
 
 def _draw_requests(random: Random, plan: Plan, kinds: Sequence[str]) -> tuple[PlannedRequest, ...]:
-    count = random.randint(12, 32)
+    count = random.choice((8, 40, 80, 120))
     bursts = random.random() < 0.3
     times = sorted(random.randrange(SPAN_MS // 8 if bursts else SPAN_MS) for _ in range(count))
     disconnects = random.choice((0.0, 0.1, 0.3)) if "disconnect" in kinds else 0.0

@@ -8,7 +8,6 @@ With TEXT, only mutations whose name or file contains it.
 import os
 import queue
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -17,7 +16,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests.mutations.mutation import ROOT, Mutation, load
+from tests.mutations.mutation import Mutation, copy_sources, load, sources_of
 
 PYTEST = ("-m", "pytest", "-q", "-x", "--no-header", "--tb=no", "-p", "no:cacheprovider")
 TIMEOUT_S = 900
@@ -34,7 +33,7 @@ def main(text: str) -> int:
     with tempfile.TemporaryDirectory(prefix="forebay-mutations-") as folder, ThreadPoolExecutor(jobs) as pool:
         copies: queue.SimpleQueue[Path] = queue.SimpleQueue()
         for number in range(jobs):
-            copies.put(_copy(Path(folder) / str(number)))
+            copies.put(copy_sources(Path(folder) / str(number)))
         verdicts = pool.map(lambda mutation: _verdict(mutation, copies), selected)
         for number, (mutation, (verdict, seconds)) in enumerate(zip(selected, verdicts, strict=True), 1):
             print(f"{number:3}/{len(selected)} {verdict:9} {seconds:5.0f} s  {mutation.name}", flush=True)
@@ -48,24 +47,6 @@ def main(text: str) -> int:
 
 def _needs_no_broker(mutation: Mutation) -> bool:
     return "tests/integration" not in mutation.tests
-
-
-def _copy(target: Path) -> Path:
-    """Copy the files that git knows; built environments are linked."""
-    names = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        capture_output=True,
-        check=True,
-    )
-    for name in names.stdout.decode().split("\0"):
-        if name and (ROOT / name).is_file():
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, target / name)
-    for name in (".venv", ".kafka"):
-        if (ROOT / name).exists():
-            (target / name).symlink_to(ROOT / name)
-    return target
 
 
 def _verdict(mutation: Mutation, copies: "queue.SimpleQueue[Path]") -> tuple[str, float]:
@@ -88,9 +69,10 @@ def _verdict(mutation: Mutation, copies: "queue.SimpleQueue[Path]") -> tuple[str
 
 
 def _run(mutation: Mutation, copy: Path) -> str:
-    # The copy's packages come before the installed ones.
-    sources = os.pathsep.join(str(copy / name) for name in ("schemas", "streams", "services"))
-    environment = os.environ | {"PYTHONPATH": sources, "HYPOTHESIS_STORAGE_DIRECTORY": str(copy / ".hypothesis")}
+    environment = os.environ | {
+        "PYTHONPATH": sources_of(copy),
+        "HYPOTHESIS_STORAGE_DIRECTORY": str(copy / ".hypothesis"),
+    }
     arguments = [part.strip("'") for part in re.findall(r"'[^']*'|\S+", mutation.tests)]
     try:
         done = subprocess.run(

@@ -1,5 +1,8 @@
 """The list of mutations: what each one changes, and which tests must fail."""
 
+import os
+import shutil
+import subprocess
 import tomllib
 from pathlib import Path
 from typing import NamedTuple
@@ -29,3 +32,26 @@ class Mutation(NamedTuple):
 def load() -> list[Mutation]:
     """Return all mutations of mutations.toml."""
     return [Mutation(**entry) for entry in tomllib.loads(LIST.read_text())["mutation"]]
+
+
+def copy_sources(target: Path) -> Path:
+    """Copy the files that git knows to a folder, and return the folder. Built environments are linked."""
+    names = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
+    )
+    for name in names.stdout.decode().split("\0"):
+        if name and (ROOT / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, target / name)
+    for name in (".venv", ".kafka"):
+        if (ROOT / name).exists():
+            (target / name).symlink_to(ROOT / name)
+    return target
+
+
+def sources_of(copy: Path) -> str:
+    """Return the PYTHONPATH with which the packages of a copy come before the installed ones."""
+    return os.pathsep.join(str(copy / name) for name in ("schemas", "streams", "services"))
