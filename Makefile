@@ -29,7 +29,7 @@ PYTEST = $(BIN)/pytest --numprocesses $(JOBS) --dist worksteal
 # These need Kafka and Redis, or vLLM.
 UNLESS_REAL := --ignore tests/integration --ignore tests/engines
 
-.PHONY: help setup setup-engines up test test-all explore test-kafka test-engines kafka kafka-stop demo-kafka demo-disagg demo-scaling demo-console lint type fmt mutations coverage bench \
+.PHONY: help setup setup-engines up test test-all explore fuzz fuzz-bugs test-kafka test-engines kafka kafka-stop demo-kafka demo-disagg demo-scaling demo-console lint type fmt mutations coverage bench \
     schemas golden report-picture console-pictures lock lock-engines resolve ci clean
 
 help: ## show this help
@@ -54,6 +54,12 @@ explore: $(READY) ## search with new Hypothesis examples, many per test; SEED=N 
 	@seed=$${SEED:-$$(od -An -N4 -tu4 /dev/urandom | tr -d ' ')}; echo "explore: repeat with SEED=$$seed"; \
 	$(PYTEST) $(UNLESS_REAL) --hypothesis-profile explore --hypothesis-seed $$seed -m hypothesis $(ARGS) \
 	    || { echo "explore: failed with SEED=$$seed"; exit 1; }
+
+fuzz: $(READY) ## simulate services under injected faults; SEEDS=1000 seeds, or only SEED=n; options in ARGS="..."
+	@$(BIN)/python -m tests.faults $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),100)) $(ARGS)
+
+fuzz-bugs: $(READY) ## check that the simulation finds each planted bug; a name in ARGS="..." selects
+	@$(BIN)/python -m tests.faults.planted $(ARGS)
 
 test-kafka: $(READY) ## run the tests on real Kafka and Redis (Java 17, Maven); options in ARGS="..."
 	@$(BIN)/pytest tests/integration $(ARGS)
@@ -142,7 +148,7 @@ ci: ## run all CI checks
 	@.ci/run
 
 clean: ## remove everything that make targets built
-	@rm -rf $(VENV) $(VENV_ENGINES) .tools .kafka/lib .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .coverage htmlcov dist
+	@rm -rf $(VENV) $(VENV_ENGINES) .tools .kafka/lib .mypy_cache .ruff_cache .pytest_cache .hypothesis .fuzz .import_linter_cache .coverage htmlcov dist
 	@find $(SOURCES) infra tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): requirements/base.txt requirements/nixl.txt pyproject.toml

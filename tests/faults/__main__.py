@@ -67,9 +67,9 @@ def _search(seeds: Iterable[int], options: argparse.Namespace) -> tuple[Tally, l
         tally.add(result)
         if result.violation:
             failed.append(result)
+            print(f"fuzz: seed {result.plan.seed}: {result.violation[:200]}", flush=True)
             if options.until_failed:
                 return tally, failed
-            print(f"fuzz: seed {result.plan.seed}: {result.violation[:200]}", flush=True)
         now_s = time.monotonic()
         if now_s - reported_s >= PROGRESS_S:
             reported_s = now_s

@@ -131,6 +131,10 @@ class Broker:
             log.announce((draft.topic, draft.partition))
         return record.offset
 
+    def is_awaiting(self, topic: str) -> bool:
+        """Return whether a process that runs has records of a topic that the broker has not acknowledged."""
+        return any(log.process.alive and log.is_appending(topic) for log in self._logs)
+
     def hop_s(self, faults: Faults) -> float:
         """Return the random duration of one step over the network."""
         return self._random.expovariate(1 / HOP_S) * faults.slowness
@@ -230,6 +234,10 @@ class VirtualLog:
         """Return the end offset of a partition."""
         await self._query()
         return len(self._broker.records((topic, partition)))
+
+    def is_appending(self, topic: str) -> bool:
+        """Return whether records of a topic are not acknowledged yet."""
+        return any(lane.in_flight for lane in self._lanes.values() if lane.place[0] == topic)
 
     def leave(self, tail: VirtualTail) -> None:
         """Forget a closed tail."""

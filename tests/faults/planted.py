@@ -52,7 +52,7 @@ def _search(bug: dict[str, str]) -> str:
             check=False,
         )
     found = re.search(r"fuzz: (seed \d+: .*)", done.stdout)
-    assert found is not None or done.returncode == 0, done.stderr
+    assert found is not None or done.returncode == 0, f"{done.returncode} {done.stdout[-300:]} {done.stderr}"
     return "" if found is None else found[1][:160]
 
 

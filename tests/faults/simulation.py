@@ -14,7 +14,7 @@ from forebay.core.state.fleet import WorkerPhase
 from forebay.core.state.reply_slot import ResponseState, apply
 from forebay.core.world import World
 from forebay.events.codec import DecodeError, decode
-from forebay.events.topics import DECISIONS, TOKENS
+from forebay.events.topics import CONTROL, DECISIONS, FLEET, PROGRESS, REQUESTS, TOKENS
 from forebay.live.router.standby import Standby
 from forebay.replay.verify.verify import verify
 from forebay.transport.base import LogError, Record
@@ -167,7 +167,13 @@ def _check_quiet(cluster: Cluster, clients: list[Client]) -> None:
     waiting = [client.outcome.name for client in clients if not client.is_done]
     if waiting:
         raise Violation(f"requests wait: {waiting}")
+    if cluster.broker.is_awaiting(REQUESTS.name):
+        raise Violation("requests are on their way to the broker")
     world = _owned_world(cluster)
+    for topic in (REQUESTS, PROGRESS, FLEET, CONTROL):
+        end = len(cluster.broker.records((topic.name, PARTITION)))
+        if world.view.get(topic.name, 0) < end:
+            raise Violation(f"the owner has applied {world.view.get(topic.name, 0)} of {end} records of {topic.name}")
     check_world(world)
     workers = cluster.workers()
     for name, service in workers.items():
