@@ -11,6 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
+from typing import Protocol
 
 from forebay import runtime
 from forebay.transport.base import Draft, LogError, LogFull, Record, Wake
@@ -24,6 +25,7 @@ RETRY_S = 0.05  # until a client tries an unreachable broker again
 BATCH_MAX = 64
 FETCH_MAX = 48  # records per partition and fetch; less than a reader takes at once
 LATE_S_MIN, LATE_S = 0.5, 9.0  # delay of a late acknowledgement: the ingress stops waiting after 5 s
+REFUSALS = {"disk_full": "the disk of the broker is full", "append_rejected": "the broker rejected a batch"}
 READ_S_MAX = 10.0  # time after which a read of an unreachable broker fails, as with the real client
 
 
@@ -90,6 +92,17 @@ class Faults:
         return True
 
 
+class Watcher(Protocol):
+    """Part of a process that reads partitions."""
+
+    @property
+    def process(self) -> Process:
+        """Return the process."""
+
+    def announce(self, place: Place) -> None:
+        """Take note of a new record in a partition."""
+
+
 class Broker:
     """Partitions of the simulated log.
 
@@ -107,14 +120,18 @@ class Broker:
         self.full = False
         self.on_append: Callable[[Record], None] = lambda _: None
         self._random = Random(f"{seed}/broker")
-        self._logs: list[VirtualLog] = []
+        self._watchers: list[Watcher] = []
 
     def connect(self, process: Process, faults: Faults, on_failure: Callable[[LogError], None]) -> "VirtualLog":
         """Return the log of a process. `on_failure` is called once if the log fails."""
         log = VirtualLog(self, process, faults, on_failure)
-        self._logs = [one for one in self._logs if one.process.alive]
-        self._logs.append(log)
+        self.watch(log)
         return log
+
+    def watch(self, watcher: Watcher) -> None:
+        """Announce new records to a part of a process until the process ends."""
+        self._watchers = [one for one in self._watchers if one.process.alive]
+        self._watchers.append(watcher)
 
     def records(self, place: Place) -> list[Record]:
         """Return the records of a partition."""
@@ -127,13 +144,20 @@ class Broker:
         records.append(record)
         self.loop.trace(b"%s/%d@%d " % (draft.topic.encode(), draft.partition, record.offset) + draft.value)
         self.on_append(record)
-        for log in self._logs:
-            log.announce((draft.topic, draft.partition))
+        for watcher in self._watchers:
+            watcher.announce((draft.topic, draft.partition))
         return record.offset
 
     def is_awaiting(self, topic: str) -> bool:
         """Return whether a process that runs has records of a topic that the broker has not acknowledged."""
-        return any(log.process.alive and log.is_appending(topic) for log in self._logs)
+        return any(watcher.alive and watcher.is_appending(topic) for watcher in self._watchers)
+
+    def refusal(self, faults: Faults) -> str:
+        """Return the kind of fault because of which the broker rejects a batch now; empty if it accepts the batch."""
+        if self.full:
+            faults.fired("disk_full")
+            return "disk_full"
+        return "append_rejected" if faults.take("append_rejected") else ""
 
     def hop_s(self, faults: Faults) -> float:
         """Return the random duration of one step over the network."""
@@ -313,12 +337,8 @@ class VirtualLog:
             if self.process.alive:  # otherwise nobody tries again
                 broker.loop.call_main_later(RETRY_S, self._arrive, lane)
             return
-        if broker.full:
-            faults.fired("disk_full")
-            self._reject(f"{place}: the disk of the broker is full (injected)")
-            return
-        if faults.take("append_rejected"):
-            self._reject(f"{place}: the broker rejected a batch (injected)")
+        if refusal := broker.refusal(faults):
+            self._reject(f"{place}: {REFUSALS[refusal]} (injected)")
             return
         count = min(len(lane.waiting), BATCH_MAX)
         if faults.truncates:

@@ -10,9 +10,13 @@ from forebay.events.control import RouterConfig
 from forebay.events.topics import CONTROL, DECISIONS, FLEET, KV_EVENTS, PROGRESS, REQUESTS, TOKENS
 from forebay.ingress.model import DEFAULT_MODEL, Model
 from forebay.transport.base import Draft, Log, LogError, Record
+from forebay.transport.kafka.log import KafkaLog
+from forebay.transport.kafka.settings import KafkaSettings
 from tests.faults.broker import Broker, Faults
 from tests.faults.coordinator import Coordinator
 from tests.faults.invariants import LogChecks, Violation
+from tests.faults.kafka.client import HOST, Host
+from tests.faults.kafka.server import NAMESPACE, FakeKafka
 from tests.faults.leases import LeaseStore, VirtualLeases
 from tests.faults.loop import VirtualLoop
 from tests.faults.plan import Fault, Plan
@@ -32,6 +36,7 @@ logger = logging.getLogger(__name__)
 Service = RouterService | WorkerService | IngressService
 RESTART_S = 0.3  # until a supervisor starts a process again that ended by itself
 TIMEOUT_S = 20.0  # of an ingress, at least the longest deadline of a request
+SESSION_LOST_MS = 1_000  # a longer `group_rebalance` expels a member
 STOP_S_MAX = 40.0  # a router that waits before it tries again waits for up to 30 s
 FOREIGN_TOPICS = (REQUESTS, PROGRESS, KV_EVENTS, FLEET, CONTROL, TOKENS, DECISIONS)
 POINT_KINDS = frozenset(
@@ -47,6 +52,7 @@ POINT_KINDS = frozenset(
     )
 )
 MODEL = Model(DEFAULT_MODEL)
+KAFKA = KafkaSettings("simulated:9092", NAMESPACE)
 
 
 @dataclass(slots=True)
@@ -87,6 +93,7 @@ class Cluster:
         violation: first violation that a check found while a process ran.
         plan: the plan.
         broker: the broker.
+        kafka: the nodes of the broker, if the plan has the depth `kafka`.
     """
 
     def __init__(self, loop: VirtualLoop, plan: Plan) -> None:
@@ -95,6 +102,7 @@ class Cluster:
         self.violation: BaseException | None = None
         self.broker = Broker(loop, str(plan.seed))
         self.broker.on_append = self._check
+        self.kafka = FakeKafka(self.broker, str(plan.seed))
         self._loop = loop
         self.plan = plan
         self._store = LeaseStore(loop)
@@ -142,7 +150,7 @@ class Cluster:
     def heal(self) -> None:
         """End all faults and start all services that do not run."""
         self._is_healed = True
-        self.broker.down = self.broker.full = self._store.down = False
+        self.broker.down = self.broker.full = self._store.down = self.kafka.is_stale = False
         self._coordinator.wrong = None
         for member in self.members.values():
             member.lease_cut = False
@@ -217,11 +225,25 @@ class Cluster:
             if not log_failed.done():
                 log_failed.set_result(error)
 
-        log: Log = self.broker.connect(process, member.faults, on_failure)
+        log = await self._log(member, process, on_failure)
         leases = [VirtualLeases(self._store, member.faults, lambda: member.lease_cut, kind) for kind in KINDS_OF_LEASES]
         connections = Connections(log, leases[0], leases[1], log_failed)
         work = asyncio.create_task(member.service.run(process, connections))
-        await until_failed(work, log_failed)
+        try:
+            await until_failed(work, log_failed)
+        finally:
+            if isinstance(log, KafkaLog):
+                log.on_failure = None
+                await log.close()
+
+    async def _log(self, member: Member, process: Process, on_failure: Callable[[LogError], None]) -> Log:
+        """Connect a process to the broker. Raises LogError."""
+        if self.plan.depth == "log":
+            return self.broker.connect(process, member.faults, on_failure)
+        process.bind(HOST, Host(process, member.faults, self.kafka))
+        log = await KafkaLog.open(KAFKA)
+        log.on_failure = on_failure
+        return log
 
     def _on_end(self, member: Member, process: Process) -> None:
         """Start a service again that ended. An error other than an expected one is a violation."""
@@ -311,6 +333,15 @@ class Cluster:
                 self._assign_wrongly(end_s, lambda labels: labels)
             case "no_owner":
                 self._assign_wrongly(end_s, lambda _: [])
+            case "leader_change":
+                self.kafka.change_leaders()
+            case "stale_metadata":
+                self.kafka.change_leaders()
+                self.kafka.is_stale = True
+                self._later(end_s, lambda: setattr(self.kafka, "is_stale", False))
+            case "group_rebalance":
+                for group in self.kafka.groups.values():
+                    (group.expel if fault.duration_ms > SESSION_LOST_MS else group.rebalance)()
             case "foreign_record":
                 topic = FOREIGN_TOPICS[fault.at_ms % len(FOREIGN_TOPICS)]
                 broker.append(Draft(topic.name, 0, b"\xc1 not an event"), 0)

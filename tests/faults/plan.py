@@ -46,13 +46,16 @@ SystemKind = Literal[
     "no_owner",
     "foreign_record",
 ]
+KafkaKind = Literal["leader_change", "stale_metadata", "group_rebalance"]
 ClientKind = Literal["disconnect", "repeated_id"]
-Kind = ProcessKind | SystemKind | ClientKind
+Kind = ProcessKind | SystemKind | KafkaKind | ClientKind
+Depth = Literal["log", "kafka"]
 
 PROCESS_KINDS: tuple[ProcessKind, ...] = get_args(ProcessKind)
 SYSTEM_KINDS: tuple[SystemKind, ...] = get_args(SystemKind)
 CLIENT_KINDS: tuple[ClientKind, ...] = get_args(ClientKind)
-KINDS: tuple[str, ...] = (*PROCESS_KINDS, *SYSTEM_KINDS, *CLIENT_KINDS)
+KAFKA_KINDS: tuple[KafkaKind, ...] = get_args(KafkaKind)
+KINDS: tuple[str, ...] = (*PROCESS_KINDS, *SYSTEM_KINDS, *CLIENT_KINDS, *KAFKA_KINDS)
 
 # A slow engine takes seconds for a response, so faults hit its requests in the middle. Fast ones serve many requests.
 SPEEDUPS = (0.2, 16.0, 32.0)
@@ -123,6 +126,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         queue_run_ahead: option `queue_run_ahead` of the router's queue.
         requests: requests in the order of their times.
         faults: faults in the order of their times.
+        depth: `log` for an in-memory log, `kafka` for the Kafka transport on simulated clients.
     """
 
     seed: int
@@ -135,6 +139,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     snapshot_every: int
     requests: tuple[PlannedRequest, ...]
     faults: tuple[Fault, ...]
+    depth: Depth = "log"
 
     def save(self, path: Path) -> None:
         """Write the plan to a JSON file."""
@@ -155,8 +160,8 @@ def read_plan(path: Path) -> Plan:
     return msgspec.json.decode(path.read_bytes(), type=Plan)
 
 
-def draw_plan(seed: int, kinds: Sequence[str] = KINDS) -> Plan:
-    """Return the plan of a seed, with faults of these kinds only."""
+def draw_plan(seed: int, kinds: Sequence[str] = KINDS, depth: Depth = "log") -> Plan:
+    """Return the plan of a seed, with faults of these kinds only. The depth `kafka` adds faults to it."""
     random = Random(f"plan/{seed}")
     workers = random.randint(2, 4)
     plan = Plan(
@@ -172,7 +177,10 @@ def draw_plan(seed: int, kinds: Sequence[str] = KINDS) -> Plan:
         faults=(),
     )
     faults = _draw_faults(random, plan, kinds)
-    return msgspec.structs.replace(plan, requests=_draw_requests(random, plan, kinds), faults=faults)
+    requests = _draw_requests(random, plan, kinds)
+    if depth == "kafka":
+        faults = _by_time([*faults, *_draw_kafka_faults(Random(f"plan/{seed}/kafka"), plan, kinds)])
+    return msgspec.structs.replace(plan, requests=requests, faults=faults, depth=depth)
 
 
 def _draw_requests(random: Random, plan: Plan, kinds: Sequence[str]) -> tuple[PlannedRequest, ...]:
@@ -209,6 +217,15 @@ def _draw_faults(random: Random, plan: Plan, kinds: Sequence[str]) -> tuple[Faul
         enabled = kind in kinds and random.random() < (0.15 if calm else 0.55)
         count = random.choice((1, 2, 2, 3, 4)) if enabled else 0
         faults += [_draw_fault(random, plan, kind) for _ in range(count)]
+    return _by_time(faults)
+
+
+def _draw_kafka_faults(random: Random, plan: Plan, kinds: Sequence[str]) -> list[Fault]:
+    counts = {kind: random.choice((0, 1, 2, 4)) for kind in KAFKA_KINDS if kind in kinds}
+    return [_draw_fault(random, plan, kind) for kind, count in counts.items() for _ in range(count)]
+
+
+def _by_time(faults: Sequence[Fault]) -> tuple[Fault, ...]:
     return tuple(sorted(faults, key=lambda fault: fault.at_ms))
 
 

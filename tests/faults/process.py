@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from contextvars import Context, copy_context
+from contextvars import Context, ContextVar, copy_context
 from typing import Any, TypeVar
 
 from forebay import runtime
@@ -59,6 +59,11 @@ class Process:
         """Run a callback in the process, for example when it receives a response from the network."""
         if self._context is not None:
             self._loop.call_soon(callback, *args, context=self._context)
+
+    def bind(self, variable: ContextVar[T], value: T) -> None:
+        """Set a context variable for all that the process runs from now on. The process itself must call this."""
+        variable.set(value)
+        self._context = copy_context()
 
     def evaluate(self, function: Callable[[], T]) -> T:
         """Return the result of a function that reads the clocks of the process. It must not wait or schedule."""

@@ -7,7 +7,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 
 from forebay.core.state.fleet import WorkerPhase
@@ -23,6 +23,7 @@ from tests.faults.clients import FOREIGN_SLOTS, Client
 from tests.faults.cluster import Cluster
 from tests.faults.coordinator import PARTITION
 from tests.faults.invariants import Violation, check_worker, check_world
+from tests.faults.kafka.patches import fake_clients
 from tests.faults.loop import NS_PER_S, START_NS, Livelocked, Stalled, VirtualLoop
 from tests.faults.plan import SPAN_MS, Plan
 from tests.faults.process import Process
@@ -68,7 +69,7 @@ def simulate(plan: Plan) -> Result:
     """Run one plan, and return its result."""
     result, began_s = Result(plan), time.process_time()
     gc.freeze()  # so that the collection at the end looks only at what the simulation left
-    with _quiet():
+    with _quiet(), fake_clients() if plan.depth == "kafka" else nullcontext():
         loop = VirtualLoop(str(plan.seed))
         loop.set_exception_handler(lambda _, __: None)
         cluster = Cluster(loop, plan)

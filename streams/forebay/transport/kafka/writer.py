@@ -88,7 +88,7 @@ class KafkaWriter:
         self._on_failure = on_failure
         self._queues: dict[tuple[str, int], deque[PendingAppend]] = {}
         self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
-        self._waiters: set[Waiter] = set()
+        self._waiters: dict[Waiter, None] = {}  # ordered, so that failures resolve in the order of the appends
         self._buffered = 0
         self.refused = 0
 
@@ -115,8 +115,8 @@ class KafkaWriter:
         self._buffered += sum(sizes)
         at_ms = runtime.wall_ns() // 1_000_000
         if waiter is not None:
-            self._waiters.add(waiter)
-            waiter.future.add_done_callback(lambda _: self._waiters.discard(waiter))
+            self._waiters[waiter] = None
+            waiter.future.add_done_callback(lambda _: self._waiters.pop(waiter, None))
         for index, (draft, size) in enumerate(zip(drafts, sizes, strict=True)):
             place = (draft.topic, draft.partition)
             queue = self._queues.get(place)
