@@ -93,11 +93,11 @@ class Faults:
 
 
 class Watcher(Protocol):
-    """Part of a process that reads partitions."""
+    """Reader of partitions."""
 
     @property
-    def process(self) -> Process:
-        """Return the process."""
+    def alive(self) -> bool:
+        """Whether new records are announced to the reader."""
 
     def announce(self, place: Place) -> None:
         """Take note of a new record in a partition."""
@@ -129,8 +129,8 @@ class Broker:
         return log
 
     def watch(self, watcher: Watcher) -> None:
-        """Announce new records to a part of a process until the process ends."""
-        self._watchers = [one for one in self._watchers if one.process.alive]
+        """Announce new records to a reader as long as it is alive."""
+        self._watchers = [one for one in self._watchers if one.alive]
         self._watchers.append(watcher)
 
     def records(self, place: Place) -> list[Record]:
@@ -216,6 +216,11 @@ class VirtualLog:
         self._followed: Counter[Place] = Counter()
         self._is_fetching = False
         self._following = Following(self._write_soon)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process has not ended."""
+        return self.process.alive
 
     async def append(self, drafts: Sequence[Draft]) -> list[int]:
         """Append records, and return their offsets once the broker has acknowledged them."""

@@ -8,7 +8,7 @@ the maximum wait, and get the same fetch again. So a change of the fetched parti
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from aiokafka.errors import (
@@ -24,10 +24,10 @@ from aiokafka.errors import (
 )
 from aiokafka.structs import ConsumerRecord, OffsetAndMetadata, TopicPartition
 
-from tests.faults.broker import FETCH_MAX, Place
+from tests.faults.broker import FETCH_MAX
 from tests.faults.kafka.client import FakeClient
 from tests.faults.kafka.membership import Membership
-from tests.faults.kafka.server import place_of
+from tests.faults.kafka.server import Fetch, place_of
 from tests.faults.process import Process
 
 PREFETCH_S = 0.1
@@ -54,25 +54,6 @@ class _Fetched:
     error: KafkaError | None = None
 
 
-@dataclass(slots=True, eq=False)
-class _Fetch:
-    """A fetch in flight.
-
-    Attributes:
-        node: node that gets it.
-        offsets: positions of the fetched partitions.
-        places: the same partitions by their names without namespace.
-        is_held: whether the node holds it until a record is appended.
-        is_over: whether it was answered or cancelled.
-    """
-
-    node: int
-    offsets: dict[TopicPartition, int]
-    places: dict[Place, None] = field(default_factory=dict)
-    is_held: bool = False
-    is_over: bool = False
-
-
 class FakeConsumer(FakeClient):
     """Consumer of one simulated process.
 
@@ -96,7 +77,7 @@ class FakeConsumer(FakeClient):
         self._resets = auto_offset_reset == "earliest"
         self._states: dict[TopicPartition, _State] = {}
         self._fetched: dict[TopicPartition, _Fetched] = {}
-        self._fetches: dict[int, _Fetch] = {}
+        self._fetches: dict[int, Fetch] = {}
         self._waiters: dict[asyncio.Future[None], None] = {}
         self._is_planning = False
         self._pokes_at_s = 0.0
@@ -108,7 +89,6 @@ class FakeConsumer(FakeClient):
     async def start(self) -> None:
         """Connect. Raises KafkaConnectionError."""
         await self.bootstrap()
-        self.broker.watch(self)
 
     async def stop(self) -> None:
         """Leave the group, and disconnect."""
@@ -120,6 +100,7 @@ class FakeConsumer(FakeClient):
         self.cancel_tasks()
         for fetch in self._fetches.values():
             fetch.is_over = True
+            self.host.kafka.release(fetch)
         self._notify()
 
     # Assignment and positions
@@ -128,7 +109,9 @@ class FakeConsumer(FakeClient):
         """Replace the assignment. All positions are reset."""
         for fetch in self._fetches.values():
             fetch.is_over = True
-            if fetch.is_held:  # the connection is free again only after the wait of the cancelled fetch
+            if self.host.kafka.release(
+                fetch
+            ):  # the connection is free again only after the wait of the cancelled fetch
                 self._pokes_at_s = self.broker.loop.time() + self._wait_s * self.broker.chance()
         self._fetches.clear()
         self._fetched.clear()
@@ -260,13 +243,6 @@ class FakeConsumer(FakeClient):
 
     # Fetches
 
-    def announce(self, place: Place) -> None:
-        """Answer held fetches of a partition, because it has a new record."""
-        for fetch in self._fetches.values():
-            if fetch.is_held and place in fetch.places:
-                fetch.is_held = False
-                self.broker.loop.call_main_later(0.0, self._serve, fetch)
-
     def _plan_soon(self) -> None:
         if not self._is_planning and not self.closed:
             self._is_planning = True
@@ -276,8 +252,7 @@ class FakeConsumer(FakeClient):
         """Fetch again, because other partitions are fetchable now. Held fetches end after their maximum wait."""
         self._plan_soon()
         for fetch in self._fetches.values():
-            if fetch.is_held:
-                fetch.is_held = False
+            if self.host.kafka.release(fetch):
                 self.broker.loop.call_main_later(self._wait_s * self.broker.chance(), self._serve, fetch, True)
 
     def _plan(self) -> None:
@@ -310,11 +285,11 @@ class FakeConsumer(FakeClient):
             self.process.call_later(min(blocked_s.values()), self._plan_soon)
 
     def _send(self, node: int, offsets: dict[TopicPartition, int]) -> None:
-        fetch = self._fetches[node] = _Fetch(node, offsets, dict.fromkeys(map(place_of, offsets)))
+        fetch = self._fetches[node] = Fetch(node, offsets, self._serve)
         delay_s = max(0.0, self._pokes_at_s - self.broker.loop.time()) + self.hop_s()
         self.broker.loop.call_main_later(delay_s, self._serve, fetch)
 
-    def _serve(self, fetch: _Fetch, is_due: bool = False) -> None:
+    def _serve(self, fetch: Fetch, is_due: bool = False) -> None:
         """Answer a fetch at its node, or hold it until there is a record."""
         if fetch.is_over or not self.process.alive:
             return
@@ -341,7 +316,7 @@ class FakeConsumer(FakeClient):
                     limit = 1
                 found[place] = _Fetched(at_s, offset, messages[offset : offset + limit])
         if not (found or is_left_out or is_due or faults.pending.get("spurious_wake")):
-            fetch.is_held = True
+            kafka.hold(fetch)
             return
         self.process.call_later(self.hop_s() + faults.lag_s, self._deliver, fetch, found, ends)
 
@@ -356,18 +331,18 @@ class FakeConsumer(FakeClient):
             return TopicAuthorizationFailedError(place.topic)
         return None
 
-    def _retry(self, fetch: _Fetch) -> None:
+    def _retry(self, fetch: Fetch) -> None:
         """Wait for the backoff after a fetch failed."""
         if not fetch.is_over:
             self.process.call_later(self.backoff_s, self._end, fetch)
 
-    def _end(self, fetch: _Fetch) -> None:
+    def _end(self, fetch: Fetch) -> None:
         if not fetch.is_over:
             fetch.is_over = True
             del self._fetches[fetch.node]
             self._plan_soon()
 
-    def _deliver(self, fetch: _Fetch, found: dict[TopicPartition, _Fetched], ends: dict[TopicPartition, int]) -> None:
+    def _deliver(self, fetch: Fetch, found: dict[TopicPartition, _Fetched], ends: dict[TopicPartition, int]) -> None:
         """Take the response to a fetch."""
         if fetch.is_over:
             return
@@ -399,7 +374,7 @@ class FakeConsumer(FakeClient):
         else:
             self._end(fetch)
 
-    async def _end_after_refresh(self, fetch: _Fetch) -> None:
+    async def _end_after_refresh(self, fetch: Fetch) -> None:
         await self.force_metadata_update()
         self._end(fetch)
 

@@ -6,6 +6,8 @@ half of the partitions. A client that knows an older epoch sends to the wrong no
 
 import itertools
 from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
 from zlib import crc32
 
 from aiokafka.errors import (
@@ -48,6 +50,25 @@ class _Sequence:
         self.batches: deque[tuple[int, int]] = deque(maxlen=RETAINED_BATCHES)
 
 
+@dataclass(slots=True, eq=False)
+class Fetch:
+    """Fetch request of one consumer to one node.
+
+    Attributes:
+        node: the node.
+        offsets: positions of the fetched partitions.
+        serve: answers the request, or holds it.
+        is_held: whether the node holds the request until a record is appended.
+        is_over: whether the request was answered or cancelled.
+    """
+
+    node: int
+    offsets: dict[TopicPartition, int]
+    serve: "Callable[[Fetch], None]"
+    is_held: bool = False
+    is_over: bool = False
+
+
 class FakeKafka:
     """Nodes of a simulated Kafka cluster.
 
@@ -60,7 +81,10 @@ class FakeKafka:
         epoch: number of the current leader election.
         is_stale: whether metadata responses lack the newest election.
         groups: consumer groups by name.
+        alive: always true.
     """
+
+    alive = True
 
     def __init__(self, broker: Broker, seed: str) -> None:
         self.broker = broker
@@ -72,6 +96,8 @@ class FakeKafka:
         self._producer_ids = itertools.count(1)
         self._sequences: dict[tuple[int, Place], _Sequence] = {}
         self._messages: dict[Place, list[ConsumerRecord]] = {}
+        self._held: dict[Place, dict[Fetch, None]] = {}
+        broker.watch(self)
         self._leaders: dict[tuple[TopicPartition, int], int] = {}
         counts = {topic.name: 1 for topic in FIXED_TOPICS}
         counts |= {work_topic("default").name: SLOTS, TOKENS.name: REPLY_SLOTS}
@@ -103,6 +129,8 @@ class FakeKafka:
         """Elect new leaders. Moved partitions are unavailable until the election is over."""
         self.epoch += 1
         self._elected_s = self.broker.loop.time() + ELECTION_S * self.broker.chance()
+        for place in list(self._held):
+            self.announce(place)  # moved partitions are answered with an error
 
     def require_leader(self, node: int, place: TopicPartition) -> None:
         """Raise an error if a node does not lead a partition, or does not lead it yet."""
@@ -110,6 +138,26 @@ class FakeKafka:
         is_new = self.epoch and leader != self.leader(place, self.epoch - 1)
         if node != leader or (is_new and self.broker.loop.time() < self._elected_s):
             raise NotLeaderForPartitionError
+
+    def hold(self, fetch: Fetch) -> None:
+        """Hold a fetch until there is a record, or an error, in one of its partitions."""
+        fetch.is_held = True
+        for place in fetch.offsets:
+            self._held.setdefault(place_of(place), {})[fetch] = None
+
+    def release(self, fetch: Fetch) -> bool:
+        """End the hold of a fetch, and return whether it was held."""
+        was_held, fetch.is_held = fetch.is_held, False
+        if was_held:
+            for place in fetch.offsets:
+                self._held[place_of(place)].pop(fetch, None)
+        return was_held
+
+    def announce(self, place: Place) -> None:
+        """Answer the held fetches of a partition."""
+        for fetch in list(self._held.get(place, ())):
+            self.release(fetch)
+            self.broker.loop.call_main_later(0.0, fetch.serve, fetch)
 
     def new_producer_id(self) -> int:
         """Return an id for an idempotent producer."""
