@@ -18,9 +18,10 @@ from tests.faults.invariants import LogChecks, Violation
 from tests.faults.kafka.client import HOST, Host
 from tests.faults.kafka.server import NAMESPACE, FakeKafka
 from tests.faults.leases import LeaseStore, VirtualLeases
-from tests.faults.loop import VirtualLoop
+from tests.faults.loop import START_NS, VirtualLoop
 from tests.faults.plan import Fault, Plan
 from tests.faults.process import Process
+from tests.faults.runtime import EPOCH_NS
 from tests.faults.services import (
     GROUP,
     Connections,
@@ -166,6 +167,10 @@ class Cluster:
             elif not member.is_lost:
                 self._start(member)
         self._coordinator.rebalance()
+
+    def wall_us(self) -> int:
+        """Return the wall clock of clients in microseconds since 1970."""
+        return (EPOCH_NS + self._loop.now_ns - START_NS) // 1_000
 
     async def stop_routers(self) -> None:
         """Stop all routers in order, so that the owner seals its journal."""

@@ -96,6 +96,7 @@ class PlannedRequest(msgspec.Struct, frozen=True):
         seed: seed of the sampling; None for temperature 0.
         disconnect_ms: time after which the client disconnects; None if it waits.
         repeats: name of an earlier request whose id it reuses; empty for an id of its own.
+        on_kafka: whether the client uses the Kafka API instead of an ingress.
     """
 
     at_ms: int
@@ -109,6 +110,7 @@ class PlannedRequest(msgspec.Struct, frozen=True):
     seed: int | None = None
     disconnect_ms: int | None = None
     repeats: str = ""
+    on_kafka: bool = False
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -179,7 +181,10 @@ def draw_plan(seed: int, kinds: Sequence[str] = KINDS, depth: Depth = "log") -> 
     faults = _draw_faults(random, plan, kinds)
     requests = _draw_requests(random, plan, kinds)
     if depth == "kafka":
-        faults = _by_time([*faults, *_draw_kafka_faults(Random(f"plan/{seed}/kafka"), plan, kinds)])
+        extra = Random(f"plan/{seed}/kafka")
+        faults = _by_time([*faults, *_draw_kafka_faults(extra, plan, kinds)])
+        share = extra.choice((0.0, 0.3, 0.6))
+        requests = tuple(_moved_to_kafka(one) if extra.random() < share else one for one in requests)
     return msgspec.structs.replace(plan, requests=requests, faults=faults, depth=depth)
 
 
@@ -223,6 +228,10 @@ def _draw_faults(random: Random, plan: Plan, kinds: Sequence[str]) -> tuple[Faul
 def _draw_kafka_faults(random: Random, plan: Plan, kinds: Sequence[str]) -> list[Fault]:
     counts = {kind: random.choice((0, 1, 2, 4)) for kind in KAFKA_KINDS if kind in kinds}
     return [_draw_fault(random, plan, kind) for kind, count in counts.items() for _ in range(count)]
+
+
+def _moved_to_kafka(request: PlannedRequest) -> PlannedRequest:
+    return msgspec.structs.replace(request, on_kafka=not request.repeats)
 
 
 def _by_time(faults: Sequence[Fault]) -> tuple[Fault, ...]:

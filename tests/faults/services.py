@@ -14,6 +14,8 @@ from forebay.events.control import RouterConfig
 from forebay.events.fleet import WorkerSpec
 from forebay.events.topics import TOKENS
 from forebay.ingress.ingress import Ingress
+from forebay.ingress.kafka_api.api import KafkaApi
+from forebay.ingress.kafka_api.metrics import KafkaApiMetrics
 from forebay.ingress.metrics import IngressMetrics
 from forebay.ingress.model import Model
 from forebay.ingress.settings import IngressSettings
@@ -21,6 +23,7 @@ from forebay.live.router.router import Router, RouterSettings
 from forebay.transport.base import LeaseError, Leases, Log, LogError
 from forebay.transport.directory import Directory
 from forebay.transport.heartbeats import RouterHeartbeats
+from forebay.transport.kafka.log import KafkaLog
 from forebay.workers.engines.mock.engine import MockEngine
 from forebay.workers.runtime.lease_keeper import LeaseKeeper
 from forebay.workers.runtime.worker import Worker
@@ -32,6 +35,7 @@ BLOCK = 4
 VOCABULARY = tuple(range(100, 612))
 LEASE_TTL_S = 3.0
 ANNOUNCED_MS = 3_000
+API_REPLY_SLOTS = 4  # partitions of `tokens` over which the Kafka API distributes responses
 DRAIN_S = 3.0
 
 
@@ -205,7 +209,10 @@ class IngressService:
             async with asyncio.TaskGroup() as tasks:
                 parts = [ingress.run(), ready.run(), directory.run()]
                 running = [tasks.create_task(part) for part in parts]
+                api = tasks.create_task(_serve_kafka(to.log, ingress))
                 await self._stopped.wait()
+                api.cancel()
+                await asyncio.wait((api,))
                 ingress.replies.interrupt_all("the server is stopping")
                 await asyncio.sleep(0.1)
                 for task in running:
@@ -214,6 +221,12 @@ class IngressService:
     async def stop(self) -> None:
         """Interrupt the requests in flight and stop, as after a second SIGTERM."""
         self._stopped.set()
+
+
+async def _serve_kafka(log: Log, ingress: Ingress) -> None:
+    """Serve the Kafka API if the log is on Kafka."""
+    if isinstance(log, KafkaLog):
+        await KafkaApi(log, ingress, KafkaApiMetrics(CollectorRegistry()), API_REPLY_SLOTS).run()
 
 
 async def until_failed(work: "asyncio.Task[None]", log_failed: "asyncio.Future[LogError]") -> None:

@@ -23,6 +23,7 @@ from tests.faults.clients import FOREIGN_SLOTS, Client
 from tests.faults.cluster import Cluster
 from tests.faults.coordinator import PARTITION
 from tests.faults.invariants import Violation, check_worker, check_world
+from tests.faults.kafka.clients import KafkaClient
 from tests.faults.kafka.patches import fake_clients
 from tests.faults.loop import NS_PER_S, START_NS, Livelocked, Stalled, VirtualLoop
 from tests.faults.plan import SPAN_MS, Plan
@@ -34,6 +35,7 @@ FAULTS_END_S = SPAN_MS / 1000 + 2.0
 # the retries of a router, which wait up to 30 s.
 QUIET_S_MAX = 90.0
 CHECK_S = 0.5
+AnyClient = Client | KafkaClient
 
 
 @dataclass(slots=True)
@@ -73,7 +75,10 @@ def simulate(plan: Plan) -> Result:
         loop = VirtualLoop(str(plan.seed))
         loop.set_exception_handler(lambda _, __: None)
         cluster = Cluster(loop, plan)
-        clients = [Client(cluster, planned, number) for number, planned in enumerate(plan.requests)]
+        clients = [
+            KafkaClient(cluster, planned) if planned.on_kafka else Client(cluster, planned, number)
+            for number, planned in enumerate(plan.requests)
+        ]
         try:
             loop.run(_run(loop, cluster, clients))
         except Violation as violation:
@@ -112,7 +117,7 @@ def _quiet() -> Iterator[None]:
         logging.disable(level)
 
 
-async def _run(loop: VirtualLoop, cluster: Cluster, clients: list[Client]) -> None:
+async def _run(loop: VirtualLoop, cluster: Cluster, clients: list[AnyClient]) -> None:
     plan = cluster.plan
     began_s = loop.time()
     cluster.start()
@@ -131,15 +136,18 @@ async def _run(loop: VirtualLoop, cluster: Cluster, clients: list[Client]) -> No
     await cluster.stop_routers()
     _raise_early(cluster, clients)
     _check_responses(cluster, clients)
+    for client in clients:
+        if isinstance(client, KafkaClient):
+            client.check()
     await _check_journal(loop, cluster, worlds)
 
 
-async def _send(client: Client, at_ms: int) -> None:
+async def _send(client: AnyClient, at_ms: int) -> None:
     await asyncio.sleep(at_ms / 1000)
     await client.run()
 
 
-def _raise_early(cluster: Cluster, clients: list[Client]) -> None:
+def _raise_early(cluster: Cluster, clients: list[AnyClient]) -> None:
     """Raise a violation that does not need a quiet system to be seen."""
     if cluster.violation is not None:
         if isinstance(cluster.violation, Violation):
@@ -149,7 +157,7 @@ def _raise_early(cluster: Cluster, clients: list[Client]) -> None:
         client.outcome.check()
 
 
-async def _until_quiet(loop: VirtualLoop, cluster: Cluster, clients: list[Client]) -> None:
+async def _until_quiet(loop: VirtualLoop, cluster: Cluster, clients: list[AnyClient]) -> None:
     """Wait until every request has ended and no state is left of it. Raises Violation if that takes too long."""
     ends_s = loop.time() + QUIET_S_MAX
     while True:
@@ -164,7 +172,7 @@ async def _until_quiet(loop: VirtualLoop, cluster: Cluster, clients: list[Client
         return
 
 
-def _check_quiet(cluster: Cluster, clients: list[Client]) -> None:
+def _check_quiet(cluster: Cluster, clients: list[AnyClient]) -> None:
     waiting = [client.outcome.name for client in clients if not client.is_done]
     if waiting:
         raise Violation(f"requests wait: {waiting}")
@@ -215,7 +223,7 @@ def _standby_digests(cluster: Cluster) -> dict[int, int]:
     }
 
 
-def _check_responses(cluster: Cluster, clients: list[Client]) -> None:
+def _check_responses(cluster: Cluster, clients: list[AnyClient]) -> None:
     """Check that each accepted request has exactly the response on the log that its client received."""
     received = {client.outcome.request_id: client.outcome for client in clients if client.outcome.state != "foreign"}
     slots: dict[int, dict[str, ResponseState]] = {}

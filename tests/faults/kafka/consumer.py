@@ -375,7 +375,11 @@ class FakeConsumer(FakeClient):
             self._end(fetch)
 
     async def _end_after_refresh(self, fetch: Fetch) -> None:
+        """Fetch from the new leaders. aiokafka asks an old leader again at once, which costs too many callbacks."""
+        epoch = self.epoch
         await self.force_metadata_update()
+        if epoch == self.epoch:
+            await asyncio.sleep(self.backoff_s)
         self._end(fetch)
 
     async def _find_position(self, place: TopicPartition, state: _State) -> None:
