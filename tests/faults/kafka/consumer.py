@@ -133,7 +133,7 @@ class FakeConsumer(FakeClient):
         state = self._state(place)
         state.position = offset
         self._fetched.pop(place, None)
-        self._poke()
+        self._plan_soon()
 
     def pause(self, *places: TopicPartition) -> None:
         """Stop fetching partitions. Records that were fetched before are dropped when they would be taken."""
@@ -144,7 +144,7 @@ class FakeConsumer(FakeClient):
         """Fetch paused partitions again."""
         for place in places:
             self._state(place).paused = False
-        self._poke()
+        self._plan_soon()
 
     def highwater(self, place: TopicPartition) -> int | None:
         """Return the end of a partition at the time of the last fetch."""
@@ -248,12 +248,15 @@ class FakeConsumer(FakeClient):
             self._is_planning = True
             self.process.call_soon(self._plan)
 
-    def _poke(self) -> None:
-        """Fetch again, because other partitions are fetchable now. Held fetches end after their maximum wait."""
-        self._plan_soon()
-        for fetch in self._fetches.values():
+    def _hurry(self, fetch: Fetch) -> None:
+        """End the hold of a fetch after the maximum wait of the node, because it lacks a fetchable partition."""
+        if not fetch.is_hurried:
+            fetch.is_hurried = True
             if self.host.kafka.release(fetch):
-                self.broker.loop.call_main_later(self._wait_s * self.broker.chance(), self._serve, fetch, True)
+                self._serve_late(fetch)
+
+    def _serve_late(self, fetch: Fetch) -> None:
+        self.broker.loop.call_main_later(self._wait_s * self.broker.chance(), self._serve, fetch, True)
 
     def _plan(self) -> None:
         """Start a fetch for each node that has fetchable partitions and no fetch in flight."""
@@ -271,7 +274,10 @@ class FakeConsumer(FakeClient):
                 if left_s > 0:
                     blocked_s[node] = max(left_s, blocked_s.get(node, 0.0))
             elif node in self._fetches:
-                continue
+                in_flight = self._fetches[node]
+                lacks = state.position is None or in_flight.offsets.get(place) != state.position
+                if lacks and not (state.paused and state.position is not None):
+                    self._hurry(in_flight)
             elif state.position is None:
                 if not state.committed:
                     state.committed = True
@@ -316,7 +322,10 @@ class FakeConsumer(FakeClient):
                     limit = 1
                 found[place] = _Fetched(at_s, offset, messages[offset : offset + limit])
         if not (found or is_left_out or is_due or faults.pending.get("spurious_wake")):
-            kafka.hold(fetch)
+            if fetch.is_hurried:
+                self._serve_late(fetch)
+            else:
+                kafka.hold(fetch)
             return
         self.process.call_later(self.hop_s() + faults.lag_s, self._deliver, fetch, found, ends)
 

@@ -59,6 +59,7 @@ class Fetch:
         offsets: positions of the fetched partitions.
         serve: answers the request, or holds it.
         is_held: whether the node holds the request until a record is appended.
+        is_hurried: whether the node holds the request only for its maximum wait.
         is_over: whether the request was answered or cancelled.
     """
 
@@ -66,6 +67,7 @@ class Fetch:
     offsets: dict[TopicPartition, int]
     serve: "Callable[[Fetch], None]"
     is_held: bool = False
+    is_hurried: bool = False
     is_over: bool = False
 
 
