@@ -184,7 +184,8 @@ def draw_plan(seed: int, kinds: Sequence[str] = KINDS, depth: Depth = "log") -> 
         extra = Random(f"plan/{seed}/kafka")
         faults = _by_time([*faults, *_draw_kafka_faults(extra, plan, kinds)])
         share = extra.choice((0.0, 0.3, 0.6))
-        requests = tuple(_moved_to_kafka(one) if extra.random() < share else one for one in requests)
+        moved = [_moved_to_kafka(one) if extra.random() < share else one for one in requests]
+        requests = tuple(sorted(moved, key=lambda one: one.at_ms))
     return msgspec.structs.replace(plan, requests=requests, faults=faults, depth=depth)
 
 
@@ -231,7 +232,11 @@ def _draw_kafka_faults(random: Random, plan: Plan, kinds: Sequence[str]) -> list
 
 
 def _moved_to_kafka(request: PlannedRequest) -> PlannedRequest:
-    return msgspec.structs.replace(request, on_kafka=not request.repeats)
+    """Return a request to the Kafka API, later than most workers join, because earlier ones only get an error."""
+    if request.repeats:
+        return request
+    at_ms = FIRST_MS + request.at_ms * (SPAN_MS - FIRST_MS) // SPAN_MS
+    return msgspec.structs.replace(request, on_kafka=True, at_ms=at_ms)
 
 
 def _by_time(faults: Sequence[Fault]) -> tuple[Fault, ...]:
