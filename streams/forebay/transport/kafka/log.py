@@ -84,7 +84,10 @@ class KafkaLog:
         return await waiter.future
 
     def append_soon(self, drafts: Sequence[Draft], then: Sequence[Draft] = ()) -> None:
-        """Append without waiting; see `Log.append_soon`. A failure also shows in `on_failure`."""
+        """Append without waiting; see `Log.append_soon`. A failure also shows in `on_failure`.
+
+        `then` is appended even if `drafts` are dropped because their partition does not exist.
+        """
         self._require_open()
         self._following.append(drafts, then)
 
@@ -162,8 +165,10 @@ class KafkaLog:
         waiter = Waiter(len(drafts), asyncio.get_running_loop())
 
         def done(future: "asyncio.Future[list[int]]") -> None:
-            if future.cancelled() or future.exception() is not None:
+            if future.cancelled() or (future.exception() is not None and self.failure is not None):
                 return
+            # While the log works, the writer drops only records of partitions that do not exist. If their followers
+            # waited for ever, later ones would, too.
             try:
                 on_durable()
             except (LogError, ValueError) as error:  # nobody waits for these records, so only the log can report it
