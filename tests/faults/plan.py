@@ -59,6 +59,7 @@ KINDS: tuple[str, ...] = (*PROCESS_KINDS, *SYSTEM_KINDS, *CLIENT_KINDS, *KAFKA_K
 
 # A slow engine takes seconds for a response, so faults hit its requests in the middle. Fast ones serve many requests.
 SPEEDUPS = (0.2, 16.0, 32.0)
+DEPTHS: tuple[Depth, ...] = get_args(Depth)
 FIRST_MS = 1_500  # faults may hit the start of the system, but most seeds should have a system to break
 SPAN_MS = 10_000  # requests and faults begin within this time
 

@@ -42,7 +42,7 @@ def _search(bug: dict[str, str]) -> str:
         source = path.read_text()
         assert source.count(bug["old"]) == 1, f"{bug['name']}: its text must occur once in {bug['file']}"
         path.write_text(source.replace(bug["old"], bug["new"]))
-        options = ["--first", "0", "--seeds", str(SEEDS), "--until-failed"]
+        options = ["--first", "0", "--seeds", str(SEEDS), "--until-failed", "--depth", bug.get("depth", "log")]
         done = subprocess.run(
             [sys.executable, "-m", "tests.faults", *options],
             cwd=copy,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from multiprocessing import get_context
 
-from tests.faults.plan import draw_plan
+from tests.faults.plan import Depth, draw_plan
 from tests.faults.simulation import Result, simulate
 
 SEEDS_PER_TASK = 4
@@ -39,12 +39,15 @@ class Tally:
         self.fired += result.fired
 
 
-def results_of(seeds: Iterable[int], kinds: tuple[str, ...], jobs: int, seconds: float) -> Iterator[Result]:
+def results_of(
+    seeds: Iterable[int], kinds: tuple[str, ...], depth: Depth, jobs: int, seconds: float
+) -> Iterator[Result]:
     """Yield the results of seeds, in their order, until the time is over.
 
     Args:
         seeds: the seeds.
         kinds: kinds of faults.
+        depth: `log` or `kafka`.
         jobs: number of processes.
         seconds: time after which no further seed begins.
     """
@@ -55,11 +58,11 @@ def results_of(seeds: Iterable[int], kinds: tuple[str, ...], jobs: int, seconds:
             some = list(islice(numbers, SEEDS_PER_TASK * jobs))
             if not some:
                 return
-            yield from pool.map(_simulate_seed, some, [kinds] * len(some))
+            yield from pool.map(_simulate_seed, some, [kinds] * len(some), [depth] * len(some))
 
 
-def _simulate_seed(seed: int, kinds: tuple[str, ...]) -> Result:
-    result = simulate(draw_plan(seed, kinds))
+def _simulate_seed(seed: int, kinds: tuple[str, ...], depth: Depth) -> Result:
+    result = simulate(draw_plan(seed, kinds, depth))
     if not result.violation:
         result.partitions = {}  # large, and needed only after a violation
     return result
