@@ -99,6 +99,9 @@ class Watcher(Protocol):
     def alive(self) -> bool:
         """Whether new records are announced to the reader."""
 
+    def is_appending(self, topic: str) -> bool:
+        """Return whether its process has records of a topic that the broker has not acknowledged."""
+
     def announce(self, place: Place) -> None:
         """Take note of a new record in a partition."""
 

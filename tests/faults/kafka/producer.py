@@ -109,12 +109,17 @@ class FakeProducer(FakeClient):
     async def start(self) -> None:
         """Connect, and get a producer id if the producer is idempotent. Raises KafkaConnectionError."""
         await self.bootstrap()
+        self.host.kafka.producers.append(self)
         while self._is_idempotent and self._producer_id is None:
             try:
                 await self.round_trip()
                 self._producer_id = self.host.kafka.new_producer_id()
             except KafkaConnectionError:
                 await self.force_metadata_update()
+
+    def is_appending(self, topic: str) -> bool:
+        """Return whether the process runs and has batches for a topic, by its full name, without acknowledgement."""
+        return self.host.process.alive and any(batch.place.topic == topic for batch in self._unacknowledged)
 
     async def stop(self) -> None:
         """Wait until every batch is acknowledged or failed, and disconnect."""

@@ -8,6 +8,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 from zlib import crc32
 
 from aiokafka.errors import (
@@ -40,6 +41,13 @@ REJECTIONS: tuple[type[BrokerResponseError], ...] = (
     RecordListTooLargeError,
     TopicAuthorizationFailedError,
 )
+
+
+class Appender(Protocol):
+    """Producer of a process."""
+
+    def is_appending(self, topic: str) -> bool:
+        """Return whether the process runs and has batches for a topic, by its full name, without acknowledgement."""
 
 
 class _Sequence:
@@ -83,6 +91,7 @@ class FakeKafka:
         epoch: number of the current leader election.
         is_stale: whether metadata responses lack the newest election.
         groups: consumer groups by name.
+        producers: producers that were started.
         alive: always true.
     """
 
@@ -93,6 +102,7 @@ class FakeKafka:
         self.epoch = 0
         self.is_stale = False
         self.groups: dict[str, GroupCoordinator] = {}
+        self.producers: list[Appender] = []
         self._seed = seed
         self._elected_s = 0.0
         self._producer_ids = itertools.count(1)
@@ -160,6 +170,10 @@ class FakeKafka:
         for fetch in list(self._held.get(place, ())):
             self.release(fetch)
             self.broker.loop.call_main_later(0.0, fetch.serve, fetch)
+
+    def is_appending(self, topic: str) -> bool:
+        """Return whether a process that runs has batches for a topic that are not acknowledged."""
+        return any(one.is_appending(f"{NAMESPACE}.{topic}") for one in self.producers)
 
     def new_producer_id(self) -> int:
         """Return an id for an idempotent producer."""
