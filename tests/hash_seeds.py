@@ -24,6 +24,8 @@ from tests.cli import scaling_log
 from tests.cli.in_process import forebay
 from tests.cli.warm_pools import fork_from_a_server
 from tests.core.worlds import Driver, perform_all
+from tests.faults.plan import DEPTHS, draw_plan
+from tests.faults.simulation import simulate
 from tests.logs.record import FOLDER, SUFFIX
 from tests.logs.scaling import recorded_records
 from tests.replay.recorded import write as write_log
@@ -86,8 +88,14 @@ def world() -> str:
     return f"{drive.world.digest()} {sha256(repr(drive.decided).encode()).hexdigest()}"
 
 
+def faults() -> str:
+    """Simulate services under faults, at both depths of the log."""
+    return " ".join(simulate(draw_plan(seed, depth=depth)).trace_hash for depth in DEPTHS for seed in (5, 6))
+
+
 JOBS: dict[str, Job] = {
     "world": world,
+    "faults": faults,
     "verify": verified,
     "explain": explained,
     "scaling": scaling,

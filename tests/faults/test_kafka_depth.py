@@ -1,9 +1,6 @@
 """The simulated Kafka behaves like the real one where forebay depends on it, and simulations on it repeat."""
 
 import asyncio
-import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable
 
@@ -205,22 +202,6 @@ def test_the_names_of_the_clients_are_restored() -> None:
     with fake_clients():
         assert vars(log)["AIOKafkaProducer"] is FakeProducer
     assert vars(log)["AIOKafkaProducer"] is original
-
-
-def test_a_seed_repeats_in_processes_with_other_hash_seeds() -> None:
-    program = (
-        "from tests.faults.plan import draw_plan; from tests.faults.simulation import simulate;"
-        f"results = [simulate(draw_plan({SEED}, depth='kafka')) for _ in range(2)];"
-        "print(*(result.trace_hash for result in results))"
-    )
-    hashes: set[str] = set()
-    for seed in ("1", "2"):
-        environment = os.environ | {"PYTHONHASHSEED": seed}
-        done = subprocess.run(
-            [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
-        )
-        hashes.update(done.stdout.split())
-    assert len(hashes) == 1
 
 
 def test_the_kafka_api_responds_in_spite_of_faults() -> None:

@@ -1,21 +1,20 @@
-"""Seeds that once violated an invariant, seeds of each kind of fault, and the determinism of simulations.
+"""Some seeds, plans that once violated an invariant, and the search for smaller plans.
 
 `make fuzz` searches with new seeds.
 """
 
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 
 from tests.depth import sampled
 from tests.faults.invariants import Violation
-from tests.faults.plan import KINDS, Fault, Plan, PlannedRequest, draw_plan
+from tests.faults.plan import KAFKA_KINDS, KINDS, Fault, Plan, PlannedRequest, draw_plan, read_plan
 from tests.faults.shrinking import kind_of, shrink
 from tests.faults.simulation import Result, simulate
 
 SEEDS = range(24)
-HASH_SEEDS = ("1", "2")
+PLANS = Path(__file__).with_name("plans")  # what the shrinker left of seeds that failed
 SHRINK_S = 20.0
 
 
@@ -38,7 +37,7 @@ def calm_plan(**changes: object) -> Plan:
     return Plan(**fields)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("seed", sampled(SEEDS, 8))
+@pytest.mark.parametrize("seed", sampled(SEEDS, 4))
 def test_no_invariant_is_violated(seed: int) -> None:
     assert simulate(draw_plan(seed)).violation == ""
 
@@ -48,24 +47,9 @@ def test_requests_finish_without_faults() -> None:
     assert (result.violation, result.outcomes) == ("", {"finished length": 2})
 
 
-# Each plan is what the shrinker left of a seed that failed.
-REGRESSIONS = {
-    "the group keeps an owner after a rebalance that its members learn of one after the other": calm_plan(
-        faults=tuple(Fault(at_ms, "split_brain", "", 500) for at_ms in (3_000, 3_600, 4_200)),
-    ),
-    "a lost ingress leaves the lease store after its clock stepped back": calm_plan(
-        ingresses=2,
-        faults=(Fault(2_500, "lease_clock_jump", "", 0, -3_600_000), Fault(4_000, "loss", "i1")),
-    ),
-    "a disk that is full for a moment loses no response": calm_plan(
-        faults=tuple(Fault(2_000 + 20 * number, "disk_full", "", 100) for number in range(4)),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REGRESSIONS)
-def test_a_plan_that_failed_once(name: str) -> None:
-    assert simulate(REGRESSIONS[name]).violation == ""
+@pytest.mark.parametrize("path", sorted(PLANS.glob("*.json")), ids=lambda path: path.stem)
+def test_a_plan_that_failed_once(path: Path) -> None:
+    assert simulate(read_plan(path)).violation == ""
 
 
 def test_the_same_seed_gives_the_same_trace() -> None:
@@ -75,29 +59,12 @@ def test_the_same_seed_gives_the_same_trace() -> None:
     assert first.trace_hash != simulate(draw_plan(4)).trace_hash
 
 
-def test_traces_do_not_depend_on_the_hash_seed() -> None:
-    program = (
-        "from tests.faults.plan import draw_plan; from tests.faults.simulation import simulate;"
-        "print(*(simulate(draw_plan(seed)).trace_hash for seed in (5, 6)))"
-    )
-    traces = {
-        subprocess.run(
-            [sys.executable, "-c", program],
-            env={"PYTHONHASHSEED": hash_seed, "PATH": ""},
-            capture_output=True,
-            check=True,
-            text=True,
-        ).stdout
-        for hash_seed in HASH_SEEDS
-    }
-    assert len(traces) == 1
-
-
+@pytest.mark.slow
 def test_every_kind_of_fault_can_happen() -> None:
-    fired = set()
-    for seed in sampled(range(40), 20):
+    fired: set[str] = set()
+    for seed in range(40):
         fired |= simulate(draw_plan(seed)).fired.keys()
-    assert fired == set(KINDS)
+    assert fired == set(KINDS) - set(KAFKA_KINDS)
 
 
 def test_a_failing_plan_is_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,7 +107,8 @@ async def test_a_standby_begins_at_the_newest_snapshot(log: SqliteLog, caplog: p
             standby = Standby(log, 0)
             with caplog.at_level("INFO"):
                 await standby.catch_up(journal_end(log))
-    assert unconfirmed(standby) == ["b-refused"]
+    # The rejection before the snapshot is read again, because its effect may be missing although the snapshot is complete.
+    assert unconfirmed(standby) == ["a-refused", "b-refused"]
     assert standby.position > sealed
 
 

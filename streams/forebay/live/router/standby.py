@@ -19,6 +19,7 @@ from forebay.events.decisions import (
     CommandSent,
     JournalRecord,
     KvReleased,
+    OwnerClaimed,
     RequestAborted,
     RequestRejected,
     RouteAnswered,
@@ -31,6 +32,7 @@ from forebay.transport.history.reader import (
     RecordedOrder,
     Validity,
     decode_journal,
+    journal_records,
     load_snapshot,
     newest_snapshot,
 )
@@ -171,12 +173,34 @@ class Standby:
             self.followed = Rederivation(world)
             self.position = taken.journal_offset
             self._validity = Validity(world.owner_epoch)
+            await self._remember_unconfirmed()
         if end - self.position > PROGRESS_EVERY:
             logger.info("following the journal from offset %d to %d", self.position, end)
         if self._observer is not None:
             self._observer.on_start(self.world)
         self._order = RecordedOrder(self._log, self._partition, self.world.view)
         return self._order
+
+    async def _remember_unconfirmed(self) -> None:
+        """Read the newest decisions before the snapshot again, because their effects may be missing, too.
+
+        On Kafka the journal has a producer of its own, so a snapshot can be complete before earlier effects are. The
+        records are not derived again. One whose owner is uncertain is left out.
+        """
+        begin = max(await self._log.begin(DECISIONS.name, self._partition), self.position - UNCONFIRMED_MAX)
+        epoch = self.world.owner_epoch  # if the claim of this owner is not among these records, it is before them
+        async for record in journal_records(self._log, self._partition, begin, self.position):
+            decision = decode_journal(record)
+            if isinstance(decision, OwnerClaimed):
+                epoch = record.offset
+            elif decision is not None and decision.owner_epoch == epoch:
+                self._remember(decision)
+
+    def _remember(self, decision: JournalRecord) -> None:
+        if isinstance(decision, Bulk):
+            self._bulk.append(decision)
+        elif isinstance(decision, Unconfirmed):
+            self._unconfirmed.append(decision)
 
     async def _follow(self, records: Sequence[Record], order: RecordedOrder, end: int) -> None:
         for record in records:
@@ -191,10 +215,7 @@ class Standby:
                     raise PolicyNotAllowed(str(missing)) from missing
                 if divergence is not None:
                     raise RecoveryDiverged(divergence)
-                if isinstance(decision, Bulk):
-                    self._bulk.append(decision)
-                elif isinstance(decision, Unconfirmed):
-                    self._unconfirmed.append(decision)
+                self._remember(decision)
                 if self._observer is not None:
                     self._observer.on_record(record.offset, decision)
             self.position = record.offset + 1
