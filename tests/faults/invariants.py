@@ -13,7 +13,7 @@ from forebay.core.world import World
 from forebay.engine_model.sequence import generate_tokens
 from forebay.events.base import U64_MASK, pack_u32, unpack_u32, unpack_u64
 from forebay.events.codec import DecodeError, decode
-from forebay.events.decisions import OwnerClaimed, RequestRouted
+from forebay.events.decisions import JournalRecord, OwnerClaimed, RequestRouted
 from forebay.events.requests import RequestSubmitted, Sampling
 from forebay.events.snapshots import IndexBlocks
 from forebay.events.tokens import ResponseEnded, TokenChunk, TokensEmitted
@@ -56,11 +56,13 @@ class LogChecks:
     Attributes:
         accepted: submissions in the order of their offsets.
         claims: offsets of the owners' claims.
+        decided: offsets of the claims whose owners have written decisions, seals or snapshots.
     """
 
     def __init__(self) -> None:
         self.accepted: list[_Accepted] = []
         self.claims: list[int] = []
+        self.decided: set[int] = set()
         self._expected: dict[tuple[str, int], list[list[int]]] = {}
         self._routings: dict[tuple[str, str, int], list[_Routing]] = {}
         self._emitted: dict[tuple[str, int, int, str, int], int] = {}
@@ -89,7 +91,10 @@ class LogChecks:
         event = _decoded(DECISIONS, record)
         if isinstance(event, OwnerClaimed):
             self.claims.append(record.offset)
-        elif isinstance(event, RequestRouted):
+            return
+        if isinstance(event, JournalRecord):
+            self.decided.add(event.owner_epoch)
+        if isinstance(event, RequestRouted):
             key = event.request_id, event.stage, event.attempt
             routing = _Routing(event.worker_id, event.owner_epoch, record.offset)
             self._routings.setdefault(key, []).append(routing)

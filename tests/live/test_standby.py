@@ -107,7 +107,7 @@ async def test_a_standby_begins_at_the_newest_snapshot(log: SqliteLog, caplog: p
             standby = Standby(log, 0)
             with caplog.at_level("INFO"):
                 await standby.catch_up(journal_end(log))
-    # The rejection before the snapshot is read again, because its effect may be missing although the snapshot is complete.
+    # The rejection before the snapshot is read again, because its effect may be missing even so.
     assert unconfirmed(standby) == ["a-refused", "b-refused"]
     assert standby.position > sealed
 
