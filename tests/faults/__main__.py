@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from itertools import chain, count, islice
 from pathlib import Path
 
-from tests.faults.plan import DEPTHS, KINDS, draw_plan, read_plan
+from tests.faults.plan import DEPTHS, KINDS, depth_of, draw_plan, read_plan
 from tests.faults.saving import save_log
 from tests.faults.search import Tally, results_of
 from tests.faults.shrinking import shrink
@@ -32,9 +32,9 @@ def main(arguments: list[str]) -> int:
     if options.plan is not None:
         return _run_one(simulate(read_plan(options.plan)))
     if options.seed is not None:
-        return _run_one(simulate(draw_plan(options.seed, options.kinds, options.depth)))
+        return _run_one(simulate(draw_plan(options.seed, options.kinds, options.depth or depth_of(options.seed))))
     first = random.SystemRandom().randrange(1 << 31) if options.first is None else options.first
-    print(f"fuzz: seeds from {first} at depth {options.depth}; repeat one with: make fuzz SEED=n")
+    print(f"fuzz: seeds from {first}; repeat one with: make fuzz SEED=n")
     seeds = chain(options.also, islice(count(first), options.seeds))
     tally, failed = _search(seeds, options)
     _print_tally(tally)
@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no further seed after this time")
     parser.add_argument("--until-failed", action="store_true", help="stop at the first failing seed")
     parser.add_argument("--kinds", nargs="*", default=KINDS, choices=KINDS, metavar="KIND", help="kinds of faults")
-    parser.add_argument("--depth", default="log", choices=DEPTHS, help="kafka runs the Kafka transport, too")
+    parser.add_argument("--depth", choices=DEPTHS, help="kafka runs the Kafka transport; default: by the seed")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     return parser
 

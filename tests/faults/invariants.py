@@ -6,6 +6,7 @@ itself. The expected tokens come from the mock engine's rule for one undisturbed
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from xxhash import xxh3_64_intdigest
 
@@ -150,7 +151,7 @@ def _decoded(topic: Topic, record: Record) -> object:
         return None  # a foreign record
 
 
-@dataclass(slots=True)
+@dataclass
 class Outcome:
     """What the client of one request received.
 
@@ -174,9 +175,13 @@ class Outcome:
     detail: str = ""
     deadline_s: float = 0.0
 
+    @cached_property
+    def _expected(self) -> list[int]:
+        return expected_tokens(self.request_id, self.prompt, self.sampling)
+
     def check(self) -> None:
         """Check the tokens that the client has received so far. Raises Violation."""
-        expected = expected_tokens(self.request_id, self.prompt, self.sampling)
+        expected = self._expected
         if self.tokens != expected[: len(self.tokens)]:
             raise Violation(f"{self.name}: the client received {self.tokens}, expected {expected}")
         if self.state == "finished" and len(self.tokens) != len(expected):

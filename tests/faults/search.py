@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from multiprocessing import get_context
 
-from tests.faults.plan import Depth, draw_plan
+from tests.faults.plan import Depth, depth_of, draw_plan
 from tests.faults.simulation import Result, simulate
 
 SEEDS_PER_TASK = 4
@@ -40,14 +40,14 @@ class Tally:
 
 
 def results_of(
-    seeds: Iterable[int], kinds: tuple[str, ...], depth: Depth, jobs: int, seconds: float
+    seeds: Iterable[int], kinds: tuple[str, ...], depth: Depth | None, jobs: int, seconds: float
 ) -> Iterator[Result]:
     """Yield the results of seeds, in their order, until the time is over.
 
     Args:
         seeds: the seeds.
         kinds: kinds of faults.
-        depth: `log` or `kafka`.
+        depth: `log` or `kafka`; None for `depth_of` each seed.
         jobs: number of processes.
         seconds: time after which no further seed begins.
     """
@@ -61,8 +61,8 @@ def results_of(
             yield from pool.map(_simulate_seed, some, [kinds] * len(some), [depth] * len(some))
 
 
-def _simulate_seed(seed: int, kinds: tuple[str, ...], depth: Depth) -> Result:
-    result = simulate(draw_plan(seed, kinds, depth))
+def _simulate_seed(seed: int, kinds: tuple[str, ...], depth: Depth | None) -> Result:
+    result = simulate(draw_plan(seed, kinds, depth or depth_of(seed)))
     if not result.violation:
         result.partitions = {}  # large, and needed only after a violation
     return result
