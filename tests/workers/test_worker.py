@@ -10,7 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from forebay.core.block_hashes import hash_seed, sequence_hashes
-from forebay.events.base import pack_u32, unpack_u32, unpack_u64
+from forebay.events.base import Event, pack_u32, unpack_u32, unpack_u64
 from forebay.events.codec import encode
 from forebay.events.control import Command
 from forebay.events.fleet import (
@@ -386,10 +386,13 @@ async def test_suspect_or_draining_worker_continues_its_requests(scene: Scene) -
         assert worker.worker_epoch == epoch
 
 
-async def test_stale_and_foreign_fleet_events_are_ignored(scene: Scene) -> None:
+@pytest.mark.parametrize(
+    "newer", [OwnershipAnnounced(owner_epoch=7), WorkerSuspect(worker_id="w2", worker_epoch=1, owner_epoch=7)]
+)
+async def test_stale_and_foreign_fleet_events_are_ignored(scene: Scene, newer: Event) -> None:
     worker = scene.worker()
     async with scene.serving(worker) as epoch:
-        await scene.append(FLEET, PARTITION, OwnershipAnnounced(owner_epoch=7))
+        await scene.append(FLEET, PARTITION, newer)
         await scene.lose(epoch)
         await scene.append(FLEET, PARTITION, WorkerLost(worker_id="w2", worker_epoch=epoch, owner_epoch=7))
         await scene.append(FLEET, PARTITION, WorkerLost(worker_id="w1", worker_epoch=epoch + 9, owner_epoch=7))

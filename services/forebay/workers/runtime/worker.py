@@ -296,9 +296,9 @@ class Worker:
             return
         if event.owner_epoch < self._owner_epoch:
             return
+        # A worker that starts after the announcement of the owner learns the owner's epoch from any other event.
+        self._owner_epoch = event.owner_epoch
         match event:
-            case OwnershipAnnounced():
-                self._owner_epoch = event.owner_epoch
             case WorkerJoined():
                 if event.spec.worker_id == self.spec.worker_id and event.lease == self._token:
                     self._join(event, record.offset, spawn)
@@ -312,7 +312,7 @@ class Worker:
             case WorkerDraining():
                 if self._drain is not None and event.worker_epoch == self.worker_epoch:
                     self._drain.announced |= event.worker_id == self.spec.worker_id
-            case WorkerSuspect() | WorkerRecovered() | IngressJoined() | IngressLost():
+            case OwnershipAnnounced() | WorkerSuspect() | WorkerRecovered() | IngressJoined() | IngressLost():
                 pass  # handled by the owner, which sends no new work meanwhile, or cancels it
             case _:
                 assert_never(event)
