@@ -1,6 +1,11 @@
-"""A router owns its assigned partitions, follows the others, and owns a lost group again only when reassigned."""
+"""A router owns its assigned partitions and follows the others.
+
+It owns a lost group again when it is reassigned, or if the group has no owner.
+"""
 
 from collections.abc import Sequence
+
+import pytest
 
 from forebay.events.codec import decode
 from forebay.events.heartbeats import RouterHeartbeat
@@ -57,13 +62,26 @@ async def test_a_lost_group_is_not_owned_again_until_it_is_reassigned(log: Sqlit
     async with System(log).started(workers=1) as system, routing(system, "a") as router:
         router.assign({0})
         await until(lambda: 0 in router.owners and len(router.owners[0].world.fleet) == 1)
-        async with system.owned():
+        async with system.owned(heartbeats=True):
             await until(lambda: 0 not in router.owners)
             system.send(submitted("meanwhile", PREFIX))
             await until_ended(system, "meanwhile")
             assert 0 not in router.owners
         router.assign({0})
         await until(lambda: 0 in router.owners)
+        system.send(submitted("again", PREFIX))
+        await until_ended(system, "again")
+    assert (await proven(log)).claims == 3
+
+
+async def test_a_lost_group_without_an_owner_is_owned_again(log: SqliteLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forebay.live.router.router.OWNERLESS_S", 0.2)
+    async with System(log).started(workers=1) as system, routing(system, "a") as router:
+        router.assign({0})
+        await until(lambda: 0 in router.owners and len(router.owners[0].world.fleet) == 1)
+        first = router.owners[0]
+        await Owner(log, system.leases, settings()).start()  # an owner that dies before its first heartbeat
+        await until(lambda: router.owners.get(0) not in (None, first))
         system.send(submitted("again", PREFIX))
         await until_ended(system, "again")
     assert (await proven(log)).claims == 3

@@ -217,7 +217,7 @@ def _without_proxy(url: str) -> dict[str, None]:
     """
     try:
         host = urlsplit(url).hostname or ""
-        is_local = host == "localhost" or is_loopback(host)
+        is_local = host.rstrip(".") == "localhost" or is_loopback(host)
     except ValueError:  # another name, or an invalid URL, which is reported when it is used
         return {}
     return {f"all://[{host}]" if ":" in host else f"all://{host}": None} if is_local else {}

@@ -85,8 +85,9 @@ class Log(Protocol):
 
         Args:
             drafts: Records to append.
-            then: Records that no reader may see before `drafts` are durable. If `drafts` are lost, these are never
-                appended. `then` records of several calls keep the order of the calls.
+            then: Records that no reader may see before `drafts` are durable. If the log fails before that, these are
+                never appended. A record of `drafts` whose partition does not exist is dropped and not waited for.
+                `then` records of several calls keep the order of the calls, so they wait for the slowest partition.
         """
 
     def tail(self, topic: str, partition: int, offset: int, wake: "Wake") -> Tail:

@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 from forebay.transport.base import Draft
 
 Write = Callable[[Sequence[Draft], Callable[[], None] | None], None]
-"""Appends drafts without waiting, and calls the second argument once all of them are durable, never if that fails."""
+"""Appends drafts without waiting, and calls the second argument later, once all of them are durable or were dropped.
+
+It never calls that argument if the log fails."""
 
 
 class _Entry:
@@ -37,9 +39,9 @@ class Following:
             self._write(drafts, None)
             return
         entry = _Entry(then, is_due=not drafts)
-        self._waiting.append(entry)
         if drafts:
             self._write(drafts, lambda: self._on_durable(entry))
+        self._waiting.append(entry)  # after the write, which may raise
         self._append_due()
 
     def clear(self) -> None:

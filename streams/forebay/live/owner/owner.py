@@ -22,6 +22,7 @@ from forebay.core.world import CORE_VERSION, World
 from forebay.events.base import Event
 from forebay.events.codec import DecodeError, encode
 from forebay.events.decisions import (
+    CommandEnded,
     CommandSent,
     JournalRecord,
     KvReleased,
@@ -147,10 +148,11 @@ class Owner:
         for topic in INPUTS:
             offset = self.world.view.get(topic.name, 0)
             self._tails[topic.name] = self._log.tail(topic.name, settings.partition, offset, self._wake)
-        await self._finish_interrupted(recovered)
+        interrupted = await self._finish_interrupted(recovered)
         # Other topics come first, so that pending requests are not decided on an old state.
         await self._catch_up([topic for topic in INPUTS if topic is not REQUESTS])
         await self._catch_up([REQUESTS])
+        self._send_again([*recovered.unconfirmed, *interrupted])
         await self._configure_pools()
         self.snapshots.freeze_large_index(self.world)
         # `fleet` is applied past this owner's announcement, so events of earlier owners are fenced from here on.
@@ -346,21 +348,16 @@ class Owner:
     def _reports_output(self, pool: str) -> bool:
         return self.world.pools[pool].router.track_output_blocks
 
-    async def _finish_interrupted(self, recovered: Standby) -> None:
-        """Journal the decisions that the previous owner did not write, and resend effects that may be missing.
+    async def _finish_interrupted(self, recovered: Standby) -> list[Unconfirmed]:
+        """Journal the decisions that the previous owner did not write, and send orders to workers again.
 
-        Resending is idempotent: workers ignore attempts that they have, and ingresses ignore repeated responses.
+        Workers ignore attempts that they have. Returns those of the new decisions whose effects `_send_again` sends.
         """
         pending: list[JournalRecord] = list(recovered.followed.pending)
         if pending:
             await self._journal(pending)
         group = self._settings.group
-        resent = [*recovered.unconfirmed, *(decided for decided in pending if isinstance(decided, Unconfirmed))]
-        drafts = []
-        for decided in resent:
-            if not self._is_superseded(decided):
-                drafts += encode_effects(group, decided)
-        drafts += self._resyncs()
+        drafts = [*self._resyncs()]
         for command in self.world.commands.pending():
             drafts += self._commands(command.command_id)
         owner_epoch = self.world.owner_epoch
@@ -373,9 +370,23 @@ class Owner:
                 drafts.append(encode_work(to, request, owner_epoch, submission, report_output=report_output))
         self._submissions.forget()
         self._send(drafts)
+        return [decided for decided in pending if isinstance(decided, Unconfirmed)]
+
+    def _send_again(self, unconfirmed: Sequence[Unconfirmed]) -> None:
+        """Send effects of earlier decisions again, which may be missing. Ingresses ignore repeated responses.
+
+        Called once the owner has applied all requests, because a later request may use the same id.
+        """
+        drafts = []
+        for decided in unconfirmed:
+            if not self._is_superseded(decided):
+                drafts += encode_effects(self._settings.group, decided)
+        self._send(drafts)
 
     def _is_superseded(self, decided: Unconfirmed) -> bool:
-        """Return whether another request uses the same id, so that the effect would end it or release its KV."""
+        """Return whether another request or command uses the same id, so that the effect would end it."""
+        if isinstance(decided, CommandSent | CommandEnded):
+            return self.world.commands.get(decided.command_id) is not None
         if not isinstance(decided, RequestRejected | RequestAborted | KvReleased):
             return False
         request = self.world.requests.get(decided.request_id)

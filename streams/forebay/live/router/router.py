@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
+from enum import Enum
 
 import msgspec
 from prometheus_client import CollectorRegistry
@@ -33,8 +34,18 @@ from forebay.transport.history.reader import OtherRules
 
 logger = logging.getLogger(__name__)
 
-OWNERLESS_S = 3.0  # without heartbeats of an owner, which are written twice per second
+# Without heartbeats of an owner, which are written twice per second from the end of its recovery on. Each claim for
+# lack of an owner doubles the time, because that owner may only be slow to recover.
+OWNERLESS_S, OWNERLESS_MAX_S = 3.0, 60.0
 RETRY_S, RETRY_MAX_S = 1.0, 30.0  # pauses after a log failure double, because each claim adds a journal record
+
+
+class OwnerEnd(Enum):
+    """Why an ownership ended."""
+
+    UNASSIGNED = "unassigned"
+    LOST = "lost"  # another router claimed the group
+    UNABLE = "unable"  # the rules of this router do not lead to the recorded decisions
 
 
 class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,6 +157,8 @@ class Router:
         standby: Standby | None = None
         changed = self._changed[partition]
         lost_in = -1  # generation of the assignment in which the claim was lost; only a newer one allows a new claim
+        reclaimed_in = -1  # generation of the assignment in which this router last claimed for lack of an owner
+        ownerless_s: float | None = None  # time without an owner after which this router claims nevertheless
         retry_s = self._settings.retry_s
         while not self._stopping:
             changed.clear()
@@ -157,12 +170,14 @@ class Router:
                 if partition in self._assigned and self._generation > lost_in:
                     generation = self._generation
                     followed, standby = standby, None
-                    if await self._own(group, partition, followed):
+                    end = await self._own(group, partition, followed)
+                    if end is not OwnerEnd.UNASSIGNED:
+                        ownerless_s = _next_ownerless_s(ownerless_s, end, is_new=generation > reclaimed_in)
                         lost_in = generation
                 else:
                     standby = standby or Standby(self._log, partition, custom=self._settings.policies)
-                    if await self._follow(group, partition, standby, changed):
-                        lost_in = -1
+                    if await self._follow(group, partition, standby, changed, ownerless_s):
+                        lost_in, reclaimed_in = -1, self._generation
                     if standby.failed is not None:
                         standby = None
                         await changed.wait()
@@ -179,17 +194,20 @@ class Router:
         await asyncio.wait([stopped], timeout=seconds)
         stopped.cancel()
 
-    async def _follow(self, group: str, partition: int, standby: Standby, changed: asyncio.Event) -> bool:
+    async def _follow(
+        self, group: str, partition: int, standby: Standby, changed: asyncio.Event, ownerless_s: float | None
+    ) -> bool:
         """Run the standby until the assignment changes, the standby fails, or an assigned group has no owner.
 
-        Returns whether the partition is assigned to this router, but the group has no owner. Raises LogError if the log
-        fails.
+        Returns whether the partition is assigned to this router, but the group had no owner for `ownerless_s`. Raises
+        LogError if the log fails.
         """
         following = asyncio.create_task(standby.run(), name="standby")
         waiting = asyncio.create_task(changed.wait())
         tasks = [following, waiting]
-        if partition in self._assigned:
-            tasks.append(asyncio.create_task(self._until_ownerless(group, partition), name="owner's heartbeats"))
+        if partition in self._assigned and ownerless_s is not None:
+            ownerless = self._until_ownerless(group, partition, standby, ownerless_s)
+            tasks.append(asyncio.create_task(ownerless, name="owner's heartbeats"))
         self.standbys[partition] = standby
         writer = HeartbeatWriter(self._log, partition, group, self._settings.router_id)
         beating = asyncio.create_task(writer.beat_as_standby(standby, self._is_member), name="standby heartbeats")
@@ -206,27 +224,33 @@ class Router:
                 task.cancel()
             await asyncio.gather(*tasks, beating, return_exceptions=True)
 
-    async def _until_ownerless(self, group: str, partition: int) -> None:
-        """Wait until no owner has written a heartbeat for `OWNERLESS_S`. Raises LogError if the log fails."""
+    async def _until_ownerless(self, group: str, partition: int, standby: Standby, ownerless_s: float) -> None:
+        """Wait until there was neither a heartbeat of an owner nor a claim for `ownerless_s`.
+
+        Raises LogError if the log fails.
+        """
         heartbeats = RouterHeartbeats(self._log, group)
         following = asyncio.create_task(heartbeats.follow(partition))
-        began_s = runtime.monotonic_s()
+        claimed_s, epoch = runtime.monotonic_s(), standby.world.owner_epoch
         try:
             while True:
-                age_s = heartbeats.owner_age_s
-                silent_s = runtime.monotonic_s() - began_s if age_s is None else age_s
-                if silent_s >= OWNERLESS_S:
+                if standby.world.owner_epoch != epoch:
+                    claimed_s, epoch = runtime.monotonic_s(), standby.world.owner_epoch
+                silent_s = runtime.monotonic_s() - claimed_s
+                if heartbeats.owner_age_s is not None:
+                    silent_s = min(silent_s, heartbeats.owner_age_s)
+                if silent_s >= ownerless_s:
                     logger.warning("the group %s has no owner, although it is assigned to this router", group)
                     return
-                await asyncio.wait((following,), timeout=OWNERLESS_S - silent_s)
+                await asyncio.wait((following,), timeout=min(ownerless_s - silent_s, 1.0))
                 if following.done():
                     following.result()
         finally:
             following.cancel()
             await asyncio.gather(following, return_exceptions=True)
 
-    async def _own(self, group: str, partition: int, standby: Standby | None) -> bool:
-        """Own the group until it is unassigned or lost to another router; return whether it was lost.
+    async def _own(self, group: str, partition: int, standby: Standby | None) -> "OwnerEnd":
+        """Own the group until it is unassigned or lost to another router, and return why the ownership ended.
 
         Raises LogError if the log fails.
         """
@@ -257,14 +281,14 @@ class Router:
             self._registry.register(metrics)
             self._on_owned(group, owner.world.owner_epoch)
             await self._until_unassigned(owner, partition)
-            return False
+            return OwnerEnd.UNASSIGNED
         except OwnershipLost as error:
             logger.warning("no longer the owner of %s: %s", group, error)
-            return True
+            return OwnerEnd.LOST
         except (RecoveryDiverged, OtherRules, PolicyNotAllowed) as error:
             # The other groups continue. This group needs an operator or another router.
             logger.error("this router cannot own the group %s: %s", group, error)  # noqa: TRY400
-            return True
+            return OwnerEnd.UNABLE
         finally:
             owner.drop()
             if self.owners.pop(partition, None) is not None:
@@ -289,3 +313,16 @@ class Router:
             running.cancel()
             with contextlib.suppress(asyncio.CancelledError, LogError):
                 await running
+
+
+def _next_ownerless_s(previous_s: float | None, end: OwnerEnd, *, is_new: bool) -> float | None:
+    """Return the time without an owner after which a router claims again, None for never.
+
+    Args:
+        previous_s: Time before the last claim.
+        end: How the last ownership ended.
+        is_new: Whether the router was assigned the partition since it last claimed for lack of an owner.
+    """
+    if end is OwnerEnd.UNABLE:
+        return None
+    return OWNERLESS_S if previous_s is None or is_new else min(2 * previous_s, OWNERLESS_MAX_S)

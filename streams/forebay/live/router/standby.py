@@ -44,6 +44,7 @@ logger = logging.getLogger(__name__)
 UNCONFIRMED_MAX = 1_024
 Bulk = RequestAborted | KvReleased
 Unconfirmed = Bulk | RequestRejected | RouteAnswered | CommandSent | CommandEnded
+REMEMBERED_RECORDS = 8_192  # journal records before a snapshot; reading them takes about a tenth of a second
 GATHER_S = 0.25  # pause between passes, because each pass reads every input topic once
 BATCH_RECORDS = 64  # records followed before other tasks of the event loop run
 PROGRESS_EVERY = 20_000  # journal records between two log lines about the progress
@@ -187,14 +188,17 @@ class Standby:
         On Kafka the journal has a producer of its own, so a snapshot can be complete before earlier effects are. The
         records are not derived again. One whose owner is uncertain is left out.
         """
-        begin = max(await self._log.begin(DECISIONS.name, self._partition), self.position - UNCONFIRMED_MAX)
+        begin = max(await self._log.begin(DECISIONS.name, self._partition), self.position - REMEMBERED_RECORDS)
         epoch = self.world.owner_epoch  # if the claim of this owner is not among these records, it is before them
-        async for record in journal_records(self._log, self._partition, begin, self.position):
-            decision = decode_journal(record)
-            if isinstance(decision, OwnerClaimed):
-                epoch = record.offset
-            elif decision is not None and decision.owner_epoch == epoch:
-                self._remember(decision)
+        try:
+            async for record in journal_records(self._log, self._partition, begin, self.position):
+                decision = decode_journal(record)
+                if isinstance(decision, OwnerClaimed):
+                    epoch = record.offset
+                elif decision is not None and decision.owner_epoch == epoch:
+                    self._remember(decision)
+        except LogError as error:  # the state does not depend on these records
+            logger.warning("effects of decisions before the newest snapshot are not sent again: %s", error)
 
     def _remember(self, decision: JournalRecord) -> None:
         if isinstance(decision, Bulk):

@@ -27,6 +27,7 @@ from forebay.transport.kafka.writer import (
     HEADROOM_BYTES,
     RECORD_BYTES_MAX,
     KafkaWriter,
+    LenientWaiter,
     Waiter,
     explain,
 )
@@ -153,7 +154,7 @@ class KafkaLog:
     async def _flush(self) -> None:
         await self._writer.flush()
         while self._following:
-            await asyncio.sleep(0)  # an acknowledgement is passed on in the next iteration of the event loop
+            await asyncio.sleep(0.001)  # an acknowledgement is passed on in the next iteration of the event loop
             await self._writer.flush()
 
     def _write(self, drafts: Sequence[Draft], on_durable: Callable[[], None] | None) -> None:
@@ -162,13 +163,12 @@ class KafkaLog:
         if on_durable is None:
             self._writer.write(drafts, None)
             return
-        waiter = Waiter(len(drafts), asyncio.get_running_loop())
+        # If the followers of a dropped record waited for ever, later ones would, too.
+        waiter = LenientWaiter(len(drafts), asyncio.get_running_loop())
 
         def done(future: "asyncio.Future[list[int]]") -> None:
-            if future.cancelled() or (future.exception() is not None and self.failure is not None):
+            if future.cancelled() or future.exception() is not None:
                 return
-            # While the log works, the writer drops only records of partitions that do not exist. If their followers
-            # waited for ever, later ones would, too.
             try:
                 on_durable()
             except (LogError, ValueError) as error:  # nobody waits for these records, so only the log can report it

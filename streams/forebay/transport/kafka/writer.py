@@ -48,6 +48,23 @@ class Waiter:
         if not self._missing and not self.future.done():
             self.future.set_result(self.offsets)
 
+    def refuse(self, index: int, reason: str) -> None:
+        """Note that the draft at `index` was dropped, which fails the append."""
+        del index
+        if not self.future.done():
+            self.future.set_exception(LogError(reason))
+
+
+class LenientWaiter(Waiter):
+    """Waiter that counts a dropped draft as done, and so resolves once all other drafts have their offsets."""
+
+    __slots__ = ()
+
+    def refuse(self, index: int, reason: str) -> None:
+        """Count the draft at `index` as done."""
+        del reason
+        self.place(index, -1)
+
 
 @dataclass(frozen=True, slots=True)
 class PendingAppend:
@@ -200,8 +217,8 @@ class KafkaWriter:
         while queue:
             pending = queue.popleft()
             self._buffered -= pending.size
-            if pending.waiter is not None and not pending.waiter.future.done():
-                pending.waiter.future.set_exception(LogError(reason))
+            if pending.waiter is not None:
+                pending.waiter.refuse(pending.index, reason)
 
 
 async def _grown(producer: AIOKafkaProducer, topic: str, partition: int) -> bool:
