@@ -16,19 +16,14 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 
 from forebay import runtime
-from forebay.core.phases import Phase
 from forebay.core.step import CONSUMED_RUNS_MAX, AnyDecision, InputEvent, advance, open_run, step
 from forebay.core.world import CORE_VERSION, World
 from forebay.events.base import Event
 from forebay.events.codec import DecodeError, encode
 from forebay.events.decisions import (
-    CommandEnded,
     CommandSent,
     JournalRecord,
-    KvReleased,
     OwnerClaimed,
-    RequestAborted,
-    RequestRejected,
     RequestRouted,
 )
 from forebay.events.fleet import OwnershipAnnounced
@@ -52,6 +47,7 @@ from forebay.live.owner.recorded_requests import SubmissionReader
 from forebay.live.owner.recovery import recover
 from forebay.live.owner.settings import GroupSettings
 from forebay.live.owner.snapshots import Snapshots
+from forebay.live.owner.superseded import is_superseded
 from forebay.live.owner.ttft_metrics import TtftRecorder
 from forebay.live.router.heartbeats import HeartbeatWriter
 from forebay.live.router.standby import Standby, Unconfirmed
@@ -379,24 +375,9 @@ class Owner:
         """
         drafts = []
         for decided in unconfirmed:
-            if not self._is_superseded(decided):
+            if not is_superseded(self.world, decided):
                 drafts += encode_effects(self._settings.group, decided)
         self._send(drafts)
-
-    def _is_superseded(self, decided: Unconfirmed) -> bool:
-        """Return whether another request or command uses the same id, so that the effect would end it."""
-        if isinstance(decided, CommandSent | CommandEnded):
-            return self.world.commands.get(decided.command_id) is not None
-        if not isinstance(decided, RequestRejected | RequestAborted | KvReleased):
-            return False
-        request = self.world.requests.get(decided.request_id)
-        if isinstance(decided, RequestRejected):
-            # The other request may be the older one because of which this one was rejected, for another client.
-            return request is not None and request.submitted.reply_slot == decided.reply_slot
-        if request is None or not isinstance(decided, KvReleased):
-            return request is not None
-        has_kv = request.prefilled is not None or request.phase is Phase.REMOTE_PREFILL
-        return has_kv and request.prefills <= decided.attempt
 
     def _commands(self, command_id: str) -> Iterator[Draft]:
         pending = self.world.commands.get(command_id)
