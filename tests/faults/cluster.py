@@ -297,6 +297,9 @@ class Cluster:
             case "lease_split":
                 member.lease_cut = True
                 self._later(end_s, lambda: setattr(member, "lease_cut", False))
+            case "deaf":  # a worker goes on writing although it is lost
+                faults.lag_s, member.lease_cut = fault.amount / 1000, True
+                self._later(fault.amount / 1000, lambda: self._hear(member))
             case "slow_network":
                 faults.slowness = float(fault.amount)
                 self._later(end_s, lambda: setattr(faults, "slowness", 1.0))
@@ -314,6 +317,9 @@ class Cluster:
                 process.runtime.set_rate(1.0 + fault.amount / 1000)
             case _:
                 raise AssertionError(f"unknown kind of fault: {kind}")
+
+    def _hear(self, member: Member) -> None:
+        member.faults.lag_s, member.lease_cut = 0.0, False
 
     def _inject_into_system(self, fault: Fault) -> None:
         kind, end_s, store, broker = fault.kind, fault.duration_ms / 1000, self._store, self.broker

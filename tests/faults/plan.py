@@ -20,6 +20,7 @@ ProcessKind = Literal[
     "slow_process",
     "network_split",
     "lease_split",
+    "deaf",
     "slow_network",
     "slow_reader",
     "truncated_fetch",
@@ -259,6 +260,8 @@ def _draw_fault(random: Random, plan: Plan, kind: str) -> Fault:
     match kind:
         case "slow_process" | "slow_network":
             amount = random.choice((5, 50, 200))
+        case "deaf":
+            amount = random.choice((4_000, 6_000))
         case "slow_reader":
             amount = random.choice((200, 1_000, 3_000))
         case "lease_error" | "lease_response_lost":
