@@ -1,8 +1,7 @@
-"""`python -m tests.faults.planted [TEXT]`: check that the simulator finds each bug of planted.toml within 1,000 seeds and five
-minutes.
+"""`python -m tests.faults.planted [TEXT]`: check that the simulator finds each bug of planted.toml.
 
-Each bug is put into a copy of the repository, in which seeds are simulated from 0 on until one fails. With TEXT, only
-bugs whose name contains it. Exits 1 if a bug is not found.
+It has 1,000 seeds and five minutes per bug. Each bug is put into a copy of the repository, in which seeds are simulated
+from 0 on until one fails. With TEXT, only bugs whose name contains it. Exits 1 if a bug is not found.
 """
 
 import os
