@@ -115,7 +115,7 @@ def page_of(
     ) as found:
         shown(found.page)
         yield found
-        assert found.errors == []
+        assert found.errors == [], found.errors
         assert [one for one in found.requests if not one.startswith((f"{url}/", "data:"))] == []
 
 
