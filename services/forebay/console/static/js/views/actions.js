@@ -138,6 +138,7 @@ class ActionDialog {
 
   #showFields() {
     setText(this.#about, this.#action.about);
+    if (this.#status === null) return; // the fields are shown once the status of the system is known
     this.#form = this.#action.createForm({ status: this.#status, info: this.#context.info, subject: this.#subject });
     replace(this.#fields, this.#form.fields.map((one) => field(one.label, one.input, one.hint)));
     put(this.#problem, "hidden", true);
