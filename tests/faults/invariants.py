@@ -26,7 +26,7 @@ from tests.faults.services import VOCABULARY, WorkerService
 
 
 class Violation(Exception):
-    """An invariant does not hold. The text says which one, and for what."""
+    """An invariant does not hold. The text names the invariant and the request or process."""
 
 
 def expected_tokens(request_id: str, prompt: bytes, sampling: Sampling) -> list[int]:
@@ -37,7 +37,7 @@ def expected_tokens(request_id: str, prompt: bytes, sampling: Sampling) -> list[
 
 @dataclass(slots=True)
 class _Accepted:
-    """A submission on the log, with what the log says about its response."""
+    """A submission on the log, with the tokens of its undisturbed response."""
 
     submitted: RequestSubmitted
     offset: int

@@ -221,7 +221,7 @@ async def _respond(
 ) -> ChildResponse:
     try:
         log = await current.get()
-        # Opened for each message, because the indexer may build it anew.
+        # The catalog is opened for each message, because the indexer may rebuild it.
         with closing(Store.read(catalog_path(settings))) as store:
             if settings.source.path is not None:
                 await store.require_log(log, settings.partition)

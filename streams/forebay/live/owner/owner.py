@@ -353,7 +353,7 @@ class Owner:
         if pending:
             await self._journal(pending)
         group = self._settings.group
-        drafts = [*self._resyncs()]
+        drafts = list(self._resyncs())
         for command in self.world.commands.pending():
             drafts += self._commands(command.command_id)
         owner_epoch = self.world.owner_epoch
