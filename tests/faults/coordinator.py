@@ -60,11 +60,6 @@ class Coordinator:
         if self._members.pop(process.label, None) is not None:
             self._loop.call_main_later(CHECK_S, self.rebalance)
 
-    def is_member(self, process: Process) -> bool:
-        """Return whether a router is a member of the group."""
-        member = self._members.get(process.label)
-        return member is not None and not member.is_expelled
-
     def rebalance(self) -> None:
         """Assign the partition again. The member that has it keeps it, if it is still a member."""
         self.rebalances += 1

@@ -106,7 +106,6 @@ class RouterService:
             directory,
             settings,
             CollectorRegistry(),
-            is_member=lambda: self._coordinator.is_member(process),
             ingress_leases=to.ingress_leases,
         )
         self._coordinator.join(process, self.router)

@@ -3,10 +3,10 @@
 The demo and the takeover tests start the system, inject failures, and read the outcome from the log.
 """
 
+import asyncio
 import contextlib
 import functools
 import json
-import re
 import secrets
 import sys
 from dataclasses import dataclass, field
@@ -24,6 +24,7 @@ from forebay.events.decisions import OwnerClaimed, RequestRouted
 from forebay.events.topics import DECISIONS, FLEET, TOKENS, Topic
 from forebay.transport.base import Record
 from forebay.transport.directory import Directory
+from forebay.transport.heartbeats import RouterHeartbeats
 from forebay.transport.history.reader import decode_journal
 from forebay.transport.kafka.log import KafkaLog
 from forebay.transport.kafka.settings import KafkaSettings
@@ -44,7 +45,7 @@ PLAN = TopicPlan(
 READ_MAX = 500
 INGRESSES_MAX = 8  # per cluster, including ended ones
 VERIFIED_WITHIN_S = 300.0
-ASSIGNED = re.compile(r"assigned the control partitions \[([\d, ]*)\]")
+SILENT_S = 3.0  # standbys write a heartbeat every second
 
 
 @dataclass(slots=True)
@@ -130,7 +131,7 @@ class Cluster:
         first = free_ports(INGRESSES_MAX)
         self._ports = iter(range(first, first + INGRESSES_MAX))
         self._journals: dict[int, _Journal] = {}
-        self._routers: dict[str, int] = {}  # output length of each router when the set of routers last changed
+        self._routers: set[str] = set()
         self._exit = contextlib.AsyncExitStack()
         self._log: KafkaLog
         self._directory: Directory
@@ -153,8 +154,7 @@ class Cluster:
     def router(self, name: str, *options: str) -> None:
         """Start a router."""
         self._service("router", name, "--router-id", name, *options)
-        self._routers[name] = 0
-        self._members_change(name)
+        self._routers.add(name)
 
     def worker(self, name: str, *options: str, on: Host | None = None) -> None:
         """Start a worker, by default a mock one, on this host or on `on`."""
@@ -176,7 +176,6 @@ class Cluster:
     def kill(self, name: str, *, alone: bool = False) -> int:
         """Kill a process with SIGKILL, with its children unless `alone`; return the wall clock in microseconds."""
         self.processes.check()
-        self._members_change(name)
         at_us = self.processes.kill(name, alone=alone)
         self._forget(name)
         return at_us
@@ -184,16 +183,13 @@ class Cluster:
     def pause(self, name: str) -> None:
         """Pause a process (SIGSTOP)."""
         self.processes.pause(name)
-        self._members_change(name)
 
     def resume(self, name: str) -> None:
         """Resume a paused process (SIGCONT)."""
         self.processes.resume(name)
-        self._members_change(name)
 
     async def stop(self, name: str, *, within_s: float = STOP_S) -> None:
         """Stop a service gracefully. Raises ProcessError."""
-        self._members_change(name)
         await self.processes.stop(name, within_s=within_s)
         self._forget(name)
 
@@ -290,33 +286,36 @@ class Cluster:
         async def admitted() -> bool:
             return len(await self.members(group)) == workers
 
-        await self.until_balanced()
+        await self.until_owned()
         await self.processes.until(f"{workers} workers are members", admitted)
         async with httpx.AsyncClient() as client:
             for name, url in self.urls.items():
                 await self.processes.until(f"{name} is ready", functools.partial(_ready, client, url))
 
-    async def until_balanced(self) -> None:
-        """Wait until the running routers share the control partitions and each placed group has its assigned owner.
+    async def until_owned(self) -> None:
+        """Wait until one of the running routers owns each placed group, and the other routers follow it.
 
         Raises ProcessError.
         """
+        groups = self._directory.groups.partitions
+        heartbeats = {group: RouterHeartbeats(self._log, group) for group in groups}
+        following = [asyncio.create_task(beats.follow(groups[name])) for name, beats in heartbeats.items()]
 
-        async def balanced() -> bool:
-            shares = {name: self._assigned(name) for name in self._routers if not self.processes[name].paused}
-            held = sorted(partition for share in shares.values() for partition in share or ())
-            if None in shares.values() or held != list(range(self._plan.groups)):
-                return False
-            for group, partition in self._directory.groups.partitions.items():
-                owners = await self.ownerships(group)
-                if not owners or partition not in (shares.get(owners[-1].router) or ()):
-                    return False
-                claim = f"owns {group} since offset {owners[-1].epoch}\n"
-                if claim not in self.processes[owners[-1].router].output():
+        async def owned() -> bool:
+            running = {name for name in self._routers if not self.processes[name].paused}
+            for beats in heartbeats.values():
+                owner = beats.owner.router_id if beats.owner is not None and beats.has_owner else None
+                others = {beat.router_id for beat in beats.standbys(SILENT_S)}
+                if owner not in running or not running <= {owner, *others}:
                     return False
             return True
 
-        await self.processes.until("the routers share the control partitions", balanced)
+        try:
+            await self.processes.until("a router owns each group, and the others follow it", owned)
+        finally:
+            for task in following:
+                task.cancel()
+            await asyncio.gather(*following, return_exceptions=True)
 
     async def _replay(self, command: str, group: str, *arguments: str) -> dict[str, Any]:
         """Return the JSON report of a replay command on a group. Raises ProcessError."""
@@ -332,19 +331,9 @@ class Cluster:
         command = [FOREBAY, kind, *shared, *options]
         self.processes.start(name, command if on is None else on.command(*command))
 
-    def _members_change(self, name: str) -> None:
-        """Ignore earlier assignments in the routers' output, because the set of routers changed."""
-        if name in self._routers:
-            self._routers = {router: len(self.processes[router].output()) for router in self._routers}
-
     def _forget(self, name: str) -> None:
-        self._routers.pop(name, None)
+        self._routers.discard(name)
         self.urls.pop(name, None)
-
-    def _assigned(self, router: str) -> set[int] | None:
-        """Return the last assignment of a router since the set of routers changed, or None before it."""
-        assignments = ASSIGNED.findall(self.processes[router].output()[self._routers[router] :])
-        return {int(number) for number in assignments[-1].split(",") if number.strip()} if assignments else None
 
     async def _events(self, topic: Topic, partition: int) -> list[tuple[int, Any]]:
         found: list[tuple[int, Any]] = []

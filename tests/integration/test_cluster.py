@@ -108,7 +108,7 @@ async def test_a_paused_owner_is_fenced_when_it_resumes(
         cluster.pause(sleeper)
         after = await cluster.taken_over(sleeper, within_s=PATIENCE_S)
         cluster.resume(sleeper)
-        await cluster.until_balanced()
+        await cluster.until_owned()
     owners = await cluster.ownerships()
     paused = next(one for one in reversed(owners) if one.epoch < after.epoch)
     report(f"paused: {paused.router} wrote {paused.stale} stale records; owners: {[one.router for one in owners]}")

@@ -93,7 +93,7 @@ async def test_changes_through_one_ingress_apply_to_requests_of_another(cluster:
 
 async def test_rules_survive_a_takeover_and_the_file_is_written_once(cluster: Cluster) -> None:
     cluster.router("r2", "--pool-routing", os.fspath(cluster.processes.folder / "rules.toml"))
-    await cluster.until_balanced()
+    await cluster.until_owned()
     before = await cluster.owner()
     assert before is not None
     await cluster.stop(before)
@@ -115,7 +115,7 @@ async def test_a_policy_survives_a_takeover(cluster: Cluster) -> None:
     before = await cluster.owner()
     assert before is not None
     cluster.router("r3", "--pool-routing", os.fspath(cluster.processes.folder / "rules.toml"))
-    await cluster.until_balanced()
+    await cluster.until_owned()
     await cluster.stop(before)
     assert await complete(cluster, SHORT) == "short"
     routed = [event for event in await cluster.events(DECISIONS) if isinstance(event, RequestRouted)]

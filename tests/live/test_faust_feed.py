@@ -22,6 +22,7 @@ class Scene:
     def __init__(self, log: SqliteLog) -> None:
         self.log = log
         self.feed = Feed()
+        self.feed.assign({0})
         self.faust_log = FaustLog(log, self.feed, [FED])
         self.taken: list[int] = []
 

@@ -1,17 +1,13 @@
-"""A router owns its assigned partitions and follows the others.
+"""A router owns a group that it claimed last, follows the other groups, and claims those whose owners are silent."""
 
-It owns a lost group again when it is reassigned, or if the group has no owner.
-"""
-
+import asyncio
 from collections.abc import Sequence
-
-import pytest
 
 from forebay.events.codec import decode
 from forebay.events.heartbeats import RouterHeartbeat
 from forebay.events.topics import DECISIONS, HEARTBEATS
 from forebay.live.owner.owner import Owner
-from forebay.transport.base import Draft, LogError, Record
+from forebay.transport.base import Draft, Log, LogError, Record
 from forebay.transport.sqlite.log import SqliteLog
 from tests.live.routings import routing
 from tests.live.shared import SharedLog, proven
@@ -44,6 +40,24 @@ class FailingLog(SharedLog):
             raise LogError("the broker is away")
 
 
+class PausedLog(SharedLog):
+    """A log whose appends wait while it is paused, as those of a paused process do."""
+
+    def __init__(self, log: Log) -> None:
+        super().__init__(log, self._wait)
+        self._running = asyncio.Event()
+        self._running.set()
+
+    def pause(self) -> None:
+        self._running.clear()
+
+    def resume(self) -> None:
+        self._running.set()
+
+    async def _wait(self, _: Draft | None) -> None:
+        await self._running.wait()
+
+
 async def test_a_group_moves_with_its_assignment_and_the_next_owner_starts_warm(log: SqliteLog) -> None:
     async with System(log).started(workers=2) as system, routing(system, "a") as a, routing(system, "b") as b:
         a.assign({0})
@@ -55,27 +69,75 @@ async def test_a_group_moves_with_its_assignment_and_the_next_owner_starts_warm(
         await until(lambda: 0 in b.owners and 0 not in a.owners)
         system.send(submitted("second", PREFIX))
         await until_ended(system, "second")
-    assert (await proven(log)).claims == 2
+        assert (await proven(log)).claims == 2
 
 
-async def test_a_lost_group_is_not_owned_again_until_it_is_reassigned(log: SqliteLog) -> None:
+async def test_a_standby_without_an_assignment_takes_over_from_a_silent_owner(log: SqliteLog) -> None:
+    paused = PausedLog(log)
+    async with (
+        System(log).started(workers=1) as system,
+        routing(system, "a", paused) as silent,
+        routing(system, "b") as standby,
+    ):
+        silent.assign({0})
+        await until(lambda: 0 in silent.owners and len(silent.owners[0].world.fleet) == 1)
+        await until(lambda: owners(log) and standbys(log))
+        paused.pause()
+        await until(lambda: 0 in standby.owners)
+        system.send(submitted("meanwhile", PREFIX))
+        await until_ended(system, "meanwhile")
+        paused.resume()
+        await until(lambda: 0 not in silent.owners)
+        system.send(submitted("afterwards", PREFIX))
+        await until_ended(system, "afterwards")
+        silent.assign({0})  # the consumer group prefers the fenced router, but the other one owns the group
+        beats = len(owners(log))
+        await until(lambda: len(owners(log)) > beats + 2)
+        assert 0 in standby.owners
+        assert (await proven(log)).claims == 2
+
+
+async def test_one_router_owns_the_group_while_others_claim_join_and_leave(log: SqliteLog) -> None:
+    """The consumer group assigns `a`, `b` claims, `c` joins and is assigned, and `a` comes back."""
+    paused = PausedLog(log)
+    async with (
+        System(log).started(workers=1) as system,
+        routing(system, "a", paused) as a,
+        routing(system, "b") as b,
+        routing(system, "c") as c,
+    ):
+        a.assign({0})
+        await until(lambda: 0 in a.owners and len(a.owners[0].world.fleet) == 1)
+        await until(lambda: owners(log) and standbys(log))
+        c.assign(set())
+        paused.pause()
+        await until(lambda: 0 in b.owners or 0 in c.owners)
+        first, other = (b, c) if 0 in b.owners else (c, b)
+        first.assign(set())
+        other.assign({0})
+        await until(lambda: 0 in other.owners and 0 not in first.owners)
+        paused.resume()
+        await until(lambda: 0 not in a.owners)
+        system.send(submitted("one", PREFIX))
+        await until_ended(system, "one")
+        assert [0 in router.owners for router in (a, first, other)] == [False, False, True]
+        assert (await proven(log)).claims == 3
+
+
+async def test_an_owner_keeps_its_group_if_the_assigned_router_does_not_follow_it(log: SqliteLog) -> None:
     async with System(log).started(workers=1) as system, routing(system, "a") as router:
         router.assign({0})
         await until(lambda: 0 in router.owners and len(router.owners[0].world.fleet) == 1)
-        async with system.owned(heartbeats=True):
-            await until(lambda: 0 not in router.owners)
-            system.send(submitted("meanwhile", PREFIX))
-            await until_ended(system, "meanwhile")
-            assert 0 not in router.owners
-        router.assign({0})
-        await until(lambda: 0 in router.owners)
-        system.send(submitted("again", PREFIX))
-        await until_ended(system, "again")
-    assert (await proven(log)).claims == 3
+        router.assign(set())
+        beats = len(owners(log))
+        await until(lambda: len(owners(log)) > beats + 2)
+        system.send(submitted("one", PREFIX))
+        await until_ended(system, "one")
+        assert 0 in router.owners
+        assert (await proven(log)).claims == 1
 
 
-async def test_a_lost_group_without_an_owner_is_owned_again(log: SqliteLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forebay.live.router.router.OWNERLESS_S", 0.2)
+async def test_a_group_whose_new_owner_dies_after_its_claim_is_owned_again(log: SqliteLog) -> None:
     async with System(log).started(workers=1) as system, routing(system, "a") as router:
         router.assign({0})
         await until(lambda: 0 in router.owners and len(router.owners[0].world.fleet) == 1)
@@ -84,23 +146,7 @@ async def test_a_lost_group_without_an_owner_is_owned_again(log: SqliteLog, monk
         await until(lambda: router.owners.get(0) not in (None, first))
         system.send(submitted("again", PREFIX))
         await until_ended(system, "again")
-    assert (await proven(log)).claims == 3
-
-
-async def test_an_assignment_before_the_loss_is_noticed_takes_effect(log: SqliteLog) -> None:
-    async with System(log).started(workers=1) as system, routing(system, "a") as router:
-        router.assign({0})
-        await until(lambda: 0 in router.owners and len(router.owners[0].world.fleet) == 1)
-        first = router.owners[0]
-        other = Owner(log, system.leases, settings())
-        await other.start()
-        router.assign(set())
-        router.assign({0})
-        await until(lambda: router.owners.get(0) not in (None, first))
-        other.drop()
-        system.send(submitted("again", PREFIX))
-        await until_ended(system, "again")
-    assert (await proven(log)).claims == 3
+        assert (await proven(log)).claims == 3
 
 
 async def test_an_owner_recovers_from_a_log_error_without_a_new_assignment(log: SqliteLog) -> None:
@@ -114,7 +160,7 @@ async def test_an_owner_recovers_from_a_log_error_without_a_new_assignment(log: 
         failing.is_away = False
         await until_ended(system, "first")
         assert 0 in router.owners
-    assert (await proven(log)).claims == 2
+        assert (await proven(log)).claims == 2
 
 
 async def test_a_standby_follows_again_after_a_log_error(log: SqliteLog) -> None:
@@ -134,7 +180,16 @@ async def test_a_standby_follows_again_after_a_log_error(log: SqliteLog) -> None
         assert router.owners == {}
 
 
+def owners(log: SqliteLog) -> list[RouterHeartbeat]:
+    """Return the heartbeats of owners."""
+    return of_role(log, "owner")
+
+
 def standbys(log: SqliteLog) -> list[RouterHeartbeat]:
     """Return the heartbeats of standbys."""
+    return of_role(log, "standby")
+
+
+def of_role(log: SqliteLog, role: str) -> list[RouterHeartbeat]:
     found = [decode(HEARTBEATS, record.value) for record in log.records(HEARTBEATS.name, 0, 0, 10_000)]
-    return [beat for beat in found if beat.role == "standby"]
+    return [beat for beat in found if beat.role == role]

@@ -23,6 +23,8 @@ class RouterHeartbeat(Event, tag="router.heartbeat", frozen=True, kw_only=True):
         ready_decode: ready decode workers in the owner's fleet; 0 from a standby.
         at_us: the router's wall clock in microseconds.
         policies: custom policies that the owner may run.
+        preferred: whether the consumer group assigned the partition to this standby, so that it claims before others.
+        released: whether the owner has sealed its journal and decides no more, so that a standby may claim at once.
     """
 
     group: Name
@@ -35,6 +37,8 @@ class RouterHeartbeat(Event, tag="router.heartbeat", frozen=True, kw_only=True):
     ready_decode: Count = 0
     at_us: int = 0
     policies: tuple[str, ...] = ()
+    preferred: bool = False
+    released: bool = False
 
 
 HeartbeatEvent = RouterHeartbeat

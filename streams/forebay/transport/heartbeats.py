@@ -29,6 +29,7 @@ class RouterHeartbeats:
 
     Attributes:
         owner: Newest heartbeat of the owner with the highest owner epoch. None before an owner's first heartbeat.
+        changed: Set after each heartbeat of the group. A reader clears it.
         undecodable: Number of records that do not decode as heartbeats.
     """
 
@@ -36,6 +37,9 @@ class RouterHeartbeats:
         self.group = group
         self.owner: RouterHeartbeat | None = None
         self.undecodable = 0
+        self.changed = asyncio.Event()
+        self._position = 0
+        self._reaching = asyncio.Condition()
         self._log = log
         self._clock_s = clock_s
         self._owner_arrived_s = 0.0
@@ -52,9 +56,9 @@ class RouterHeartbeats:
         age_s = self.owner_age_s
         return age_s is not None and age_s < OWNER_SILENT_S
 
-    def standbys(self) -> list[RouterHeartbeat]:
-        """Return the newest heartbeat of each standby not older than `STANDBY_SILENT_S`, ordered by router id."""
-        since_s = self._clock_s() - STANDBY_SILENT_S
+    def standbys(self, within_s: float = STANDBY_SILENT_S) -> list[RouterHeartbeat]:
+        """Return the newest heartbeat of each standby not older than `within_s`, ordered by router id."""
+        since_s = self._clock_s() - within_s
         return [beat for _, (at_s, beat) in sorted(self._standbys.items()) if at_s >= since_s]
 
     async def follow(self, partition: int) -> None:
@@ -71,9 +75,17 @@ class RouterHeartbeats:
                 while records := tail.take(READ_MAX):
                     for record in records:
                         self._apply(record)
+                        self._position = record.offset + 1
+                    async with self._reaching:
+                        self._reaching.notify_all()
                 await wake.wait()
         finally:
             tail.close()
+
+    async def reach(self, offset: int) -> None:
+        """Wait until `follow` has read all heartbeats before `offset`."""
+        async with self._reaching:
+            await self._reaching.wait_for(lambda: self._position >= offset)
 
     def _apply(self, record: Record) -> None:
         try:
@@ -86,6 +98,7 @@ class RouterHeartbeats:
             return
         if beat.group != self.group:
             return
+        self.changed.set()
         if beat.role == "owner":
             self._standbys.pop(beat.router_id, None)
             if self.owner is None or beat.owner_epoch >= self.owner.owner_epoch:

@@ -21,7 +21,7 @@ from forebay.cli.common.shutdown import STOP_S
 from forebay.cli.policies.allowed import allowed_policies
 from forebay.cli.policies.router_options import router_config_of
 from forebay.cli.processes.options import pool_routing_by_model
-from forebay.cli.processes.router_process import start_router
+from forebay.cli.processes.router_process import start_router, subscribe
 from forebay.live.router.faust_app import Assignments, RouterApp
 from forebay.live.router.faust_feed import Feed
 from forebay.live.router.router import RouterSettings
@@ -62,8 +62,8 @@ async def route() -> None:
         routing=routing,
     )
     async with connected(cluster, registry) as log:
-        router = await start_router(cluster, log, feed, settings, registry, lambda: app.is_member)
-        assignments.subscribe(router.assign)
+        router = await start_router(cluster, log, feed, settings, registry)
+        subscribe(assignments, feed, router)
         running = asyncio.create_task(router.run())
         try:
             await asyncio.shield(running)

@@ -1,6 +1,6 @@
 """The process of `forebay router`: a Faust app and a router on one event loop."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from prometheus_client import CollectorRegistry
 
@@ -51,8 +51,8 @@ async def serve(
     feed = Feed()
     app = RouterApp(cluster.kafka, feed, assignments.publish)
     async with connected(cluster, registry) as log:
-        router = await start_router(cluster, log, feed, settings, registry, lambda: app.is_member)
-        assignments.subscribe(router.assign)
+        router = await start_router(cluster, log, feed, settings, registry)
+        subscribe(assignments, feed, router)
         app.finalize()
         await app.start()
         announce(f"forebay: router {router_id} is a member of {app.conf.id}")
@@ -78,7 +78,6 @@ async def start_router(
     feed: Feed,
     settings: RouterSettings,
     registry: CollectorRegistry,
-    is_member: Callable[[], bool],
 ) -> Router:
     """Start a router that reads its state topics from `feed`. Return it once it knows the partition of each group."""
     log = FaustLog(kafka_log, feed, [topic.name for topic in STATE_TOPICS])
@@ -90,4 +89,14 @@ async def start_router(
 
     leases = leases_at(cluster.redis_url, cluster.kafka.namespace)
     ingress_leases = leases_at(cluster.redis_url, cluster.kafka.namespace, "ingress")
-    return Router(log, leases, directory, settings, registry, on_owned, is_member, ingress_leases)
+    return Router(log, leases, directory, settings, registry, on_owned, ingress_leases)
+
+
+def subscribe(assignments: Assignments, feed: Feed, router: Router) -> None:
+    """Pass the assignments of Faust to the feed and to the router."""
+
+    def assign(partitions: set[int]) -> None:
+        feed.assign(partitions)
+        router.assign(partitions)
+
+    assignments.subscribe(assign)

@@ -173,8 +173,7 @@ class Owner:
         try:
             while not self._stopping:
                 await self.turn()
-                if self._heartbeats is not None:
-                    self._heartbeats.beat_as_owner(self.world, self.journal.end)
+                self._beat()
                 if polling.done():
                     await polling
                 if self._any_ready():
@@ -196,6 +195,8 @@ class Owner:
         """Call `turn` once more and take a snapshot, so that the next owner starts without replaying the journal."""
         await self.turn()
         await self.take_snapshot()
+        if self._heartbeats is not None:
+            await self._heartbeats.release(self.world, self.journal.end)
         self.drop()
 
     def drop(self) -> None:
@@ -229,6 +230,10 @@ class Owner:
         if letters:
             self._send(letters)
         self.snapshots.work(self.world)
+
+    def _beat(self) -> None:
+        if self._heartbeats is not None:
+            self._heartbeats.beat_as_owner(self.world, self.journal.end)
 
     async def take_snapshot(self) -> None:
         """Take a snapshot of the current state, and wait until it is complete. Must not be called during `run`."""
@@ -408,6 +413,7 @@ class Owner:
         ends = {topic.name: await self._log.end(topic.name, partition) for topic in topics}
         while behind := [topic for topic, end in ends.items() if view.get(topic, 0) < end]:
             await self.turn(topics)
+            self._beat()
             if any(view.get(topic, 0) < ends[topic] for topic in behind) and not self._any_ready(topics):
                 try:
                     async with asyncio.timeout(CAUGHT_UP_S):

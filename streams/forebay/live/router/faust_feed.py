@@ -4,6 +4,9 @@ Faust decides where its consumer begins: at the committed offsets of the consume
 when its first fetch is sent. A tail therefore reads earlier records from the log itself, and takes records from Faust
 once both meet. If Faust skips records or delivers none, the tail notices that the end of the partition has moved, and
 reads the missing records from the log.
+
+A claim may make a router the owner of a group whose partition Faust assigned to another router, or to none. The tails
+of such a partition follow the log, until Faust delivers its first record after an assignment.
 """
 
 import asyncio
@@ -21,7 +24,10 @@ STILL_S = 0.5  # a tail that got no record for this long reads the end of its pa
 
 
 class FedTail:
-    """Tail of one partition, which reads the log while it is behind and takes records from Faust once it caught up."""
+    """Tail of one partition, which takes records from Faust while the partition is assigned to this router.
+
+    It reads the log while it is behind Faust, and follows the log while Faust does not deliver the partition.
+    """
 
     def __init__(self, feed: "Feed", log: Log, topic: str, partition: int, offset: int, wake: Wake) -> None:
         self.position = offset
@@ -33,11 +39,17 @@ class FedTail:
         self._known_end = offset
         self._failure: LogError | None = None
         self._filling: asyncio.Task[None] | None = None
-        self._fill()
+        self._following: Tail | None = None  # tail of the log while Faust does not deliver the partition
+        if feed.is_assigned(partition):
+            self._fill()
+        else:
+            self.follow_log()
         self._watching = asyncio.create_task(self._watch(), name=f"watch {topic}/{partition}")
 
     def __len__(self) -> int:
-        return len(self._buffer) or (self._failure is not None)
+        if self._buffer or self._failure is not None:
+            return len(self._buffer) or 1
+        return 0 if self._following is None else len(self._following)
 
     def take(self, limit: int) -> list[Record]:
         """Return up to `limit` next records without waiting. Raises LogError if reading the log failed."""
@@ -45,6 +57,10 @@ class FedTail:
             raise self._failure
         buffer = self._buffer
         taken = [buffer.popleft() for _ in range(min(limit, len(buffer)))]
+        if self._following is not None:
+            followed = self._following.take(limit - len(taken))
+            self.position += len(followed)
+            return taken + followed
         if not buffer and self.position < self._known_end:
             self._fill()
         return taken
@@ -55,9 +71,19 @@ class FedTail:
         self._watching.cancel()
         if self._filling is not None:
             self._filling.cancel()
+        if self._following is not None:
+            self._following.close()
+
+    def follow_log(self) -> None:
+        """Follow the log from here on, because Faust does not deliver the partition."""
+        if self._following is None and self._filling is None and self._failure is None:
+            topic, partition = self._place
+            self._following = self._log.tail(topic, partition, self.position, self._wake)
 
     def push(self, record: Record) -> None:
         """Buffer a record from Faust if it is the next record of this tail. Otherwise read the log up to it."""
+        if self._is_followed(record.offset):
+            return
         if record.offset == self.position and self._filling is None and len(self._buffer) < BUFFER_RECORDS_MAX:
             self._known_end = max(self._known_end, record.offset + 1)
             self._buffer.append(record)
@@ -68,9 +94,21 @@ class FedTail:
 
     def announce(self, offset: int) -> None:
         """Note that a record exists at `offset`, and read the log up to this record."""
+        if self._is_followed(offset):
+            return
         self._known_end = max(self._known_end, offset + 1)
         if self.position < self._known_end and len(self._buffer) < BUFFER_RECORDS_MAX:
             self._fill()
+
+    def _is_followed(self, offset: int) -> bool:
+        """Return whether the log delivers the record at `offset` itself; otherwise Faust delivers from here on."""
+        if self._following is None:
+            return False
+        if offset < self.position or not self._feed.is_assigned(self._place[1]):
+            return True
+        self._following.close()
+        self._following = None
+        return False
 
     def _fill(self) -> None:
         if self._filling is None and self._failure is None:
@@ -81,7 +119,7 @@ class FedTail:
         before = -1
         while self._failure is None:
             await asyncio.sleep(STILL_S)
-            if self.position != before or self._filling is not None:
+            if self.position != before or self._filling is not None or self._following is not None:
                 before = self.position
                 continue
             try:
@@ -112,6 +150,8 @@ class FedTail:
             self._wake.set()
         finally:
             self._filling = None
+        if not self._feed.is_assigned(partition):
+            self.follow_log()
 
 
 class FaustLog:
@@ -154,6 +194,19 @@ class Feed:
 
     def __init__(self) -> None:
         self._tails: dict[tuple[str, int], list[FedTail]] = {}
+        self._assigned: frozenset[int] = frozenset()
+
+    def assign(self, partitions: Collection[int]) -> None:
+        """Note that Faust delivers exactly these control partitions from now on."""
+        self._assigned = frozenset(partitions)
+        for (_, partition), tails in self._tails.items():
+            if partition not in self._assigned:
+                for tail in tails:
+                    tail.follow_log()
+
+    def is_assigned(self, partition: int) -> bool:
+        """Return whether Faust delivers a control partition to this router."""
+        return partition in self._assigned
 
     def tail(self, log: Log, topic: str, partition: int, offset: int, wake: Wake) -> FedTail:
         """Return a tail that follows a partition of `log` from `offset`."""

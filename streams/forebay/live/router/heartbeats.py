@@ -1,6 +1,7 @@
 """Write the heartbeats of a router for one group, so that ingresses and operators see its owner and standbys."""
 
 import asyncio
+import contextlib
 from collections import Counter
 from collections.abc import Callable
 from typing import Literal
@@ -15,7 +16,7 @@ from forebay.events.topics import FLEET, HEARTBEATS
 from forebay.live.router.standby import Standby
 from forebay.transport.base import Draft, Log, LogError
 
-OWNER_EVERY_S = 0.5  # a quarter of the time without heartbeats after which an ingress rejects requests
+OWNER_EVERY_S = 0.25  # standbys claim after 0.8 s without heartbeats (`forebay.live.router.succession.SILENT_S`)
 STANDBY_EVERY_S = 1.0  # a standby counts for ten seconds after its heartbeat
 
 
@@ -33,6 +34,7 @@ class HeartbeatWriter:
         self._appending: asyncio.Task[None] | None = None
         self._due_s = 0.0
         self._fleet_read = -1
+        self._hurry = asyncio.Event()
 
     def due_in_s(self) -> float:
         """Return the seconds until the next heartbeat."""
@@ -51,14 +53,37 @@ class HeartbeatWriter:
             return
         self._fleet_read = fleet_read
         ready = Counter(worker.spec.role for worker in world.fleet.workers() if worker.phase is WorkerPhase.READY)
-        self._append("owner", world, position, OWNER_EVERY_S, ready)
+        self._append(self._draft("owner", world, position, ready), OWNER_EVERY_S)
 
-    async def beat_as_standby(self, standby: Standby, is_member: Callable[[], bool]) -> None:
-        """Append heartbeats of a standby until cancelled, as long as `is_member()` and `standby` has not failed."""
+    async def release(self, world: World, position: int) -> None:
+        """Append the last heartbeat of an owner that has sealed its journal, so that a standby claims at once."""
+        self.close()
+        with contextlib.suppress(LogError):  # the standbys also find the seal in the journal
+            await self._log.append([self._draft("owner", world, position, Counter(), released=True)])
+
+    async def beat_as_standby(self, standby: Standby, is_preferred: Callable[[], bool]) -> None:
+        """Append heartbeats of a standby until cancelled, unless `standby` has failed."""
         while True:
-            if is_member() and standby.failed is None and not self._is_appending():
-                self._append("standby", standby.world, standby.position, STANDBY_EVERY_S, Counter())
-            await asyncio.sleep(self.due_in_s() or STANDBY_EVERY_S)
+            self._hurry.clear()
+            if standby.failed is None and not self._is_appending():
+                draft = self._draft("standby", standby.world, standby.position, Counter(), preferred=is_preferred())
+                self._append(draft, STANDBY_EVERY_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self.due_in_s() or STANDBY_EVERY_S):
+                    await self._hurry.wait()
+
+    def hurry(self) -> None:
+        """Let `beat_as_standby` append a heartbeat now."""
+        self._hurry.set()
+
+    async def probe(self, standby: Standby, *, preferred: bool) -> int | None:
+        """Append a heartbeat of a standby and return its offset, or None if the log does not accept it."""
+        draft = self._draft("standby", standby.world, standby.position, Counter(), preferred=preferred)
+        try:
+            (offset,) = await self._log.append([draft])
+        except LogError:
+            return None
+        return offset
 
     def close(self) -> None:
         """Cancel the heartbeat that is not acknowledged yet."""
@@ -68,10 +93,16 @@ class HeartbeatWriter:
     def _is_appending(self) -> bool:
         return self._appending is not None and not self._appending.done()
 
-    def _append(
-        self, role: Literal["owner", "standby"], world: World, position: int, every_s: float, ready: Counter[Role]
-    ) -> None:
-        self._due_s = runtime.monotonic_s() + every_s
+    def _draft(
+        self,
+        role: Literal["owner", "standby"],
+        world: World,
+        position: int,
+        ready: Counter[Role],
+        *,
+        preferred: bool = False,
+        released: bool = False,
+    ) -> Draft:
         heartbeat = RouterHeartbeat(
             group=self._group,
             router_id=self._router_id,
@@ -83,8 +114,13 @@ class HeartbeatWriter:
             ready_decode=ready["decode"],
             at_us=runtime.wall_us(),
             policies=world.owner_policies,
+            preferred=preferred,
+            released=released,
         )
-        draft = Draft(HEARTBEATS.name, self._partition, encode(HEARTBEATS, heartbeat), self._router_id.encode())
+        return Draft(HEARTBEATS.name, self._partition, encode(HEARTBEATS, heartbeat), self._router_id.encode())
+
+    def _append(self, draft: Draft, every_s: float) -> None:
+        self._due_s = runtime.monotonic_s() + every_s
         self._appending = asyncio.create_task(self._appended(draft), name="heartbeat")
 
     async def _appended(self, draft: Draft) -> None:

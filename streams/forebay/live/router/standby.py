@@ -79,6 +79,8 @@ class Standby:
     Attributes:
         position: Journal offset up to which the replica has followed.
         failed: Reason why the replica can no longer follow the journal. None while it can.
+        caught_up: Set once `run` has followed the journal up to its end at the start of `run`.
+        released: Whether the owner has sealed the journal at a planned stop, so that a router may claim at once.
         followed: The world, and the decisions that were derived from events but have no journal record yet.
     """
 
@@ -98,6 +100,8 @@ class Standby:
         self._validity = Validity(-1)
         self.position = 0
         self.failed: str | None = None
+        self.caught_up = asyncio.Event()
+        self.released = False
         self.followed = Rederivation(World(custom))
         self._unconfirmed: deque[Unconfirmed] = deque(maxlen=UNCONFIRMED_MAX)
         self._bulk: deque[Bulk] = deque(maxlen=ACTIVE_REQUESTS_MAX)
@@ -150,6 +154,7 @@ class Standby:
             end = await self._log.end(DECISIONS.name, self._partition)
             await self.catch_up(end)
             assert self._order is not None
+            self.caught_up.set()
             tail = self._log.tail(DECISIONS.name, self._partition, self.position, self._wake)
             try:
                 while True:

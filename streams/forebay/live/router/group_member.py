@@ -1,0 +1,229 @@
+"""Serve one group in a router process: as a standby until this router should claim the group, then as its owner.
+
+Theory of operation. The newest valid claim owns the group, whatever the consumer group of routers assigns. A member
+follows the journal and the heartbeats of its group. It claims when `forebay.live.router.succession` finds that the
+owner is silent or has released the group, and only with a standby that has derived the journal up to its end. A claim
+by a router that could not continue would leave the group without an owner.
+
+An owner keeps its group when a rebalance assigns the partition to another router, until that router's standby has
+caught up. The owner then seals the journal, and the other router claims at once. If the log fails a read or an append,
+for example while a broker restarts, the member retries after a pause.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+
+from forebay import runtime
+from forebay.events.topics import DECISIONS
+from forebay.live.owner.journal import OwnershipLost
+from forebay.live.owner.owner import Owner
+from forebay.live.router.heartbeats import HeartbeatWriter
+from forebay.live.router.standby import RecoveryDiverged, Standby
+from forebay.live.router.succession import LIVE_S, Backoff, Succession
+from forebay.transport.base import Log, LogError, PolicyNotAllowed
+from forebay.transport.heartbeats import RouterHeartbeats
+from forebay.transport.history.reader import OtherRules
+
+logger = logging.getLogger(__name__)
+
+RETRY_MAX_S = 30.0  # pauses after a log failure double, because each claim adds a journal record
+HANDOVER_RECORDS = 10_000  # journal records that a standby follows within the time of a planned stop
+
+
+class GroupMember:
+    """Member of one group on one router.
+
+    Args:
+        log: The log.
+        group: Name of the group.
+        partition: Control partition of the group.
+        router_id: Name of the router.
+        new_owner: Returns an owner of the group that has not started.
+        new_standby: Returns a standby of the group.
+        on_owned: Called with the owner after it has started, and with None when its ownership has ended.
+        retry_s: Pause in seconds after a log failure. It doubles with each failure up to `RETRY_MAX_S`.
+
+    Attributes:
+        standby: The standby that follows the journal, None while this router owns the group.
+    """
+
+    def __init__(
+        self,
+        log: Log,
+        group: str,
+        partition: int,
+        router_id: str,
+        *,
+        new_owner: Callable[[], Owner],
+        new_standby: Callable[[], Standby],
+        on_owned: Callable[[Owner | None], None],
+        retry_s: float,
+    ) -> None:
+        self._log = log
+        self._group = group
+        self._partition = partition
+        self._router_id = router_id
+        self._new_owner = new_owner
+        self._new_standby = new_standby
+        self._on_owned = on_owned
+        self._retry_s = retry_s
+        self._heartbeats = RouterHeartbeats(log, group)
+        self._backoff = Backoff()
+        self._stopped = asyncio.Event()
+        self._changed = asyncio.Event()
+        self._is_assigned = False
+        self._was_reassigned = False  # since this router claimed the group
+        self._writer: HeartbeatWriter | None = None
+        self.standby: Standby | None = None
+
+    def assign(self, *, is_assigned: bool) -> None:
+        """Note whether the newest assignment of the consumer group has the partition of this group."""
+        self._is_assigned = is_assigned
+        self._was_reassigned = True
+        self._changed.set()
+        self._heartbeats.changed.set()
+        if self._writer is not None:
+            self._writer.hurry()
+
+    def stop(self) -> None:
+        """End `run`. An owner seals its journal first."""
+        self._stopped.set()
+        self._heartbeats.changed.set()
+
+    async def run(self) -> None:
+        """Stand by for the group and own it, until `stop`."""
+        pause_s = self._retry_s
+        standby: Standby | None = None
+        while not self._stopped.is_set():
+            following = asyncio.create_task(self._heartbeats.follow(self._partition), name="heartbeats")
+            try:
+                while not self._stopped.is_set():
+                    standby = standby or self._new_standby()
+                    if await self._until_due(standby, following):
+                        followed, standby = standby, None
+                        await self._own(followed, following)
+                    elif standby.failed is not None:
+                        standby = None
+                        await self._wait_for_change()
+                    pause_s = self._retry_s
+            except LogError as error:
+                standby = None
+                logger.warning("the log failed for the group %s, retrying in %g s: %s", self._group, pause_s, error)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(pause_s):
+                        await self._stopped.wait()
+                pause_s = min(2 * pause_s, RETRY_MAX_S)
+            finally:
+                await _cancel(following)
+
+    async def _until_due(self, standby: Standby, following: "asyncio.Task[None]") -> bool:
+        """Run the standby until this router should claim the group, or the standby fails, or the router stops.
+
+        Returns whether this router should claim the group, and the standby has followed the journal up to its end.
+        Raises LogError if the log fails.
+        """
+        writer = self._writer = HeartbeatWriter(self._log, self._partition, self._group, self._router_id)
+        succession = Succession(
+            standby,
+            self._heartbeats,
+            self._router_id,
+            lambda: self._is_assigned,
+            lambda: writer.probe(standby, preferred=self._is_preferred()),
+            self._backoff.delay_s,
+        )
+        self.standby = standby
+        beating = asyncio.create_task(writer.beat_as_standby(standby, self._is_preferred), name="standby heartbeats")
+        try:
+            while not self._stopped.is_set():
+                due = asyncio.create_task(succession.until_due(), name="succession")
+                running = asyncio.create_task(standby.run(), name="standby")
+                await _race(due, running, asyncio.create_task(_wait(self._stopped)), keep=(following,))
+                if due.cancelled():
+                    return False
+                epoch = standby.world.owner_epoch
+                await standby.catch_up(await self._log.end(DECISIONS.name, self._partition))
+                if standby.world.owner_epoch == epoch:  # otherwise another router claimed meanwhile
+                    return True
+            return False
+        except (RecoveryDiverged, OtherRules, PolicyNotAllowed) as error:
+            # The other groups continue. This group needs an operator or another router.
+            logger.error("this router cannot own the group %s: %s", self._group, error)  # noqa: TRY400
+            return False
+        finally:
+            self.standby = self._writer = None
+            writer.close()
+            await _cancel(beating)
+
+    def _is_preferred(self) -> bool:
+        return self._is_assigned and not self._backoff.delay_s
+
+    async def _own(self, standby: Standby, following: "asyncio.Task[None]") -> None:
+        """Own the group until another router claims it, or this router hands it over or stops.
+
+        Raises LogError if the log fails.
+        """
+        owner = self._new_owner()
+        self._was_reassigned = False
+        began_s = runtime.monotonic_s()
+        try:
+            await owner.start(standby)
+            self._on_owned(owner)
+            running = asyncio.create_task(owner.run(), name=f"owner of {self._partition}")
+            try:
+                await _race(asyncio.create_task(self._until_successor(owner)), keep=(following, running))
+                await owner.stop()
+                await running
+                await owner.close()
+            finally:
+                await _cancel(running)
+            self._backoff.clear()
+        except OwnershipLost as error:
+            logger.warning("no longer the owner of %s: %s", self._group, error)
+            self._backoff.lost(runtime.monotonic_s() - began_s)
+        except (RecoveryDiverged, OtherRules, PolicyNotAllowed) as error:
+            logger.error("this router cannot own the group %s: %s", self._group, error)  # noqa: TRY400
+            self._backoff.lost(0.0)
+        finally:
+            owner.drop()
+            self._on_owned(None)
+
+    async def _until_successor(self, owner: Owner) -> None:
+        """Wait until the router stops, or a rebalance assigned the partition to a router with a current standby."""
+        heartbeats = self._heartbeats
+        while not self._stopped.is_set():
+            heartbeats.changed.clear()
+            if self._was_reassigned and not self._is_assigned:
+                for beat in heartbeats.standbys(LIVE_S):
+                    is_near = owner.journal.end - beat.position <= HANDOVER_RECORDS
+                    if beat.preferred and beat.router_id != self._router_id and is_near:
+                        logger.info("hand over the group %s to the router %s", self._group, beat.router_id)
+                        return
+            await heartbeats.changed.wait()
+
+    async def _wait_for_change(self) -> None:
+        """Wait until the assignment changes, or the router stops."""
+        self._changed.clear()
+        await _race(asyncio.create_task(_wait(self._changed)), asyncio.create_task(_wait(self._stopped)))
+
+
+async def _race(*tasks: "asyncio.Task[None]", keep: "Sequence[asyncio.Task[None]]" = ()) -> None:
+    """Wait until a task ends, and cancel the others except those in `keep`. Raises the error of a task that failed."""
+    try:
+        await asyncio.wait((*tasks, *keep), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        await _cancel(*tasks)
+    for task in (*tasks, *keep):
+        if task.done() and not task.cancelled():
+            task.result()
+
+
+async def _cancel(*tasks: "asyncio.Task[None]") -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _wait(event: asyncio.Event) -> None:
+    await event.wait()

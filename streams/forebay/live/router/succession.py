@@ -1,0 +1,145 @@
+"""Decide when a standby claims its group.
+
+Theory of operation. The newest valid claim in the journal owns the group, so every router may claim at any time without
+doing harm. A claim costs a takeover, though. A standby therefore claims only if the owner has released the group, or if
+the owner's heartbeats have stopped.
+
+Missing heartbeats prove nothing while the broker is unreachable or this process is paused. A standby therefore appends
+a heartbeat of its own, and claims only if it reads this heartbeat within `PROBE_S`, and none of the owner before it.
+The assignment of the consumer group is a preference: the assigned router claims first, and the other standbys wait for
+`STAGGER_S` more each. A router that saw no owner yet waits for `START_S` unless it is assigned.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from forebay import runtime
+from forebay.live.router.standby import Standby
+from forebay.transport.heartbeats import RouterHeartbeats
+
+logger = logging.getLogger(__name__)
+
+SILENT_S = 0.8  # three missed heartbeats; a turn of a busy owner rarely takes a tenth of this
+STAGGER_S = 0.3  # a claim and its first heartbeat are usually read within this time
+START_S = 5.0  # joining the consumer group takes about 3 s
+PROBE_S = 0.5  # a heartbeat is usually appended and read within 30 ms
+CHECK_S = 0.25  # maximum time until a released journal is noticed without its heartbeat
+LIVE_S = 2.5  # standbys write a heartbeat every second
+BACKOFF_S, BACKOFF_MAX_S = 1.0, 60.0
+STEADY_S = 60.0  # an owner that lost the group after this time starts with the shortest backoff again
+
+
+class Backoff:
+    """Time by which a router that lost a group delays its next claim. It doubles with each loss, and is jittered."""
+
+    def __init__(self) -> None:
+        self._base_s = 0.0
+        self.delay_s = 0.0
+
+    def lost(self, owned_s: float) -> None:
+        """Count a loss of the group after `owned_s` seconds of ownership."""
+        again = self._base_s > 0.0 and owned_s < STEADY_S
+        self._base_s = min(2 * self._base_s, BACKOFF_MAX_S) if again else BACKOFF_S
+        self.delay_s = self._base_s * (1 + runtime.random_int(4) / (1 << 32))
+
+    def clear(self) -> None:
+        """Forget the losses, because this router released the group by itself."""
+        self._base_s = self.delay_s = 0.0
+
+
+class Succession:
+    """Watch of one standby over its owner. `until_due` returns when the standby should claim the group.
+
+    Args:
+        standby: Running standby of the group.
+        heartbeats: Heartbeats of the group, which another task follows.
+        router_id: Name of this router in its heartbeats.
+        is_assigned: Returns whether the consumer group assigned the group's partition to this router.
+        probe: Appends a heartbeat of this standby, and returns the offset of the heartbeat or None if that failed.
+        backoff_s: Additional silence in seconds before this router claims, see `Backoff`.
+    """
+
+    def __init__(
+        self,
+        standby: Standby,
+        heartbeats: RouterHeartbeats,
+        router_id: str,
+        is_assigned: Callable[[], bool],
+        probe: Callable[[], Awaitable[int | None]],
+        backoff_s: float,
+    ) -> None:
+        self._standby = standby
+        self._heartbeats = heartbeats
+        self._router_id = router_id
+        self._is_assigned = is_assigned
+        self._probe = probe
+        self._backoff_s = backoff_s
+        self._epoch = -1
+        self._since_s = runtime.monotonic_s()
+        self._saw_owner = False
+
+    async def until_due(self) -> None:
+        """Wait until this router should claim the group."""
+        await self._standby.caught_up.wait()
+        self._since_s = runtime.monotonic_s()
+        self._epoch = self._standby.world.owner_epoch
+        while True:
+            self._heartbeats.changed.clear()
+            left_s = self._due_after_s() - self._silent_s()
+            if left_s > 0:
+                try:
+                    async with asyncio.timeout(min(left_s, CHECK_S)):
+                        await self._heartbeats.changed.wait()
+                except TimeoutError:
+                    pass
+            elif await self._is_confirmed():
+                return
+
+    def _silent_s(self) -> float:
+        """Return the seconds since the owner's newest heartbeat, since its claim, or since the watch began."""
+        epoch = self._standby.world.owner_epoch
+        if epoch != self._epoch:
+            self._epoch, self._since_s = epoch, runtime.monotonic_s()
+        silent_s = runtime.monotonic_s() - self._since_s
+        owner, age_s = self._heartbeats.owner, self._heartbeats.owner_age_s
+        if owner is None or age_s is None or owner.owner_epoch < epoch:
+            return silent_s
+        self._saw_owner = True
+        return min(silent_s, age_s)
+
+    def _due_after_s(self) -> float:
+        """Return the silence in seconds after which this router claims."""
+        is_assigned = self._is_assigned()
+        place = (not (is_assigned and not self._backoff_s), self._router_id)
+        others = [beat for beat in self._heartbeats.standbys(LIVE_S) if beat.router_id != self._router_id]
+        before = sum((not other.preferred, other.router_id) < place for other in others)
+        if self._is_released():
+            silent_s = 0.0 if self._saw_owner or is_assigned else START_S
+        elif self._saw_owner or is_assigned:
+            silent_s = SILENT_S if self._epoch >= 0 else 0.0
+        else:
+            silent_s = START_S
+        return silent_s + before * STAGGER_S + self._backoff_s
+
+    def _is_released(self) -> bool:
+        owner = self._heartbeats.owner
+        # The standby may not have read the claim of this owner yet.
+        return self._standby.released or (owner is not None and owner.released and owner.owner_epoch >= self._epoch)
+
+    async def _is_confirmed(self) -> bool:
+        """Return whether the group is silent although heartbeats arrive, or is released or new."""
+        if self._epoch < 0 or self._is_released():
+            return True
+        sent_s = runtime.monotonic_s()
+        try:
+            async with asyncio.timeout(PROBE_S):
+                offset = await self._probe()
+                if offset is not None:
+                    await self._heartbeats.reach(offset + 1)
+        except TimeoutError:
+            offset = None
+        if offset is None or runtime.monotonic_s() - sent_s > PROBE_S:
+            self._since_s = runtime.monotonic_s()
+            return False
+        return self._silent_s() >= self._due_after_s()
