@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from types import UnionType
 from typing import Any
 
 from forebay.core.block_hashes import sequence_hashes
@@ -145,13 +146,13 @@ class System:
         """Cancel a request."""
         self.send(RequestCancelled(request_id=name))
 
-    def events(self, topic: Topic, kind: type | None = None, partition: int = 0) -> list[Any]:
+    def events(self, topic: Topic, kind: type | UnionType | None = None, partition: int = 0) -> list[Any]:
         """Return the events of a partition."""
         records = self.log.records(topic.name, partition, 0, READ_MAX)
         found = [decode(topic, record.value) for record in records]
         return [event for event in found if kind is None or isinstance(event, kind)]
 
-    def decisions(self, kind: type | None = None) -> list[Any]:
+    def decisions(self, kind: type | UnionType | None = None) -> list[Any]:
         """Return the decisions in the journal."""
         return self.events(DECISIONS, kind)
 

@@ -26,6 +26,7 @@ from forebay.events.decisions import (
     RequestHeld,
     RequestRejected,
     RequestRouted,
+    Sealed,
     SnapshotTaken,
 )
 from forebay.events.fleet import WorkerLost
@@ -380,6 +381,25 @@ def test_a_snapshot_record_belongs_to_the_state_sealed_before_it() -> None:
     assert follow(drive, [*records, sealed, late]).reason == "differs in seq"
     unsealed = msgspec.structs.replace(taken, seq=3)
     assert "does not match the seal" in follow(drive, [*records, unsealed]).reason
+
+
+def test_an_owner_that_stopped_applied_nothing_after_its_last_seal() -> None:
+    drive, _ = history_of_three()
+    seal = advance(drive.world)
+    drive("requests", request("r4", PROMPTS[1]))
+    records = [*drive.decided[:3], seal]
+    sealed = Sealed(
+        owner_epoch=0,
+        seq=4,
+        first_offset=0,
+        chunks=1,
+        digest=seal.digest,
+        journal_offset=5,
+        checksum="0" * 32,
+    )
+    assert follow(drive, [*records, sealed]) is None
+    late = msgspec.structs.replace(sealed, seq=5)
+    assert follow(drive, [*records, drive.decided[3], late]).reason == "differs in digest"
 
 
 def test_decisions_and_seals_may_stand_between_a_seal_and_its_snapshot() -> None:

@@ -219,6 +219,7 @@ class VirtualLog:
         self._followed: Counter[Place] = Counter()
         self._is_fetching = False
         self._following = Following(self._write_soon)
+        self._has_settled = asyncio.Event()
 
     @property
     def alive(self) -> bool:
@@ -238,6 +239,14 @@ class VirtualLog:
         """Append records without waiting, and `then` once they are durable."""
         self._require_open()
         self._following.append(drafts, then)
+
+    async def flush(self) -> None:
+        """Wait until the broker has acknowledged all records appended so far."""
+        self._require_open()
+        while self._following or any(lane.in_flight for lane in self._lanes.values()):
+            self._has_settled.clear()
+            await self._has_settled.wait()
+            self._require_open()
 
     def tail(self, topic: str, partition: int, offset: int, wake: Wake) -> VirtualTail:
         """Return a tail that follows a partition from `offset`."""
@@ -295,6 +304,7 @@ class VirtualLog:
         self._waiters.clear()
         for tail in self._tails:
             tail.wake.set()
+        self._has_settled.set()
         self._on_failure(error)
 
     def _require_open(self) -> None:
@@ -370,6 +380,7 @@ class VirtualLog:
                 self._waiters.pop(queued.waiter, None)
         if lane.waiting:
             self._send(lane)
+        self._has_settled.set()
 
     def _reject(self, reason: str) -> None:
         self.process.call_later(

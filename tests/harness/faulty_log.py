@@ -29,6 +29,10 @@ class FaultyLog:
         self._spend_append()
         self._log.append_soon(drafts, then)
 
+    async def flush(self) -> None:
+        self.require_alive()
+        await self._log.flush()
+
     def tail(self, topic: str, partition: int, offset: int, wake: Wake) -> Tail:
         """Return a tail of the underlying log, which fails after the crash."""
         self.require_alive()

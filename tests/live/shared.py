@@ -45,6 +45,10 @@ class SharedLog:
         self.appends += 1
         self.log.append_soon(drafts, then)
 
+    async def flush(self) -> None:
+        await asyncio.sleep(0)
+        await self.log.flush()
+
     def tail(self, topic: str, partition: int, offset: int, wake: Wake) -> Tail:
         return LateTail(self.log.tail(topic, partition, offset, wake), wake)
 

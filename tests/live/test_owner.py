@@ -12,7 +12,7 @@ from forebay.events.decisions import (
     RequestAborted,
     RequestRejected,
     RequestRouted,
-    SnapshotTaken,
+    SnapshotRecord,
 )
 from forebay.events.topics import DEAD_LETTERS, REQUESTS, work_topic
 from forebay.transport.base import Draft
@@ -178,7 +178,7 @@ async def test_repeated_kills_with_snapshots_between_lose_nothing(log: SqliteLog
             await until(lambda: all_ended(system, owner))
         await sending
         assert deaths > 1
-        assert len(system.decisions(SnapshotTaken)) > 2
+        assert len(system.decisions(SnapshotRecord)) > 2
         assert len(system.decisions(OwnerClaimed)) == 12
     await proven(log)
 

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from forebay import runtime
 from forebay.events.codec import decode, encode
-from forebay.events.decisions import RequestRouted, SnapshotTaken
+from forebay.events.decisions import RequestRouted, SnapshotRecord
 from forebay.events.snapshots import IndexCursor, SnapshotChunk
 from forebay.events.tokens import TokenChunk, TokensEmitted
 from forebay.events.topics import CONTROL, DECISIONS, FLEET, GROUPS, REQUESTS, SNAPSHOTS, TOKENS
@@ -25,8 +25,9 @@ from forebay.live.router.standby import Standby
 from forebay.replay.applied import applied
 from forebay.replay.verify.verify import VerifyReport, verify
 from forebay.transport.base import Draft
-from forebay.transport.history import reader as recorded
-from forebay.transport.history.reader import Validity, journal, newest_snapshot
+from forebay.transport.history import snapshots as recorded
+from forebay.transport.history.reader import Validity, journal
+from forebay.transport.history.snapshots import newest_snapshot
 from forebay.transport.history.start import oldest_state
 from forebay.transport.redis.leases import embedded_leases
 from forebay.transport.sqlite.log import SqliteLog
@@ -157,7 +158,7 @@ async def test_nothing_is_deleted_behind_a_snapshot_that_differs_from_its_seal(p
 
 
 async def test_nothing_is_deleted_behind_a_snapshot_that_the_journal_did_not_seal(path: Path) -> None:
-    """The chunks match the digest in `SnapshotTaken`, but the journal has another record in place of the seal."""
+    """The chunks match the digest in the journal, but the journal has another record in place of the seal."""
     async with owned(path) as (log, owner):
         with closing(sqlite3.connect(path)) as db, db:
             columns = "id, at_us, key, headers, value"
@@ -165,7 +166,7 @@ async def test_nothing_is_deleted_behind_a_snapshot_that_the_journal_did_not_sea
                 f'SELECT {columns} FROM decisions WHERE "partition" = 0'
             ).fetchall():
                 taken = decode(DECISIONS, value)
-                if isinstance(taken, SnapshotTaken):
+                if isinstance(taken, SnapshotRecord):
                     moved = msgspec.structs.replace(taken, journal_offset=taken.journal_offset + 1)
                     other = encode(DECISIONS, moved)
                     seal = checksum(DECISIONS.name, 0, offset, at_us, key, headers, other)

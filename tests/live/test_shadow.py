@@ -336,7 +336,7 @@ async def test_a_shadow_stops_at_a_journal_that_cannot_be_derived_again(log: Sql
 async def test_a_shadow_rejects_a_journal_of_other_rules(log: SqliteLog, monkeypatch: pytest.MonkeyPatch) -> None:
     async with System(log).started(workers=2) as system, system.owned() as owner:
         await serve(system, owner, "a")
-    monkeypatch.setattr("forebay.transport.history.reader.CORE_VERSION", CORE_VERSION + 1)
+    monkeypatch.setattr("forebay.transport.history.snapshots.CORE_VERSION", CORE_VERSION + 1)
     with pytest.raises(OtherRules):
         await shadow_of(log).start()
 

@@ -18,7 +18,7 @@ from forebay.live.owner.start_check import open_checked
 from forebay.live.router.standby import Standby
 from forebay.replay.verify.verify import VerifyReport, verify
 from forebay.transport.base import Draft, LogError, Record
-from forebay.transport.history.reader import load_snapshot, newest_snapshot
+from forebay.transport.history.snapshots import load_snapshot, newest_snapshot
 from forebay.transport.redis.leases import embedded_leases
 from forebay.transport.sqlite.log import LogUnusable, SqliteLog
 from forebay.transport.sqlite.schema import WriterLock

@@ -6,7 +6,7 @@ from contextlib import suppress
 import pytest
 
 from forebay.events.codec import encode
-from forebay.events.decisions import Advanced, OwnerClaimed, RequestRouted, SnapshotTaken
+from forebay.events.decisions import Advanced, OwnerClaimed, RequestRouted, SnapshotRecord
 from forebay.events.fleet import OwnershipAnnounced, WorkerLost
 from forebay.events.snapshots import SnapshotChunk
 from forebay.events.tokens import TokensEmitted
@@ -17,7 +17,7 @@ from forebay.live.owner.metrics import OwnerMetrics
 from forebay.live.owner.owner import Owner, OwnershipLost
 from forebay.live.router.standby import Standby
 from forebay.transport.base import Draft
-from forebay.transport.history.reader import newest_snapshot
+from forebay.transport.history.snapshots import newest_snapshot
 from forebay.transport.history.start import recorded_view
 from forebay.transport.sqlite import log as sqlite_log
 from forebay.transport.sqlite.log import SqliteLog
@@ -237,7 +237,7 @@ async def test_a_stale_snapshot_is_not_used(log: SqliteLog) -> None:
         with pytest.raises(OwnershipLost):
             await old.take_snapshot()
         old.drop()
-        assert len(system.decisions(SnapshotTaken)) == 2
+        assert len(system.decisions(SnapshotRecord)) == 2
         assert await newest_snapshot(log, 0, log.next_offset(DECISIONS.name, 0)) == before
         await new.stop()
     await proven(log)

@@ -12,7 +12,7 @@ from forebay.events.topics import DECISIONS
 from forebay.replay.anonymize.anonymize import record_anonymized
 from forebay.replay.record.slice import Window, contents_of, slice_of
 from forebay.runtime import use
-from forebay.transport.history.reader import snapshots_taken
+from forebay.transport.history.snapshots import snapshots_taken
 from forebay.transport.sqlite.log import SqliteLog
 from tests.logs import disaggregation, encoding, incidents, routing, scaling  # noqa: F401 - they put their scenarios into the list
 from tests.logs.playing import SCENARIOS

@@ -16,14 +16,14 @@ import pytest
 from forebay.core.step import AnyDecision
 from forebay.core.world import World
 from forebay.events.codec import decode, encode
-from forebay.events.decisions import Advanced, SnapshotTaken
+from forebay.events.decisions import Advanced, SnapshotRecord
 from forebay.events.topics import DECISIONS, PROGRESS
 from forebay.replay.record import slice as record
 from forebay.replay.record.slice import NothingDecided, Window, offset_at, slice_of
 from forebay.replay.walk import Start, Walk
 from forebay.transport.base import Draft, Log, LogError, Record
 from forebay.transport.history.groups import groups_of, pools_of
-from forebay.transport.history.reader import newest_snapshot, snapshots_taken
+from forebay.transport.history.snapshots import newest_snapshot, snapshots_taken
 from forebay.transport.recording import manifest as recording
 from forebay.transport.recording.writer import RecordingWriter, part_of
 from forebay.transport.sqlite import schema
@@ -185,7 +185,7 @@ def test_a_window_that_ends_before_its_snapshot_was_written(source: Path, tmp_pa
         asyncio.run(contents(log, Window(None, journal[taken].at_us)))
 
 
-async def seals_of(log: SqliteLog, end: int) -> list[tuple[int, SnapshotTaken]]:
+async def seals_of(log: SqliteLog, end: int) -> list[tuple[int, SnapshotRecord]]:
     return [found async for found in snapshots_taken(log, 0, 0, end)]
 
 

@@ -73,6 +73,16 @@ async def test_an_empty_append_writes_nothing(log: SqliteLog) -> None:
     assert await log.append(drafts(1)) == [0]
 
 
+async def test_a_flush_waits_for_all_records_appended_before(log: SqliteLog) -> None:
+    wakes = Wakes()
+    tail = log.tail("topic", 0, 0, wakes)
+    await log.flush()
+    log.append_soon(drafts(2), then=drafts(1, first=2))
+    assert numbers(drain(tail)) == []
+    await log.flush()
+    assert numbers(drain(tail)) == [0, 1, 2]
+
+
 @pytest.mark.parametrize(
     ("bad", "text"),
     [

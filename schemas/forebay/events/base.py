@@ -28,6 +28,12 @@ Digest = Annotated[
     ),
 ]
 
+CHECKSUM_DIGITS = 32
+Checksum = Annotated[
+    str,
+    msgspec.Meta(pattern="^[0-9a-f]{32}$", max_length=CHECKSUM_DIGITS, description="128 bits as 32 hex digits."),
+]
+
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", omit_defaults=True):
     """Base class of all events: facts, commands and decisions.

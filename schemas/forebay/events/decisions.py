@@ -8,10 +8,11 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from forebay.events.base import Count, Digest, Event, Name, Part
+from forebay.events.base import Checksum, Count, Digest, Event, Name, Part
 from forebay.events.control import Action
 from forebay.events.pools import PoolChoice
-from forebay.events.privacy import DROPPED, KEPT, LORA, OUTCOME, OWNER, REQUEST_ID, STATE_DIGEST, SystemName
+from forebay.events.prefill import PrefillPlace
+from forebay.events.privacy import CHUNKS, DROPPED, KEPT, LORA, OUTCOME, OWNER, REQUEST_ID, STATE_DIGEST, SystemName
 
 
 class ConsumedRun(Part, frozen=True, kw_only=True):
@@ -50,12 +51,15 @@ class OwnerClaimed(Decision, tag="owner.claimed", frozen=True, kw_only=True):
         at_us: the owner's wall clock in microseconds.
         policies: custom policies that the owner's operator allowed. The owner rejects requests of a pool that uses
             another custom policy.
+        seal: offset of the `sealed` record of the previous owner, if this was the last valid record when the owner
+            claimed; otherwise -1.
     """
 
     owner_id: Annotated[Name, OWNER]
     core_version: Count
     at_us: int = 0
     policies: Annotated[tuple[str, ...], KEPT] = ()
+    seal: Annotated[int, msgspec.Meta(ge=-1)] = -1
 
 
 class CostTerms(Part, frozen=True, kw_only=True):
@@ -99,46 +103,6 @@ class ScoredCandidate(Part, frozen=True, kw_only=True):
 
 
 Stage = Literal["aggregated", "encode", "prefill", "decode"]
-
-PrefillReason = Literal[
-    "always",
-    "never",
-    "long_prompt",
-    "short_prompt",
-    "uncached_prompt",
-    "prefill_idle",
-    "prefill_busy",
-    "decode_busy",
-    "no_prefill_worker",
-    "failed",
-    "begun",
-]
-
-
-class PrefillPlace(Part, frozen=True, kw_only=True):
-    """Where the prompt of a decode pool's request is computed, and why.
-
-    Attributes:
-        remote: whether the prefill pool computes the prompt; otherwise the decode worker does.
-        reason: `always` and `never`: the policy has this name. `long_prompt`, `short_prompt`: by the policy's limits of
-            length. `uncached_prompt`: the prompt is short, but the decode worker has cached too small a share of it.
-            `prefill_idle`, `decode_busy`: load sends the prompt to the prefill pool. `prefill_busy`: the prefill pool
-            is too busy, so the decode worker computes the prompt. `no_prefill_worker`: no prefill worker is available.
-            `failed`: earlier attempts failed, so the last attempt uses no other worker. `begun`: earlier attempts have
-            emitted tokens, and the decode worker only continues the response.
-        uncached_tokens: prompt tokens that the selected decode worker would compute; null if not checked.
-        prefill_waiting: requests that wait at the prefill pool's workers. Of the requests of each worker, one counts as
-            running and all others count as waiting. Null if not checked.
-        prefill_busy: whether the selected prefill worker is above `prefill_busy_threshold`; null if not checked.
-        decode_busy: whether the selected decode worker is above `decode_busy_threshold`; null if not checked.
-    """
-
-    remote: bool
-    reason: PrefillReason
-    uncached_tokens: Count | None = None
-    prefill_waiting: Count | None = None
-    prefill_busy: bool | None = None
-    decode_busy: bool | None = None
 
 
 class RequestRouted(Decision, tag="request.routed", frozen=True, kw_only=True):
@@ -443,7 +407,17 @@ class CommandEnded(Decision, tag="command.ended", frozen=True, kw_only=True):
     outcomes: tuple[CommandOutcome, ...]
 
 
-class SnapshotTaken(Decision, tag="snapshot.taken", frozen=True, kw_only=True):
+class _Snapshot(Decision, frozen=True, kw_only=True):
+    """Base class of journal records that name a complete snapshot on the topic `snapshots`."""
+
+    first_offset: Count
+    chunks: Count
+    digest: Annotated[Digest, STATE_DIGEST]
+    journal_offset: Count
+    core_version: Count = 0
+
+
+class SnapshotTaken(_Snapshot, tag="snapshot.taken", frozen=True, kw_only=True):
     """A snapshot is complete on the topic `snapshots`.
 
     The `Advanced` record right before `journal_offset` has the digest of the same state. It seals the snapshot.
@@ -456,11 +430,28 @@ class SnapshotTaken(Decision, tag="snapshot.taken", frozen=True, kw_only=True):
         core_version: version of the decision rules; 0 if the writer did not record it.
     """
 
-    first_offset: Count
-    chunks: Count
-    digest: Annotated[Digest, STATE_DIGEST]
-    journal_offset: Count
-    core_version: Count = 0
+
+class Sealed(_Snapshot, tag="sealed", frozen=True, kw_only=True):
+    """The owner stopped as planned, and its state is in a snapshot on the topic `snapshots`.
+
+    The owner applied no event after the `Advanced` record right before `journal_offset`, so the snapshot has the state
+    at this record. Every effect of the owner's decisions was durable before this record. The next owner may therefore
+    continue from the snapshot alone, also with other decision rules.
+
+    Attributes:
+        first_offset: offset of the first chunk on `snapshots`.
+        chunks: number of chunks.
+        digest: digest of the state under the rules of `core_version`.
+        journal_offset: the state includes all journal records before this offset.
+        core_version: version of the decision rules.
+        checksum: XXH3 128-bit hash, as 32 hex digits, of the values of the chunk records in order. A program with other
+            decision rules checks the snapshot by it.
+    """
+
+    checksum: Annotated[Checksum, CHUNKS]
+
+
+SnapshotRecord = SnapshotTaken | Sealed
 
 
 class Advanced(Decision, tag="advanced", frozen=True, kw_only=True):
@@ -487,5 +478,6 @@ JournalRecord = (
     | CommandSent
     | CommandEnded
     | SnapshotTaken
+    | Sealed
     | Advanced
 )

@@ -39,6 +39,7 @@ NONCE = _meta("nonce")  # of commands
 SESSION_KEYS = _meta("session_keys")  # packed hashes of sessions
 HASH = _meta("hash")  # hash of a block
 HASHES = _meta("hashes")  # packed hashes of blocks
+CHUNKS = _meta("chunks")  # checksum of a snapshot's chunks, as 32 hex digits
 STATE_DIGEST = _meta("state_digest")  # digest of a world, as 16 hex digits
 
 LORA = _meta("lora")  # names of adapters

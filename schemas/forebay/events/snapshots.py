@@ -1,6 +1,6 @@
 """Topic `snapshots`: the complete state of an owner, in chunks of at most 1 MiB. Each chunk is a list of parts.
 
-A snapshot is valid only if the journal has the matching `SnapshotTaken`.
+A snapshot is valid only if the journal has the matching `SnapshotTaken` or `Sealed`.
 """
 
 from typing import Annotated

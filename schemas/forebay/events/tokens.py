@@ -8,7 +8,8 @@ reader ignores the events of other groups, because attempts and owner epochs are
 from typing import Literal
 
 from forebay.events.base import U32_BYTES, Count, Event, Name, Part, require_packed
-from forebay.events.decisions import CommandOutcome, PrefillPlace, ScoredCandidate, Stage
+from forebay.events.decisions import CommandOutcome, ScoredCandidate, Stage
+from forebay.events.prefill import PrefillPlace
 
 
 class Usage(Part, frozen=True, kw_only=True):

@@ -26,6 +26,8 @@ from forebay.events.decisions import (
     RequestRejected,
     RequestRouted,
     RouteAnswered,
+    Sealed,
+    SnapshotRecord,
     SnapshotTaken,
 )
 
@@ -113,7 +115,7 @@ class Rederivation:
             ):
                 derived = self.pending.popleft() if self.pending else None
                 return self._compare(offset, record, derived)
-            case Advanced() | SnapshotTaken():
+            case Advanced() | SnapshotTaken() | Sealed():
                 return self._follow_seal(offset, record)
             case _:
                 assert_never(record)
@@ -126,7 +128,7 @@ class Rederivation:
         number = self.pending[0].seq if self.pending else self.world.seq
         return isinstance(record, OwnerClaimed) or record.seq == number
 
-    def _follow_seal(self, offset: int, record: Advanced | SnapshotTaken) -> Divergence | None:
+    def _follow_seal(self, offset: int, record: Advanced | SnapshotRecord) -> Divergence | None:
         if self.pending:
             return Divergence(offset, "a decision is missing before this record", record, self.pending[0])
         sealed = advance(self.world)
@@ -141,9 +143,11 @@ class Rederivation:
         expected = msgspec.structs.replace(
             record, owner_epoch=sealed.owner_epoch, seq=sealed.seq, consumed=sealed.consumed
         )
+        if isinstance(record, Sealed):  # an owner that stops applies nothing after the seal
+            expected = msgspec.structs.replace(expected, digest=sealed.digest)
         return self._compare(offset, record, expected)
 
-    def _may_be_sealed(self, record: SnapshotTaken) -> bool:
+    def _may_be_sealed(self, record: SnapshotRecord) -> bool:
         """Return whether the journal has the seal that a snapshot names, or the seal is too old to be remembered."""
         assert self._seals_from is not None
         if record.journal_offset <= self._seals_from:

@@ -25,6 +25,9 @@ class ReadOnlyLog:
         """
         raise LogError("this log is read-only")
 
+    async def flush(self) -> None:
+        """Return at once, because nothing can be appended."""
+
     def tail(self, topic: str, partition: int, offset: int, wake: Wake) -> Tail:
         """Reject the tail.
 

@@ -14,21 +14,13 @@ from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies, PolicyM
 from forebay.core.step import CLOCK, AnyDecision
 from forebay.core.world import World
 from forebay.events.codec import encode
-from forebay.events.decisions import JournalRecord, SnapshotTaken
+from forebay.events.decisions import JournalRecord, SnapshotRecord
 from forebay.events.topics import DECISIONS, INPUTS, SNAPSHOTS
 from forebay.replay.checks import FOREIGN_RECORDS, UNKNOWN_EVENTS, UNREAD_FIELDS
 from forebay.replay.moment import LossFacts
 from forebay.transport.base import Log, LogError, PolicyNotAllowed
-from forebay.transport.history.reader import (
-    RecordedOrder,
-    Validity,
-    decode_journal,
-    journal_records,
-    load_snapshot,
-    newest_snapshot,
-    require_readable,
-    snapshots_taken,
-)
+from forebay.transport.history.reader import RecordedOrder, Validity, decode_journal, journal_records, require_readable
+from forebay.transport.history.snapshots import load_snapshot, newest_snapshot, snapshots_taken
 from forebay.transport.history.start import begins_of
 
 
@@ -267,7 +259,7 @@ async def before(log: Log, partition: int, offset: int, custom: CustomPolicies =
 
 
 async def _start_of(
-    log: Log, partition: int, taken: SnapshotTaken, begins: dict[str, int], custom: CustomPolicies
+    log: Log, partition: int, taken: SnapshotRecord, begins: dict[str, int], custom: CustomPolicies
 ) -> Start | None:
     """Return the state of a snapshot, or None if retention removed events after it."""
     if taken.journal_offset < begins[DECISIONS.name] or taken.first_offset < begins[SNAPSHOTS.name]:

@@ -90,6 +90,12 @@ class Log(Protocol):
                 `then` records of several calls keep the order of the calls, so they wait for the slowest partition.
         """
 
+    async def flush(self) -> None:
+        """Wait until all records of earlier `append_soon` calls, including `then`, are durable or dropped.
+
+        Raises LogError if the log fails.
+        """
+
     def tail(self, topic: str, partition: int, offset: int, wake: "Wake") -> Tail:
         """Return a tail that follows a partition from `offset`, which is at most the partition's end.
 

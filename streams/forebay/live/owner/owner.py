@@ -29,7 +29,7 @@ from forebay.events.decisions import (
 from forebay.events.fleet import OwnershipAnnounced
 from forebay.events.pools import PoolRoutingConfigured
 from forebay.events.requests import RequestSubmitted
-from forebay.events.topics import CONTROL, DEAD_LETTERS, FLEET, INPUTS, REQUESTS, Topic
+from forebay.events.topics import CONTROL, DEAD_LETTERS, DECISIONS, FLEET, INPUTS, REQUESTS, Topic
 from forebay.live.owner.admission import PoolsByLease, WorkerAdmission
 from forebay.live.owner.clock import RunClock, steady_clock
 from forebay.live.owner.decision_tally import DecisionTally
@@ -42,7 +42,7 @@ from forebay.live.owner.effects import (
 )
 from forebay.live.owner.ingress_presence import IngressPresence
 from forebay.live.owner.journal import Journal, OwnershipLost
-from forebay.live.owner.lease_judgement import ObservedTime
+from forebay.live.owner.lease_polling import LeasePolling
 from forebay.live.owner.recorded_requests import SubmissionReader
 from forebay.live.owner.recovery import recover
 from forebay.live.owner.settings import GroupSettings
@@ -51,7 +51,7 @@ from forebay.live.owner.superseded import is_superseded
 from forebay.live.owner.ttft_metrics import TtftRecorder
 from forebay.live.router.heartbeats import HeartbeatWriter
 from forebay.live.router.standby import Standby, Unconfirmed
-from forebay.transport.base import Draft, Lease, LeaseError, Leases, Log, LogError, Record, Tail
+from forebay.transport.base import Draft, Leases, Log, LogError, Record, Tail
 from forebay.transport.dead_letters import dead_letter
 from forebay.transport.decoding import event_of
 
@@ -117,7 +117,9 @@ class Owner:
         return self._clock.ahead_us
 
     async def start(self, standby: Standby | None = None) -> None:
-        """Claim the group, recover its world, and apply all records that were on the log at the claim.
+        """Recover the world of the group, claim the group, and apply all records that were on the log at the claim.
+
+        A router that cannot derive the journal claims nothing, so the group keeps its owner.
 
         Args:
             standby: Stopped standby of the group. The owner continues with its world if the standby can follow the
@@ -128,17 +130,20 @@ class Owner:
             LogError: The log cannot be followed; see `forebay.live.owner.recovery`.
         """
         settings = self._settings
+        end = await self._log.end(DECISIONS.name, settings.partition)
+        recovered = await recover(self._log, settings.partition, end, settings.policies, standby)
         await self.journal.claim(
             OwnerClaimed(
                 owner_id=settings.owner_id,
                 core_version=CORE_VERSION,
                 at_us=runtime.wall_us(),
                 policies=tuple(sorted(settings.policies)),
+                seal=recovered.seal,
             )
         )
         epoch = self.journal.epoch
         await self._append(FLEET, [OwnershipAnnounced(owner_epoch=epoch, at_us=runtime.wall_us())])
-        recovered = await recover(self._log, settings.partition, epoch + 1, settings.policies, standby)
+        await recovered.catch_up(epoch + 1)
         self.world = recovered.world
         self._start_clock()
         for topic in INPUTS:
@@ -169,9 +174,13 @@ class Owner:
 
     async def run(self) -> None:
         """Repeat `turn` until `stop` is called. Raises LogError if the log fails or another owner took over."""
-        polling = asyncio.create_task(self._poll_leases(), name="lease polling")
+        assert self.admission is not None
+        assert self.ingresses is not None
+        workers, ingresses = (self._leases, self.admission), (self._ingress_leases, self.ingresses)
+        leases = LeasePolling(self._settings.group, self.world, workers, ingresses)
+        polling = asyncio.create_task(leases.run(self._settings.poll_s), name="lease polling")
         try:
-            while not self._stopping:
+            while not (self._stopping and self.snapshots.can_stop):
                 await self.turn()
                 self._beat()
                 if polling.done():
@@ -187,14 +196,28 @@ class Owner:
             await asyncio.gather(polling, return_exceptions=True)
 
     async def stop(self) -> None:
-        """End `run` after the current turn."""
+        """End `run` once the blocks for the last snapshot are walked. Until then the owner decides as before."""
         self._stopping = True
-        self._wake.set()
+        self.snapshots.prepare_stop()
 
     async def close(self) -> None:
-        """Call `turn` once more and take a snapshot, so that the next owner starts without replaying the journal."""
-        await self.turn()
-        await self.take_snapshot()
+        """Apply the ready records, seal the state, and end the journal with `Sealed`.
+
+        The next owner then starts without replaying the journal. Between the seal and `Sealed` the owner applies
+        nothing. All effects of its decisions are durable before `Sealed`.
+
+        Raises:
+            OwnershipLost: Another owner claimed the group.
+            LogError: The log does not accept a record.
+        """
+        self.snapshots.prepare_stop()
+        while not self.snapshots.can_stop:
+            await self.turn()
+            self._beat()
+            await self.snapshots.settle()
+        await self.turn(seals=True)
+        await self._log.flush()
+        await self._journal([await self.snapshots.finish(self.world)])
         if self._heartbeats is not None:
             await self._heartbeats.release(self.world, self.journal.end)
         self.drop()
@@ -207,8 +230,11 @@ class Owner:
         for tail in self._tails.values():
             tail.close()
 
-    async def turn(self, topics: Sequence[Topic] = INPUTS) -> None:
-        """Apply the ready records of `topics`, journal the decisions, then send their effects."""
+    async def turn(self, topics: Sequence[Topic] = INPUTS, *, seals: bool = False) -> None:
+        """Apply the ready records of `topics`, journal the decisions, then send their effects.
+
+        With `seals`, seal the last snapshot after these decisions. No turn may follow.
+        """
         self._wake.clear()
         submitted: dict[int, RequestSubmitted] = {}
         decided: list[AnyDecision] = []
@@ -223,13 +249,14 @@ class Owner:
                 f"a newer owner with epoch {newest} announced itself on `fleet`; this owner has epoch"
                 f" {self.journal.epoch}"
             )
-        records += self.snapshots.records(self.world)
+        records += [self.snapshots.seal_last(self.world)] if seals else self.snapshots.records(self.world)
         if records:
             await self._journal(records)
             await self._act(decided, submitted)
         if letters:
             self._send(letters)
-        self.snapshots.work(self.world)
+        if not seals:
+            self.snapshots.work(self.world)
 
     def _beat(self) -> None:
         if self._heartbeats is not None:
@@ -437,39 +464,6 @@ class Owner:
         if changed:
             await self._append(CONTROL, changed)
             await self._catch_up([CONTROL])
-
-    async def _poll_leases(self) -> None:
-        assert self.admission is not None
-        assert self.ingresses is not None
-        readable = True
-        workers, ingresses = ObservedTime(), ObservedTime()
-        while True:
-            try:
-                leases, observed_ms, applied = await self._read_leases(self._leases, workers)
-                ended = await self.admission.update(leases, self.world.pools, applied, observed_ms)
-                await self._forget_leases(self._leases, ended)
-                if self._ingress_leases is not None:
-                    leases, observed_ms, applied = await self._read_leases(self._ingress_leases, ingresses)
-                    ended = await self.ingresses.update(leases, applied, observed_ms)
-                    await self._forget_leases(self._ingress_leases, ended)
-                readable = True
-            except LeaseError as error:
-                # Without readable leases no worker counts as lost: the fleet stays as it is.
-                workers.failed()
-                ingresses.failed()
-                if readable:
-                    logger.warning("the leases cannot be read, retrying: %s", error)
-                readable = False
-            await asyncio.sleep(self._settings.poll_s)
-
-    async def _read_leases(self, leases: Leases, observed: ObservedTime) -> tuple[list[Lease], int, int]:
-        """Return the leases of the group, the milliseconds observed since the last poll, and the `fleet` offset."""
-        polled = await runtime.offload(leases.poll, self._settings.group)
-        return polled, observed.read(runtime.monotonic_s()), self.world.view.get(FLEET.name, 0)
-
-    async def _forget_leases(self, leases: Leases, ended: Sequence[Lease]) -> None:
-        for lease in ended:
-            await runtime.offload(leases.forget, self._settings.group, lease.worker_id, lease.token)
 
     def _any_ready(self, topics: Sequence[Topic] = INPUTS) -> bool:
         return any(len(self._tails[topic.name]) for topic in topics)

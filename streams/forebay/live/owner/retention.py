@@ -17,14 +17,15 @@ from collections import Counter
 import msgspec
 
 from forebay import runtime
-from forebay.events.decisions import SnapshotTaken
+from forebay.events.decisions import SnapshotRecord
 from forebay.events.requests import RequestSubmitted
 from forebay.events.snapshots import WorldState
 from forebay.events.topics import CONTROL, DECISIONS, GROUPS, INPUTS, REQUESTS, SNAPSHOTS, TOKENS
 from forebay.live.owner.owner import Owner
 from forebay.live.owner.recorded_requests import SubmissionReader
 from forebay.transport.base import LogError
-from forebay.transport.history.reader import check_snapshot_beside, decode_journal, decode_or_none, newest_snapshot
+from forebay.transport.history.reader import decode_journal, decode_or_none
+from forebay.transport.history.snapshots import check_snapshot_beside, newest_snapshot
 from forebay.transport.sqlite.log import SqliteLog
 
 logger = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ PAUSE_S = 0.001  # minimum pause, so that other tasks run
 SCAN_RECORDS = 64  # journal records per read while searching for a snapshot
 SUBMISSIONS_MAX = 64  # read the submissions of the oldest requests in flight, whose responses begin first
 GROWTH = 1.5  # a log over its limit grows by this factor before another early snapshot is requested
-SNAPSHOT_TAG = b'"snapshot.taken"'
+SNAPSHOT_TAGS = (b'"snapshot.taken"', b'"sealed"')
 KEPT = (GROUPS.name, CONTROL.name)
 
 
@@ -69,7 +70,7 @@ class Retention:
         self._owner = owner
         self._partition = partition
         self._kept_bytes = 0  # after the last deletion
-        self._next: tuple[SnapshotTaken, WorldState] | None = None
+        self._next: tuple[SnapshotRecord, WorldState] | None = None
         self._searched = 0  # journal offset before which there is no usable snapshot
         self._age_checked_s = -AGE_CHECK_S
         self._slice = 1
@@ -143,7 +144,7 @@ class Retention:
         logger.info("deleted %d records: the journal begins at offset %d", deleted, taken.journal_offset)
         return True
 
-    async def _find_snapshot(self) -> tuple[SnapshotTaken, WorldState] | None:
+    async def _find_snapshot(self) -> tuple[SnapshotRecord, WorldState] | None:
         """Return the oldest complete snapshot after the beginning of the log, with its state; None if there is none."""
         log, partition = self._log, self._partition
         begin, end = await log.begin(DECISIONS.name, partition), await log.end(DECISIONS.name, partition)
@@ -156,8 +157,8 @@ class Retention:
                     logger.warning("the journal cannot be read, using its newest snapshot: %s", error)
                 return await self._newest_snapshot(begin, end)
             for record in records:
-                taken = decode_journal(record) if SNAPSHOT_TAG in record.value else None
-                if isinstance(taken, SnapshotTaken) and taken.journal_offset > begin:
+                taken = decode_journal(record) if any(tag in record.value for tag in SNAPSHOT_TAGS) else None
+                if isinstance(taken, SnapshotRecord) and taken.journal_offset > begin:
                     state = await self._read_back(taken)
                     if state is not None:
                         return taken, state
@@ -165,7 +166,7 @@ class Retention:
             await asyncio.sleep(0)
         return None
 
-    async def _newest_snapshot(self, begin: int, end: int) -> tuple[SnapshotTaken, WorldState] | None:
+    async def _newest_snapshot(self, begin: int, end: int) -> tuple[SnapshotRecord, WorldState] | None:
         """Return the newest snapshot with its state, so that the log does not grow because of damaged history."""
         taken = await newest_snapshot(self._log, self._partition, end)
         if taken is None or taken.journal_offset <= begin:
@@ -173,7 +174,7 @@ class Retention:
         state = await self._read_back(taken)
         return None if state is None else (taken, state)
 
-    async def _read_back(self, taken: SnapshotTaken) -> WorldState | None:
+    async def _read_back(self, taken: SnapshotRecord) -> WorldState | None:
         """Read a snapshot back, and return its state if the snapshot is complete and has the sealed digest."""
         try:
             return await check_snapshot_beside(self._log, self._partition, taken)
@@ -183,7 +184,7 @@ class Retention:
             return None
 
     async def _first_offsets(
-        self, taken: SnapshotTaken, state: WorldState, sealed_us: int
+        self, taken: SnapshotRecord, state: WorldState, sealed_us: int
     ) -> dict[tuple[str, int], int]:
         """Return the first offset to keep in each partition."""
         partition = self._partition

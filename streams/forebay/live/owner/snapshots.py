@@ -1,10 +1,9 @@
 """Take snapshots in small slices between decisions, and journal digests of the state.
 
-Theory of operation. Most of the state is the blocks of the prefix index. A walk visits them in slices of half a
-millisecond per turn, while decisions continue. When the walk is done, the state is sealed: the owner journals an
-`Advanced` record with the digest, and copies the rest of the state at the same moment. The copy is then encoded and
-written, again one slice per turn. Chunks are appended one at a time. Once all are acknowledged, the owner journals
-`SnapshotTaken`, which names the seal that the chunks belong to. The journal holds other decisions between the two.
+A walk visits the blocks of the prefix index in slices of half a millisecond per turn. Then the state is sealed: the
+owner journals an `Advanced` record with the digest, and copies the rest of the state at the same moment. The copy is
+written one slice per turn, one chunk at a time. Once all are acknowledged, the owner journals `SnapshotTaken`, which
+names the seal. At a planned stop it applies nothing after the seal, writes the rest at once, and journals `Sealed`.
 
 An owner takes one snapshot at a time, and an owner that failed takes none. The chunks of a snapshot are therefore all
 chunks of its owner from the first chunk on, with increasing numbers.
@@ -14,15 +13,16 @@ import asyncio
 import gc
 from collections import deque
 from collections.abc import Sequence
-from typing import get_args
+from typing import Any, get_args
 
 import msgspec
+from xxhash import xxh3_128
 
 from forebay import runtime
 from forebay.core.step import AnyDecision, advance
 from forebay.core.world import CORE_VERSION, World
 from forebay.events.codec import encode
-from forebay.events.decisions import Advanced, JournalRecord, SnapshotTaken
+from forebay.events.decisions import Advanced, JournalRecord, Sealed, SnapshotRecord, SnapshotTaken
 from forebay.events.kv import Tier
 from forebay.events.snapshots import Chunk, SnapshotChunk
 from forebay.events.topics import SNAPSHOTS
@@ -46,7 +46,7 @@ class Snapshots:
     event `wake` is set when the snapshot can continue.
 
     Attributes:
-        taken: Number of snapshots whose `SnapshotTaken` is in the journal.
+        taken: Number of snapshots whose `SnapshotTaken` or `Sealed` is in the journal.
         digests: Number of digests in the journal.
     """
 
@@ -58,6 +58,7 @@ class Snapshots:
         self._wake = wake
         self._current: _Snapshot | None = None
         self._requested = False
+        self._stopping = False
         self._sealed_s = runtime.monotonic_s()
         self._since_seal = 0
         self._since_digest = 0
@@ -79,6 +80,35 @@ class Snapshots:
     def sealed(self) -> bool:
         """Whether the snapshot in progress is sealed, so that later events are not part of it."""
         return self._current is not None and self._current.sealed is not None
+
+    @property
+    def can_stop(self) -> bool:
+        """Whether all blocks are walked for the last snapshot, so that the owner may seal it."""
+        return self._stopping and self._current is not None and self._current.walk.done and not self.sealed
+
+    def prepare_stop(self) -> None:
+        """Walk the blocks for the last snapshot in the next turns, after the snapshot in progress if it is sealed.
+
+        No turn seals this snapshot before `seal_last`.
+        """
+        self._stopping = True
+        self._wake.set()
+
+    def seal_last(self, world: World) -> Advanced:
+        """Seal the state of an owner that stops, and return the record, which the owner journals next."""
+        assert self.can_stop, "the blocks are not walked"
+        assert self._current is not None
+        return self._current.seal(world)
+
+    async def finish(self, world: World) -> Sealed:
+        """Write the rest of the last snapshot, and return the record that ends the journal of this owner.
+
+        Raises LogError if the log does not accept a chunk.
+        """
+        assert self._current is not None
+        await self._current.finish()
+        current, self._current = self._current, None
+        return current.sealed_record(world)
 
     def begin(self, world: World) -> None:
         """Begin a snapshot now, unless one is in progress."""
@@ -111,7 +141,7 @@ class Snapshots:
         if current is not None and current.is_written:
             self._current = None
             return [current.taken(world)]
-        if current is not None and current.walk.done and current.sealed is None:
+        if current is not None and current.walk.done and current.sealed is None and not self._stopping:
             self.freeze_large_index(world)
             return [current.seal(world)]
         if self._since_digest >= DIGEST_EVERY:
@@ -136,7 +166,7 @@ class Snapshots:
             if isinstance(record, Advanced):
                 self.digests += 1
                 self._since_digest = 0
-            elif isinstance(record, SnapshotTaken):
+            elif isinstance(record, SnapshotRecord):
                 self.taken += 1
                 self._since_seal -= 1
             elif isinstance(record, AnyDecision):
@@ -158,7 +188,7 @@ class Snapshots:
 
     def _is_due(self) -> bool:
         is_old = self._since_seal > 0 and self.age_s >= self._age_s
-        return self._requested or self._since_seal >= self._every or is_old
+        return self._stopping or self._requested or self._since_seal >= self._every or is_old
 
 
 class _Snapshot:
@@ -175,6 +205,7 @@ class _Snapshot:
         self._full = False
         self._first_offset = -1
         self._chunks = 0
+        self._checksum = xxh3_128()
         self.walk = world.index.begin_scan()
         self.writing: asyncio.Task[list[int]] | None = None
         self.sealed: Advanced | None = None
@@ -212,15 +243,42 @@ class _Snapshot:
 
     def taken(self, world: World) -> SnapshotTaken:
         """Return the record that completes the snapshot in the journal."""
+        return SnapshotTaken(**world.stamp(), **self._place(), core_version=CORE_VERSION)
+
+    def sealed_record(self, world: World) -> Sealed:
+        """Return the record that completes the last snapshot of an owner that stops."""
+        checksum = self._checksum.hexdigest()
+        return Sealed(**world.stamp(), **self._place(), core_version=CORE_VERSION, checksum=checksum)
+
+    async def finish(self) -> None:
+        """Write all chunks that are left. Other tasks run after each chunk.
+
+        Unlike `work`, this does not wait for the acknowledgement of each chunk, because the owner makes no decision
+        until all are acknowledged. Raises LogError if the log does not accept a chunk.
+        """
         assert self.sealed is not None
-        return SnapshotTaken(
-            **world.stamp(),
-            first_offset=self._first_offset,
-            chunks=self._chunks,
-            digest=self.sealed.digest,
-            journal_offset=self.journal_offset,
-            core_version=CORE_VERSION,
-        )
+        if self.writing is not None:
+            await self.writing
+            self._take_offset()
+        drafts: list[Draft] = []
+        while self._parts or self._gathered:
+            while self._parts and not self._full:
+                self._gather()
+            drafts.append(self._take_chunk())
+            await asyncio.sleep(0)
+        first, *_ = await self._log.append(drafts)
+        if self._first_offset < 0:
+            self._first_offset = first
+
+    def _place(self) -> dict[str, Any]:
+        """Return the fields of a journal record that name this snapshot."""
+        assert self.sealed is not None
+        return {
+            "first_offset": self._first_offset,
+            "chunks": self._chunks,
+            "digest": self.sealed.digest,
+            "journal_offset": self.journal_offset,
+        }
 
     def drop(self) -> None:
         """Cancel the pending append. A failed append also fails the journal, so its exception is ignored here."""
@@ -256,12 +314,17 @@ class _Snapshot:
         self._gathered.append(self._parts.popleft())
         self._size += size
 
-    def _write(self) -> None:
+    def _take_chunk(self) -> Draft:
+        """Return the gathered parts as the next chunk."""
         chunk = SnapshotChunk(owner_epoch=self._owner_epoch, number=self._chunks, parts=tuple(self._gathered))
-        draft = Draft(SNAPSHOTS.name, self._partition, encode(SNAPSHOTS, chunk))
+        value = encode(SNAPSHOTS, chunk)
+        self._checksum.update(value)
         self._chunks += 1
         self._gathered, self._size, self._full = [], 0, False
-        self.writing = asyncio.create_task(_append(self._log, draft), name="snapshot")
+        return Draft(SNAPSHOTS.name, self._partition, value)
+
+    def _write(self) -> None:
+        self.writing = asyncio.create_task(_append(self._log, self._take_chunk()), name="snapshot")
         self.writing.add_done_callback(lambda _: self._wake.set())
 
 

@@ -19,7 +19,8 @@ from forebay.events.topics import DECISIONS, FLEET, METRICS, PROGRESS, REQUESTS,
 from forebay.transport.base import Log, LogError, Record, Tail
 from forebay.transport.decoding import event_of
 from forebay.transport.directory import Directory
-from forebay.transport.history.reader import newest_snapshot, parts_of, records_of
+from forebay.transport.history.reader import records_of
+from forebay.transport.history.snapshots import newest_snapshot, parts_of
 
 logger = logging.getLogger(__name__)
 

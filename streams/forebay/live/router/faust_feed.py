@@ -170,6 +170,10 @@ class FaustLog:
         """Append to the underlying log without waiting."""
         self._log.append_soon(drafts, then)
 
+    async def flush(self) -> None:
+        """Flush the underlying log."""
+        await self._log.flush()
+
     def tail(self, topic: str, partition: int, offset: int, wake: Wake) -> Tail:
         """Return a tail that follows a partition from `offset`. Faust feeds it if Faust consumes the topic."""
         if topic in self._topics:

@@ -23,6 +23,7 @@ from forebay.events.decisions import (
     RequestAborted,
     RequestRejected,
     RouteAnswered,
+    Sealed,
 )
 from forebay.events.topics import DECISIONS
 from forebay.transport.base import Log, LogError, PolicyNotAllowed, Record
@@ -33,9 +34,8 @@ from forebay.transport.history.reader import (
     Validity,
     decode_journal,
     journal_records,
-    load_snapshot,
-    newest_snapshot,
 )
+from forebay.transport.history.snapshots import load_snapshot, newest_snapshot
 
 logger = logging.getLogger(__name__)
 
@@ -78,9 +78,9 @@ class Standby:
 
     Attributes:
         position: Journal offset up to which the replica has followed.
+        seal: Offset of the `Sealed` record if it is the last valid record that was followed, otherwise -1.
         failed: Reason why the replica can no longer follow the journal. None while it can.
         caught_up: Set once `run` has followed the journal up to its end at the start of `run`.
-        released: Whether the owner has sealed the journal at a planned stop, so that a router may claim at once.
         followed: The world, and the decisions that were derived from events but have no journal record yet.
     """
 
@@ -99,12 +99,17 @@ class Standby:
         self._order: RecordedOrder | None = None
         self._validity = Validity(-1)
         self.position = 0
+        self.seal = -1
         self.failed: str | None = None
         self.caught_up = asyncio.Event()
-        self.released = False
         self.followed = Rederivation(World(custom))
         self._unconfirmed: deque[Unconfirmed] = deque(maxlen=UNCONFIRMED_MAX)
         self._bulk: deque[Bulk] = deque(maxlen=ACTIVE_REQUESTS_MAX)
+
+    @property
+    def released(self) -> bool:
+        """Whether the last owner stopped as planned, and no router has claimed the group since."""
+        return self.seal >= 0
 
     @property
     def unconfirmed(self) -> list[Unconfirmed]:
@@ -224,6 +229,7 @@ class Standby:
                     raise PolicyNotAllowed(str(missing)) from missing
                 if divergence is not None:
                     raise RecoveryDiverged(divergence)
+                self.seal = record.offset if isinstance(decision, Sealed) else -1
                 self._remember(decision)
                 if self._observer is not None:
                     self._observer.on_record(record.offset, decision)

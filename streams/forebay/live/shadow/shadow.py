@@ -36,7 +36,8 @@ from forebay.events.topics import DECISIONS
 from forebay.live.router.standby import RecoveryDiverged, Standby
 from forebay.live.shadow.statistics import ShadowStatistics
 from forebay.transport.base import Log, LogError, PolicyNotAllowed
-from forebay.transport.history.reader import OtherRules, newest_snapshot
+from forebay.transport.history.reader import OtherRules
+from forebay.transport.history.snapshots import newest_snapshot
 
 logger = logging.getLogger(__name__)
 

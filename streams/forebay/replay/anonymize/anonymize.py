@@ -19,7 +19,7 @@ from forebay.core.state.sessions import session_key
 from forebay.core.state.submitted_request import content_hash
 from forebay.events.codec import DecodeError, decode, encode
 from forebay.events.control import PoolConfigured
-from forebay.events.decisions import JournalRecord, RequestAborted, SnapshotTaken
+from forebay.events.decisions import JournalRecord, RequestAborted, SnapshotRecord
 from forebay.events.fleet import WorkerJoined
 from forebay.events.requests import RequestSubmitted
 from forebay.events.topics import CONTROL, DECISIONS, FLEET, GROUPS, INPUTS, REQUESTS, SNAPSHOTS, Topic
@@ -31,7 +31,8 @@ from forebay.replay.record.slice import copy
 from forebay.replay.verify.verify import VerifyReport, verify
 from forebay.replay.walk import oldest, walk_all
 from forebay.transport.base import Log, LogError, Record
-from forebay.transport.history.reader import MissingChunk, events_of, journal_records, load_snapshot
+from forebay.transport.history.reader import events_of, journal_records
+from forebay.transport.history.snapshots import MissingChunk, load_snapshot
 from forebay.transport.recording.manifest import Contents
 from forebay.transport.recording.writer import RecordingWriter, part_of
 from forebay.transport.sqlite.schema import LogUnusable
@@ -264,7 +265,7 @@ async def _learn_overdue(
                 f"the decision at journal offset {offset} does not follow from the events: {divergence.reason}; "
                 "record without --anonymize, and see `forebay replay verify`"
             )
-        if isinstance(record, SnapshotTaken):
+        if isinstance(record, SnapshotRecord):
             with suppress(MissingChunk):  # the verification reports it
                 await load_snapshot(log, partition, record)
         _note_overdue(record, overdue)

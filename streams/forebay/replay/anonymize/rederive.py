@@ -1,5 +1,6 @@
 """Derive a journal again from anonymised events. Its decisions must equal the decisions of the original journal."""
 
+from contextlib import suppress
 from typing import Self
 
 import msgspec
@@ -9,13 +10,14 @@ from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
 from forebay.core.world import restore
 from forebay.events.base import hex_digest
 from forebay.events.codec import encode
-from forebay.events.decisions import Advanced, JournalRecord, SnapshotTaken
+from forebay.events.decisions import Advanced, JournalRecord, Sealed, SnapshotRecord
 from forebay.events.topics import DECISIONS
 from forebay.replay.anonymize.events import EventAnonymizer, with_value
 from forebay.replay.anonymize.masks import NotAnonymizable
 from forebay.replay.walk import Start, oldest
 from forebay.transport.base import Log, Record
 from forebay.transport.history.reader import RecordedOrder, Validity, decode_journal
+from forebay.transport.history.snapshots import MissingChunk, checksum_of
 
 CHANGED_FIELDS = frozenset({"message", "digest"})  # fields with masked values or with state digests
 
@@ -29,6 +31,7 @@ class AnonymizedJournal:
 
     def __init__(self, inputs: Log, anonymizer: EventAnonymizer, start: Start, offset: int) -> None:
         self.offset = offset
+        self._inputs = inputs
         self._anonymizer = anonymizer
         self._start = start.offset
         self._followed = Rederivation(start.world)
@@ -72,11 +75,20 @@ class AnonymizedJournal:
         masked = self._anonymizer.anonymize(decision)
         # Stale records and records before the start cannot be derived. They are kept for inspection.
         if is_ours:
+            if isinstance(masked, Sealed):
+                masked = await self._with_checksum(masked)
             masked = self._derive(record.offset, masked, await self._order.events_of(decision.consumed))
         return with_value(record, encode(DECISIONS, masked))
 
+    async def _with_checksum(self, sealed: Sealed) -> Sealed:
+        """Return a `Sealed` with the checksum of the anonymised chunks, which is zero if a chunk is missing."""
+        with suppress(MissingChunk):  # the verification reports it
+            checksum = await checksum_of(self._inputs, self._anonymizer.partition, sealed)
+            return msgspec.structs.replace(sealed, checksum=checksum)
+        return sealed
+
     def _derive(self, offset: int, expected: JournalRecord, events: RecordedEvents) -> JournalRecord:
-        if isinstance(expected, SnapshotTaken) and expected.journal_offset in self._seals:
+        if isinstance(expected, SnapshotRecord) and expected.journal_offset in self._seals:
             expected = msgspec.structs.replace(expected, digest=self._seals[expected.journal_offset])
         divergence = self._followed.apply(offset, expected, events)
         derived = expected
@@ -97,7 +109,7 @@ class AnonymizedJournal:
 
 def _alike(expected: JournalRecord, derived: JournalRecord) -> bool:
     """Return whether two records are equal except for messages and digests."""
-    if type(expected) is not type(derived) or isinstance(expected, SnapshotTaken):
+    if type(expected) is not type(derived) or isinstance(expected, SnapshotRecord):
         return False
     fields = (name for name in expected.__struct_fields__ if name not in CHANGED_FIELDS)
     return all(getattr(expected, name) == getattr(derived, name) for name in fields)

@@ -10,9 +10,10 @@ from forebay.core.state.active_request import ActiveRequest
 from forebay.core.state.submitted_request import request_from_event, request_from_query
 from forebay.core.world import World
 from forebay.events.base import U64_BYTES, hex_digest
-from forebay.events.decisions import KvReleased, PrefillPlace, RequestHeld, RequestRejected, RouteAnswered
+from forebay.events.decisions import KvReleased, RequestHeld, RequestRejected, RouteAnswered
 from forebay.events.fleet import WorkerDraining, WorkerFact, WorkerRecovered, WorkerSuspect
 from forebay.events.pools import PoolChoice, SkipReason
+from forebay.events.prefill import PrefillPlace
 from forebay.events.progress import PrefillFinished
 from forebay.events.requests import RequestSubmitted, RouteQueried
 from forebay.replay.explain.choices import left_out

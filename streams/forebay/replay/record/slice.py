@@ -12,20 +12,12 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from forebay.core.step import AnyDecision
-from forebay.events.decisions import OwnerClaimed, SnapshotTaken
+from forebay.events.decisions import OwnerClaimed, SnapshotRecord
 from forebay.events.topics import DECISIONS, GROUPS, INPUTS, SCALING, SNAPSHOTS
 from forebay.transport.base import Log, LogError, Record
 from forebay.transport.directory import PARTITION
-from forebay.transport.history.reader import (
-    PAGE_RECORDS,
-    Validity,
-    chunks_end,
-    decode_journal,
-    journal,
-    journal_records,
-    newest_snapshot,
-    snapshots_taken,
-)
+from forebay.transport.history.reader import PAGE_RECORDS, Validity, decode_journal, journal, journal_records
+from forebay.transport.history.snapshots import chunks_end, newest_snapshot, snapshots_taken
 from forebay.transport.history.start import EMPTY_STATE, StoredState, begins_of, usable_state
 from forebay.transport.recording.manifest import Contents, Extent, RecordedGroup, utc
 from forebay.transport.recording.writer import RecordingWriter
@@ -95,13 +87,13 @@ async def slice_of(log: Log, name: str, partition: int, window: Window) -> Slice
         first = start.offset
     view = Counter(start.view)
     decisions, version = 0, start.core_version
-    oldest: SnapshotTaken | None = None
-    newest: SnapshotTaken | None = None
+    oldest: SnapshotRecord | None = None
+    newest: SnapshotRecord | None = None
     async for offset, record in journal(log, partition, start.offset, last, Validity(start.owner_epoch)):
         for run in record.consumed:
             view[run.topic] += run.count
         decisions += offset >= first and isinstance(record, AnyDecision)
-        if isinstance(record, SnapshotTaken):
+        if isinstance(record, SnapshotRecord):
             oldest, newest = oldest or record, record
         elif isinstance(record, OwnerClaimed):
             version = record.core_version

@@ -13,7 +13,7 @@ from forebay.core.rederive import Divergence
 from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
 from forebay.core.step import AnyDecision
 from forebay.events.base import hex_digest
-from forebay.events.decisions import OwnerClaimed, SnapshotTaken
+from forebay.events.decisions import OwnerClaimed, SnapshotRecord
 from forebay.events.topics import INPUTS
 from forebay.replay.checks import FOREIGN_PROGRESS, MISSING_SNAPSHOTS, SCALING_RULES
 from forebay.replay.scaling.history import ScalingVerification, verify_scaling
@@ -21,7 +21,7 @@ from forebay.replay.verify.divergence import DivergenceReport, DivergenceTrail
 from forebay.replay.verify.foreign_progress import ForeignEvent, ForeignProgress
 from forebay.replay.walk import Walk, walk_all
 from forebay.transport.base import Log
-from forebay.transport.history.reader import MissingChunk, OtherState, check_snapshot
+from forebay.transport.history.snapshots import MissingChunk, OtherState, check_snapshot
 
 PROGRESS_EVERY = 1_000  # journal records between two progress reports
 
@@ -116,7 +116,7 @@ async def verify(
         report.decisions += is_decision
         report.events += sum(run.count for run in record.consumed)
         divergence = step.divergence
-        if divergence is None and isinstance(record, SnapshotTaken):
+        if divergence is None and isinstance(record, SnapshotRecord):
             divergence = await _check_snapshot(log, partition, step.offset, record, report)
         if divergence is not None:
             report.divergence = await trail.report(log, partition, divergence, step)
@@ -148,7 +148,7 @@ async def include_scaling(log: Log, report: VerifyReport) -> None:
 
 
 async def _check_snapshot(
-    log: Log, partition: int, offset: int, taken: SnapshotTaken, report: VerifyReport
+    log: Log, partition: int, offset: int, taken: SnapshotRecord, report: VerifyReport
 ) -> Divergence | None:
     """Compare the state that a snapshot's chunks restore with the sealed digest.
 

@@ -7,7 +7,8 @@ from forebay.events.snapshots import WorldState
 from forebay.events.topics import CONTROL, DECISIONS, GROUPS, SNAPSHOTS
 from forebay.transport.base import Log
 from forebay.transport.directory import PARTITION
-from forebay.transport.history.reader import decode_journal, events_of, journal_records, snapshots_taken, state_of
+from forebay.transport.history.reader import decode_journal, events_of, journal_records
+from forebay.transport.history.snapshots import snapshots_taken, state_of
 from forebay.transport.sqlite.log import SqliteLog
 
 

@@ -6,10 +6,11 @@ from typing import NamedTuple
 
 from forebay.core.step import CLOCK
 from forebay.core.world import CORE_VERSION
-from forebay.events.decisions import SnapshotTaken
+from forebay.events.decisions import SnapshotRecord
 from forebay.events.topics import DECISIONS, INPUTS, SNAPSHOTS
 from forebay.transport.base import Log, LogError
-from forebay.transport.history.reader import Validity, journal, newest_snapshot, snapshots_taken, state_of
+from forebay.transport.history.reader import Validity, journal
+from forebay.transport.history.snapshots import newest_snapshot, snapshots_taken, state_of
 
 
 class StoredState(NamedTuple):
@@ -39,7 +40,9 @@ async def begins_of(log: Log, partition: int) -> dict[str, int]:
     return {topic.name: await log.begin(topic.name, partition) for topic in (*INPUTS, DECISIONS, SNAPSHOTS)}
 
 
-async def usable_state(log: Log, partition: int, taken: SnapshotTaken, begins: Mapping[str, int]) -> StoredState | None:
+async def usable_state(
+    log: Log, partition: int, taken: SnapshotRecord, begins: Mapping[str, int]
+) -> StoredState | None:
     """Return the state of a snapshot, or None if retention removed chunks of it or records after it.
 
     `begins` maps each topic to its oldest stored offset, see `begins_of`. Raises LogError if the log cannot be read.

@@ -92,6 +92,13 @@ class KafkaLog:
         self._require_open()
         self._following.append(drafts, then)
 
+    async def flush(self) -> None:
+        """Wait until all records appended so far are acknowledged or dropped. Raises LogError if Kafka rejects one."""
+        self._require_open()
+        await self._flush()
+        if self.failure is not None:
+            raise LogError(str(self.failure))
+
     def tail(self, topic: str, partition: int, offset: int, wake: Wake) -> KafkaTail:
         """Return a tail that follows a partition from `offset`."""
         self._require_open()

@@ -7,7 +7,7 @@ replicas. The first failure ends all writing, because the writer cannot know whi
 
 import asyncio
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
@@ -107,6 +107,9 @@ class KafkaWriter:
         self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._waiters: dict[Waiter, None] = {}  # ordered, so that failures resolve in the order of the appends
         self._buffered = 0
+        self._queued: Counter[tuple[str, int]] = Counter()
+        self._settled: Counter[tuple[str, int]] = Counter()  # of the queued drafts: written, dropped or failed
+        self._has_settled = asyncio.Event()
         self.refused = 0
 
     def check(self, draft: Draft) -> int:
@@ -140,6 +143,7 @@ class KafkaWriter:
             if queue is None:
                 queue = self._queues[place] = deque()
             queue.append(PendingAppend(draft, size, at_ms, waiter, index))
+            self._queued[place] += 1
             if place not in self._tasks:
                 task = asyncio.create_task(self._drain(place, queue), name=f"append to {draft.topic}/{draft.partition}")
                 self._tasks[place] = task
@@ -153,9 +157,11 @@ class KafkaWriter:
             queue.clear()
 
     async def flush(self) -> None:
-        """Wait until every queued draft is written or failed."""
-        while self._tasks:
-            await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        """Wait until every draft that is queued now is written, dropped or failed."""
+        goals = {place: self._queued[place] for place in self._tasks}
+        while any(place in self._tasks and self._settled[place] < goal for place, goal in goals.items()):
+            self._has_settled.clear()
+            await self._has_settled.wait()
 
     @property
     def unacknowledged_bytes(self) -> int:
@@ -181,11 +187,13 @@ class KafkaWriter:
             self._on_failure(LogError(f"Kafka rejected records for {topic}/{partition}: {explain(error)}"))
         finally:
             del self._tasks[place]
+            self._has_settled.set()
 
     async def _send(self, producer: AIOKafkaProducer, place: tuple[str, int], queue: deque[PendingAppend]) -> None:
         topic, partition = self._name(place[0]), place[1]
         known = await producer.partitions_for(topic)
         if partition not in known and not await _grown(producer, topic, partition):
+            self._settle(place, len(queue))
             self._refuse(f"{topic} has no partition {partition}", queue)
             return
         batch = producer.create_batch()
@@ -206,9 +214,14 @@ class KafkaWriter:
             written = await (await producer.send_batch(batch, topic, partition=partition))
         finally:
             self._buffered -= size
+        self._settle(place, len(sent))
         for offset, pending in enumerate(sent, written.offset):
             if pending.waiter is not None:
                 pending.waiter.place(pending.index, offset)
+
+    def _settle(self, place: tuple[str, int], count: int) -> None:
+        self._settled[place] += count
+        self._has_settled.set()
 
     def _refuse(self, reason: str, queue: deque[PendingAppend]) -> None:
         """Drop the records of a partition that does not exist, without failing the log."""

@@ -130,6 +130,15 @@ class SqliteLog:
         """
         self._enqueue([*drafts, *then], asyncio.get_running_loop())
 
+    async def flush(self) -> None:
+        """Wait until all appended records are committed. Raises LogError if a commit failed."""
+        if self._pending:
+            committed: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
+            self._waiters.append((committed, []))
+            await committed
+        if self._failure is not None:
+            raise LogError(str(self._failure))
+
     def tail(self, topic: str, partition: int, offset: int, wake: Wake) -> SqliteTail:
         """Return a tail that follows a partition from `offset`, which may be before or after the partition's end."""
         self._require_open()

@@ -1,0 +1,251 @@
+"""Find, read and check the snapshots of a group.
+
+A snapshot is complete if the journal has a `SnapshotRecord` that names it. Its chunks must restore the state that the
+owner sealed in the journal right before `journal_offset`.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+
+from xxhash import xxh3_128
+
+from forebay import runtime
+from forebay.core.routing.policies import CustomPolicies
+from forebay.core.world import CORE_VERSION, World, digest_of_snapshot, restore
+from forebay.events.base import hex_digest
+from forebay.events.codec import DecodeError, decode
+from forebay.events.decisions import Advanced, OwnerClaimed, Sealed, SnapshotRecord
+from forebay.events.snapshots import Chunk, SnapshotChunk, WorldState
+from forebay.events.topics import DECISIONS, SNAPSHOTS
+from forebay.transport.base import Log, LogError, Record
+from forebay.transport.history.reader import PAGE_RECORDS, OtherRules, decode_journal, journal_records
+
+CHUNKS_READ = 8  # snapshot chunks per read, each at most 1 MiB
+
+
+class MissingChunk(LogError):
+    """The journal has the record of a snapshot, but a chunk of this snapshot is missing."""
+
+
+class OtherState(LogError):
+    """The state in the chunks of a snapshot differs from the state that its owner sealed in the journal."""
+
+
+async def newest_snapshot(log: Log, partition: int, end: int) -> SnapshotRecord | None:
+    """Return the last valid `SnapshotTaken` or `Sealed` before offset `end` of the journal, or None."""
+    begin = await log.begin(DECISIONS.name, partition)
+    while end > begin:
+        start = max(begin, end - PAGE_RECORDS)
+        page = [(record.offset, decode_journal(record)) async for record in journal_records(log, partition, start, end)]
+        for offset, record in reversed(page):
+            if isinstance(record, SnapshotRecord) and not await _overtaken(log, partition, record, offset):
+                return record
+        end = start
+    return None
+
+
+async def snapshots_taken(log: Log, partition: int, start: int, end: int) -> AsyncIterator[tuple[int, SnapshotRecord]]:
+    """Yield the records of snapshots in [start, end) of the journal that no claim in this range makes stale.
+
+    They may include a stale record of an owner that lost the group before `start`. Its seal is before `start`, too.
+    """
+    epoch = -1
+    async for record in journal_records(log, partition, start, end):
+        decision = decode_journal(record)
+        if isinstance(decision, OwnerClaimed):
+            epoch = record.offset
+        elif isinstance(decision, SnapshotRecord) and decision.owner_epoch >= epoch:
+            yield record.offset, decision
+
+
+async def _overtaken(log: Log, partition: int, taken: SnapshotRecord, offset: int) -> bool:
+    """Return whether a claim made the snapshot's record at `offset` stale, or retention removed records after its seal.
+
+    Only claims after the seal matter, because when the seal was acknowledged, the owner saw no claim before it.
+    """
+    if taken.journal_offset < await log.begin(DECISIONS.name, partition):
+        return True
+    records = journal_records(log, partition, taken.journal_offset, offset)
+    return any([isinstance(decode_journal(record), OwnerClaimed) async for record in records])
+
+
+async def parts_of(log: Log, partition: int, taken: SnapshotRecord) -> AsyncIterator[Chunk]:
+    """Yield the parts of a snapshot without checking its digest. Raises LogError if a chunk is missing or damaged."""
+    async for _, chunk in _chunks(log, partition, taken):
+        for part in chunk.parts:
+            yield part
+
+
+async def state_of(log: Log, partition: int, taken: SnapshotRecord) -> WorldState:
+    """Return only the `WorldState` part of a snapshot (clock, view, pools). Raises LogError if the part is missing."""
+    async for part in parts_of(log, partition, taken):
+        if isinstance(part, WorldState):
+            return part
+    raise LogError(f"the snapshot at offset {taken.first_offset} is incomplete: it has no WorldState")
+
+
+async def chunks_end(log: Log, partition: int, taken: SnapshotRecord) -> int:
+    """Return the offset after the last chunk of a snapshot. Raises LogError if a chunk is missing."""
+    end = taken.first_offset
+    async for record, _ in _chunks(log, partition, taken):
+        end = record.offset + 1
+    return end
+
+
+async def load_snapshot(log: Log, partition: int, taken: SnapshotRecord, custom: CustomPolicies | None = None) -> World:
+    """Return the world that a snapshot holds.
+
+    Raises:
+        OtherRules: An owner with other decision rules took the snapshot. Not raised if their version is unknown.
+        MissingChunk: A chunk is missing.
+        OtherState: The digest of the state differs from the sealed digest.
+        LogError: The snapshot cannot be read.
+    """
+    parts = await _parts(log, partition, taken)
+    await _require_of_seal(log, partition, taken, parts)
+    with _of_state(taken):
+        world = restore(parts, custom or {})
+    _require_sealed(taken, world.digest())
+    return world
+
+
+async def check_snapshot(log: Log, partition: int, taken: SnapshotRecord) -> None:
+    """Check a snapshot, and raise the errors of `load_snapshot`. This is much faster, because no world is built."""
+    parts = await _parts(log, partition, taken)
+    await _require_of_seal(log, partition, taken, parts)
+    with _of_state(taken):
+        digest = digest_of_snapshot(parts)
+    _require_sealed(taken, digest)
+
+
+async def check_snapshot_beside(log: Log, partition: int, taken: SnapshotRecord) -> WorldState:
+    """Check a snapshot like `check_snapshot`, without blocking the event loop, and return its `WorldState`.
+
+    Chunks are read one at a time, and a thread computes the digest, which takes tenths of a second for a large index.
+    """
+    parts = await _checked_parts(log, partition, taken, at_once=1)
+    await _require_of_seal(log, partition, taken, parts)
+
+    def digest() -> int:
+        with _of_state(taken):
+            return digest_of_snapshot(parts)
+
+    _require_sealed(taken, await runtime.offload(digest))
+    return next(part for part in parts if isinstance(part, WorldState))
+
+
+async def _parts(log: Log, partition: int, taken: SnapshotRecord) -> list[Chunk]:
+    version = taken.core_version or await _version_claimed(log, partition, taken.owner_epoch)
+    if version not in (0, CORE_VERSION):
+        raise OtherRules(taken.journal_offset, version)
+    return await _checked_parts(log, partition, taken)
+
+
+async def _checked_parts(log: Log, partition: int, taken: SnapshotRecord, at_once: int = CHUNKS_READ) -> list[Chunk]:
+    """Return the parts of a snapshot, whose bytes must have the checksum in a `Sealed`.
+
+    Raises:
+        MissingChunk: A chunk is missing.
+        OtherState: The checksum differs.
+        LogError: The snapshot cannot be read.
+    """
+    parts: list[Chunk] = []
+    hasher = xxh3_128()
+    async for record, chunk in _chunks(log, partition, taken, at_once):
+        hasher.update(record.value)
+        parts += chunk.parts
+        await asyncio.sleep(0)
+    if isinstance(taken, Sealed) and hasher.hexdigest() != taken.checksum:
+        raise OtherState(
+            f"the snapshot at offset {taken.first_offset} has checksum {hasher.hexdigest()}, expected {taken.checksum}"
+        )
+    return parts
+
+
+async def checksum_of(log: Log, partition: int, taken: SnapshotRecord) -> str:
+    """Return the checksum of a snapshot's chunks, as in `Sealed`. Raises LogError if a chunk is missing or damaged."""
+    hasher = xxh3_128()
+    async for record, _ in _chunks(log, partition, taken):
+        hasher.update(record.value)
+    return hasher.hexdigest()
+
+
+@contextmanager
+def _of_state(taken: SnapshotRecord) -> Iterator[None]:
+    """Translate any error into OtherState, because changed chunks may violate any invariant of the state."""
+    try:
+        yield
+    except Exception as error:
+        text = f"the snapshot at offset {taken.first_offset} cannot be restored: {type(error).__name__}: {error}"
+        raise OtherState(text) from error
+
+
+async def _require_of_seal(log: Log, partition: int, taken: SnapshotRecord, parts: list[Chunk]) -> None:
+    """Check that the snapshot holds the state that its owner sealed right before `journal_offset`.
+
+    Raises OtherState if it does not. The check is skipped if the seal is no longer on the log.
+    """
+    snapshot = f"the snapshot at offset {taken.first_offset}"
+    states = [part for part in parts if isinstance(part, WorldState)]
+    if [state.owner_epoch for state in states] != [taken.owner_epoch]:
+        raise OtherState(
+            f"{snapshot} is unusable: it has {len(states)} states, expected one of owner epoch {taken.owner_epoch}"
+        )
+    begin = await log.begin(DECISIONS.name, partition)
+    if taken.journal_offset == begin > 0:
+        return  # a recording that begins at this offset does not hold the seal
+    records = (
+        await log.read(DECISIONS.name, partition, taken.journal_offset - 1, 1) if taken.journal_offset > begin else []
+    )
+    sealed = decode_journal(records[0]) if records else None
+    if not isinstance(sealed, Advanced) or (sealed.owner_epoch, sealed.digest, sealed.seq + 1) != (
+        taken.owner_epoch,
+        taken.digest,
+        states[0].seq,
+    ):
+        raise OtherState(
+            f"{snapshot} does not match the state sealed right before journal offset {taken.journal_offset}"
+        )
+
+
+def _require_sealed(taken: SnapshotRecord, digest: int) -> None:
+    if hex_digest(digest) != taken.digest:
+        raise OtherState(
+            f"the snapshot at offset {taken.first_offset} has digest {hex_digest(digest)}, expected {taken.digest}"
+        )
+
+
+async def _version_claimed(log: Log, partition: int, owner_epoch: int) -> int:
+    """Return the rules version in the claim of an owner; 0 if the claim is no longer on the log."""
+    if owner_epoch >= await log.begin(DECISIONS.name, partition):
+        for record in await log.read(DECISIONS.name, partition, owner_epoch, 1):
+            claimed = decode_journal(record)
+            if isinstance(claimed, OwnerClaimed):
+                return claimed.core_version
+    return 0
+
+
+async def _chunks(
+    log: Log, partition: int, taken: SnapshotRecord, at_once: int = CHUNKS_READ
+) -> AsyncIterator[tuple[Record, SnapshotChunk]]:
+    """Yield the chunks of a snapshot with their records, skipping chunks of other owners between them."""
+    number, offset = 0, taken.first_offset
+    damaged: DecodeError | None = None
+    while number < taken.chunks:
+        records = await log.read(SNAPSHOTS.name, partition, offset, min(at_once, taken.chunks - number))
+        if not records:
+            name = f"chunk {number} of the snapshot at offset {taken.first_offset}"
+            if damaged is not None:
+                raise LogError(f"{name} is damaged or missing: {damaged}") from damaged
+            raise MissingChunk(f"{name} is missing")
+        for record in records:
+            try:
+                chunk: SnapshotChunk = decode(SNAPSHOTS, record.value)
+            except DecodeError as error:
+                damaged = error  # unless it is a foreign record: then the chunk follows
+                continue
+            if (chunk.owner_epoch, chunk.number) == (taken.owner_epoch, number):
+                yield record, chunk
+                number, damaged = number + 1, None
+        offset = records[-1].offset + 1
