@@ -15,7 +15,6 @@ import contextlib
 import logging
 from collections.abc import Callable, Sequence
 
-from forebay import runtime
 from forebay.events.topics import DECISIONS
 from forebay.live.owner.journal import OwnershipLost
 from forebay.live.owner.owner import Owner
@@ -131,7 +130,7 @@ class GroupMember:
             self._router_id,
             lambda: self._is_assigned,
             lambda: writer.probe(standby, preferred=self._is_preferred()),
-            self._backoff.delay_s,
+            self._backoff,
         )
         self.standby = standby
         beating = asyncio.create_task(writer.beat_as_standby(standby, self._is_preferred), name="standby heartbeats")
@@ -166,7 +165,6 @@ class GroupMember:
         """
         owner = self._new_owner()
         self._was_reassigned = False
-        began_s = runtime.monotonic_s()
         try:
             await owner.start(standby)
             self._on_owned(owner)
@@ -181,10 +179,10 @@ class GroupMember:
             self._backoff.clear()
         except OwnershipLost as error:
             logger.warning("no longer the owner of %s: %s", self._group, error)
-            self._backoff.lost(runtime.monotonic_s() - began_s)
+            self._backoff.lost()
         except (RecoveryDiverged, OtherRules, PolicyNotAllowed) as error:
             logger.error("this router cannot own the group %s: %s", self._group, error)  # noqa: TRY400
-            self._backoff.lost(0.0)
+            self._backoff.lost()
         finally:
             owner.drop()
             self._on_owned(None)

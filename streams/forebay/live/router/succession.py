@@ -27,7 +27,7 @@ PROBE_S = 0.5  # a heartbeat is usually appended and read within 30 ms
 CHECK_S = 0.25  # maximum time until a released journal is noticed without its heartbeat
 LIVE_S = 2.5  # standbys write a heartbeat every second
 BACKOFF_S, BACKOFF_MAX_S = 1.0, 60.0
-STEADY_S = 60.0  # an owner that lost the group after this time starts with the shortest backoff again
+STEADY_S = 60.0  # losses are forgotten after this time
 
 
 class Backoff:
@@ -35,17 +35,25 @@ class Backoff:
 
     def __init__(self) -> None:
         self._base_s = 0.0
-        self.delay_s = 0.0
+        self._delay_s = 0.0
+        self._lost_s = 0.0
 
-    def lost(self, owned_s: float) -> None:
-        """Count a loss of the group after `owned_s` seconds of ownership."""
-        again = self._base_s > 0.0 and owned_s < STEADY_S
-        self._base_s = min(2 * self._base_s, BACKOFF_MAX_S) if again else BACKOFF_S
-        self.delay_s = self._base_s * (1 + runtime.random_int(4) / (1 << 32))
+    @property
+    def delay_s(self) -> float:
+        """Additional silence in seconds before this router claims; 0 if it lost no group recently."""
+        if self._delay_s and runtime.monotonic_s() - self._lost_s > STEADY_S + self._base_s:
+            self.clear()
+        return self._delay_s
+
+    def lost(self) -> None:
+        """Count a loss of the group to another router."""
+        self._base_s = min(2 * self._base_s, BACKOFF_MAX_S) if self.delay_s else BACKOFF_S
+        self._delay_s = self._base_s * (1 + runtime.random_int(4) / (1 << 32))
+        self._lost_s = runtime.monotonic_s()
 
     def clear(self) -> None:
-        """Forget the losses, because this router released the group by itself."""
-        self._base_s = self.delay_s = 0.0
+        """Forget the losses."""
+        self._base_s = self._delay_s = 0.0
 
 
 class Succession:
@@ -57,7 +65,7 @@ class Succession:
         router_id: Name of this router in its heartbeats.
         is_assigned: Returns whether the consumer group assigned the group's partition to this router.
         probe: Appends a heartbeat of this standby, and returns the offset of the heartbeat or None if that failed.
-        backoff_s: Additional silence in seconds before this router claims, see `Backoff`.
+        backoff: Delay of claims after losses of the group.
     """
 
     def __init__(
@@ -67,14 +75,14 @@ class Succession:
         router_id: str,
         is_assigned: Callable[[], bool],
         probe: Callable[[], Awaitable[int | None]],
-        backoff_s: float,
+        backoff: Backoff,
     ) -> None:
         self._standby = standby
         self._heartbeats = heartbeats
         self._router_id = router_id
         self._is_assigned = is_assigned
         self._probe = probe
-        self._backoff_s = backoff_s
+        self._backoff = backoff
         self._epoch = -1
         self._since_s = runtime.monotonic_s()
         self._saw_owner = False
@@ -111,7 +119,7 @@ class Succession:
     def _due_after_s(self) -> float:
         """Return the silence in seconds after which this router claims."""
         is_assigned = self._is_assigned()
-        place = (not (is_assigned and not self._backoff_s), self._router_id)
+        place = (not (is_assigned and not self._backoff.delay_s), self._router_id)
         others = [beat for beat in self._heartbeats.standbys(LIVE_S) if beat.router_id != self._router_id]
         before = sum((not other.preferred, other.router_id) < place for other in others)
         if self._is_released():
@@ -120,7 +128,7 @@ class Succession:
             silent_s = SILENT_S if self._epoch >= 0 else 0.0
         else:
             silent_s = START_S
-        return silent_s + before * STAGGER_S + self._backoff_s
+        return silent_s + before * STAGGER_S + self._backoff.delay_s
 
     def _is_released(self) -> bool:
         owner = self._heartbeats.owner
