@@ -7,6 +7,7 @@ NAMES = (
     "index",
     "decision",
     "snapshot",
+    "log-sync",
     "http",
     "owner",
     "kafka",

@@ -12,6 +12,8 @@ import httpx
 import openai
 import pytest
 
+from forebay.cli.processes import embedded
+from forebay.transport.sqlite.log import LogUnusable
 from tests.benchmarks.recordings import Shape, write_recording
 from tests.cli import in_process
 from tests.cli.up import ADMIN, LONG_PREFIX, PATIENCE_S, Up, forebay, running, verified
@@ -274,3 +276,20 @@ def test_an_invalid_fleet_is_rejected() -> None:
         2,
         "forebay: --workers 1024 with --dp-size 5 are 5120 ranks; the maximum is 4096\n",
     )
+
+
+@pytest.mark.parametrize(("options", "sync"), [((), "normal"), (("--log-sync", "full"), "full")])
+def test_log_sync_reaches_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], sync: str
+) -> None:
+    opened: list[str] = []
+
+    async def refuse(*_: object, sync: str) -> None:
+        opened.append(sync)
+        raise LogUnusable("opened")
+
+    monkeypatch.setattr(embedded, "open_checked", refuse)
+    path = str(tmp_path / "log.db")
+    run = in_process.forebay("up", "--port", str(free_ports(1)), "--log", path, *options)
+    assert (run.returncode, run.stderr) == (2, "forebay: opened\n")
+    assert opened == [sync]

@@ -6,9 +6,13 @@ after that. Appends of one caller keep their order. A log does not interpret its
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Protocol
+from typing import Annotated, Literal, Protocol
 
 import msgspec
+
+# When a commit of the embedded log reaches the disk: `normal` leaves that to the operating system, so a commit survives
+# the death of the process. `full` waits for the disk, so a commit also survives a power loss.
+LogSync = Literal["normal", "full"]
 
 
 class LogError(Exception):

@@ -197,7 +197,7 @@ async def _serve_until(
 async def _running(settings: EmbeddedSettings, engines: Engines, model: Model, hosts: Hosts) -> AsyncIterator[_System]:
     """Start everything except the HTTP listener, and wait until requests can be served. Stop it all after the body."""
     async with AsyncExitStack() as stack:
-        log, standby = await open_checked(settings.log, PARTITION, settings.policies)
+        log, standby = await open_checked(settings.log, PARTITION, settings.policies, sync=settings.log_sync)
         stack.callback(log.close)
         leases = embedded_leases()
         keeper = LeaseKeeper(leases, ttl_s=settings.lease_ttl_s)

@@ -9,6 +9,7 @@ from forebay.cli.processes.engine_options import pool_of
 from forebay.cli.processes.options import SnapshotOptions
 from forebay.events.control import Role, RouterConfig
 from forebay.events.pools import PoolRouting
+from forebay.transport.base import LogSync
 
 if TYPE_CHECKING:
     from forebay.cli.processes.engines import EngineChoice
@@ -80,6 +81,7 @@ class EmbeddedSettings:
         lease_ttl_s: seconds without a lease renewal after which a worker is lost.
         snapshots: when the owner takes a snapshot.
         log_limits: maximum size and age of the log.
+        log_sync: whether an acknowledged append survives a power loss (`full`), or only the death of the process.
         console: settings of a console in another process; None for no console.
     """
 
@@ -97,4 +99,5 @@ class EmbeddedSettings:
     lease_ttl_s: float
     snapshots: SnapshotOptions
     log_limits: "RetentionLimits"
+    log_sync: LogSync = "normal"
     console: "ConsoleSettings | None" = None

@@ -34,6 +34,7 @@ from forebay.events.control import DisaggConfig, Role, RouterConfig
 from forebay.events.names import unknown_name
 from forebay.events.pools import PoolRouting
 from forebay.ingress.errors import Unusable
+from forebay.transport.base import LogSync
 
 if TYPE_CHECKING:
     from forebay.cli.processes.engines import EngineChoice
@@ -81,6 +82,13 @@ class LogOptions:
     log_max_age: Annotated[
         str | None, typer.Option(help="Maximum age of records, such as 12h or 7d. Default: no limit.")
     ] = None
+    log_sync: Annotated[
+        LogSync,
+        typer.Option(
+            help="full: an acknowledged record survives a power loss, because each commit waits for the disk. normal:"
+            " a power loss may remove the newest records."
+        ),
+    ] = "normal"
 
     def limits(self) -> "RetentionLimits":
         """Return the maximum size and age of the log."""
@@ -252,6 +260,7 @@ def up(
             lease_ttl_s=lease_ttl_s,
             snapshots=snapshots,
             log_limits=log.limits(),
+            log_sync=log.log_sync,
             console=console.settings(log.log, engine.settings.model_name, ingress, endpoint, policies),
         )
     # Imported here, so that other commands do not wait for an HTTP server and its models to load.

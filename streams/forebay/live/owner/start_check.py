@@ -14,14 +14,14 @@ from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
 from forebay.events.topics import CONTROL, DECISIONS, GROUPS, INPUTS, TOKENS
 from forebay.live.owner.recorded_requests import SubmissionReader
 from forebay.live.router.standby import RecoveryDiverged, Standby
-from forebay.transport.base import LogError, PolicyNotAllowed
+from forebay.transport.base import LogError, LogSync, PolicyNotAllowed
 from forebay.transport.history.reader import PAGE_RECORDS, OtherRules
 from forebay.transport.sqlite.log import LogUnusable, SqliteLog
 from forebay.transport.sqlite.schema import LogEmpty, WriterLock, check_place
 
 
 async def open_checked(
-    path: Path | None, partition: int, custom: CustomPolicies = ONLY_BUILT_IN
+    path: Path | None, partition: int, custom: CustomPolicies = ONLY_BUILT_IN, *, sync: LogSync = "normal"
 ) -> tuple[SqliteLog, Standby | None]:
     """Open a log for writing, and return it with a standby that has followed its journal to the end.
 
@@ -29,6 +29,7 @@ async def open_checked(
         path: File of the log, or None for a log in memory.
         partition: Control partition of the group.
         custom: Custom policies that this process may run.
+        sync: Whether an acknowledged append survives a power loss (`full`), or only the death of the process.
 
     Returns:
         The log, and the standby. The standby is None for a new log and for a log in memory.
@@ -48,7 +49,7 @@ async def open_checked(
     except BaseException:
         lock.close()
         raise
-    log = SqliteLog.open(path, lock=lock)
+    log = SqliteLog.open(path, lock=lock, sync=sync)
     if standby is not None:
         standby.continue_on(log)
     return log, standby

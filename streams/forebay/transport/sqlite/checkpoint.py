@@ -1,4 +1,4 @@
-"""Checkpoint the WAL of a SQLite log in a thread, which is also the only place that calls fsync.
+"""Checkpoint the WAL of a SQLite log in a thread. Unless commits wait for the disk, only this thread calls fsync.
 
 The checkpointer uses its own connection. It makes the writer delay commits only if the WAL would otherwise never
 restart from the beginning.

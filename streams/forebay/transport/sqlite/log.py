@@ -1,9 +1,9 @@
 """Implement the port `Log` on one SQLite file or in memory. Any SQLite client can open the file.
 
-The log survives kill -9 but not a power loss, because commits reach the operating system and only checkpoints call
-fsync. The event-loop thread writes, with group commit: the appends of one loop iteration are one transaction. A writer
-thread would be slower, because CPython's sqlite3 releases the GIL at every row. Acquiring it again takes up to the 5 ms
-switch interval under load, while the row itself takes 5 us.
+The log survives kill -9. A power loss may remove the newest commits, because only checkpoints call fsync, unless `sync`
+is full. The event-loop thread writes, with group commit: the appends of one loop iteration are one transaction. A
+writer thread would be slower, because CPython's sqlite3 releases the GIL at every row. Acquiring it again takes up to
+the 5 ms switch interval under load, while the row itself takes 5 us.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Self
 
 from forebay import runtime
-from forebay.transport.base import Draft, LogError, Record, Wake
+from forebay.transport.base import Draft, LogError, LogSync, Record, Wake
 from forebay.transport.recording.manifest import Contents, Extent, require_sealed
 from forebay.transport.sqlite import schema
 from forebay.transport.sqlite.checkpoint import Checkpointer, fold
@@ -79,12 +79,13 @@ class SqliteLog:
         namespace: str = "forebay",
         readonly: bool = False,
         lock: schema.WriterLock | None = None,
+        sync: LogSync = "normal",
     ) -> Self:
         """Open or create the log at `path`, or in memory if it is None. Raises LogUnusable with a one-line reason.
 
         A read-only log takes no lock, works beside a running writer, and has the namespace of the file. A recording can
-        only be opened read-only. A writer takes the lock of the file, unless the caller passes the `lock` that it
-        holds. The log releases the lock when it closes, or when it cannot be opened.
+        only be opened read-only. A writer takes the lock of the file, unless the caller passes its own `lock`. The log
+        releases the lock at its end. With `sync` full, an acknowledged append survives a power loss.
         """
         if path is None:
             assert not readonly, "a log in memory has one user, and it writes"
@@ -97,7 +98,7 @@ class SqliteLog:
             schema.check_place(path, readonly=readonly)
             if lock is None and not readonly:
                 lock = schema.WriterLock(path)
-            db, namespace, recording = open_file(path, namespace, readonly=readonly)
+            db, namespace, recording = open_file(path, namespace, readonly=readonly, sync=sync)
             return cls(db, path, lock, namespace, recording)
         except BaseException:
             if lock is not None:
@@ -252,8 +253,7 @@ class SqliteLog:
     def check(self) -> None:
         """Check the whole file. Raises LogError if the file is damaged.
 
-        In a recording, the check finds any changed byte. In a log, it finds what SQLite's own check finds; the
-        checksums of records are checked when they are read.
+        In a recording, the check finds any changed byte. In a log, it does not read the checksums of records.
         """
         self._require_open()
         if self._path is None:

@@ -4,14 +4,18 @@ import os
 import sqlite3
 from pathlib import Path
 
+from forebay.transport.base import LogSync
 from forebay.transport.recording.manifest import Contents, is_recording, read_contents
 from forebay.transport.sqlite import schema
 
 
-def open_file(path: Path, namespace: str, *, readonly: bool) -> tuple[sqlite3.Connection, str, Contents | None]:
+def open_file(
+    path: Path, namespace: str, *, readonly: bool, sync: LogSync
+) -> tuple[sqlite3.Connection, str, Contents | None]:
     """Return a connection, the namespace of the log, and the contents of the file if it is a recording.
 
-    A writer initialises an empty file as a log of `namespace`. Raises LogUnusable with a one-line reason.
+    A writer initialises an empty file as a log of `namespace`. With `sync` full, each of its commits waits for the
+    disk. Raises LogUnusable with a one-line reason.
     """
     try:
         db = schema.connect(path, readonly=readonly)
@@ -36,7 +40,7 @@ def open_file(path: Path, namespace: str, *, readonly: bool) -> tuple[sqlite3.Co
                 raise schema.LogUnusable(
                     f"{path}: the file system does not support SQLite's WAL mode; choose a local disk"
                 )
-            db.execute("PRAGMA synchronous = NORMAL")
+            db.execute(f"PRAGMA synchronous = {sync}")
             db.execute("PRAGMA wal_autocheckpoint = 0")
             db.execute(schema.SECURE_DELETE)
             if not known:
