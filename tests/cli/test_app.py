@@ -85,6 +85,7 @@ def test_commands_are_functions_or_applications() -> None:
         "workload",
         "replay",
         "topics",
+        "dead-letters",
         "index",
         "config",
     }

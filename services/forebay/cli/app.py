@@ -119,6 +119,9 @@ COMMANDS = {
     ),
     "top": CommandEntry("top.command", "top", "Show workers and requests in the terminal, and explain requests."),
     "topics": CommandEntry("topics_command", "app", "Show the records of a log, and manage the topics of a broker."),
+    "dead-letters": CommandEntry(
+        "dead_letters.command", "app", "List records that did not decode or were rejected, and retry them."
+    ),
     "index": CommandEntry("index_command", "app", "Show the cached blocks of each worker, according to the log."),
     "config": CommandEntry("config", "app", "Show the options of a command and where their values come from."),
 }

@@ -1,0 +1,204 @@
+"""`forebay dead-letters`: list, show and retry records that did not decode or were rejected."""
+
+import asyncio
+import re
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, closing
+from pathlib import Path
+from typing import Any, NoReturn
+
+import msgspec
+import typer
+from rich.table import Table
+
+from forebay.cli.common.errors import BROKEN, complain, explained, fail
+from forebay.cli.common.recording import KafkaSource, Recording
+from forebay.cli.common.terminal import in_markup, printable, results
+from forebay.cli.common.times import time_us
+from forebay.events.names import unknown_name
+from forebay.events.topics import DEAD_LETTERS, FIXED_TOPICS, topic_named
+from forebay.transport.base import Log, Record
+from forebay.transport.dead_letter_reader import Letter, letters, read_letter
+from forebay.transport.dead_letter_retry import NotRetriable, append_retry, original, retry_of
+from forebay.transport.history.groups import groups_of
+from forebay.transport.kafka.topics import partitions_of
+from forebay.transport.readable import readable
+from forebay.transport.recording.manifest import utc
+from forebay.transport.sqlite.log import SqliteLog
+
+PLACE = re.compile(r"(?:(\d{1,9})/)?(\d{1,18})")
+REASON_CHARS = 80  # in the table; `show` prints the whole reason
+RECORD_CHARS = 4_000  # of a record that `show` prints without --json; a record may have 8 MiB
+
+
+def run_list(
+    *,
+    source: KafkaSource,
+    log: Path | None,
+    topic: str,
+    reason: str,
+    start: str,
+    end: str,
+    limit: int,
+    json: bool,
+) -> None:
+    """Run `forebay dead-letters list`. command.py documents its options."""
+    now_us = time.time_ns() // 1000
+    from_us = time_us("--from", start, now_us) if start else 0
+    to_us = time_us("--to", end, now_us) if end else now_us + 1
+    if topic:
+        _require_topic(topic)
+
+    def keep(letter: Letter) -> bool:
+        return topic in ("", letter.topic) and reason in letter.reason and from_us <= letter.at_us < to_us
+
+    with explained():
+        recording = Recording(source.kafka, source.namespace, source.kafka_config, log)
+        recording.require_one_source()
+        found = asyncio.run(_list(recording, keep, limit))
+    for letter in found if json else ():
+        typer.echo(msgspec.json.encode(letter))
+    if not json:
+        _print_table(found, limit)
+
+
+def run_show(*, where: list[str], source: KafkaSource, json: bool) -> None:
+    """Run `forebay dead-letters show`. command.py documents its options."""
+    recording = source.recording(where, "LETTER")
+    place = _place(where[-1])
+    with explained():
+        letter, record, verdict = asyncio.run(_show(recording, *place))
+    content = readable(original(letter, record))
+    del content["offset"], content["at_us"]  # the offset is printed, and the letter lacks the time of its record
+    if json:
+        typer.echo(msgspec.json.encode({**msgspec.to_builtins(letter), "retry": verdict, "record": content}))
+        return
+    lines = {
+        "letter": f"{letter.partition}/{letter.offset}, {utc(letter.at_us)}",
+        "record": f"{letter.topic}/{letter.source_partition} at offset {letter.source_offset},"
+        f" {letter.value_bytes} bytes",
+        "reason": letter.reason,
+        **({"omitted": letter.omitted} if letter.omitted else {}),
+        "retry": verdict,
+    }
+    for name, text in lines.items():
+        typer.echo(printable(f"{name:<8} {text}"))
+    text = msgspec.json.format(msgspec.json.encode(content), indent=2).decode()
+    for line in text[:RECORD_CHARS].split("\n"):
+        typer.echo(printable(line))
+    if len(text) > RECORD_CHARS:
+        typer.echo(f"… ({len(text) - RECORD_CHARS} more characters; --json prints all of them)")
+
+
+def run_retry(*, where: list[str], source: KafkaSource, json: bool) -> None:
+    """Run `forebay dead-letters retry`. command.py documents its options."""
+    recording = source.recording(where, "LETTER")
+    place = _place(where[-1])
+    with explained():
+        try:
+            letter, tag, retried_as, note = asyncio.run(_retry(recording, *place))
+        except NotRetriable as error:
+            _refuse(f"letter {place[0]}/{place[1]} was not retried: {error}")
+    if json:
+        line = {"letter": f"{letter.partition}/{letter.offset}", "event": tag, "retried_as": retried_as, "note": note}
+        typer.echo(msgspec.json.encode(line))
+        return
+    typer.echo(f"letter {letter.partition}/{letter.offset} decodes as {tag}; appended as {retried_as} ({note})")
+
+
+def _refuse(message: str) -> NoReturn:
+    complain(message)
+    raise typer.Exit(BROKEN)
+
+
+def _require_topic(name: str) -> None:
+    try:
+        topic_named(name)
+    except KeyError:
+        fail(f"--topic: {unknown_name('topic', name, [*(topic.name for topic in FIXED_TOPICS), 'work.POOL'])}")
+
+
+def _place(text: str) -> tuple[int, int]:
+    """Return the partition and the offset of a letter. Text of another form ends the command."""
+    found = PLACE.fullmatch(text)
+    if found is None:
+        fail(f"LETTER {text}: expected PARTITION/OFFSET, for example 0/12")
+    return int(found[1] or 0), int(found[2])
+
+
+async def _list(recording: Recording, keep: Any, limit: int) -> list[Letter]:
+    found: list[Letter] = []
+    async with recording.source() as log:
+        for partition in await _partitions(recording, log):
+            count = 0
+            async for letter in letters(log, partition, keep):
+                found.append(letter)
+                count += 1
+                if count == limit:
+                    break
+    return sorted(found, key=lambda one: (-one.at_us, one.partition, -one.offset))[:limit]
+
+
+async def _show(recording: Recording, partition: int, offset: int) -> tuple[Letter, Record, str]:
+    async with recording.source() as log:
+        await _require_partition(recording, log, partition)
+        letter, record = await read_letter(log, partition, offset)
+        try:
+            note = retry_of(letter, record, await _group_in(log, letter), time.time_ns() // 1000).note
+        except NotRetriable as error:
+            return letter, record, f"no: {error}"
+    return letter, record, f"possible: {note}"
+
+
+async def _retry(recording: Recording, partition: int, offset: int) -> tuple[Letter, str, str, str]:
+    async with _writable(recording) as log:
+        await _require_partition(recording, log, partition)
+        letter, record = await read_letter(log, partition, offset)
+        retry = retry_of(letter, record, await _group_in(log, letter), time.time_ns() // 1000)
+        tag = str(type(retry.event).__struct_config__.tag)
+        return letter, tag, await append_retry(log, letter, retry), retry.note
+
+
+@asynccontextmanager
+async def _writable(recording: Recording) -> AsyncIterator[Log]:
+    if recording.log is None:
+        async with recording.source() as log:
+            yield log
+        return
+    with closing(SqliteLog.open(recording.log, readonly=True)) as reader:  # a missing file must not be created
+        namespace = reader.namespace
+    with closing(SqliteLog.open(recording.log, namespace=namespace)) as log:
+        yield log
+
+
+async def _group_in(log: Log, letter: Letter) -> str | None:
+    groups = await groups_of(log)
+    return next((name for name, partition in groups.items() if partition == letter.source_partition), None)
+
+
+async def _partitions(recording: Recording, log: Log) -> Sequence[int]:
+    if isinstance(log, SqliteLog):
+        return [partition for topic, partition, _ in log.topics() if topic == DEAD_LETTERS.name]
+    return range((await partitions_of(recording.settings())).get(DEAD_LETTERS.name, 0))
+
+
+async def _require_partition(recording: Recording, log: Log, partition: int) -> None:
+    """End the command if Kafka has no such partition, because its client would retry forever."""
+    if not isinstance(log, SqliteLog) and partition not in (known := await _partitions(recording, log)):
+        fail(f"{DEAD_LETTERS.name} has {len(known)} partitions, counted from 0; got {partition}")
+
+
+def _print_table(found: list[Letter], limit: int) -> None:
+    if not found:
+        typer.echo("no dead letters")
+        return
+    table = Table("letter", "time", "record", "bytes", "retried as", "reason", box=None)
+    for one in found:
+        reason = one.reason if len(one.reason) <= REASON_CHARS else f"{one.reason[: REASON_CHARS - 1]}…"
+        place = f"{one.topic}/{one.source_partition}/{one.source_offset}"
+        cells = (f"{one.partition}/{one.offset}", utc(one.at_us), place, str(one.value_bytes), one.retried_as, reason)
+        table.add_row(*map(in_markup, cells))
+    results().print(table)
+    if len(found) == limit:
+        typer.echo(f"only the newest {limit} letters are shown; --limit shows more")
