@@ -109,6 +109,11 @@ COMMANDS = {
         "record",
         "Record a slice of a log into OUT, including everything needed to derive its decisions again.",
     ),
+    "restore": CommandEntry(
+        "restore_command",
+        "restore",
+        "Create a namespace on Kafka with the groups and settings of a recorded log.",
+    ),
     "workload": CommandEntry("simulate.workload_command", "app", "Inspect and convert workloads."),
     "replay": CommandEntry("replay.command", "app", "Verify, explain and compare recorded decisions."),
     "status": CommandEntry(

@@ -13,6 +13,7 @@ from forebay.cli.common.cluster_options import KafkaOptions
 from forebay.cli.common.errors import complain, explained, fail
 from forebay.cli.common.recording import KafkaSource
 from forebay.cli.common.terminal import results
+from forebay.cli.common.topic_plan import TopicPlanOptions
 from forebay.cli.processes.options import named
 from forebay.cli.shadow import SHADOW_GROUP
 from forebay.events.names import unknown_name
@@ -23,7 +24,7 @@ from forebay.transport.heartbeats import RouterHeartbeats
 from forebay.transport.history.start import recorded_view
 from forebay.transport.kafka.log import KafkaLog
 from forebay.transport.kafka.settings import KafkaSettings
-from forebay.transport.kafka.topics import TopicPlan, count_topics, create_topics, partitions_of
+from forebay.transport.kafka.topics import count_topics, create_topics, partitions_of
 from forebay.transport.readable import readable
 from forebay.transport.sqlite.log import SqliteLog
 
@@ -33,23 +34,11 @@ HEARTBEAT_WAIT_S = 3.0  # standbys write every second; allow two to be late
 READ_BY = ("router", "kafka-api")  # names of consumer groups, without namespace; each shadow has a group, too
 
 
-def run_create(
-    *,
-    kafka: KafkaOptions,
-    pool: list[str] | None,
-    groups: int,
-    slots: int,
-    replies: int,
-    kafka_api_partitions: int,
-    replication: int,
-) -> None:
+def run_create(*, kafka: KafkaOptions, pool: list[str] | None, plan: TopicPlanOptions) -> None:
     """Run `forebay topics create`. topics_command.py documents its options."""
-    plan = TopicPlan(
-        groups=groups, slots=slots, replies=replies, kafka_api=kafka_api_partitions, replication=replication
-    )
 
     async def run(settings: KafkaSettings) -> list[str]:
-        created = await create_topics(settings, plan, pools)
+        created = await create_topics(settings, plan.plan(), pools)
         await count_topics(settings)
         return created
 

@@ -8,6 +8,7 @@ import typer
 from forebay.cli.common.cluster_options import KafkaOptions
 from forebay.cli.common.option_groups import spread
 from forebay.cli.common.recording import KafkaSource
+from forebay.cli.common.topic_plan import TopicPlanOptions
 
 app = typer.Typer(help="Show the records of a log, and manage the topics of a broker.", no_args_is_help=True)
 
@@ -27,30 +28,13 @@ def _root() -> None:
 @spread
 def create(
     kafka: KafkaOptions,
+    plan: TopicPlanOptions,
     pool: Annotated[list[str] | None, typer.Option(help="Pool that gets a work topic. Repeatable.")] = None,
-    groups: Annotated[int, typer.Option(min=1, help="Maximum number of models: partitions of the control topics.")] = 4,
-    slots: Annotated[
-        int,
-        typer.Option(min=1, help="Partitions of a work topic. A model can have SLOTS / GROUPS workers per pool."),
-    ] = 256,
-    replies: Annotated[int, typer.Option(min=1, help="Partitions of the topic `tokens`.")] = 16,
-    kafka_api_partitions: Annotated[
-        int, typer.Option(min=1, help="Partitions of each of the topics `openai-requests` and `openai-responses`.")
-    ] = 8,
-    replication: Annotated[int, typer.Option(min=1, help="Replicas of every partition.")] = 1,
 ) -> None:
     """Create missing topics, and check the existing ones."""
     from forebay.cli.topics import run_create  # noqa: PLC0415
 
-    run_create(
-        kafka=kafka,
-        pool=pool,
-        groups=groups,
-        slots=slots,
-        replies=replies,
-        kafka_api_partitions=kafka_api_partitions,
-        replication=replication,
-    )
+    run_create(kafka=kafka, pool=pool, plan=plan)
 
 
 @app.command("list")

@@ -43,7 +43,7 @@ async def pools_of(log: Log, partition: int) -> list[PoolConfigured]:
     oldest snapshot supplies their configurations.
     """
     found: list[PoolConfigured] = []
-    if await log.begin(CONTROL.name, partition) and (state := await _oldest_state(log, partition)) is not None:
+    if await log.begin(CONTROL.name, partition) and (state := await oldest_world_state(log, partition)) is not None:
         found += state.pools
     newest = {pool.pool: pool for pool in found}
     async for _, event in events_of(log, CONTROL, partition):
@@ -65,7 +65,7 @@ async def policies_run(log: Log, partition: int) -> set[str]:
     Raises LogError if the log cannot be read.
     """
     begin, end = await log.begin(DECISIONS.name, partition), await log.end(DECISIONS.name, partition)
-    state = await _oldest_state(log, partition) if begin else None
+    state = await oldest_world_state(log, partition) if begin else None
     found = set() if state is None else set(state.owner_policies)
     async for record in journal_records(log, partition, begin, end):
         claimed = decode_journal(record)
@@ -74,7 +74,7 @@ async def policies_run(log: Log, partition: int) -> set[str]:
     return found
 
 
-async def _oldest_state(log: Log, partition: int) -> WorldState | None:
+async def oldest_world_state(log: Log, partition: int) -> WorldState | None:
     """Return the state in the oldest complete snapshot of a log, or None if there is none."""
     begin, end = await log.begin(DECISIONS.name, partition), await log.end(DECISIONS.name, partition)
     oldest_chunk = await log.begin(SNAPSHOTS.name, partition)
