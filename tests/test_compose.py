@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import yaml
-from typer.core import TyperGroup
 
-from forebay.cli.app import COMMANDS, load
+from tests.command_line import parse
 from tests.dashboard import APART, metrics, queries
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -18,19 +17,6 @@ PORT_MAX = 32_767  # ephemeral ports start above
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text())
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 OURS = sorted(name for name, service in SERVICES.items() if service["image"] in ("forebay", "forebay-nixl"))
-
-
-def parse(arguments: list[str]) -> dict[str, Any]:
-    """Parse a `forebay` command line without running it and return the value of each option."""
-    name, *arguments = arguments
-    assert name in COMMANDS, f"forebay has no command {name}"
-    command: Any = load(name)
-    while isinstance(command, TyperGroup):
-        name, *arguments = arguments
-        assert name in command.commands, f"forebay has no command {name}"
-        command = command.commands[name]
-    params: dict[str, Any] = command.make_context(command.name, arguments).params
-    return params
 
 
 def test_the_file_follows_the_compose_specification() -> None:

@@ -54,6 +54,30 @@ def problems(*check: str, text: str = "") -> list[str]:
     return lines or [f"exit code {done.returncode}"] if done.returncode else []
 
 
+def rule_failures(folder: Path, rules: Path, alert: str, series: Mapping[str, str], *, fires: bool) -> list[str]:
+    """Evaluate the rules on series for 30 minutes, and return the complaints of promtool about the state at the end.
+
+    Args:
+        folder: Folder for the file of the test.
+        rules: File with the rules.
+        alert: Alert whose state is checked.
+        series: Values per minute of each series, in promtool's notation.
+        fires: Whether the alert has to fire.
+    """
+    firing = f'count(ALERTS{{alertname="{alert}", alertstate="firing"}}) > bool 0'
+    test = {
+        "interval": "1m",
+        "input_series": [{"series": name, "values": values} for name, values in series.items()],
+        "promql_expr_test": [
+            {"expr": firing, "eval_time": "30m", "exp_samples": [{"labels": "{}", "value": 1}] if fires else []}
+        ],
+    }
+    path = folder / "test.json"  # JSON is YAML, too
+    path.write_text(json.dumps({"rule_files": [str(rules)], "evaluation_interval": "1m", "tests": [test]}))
+    done = subprocess.run([_program("promtool"), "test", "rules", path], capture_output=True, text=True, check=False)
+    return [] if done.returncode == 0 else (done.stdout + done.stderr).splitlines()
+
+
 @dataclass(frozen=True, slots=True)
 class Prometheus:
     """A running Prometheus.
