@@ -102,6 +102,8 @@ class Succession:
                 except TimeoutError:
                     pass
             elif await self._is_confirmed():
+                reason = "is released" if self._is_released() else f"has had no owner for {self._silent_s():.2f} s"
+                logger.info("the group %s %s, so this router claims it", self._heartbeats.group, reason)
                 return
 
     def _silent_s(self) -> float:
