@@ -1,94 +1,304 @@
-"""A journal of another rules version is rejected with both versions named, and stays unchanged."""
+"""A journal of another rules version is continued only from its seal, and both versions are named until then."""
 
 import asyncio
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from forebay.core.step import CLOCK
 from forebay.core.world import CORE_VERSION
-from forebay.events.decisions import OwnerClaimed
-from forebay.events.topics import DECISIONS
-from forebay.live.owner import owner as owner_module
-from forebay.live.owner import snapshots
-from forebay.live.owner.owner import Owner
+from forebay.events.codec import encode
+from forebay.events.decisions import JournalRecord, OwnerClaimed, RequestRouted, Sealed
+from forebay.events.topics import DECISIONS, SNAPSHOTS
+from forebay.live.owner.owner import Owner, OwnershipLost
+from forebay.live.router.abandoned_tail import AbandonedTail
 from forebay.live.router.standby import Standby
-from forebay.replay.verify.verify import verify
-from forebay.transport.history import reader as recorded
-from forebay.transport.history import snapshots as recorded_snapshots
+from forebay.replay.verify.verify import OtherSpan, verify
+from forebay.transport.base import Draft, Log, Record
 from forebay.transport.history.reader import OtherRules
+from forebay.transport.history.snapshots import OtherState
+from forebay.transport.history.start import recorded_view
 from forebay.transport.sqlite.log import SqliteLog
 from tests.cli.up import forebay
-from tests.live.shared import proven
+from tests.live.programs import OTHER, Program
+from tests.live.shared import SharedLog
 from tests.system import System, settings, submitted, until, until_ended
 
-OTHER = CORE_VERSION + 1
 REFUSAL = f"decided by version {OTHER} of the rules, this program has version {CORE_VERSION}: use the program"
+BLOCKED = f"the owner test runs version {OTHER} of the rules, this program has version {CORE_VERSION}: it takes over"
 
 
-@pytest.fixture(params=["sealed", "unsealed"])
-def other_rules(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> "OtherProgram":
-    """Return a program with another rules version, with or without a final snapshot."""
-    return OtherProgram(monkeypatch, sealed=request.param == "sealed")
+@pytest.fixture
+def other(monkeypatch: pytest.MonkeyPatch) -> Program:
+    return Program(monkeypatch, OTHER)
 
 
-class OtherProgram:
-    """Writes a journal as a program with another rules version; `sealed` adds a final snapshot."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, sealed: bool) -> None:
-        self._monkeypatch = monkeypatch
-        self._sealed = sealed
-
-    async def serve(self, system: System, *names: str) -> None:
-        with self._monkeypatch.context() as patch:
-            for module in (owner_module, recorded, recorded_snapshots, snapshots):
-                patch.setattr(module, "CORE_VERSION", OTHER)
-            owner = Owner(system.log, system.leases, settings())
-            await owner.start()
-            running = asyncio.create_task(owner.run())
-            await until(lambda: len(owner.world.fleet) == 1)
-            for name in names:
-                system.send(submitted(name, list(range(12))))
-                await until_ended(system, name)
-            await owner.stop()
-            await running
-            if self._sealed:
-                await owner.close()
-            owner.drop()
-            await proven(system.log)
+@pytest.fixture
+def ours(monkeypatch: pytest.MonkeyPatch) -> Program:
+    return Program(monkeypatch, CORE_VERSION)
 
 
-async def test_an_owner_does_not_start_and_the_other_program_continues(
-    log: SqliteLog, other_rules: OtherProgram
-) -> None:
+def end_of(log: SqliteLog) -> int:
+    return log.next_offset(DECISIONS.name, 0)
+
+
+def claims(system: System) -> list[tuple[int, int]]:
+    return [(claim.core_version, claim.seal) for claim in system.decisions(OwnerClaimed)]
+
+
+def seals(system: System) -> list[int]:
+    return [offset for offset, record in enumerate(system.decisions()) if isinstance(record, Sealed)]
+
+
+async def cancelled(task: "asyncio.Task[None]") -> None:
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+
+
+async def test_an_owner_does_not_claim_an_unsealed_journal_of_other_rules(log: SqliteLog, other: Program) -> None:
     async with System(log).started(workers=1) as system:
-        await other_rules.serve(system, "a")
+        await other.serve(system, "a", seals=False)
         for _ in range(2):
             owner = Owner(log, system.leases, settings())
             with pytest.raises(OtherRules, match=REFUSAL):
                 await owner.start()
             owner.drop()
-        assert [claim.core_version for claim in system.decisions(OwnerClaimed)] == [OTHER]
-        await other_rules.serve(system, "b")
+        assert claims(system) == [(OTHER, -1)]
+        await other.serve(system, "b", seals=False)
 
 
-async def test_a_standby_does_not_follow_other_rules(log: SqliteLog, other_rules: OtherProgram) -> None:
+async def test_versions_continue_from_each_others_seals(log: SqliteLog, ours: Program, other: Program) -> None:
+    """An upgrade, its rollback and a second upgrade. Each owner knows the prefix that the first one has cached."""
     async with System(log).started(workers=1) as system:
-        await other_rules.serve(system, "a")
+        for program, name in ((ours, "a"), (other, "b"), (ours, "c"), (other, "d")):
+            await program.serve(system, name, seals=True)
+        versions = [CORE_VERSION, OTHER, CORE_VERSION, OTHER]
+        assert claims(system) == list(zip(versions, [-1, *seals(system)[:3]], strict=True))
+        overlaps = [record.terms.device_overlap for record in system.decisions() if hasattr(record, "terms")]
+        assert overlaps == [0, 3, 3, 3]
+        last = system.decisions()[-1]
+        assert last.seq == len(system.decisions()) - len(versions) - 1
+
+
+async def test_a_standby_waits_for_the_seal_of_an_owner_with_other_rules(log: SqliteLog, other: Program) -> None:
+    async with System(log).started(workers=1) as system:
+        await other.serve(system, "a", seals=False)
+        standby = Standby(log, 0, waits_for_seal=True)
+        following = asyncio.create_task(standby.run())
+        await until(lambda: standby.position == end_of(log))
+        await cancelled(following)  # this process can be only one program at a time
+        assert (standby.failed, standby.released) == (None, False)
+        assert (standby.blocked or "").startswith(BLOCKED)
+        with pytest.raises(OtherRules, match=REFUSAL):
+            await standby.prepare_claim()
+        for name in ("b", "c"):
+            await other.serve(system, name, seals=True)
+            await standby.catch_up(end_of(log))
+            assert (standby.blocked, standby.seal) == (None, end_of(log) - 1)
+            assert len(standby.world.fleet) == 1
+        owner = Owner(log, system.leases, settings())
+        await owner.start(standby)
+        await owner.close()
+        assert claims(system)[-1] == (CORE_VERSION, seals(system)[-2])
+        cold = Standby(log, 0)
+        await cold.catch_up(end_of(log))
+        assert cold.world.digest() == owner.world.digest()
+
+
+@pytest.mark.parametrize("skipped", ["", "b"])
+async def test_a_standby_follows_again_once_its_own_version_owns_the_group(
+    log: SqliteLog, ours: Program, other: Program, skipped: str
+) -> None:
+    """The standby may read the seal of the other version before or after its own version has claimed."""
+    async with System(log).started(workers=1) as system:
+        standby = Standby(log, 0, waits_for_seal=True)
+        for program, name, seals_it in ((ours, "a", True), (other, "b", True), (ours, "c", False)):
+            await program.serve(system, name, seals=seals_it)
+            if name != skipped:
+                await standby.catch_up(end_of(log))
+                assert standby.blocked is None
+                assert standby.released == seals_it
+        cold = Standby(log, 0, waits_for_seal=True)
+        await cold.catch_up(end_of(log))
+        assert standby.world.digest() == cold.world.digest()
+        assert standby.world.seq == cold.world.seq == system.decisions()[-1].seq + 1
+
+
+async def test_the_second_claim_after_a_seal_is_void_if_its_rules_differ(
+    log: SqliteLog, ours: Program, other: Program
+) -> None:
+    """Both routers have read the seal. The claim of the other program comes first, so the group belongs to it."""
+    async with System(log).started(workers=1) as system:
+        await ours.serve(system, "a", seals=True)
+        sealed = end_of(log)
+
+        async def claim_first(draft: Draft | None) -> None:
+            if draft is not None and draft.topic == DECISIONS.name and end_of(log) == sealed:
+                await other.serve(system, "b", seals=False)
+
+        owner = Owner(SharedLog(log, claim_first), system.leases, settings())
+        with pytest.raises(OwnershipLost, match="is void"):
+            await owner.start()
+        owner.drop()
+        assert [version for version, _ in claims(system)] == [CORE_VERSION, OTHER, CORE_VERSION]
+        await other.serve(system, "c", seals=True)
+        await ours.serve(system, "d", seals=True)
+        assert claims(system)[-1] == (CORE_VERSION, seals(system)[-2])
+
+
+class Altered(SharedLog):
+    """A log that returns altered values of one topic."""
+
+    def __init__(self, log: Log, topic: str, alter: Callable[[bytes], bytes]) -> None:
+        super().__init__(log)
+        self._topic = topic
+        self._alter = alter
+
+    async def read(self, topic: str, partition: int, offset: int, limit: int) -> list[Record]:
+        records = await super().read(topic, partition, offset, limit)
+        if topic != self._topic:
+            return records
+        return [msgspec.structs.replace(record, value=self._alter(record.value)) for record in records]
+
+
+async def test_a_damaged_snapshot_of_other_rules_is_not_continued(log: SqliteLog, other: Program) -> None:
+    async with System(log).started(workers=1) as system:
+        await other.serve(system, "a", seals=True)
+
+        def alter(value: bytes) -> bytes:
+            return msgspec.msgpack.encode({**msgspec.msgpack.decode(value), "added": 1})
+
+        with pytest.raises(OtherState, match="has checksum"):
+            await Standby(Altered(log, SNAPSHOTS.name, alter), 0, waits_for_seal=True).catch_up(end_of(log))
+
+
+async def test_the_state_digest_of_other_rules_does_not_matter(log: SqliteLog, other: Program) -> None:
+    """Another version may compute the digest of the same state in another way."""
+    async with System(log).started(workers=1) as system:
+        await other.serve(system, "a", seals=True)
+        sealed: JournalRecord = system.decisions()[-1]
+        assert isinstance(sealed, Sealed)
+        digest = sealed.digest.encode()
+        altered = Altered(log, DECISIONS.name, lambda value: value.replace(digest, b"0" * 16))
+        standby = Standby(altered, 0, waits_for_seal=True)
+        await standby.catch_up(end_of(log))
+        assert standby.released
+
+
+async def test_unknown_records_of_another_version_are_skipped_until_the_seal(log: SqliteLog, other: Program) -> None:
+    async with System(log).started(workers=1) as system:
+        await other.serve(system, "a", seals=False)
+        standby = Standby(log, 0, waits_for_seal=True)
+        await standby.catch_up(end_of(log))
+        await log.append([Draft(DECISIONS.name, 0, b'{"type":"request.postponed","owner_epoch":0,"seq":9}')])
+        await other.serve(system, "b", seals=True)
+        await standby.catch_up(end_of(log))
+        assert standby.released
+
+
+async def test_a_standby_that_does_not_wait_fails_at_other_rules(log: SqliteLog, other: Program) -> None:
+    async with System(log).started(workers=1) as system:
+        await other.serve(system, "a", seals=False)
     standby = Standby(log, 0)
     await standby.run()
     assert standby.failed is not None
     assert REFUSAL in standby.failed
     with pytest.raises(OtherRules, match="version"):
-        await Standby(log, 0).catch_up(log.next_offset(DECISIONS.name, 0))
+        await Standby(log, 0).catch_up(end_of(log))
 
 
-async def test_verify_names_the_rules_version_that_can_verify(tmp_path: Path, other_rules: OtherProgram) -> None:
+async def test_verify_names_the_spans_of_other_versions(log: SqliteLog, ours: Program, other: Program) -> None:
+    async with System(log).started(workers=1) as system:
+        for program, name in ((ours, "a"), (other, "b"), (ours, "c"), (other, "d")):
+            await program.serve(system, name, seals=True)
+    report = await verify(log)
+    assert report.divergence is None
+    assert (report.verified, report.claims, report.snapshots, report.unverified) == (2, 2, 2, {})
+    first, second, third = seals(system)[:3]
+    assert report.others == [
+        OtherSpan(rules=OTHER, first=first + 1, end=second + 1),
+        OtherSpan(rules=OTHER, first=third + 1, end=end_of(log)),
+    ]
+
+
+async def test_a_lie_in_a_later_span_is_found(log: SqliteLog, ours: Program, other: Program) -> None:
+    async with System(log).started(workers=1) as system:
+        for program, name in ((ours, "a"), (other, "b"), (ours, "c")):
+            await program.serve(system, name, seals=True)
+        routed = [offset for offset, record in enumerate(system.decisions()) if isinstance(record, RequestRouted)]
+
+        def alter(value: bytes) -> bytes:
+            return value.replace(b'"request_id":"c","attempt":1', b'"request_id":"c","attempt":2')
+
+        report = await verify(Altered(log, DECISIONS.name, alter))
+        assert report.divergence is not None
+        assert report.divergence.offset == routed[2]
+
+
+async def test_verify_exits_with_3_if_it_verified_nothing(tmp_path: Path, other: Program) -> None:
     path = tmp_path / "log.db"
     log = SqliteLog.open(path)
     async with System(log).started(workers=1) as system:
-        await other_rules.serve(system, "a")
-    with pytest.raises(OtherRules, match=REFUSAL):
-        await verify(log)
+        await other.serve(system, "a", seals=True)
     log.close()
     run = await asyncio.to_thread(forebay, "replay", "verify", str(path))
-    assert (run.returncode, REFUSAL in run.stderr) == (2, True)
+    assert run.returncode == 3
+    assert f"the journal was decided by version {OTHER}" in run.stderr
+    assert f"version {OTHER} of the rules" in run.stdout
+
+
+async def test_an_operator_lets_a_router_continue_from_the_last_snapshot(
+    log: SqliteLog, ours: Program, other: Program
+) -> None:
+    """The owner of the other version died without a seal. The loss is reported before the claim."""
+    async with System(log).started(workers=1) as system:
+        await other.serve(system, "a", seals=True)
+        sealed = seals(system)[-1]
+        await other.serve(system, "b", "c", seals=False)
+        end = end_of(log)
+        losses: list[AbandonedTail] = []
+
+        def on_loss(tail: AbandonedTail) -> None:
+            assert end_of(log) == end, "the loss is reported before the claim"
+            losses.append(tail)
+
+        standby = Standby(log, 0, waits_for_seal=True, on_loss=on_loss)
+        await standby.catch_up(end)
+        assert (standby.blocked, standby.released, standby.world.owner_epoch) == (None, False, sealed + 1)
+        owner = Owner(log, system.leases, settings())
+        await owner.start(standby)
+        running = asyncio.create_task(owner.run())
+        system.send(submitted("d", [*range(12)]))
+        await until_ended(system, "d")
+        await owner.stop()
+        await running
+        await owner.close()
+        assert losses == [AbandonedTail(0, sealed, end - sealed - 1, 2, 2)]
+        (claim,) = [one for one in system.decisions(OwnerClaimed) if one.snapshot >= 0]
+        assert (claim.core_version, claim.seal, claim.snapshot) == (CORE_VERSION, -1, sealed)
+    report = await verify(log)
+    assert report.divergence is None
+    assert (report.claims, len(report.others)) == (1, 1)
+    cold = Standby(log, 0)
+    await cold.catch_up(end_of(log))
+    assert await recorded_view(log, 0) == {topic: at for topic, at in cold.world.view.items() if topic != CLOCK}
+
+
+async def test_a_standby_goes_back_to_the_snapshot_that_a_claim_names(log: SqliteLog, ours: Program) -> None:
+    async with System(log).started(workers=1) as system:
+        await ours.serve(system, "a", seals=True)
+        standby = Standby(log, 0, waits_for_seal=True)
+        await standby.catch_up(end_of(log))
+        state = standby.world.digest()
+        await ours.serve(system, "b", seals=False)
+        await standby.catch_up(end_of(log))
+        assert standby.world.digest() != state
+        claim = OwnerClaimed(owner_id="o", core_version=CORE_VERSION, snapshot=seals(system)[-1])
+        (epoch,) = await log.append([Draft(DECISIONS.name, 0, encode(DECISIONS, claim))])
+        await standby.catch_up(end_of(log))
+        assert (standby.world.digest(), standby.world.owner_epoch) == (state, epoch)
+        assert (await verify(log)).divergence is None

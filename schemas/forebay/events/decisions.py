@@ -44,6 +44,9 @@ class Decision(Event, frozen=True, kw_only=True):
 class OwnerClaimed(Decision, tag="owner.claimed", frozen=True, kw_only=True):
     """A router claims the group: from this record on it is the owner and decides.
 
+    Readers ignore a claim with another `core_version` than that of the current owner, unless `seal` is the offset of
+    the last valid record, or `snapshot` is set. Its router could not derive the journal.
+
     Attributes:
         owner_epoch: always -1; the offset of this record is the new owner epoch.
         owner_id: id of the owner.
@@ -53,6 +56,8 @@ class OwnerClaimed(Decision, tag="owner.claimed", frozen=True, kw_only=True):
             another custom policy.
         seal: offset of the `sealed` record of the previous owner, if this was the last valid record when the owner
             claimed; otherwise -1.
+        snapshot: offset of the `snapshot.taken` or `sealed` record from which an operator let this owner continue. The
+            records between that one and this claim are not part of the owner's history. Otherwise -1.
     """
 
     owner_id: Annotated[Name, OWNER]
@@ -60,6 +65,7 @@ class OwnerClaimed(Decision, tag="owner.claimed", frozen=True, kw_only=True):
     at_us: int = 0
     policies: Annotated[tuple[str, ...], KEPT] = ()
     seal: Annotated[int, msgspec.Meta(ge=-1)] = -1
+    snapshot: Annotated[int, msgspec.Meta(ge=-1)] = -1
 
 
 class CostTerms(Part, frozen=True, kw_only=True):
@@ -428,7 +434,10 @@ class SnapshotTaken(_Snapshot, tag="snapshot.taken", frozen=True, kw_only=True):
         digest: digest of the state.
         journal_offset: the state includes all journal records before this offset.
         core_version: version of the decision rules; 0 if the writer did not record it.
+        checksum: as in `Sealed`; null if the writer did not record it.
     """
+
+    checksum: Annotated[Checksum | None, CHUNKS] = None
 
 
 class Sealed(_Snapshot, tag="sealed", frozen=True, kw_only=True):

@@ -12,7 +12,6 @@ import msgspec
 from forebay.core.rederive import Divergence
 from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
 from forebay.core.state.fleet import FleetWorker
-from forebay.events.decisions import OwnerClaimed
 from forebay.events.fleet import OwnershipAnnounced, WorkerLost
 from forebay.events.requests import RequestSubmitted
 from forebay.events.topics import DECISIONS, FLEET, REQUESTS
@@ -27,6 +26,7 @@ from forebay.transport.history.reader import (
     journal,
     journal_records,
 )
+from forebay.transport.history.snapshots import claim_at
 from forebay.transport.recording.manifest import utc
 
 LOST_MAX = 1_024  # only the most recently lost workers are reported
@@ -117,7 +117,7 @@ class Position:
         self._lost.append(loss_of(self.world, event, worker))
 
     async def _owner_id(self) -> str:
-        claimed = await read_claim(self._log, self._partition, self.world.owner_epoch)
+        claimed = await claim_at(self._log, self._partition, self.world.owner_epoch)
         return "" if claimed is None else claimed.owner_id
 
     async def _read_timeouts(self) -> dict[int, int]:
@@ -150,17 +150,6 @@ async def read_losses(log: Log, partition: int, fleet_end: int) -> list[LossFact
             loss = msgspec.convert(event, LossFacts, from_attributes=True)
             found.setdefault((event.worker_id, event.worker_epoch), loss)
     return list(found.values())[-LOST_MAX:]
-
-
-async def read_claim(log: Log, partition: int, owner_epoch: int) -> OwnerClaimed | None:
-    """Return the claim with which an owner epoch began, or None if the log does not hold it. Raises LogError."""
-    if owner_epoch < await log.begin(DECISIONS.name, partition):
-        return None
-    for record in await log.read(DECISIONS.name, partition, owner_epoch, 1):
-        claimed = decode_journal(record)
-        if isinstance(claimed, OwnerClaimed):
-            return claimed
-    return None
 
 
 async def seek(

@@ -20,11 +20,11 @@ from forebay.core.state.fleet import FleetWorker, WorkerPhase
 from forebay.core.world import World
 from forebay.events.control import PoolConfigured
 from forebay.events.topics import DECISIONS, INPUTS
-from forebay.replay.at import read_claim
 from forebay.replay.at_time import last_time, seek_time
 from forebay.replay.moment import Fact, RankFacts, ranks_of
 from forebay.transport.base import Log
 from forebay.transport.heartbeats import RouterHeartbeats
+from forebay.transport.history.snapshots import claim_at
 
 VERSION = 1
 NO_OWNER = "no router owns the group now, so requests wait"
@@ -264,7 +264,7 @@ async def build_status(
         LogError: the log cannot be read.
     """
     epoch = world.owner_epoch
-    claim = await read_claim(log, partition, epoch)
+    claim = await claim_at(log, partition, epoch)
     ends = {topic.name: await log.end(topic.name, partition) for topic in INPUTS}
     # The world of a running owner changes at each `await`, so there is none from here on.
     missing = missing_worker(world, group)

@@ -26,6 +26,14 @@ def router(
     router_id: Annotated[str, typer.Option(help="Display name of the router. Default: host name and process id.")] = "",
     pool_routing: PoolRoutingOption = None,
     *,
+    take_over_at_last_snapshot: Annotated[
+        bool,
+        typer.Option(
+            "--take-over-at-last-snapshot",
+            help="Continue from the last snapshot of a group whose owner died with other decision rules. The decisions"
+            " after the snapshot are given up. The router first prints how many these are.",
+        ),
+    ] = False,
     snapshots: SnapshotOptions,
     service: ServiceOptions,
     logs: LoggingOptions,
@@ -45,4 +53,4 @@ def router(
     from forebay.cli.common.cluster import run_service  # noqa: PLC0415
     from forebay.cli.processes.router_process import serve  # noqa: PLC0415
 
-    run_service(serve(cluster, name, router, custom, snapshots, routing))
+    run_service(serve(cluster, name, router, custom, snapshots, routing, accepts_loss=take_over_at_last_snapshot))

@@ -15,6 +15,7 @@ from forebay.events.control import RouterConfig
 from forebay.events.pools import PoolRouting
 from forebay.live.router.faust_app import STATE_TOPICS, Assignments, RouterApp
 from forebay.live.router.faust_feed import FaustLog, Feed
+from forebay.live.router.readiness import ReadinessMetrics, ready
 from forebay.live.router.router import Router, RouterSettings
 from forebay.transport.directory import Directory
 from forebay.transport.kafka.log import KafkaLog
@@ -30,8 +31,12 @@ async def serve(
     policies: CustomPolicies,
     snapshots: SnapshotOptions,
     routing: Mapping[str, PoolRouting],
+    *,
+    accepts_loss: bool = False,
 ) -> None:
     """Run a router, which owns groups or stands by for them, until SIGINT or SIGTERM.
+
+    With `accepts_loss`, it continues from the newest snapshot of a group whose owner died with other decision rules.
 
     Raises LogError if the log cannot be opened, read or written.
     """
@@ -45,13 +50,21 @@ async def serve(
         routing=dict(routing),
         snapshot_every=snapshots.snapshot_every,
         snapshot_age_s=snapshots.snapshot_age_s,
+        on_loss=(lambda tail: announce(f"forebay: {tail.text()}")) if accepts_loss else None,
     )
     registry = process_registry()
     assignments = Assignments()
     feed = Feed()
     app = RouterApp(cluster.kafka, feed, assignments.publish)
-    async with connected(cluster, registry) as log:
+    routers: list[Router] = []
+
+    def probe() -> tuple[bool, str]:
+        return ready(routers[0]) if routers else (False, "the router starts")
+
+    async with connected(cluster, registry, {"/ready": probe}) as log:
         router = await start_router(cluster, log, feed, settings, registry)
+        routers.append(router)
+        registry.register(ReadinessMetrics(router))
         subscribe(assignments, feed, router)
         app.finalize()
         await app.start()

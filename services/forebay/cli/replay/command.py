@@ -174,7 +174,11 @@ def verify(
     allow_policy: AllowPolicyOption = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
 ) -> None:
-    """Derive every routing and scaling decision again. Exits 1 if a decision differs from the recorded one."""
+    """Derive every routing and scaling decision again. Exits 1 if a decision differs from the recorded one.
+
+    A part of the journal that owners with other decision rules wrote is named with the version that can verify it.
+    Exits 3 if there is no other part.
+    """
     from forebay.cli.replay.verify_log import run_verify  # noqa: PLC0415
 
     run_verify(recording=recording, allow=allow, allow_policy=allow_policy, json=json)

@@ -12,6 +12,7 @@ from rich.table import Table as Grid
 
 from forebay.cli.common.scaling_lines import verification_lines
 from forebay.cli.common.terminal import bar, counted, in_markup, results
+from forebay.core.world import CORE_VERSION
 from forebay.events.decisions import CostTerms
 from forebay.replay.checks import UNKNOWN_EVENTS, UNVERIFIED
 from forebay.replay.explain.event_text import EventSummary
@@ -61,6 +62,12 @@ def show(report: VerifyReport) -> None:
         print_row(
             "from",
             f"the snapshot at journal offset {report.start}; the {report.start} earlier records are no longer there",
+        )
+    for span in report.others:
+        print_row(
+            "other rules",
+            f"journal offsets {span.first} to {span.end - 1}: verified only by a forebay with version {span.rules} of"
+            f" the rules; this one has version {CORE_VERSION}",
         )
     print_row("events", f"{report.events}" + (f", {report.malformed} malformed" if report.malformed else ""))
     if report.pending or report.unapplied:

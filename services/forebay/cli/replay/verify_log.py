@@ -13,6 +13,7 @@ from forebay.cli.common.unverified import DIVERGED, allowed_of, complaint, exit_
 from forebay.cli.policies.allowed import AllowPolicyOption, allowed_policies
 from forebay.cli.replay.verify import show, shown_progress
 from forebay.core.routing.policies import CustomPolicies
+from forebay.core.world import CORE_VERSION
 from forebay.events.topics import DECISIONS
 from forebay.replay.checks import UNVERIFIED
 from forebay.replay.policies import require_allowed
@@ -20,6 +21,8 @@ from forebay.replay.scaling.journal import has_scaling
 from forebay.replay.verify.verify import OnProgress, VerifyReport, include_scaling, verify
 from forebay.transport.history.groups import groups_of
 from forebay.transport.sqlite.log import SqliteLog
+
+NOTHING_VERIFIED = 3  # exit code
 
 
 def run_verify(*, recording: Recording, allow: list[str] | None, allow_policy: AllowPolicyOption, json: bool) -> None:
@@ -39,6 +42,13 @@ def run_verify(*, recording: Recording, allow: list[str] | None, allow_policy: A
     if report.failed:
         complain(complaint(report.failed, report.unknown_event))
         raise typer.Exit(exit_code(report.failed))
+    if report.is_empty:
+        versions = ", ".join(str(version) for version in sorted({span.rules for span in report.others}))
+        complain(
+            f"nothing was verified: this program has version {CORE_VERSION} of the rules, the journal was decided by"
+            f" version {versions}; run `replay verify` of a forebay with that version"
+        )
+        raise typer.Exit(NOTHING_VERIFIED)
 
 
 async def _verify(

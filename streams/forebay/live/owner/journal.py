@@ -9,12 +9,13 @@ nothing. A claim after this owner's last record leaves that record valid.
 
 from collections.abc import Sequence
 
+from forebay.core.world import CORE_VERSION
 from forebay.events.base import Event
 from forebay.events.codec import encode
 from forebay.events.decisions import JournalRecord, OwnerClaimed
 from forebay.events.topics import DECISIONS
 from forebay.transport.base import Draft, Log, LogError
-from forebay.transport.history.reader import decode_journal, journal_records
+from forebay.transport.history.reader import can_continue, decode_journal, journal_records
 
 
 class OwnershipLost(LogError):
@@ -79,7 +80,7 @@ class Journal:
             if record.offset in ours:
                 continue
             decision = decode_journal(record)
-            if isinstance(decision, OwnerClaimed):
+            if isinstance(decision, OwnerClaimed) and can_continue(decision, CORE_VERSION):
                 self.surrender(
                     f"another owner claimed the group at journal offset {record.offset}, after this owner's claim at"
                     f" {self.epoch}"

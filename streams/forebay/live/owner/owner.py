@@ -139,11 +139,16 @@ class Owner:
                 at_us=runtime.wall_us(),
                 policies=tuple(sorted(settings.policies)),
                 seal=recovered.seal,
+                snapshot=recovered.snapshot,
             )
         )
         epoch = self.journal.epoch
-        await self._append(FLEET, [OwnershipAnnounced(owner_epoch=epoch, at_us=runtime.wall_us())])
         await recovered.catch_up(epoch + 1)
+        if recovered.world.owner_epoch != epoch:
+            self.journal.surrender(
+                f"the claim at journal offset {epoch} is void: a router with other rules claimed the group first"
+            )
+        await self._append(FLEET, [OwnershipAnnounced(owner_epoch=epoch, at_us=runtime.wall_us())])
         self.world = recovered.world
         self._start_clock()
         for topic in INPUTS:

@@ -19,6 +19,7 @@ async def recover(
     """Return a replica that has followed the journal up to `end`: `standby` if it can follow, otherwise a new replica.
 
     Raises:
+        OtherRules: The owner has other decision rules and has not stopped as planned.
         RecoveryDiverged: The recorded events lead to other decisions in this version.
         PolicyNotAllowed: A recorded decision was made by a custom policy that this process may not run.
         LogError: A required part of the log is missing or damaged.
@@ -30,9 +31,11 @@ async def recover(
         except LogError as error:
             logger.warning("the standby cannot follow the journal, recovering from the newest snapshot: %s", error)
         else:
+            await standby.prepare_claim()
             logger.info("the standby followed the last %d journal records", end - start)
             return standby
-    cold = Standby(log, partition, custom=custom)
+    cold = Standby(log, partition, custom=custom, waits_for_seal=True)
     await cold.catch_up(end)
+    await cold.prepare_claim()
     logger.info("recovered up to journal offset %d, %d workers", end, len(cold.world.fleet))
     return cold

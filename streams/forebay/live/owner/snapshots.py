@@ -243,12 +243,11 @@ class _Snapshot:
 
     def taken(self, world: World) -> SnapshotTaken:
         """Return the record that completes the snapshot in the journal."""
-        return SnapshotTaken(**world.stamp(), **self._place(), core_version=CORE_VERSION)
+        return SnapshotTaken(**world.stamp(), **self._place())
 
     def sealed_record(self, world: World) -> Sealed:
         """Return the record that completes the last snapshot of an owner that stops."""
-        checksum = self._checksum.hexdigest()
-        return Sealed(**world.stamp(), **self._place(), core_version=CORE_VERSION, checksum=checksum)
+        return Sealed(**world.stamp(), **self._place())
 
     async def finish(self) -> None:
         """Write all chunks that are left. Other tasks run after each chunk.
@@ -278,6 +277,8 @@ class _Snapshot:
             "chunks": self._chunks,
             "digest": self.sealed.digest,
             "journal_offset": self.journal_offset,
+            "core_version": CORE_VERSION,
+            "checksum": self._checksum.hexdigest(),
         }
 
     def drop(self) -> None:

@@ -91,8 +91,9 @@ async def check_trusted(log: SqliteLog, partition: int, custom: CustomPolicies =
     Raises LogError for the first part that is damaged or missing.
     """
     log.check_ends()
-    standby = Standby(log, partition, custom=custom)
+    standby = Standby(log, partition, custom=custom, waits_for_seal=True)
     await standby.catch_up(await log.end(DECISIONS.name, partition))
+    await standby.prepare_claim()
     view = standby.world.view
     for topic in INPUTS:
         end, applied = await log.end(topic.name, partition), view.get(topic.name, 0)

@@ -45,6 +45,7 @@ class GroupMember:
         retry_s: Pause in seconds after a log failure. It doubles with each failure up to `RETRY_MAX_S`.
 
     Attributes:
+        group: Name of the group.
         standby: The standby that follows the journal, None while this router owns the group.
     """
 
@@ -61,7 +62,7 @@ class GroupMember:
         retry_s: float,
     ) -> None:
         self._log = log
-        self._group = group
+        self.group = group
         self._partition = partition
         self._router_id = router_id
         self._new_owner = new_owner
@@ -76,6 +77,11 @@ class GroupMember:
         self._was_reassigned = False  # since this router claimed the group
         self._writer: HeartbeatWriter | None = None
         self.standby: Standby | None = None
+
+    @property
+    def has_owner(self) -> bool:
+        """Whether the group has an owner, according to the heartbeats that this member reads."""
+        return self._heartbeats.has_owner
 
     def assign(self, *, is_assigned: bool) -> None:
         """Note whether the newest assignment of the consumer group has the partition of this group."""
@@ -109,7 +115,7 @@ class GroupMember:
                     pause_s = self._retry_s
             except LogError as error:
                 standby = None
-                logger.warning("the log failed for the group %s, retrying in %g s: %s", self._group, pause_s, error)
+                logger.warning("the log failed for the group %s, retrying in %g s: %s", self.group, pause_s, error)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(pause_s):
                         await self._stopped.wait()
@@ -123,7 +129,7 @@ class GroupMember:
         Returns whether this router should claim the group, and the standby has followed the journal up to its end.
         Raises LogError if the log fails.
         """
-        writer = self._writer = HeartbeatWriter(self._log, self._partition, self._group, self._router_id)
+        writer = self._writer = HeartbeatWriter(self._log, self._partition, self.group, self._router_id)
         succession = Succession(
             standby,
             self._heartbeats,
@@ -143,12 +149,12 @@ class GroupMember:
                     return False
                 epoch = standby.world.owner_epoch
                 await standby.catch_up(await self._log.end(DECISIONS.name, self._partition))
-                if standby.world.owner_epoch == epoch:  # otherwise another router claimed meanwhile
-                    return True
+                if standby.world.owner_epoch == epoch and standby.blocked is None:
+                    return True  # otherwise another router claimed meanwhile
             return False
         except (RecoveryDiverged, OtherRules, PolicyNotAllowed) as error:
             # The other groups continue. This group needs an operator or another router.
-            logger.error("this router cannot own the group %s: %s", self._group, error)  # noqa: TRY400
+            logger.error("this router cannot own the group %s: %s", self.group, error)  # noqa: TRY400
             return False
         finally:
             self.standby = self._writer = None
@@ -178,10 +184,10 @@ class GroupMember:
                 await _cancel(running)
             self._backoff.clear()
         except OwnershipLost as error:
-            logger.warning("no longer the owner of %s: %s", self._group, error)
+            logger.warning("no longer the owner of %s: %s", self.group, error)
             self._backoff.lost()
         except (RecoveryDiverged, OtherRules, PolicyNotAllowed) as error:
-            logger.error("this router cannot own the group %s: %s", self._group, error)  # noqa: TRY400
+            logger.error("this router cannot own the group %s: %s", self.group, error)  # noqa: TRY400
             self._backoff.lost()
         finally:
             owner.drop()
@@ -196,7 +202,7 @@ class GroupMember:
                 for beat in heartbeats.standbys(LIVE_S):
                     is_near = owner.journal.end - beat.position <= HANDOVER_RECORDS
                     if beat.preferred and beat.router_id != self._router_id and is_near:
-                        logger.info("hand over the group %s to the router %s", self._group, beat.router_id)
+                        logger.info("hand over the group %s to the router %s", self.group, beat.router_id)
                         return
             await heartbeats.changed.wait()
 

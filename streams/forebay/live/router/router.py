@@ -15,6 +15,7 @@ from forebay.events.control import RouterConfig
 from forebay.events.pools import PoolRouting
 from forebay.live.owner.metrics import OwnerMetrics, PlacementMetrics
 from forebay.live.owner.owner import GroupSettings, Owner
+from forebay.live.router.abandoned_tail import AbandonedTail
 from forebay.live.router.group_member import GroupMember
 from forebay.live.router.placement import GroupPlacement
 from forebay.live.router.standby import Standby
@@ -41,6 +42,8 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
         poll_s: Interval between two polls of the leases, in seconds.
         retry_s: Pause in seconds before a group is claimed or followed again after a log failure. It doubles with each
             failure up to `RETRY_MAX_S`.
+        on_loss: Called before this router continues from the newest snapshot of a group, because the owner died with
+            other decision rules. None if it must not.
     """
 
     router_id: str
@@ -53,6 +56,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     snapshot_age_s: float = 300.0
     poll_s: float = 0.5
     retry_s: float = RETRY_S
+    on_loss: Callable[[AbandonedTail], None] | None = None
 
 
 class Router:
@@ -60,6 +64,7 @@ class Router:
 
     Attributes:
         owners: The running owners by control partition.
+        members: The members of all groups by control partition.
     """
 
     def __init__(
@@ -80,7 +85,7 @@ class Router:
         self._registry = registry
         self._report_owned = on_owned
         self._assigned: set[int] = set()
-        self._members: dict[int, GroupMember] = {}
+        self.members: dict[int, GroupMember] = {}
         self._metrics: dict[int, OwnerMetrics] = {}
         self._placed = asyncio.Event()
         self._stopped = asyncio.Event()
@@ -90,7 +95,7 @@ class Router:
     @property
     def standbys(self) -> dict[int, Standby]:
         """The standbys that follow a journal, by control partition."""
-        members = self._members.items()
+        members = self.members.items()
         return {partition: member.standby for partition, member in members if member.standby is not None}
 
     def assign(self, partitions: set[int]) -> None:
@@ -101,7 +106,7 @@ class Router:
         """
         logger.info("assigned the control partitions %s", sorted(partitions))
         self._assigned = partitions
-        for partition, member in self._members.items():
+        for partition, member in self.members.items():
             member.assign(is_assigned=partition in partitions)
 
     async def run(self) -> None:
@@ -124,7 +129,7 @@ class Router:
     async def stop(self) -> None:
         """Seal the journal of each owned group, so that the next owner starts at once, and end `run`."""
         self._stopped.set()
-        for member in self._members.values():
+        for member in self.members.values():
             member.stop()
 
     async def _wait_stopped(self) -> None:
@@ -135,9 +140,9 @@ class Router:
         created = []
         for partition in range(self._settings.partitions):
             group = self._directory.group_in(partition)
-            if group is None or partition in self._members:
+            if group is None or partition in self.members:
                 continue
-            member = self._members[partition] = self._member_of(group, partition)
+            member = self.members[partition] = self._member_of(group, partition)
             member.assign(is_assigned=partition in self._assigned)
             created.append(member)
         return created
@@ -159,7 +164,9 @@ class Router:
             partition,
             settings.router_id,
             new_owner=lambda: self._owner_of(group, partition),
-            new_standby=lambda: Standby(self._log, partition, custom=settings.policies),
+            new_standby=lambda: Standby(
+                self._log, partition, custom=settings.policies, waits_for_seal=True, on_loss=settings.on_loss
+            ),
             on_owned=lambda owner: self._on_owned(group, partition, owner),
             retry_s=settings.retry_s,
         )

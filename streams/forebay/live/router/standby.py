@@ -7,13 +7,14 @@ cannot be read or derived, the standby fails with the reason, and a new owner st
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from forebay.core.rederive import Divergence, Rederivation
 from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies, PolicyMissing
 from forebay.core.state.requests import ACTIVE_REQUESTS_MAX
-from forebay.core.world import World
+from forebay.core.step import claim as claim_group
+from forebay.core.world import CORE_VERSION, World
 from forebay.events.decisions import (
     CommandEnded,
     CommandSent,
@@ -26,6 +27,7 @@ from forebay.events.decisions import (
     Sealed,
 )
 from forebay.events.topics import DECISIONS
+from forebay.live.router.abandoned_tail import AbandonedTail, abandoned_tail
 from forebay.transport.base import Log, LogError, PolicyNotAllowed, Record
 from forebay.transport.history.reader import (
     PAGE_RECORDS,
@@ -35,7 +37,14 @@ from forebay.transport.history.reader import (
     decode_journal,
     journal_records,
 )
-from forebay.transport.history.snapshots import load_snapshot, newest_snapshot
+from forebay.transport.history.snapshots import (
+    claim_at,
+    load_continued,
+    load_sealed,
+    load_snapshot,
+    newest_snapshot,
+    version_of,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -74,11 +83,20 @@ class JournalObserver(Protocol):
 class Standby:
     """Replica of the world of one group, as of journal offset `position`.
 
+    With `on_loss`, an owner may continue from the newest snapshot although the owner before it died with other rules.
+
+    With `waits_for_seal`, the replica does not fail at an owner with other decision rules. It reads the journal without
+    deriving records, until the owner has stopped as planned. Then it loads the sealed snapshot.
+
     `run` and `catch_up` may be cancelled and called again without loss, but only one of them may run at a time.
 
     Attributes:
         position: Journal offset up to which the replica has followed.
         seal: Offset of the `Sealed` record if it is the last valid record that was followed, otherwise -1.
+        snapshot: Offset of the record of the snapshot from which an owner must continue, because it gives up later
+            records. -1 if it continues from this replica.
+        blocked: Why no owner can continue with this replica, because the owner of the group has other decision rules.
+            None if one can.
         failed: Reason why the replica can no longer follow the journal. None while it can.
         caught_up: Set once `run` has followed the journal up to its end at the start of `run`.
         followed: The world, and the decisions that were derived from events but have no journal record yet.
@@ -90,7 +108,12 @@ class Standby:
         partition: int,
         observer: JournalObserver | None = None,
         custom: CustomPolicies = ONLY_BUILT_IN,
+        *,
+        waits_for_seal: bool = False,
+        on_loss: Callable[[AbandonedTail], None] | None = None,
     ) -> None:
+        self._on_loss = on_loss
+        self._waits_for_seal = waits_for_seal
         self._custom = custom
         self._log = log
         self._partition = partition
@@ -100,6 +123,10 @@ class Standby:
         self._validity = Validity(-1)
         self.position = 0
         self.seal = -1
+        self.snapshot = -1
+        self._is_foreign = False  # whether the owner has other rules
+        self.blocked: str | None = None
+        self._sealed: tuple[int, Sealed] | None = None  # newest `Sealed` of an owner with other rules
         self.failed: str | None = None
         self.caught_up = asyncio.Event()
         self.followed = Rederivation(World(custom))
@@ -110,6 +137,21 @@ class Standby:
     def released(self) -> bool:
         """Whether the last owner stopped as planned, and no router has claimed the group since."""
         return self.seal >= 0
+
+    async def prepare_claim(self) -> None:
+        """Check that an owner can continue with this replica, and call `on_loss` if it must give up records.
+
+        Raises:
+            OtherRules: The owner has other decision rules and has not stopped as planned, and no loss is accepted.
+            LogError: The journal has no snapshot from which an owner with other rules can continue.
+        """
+        if not self._is_foreign or self.released:
+            return
+        if self._on_loss is None:
+            raise OtherRules(self.position - 1, self._validity.rules)
+        tail = await abandoned_tail(self._log, self._partition, self.position)
+        self._on_loss(tail)
+        self.snapshot = tail.snapshot
 
     @property
     def unconfirmed(self) -> list[Unconfirmed]:
@@ -133,13 +175,15 @@ class Standby:
         if self.failed is not None:
             raise LogError(self.failed)
         try:
-            order = self._order or await self._begin(end)
+            if self._order is None:
+                await self._begin(end)
             while self.position < end:
                 limit = min(PAGE_RECORDS, end - self.position)
                 records = await self._log.read(DECISIONS.name, self._partition, self.position, limit)
                 if not records:
                     raise LogError(f"the journal ends at offset {self.position}, expected records up to {end}")
-                await self._follow(records, order, end)
+                await self._follow(records, end)
+            await self._load_seal()
         except LogError as error:
             self.failed = str(error)
             raise
@@ -158,14 +202,14 @@ class Standby:
         try:
             end = await self._log.end(DECISIONS.name, self._partition)
             await self.catch_up(end)
-            assert self._order is not None
             self.caught_up.set()
             tail = self._log.tail(DECISIONS.name, self._partition, self.position, self._wake)
             try:
                 while True:
                     self._wake.clear()
                     while records := tail.take(BATCH_RECORDS):
-                        await self._follow(records, self._order, end)
+                        await self._follow(records, end)
+                    await self._load_seal()
                     await self._wake.wait()
                     await asyncio.sleep(GATHER_S)
             finally:
@@ -177,20 +221,23 @@ class Standby:
             self.failed = str(error)
             raise
 
-    async def _begin(self, end: int) -> RecordedOrder:
+    async def _begin(self, end: int) -> None:
         taken = await newest_snapshot(self._log, self._partition, end)
         if taken is not None:
-            world = await load_snapshot(self._log, self._partition, taken, self._custom)
-            self.followed = Rederivation(world)
             self.position = taken.journal_offset
-            self._validity = Validity(world.owner_epoch)
-            await self._remember_unconfirmed()
+            rules = await version_of(self._log, self._partition, taken)
+            self._validity = Validity(taken.owner_epoch, rules)
+            if rules == CORE_VERSION or not self._waits_for_seal:
+                world = await load_snapshot(self._log, self._partition, taken, self._custom)
+                self.followed = Rederivation(world)
+                await self._remember_unconfirmed()
+            else:
+                self._block(await claim_at(self._log, self._partition, taken.owner_epoch), rules)
         if end - self.position > PROGRESS_EVERY:
             logger.info("following the journal from offset %d to %d", self.position, end)
         if self._observer is not None:
             self._observer.on_start(self.world)
         self._order = RecordedOrder(self._log, self._partition, self.world.view)
-        return self._order
 
     async def _remember_unconfirmed(self) -> None:
         """Read the newest decisions before the snapshot again, because their effects may be missing, too.
@@ -216,25 +263,70 @@ class Standby:
         elif isinstance(decision, Unconfirmed):
             self._unconfirmed.append(decision)
 
-    async def _follow(self, records: Sequence[Record], order: RecordedOrder, end: int) -> None:
+    async def _follow(self, records: Sequence[Record], end: int) -> None:
         for record in records:
-            decision = decode_journal(record)
+            decision = decode_journal(record, quiet=self._is_foreign)
             if self._validity.admits(decision, record.offset):
-                self._validity.require_own_rules(decision, record.offset)
-                events = await order.events_of(decision.consumed)
-                # No await between this change and the update of `position`, so that cancelling loses nothing.
-                try:
-                    divergence = self.followed.apply(record.offset, decision, events)
-                except PolicyMissing as missing:
-                    raise PolicyNotAllowed(str(missing)) from missing
-                if divergence is not None:
-                    raise RecoveryDiverged(divergence)
-                self.seal = record.offset if isinstance(decision, Sealed) else -1
-                self._remember(decision)
-                if self._observer is not None:
-                    self._observer.on_record(record.offset, decision)
+                await self._admit(record.offset, decision)
             self.position = record.offset + 1
             if self.position % BATCH_RECORDS == 0:
                 await asyncio.sleep(0)
             if self.position % PROGRESS_EVERY == 0 and self.position < end:
                 logger.info("followed the journal up to offset %d of %d", self.position, end)
+
+    async def _admit(self, offset: int, decision: JournalRecord) -> None:
+        """Derive a valid record, or note it if an owner with other rules wrote it."""
+        if self._waits_for_seal and self._validity.rules != CORE_VERSION:
+            if isinstance(decision, OwnerClaimed):
+                self._block(decision, decision.core_version)
+            self.seal, self._sealed = -1, (offset, decision) if isinstance(decision, Sealed) else None
+            return
+        self._validity.require_own_rules(decision, offset)
+        if isinstance(decision, OwnerClaimed) and (self._is_foreign or decision.snapshot >= 0):
+            await self._continue_from(decision)
+        assert self._order is not None
+        events = await self._order.events_of(decision.consumed)
+        # No await between this change and the update of `position`, so that cancelling loses nothing.
+        try:
+            divergence = self.followed.apply(offset, decision, events)
+        except PolicyMissing as missing:
+            raise PolicyNotAllowed(str(missing)) from missing
+        if divergence is not None:
+            raise RecoveryDiverged(divergence)
+        self.seal = offset if isinstance(decision, Sealed) else -1
+        self._remember(decision)
+        if self._observer is not None:
+            self._observer.on_record(offset, decision)
+
+    def _block(self, claim: OwnerClaimed | None, rules: int) -> None:
+        """Derive no more records, because the owner of the group has other decision rules."""
+        self._is_foreign = True
+        world = World(self._custom)
+        claim_group(world, self._validity.epoch, () if claim is None else claim.policies)
+        self.followed = Rederivation(world)  # frees the state, which is not followed
+        if self._on_loss is not None:
+            return
+        self.blocked = (
+            f"the owner {claim.owner_id if claim is not None else 'of this group'} runs version {rules} of the rules,"
+            f" this program has version {CORE_VERSION}: it takes over at the next planned stop of the owner"
+        )
+
+    async def _load_seal(self) -> None:
+        """Load the snapshot of an owner with other rules, if its `Sealed` is the last record of the journal."""
+        if self._sealed is None:
+            return
+        offset, sealed = self._sealed
+        self._replace_world(await load_sealed(self._log, self._partition, sealed, self._custom))
+        self._sealed, self.seal, self.snapshot, self.blocked = None, offset, -1, None
+
+    async def _continue_from(self, claim: OwnerClaimed) -> None:
+        """Load the snapshot from which the owner of a claim continued, unless this replica has loaded it."""
+        if claim.snapshot >= 0 or claim.seal < 0 or claim.seal != self.seal:
+            self._replace_world(await load_continued(self._log, self._partition, claim, self._custom))
+        self._is_foreign, self.blocked, self._sealed, self.snapshot = False, None, None, -1
+
+    def _replace_world(self, world: World) -> None:
+        self.followed = Rederivation(world)
+        self._order = RecordedOrder(self._log, self._partition, world.view)
+        self._unconfirmed.clear()  # an owner seals after its effects are durable
+        self._bulk.clear()

@@ -12,6 +12,7 @@ The assignment of the consumer group is a preference: the assigned router claims
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable
 
 from forebay import runtime
@@ -120,6 +121,8 @@ class Succession:
 
     def _due_after_s(self) -> float:
         """Return the silence in seconds after which this router claims."""
+        if self._standby.blocked is not None and not self._has_unread_release():
+            return math.inf
         is_assigned = self._is_assigned()
         place = (not (is_assigned and not self._backoff.delay_s), self._router_id)
         others = [beat for beat in self._heartbeats.standbys(LIVE_S) if beat.router_id != self._router_id]
@@ -136,6 +139,11 @@ class Succession:
         owner = self._heartbeats.owner
         # The standby may not have read the claim of this owner yet.
         return self._standby.released or (owner is not None and owner.released and owner.owner_epoch >= self._epoch)
+
+    def _has_unread_release(self) -> bool:
+        """Return whether an owner has sealed a part of the journal that the standby has not read yet."""
+        owner = self._heartbeats.owner
+        return owner is not None and owner.released and owner.position > self._standby.position
 
     async def _is_confirmed(self) -> bool:
         """Return whether the group is silent although heartbeats arrive, or is released or new."""

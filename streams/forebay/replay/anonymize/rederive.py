@@ -10,7 +10,7 @@ from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
 from forebay.core.world import restore
 from forebay.events.base import hex_digest
 from forebay.events.codec import encode
-from forebay.events.decisions import Advanced, JournalRecord, Sealed, SnapshotRecord
+from forebay.events.decisions import Advanced, JournalRecord, SnapshotRecord
 from forebay.events.topics import DECISIONS
 from forebay.replay.anonymize.events import EventAnonymizer, with_value
 from forebay.replay.anonymize.masks import NotAnonymizable
@@ -75,17 +75,17 @@ class AnonymizedJournal:
         masked = self._anonymizer.anonymize(decision)
         # Stale records and records before the start cannot be derived. They are kept for inspection.
         if is_ours:
-            if isinstance(masked, Sealed):
+            if isinstance(masked, SnapshotRecord) and masked.checksum is not None:
                 masked = await self._with_checksum(masked)
             masked = self._derive(record.offset, masked, await self._order.events_of(decision.consumed))
         return with_value(record, encode(DECISIONS, masked))
 
-    async def _with_checksum(self, sealed: Sealed) -> Sealed:
-        """Return a `Sealed` with the checksum of the anonymised chunks, which is zero if a chunk is missing."""
+    async def _with_checksum(self, taken: SnapshotRecord) -> SnapshotRecord:
+        """Return the record of a snapshot with the checksum of the anonymised chunks, zero if a chunk is missing."""
         with suppress(MissingChunk):  # the verification reports it
-            checksum = await checksum_of(self._inputs, self._anonymizer.partition, sealed)
-            return msgspec.structs.replace(sealed, checksum=checksum)
-        return sealed
+            checksum = await checksum_of(self._inputs, self._anonymizer.partition, taken)
+            return msgspec.structs.replace(taken, checksum=checksum)
+        return taken
 
     def _derive(self, offset: int, expected: JournalRecord, events: RecordedEvents) -> JournalRecord:
         if isinstance(expected, SnapshotRecord) and expected.journal_offset in self._seals:

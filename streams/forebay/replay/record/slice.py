@@ -18,7 +18,7 @@ from forebay.transport.base import Log, LogError, Record
 from forebay.transport.directory import PARTITION
 from forebay.transport.history.reader import PAGE_RECORDS, Validity, decode_journal, journal, journal_records
 from forebay.transport.history.snapshots import chunks_end, newest_snapshot, snapshots_taken
-from forebay.transport.history.start import EMPTY_STATE, StoredState, begins_of, usable_state
+from forebay.transport.history.start import EMPTY_STATE, StoredState, begins_of, continued_view, usable_state
 from forebay.transport.recording.manifest import Contents, Extent, RecordedGroup, utc
 from forebay.transport.recording.writer import RecordingWriter
 
@@ -89,7 +89,11 @@ async def slice_of(log: Log, name: str, partition: int, window: Window) -> Slice
     decisions, version = 0, start.core_version
     oldest: SnapshotRecord | None = None
     newest: SnapshotRecord | None = None
-    async for offset, record in journal(log, partition, start.offset, last, Validity(start.owner_epoch)):
+    passed: Counter[str] = Counter()  # by owners whose last records an operator gave up
+    validity = Validity(start.owner_epoch, start.core_version or None)
+    async for offset, record in journal(log, partition, start.offset, last, validity):
+        if isinstance(record, OwnerClaimed) and record.snapshot >= 0:
+            passed, view = passed | view, Counter(await continued_view(log, partition, record))
         for run in record.consumed:
             view[run.topic] += run.count
         decisions += offset >= first and isinstance(record, AnyDecision)
@@ -100,6 +104,7 @@ async def slice_of(log: Log, name: str, partition: int, window: Window) -> Slice
     if not decisions:
         span = f"{utc(await _at_us(log, partition, begin))} to {utc(await _at_us(log, partition, end - 1))}"
         raise NothingDecided(f"group {name or partition} made no decision in the window; its journal covers {span}")
+    view |= passed
     extents = [Extent(topic.name, partition, start.view.get(topic.name, 0), view[topic.name]) for topic in INPUTS]
     extents.append(Extent(DECISIONS.name, partition, start.offset, last))
     first_chunk = oldest.first_offset if oldest is not None and start.offset else 0

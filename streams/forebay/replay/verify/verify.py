@@ -14,18 +14,34 @@ from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
 from forebay.core.step import AnyDecision
 from forebay.events.base import hex_digest
 from forebay.events.decisions import OwnerClaimed, SnapshotRecord
-from forebay.events.topics import INPUTS
+from forebay.events.topics import DECISIONS, INPUTS
 from forebay.replay.checks import FOREIGN_PROGRESS, MISSING_SNAPSHOTS, SCALING_RULES
 from forebay.replay.scaling.history import ScalingVerification, verify_scaling
 from forebay.replay.verify.divergence import DivergenceReport, DivergenceTrail
 from forebay.replay.verify.foreign_progress import ForeignEvent, ForeignProgress
-from forebay.replay.walk import Walk, walk_all
+from forebay.replay.verify.spans import spans_of
+from forebay.replay.walk import Walk
 from forebay.transport.base import Log
 from forebay.transport.history.snapshots import MissingChunk, OtherState, check_snapshot
+from forebay.transport.history.start import oldest_state
 
 PROGRESS_EVERY = 1_000  # journal records between two progress reports
 
 OnProgress = Callable[[int, int, int], None]
+
+
+class OtherSpan(msgspec.Struct, frozen=True, kw_only=True):
+    """Part of a journal that only a program with other decision rules can verify.
+
+    Attributes:
+        rules: version of the decision rules of its owners.
+        first: journal offset of its first record.
+        end: journal offset after its last record.
+    """
+
+    rules: int
+    first: int
+    end: int
 
 
 class VerifyReport(msgspec.Struct, kw_only=True):
@@ -50,6 +66,7 @@ class VerifyReport(msgspec.Struct, kw_only=True):
         digest: 64-bit digest over every verified journal record in order, in hex.
         state: digest of the world at the end, in hex.
         divergence: the first record that does not follow from the events; None if there is none.
+        others: parts of the journal that this program cannot verify, because their owners had other decision rules.
         scaling: verification of the scaling decisions of all groups; None if the log has no record of a planner.
     """
 
@@ -71,12 +88,18 @@ class VerifyReport(msgspec.Struct, kw_only=True):
     digest: str = ""
     state: str = ""
     divergence: DivergenceReport | None = None
+    others: list[OtherSpan] = []
     scaling: ScalingVerification | None = None
 
     @property
     def diverged(self) -> bool:
         """Whether a decision does not follow from the records before it."""
         return self.divergence is not None or (self.scaling is not None and self.scaling.different > 0)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing could be verified, because only owners with other decision rules wrote the journal."""
+        return bool(self.others) and not self.records
 
     @property
     def failed(self) -> dict[str, int]:
@@ -101,15 +124,35 @@ async def verify(
         custom: custom policies that may run.
 
     Raises:
-        OtherRules: a program with other decision rules wrote the journal.
         PolicyNotAllowed: the owner ran a custom policy that is not in `custom`.
         LogError: the log is damaged, or lacks events that the journal consumed.
     """
-    walk = await walk_all(log, partition, custom)
+    end = await log.end(DECISIONS.name, partition)
+    begin = await oldest_state(log, partition)
+    report = VerifyReport(start=begin.offset, allowed=sorted(allow))
+    hasher = xxh3_64()
+    walk: Walk | None = None
+    for span in await spans_of(log, partition, begin, end):
+        walk = None
+        if not span.is_own:
+            report.others.append(OtherSpan(rules=span.rules, first=span.first, end=span.end))
+            continue
+        walk = Walk(log, partition, await span.start(log, partition, end, custom), span.end)
+        await _verify_span(log, partition, walk, report, hasher, progress)
+        if report.divergence is not None:
+            break
+    report.digest = hex_digest(hasher.intdigest())
+    if walk is not None:
+        await _account_end(log, partition, walk, report)
+    return report
+
+
+async def _verify_span(
+    log: Log, partition: int, walk: Walk, report: VerifyReport, hasher: xxh3_64, progress: OnProgress | None
+) -> None:
+    """Add the result of one walk to a report."""
     trail = DivergenceTrail(walk)
     foreign = ForeignProgress(walk)
-    report = VerifyReport(start=walk.start, allowed=sorted(allow))
-    hasher = xxh3_64()
     async for step in walk:
         record = step.record
         is_decision = isinstance(record, AnyDecision)
@@ -128,12 +171,10 @@ async def verify(
         hasher.update(walk.encoded)
         if progress is not None and report.records % PROGRESS_EVERY == 0:
             progress(step.offset + 1, walk.end, report.verified)
-    report.digest = hex_digest(hasher.intdigest())
-    await _account(log, partition, walk, report)
+    _account(partition, walk, report)
     if foreign.count:
-        report.unverified[FOREIGN_PROGRESS] = foreign.count
-        report.foreign_progress = foreign.first
-    return report
+        report.unverified[FOREIGN_PROGRESS] = report.unverified.get(FOREIGN_PROGRESS, 0) + foreign.count
+        report.foreign_progress += foreign.first
 
 
 async def include_scaling(log: Log, report: VerifyReport) -> None:
@@ -166,12 +207,12 @@ async def _check_snapshot(
     return None
 
 
-async def _account(log: Log, partition: int, walk: Walk, report: VerifyReport) -> None:
-    """Add the number of records and events that the walk did not verify, and the digest of its final state."""
-    report.void = walk.validity.void
-    report.unverified |= walk.unverified
+def _account(partition: int, walk: Walk, report: VerifyReport) -> None:
+    """Add the number of records and events that a walk did not verify, and the digest of its final state."""
+    report.void += walk.validity.void
+    for name, count in walk.unverified.items():
+        report.unverified[name] = report.unverified.get(name, 0) + count
     for topic in INPUTS:
-        report.unapplied += await log.end(topic.name, partition) - walk.order.offset(topic.name)
         reader = walk.order.readers.get(topic.name)
         if reader is None:
             continue
@@ -179,5 +220,11 @@ async def _account(log: Log, partition: int, walk: Walk, report: VerifyReport) -
         if reader.first_unknown is not None and not report.unknown_event:
             offset, tag = reader.first_unknown
             report.unknown_event = f"{topic.name}/{partition} offset {offset}: {tag}"
-    report.pending = walk.pending
     report.state = hex_digest(walk.world.digest())
+
+
+async def _account_end(log: Log, partition: int, walk: Walk, report: VerifyReport) -> None:
+    """Add what the journal's last owner has not applied or written yet. Raises LogError if the log is damaged."""
+    for topic in INPUTS:
+        report.unapplied += await log.end(topic.name, partition) - walk.order.offset(topic.name)
+    report.pending = walk.pending

@@ -15,7 +15,7 @@ from forebay.core.rederive import RecordedEvents
 from forebay.core.step import CLOCK, InputEvent
 from forebay.core.world import CORE_VERSION
 from forebay.events.codec import DecodeError, decode, unknown_tag
-from forebay.events.decisions import ConsumedRun, JournalRecord, OwnerClaimed
+from forebay.events.decisions import ConsumedRun, JournalRecord, OwnerClaimed, Sealed
 from forebay.events.topics import DECISIONS, INPUTS, Topic
 from forebay.transport.base import Log, LogError, Record
 
@@ -30,7 +30,7 @@ class OtherRules(LogError):
     def __init__(self, offset: int, version: int) -> None:
         super().__init__(
             f"journal record {offset} was decided by version {version} of the rules, this program has version "
-            f"{CORE_VERSION}: use the program that wrote it, or start a new log (a new namespace on Kafka)"
+            f"{CORE_VERSION}: use the program that wrote it, and stop it as planned before you start this one"
         )
 
 
@@ -174,17 +174,18 @@ def decode_or_none(topic: Topic, value: bytes) -> InputEvent | None:
     return event
 
 
-def decode_journal(record: Record) -> JournalRecord | None:
+def decode_journal(record: Record, *, quiet: bool = False) -> JournalRecord | None:
     """Return the journal record in `record`, or None if `record` does not decode, for example a foreign record.
 
     A caller may skip a record that does not decode. If an owner wrote it, the `seq` of the next record shows the gap.
+    With `quiet`, it is not logged, for example because an owner of another version may write unknown types.
     """
     try:
         decision: JournalRecord = decode(DECISIONS, record.value)
     except DecodeError as error:
-        logger.warning(
-            "ignored record %d of %s/%d, not a journal record: %s", record.offset, record.topic, record.partition, error
-        )
+        level = logging.DEBUG if quiet else logging.WARNING
+        text = "ignored record %d of %s/%d, not a journal record: %s"
+        logger.log(level, text, record.offset, record.topic, record.partition, error)
         return None
     return decision
 
@@ -214,17 +215,18 @@ _STAMPED = msgspec.json.Decoder(_Stamped)
 class Validity:
     """Filter that admits the valid records of a journal, in order. It rejects stale and foreign records.
 
-    The first owner is assumed to have this program's decision rules, because loading a snapshot checks this.
-
     Attributes:
-        epoch: Owner epoch so far, which is the offset of the newest claim; -1 before the first claim.
-        void: Number of stale records so far.
+        epoch: Owner epoch so far, which is the offset of the newest valid claim; -1 before the first claim.
+        rules: Version of the decision rules of this owner. `rules` of the constructor is that of the first owner.
+        seal: Offset of the last valid record if it is a `Sealed`, otherwise -1.
+        void: Number of stale records and of invalid claims so far.
         foreign: Number of records so far that are not journal records.
     """
 
-    def __init__(self, epoch: int) -> None:
+    def __init__(self, epoch: int, rules: int | None = None) -> None:
         self.epoch = epoch
-        self._rules = CORE_VERSION
+        self.rules = CORE_VERSION if rules is None else rules
+        self.seal = -1
         self.void = 0
         self.foreign = 0
 
@@ -234,8 +236,11 @@ class Validity:
             self.foreign += 1
             return False
         if isinstance(decision, OwnerClaimed):
+            if self.epoch >= 0 and not can_continue(decision, self.rules, self.seal):
+                self.void += 1
+                return False
             self.epoch = offset
-            self._rules = decision.core_version
+            self.rules = decision.core_version
         elif decision.owner_epoch < self.epoch:
             self.void += 1
             return False
@@ -243,15 +248,30 @@ class Validity:
             raise LogError(
                 f"journal record {offset} has the owner epoch {decision.owner_epoch}, whose claim is missing"
             )
+        self.seal = offset if isinstance(decision, Sealed) else -1
         return True
 
     def require_own_rules(self, decision: JournalRecord, offset: int) -> None:
         """Raise OtherRules for an admitted record of an owner with other decision rules.
 
-        Claims are accepted, because an owner that opens a log of another version writes a claim but no decision.
+        Claims are accepted, because a claim alone contains no decision.
         """
-        if not isinstance(decision, OwnerClaimed) and self._rules != CORE_VERSION:
-            raise OtherRules(offset, self._rules)
+        if not isinstance(decision, OwnerClaimed) and self.rules != CORE_VERSION:
+            raise OtherRules(offset, self.rules)
+
+
+def can_continue(claim: OwnerClaimed, rules: int, seal: int = -1) -> bool:
+    """Return whether a claim is valid after the records of an earlier owner.
+
+    Of two routers that claim after the same seal, one may have other rules than the other. The claim of the second one
+    is invalid, because this router could not derive the decisions of the first one.
+
+    Args:
+        claim: The claim.
+        rules: Version of the decision rules of the earlier owner.
+        seal: Offset of the last valid record before the claim if it is a `Sealed`, otherwise -1.
+    """
+    return claim.core_version == rules or claim.snapshot >= 0 or -1 < claim.seal == seal
 
 
 async def journal(

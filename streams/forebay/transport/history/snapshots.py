@@ -19,7 +19,7 @@ from forebay.events.decisions import Advanced, OwnerClaimed, Sealed, SnapshotRec
 from forebay.events.snapshots import Chunk, SnapshotChunk, WorldState
 from forebay.events.topics import DECISIONS, SNAPSHOTS
 from forebay.transport.base import Log, LogError, Record
-from forebay.transport.history.reader import PAGE_RECORDS, OtherRules, decode_journal, journal_records
+from forebay.transport.history.reader import PAGE_RECORDS, OtherRules, can_continue, decode_journal, journal_records
 
 CHUNKS_READ = 8  # snapshot chunks per read, each at most 1 MiB
 
@@ -34,13 +34,19 @@ class OtherState(LogError):
 
 async def newest_snapshot(log: Log, partition: int, end: int) -> SnapshotRecord | None:
     """Return the last valid `SnapshotTaken` or `Sealed` before offset `end` of the journal, or None."""
+    found = await newest_snapshot_at(log, partition, end)
+    return None if found is None else found[1]
+
+
+async def newest_snapshot_at(log: Log, partition: int, end: int) -> tuple[int, SnapshotRecord] | None:
+    """Return the record of `newest_snapshot` with its journal offset, or None."""
     begin = await log.begin(DECISIONS.name, partition)
     while end > begin:
         start = max(begin, end - PAGE_RECORDS)
         page = [(record.offset, decode_journal(record)) async for record in journal_records(log, partition, start, end)]
         for offset, record in reversed(page):
             if isinstance(record, SnapshotRecord) and not await _overtaken(log, partition, record, offset):
-                return record
+                return offset, record
         end = start
     return None
 
@@ -50,12 +56,14 @@ async def snapshots_taken(log: Log, partition: int, start: int, end: int) -> Asy
 
     They may include a stale record of an owner that lost the group before `start`. Its seal is before `start`, too.
     """
-    epoch = -1
+    epoch, rules, seal = -1, -1, -1
     async for record in journal_records(log, partition, start, end):
         decision = decode_journal(record)
-        if isinstance(decision, OwnerClaimed):
-            epoch = record.offset
+        if isinstance(decision, OwnerClaimed) and (rules < 0 or can_continue(decision, rules, seal)):
+            epoch, rules, seal = record.offset, decision.core_version, -1
         elif isinstance(decision, SnapshotRecord) and decision.owner_epoch >= epoch:
+            if isinstance(decision, Sealed):
+                rules, seal = decision.core_version, record.offset
             yield record.offset, decision
 
 
@@ -66,8 +74,11 @@ async def _overtaken(log: Log, partition: int, taken: SnapshotRecord, offset: in
     """
     if taken.journal_offset < await log.begin(DECISIONS.name, partition):
         return True
-    records = journal_records(log, partition, taken.journal_offset, offset)
-    return any([isinstance(decode_journal(record), OwnerClaimed) async for record in records])
+    async for record in journal_records(log, partition, taken.journal_offset, offset):
+        claim = decode_journal(record)
+        if isinstance(claim, OwnerClaimed) and can_continue(claim, taken.core_version or claim.core_version):
+            return True
+    return False
 
 
 async def parts_of(log: Log, partition: int, taken: SnapshotRecord) -> AsyncIterator[Chunk]:
@@ -93,8 +104,18 @@ async def chunks_end(log: Log, partition: int, taken: SnapshotRecord) -> int:
     return end
 
 
-async def load_snapshot(log: Log, partition: int, taken: SnapshotRecord, custom: CustomPolicies | None = None) -> World:
+async def load_snapshot(
+    log: Log, partition: int, taken: SnapshotRecord, custom: CustomPolicies | None = None, *, any_rules: bool = False
+) -> World:
     """Return the world that a snapshot holds.
+
+    Args:
+        log: The log.
+        partition: Control partition of the group.
+        taken: Journal record of the snapshot.
+        custom: Custom policies that the world may run.
+        any_rules: Whether the owner may have had other decision rules. Then only the checksum of the chunks is checked,
+            because the digest of the state depends on the rules.
 
     Raises:
         OtherRules: An owner with other decision rules took the snapshot. Not raised if their version is unknown.
@@ -102,12 +123,47 @@ async def load_snapshot(log: Log, partition: int, taken: SnapshotRecord, custom:
         OtherState: The digest of the state differs from the sealed digest.
         LogError: The snapshot cannot be read.
     """
-    parts = await _parts(log, partition, taken)
+    is_own = await version_of(log, partition, taken) == CORE_VERSION
+    parts = await _checked_parts(log, partition, taken) if any_rules else await _parts(log, partition, taken)
     await _require_of_seal(log, partition, taken, parts)
     with _of_state(taken):
         world = restore(parts, custom or {})
-    _require_sealed(taken, world.digest())
+    if is_own:
+        _require_sealed(taken, world.digest())
     return world
+
+
+async def load_continued(log: Log, partition: int, claim: OwnerClaimed, custom: CustomPolicies | None = None) -> World:
+    """Return the world from which the owner of a claim continued, which is that of the snapshot that the claim names.
+
+    Raises:
+        OtherState: The snapshot is damaged.
+        LogError: The log does not have the snapshot.
+    """
+    offset = max(claim.seal, claim.snapshot)
+    records = await log.read(DECISIONS.name, partition, offset, 1) if offset >= 0 else []
+    taken = decode_journal(records[0]) if records else None
+    if not isinstance(taken, SnapshotRecord):
+        raise LogError(f"the router {claim.owner_id} continued from a snapshot at journal offset {offset}: not found")
+    return await load_sealed(log, partition, taken, custom)
+
+
+async def load_sealed(log: Log, partition: int, taken: SnapshotRecord, custom: CustomPolicies | None = None) -> World:
+    """Return the world after a `Sealed` record, or of another snapshot, of an owner with any rules.
+
+    Raises:
+        OtherState: The snapshot is damaged.
+        LogError: The snapshot cannot be read.
+    """
+    world = await load_snapshot(log, partition, taken, custom, any_rules=True)
+    if isinstance(taken, Sealed):
+        world.stamp()  # counts the record
+    return world
+
+
+async def version_of(log: Log, partition: int, taken: SnapshotRecord) -> int:
+    """Return the version of the rules of a snapshot's owner. It is this program's version if it is unknown."""
+    return taken.core_version or await _version_claimed(log, partition, taken.owner_epoch) or CORE_VERSION
 
 
 async def check_snapshot(log: Log, partition: int, taken: SnapshotRecord) -> None:
@@ -136,14 +192,14 @@ async def check_snapshot_beside(log: Log, partition: int, taken: SnapshotRecord)
 
 
 async def _parts(log: Log, partition: int, taken: SnapshotRecord) -> list[Chunk]:
-    version = taken.core_version or await _version_claimed(log, partition, taken.owner_epoch)
-    if version not in (0, CORE_VERSION):
+    version = await version_of(log, partition, taken)
+    if version != CORE_VERSION:
         raise OtherRules(taken.journal_offset, version)
     return await _checked_parts(log, partition, taken)
 
 
 async def _checked_parts(log: Log, partition: int, taken: SnapshotRecord, at_once: int = CHUNKS_READ) -> list[Chunk]:
-    """Return the parts of a snapshot, whose bytes must have the checksum in a `Sealed`.
+    """Return the parts of a snapshot, whose bytes must have the recorded checksum, if there is one.
 
     Raises:
         MissingChunk: A chunk is missing.
@@ -156,7 +212,7 @@ async def _checked_parts(log: Log, partition: int, taken: SnapshotRecord, at_onc
         hasher.update(record.value)
         parts += chunk.parts
         await asyncio.sleep(0)
-    if isinstance(taken, Sealed) and hasher.hexdigest() != taken.checksum:
+    if taken.checksum is not None and hasher.hexdigest() != taken.checksum:
         raise OtherState(
             f"the snapshot at offset {taken.first_offset} has checksum {hasher.hexdigest()}, expected {taken.checksum}"
         )
@@ -218,12 +274,18 @@ def _require_sealed(taken: SnapshotRecord, digest: int) -> None:
 
 async def _version_claimed(log: Log, partition: int, owner_epoch: int) -> int:
     """Return the rules version in the claim of an owner; 0 if the claim is no longer on the log."""
-    if owner_epoch >= await log.begin(DECISIONS.name, partition):
+    claimed = await claim_at(log, partition, owner_epoch)
+    return 0 if claimed is None else claimed.core_version
+
+
+async def claim_at(log: Log, partition: int, owner_epoch: int) -> OwnerClaimed | None:
+    """Return the claim with which an owner epoch began, or None if the log does not have it. Raises LogError."""
+    if owner_epoch >= max(0, await log.begin(DECISIONS.name, partition)):
         for record in await log.read(DECISIONS.name, partition, owner_epoch, 1):
             claimed = decode_journal(record)
             if isinstance(claimed, OwnerClaimed):
-                return claimed.core_version
-    return 0
+                return claimed
+    return None
 
 
 async def _chunks(

@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 from forebay.core.step import CLOCK
 from forebay.core.world import CORE_VERSION
-from forebay.events.decisions import SnapshotRecord
+from forebay.events.decisions import OwnerClaimed, SnapshotRecord
 from forebay.events.topics import DECISIONS, INPUTS, SNAPSHOTS
 from forebay.transport.base import Log, LogError
-from forebay.transport.history.reader import Validity, journal
-from forebay.transport.history.snapshots import newest_snapshot, snapshots_taken, state_of
+from forebay.transport.history.reader import Validity, decode_journal, journal
+from forebay.transport.history.snapshots import newest_snapshot, snapshots_taken, state_of, version_of
 
 
 class StoredState(NamedTuple):
@@ -76,6 +76,18 @@ async def oldest_state(log: Log, partition: int) -> StoredState:
     )
 
 
+async def continued_view(log: Log, partition: int, claim: OwnerClaimed) -> dict[str, int]:
+    """Return the offset of each input topic at the snapshot from which an operator let the owner of a claim continue.
+
+    Raises LogError if the log does not have the snapshot.
+    """
+    for record in await log.read(DECISIONS.name, partition, claim.snapshot, 1):
+        taken = decode_journal(record)
+        if isinstance(taken, SnapshotRecord):
+            return {run.topic: run.count for run in (await state_of(log, partition, taken)).view}
+    raise LogError(f"the journal has no snapshot at offset {claim.snapshot}, which the owner {claim.owner_id} names")
+
+
 async def recorded_view(log: Log, partition: int) -> dict[str, int]:
     """Return the offset up to which the owner applied each input topic according to the journal.
 
@@ -83,13 +95,16 @@ async def recorded_view(log: Log, partition: int) -> dict[str, int]:
     """
     end = await log.end(DECISIONS.name, partition)
     taken = await newest_snapshot(log, partition, end)
-    start, epoch = 0, -1
+    start, epoch, rules = 0, -1, None
     view: Counter[str] = Counter()
     if taken is not None:
         state = await state_of(log, partition, taken)
         view.update({run.topic: run.count for run in state.view})
         start, epoch = taken.journal_offset, state.owner_epoch
-    async for _, record in journal(log, partition, start, end, Validity(epoch)):
+        rules = await version_of(log, partition, taken)
+    async for _, record in journal(log, partition, start, end, Validity(epoch, rules)):
+        if isinstance(record, OwnerClaimed) and record.snapshot >= 0:
+            view = Counter(await continued_view(log, partition, record))
         for run in record.consumed:
             view[run.topic] += run.count
     del view[CLOCK]

@@ -1,0 +1,44 @@
+"""Programs with different versions of the decision rules, for tests."""
+
+import asyncio
+
+import pytest
+
+from forebay.core.world import CORE_VERSION
+from forebay.live.owner import journal, owner, snapshots
+from forebay.live.owner.owner import Owner
+from forebay.live.router import standby
+from forebay.transport.history import reader
+from forebay.transport.history import snapshots as recorded_snapshots
+from tests.system import System, settings, submitted, until, until_ended
+
+OTHER = CORE_VERSION + 1
+MODULES = (owner, journal, snapshots, standby, reader, recorded_snapshots)
+PREFIX = list(range(12))
+
+
+class Program:
+    """A program with a version of the decision rules."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, version: int) -> None:
+        self._monkeypatch = monkeypatch
+        self._version = version
+
+    async def serve(self, system: System, *names: str, seals: bool) -> None:
+        """Serve requests with an owner of this program, which stops as planned if `seals`, and otherwise dies."""
+        with self._monkeypatch.context() as patch:
+            for module in MODULES:
+                patch.setattr(module, "CORE_VERSION", self._version)
+            serving = Owner(system.log, system.leases, settings())
+            await serving.start()
+            running = asyncio.create_task(serving.run())
+            await until(lambda: len(serving.world.fleet) == 1)
+            for name in names:
+                system.send(submitted(name, PREFIX))
+                await until_ended(system, name)
+            await until(lambda: not len(serving.world.requests))
+            await serving.stop()
+            await running
+            if seals:
+                await serving.close()
+            serving.drop()
