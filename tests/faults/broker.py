@@ -218,7 +218,7 @@ class VirtualLog:
         self._tails: dict[VirtualTail, None] = {}
         self._followed: Counter[Place] = Counter()
         self._is_fetching = False
-        self._following = Following(self._write_soon)
+        self._following = Following(self._write_soon, self._write_followers)
         self._has_settled = asyncio.Event()
 
     @property
@@ -326,10 +326,17 @@ class VirtualLog:
         self._write(drafts, waiter)
         waiter.future.add_done_callback(done)
 
+    def _write_followers(self, drafts: Sequence[Draft]) -> None:
+        if self.failure is None:
+            self._queue(drafts, None)
+
     def _write(self, drafts: Sequence[Draft], waiter: _Waiter | None) -> None:
         self._require_open()
         if self._faults.take("log_full"):
             raise LogFull("too many bytes wait for the broker (injected)")
+        self._queue(drafts, waiter)
+
+    def _queue(self, drafts: Sequence[Draft], waiter: _Waiter | None) -> None:
         if waiter is not None:
             self._waiters[waiter] = None
         at_us = runtime.wall_us()

@@ -19,7 +19,7 @@ class Written:
         self.values: list[str] = []
         self.durable: dict[str, Callable[[], None]] = {}
         self.is_full = False
-        self.following = Following(self._write)
+        self.following = Following(self._write, self._write_followers)
 
     def _write(self, added: Sequence[Draft], on_durable: Callable[[], None] | None) -> None:
         if self.is_full:
@@ -27,6 +27,9 @@ class Written:
         self.values += [draft.value.decode() for draft in added]
         if on_durable is not None:
             self.durable[added[0].value.decode()] = on_durable
+
+    def _write_followers(self, added: Sequence[Draft]) -> None:
+        self.values += [draft.value.decode() for draft in added]
 
 
 def test_followers_wait_for_their_drafts_and_for_earlier_followers() -> None:

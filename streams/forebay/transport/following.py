@@ -9,6 +9,8 @@ Write = Callable[[Sequence[Draft], Callable[[], None] | None], None]
 """Appends drafts without waiting, and calls the second argument later, once all of them are durable or were dropped.
 
 It never calls that argument if the log fails."""
+WriteFollowers = Callable[[Sequence[Draft]], None]
+"""Appends drafts that waited. It must not raise, because no caller waits for them any more."""
 
 
 class _Entry:
@@ -23,11 +25,13 @@ class Following:
     """Queue of records that wait until earlier records are durable. They are appended in the order of the calls.
 
     Args:
-        write: appends drafts.
+        write: appends the drafts of a call.
+        write_followers: appends drafts that waited for others.
     """
 
-    def __init__(self, write: Write) -> None:
+    def __init__(self, write: Write, write_followers: WriteFollowers) -> None:
         self._write = write
+        self._write_followers = write_followers
         self._waiting: deque[_Entry] = deque()
 
     def __len__(self) -> int:
@@ -54,4 +58,4 @@ class Following:
 
     def _append_due(self) -> None:
         while self._waiting and self._waiting[0].is_due:
-            self._write(self._waiting.popleft().drafts, None)
+            self._write_followers(self._waiting.popleft().drafts)

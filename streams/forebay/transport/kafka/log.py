@@ -8,6 +8,7 @@ records. A rejection fails the log: its user must recover from the records that 
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Sequence
 from typing import Self
 
@@ -58,7 +59,7 @@ class KafkaLog:
         self._producers = [producer]
         self._starting = asyncio.Lock()
         self._writer = KafkaWriter(self._producer_of, settings.topic, self._fail)
-        self._following = Following(self._write)
+        self._following = Following(self._write, self._write_followers)
         self._tails = KafkaTails(settings, self._hop)
         self._reader = KafkaReader(settings)
         self._closed = False
@@ -88,9 +89,18 @@ class KafkaLog:
         """Append without waiting; see `Log.append_soon`. A failure also shows in `on_failure`.
 
         `then` is appended even if `drafts` are dropped because their partition does not exist.
+
+        Raises:
+            ValueError: A record is too large. Nothing is appended.
+            LogFull: Too many bytes wait for the broker. Nothing is appended.
         """
         self._require_open()
-        self._following.append(drafts, then)
+        reserved = self._writer.reserve(then)
+        try:
+            self._following.append(drafts, then)
+        except (LogError, ValueError):
+            self._writer.release(reserved)
+            raise
 
     async def flush(self) -> None:
         """Wait until all records appended so far are acknowledged or dropped. Raises LogError if Kafka rejects one."""
@@ -174,15 +184,15 @@ class KafkaLog:
         waiter = LenientWaiter(len(drafts), asyncio.get_running_loop())
 
         def done(future: "asyncio.Future[list[int]]") -> None:
-            if future.cancelled() or future.exception() is not None:
-                return
-            try:
+            if not future.cancelled() and future.exception() is None:
                 on_durable()
-            except (LogError, ValueError) as error:  # nobody waits for these records, so only the log can report it
-                self._fail(LogError(f"records that follow others cannot be appended: {error}"))
 
         self._writer.write(drafts, waiter)
         waiter.future.add_done_callback(done)
+
+    def _write_followers(self, drafts: Sequence[Draft]) -> None:
+        if self.failure is None:
+            self._writer.write_reserved(drafts, None)
 
     def _require_open(self) -> None:
         if self.failure is not None:
@@ -221,6 +231,9 @@ async def _started(settings: KafkaSettings) -> AIOKafkaProducer:
         max_request_size=RECORD_BYTES_MAX + HEADROOM_BYTES,
         metadata_max_age_ms=METADATA_MS,
     )
+    # aiokafka fails a batch whose partition has had no leader for one request timeout, which would end the process. It
+    # has no setting for this time. The bytes that wait are bounded, so a batch may wait until a leader is back.
+    producer._message_accumulator._batch_ttl = math.inf
     async with asyncio.timeout(DELIVERY_MS / 1000):
         await start_whole(producer.start, producer.stop)
     return producer

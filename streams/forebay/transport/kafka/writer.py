@@ -27,7 +27,7 @@ BATCH_BYTES_MAX = 1 << 20  # a larger record gets a batch of its own
 # fill larger batches.
 LINGER_S = {PROGRESS.name: 0.002, KV_EVENTS.name: 0.005, METRICS.name: 0.005}
 HEADROOM_BYTES = 1 << 16  # for batch and record headers within the maximum message size
-# Maximum bytes of records that wait while the broker is unreachable.
+# Maximum bytes of records that wait while the broker is unreachable, including those that follow other records.
 BUFFER_BYTES_MAX = 256 << 20
 
 
@@ -126,23 +126,41 @@ class KafkaWriter:
             ValueError: A draft is too large.
             LogFull: More than `BUFFER_BYTES_MAX` would wait for the broker.
         """
-        sizes = [self.check(draft) for draft in drafts]
-        if self._buffered + sum(sizes) > BUFFER_BYTES_MAX:
+        self.reserve(drafts)
+        self.write_reserved(drafts, waiter)
+
+    def reserve(self, drafts: Sequence[Draft]) -> int:
+        """Count drafts as buffered that `write_reserved` queues later, and return their bytes.
+
+        Raises:
+            ValueError: A draft is too large.
+            LogFull: More than `BUFFER_BYTES_MAX` would wait for the broker.
+        """
+        size = sum(self.check(draft) for draft in drafts)
+        if self._buffered + size > BUFFER_BYTES_MAX:
             raise LogFull(
                 f"{self._buffered >> 20} MiB of records wait for Kafka, the limit is {BUFFER_BYTES_MAX >> 20} MiB;"
                 " check the broker"
             )
-        self._buffered += sum(sizes)
+        self._buffered += size
+        return size
+
+    def release(self, size: int) -> None:
+        """Uncount bytes that `reserve` counted, because their drafts will not be written."""
+        self._buffered -= size
+
+    def write_reserved(self, drafts: Sequence[Draft], waiter: Waiter | None) -> None:
+        """Queue drafts for their partitions, whose bytes `reserve` has counted."""
         at_ms = runtime.wall_ns() // 1_000_000
         if waiter is not None:
             self._waiters[waiter] = None
             waiter.future.add_done_callback(lambda _: self._waiters.pop(waiter, None))
-        for index, (draft, size) in enumerate(zip(drafts, sizes, strict=True)):
+        for index, draft in enumerate(drafts):
             place = (draft.topic, draft.partition)
             queue = self._queues.get(place)
             if queue is None:
                 queue = self._queues[place] = deque()
-            queue.append(PendingAppend(draft, size, at_ms, waiter, index))
+            queue.append(PendingAppend(draft, size_of(draft), at_ms, waiter, index))
             self._queued[place] += 1
             if place not in self._tasks:
                 task = asyncio.create_task(self._drain(place, queue), name=f"append to {draft.topic}/{draft.partition}")
