@@ -19,8 +19,9 @@ from forebay.events.requests import Sampling, StructuredOutput
 from forebay.events.tokens import AttemptStarted, ResponseEnded, ResponseError, TokenChunk, TokensEmitted, Usage
 from forebay.events.topics import TOKENS
 from forebay.events.work import WorkCancelled, WorkItem
-from forebay.transport.base import Draft, LogError, Record
+from forebay.transport.base import Draft, LogError, LogUnavailable, Record
 from forebay.transport.sqlite.log import SqliteLog
+from forebay.workers.runtime import resume as resume_module
 from forebay.workers.runtime.resume import PAGE_RECORDS, continued
 from forebay.workers.runtime.worker import Worker
 from tests.harness.faulty_log import FaultyLog
@@ -39,10 +40,14 @@ class GatedLog(FaultyLog):
         self.reading = 0
         self.error: LogError | None = None
         self.torn = False
+        self.unavailable = 0  # number of reads that fail
         self.begins = 0
 
     async def read(self, topic: str, partition: int, offset: int, limit: int) -> list[Record]:
         self.reading += 1
+        if self.unavailable:
+            self.unavailable -= 1
+            raise LogUnavailable("the broker does not respond")
         await self.open.wait()
         if self.error is not None:
             raise self.error
@@ -373,6 +378,21 @@ async def test_response_without_its_start_fails_alone(scene: Scene, gate: GatedL
     assert ended.error is not None
     assert ended.error.code == "tokens_missing"
     assert of_attempt(scene, "b", 2)[0].first_index == 1
+
+
+async def test_a_slot_that_cannot_be_read_now_is_read_again(
+    scene: Scene, gate: GatedLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resume_module, "RETRY_S", 0.001)
+    gate.unavailable = 3
+    gate.open.set()
+    async with scene.serving(scene.worker(log=gate)) as epoch:
+        output = expected_output(PROMPT, 10)
+        await scene.append(TOKENS, SLOT, emitted("a", 0, output[:4]))
+        await scene.send(later("a", epoch))
+        await until(lambda: finished(scene, "a", 2))
+    assert observed(scene, "a").tokens == output
+    assert len(scene.tokens(AttemptStarted)) == 1
 
 
 @pytest.mark.parametrize("torn", [False, True])

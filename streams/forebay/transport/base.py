@@ -27,6 +27,10 @@ class LogFull(LogError):
     """Too many bytes wait to be written. This append was rejected as a whole; a later append may succeed."""
 
 
+class LogUnavailable(LogError):
+    """The log cannot be read now, for example because the broker does not respond. A later read may succeed."""
+
+
 class LeaseError(Exception):
     """The lease store did not respond. The text says what to check. Callers retry later."""
 

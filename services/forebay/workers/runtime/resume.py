@@ -20,13 +20,14 @@ from forebay.events.codec import DecodeError, decode
 from forebay.events.tokens import TokenEvent
 from forebay.events.topics import TOKENS
 from forebay.events.work import WorkItem
-from forebay.transport.base import Log, LogError, Record
+from forebay.transport.base import Log, LogError, LogUnavailable, Record
 from forebay.workers.runtime.outbox import Outbox
 from forebay.workers.runtime.request_table import WorkRequest
 
 logger = logging.getLogger(__name__)
 
 PAGE_RECORDS = 512  # each page costs a round trip to a broker, or a few milliseconds on the embedded log
+RETRY_S = 0.5  # pause after a read for which the log was unavailable
 SLICE_BYTES = 256 << 10  # a few milliseconds of decoding before other tasks may run
 
 Spawn = Callable[[Coroutine[None, None, None]], asyncio.Task[None]]
@@ -107,20 +108,28 @@ class Resumer:
     async def _serve(self, slot: int) -> None:
         while waiting := self._waiting[slot]:
             self._waiting[slot] = []
-            replies = await self._read(slot, waiting)
+            offsets = await self._log.append([self._outbox.attempt_started(later.request) for later in waiting])
+            replies = await self._read_until(slot, waiting, offsets[-1] + 1)
             for later in waiting:
                 self._found(later, replies[later.item.request_id])
         del self._waiting[slot]
 
-    async def _read(self, slot: int, attempts: list[LaterAttempt]) -> dict[str, ResponseState]:
-        """Append the attempt starts and return the responses as of those records, by request id."""
-        offsets = await self._log.append([self._outbox.attempt_started(later.request) for later in attempts])
+    async def _read_until(self, slot: int, attempts: list[LaterAttempt], end: int) -> dict[str, ResponseState]:
+        """Return the responses as of the offset `end`, by request id. Retry for as long as the log is unavailable."""
+        while True:
+            try:
+                return await self._read(slot, attempts, end)
+            except LogUnavailable as error:
+                logger.warning("cannot read responses that other workers began, retrying: %s", error)
+                await asyncio.sleep(RETRY_S)
+
+    async def _read(self, slot: int, attempts: list[LaterAttempt], end: int) -> dict[str, ResponseState]:
         # Records before `reply_from` belong to an earlier request with the same id.
         coming = sorted((later.item.reply_from, later.item.request_id) for later in attempts)
         coming.reverse()
         replies = {later.item.request_id: ResponseState() for later in attempts}
         begun: dict[str, ResponseState] = {}
-        begin, end = await self._log.begin(TOKENS.name, slot), offsets[-1] + 1
+        begin = await self._log.begin(TOKENS.name, slot)
         for later in attempts:
             # Retention may have deleted the start of the response: treat it as a gap.
             replies[later.item.request_id].gap = later.item.reply_from < begin

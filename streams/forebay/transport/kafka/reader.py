@@ -9,7 +9,7 @@ import asyncio
 from aiokafka import TopicPartition
 from aiokafka.errors import KafkaError, OffsetOutOfRangeError
 
-from forebay.transport.base import LogError, Record
+from forebay.transport.base import LogError, LogUnavailable, Record
 from forebay.transport.kafka.consumer import DenseConsumer
 from forebay.transport.kafka.settings import REQUEST_MS, KafkaSettings
 from forebay.transport.kafka.start import start_whole
@@ -41,6 +41,7 @@ class KafkaReader:
         async with self._turn:
             try:
                 consumer = await self._started()
+                await _know(consumer, place)
                 if offset >= self._ends.get(place, 0):
                     self._ends[place] = (await consumer.end_offsets([place]))[place]
                 if offset >= self._ends[place]:
@@ -50,16 +51,17 @@ class KafkaReader:
                 text = f"{topic}/{partition} no longer holds offset {offset}: check the retention of the topic"
                 raise LogError(text) from error
             except (KafkaError, OSError) as error:
-                raise LogError(f"{topic}/{partition} cannot be read from Kafka: {explain(error)}") from error
+                raise _unreadable(error)(f"{topic}/{partition} cannot be read from Kafka: {explain(error)}") from error
 
     async def end(self, topic: str, partition: int) -> int:
         """Return the offset of the next record to be appended. Raises LogError if Kafka cannot be read."""
         place = TopicPartition(self._settings.topic(topic), partition)
         try:
             consumer = await self._started()
+            await _know(consumer, place)
             end: int = (await consumer.end_offsets([place]))[place]
         except (KafkaError, OSError) as error:
-            raise LogError(
+            raise _unreadable(error)(
                 f"the end offset of {topic}/{partition} cannot be read from Kafka: {explain(error)}"
             ) from error
         return end
@@ -69,10 +71,11 @@ class KafkaReader:
         place = TopicPartition(self._settings.topic(topic), partition)
         try:
             consumer = await self._started()
+            await _know(consumer, place)
             begin: int = (await consumer.beginning_offsets([place]))[place]
         except (KafkaError, OSError) as error:
             text = f"the first offset of {topic}/{partition} cannot be read from Kafka: {explain(error)}"
-            raise LogError(text) from error
+            raise _unreadable(error)(text) from error
         return begin
 
     async def close(self) -> None:
@@ -94,6 +97,9 @@ class KafkaReader:
                     enable_auto_commit=False,
                 )
                 await start_whole(consumer.start, consumer.stop)
+                # aiokafka delays fetches by 100 ms while it keeps records of another partition, so that a slow user
+                # does not prefetch everything. Here only one partition is fetched at a time. There is no setting.
+                consumer._fetcher._prefetch_backoff = 0.0
                 self._consumer = consumer
             return self._consumer
 
@@ -118,6 +124,17 @@ class KafkaReader:
                     return []  # compaction may have removed the last records of the partition
         finally:
             consumer.pause(place)
-        raise LogError(
+        raise LogUnavailable(
             f"{topic}/{place.partition} returned no record at offset {offset} for {REQUEST_MS} ms; check the broker"
         )
+
+
+async def _know(consumer: DenseConsumer, place: TopicPartition) -> None:
+    """Fetch the metadata of a topic, because aiokafka would wait for `RETRY_BACKOFF_MS` if a request needs it first."""
+    if not consumer.partitions_for_topic(place.topic):
+        await consumer._client.add_topic(place.topic)
+
+
+def _unreadable(error: Exception) -> type[LogError]:
+    """Return the error class for a failed request: whether a later one may succeed."""
+    return LogUnavailable if getattr(error, "retriable", True) else LogError
