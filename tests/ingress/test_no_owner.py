@@ -44,23 +44,57 @@ async def test_a_submitted_request_continues_without_an_owner(scene: Scene) -> N
     assert (await pending).status_code == 200
 
 
-async def test_an_unacknowledged_request_fails_and_is_cancelled(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ingress_module, "ACKNOWLEDGED_S", 0.05)
-    append, is_back, late = scene.log.append, asyncio.Event(), []
+class LateLog:
+    """Appends at once, but acknowledges only after `is_back` is set."""
 
-    async def away(drafts: Sequence[Draft]) -> list[int]:
-        late.append(asyncio.create_task(append(drafts)))
-        await is_back.wait()
-        return await late[-1]
+    def __init__(self, scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.is_back = asyncio.Event()
+        self.late: list[asyncio.Task[list[int]]] = []
+        self._append_now = scene.log.append
+        monkeypatch.setattr(scene.log, "append", self._append)
 
-    monkeypatch.setattr(scene.log, "append", away)
+    async def _append(self, drafts: Sequence[Draft]) -> list[int]:
+        self.late.append(asyncio.create_task(self._append_now(drafts)))
+        await self.is_back.wait()
+        return await self.late[-1]
+
+
+@pytest.mark.parametrize("is_silent", [False, True])
+async def test_an_unacknowledged_request_fails_and_is_cancelled(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, *, is_silent: bool
+) -> None:
+    monkeypatch.setattr(ingress_module, "ACKNOWLEDGED_S", 3_600 if is_silent else 0.05)
+    monkeypatch.setattr(ingress_module, "CHECKED_S", 0.01)
+    scene.ingress.owner_silent_s = lambda: 0.8 if is_silent else 0.1
+    log = LateLog(scene, monkeypatch)
     response = await scene.client.post("/v1/completions", json={"model": NAME, "prompt": "Hello"})
     assert (response.status_code, response.json()["error"]["code"]) == (503, "log_unavailable")
     assert "retry-after" in response.headers
     await until(lambda: scene.requests(RequestCancelled))
     (request,), (cancelled,) = scene.requests(RequestSubmitted), scene.requests(RequestCancelled)
     assert cancelled.request_id == request.request_id
-    await asyncio.gather(*late)
+    await asyncio.gather(*log.late)
+
+
+async def test_a_request_waits_for_a_late_acknowledgement_while_the_owner_beats(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ingress_module, "CHECKED_S", 0.01)
+    checked = asyncio.Event()
+
+    def silent_s() -> float:
+        checked.set()
+        return 0.1
+
+    scene.ingress.owner_silent_s = silent_s
+    log = LateLog(scene, monkeypatch)
+    pending = asyncio.create_task(scene.client.post("/v1/completions", json={"model": NAME, "prompt": "Hello"}))
+    request = await scene.next_request()
+    await checked.wait()
+    log.is_back.set()
+    output = scene.emit_text(request.request_id, "Hi")
+    scene.end(request.request_id, output=output)
+    assert (await pending).status_code == 200
 
 
 async def test_a_full_log_rejects_one_request_and_keeps_the_others(

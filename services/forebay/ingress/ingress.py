@@ -39,6 +39,11 @@ from forebay.transport.base import Draft, Log, LogError, LogFull
 logger = logging.getLogger(__name__)
 
 ACKNOWLEDGED_S = 5.0  # a healthy broker takes milliseconds; after this time the client should retry
+# A request that is not acknowledged after CHECKED_S fails if the owner's last heartbeat is older than SILENT_S. The
+# broker has then accepted nothing from two processes, so it is probably unreachable. An owner writes four heartbeats
+# per second.
+CHECKED_S = 0.9
+SILENT_S = 0.75
 GRACE_S = 5.0  # the owner enforces the deadline first; this timeout covers a lost owner
 QUERY_S = 10.0  # for a route query: longer than a failover
 
@@ -65,6 +70,7 @@ class Ingress:
         ready_details: additional fields of the response to `GET /ready`.
         not_ready_reason: returns the error message of `GET /ready` while the ingress is not ready.
         has_owner: returns whether the model has an owner. In the embedded system the owner is a task of this process.
+        owner_silent_s: returns the seconds since the owner's last heartbeat, 0 in the embedded system.
     """
 
     def __init__(
@@ -86,6 +92,7 @@ class Ingress:
         self.not_ready_reason: Callable[[], str] = lambda: NO_WORKER
         self.ready_details: dict[str, str] = {}
         self.has_owner: Callable[[], bool] = lambda: True
+        self.owner_silent_s: Callable[[], float] = lambda: 0.0
         self.drain = IngressDrain()
         self.find_partition = find_partition
         self.admission = IngressAdmission(metrics)
@@ -296,11 +303,15 @@ class Ingress:
 
     async def _append(self, partition: int, request_id: str, event: Event) -> None:
         try:
-            async with asyncio.timeout(ACKNOWLEDGED_S):
-                await self._log.append([_draft(partition, request_id, event)])
+            async with asyncio.timeout(ACKNOWLEDGED_S) as limit:
+                check = asyncio.get_running_loop().call_later(CHECKED_S, self._end_if_silent, limit)
+                try:
+                    await self._log.append([_draft(partition, request_id, event)])
+                finally:
+                    check.cancel()
         except TimeoutError as error:
             self.cancel(request_id, "log_unavailable")  # the log may still append the request after the client has gone
-            text = f"Kafka did not acknowledge the request within {ACKNOWLEDGED_S:g} s; try again soon"
+            text = "Kafka did not acknowledge the request in time; try again soon"
             raise ApiError(503, "log_unavailable", text) from error
         except LogFull as error:
             raise ApiError(503, "log_unavailable", f"{error}; try again soon") from error
@@ -310,6 +321,11 @@ class Ingress:
             raise ApiError(503, "log_unavailable", str(error)) from error
         except ValueError as error:
             raise ApiError(413, "request_too_large", str(error)) from error
+
+    def _end_if_silent(self, limit: asyncio.Timeout) -> None:
+        """End the wait for an acknowledgement if the owner is silent, too."""
+        if self.owner_silent_s() > SILENT_S:
+            limit.reschedule(asyncio.get_running_loop().time())
 
     async def _tokenize(
         self, body: ChatBody | TextBody, refs: Sequence[MediaRef], *, is_patient: bool = False

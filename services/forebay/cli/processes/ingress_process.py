@@ -175,6 +175,7 @@ async def _run(
         ready.enforced = partial(_enforced, ingress)
         ingress.not_ready_reason = ready.why_not
         ingress.has_owner = lambda: heartbeats.has_owner
+        ingress.owner_silent_s = lambda: heartbeats.owner_age_s or 0.0
         ingress.pools.allowed_policies = lambda: None if heartbeats.owner is None else heartbeats.owner.policies
 
         derived = SharedReader(lambda: explainer.status(settings.model_name, ingress.require_partition()))
