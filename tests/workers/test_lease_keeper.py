@@ -3,9 +3,14 @@
 import asyncio
 import threading
 from collections.abc import Callable
+from random import Random
 
+import pytest
+
+from forebay import runtime
 from forebay.transport.base import Lease, LeaseError, Leases
 from forebay.workers.runtime.lease_keeper import LeaseKeeper
+from tests.harness.fake_runtime import FakeRuntime
 from tests.workers.conftest import until
 
 GROUP = "model"
@@ -99,6 +104,47 @@ async def test_failed_store_is_retried(leases: Leases) -> None:
     assert held(leases, "w1") == "t1"
     store.failures = 1
     await keeper.stop()
+
+
+class Scheduler(FakeRuntime):
+    """Runtime that records the steps of lease keepers instead of running them, with seeded randomness."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[Callable[[], float | None]] = []
+        self._chance = Random(21)
+
+    def random_bytes(self, count: int) -> bytes:
+        return self._chance.randbytes(count)
+
+    def start_ticker(self, step: Callable[[], float | None], name: str) -> runtime.Ticker:
+        assert name == "lease-keeper"
+        self.steps.append(step)
+        return Idle()
+
+
+class Idle:
+    """Ticker that does nothing."""
+
+    def wake(self) -> None:
+        pass
+
+    async def ended(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("is_away", [False, True])
+async def test_keepers_that_start_together_do_not_call_the_store_together(leases: Leases, *, is_away: bool) -> None:
+    workers = 40
+    scheduler = Scheduler()
+    with runtime.use(scheduler):
+        for number in range(workers):
+            keeper = LeaseKeeper(Unreliable(leases, failures=int(is_away)))
+            keeper.start()
+            keeper.hold(GROUP, f"w{number}", f"t{number}", b"spec", refuse)
+        pauses_s = [step() for step in scheduler.steps]
+    assert all(pause_s is not None and 0.49 < pause_s <= 1.0 for pause_s in pauses_s)
+    assert len({round(pause_s or 0.0, 2) for pause_s in pauses_s}) > workers / 2
 
 
 async def test_vanished_lease_is_acquired_again(leases: Leases) -> None:

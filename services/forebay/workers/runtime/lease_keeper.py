@@ -20,6 +20,9 @@ TTL_S = 3.0
 RENEWALS_PER_TTL = 3  # two renewals may fail before the lease expires
 RENEW_S_MAX = 1.0  # even with a long TTL, a vanished lease is acquired again within this time
 RETRY_S_MAX = 1.0  # maximum pause after an error of the lease store
+# Each pause is shorter by a random part of up to this fraction. Otherwise workers that were started together, or whose
+# calls an outage of the lease store delayed until one moment, would all call it at the same moments.
+JITTER = 0.5
 
 
 @dataclass(slots=True, kw_only=True)
@@ -149,10 +152,10 @@ class LeaseKeeper:
                 self._retake(hold)
             else:
                 self._take(hold)
-            hold.due = runtime.monotonic_s() + self._period_s
+            hold.due = runtime.monotonic_s() + _jittered(self._period_s)
         except LeaseError as error:
             logger.warning("cannot renew the lease of %s, will retry: %s", hold.worker_id, error)
-            hold.due = runtime.monotonic_s() + min(RETRY_S_MAX, self._period_s)
+            hold.due = runtime.monotonic_s() + _jittered(min(RETRY_S_MAX, self._period_s))
 
     def _take(self, hold: _Hold) -> None:
         self._leases.acquire(hold.group, hold.worker_id, hold.token, hold.payload, self._ttl_ms)
@@ -177,3 +180,8 @@ class LeaseKeeper:
             del self._holds[hold.group, hold.worker_id]
         assert self._loop is not None
         self._loop.call_soon_threadsafe(hold.on_replaced, other)
+
+
+def _jittered(pause_s: float) -> float:
+    """Return a random pause between (1 - `JITTER`) * `pause_s` and `pause_s`."""
+    return pause_s * (1 - JITTER * runtime.random_int(4) / (1 << 32))
