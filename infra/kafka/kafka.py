@@ -1,8 +1,9 @@
-"""Apache Kafka from Maven Central, one broker on the loopback address: start, stop, status.
+"""Apache Kafka from Maven Central on the loopback address: start, stop, status of one broker.
 
 Needs Java 17 and Maven, no Docker. The jars are fetched once into `.kafka/lib`. A data folder holds everything
 of one broker: its records, pid, port, settings and log; several brokers live side by side in folders of their own.
 Three ports in a row: clients, controller, and with `--sasl` clients that give a user and password (SASL/PLAIN).
+Tests also start clusters of several brokers, whose first broker is the controller of all.
 """
 
 import argparse
@@ -50,6 +51,10 @@ class Broker:
         sasl: User and password of the SASL/PLAIN listener; without, there is none.
         ends_with_starter: Whether the broker is killed when the process that starts it ends (where `setpriv` exists).
         host: The address where it listens, and where it tells clients to come.
+        node: Number of the broker in its cluster.
+        controller: Port of the cluster's controller, None if this broker is the controller.
+        heap: Maximum size of its Java heap.
+        settings: More lines for its settings file.
     """
 
     port: int = PORT
@@ -57,6 +62,10 @@ class Broker:
     sasl: tuple[str, str] | None = None
     ends_with_starter: bool = False
     host: str = HOST
+    node: int = 1
+    controller: int | None = None
+    heap: str = HEAP_MAX
+    settings: tuple[str, ...] = ()
 
     @property
     def address(self) -> str:
@@ -97,11 +106,13 @@ def start(broker: Broker) -> subprocess.Popen[bytes]:
     log = broker.data / "kafka.log"
     with log.open("wb") as output:
         if not (broker.data / "records" / "meta.properties").exists():
-            storage = [*command(java, "kafka.tools.StorageTool"), "format", "-t", CLUSTER, "-c", str(broker.properties)]
+            tool = command(java, "kafka.tools.StorageTool", broker.heap)
+            storage = [*tool, "format", "-t", CLUSTER, "-c", str(broker.properties)]
             if subprocess.run(storage, stdout=output, stderr=output, check=False).returncode:
                 raise BrokerError(f"the data folder cannot be formatted: {tail(log)}")
+        ties = tie() if broker.ends_with_starter else []
         process = subprocess.Popen(
-            [*(tie() if broker.ends_with_starter else []), *command(java, "kafka.Kafka"), str(broker.properties)],
+            [*ties, *command(java, "kafka.Kafka", broker.heap), str(broker.properties)],
             stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
         )  # fmt: skip
     (broker.data / "kafka.pid").write_text(f"{process.pid} {broker.port}\n")
@@ -250,22 +261,27 @@ def tie() -> list[str]:
     return ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
 
 
-def command(java: str, main: str) -> list[str]:
-    """Command that runs a class of Kafka's."""
+def command(java: str, main: str, heap: str) -> list[str]:
+    """Command that runs a class of Kafka's with a maximum heap size."""
     log4j = f"-Dlog4j2.configurationFile={HERE / 'log4j2.properties'}"
-    return [java, f"-Xmx{HEAP_MAX}", "-XX:+UseSerialGC", log4j, "-cp", f"{LIB}/*", main]
+    return [java, f"-Xmx{heap}", "-XX:+UseSerialGC", log4j, "-cp", f"{LIB}/*", main]
 
 
 def write_properties(broker: Broker) -> None:
     """Write the settings of one broker: the common ones and where it lives."""
     port, host = broker.port, broker.host
     listeners = [f"PLAINTEXT://{host}:{port}"] + ([f"SASL_PLAINTEXT://{host}:{port + 2}"] if broker.sasl else [])
-    lines = [
+    is_controller = broker.controller is None
+    own = [f"CONTROLLER://{HOST}:{port + 1}"] if is_controller else []
+    lines = [  # of two lines for one setting, the last one counts
         (HERE / "server.properties").read_text(),
-        f"listeners={','.join([*listeners, f'CONTROLLER://{HOST}:{port + 1}'])}",
+        f"node.id={broker.node}",
+        *([] if is_controller else ["process.roles=broker"]),
+        f"listeners={','.join([*listeners, *own])}",
         f"advertised.listeners={','.join(listeners)}",
-        f"controller.quorum.voters=1@{HOST}:{port + 1}",
+        f"controller.quorum.voters=1@{HOST}:{broker.controller or port + 1}",
         f"log.dirs={broker.data.resolve() / 'records'}",
+        *broker.settings,
     ]
     if broker.sasl:
         user, password = broker.sasl

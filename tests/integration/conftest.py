@@ -8,7 +8,7 @@ import itertools
 import os
 import re
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -106,3 +106,14 @@ def namespace(request: pytest.FixtureRequest) -> str:
     """Return the prefix of the test's topics and keys, so that tests can share a broker."""
     name = re.sub(r"[^a-z0-9]+", "-", request.node.name.lower()).strip("-")[:40]
     return f"{RUN}-{next(NUMBERS)}-{name}"
+
+
+@pytest.fixture
+def report(capsys: pytest.CaptureFixture[str]) -> Callable[[str], None]:
+    """Return a function that prints a measurement even if the test passes."""
+
+    def show(text: str) -> None:
+        with capsys.disabled():
+            print(f"\n  {text}")
+
+    return show

@@ -16,6 +16,7 @@ from tests.harness.cluster import GROUP
 TIMEOUT_S = 120.0
 BLOCK = 64  # tokens per KV block, the default of workers
 TOKEN_IDS = 1_000  # valid in every vocabulary
+RETRIED = ('"no_owner"', '"log_unavailable"')  # error codes after which a client sends its request again
 
 
 @dataclass(slots=True)
@@ -58,10 +59,16 @@ def prompt(number: int, blocks: int = 2) -> list[int]:
 
 
 class StreamClients:
-    """Sends requests to the ingresses in turn. `results` has every response, including those in flight."""
+    """Sends requests to the ingresses in turn.
+
+    Attributes:
+        results: every response, including those in flight.
+        rejected: number of times that an ingress rejected a request, which was then sent again.
+    """
 
     def __init__(self, client: httpx.AsyncClient, urls: Sequence[str], prefix: str) -> None:
         self.results: list[StreamResult] = []
+        self.rejected = 0
         self._client = client
         self._urls = itertools.cycle(urls)
         self._prefix = prefix
@@ -120,17 +127,18 @@ class StreamClients:
         give_up_s = asyncio.get_running_loop().time() + TIMEOUT_S
         while (after_s := await self._receive_once(result, url, body)) is not None:
             if asyncio.get_running_loop().time() > give_up_s:
-                result.problem = f"no owner for {TIMEOUT_S:g} s"
+                result.problem = f"rejected for {TIMEOUT_S:g} s"
                 return
             await asyncio.sleep(after_s)
 
     async def _receive_once(self, result: StreamResult, url: str, body: dict[str, Any]) -> float | None:
-        """Send a request. Return the seconds to wait before a retry if there is no owner, otherwise None."""
+        """Send a request. Return the seconds to wait before a retry if it was rejected, otherwise None."""
         headers = {"x-request-id": result.request_id}
         async with self._client.stream("POST", f"{url}/v1/completions", json=body, headers=headers) as response:
             if response.status_code != httpx.codes.OK:
                 text = (await response.aread()).decode()
-                if '"no_owner"' in text:
+                if any(code in text for code in RETRIED):
+                    self.rejected += 1
                     return float(response.headers["retry-after"])
                 result.problem = f"{response.status_code} {text}"
                 return None
@@ -157,11 +165,11 @@ def _record(result: StreamResult, data: str) -> None:
 
 
 async def post(client: httpx.AsyncClient, url: str, **content: Any) -> httpx.Response:
-    """Post, with retries while there is no owner, as during a takeover."""
+    """Post, with retries while there is no owner or the log does not respond, as during a takeover."""
     give_up_s = asyncio.get_running_loop().time() + TIMEOUT_S
     while True:
         response = await client.post(url, **content)
-        if '"no_owner"' not in response.text or asyncio.get_running_loop().time() > give_up_s:
+        if not any(code in response.text for code in RETRIED) or asyncio.get_running_loop().time() > give_up_s:
             return response
         await asyncio.sleep(float(response.headers["retry-after"]))
 

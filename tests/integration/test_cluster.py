@@ -55,17 +55,6 @@ async def clients(cluster: Cluster) -> AsyncIterator[StreamClients]:
         yield speaking
 
 
-@pytest.fixture
-def report(capsys: pytest.CaptureFixture[str]) -> Callable[[str], None]:
-    """Return a function that prints a measurement even if the test passes."""
-
-    def show(text: str) -> None:
-        with capsys.disabled():
-            print(f"\n  {text}")
-
-    return show
-
-
 async def test_clients_survive_the_kill_of_the_owner(
     cluster: Cluster, clients: StreamClients, report: Callable[[str], None]
 ) -> None:

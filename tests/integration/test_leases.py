@@ -1,5 +1,6 @@
 """Leases on a Redis that is flushed and restarted, and leases of killed workers."""
 
+import asyncio
 import contextlib
 import uuid
 from collections.abc import AsyncIterator, Iterator
@@ -9,33 +10,36 @@ import pytest
 import pytest_asyncio
 import redis
 
-from forebay.events.decisions import RequestAborted
+from forebay.events.decisions import CacheResyncRequested, RequestAborted
 from forebay.events.fleet import IngressLost, WorkerLost
 from forebay.events.topics import DECISIONS, FLEET
 from tests.harness import fork_server
 from tests.harness.cluster import Cluster
-from tests.harness.local import local_redis
+from tests.harness.local import StoppableRedis, stoppable_redis
 from tests.integration.conftest import RUN, available_or_skipped
 from tests.integration.stream_clients import StreamClients, problems, prompt, stream_clients
 
 WORKERS = ("w1", "w2", "w3")
 TOKENS = 60
-ROUNDS, PER_ROUND = 3, 20
+ROUNDS, PER_ROUND = 5, 20
+AWAY_S = 5.0  # longer than a lease of 3 s
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest.fixture(scope="module")
-def own_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Yield a Redis used only by this module, because its tests flush it."""
-    with available_or_skipped(local_redis(tmp_path_factory.mktemp("own-redis"))) as url:
-        yield url
+def own_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoppableRedis]:
+    """Yield a Redis used only by this module, because its tests flush and restart it."""
+    with available_or_skipped(stoppable_redis(tmp_path_factory.mktemp("own-redis"))) as store:
+        yield store
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def cluster(kafka: str, own_redis: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
+async def cluster(
+    kafka: str, own_redis: StoppableRedis, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Cluster]:
     folder = tmp_path_factory.mktemp("leases")
-    async with Cluster(kafka, own_redis, f"{RUN}-leases", folder, spawn=fork_server.spawn) as running:
+    async with Cluster(kafka, own_redis.url, f"{RUN}-leases", folder, spawn=fork_server.spawn) as running:
         for name in WORKERS:
             running.worker(name)
         running.router("r1")
@@ -55,9 +59,9 @@ async def lost(cluster: Cluster) -> list[WorkerLost]:
 
 
 async def test_flushing_redis_under_load_loses_no_request(
-    cluster: Cluster, clients: StreamClients, own_redis: str
+    cluster: Cluster, clients: StreamClients, own_redis: StoppableRedis
 ) -> None:
-    with redis.Redis.from_url(own_redis) as client:
+    with redis.Redis.from_url(own_redis.url) as client:
         for number in range(ROUNDS):
             results = [clients.submit(prompt(number * 1_000 + one), TOKENS) for one in range(PER_ROUND)]
             for _ in range(2):
@@ -66,6 +70,29 @@ async def test_flushing_redis_under_load_loses_no_request(
             await clients.all()
             assert problems(results, TOKENS) == []
     assert await lost(cluster) == []
+    assert await resyncs(cluster) == []
+
+
+async def test_requests_are_served_without_redis_and_workers_register_at_an_empty_one(
+    cluster: Cluster, clients: StreamClients, own_redis: StoppableRedis
+) -> None:
+    own_redis.stop()
+    async with asyncio.timeout(AWAY_S * 10):
+        for number in range(int(AWAY_S)):
+            results = await clients.answers([prompt(7_000 + number * PER_ROUND + one) for one in range(4)], TOKENS)
+            assert problems(results, TOKENS) == []
+            await asyncio.sleep(1.0)  # an outage is longer than a lease
+    await asyncio.to_thread(own_redis.start)
+    with redis.Redis.from_url(own_redis.url) as client:
+        await cluster.processes.until("leases are taken again", lambda: all_registered(client, cluster))
+    assert problems(await clients.answers([prompt(8_000)], TOKENS), TOKENS) == []
+    assert await lost(cluster) == []
+    assert await resyncs(cluster) == []
+
+
+async def resyncs(cluster: Cluster) -> list[CacheResyncRequested]:
+    """Return the orders of owners to workers to re-announce their caches."""
+    return [one for one in await cluster.events(DECISIONS) if isinstance(one, CacheResyncRequested)]
 
 
 async def all_registered(client: redis.Redis, cluster: Cluster) -> bool:

@@ -22,7 +22,7 @@ class TopicPlanOptions:
     kafka_api_partitions: Annotated[
         int, typer.Option(min=1, help="Partitions of each of the topics `openai-requests` and `openai-responses`.")
     ] = 8
-    replication: Annotated[int, typer.Option(min=1, help="Replicas of every partition.")] = 1
+    replication: Annotated[int, typer.Option(min=1, help="Replicas of every partition. From 3 on, appends need 2.")] = 1
 
     def plan(self) -> "TopicPlan":
         """Return the plan of the topics."""

@@ -50,6 +50,9 @@ RETENTION_MS = {
 }
 RETENTION_DEFAULT_MS = 7 * DAY_MS
 WORK_RETENTION_MS = DAY_MS
+# With three replicas, acknowledged records survive the loss of a broker, and the loss of a broker blocks no append.
+REPLICATED = 3
+MIN_INSYNC = 2
 
 
 class TopicPlan(msgspec.Struct, frozen=True):
@@ -60,7 +63,7 @@ class TopicPlan(msgspec.Struct, frozen=True):
         slots: Partitions of each work topic. A model can have slots / groups workers in a pool.
         replies: Partitions of `tokens`, over which responses are distributed.
         kafka_api: Partitions of `openai-requests` and of `openai-responses`.
-        replication: Replicas of every partition.
+        replication: Replicas of every partition. From three on, an append needs `MIN_INSYNC` of them.
     """
 
     groups: int = 4
@@ -91,8 +94,9 @@ def planned(plan: TopicPlan, pools: Sequence[str]) -> list[tuple[Topic, int, dic
     counts = {GROUPS.name: 1, SCALING.name: 1, TOKENS.name: plan.replies}
     counts |= dict.fromkeys((OPENAI_REQUESTS.name, OPENAI_RESPONSES.name), plan.kafka_api)
     counts |= dict.fromkeys((topic.name for topic in CONTROL_TOPICS), plan.groups)
-    found = [(topic, counts[topic.name], _config(topic)) for topic in FIXED_TOPICS]
-    return found + [(work_topic(pool), plan.slots, _config(work_topic(pool))) for pool in pools]
+    found = [(topic, counts[topic.name], _config(topic, plan.replication)) for topic in FIXED_TOPICS]
+    work = [work_topic(pool) for pool in pools]
+    return found + [(topic, plan.slots, _config(topic, plan.replication)) for topic in work]
 
 
 async def create_topics(settings: KafkaSettings, plan: TopicPlan, pools: Sequence[str]) -> list[str]:
@@ -209,8 +213,9 @@ def unreachable(settings: KafkaSettings, error: Exception) -> KafkaUnusable:
     return KafkaUnusable(f"Kafka at {settings.bootstrap} cannot be used ({reason}); {hint}")
 
 
-def _config(topic: Topic) -> dict[str, str]:
+def _config(topic: Topic, replication: int) -> dict[str, str]:
     config: dict[str, Any] = {"max.message.bytes": RECORD_BYTES_MAX + HEADROOM_BYTES}
+    config["min.insync.replicas"] = MIN_INSYNC if replication >= REPLICATED else 1
     retention = WORK_RETENTION_MS if topic.name.startswith(work_topic("").name) else RETENTION_DEFAULT_MS
     config["cleanup.policy"] = "delete"
     config["retention.ms"] = RETENTION_MS.get(topic.name, retention)
