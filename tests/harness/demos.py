@@ -33,12 +33,19 @@ Run = Callable[[str, str, Path, bool], Coroutine[Any, Any, Verdict]]  # Kafka, R
 def demo(report: Report, run: Run) -> int:
     """Run a demo until it ends or a signal stops it; return its exit code.
 
-    FOREBAY_KAFKA and FOREBAY_REDIS name a running Kafka and Redis; otherwise the demo starts its own. The exit code is
-    0 on success, 1 if the demo failed, 2 if it could not run, and 130 if it was interrupted.
+    FOREBAY_KAFKA and FOREBAY_REDIS name a running Kafka and Redis; otherwise the demo starts its own.
+    """
+    return judged(report, lambda folder: _with_services(report, run, folder))
+
+
+def judged(report: Report, run: Callable[[Path], Coroutine[Any, Any, Verdict]]) -> int:
+    """Run a demo with a folder for its logs until it ends or a signal stops it; return its exit code.
+
+    The exit code is 0 on success, 1 if the demo failed, 2 if it could not run, and 130 if it was interrupted.
     """
     folder = Path(tempfile.mkdtemp(prefix="forebay-demo-"))
     try:
-        result = asyncio.run(_until_ended(report, run, folder))
+        result = asyncio.run(_until_ended(run(folder)))
     except (Missing, WorkloadUnusable) as error:
         shutil.rmtree(folder)
         report(f"cannot run: {error}")
@@ -58,11 +65,15 @@ def demo(report: Report, run: Run) -> int:
     return 1 if result.problems else 0
 
 
-async def _until_ended(report: Report, run: Run, folder: Path) -> Verdict:
+async def _until_ended(running: Coroutine[Any, Any, Verdict]) -> Verdict:
     this = asyncio.current_task()
     assert this is not None
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, this.cancel)
+    return await running
+
+
+async def _with_services(report: Report, run: Run, folder: Path) -> Verdict:
     with contextlib.ExitStack() as stack:
         given = os.environ.get("FOREBAY_KAFKA")
         if given is None:
