@@ -9,6 +9,7 @@ import asyncio
 from aiokafka import TopicPartition
 from aiokafka.errors import KafkaError, OffsetOutOfRangeError
 
+from forebay.events.topics import DECISIONS, INPUTS, SNAPSHOTS
 from forebay.transport.base import LogError, LogUnavailable, Record
 from forebay.transport.kafka.consumer import DenseConsumer
 from forebay.transport.kafka.settings import REQUEST_MS, KafkaSettings
@@ -30,6 +31,7 @@ class KafkaReader:
         self._starting = asyncio.Lock()
         self._consumer: DenseConsumer | None = None
         self._closed = False
+        self._topics = {settings.topic(topic.name) for topic in (*INPUTS, DECISIONS, SNAPSHOTS)}
         self._positions: dict[TopicPartition, int] = {}
         self._ends: dict[TopicPartition, int] = {}
 
@@ -97,17 +99,28 @@ class KafkaReader:
                     enable_auto_commit=False,
                 )
                 await start_whole(consumer.start, consumer.stop)
+                self._keep_topics(consumer)
                 # aiokafka delays fetches by 100 ms while it keeps records of another partition, so that a slow user
                 # does not prefetch everything. Here only one partition is fetched at a time. There is no setting.
                 consumer._fetcher._prefetch_backoff = 0.0
                 self._consumer = consumer
             return self._consumer
 
+    def _keep_topics(self, consumer: DenseConsumer) -> None:
+        """Let the client keep the metadata of all topics that are read.
+
+        aiokafka keeps only those of assigned partitions. It takes a quarter of a second to find the leader of another
+        one, and a new owner reads the ends of all of its input topics.
+        """
+        consumer._client.set_topics(self._topics)
+
     async def _fetch(
         self, consumer: DenseConsumer, place: TopicPartition, topic: str, offset: int, limit: int
     ) -> list[Record]:
         if place not in consumer.assignment():
             consumer.assign([*consumer.assignment(), place])
+            self._topics.add(place.topic)
+            self._keep_topics(consumer)
             consumer.pause(*consumer.assignment())
             self._positions.clear()
         if self._positions.get(place) != offset:
