@@ -9,6 +9,7 @@ the maximum wait, and get the same fetch again. So a change of the fetched parti
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from aiokafka.errors import (
@@ -72,6 +73,7 @@ class FakeConsumer(FakeClient):
         **options: Any,
     ) -> None:
         super().__init__(**options)
+        self._fetcher = SimpleNamespace()  # `KafkaReader` sets a pause there that simulated consumers lack
         self.process: Process = self.host.process
         self._wait_s = fetch_max_wait_ms / 1000
         self._resets = auto_offset_reset == "earliest"
@@ -157,6 +159,11 @@ class FakeConsumer(FakeClient):
             if position is not None:
                 return position
             await asyncio.sleep(PREFETCH_S)
+
+    def partitions_for_topic(self, topic: str) -> set[int]:
+        """Return a partition, because a simulated consumer needs no metadata before its first request."""
+        del topic
+        return {0}
 
     async def beginning_offsets(self, places: Sequence[TopicPartition]) -> dict[TopicPartition, int]:
         """Return the first offsets. This cluster has no retention. Raises KafkaError."""

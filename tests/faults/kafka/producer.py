@@ -8,6 +8,7 @@ idempotent producer are retried for ever, others until the request timeout.
 import asyncio
 from collections import deque
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from aiokafka.errors import (
@@ -108,6 +109,7 @@ class FakeProducer(FakeClient):
         self._muted: dict[TopicPartition, None] = {}
         self._is_draining = False
         self._partitioner = DefaultPartitioner()
+        self._message_accumulator = SimpleNamespace()  # `KafkaLog` sets a limit there that simulated producers lack
 
     @property
     def client(self) -> FakeClient:
