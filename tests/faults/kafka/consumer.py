@@ -74,6 +74,7 @@ class FakeConsumer(FakeClient):
     ) -> None:
         super().__init__(**options)
         self._fetcher = SimpleNamespace()  # `KafkaReader` sets a pause there that simulated consumers lack
+        self._client = SimpleNamespace(set_topics=lambda _topics: None)  # simulated metadata has all topics
         self.process: Process = self.host.process
         self._wait_s = fetch_max_wait_ms / 1000
         self._resets = auto_offset_reset == "earliest"

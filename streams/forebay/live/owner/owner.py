@@ -220,9 +220,12 @@ class Owner:
             await self.turn()
             self._beat()
             await self.snapshots.settle()
+        began_s = runtime.monotonic_s()
         await self.turn(seals=True)
         await self._log.flush()
         await self._journal([await self.snapshots.finish(self.world)])
+        stopped_ms = (runtime.monotonic_s() - began_s) * 1000
+        logger.info("sealed the journal of %s in %.0f ms", self._settings.group, stopped_ms)
         if self._heartbeats is not None:
             await self._heartbeats.release(self.world, self.journal.end)
         self.drop()
