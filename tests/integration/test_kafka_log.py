@@ -10,14 +10,15 @@ from aiokafka import AIOKafkaProducer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient, NewPartitions, RecordsToDelete
 from confluent_kafka.admin import AdminClient, ConfigResource, ResourceType
 
-from forebay.events.topics import CONTROL, DECISIONS, FLEET, GROUPS, REQUESTS, TOKENS
+from forebay.events.topics import CONTROL, DECISIONS, FLEET, GROUPS, REQUESTS, SNAPSHOTS, TOKENS
 from forebay.transport.base import Draft, LogError, Record
 from forebay.transport.kafka.log import KafkaLog
 from forebay.transport.kafka.settings import KafkaSettings, KafkaUnusable
 from forebay.transport.kafka.tail import KafkaTail
-from forebay.transport.kafka.topics import TopicPlan, count_topics, create_topics, partitions_of
+from forebay.transport.kafka.topics import TopicPlan, count_topics, create_topics, partitions_of, plan_of
 from forebay.transport.kafka.writer import BATCH_BYTES_MAX, RECORD_BYTES_MAX
 from infra.kafka.kafka import Broker
+from tests.cli.up import forebay
 from tests.integration.parts import SASL
 
 PLAN = TopicPlan(groups=2, slots=2, replies=2, kafka_api=2)
@@ -266,6 +267,32 @@ async def test_topics_are_created_once_and_checked(kafka: str, namespace: str) -
     assert (counts.groups, counts.replies, counts.kafka_api, counts.pools) == (2, 2, 2, {"default": 2})
     assert await create_topics(settings, TopicPlan(slots=3), ["default", "other"]) == [settings.topic("work.other")]
     assert (await count_topics(settings)).pools == {"default": 2, "other": 3}
+
+
+async def test_an_upgrade_adds_missing_topics_like_the_existing_ones(settings: KafkaSettings, kafka: str) -> None:
+    missing = [settings.topic(SNAPSHOTS.name), settings.topic(TOKENS.name)]
+    before = await partitions_of(settings)
+    admin = AdminClient({"bootstrap.servers": kafka})  # the results fail if it is freed before
+    deleted = admin.delete_topics(missing)
+    await asyncio.to_thread(lambda: [one.result() for one in deleted.values()])
+    async with asyncio.timeout(PATIENCE_S):
+        while len(await partitions_of(settings)) > len(before) - len(missing):  # the broker deletes them later
+            await asyncio.sleep(0.05)
+    with pytest.raises(KafkaUnusable, match="run `forebay topics upgrade`"):
+        await count_topics(settings)
+    assert (await plan_of(settings)).groups == PLAN.groups
+    run = ("topics", "upgrade", "--kafka", kafka, "--namespace", settings.namespace)
+    upgraded = await asyncio.to_thread(forebay, *run)
+    assert upgraded.returncode == 0, upgraded.stderr
+    assert sorted(upgraded.stdout.splitlines()) == sorted(f"created {name}" for name in missing)
+    after = await partitions_of(settings)
+    assert after == {**before, TOKENS.name: TopicPlan().replies}
+    assert (await asyncio.to_thread(forebay, *run)).stdout == "this version needs no further topics\n"
+
+
+async def test_an_upgrade_of_an_empty_namespace_is_refused(kafka: str, namespace: str) -> None:
+    with pytest.raises(KafkaUnusable, match="run `forebay topics create`"):
+        await plan_of(KafkaSettings(kafka, namespace))
 
 
 async def test_topics_read_from_their_beginning_have_unlimited_retention(settings: KafkaSettings, kafka: str) -> None:

@@ -24,7 +24,7 @@ from forebay.transport.heartbeats import RouterHeartbeats
 from forebay.transport.history.start import recorded_view
 from forebay.transport.kafka.log import KafkaLog
 from forebay.transport.kafka.settings import KafkaSettings
-from forebay.transport.kafka.topics import count_topics, create_topics, partitions_of
+from forebay.transport.kafka.topics import count_topics, create_topics, partitions_of, plan_of
 from forebay.transport.readable import readable
 from forebay.transport.sqlite.log import SqliteLog
 
@@ -46,6 +46,22 @@ def run_create(*, kafka: KafkaOptions, pool: list[str] | None, plan: TopicPlanOp
         pools = [named("--pool", "pool", name) for name in pool or ["default"]]
         for name in asyncio.run(run(kafka.settings())):
             typer.echo(f"created {name}")
+
+
+def run_upgrade(*, kafka: KafkaOptions) -> None:
+    """Run `forebay topics upgrade`. topics_command.py documents its options."""
+
+    async def run(settings: KafkaSettings) -> list[str]:
+        created = await create_topics(settings, await plan_of(settings), [])
+        await count_topics(settings)
+        return created
+
+    with explained():
+        created = asyncio.run(run(kafka.settings()))
+    for name in created:
+        typer.echo(f"created {name}")
+    if not created:
+        typer.echo("this version needs no further topics")
 
 
 def run_list_topics(*, source: KafkaSource, log: Path | None, json: bool) -> None:

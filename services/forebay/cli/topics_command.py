@@ -37,6 +37,18 @@ def create(
     run_create(kafka=kafka, pool=pool, plan=plan)
 
 
+@app.command("upgrade")
+@spread
+def upgrade(kafka: KafkaOptions) -> None:
+    """Create the topics that this version needs and an earlier version did not create.
+
+    New topics get as many partitions and replicas as the existing ones. Existing topics stay as they are.
+    """
+    from forebay.cli.topics import run_upgrade  # noqa: PLC0415
+
+    run_upgrade(kafka=kafka)
+
+
 @app.command("list")
 @spread
 def list_topics(

@@ -115,11 +115,37 @@ async def create_topics(settings: KafkaSettings, plan: TopicPlan, pools: Sequenc
     return created
 
 
+async def plan_of(settings: KafkaSettings) -> TopicPlan:
+    """Return the plan by which the topics of the namespace were created, so that missing topics can be added to them.
+
+    A topic that is missing has the default count. Raises KafkaUnusable if the namespace has no topics.
+    """
+    partitions, replicas = await _described(settings)
+    control = [partitions[topic.name] for topic in CONTROL_TOPICS if topic.name in partitions]
+    if not control:
+        raise KafkaUnusable(f"{settings.bootstrap} has no topics of {settings.topic('')}*; run `forebay topics create`")
+    _require_equal(settings, partitions, [topic.name for topic in CONTROL_TOPICS if topic.name in partitions])
+    default, work = TopicPlan(), work_topic("").name
+    return TopicPlan(
+        groups=control[0],
+        slots=max((count for name, count in partitions.items() if name.startswith(work)), default=default.slots),
+        replies=partitions.get(TOKENS.name, default.replies),
+        kafka_api=partitions.get(OPENAI_REQUESTS.name, partitions.get(OPENAI_RESPONSES.name, default.kafka_api)),
+        replication=min(replicas.values()),
+    )
+
+
 async def partitions_of(settings: KafkaSettings) -> dict[str, int]:
     """Return the partition count of every topic of the namespace, by name without prefix.
 
     Raises KafkaUnusable if the topics cannot be listed.
     """
+    partitions, _ = await _described(settings)
+    return partitions
+
+
+async def _described(settings: KafkaSettings) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the partition count and the number of replicas of every topic, by name without prefix."""
     admin = await _admin(settings)
     try:
         described = await admin.describe_topics()
@@ -128,11 +154,13 @@ async def partitions_of(settings: KafkaSettings) -> dict[str, int]:
     finally:
         await admin.close()
     prefix = settings.topic("")
-    return {
-        topic["topic"].removeprefix(prefix): len(topic["partitions"])
+    own = {
+        topic["topic"].removeprefix(prefix): topic["partitions"]
         for topic in described
         if topic["topic"].startswith(prefix) and not topic["error_code"]
     }
+    partitions = {name: len(places) for name, places in own.items()}
+    return partitions, {name: len(places[0]["replicas"]) for name, places in own.items()}
 
 
 async def count_topics(settings: KafkaSettings) -> TopicCounts:
@@ -141,7 +169,8 @@ async def count_topics(settings: KafkaSettings) -> TopicCounts:
     missing = [topic.name for topic in FIXED_TOPICS if topic.name not in partitions]
     if missing:
         names = ", ".join(settings.topic(name) for name in missing)
-        raise KafkaUnusable(f"{settings.bootstrap} has no topic {names}; run `forebay topics create`")
+        command = "create" if len(missing) == len(FIXED_TOPICS) else "upgrade"
+        raise KafkaUnusable(f"{settings.bootstrap} has no topic {names}; run `forebay topics {command}`")
     _require_equal(settings, partitions, [topic.name for topic in CONTROL_TOPICS])
     if partitions[GROUPS.name] != 1:
         raise KafkaUnusable(f"{settings.topic(GROUPS.name)} has {partitions[GROUPS.name]} partitions; it must have 1")
