@@ -276,7 +276,7 @@ async def test_an_upgrade_adds_missing_topics_like_the_existing_ones(settings: K
     deleted = admin.delete_topics(missing)
     await asyncio.to_thread(lambda: [one.result() for one in deleted.values()])
     async with asyncio.timeout(PATIENCE_S):
-        while len(await partitions_of(settings)) > len(before) - len(missing):  # the broker deletes them later
+        while len(await partitions_of(settings)) > len(before) - len(missing):  # noqa: ASYNC110 - Kafka has no event
             await asyncio.sleep(0.05)
     with pytest.raises(KafkaUnusable, match="run `forebay topics upgrade`"):
         await count_topics(settings)
