@@ -295,7 +295,7 @@ def test_config_show_prints_a_table_and_accepts_subcommands() -> None:
     ("arguments", "expected"),
     [
         (["upp"], "did you mean up?"),
-        (["topics"], "expected a subcommand: create, list, tail, lag"),
+        (["topics"], "expected a subcommand: create, upgrade, list, tail, lag"),
         (["topics", "lst"], "did you mean list?"),
         (["up", "--prot", "1"], "did you mean --port?"),
     ],
