@@ -224,15 +224,17 @@ class Standby:
     async def _begin(self, end: int) -> None:
         taken = await newest_snapshot(self._log, self._partition, end)
         if taken is not None:
-            self.position = taken.journal_offset
             rules = await version_of(self._log, self._partition, taken)
-            self._validity = Validity(taken.owner_epoch, rules)
+            # No await between the changes of `position` and of the world, because other tasks read both.
             if rules == CORE_VERSION or not self._waits_for_seal:
                 world = await load_snapshot(self._log, self._partition, taken, self._custom)
+                self.position, self._validity = taken.journal_offset, Validity(taken.owner_epoch, rules)
                 self.followed = Rederivation(world)
                 await self._remember_unconfirmed()
             else:
-                self._block(await claim_at(self._log, self._partition, taken.owner_epoch), rules)
+                claim = await claim_at(self._log, self._partition, taken.owner_epoch)
+                self.position, self._validity = taken.journal_offset, Validity(taken.owner_epoch, rules)
+                self._block(claim, rules)
         if end - self.position > PROGRESS_EVERY:
             logger.info("following the journal from offset %d to %d", self.position, end)
         if self._observer is not None:
