@@ -27,11 +27,9 @@ async def test_a_standby_idle_for_six_minutes_takes_over_from_a_killed_owner(idl
         assert (await client.get("/ready")).status_code == httpx.codes.OK
         assert f'forebay_group_standbys{{group="{GROUP}"}} 1.0' in (await client.get("/metrics")).text
         processes.kill(owner)
-        await processes.until(
-            "the ingress misses the owner", lambda: has_status(client, httpx.codes.SERVICE_UNAVAILABLE)
-        )
+        # The standby claims before the ingress misses the owner, unless the machine is busy.
         refused = await client.post("/v1/completions", json={"model": GROUP, "prompt": [1, 2, 3]})
-        if refused.status_code != httpx.codes.OK:  # on a busy machine the standby may be quicker than this request
+        if refused.status_code != httpx.codes.OK:
             assert refused.json()["error"]["code"] == "no_owner"
             assert "retry-after" in refused.headers
         await processes.until("the standby owns", lambda: has_status(client, httpx.codes.OK), within_s=PATIENCE_S)
