@@ -217,6 +217,7 @@ async def top(server: Server, size: tuple[int, int] = SMALL) -> AsyncIterator[Pi
         async with app.run_test(size=size) as pilot:
             await until(lambda: text(pilot, "state"))
             await pilot.pause()
+            await until(lambda: "Quit" in shown(pilot))  # the footer is drawn later
             yield pilot
 
 
@@ -306,7 +307,7 @@ async def test_markup_and_control_characters_are_escaped() -> None:
         workers=[worker(0, name=hostile)], rows=[row(1, name=hostile)], problems=[f"worker-1 and {hostile} are lost"]
     )
     async with top(server, (200, 40)) as pilot:
-        assert shown(pilot).count(escaped) == 3
+        await until(lambda: shown(pilot).count(escaped) == 3)
         await pilot.press("tab", "tab", "enter")
         await until(lambda: "cannot explain" in explanation_of(pilot))
         assert f"cannot explain {escaped}: http://console: no such request" in explanation_of(pilot)
