@@ -5,6 +5,7 @@ If a service is unavailable, its tests are skipped with the reason, or fail if F
 
 import contextlib
 import itertools
+import logging
 import os
 import re
 import uuid
@@ -117,3 +118,13 @@ def report(capsys: pytest.CaptureFixture[str]) -> Callable[[str], None]:
             print(f"\n  {text}")
 
     return show
+
+
+@pytest.fixture(scope="module")
+def quiet_clients() -> Iterator[None]:
+    """Silence the Kafka clients of the test process, which log every reconnection attempt."""
+    logger = logging.getLogger("aiokafka")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    yield
+    logger.setLevel(before)

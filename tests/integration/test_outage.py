@@ -1,9 +1,8 @@
 """Broker outages: services stay up, reject requests, recover, and stop on a signal."""
 
 import asyncio
-import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import httpx
@@ -27,7 +26,11 @@ AGAIN = 30  # requests after the outage
 LINES_MAX = 150  # per service and outage; uncounted repeats would log 100 per second
 ENDED_WITHIN_S = 60.0  # the bound is 19 s, and 64 s for a worker whose engine hangs
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.timeout(900),
+    pytest.mark.usefixtures("quiet_clients"),
+]
 
 
 class Clients:
@@ -54,16 +57,6 @@ class Clients:
         body = {"model": GROUP, "prompt": [number % 900 + 1, 2, number % 7 + 1], "max_tokens": 5, "ignore_eos": True}
         answer = await self._client.post("/v1/completions", json=body)
         self.answers.append((began_s, time.monotonic() - began_s, answer))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quiet_clients() -> Iterator[None]:
-    """Silence the Kafka clients of the test process, which log every reconnection attempt."""
-    logger = logging.getLogger("aiokafka")
-    before = logger.level
-    logger.setLevel(logging.CRITICAL)
-    yield
-    logger.setLevel(before)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -1,7 +1,6 @@
 """Three brokers with replication 3, of which the one that leads all partitions ends under load."""
 
 import asyncio
-import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -33,17 +32,11 @@ PATIENCE_S = 180.0
 LEADER, FOLLOWER, CONTROLLER = 2, 3, 1  # numbers of the brokers
 REPLICATED_PLAN = msgspec.structs.replace(PLAN, replication=CLUSTER_BROKERS)
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quiet_clients() -> Iterator[None]:
-    """Silence the Kafka clients of the test process, which log every reconnection attempt."""
-    logger = logging.getLogger("aiokafka")
-    before = logger.level
-    logger.setLevel(logging.CRITICAL)
-    yield
-    logger.setLevel(before)
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.timeout(900),
+    pytest.mark.usefixtures("quiet_clients"),
+]
 
 
 @pytest.fixture(scope="module")

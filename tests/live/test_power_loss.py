@@ -12,7 +12,7 @@ from forebay.events.codec import decode
 from forebay.events.decisions import RequestRouted
 from forebay.events.fleet import WorkerJoined
 from forebay.events.tokens import ResponseEnded, TokensEmitted
-from forebay.events.topics import DECISIONS, FLEET, REQUESTS, TOKENS, work_topic
+from forebay.events.topics import DECISIONS, FLEET, REQUESTS, TOKENS, Topic, work_topic
 from forebay.events.work import WorkItem
 from forebay.live.owner.owner import Owner
 from forebay.live.owner.start_check import open_checked
@@ -44,8 +44,8 @@ def outage(tmp_path_factory: pytest.TempPathFactory) -> Outage:
     return asyncio.run(run())
 
 
-def events(log: SqliteLog, topic: object, partition: int) -> list[object]:
-    return [decode(topic, one.value) for one in log.records(topic.name, partition, 0, READ_MAX)]  # type: ignore[attr-defined,arg-type]
+def events(log: SqliteLog, topic: Topic, partition: int) -> list[object]:
+    return [decode(topic, one.value) for one in log.records(topic.name, partition, 0, READ_MAX)]
 
 
 def require_causes(log: SqliteLog) -> None:

@@ -148,6 +148,20 @@ async def test_only_the_assigned_router_claims_at_the_start(log: SqliteLog, monk
         await asyncio.wait_for(due, 20)
 
 
+async def test_a_blocked_standby_does_not_claim(log: SqliteLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(succession, "SILENT_S", 0.0)
+    monkeypatch.setattr(succession, "STAGGER_S", 0.0)
+    async with watching(log) as watch:
+        watch.standby.blocked = "the owner has other rules"
+        due = watch.begin()
+        for _ in range(20):  # each heartbeat makes the standby check again
+            await watch.heartbeats.reach(await watch.beat(router_id="c") + 1)
+        assert not due.done()
+        watch.standby.blocked = None
+        watch.heartbeats.changed.set()
+        await asyncio.wait_for(due, 20)
+
+
 async def test_the_preferred_standby_claims_first(log: SqliteLog, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(succession, "STAGGER_S", 1_000.0)
     async with watching(log) as watch:
