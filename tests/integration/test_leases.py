@@ -67,6 +67,7 @@ async def test_flushing_redis_under_load_loses_no_request(
             for _ in range(2):
                 client.flushall()
                 await cluster.processes.until("leases are taken again", lambda: all_registered(client, cluster))
+                await polled(client, cluster)
             await clients.all()
             assert problems(results, TOKENS) == []
     assert await lost(cluster) == []
@@ -93,6 +94,26 @@ async def test_requests_are_served_without_redis_and_workers_register_at_an_empt
 async def resyncs(cluster: Cluster) -> list[CacheResyncRequested]:
     """Return the orders of owners to workers to re-announce their caches."""
     return [one for one in await cluster.events(DECISIONS) if isinstance(one, CacheResyncRequested)]
+
+
+async def polled(client: redis.Redis, cluster: Cluster) -> None:
+    """Wait until the owner has read the leases.
+
+    An owner that reads no lease of a worker between several flushes rightly regards the worker as lost.
+    """
+
+    def reads() -> int:
+        stats = client.info("commandstats")
+        assert isinstance(stats, dict)
+        return int(stats["cmdstat_zrange"]["calls"])
+
+    # Every poll reads the leases of workers and of ingresses, each with one ZRANGE.
+    wanted = reads() + 4
+
+    async def done() -> bool:
+        return reads() >= wanted
+
+    await cluster.processes.until("the owner reads the leases twice", done)
 
 
 async def all_registered(client: redis.Redis, cluster: Cluster) -> bool:

@@ -203,4 +203,4 @@ async def test_a_cluster_without_the_shadow_topic_is_reported(kafka: str, cluste
     code, _ = await cluster.command("old", "shadow", *where, "--policy", "random", within_s=PATIENCE_S)
     assert code == 2
     output = (cluster.processes.folder / "old.log").read_text()
-    assert f"has no topic {settings.topic(SHADOW.name)}; run `forebay topics create`" in output
+    assert f"has no topic {settings.topic(SHADOW.name)}; run `forebay topics upgrade`" in output
