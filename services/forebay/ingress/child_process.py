@@ -30,6 +30,7 @@ class ChildProcess:
         self._module = module
         self._setup = setup
         self._process: asyncio.subprocess.Process | None = None
+        self._closed = False
 
     async def exchange(self, message: bytes) -> bytes:
         """Send a message and return the single frame of its answer.
@@ -39,7 +40,7 @@ class ChildProcess:
 
         Raises:
             OSError: the process cannot be started.
-            EOFError: the process has exited.
+            EOFError: the process has exited, or `close` was called.
         """
         is_complete = False
         try:
@@ -52,9 +53,19 @@ class ChildProcess:
         return frame
 
     async def send(self, message: bytes) -> None:
-        """Send a message, JSON without line breaks. Raises OSError if the process cannot be started."""
+        """Send a message, JSON without line breaks.
+
+        Raises:
+            OSError: the process cannot be started.
+            EOFError: `close` was called.
+        """
+        if self._closed:
+            raise EOFError
         if self._process is None or self._process.returncode is not None:
             self._process = await _start(self._module, self._setup)
+            if self._closed:  # while the process was starting
+                await self.kill()
+                raise EOFError
         stdin = self._process.stdin
         assert stdin is not None
         stdin.write(message + b"\n")
@@ -74,7 +85,12 @@ class ChildProcess:
         process, self._process = self._process, None
         if process is not None and process.returncode is None:
             process.kill()
-            await asyncio.wait_for(process.wait(), EXIT_S)
+            await _exited(process)
+
+    async def close(self) -> None:
+        """Kill the process, if it runs. A later message raises EOFError."""
+        self._closed = True
+        await self.kill()
 
 
 async def _start(module: str, setup: bytes) -> asyncio.subprocess.Process:
@@ -92,6 +108,20 @@ async def _start(module: str, setup: bytes) -> asyncio.subprocess.Process:
     # Not as an argument, because it may contain a password.
     process.stdin.write(setup + b"\n")
     return process
+
+
+async def _exited(process: asyncio.subprocess.Process) -> None:
+    """Wait for a killed process, even if the caller is cancelled: the event loop may end right after that."""
+    loop = asyncio.get_running_loop()
+    until_s = loop.time() + EXIT_S
+    cancelled: asyncio.CancelledError | None = None
+    while process.returncode is None:
+        try:
+            await asyncio.wait_for(process.wait(), until_s - loop.time())
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
 
 
 def _environment() -> dict[str, str]:

@@ -45,7 +45,6 @@ class SharedChild:
         self._hint = hint
         self._lock = asyncio.Lock()
         self._callers = 0
-        self._closed = False
 
     async def request(self, message: msgspec.Struct) -> bytes:
         """Return the result for a message as JSON.
@@ -67,15 +66,12 @@ class SharedChild:
 
     async def close(self) -> None:
         """Kill the child process. Later messages start no other process."""
-        self._closed = True
-        await self._child.kill()
+        await self._child.close()
 
     async def _run(self, message: bytes) -> ChildResponse:
         is_sent = False
         try:
             async with asyncio.timeout(self._limit_s), self._lock:
-                if self._closed:
-                    raise EOFError
                 is_sent = True
                 return msgspec.json.decode(await self._child.exchange(message), type=ChildResponse)
         except TimeoutError as error:
