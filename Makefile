@@ -29,7 +29,7 @@ PYTEST = $(BIN)/pytest --numprocesses $(JOBS) --dist worksteal
 # These need Kafka and Redis, or vLLM.
 UNLESS_REAL := --ignore tests/integration --ignore tests/engines
 
-.PHONY: help setup setup-engines up test test-all explore fuzz fuzz-bugs test-kafka test-engines kafka kafka-stop demo-kafka demo-failover demo-disagg demo-scaling demo-console lint type fmt mutations coverage bench \
+.PHONY: help setup setup-engines up test test-all explore fuzz fuzz-bugs test-kafka test-engines kafka kafka-stop demo-kafka demo-failover demo-upgrade demo-disagg demo-scaling demo-console lint type fmt mutations coverage bench \
     schemas golden report-picture console-pictures lock lock-engines resolve ci clean
 
 help: ## show this help
@@ -78,6 +78,9 @@ demo-kafka: $(READY) ## kill the owner of a distributed system under load (Java 
 
 demo-failover: $(READY) ## kill owners, workers, brokers and Redis under load (Java 17, Maven); options in ARGS="..."
 	@$(BIN)/python -m tests.harness.demo_failover $(ARGS)
+
+demo-upgrade: $(READY) ## upgrade to a version with other decision rules under load, and back (Java 17, Maven)
+	@$(BIN)/python -m tests.harness.demo_upgrade $(ARGS)
 
 demo-disagg: $(READY) ## scale and kill prefill and decode workers under load (Java 17, Maven); options in ARGS="..."
 	@$(BIN)/python -m tests.harness.demo_disagg $(ARGS)

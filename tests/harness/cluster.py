@@ -19,13 +19,14 @@ from aiokafka.admin import AIOKafkaAdminClient
 from forebay.core.state.fleet import Fleet, FleetWorker
 from forebay.core.state_machine import IllegalTransition
 from forebay.core.step import AnyDecision
-from forebay.events.codec import DecodeError, decode
+from forebay.core.world import CORE_VERSION
+from forebay.events.codec import DecodeError, decode, unknown_tag
 from forebay.events.decisions import OwnerClaimed, RequestRouted
 from forebay.events.topics import DECISIONS, FLEET, TOKENS, Topic
 from forebay.transport.base import Record
 from forebay.transport.directory import Directory
 from forebay.transport.heartbeats import RouterHeartbeats
-from forebay.transport.history.reader import decode_journal
+from forebay.transport.history.reader import Validity, decode_journal, records_of
 from forebay.transport.kafka.log import KafkaLog
 from forebay.transport.kafka.settings import KafkaSettings
 from forebay.transport.kafka.topics import TopicPlan, create_topics, partitions_of
@@ -56,6 +57,8 @@ class Ownership:
         router: the router's id.
         epoch: the offset of its claim.
         claimed_us: time of the claim.
+        rules: version of its decision rules.
+        seal: offset of the `sealed` record that its claim names, or -1.
         routed: number of requests that the router routed.
         decided: number of its decisions, routings included.
         first_routed_us: time of its first routing, or None.
@@ -67,6 +70,8 @@ class Ownership:
     router: str
     epoch: int
     claimed_us: int
+    rules: int = CORE_VERSION
+    seal: int = -1
     routed: int = 0
     decided: int = 0
     first_routed_us: int | None = None
@@ -81,21 +86,24 @@ class _Journal:
 
     position: int = 0
     owners: dict[int, Ownership] = field(default_factory=dict)
+    validity: Validity = field(default_factory=lambda: Validity(-1))
 
     def apply(self, record: Record) -> None:
         if record.offset < self.position:
             return  # concurrent waiters may read the same record
-        event = decode_journal(record)
+        event = decode_journal(record, quiet=True)
         self.position = record.offset + 1
-        if event is None:
-            return  # a record of a foreign producer
+        if not self.validity.admits(event, record.offset):
+            # Otherwise a record of a foreign producer or of another version, or a void claim.
+            if event is not None and not isinstance(event, OwnerClaimed) and event.owner_epoch in self.owners:
+                self.owners[event.owner_epoch].stale += 1
+            return
         if isinstance(event, OwnerClaimed):
-            self.owners[record.offset] = Ownership(event.owner_id, record.offset, record.at_us)
+            self.owners[record.offset] = Ownership(
+                event.owner_id, record.offset, record.at_us, event.core_version, event.seal
+            )
             return
         owner = self.owners[event.owner_epoch]
-        if event.owner_epoch != max(self.owners):
-            owner.stale += 1
-            return
         owner.decided += isinstance(event, AnyDecision)
         if isinstance(event, RequestRouted):
             owner.routed += 1
@@ -136,15 +144,15 @@ class Cluster:
         self._journals: dict[int, _Journal] = {}
         self._routers: set[str] = set()
         self._exit = contextlib.AsyncExitStack()
-        self._log: KafkaLog
+        self.log: KafkaLog
         self._directory: Directory
 
     async def __aenter__(self) -> Self:
         async with contextlib.AsyncExitStack() as stack:
             await create_topics(self.settings, self._plan, [POOL])
-            self._log = await KafkaLog.open(self.settings)
-            stack.push_async_callback(self._log.close)
-            self._directory = Directory(self._log)
+            self.log = await KafkaLog.open(self.settings)
+            stack.push_async_callback(self.log.close)
+            self._directory = Directory(self.log)
             await self._directory.start()
             stack.callback(self._directory.close)
             stack.callback(self.processes.end_all)
@@ -154,20 +162,20 @@ class Cluster:
     async def __aexit__(self, *_: object) -> None:
         await self._exit.aclose()
 
-    def router(self, name: str, *options: str) -> None:
+    def router(self, name: str, *options: str, program: str = FOREBAY) -> None:
         """Start a router."""
-        self._service("router", name, "--router-id", name, *options)
+        self._service(program, "router", name, "--router-id", name, *options)
         self._routers.add(name)
 
-    def worker(self, name: str, *options: str, on: Host | None = None) -> None:
+    def worker(self, name: str, *options: str, on: Host | None = None, program: str = FOREBAY) -> None:
         """Start a worker, by default a mock one, on this host or on `on`."""
-        self._service("worker", name, "--worker-id", name, *options, on=on)
+        self._service(program, "worker", name, "--worker-id", name, *options, on=on)
 
-    def ingress(self, name: str, *options: str) -> str:
+    def ingress(self, name: str, *options: str, program: str = FOREBAY) -> str:
         """Start an ingress and return its URL, which is also added to `urls`."""
         port = next(self._ports)
         admin = ("--admin-api", *self.admin_options)
-        self._service("ingress", name, "--ingress-id", name, "--port", str(port), *admin, *options)
+        self._service(program, "ingress", name, "--ingress-id", name, "--port", str(port), *admin, *options)
         url = self.urls[name] = f"http://{HOST}:{port}"
         return url
 
@@ -196,25 +204,25 @@ class Cluster:
         await self.processes.stop(name, within_s=within_s)
         self._forget(name)
 
-    async def command(self, name: str, *arguments: str, within_s: float) -> tuple[int, str]:
+    async def command(self, name: str, *arguments: str, within_s: float, program: str = FOREBAY) -> tuple[int, str]:
         """Run a forebay command; return exit code and stdout. NAME.log has its stderr. Raises ProcessError."""
-        self.begin(name, *arguments)
+        self.begin(name, *arguments, program=program)
         return await self.finish(name, within_s=within_s)
 
-    def begin(self, name: str, *arguments: str) -> None:
+    def begin(self, name: str, *arguments: str, program: str = FOREBAY) -> None:
         """Start a forebay command that is expected to end by itself."""
         output = self.processes.folder / f"{name}.out"
         output.unlink(missing_ok=True)
-        self.processes.start(name, [FOREBAY, *arguments], ends=True, output=output)
+        self.processes.start(name, [program, *arguments], ends=True, output=output)
 
     async def finish(self, name: str, *, within_s: float) -> tuple[int, str]:
         """Wait for the end of a command; return exit code and stdout. Raises ProcessError."""
         code = await self.processes.ended(name, within_s=within_s)
         return code, (self.processes.folder / f"{name}.out").read_text()
 
-    async def verify(self, group: str = GROUP, *options: str) -> dict[str, Any]:
+    async def verify(self, group: str = GROUP, *options: str, program: str = FOREBAY) -> dict[str, Any]:
         """Verify the group's decisions in a separate process and return the report. Raises ProcessError."""
-        return await self._replay("verify", group, *options)
+        return await self._replay("verify", group, *options, program=program)
 
     async def explain(self, request_id: str, group: str = GROUP) -> dict[str, Any]:
         """Explain a request of the group in a separate process and return the report. Raises ProcessError."""
@@ -226,9 +234,9 @@ class Cluster:
         if partition is None:
             return []
         journal = self._journals.setdefault(partition, _Journal())
-        end = await self._log.end(DECISIONS.name, partition)
+        end = await self.log.end(DECISIONS.name, partition)
         while journal.position < end:
-            for record in await self._log.read(DECISIONS.name, partition, journal.position, READ_MAX):
+            for record in await self.log.read(DECISIONS.name, partition, journal.position, READ_MAX):
                 journal.apply(record)
         return [journal.owners[epoch] for epoch in sorted(journal.owners)]
 
@@ -259,6 +267,14 @@ class Cluster:
         partition = self.partition(group)
         assert partition is not None, f"{group} has no partition"
         return [event for _, event in await self._events(topic, partition)]
+
+    async def unknown(self, topic: Topic, tag: str, group: str = GROUP) -> int:
+        """Return the number of records with this tag on a group's control topic, which this version does not know."""
+        partition = self.partition(group)
+        assert partition is not None, f"{group} has no partition"
+        end = await self.log.end(topic.name, partition)
+        values = [record.value async for record in records_of(self.log, topic, partition, 0, end)]
+        return sum(unknown_tag(topic, value) == tag for value in values)
 
     async def replies(self) -> list[Any]:
         """Return all events of the reply slots, in order within each slot."""
@@ -301,7 +317,7 @@ class Cluster:
         Raises ProcessError.
         """
         groups = self._directory.groups.partitions
-        heartbeats = {group: RouterHeartbeats(self._log, group) for group in groups}
+        heartbeats = {group: RouterHeartbeats(self.log, group) for group in groups}
         following = [asyncio.create_task(beats.follow(groups[name])) for name, beats in heartbeats.items()]
 
         async def owned() -> bool:
@@ -320,18 +336,20 @@ class Cluster:
                 task.cancel()
             await asyncio.gather(*following, return_exceptions=True)
 
-    async def _replay(self, command: str, group: str, *arguments: str) -> dict[str, Any]:
+    async def _replay(self, command: str, group: str, *arguments: str, program: str = FOREBAY) -> dict[str, Any]:
         """Return the JSON report of a replay command on a group. Raises ProcessError."""
         where = ["--kafka", self.settings.bootstrap, "--namespace", self.namespace, "--group", group, "--json"]
-        _, out = await self.command(command, "replay", command, *arguments, *where, within_s=VERIFIED_WITHIN_S)
+        _, out = await self.command(
+            command, "replay", command, *arguments, *where, within_s=VERIFIED_WITHIN_S, program=program
+        )
         if not out:
             raise ProcessError(f"{command} printed nothing: {tail(self.processes.folder / f'{command}.log')}")
         report: dict[str, Any] = json.loads(out)
         return report
 
-    def _service(self, kind: str, name: str, *options: str, on: Host | None = None) -> None:
+    def _service(self, program: str, kind: str, name: str, *options: str, on: Host | None = None) -> None:
         shared = ["--kafka", self.settings.bootstrap, "--redis", self._redis_url, "--namespace", self.namespace]
-        command = [FOREBAY, kind, *shared, *options]
+        command = [program, kind, *shared, *options]
         self.processes.start(name, command if on is None else on.command(*command))
 
     def _forget(self, name: str) -> None:
@@ -340,9 +358,9 @@ class Cluster:
 
     async def _events(self, topic: Topic, partition: int) -> list[tuple[int, Any]]:
         found: list[tuple[int, Any]] = []
-        position, end = 0, await self._log.end(topic.name, partition)
+        position, end = 0, await self.log.end(topic.name, partition)
         while position < end:
-            for record in await self._log.read(topic.name, partition, position, READ_MAX):
+            for record in await self.log.read(topic.name, partition, position, READ_MAX):
                 position = record.offset + 1
                 with contextlib.suppress(DecodeError):  # a record of a foreign producer
                     found.append((record.offset, decode(topic, record.value)))

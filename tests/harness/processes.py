@@ -198,6 +198,10 @@ class Processes:
                 raise ProcessError(f"not within {within_s:g} s: {what}{logs}")
             await asyncio.sleep(POLL_S)
 
+    def tracebacks(self) -> list[str]:
+        """Return the names of the processes, ended ones included, whose output has a traceback."""
+        return sorted(log.stem for log in self.folder.glob("*.log") if "Traceback (most" in log.read_text())
+
     def end_all(self) -> None:
         """End every process, with SIGTERM first and SIGKILL after a timeout."""
         for one in self._running.values():

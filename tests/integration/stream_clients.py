@@ -25,6 +25,7 @@ class StreamResult:
 
     Attributes:
         request_id: id of the request; until the response begins, the id that the client chose.
+        url: the ingress to which the request was sent.
         ends: number of end markers received.
         problem: error that replaced or ended the response; empty for none.
     """
@@ -36,6 +37,7 @@ class StreamResult:
     usage: dict[str, Any] = field(default_factory=dict)
     served: dict[str, Any] = field(default_factory=dict)
     problem: str = ""
+    url: str = ""
 
     @property
     def worker(self) -> str:
@@ -62,6 +64,7 @@ class StreamClients:
     """Sends requests to the ingresses in turn.
 
     Attributes:
+        urls: the ingresses. The list may change while the clients run, as that of a load balancer.
         results: every response, including those in flight.
         rejected: number of times that an ingress rejected a request, which was then sent again.
     """
@@ -70,15 +73,16 @@ class StreamClients:
         self.results: list[StreamResult] = []
         self.rejected = 0
         self._client = client
-        self._urls = itertools.cycle(urls)
+        self.urls = list(urls)
         self._prefix = prefix
         self._tasks: list[asyncio.Task[None]] = []
 
     def submit(self, token_ids: list[int], tokens: int, model: str = GROUP) -> StreamResult:
         """Request a stream of `tokens` tokens. Return at once; the result is filled as the response arrives."""
-        result = StreamResult(f"{self._prefix}-{len(self.results)}", token_ids)
+        url = self.urls[len(self.results) % len(self.urls)]
+        result = StreamResult(f"{self._prefix}-{len(self.results)}", token_ids, url=url)
         self.results.append(result)
-        self._tasks.append(asyncio.create_task(self._receive(result, next(self._urls), tokens, model)))
+        self._tasks.append(asyncio.create_task(self._receive(result, tokens, model)))
         return result
 
     async def all(self) -> None:
@@ -114,7 +118,7 @@ class StreamClients:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _receive(self, result: StreamResult, url: str, tokens: int, model: str) -> None:
+    async def _receive(self, result: StreamResult, tokens: int, model: str) -> None:
         body = {
             "model": model,
             "prompt": result.prompt,
@@ -125,16 +129,16 @@ class StreamClients:
             "stream_options": {"include_usage": True},
         }
         give_up_s = asyncio.get_running_loop().time() + TIMEOUT_S
-        while (after_s := await self._receive_once(result, url, body)) is not None:
+        while (after_s := await self._receive_once(result, body)) is not None:
             if asyncio.get_running_loop().time() > give_up_s:
                 result.problem = f"rejected for {TIMEOUT_S:g} s"
                 return
             await asyncio.sleep(after_s)
 
-    async def _receive_once(self, result: StreamResult, url: str, body: dict[str, Any]) -> float | None:
+    async def _receive_once(self, result: StreamResult, body: dict[str, Any]) -> float | None:
         """Send a request. Return the seconds to wait before a retry if it was rejected, otherwise None."""
         headers = {"x-request-id": result.request_id}
-        async with self._client.stream("POST", f"{url}/v1/completions", json=body, headers=headers) as response:
+        async with self._client.stream("POST", f"{result.url}/v1/completions", json=body, headers=headers) as response:
             if response.status_code != httpx.codes.OK:
                 text = (await response.aread()).decode()
                 if any(code in text for code in RETRIED):

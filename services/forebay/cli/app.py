@@ -178,9 +178,12 @@ def _names_of_services() -> set[str]:
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version  # noqa: PLC0415 - takes 60 ms, which every command would wait for
+        # Only this option needs these modules, and every command would wait for their import.
+        from importlib.metadata import version  # noqa: PLC0415
 
-        typer.echo(f"forebay {version('forebay')}")
+        from forebay.core.world import CORE_VERSION  # noqa: PLC0415
+
+        typer.echo(f"forebay {version('forebay')}, decision rules {CORE_VERSION}")
         raise typer.Exit
 
 
@@ -203,7 +206,7 @@ def _root(
         bool,
         typer.Option(
             "--version",
-            help="Print the version and exit.",
+            help="Print the version, and that of the decision rules, and exit.",
             callback=_show_version,
             is_eager=True,
         ),

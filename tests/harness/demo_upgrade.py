@@ -1,0 +1,376 @@
+"""`make demo-upgrade`: a rolling upgrade to another version under load, and back, without losing a request or a prefix.
+
+Starts Kafka, Redis, two ingresses, two routers and four mock workers of this tree. The other version is a copy of this
+tree with another `CORE_VERSION`, a changed cost rule and a new journal event (`tests.harness.other_version`). While
+clients send requests, the demo replaces both routers, one worker and one ingress with processes of the other version,
+and later replaces these with processes of this tree. At the end each version verifies its own part of the journal.
+Exits 1 unless every request was answered once with the right tokens, all warm prefixes were kept, and all decisions
+were verified.
+"""
+
+import argparse
+import asyncio
+import sys
+import time
+import uuid
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+from forebay.core.rederive import Divergence
+from forebay.core.step import claim
+from forebay.core.world import CORE_VERSION
+from forebay.events.decisions import CostTerms, RequestRouted
+from forebay.events.topics import DECISIONS, HEARTBEATS
+from forebay.replay.verify.spans import spans_of
+from forebay.replay.walk import Start, Walk
+from forebay.transport.history.start import EMPTY_STATE
+from tests.harness.cluster import FOREBAY, PLAN, Cluster, Ownership
+from tests.harness.demos import demo
+from tests.harness.failover import Counts, System, served, stop_worker
+from tests.harness.other_version import COST_NOTED, OTHER_VERSION, build
+from tests.harness.processes import ProcessError
+from tests.integration.stream_clients import StreamClients, StreamResult, prompt, stream_clients
+
+SPEEDUP = "0.1"  # of the mock engines: about 57 ms per token, so that streams last longer than a hand-off
+WARM, WARM_BLOCKS = 40, 16
+WARM_TOKENS = 2
+FIRST_WARM = 1_000_000  # number of the first warm prompt; the load uses lower ones
+TOKENS, LONG_TOKENS = 6, 120
+STREAMS = 40
+ASK_EVERY_S = 0.04
+AFTER_REQUESTS = 25  # requests routed after a hand-off before the next step
+TAKEN_S, DRAIN_S, COMMAND_S = 60.0, 60.0, 60.0
+KEPT_WORKERS = 3  # these run all the time; the cache of a replaced worker ends with its process
+
+
+@dataclass(slots=True)
+class HandOff:
+    """A planned stop of an owner.
+
+    Attributes:
+        before: the ownership that ended.
+        after: the ownership that followed.
+        gap_s: longest time between two consecutive routings since the stop, in seconds.
+    """
+
+    before: Ownership
+    after: Ownership
+    gap_s: float
+
+    def line(self) -> str:
+        """Return one line of the report."""
+        old, new = (f"{one.router} (rules {one.rules})" for one in (self.before, self.after))
+        return f"{old} to {new}: no routing for {self.gap_s:.2f} s"
+
+
+@dataclass(slots=True)
+class Result:
+    """The result of the demo.
+
+    Attributes:
+        counts: requests, as their clients saw them.
+        hand_offs: planned stops of owners.
+        kept: number of warm prefixes that were found, after the upgrade and after the rollback.
+        verified: verified and recorded decisions, by version of the rules.
+        noted: number of journal records with the new tag.
+        changed: number of decisions of the other version that select another candidate than the rule of this tree.
+        routed: number of requests that the other version routed.
+        in_flight: a line for each replaced worker and ingress, with its responses in flight.
+        problems: unmet bars.
+    """
+
+    counts: Counts = field(default_factory=Counts)
+    hand_offs: list[HandOff] = field(default_factory=list)
+    kept: list[int] = field(default_factory=list)
+    verified: dict[int, tuple[int, int]] = field(default_factory=dict)
+    noted: int = 0
+    changed: int = 0
+    routed: int = 0
+    in_flight: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def judge(self) -> None:
+        """Add every unmet bar to `problems`."""
+        self.problems += self.counts.problems
+        rules = [one.after.rules for one in self.hand_offs]
+        if OTHER_VERSION not in rules or not rules or rules[-1] != CORE_VERSION:
+            self.problems.append(f"ownership went to the rules {rules}, expected {OTHER_VERSION} and back")
+        self.problems += [f"a claim names no seal: {one.line()}" for one in self.hand_offs if one.after.seal < 0]
+        if self.kept != [WARM, WARM]:
+            self.problems.append(f"warm prefixes kept: {self.kept}, expected {WARM} after each replacement")
+        for version in (CORE_VERSION, OTHER_VERSION):
+            verified, decisions = self.verified.get(version, (0, 0))
+            if verified != decisions or not decisions:
+                self.problems.append(f"version {version} verified {verified} of its {decisions} decisions")
+        if not self.noted:
+            self.problems.append(f"no owner wrote {COST_NOTED}")
+        if not self.changed:
+            self.problems.append("the changed cost rule changed no decision")
+
+    def line(self) -> str:
+        """Return the figures and the verdict."""
+        counts = self.counts
+        verified = ", ".join(f"version {rules}: {one} of {all_}" for rules, (one, all_) in self.verified.items())
+        kept = ", ".join(f"{one} of {WARM}" for one in self.kept)
+        verdict = f"FAILED ({len(self.problems)} problems)" if self.problems else "ok"
+        lines = [
+            "results",
+            *(f"hand-off from {one.line()}" for one in self.hand_offs),
+            *self.in_flight,
+            f"requests: {counts.sent}, lost, repeated, hung or wrong {len(counts.problems)},"
+            f" rejected with 503 and sent again {counts.rejected}",
+            f"warm prefixes kept after the upgrade and after the rollback: {kept}",
+            f"decisions of the other version: {self.changed} of {self.routed} select another worker than the rule of"
+            f" this tree; {self.noted} records {COST_NOTED}",
+            f"decisions verified by their own version: {verified}",
+            *(f"problem: {one}" for one in self.problems[:10]),
+        ]
+        return "\n  ".join([*lines, verdict])
+
+
+def report(text: str) -> None:
+    """Print a line of progress."""
+    print(f"demo-upgrade: {text}", flush=True)
+
+
+class Rollout:
+    """Replaces processes of one version with those of the other one, while clients send requests."""
+
+    def __init__(self, system: System, clients: StreamClients, result: Result) -> None:
+        self._system = system
+        self._cluster = system.cluster
+        self._clients = clients
+        self._result = result
+
+    async def routers(self, old: list[str], new: list[str], program: str) -> None:
+        """Start the routers `new`, then stop the routers `old` one by one, the owner first. Raises ProcessError."""
+        for name in new:
+            self._cluster.router(name, program=program)
+        await self._until_followed(new)
+        while old:
+            owner = await self._system.owner()
+            name = owner if owner in old else old[0]
+            old.remove(name)
+            if name == owner:
+                await self._hand_off(name)
+            else:
+                await self._cluster.stop(name)
+
+    async def worker(self, old: str, new: str, program: str) -> None:
+        """Start the worker `new`, then stop `old`, which finishes its requests in flight. Raises ProcessError."""
+        members = len(await self._cluster.members())
+        self._cluster.worker(new, "--speedup", SPEEDUP, "--drain-s", f"{DRAIN_S:g}", program=program)
+        await self._system.until_members(members + 1)
+        await self._until_more_routed(AFTER_REQUESTS)
+        in_flight = self._in_flight()
+        exit_s = await stop_worker(self._system, old)
+        self._result.in_flight.append(
+            f"worker {old} replaced by {new} with {in_flight} responses in flight in the system; loss recorded"
+            f" {exit_s:+.2f} s after its exit"
+        )
+        report(self._result.in_flight[-1])
+
+    async def ingress(self, old: str, new: str, program: str) -> None:
+        """Start the ingress `new`, send no more requests to `old`, and stop `old`. Raises ProcessError."""
+        self._cluster.ingress(new, program=program)
+        await self._cluster.until_serving(len(await self._cluster.members()))
+        urls = dict(self._cluster.urls)
+        gone = urls.pop(old)
+        in_flight = sum(one.url == gone and not one.ends for one in self._clients.results)
+        self._clients.urls[:] = list(urls.values())
+        await self._cluster.stop(old, within_s=DRAIN_S)
+        self._result.in_flight.append(f"ingress {old} replaced by {new} with {in_flight} of its responses in flight")
+        report(self._result.in_flight[-1])
+
+    def _in_flight(self) -> int:
+        return sum(not one.ends and not one.problem for one in self._clients.results)
+
+    async def _hand_off(self, owner: str) -> None:
+        stopped_us = time.time_ns() // 1000
+        await self._cluster.stop(owner)
+        after = await self._cluster.taken_over(owner, within_s=TAKEN_S)
+        await self._until_more_routed(AFTER_REQUESTS)
+        ownerships = await self._cluster.ownerships()
+        before = next(one for one in reversed(ownerships) if one.router == owner)
+        self._result.hand_offs.append(HandOff(before, after, longest_gap_s(ownerships, stopped_us)))
+        report(f"hand-off from {self._result.hand_offs[-1].line()}")
+
+    async def _until_more_routed(self, count: int) -> None:
+        first = await self._cluster.routed()
+
+        async def routed() -> bool:
+            return await self._cluster.routed() >= first + count
+
+        await self._cluster.processes.until("requests are routed", routed)
+
+    async def _until_followed(self, routers: list[str]) -> None:
+        """Wait until these routers write heartbeats and have read the journal up to its present end."""
+        end = max(beat.position for beat in await self._cluster.events(HEARTBEATS))
+
+        async def followed() -> bool:
+            beats = await self._cluster.events(HEARTBEATS)
+            return set(routers) <= {beat.router_id for beat in beats if beat.position >= end}
+
+        await self._cluster.processes.until(f"{routers} follow the journal", followed)
+
+
+def longest_gap_s(ownerships: list[Ownership], since_us: int) -> float:
+    """Return the longest time between two consecutive routings, of which the later one is after `since_us`."""
+    times = sorted(at for one in ownerships for at in one.routed_us)
+    return max((after - before) / 1e6 for before, after in pairwise(times) if after > since_us)
+
+
+async def ask_warm(system: System, counts: Counts) -> list[StreamResult]:
+    """Send the warm prompts one after the other, and return their responses."""
+    found = []
+    async with stream_clients(list(system.cluster.urls.values()), uuid.uuid4().hex[:8]) as clients:
+        for number in range(WARM):
+            found += await clients.answers([prompt(FIRST_WARM + number, WARM_BLOCKS)], WARM_TOKENS)
+        system.count(clients, WARM_TOKENS, counts)
+    return found
+
+
+def kept(holders: list[set[str]], responses: list[StreamResult]) -> int:
+    """Return how many prompts went to a worker that holds them. Add each worker to the holders of its prompt."""
+    count = 0
+    for held, one in zip(holders, responses, strict=True):
+        if one.served:
+            count += one.worker in held and one.cached_tokens > 0
+            held.add(one.worker)
+    return count
+
+
+def old_cost(terms: CostTerms) -> float:
+    """Return the cost of a candidate by the rule of this tree, with the default weights."""
+    return max(terms.prefill_blocks - terms.overlap_credit, 0.0) + terms.decode_blocks
+
+
+def selects_other(decided: RequestRouted) -> bool:
+    """Return whether the runner-up of a decision is cheaper than its selected candidate by the rule of this tree."""
+    runner_up = decided.runner_up
+    return runner_up is not None and old_cost(runner_up.terms) < old_cost(decided.terms)
+
+
+async def first_difference(cluster: Cluster) -> Divergence | None:
+    """Derive the decisions of the other version by the rules of this tree. Return the first one that differs."""
+    log, partition = cluster.log, cluster.partition()
+    assert partition is not None
+    end = await log.end(DECISIONS.name, partition)
+    for span in await spans_of(log, partition, EMPTY_STATE, end):
+        if span.is_own or span.claim is None:
+            continue
+        world = (await span.start(log, partition, end, {})).world
+        claim(world, span.first, span.claim.policies)
+        async for step in Walk(log, partition, Start(world, span.first + 1), span.end):
+            if step.divergence is not None:
+                return step.divergence
+    return None
+
+
+async def prove(cluster: Cluster, other: str, result: Result) -> None:
+    """Verify the journal with both versions, and look for decisions that the changed rule changed."""
+    covered = 0
+    for version, program in ((CORE_VERSION, FOREBAY), (OTHER_VERSION, other)):
+        found = await cluster.verify(program=program)
+        result.verified[version] = found["verified"], found["decisions"]
+        if found["divergence"] is not None or found["unverified"]:
+            result.problems.append(f"version {version}: {found['divergence']}, not verified {found['unverified']}")
+        others = {span["rules"] for span in found["others"]}
+        if others != {CORE_VERSION, OTHER_VERSION} - {version}:
+            result.problems.append(f"version {version} names the other versions {others}")
+        covered += await journal_end(cluster) - sum(span["end"] - span["first"] for span in found["others"])
+    if covered != await journal_end(cluster):
+        result.problems.append(f"the versions verified {covered} records, the journal has {await journal_end(cluster)}")
+    epochs = {one.epoch for one in await cluster.ownerships() if one.rules == OTHER_VERSION}
+    decided = [one for one in await cluster.events(DECISIONS) if isinstance(one, RequestRouted)]
+    decided = [one for one in decided if one.owner_epoch in epochs]
+    result.routed, result.changed = len(decided), sum(map(selects_other, decided))
+    result.noted = await cluster.unknown(DECISIONS, COST_NOTED)
+    difference = await first_difference(cluster)
+    if difference is None:
+        result.problems.append("the rules of this tree derive every decision of the other version")
+    else:
+        report(f"by the rules of this tree, journal record {difference.offset} {difference.reason}")
+    result.problems += [f"{name} printed a traceback" for name in cluster.processes.tracebacks()]
+
+
+async def journal_end(cluster: Cluster) -> int:
+    """Return the end of the journal."""
+    partition = cluster.partition()
+    assert partition is not None
+    return await cluster.log.end(DECISIONS.name, partition)
+
+
+async def check_program(cluster: Cluster, other: str) -> None:
+    """Check that the command of the other version imports the other version. Raises ProcessError."""
+    _, out = await cluster.command("version", "--version", within_s=COMMAND_S, program=other)
+    if not out.strip().endswith(f"decision rules {OTHER_VERSION}"):
+        raise ProcessError(f"the other version is {out.strip()}, expected decision rules {OTHER_VERSION}")
+    report(f"this tree has decision rules {CORE_VERSION}, the other version is {out.strip()}")
+
+
+async def replace(system: System, result: Result, generation: int, names: dict[str, list[str]], program: str) -> None:
+    """Replace the processes `names` under load with processes of `program`, and update `names`."""
+    cluster = system.cluster
+    new = {kind: [f"{name[:2]}-{generation}" for name in old] for kind, old in names.items()}
+    async with (
+        system.load(ASK_EVERY_S, result.counts, TOKENS) as clients,
+        stream_clients(list(cluster.urls.values()), uuid.uuid4().hex[:8]) as long,
+    ):
+        rollout = Rollout(system, clients, result)
+        for number in range(STREAMS):
+            long.submit(prompt(2 * FIRST_WARM + generation * STREAMS + number), LONG_TOKENS)
+        await rollout.routers(list(names["routers"]), new["routers"], program)
+        await rollout.worker(names["workers"][0], new["workers"][0], program)
+        await rollout.ingress(names["ingresses"][0], new["ingresses"][0], program)
+        await long.all()
+        first = len(clients.results)
+        await cluster.processes.until("requests are served", lambda: served(clients, AFTER_REQUESTS, first))
+        system.count(long, LONG_TOKENS, result.counts)
+    names.update(new)
+
+
+async def run(kafka: str, redis_url: str, folder: Path, *, keep: bool = False) -> Result:
+    """Run the whole demo on this Kafka and Redis."""
+    del keep  # the namespace is new, and the broker ends with the demo unless it is the user's
+    result = Result()
+    other = await asyncio.to_thread(build, folder / "other")
+    async with Cluster(kafka, redis_url, f"demo-{uuid.uuid4().hex[:8]}", folder, PLAN) as cluster:
+        await check_program(cluster, other)
+        names = {"routers": ["r1", "r2"], "workers": ["w4"], "ingresses": ["i2"]}
+        for name in names["routers"]:
+            cluster.router(name)
+        for number in range(KEPT_WORKERS):
+            cluster.worker(f"w{number + 1}", "--speedup", SPEEDUP)
+        for name in ("i1", "i2"):
+            cluster.ingress(name)
+        await cluster.until_serving(KEPT_WORKERS)
+        system = System(cluster)
+        holders: list[set[str]] = [set() for _ in range(WARM)]
+        kept(holders, await ask_warm(system, result.counts))
+        cluster.worker("w4", "--speedup", SPEEDUP)
+        await system.until_members(KEPT_WORKERS + 1)
+        report(f"{WARM} prefixes are warm")
+        for generation, program in enumerate((other, FOREBAY), start=1):
+            await replace(system, result, generation, names, program)
+            result.kept.append(kept(holders, await ask_warm(system, result.counts)))
+            report(f"{result.kept[-1]} of {WARM} warm prefixes kept")
+        result.problems += await system.settled()
+        await prove(cluster, other, result)
+    result.judge()
+    return result
+
+
+def main() -> int:
+    """Run the demo of the command line.
+
+    Returns:
+        Exit code: 0 on success, 1 if the demo failed, 2 if it could not run.
+    """
+    argparse.ArgumentParser(prog="demo-upgrade", description=__doc__.splitlines()[0] if __doc__ else None).parse_args()
+    return demo(report, lambda kafka, redis_url, folder, keep: run(kafka, redis_url, folder, keep=keep))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

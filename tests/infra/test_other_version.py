@@ -1,0 +1,48 @@
+"""The other version of `make demo-upgrade`, which a patch of this tree makes."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from forebay.core.world import CORE_VERSION
+from tests.harness import other_version
+from tests.harness.other_version import COST_NOTED, OTHER_VERSION, PATCH, PatchOutdated, Replacement, build
+
+PROGRAM = """
+import runpy, sys
+runpy.run_path(sys.argv[1], run_name="other")
+import forebay.events.schema, forebay.core.rederive, forebay.core.world
+from forebay.core.world import CORE_VERSION
+from forebay.events.codec import _tags
+from forebay.events.topics import DECISIONS
+print(CORE_VERSION, sys.argv[2] in _tags(DECISIONS.events))
+print("".join(sorted({module.__file__ for name, module in sys.modules.items()
+    if name.startswith("forebay.") and not module.__file__.startswith(sys.argv[3])})))
+"""
+
+
+def test_the_patch_applies_and_the_copy_imports_only_itself(tmp_path: Path) -> None:
+    command = build(tmp_path / "other")
+    arguments = [command, COST_NOTED, str(tmp_path / "other")]
+    ran = subprocess.run([sys.executable, "-c", PROGRAM, *arguments], capture_output=True, text=True, check=False)
+    assert (ran.stdout, ran.stderr) == (f"{OTHER_VERSION} True\n\n", "")
+    assert OTHER_VERSION == CORE_VERSION + 1
+
+
+@pytest.mark.parametrize(("before", "times"), [("no such text", 0), ("import", 2)])
+def test_a_patch_that_does_not_fit_the_sources_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str, times: int
+) -> None:
+    for name in other_version.SOURCES:
+        (tmp_path / "tree" / name).mkdir(parents=True)
+    (tmp_path / "tree/schemas/a.py").write_text("import a\nimport b\n")
+    monkeypatch.setattr(other_version, "ROOT", tmp_path / "tree")
+    monkeypatch.setattr(other_version, "PATCH", [Replacement("schemas/a.py", before, "x")])
+    with pytest.raises(PatchOutdated, match=f"schemas/a.py has the text to replace {times} times, expected once"):
+        build(tmp_path / "other")
+
+
+def test_each_replacement_changes_its_file() -> None:
+    assert all(one.before != one.after for one in PATCH)
