@@ -91,7 +91,7 @@ class _Journal:
     def apply(self, record: Record) -> None:
         if record.offset < self.position:
             return  # concurrent waiters may read the same record
-        event = decode_journal(record, quiet=True)
+        event = decode_journal(record)
         self.position = record.offset + 1
         if not self.validity.admits(event, record.offset):
             # Otherwise a record of a foreign producer or of another version, or a void claim.

@@ -13,6 +13,7 @@ import asyncio
 import sys
 import time
 import uuid
+from collections import Counter
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -221,14 +222,29 @@ def longest_gap_s(ownerships: list[Ownership], since_us: int) -> float:
     return max((after - before) / 1e6 for before, after in pairwise(times) if after > since_us)
 
 
-async def ask_warm(system: System, counts: Counts) -> list[StreamResult]:
-    """Send the warm prompts one after the other, and return their responses."""
-    found = []
+async def ask_warm(system: System, holders: list[set[str]], counts: Counts) -> list[StreamResult]:
+    """Send the warm prompts one after the other, and return their responses in the order of `holders`."""
+    found: dict[int, StreamResult] = {}
     async with stream_clients(list(system.cluster.urls.values()), uuid.uuid4().hex[:8]) as clients:
-        for number in range(WARM):
-            found += await clients.answers([prompt(FIRST_WARM + number, WARM_BLOCKS)], WARM_TOKENS)
+        for number in by_turns(holders):
+            (found[number],) = await clients.answers([prompt(FIRST_WARM + number, WARM_BLOCKS)], WARM_TOKENS)
         system.count(clients, WARM_TOKENS, counts)
-    return found
+    return [found[number] for number in range(WARM)]
+
+
+def by_turns(holders: list[set[str]]) -> list[int]:
+    """Return the numbers of the prompts in an order in which the holders take turns.
+
+    A client gets its response slightly before the owner reads that the request has finished. If the next prompt had the
+    same holder, its load could make another worker cheaper.
+    """
+    seen: Counter[str] = Counter()
+    places = []
+    for number, held in enumerate(holders):
+        first = min(held, default="")
+        places.append((seen[first], number))
+        seen[first] += 1
+    return [number for _, number in sorted(places)]
 
 
 def kept(holders: list[set[str]], responses: list[StreamResult]) -> int:
@@ -348,13 +364,13 @@ async def run(kafka: str, redis_url: str, folder: Path, *, keep: bool = False) -
         await cluster.until_serving(KEPT_WORKERS)
         system = System(cluster)
         holders: list[set[str]] = [set() for _ in range(WARM)]
-        kept(holders, await ask_warm(system, result.counts))
+        kept(holders, await ask_warm(system, holders, result.counts))
         cluster.worker("w4", "--speedup", SPEEDUP)
         await system.until_members(KEPT_WORKERS + 1)
         report(f"{WARM} prefixes are warm")
         for generation, program in enumerate((other, FOREBAY), start=1):
             await replace(system, result, generation, names, program)
-            result.kept.append(kept(holders, await ask_warm(system, result.counts)))
+            result.kept.append(kept(holders, await ask_warm(system, holders, result.counts)))
             report(f"{result.kept[-1]} of {WARM} warm prefixes kept")
         result.problems += await system.settled()
         await prove(cluster, other, result)

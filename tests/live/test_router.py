@@ -3,7 +3,10 @@
 import asyncio
 from collections.abc import Sequence
 
-from forebay.events.codec import decode
+import msgspec
+
+from forebay.core.world import CORE_VERSION
+from forebay.events.codec import decode, encode
 from forebay.events.heartbeats import RouterHeartbeat
 from forebay.events.topics import DECISIONS, HEARTBEATS
 from forebay.live.owner.owner import Owner
@@ -11,7 +14,7 @@ from forebay.transport.base import Draft, Log, LogError, Record
 from forebay.transport.sqlite.log import SqliteLog
 from tests.live.routings import routing
 from tests.live.shared import SharedLog, proven
-from tests.system import System, settings, submitted, until, until_ended
+from tests.system import MODEL, System, settings, submitted, until, until_ended
 
 PREFIX = list(range(12))
 
@@ -135,6 +138,26 @@ async def test_an_owner_keeps_its_group_if_the_assigned_router_does_not_follow_i
         await until_ended(system, "one")
         assert 0 in router.owners
         assert (await proven(log)).claims == 1
+
+
+async def test_an_owner_hands_over_only_to_a_router_with_its_rules(log: SqliteLog) -> None:
+    async def beat(version: int) -> None:
+        position = router.owners[0].journal.end
+        named = {"group": MODEL, "router_id": "b", "role": "standby", "preferred": True, "position": position}
+        event = msgspec.convert({"type": "router.heartbeat", "core_version": version, **named}, RouterHeartbeat)
+        await log.append([Draft(HEARTBEATS.name, 0, encode(HEARTBEATS, event))])
+
+    async with System(log).started(workers=1) as system, routing(system, "a") as router:
+        router.assign({0})
+        await until(lambda: 0 in router.owners and len(router.owners[0].world.fleet) == 1)
+        router.assign(set())
+        beats = len(owners(log))
+        await beat(CORE_VERSION + 1)
+        await until(lambda: len(owners(log)) > beats + 2)
+        assert 0 in router.owners
+        await beat(CORE_VERSION)
+        await until(lambda: 0 not in router.owners)
+        await until(lambda: 0 in router.owners)  # there is no router b that claims
 
 
 async def test_a_group_whose_new_owner_dies_after_its_claim_is_owned_again(log: SqliteLog) -> None:

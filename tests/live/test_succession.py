@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from forebay import runtime
+from forebay.core.world import CORE_VERSION
 from forebay.events.codec import encode
 from forebay.events.heartbeats import RouterHeartbeat
 from forebay.events.topics import HEARTBEATS
@@ -175,6 +176,30 @@ async def test_the_preferred_standby_claims_first(log: SqliteLog, monkeypatch: p
         watch.is_assigned = True  # this router is preferred, too, and its name comes first
         watch.heartbeats.changed.set()
         await asyncio.wait_for(due, 20)
+
+
+@pytest.mark.parametrize(("own", "others", "claims"), [(0, 1, True), (1, 0, False), (1, 1, False), (1, None, True)])
+async def test_a_standby_with_the_rules_of_the_owner_claims_before_those_with_other_rules(
+    log: SqliteLog, monkeypatch: pytest.MonkeyPatch, own: int, others: int | None, claims: bool
+) -> None:
+    """`own` and `others` are added to the owner's version of the rules; None for no other standby."""
+    monkeypatch.setattr(succession, "STAGGER_S", 1_000.0)
+    monkeypatch.setattr(succession, "LIVE_S", 1_000.0)
+    monkeypatch.setattr(succession, "CORE_VERSION", CORE_VERSION + own)
+    async with watching(log) as watch:
+        watch.is_assigned = False
+        await watch.owner_beat()
+        if others is not None:
+            await watch.beat(router_id="a-standby", preferred=True, core_version=CORE_VERSION + others)
+            await until(watch.heartbeats.standbys)
+        due = watch.begin()
+        await watch.owner_beat(released=True)
+        if claims:
+            await asyncio.wait_for(due, 20)
+        else:
+            for _ in range(20):  # each heartbeat makes the standby check again
+                await watch.owner_beat(released=True)
+            assert not due.done()
 
 
 def test_a_router_that_loses_a_group_repeatedly_waits_longer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ class RouterHeartbeat(Event, tag="router.heartbeat", frozen=True, kw_only=True):
         policies: custom policies that the owner may run.
         preferred: whether the consumer group assigned the partition to this standby, so that it claims before others.
         released: whether the owner has sealed its journal and decides no more, so that a standby may claim at once.
+        core_version: version of the router's decision rules; 0 from a router that does not report it.
     """
 
     group: Name
@@ -39,6 +40,7 @@ class RouterHeartbeat(Event, tag="router.heartbeat", frozen=True, kw_only=True):
     policies: tuple[str, ...] = ()
     preferred: bool = False
     released: bool = False
+    core_version: Count = 0
 
 
 HeartbeatEvent = RouterHeartbeat

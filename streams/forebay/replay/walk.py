@@ -179,7 +179,7 @@ class Walk:
         async for stored in journal_records(self._log, self._partition, self.position, self.end):
             # `position` changes only together with the state, so that a walk can be continued after a LogError.
             offset = stored.offset
-            record = decode_journal(stored)
+            record = decode_journal(stored, warn=True)
             if record is None:
                 require_readable(stored, self.validity.epoch)
             if not self.validity.admits(record, offset):

@@ -79,7 +79,7 @@ class Journal:
             seen += 1
             if record.offset in ours:
                 continue
-            decision = decode_journal(record)
+            decision = decode_journal(record, warn=True)
             if isinstance(decision, OwnerClaimed) and can_continue(decision, CORE_VERSION):
                 self.surrender(
                     f"another owner claimed the group at journal offset {record.offset}, after this owner's claim at"

@@ -50,7 +50,7 @@ async def abandoned_tail(log: Log, partition: int, end: int) -> AbandonedTail:
     records = decisions = 0
     requests: set[str] = set()
     async for record in journal_records(log, partition, taken.journal_offset, end):
-        decision = decode_journal(record, quiet=True)
+        decision = decode_journal(record)
         records += record.offset != snapshot
         if isinstance(decision, AnyDecision):
             decisions += 1

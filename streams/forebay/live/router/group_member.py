@@ -15,12 +15,13 @@ import contextlib
 import logging
 from collections.abc import Callable, Sequence
 
+from forebay.core.world import CORE_VERSION
 from forebay.events.topics import DECISIONS
 from forebay.live.owner.journal import OwnershipLost
 from forebay.live.owner.owner import Owner
 from forebay.live.router.heartbeats import HeartbeatWriter
 from forebay.live.router.standby import RecoveryDiverged, Standby
-from forebay.live.router.succession import LIVE_S, Backoff, Succession
+from forebay.live.router.succession import LIVE_S, Backoff, Succession, may_have_rules
 from forebay.transport.base import Log, LogError, PolicyNotAllowed
 from forebay.transport.heartbeats import RouterHeartbeats
 from forebay.transport.history.reader import OtherRules
@@ -194,14 +195,18 @@ class GroupMember:
             self._on_owned(None)
 
     async def _until_successor(self, owner: Owner) -> None:
-        """Wait until the router stops, or a rebalance assigned the partition to a router with a current standby."""
+        """Wait until the router stops, or a rebalance assigned the partition to a router with a current standby.
+
+        A router with other decision rules does not count, because an upgrade would change the rules back and forth.
+        """
         heartbeats = self._heartbeats
         while not self._stopped.is_set():
             heartbeats.changed.clear()
             if self._was_reassigned and not self._is_assigned:
                 for beat in heartbeats.standbys(LIVE_S):
                     is_near = owner.journal.end - beat.position <= HANDOVER_RECORDS
-                    if beat.preferred and beat.router_id != self._router_id and is_near:
+                    has_rules = may_have_rules(beat, CORE_VERSION)
+                    if beat.preferred and beat.router_id != self._router_id and is_near and has_rules:
                         logger.info("hand over the group %s to the router %s", self.group, beat.router_id)
                         return
             await heartbeats.changed.wait()

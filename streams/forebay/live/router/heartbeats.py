@@ -8,7 +8,7 @@ from typing import Literal
 
 from forebay import runtime
 from forebay.core.state.fleet import WorkerPhase
-from forebay.core.world import World
+from forebay.core.world import CORE_VERSION, World
 from forebay.events.codec import encode
 from forebay.events.control import Role
 from forebay.events.heartbeats import RouterHeartbeat
@@ -116,6 +116,7 @@ class HeartbeatWriter:
             policies=world.owner_policies,
             preferred=preferred,
             released=released,
+            core_version=CORE_VERSION,
         )
         return Draft(HEARTBEATS.name, self._partition, encode(HEARTBEATS, heartbeat), self._router_id.encode())
 

@@ -138,6 +138,11 @@ class Standby:
         """Whether the last owner stopped as planned, and no router has claimed the group since."""
         return self.seal >= 0
 
+    @property
+    def rules(self) -> int:
+        """Version of the decision rules of the newest owner."""
+        return self._validity.rules
+
     async def prepare_claim(self) -> None:
         """Check that an owner can continue with this replica, and call `on_loss` if it must give up records.
 
@@ -267,7 +272,7 @@ class Standby:
 
     async def _follow(self, records: Sequence[Record], end: int) -> None:
         for record in records:
-            decision = decode_journal(record, quiet=self._is_foreign)
+            decision = decode_journal(record, warn=not self._is_foreign)
             if self._validity.admits(decision, record.offset):
                 await self._admit(record.offset, decision)
             self.position = record.offset + 1

@@ -7,7 +7,9 @@ the owner's heartbeats have stopped.
 Missing heartbeats prove nothing while the broker is unreachable or this process is paused. A standby therefore appends
 a heartbeat of its own, and claims only if it reads this heartbeat within `PROBE_S`, and none of the owner before it.
 The assignment of the consumer group is a preference: the assigned router claims first, and the other standbys wait for
-`STAGGER_S` more each. A router that saw no owner yet waits for `START_S` unless it is assigned.
+`STAGGER_S` more each. Standbys with other decision rules than the owner wait for all that have its rules, so an upgrade
+changes the rules once, when the last router of the old version stops. A router that saw no owner yet waits for
+`START_S` unless it is assigned.
 """
 
 import asyncio
@@ -16,6 +18,8 @@ import math
 from collections.abc import Awaitable, Callable
 
 from forebay import runtime
+from forebay.core.world import CORE_VERSION
+from forebay.events.heartbeats import RouterHeartbeat
 from forebay.live.router.standby import Standby
 from forebay.transport.heartbeats import RouterHeartbeats
 
@@ -29,6 +33,11 @@ CHECK_S = 0.25  # maximum time until a released journal is noticed without its h
 LIVE_S = 2.5  # standbys write a heartbeat every second
 BACKOFF_S, BACKOFF_MAX_S = 1.0, 60.0
 STEADY_S = 60.0  # losses are forgotten after this time
+
+
+def may_have_rules(beat: RouterHeartbeat, rules: int) -> bool:
+    """Return whether a router has this version of the decision rules, or does not report its version."""
+    return beat.core_version in (0, rules)
 
 
 class Backoff:
@@ -124,9 +133,10 @@ class Succession:
         if self._standby.blocked is not None and not self._has_unread_release():
             return math.inf
         is_assigned = self._is_assigned()
-        place = (not (is_assigned and not self._backoff.delay_s), self._router_id)
+        rules = self._standby.rules
+        place = (rules != CORE_VERSION, not (is_assigned and not self._backoff.delay_s), self._router_id)
         others = [beat for beat in self._heartbeats.standbys(LIVE_S) if beat.router_id != self._router_id]
-        before = sum((not other.preferred, other.router_id) < place for other in others)
+        before = sum((not may_have_rules(beat, rules), not beat.preferred, beat.router_id) < place for beat in others)
         if self._is_released():
             silent_s = 0.0 if self._saw_owner or is_assigned else START_S
         elif self._saw_owner or is_assigned:

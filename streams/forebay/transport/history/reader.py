@@ -174,16 +174,16 @@ def decode_or_none(topic: Topic, value: bytes) -> InputEvent | None:
     return event
 
 
-def decode_journal(record: Record, *, quiet: bool = False) -> JournalRecord | None:
+def decode_journal(record: Record, *, warn: bool = False) -> JournalRecord | None:
     """Return the journal record in `record`, or None if `record` does not decode, for example a foreign record.
 
     A caller may skip a record that does not decode. If an owner wrote it, the `seq` of the next record shows the gap.
-    With `quiet`, it is not logged, for example because an owner of another version may write unknown types.
+    With `warn`, it is logged. Searches do not log it, because owners of other versions may have written many of them.
     """
     try:
         decision: JournalRecord = decode(DECISIONS, record.value)
     except DecodeError as error:
-        level = logging.DEBUG if quiet else logging.WARNING
+        level = logging.WARNING if warn else logging.DEBUG
         text = "ignored record %d of %s/%d, not a journal record: %s"
         logger.log(level, text, record.offset, record.topic, record.partition, error)
         return None
