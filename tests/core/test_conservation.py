@@ -311,7 +311,8 @@ def eventful_world() -> World:
 
 
 EVENTFUL = list(eventful_world().snapshot())
-NO_STATE = {("WorldState", "owner_epoch"), ("WorldState", "seq")}  # of the journal, which says them itself
+# Of the journal, which says them itself.
+NO_STATE = {("WorldState", "owner_epoch"), ("WorldState", "owner_events"), ("WorldState", "seq")}
 FACTS = [
     (at, field)
     for at, part in enumerate(EVENTFUL)

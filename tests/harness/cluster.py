@@ -268,13 +268,16 @@ class Cluster:
         assert partition is not None, f"{group} has no partition"
         return [event for _, event in await self._events(topic, partition)]
 
-    async def unknown(self, topic: Topic, tag: str, group: str = GROUP) -> int:
-        """Return the number of records with this tag on a group's control topic, which this version does not know."""
+    async def unknown(self, topic: Topic, tag: str, group: str = GROUP) -> list[int]:
+        """Return the times of records with this tag, which this version does not know, on a group's control topic.
+
+        The times are Kafka's, in microseconds.
+        """
         partition = self.partition(group)
         assert partition is not None, f"{group} has no partition"
         end = await self.log.end(topic.name, partition)
-        values = [record.value async for record in records_of(self.log, topic, partition, 0, end)]
-        return sum(unknown_tag(topic, value) == tag for value in values)
+        records = [record async for record in records_of(self.log, topic, partition, 0, end)]
+        return [record.at_us for record in records if unknown_tag(topic, record.value) == tag]
 
     async def replies(self) -> list[Any]:
         """Return all events of the reply slots, in order within each slot."""

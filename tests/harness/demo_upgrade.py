@@ -22,14 +22,15 @@ from forebay.core.rederive import Divergence
 from forebay.core.step import claim
 from forebay.core.world import CORE_VERSION
 from forebay.events.decisions import CostTerms, RequestRouted
-from forebay.events.topics import DECISIONS, HEARTBEATS
+from forebay.events.progress import RequestFinished
+from forebay.events.topics import DECISIONS, HEARTBEATS, PROGRESS
 from forebay.replay.verify.spans import spans_of
 from forebay.replay.walk import Start, Walk
 from forebay.transport.history.start import EMPTY_STATE
 from tests.harness.cluster import FOREBAY, PLAN, Cluster, Ownership
 from tests.harness.demos import demo
 from tests.harness.failover import Counts, System, served, stop_worker
-from tests.harness.other_version import COST_NOTED, OTHER_VERSION, build
+from tests.harness.other_version import BATCH_MEASURED, COST_NOTED, OTHER_VERSION, build
 from tests.harness.processes import ProcessError
 from tests.integration.stream_clients import StreamClients, StreamResult, prompt, stream_clients
 
@@ -42,6 +43,8 @@ STREAMS = 40
 ASK_EVERY_S = 0.04
 AFTER_REQUESTS = 25  # requests routed after a hand-off before the next step
 TAKEN_S, DRAIN_S, COMMAND_S = 60.0, 60.0, 60.0
+READ_US = 1_000_000  # a worker has read the announcement of a new owner after this time
+OTHER_WORKER = "w4-1"  # the only worker of the other version
 KEPT_WORKERS = 3  # these run all the time; the cache of a replaced worker ends with its process
 
 
@@ -75,6 +78,9 @@ class Result:
         kept: number of warm prefixes that were found, after the upgrade and after the rollback.
         verified: verified and recorded decisions, by version of the rules.
         noted: number of journal records with the new tag.
+        measured: number of events with the new tag that workers wrote under owners of the other version.
+        early: number of these events under owners of this tree, which do not know the tag.
+        unmeasured: number of requests that the worker of the other version finished under owners of this tree.
         changed: number of decisions of the other version that select another candidate than the rule of this tree.
         routed: number of requests that the other version routed.
         in_flight: a line for each replaced worker and ingress, with its responses in flight.
@@ -86,6 +92,9 @@ class Result:
     kept: list[int] = field(default_factory=list)
     verified: dict[int, tuple[int, int]] = field(default_factory=dict)
     noted: int = 0
+    measured: int = 0
+    early: int = 0
+    unmeasured: int = 0
     changed: int = 0
     routed: int = 0
     in_flight: list[str] = field(default_factory=list)
@@ -106,6 +115,11 @@ class Result:
                 self.problems.append(f"version {version} verified {verified} of its {decisions} decisions")
         if not self.noted:
             self.problems.append(f"no owner wrote {COST_NOTED}")
+        if not self.measured or self.early or not self.unmeasured:
+            self.problems.append(
+                f"the worker wrote {self.measured} {BATCH_MEASURED} for owners that know the tag, and {self.early} for"
+                f" others, which let it run {self.unmeasured} requests"
+            )
         if not self.changed:
             self.problems.append("the changed cost rule changed no decision")
 
@@ -124,6 +138,8 @@ class Result:
             f"warm prefixes kept after the upgrade and after the rollback: {kept}",
             f"decisions of the other version: {self.changed} of {self.routed} select another worker than the rule of"
             f" this tree; {self.noted} records {COST_NOTED}",
+            f"records {BATCH_MEASURED} of the other version's worker: {self.measured} for owners that know the tag,"
+            f" {self.early} for others, for which it finished {self.unmeasured} requests",
             f"decisions verified by their own version: {verified}",
             *(f"problem: {one}" for one in self.problems[:10]),
         ]
@@ -242,9 +258,9 @@ def by_turns(holders: list[set[str]]) -> list[int]:
     places = []
     for number, held in enumerate(holders):
         first = min(held, default="")
-        places.append((seen[first], number))
+        places.append((seen[first], first, number))
         seen[first] += 1
-    return [number for _, number in sorted(places)]
+    return [number for _, _, number in sorted(places)]
 
 
 def kept(holders: list[set[str]], responses: list[StreamResult]) -> int:
@@ -302,13 +318,32 @@ async def prove(cluster: Cluster, other: str, result: Result) -> None:
     decided = [one for one in await cluster.events(DECISIONS) if isinstance(one, RequestRouted)]
     decided = [one for one in decided if one.owner_epoch in epochs]
     result.routed, result.changed = len(decided), sum(map(selects_other, decided))
-    result.noted = await cluster.unknown(DECISIONS, COST_NOTED)
+    result.noted = len(await cluster.unknown(DECISIONS, COST_NOTED))
+    await count_measured(cluster, result)
     difference = await first_difference(cluster)
     if difference is None:
         result.problems.append("the rules of this tree derive every decision of the other version")
     else:
         report(f"by the rules of this tree, journal record {difference.offset} {difference.reason}")
     result.problems += [f"{name} printed a traceback" for name in cluster.processes.tracebacks()]
+
+
+async def count_measured(cluster: Cluster, result: Result) -> None:
+    """Count the events with the worker's new tag, and the requests of this worker while no owner knew the tag."""
+    owners = await cluster.ownerships()
+    ends_us = [*(one.claimed_us for one in owners[1:]), time.time_ns()]
+    known = [
+        (one.claimed_us, end + READ_US) for one, end in zip(owners, ends_us, strict=True) if one.rules == OTHER_VERSION
+    ]
+
+    def is_known(at_us: int) -> bool:
+        return any(begin <= at_us < end for begin, end in known)
+
+    written = await cluster.unknown(PROGRESS, BATCH_MEASURED)
+    result.measured = sum(map(is_known, written))
+    result.early = len(written) - result.measured
+    finished = [one for one in await cluster.events(PROGRESS) if isinstance(one, RequestFinished)]
+    result.unmeasured = sum(one.worker_id == OTHER_WORKER and not is_known(one.at_us) for one in finished)
 
 
 async def journal_end(cluster: Cluster) -> int:
@@ -337,8 +372,12 @@ async def replace(system: System, result: Result, generation: int, names: dict[s
         rollout = Rollout(system, clients, result)
         for number in range(STREAMS):
             long.submit(prompt(2 * FIRST_WARM + generation * STREAMS + number), LONG_TOKENS)
+        # The worker of the other version also runs under owners of this one, before the upgrade and after the way back.
+        if program != FOREBAY:
+            await rollout.worker(names["workers"][0], new["workers"][0], program)
         await rollout.routers(list(names["routers"]), new["routers"], program)
-        await rollout.worker(names["workers"][0], new["workers"][0], program)
+        if program == FOREBAY:
+            await rollout.worker(names["workers"][0], new["workers"][0], program)
         await rollout.ingress(names["ingresses"][0], new["ingresses"][0], program)
         await long.all()
         first = len(clients.results)

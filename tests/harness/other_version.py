@@ -13,11 +13,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from forebay.core.world import CORE_VERSION
+from forebay.events.versions import EVENTS_VERSION
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("schemas", "streams", "services")
 OTHER_VERSION = CORE_VERSION + 1
 COST_NOTED = "cost.noted"  # tag of the journal records that only the other version writes
+# Tag of events that a worker of the other version writes, once the owner can read them.
+BATCH_MEASURED = "progress.batch_measured"
 
 
 class PatchOutdated(Exception):
@@ -45,6 +48,9 @@ _STEP = "streams/forebay/core/step.py"
 _DISPATCH = "streams/forebay/core/dispatch.py"
 _REDERIVE = "streams/forebay/core/rederive.py"
 _EFFECTS = "streams/forebay/live/owner/effects.py"
+_VERSIONS = "schemas/forebay/events/versions.py"
+_PROGRESS = "schemas/forebay/events/progress.py"
+_OUTBOX = "services/forebay/workers/runtime/outbox.py"
 
 # Decode load counts twice, so the cheapest candidate is another one wherever overlap and load contradict each other.
 _COST_RULE = (
@@ -107,7 +113,52 @@ JournalRecord = (
         f'        case _ if type(decided).__struct_config__.tag == "{COST_NOTED}":\n            return []\n',
     ),
 )
-PATCH: Sequence[Replacement] = (*_COST_RULE, *_JOURNAL_TAG)
+_WORKER_TAG = (
+    Replacement(_VERSIONS, f"\nEVENTS_VERSION = {EVENTS_VERSION}  #", f"\nEVENTS_VERSION = {EVENTS_VERSION + 1}  #"),
+    Replacement(
+        _PROGRESS,
+        "\n\nRequestProgress = (\n",
+        f'''
+
+class BatchMeasured(Event, tag="{BATCH_MEASURED}", frozen=True, kw_only=True):
+    """How many requests one step of the engine finished."""
+
+    SINCE = {EVENTS_VERSION + 1}
+
+    worker_id: SystemName
+    finished: Count
+
+
+RequestProgress = (
+''',
+    ),
+    Replacement(
+        _PROGRESS,
+        "\nAnyProgressEvent = RequestProgress | ",
+        "\nAnyProgressEvent = RequestProgress | BatchMeasured | ",
+    ),
+    Replacement(
+        _STEP,
+        "    match event:\n        case RequestSubmitted():\n",
+        "    from forebay.events.progress import BatchMeasured\n"
+        "    match event:\n"
+        "        case BatchMeasured():\n"
+        '            world.counts["batches_measured"] += 1\n'
+        "        case RequestSubmitted():\n",
+    ),
+    Replacement(
+        _OUTBOX,
+        "        drafts += progress\n        drafts += self._stage_ends",
+        """        drafts += progress
+        from forebay.events.progress import BatchMeasured
+        from forebay.events.versions import may_write
+        if batch.finished and may_write(BatchMeasured, self.owner_events):
+            measured = BatchMeasured(worker_id=self._worker_id, finished=len(batch.finished))
+            drafts.append(_draft(PROGRESS, self._partition, measured))
+        drafts += self._stage_ends""",
+    ),
+)
+PATCH: Sequence[Replacement] = (*_COST_RULE, *_JOURNAL_TAG, *_WORKER_TAG)
 
 
 def build(folder: Path) -> str:

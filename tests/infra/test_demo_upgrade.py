@@ -8,7 +8,7 @@ import pytest
 from forebay.core.world import CORE_VERSION
 from forebay.events.decisions import CostTerms, RequestRouted, ScoredCandidate
 from tests.harness.cluster import Ownership
-from tests.harness.demo_upgrade import WARM, HandOff, Result, kept, longest_gap_s, selects_other
+from tests.harness.demo_upgrade import WARM, HandOff, Result, by_turns, kept, longest_gap_s, selects_other
 from tests.harness.failover import Counts
 from tests.harness.other_version import OTHER_VERSION
 from tests.integration.stream_clients import StreamResult
@@ -24,6 +24,8 @@ GOOD = Result(
     kept=[WARM, WARM],
     verified={CORE_VERSION: (9, 9), OTHER_VERSION: (5, 5)},
     noted=5,
+    measured=4,
+    unmeasured=3,
     changed=1,
     routed=5,
 )
@@ -53,6 +55,9 @@ def test_a_demo_whose_bars_hold_is_ok() -> None:
         ({"kept": [WARM]}, f"warm prefixes kept: [{WARM}]"),
         ({"verified": {CORE_VERSION: (9, 9)}}, f"version {OTHER_VERSION} verified 0 of its 0"),
         ({"verified": {CORE_VERSION: (8, 9), OTHER_VERSION: (5, 5)}}, f"version {CORE_VERSION} verified 8 of its 9"),
+        ({"measured": 0}, "the worker wrote 0 progress.batch_measured for owners that know"),
+        ({"early": 1}, "the worker wrote 4 progress.batch_measured for owners that know the tag, and 1 for others"),
+        ({"unmeasured": 0}, "the worker wrote 4 progress.batch_measured"),
         ({"noted": 0}, "no owner wrote cost.noted"),
         ({"changed": 0}, "the changed cost rule changed no decision"),
     ],
@@ -79,6 +84,12 @@ def test_a_prefix_is_kept_if_its_worker_has_it_cached() -> None:
     answers = [answer("w1", 64), answer("w2", 64), answer("w1", 0), StreamResult("r", [1], problem="503")]
     assert kept(holders, answers) == 1
     assert holders == [{"w1"}, {"w1", "w2"}, {"w1"}, {"w1"}]
+
+
+def test_prompts_with_the_same_holder_are_not_asked_one_after_the_other() -> None:
+    holders = [{"w1"}, {"w2"}, {"w1"}, {"w3"}, {"w2"}, {"w3"}]
+    assert by_turns(holders) == [0, 1, 3, 2, 4, 5]
+    assert by_turns([set(), set()]) == [0, 1]
 
 
 def test_the_longest_gap_ends_after_the_stop_and_spans_owners() -> None:

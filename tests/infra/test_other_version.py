@@ -7,8 +7,17 @@ from pathlib import Path
 import pytest
 
 from forebay.core.world import CORE_VERSION
+from forebay.events.versions import EVENTS_VERSION
 from tests.harness import other_version
-from tests.harness.other_version import COST_NOTED, OTHER_VERSION, PATCH, PatchOutdated, Replacement, build
+from tests.harness.other_version import (
+    BATCH_MEASURED,
+    COST_NOTED,
+    OTHER_VERSION,
+    PATCH,
+    PatchOutdated,
+    Replacement,
+    build,
+)
 
 PROGRAM = """
 import runpy, sys
@@ -17,7 +26,8 @@ import forebay.events.schema, forebay.core.rederive, forebay.core.world
 from forebay.core.world import CORE_VERSION
 from forebay.events.codec import _tags
 from forebay.events.topics import DECISIONS
-print(CORE_VERSION, sys.argv[2] in _tags(DECISIONS.events))
+from forebay.events.versions import EVENTS_VERSION
+print(EVENTS_VERSION, CORE_VERSION, sys.argv[2] in _tags(DECISIONS.events))
 print("".join(sorted({module.__file__ for name, module in sys.modules.items()
     if name.startswith("forebay.") and not module.__file__.startswith(sys.argv[3])})))
 """
@@ -27,8 +37,34 @@ def test_the_patch_applies_and_the_copy_imports_only_itself(tmp_path: Path) -> N
     command = build(tmp_path / "other")
     arguments = [command, COST_NOTED, str(tmp_path / "other")]
     ran = subprocess.run([sys.executable, "-c", PROGRAM, *arguments], capture_output=True, text=True, check=False)
-    assert (ran.stdout, ran.stderr) == (f"{OTHER_VERSION} True\n\n", "")
+    assert (ran.stdout, ran.stderr) == (f"{EVENTS_VERSION + 1} {OTHER_VERSION} True\n\n", "")
     assert OTHER_VERSION == CORE_VERSION + 1
+
+
+WRITER = """
+import runpy, sys
+runpy.run_path(sys.argv[1], run_name="other")
+from forebay.engine_model.model import EngineLoad, Finished
+from forebay.events.fleet import WorkerSpec
+from forebay.workers.engine import EngineBatch
+from forebay.workers.runtime.outbox import Outbox
+from forebay.workers.runtime.request_table import RequestTable
+
+spec = WorkerSpec(worker_id="w", model="m", block_size=4, kv_blocks_total=9, max_num_seqs=9, max_num_batched_tokens=9)
+outbox = Outbox(spec, 0, "m", 0)
+batch = EngineBatch(rank=0, load=EngineLoad(0, 0, 0, 9), finished=[Finished("r", 1, "stop", 1, 1, 0)])
+for version in sys.argv[3:]:
+    outbox.owner_events = int(version)
+    print(sum(sys.argv[2].encode() in draft.value for draft in outbox.batch(batch, RequestTable())))
+"""
+
+
+def test_a_worker_writes_a_new_event_only_while_the_owner_can_read_it(tmp_path: Path) -> None:
+    command = build(tmp_path / "other")
+    versions = [str(EVENTS_VERSION + more) for more in (0, 1, 2, 0)]
+    arguments = [command, BATCH_MEASURED, *versions]
+    ran = subprocess.run([sys.executable, "-c", WRITER, *arguments], capture_output=True, text=True, check=False)
+    assert (ran.stdout.split(), ran.stderr) == (["0", "1", "1", "0"], "")
 
 
 @pytest.mark.parametrize(("before", "times"), [("no such text", 0), ("import", 2)])

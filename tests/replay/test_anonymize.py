@@ -15,13 +15,15 @@ from xxhash import xxh3_64_intdigest
 
 from forebay.core.routing.policies import RoutingRequest, RoutingWorld
 from forebay.core.state.submitted_request import id_hash
+from forebay.core.world import CORE_VERSION
 from forebay.events.base import unpack_u64
 from forebay.events.codec import DecodeError, decode, encode
-from forebay.events.decisions import RequestAborted, RequestRejected, RequestRouted
+from forebay.events.decisions import OwnerClaimed, RequestAborted, RequestRejected, RequestRouted
 from forebay.events.fleet import WorkerLost
 from forebay.events.requests import RequestSubmitted, RoutingHints
 from forebay.events.snapshots import SnapshotChunk
 from forebay.events.topics import DECISIONS, INPUTS, REQUESTS, SNAPSHOTS, Topic
+from forebay.events.versions import EVENTS_VERSION
 from forebay.replay.anonymize.anonymize import Anonymized, AnonymousLog, record_anonymized
 from forebay.replay.anonymize.masks import HashMask, NotAnonymizable
 from forebay.replay.read_only import SliceLog
@@ -431,6 +433,8 @@ async def test_an_existing_file_is_not_overwritten(tmp_path: Path) -> None:
 
 async def test_events_of_a_newer_version_stay_unverified(tmp_path: Path) -> None:
     drive = WrittenDriver().fleet("a", "b")
+    claimed = OwnerClaimed(owner_id="owner", core_version=CORE_VERSION, events_version=EVENTS_VERSION + 1)
+    drive.drafts[0] = Draft(DECISIONS.name, 0, encode(DECISIONS, claimed))
     drive("requests", None)
     drive.drafts[-1] = Draft(REQUESTS.name, 0, msgspec.msgpack.encode({"type": "request.paused", "secret": 1}))
     drive("requests", request("one", ()))

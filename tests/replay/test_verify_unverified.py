@@ -8,9 +8,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from forebay.events.codec import decode
+from forebay.events.codec import decode, encode
 from forebay.events.decisions import RequestRouted, SnapshotTaken
 from forebay.events.topics import DECISIONS, KV_EVENTS, METRICS, PROGRESS, SNAPSHOTS, Topic
+from forebay.events.versions import EVENTS_VERSION
 from forebay.replay.checks import UNVERIFIED
 from forebay.replay.verify.verify import verify
 from forebay.transport.base import Log, LogError
@@ -63,8 +64,26 @@ def test_allowed_names_are_reported(recording: Path) -> None:
 NEWER = b'{"type":"load.forecast","worker_id":"w0000"}'
 
 
-def test_events_of_a_newer_version_are_counted(recording: Path) -> None:
+def read_more(recording: Path) -> None:
+    """Let the owner of a recording announce that it reads later event types than this version."""
+
+    def change(value: bytes) -> bytes:
+        claimed = decode(DECISIONS, value)
+        return encode(DECISIONS, msgspec.structs.replace(claimed, events_version=EVENTS_VERSION + 1))
+
+    replace_record(recording, DECISIONS, 0, change)
+
+
+def test_events_that_the_owner_did_not_know_either_had_no_effect(recording: Path) -> None:
     """Replace a load report that is superseded before the next digest."""
+    replace_record(recording, METRICS, 0, lambda _: NEWER)
+    run = command(recording, "--json")
+    report = json.loads(run.stdout)
+    assert (run.returncode, report["divergence"], report["unverified"], report["malformed"]) == (0, None, {}, 1)
+
+
+def test_events_of_a_newer_version_are_counted(recording: Path) -> None:
+    read_more(recording)
     replace_record(recording, METRICS, 0, lambda _: NEWER)
     run = command(recording, "--json")
     report = json.loads(run.stdout)
@@ -75,6 +94,7 @@ def test_events_of_a_newer_version_are_counted(recording: Path) -> None:
 
 
 def test_a_divergence_after_events_of_a_newer_version_names_them(recording: Path) -> None:
+    read_more(recording)
     replace_record(recording, PROGRESS, 0, lambda _: NEWER)
     run = command(recording, "--allow", "unknown-events")
     assert run.returncode == 1

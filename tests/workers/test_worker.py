@@ -16,6 +16,7 @@ from forebay.events.control import Command
 from forebay.events.fleet import (
     OwnershipAnnounced,
     WorkerDraining,
+    WorkerJoined,
     WorkerLease,
     WorkerLost,
     WorkerRecovered,
@@ -402,6 +403,25 @@ async def test_stale_and_foreign_fleet_events_are_ignored(scene: Scene, newer: E
         await scene.send(work_item("a", [1], 1, worker_epoch=epoch))
         await until(lambda: over(scene, "a"))
         assert worker.worker_epoch == epoch
+
+
+async def test_a_worker_knows_the_event_types_of_the_newest_owner(scene: Scene) -> None:
+    worker = scene.worker()
+
+    async def announce(owner_epoch: int, version: int) -> None:
+        await scene.append(FLEET, PARTITION, OwnershipAnnounced(owner_epoch=owner_epoch, events_version=version))
+
+    async with scene.serving(worker):
+        assert worker.owner_events == 1
+        await announce(7, 3)
+        await until(lambda: worker.owner_events == 3)
+        await announce(5, 4)  # a stale owner
+        await announce(8, 1)  # a rollback
+        await until(lambda: worker.owner_events == 1)
+        other = scene.spec(name="w2")
+        joined = WorkerJoined(owner_epoch=9, spec=other, lease="t2", slot=1, from_offset=0, events_version=2)
+        await scene.append(FLEET, PARTITION, joined)
+        await until(lambda: worker.owner_events == 2)
 
 
 async def test_replaced_worker_ends(scene: Scene) -> None:

@@ -7,7 +7,7 @@ packed lists, so events keep them as `bytes`. The helpers here are the only code
 import sys
 from array import array
 from collections.abc import Iterable
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import msgspec
 
@@ -41,7 +41,11 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", omit_de
     The field `type` of an encoded event has the dotted tag of its class, for example `request.submitted`. The meaning
     of a tag never changes. New fields always have a default. Readers ignore unknown fields. An unknown tag is a decode
     error (`forebay.events.codec.DecodeError`).
+
+    `SINCE` is the version of the event types that introduced the class (`forebay.events.versions`).
     """
+
+    SINCE: ClassVar[int] = 1
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -58,6 +58,7 @@ class OwnerClaimed(Decision, tag="owner.claimed", frozen=True, kw_only=True):
             claimed; otherwise -1.
         snapshot: offset of the `snapshot.taken` or `sealed` record from which an operator let this owner continue. The
             records between that one and this claim are not part of the owner's history. Otherwise -1.
+        events_version: version of the event types that the owner can read. Events of later types have no effect.
     """
 
     owner_id: Annotated[Name, OWNER]
@@ -66,6 +67,7 @@ class OwnerClaimed(Decision, tag="owner.claimed", frozen=True, kw_only=True):
     policies: Annotated[tuple[str, ...], KEPT] = ()
     seal: Annotated[int, msgspec.Meta(ge=-1)] = -1
     snapshot: Annotated[int, msgspec.Meta(ge=-1)] = -1
+    events_version: Count = 1
 
 
 class CostTerms(Part, frozen=True, kw_only=True):

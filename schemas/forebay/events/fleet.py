@@ -97,6 +97,7 @@ class WorkerJoined(FleetEvent, tag="fleet.worker_joined", frozen=True, kw_only=T
         from_offset: first offset that the worker reads in that partition.
         lease_ttl_ms: duration of the lease in milliseconds, for a later owner that does not find the lease; 0 if
             unknown.
+        events_version: version of the event types that the owner can read, for a worker that starts after its claim.
     """
 
     spec: WorkerSpec
@@ -104,6 +105,7 @@ class WorkerJoined(FleetEvent, tag="fleet.worker_joined", frozen=True, kw_only=T
     slot: Count
     from_offset: Count
     lease_ttl_ms: Count = 0
+    events_version: Count = 1
 
 
 class WorkerFact(FleetEvent, frozen=True, kw_only=True):
@@ -170,7 +172,14 @@ class OwnershipAnnounced(FleetEvent, tag="fleet.owner_claimed", frozen=True, kw_
     """A new owner with the epoch `owner_epoch` writes the fleet events from now on.
 
     Readers ignore later fleet events of lower epochs.
+
+    Attributes:
+        owner_epoch: epoch of the owner.
+        at_us: wall clock in microseconds.
+        events_version: version of the event types that the owner can read.
     """
+
+    events_version: Count = 1
 
 
 AnyFleetEvent = (

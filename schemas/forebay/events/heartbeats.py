@@ -26,6 +26,7 @@ class RouterHeartbeat(Event, tag="router.heartbeat", frozen=True, kw_only=True):
         preferred: whether the consumer group assigned the partition to this standby, so that it claims before others.
         released: whether the owner has sealed its journal and decides no more, so that a standby may claim at once.
         core_version: version of the router's decision rules; 0 from a router that does not report it.
+        events_version: version of the event types that the router can read.
     """
 
     group: Name
@@ -41,6 +42,7 @@ class RouterHeartbeat(Event, tag="router.heartbeat", frozen=True, kw_only=True):
     preferred: bool = False
     released: bool = False
     core_version: Count = 0
+    events_version: Count = 1
 
 
 HeartbeatEvent = RouterHeartbeat

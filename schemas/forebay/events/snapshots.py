@@ -421,6 +421,7 @@ class WorldState(Part, tag_field="type", tag="world_state", frozen=True, kw_only
         canaries: canaries, per pool.
         drains: drained pools.
         policies: pools whose router mode an operator changed.
+        owner_events: version of the event types that the owner can read.
     """
 
     now_us: int
@@ -437,6 +438,7 @@ class WorldState(Part, tag_field="type", tag="world_state", frozen=True, kw_only
     canaries: tuple[PoolCanarySet, ...] = ()
     drains: tuple[PoolDrainSet, ...] = ()
     policies: tuple[PoolPolicy, ...] = ()
+    owner_events: Count = 1
 
 
 Chunk = (

@@ -92,7 +92,7 @@ class Rederivation:
         if isinstance(record, OwnerClaimed):
             if record.consumed:
                 return Divergence(offset, "an ownership claim must not consume events", record, None)
-            claim(self.world, offset, record.policies)
+            claim(self.world, offset, record.policies, record.events_version)
             self.pending = deque(msgspec.structs.replace(decided, owner_epoch=offset) for decided in self.pending)
             return None
         times = [self.world.now_us, *(run.now_us for run in record.consumed)]

@@ -67,6 +67,7 @@ from forebay.events.progress import (
     TransferFailed,
 )
 from forebay.events.requests import RequestCancelled, RequestEvent, RequestSubmitted, RouteQueried
+from forebay.events.versions import may_write
 
 __all__ = ["CLOCK", "CONSUMED_RUNS_MAX", "AnyDecision", "InputEvent", "advance", "claim", "open_run", "step"]
 
@@ -77,7 +78,7 @@ CONSUMED_RUNS_MAX = 256  # keeps the `consumed` part of an `Advanced` below abou
 InputEvent = RequestEvent | AnyKvEvent | MetricEvent | AnyProgressEvent | AnyFleetEvent | ControlEvent
 
 
-def claim(world: World, offset: int, policies: tuple[str, ...] = ()) -> None:
+def claim(world: World, offset: int, policies: tuple[str, ...] = (), events_version: int = 1) -> None:
     """Record that a router has become the owner.
 
     A pool for which an operator set a custom policy that this owner may not run returns to its configured policy.
@@ -86,8 +87,10 @@ def claim(world: World, offset: int, policies: tuple[str, ...] = ()) -> None:
         world: current state.
         offset: offset of the router's `OwnerClaimed` on the journal, which is the owner epoch.
         policies: custom policies that this record names.
+        events_version: version of the event types that this record names.
     """
     world.owner_epoch = offset
+    world.owner_events = events_version
     world.owner_policies = policies
     for name, configured in sorted(world.modes.items()):
         pool = world.pools[name]
@@ -134,6 +137,8 @@ def step(world: World, topic: str, event: InputEvent | None, now_us: int) -> lis
     offset = world.view.get(topic, 0)
     world.note(topic, 1, now_us)
     world.expire()
+    if event is not None and not may_write(type(event), world.owner_events):
+        event = None  # this program knows the type, but the owner did not
     decided = _decide(world, event, offset)
     if world.requests.unfetched:
         decided += release_kv(world)

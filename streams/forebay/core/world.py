@@ -51,6 +51,7 @@ from forebay.events.snapshots import (
     WorkerState,
     WorldState,
 )
+from forebay.events.versions import EVENTS_VERSION
 
 CORE_VERSION = 6  # raised whenever the same events lead to different decisions
 
@@ -86,8 +87,8 @@ class World:
         now_us: the owner's clock, in microseconds.
         turns: number of routed requests per pool.
         owner_epoch: offset of the owner's claim; -1 before the first.
-        owner_policies: custom policies that the owner's operator allowed, sorted. The owner uses no other custom
-            policy.
+        owner_policies: custom policies that the owner's operator allowed, sorted. The owner uses no others.
+        owner_events: version of the event types that the owner can read. Events of later types have no effect.
         custom: classes of custom policies that this process may run. Not part of the state.
         seq: sequence number of the next decision.
         counts: counters for diagnostics; not part of the state.
@@ -119,6 +120,7 @@ class World:
         self.turns: dict[str, int] = {}
         self.owner_epoch = -1
         self.owner_policies: tuple[str, ...] = ()
+        self.owner_events = EVENTS_VERSION
         self.seq = 0
         self.counts: Counter[str] = Counter()
         self.on_plan: Callable[[Plan], None] | None = None
@@ -131,17 +133,14 @@ class World:
         self.now_us = now_us
         self.view[topic] = self.view.get(topic, 0) + count
         consumed = self.consumed
-        if consumed:
-            last = consumed[-1]
-            if last.topic == topic and last.now_us == now_us:
-                consumed[-1] = ConsumedRun(topic=topic, count=last.count + count, now_us=now_us)
-                return
+        if consumed and (last := consumed[-1]).topic == topic and last.now_us == now_us:
+            consumed[-1] = ConsumedRun(topic=topic, count=last.count + count, now_us=now_us)
+            return
         consumed.append(ConsumedRun(topic=topic, count=count, now_us=now_us))
 
     def take_consumed(self) -> tuple[ConsumedRun, ...]:
         """Return the runs of events since the last decision, and start a new list."""
-        runs = tuple(self.consumed)
-        self.consumed.clear()
+        runs, self.consumed = tuple(self.consumed), []
         return runs
 
     def stamp(self) -> Stamp:
@@ -400,6 +399,7 @@ class World:
             disagg=tuple(PoolDisagg(pool=pool, disagg=disagg) for pool, disagg in sorted(self.disagg.items())),
             owner_epoch=self.owner_epoch,
             owner_policies=self.owner_policies,
+            owner_events=self.owner_events,
             fleet_epoch=self.fleet.owner_epoch,
             seq=self.seq,
             pool_routing=self.registry.routing,
@@ -496,4 +496,5 @@ def _restore_state(world: World, chunk: WorldState) -> None:
         world.registry.apply(event)
     world.owner_epoch = chunk.owner_epoch
     world.owner_policies = chunk.owner_policies
+    world.owner_events = chunk.owner_events
     world.fleet.restore_owner(chunk.fleet_epoch)

@@ -188,7 +188,7 @@ class Walk:
             self.validity.require_own_rules(record, offset)
             self.encoded = encode(DECISIONS, record)
             try:
-                events = await self.order.events_of(record.consumed)
+                events = await self.order.events_of(record.consumed, self.world.owner_events)
             except LogError:
                 if self.followed.is_next(record):
                     raise

@@ -21,6 +21,7 @@ from forebay.events.fleet import WorkerFact, WorkerJoined, WorkerLost, WorkerSpe
 from forebay.events.requests import RequestSubmitted
 from forebay.events.snapshots import Chunk, IndexBlocks, IndexCursor, WorkerState
 from forebay.events.topics import FLEET
+from forebay.events.versions import EVENTS_VERSION
 from forebay.simulate.arrivals import Arrival, ListedArrivals
 from forebay.simulate.cluster import NO_TRANSFER, OnArrived, SimulatedCluster
 from forebay.simulate.delays import ROUTER, Hops
@@ -82,7 +83,7 @@ def resume(
     """
     fitting = list(_fitting(state))
     world = restore(fitting, custom)
-    claim(world, max(world.owner_epoch, 0), tuple(sorted(custom)))
+    claim(world, max(world.owner_epoch, 0), tuple(sorted(custom)), EVENTS_VERSION)
     configured = [arrival.event for arrival in arrivals if isinstance(arrival.event, PoolConfigured)]
     reports = any(needs_reports(pool.router) for pool in (*world.pools.values(), *configured))
     joining = [arrival.event.spec for arrival in arrivals if isinstance(arrival.event, WorkerJoined)]

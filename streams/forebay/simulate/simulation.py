@@ -19,6 +19,7 @@ from forebay.events.fleet import WorkerSpec
 from forebay.events.pools import PoolCanarySet, PoolDrainSet, PoolRoutingConfigured
 from forebay.events.requests import NO_HINTS, RequestSubmitted, RoutingHints, Sampling
 from forebay.events.topics import CONTROL
+from forebay.events.versions import EVENTS_VERSION
 from forebay.simulate.arrivals import WorkloadArrivals
 from forebay.simulate.cluster import OnArrived, SimulatedCluster
 from forebay.simulate.delays import ROUTER, Hops
@@ -88,7 +89,7 @@ class Simulation:
         self._planned: PlannedFleet | None = None
         if planning is not None and isinstance(self.cluster, PlannedCluster):
             self._planned = PlannedFleet(planning, self.cluster, self._processes, by_name, self._new)
-        claim(world, OWNER_EPOCH, tuple(sorted(custom)))
+        claim(world, OWNER_EPOCH, tuple(sorted(custom)), EVENTS_VERSION)
         for (pool, name, model), role, chosen in zip(names, roles, routers, strict=True):
             block_size = self._block_sizes[model]
             configured = PoolConfigured(pool=name, model=model, block_size=block_size, router=chosen, role=role)

@@ -64,12 +64,16 @@ class Outbox:
         worker_epoch: the epoch.
         group: group of the worker.
         partition: partition of the control topics of the group.
+        owner_events: version of the event types that the newest owner can read.
 
     Attributes:
+        owner_events: as above; the worker sets it when the owner changes. An event whose type has a later version is
+            written only if `may_write` allows it.
         cache: encodes the KV events.
     """
 
-    def __init__(self, spec: WorkerSpec, worker_epoch: int, group: str, partition: int) -> None:
+    def __init__(self, spec: WorkerSpec, worker_epoch: int, group: str, partition: int, owner_events: int = 1) -> None:
+        self.owner_events = owner_events
         self._group = group
         self._worker_id = spec.worker_id
         self._worker_epoch = worker_epoch

@@ -89,6 +89,7 @@ class Worker:
     Attributes:
         spec: description of the worker. After the start of the engine it has the engine's actual sizes.
         started: whether the engine has started.
+        owner_events: version of the event types that the newest owner can read.
         life: state of the worker.
         health: health checks of the engine.
         counters: counters of skipped and continued items.
@@ -124,6 +125,7 @@ class Worker:
         self._wake = asyncio.Event()
         self._drain: WorkerDrain | None = None
         self._owner_epoch = -1
+        self.owner_events = 1
         self._epoch: _Epoch | None = None
         self._load_timer: asyncio.TimerHandle | None = None
         self.media = MediaFeed(engine, spec.worker_id, self._on_media_failed)
@@ -300,6 +302,7 @@ class Worker:
         self._owner_epoch = event.owner_epoch
         match event:
             case WorkerJoined():
+                self._set_owner_events(event.events_version)
                 if event.spec.worker_id == self.spec.worker_id and event.lease == self._token:
                     self._join(event, record.offset, spawn)
             case WorkerLost():
@@ -312,10 +315,17 @@ class Worker:
             case WorkerDraining():
                 if self._drain is not None and event.worker_epoch == self.worker_epoch:
                     self._drain.announced |= event.worker_id == self.spec.worker_id
-            case OwnershipAnnounced() | WorkerSuspect() | WorkerRecovered() | IngressJoined() | IngressLost():
+            case OwnershipAnnounced():
+                self._set_owner_events(event.events_version)
+            case WorkerSuspect() | WorkerRecovered() | IngressJoined() | IngressLost():
                 pass  # handled by the owner, which sends no new work meanwhile, or cancels it
             case _:
                 assert_never(event)
+
+    def _set_owner_events(self, version: int) -> None:
+        self.owner_events = version
+        if self._epoch is not None:
+            self._epoch.outbox.owner_events = version
 
     def _join(self, event: WorkerJoined, worker_epoch: int, spawn: Spawn) -> None:
         if self.life.state is State.STOPPING:
@@ -324,7 +334,7 @@ class Worker:
             self._leave()
             self.life.move(Transition.LOSE)
         work = self._log.tail(self._work_topic.name, event.slot, event.from_offset, self._wake)
-        outbox = Outbox(self.spec, worker_epoch, self._group, self._partition)
+        outbox = Outbox(self.spec, worker_epoch, self._group, self._partition, self.owner_events)
         items = WorkItems(self._log, self._group, self.spec, outbox, self.media, self.counters, spawn, self._settled)
         self._epoch = _Epoch(worker_epoch, work, outbox, items)
         self.commands.join(outbox)

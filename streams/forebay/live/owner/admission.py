@@ -34,6 +34,7 @@ from forebay.events.fleet import (
 )
 from forebay.events.names import NameInvalid, printable, require_adapter, require_name
 from forebay.events.topics import CONTROL, FLEET, work_topic
+from forebay.events.versions import EVENTS_VERSION
 from forebay.live.owner.kv_layouts import find_layout_mismatch
 from forebay.live.owner.lease_judgement import DOUBTED, LeaseJudge, Standing, Verdict
 from forebay.transport.base import Draft, Lease, Log, LogError
@@ -279,6 +280,7 @@ class WorkerAdmission:
             slot=slot,
             from_offset=from_offset,
             lease_ttl_ms=lease.ttl_ms,
+            events_version=EVENTS_VERSION,
         )
         offset = await self._write(joined)
         self._members[lease.worker_id] = _Member(lease.token, offset, slot, spec, payload=lease.payload)

@@ -30,6 +30,7 @@ from forebay.events.fleet import OwnershipAnnounced
 from forebay.events.pools import PoolRoutingConfigured
 from forebay.events.requests import RequestSubmitted
 from forebay.events.topics import CONTROL, DEAD_LETTERS, DECISIONS, FLEET, INPUTS, REQUESTS, Topic
+from forebay.events.versions import EVENTS_VERSION
 from forebay.live.owner.admission import PoolsByLease, WorkerAdmission
 from forebay.live.owner.clock import RunClock, steady_clock
 from forebay.live.owner.decision_tally import DecisionTally
@@ -140,6 +141,7 @@ class Owner:
                 policies=tuple(sorted(settings.policies)),
                 seal=recovered.seal,
                 snapshot=recovered.snapshot,
+                events_version=EVENTS_VERSION,
             )
         )
         epoch = self.journal.epoch
@@ -148,7 +150,8 @@ class Owner:
             self.journal.surrender(
                 f"the claim at journal offset {epoch} is void: a router with other rules claimed the group first"
             )
-        await self._append(FLEET, [OwnershipAnnounced(owner_epoch=epoch, at_us=runtime.wall_us())])
+        announced = OwnershipAnnounced(owner_epoch=epoch, at_us=runtime.wall_us(), events_version=EVENTS_VERSION)
+        await self._append(FLEET, [announced])
         self.world = recovered.world
         self._start_clock()
         for topic in INPUTS:

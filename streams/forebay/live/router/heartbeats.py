@@ -13,6 +13,7 @@ from forebay.events.codec import encode
 from forebay.events.control import Role
 from forebay.events.heartbeats import RouterHeartbeat
 from forebay.events.topics import FLEET, HEARTBEATS
+from forebay.events.versions import EVENTS_VERSION
 from forebay.live.router.standby import Standby
 from forebay.transport.base import Draft, Log, LogError
 
@@ -117,6 +118,7 @@ class HeartbeatWriter:
             preferred=preferred,
             released=released,
             core_version=CORE_VERSION,
+            events_version=EVENTS_VERSION,
         )
         return Draft(HEARTBEATS.name, self._partition, encode(HEARTBEATS, heartbeat), self._router_id.encode())
 

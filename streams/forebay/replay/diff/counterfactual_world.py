@@ -130,7 +130,7 @@ class CounterfactualWorld:
 
     def claim(self, offset: int) -> None:
         """Apply the claim of a new owner at journal offset `offset`, which history's world has just applied."""
-        claim(self.world, offset, self.world.owner_policies)
+        claim(self.world, offset, self.world.owner_policies, self._history.owner_events)
         # In history the pools whose policies the new owner may not run have returned to their configured policies.
         for name, pool in sorted(self._history.pools.items()):
             if pool.router.mode != self._recorded[name].router.mode:

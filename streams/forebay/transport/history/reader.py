@@ -17,6 +17,7 @@ from forebay.core.world import CORE_VERSION
 from forebay.events.codec import DecodeError, decode, unknown_tag
 from forebay.events.decisions import ConsumedRun, JournalRecord, OwnerClaimed, Sealed
 from forebay.events.topics import DECISIONS, INPUTS, Topic
+from forebay.events.versions import EVENTS_VERSION
 from forebay.transport.base import Log, LogError, Record
 
 logger = logging.getLogger(__name__)
@@ -59,8 +60,9 @@ class EventReader:
     """Reads the events in one partition of an input topic in order. A record that does not decode is read as None.
 
     Attributes:
-        malformed: Number of records returned so far that no version can decode.
-        unknown: Number of records returned so far with an event tag that this version does not know.
+        malformed: Number of records returned so far that had no effect, because their owner could not decode them.
+        unknown: Number of records returned so far with an event tag that their owner may have known, but not this
+            version.
         first_unknown: First record with an unknown event tag, None if there is none.
     """
 
@@ -99,12 +101,17 @@ class EventReader:
                     self._undecoded.append(Undecoded(record.offset, unknown_tag(self._topic, record.value)))
                 self._ready.append(event)
 
-    def take(self, count: int) -> list[InputEvent | None]:
-        """Return the next `count` events. The caller must have called `fill` with at least this count."""
+    def take(self, count: int, owner_events: int) -> list[InputEvent | None]:
+        """Return the next `count` events. The caller must have called `fill` with at least this count.
+
+        Args:
+            count: Number of events.
+            owner_events: Version of the event types that the owner which applied these events could read.
+        """
         taken = [self._ready.popleft() for _ in range(count)]
         while self._undecoded and self._undecoded[0].offset < self.offset:
             undecoded = self._undecoded.popleft()
-            if undecoded.tag is None:
+            if undecoded.tag is None or owner_events <= EVENTS_VERSION:
                 self.malformed += 1
             else:
                 self.unknown += 1
@@ -141,15 +148,18 @@ class RecordedOrder:
         reader = self.readers.get(topic)
         return self._view.get(topic, 0) if reader is None else reader.offset
 
-    async def events_of(self, consumed: tuple[ConsumedRun, ...]) -> RecordedEvents:
-        """Return the events that the next record's `consumed` counts, by topic. Raises LogError if any is missing."""
+    async def events_of(self, consumed: tuple[ConsumedRun, ...], owner_events: int = EVENTS_VERSION) -> RecordedEvents:
+        """Return the events that the next record's `consumed` counts, by topic. Raises LogError if any is missing.
+
+        `owner_events` is the version of the event types that the owner could read.
+        """
         counts: dict[str, int] = {}
         for run in consumed:
             if run.topic != CLOCK:
                 counts[run.topic] = counts.get(run.topic, 0) + run.count
         for topic, count in counts.items():
             await self._reader(topic).fill(count)
-        return {topic: self._reader(topic).take(count) for topic, count in counts.items()}
+        return {topic: self._reader(topic).take(count, owner_events) for topic, count in counts.items()}
 
     def _reader(self, topic: str) -> EventReader:
         reader = self.readers.get(topic)

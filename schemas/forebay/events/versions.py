@@ -1,0 +1,21 @@
+"""The version of the event types, by which writers know which types the owner of a group can read.
+
+During a rolling upgrade, workers and ingresses of a new version may run under an owner of an older one. An event type
+that this owner does not know would have no effect. Each event type therefore names the version that introduced it
+(`Event.SINCE`), and each owner announces its own version in its claim, on `fleet` and in its heartbeats. A writer of a
+type that older owners do not know checks `may_write` first. The newest claim counts, also after a rollback.
+"""
+
+from forebay.events.base import Event
+
+EVENTS_VERSION = 1  # highest `SINCE` of all event types: raise it with each new tag
+
+
+def may_write(kind: type[Event], owner_events: int) -> bool:
+    """Return whether an owner can read an event type.
+
+    Args:
+        kind: the event type.
+        owner_events: version of the event types that the newest owner announced; 1 if it announced none.
+    """
+    return owner_events >= kind.SINCE
