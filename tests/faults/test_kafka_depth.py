@@ -20,6 +20,7 @@ from tests.faults.kafka.consumer import FakeConsumer
 from tests.faults.kafka.patches import fake_clients
 from tests.faults.kafka.producer import FakeProducer
 from tests.faults.kafka.server import NAMESPACE, FakeKafka
+from tests.faults.kafka.wire import FakeWire
 from tests.faults.loop import VirtualLoop
 from tests.faults.plan import draw_plan
 from tests.faults.process import Process
@@ -198,10 +199,10 @@ def test_a_member_of_an_earlier_generation_cannot_commit() -> None:
 
 
 def test_the_names_of_the_clients_are_restored() -> None:
-    original = vars(log)["AIOKafkaProducer"]
+    original = vars(log)["Wire"]
     with fake_clients():
-        assert vars(log)["AIOKafkaProducer"] is FakeProducer
-    assert vars(log)["AIOKafkaProducer"] is original
+        assert vars(log)["Wire"] is FakeWire
+    assert vars(log)["Wire"] is original
 
 
 def test_the_kafka_api_responds_in_spite_of_faults() -> None:

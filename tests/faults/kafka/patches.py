@@ -4,11 +4,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
 
-from forebay.transport.kafka import group, log, position, reader, replies, tail, writer
+from forebay.transport.kafka import group, log, position, reader, replies, writer
 from tests.faults.kafka.admin import FakeAdmin
 from tests.faults.kafka.client import HOST
 from tests.faults.kafka.consumer import FakeConsumer
 from tests.faults.kafka.producer import FakeProducer
+from tests.faults.kafka.wire import FakeWire
 
 
 class _BufferLimit(int):
@@ -20,13 +21,12 @@ class _BufferLimit(int):
 
 REPLACED: tuple[tuple[ModuleType, str, object], ...] = (
     (writer, "BUFFER_BYTES_MAX", _BufferLimit(writer.BUFFER_BYTES_MAX)),
-    (log, "AIOKafkaProducer", FakeProducer),
+    (log, "Wire", FakeWire),
     (replies, "AIOKafkaProducer", FakeProducer),
     (replies, "AIOKafkaAdminClient", FakeAdmin),
     (group, "AIOKafkaAdminClient", FakeAdmin),
     (group, "DenseConsumer", FakeConsumer),
     (reader, "DenseConsumer", FakeConsumer),
-    (tail, "DenseConsumer", FakeConsumer),
     (position, "AIOKafkaConsumer", FakeConsumer),
 )
 

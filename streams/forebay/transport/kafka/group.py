@@ -16,9 +16,10 @@ from aiokafka.errors import CommitFailedError, CoordinatorNotAvailableError, Ill
 
 from forebay.transport.base import LogError, Record
 from forebay.transport.kafka.consumer import AbsentRecord, DenseConsumer
+from forebay.transport.kafka.poll import RETRY_S
 from forebay.transport.kafka.settings import KafkaSettings
 from forebay.transport.kafka.start import start_whole
-from forebay.transport.kafka.tail import FETCH_WAIT_MS, RETRY_S, record_of
+from forebay.transport.kafka.tail import record_of
 from forebay.transport.kafka.topics import unreachable
 from forebay.transport.kafka.writer import explain
 
@@ -27,6 +28,7 @@ Response = TypeVar("Response")
 
 SESSION_MS = 10_000  # a member without heartbeats for this long leaves the group
 POLL_MS = 100  # `take` returns after this time, so that its caller sees positions advance past gaps
+FETCH_WAIT_MS = 20  # maximum time that the broker delays a fetch without new records, and with it a rebalance
 HEARTBEAT_MS = 1_000  # members learn of a rebalance within this time, and no member reads during a rebalance
 COMMIT_S = 5.0  # timeout of the last commit of a leaving member
 

@@ -1,6 +1,6 @@
 """Implement the port `Log` on Kafka or Redpanda.
 
-A log has one producer for journals and one for all other topics, one consumer for all tails, and one for reads.
+A log has one producer for journals and one for all other topics, one poller for all tails, and a consumer for reads.
 Delivery is at least once and in order within a partition. The producers are idempotent, so a retry of the client does
 not write a record twice. While the broker is unreachable, the producer retries until the broker accepts or rejects the
 records. A rejection fails the log: its user must recover from the records that the broker has.
@@ -8,37 +8,27 @@ records. A rejection fails the log: its user must recover from the records that 
 
 import asyncio
 import logging
-import math
 from collections.abc import Callable, Sequence
 from typing import Self
 
-from aiokafka import AIOKafkaProducer
 from aiokafka.errors import KafkaError
 
 from forebay.events.topics import DECISIONS
 from forebay.transport.base import Draft, LogError, Record, Wake
 from forebay.transport.following import Following
+from forebay.transport.kafka.poll import RETRY_S
+from forebay.transport.kafka.producer import Producer
 from forebay.transport.kafka.reader import KafkaReader
 from forebay.transport.kafka.settings import KafkaSettings
-from forebay.transport.kafka.start import start_whole
-from forebay.transport.kafka.tail import RETRY_S, KafkaTail, KafkaTails
+from forebay.transport.kafka.tail import KafkaTail, KafkaTails
 from forebay.transport.kafka.topics import unreachable
-from forebay.transport.kafka.writer import (
-    BATCH_BYTES_MAX,
-    HEADROOM_BYTES,
-    RECORD_BYTES_MAX,
-    KafkaWriter,
-    LenientWaiter,
-    Waiter,
-    explain,
-)
+from forebay.transport.kafka.wire import Channel, Wire
+from forebay.transport.kafka.writer import KafkaWriter, LenientWaiter, Waiter, explain
 
 logger = logging.getLogger(__name__)
 
-DELIVERY_MS = 30_000  # timeout of one attempt; the broker may elect a leader or restart meanwhile
 FLUSH_S = 10.0  # time that closing the log waits for acknowledgements
 DISCONNECT_S = 3.0
-METADATA_MS = 30_000  # clients notice added partitions within this time
 
 
 class KafkaLog:
@@ -51,27 +41,32 @@ class KafkaLog:
         on_hop: Called with a topic and the seconds from the append of a record to its arrival in this process.
     """
 
-    def __init__(self, settings: KafkaSettings, producer: AIOKafkaProducer) -> None:
+    def __init__(self, settings: KafkaSettings, wire: Wire, producer: Producer) -> None:
         self.settings = settings
         self.failure: LogError | None = None
         self.on_failure: Callable[[LogError], None] | None = None
         self.on_hop: Callable[[str, float], None] | None = None
+        self._wire = wire
         self._producers = [producer]
         self._starting = asyncio.Lock()
         self._writer = KafkaWriter(self._producer_of, settings.topic, self._fail)
         self._following = Following(self._write, self._write_followers)
-        self._tails = KafkaTails(settings, self._hop)
+        self._tails = KafkaTails(settings, wire, self._hop)
         self._reader = KafkaReader(settings)
         self._closed = False
 
     @classmethod
     async def open(cls, settings: KafkaSettings) -> Self:
         """Connect to the broker. Raises KafkaUnusable if the broker is unreachable or rejects the connection."""
+        wire = Wire(settings)
+        producer = Producer(wire, Channel.APPENDS)
         try:
-            producer = await _started(settings)
+            await wire.start()
+            await producer.start()
         except (KafkaError, OSError, TimeoutError) as error:
+            await wire.close()
             raise unreachable(settings, error) from error
-        return cls(settings, producer)
+        return cls(settings, wire, producer)
 
     async def append(self, drafts: Sequence[Draft]) -> list[int]:
         """Append records and wait for the broker's acknowledgement; see `Log.append`.
@@ -154,15 +149,18 @@ class KafkaLog:
         for task in hanging:
             task.cancel()
         await asyncio.gather(*stopping, return_exceptions=True)
+        await self._wire.close()
 
-    async def _producer_of(self, topic: str) -> AIOKafkaProducer:
+    async def _producer_of(self, topic: str) -> Producer:
         """Return the producer of a topic. Journals have their own, because a producer has one request in flight."""
         if topic != DECISIONS.name:
             return self._producers[0]
         async with self._starting:
             while len(self._producers) == 1:
+                producer = Producer(self._wire, Channel.JOURNAL)
                 try:
-                    self._producers.append(await _started(self.settings))
+                    await producer.start()
+                    self._producers.append(producer)
                 except (KafkaError, OSError) as error:  # the broker was reachable before, so the error is transient
                     logger.warning("cannot start a Kafka producer for %s, retrying: %s", topic, explain(error))
                     await asyncio.sleep(RETRY_S)
@@ -214,26 +212,3 @@ class KafkaLog:
     def _hop(self, topic: str, seconds: float) -> None:
         if self.on_hop is not None:
             self.on_hop(topic, seconds)
-
-
-async def _started(settings: KafkaSettings) -> AIOKafkaProducer:
-    """Return a connected producer. Raises KafkaError, OSError or TimeoutError."""
-    options = settings.client_options()
-    options["request_timeout_ms"] = DELIVERY_MS
-    producer = AIOKafkaProducer(
-        **options,
-        enable_idempotence=True,
-        acks="all",
-        linger_ms=0,
-        # aiokafka uses lz4 at its high compression level, which takes 15 times the CPU time.
-        compression_type="snappy",
-        max_batch_size=BATCH_BYTES_MAX,
-        max_request_size=RECORD_BYTES_MAX + HEADROOM_BYTES,
-        metadata_max_age_ms=METADATA_MS,
-    )
-    # aiokafka fails a batch whose partition has had no leader for one request timeout, which would end the process. It
-    # has no setting for this time. The bytes that wait are bounded, so a batch may wait until a leader is back.
-    producer._message_accumulator._batch_ttl = math.inf
-    async with asyncio.timeout(DELIVERY_MS / 1000):
-        await start_whole(producer.start, producer.stop)
-    return producer

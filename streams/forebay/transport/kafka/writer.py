@@ -11,12 +11,13 @@ from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from aiokafka import AIOKafkaProducer
+from aiokafka import TopicPartition
 from aiokafka.errors import KafkaError
 
 from forebay import runtime
 from forebay.events.topics import KV_EVENTS, METRICS, PROGRESS
 from forebay.transport.base import Draft, LogError, LogFull
+from forebay.transport.kafka.producer import Producer
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +97,7 @@ class KafkaWriter:
 
     def __init__(
         self,
-        producer_of: Callable[[str], Awaitable[AIOKafkaProducer]],
+        producer_of: Callable[[str], Awaitable[Producer]],
         name: Callable[[str], str],
         on_failure: Callable[[LogError], None],
     ) -> None:
@@ -207,33 +208,27 @@ class KafkaWriter:
             del self._tasks[place]
             self._has_settled.set()
 
-    async def _send(self, producer: AIOKafkaProducer, place: tuple[str, int], queue: deque[PendingAppend]) -> None:
+    async def _send(self, producer: Producer, place: tuple[str, int], queue: deque[PendingAppend]) -> None:
         topic, partition = self._name(place[0]), place[1]
-        known = await producer.partitions_for(topic)
+        known = await producer.wire.partitions(topic)
         if partition not in known and not await _grown(producer, topic, partition):
             self._settle(place, len(queue))
             self._refuse(f"{topic} has no partition {partition}", queue)
             return
-        batch = producer.create_batch()
         sent: list[PendingAppend] = []
         size = 0
-        while queue and len(sent) < BATCH_RECORDS_MAX:
-            pending = queue[0]
-            draft = pending.draft
-            headers = [(name, value.encode()) for name, value in draft.headers.items()] if draft.headers else []
-            if sent and size + pending.size > BATCH_BYTES_MAX:
-                break
-            if batch.append(timestamp=pending.at_ms, key=draft.key, value=draft.value, headers=headers) is None:
-                break
-            size += pending.size
+        while queue and len(sent) < BATCH_RECORDS_MAX and (not sent or size + queue[0].size <= BATCH_BYTES_MAX):
+            size += queue[0].size
             sent.append(queue.popleft())
-        batch.close()
+        if not sent:  # the log failed meanwhile
+            return
+        drafts = [(pending.draft, pending.at_ms) for pending in sent]
         try:
-            written = await (await producer.send_batch(batch, topic, partition=partition))
+            first = await producer.append(TopicPartition(topic, partition), drafts, size)
         finally:
             self._buffered -= size
         self._settle(place, len(sent))
-        for offset, pending in enumerate(sent, written.offset):
+        for offset, pending in enumerate(sent, first):
             if pending.waiter is not None:
                 pending.waiter.place(pending.index, offset)
 
@@ -252,10 +247,10 @@ class KafkaWriter:
                 pending.waiter.refuse(pending.index, reason)
 
 
-async def _grown(producer: AIOKafkaProducer, topic: str, partition: int) -> bool:
+async def _grown(producer: Producer, topic: str, partition: int) -> bool:
     """Refresh the metadata, and return whether the partition exists now."""
-    await producer.client.force_metadata_update()
-    return partition in await producer.partitions_for(topic)
+    await producer.wire.refresh()
+    return partition in await producer.wire.partitions(topic)
 
 
 def size_of(draft: Draft) -> int:

@@ -1,0 +1,206 @@
+"""Poll partitions for new records: one long poll per broker, which responds as soon as one of them has a record.
+
+Theory of operation. A poll in flight cannot be changed. If a partition is added, or is fetched from another offset, the
+poll in flight lacks it. A second connection then fetches what the poll lacks, with short waits, until the next poll
+includes it. Both may return the same records, of which the second ones are dropped. An idle process therefore sends one
+request per broker and `POLL_MS`, and a new partition is followed within `CATCH_UP_MS`.
+"""
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable, Mapping
+
+from aiokafka import TopicPartition
+from aiokafka.consumer.fetcher import READ_UNCOMMITTED
+from aiokafka.errors import KafkaError, OffsetOutOfRangeError
+from aiokafka.structs import ConsumerRecord
+
+from forebay.transport.kafka.consumer import Batches, DenseRecords
+from forebay.transport.kafka.wire import Channel, Fetched, Wire, is_transient
+
+logger = logging.getLogger(__name__)
+
+POLL_MS = 500
+CATCH_UP_MS = 20
+RETRY_S = 0.2  # pause after a transient error of a broker
+
+OnRecords = Callable[[TopicPartition, list[ConsumerRecord]], None]
+
+
+class Poller:
+    """Polls partitions, each from its own position.
+
+    Args:
+        wire: connections to the brokers.
+        on_records: called with a partition and its next records, one per offset.
+        on_failure: called once with the error that ends all polling.
+
+    Attributes:
+        ends: offset after the last record of each partition, as far as a broker has reported it.
+    """
+
+    def __init__(self, wire: Wire, on_records: OnRecords, on_failure: Callable[[Exception], None]) -> None:
+        self.ends: dict[TopicPartition, int] = {}
+        self._wire = wire
+        self._on_records = on_records
+        self._on_failure = on_failure
+        self._positions: dict[TopicPartition, int] = {}
+        self._paused: set[TopicPartition] = set()
+        self._in_flight: dict[int, Mapping[TopicPartition, int]] = {}
+        self._polls: dict[int, asyncio.Task[None]] = {}
+        self._catch_ups: dict[int, asyncio.Task[None]] = {}
+        self._search: asyncio.Task[None] | None = None
+        self._is_due = False
+        self._has_failed = False
+
+    def seek(self, place: TopicPartition, offset: int) -> None:
+        """Poll a partition from this offset on."""
+        self._positions[place] = offset
+        self._plan_soon()
+
+    def remove(self, place: TopicPartition) -> None:
+        """Poll a partition no longer."""
+        del self._positions[place]
+        self._paused.discard(place)
+        self.ends.pop(place, None)
+
+    def pause(self, place: TopicPartition) -> None:
+        """Return no records of a partition until `resume`."""
+        self._paused.add(place)
+
+    def resume(self, place: TopicPartition) -> None:
+        """Return records of a partition again."""
+        if place in self._paused:
+            self._paused.discard(place)
+            self._plan_soon()
+
+    async def stop(self) -> None:
+        """End all polls."""
+        self._has_failed = True
+        tasks = [*self._polls.values(), *self._catch_ups.values(), *([self._search] if self._search else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _plan_soon(self) -> None:
+        if not self._is_due and not self._has_failed:
+            self._is_due = True
+            asyncio.get_running_loop().call_soon(self._plan)
+
+    def _plan(self) -> None:
+        """Start what the partitions need that no request in flight covers."""
+        self._is_due = False
+        if self._has_failed:
+            return
+        nodes = {self._wire.leader(place) for place in self._positions if place not in self._paused}
+        for node in nodes:
+            if node is None:
+                if self._search is None:
+                    self._search = asyncio.create_task(self._find_leaders(), name="find leaders")
+            elif node not in self._polls:
+                self._polls[node] = asyncio.create_task(self._poll(node), name=f"poll broker {node}")
+            elif node not in self._catch_ups and self._lacking(node):
+                self._catch_ups[node] = asyncio.create_task(self._catch_up(node), name=f"catch up at broker {node}")
+
+    def _led_by(self, node: int) -> dict[TopicPartition, int]:
+        """Return the positions of the partitions to be polled at a broker; none after a failure."""
+        leader, paused = self._wire.leader, self._paused
+        if self._has_failed:
+            return {}
+        return {
+            place: position
+            for place, position in self._positions.items()
+            if place not in paused and leader(place) == node
+        }
+
+    def _lacking(self, node: int) -> dict[TopicPartition, int]:
+        """Return the positions that the poll in flight does not cover."""
+        covered = self._in_flight.get(node, {})
+        return {
+            place: position for place, position in self._led_by(node).items() if covered.get(place, math.inf) > position
+        }
+
+    async def _poll(self, node: int) -> None:
+        try:
+            while offsets := self._led_by(node):
+                self._in_flight[node] = offsets
+                await self._fetch(node, Channel.POLL, offsets, POLL_MS)
+        finally:
+            self._in_flight.pop(node, None)
+            del self._polls[node]
+        self._plan_soon()
+
+    async def _catch_up(self, node: int) -> None:
+        try:
+            while offsets := self._lacking(node):
+                await self._fetch(node, Channel.CATCH_UP, offsets, CATCH_UP_MS)
+        finally:
+            del self._catch_ups[node]
+
+    async def _find_leaders(self) -> None:
+        topics = {place.topic for place in self._positions if self._wire.leader(place) is None}
+        await self._wire.refresh(sorted(topics))
+        if any(self._wire.leader(place) is None for place in self._positions):
+            await asyncio.sleep(RETRY_S)
+        self._search = None
+        self._plan_soon()
+
+    async def _fetch(self, node: int, channel: Channel, offsets: dict[TopicPartition, int], wait_ms: int) -> None:
+        errors: list[Exception | None]
+        try:
+            errors = [
+                self._apply(result, offsets) for result in await self._wire.fetch(node, channel, offsets, wait_ms)
+            ]
+        except (KafkaError, OSError) as lost:
+            errors = [lost]
+        except Exception as error:  # readers must not wait for ever, whatever error ends this loop
+            self._fail(error)
+            raise
+        failures = [failure for failure in errors if failure is not None]
+        for failure in failures:
+            if not is_transient(failure):
+                self._fail(failure)
+        if failures:
+            await self._wire.refresh()
+            await asyncio.sleep(RETRY_S)
+            self._plan_soon()  # another broker may lead a partition now
+
+    def _apply(self, result: Fetched, offsets: Mapping[TopicPartition, int]) -> Exception | None:
+        """Pass on the new records of a partition. Return its error, if there is one that concerns its position."""
+        place, position = result.place, self._positions.get(result.place)
+        offset = offsets[place]
+        if position is None or offset > position:
+            return None  # the partition was removed, or is polled from an earlier offset meanwhile
+        if isinstance(result.error, OffsetOutOfRangeError):
+            missing: Exception = OffsetOutOfRangeError({place: offset})
+            return missing if offset == position else None
+        if result.error is not None:
+            return result.error
+        self.ends[place] = result.end
+        if place in self._paused:
+            return None
+        dense = _records(result, offset)
+        records = [record for record in dense if record.offset >= position]
+        self._positions[place] = max(position, dense.next_fetch_offset)
+        if records:
+            self._on_records(place, records)
+        return None
+
+    def _fail(self, error: Exception) -> None:
+        if not self._has_failed:
+            self._has_failed = True
+            self._on_failure(error)
+
+
+def _records(fetched: Fetched, offset: int) -> DenseRecords:
+    return DenseRecords(
+        fetched.place,
+        Batches(fetched.data),
+        aborted_transactions=None,
+        fetch_offset=offset,
+        key_deserializer=None,
+        value_deserializer=None,
+        check_crcs=True,
+        isolation_level=READ_UNCOMMITTED,
+    )
