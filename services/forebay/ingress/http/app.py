@@ -1,14 +1,17 @@
 """The HTTP routes of an ingress."""
 
+from collections.abc import Awaitable, Callable
 from importlib.metadata import version
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
+from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.routing import Match, Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from forebay import runtime
 from forebay.ingress.access_log import add_fields
@@ -91,6 +94,24 @@ def _add_completions(app: FastAPI, ingress: Ingress) -> None:
     async def completions(request: Request) -> Response:
         """Continue a text or a list of token ids."""
         return await _complete(request, ingress, TextBody)
+
+    for route in app.routes:
+        if isinstance(route, APIRoute) and route.endpoint in (chat_completions, completions):
+            route.app = _without_dependencies(route.endpoint)
+
+
+def _without_dependencies(endpoint: Callable[[Request], Awaitable[Response]]) -> ASGIApp:
+    """Return an ASGI application that calls the endpoint of a route itself.
+
+    FastAPI resolves dependencies and opens exit stacks for each request, which took a fifth of the CPU time of an
+    ingress. These routes have no dependencies.
+    """
+
+    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+        response = await endpoint(Request(scope, receive, send))
+        await response(scope, receive, send)
+
+    return serve
 
 
 async def _complete(request: Request, ingress: Ingress, kind: type[ChatBody] | type[TextBody]) -> Response:

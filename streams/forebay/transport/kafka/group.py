@@ -28,7 +28,7 @@ Response = TypeVar("Response")
 
 SESSION_MS = 10_000  # a member without heartbeats for this long leaves the group
 POLL_MS = 100  # `take` returns after this time, so that its caller sees positions advance past gaps
-FETCH_WAIT_MS = 20  # maximum time that the broker delays a fetch without new records, and with it a rebalance
+FETCH_WAIT_MS = 100  # maximum time that the broker delays a fetch without new records, and with it a rebalance
 HEARTBEAT_MS = 1_000  # members learn of a rebalance within this time, and no member reads during a rebalance
 COMMIT_S = 5.0  # timeout of the last commit of a leaving member
 
