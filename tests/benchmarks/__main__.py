@@ -8,6 +8,7 @@ NAMES = (
     "decision",
     "snapshot",
     "log-sync",
+    "hop",
     "http",
     "owner",
     "kafka",

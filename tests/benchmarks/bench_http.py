@@ -30,6 +30,11 @@ CASES: dict[str, list[str]] = {
     "short, 128 tokens out, 16 connections": ["--conc", "16", "--requests", "1000", "--max-tokens", "128"],
     "long, 16 connections": ["--conc", "16", "--requests", "600", "--words", "4000"],
 }
+# At the normal speed of the mock engines each token is an event of its own. In `CASES` all tokens are in one event.
+STEADY = "short, 128 tokens out, 64 connections, engine at speed 1"
+STEADY_CASES = {STEADY: ["--conc", "64", "--requests", "600", "--max-tokens", "128"]}
+FAST, STEADY_SPEED = "1000000", "1"
+STEADY_TOKENS = 128
 
 
 def load(peers: Path, python: str, url: str, pids: str, options: list[str]) -> dict[str, Any]:
@@ -41,12 +46,12 @@ def load(peers: Path, python: str, url: str, pids: str, options: list[str]) -> d
 
 
 @contextmanager
-def forebay(model: Path) -> Iterator[str]:
+def forebay(model: Path, speedup: str = FAST) -> Iterator[str]:
     program = str(Path(sys.executable).with_name("forebay"))
     with tempfile.TemporaryDirectory() as folder:
         command = [
             *(program, "up", "--port", str(PORT), "--workers", str(WORKERS), "--log", f"{folder}/log.db"),
-            *("--model", str(model), "--model-name", "tiny", "--speedup", "1e6", "--kv-blocks", "65536"),
+            *("--model", str(model), "--model-name", "tiny", "--speedup", speedup, "--kv-blocks", "65536"),
             *("--max-num-seqs", "512", "--max-num-batched-tokens", "65536"),
         ]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
@@ -71,9 +76,10 @@ def wait_ready(url: str, process: "subprocess.Popen[bytes]") -> None:
 
 
 @contextmanager
-def dynamo(peers: Path) -> Iterator[str]:
+def dynamo(peers: Path, speedup: str = FAST) -> Iterator[str]:
     script = str(peers / "dynamo.sh")
-    started = subprocess.run([script, "start", "kv", str(WORKERS)], capture_output=True, text=True, check=True)
+    command, environment = [script, "start", "kv", str(WORKERS)], {**os.environ, "SPEEDUP": speedup}
+    started = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     try:
         yield started.stdout
     finally:
@@ -100,20 +106,21 @@ def main() -> None:
     if args.peers is None:
         raise SystemExit("set FOREBAY_PEERS to the folder with load.py and dynamo.sh")
     python = str(args.home / "venv" / "bin" / "python")
-    ours: dict[str, list[dict[str, Any]]] = {case: [] for case in CASES}
-    theirs: dict[str, list[dict[str, Any]]] = {case: [] for case in CASES}
+    ours: dict[str, list[dict[str, Any]]] = {case: [] for case in (*CASES, *STEADY_CASES)}
+    theirs: dict[str, list[dict[str, Any]]] = {case: [] for case in ours}
     for number in range(args.rounds):
         sys.stderr.write(f"round {number + 1} of {args.rounds}\n")
-        with forebay(args.home / "tiny-model") as pids:
-            for case, options in CASES.items():
-                ours[case].append(load(args.peers, python, f"http://127.0.0.1:{PORT}", pids, options))
-        with dynamo(args.peers) as pids:
-            for case, options in CASES.items():
-                theirs[case].append(load(args.peers, python, f"http://127.0.0.1:{PEER_PORT}", pids, options))
+        for speedup, cases in ((FAST, CASES), (STEADY_SPEED, STEADY_CASES)):
+            with forebay(args.home / "tiny-model", speedup) as pids:
+                for case, options in cases.items():
+                    ours[case].append(load(args.peers, python, f"http://127.0.0.1:{PORT}", pids, options))
+            with dynamo(args.peers, speedup) as pids:
+                for case, options in cases.items():
+                    theirs[case].append(load(args.peers, python, f"http://127.0.0.1:{PEER_PORT}", pids, options))
     print("| case | | requests/s | TTFT p50 ms | CPU us/request | events/request |")
     print("|---|---|---|---|---|---|")
-    for case in CASES:
-        mine, peer = medians(ours[case]), medians(theirs[case])
+    for case, results in ours.items():
+        mine, peer = medians(results), medians(theirs[case])
         print(f"| {case} | forebay | {mine[0]:.0f} | {mine[1]:.2f} | {mine[2]:.0f} | {mine[3]:.1f} |")
         print(f"| | Dynamo | {peer[0]:.0f} | {peer[1]:.2f} | {peer[2]:.0f} | {peer[3]:.1f} |")
         print(f"| | ratio | {mine[0] / peer[0]:.2f} | {mine[1] / peer[1]:.2f} | {mine[2] / peer[2]:.2f} | |")

@@ -7,6 +7,7 @@ measured: time to first token with and without eight busy engines' events in the
 
 import argparse
 import asyncio
+import json
 import os
 import statistics
 import sys
@@ -26,7 +27,18 @@ from forebay.transport.kafka.log import KafkaLog
 from forebay.transport.kafka.settings import KafkaSettings
 from forebay.transport.kafka.topics import TopicPlan, create_topics
 from tests.benchmarks import bench_http, hops
-from tests.benchmarks.bench_http import PEER_PORT, WORKERS, dynamo, load, medians
+from tests.benchmarks.bench_http import (
+    FAST,
+    PEER_PORT,
+    STEADY,
+    STEADY_CASES,
+    STEADY_SPEED,
+    STEADY_TOKENS,
+    WORKERS,
+    dynamo,
+    load,
+    medians,
+)
 from tests.benchmarks.flood import POOL as FLOOD_POOL
 from tests.benchmarks.flood import WORKERS as FLOOD_WORKERS
 from tests.benchmarks.flood import flood, leases_held
@@ -37,7 +49,9 @@ MODEL = "tiny"
 METRICS_PORT = 18_120  # the first of one port per worker
 ONE, MANY, LONG_ANSWERS = "short, 1 connection", "short, 64 connections", "short, 128 tokens out, 16 connections"
 CASES = {name: bench_http.CASES[name] for name in (ONE, MANY, LONG_ANSWERS)}
+ALL_CASES = {**CASES, **STEADY_CASES}
 HOP_CASES = (ONE, MANY)
+IDLE_S = 20.0
 WARM_UP = 50  # unmeasured requests, as in the load client
 PLAN = TopicPlan(groups=1, slots=16, replies=1, kafka_api=1)
 
@@ -74,12 +88,13 @@ class Run:
 
 
 @asynccontextmanager
-async def forebay(args: argparse.Namespace, *, flooded: bool) -> AsyncIterator[System]:
+async def forebay(args: argparse.Namespace, *, flooded: bool, speedup: str = FAST) -> AsyncIterator[System]:
     """Run forebay on fresh topics; `flooded` adds the members whose events the flood writes."""
     namespace = f"bench-{uuid.uuid4().hex[:8]}"
     settings = KafkaSettings(args.kafka, namespace)
     model = ("--model", str(args.home / "tiny-model"), "--model-name", MODEL)
-    engine = ("--speedup", "1e6", "--kv-blocks", "65536", "--max-num-seqs", "512", "--max-num-batched-tokens", "65536")
+    sizes = ("--kv-blocks", "65536", "--max-num-seqs", "512", "--max-num-batched-tokens", "65536")
+    engine = ("--speedup", speedup, *sizes)
     names = [f"w{number}" for number in range(WORKERS)]
     with tempfile.TemporaryDirectory() as folder, ExitStack() as members:
         try:
@@ -111,7 +126,7 @@ async def run_case(args: argparse.Namespace, system: System, case: str, run: Run
         counted = _counted(system)
         # The event loop is blocked meanwhile, so this process sends no requests to the broker.
         began_s = time.monotonic()
-        run.results.append(load(args.peers, args.python, system.url, system.pids, CASES[case]))
+        run.results.append(load(args.peers, args.python, system.url, system.pids, ALL_CASES[case]))
         took_s = time.monotonic() - began_s
         after = await hops.place(log, PLAN.slots)
         applied = sum(after.view.get(topic.name, 0) - before.view.get(topic.name, 0) for topic in (KV_EVENTS, METRICS))
@@ -140,24 +155,67 @@ def _p50_p99(values: Sequence[float]) -> tuple[float, float]:
 
 async def compare(args: argparse.Namespace) -> None:
     """Measure both sides in turn, then print the tables."""
-    ours, theirs = {case: Run() for case in CASES}, {case: Run() for case in CASES}
+    ours, theirs = {case: Run() for case in ALL_CASES}, {case: Run() for case in ALL_CASES}
+    idle: list[float] = []
     for number in range(args.rounds):
         sys.stderr.write(f"round {number + 1} of {args.rounds}\n")
-        async with forebay(args, flooded=False) as system:
-            for case, run in ours.items():
-                await run_case(args, system, case, run)
-        with dynamo(args.peers) as pids:
-            for case, run in theirs.items():
-                run.results.append(load(args.peers, args.python, f"http://127.0.0.1:{PEER_PORT}", pids, CASES[case]))
+        for speedup, cases in ((FAST, CASES), (STEADY_SPEED, STEADY_CASES)):
+            async with forebay(args, flooded=False, speedup=speedup) as system:
+                if speedup == FAST:
+                    idle.append(await idle_share(system.pids))
+                for case in cases:
+                    await run_case(args, system, case, ours[case])
+            with dynamo(args.peers, speedup) as pids:
+                for case in cases:
+                    url = f"http://127.0.0.1:{PEER_PORT}"
+                    theirs[case].results.append(load(args.peers, args.python, url, pids, ALL_CASES[case]))
+    if args.json:
+        print(json.dumps(bars(ours, theirs, idle), indent=1))
+        return
     print("| case | | requests/s | TTFT p50 ms | CPU us/request | events/request |")
     print("|---|---|---|---|---|---|")
-    for case in CASES:
+    for case in ALL_CASES:
         mine, peer = medians(ours[case].results), medians(theirs[case].results)
         print(f"| {case} | forebay on Kafka | {mine[0]:.0f} | {mine[1]:.2f} | {mine[2]:.0f} | {mine[3]:.1f} |")
         print(f"| | Dynamo | {peer[0]:.0f} | {peer[1]:.2f} | {peer[2]:.0f} | {peer[3]:.1f} |")
         print(f"| | ratio | {mine[0] / peer[0]:.2f} | {mine[1] / peer[1]:.2f} | {mine[2] / peer[2]:.2f} | |")
+    print(f"\nidle: {statistics.median(idle):.1f} % of a core")
     print_cpu(ours)
     print_hops(ours)
+
+
+async def idle_share(pids: str) -> float:
+    """Return the CPU time of these processes without requests, in percent of a core."""
+    await asyncio.sleep(IDLE_S / 4)  # after the start
+    began_s, before = time.monotonic(), _cpu_s(pids)
+    await asyncio.sleep(IDLE_S)
+    return (_cpu_s(pids) - before) / (time.monotonic() - began_s) * 100
+
+
+def _cpu_s(pids: str) -> float:
+    ticks = 0
+    for pair in pids.split(","):
+        fields = Path(f"/proc/{pair.partition('=')[2]}/stat").read_text().rpartition(")")[2].split()
+        ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def bars(ours: dict[str, Run], theirs: dict[str, Run], idle: list[float]) -> dict[str, Any]:
+    """Return forebay's medians divided by Dynamo's by case, and what has a limit of its own."""
+    names = ("requests_per_s", "ttft_p50", "cpu_per_request")
+    found: dict[str, Any] = {"idle_percent_of_a_core": round(statistics.median(idle), 1)}
+    for case in ALL_CASES:
+        mine, peer = medians(ours[case].results), medians(theirs[case].results)
+        ratios = {name: round(a / b, 2) for name, a, b in zip(names, mine, peer, strict=False)}
+        found[case] = {**ratios, "ttft_p50_ms": [round(mine[1], 2), round(peer[1], 2)]}
+    found[STEADY]["events_per_request"] = [medians(runs[STEADY].results)[3] for runs in (ours, theirs)]
+    found[STEADY]["mean_itl_ms"] = [round(_itl_ms(runs[STEADY].results), 2) for runs in (ours, theirs)]
+    return found
+
+
+def _itl_ms(results: list[dict[str, Any]]) -> float:
+    spans = [result["e2e_ms"]["p50"] - result["ttft_ms"]["p50"] for result in results]
+    return float(statistics.median(spans)) / (STEADY_TOKENS - 1)
 
 
 def print_cpu(runs: dict[str, Run]) -> None:
@@ -237,6 +295,7 @@ def main() -> None:
     parser.add_argument(
         "--also", action="append", default=[], help="NAME=PID of further processes to measure, such as the broker"
     )
+    parser.add_argument("--json", action="store_true", help="print the ratios as one object")
     parser.add_argument("--peers", type=Path, default=os.environ.get("FOREBAY_PEERS"))
     parser.add_argument("--home", type=Path, default=Path.home() / ".cache" / "forebay-peers")
     parser.add_argument("--rounds", type=int, default=3)

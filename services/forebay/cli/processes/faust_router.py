@@ -1,7 +1,7 @@
 """The router as a plain Faust app, to run it with Faust's own command line.
 
     export FOREBAY_KAFKA=host:9092 FOREBAY_REDIS=redis://host:6379
-    faust -A forebay.cli.processes.faust_router worker -l warning
+    faust -A forebay.cli.processes.faust_router worker -l warn
 
 Further environment variables: FOREBAY_NAMESPACE, FOREBAY_KAFKA_CONFIG, FOREBAY_ROUTER_ID, FOREBAY_POOL_ROUTING, and
 FOREBAY_ALLOW_POLICY with policy classes separated by spaces. Each router option has a variable, too:
