@@ -3,10 +3,14 @@
 Each broker has one request in flight, with at most one batch per partition. Batches that become ready meanwhile share
 the next request. A batch is numbered for the broker, which recognises a repeated one. So a batch whose request got no
 response, or a transient error, is sent again until the broker accepts or rejects it. Its bytes stay the same.
+
+The next batch of a partition is sent only after the broker accepted or rejected the previous one, even if its leader
+moved meanwhile or the appending task was cancelled. Otherwise the broker would reject the numbers as out of order.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 from aiokafka import TopicPartition
 from aiokafka.errors import KafkaError
@@ -22,6 +26,9 @@ NO_CODEC, SNAPPY = 0, 2
 # Below this size compression saves less time on the network and the disk than it costs.
 COMPRESSED_BYTES_MIN = 1 << 10
 SEQUENCES = 1 << 31  # numbers of records, which begin again at 0
+# Of the batches of one request, unless the first one is larger. A broker closes the connection without a response if a
+# request exceeds `socket.request.max.bytes`, by default 100 MiB, so such a request would be repeated for ever.
+REQUEST_BYTES_MAX = 16 << 20
 
 
 class _Batch:
@@ -34,7 +41,7 @@ class _Batch:
 
 
 class Producer:
-    """Idempotent producer. A partition may have one batch in flight.
+    """Idempotent producer.
 
     Args:
         wire: connections to the brokers.
@@ -46,7 +53,9 @@ class Producer:
         self._channel = channel
         self._id = ProducerId(-1, -1)
         self._sequences: dict[TopicPartition, int] = {}
+        self._next: dict[TopicPartition, _Batch] = {}  # the only batch of a partition that may be sent
         self._waiting: list[_Batch] = []
+        self._resting: list[_Batch] = []  # until the recovery ends
         self._busy: dict[int, asyncio.Task[None]] = {}
         self._is_due = False
         self._recovery: asyncio.Task[None] | None = None
@@ -74,18 +83,20 @@ class Producer:
     async def append(self, place: TopicPartition, drafts: Sequence[tuple[Draft, int]], size: int) -> int:
         """Append records with their times in milliseconds as one batch, and return the offset of the first one.
 
+        A batch whose append is cancelled is sent nevertheless.
+
         Args:
-            place: partition, which must have no other batch in flight.
+            place: partition.
             drafts: the records.
             size: their bytes.
 
         Raises:
-            KafkaError: the broker rejected the batch.
+            KafkaError: the broker rejected the batch, and will reject all later batches of the partition.
         """
         first = self._sequences.get(place, 0)
-        self._sequences[place] = (first + len(drafts)) % SEQUENCES
         codec = SNAPPY if size >= COMPRESSED_BYTES_MIN else NO_CODEC
         batch = _Batch(place, _encoded(drafts, codec, self._id, first))
+        self._sequences[place] = (first + len(drafts)) % SEQUENCES
         self._waiting.append(batch)
         self._send_soon()
         return await batch.future
@@ -100,50 +111,63 @@ class Producer:
         self._is_due = False
         waiting, self._waiting = self._waiting, []
         requests: dict[int, list[_Batch]] = {}
+        sizes: Counter[int] = Counter()
         for batch in waiting:
-            node = self.wire.leader(batch.place)
-            if node is None:
+            node, size = self.wire.leader(batch.place), len(batch.data)
+            if self._next.setdefault(batch.place, batch) is not batch:
                 self._waiting.append(batch)
-                self._recover()
-            elif node in self._busy:
+            elif node is None:
+                self._rest([batch])
+            elif node in self._busy or (node in requests and sizes[node] + size > REQUEST_BYTES_MAX):
                 self._waiting.append(batch)
             else:
                 requests.setdefault(node, []).append(batch)
+                sizes[node] += size
         for node, batches in requests.items():
             self._busy[node] = asyncio.create_task(self._request(node, batches), name=f"produce to broker {node}")
 
     async def _request(self, node: int, batches: list[_Batch]) -> None:
+        results: Mapping[TopicPartition, int | Exception] = {}
+        lost: Exception | None = None
         try:
             try:
                 results = await self.wire.produce(node, self._channel, {batch.place: batch.data for batch in batches})
-            except (KafkaError, OSError) as error:
-                results = dict.fromkeys([batch.place for batch in batches], _as_kafka_error(error))
-            again = []
-            for batch in batches:
-                result = results[batch.place]
-                if batch.future.done():  # the appending task was cancelled
-                    continue
-                if isinstance(result, int):
-                    batch.future.set_result(result)
-                elif is_transient(result):
-                    again.append(batch)
-                else:
-                    batch.future.set_exception(result)
-            if again:
-                await self._pause()
+            except Exception as error:  # noqa: BLE001 - appends must not wait for ever, whatever error ends a request
+                lost = _as_kafka_error(error)
+            absent = lost or _transient("the response lacks the partition")
+            again = [batch for batch in batches if not self._settle(batch, results.get(batch.place, absent))]
+            if lost is not None and again:
+                await self._pause()  # the broker gets no other requests meanwhile
                 self._waiting[:0] = again
         finally:
             del self._busy[node]
+        if lost is None:
+            self._rest(again)
         self._send()
 
-    def _recover(self) -> None:
-        """Look for the leaders of partitions that have none."""
-        if self._recovery is None or self._recovery.done():
-            self._recovery = asyncio.create_task(self._find_leaders(), name="find leaders")
+    def _settle(self, batch: _Batch, result: int | Exception) -> bool:
+        """Set the result of a batch, and return whether it is final. If not, the batch must be sent again."""
+        if isinstance(result, Exception) and is_transient(result):
+            return False
+        del self._next[batch.place]
+        if not batch.future.done():  # done if the appending task was cancelled
+            if isinstance(result, int):
+                batch.future.set_result(result)
+            else:
+                batch.future.set_exception(result)
+        return True
 
-    async def _find_leaders(self) -> None:
+    def _rest(self, batches: Sequence[_Batch]) -> None:
+        """Send batches again after a pause, in which other batches may be sent to the same broker."""
+        self._resting += batches
+        if self._resting and self._recovery is None:
+            self._recovery = asyncio.create_task(self._recover(), name="find leaders")
+
+    async def _recover(self) -> None:
         await self._pause()
         self._recovery = None
+        self._waiting += self._resting
+        self._resting.clear()
         self._send_soon()
 
     async def _pause(self) -> None:
@@ -154,9 +178,14 @@ class Producer:
 def _as_kafka_error(error: Exception) -> KafkaError:
     if isinstance(error, KafkaError):
         return error
-    failed = KafkaError(str(error))
-    failed.retriable = True  # the connection failed
-    return failed
+    text = f"{type(error).__name__}: {error}"
+    return _transient(text) if is_transient(error) else KafkaError(text)
+
+
+def _transient(text: str) -> KafkaError:
+    error = KafkaError(text)
+    error.retriable = True
+    return error
 
 
 def _encoded(drafts: Sequence[tuple[Draft, int]], codec: int, producer: ProducerId, first: int) -> bytes:
