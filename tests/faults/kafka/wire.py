@@ -11,6 +11,7 @@ from aiokafka.errors import (
     NotLeaderForPartitionError,
     OffsetOutOfRangeError,
     TopicAuthorizationFailedError,
+    UnknownTopicOrPartitionError,
 )
 from aiokafka.record.default_records import DefaultRecordBatch, DefaultRecordBatchBuilder
 from aiokafka.structs import ConsumerRecord, TopicPartition
@@ -59,8 +60,13 @@ class FakeWire(FakeClient):
         return self.host.process.alive and any(place.topic == topic for place in self._unacknowledged)
 
     async def partitions(self, topic: str) -> set[int]:
-        """Return the known partitions of a topic. Raises UnknownTopicOrPartitionError."""
-        return set(range(await self.counted(topic)))
+        """Return the known partitions of a topic. Raises UnknownTopicOrPartitionError if the cluster lacks it."""
+        while True:
+            try:
+                return set(range(await self.counted(topic)))
+            except UnknownTopicOrPartitionError:
+                if self.host.kafka.count(topic) is None:
+                    raise
 
     async def refresh(self, topics: Sequence[str] = ()) -> None:
         """Fetch metadata, which have all topics."""

@@ -4,16 +4,19 @@ Theory of operation. A poll in flight cannot be changed. If a partition is added
 poll in flight lacks it. A second connection then fetches what the poll lacks, with short waits, until the next poll
 includes it. Both may return the same records, of which the second ones are dropped. An idle process therefore sends one
 request per broker and `POLL_MS`, and a new partition is followed within `CATCH_UP_MS`.
+
+A partition whose fetch fails rests for `RETRY_S`, while the polls of its broker go on without it.
 """
 
 import asyncio
 import logging
 import math
 from collections.abc import Callable, Mapping
+from itertools import islice
 
 from aiokafka import TopicPartition
 from aiokafka.consumer.fetcher import READ_UNCOMMITTED
-from aiokafka.errors import KafkaError, OffsetOutOfRangeError
+from aiokafka.errors import KafkaError, OffsetOutOfRangeError, ReplicaNotAvailableError, UnknownError
 from aiokafka.structs import ConsumerRecord
 
 from forebay.transport.kafka.consumer import Batches, DenseRecords
@@ -24,6 +27,10 @@ logger = logging.getLogger(__name__)
 POLL_MS = 500
 CATCH_UP_MS = 20
 RETRY_S = 0.2  # pause after a transient error of a broker
+RECORDS_MAX = 20_000  # of a partition, decoded at once; a gap after compaction may be a million records
+# Errors that aiokafka does not mark as transient. A broker returns them while replicas move, and `UnknownError` also
+# stands for the codes that aiokafka does not know, such as FENCED_LEADER_EPOCH and OFFSET_NOT_AVAILABLE.
+RETRIED = (ReplicaNotAvailableError, UnknownError)
 
 OnRecords = Callable[[TopicPartition, list[ConsumerRecord]], None]
 
@@ -47,6 +54,8 @@ class Poller:
         self._on_failure = on_failure
         self._positions: dict[TopicPartition, int] = {}
         self._paused: set[TopicPartition] = set()
+        self._resting: set[TopicPartition] = set()
+        self._reported: set[TopicPartition] = set()  # whose error of `RETRIED` is in the service log
         self._in_flight: dict[int, Mapping[TopicPartition, int]] = {}
         self._polls: dict[int, asyncio.Task[None]] = {}
         self._catch_ups: dict[int, asyncio.Task[None]] = {}
@@ -63,6 +72,7 @@ class Poller:
         """Poll a partition no longer."""
         del self._positions[place]
         self._paused.discard(place)
+        self._reported.discard(place)
         self.ends.pop(place, None)
 
     def pause(self, place: TopicPartition) -> None:
@@ -93,11 +103,11 @@ class Poller:
         self._is_due = False
         if self._has_failed:
             return
-        nodes = {self._wire.leader(place) for place in self._positions if place not in self._paused}
+        idle = self._paused | self._resting
+        nodes = {self._wire.leader(place) for place in self._positions if place not in idle}
         for node in nodes:
             if node is None:
-                if self._search is None:
-                    self._search = asyncio.create_task(self._find_leaders(), name="find leaders")
+                self._search_leaders()
             elif node not in self._polls:
                 self._polls[node] = asyncio.create_task(self._poll(node), name=f"poll broker {node}")
             elif node not in self._catch_ups and self._lacking(node):
@@ -105,13 +115,13 @@ class Poller:
 
     def _led_by(self, node: int) -> dict[TopicPartition, int]:
         """Return the positions of the partitions to be polled at a broker; none after a failure."""
-        leader, paused = self._wire.leader, self._paused
+        leader, paused, resting = self._wire.leader, self._paused, self._resting
         if self._has_failed:
             return {}
         return {
             place: position
             for place, position in self._positions.items()
-            if place not in paused and leader(place) == node
+            if place not in paused and place not in resting and leader(place) == node
         }
 
     def _lacking(self, node: int) -> dict[TopicPartition, int]:
@@ -124,6 +134,8 @@ class Poller:
     async def _poll(self, node: int) -> None:
         try:
             while offsets := self._led_by(node):
+                if self._in_flight.get(node, {}).keys() - offsets.keys():
+                    self._plan_soon()  # the leader of a partition may have moved
                 self._in_flight[node] = offsets
                 await self._fetch(node, Channel.POLL, offsets, POLL_MS)
         finally:
@@ -138,33 +150,55 @@ class Poller:
         finally:
             del self._catch_ups[node]
 
+    def _search_leaders(self) -> None:
+        if self._search is None:
+            self._search = asyncio.create_task(self._find_leaders(), name="find leaders")
+
     async def _find_leaders(self) -> None:
         topics = {place.topic for place in self._positions if self._wire.leader(place) is None}
-        await self._wire.refresh(sorted(topics))
+        try:
+            await self._wire.refresh(sorted(topics))
+        except KafkaError as error:
+            self._fail(error)
+            return
         if any(self._wire.leader(place) is None for place in self._positions):
             await asyncio.sleep(RETRY_S)
         self._search = None
         self._plan_soon()
 
     async def _fetch(self, node: int, channel: Channel, offsets: dict[TopicPartition, int], wait_ms: int) -> None:
-        errors: list[Exception | None]
         try:
-            errors = [
-                self._apply(result, offsets) for result in await self._wire.fetch(node, channel, offsets, wait_ms)
-            ]
+            for result in await self._wire.fetch(node, channel, offsets, wait_ms):
+                error = self._apply(result, offsets)
+                if error is not None:
+                    self._rest(result.place, error)
         except (KafkaError, OSError) as lost:
-            errors = [lost]
-        except Exception as error:  # readers must not wait for ever, whatever error ends this loop
-            self._fail(error)
-            raise
-        failures = [failure for failure in errors if failure is not None]
-        for failure in failures:
-            if not is_transient(failure):
-                self._fail(failure)
-        if failures:
+            if _is_final(lost):
+                self._fail(lost)
+                return
             await self._wire.refresh()
             await asyncio.sleep(RETRY_S)
             self._plan_soon()  # another broker may lead a partition now
+        except Exception as error:  # readers must not wait for ever, whatever error ends this loop
+            self._fail(error)
+            raise
+
+    def _rest(self, place: TopicPartition, error: Exception) -> None:
+        """Poll a partition again after `RETRY_S`, or fail if the error is final."""
+        if _is_final(error):
+            self._fail(error)
+            return
+        if isinstance(error, RETRIED) and place not in self._reported:
+            self._reported.add(place)
+            logger.warning("cannot fetch %s/%d yet, retrying: %s", *place, error)
+        if place not in self._resting and not self._has_failed:
+            self._resting.add(place)
+            asyncio.get_running_loop().call_later(RETRY_S, self._wake, place)
+        self._search_leaders()  # another broker may lead the partition now
+
+    def _wake(self, place: TopicPartition) -> None:
+        self._resting.discard(place)
+        self._plan_soon()
 
     def _apply(self, result: Fetched, offsets: Mapping[TopicPartition, int]) -> Exception | None:
         """Pass on the new records of a partition. Return its error, if there is one that concerns its position."""
@@ -177,11 +211,18 @@ class Poller:
             return missing if offset == position else None
         if result.error is not None:
             return result.error
+        self._reported.discard(place)
         self.ends[place] = result.end
         if place in self._paused:
             return None
         dense = _records(result, offset)
-        records = [record for record in dense if record.offset >= position]
+        records = list(islice((record for record in dense if record.offset >= position), RECORDS_MAX))
+        if dense.next_fetch_offset <= offset:
+            incomplete: Exception = UnknownError(f"the response has no complete batch at offset {offset}")
+            return incomplete
+        # The partition comes last in the next request. A broker fills a response in the order of the request, and a
+        # batch larger than `PARTITION_BYTES_MAX` fits only if it comes before all other records.
+        del self._positions[place]
         self._positions[place] = max(position, dense.next_fetch_offset)
         if records:
             self._on_records(place, records)
@@ -191,6 +232,11 @@ class Poller:
         if not self._has_failed:
             self._has_failed = True
             self._on_failure(error)
+
+
+def _is_final(error: Exception) -> bool:
+    """Return whether a later fetch will fail too."""
+    return not (is_transient(error) or isinstance(error, RETRIED))
 
 
 def _records(fetched: Fetched, offset: int) -> DenseRecords:

@@ -8,18 +8,26 @@ Format: https://kafka.apache.org/protocol, requests Produce, Fetch and InitProdu
 """
 
 import asyncio
+import math
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import NamedTuple
 
 from aiokafka import TopicPartition
 from aiokafka.client import AIOKafkaClient
-from aiokafka.errors import KafkaError, NodeNotReadyError, for_code
+from aiokafka.errors import (
+    KafkaError,
+    NodeNotReadyError,
+    TopicAuthorizationFailedError,
+    UnknownTopicOrPartitionError,
+    for_code,
+)
 from aiokafka.protocol.fetch import FetchRequest
 from aiokafka.protocol.produce import ProduceRequest
 from aiokafka.protocol.transaction import InitProducerIdRequest
 
-from forebay.transport.kafka.settings import REQUEST_MS, KafkaSettings
+from forebay import runtime
+from forebay.transport.kafka.settings import REQUEST_MS, RETRY_BACKOFF_MS, KafkaSettings
 from forebay.transport.kafka.start import start_whole
 
 ALL_REPLICAS = -1
@@ -81,15 +89,40 @@ class Wire:
         return None if leader == -1 else leader
 
     async def partitions(self, topic: str) -> set[int]:
-        """Return the partitions of a topic. Raises KafkaError if the topic is unknown for `REQUEST_MS`."""
-        known: set[int] = await self._client._wait_on_metadata(topic)
-        return known
+        """Return the partitions of a topic. Waits while no broker responds.
+
+        Raises:
+            KafkaError: The brokers have not known the topic for `REQUEST_MS`, or it may not be described.
+        """
+        cluster, until_s = self._client.cluster, math.inf
+        while (known := cluster.partitions_for_topic(topic)) is None:
+            if topic in cluster.unauthorized_topics:
+                raise TopicAuthorizationFailedError(topic)
+            if runtime.monotonic_s() >= until_s:
+                raise UnknownTopicOrPartitionError(topic)
+            if until_s < math.inf:
+                await asyncio.sleep(RETRY_BACKOFF_MS / 1000)
+            self._client.add_topic(topic)
+            if not await self._client.force_metadata_update():
+                until_s = math.inf
+                await asyncio.sleep(RETRY_BACKOFF_MS / 1000)
+            elif until_s == math.inf:
+                until_s = runtime.monotonic_s() + REQUEST_MS / 1000
+        partitions: set[int] = known
+        return partitions
 
     async def refresh(self, topics: Sequence[str] = ()) -> None:
-        """Fetch the metadata of all topics in use, and of `topics`. Raises nothing if that fails."""
+        """Fetch the metadata of all topics in use, and of `topics`. Raises nothing if no broker responds.
+
+        Raises:
+            TopicAuthorizationFailedError: One of `topics` may not be described.
+        """
         for topic in topics:
             self._client.add_topic(topic)
         await self._client.force_metadata_update()
+        denied = self._client.cluster.unauthorized_topics.intersection(topics)
+        if denied:
+            raise TopicAuthorizationFailedError(", ".join(sorted(denied)))
 
     async def producer_id(self) -> ProducerId:
         """Return the id for a new producer. Raises KafkaError."""
@@ -115,7 +148,7 @@ class Wire:
         request = ProduceRequest(None, ALL_REPLICAS, REQUEST_MS, list(by_topic.items()))
         response = await self._client.send(node, request, group=channel)
         return {
-            TopicPartition(topic, partition): for_code(code)() if code else offset
+            TopicPartition(topic, partition): _error(code, topic, partition) if code else offset
             for topic, partitions in response.topics
             for partition, code, offset, *_ in partitions
         }
@@ -125,20 +158,34 @@ class Wire:
     ) -> list[Fetched]:
         """Return records of partitions from these offsets. Without any the broker responds after `wait_ms`.
 
+        The broker fills the response in the order of `offsets`.
+
         Raises:
-            KafkaError: no response arrived.
+            KafkaError: no response arrived, or the broker rejected the request.
         """
-        by_topic: dict[str, list[tuple[int, int, int]]] = {}
+        # A topic begins again where another one interrupts it, because the order of the partitions matters.
+        by_topic: list[tuple[str, list[tuple[int, int, int]]]] = []
         for (topic, partition), offset in offsets.items():
-            by_topic.setdefault(topic, []).append((partition, offset, PARTITION_BYTES_MAX))
-        request = FetchRequest(wait_ms, 1, FETCH_BYTES_MAX, 0, list(by_topic.items()))
+            if not by_topic or by_topic[-1][0] != topic:
+                by_topic.append((topic, []))
+            by_topic[-1][1].append((partition, offset, PARTITION_BYTES_MAX))
+        request = FetchRequest(wait_ms, 1, FETCH_BYTES_MAX, 0, by_topic)
         response = await self._client.send(node, request, group=channel)
+        if code := getattr(response, "error_code", 0):
+            raise for_code(code)
         return [
-            Fetched(TopicPartition(topic, partition), for_code(code)() if code else None, end, data or b"")
+            Fetched(
+                TopicPartition(topic, partition), _error(code, topic, partition) if code else None, end, data or b""
+            )
             for topic, partitions in response.topics
             for partition, code, end, *_, data in partitions
             if code or data
         ]
+
+
+def _error(code: int, topic: str, partition: int) -> KafkaError:
+    error: KafkaError = for_code(code)(f"{topic}/{partition}")
+    return error
 
 
 def is_transient(error: Exception) -> bool:
