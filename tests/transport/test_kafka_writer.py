@@ -1,4 +1,4 @@
-"""The bytes that wait for a broker are bounded, including those of records that follow other records."""
+"""`KafkaLog` on a broker that does not respond: the bytes that wait for it are bounded, and the log can be closed."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -9,6 +9,7 @@ from aiokafka import TopicPartition
 
 from forebay.events.topics import PROGRESS, TOKENS
 from forebay.transport.base import Draft, LogFull
+from forebay.transport.kafka import log as log_module
 from forebay.transport.kafka import producer as kafka
 from forebay.transport.kafka import wire
 from forebay.transport.kafka import writer as writer_module
@@ -18,6 +19,7 @@ from tests.system import until
 
 LIMIT = 10_000
 SIZE = 1_000  # bytes of a record
+PATIENCE_S = 20.0
 
 
 class Wire:
@@ -111,3 +113,46 @@ async def test_a_follower_that_is_too_large_rejects_the_whole_append(log: KafkaL
     producer.wire.is_back.set()
     assert await log.append([draft(TOKENS.name, 1)]) == [0]
     assert log.failure is None
+
+
+async def test_closing_a_log_ends_if_its_connections_stay_open(
+    log: KafkaLog, producer: Producer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hung broker does not read the last bytes that were sent, so the connection does not close."""
+
+    async def close() -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(log_module, "DISCONNECT_S", 0.0)
+    monkeypatch.setattr(producer.wire, "close", close)
+    async with asyncio.timeout(PATIENCE_S):
+        await log.close()
+
+
+async def test_a_cancelled_start_disconnects(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, closed = asyncio.Event(), asyncio.Event()
+
+    class SilentWire:
+        """Connections to a broker that assigns no producer id."""
+
+        def __init__(self, settings: KafkaSettings) -> None:
+            del settings
+
+        async def start(self) -> None:
+            pass
+
+        async def producer_id(self) -> wire.ProducerId:
+            asked.set()
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        async def close(self) -> None:
+            closed.set()
+
+    monkeypatch.setattr(log_module, "Wire", SilentWire)
+    opening = asyncio.create_task(KafkaLog.open(KafkaSettings("127.0.0.1:1", "n")))
+    await asked.wait()
+    opening.cancel()
+    await asyncio.wait([opening])
+    assert opening.cancelled()
+    assert closed.is_set()

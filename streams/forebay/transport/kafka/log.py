@@ -8,7 +8,7 @@ records. A rejection fails the log: its user must recover from the records that 
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Self
 
 from aiokafka.errors import KafkaError
@@ -63,9 +63,11 @@ class KafkaLog:
         try:
             await wire.start()
             await producer.start()
-        except (KafkaError, OSError, TimeoutError) as error:
+        except BaseException as error:
             await wire.close()
-            raise unreachable(settings, error) from error
+            if isinstance(error, KafkaError | OSError | TimeoutError):
+                raise unreachable(settings, error) from error
+            raise
         return cls(settings, wire, producer)
 
     async def append(self, drafts: Sequence[Draft]) -> list[int]:
@@ -144,12 +146,9 @@ class KafkaLog:
                 logger.warning("Kafka did not acknowledge %d bytes of records, which may be lost", unwritten)
         await self._writer.cancel()
         stops = [self._tails.close(), self._reader.close(), *(producer.stop() for producer in self._producers)]
-        stopping = [asyncio.ensure_future(stop) for stop in stops]
-        _, hanging = await asyncio.wait(stopping, timeout=DISCONNECT_S)
-        for task in hanging:
-            task.cancel()
-        await asyncio.gather(*stopping, return_exceptions=True)
-        await self._wire.close()
+        await _finish(stops)
+        # A connection closes once its last bytes are sent, so it stays open if the broker does not read them.
+        await _finish([self._wire.close()])
 
     async def _producer_of(self, topic: str) -> Producer:
         """Return the producer of a topic. Journals have their own, because a producer has one request in flight."""
@@ -212,3 +211,12 @@ class KafkaLog:
     def _hop(self, topic: str, seconds: float) -> None:
         if self.on_hop is not None:
             self.on_hop(topic, seconds)
+
+
+async def _finish(stops: Sequence[Coroutine[None, None, None]]) -> None:
+    """Run coroutines, and cancel those that take longer than `DISCONNECT_S`."""
+    stopping = [asyncio.ensure_future(stop) for stop in stops]
+    _, hanging = await asyncio.wait(stopping, timeout=DISCONNECT_S)
+    for task in hanging:
+        task.cancel()
+    await asyncio.gather(*stopping, return_exceptions=True)
