@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import random
 import socket
 from collections.abc import AsyncIterator
 
@@ -19,11 +20,13 @@ from forebay.transport.kafka.topics import TopicPlan, count_topics, create_topic
 from forebay.transport.kafka.writer import BATCH_BYTES_MAX, RECORD_BYTES_MAX
 from infra.kafka.kafka import Broker
 from tests.cli.up import forebay
+from tests.harness.brokers import StoppableBroker
 from tests.integration.parts import SASL
 
 PLAN = TopicPlan(groups=2, slots=2, replies=2, kafka_api=2)
 TOPIC = REQUESTS.name
 PATIENCE_S = 60.0
+HANG_MS, HANG_S = 1_000, 4.0  # request timeout, and the time without responses
 
 
 @pytest.fixture
@@ -142,6 +145,15 @@ async def test_tails_of_one_process_are_independent(log: KafkaLog) -> None:
     assert numbers(await first.take(3)) == [25, 26, 27]
 
 
+async def test_partitions_of_several_topics_are_polled_in_turn(log: KafkaLog) -> None:
+    places = [(TOPIC, 0), (FLEET.name, 0), (TOPIC, 1), (FLEET.name, 1)]
+    readers = {place: Reader(log, *place) for place in places}
+    for number in range(3):
+        for place in places:
+            await log.append(drafts(1, *place, first=number))
+            assert numbers(await readers[place].take(1)) == [number]
+
+
 async def test_tails_are_opened_and_closed_while_the_first_one_connects(log: KafkaLog) -> None:
     await log.append(drafts(3))
     readers = []
@@ -203,6 +215,62 @@ async def test_new_partitions_can_be_written_at_once(log: KafkaLog, settings: Ka
     await grow(settings, TOKENS.name, 4)
     assert await log.append(drafts(1, TOKENS.name, 3)) == [0]
     assert numbers(await Reader(log, TOKENS.name, 3).take(1)) == [0]
+
+
+async def test_batches_that_exceed_a_request_of_the_broker_are_written(log: KafkaLog, settings: KafkaSettings) -> None:
+    """Brokers close a connection on which a request exceeds 100 MiB."""
+    count = (100 << 20) // RECORD_BYTES_MAX + 1
+    await grow(settings, TOKENS.name, count)
+    # The leaders are known afterwards, so the large batches are ready together.
+    assert await log.append([Draft(TOKENS.name, partition, b"") for partition in range(count)]) == [0] * count
+    large = random.Random(0).randbytes(RECORD_BYTES_MAX)  # not compressible
+    async with asyncio.timeout(PATIENCE_S):
+        assert await log.append([Draft(TOKENS.name, partition, large) for partition in range(count)]) == [1] * count
+
+
+async def test_the_first_append_to_a_topic_waits_for_a_hung_broker(
+    local_kafka: Broker, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings, hung = KafkaSettings(local_kafka.address, namespace), StoppableBroker(local_kafka)
+    await create_topics(settings, PLAN, ["default"])
+    monkeypatch.setattr("forebay.transport.kafka.settings.REQUEST_MS", HANG_MS)
+    log = await KafkaLog.open(settings)
+    hung.pause()
+    try:
+        appended = asyncio.create_task(log.append(drafts(1)))
+        await asyncio.wait([appended], timeout=HANG_S)
+        assert not appended.done()
+    finally:
+        hung.resume()
+    async with asyncio.timeout(PATIENCE_S):
+        assert await appended == [0]
+    await log.close()
+
+
+async def test_tails_and_appends_survive_a_hung_broker(
+    local_kafka: Broker, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests without response are sent again on new connections, and every record is written once."""
+    settings, hung = KafkaSettings(local_kafka.address, namespace), StoppableBroker(local_kafka)
+    await create_topics(settings, PLAN, ["default"])
+    monkeypatch.setattr("forebay.transport.kafka.settings.REQUEST_MS", HANG_MS)
+    log = await KafkaLog.open(settings)
+    reader = Reader(log, TOPIC)
+    await log.append(drafts(10))
+    assert numbers(await reader.take(10)) == list(range(10))
+    hung.pause()
+    try:
+        appended = asyncio.create_task(log.append(drafts(10, first=10)))
+        await asyncio.wait([appended], timeout=HANG_S)
+        assert not appended.done()
+    finally:
+        hung.resume()
+    async with asyncio.timeout(PATIENCE_S):
+        assert await appended == list(range(10, 20))
+    assert numbers(await reader.take(10)) == list(range(10, 20))
+    assert await log.append(drafts(1, first=20)) == [20]
+    assert numbers(await reader.take(1)) == [20]
+    await log.close()
 
 
 async def test_a_record_over_the_limit_is_rejected_before_it_is_sent(log: KafkaLog) -> None:
