@@ -427,3 +427,9 @@ async def test_stop_ends_requests(poller: Poller, wire: FakeWire) -> None:
     assert (poll.response.cancelled(), catch_up.response.cancelled()) == (True, True)
     poller.seek(C, 0)
     assert await wire.settled()
+
+
+async def test_the_end_of_a_quiet_partition_is_known(poller: Poller, wire: FakeWire, follower: Follower) -> None:
+    poller.seek(A, 4)
+    (await wire.next_request()).respond({A: b""}, end=4)
+    assert ((await wire.next_request()).offsets, poller.ends, follower.runs) == ({A: 4}, {A: 4}, [])

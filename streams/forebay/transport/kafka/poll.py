@@ -213,7 +213,7 @@ class Poller:
             return result.error
         self._reported.discard(place)
         self.ends[place] = result.end
-        if place in self._paused:
+        if place in self._paused or not result.data:
             return None
         dense = _records(result, offset)
         records = list(islice((record for record in dense if record.offset >= position), RECORDS_MAX))

@@ -59,7 +59,7 @@ class Fetched(NamedTuple):
         place: The partition.
         error: Why it returned no records, None without an error.
         end: Offset of the next record to be appended, -1 after an error.
-        data: Record batches, of which the last one may be truncated.
+        data: Record batches, of which the last one may be truncated; empty without new records.
     """
 
     place: TopicPartition
@@ -179,7 +179,6 @@ class Wire:
             )
             for topic, partitions in response.topics
             for partition, code, end, *_, data in partitions
-            if code or data
         ]
 
 
