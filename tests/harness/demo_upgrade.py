@@ -24,7 +24,7 @@ from forebay.core.world import CORE_VERSION
 from forebay.events.decisions import CostTerms, RequestRouted
 from forebay.events.progress import RequestFinished
 from forebay.events.topics import DECISIONS, HEARTBEATS, PROGRESS
-from forebay.replay.verify.spans import spans_of
+from forebay.replay.spans import spans_of
 from forebay.replay.walk import Start, Walk
 from forebay.transport.history.start import EMPTY_STATE
 from tests.harness.cluster import FOREBAY, PLAN, Cluster, Ownership

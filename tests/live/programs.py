@@ -13,6 +13,7 @@ from forebay.transport.history import snapshots as recorded_snapshots
 from tests.system import System, settings, submitted, until, until_ended
 
 OTHER = CORE_VERSION + 1
+OTHER_RELEASE = "0.9.9"
 MODULES = (owner, journal, snapshots, standby, reader, recorded_snapshots)
 PREFIX = list(range(12))
 
@@ -29,6 +30,8 @@ class Program:
         with self._monkeypatch.context() as patch:
             for module in MODULES:
                 patch.setattr(module, "CORE_VERSION", self._version)
+            if self._version != CORE_VERSION:
+                patch.setattr(owner, "own_release", lambda: OTHER_RELEASE)
             serving = Owner(system.log, system.leases, settings())
             await serving.start()
             running = asyncio.create_task(serving.run())

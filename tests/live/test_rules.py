@@ -1,6 +1,7 @@
 """A journal of another rules version is continued only from its seal, and both versions are named until then."""
 
 import asyncio
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -23,11 +24,14 @@ from forebay.transport.history.snapshots import OtherState
 from forebay.transport.history.start import recorded_view
 from forebay.transport.sqlite.log import SqliteLog
 from tests.cli.up import forebay
-from tests.live.programs import OTHER, Program
+from tests.live.programs import OTHER, OTHER_RELEASE, Program
 from tests.live.shared import SharedLog
 from tests.system import System, settings, submitted, until, until_ended
 
-REFUSAL = f"decided by version {OTHER} of the rules, this program has version {CORE_VERSION}: use the program"
+REFUSAL = (
+    f"decided by version {OTHER} of the rules (forebay {OTHER_RELEASE}), this program has version {CORE_VERSION}:"
+    " use the program"
+)
 BLOCKED = f"the owner test runs version {OTHER} of the rules, this program has version {CORE_VERSION}: it takes over"
 
 
@@ -64,7 +68,7 @@ async def test_an_owner_does_not_claim_an_unsealed_journal_of_other_rules(log: S
         await other.serve(system, "a", seals=False)
         for _ in range(2):
             owner = Owner(log, system.leases, settings())
-            with pytest.raises(OtherRules, match=REFUSAL):
+            with pytest.raises(OtherRules, match=re.escape(REFUSAL)):
                 await owner.start()
             owner.drop()
         assert claims(system) == [(OTHER, -1)]
@@ -93,7 +97,7 @@ async def test_a_standby_waits_for_the_seal_of_an_owner_with_other_rules(log: Sq
         await cancelled(following)  # this process can be only one program at a time
         assert (standby.failed, standby.released) == (None, False)
         assert (standby.blocked or "").startswith(BLOCKED)
-        with pytest.raises(OtherRules, match=REFUSAL):
+        with pytest.raises(OtherRules, match=re.escape(REFUSAL)):
             await standby.prepare_claim()
         for name in ("b", "c"):
             await other.serve(system, name, seals=True)
@@ -236,8 +240,8 @@ async def test_verify_names_the_spans_of_other_versions(log: SqliteLog, ours: Pr
     assert (report.verified, report.claims, report.snapshots, report.unverified) == (2, 2, 2, {})
     first, second, third = seals(system)[:3]
     assert report.others == [
-        OtherSpan(rules=OTHER, first=first + 1, end=second + 1),
-        OtherSpan(rules=OTHER, first=third + 1, end=end_of(log)),
+        OtherSpan(rules=OTHER, first=first + 1, end=second + 1, release=OTHER_RELEASE),
+        OtherSpan(rules=OTHER, first=third + 1, end=end_of(log), release=OTHER_RELEASE),
     ]
 
 
@@ -264,7 +268,8 @@ async def test_verify_exits_with_3_if_it_verified_nothing(tmp_path: Path, other:
     run = await asyncio.to_thread(forebay, "replay", "verify", str(path))
     assert run.returncode == 3
     assert f"the journal was decided by version {OTHER}" in run.stderr
-    assert f"version {OTHER} of the rules" in run.stdout
+    assert f"journal offsets 0 to 3: verified only by a forebay with version {OTHER} of the rules" in run.stdout
+    assert f"(forebay {OTHER_RELEASE})" in run.stdout
 
 
 async def test_an_operator_lets_a_router_continue_from_the_last_snapshot(

@@ -26,6 +26,7 @@ PARTS = get_args(Chunk)
 
 # System texts by struct and field. "*" is any struct except `RoutingHints`, which clients write.
 KEPT = {
+    ("OwnerClaimed", "release"),
     ("*", "worker_id"),
     ("*", "pool"),
     ("*", "tier"),

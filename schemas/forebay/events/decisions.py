@@ -59,6 +59,7 @@ class OwnerClaimed(Decision, tag="owner.claimed", frozen=True, kw_only=True):
         snapshot: offset of the `snapshot.taken` or `sealed` record from which an operator let this owner continue. The
             records between that one and this claim are not part of the owner's history. Otherwise -1.
         events_version: version of the event types that the owner can read. Events of later types have no effect.
+        release: version of the owner's forebay package; empty if unknown. Messages name it next to `core_version`.
     """
 
     owner_id: Annotated[Name, OWNER]
@@ -68,6 +69,7 @@ class OwnerClaimed(Decision, tag="owner.claimed", frozen=True, kw_only=True):
     seal: Annotated[int, msgspec.Meta(ge=-1)] = -1
     snapshot: Annotated[int, msgspec.Meta(ge=-1)] = -1
     events_version: Count = 1
+    release: Annotated[str, KEPT] = ""
 
 
 class CostTerms(Part, frozen=True, kw_only=True):

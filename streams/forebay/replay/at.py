@@ -12,21 +12,25 @@ import msgspec
 from forebay.core.rederive import Divergence
 from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
 from forebay.core.state.fleet import FleetWorker
+from forebay.core.world import CORE_VERSION
 from forebay.events.fleet import OwnershipAnnounced, WorkerLost
 from forebay.events.requests import RequestSubmitted
 from forebay.events.topics import DECISIONS, FLEET, REQUESTS
 from forebay.replay.moment import LaterFacts, LossFacts, Moment, loss_of, moment_of
-from forebay.replay.walk import LogStates, Start, States, StateTime, Step, Walk, before, oldest
+from forebay.replay.spans import clock_before, moment_error, sealed_start
+from forebay.replay.walk import LogStates, Start, States, StateTime, Step, Walk
 from forebay.transport.base import Log, LogError
+from forebay.transport.history.claims import validity_at
 from forebay.transport.history.reader import (
-    Validity,
+    OtherRules,
     decode_journal,
     decode_or_none,
     events_of,
     journal,
     journal_records,
 )
-from forebay.transport.history.snapshots import claim_at
+from forebay.transport.history.snapshots import claim_at, newest_snapshot
+from forebay.transport.history.start import begins_of, oldest_state, usable_state
 from forebay.transport.recording.manifest import utc
 
 LOST_MAX = 1_024  # only the most recently lost workers are reported
@@ -73,6 +77,11 @@ class Position:
         self._fleet_start = start.world.view.get(FLEET.name, 0)
         self._timeouts_us: dict[int, int] = {}
         self.world.on_loss = self._note_loss
+
+    @property
+    def rules(self) -> int:
+        """Version of the decision rules of the owner at this position."""
+        return self._walk.validity.rules
 
     @property
     def offset(self) -> int:
@@ -162,10 +171,12 @@ async def seek(
     """Return the position at the journal record at `offset`, by default at the last record.
 
     If that record is stale or foreign, the position is at the last valid record before it. The derivation begins at the
-    newest of `states` before it, by default at the newest snapshot.
+    newest of `states` before it, by default at the newest snapshot. In a part of the journal by owners with other
+    decision rules, only the state of a `Sealed` is known.
 
     Raises:
         NoSuchRecord: the recording has no record at `offset`.
+        NotDerivable: an owner with other decision rules wrote the record, and it is no `Sealed`.
         JournalDiverged: a record up to `offset` does not follow from the events.
         LogError: the log is damaged or incomplete.
     """
@@ -174,7 +185,13 @@ async def seek(
     if not begin <= wanted < end:
         raise NoSuchRecord(f"no journal record {wanted}: the recording has records {begin} to {end - 1}")
     known = LogStates(log, partition, custom) if states is None else states
-    start = await known.before(wanted)
+    try:
+        start = await known.before(wanted)
+    except OtherRules as other:
+        sealed = await sealed_start(log, partition, wanted, custom)
+        if sealed is None:
+            raise await moment_error(log, partition, wanted) from other
+        start = sealed
     last = await _last_valid(log, partition, start, wanted)
     position = Position(log, partition, start, end)
     while position.offset < last and await position.forward():
@@ -185,7 +202,8 @@ async def seek(
 async def _last_valid(log: Log, partition: int, start: Start, wanted: int) -> int:
     """Return the offset of the last valid record from `start` up to `wanted`, inclusive; -1 if there is none."""
     last = -1
-    async for at, _ in journal(log, partition, start.offset, wanted + 1, Validity(start.world.owner_epoch)):
+    validity = await validity_at(log, partition, start.offset, start.world.owner_epoch, start.rules)
+    async for at, _ in journal(log, partition, start.offset, wanted + 1, validity):
         last = at
     return last
 
@@ -206,7 +224,8 @@ async def offset_at(log: Log, partition: int, time_us: int, states: States | Non
     clock_us = start.now_us
     found = start.offset - 1 if start.offset > begin else -1  # the seal right before a snapshot's state
     newest = found
-    async for offset, record in journal(log, partition, start.offset, end, Validity(start.owner_epoch)):
+    validity = await validity_at(log, partition, start.offset, start.owner_epoch, start.rules)
+    async for offset, record in journal(log, partition, start.offset, end, validity):
         if record.consumed:
             clock_us = record.consumed[-1].now_us
         if clock_us > time_us:
@@ -224,15 +243,8 @@ async def offset_at(log: Log, partition: int, time_us: int, states: States | Non
 
 async def last_clock(log: Log, partition: int) -> int:
     """Return the owner's clock at the journal's end in microseconds, 0 if the owner applied no event."""
-    begin, end = await _extent(log, partition)
-    while begin < end:
-        start = max(begin, end - PAGE_RECORDS)
-        decisions = [decode_journal(record) async for record in journal_records(log, partition, start, end)]
-        for decision in reversed(decisions):
-            if decision is not None and decision.consumed:
-                return decision.consumed[-1].now_us
-        end = start
-    return 0
+    _, end = await _extent(log, partition)
+    return await clock_before(log, partition, end)
 
 
 async def _extent(log: Log, partition: int) -> tuple[int, int]:
@@ -246,13 +258,11 @@ async def _state_near(log: Log, partition: int, time_us: int) -> StateTime:
     """Return a state of the log shortly before `time_us`; the oldest state if all are later."""
     begin, end = await _extent(log, partition)
     hint = await _near(log, partition, begin, end, time_us)
-    try:
-        start = await before(log, partition, hint)
-    except LogError:  # the hint may be before the first state; `oldest` raises if there is none
-        start = await oldest(log, partition, end)
-    if start.world.now_us > time_us:
-        start = await oldest(log, partition, end)
-    return StateTime(start.offset, start.world.now_us, start.world.owner_epoch)
+    taken = await newest_snapshot(log, partition, min(hint + 1, end))
+    stored = None if taken is None else await usable_state(log, partition, taken, await begins_of(log, partition))
+    if stored is None or stored.now_us > time_us:
+        stored = await oldest_state(log, partition)
+    return StateTime(stored.offset, stored.now_us, stored.owner_epoch, stored.core_version or CORE_VERSION)
 
 
 async def _near(log: Log, partition: int, begin: int, end: int, time_us: int) -> int:

@@ -17,14 +17,16 @@ from typing import NamedTuple
 
 from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies, PolicyMissing
 from forebay.core.step import CLOCK, AnyDecision, InputEvent, open_run, step
-from forebay.core.world import World
+from forebay.core.world import CORE_VERSION, World
 from forebay.events.decisions import JournalRecord
 from forebay.events.topics import DECISIONS, INPUTS, Topic
 from forebay.replay.at import NoSuchRecord, Position, last_clock, offset_at, seek
 from forebay.replay.moment import LaterFacts
+from forebay.replay.spans import moment_error
 from forebay.replay.walk import States
 from forebay.transport.base import Log, LogError
-from forebay.transport.history.reader import RecordedOrder, Validity, decode_or_none, journal, records_of
+from forebay.transport.history.claims import validity_at
+from forebay.transport.history.reader import RecordedOrder, decode_or_none, journal, records_of
 from forebay.transport.recording.manifest import utc
 
 OnUnrecorded = Callable[[str, int, InputEvent | None, int], None]
@@ -59,6 +61,7 @@ async def seek_time(
 
     Raises:
         NoSuchRecord: the log begins after `time_us` or ends before it.
+        NotDerivable: an owner with other decision rules decided at that time.
         JournalDiverged: a journal record does not follow from the events.
         LogError: the log is damaged or incomplete.
     """
@@ -66,7 +69,9 @@ async def seek_time(
     position = await seek(log, partition, offset, custom, states)
     following = await _next_record(log, partition, position)
     if following is not None:
-        applied = await _apply_recorded(log, partition, position.world, following, time_us)
+        if following.is_of_other_rules and any(run.now_us <= time_us for run in following.record.consumed):
+            raise await moment_error(log, partition, following.offset)
+        applied = await _apply_recorded(log, partition, position.world, following.record, time_us)
         position.later = LaterFacts(requested_us=time_us, applied=dict(applied))
         return position
     await _require_not_after_end(log, partition, position.world, time_us)
@@ -104,13 +109,27 @@ async def last_time(log: Log, partition: int) -> int:
     return latest_us
 
 
-async def _next_record(log: Log, partition: int, position: Position) -> JournalRecord | None:
+class _NextRecord(NamedTuple):
+    """Journal record after a position.
+
+    Attributes:
+        offset: offset of the record.
+        record: the record.
+        is_of_other_rules: whether its owner had other decision rules than this program.
+    """
+
+    offset: int
+    record: JournalRecord
+    is_of_other_rules: bool
+
+
+async def _next_record(log: Log, partition: int, position: Position) -> _NextRecord | None:
     """Return the first valid journal record after `position` that consumes events; None if there is none."""
-    end = await log.end(DECISIONS.name, partition)
-    validity = Validity(position.world.owner_epoch)
-    async for _, record in journal(log, partition, position.offset + 1, end, validity):
+    start, end = position.offset + 1, await log.end(DECISIONS.name, partition)
+    validity = await validity_at(log, partition, start, position.world.owner_epoch, position.rules)
+    async for offset, record in journal(log, partition, start, end, validity):
         if record.consumed:
-            return record
+            return _NextRecord(offset, record, validity.rules != CORE_VERSION)
     return None
 
 

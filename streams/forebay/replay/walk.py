@@ -12,15 +12,30 @@ from typing import NamedTuple, Protocol
 from forebay.core.rederive import Divergence, RecordedEvents, Rederivation
 from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies, PolicyMissing
 from forebay.core.step import CLOCK, AnyDecision
-from forebay.core.world import World
+from forebay.core.world import CORE_VERSION, World
 from forebay.events.codec import encode
-from forebay.events.decisions import JournalRecord, SnapshotRecord
+from forebay.events.decisions import JournalRecord, OwnerClaimed, SnapshotRecord
 from forebay.events.topics import DECISIONS, INPUTS, SNAPSHOTS
 from forebay.replay.checks import FOREIGN_RECORDS, UNKNOWN_EVENTS, UNREAD_FIELDS
 from forebay.replay.moment import LossFacts
 from forebay.transport.base import Log, LogError, PolicyNotAllowed
-from forebay.transport.history.reader import RecordedOrder, Validity, decode_journal, journal_records, require_readable
-from forebay.transport.history.snapshots import load_snapshot, newest_snapshot, snapshots_taken
+from forebay.transport.history.claims import ValidClaim, seal_before, valid_claims
+from forebay.transport.history.reader import (
+    HistoryAbandoned,
+    OtherRules,
+    RecordedOrder,
+    Validity,
+    decode_journal,
+    journal_records,
+    require_readable,
+)
+from forebay.transport.history.snapshots import (
+    load_continued,
+    load_snapshot,
+    newest_snapshot,
+    snapshots_taken,
+    version_of,
+)
 from forebay.transport.history.start import begins_of
 
 
@@ -33,12 +48,14 @@ class Start:
         offset: journal offset of the first record to derive.
         lost: workers that were lost before this state; None to read them from the log.
         unverified: number of records and events skipped before this state, as in `Walk.unverified`.
+        rules: version of the decision rules of the owner before this state.
     """
 
     world: World
     offset: int
     lost: tuple[LossFacts, ...] | None = None
     unverified: Mapping[str, int] = field(default_factory=dict)
+    rules: int = CORE_VERSION
 
 
 class StateTime(NamedTuple):
@@ -48,11 +65,13 @@ class StateTime(NamedTuple):
         offset: journal offset of the first record after the state.
         now_us: the owner's clock, in microseconds.
         owner_epoch: epoch of the owner.
+        rules: version of the decision rules of the owner.
     """
 
     offset: int
     now_us: int
     owner_epoch: int
+    rules: int = CORE_VERSION
 
 
 class States(Protocol):
@@ -62,6 +81,7 @@ class States(Protocol):
         """Return the newest usable state from which the journal record at `offset` can be derived.
 
         Raises:
+            OtherRules: the owner of this record had other decision rules.
             LogError: there is none.
         """
         ...
@@ -133,7 +153,7 @@ class Walk:
         self.end = end
         self.position = start.offset
         self.at_us = 0
-        self.validity = Validity(start.world.owner_epoch)
+        self.validity = Validity(start.world.owner_epoch, start.rules)
         self.order = RecordedOrder(log, partition, start.world.view)
         self.encoded = b""
         self.unread = 0
@@ -172,10 +192,14 @@ class Walk:
         """Derive and yield one record after another. A divergence ends the walk, and the world is then invalid.
 
         Raises:
-            OtherRules: a program with other decision rules wrote the journal.
+            OtherRules: a program with other decision rules wrote the next records.
+            HistoryAbandoned: the next records continue from an earlier snapshot.
             PolicyNotAllowed: the owner ran a custom policy that this walk does not have.
             LogError: the log is damaged, or lacks events that the journal consumed.
         """
+        if self.position == self.start:
+            epoch = self.validity.epoch
+            self.validity.seal = await seal_before(self._log, self._partition, self.start, epoch)
         async for stored in journal_records(self._log, self._partition, self.position, self.end):
             # `position` changes only together with the state, so that a walk can be continued after a LogError.
             offset = stored.offset
@@ -186,6 +210,8 @@ class Walk:
                 self.position = offset + 1
                 continue
             self.validity.require_own_rules(record, offset)
+            if isinstance(record, OwnerClaimed) and record.snapshot >= 0 and offset != self.start:
+                raise HistoryAbandoned(record, offset)
             self.encoded = encode(DECISIONS, record)
             try:
                 events = await self.order.events_of(record.consumed, self.world.owner_events)
@@ -241,12 +267,20 @@ async def oldest(log: Log, partition: int, end: int, custom: CustomPolicies = ON
 async def before(log: Log, partition: int, offset: int, custom: CustomPolicies = ONLY_BUILT_IN) -> Start:
     """Return the newest usable state (see `oldest`) from which the journal record at `offset` can be derived.
 
+    If the owner of that record continued from a snapshot, for example from the seal of an owner with other decision
+    rules, the state is that of the snapshot, and `Start.offset` is the offset of the claim.
+
     Raises:
+        OtherRules: the owner of that record had other decision rules. Not raised for a claim after a `Sealed`, because
+            a claim alone contains no decision.
         LogError: the log holds no usable state before that record.
     """
     begins = await begins_of(log, partition)
     end = await log.end(DECISIONS.name, partition)
     taken = await newest_snapshot(log, partition, min(offset + 1, end))
+    continued = await _continued(log, partition, taken, min(offset + 1, end))
+    if continued is not None:
+        return Start(await load_continued(log, partition, continued.claim, custom), continued.offset)
     if taken is not None:
         start = await _start_of(log, partition, taken, begins, custom)
         if start is not None:
@@ -256,6 +290,29 @@ async def before(log: Log, partition: int, offset: int, custom: CustomPolicies =
         text = f"journal offset {offset} is before the oldest state that can be restored; give {start.offset} or higher"
         raise LogError(text)
     return start
+
+
+async def _continued(log: Log, partition: int, taken: SnapshotRecord | None, end: int) -> ValidClaim | None:
+    """Return the claim with which the last span before `end` began, or None if `taken` is in the same span.
+
+    Raises:
+        OtherRules: the owner of the record right before `end` had other decision rules.
+    """
+    begin, epoch, rules = await log.begin(DECISIONS.name, partition), -1, -1
+    if taken is not None:
+        begin, epoch, rules = taken.journal_offset, taken.owner_epoch, await version_of(log, partition, taken)
+    found, release = None, ""
+    async for valid in valid_claims(log, partition, begin, end, epoch, rules):
+        claim = valid.claim
+        is_own = claim.core_version == CORE_VERSION
+        if valid.offset == end - 1 and not is_own and valid.rules_before in (-1, CORE_VERSION) and claim.snapshot < 0:
+            break
+        rules, release = claim.core_version, claim.release
+        if valid.begins_span:
+            found = valid if is_own else None
+    if rules not in (-1, CORE_VERSION):
+        raise OtherRules(end - 1, rules, release)
+    return found
 
 
 async def _start_of(

@@ -19,6 +19,10 @@ class LogError(Exception):
     """A log operation failed. The message says what to do. After a failed append, every later append fails too."""
 
 
+class NotDerivable(LogError):
+    """Only a program with other decision rules can derive what was requested. The message names the version."""
+
+
 class PolicyNotAllowed(LogError):
     """A recorded owner ran a custom policy that this process may not run. The message names the option to allow it."""
 

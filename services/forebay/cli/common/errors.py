@@ -11,20 +11,26 @@ import typer
 from forebay.cli.common.log_format import logs_json
 from forebay.cli.common.terminal import printable
 from forebay.ingress.errors import Unusable
-from forebay.transport.base import LogError
+from forebay.transport.base import LogError, NotDerivable
 
 USAGE = 2
 BROKEN = 1
+OTHER_RULES = 3  # only a program with other decision rules can do it
 
 
 @contextmanager
 def explained() -> Iterator[None]:
     """Report errors of the body. Exit with code 2 after an error that the user can correct, 1 if an engine failed.
 
+    Exit with code 3 if only a program with other decision rules can derive what was requested.
+
     A user can correct invalid input, and install a missing package.
     """
     try:
         yield
+    except NotDerivable as error:
+        complain(str(error))
+        raise typer.Exit(OTHER_RULES) from None
     except (LogError, Unusable) as error:
         fail(str(error))
     except Exception as error:

@@ -19,6 +19,7 @@ from forebay.replay.explain.event_text import EventSummary
 from forebay.replay.verify.cost_tables import CostTableRow, CostTables
 from forebay.replay.verify.divergence import DivergenceReport
 from forebay.replay.verify.verify import OnProgress, VerifyReport
+from forebay.transport.history.release import rules_text
 
 ROWS_SHOWN = 32  # per cost table, winner, runner-up and differences first; --json has all
 TERMS = CostTerms.__struct_fields__
@@ -65,9 +66,9 @@ def show(report: VerifyReport) -> None:
         )
     for span in report.others:
         print_row(
-            "other rules",
-            f"journal offsets {span.first} to {span.end - 1}: verified only by a forebay with version {span.rules} of"
-            f" the rules; this one has version {CORE_VERSION}",
+            "left out",
+            f"journal offsets {span.first} to {span.end - 1}: verified only by a forebay with"
+            f" {rules_text(span.rules, span.release)}; this one has version {CORE_VERSION}",
         )
     print_row("events", f"{report.events}" + (f", {report.malformed} malformed" if report.malformed else ""))
     if report.pending or report.unapplied:

@@ -6,7 +6,7 @@ from collections.abc import Set
 import msgspec
 import typer
 
-from forebay.cli.common.errors import complain, explained, fail
+from forebay.cli.common.errors import OTHER_RULES, complain, explained, fail
 from forebay.cli.common.recording import Recording
 from forebay.cli.common.terminal import own_stdout
 from forebay.cli.common.unverified import DIVERGED, allowed_of, complaint, exit_code
@@ -20,9 +20,8 @@ from forebay.replay.policies import require_allowed
 from forebay.replay.scaling.journal import has_scaling
 from forebay.replay.verify.verify import OnProgress, VerifyReport, include_scaling, verify
 from forebay.transport.history.groups import groups_of
+from forebay.transport.history.release import rules_text
 from forebay.transport.sqlite.log import SqliteLog
-
-NOTHING_VERIFIED = 3  # exit code
 
 
 def run_verify(*, recording: Recording, allow: list[str] | None, allow_policy: AllowPolicyOption, json: bool) -> None:
@@ -43,12 +42,12 @@ def run_verify(*, recording: Recording, allow: list[str] | None, allow_policy: A
         complain(complaint(report.failed, report.unknown_event))
         raise typer.Exit(exit_code(report.failed))
     if report.is_empty:
-        versions = ", ".join(str(version) for version in sorted({span.rules for span in report.others}))
+        versions = " and ".join(sorted({rules_text(span.rules, span.release) for span in report.others}))
         complain(
             f"nothing was verified: this program has version {CORE_VERSION} of the rules, the journal was decided by"
-            f" version {versions}; run `replay verify` of a forebay with that version"
+            f" {versions}; run `replay verify` of a forebay with that version"
         )
-        raise typer.Exit(NOTHING_VERIFIED)
+        raise typer.Exit(OTHER_RULES)
 
 
 async def _verify(

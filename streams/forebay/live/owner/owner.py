@@ -55,6 +55,7 @@ from forebay.live.router.standby import Standby, Unconfirmed
 from forebay.transport.base import Draft, Leases, Log, LogError, Record, Tail
 from forebay.transport.dead_letters import dead_letter
 from forebay.transport.decoding import event_of
+from forebay.transport.history.release import own_release
 
 __all__ = ["GroupSettings", "Owner", "OwnershipLost"]
 
@@ -142,6 +143,7 @@ class Owner:
                 seal=recovered.seal,
                 snapshot=recovered.snapshot,
                 events_version=EVENTS_VERSION,
+                release=own_release(),
             )
         )
         epoch = self.journal.epoch

@@ -153,7 +153,7 @@ class Standby:
         if not self._is_foreign or self.released:
             return
         if self._on_loss is None:
-            raise OtherRules(self.position - 1, self._validity.rules)
+            raise OtherRules(self.position - 1, self._validity.rules, self._validity.release)
         tail = await abandoned_tail(self._log, self._partition, self.position)
         self._on_loss(tail)
         self.snapshot = tail.snapshot

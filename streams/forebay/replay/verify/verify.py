@@ -17,9 +17,9 @@ from forebay.events.decisions import OwnerClaimed, SnapshotRecord
 from forebay.events.topics import DECISIONS, INPUTS
 from forebay.replay.checks import FOREIGN_PROGRESS, MISSING_SNAPSHOTS, SCALING_RULES
 from forebay.replay.scaling.history import ScalingVerification, verify_scaling
+from forebay.replay.spans import spans_of
 from forebay.replay.verify.divergence import DivergenceReport, DivergenceTrail
 from forebay.replay.verify.foreign_progress import ForeignEvent, ForeignProgress
-from forebay.replay.verify.spans import spans_of
 from forebay.replay.walk import Walk
 from forebay.transport.base import Log
 from forebay.transport.history.snapshots import MissingChunk, OtherState, check_snapshot
@@ -37,11 +37,13 @@ class OtherSpan(msgspec.Struct, frozen=True, kw_only=True):
         rules: version of the decision rules of its owners.
         first: journal offset of its first record.
         end: journal offset after its last record.
+        release: version of forebay that has these rules; empty if the journal does not name it.
     """
 
     rules: int
     first: int
     end: int
+    release: str = ""
 
 
 class VerifyReport(msgspec.Struct, kw_only=True):
@@ -135,7 +137,8 @@ async def verify(
     for span in await spans_of(log, partition, begin, end):
         walk = None
         if not span.is_own:
-            report.others.append(OtherSpan(rules=span.rules, first=span.first, end=span.end))
+            other = OtherSpan(rules=span.rules, first=span.first, end=span.end, release=span.release)
+            report.others.append(other)
             continue
         walk = Walk(log, partition, await span.start(log, partition, end, custom), span.end)
         await _verify_span(log, partition, walk, report, hasher, progress)

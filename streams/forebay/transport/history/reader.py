@@ -19,19 +19,34 @@ from forebay.events.decisions import ConsumedRun, JournalRecord, OwnerClaimed, S
 from forebay.events.topics import DECISIONS, INPUTS, Topic
 from forebay.events.versions import EVENTS_VERSION
 from forebay.transport.base import Log, LogError, Record
+from forebay.transport.history.release import rules_text
 
 logger = logging.getLogger(__name__)
 
 PAGE_RECORDS = 512  # records per read; bounds memory whatever the length of the log
 
 
-class OtherRules(LogError):
+class SpanEnds(LogError):
+    """The next journal records do not follow from the earlier ones under this program's rules."""
+
+
+class OtherRules(SpanEnds):
     """A program with other decision rules (`core_version`) wrote the journal, so this program cannot derive it."""
 
-    def __init__(self, offset: int, version: int) -> None:
+    def __init__(self, offset: int, version: int, release: str = "") -> None:
         super().__init__(
-            f"journal record {offset} was decided by version {version} of the rules, this program has version "
+            f"journal record {offset} was decided by {rules_text(version, release)}, this program has version "
             f"{CORE_VERSION}: use the program that wrote it, and stop it as planned before you start this one"
+        )
+
+
+class HistoryAbandoned(SpanEnds):
+    """An operator let an owner continue from an earlier snapshot, so its records do not follow from those before."""
+
+    def __init__(self, claim: OwnerClaimed, offset: int) -> None:
+        super().__init__(
+            f"router {claim.owner_id} continued from the snapshot at journal offset {claim.snapshot}, so the records"
+            f" from {offset} on do not follow from those before"
         )
 
 
@@ -229,14 +244,16 @@ class Validity:
         epoch: Owner epoch so far, which is the offset of the newest valid claim; -1 before the first claim.
         rules: Version of the decision rules of this owner. `rules` of the constructor is that of the first owner.
         seal: Offset of the last valid record if it is a `Sealed`, otherwise -1.
+        release: Package version of this owner; empty if unknown.
         void: Number of stale records and of invalid claims so far.
         foreign: Number of records so far that are not journal records.
     """
 
-    def __init__(self, epoch: int, rules: int | None = None) -> None:
+    def __init__(self, epoch: int, rules: int | None = None, seal: int = -1) -> None:
         self.epoch = epoch
         self.rules = CORE_VERSION if rules is None else rules
-        self.seal = -1
+        self.seal = seal
+        self.release = ""
         self.void = 0
         self.foreign = 0
 
@@ -251,6 +268,7 @@ class Validity:
                 return False
             self.epoch = offset
             self.rules = decision.core_version
+            self.release = decision.release
         elif decision.owner_epoch < self.epoch:
             self.void += 1
             return False
@@ -267,7 +285,7 @@ class Validity:
         Claims are accepted, because a claim alone contains no decision.
         """
         if not isinstance(decision, OwnerClaimed) and self.rules != CORE_VERSION:
-            raise OtherRules(offset, self.rules)
+            raise OtherRules(offset, self.rules, self.release)
 
 
 def can_continue(claim: OwnerClaimed, rules: int, seal: int = -1) -> bool:

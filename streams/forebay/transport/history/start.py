@@ -21,12 +21,14 @@ class StoredState(NamedTuple):
         view: Offset up to which the owner had applied each input topic. It is 0 for topics without an entry.
         owner_epoch: Epoch of the owner that sealed the state, -1 before the first claim.
         core_version: Version of the decision rules of that owner.
+        now_us: Clock of that owner, in microseconds; 0 before the first event.
     """
 
     offset: int
     view: Mapping[str, int]
     owner_epoch: int
     core_version: int
+    now_us: int = 0
 
 
 EMPTY_STATE = StoredState(0, {}, -1, CORE_VERSION)
@@ -53,7 +55,7 @@ async def usable_state(
     view = {run.topic: run.count for run in state.view}
     if any(view.get(topic.name, 0) < begins[topic.name] for topic in INPUTS):
         return None
-    return StoredState(taken.journal_offset, view, state.owner_epoch, taken.core_version)
+    return StoredState(taken.journal_offset, view, state.owner_epoch, taken.core_version, state.now_us)
 
 
 async def oldest_state(log: Log, partition: int) -> StoredState:

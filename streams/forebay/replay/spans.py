@@ -1,0 +1,151 @@
+"""Divide a journal into spans. The records of a span follow from one another under one version of the decision rules.
+
+A span begins at the beginning of the log, or at a claim whose owner continued from a snapshot: after an owner with
+other decision rules had stopped as planned, or because an operator accepted a loss.
+"""
+
+from typing import NamedTuple
+
+from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
+from forebay.core.step import AnyDecision
+from forebay.core.world import CORE_VERSION
+from forebay.events.decisions import OwnerClaimed, Sealed
+from forebay.events.topics import DECISIONS
+from forebay.replay.walk import Start, oldest
+from forebay.transport.base import Log, NotDerivable
+from forebay.transport.history.claims import stamp_of, valid_claims
+from forebay.transport.history.reader import PAGE_RECORDS, Validity, decode_journal, journal, journal_records
+from forebay.transport.history.release import rules_text
+from forebay.transport.history.snapshots import claim_at, load_continued, load_sealed, newest_snapshot_at
+from forebay.transport.history.start import StoredState, oldest_state
+from forebay.transport.recording.manifest import utc
+
+
+class RulesSpan(NamedTuple):
+    """Part of a journal.
+
+    Attributes:
+        rules: version of the decision rules of its owners.
+        first: journal offset of its first record.
+        end: journal offset after its last record.
+        claim: claim with which the span begins; None for the beginning of the log.
+        release: package version of its last owner; empty if unknown.
+        epoch: epoch of the owner before the span, if no claim begins it; otherwise -1.
+    """
+
+    rules: int
+    first: int
+    end: int
+    claim: OwnerClaimed | None
+    release: str = ""
+    epoch: int = -1
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this program has the decision rules of the span."""
+        return self.rules == CORE_VERSION
+
+    async def start(self, log: Log, partition: int, end: int, custom: CustomPolicies) -> Start:
+        """Return the state before the span, of a journal that ends at offset `end`. Raises LogError if it is lost."""
+        if self.claim is None:
+            return await oldest(log, partition, end, custom)
+        return Start(await load_continued(log, partition, self.claim, custom), self.first)
+
+    async def decisions(self, log: Log, partition: int, first: int = 0, end: int | None = None) -> int:
+        """Return the number of decisions in the span, between two journal offsets. Raises LogError."""
+        validity = Validity(self.epoch, self.rules)
+        records = journal(log, partition, self.first, self.end if end is None else min(end, self.end), validity)
+        return sum([isinstance(record, AnyDecision) and offset >= first async for offset, record in records])
+
+
+async def spans_of(log: Log, partition: int, begin: StoredState, end: int) -> list[RulesSpan]:
+    """Return the spans of a journal from the state `begin` to offset `end`. Raises LogError if it is damaged."""
+    rules = (begin.core_version or CORE_VERSION) if begin.owner_epoch >= 0 else -1
+    span = RulesSpan(rules, begin.offset, end, None, epoch=begin.owner_epoch)
+    found: list[RulesSpan] = []
+    async for valid in valid_claims(log, partition, begin.offset, end, begin.owner_epoch, rules):
+        if valid.begins_span:
+            found.append(span._replace(end=valid.offset))
+            span = RulesSpan(valid.claim.core_version, valid.offset, end, valid.claim)
+        span = span._replace(rules=valid.claim.core_version, release=valid.claim.release)
+    if span.claim is None and not span.release and span.epoch >= 0:
+        claim = await claim_at(log, partition, span.epoch)
+        span = span._replace(release="" if claim is None else claim.release)
+    return [*found, span if span.rules >= 0 else span._replace(rules=CORE_VERSION)]
+
+
+async def valid_claim_offsets(log: Log, partition: int) -> set[int]:
+    """Return the offsets of all valid claims in the journal of a group. Raises LogError if it is damaged."""
+    begin, end = await oldest_state(log, partition), await log.end(DECISIONS.name, partition)
+    rules = (begin.core_version or CORE_VERSION) if begin.owner_epoch >= 0 else -1
+    claims = valid_claims(log, partition, begin.offset, end, begin.owner_epoch, rules)
+    return {valid.offset async for valid in claims}
+
+
+async def sealed_start(log: Log, partition: int, offset: int, custom: CustomPolicies = ONLY_BUILT_IN) -> Start | None:
+    """Return the state at journal offset `offset` from the seal of an owner with any rules.
+
+    Returns None if the last valid record up to `offset` is not a `Sealed`. `Start.offset` is the offset after it.
+
+    Raises:
+        LogError: the snapshot is damaged or missing.
+    """
+    found = await newest_snapshot_at(log, partition, offset + 1)
+    if found is None or not isinstance(found[1], Sealed):
+        return None
+    sealed_at, sealed = found
+    async for record in journal_records(log, partition, sealed_at + 1, offset + 1):
+        stamp = stamp_of(record)
+        claim = None if stamp is None or not stamp.is_claim else decode_journal(record)
+        if stamp is not None and not (isinstance(claim, OwnerClaimed) and claim.snapshot < 0):
+            return None
+    world = await load_sealed(log, partition, sealed, custom)
+    return Start(world, sealed_at + 1, rules=sealed.core_version)
+
+
+async def moment_error(log: Log, partition: int, offset: int) -> NotDerivable:
+    """Return the error for a moment at a journal offset in a span of other rules. It names the nearest other moments.
+
+    Raises:
+        LogError: the log is damaged.
+    """
+    end = await log.end(DECISIONS.name, partition)
+    spans = await spans_of(log, partition, await oldest_state(log, partition), end)
+    span = next((one for one in reversed(spans) if one.first <= offset), spans[0])
+    near = [] if span.claim is None else [span.first]
+    if span.end < end and spans[spans.index(span) + 1].is_own:
+        near.append(span.end)
+    elif await _ends_sealed(log, partition, span):
+        near.append(span.end - 1)
+    shown = [await _moment_text(log, partition, one) for one in near]
+    remedy = f"use {'that version' if not span.release else f'forebay {span.release}'}"
+    if shown:
+        nearest = f"nearest moment{'s' * (len(shown) > 1)} that this program can show"
+        remedy += f", or show {' or '.join(shown)}, the {nearest}"
+    return NotDerivable(
+        f"journal offset {offset} is in a part ({span.first} to {span.end - 1}) that was decided by"
+        f" {rules_text(span.rules, span.release)}, this program has version {CORE_VERSION}: {remedy}"
+    )
+
+
+async def clock_before(log: Log, partition: int, end: int) -> int:
+    """Return the owner's clock before journal offset `end` in microseconds, 0 if no event was applied by then."""
+    begin = await log.begin(DECISIONS.name, partition)
+    while begin < end:
+        start = max(begin, end - PAGE_RECORDS)
+        records = [decode_journal(one) async for one in journal_records(log, partition, start, end)]
+        for record in reversed(records):
+            if record is not None and record.consumed:
+                return record.consumed[-1].now_us
+        end = start
+    return 0
+
+
+async def _ends_sealed(log: Log, partition: int, span: RulesSpan) -> bool:
+    found = await newest_snapshot_at(log, partition, span.end)
+    return found is not None and found[0] == span.end - 1 and isinstance(found[1], Sealed)
+
+
+async def _moment_text(log: Log, partition: int, offset: int) -> str:
+    clock_us = await clock_before(log, partition, offset + 1)
+    return f"offset {offset}" + (f" ({utc(clock_us)})" if clock_us else "")
