@@ -1,6 +1,8 @@
 """Programs with different versions of the decision rules, for tests."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -27,6 +29,15 @@ class Program:
 
     async def serve(self, system: System, *names: str, seals: bool) -> None:
         """Serve requests with an owner of this program, which stops as planned if `seals`, and otherwise dies."""
+        async with self.owning(system, seals=seals) as serving:
+            for name in names:
+                system.send(submitted(name, PREFIX))
+                await until_ended(system, name)
+            await until(lambda: not len(serving.world.requests))
+
+    @asynccontextmanager
+    async def owning(self, system: System, *, seals: bool) -> AsyncIterator[Owner]:
+        """Run an owner of this program, which stops as planned if `seals`, and otherwise dies."""
         with self._monkeypatch.context() as patch:
             for module in MODULES:
                 patch.setattr(module, "CORE_VERSION", self._version)
@@ -36,10 +47,7 @@ class Program:
             await serving.start()
             running = asyncio.create_task(serving.run())
             await until(lambda: len(serving.world.fleet) == 1)
-            for name in names:
-                system.send(submitted(name, PREFIX))
-                await until_ended(system, name)
-            await until(lambda: not len(serving.world.requests))
+            yield serving
             await serving.stop()
             await running
             if seals:

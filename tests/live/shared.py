@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
+import msgspec
+
 from forebay.events.decisions import JournalRecord
 from forebay.events.topics import DECISIONS
 from forebay.replay.verify.verify import VerifyReport, verify
@@ -109,3 +111,18 @@ async def valid(log: SqliteLog, kind: type[Kind]) -> list[Kind]:
     """Return the valid journal records of a kind, oldest first."""
     end = log.next_offset(DECISIONS.name, 0)
     return [record async for _, record in journal(log, 0, 0, end, Validity(-1)) if isinstance(record, kind)]
+
+
+class Altered(SharedLog):
+    """A log that returns altered values of one topic."""
+
+    def __init__(self, log: Log, topic: str, alter: Callable[[bytes], bytes]) -> None:
+        super().__init__(log)
+        self._topic = topic
+        self._alter = alter
+
+    async def read(self, topic: str, partition: int, offset: int, limit: int) -> list[Record]:
+        records = await super().read(topic, partition, offset, limit)
+        if topic != self._topic:
+            return records
+        return [msgspec.structs.replace(record, value=self._alter(record.value)) for record in records]

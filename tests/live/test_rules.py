@@ -2,7 +2,6 @@
 
 import asyncio
 import re
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,14 +17,14 @@ from forebay.live.owner.owner import Owner, OwnershipLost
 from forebay.live.router.abandoned_tail import AbandonedTail
 from forebay.live.router.standby import Standby
 from forebay.replay.verify.verify import OtherSpan, verify
-from forebay.transport.base import Draft, Log, Record
+from forebay.transport.base import Draft
 from forebay.transport.history.reader import OtherRules
 from forebay.transport.history.snapshots import OtherState
 from forebay.transport.history.start import recorded_view
 from forebay.transport.sqlite.log import SqliteLog
 from tests.cli.up import forebay
 from tests.live.programs import OTHER, OTHER_RELEASE, Program
-from tests.live.shared import SharedLog
+from tests.live.shared import Altered, SharedLog
 from tests.system import System, settings, submitted, until, until_ended
 
 REFUSAL = (
@@ -152,21 +151,6 @@ async def test_the_second_claim_after_a_seal_is_void_if_its_rules_differ(
         await other.serve(system, "c", seals=True)
         await ours.serve(system, "d", seals=True)
         assert claims(system)[-1] == (CORE_VERSION, seals(system)[-2])
-
-
-class Altered(SharedLog):
-    """A log that returns altered values of one topic."""
-
-    def __init__(self, log: Log, topic: str, alter: Callable[[bytes], bytes]) -> None:
-        super().__init__(log)
-        self._topic = topic
-        self._alter = alter
-
-    async def read(self, topic: str, partition: int, offset: int, limit: int) -> list[Record]:
-        records = await super().read(topic, partition, offset, limit)
-        if topic != self._topic:
-            return records
-        return [msgspec.structs.replace(record, value=self._alter(record.value)) for record in records]
 
 
 async def test_a_damaged_snapshot_of_other_rules_is_not_continued(log: SqliteLog, other: Program) -> None:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import msgspec
 import typer
 
-from forebay.cli.common.errors import explained, fail
+from forebay.cli.common.errors import OTHER_RULES, explained, fail
 from forebay.cli.common.recording import GroupOption, KafkaSource, Recording
 from forebay.cli.common.terminal import bar, own_stdout
 from forebay.cli.common.unverified import DIVERGED, tell_unverified
@@ -44,6 +44,8 @@ def run_explain(
     if explanation.divergence is not None:
         raise typer.Exit(DIVERGED)
     tell_unverified(explanation.unverified)
+    if explanation.recorded and explanation.derived_to == explanation.derived_from:
+        raise typer.Exit(OTHER_RULES)
 
 
 async def _explain(

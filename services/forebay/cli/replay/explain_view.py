@@ -10,6 +10,7 @@ from rich.text import Text
 from forebay.cli.common.terminal import printable, results
 from forebay.cli.replay.at_view import span
 from forebay.core.ttft_parts import Part
+from forebay.core.world import CORE_VERSION
 from forebay.events.control import RouterConfig
 from forebay.replay.explain.explanation import (
     CandidateCost,
@@ -19,6 +20,7 @@ from forebay.replay.explain.explanation import (
     Submission,
     TimelineEntry,
 )
+from forebay.transport.history.release import rules_text
 from forebay.transport.recording.manifest import utc
 
 CANDIDATES_SHOWN = 10  # number of the cheapest candidates shown; --all shows all
@@ -130,9 +132,27 @@ def _foot(explanation: Explanation) -> Iterator[str]:
     parts = {} if first is None or first.parts_us is None else first.parts_us
     if len(parts) > 1:
         yield "of this: " + ", ".join(f"{PARTS[part]} {span(us)}" for part, us in parts.items())
-    if explanation.derived_to > explanation.derived_from:
-        offsets = f"journal offsets {explanation.derived_from} to {explanation.derived_to - 1}"
-        yield f"verified: {offsets} derived again, every record equal"
+    offsets = " and ".join(f"{first} to {end - 1}" for first, end in _derived(explanation))
+    if offsets:
+        yield f"verified: journal offsets {offsets} derived again, every record equal"
+    for part in explanation.recorded:
+        remedy = f"forebay {part.release}" if part.release else "that version"
+        yield (
+            f"as recorded: journal offsets {part.first} to {part.end - 1} were decided by"
+            f" {rules_text(part.rules, part.release)}, this program has version {CORE_VERSION}; use {remedy} for the"
+            " reasons"
+        )
+
+
+def _derived(explanation: Explanation) -> Iterator[tuple[int, int]]:
+    """Yield the first offset of each derived part of the journal, and the offset after it."""
+    begin = explanation.derived_from
+    for part in explanation.recorded:
+        if begin < part.first:
+            yield begin, part.first
+        begin = max(begin, part.end)
+    if begin < explanation.derived_to:
+        yield begin, explanation.derived_to
 
 
 def _show_moment(console: Console, explanation: Explanation, moment: TimelineEntry) -> None:

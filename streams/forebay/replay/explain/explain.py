@@ -2,28 +2,42 @@
 
 All decisions in an explanation were derived from the recorded events and equal the journal. A divergence ends the
 explanation and is part of it. Events after the end of the journal are listed as not yet applied by an owner.
+
+Decisions of owners with other decision rules are an exception. The timeline has their journal records without the
+reasons, which only a program with these rules can derive.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import msgspec
 
 from forebay.core.routing.plan import Plan
 from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
 from forebay.core.world import World
+from forebay.events.decisions import OwnerClaimed
 from forebay.events.fleet import WorkerFact
 from forebay.events.progress import ProgressEvent
 from forebay.events.requests import RequestCancelled, RouteQueried
-from forebay.events.topics import DECISIONS, FLEET, PROGRESS, REQUESTS, Topic
-from forebay.replay.explain.explanation import Explanation, TimelineEntry
-from forebay.replay.explain.find import Mentions, OnProgress, UnknownRequest, find, find_unapplied_submission
+from forebay.events.topics import DECISIONS, FLEET, INPUTS, PROGRESS, REQUESTS, Topic
+from forebay.replay.explain.explanation import Explanation, RecordedSpan, TimelineEntry
+from forebay.replay.explain.find import (
+    Mentions,
+    OnProgress,
+    RequestLocation,
+    UnknownRequest,
+    find,
+    find_unapplied_submission,
+)
 from forebay.replay.explain.timeline import Timeline
 from forebay.replay.explain.timeline_parts import SubmissionEvent, submission_of_event
-from forebay.replay.verify.divergence import DivergenceTrail
+from forebay.replay.recorded import RecordedSteps
+from forebay.replay.verify.divergence import DivergenceReport, DivergenceTrail
 from forebay.replay.walk import LogStates, Start, States, Walk, oldest
 from forebay.transport.base import Log, Record
-from forebay.transport.history.reader import decode_or_none, records_of
+from forebay.transport.history.reader import OtherRules, SpanEnds, decode_or_none, records_of
+from forebay.transport.history.release import rules_text
+from forebay.transport.history.snapshots import load_continued
 
 __all__ = ["Explanation", "UnknownRequest", "explain"]
 
@@ -57,7 +71,6 @@ async def explain(
 
     Raises:
         UnknownRequest: no record on the log is about the request.
-        OtherRules: a program with other decision rules wrote the journal.
         LogError: the log is damaged, or no longer holds a state before the request.
     """
     try:
@@ -70,38 +83,120 @@ async def explain(
     first = found.first
     if mentions is not None:  # the request is not active yet in a state before the record that counts its submission
         first = next((offset for offset in mentions.submissions if offset <= first), first)
-    start = await _start(log, partition, found.request_id, first, states or LogStates(log, partition, custom), custom)
-    walk = Walk(log, partition, start, await log.end(DECISIONS.name, partition))
-    timeline, trail = Timeline(found.request_id, start.world), DivergenceTrail(walk)
-    _add_plan_listener(walk.world, timeline.on_plan)
-    done, divergence = start.offset, None
-    async for step in walk:
-        if step.divergence is not None:
-            divergence = await trail.report(log, partition, step.divergence, step)
-            break
-        trail.add_verified(step)
-        timeline.apply(step, walk.consumed_from(step.record))
-        done = step.offset + 1
-        if timeline.over and done > found.last:
-            break
-        if done % BREATHE_EVERY == 0:
-            if progress is not None:
-                progress(done - start.offset, walk.end - start.offset)
-            await asyncio.sleep(0)
-    if divergence is None and not timeline.over:
+    end = await log.end(DECISIONS.name, partition)
+    derived = _Derived(log, partition, found, end, progress)
+    await derived.follow(first, states or LogStates(log, partition, custom), custom)
+    timeline = derived.timeline
+    if derived.divergence is None and not timeline.over:
         if not timeline.begun:
             raise UnknownRequest(found.request_id, ())
-        await _observe_tail(log, partition, timeline, walk)
-    explanation = timeline.explanation(diverged=divergence is not None)
+        await _observe_tail(log, partition, timeline, derived.view)
+    explanation = timeline.explanation(diverged=derived.divergence is not None)
     return msgspec.structs.replace(
         explanation,
         earlier_uses=found.earlier,
         others=found.others,
-        derived_from=start.offset,
-        derived_to=done,
-        unverified=walk.unverified,
-        divergence=divergence,
+        derived_from=derived.begin,
+        derived_to=derived.done,
+        unverified=derived.unverified,
+        divergence=derived.divergence,
+        recorded=tuple(derived.recorded),
     )
+
+
+class _Derived:
+    """Derives the timeline of a request. Parts of the journal by other rules are read as recorded.
+
+    Attributes:
+        timeline: the timeline.
+        divergence: the first record that does not follow from the events, if there is one.
+        recorded: the parts that were read as recorded.
+        unverified: number of skipped records and events, by name.
+        view: offset of the next event, by input topic.
+        begin: journal offset at which the derivation began; the journal's end if nothing was derived.
+        done: journal offset at which the derivation ended, exclusive.
+    """
+
+    def __init__(self, log: Log, partition: int, found: RequestLocation, end: int, progress: OnProgress | None) -> None:
+        self.timeline = Timeline(found.request_id, World())
+        self.divergence: DivergenceReport | None = None
+        self.recorded: list[RecordedSpan] = []
+        self.unverified: dict[str, int] = {}
+        self.view: Mapping[str, int] = {}
+        self.begin = self.done = end
+        self._log = log
+        self._partition = partition
+        self._found = found
+        self._end = end
+        self._progress = progress
+
+    async def follow(self, first: int, states: States, custom: CustomPolicies) -> None:
+        """Follow the journal from a state before offset `first` to the end of the request."""
+        log, partition = self._log, self._partition
+        try:
+            start = await _start(log, partition, self._found.request_id, first, states, custom)
+        except OtherRules:
+            steps = await RecordedSteps.before(log, partition, first)
+        else:
+            self.begin = start.offset
+            self.timeline = Timeline(self._found.request_id, start.world)
+            walk = await self._derive(start)
+            if walk is None:
+                return
+            steps = RecordedSteps.after(log, partition, walk)
+        while (claim := await self._read(steps)) is not None:
+            start = Start(await load_continued(log, partition, claim, custom), steps.position)
+            self.begin = min(self.begin, start.offset)
+            self.timeline.continue_in(start.world)
+            walk = await self._derive(start)
+            if walk is None:
+                return
+            steps = RecordedSteps.after(log, partition, walk)
+
+    async def _derive(self, start: Start) -> Walk | None:
+        """Derive records up to the end of the request. Return the walk if its span ends before."""
+        self.done = start.offset
+        walk = Walk(self._log, self._partition, start, self._end)
+        trail = DivergenceTrail(walk)
+        _add_plan_listener(walk.world, self.timeline.on_plan)
+        try:
+            await self._apply(walk, trail, start.offset)
+        except SpanEnds:
+            return walk
+        finally:
+            self.view, self.unverified = walk.world.view, walk.unverified
+        return None
+
+    async def _apply(self, walk: Walk, trail: DivergenceTrail, begin: int) -> None:
+        async for step in walk:
+            if step.divergence is not None:
+                self.divergence = await trail.report(self._log, self._partition, step.divergence, step)
+                return
+            trail.add_verified(step)
+            self.timeline.apply(step, walk.consumed_from(step.record))
+            self.done = step.offset + 1
+            if self._is_complete(self.done):
+                return
+            if self.done % BREATHE_EVERY == 0:
+                if self._progress is not None:
+                    self._progress(self.done - begin, walk.end - begin)
+                await asyncio.sleep(0)
+
+    async def _read(self, steps: RecordedSteps) -> OwnerClaimed | None:
+        """Read records as recorded. Return the claim with this program's rules that follows before the request ends."""
+        rules, release, end = steps.validity.rules, steps.validity.release, steps.first
+        async for step in steps.read(self._end):
+            rules, release, end = steps.validity.rules, steps.validity.release, step.offset + 1
+            self.timeline.apply_recorded(step, rules_text(rules, release))
+            if self._is_complete(end):
+                break
+        if end > steps.first:
+            self.recorded.append(RecordedSpan(rules=rules, release=release, first=steps.first, end=end))
+        self.view = {topic.name: steps.order.offset(topic.name) for topic in INPUTS}
+        return None if self._is_complete(end) else steps.claim
+
+    def _is_complete(self, end: int) -> bool:
+        return self.timeline.over and end > self._found.last
 
 
 def _add_plan_listener(world: World, also: OnPlan) -> None:
@@ -119,13 +214,20 @@ def _add_plan_listener(world: World, also: OnPlan) -> None:
 async def _start(
     log: Log, partition: int, request_id: str, first: int, states: States, custom: CustomPolicies
 ) -> Start:
-    """Return the newest state before the request, or the oldest state if the request was already active there."""
+    """Return the newest state before the request, or the oldest one if the request was already active there.
+
+    Raises:
+        OtherRules: an owner with other decision rules decided about the request first.
+    """
     start = await states.before(first)
     while start.world.requests.get(request_id) is not None:
-        eldest = await oldest(log, partition, await log.end(DECISIONS.name, partition), custom)
-        if eldest.offset >= start.offset:
+        try:
+            eldest = await oldest(log, partition, await log.end(DECISIONS.name, partition), custom)
+            if eldest.offset >= start.offset:
+                break
+            start = await states.before(start.offset - 1)
+        except OtherRules:
             break
-        start = await states.before(start.offset - 1)
     return start
 
 
@@ -150,12 +252,12 @@ def _not_applied(end: int, offset: int, event: SubmissionEvent) -> Explanation:
     )
 
 
-async def _observe_tail(log: Log, partition: int, timeline: Timeline, walk: Walk) -> None:
+async def _observe_tail(log: Log, partition: int, timeline: Timeline, view: Mapping[str, int]) -> None:
     """Add the events about an active request that follow the journal's end, in append order."""
     found: list[tuple[Topic, Record]] = []
     for topic in (REQUESTS, PROGRESS, FLEET):
         needle = b"" if topic is FLEET else timeline.request_id.encode()
-        start, end = walk.world.view.get(topic.name, 0), await log.end(topic.name, partition)
+        start, end = view.get(topic.name, 0), await log.end(topic.name, partition)
         records = records_of(log, topic, partition, start, end)
         found += [(topic, record) async for record in records if needle in record.value]
     for topic, record in sorted(found, key=lambda one: one[1].at_us):

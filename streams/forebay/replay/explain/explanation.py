@@ -330,6 +330,22 @@ class TimelineEntry(ExplanationPart, frozen=True, kw_only=True):
     counted: bool = True
 
 
+class RecordedSpan(ExplanationPart, frozen=True, kw_only=True):
+    """Part of the journal whose decisions only a program with other decision rules can derive.
+
+    Attributes:
+        rules: version of the decision rules of its owners.
+        release: version of forebay of its owner; empty if the journal does not name it.
+        first: journal offset of its first record that was read.
+        end: journal offset after its last record that was read.
+    """
+
+    rules: int
+    release: str
+    first: int
+    end: int
+
+
 class Explanation(ExplanationPart, frozen=True, kw_only=True):
     """Timeline, routing decisions and outcome of one request.
 
@@ -352,6 +368,8 @@ class Explanation(ExplanationPart, frozen=True, kw_only=True):
         pools: every choice of a pool for the request, in order.
         unverified: records that the derivation skipped, counted by a name of `forebay.replay.verify.verify.UNVERIFIED`.
         divergence: the first record that does not follow from the events. The explanation ends there.
+        recorded: parts of the journal by owners with other decision rules, between `derived_from` and `derived_to` or
+            before. The timeline has their decisions as recorded, without reasons, and `routings` lacks them.
     """
 
     request_id: str
@@ -371,3 +389,4 @@ class Explanation(ExplanationPart, frozen=True, kw_only=True):
     pools: tuple[PoolChoice, ...] = ()
     unverified: dict[str, int] = {}
     divergence: DivergenceReport | None = None
+    recorded: tuple[RecordedSpan, ...] = ()

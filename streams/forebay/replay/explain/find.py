@@ -28,6 +28,7 @@ from forebay.events.names import NEAR_MAX, unknown_name
 from forebay.events.request_ids import aliases_of
 from forebay.events.requests import RequestSubmitted, RouteQueried
 from forebay.events.topics import DECISIONS, REQUESTS
+from forebay.replay.spans import valid_claim_offsets
 from forebay.transport.base import Log
 from forebay.transport.history.reader import (
     PAGE_RECORDS,
@@ -94,16 +95,26 @@ class Mentions(NamedTuple):
 
 @dataclass(slots=True)
 class _Scan:
-    """State of a backward search for one ID. `seen` is newest first."""
+    """State of a backward search for one ID. `seen` is newest first, and may have stale records until `drop_stale`."""
 
     request_id: str
     seen: list[tuple[int, RequestRecord]] = field(default_factory=list)
     near: dict[str, None] = field(default_factory=dict)
+    claims: list[int] = field(default_factory=list)
+    valid: set[int] | None = None
+
+    async def drop_stale(self, log: Log, partition: int) -> None:
+        """Drop the records that an owner wrote after a claim of a later owner, unless that claim is void."""
+        if not any(_stale(one, self.claims) for one in self.seen):
+            return
+        if self.valid is None:  # whether a claim is void depends on all records before it, so they are seldom read
+            self.valid = await valid_claim_offsets(log, partition)
+        claims = [claim for claim in self.claims if claim in self.valid]
+        self.seen = [one for one in self.seen if not _stale(one, claims)]
 
     def add(self, offset: int, record: JournalRecord | None) -> None:
         if isinstance(record, OwnerClaimed):
-            # Records that an earlier owner wrote after this claim are stale.
-            self.seen = [one for one in self.seen if one[1].owner_epoch >= offset]
+            self.claims.append(offset)
         elif isinstance(record, RequestRecord):
             if self.request_id in aliases_of(record.request_id):
                 self.seen.append((offset, record))
@@ -148,6 +159,7 @@ async def find(
             if any(needle in record.value for needle in wanted):
                 scan.add(record.offset, decode_journal(record))
         end = start
+        await scan.drop_stale(log, partition)
         if progress is not None:
             progress(total - end, total - begin)
         if not thorough and any(starts_use(record, held=False) for _, record in scan.seen):
@@ -156,6 +168,7 @@ async def find(
         for offset in () if mentions is None else mentions.decisions:
             for record in await log.read(DECISIONS.name, partition, offset, 1):
                 scan.add(record.offset, decode_journal(record))
+        await scan.drop_stale(log, partition)
     if not scan.seen:
         raise UnknownRequest(request_id, tuple(scan.near))
     return _last_use(scan.seen, thorough=thorough)
@@ -176,6 +189,12 @@ async def find_unapplied_submission(
             if request_id in aliases_of(event.request_id):
                 return record.offset, event
     return None
+
+
+def _stale(seen: tuple[int, RequestRecord], claims: Sequence[int]) -> bool:
+    """Return whether a claim of a later owner is before a record."""
+    offset, record = seen
+    return any(record.owner_epoch < claim < offset for claim in claims)
 
 
 def starts_use(record: RequestRecord, *, held: bool) -> bool:

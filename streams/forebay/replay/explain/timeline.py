@@ -12,13 +12,16 @@ from typing import Any, get_args
 import msgspec
 
 from forebay.core.phases import Phase
+from forebay.core.rederive import RecordedEvents
 from forebay.core.routing.plan import Plan
 from forebay.core.state.active_request import ActiveRequest
 from forebay.core.state.transitions import REPORTED, TRANSITIONS
 from forebay.core.step import CLOCK
 from forebay.core.ttft_parts import Part, TimeByPart
-from forebay.core.world import World
+from forebay.core.world import CORE_VERSION, World
 from forebay.events.decisions import (
+    ConsumedRun,
+    JournalRecord,
     KvReleased,
     OwnerClaimed,
     RequestAborted,
@@ -48,6 +51,7 @@ from forebay.replay.explain.choices import routing_of
 from forebay.replay.explain.event_text import event_tag
 from forebay.replay.explain.explanation import (
     Ending,
+    ExcludedRank,
     Explanation,
     FirstTokenTiming,
     QueueWait,
@@ -65,13 +69,18 @@ from forebay.replay.explain.timeline_parts import (
     held_text,
     prefilled_text,
     queue_wait_of,
+    recorded_answer_text,
+    recorded_held_text,
+    recorded_routed_text,
     released_text,
     routed_text,
     submission_of_event,
     submission_of_state,
     worker_text,
 )
+from forebay.replay.recorded import RecordedStep
 from forebay.replay.walk import Step
+from forebay.transport.history.release import rules_text
 
 STATE_AT: dict[str, State] = {"encode": "encode", "prefill": "remote_prefill", "decode": "transfer"}
 ON_WORKER = (*STATE_AT.values(), "prefill", "decode")
@@ -93,6 +102,7 @@ class Timeline:
         self._world = world
         self._now_us = world.now_us
         self._owner_epoch = world.fleet.owner_epoch
+        self._decided_by = ""  # names the rules of the owner if this program cannot derive its decisions
         self._choices: deque[Routing] = deque()
         self._submission_event: tuple[SubmissionEvent, int] | None = None
         self._clear(None, world.now_us)
@@ -122,8 +132,26 @@ class Timeline:
             step: the next step of the walk.
             offsets: offset of the first input event of the step, by topic.
         """
-        taken = dict.fromkeys(step.events, 0)
-        for run in step.record.consumed:
+        self._apply_events(step.record.consumed, step.events, offsets)
+        self._apply_record(step.offset, step.record)
+
+    def apply_recorded(self, step: RecordedStep, decided_by: str) -> None:
+        """Apply a record of an owner with other rules, as the journal contains it. `decided_by` names the rules."""
+        self._decided_by = decided_by
+        self._apply_events(step.consumed, step.events, step.begins)
+        if step.record is not None:
+            self._apply_record(step.offset, step.record)
+        self._decided_by = ""
+
+    def continue_in(self, world: World) -> None:
+        """Continue with derived steps after recorded ones, in the world of the walk. The caller registers `on_plan`."""
+        self._world = world
+
+    def _apply_events(
+        self, consumed: tuple[ConsumedRun, ...], recorded: RecordedEvents, offsets: Mapping[str, int]
+    ) -> None:
+        taken = dict.fromkeys(recorded, 0)
+        for run in consumed:
             self._flush()
             self._now_us = run.now_us
             if run.topic == CLOCK:
@@ -131,15 +159,18 @@ class Timeline:
             begin = taken[run.topic]
             taken[run.topic] += run.count
             if run.topic in TIMELINE_TOPICS:
-                events = step.events[run.topic][begin : begin + run.count]
+                events = recorded[run.topic][begin : begin + run.count]
                 for offset, event in enumerate(events, offsets[run.topic] + begin):
                     self._consume(run.topic, offset, event)
-        record = step.record
+
+    def _apply_record(self, offset: int, record: JournalRecord) -> None:
         if isinstance(record, RequestRecord) and record.request_id == self.request_id:
-            self._decide(step.offset, record)
+            self._decide(offset, record)
         elif isinstance(record, OwnerClaimed) and self.begun and not self.over:
             text = f"router {record.owner_id} takes over the group"
-            self._add_entry("owner_claimed", text, self._now_us, DECISIONS.name, step.offset)
+            if record.core_version != CORE_VERSION:
+                text += f", with {rules_text(record.core_version, record.release)}"
+            self._add_entry("owner_claimed", text, self._now_us, DECISIONS.name, offset)
         self._flush()
 
     def observe(self, topic: str, offset: int, event: TimelineEvent, now_us: int | None) -> None:
@@ -241,12 +272,11 @@ class Timeline:
         match record:
             case RequestHeld():
                 self._state = "queued"
-                self._held = queue_wait_of(self._world, offset, self._now_us, record)
-                self._add_entry("held", held_text(self._held), self._now_us, DECISIONS.name, offset)
+                self._hold(offset, record)
             case RequestRouted():
                 self._route(offset, record)
             case RequestRejected():
-                left_out = excluded_ranks(self._world, self._event, record)
+                left_out = self._left_out(record)
                 self._end("rejected", record.reason, record.message, self._now_us, left_out=left_out)
                 text = f"rejected ({record.reason}): {record.message}"
                 self._add_entry("rejected", text, self._now_us, DECISIONS.name, offset)
@@ -290,20 +320,38 @@ class Timeline:
         self._routings.append(routing)
         return routing
 
+    def _left_out(self, record: RequestRejected | RouteAnswered) -> tuple[ExcludedRank, ...]:
+        return () if self._decided_by else excluded_ranks(self._world, self._event, record)
+
+    def _hold(self, offset: int, record: RequestHeld) -> None:
+        if self._decided_by:
+            text = recorded_held_text(record, self._decided_by)
+        else:
+            self._held = queue_wait_of(self._world, offset, self._now_us, record)
+            text = held_text(self._held)
+        self._add_entry("held", text, self._now_us, DECISIONS.name, offset)
+
     def _route(self, offset: int, record: RequestRouted) -> None:
-        fields = {"waited_us": record.waited_us, "stage": record.stage, "prefill": record.prefill}
-        routing = self._chosen(offset, record.table_digest, **fields)
+        if self._decided_by:
+            now_us, text = self._now_us, recorded_routed_text(record, self._decided_by)
+        else:
+            fields = {"waited_us": record.waited_us, "stage": record.stage, "prefill": record.prefill}
+            routing = self._chosen(offset, record.table_digest, **fields)
+            now_us, text = routing.now_us, routed_text(routing)
         self._state, self._stage = STATE_AT.get(record.stage, "prefill"), record.stage
         if record.stage != "decode":
             self._kept_by = None
         self._on = record.attempt, record.worker_id, record.worker_epoch
-        self._add_entry("routed", routed_text(routing), routing.now_us, DECISIONS.name, offset)
+        self._add_entry("routed", text, now_us, DECISIONS.name, offset)
 
     def _answer(self, offset: int, record: RouteAnswered) -> None:
         if record.reason is not None:
-            left_out = excluded_ranks(self._world, self._event, record)
+            left_out = self._left_out(record)
             self._end("rejected", record.reason, record.message, self._now_us, left_out=left_out)
             text = f"would be rejected ({record.reason}): {record.message}"
+        elif self._decided_by:
+            self._end("answered", "", "", self._now_us)
+            text = recorded_answer_text(record, self._decided_by)
         else:
             fields = {"would_wait": record.would_wait, "stage": record.stage, "prefill": record.prefill}
             routing = self._chosen(offset, record.table_digest, attempt=0, **fields)

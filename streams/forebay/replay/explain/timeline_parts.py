@@ -10,7 +10,14 @@ from forebay.core.state.active_request import ActiveRequest
 from forebay.core.state.submitted_request import request_from_event, request_from_query
 from forebay.core.world import World
 from forebay.events.base import U64_BYTES, hex_digest
-from forebay.events.decisions import KvReleased, RequestHeld, RequestRejected, RouteAnswered
+from forebay.events.decisions import (
+    KvReleased,
+    RequestHeld,
+    RequestRejected,
+    RequestRouted,
+    RouteAnswered,
+    ScoredCandidate,
+)
 from forebay.events.fleet import WorkerDraining, WorkerFact, WorkerRecovered, WorkerSuspect
 from forebay.events.pools import PoolChoice, SkipReason
 from forebay.events.prefill import PrefillPlace
@@ -188,6 +195,36 @@ def routed_text(routing: Routing) -> str:
     sent = SENT.get(routing.stage, "routed")
     waited = f" after {routing.waited_us / 1e6:.3f} s in the queue" if routing.waited_us else ""
     return f"{again}{sent} to {where}{waited}: {routing.why}{place}"
+
+
+def recorded_routed_text(record: RequestRouted, decided_by: str) -> str:
+    """Return a sentence about a routing decision of which only the journal record is known."""
+    again = f"attempt {record.attempt}, " if record.attempt > 1 else ""
+    waited = f" after {record.waited_us / 1e6:.3f} s in the queue" if record.waited_us else ""
+    sent = f"{again}{SENT.get(record.stage, 'routed')} to {record.worker_id}/{record.rank}{waited}"
+    return (
+        f"{sent}: cost {record.terms.cost:.2f}{_beside(record.runner_up, record.candidates)}, decided by {decided_by}"
+    )
+
+
+def recorded_held_text(record: RequestHeld, decided_by: str) -> str:
+    """Return a sentence about a held request of which only the journal record is known."""
+    return f"held in queue class {record.queue_class}, {record.ahead} requests ahead, decided by {decided_by}"
+
+
+def recorded_answer_text(record: RouteAnswered, decided_by: str) -> str:
+    """Return a sentence about the answer to a route query of which only the journal record is known."""
+    assert record.choice is not None, "an answer without a reason selects a rank"
+    would = "would be held, then routed to" if record.would_wait else "would be routed to"
+    choice = record.choice
+    return f"{would} {choice.worker_id}/{choice.rank}: cost {choice.terms.cost:.2f}, decided by {decided_by}"
+
+
+def _beside(runner_up: ScoredCandidate | None, candidates: int) -> str:
+    among = f", {candidates} candidates" if candidates > 1 else ", the only candidate"
+    if runner_up is None:
+        return among
+    return f"{among}, next {runner_up.worker_id}/{runner_up.rank} with {runner_up.terms.cost:.2f}"
 
 
 def place_text(place: PrefillPlace) -> str:

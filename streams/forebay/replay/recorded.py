@@ -1,0 +1,136 @@
+"""Read journal records of owners with other decision rules, with the events that they count, without deriving them."""
+
+from collections.abc import AsyncIterator
+from typing import NamedTuple
+
+import msgspec
+
+from forebay.core.rederive import RecordedEvents
+from forebay.core.step import CLOCK
+from forebay.core.world import CORE_VERSION
+from forebay.events.codec import MALFORMED
+from forebay.events.decisions import ConsumedRun, JournalRecord, OwnerClaimed
+from forebay.events.topics import DECISIONS, INPUTS
+from forebay.replay.walk import Walk
+from forebay.transport.base import Log, Record
+from forebay.transport.history.claims import validity_at
+from forebay.transport.history.reader import RecordedOrder, Validity, decode_journal, journal_records
+from forebay.transport.history.snapshots import claim_at, newest_snapshot, state_of, version_of
+from forebay.transport.history.start import continued_view
+
+KNOWN_TOPICS = frozenset((CLOCK, *(topic.name for topic in INPUTS)))
+
+
+class RecordedStep(NamedTuple):
+    """One valid journal record, and the events that it counts.
+
+    Attributes:
+        offset: journal offset of the record.
+        record: the record; None if this version does not know its type.
+        consumed: the runs of events, without topics that this version does not know.
+        events: the events of the runs, by topic; None for an event that did not decode.
+        begins: offset of the first of these events, by topic.
+    """
+
+    offset: int
+    record: JournalRecord | None
+    consumed: tuple[ConsumedRun, ...]
+    events: RecordedEvents
+    begins: dict[str, int]
+
+
+class RecordedSteps:
+    """Yields the records of a part of the journal by owners with other rules, up to a claim with this program's rules.
+
+    A part that begins at a snapshot may begin with records of an owner with this program's rules.
+
+    Attributes:
+        first: journal offset of the first record of an owner with other rules, as far as read.
+        position: journal offset of the next record; after the last step, that of `claim` or the journal's end.
+        claim: the claim with this program's rules that ends the part; None while there is none.
+        validity: assigns the records to owners.
+        order: position in the input topics.
+    """
+
+    def __init__(self, log: Log, partition: int, validity: Validity, order: RecordedOrder, start: int) -> None:
+        self.first = start
+        self.position = start
+        self.claim: OwnerClaimed | None = None
+        self.validity = validity
+        self.order = order
+        self._log = log
+        self._partition = partition
+
+    @classmethod
+    def after(cls, log: Log, partition: int, walk: Walk) -> "RecordedSteps":
+        """Return the part after a walk that has raised OtherRules."""
+        steps = cls(log, partition, walk.validity, walk.order, walk.position)
+        if walk.validity.rules != CORE_VERSION:
+            steps.first = walk.validity.epoch  # the claim itself was a step of the walk
+        return steps
+
+    @classmethod
+    async def before(cls, log: Log, partition: int, offset: int) -> "RecordedSteps":
+        """Return a part that contains the journal record at `offset`, and begins at the newest snapshot before it.
+
+        Raises:
+            LogError: the log is damaged.
+        """
+        taken = await newest_snapshot(log, partition, offset)
+        if taken is None:
+            begin = await log.begin(DECISIONS.name, partition)
+            return cls(log, partition, Validity(-1), RecordedOrder(log, partition, {}), begin)
+        rules = await version_of(log, partition, taken)
+        view = {run.topic: run.count for run in (await state_of(log, partition, taken)).view}
+        validity = await validity_at(log, partition, taken.journal_offset, taken.owner_epoch, rules)
+        claim = await claim_at(log, partition, taken.owner_epoch)
+        validity.release = "" if claim is None else claim.release
+        return cls(log, partition, validity, RecordedOrder(log, partition, view), taken.journal_offset)
+
+    async def read(self, end: int) -> AsyncIterator[RecordedStep]:
+        """Yield the records up to journal offset `end`. May be called again with a higher one.
+
+        Raises:
+            LogError: the log is damaged, or lacks events that the journal counts.
+        """
+        async for stored in journal_records(self._log, self._partition, self.position, end):
+            record = decode_journal(stored)
+            consumed = self._consumed_by_unknown(stored) if record is None else record.consumed
+            was_other = self.validity.rules != CORE_VERSION
+            if record is not None and not self.validity.admits(record, stored.offset):
+                consumed = None
+            if isinstance(record, OwnerClaimed) and consumed is not None:
+                if record.core_version == CORE_VERSION and (was_other or record.snapshot >= 0):
+                    self.claim = record
+                    return
+                if record.snapshot >= 0:
+                    view = await continued_view(self._log, self._partition, record)
+                    self.order = RecordedOrder(self._log, self._partition, view)
+            if consumed is not None:
+                if not was_other and self.validity.rules != CORE_VERSION:
+                    self.first = stored.offset
+                yield await self._step(stored.offset, record, consumed)
+            self.position = stored.offset + 1
+
+    async def _step(self, offset: int, record: JournalRecord | None, consumed: tuple[ConsumedRun, ...]) -> RecordedStep:
+        known = tuple(run for run in consumed if run.topic in KNOWN_TOPICS)
+        begins = {run.topic: self.order.offset(run.topic) for run in known if run.topic != CLOCK}
+        return RecordedStep(offset, record, known, await self.order.events_of(known), begins)
+
+    def _consumed_by_unknown(self, stored: Record) -> tuple[ConsumedRun, ...] | None:
+        """Return the runs of a record whose type this version does not know; None if no current owner wrote it."""
+        try:
+            counted = _COUNTED.decode(stored.value)
+        except MALFORMED:
+            return None
+        return counted.consumed if counted.owner_epoch == self.validity.epoch >= 0 else None
+
+
+class _Counted(msgspec.Struct):
+    """Fields by which a record counts events, in every version."""
+
+    owner_epoch: int = -1
+    consumed: tuple[ConsumedRun, ...] = ()
+
+
+_COUNTED = msgspec.json.Decoder(_Counted)
