@@ -113,6 +113,11 @@ async def _diff(
             log.check()
         await require_allowed(log, partition, custom)
         span = await span_of(log, partition, *await _window_us(log, partition, *window), custom=custom)
+        if handover is not None and span.later:
+            fail(
+                f"--closed-loop: the journal has a part by other rules, or one that was given up, before offset"
+                f" {span.later[-1].first}; select decisions on one side of it with --from or --to"
+            )
         return await compared.report(log, partition, span, on_progress, handover)
 
 

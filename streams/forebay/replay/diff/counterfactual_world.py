@@ -102,6 +102,10 @@ class CounterfactualWorld:
         self._numbered = 0
         self.world.on_plan = self._on_plan
 
+    def begin_again(self, start: World) -> "CounterfactualWorld":
+        """Return a world with the same alternative that begins with a copy of `start`."""
+        return CounterfactualWorld(start, self._alter, self._named, self._rules)
+
     def configure(self) -> list[AnyDecision]:
         """Change the configuration at the start, and return the resulting decisions.
 
@@ -356,6 +360,11 @@ class PlacementHits:
         if worker is not None and worker.spec.kv_events:
             self.blocks += len(blocks)
             self.found += sum(world.index.overlaps(blocks).get((worker_id, rank), NO_OVERLAP))
+
+    def add(self, other: "PlacementHits") -> None:
+        """Add the counts of another instance."""
+        self.blocks += other.blocks
+        self.found += other.found
 
     @property
     def share(self) -> float | None:

@@ -12,7 +12,7 @@ from forebay.replay.diff.handover import Handover
 from forebay.replay.diff.notes import notes
 from forebay.replay.diff.other_rules import RECORDED_RULES, OtherPoolRules
 from forebay.replay.diff.report import DiffReport
-from forebay.replay.diff.span import Span, derive_up_to, span_of
+from forebay.replay.diff.span import Span, derive_up_to, span_of, start_of
 from forebay.replay.verify.divergence import DivergenceReport, DivergenceTrail
 from forebay.replay.verify.verify import PROGRESS_EVERY, OnProgress
 from forebay.replay.walk import Walk
@@ -48,7 +48,7 @@ async def diff(
         The report. A record that does not follow from the events ends the comparison and is part of the report.
 
     Raises:
-        OtherRules: a program with other decision rules wrote the journal.
+        NotDerivable: owners with other decision rules made all decisions.
         LogError: the log is damaged, or lacks events that the journal consumed.
     """
     span = span or await span_of(log, partition)
@@ -60,6 +60,28 @@ async def diff(
     walk = Walk(log, partition, begin, span.end)
     trail = DivergenceTrail(walk)
     comparison = Comparison(walk, alter, handover, named, rules)
+    report = comparison.report
+    report.left_out = list(span.left_out)
+    await _compare(log, partition, comparison, walk, trail, progress)
+    for part in span.later:
+        if report.divergence is not None:
+            break
+        walk = Walk(log, partition, await start_of(log, partition, part, begin.world.custom), part.end)
+        trail = DivergenceTrail(walk)
+        comparison.begin_again(walk)
+        await _compare(log, partition, comparison, walk, trail, progress)
+    return comparison.finish()
+
+
+async def _compare(
+    log: Log,
+    partition: int,
+    comparison: Comparison,
+    walk: Walk,
+    trail: DivergenceTrail,
+    progress: OnProgress | None,
+) -> None:
+    """Compare the records of a walk."""
     report, verified = comparison.report, 0
     async for step in walk:
         if step.divergence is not None:
@@ -70,5 +92,5 @@ async def diff(
         verified += isinstance(step.record, AnyDecision)
         if progress is not None and report.records % PROGRESS_EVERY == 0:
             progress(step.offset + 1, walk.end, verified)
-    report.unverified = walk.unverified
-    return comparison.finish()
+    for name, count in walk.unverified.items():
+        report.unverified[name] = report.unverified.get(name, 0) + count

@@ -1,6 +1,7 @@
 """Write the notes of a comparison: what the results mean, and where they stop being valid."""
 
 from forebay.replay.diff.report import DiffReport
+from forebay.transport.history.release import rules_text
 
 OPEN_LOOP = (
     "Open loop: the alternative receives the recorded events. KV events and load reports are those of history, "
@@ -21,8 +22,9 @@ def notes(report: DiffReport) -> list[str]:
         ]
     if report.identical:
         same = "The alternative makes the same decisions as history: no request moves. This result is exact."
-        return [same, *_undone(report), *_answers(report)]
+        return [same, *_left_out(report), *_undone(report), *_answers(report)]
     details = [
+        *_left_out(report),
         *_undone(report),
         *_own_prompts(report),
         *_landed(report),
@@ -31,6 +33,18 @@ def notes(report: DiffReport) -> list[str]:
         *_answers(report),
     ]
     return [OPEN_LOOP, AFTER_FORK, *details]
+
+
+def _left_out(report: DiffReport) -> list[str]:
+    found = []
+    for part in report.left_out:
+        count = f"{part.decisions:,} decision{'' if part.decisions == 1 else 's'}"
+        found.append(
+            f"Left out: {count} at journal offsets {part.first} to {part.end - 1}, made by"
+            f" {rules_text(part.rules, part.release)}. Only that version can compare them. Afterwards the alternative"
+            " begins again with the recorded state."
+        )
+    return found
 
 
 def _undone(report: DiffReport) -> list[str]:

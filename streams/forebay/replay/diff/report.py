@@ -283,6 +283,24 @@ class ProgressOutcome(msgspec.Struct, kw_only=True):
     unknown_end: int = 0
 
 
+class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
+    """Part of the journal that is not compared, because its owners had other decision rules.
+
+    Attributes:
+        rules: version of the decision rules of its owners.
+        release: version of forebay of its owner; empty if the journal does not name it.
+        first: journal offset of its first record.
+        end: journal offset after its last record.
+        decisions: number of decisions in it.
+    """
+
+    rules: int
+    release: str
+    first: int
+    end: int
+    decisions: int
+
+
 class DiffReport(msgspec.Struct, kw_only=True):
     """Open-loop comparison of history with an alternative.
 
@@ -325,6 +343,8 @@ class DiffReport(msgspec.Struct, kw_only=True):
         unverified: number of records and events that could not be verified, by name, as in `VerifyReport`.
         divergence: the first journal record that does not follow from the events, which ended the comparison. None if
             all records follow.
+        left_out: parts of the journal by owners with other decision rules, which are not compared. After such a part,
+            the alternative begins again with the recorded state.
     """
 
     alternative: str = ""
@@ -359,3 +379,4 @@ class DiffReport(msgspec.Struct, kw_only=True):
     other_state: str = ""
     unverified: dict[str, int] = {}
     divergence: DivergenceReport | None = None
+    left_out: list[LeftOut] = []

@@ -4,17 +4,24 @@ A span begins and ends between two events of history, never between two decision
 worlds are complete at its beginning, and all decisions of its last event are compared.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
 from forebay.core.step import AnyDecision
+from forebay.core.world import CORE_VERSION
 from forebay.events.topics import DECISIONS
 from forebay.replay.at import NoSuchRecord, last_clock, offset_at
+from forebay.replay.diff.report import LeftOut
+from forebay.replay.spans import RulesSpan, spans_of
 from forebay.replay.verify.divergence import DivergenceReport, DivergenceTrail
 from forebay.replay.verify.verify import PROGRESS_EVERY, OnProgress
 from forebay.replay.walk import Start, Walk, before, oldest
-from forebay.transport.base import Log, LogError
+from forebay.transport.base import Log, LogError, NotDerivable
+from forebay.transport.history.claims import validity_at
 from forebay.transport.history.reader import Validity, journal
+from forebay.transport.history.release import rules_text
+from forebay.transport.history.start import oldest_state
 from forebay.transport.recording.manifest import utc
 
 
@@ -28,12 +35,21 @@ class Span(NamedTuple):
     Attributes:
         start: state at which the derivation begins, at or before `first`. The comparison changes its world.
         first: journal offset of the first compared record.
-        end: journal offset after the last compared record.
+        end: journal offset after the last compared record of this part.
+        later: further parts by owners with this program's rules. Other parts are between them.
+        left_out: parts by owners with other rules.
     """
 
     start: Start
     first: int
     end: int
+    later: tuple[RulesSpan, ...] = ()
+    left_out: tuple[LeftOut, ...] = ()
+
+    @property
+    def last(self) -> int:
+        """Journal offset after the last compared record."""
+        return self.later[-1].end if self.later else self.end
 
 
 async def span_of(
@@ -57,17 +73,21 @@ async def span_of(
 
     Raises:
         EmptySpan: the span contains no decision.
+        NotDerivable: owners with other decision rules made all decisions of the span.
         LogError: the span begins before the oldest usable state, or the log is damaged.
     """
     end = await log.end(DECISIONS.name, partition)
     if start is None:
+        spans = await spans_of(log, partition, await oldest_state(log, partition), end)
+        if len(spans) > 1 or not spans[0].is_own:
+            return await _among(log, partition, spans, from_us, to_us, custom)
         start = await (
             oldest(log, partition, end, custom) if from_us is None else _state_before(log, partition, from_us, custom)
         )
     if from_us is None and to_us is None:
         return Span(start, start.offset, end)
     first, last, decisions = start.offset if from_us is None else end, end, 0
-    validity = Validity(start.world.owner_epoch)
+    validity = await validity_at(log, partition, start.offset, start.world.owner_epoch)
     async for offset, record in journal(log, partition, start.offset, end, validity):
         if record.consumed:
             now_us = record.consumed[-1].now_us
@@ -82,6 +102,57 @@ async def span_of(
     if not decisions:
         raise EmptySpan(f"no decision was made in the time span; {await _extent(log, partition)}")
     return Span(start, first, last)
+
+
+async def _among(
+    log: Log,
+    partition: int,
+    spans: Sequence[RulesSpan],
+    from_us: int | None,
+    to_us: int | None,
+    custom: CustomPolicies,
+) -> Span:
+    """Return the parts of a time span by owners with this program's rules. Raises the errors of `span_of`."""
+    end = spans[-1].end
+    first = spans[0].first if from_us is None else await _offset_from(log, partition, spans[0], end, from_us)
+    last = end if to_us is None else await _offset_from(log, partition, spans[0], end, to_us)
+    compared: list[RulesSpan] = []
+    left_out: list[LeftOut] = []
+    for span in spans:
+        decisions = await span.decisions(log, partition, first, last)
+        if decisions and span.is_own:
+            compared.append(span._replace(first=max(first, span.first), end=min(last, span.end)))
+        elif decisions:
+            left_out.append(
+                LeftOut(rules=span.rules, release=span.release, first=span.first, end=span.end, decisions=decisions)
+            )
+    if not compared and not left_out:
+        raise EmptySpan(f"no decision was made in the time span; {await _extent(log, partition)}")
+    if not compared:
+        made = " and ".join(sorted({rules_text(part.rules, part.release) for part in left_out}))
+        raise NotDerivable(
+            f"nothing to compare: {made} made all {sum(part.decisions for part in left_out)} decisions, this program"
+            f" has version {CORE_VERSION}; compare with that version of forebay"
+        )
+    start = await start_of(log, partition, compared[0], custom)
+    return Span(start, compared[0].first, compared[0].end, tuple(compared[1:]), tuple(left_out))
+
+
+async def start_of(log: Log, partition: int, span: RulesSpan, custom: CustomPolicies) -> Start:
+    """Return a state from which the first record of a part can be derived. Raises LogError if there is none."""
+    end = await log.end(DECISIONS.name, partition)
+    if span.claim is None and span.first == 0:
+        return await oldest(log, partition, end, custom)
+    return await before(log, partition, span.first, custom)
+
+
+async def _offset_from(log: Log, partition: int, first: RulesSpan, end: int, time_us: int) -> int:
+    """Return the offset of the first record whose owner's clock is at least `time_us`; `end` if there is none."""
+    validity = Validity(first.epoch, first.rules)
+    async for offset, record in journal(log, partition, first.first, end, validity):
+        if record.consumed and record.consumed[-1].now_us >= time_us:
+            return offset
+    return end
 
 
 async def derive_up_to(
