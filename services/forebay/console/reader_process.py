@@ -50,7 +50,7 @@ from forebay.replay.explain.facts import Counterfactuals
 from forebay.replay.load_policies import load_policies
 from forebay.replay.scaling.view import read_scaling
 from forebay.replay.status import GroupStatus, build_status
-from forebay.transport.base import Log, LogError
+from forebay.transport.base import Log, LogError, NotDerivable
 from forebay.transport.readable import readable
 
 TOPICS = {topic.name for topic in (*INPUTS, DECISIONS)}
@@ -77,6 +77,7 @@ class Reader:
 
         Raises:
             NoSuchRecord: the log has no such moment or record.
+            NotDerivable: an owner with other decision rules decided at that moment.
             UnknownRequest: the log has no such request.
             LogError: the log cannot be read or derived.
         """
@@ -228,6 +229,8 @@ async def _respond(
             found = await Reader(settings, log, store, custom).answer(reading)
     except (NoSuchRecord, UnknownRequest) as missing:
         return ChildResponse(status=404, code="not_found", message=str(missing))
+    except NotDerivable as error:
+        return ChildResponse(status=409, code="other_rules", message=str(error))
     except SearchFailed as failed:
         return ChildResponse(status=400, code="search_failed", message=str(failed))
     except ModelUnusable as error:

@@ -93,6 +93,8 @@ class RecordedSteps:
         Raises:
             LogError: the log is damaged, or lacks events that the journal counts.
         """
+        if self.claim is not None:
+            return
         async for stored in journal_records(self._log, self._partition, self.position, end):
             record = decode_journal(stored)
             consumed = self._consumed_by_unknown(stored) if record is None else record.consumed
@@ -106,11 +108,11 @@ class RecordedSteps:
                 if record.snapshot >= 0:
                     view = await continued_view(self._log, self._partition, record)
                     self.order = RecordedOrder(self._log, self._partition, view)
+            self.position = stored.offset + 1
             if consumed is not None:
                 if not was_other and self.validity.rules != CORE_VERSION:
                     self.first = stored.offset
                 yield await self._step(stored.offset, record, consumed)
-            self.position = stored.offset + 1
 
     async def _step(self, offset: int, record: JournalRecord | None, consumed: tuple[ConsumedRun, ...]) -> RecordedStep:
         known = tuple(run for run in consumed if run.topic in KNOWN_TOPICS)

@@ -4,6 +4,7 @@ A span begins at the beginning of the log, or at a claim whose owner continued f
 other decision rules had stopped as planned, or because an operator accepted a loss.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
@@ -16,8 +17,16 @@ from forebay.transport.base import Log, NotDerivable
 from forebay.transport.history.claims import stamp_of, valid_claims
 from forebay.transport.history.reader import PAGE_RECORDS, Validity, decode_journal, journal, journal_records
 from forebay.transport.history.release import rules_text
-from forebay.transport.history.snapshots import claim_at, load_continued, load_sealed, newest_snapshot_at
-from forebay.transport.history.start import StoredState, oldest_state
+from forebay.transport.history.snapshots import (
+    claim_at,
+    load_continued,
+    load_sealed,
+    load_snapshot,
+    newest_snapshot_at,
+    snapshots_taken,
+    version_of,
+)
+from forebay.transport.history.start import StoredState, begins_of, oldest_state, usable_state
 from forebay.transport.recording.manifest import utc
 
 
@@ -117,15 +126,50 @@ async def moment_error(log: Log, partition: int, offset: int) -> NotDerivable:
         near.append(span.end)
     elif await _ends_sealed(log, partition, span):
         near.append(span.end - 1)
-    shown = [await _moment_text(log, partition, one) for one in near]
-    remedy = f"use {'that version' if not span.release else f'forebay {span.release}'}"
+    moments = [NearMoment(one, await clock_before(log, partition, one + 1)) for one in near]
+    return not_derivable(offset, span.first, span.end, span.rules, span.release, moments)
+
+
+class NearMoment(NamedTuple):
+    """A moment that can be shown.
+
+    Attributes:
+        offset: journal offset.
+        now_us: the owner's clock in microseconds; 0 if unknown.
+    """
+
+    offset: int
+    now_us: int
+
+
+def not_derivable(
+    offset: int, first: int, end: int, rules: int, release: str, near: Sequence[NearMoment]
+) -> NotDerivable:
+    """Return the error for a moment at `offset` in the part [first, end) of a journal by owners with other rules."""
+    shown = [f"offset {one.offset}" + (f" ({utc(one.now_us)})" if one.now_us else "") for one in near]
+    remedy = f"use forebay {release}" if release else "use that version"
     if shown:
         nearest = f"nearest moment{'s' * (len(shown) > 1)} that this program can show"
         remedy += f", or show {' or '.join(shown)}, the {nearest}"
     return NotDerivable(
-        f"journal offset {offset} is in a part ({span.first} to {span.end - 1}) that was decided by"
-        f" {rules_text(span.rules, span.release)}, this program has version {CORE_VERSION}: {remedy}"
+        f"journal offset {offset} is in a part ({first} to {end - 1}) that was decided by {rules_text(rules, release)},"
+        f" this program has version {CORE_VERSION}: {remedy}"
     )
+
+
+async def oldest_of_any_rules(log: Log, partition: int, custom: CustomPolicies = ONLY_BUILT_IN) -> Start:
+    """Return the oldest usable state (see `oldest`), whose owner may have had other decision rules.
+
+    Raises:
+        LogError: the log holds no usable state.
+    """
+    begins, end = await begins_of(log, partition), await log.end(DECISIONS.name, partition)
+    if any(begins.values()):
+        async for _, taken in snapshots_taken(log, partition, begins[DECISIONS.name], end):
+            if await usable_state(log, partition, taken, begins) is not None:
+                world = await load_snapshot(log, partition, taken, custom, any_rules=True)
+                return Start(world, taken.journal_offset, rules=await version_of(log, partition, taken))
+    return await oldest(log, partition, end, custom)
 
 
 async def clock_before(log: Log, partition: int, end: int) -> int:
@@ -144,8 +188,3 @@ async def clock_before(log: Log, partition: int, end: int) -> int:
 async def _ends_sealed(log: Log, partition: int, span: RulesSpan) -> bool:
     found = await newest_snapshot_at(log, partition, span.end)
     return found is not None and found[0] == span.end - 1 and isinstance(found[1], Sealed)
-
-
-async def _moment_text(log: Log, partition: int, offset: int) -> str:
-    clock_us = await clock_before(log, partition, offset + 1)
-    return f"offset {offset}" + (f" ({utc(clock_us)})" if clock_us else "")

@@ -12,11 +12,12 @@ from forebay.core.step import CLOCK, AnyDecision, InputEvent
 from forebay.core.world import World
 from forebay.events.decisions import JournalRecord
 from forebay.events.topics import DECISIONS
-from forebay.replay.catalog import checkpoints
+from forebay.replay.catalog import checkpoints, gaps
 from forebay.replay.catalog.follow import Follower
 from forebay.replay.catalog.mentions import MentionTable
 from forebay.replay.catalog.store import SIZE_MAX, Store
 from forebay.replay.read_only import ReadOnlyLog
+from forebay.replay.recorded import RecordedStep
 from forebay.runtime.system import SystemRuntime
 from forebay.transport.base import Log, LogError, Record
 from tests.core.worlds import request
@@ -74,6 +75,15 @@ class Noted:
     def on_record(self, offset: int, record: JournalRecord, world: World) -> None:
         self.rows.append(("record", offset))
 
+    def on_recorded(self, step: RecordedStep) -> None:
+        self.rows.append(("recorded", step.offset))
+
+    def on_reread(self, step: RecordedStep) -> None:
+        """Do nothing."""
+
+    def resume(self, world: World) -> None:
+        """Do nothing."""
+
     def clear_unrecorded(self) -> None:
         self.unrecorded.clear()
 
@@ -98,7 +108,7 @@ def busy(count: int) -> Recorder:
 
 
 async def open_store(path: Path, log: Log, partition: int = 0) -> Store:
-    return await Store.open(path, log, partition, (checkpoints.SCHEMA, MentionTable.schema, Noted.schema))
+    return await Store.open(path, log, partition, (checkpoints.SCHEMA, gaps.SCHEMA, MentionTable.schema, Noted.schema))
 
 
 async def index(

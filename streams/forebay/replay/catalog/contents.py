@@ -1,10 +1,11 @@
 """Observer that fills the tables of requests, markers and metrics while a pass follows a log."""
 
 import sqlite3
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
-from forebay.core.step import AnyDecision, InputEvent
+from forebay.core.step import CLOCK, AnyDecision, InputEvent
 from forebay.core.world import World
 from forebay.events.control import BusyThresholdsSet, DisaggregationSet, PolicySet, PoolConfigured, WorkerCommanded
 from forebay.events.decisions import (
@@ -37,6 +38,7 @@ from forebay.replay.catalog.catalog_request import COLUMNS, CatalogRequest, Row
 from forebay.replay.catalog.marker_text import SettingsEvent
 from forebay.replay.catalog.markers import MarkerRecorder
 from forebay.replay.catalog.series import MetricRecorder
+from forebay.replay.recorded import RecordedStep
 
 UNRECORDED_MAX = 10_000  # requests shown with events after the journal; submissions pile up while there is no owner
 _FIELDS = f"number INTEGER PRIMARY KEY, {', '.join(name for name in COLUMNS if name != 'number')}"
@@ -92,6 +94,17 @@ class ContentsObserver:
         for row in connection.execute(select):
             request = CatalogRequest.of_row(row)
             self._active[request.request_id] = request
+        self._follow_active(world)
+        self._metrics.open(connection)
+        self._markers.open(connection, world)
+
+    def resume(self, world: World) -> None:
+        """Continue with derived records after recorded ones."""
+        self._now_us = max(self._now_us, world.now_us)
+        self._follow_active(world)
+        self._markers.resume(world)
+
+    def _follow_active(self, world: World) -> None:
         for found in world.requests.active():
             tracked = self._active.get(found.submitted.request_id)
             if tracked is None:
@@ -99,8 +112,6 @@ class ContentsObserver:
                 tracked = CatalogRequest.of_active(found, model, world.now_us)
                 self._active[tracked.request_id] = self._changed[tracked.number] = tracked
             tracked.follow(found)
-        self._metrics.open(connection)
-        self._markers.open(connection, world)
 
     def on_applied(
         self, topic: str, event: InputEvent | None, now_us: int, decisions: Sequence[AnyDecision], world: World
@@ -125,6 +136,46 @@ class ContentsObserver:
                     self._changed[request.number] = request
             case OwnerClaimed():
                 self._markers.add_claim(offset, record, now_us, world)
+
+    def on_recorded(self, step: RecordedStep) -> None:
+        """Observe a journal record of an owner with other rules: requests and takeovers, but no fleet or settings."""
+        self.clear_unrecorded()
+        if step.consumed and self._markers.has_claim:
+            self._markers.settle_claim(step.consumed[0].now_us)
+        taken: Counter[str] = Counter()
+        for run in step.consumed:
+            self._now_us = run.now_us
+            if run.topic == CLOCK:
+                continue
+            begin = taken[run.topic]
+            taken[run.topic] += run.count
+            for offset, event in enumerate(
+                step.events[run.topic][begin : begin + run.count], step.begins[run.topic] + begin
+            ):
+                self._apply_recorded(event, offset)
+        match step.record:
+            case RequestRouted() | RequestHeld() | RequestRejected() | RequestAborted():
+                if self._submitted is not None and self._submitted.request_id == step.record.request_id:
+                    self._metrics.count_submission(self._now_us)
+                self._decide(step.offset, step.record, self._now_us, None)
+            case OwnerClaimed():
+                self._markers.add_claim(step.offset, step.record, self._now_us, None)
+
+    def on_reread(self, step: RecordedStep) -> None:
+        """Take stage, phase and worker epoch of an active request from its routing decision."""
+        if isinstance(step.record, RequestRouted):
+            request = self._active.get(step.record.request_id)
+            if request is not None:
+                request.follow_recorded(step.record)
+
+    def _apply_recorded(self, event: InputEvent | None, offset: int) -> None:
+        match event:
+            case RequestSubmitted():
+                self._submitted = CatalogRequest.of_submission(offset, event, self._now_us)
+            case ProgressEvent():
+                self._report(event, self._now_us, offset)
+            case WorkerLost():
+                self._lose(event, self._now_us)
 
     def clear_unrecorded(self) -> None:
         """Forget all events after the newest journal record."""
@@ -177,7 +228,7 @@ class ContentsObserver:
         offset: int,
         record: RequestRouted | RequestHeld | RequestRejected | RequestAborted,
         now_us: int,
-        world: World,
+        world: World | None,
     ) -> None:
         submitted, self._submitted = self._submitted, None
         if submitted is not None and submitted.request_id == record.request_id:
@@ -191,8 +242,7 @@ class ContentsObserver:
         self._changed[request.number] = request
         match record:
             case RequestRouted():
-                active = world.requests.get(record.request_id)
-                request.route(record, offset, now_us, record.pool if active is None else active.submitted.pool)
+                request.route(record, offset, now_us, _pool_of(request, record, world))
             case RequestHeld():
                 request.hold(record, offset, now_us)
             case RequestRejected() | RequestAborted():
@@ -200,6 +250,9 @@ class ContentsObserver:
                 self._end(request, DECISIONS.name, offset, now_us)
 
     def _progress(self, event: RequestProgress, now_us: int, _: Sequence[AnyDecision], world: World) -> None:
+        self._report(event, now_us, world.view[PROGRESS.name] - 1)
+
+    def _report(self, event: RequestProgress, now_us: int, offset: int) -> None:
         request = self._active.get(event.request_id)
         if request is None or not request.accepts(event):
             return
@@ -208,7 +261,7 @@ class ContentsObserver:
         if is_first:
             self._metrics.count_first_token(request, event.worker_id, now_us)
         elif request.ended_us is not None:
-            self._end(request, PROGRESS.name, world.view[PROGRESS.name] - 1, now_us)
+            self._end(request, PROGRESS.name, offset, now_us)
 
     def _fail_transfer(
         self, event: TransferFailed, now_us: int, decisions: Sequence[AnyDecision], world: World
@@ -227,10 +280,13 @@ class ContentsObserver:
         if isinstance(event, WorkerLost):
             worker = world.fleet.get(event.worker_id)
             if worker is None or worker.worker_epoch != event.worker_epoch:
-                for request in self._active.values():
-                    if request.is_on(event.worker_id, event.worker_epoch):
-                        self._changed[request.number] = request
-                        request.wait(now_us)
+                self._lose(event, now_us)
+
+    def _lose(self, event: WorkerLost, now_us: int) -> None:
+        for request in self._active.values():
+            if request.is_on(event.worker_id, event.worker_epoch):
+                self._changed[request.number] = request
+                request.wait(now_us)
 
     def _settings(self, event: SettingsEvent, now_us: int, _: Sequence[AnyDecision], world: World) -> None:
         self._markers.add_settings(event, world.view[CONTROL.name] - 1, now_us, world)
@@ -255,6 +311,15 @@ class ContentsObserver:
             return self._unrecorded.get(request.request_id) or request.copy()
         self._unrecorded[request.request_id] = copied = request.copy()
         return copied
+
+
+def _pool_of(request: CatalogRequest, record: RequestRouted, world: World | None) -> str:
+    """Return the pool that generates the response, as far as known."""
+    active = None if world is None else world.requests.get(record.request_id)
+    if active is not None:
+        return active.submitted.pool
+    is_early = world is None and record.stage in ("encode", "prefill")
+    return request.pool if is_early and request.pool else record.pool
 
 
 def _apply(request: CatalogRequest, event: RequestProgress, now_us: int) -> bool:

@@ -7,6 +7,9 @@ checkpoint before the committed position, and derives the records up to this pos
 If a record cannot be derived, the follower stops before this record. Observers may have seen events of the record by
 then, so the follower opens the committed catalog again and follows it up to the last good record. If the log cannot be
 read, for example because a broker is away, the follower keeps its state and tries again later.
+
+Records of owners with other decision rules cannot be derived. The follower reports them to the observers as recorded,
+and notes the gap. At a claim with this program's rules it continues from the snapshot that the claim names.
 """
 
 import asyncio
@@ -21,15 +24,19 @@ from forebay.core.step import AnyDecision, InputEvent
 from forebay.events.fleet import WorkerLost
 from forebay.events.topics import DECISIONS, FLEET
 from forebay.replay.at import JournalDiverged, read_losses
-from forebay.replay.catalog import checkpoints
+from forebay.replay.catalog import checkpoints, gaps
 from forebay.replay.catalog.facts import CatalogState
+from forebay.replay.catalog.gaps import JournalGap
 from forebay.replay.catalog.observer import CatalogObserver
 from forebay.replay.catalog.seek import CatalogStates
 from forebay.replay.catalog.store import SIZE_MAX, CommittedPosition, Store, checksum_at, is_damage, unwritable
 from forebay.replay.moment import LossFacts, loss_of
-from forebay.replay.walk import Start, Step, Walk, oldest
-from forebay.transport.base import Log, LogError, PolicyNotAllowed
-from forebay.transport.history.reader import PAGE_RECORDS, OtherRules, UnreadableDecision
+from forebay.replay.recorded import RecordedSteps
+from forebay.replay.spans import oldest_of_any_rules
+from forebay.replay.walk import Start, Step, Walk
+from forebay.transport.base import Log, LogError, NotDerivable, PolicyNotAllowed
+from forebay.transport.history.reader import PAGE_RECORDS, OtherRules, SpanEnds, UnreadableDecision
+from forebay.transport.history.snapshots import load_continued
 from forebay.transport.history.start import begins_of
 
 logger = logging.getLogger(__name__)
@@ -57,6 +64,7 @@ class Follower:
         error: why the follower cannot follow the log; empty while it can.
         failed: whether `error` is final, so that another try is useless.
         on_pause: called between two records every `PAUSE_S` while following; None for no call.
+        gap: the part of the journal by owners with other rules in which the follower is; None while it derives.
     """
 
     def __init__(
@@ -76,6 +84,8 @@ class Follower:
         self.error = ""
         self.failed = False
         self.on_pause: Callable[[], Awaitable[object]] | None = None
+        self.gap: JournalGap | None = None
+        self._steps: RecordedSteps | None = None  # of the gap
         self._log = log
         self._partition = partition
         self._new_observers = new_observers
@@ -97,6 +107,13 @@ class Follower:
         self._uncommitted = 0
 
     @property
+    def position(self) -> int:
+        """Journal offset of the next record; 0 before the start."""
+        if self._steps is not None:
+            return self._steps.position
+        return 0 if self.walk is None else self.walk.position
+
+    @property
     def is_at_end(self) -> bool:
         """Whether the follower has derived the whole journal, as far as known."""
         return self.walk is not None and not self.error and self.walk.position == self._log_end
@@ -107,9 +124,9 @@ class Follower:
         walk = self.walk
         return CatalogState(
             begin_us=self._begin_us,
-            end_us=0 if walk is None else walk.world.now_us,
+            end_us=max(0 if walk is None else walk.world.now_us, 0 if self.gap is None else self.gap.to_us),
             begin_offset=self._begin_offset,
-            end_offset=self._begin_offset if walk is None else walk.position,
+            end_offset=self._begin_offset if walk is None else self.position,
             log_end_offset=self._log_end,
             behind_s=self._behind_s,
             is_complete=self._is_complete,
@@ -141,18 +158,22 @@ class Follower:
         logger.warning("%s: the catalog is damaged (%s); it is deleted and built anew", self.store.path, error)
         self.store.rebuild(self._partition)
         self.walk, self.observers, self._is_complete = None, (), False
+        self.gap = self._steps = None
 
     async def _catch_up_or_stop(self) -> None:
         try:
             await self._catch_up()
-            self.error = ""
+            if self.gap is None:
+                self.error = ""
+            else:
+                self.note_error(NotDerivable(self.gap.text))
         except (JournalDiverged, PolicyNotAllowed) as error:
             self.note_error(error)
             self.failed = True
             await self._recover()
         except LogError as error:
             self.note_error(error)
-            self.failed = isinstance(error, OtherRules | UnreadableDecision)
+            self.failed = isinstance(error, UnreadableDecision)
             await self._read_rest()
 
     async def commit(self, checkpoint: checkpoints.Checkpoint | None = None) -> None:
@@ -163,8 +184,8 @@ class Follower:
         """
         assert self.walk is not None, "call catch_up first"
         committed = CommittedPosition(
-            position=self.walk.position,
-            checksum=await checksum_at(self._log, self._partition, self.walk.position - 1),
+            position=self.position,
+            checksum=await checksum_at(self._log, self._partition, self.position - 1),
             begin_offset=self._begin_offset,
             begin_us=self._begin_us,
         )
@@ -175,6 +196,8 @@ class Follower:
                 checkpoints.add_loss(connection, offset, loss)
             if checkpoint is not None:
                 checkpoints.write(connection, checkpoint)
+            if self.gap is not None:
+                gaps.write(connection, self.gap)
             self.store.commit_position(committed)
         self._losses.clear()
         self._uncommitted = 0
@@ -185,12 +208,65 @@ class Follower:
         await self._follow_begin()
         walk.end = self._log_end = await self._log.end(DECISIONS.name, self._partition)
         self._report()
-        await self._derive(walk)
+        while not await self._follow_span(walk):
+            assert self._steps is not None, "the span has ended"
+            if await self._read_recorded(self._steps):
+                walk = await self._end_gap(self._steps)
+            else:
+                break
         self._is_complete = True
         self._behind_s = 0.0
         if self._uncommitted:
             await self.commit()
         self._report()
+
+    async def _follow_span(self, walk: Walk) -> bool:
+        """Derive the records up to `walk.end`. Return whether the span of its owner reaches that offset."""
+        if self._steps is None:
+            try:
+                await self._derive(walk)
+            except SpanEnds:
+                await self._begin_gap(walk)
+        return self._steps is None
+
+    async def _begin_gap(self, walk: Walk) -> None:
+        steps = RecordedSteps.after(self._log, self._partition, walk)
+        self._steps = steps
+        self.gap = JournalGap.after(walk, steps)
+        await self.commit()
+
+    async def _read_recorded(self, steps: RecordedSteps) -> bool:
+        """Report the records of owners with other rules. Return whether a claim with this program's rules follows."""
+        async for step in steps.read(self._log_end):
+            assert self.gap is not None, "the gap has begun"
+            for observer in self.observers:
+                observer.on_recorded(step)
+            self.gap = self.gap.extended(steps, step)
+            self._uncommitted += 1
+            if self._uncommitted >= COMMIT_RECORDS or runtime.monotonic_s() - self._committed_s >= COMMIT_S:
+                await self.commit()
+            await self._breathe()
+        return steps.claim is not None
+
+    async def _end_gap(self, steps: RecordedSteps) -> Walk:
+        """Continue at a claim with this program's rules, from the snapshot that it names."""
+        assert steps.claim is not None, "a claim ends the gap"
+        assert self.gap is not None, "the gap has begun"
+        world = await load_continued(self._log, self._partition, steps.claim, self._custom)
+        walk = Walk(self._log, self._partition, Start(world, steps.position), self._log_end)
+        for observer in self.observers:
+            observer.resume(world)
+        self.gap = self.gap._replace(end=steps.position, is_open=False)
+        self._attach(walk)
+        await self._take_checkpoint(walk)
+        self._steps = self.gap = None
+        return walk
+
+    def _attach(self, walk: Walk) -> None:
+        """Report the events of a walk to the observers."""
+        walk.followed.on_applied = self._on_applied
+        walk.world.on_loss = self._on_loss
+        self.walk = walk
 
     async def _derive(self, walk: Walk) -> None:
         """Derive the records up to `walk.end`, with checkpoints and commits."""
@@ -233,7 +309,7 @@ class Follower:
 
     def _report(self) -> None:
         if self._progress is not None and self.walk is not None:
-            self._progress(self.walk.position - self._begin_offset, self._log_end - self._begin_offset)
+            self._progress(self.position - self._begin_offset, self._log_end - self._begin_offset)
 
     def _is_checkpoint_due(self, walk: Walk) -> bool:
         return walk.pending == 0 and self._derived.total_s >= self._spacing * max(checkpoints.DERIVE_S, self._restore_s)
@@ -260,16 +336,14 @@ class Follower:
         start = None
         if committed is not None:
             try:
-                start = await CatalogStates(self.store, self._log, self._partition, self._custom).before(
-                    committed.position
-                )
+                start = await self._committed_start(committed.position)
             except LogError as error:
                 logger.warning("%s: is built anew, because it cannot be continued: %s", self.store.path, error)
                 self.store.rebuild(self._partition)
                 committed = None
         end = await self._log.end(DECISIONS.name, self._partition)
         if start is None:
-            start = await oldest(self._log, self._partition, end, self._custom)
+            start = await oldest_of_any_rules(self._log, self._partition, self._custom)
             fleet_end = start.world.view.get(FLEET.name, 0)
             lost = await read_losses(self._log, self._partition, fleet_end) if fleet_end else []
             self._losses = [(start.offset - 1, loss) for loss in lost]
@@ -277,25 +351,49 @@ class Follower:
         self._begin_us = start.world.now_us if committed is None else committed.begin_us
         self._log_end = end
         self._spacing = int(self.store.meta("spacing") or 1)
-        walk = await self._resume(start, start.offset if committed is None else committed.position)
-        self.walk = walk
-        return walk
+        return await self._resume(start, start.offset if committed is None else committed.position)
+
+    async def _committed_start(self, position: int) -> Start:
+        """Return a state from which the records up to `position` follow; from before a gap if `position` is in it."""
+        states = CatalogStates(self.store, self._log, self._partition, self._custom)
+        gap = gaps.at_offset(self.store.connection, position - 1)
+        if gap is not None and gap.is_open:
+            return await states.before(gap.first)
+        try:
+            return await states.before(position)
+        except OtherRules:  # the last committed record is the claim with which a gap begins
+            return await states.before(position - 1)
 
     async def _resume(self, start: Start, position: int) -> Walk:
         """Derive the records up to `position` without observers, and open the observers there."""
         walk = Walk(self._log, self._partition, start, position)
-        async for step in walk:
-            if step.divergence is not None:
-                raise JournalDiverged(step.divergence)
-            await self._breathe()
+        try:
+            async for step in walk:
+                if step.divergence is not None:
+                    raise JournalDiverged(step.divergence)
+                await self._breathe()
+        except SpanEnds:
+            self._steps = RecordedSteps.after(self._log, self._partition, walk)
         observers = self._new_observers()
         for observer in observers:
             observer.open(self.store.connection, walk.world)
-        walk.followed.on_applied = self._on_applied
-        walk.world.on_loss = self._on_loss
+        if self._steps is not None:
+            await self._resume_gap(self._steps, walk, position, observers)
+        self._attach(walk)
         self.observers = observers
         self._derived.reset()
         return walk
+
+    async def _resume_gap(
+        self, steps: RecordedSteps, walk: Walk, position: int, observers: Sequence[CatalogObserver]
+    ) -> None:
+        """Read the records of a gap up to `position` again, whose rows are already in the catalog."""
+        self.gap = JournalGap.after(walk, steps)
+        async for step in steps.read(position):
+            for observer in observers:
+                observer.on_reread(step)
+            self.gap = self.gap.extended(steps, step)
+            await self._breathe()
 
     def _on_applied(self, topic: str, event: InputEvent | None, now_us: int, decisions: Sequence[AnyDecision]) -> None:
         assert self.walk is not None, "observers are called after the start"
@@ -323,7 +421,7 @@ class Follower:
     async def _read_rest(self) -> None:
         """Follow the readable records of a page with a damaged record, and commit."""
         walk = self.walk
-        if walk is None:
+        if walk is None or self._steps is not None:
             return
         try:
             readable = await _readable_end(self._log, self._partition, walk.position)
@@ -344,6 +442,7 @@ class Follower:
             return
         end = self.walk.position
         self._losses.clear()
+        self.gap = self._steps = None
         try:
             walk = self.walk = await self._start()
             walk.end = end

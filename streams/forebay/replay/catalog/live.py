@@ -142,7 +142,10 @@ class LivePublisher:
                 self._derived = await self._build_status(walk.world)
                 self._key = key
         if self._derived is not None:
-            status = msgspec.json.encode(self.complete(self._derived))
+            derived, gap = self._derived, self._follower.gap
+            if gap is not None:
+                derived = msgspec.structs.replace(derived, problems=[gap.text, *derived.problems])
+            status = msgspec.json.encode(self.complete(derived))
             moved = moved or status != self._status
             self._status = status
         if not moved and state == self.state:

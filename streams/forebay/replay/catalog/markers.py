@@ -9,7 +9,7 @@ from typing import get_args
 
 from forebay.core.state.fleet import FleetWorker, WorkerPhase
 from forebay.core.step import AnyDecision
-from forebay.core.world import World
+from forebay.core.world import CORE_VERSION, World
 from forebay.events.control import WorkerCommanded
 from forebay.events.decisions import CommandSent, OwnerClaimed
 from forebay.events.fleet import WorkerFact, WorkerJoined
@@ -17,6 +17,7 @@ from forebay.events.topics import CONTROL, DECISIONS, FLEET
 from forebay.replay.catalog.catalog_request import CatalogRequest
 from forebay.replay.catalog.facts import Marker, MarkerKind
 from forebay.replay.catalog.marker_text import EffectiveSettings, SettingsEvent, command_text, modes_text, settings_text
+from forebay.transport.history.release import rules_text
 
 KINDS: tuple[MarkerKind, ...] = get_args(MarkerKind)
 SECOND_US = 1_000_000
@@ -85,8 +86,7 @@ class MarkerRecorder:
 
     def open(self, connection: sqlite3.Connection, world: World) -> None:
         """Continue after the newest rows."""
-        self._settings = EffectiveSettings(world)
-        self._phases = {one.spec.worker_id: (one.worker_epoch, one.phase) for one in world.fleet.workers()}
+        self.resume(world)
         select = "SELECT * FROM markers WHERE kind = ? ORDER BY at_us DESC LIMIT 1"
         newest_claim = "SELECT * FROM markers WHERE kind = 'takeover' ORDER BY offset DESC LIMIT 1"
         for row in connection.execute(newest_claim):
@@ -96,8 +96,13 @@ class MarkerRecorder:
             for _, at_us, topic, offset, _, _, reasons in connection.execute(select, [kind]):
                 self._tallies[kind] = SecondTally(at_us, topic, offset, Counter(json.loads(reasons)))
 
-    def add_claim(self, offset: int, record: OwnerClaimed, now_us: int, world: World) -> None:
-        """Add the claim of a new owner.
+    def resume(self, world: World) -> None:
+        """Continue in another world, after records that this program cannot derive."""
+        self._settings = EffectiveSettings(world)
+        self._phases = {one.spec.worker_id: (one.worker_epoch, one.phase) for one in world.fleet.workers()}
+
+    def add_claim(self, offset: int, record: OwnerClaimed, now_us: int, world: World | None) -> None:
+        """Add the claim of a new owner. `world` is None if the owner has other rules, so that no world is known.
 
         Its marker has the clock of the previous owner until `settle_claim`, because a claim has no clock reading.
         """
@@ -108,9 +113,14 @@ class MarkerRecorder:
         else:
             text = f"Router {record.owner_id} took over from {self._owner_id}."
         self._owner_id = record.owner_id
+        if record.core_version != CORE_VERSION:
+            rules = rules_text(record.core_version, record.release)
+            text += f" It has {rules}, so this console shows no moments of it."
         at_us = now_us or record.at_us
         self._claim = ("takeover", at_us, DECISIONS.name, offset, 1, text, json.dumps([record.owner_id, False]))
         self._rows.append(self._claim)
+        if world is None:
+            return
         before, self._settings = self._settings, EffectiveSettings(world)
         if text := modes_text(before, self._settings):
             self._rows.append(("configuration", at_us, DECISIONS.name, offset, 1, text, ""))

@@ -18,8 +18,10 @@ from forebay.events.base import array_u64, pack_u64
 from forebay.events.decisions import JournalRecord
 from forebay.events.request_ids import aliases_of
 from forebay.events.requests import RequestSubmitted, RouteQueried
+from forebay.events.topics import REQUESTS
 from forebay.replay.catalog.store import Store
 from forebay.replay.explain.find import Mentions, RequestRecord
+from forebay.replay.recorded import RecordedStep
 
 ROW_MENTIONS = 4_096
 FOUND_MAX = 10_000  # newest mentions of one ID
@@ -63,6 +65,20 @@ class MentionTable:
         self._submitted.clear()
         if isinstance(record, RequestRecord):
             self._add(record.request_id, offset, is_submission=False)
+
+    def on_recorded(self, step: RecordedStep) -> None:
+        """Note the submissions that a record of an owner with other rules counts, and its decision."""
+        for event in step.events.get(REQUESTS.name, ()):
+            if isinstance(event, RequestSubmitted | RouteQueried):
+                self._add(event.request_id, step.offset, is_submission=True)
+        if isinstance(step.record, RequestRecord):
+            self._add(step.record.request_id, step.offset, is_submission=False)
+
+    def on_reread(self, step: RecordedStep) -> None:
+        """Do nothing, because the rows have all mentions."""
+
+    def resume(self, world: World) -> None:
+        """Do nothing, because mentions do not depend on the world."""
 
     def clear_unrecorded(self) -> None:
         """Do nothing, because no journal record is about a later event."""

@@ -17,6 +17,7 @@ from typing import ClassVar, Protocol
 from forebay.core.step import AnyDecision, InputEvent
 from forebay.core.world import World
 from forebay.events.decisions import JournalRecord
+from forebay.replay.recorded import RecordedStep
 
 
 class CatalogObserver(Protocol):
@@ -63,6 +64,21 @@ class CatalogObserver(Protocol):
             record: the record, which was derived again and is equal, or an ownership claim.
             world: state after the record.
         """
+        ...
+
+    def on_recorded(self, step: RecordedStep) -> None:
+        """Observe a journal record of an owner with other decision rules, with its events.
+
+        There is no world, because only a program with these rules can derive it.
+        """
+        ...
+
+    def on_reread(self, step: RecordedStep) -> None:
+        """Observe a record again whose rows are in the catalog: after a restart, for what the rows do not have."""
+        ...
+
+    def resume(self, world: World) -> None:
+        """Continue with derived records after recorded ones, in this world."""
         ...
 
     def clear_unrecorded(self) -> None:

@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-from forebay.replay.catalog import checkpoints
+from forebay.replay.catalog import checkpoints, gaps
 from forebay.replay.catalog.contents import ContentsObserver
 from forebay.replay.catalog.mentions import MentionTable
 from forebay.replay.catalog.observer import CatalogObserver
 
-SCHEMAS = (checkpoints.SCHEMA, ContentsObserver.schema, MentionTable.schema)
+SCHEMAS = (checkpoints.SCHEMA, gaps.SCHEMA, ContentsObserver.schema, MentionTable.schema)
 
 
 def new_observers() -> Sequence[CatalogObserver]:

@@ -283,7 +283,7 @@ class ProgressOutcome(msgspec.Struct, kw_only=True):
     unknown_end: int = 0
 
 
-class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
+class UncomparedSpan(msgspec.Struct, frozen=True, kw_only=True):
     """Part of the journal that is not compared, because its owners had other decision rules.
 
     Attributes:
@@ -379,4 +379,4 @@ class DiffReport(msgspec.Struct, kw_only=True):
     other_state: str = ""
     unverified: dict[str, int] = {}
     divergence: DivergenceReport | None = None
-    left_out: list[LeftOut] = []
+    left_out: list[UncomparedSpan] = []

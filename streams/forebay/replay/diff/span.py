@@ -12,7 +12,7 @@ from forebay.core.step import AnyDecision
 from forebay.core.world import CORE_VERSION
 from forebay.events.topics import DECISIONS
 from forebay.replay.at import NoSuchRecord, last_clock, offset_at
-from forebay.replay.diff.report import LeftOut
+from forebay.replay.diff.report import UncomparedSpan
 from forebay.replay.spans import RulesSpan, spans_of
 from forebay.replay.verify.divergence import DivergenceReport, DivergenceTrail
 from forebay.replay.verify.verify import PROGRESS_EVERY, OnProgress
@@ -44,7 +44,7 @@ class Span(NamedTuple):
     first: int
     end: int
     later: tuple[RulesSpan, ...] = ()
-    left_out: tuple[LeftOut, ...] = ()
+    left_out: tuple[UncomparedSpan, ...] = ()
 
     @property
     def last(self) -> int:
@@ -117,14 +117,16 @@ async def _among(
     first = spans[0].first if from_us is None else await _offset_from(log, partition, spans[0], end, from_us)
     last = end if to_us is None else await _offset_from(log, partition, spans[0], end, to_us)
     compared: list[RulesSpan] = []
-    left_out: list[LeftOut] = []
+    left_out: list[UncomparedSpan] = []
     for span in spans:
         decisions = await span.decisions(log, partition, first, last)
         if decisions and span.is_own:
             compared.append(span._replace(first=max(first, span.first), end=min(last, span.end)))
         elif decisions:
             left_out.append(
-                LeftOut(rules=span.rules, release=span.release, first=span.first, end=span.end, decisions=decisions)
+                UncomparedSpan(
+                    rules=span.rules, release=span.release, first=span.first, end=span.end, decisions=decisions
+                )
             )
     if not compared and not left_out:
         raise EmptySpan(f"no decision was made in the time span; {await _extent(log, partition)}")

@@ -29,6 +29,7 @@ from forebay.replay.explain.find import (
     find,
     find_unapplied_submission,
 )
+from forebay.replay.explain.span_timeline import SpanTimeline
 from forebay.replay.explain.timeline import Timeline
 from forebay.replay.explain.timeline_parts import SubmissionEvent, submission_of_event
 from forebay.replay.recorded import RecordedSteps
@@ -118,7 +119,7 @@ class _Derived:
     """
 
     def __init__(self, log: Log, partition: int, found: RequestLocation, end: int, progress: OnProgress | None) -> None:
-        self.timeline = Timeline(found.request_id, World())
+        self.timeline = SpanTimeline(found.request_id, World())
         self.divergence: DivergenceReport | None = None
         self.recorded: list[RecordedSpan] = []
         self.unverified: dict[str, int] = {}
@@ -139,7 +140,7 @@ class _Derived:
             steps = await RecordedSteps.before(log, partition, first)
         else:
             self.begin = start.offset
-            self.timeline = Timeline(self._found.request_id, start.world)
+            self.timeline = SpanTimeline(self._found.request_id, start.world)
             walk = await self._derive(start)
             if walk is None:
                 return

@@ -18,7 +18,7 @@ from forebay.core.state.active_request import ActiveRequest
 from forebay.core.state.transitions import REPORTED, TRANSITIONS
 from forebay.core.step import CLOCK
 from forebay.core.ttft_parts import Part, TimeByPart
-from forebay.core.world import CORE_VERSION, World
+from forebay.core.world import World
 from forebay.events.decisions import (
     ConsumedRun,
     JournalRecord,
@@ -69,18 +69,14 @@ from forebay.replay.explain.timeline_parts import (
     held_text,
     prefilled_text,
     queue_wait_of,
-    recorded_answer_text,
-    recorded_held_text,
-    recorded_routed_text,
     released_text,
     routed_text,
     submission_of_event,
     submission_of_state,
+    takeover_text,
     worker_text,
 )
-from forebay.replay.recorded import RecordedStep
 from forebay.replay.walk import Step
-from forebay.transport.history.release import rules_text
 
 STATE_AT: dict[str, State] = {"encode": "encode", "prefill": "remote_prefill", "decode": "transfer"}
 ON_WORKER = (*STATE_AT.values(), "prefill", "decode")
@@ -102,7 +98,6 @@ class Timeline:
         self._world = world
         self._now_us = world.now_us
         self._owner_epoch = world.fleet.owner_epoch
-        self._decided_by = ""  # names the rules of the owner if this program cannot derive its decisions
         self._choices: deque[Routing] = deque()
         self._submission_event: tuple[SubmissionEvent, int] | None = None
         self._clear(None, world.now_us)
@@ -135,18 +130,6 @@ class Timeline:
         self._apply_events(step.record.consumed, step.events, offsets)
         self._apply_record(step.offset, step.record)
 
-    def apply_recorded(self, step: RecordedStep, decided_by: str) -> None:
-        """Apply a record of an owner with other rules, as the journal contains it. `decided_by` names the rules."""
-        self._decided_by = decided_by
-        self._apply_events(step.consumed, step.events, step.begins)
-        if step.record is not None:
-            self._apply_record(step.offset, step.record)
-        self._decided_by = ""
-
-    def continue_in(self, world: World) -> None:
-        """Continue with derived steps after recorded ones, in the world of the walk. The caller registers `on_plan`."""
-        self._world = world
-
     def _apply_events(
         self, consumed: tuple[ConsumedRun, ...], recorded: RecordedEvents, offsets: Mapping[str, int]
     ) -> None:
@@ -167,10 +150,7 @@ class Timeline:
         if isinstance(record, RequestRecord) and record.request_id == self.request_id:
             self._decide(offset, record)
         elif isinstance(record, OwnerClaimed) and self.begun and not self.over:
-            text = f"router {record.owner_id} takes over the group"
-            if record.core_version != CORE_VERSION:
-                text += f", with {rules_text(record.core_version, record.release)}"
-            self._add_entry("owner_claimed", text, self._now_us, DECISIONS.name, offset)
+            self._add_entry("owner_claimed", takeover_text(record), self._now_us, DECISIONS.name, offset)
         self._flush()
 
     def observe(self, topic: str, offset: int, event: TimelineEvent, now_us: int | None) -> None:
@@ -321,23 +301,18 @@ class Timeline:
         return routing
 
     def _left_out(self, record: RequestRejected | RouteAnswered) -> tuple[ExcludedRank, ...]:
-        return () if self._decided_by else excluded_ranks(self._world, self._event, record)
+        return excluded_ranks(self._world, self._event, record)
 
     def _hold(self, offset: int, record: RequestHeld) -> None:
-        if self._decided_by:
-            text = recorded_held_text(record, self._decided_by)
-        else:
-            self._held = queue_wait_of(self._world, offset, self._now_us, record)
-            text = held_text(self._held)
-        self._add_entry("held", text, self._now_us, DECISIONS.name, offset)
+        self._held = queue_wait_of(self._world, offset, self._now_us, record)
+        self._add_entry("held", held_text(self._held), self._now_us, DECISIONS.name, offset)
 
     def _route(self, offset: int, record: RequestRouted) -> None:
-        if self._decided_by:
-            now_us, text = self._now_us, recorded_routed_text(record, self._decided_by)
-        else:
-            fields = {"waited_us": record.waited_us, "stage": record.stage, "prefill": record.prefill}
-            routing = self._chosen(offset, record.table_digest, **fields)
-            now_us, text = routing.now_us, routed_text(routing)
+        fields = {"waited_us": record.waited_us, "stage": record.stage, "prefill": record.prefill}
+        routing = self._chosen(offset, record.table_digest, **fields)
+        self._send(offset, record, routed_text(routing), routing.now_us)
+
+    def _send(self, offset: int, record: RequestRouted, text: str, now_us: int) -> None:
         self._state, self._stage = STATE_AT.get(record.stage, "prefill"), record.stage
         if record.stage != "decode":
             self._kept_by = None
@@ -349,15 +324,14 @@ class Timeline:
             left_out = self._left_out(record)
             self._end("rejected", record.reason, record.message, self._now_us, left_out=left_out)
             text = f"would be rejected ({record.reason}): {record.message}"
-        elif self._decided_by:
-            self._end("answered", "", "", self._now_us)
-            text = recorded_answer_text(record, self._decided_by)
         else:
-            fields = {"would_wait": record.would_wait, "stage": record.stage, "prefill": record.prefill}
-            routing = self._chosen(offset, record.table_digest, attempt=0, **fields)
+            text = self._selected_text(offset, record)
             self._end("answered", "", "", self._now_us)
-            text = routed_text(routing)
         self._add_entry("answered", text, self._now_us, DECISIONS.name, offset)
+
+    def _selected_text(self, offset: int, record: RouteAnswered) -> str:
+        fields = {"would_wait": record.would_wait, "stage": record.stage, "prefill": record.prefill}
+        return routed_text(self._chosen(offset, record.table_digest, attempt=0, **fields))
 
     def _observe_worker(self, offset: int, event: WorkerFact, now_us: int | None) -> None:
         worker = event.worker_id, event.worker_epoch

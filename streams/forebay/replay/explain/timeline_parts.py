@@ -8,16 +8,9 @@ from forebay.core.routing.planner import find_options
 from forebay.core.routing.stages import as_prefill_request
 from forebay.core.state.active_request import ActiveRequest
 from forebay.core.state.submitted_request import request_from_event, request_from_query
-from forebay.core.world import World
+from forebay.core.world import CORE_VERSION, World
 from forebay.events.base import U64_BYTES, hex_digest
-from forebay.events.decisions import (
-    KvReleased,
-    RequestHeld,
-    RequestRejected,
-    RequestRouted,
-    RouteAnswered,
-    ScoredCandidate,
-)
+from forebay.events.decisions import KvReleased, OwnerClaimed, RequestHeld, RequestRejected, RouteAnswered
 from forebay.events.fleet import WorkerDraining, WorkerFact, WorkerRecovered, WorkerSuspect
 from forebay.events.pools import PoolChoice, SkipReason
 from forebay.events.prefill import PrefillPlace
@@ -25,6 +18,7 @@ from forebay.events.progress import PrefillFinished
 from forebay.events.requests import RequestSubmitted, RouteQueried
 from forebay.replay.explain.choices import left_out
 from forebay.replay.explain.explanation import ExcludedRank, FirstTokenTiming, QueueWait, Routing, Submission
+from forebay.transport.history.release import rules_text
 
 ELIGIBILITY_REJECTIONS = frozenset(
     {"busy", "no_workers", "no_eligible_worker", "unknown_worker"}
@@ -197,36 +191,6 @@ def routed_text(routing: Routing) -> str:
     return f"{again}{sent} to {where}{waited}: {routing.why}{place}"
 
 
-def recorded_routed_text(record: RequestRouted, decided_by: str) -> str:
-    """Return a sentence about a routing decision of which only the journal record is known."""
-    again = f"attempt {record.attempt}, " if record.attempt > 1 else ""
-    waited = f" after {record.waited_us / 1e6:.3f} s in the queue" if record.waited_us else ""
-    sent = f"{again}{SENT.get(record.stage, 'routed')} to {record.worker_id}/{record.rank}{waited}"
-    return (
-        f"{sent}: cost {record.terms.cost:.2f}{_beside(record.runner_up, record.candidates)}, decided by {decided_by}"
-    )
-
-
-def recorded_held_text(record: RequestHeld, decided_by: str) -> str:
-    """Return a sentence about a held request of which only the journal record is known."""
-    return f"held in queue class {record.queue_class}, {record.ahead} requests ahead, decided by {decided_by}"
-
-
-def recorded_answer_text(record: RouteAnswered, decided_by: str) -> str:
-    """Return a sentence about the answer to a route query of which only the journal record is known."""
-    assert record.choice is not None, "an answer without a reason selects a rank"
-    would = "would be held, then routed to" if record.would_wait else "would be routed to"
-    choice = record.choice
-    return f"{would} {choice.worker_id}/{choice.rank}: cost {choice.terms.cost:.2f}, decided by {decided_by}"
-
-
-def _beside(runner_up: ScoredCandidate | None, candidates: int) -> str:
-    among = f", {candidates} candidates" if candidates > 1 else ", the only candidate"
-    if runner_up is None:
-        return among
-    return f"{among}, next {runner_up.worker_id}/{runner_up.rank} with {runner_up.terms.cost:.2f}"
-
-
 def place_text(place: PrefillPlace) -> str:
     """Return a sentence that says where the prompt is computed, and why."""
     tokens, requests = place.uncached_tokens or 0, place.prefill_waiting
@@ -269,6 +233,13 @@ def released_text(record: KvReleased) -> str:
         "foreign_descriptor": "its descriptor names another worker, epoch or model",
     }[record.reason]
     return f"{record.holder.worker_id} releases the KV of attempt {record.attempt}: {why}"
+
+
+def takeover_text(claim: OwnerClaimed) -> str:
+    """Return a sentence about a claim, with the rules of the owner if this program has other ones."""
+    is_own = claim.core_version == CORE_VERSION
+    rules = "" if is_own else f", with {rules_text(claim.core_version, claim.release)}"
+    return f"router {claim.owner_id} takes over the group{rules}"
 
 
 def first_token_text(first: FirstTokenTiming, prompt_tokens: int | None) -> str:

@@ -81,7 +81,7 @@ async def validity_at(log: Log, partition: int, offset: int, epoch: int, rules: 
     return Validity(epoch, rules, await seal_before(log, partition, offset, epoch))
 
 
-class Stamp(msgspec.Struct):
+class RecordStamp(msgspec.Struct):
     """Fields by which records are assigned to owners, without decoding the other fields."""
 
     type: str
@@ -98,12 +98,12 @@ class Stamp(msgspec.Struct):
         return self.type == _SEALED
 
 
-_STAMP = msgspec.json.Decoder(Stamp)
+_STAMP = msgspec.json.Decoder(RecordStamp)
 _CLAIMED = OwnerClaimed.__struct_config__.tag
 _SEALED = Sealed.__struct_config__.tag
 
 
-def stamp_of(record: Record) -> Stamp | None:
+def stamp_of(record: Record) -> RecordStamp | None:
     """Return the stamp of a journal record of any version, or None for a foreign record."""
     try:
         return _STAMP.decode(record.value)
