@@ -56,12 +56,16 @@ async def test_the_state_right_before_and_after_another_version_is_shown(
     log: SqliteLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = await upgraded(monkeypatch, log, "oxo")
-    before = await seek(log, 0, made.seals[0])
+    before = await seek_record(log, 0, made.seals[0])
     assert before.offset == made.seals[0]
     claimed = await seek(log, 0, made.claims[1])
     assert (claimed.offset, claimed.world.view) == (made.claims[1], before.world.view)
     between = await seek_time(log, 0, (await made.record(made.routed[1])).consumed[0].now_us - 1)
     assert between.world.view == before.world.view
+    times = [run.now_us for run in (await made.record(made.routed[1])).consumed]
+    assert times[0] < times[-1], "the other owner had applied events before its first decision"
+    with pytest.raises(NotDerivable):
+        await seek_time(log, 0, times[0])
     after = await seek_time(log, 0, await made.clock(made.seals[1] - 1))
     assert after.offset in (made.seals[1], made.claims[2])
 

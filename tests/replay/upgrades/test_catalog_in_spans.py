@@ -128,6 +128,17 @@ async def test_no_derivation_crosses_a_gap(log: SqliteLog, tmp_path: Path, monke
             await states.before(made.routed[1])
 
 
+async def test_a_checkpoint_right_after_a_seal_is_usable(
+    log: SqliteLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = await upgraded(monkeypatch, log, "oxo")
+    async with followed(log, tmp_path / "catalog") as follower:
+        store, sealed = follower.store, await seek(log, 0, made.seals[0])
+        checkpoints.write(store.connection, await checkpoints.take(sealed.world, made.seals[0] + 1, {}))
+        position = await catalog_position(log, 0, store, offset=made.claims[1])
+        assert (position.start, position.offset) == (made.seals[0] + 1, made.claims[1])
+
+
 @pytest.mark.parametrize("owners", ["oxo", "xo"])
 async def test_a_catalog_that_is_interrupted_anywhere_has_the_same_rows(
     log: SqliteLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owners: str

@@ -95,7 +95,9 @@ async def test_events_of_unknown_records_are_read(log: SqliteLog, monkeypatch: p
     await upgraded(monkeypatch, log, "ox")
     tag = f'"type":"{Advanced.__struct_config__.tag}"'.encode()
     altered = Altered(log, DECISIONS.name, lambda value: value.replace(tag, b'"type":"request.postponed"'))
-    assert (await explain(altered, 0, "x1")).state == "finished"
+    found = await explain(altered, 0, "x1")
+    assert found.state == "finished"
+    assert all(entry.now_us is not None for entry in found.timeline)
 
 
 async def test_the_command_exits_with_3_if_nothing_was_derived(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

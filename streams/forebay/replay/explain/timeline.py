@@ -131,9 +131,9 @@ class Timeline:
         self._apply_record(step.offset, step.record)
 
     def _apply_events(
-        self, consumed: tuple[ConsumedRun, ...], recorded: RecordedEvents, offsets: Mapping[str, int]
+        self, consumed: tuple[ConsumedRun, ...], events: RecordedEvents, begins: Mapping[str, int]
     ) -> None:
-        taken = dict.fromkeys(recorded, 0)
+        taken = dict.fromkeys(events, 0)
         for run in consumed:
             self._flush()
             self._now_us = run.now_us
@@ -142,8 +142,8 @@ class Timeline:
             begin = taken[run.topic]
             taken[run.topic] += run.count
             if run.topic in TIMELINE_TOPICS:
-                events = recorded[run.topic][begin : begin + run.count]
-                for offset, event in enumerate(events, offsets[run.topic] + begin):
+                some = events[run.topic][begin : begin + run.count]
+                for offset, event in enumerate(some, begins[run.topic] + begin):
                     self._consume(run.topic, offset, event)
 
     def _apply_record(self, offset: int, record: JournalRecord) -> None:
@@ -234,10 +234,8 @@ class Timeline:
     def _flush(self) -> None:
         """Record a repeated submission: no decision followed it, so the ID was already in use."""
         if self._submission_event is not None and self.begun:
-            text = "submitted again with the same content; ignored"
-            self._add_entry(
-                "submitted_again", text, self._now_us, REQUESTS.name, self._submission_event[1], counted=False
-            )
+            text, offset = "submitted again with the same content; ignored", self._submission_event[1]
+            self._add_entry("submitted_again", text, self._now_us, REQUESTS.name, offset, counted=False)
         self._submission_event = None
 
     def _decide(self, offset: int, record: RequestRecord) -> None:
