@@ -125,18 +125,23 @@ class System:
 
     @asynccontextmanager
     async def owned(
-        self, log: Log | None = None, ingress_leases: Leases | None = None, **changes: Any
+        self, log: Log | None = None, ingress_leases: Leases | None = None, *, dies: bool = False, **changes: Any
     ) -> AsyncIterator[Owner]:
-        """Run an owner on `log`, by default the log of the system."""
+        """Run an owner on `log`, by default the log of the system. An owner that `dies` does not seal its journal."""
         owner = Owner(log or self.log, self.leases, settings(**changes), ingress_leases=ingress_leases)
         await owner.start()
         running = asyncio.create_task(owner.run())
         try:
             yield owner
         finally:
-            await owner.stop()
-            await running
-            await owner.close()
+            if dies:
+                running.cancel()
+                await asyncio.gather(running, return_exceptions=True)
+                owner.drop()
+            else:
+                await owner.stop()
+                await running
+                await owner.close()
 
     def send(self, event: Event) -> None:
         """Append an event to `requests`."""

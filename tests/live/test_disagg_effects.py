@@ -35,7 +35,7 @@ async def test_disagg_each_stage_gets_its_work_and_a_new_owner_sends_it_again(lo
     system = IdleWorkers(log)
     for role in ROLES:
         system.join(role, role)
-    async with system.owned(pool=None) as owner:
+    async with system.owned(pool=None, dies=True) as owner:
         await until(lambda: len(owner.world.fleet) == 3)
         assert {name: pool.role for name, pool in owner.world.pools.items()} == {role: role for role in ROLES}
         system.send(submitted("r", PROMPT, media=(MEDIA,)))

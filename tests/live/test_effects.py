@@ -1,5 +1,6 @@
 """Effects of decisions: work items with their options, responses with a status, requests to re-announce a cache."""
 
+import functools
 from typing import Any, get_args
 
 import msgspec
@@ -26,7 +27,7 @@ from forebay.events.fleet import WorkerLease, WorkerLost, WorkerSpec
 from forebay.events.kv import AnyKvEvent, BlocksStored, CacheCleared
 from forebay.events.requests import RoutingHints
 from forebay.events.tokens import RouteResponse
-from forebay.events.topics import FLEET, KV_EVENTS, TOKENS, Topic, work_topic
+from forebay.events.topics import DECISIONS, FLEET, KV_EVENTS, TOKENS, Topic, work_topic
 from forebay.events.work import ReannounceCache, ReleaseKv, WorkCancelled, WorkItem
 from forebay.live.owner.effects import encode_effects
 from forebay.live.owner.metrics import OwnerMetrics
@@ -151,7 +152,7 @@ async def test_a_work_item_carries_the_options_of_its_engine(log: SqliteLog, *, 
     join(system, "w0", loras=("lora",))
     router = RouterConfig(track_output_blocks=tracked)
     pool = PoolConfigured(pool="default", model=MODEL, block_size=BLOCK, router=router)
-    async with system.owned(pool=pool) as owner:
+    async with system.owned(pool=pool, dies=True) as owner:
         await until(lambda: len(owner.world.fleet) == 1)
         hints = RoutingHints(priority=-7)
         system.send(submitted("r", PROMPT, lora_name="lora", cache_namespace="mine", routing=hints))
@@ -161,6 +162,25 @@ async def test_a_work_item_carries_the_options_of_its_engine(log: SqliteLog, *, 
     for item in system.events(WORK, WorkItem):
         options = item.lora_name, item.cache_namespace, item.priority, item.report_output
         assert options == ("lora", "mine", -7, tracked)
+    await proven(log)
+
+
+def has_items(system: System, count: int) -> bool:
+    return len(system.events(WORK, WorkItem)) == count
+
+
+async def test_work_is_sent_again_only_if_the_owner_died(log: SqliteLog) -> None:
+    system = System(log)
+    join(system, "w0")
+    for dies, items in ((False, 1), (True, 1), (False, 2), (False, 2)):
+        async with system.owned(dies=dies) as owner:
+            await until(lambda: len(owner.world.fleet) == 1)
+            if not system.decisions(RequestRouted):
+                system.send(submitted("r", PROMPT))
+                await until(lambda: system.events(WORK, WorkItem))
+            await until(lambda: owner.journal.end == log.next_offset(DECISIONS.name, 0))
+            await until(functools.partial(has_items, system, items))
+    assert len(system.events(WORK, WorkItem)) == 2
     await proven(log)
 
 

@@ -134,19 +134,20 @@ class Owner:
         settings = self._settings
         end = await self._log.end(DECISIONS.name, settings.partition)
         recovered = await recover(self._log, settings.partition, end, settings.policies, standby)
-        await self.journal.claim(
-            OwnerClaimed(
-                owner_id=settings.owner_id,
-                core_version=CORE_VERSION,
-                at_us=runtime.wall_us(),
-                policies=tuple(sorted(settings.policies)),
-                seal=recovered.seal,
-                snapshot=recovered.snapshot,
-                events_version=EVENTS_VERSION,
-                release=own_release(),
-            )
+        claim = OwnerClaimed(
+            owner_id=settings.owner_id,
+            core_version=CORE_VERSION,
+            at_us=runtime.wall_us(),
+            policies=tuple(sorted(settings.policies)),
+            seal=recovered.seal,
+            snapshot=recovered.snapshot,
+            events_version=EVENTS_VERSION,
+            release=own_release(),
         )
+        await self.journal.claim(claim)
         epoch = self.journal.epoch
+        await recovered.catch_up(epoch)  # another router may have claimed before, and decided
+        was_sealed = recovered.released
         await recovered.catch_up(epoch + 1)
         if recovered.world.owner_epoch != epoch:
             self.journal.surrender(
@@ -159,7 +160,7 @@ class Owner:
         for topic in INPUTS:
             offset = self.world.view.get(topic.name, 0)
             self._tails[topic.name] = self._log.tail(topic.name, settings.partition, offset, self._wake)
-        interrupted = await self._finish_interrupted(recovered)
+        interrupted = await self._finish_interrupted(recovered, was_sealed=was_sealed)
         # Other topics come first, so that pending requests are not decided on an old state.
         await self._catch_up([topic for topic in INPUTS if topic is not REQUESTS])
         await self._catch_up([REQUESTS])
@@ -179,8 +180,8 @@ class Owner:
             by_lease=by_lease,
             busy={request.worker_id for request in active},
         )
-        incarnations = {request.submitted.ingress for request in active}
-        self.ingresses = IngressPresence(self._log, settings.partition, epoch, self.world.fleet, busy=incarnations)
+        busy = {request.submitted.ingress for request in active}
+        self.ingresses = IngressPresence(self._log, settings.partition, epoch, self.world.fleet, busy=busy)
 
     async def run(self) -> None:
         """Repeat `turn` until `stop` is called. Raises LogError if the log fails or another owner took over."""
@@ -389,20 +390,20 @@ class Owner:
     def _reports_output(self, pool: str) -> bool:
         return self.world.pools[pool].router.track_output_blocks
 
-    async def _finish_interrupted(self, recovered: Standby) -> list[Unconfirmed]:
+    async def _finish_interrupted(self, recovered: Standby, *, was_sealed: bool) -> list[Unconfirmed]:
         """Journal the decisions that the previous owner did not write, and send orders to workers again.
 
-        Workers ignore attempts that they have. Returns those of the new decisions whose effects `_send_again` sends.
+        Workers ignore attempts that they have. If the previous owner sealed, all its work is durable. Returns those of
+        the new decisions whose effects `_send_again` sends.
         """
         pending: list[JournalRecord] = list(recovered.followed.pending)
         if pending:
             await self._journal(pending)
-        group = self._settings.group
+        group, owner_epoch = self._settings.group, self.world.owner_epoch
         drafts = list(self._resyncs())
         for command in self.world.commands.pending():
             drafts += self._commands(command.command_id)
-        owner_epoch = self.world.owner_epoch
-        for request in self.world.requests.active():
+        for request in () if was_sealed else self.world.requests.active():
             worker = self.world.fleet.get(request.worker_id)
             if request.on_worker and worker is not None:
                 submission = await self._submissions.at(request.submitted.offset)
@@ -418,11 +419,8 @@ class Owner:
 
         Called once the owner has applied all requests, because a later request may use the same id.
         """
-        drafts = []
-        for decided in unconfirmed:
-            if not is_superseded(self.world, decided):
-                drafts += encode_effects(self._settings.group, decided)
-        self._send(drafts)
+        missing = [decided for decided in unconfirmed if not is_superseded(self.world, decided)]
+        self._send([draft for decided in missing for draft in encode_effects(self._settings.group, decided)])
 
     def _commands(self, command_id: str) -> Iterator[Draft]:
         pending = self.world.commands.get(command_id)
@@ -450,7 +448,8 @@ class Owner:
     async def _catch_up(self, topics: Sequence[Topic]) -> None:
         """Repeat `turn` until these topics are applied up to their current ends."""
         view, partition = self.world.view, self._settings.partition
-        ends = {topic.name: await self._log.end(topic.name, partition) for topic in topics}
+        found = await asyncio.gather(*(self._log.end(topic.name, partition) for topic in topics))
+        ends = {topic.name: end for topic, end in zip(topics, found, strict=True)}
         while behind := [topic for topic, end in ends.items() if view.get(topic, 0) < end]:
             await self.turn(topics)
             self._beat()
