@@ -17,9 +17,8 @@ from forebay.events.codec import decode, encode
 from forebay.events.control import RouterConfig
 from forebay.events.decisions import RequestRouted
 from forebay.events.topics import DECISIONS
-from forebay.events.versions import EVENTS_VERSION
 from tests.core.worlds import PROMPTS, Driver, request
-from tests.replay.mutations import replace_record
+from tests.replay.mutations import read_more
 from tests.replay.recorded import MemoryLog, log_of, write
 from tests.replay.simulated import played
 from tests.simulate.traces import conversations
@@ -141,7 +140,7 @@ def test_unknown_events_fail_the_comparison_unless_allowed(tmp_path: Path) -> No
     drive("requests", request("r1", PROMPTS[0]))
     path = tmp_path / "newer.db"
     asyncio.run(write(log_of(drive, undecodable=msgspec.msgpack.encode({"type": "kv.blocks_moved"})), path))
-    replace_record(path, DECISIONS, 0, reading_more)
+    read_more(path)
     page = tmp_path / "page.html"
     code, _, err = run_diff(path, "--policy", "random", "--report", page)
     assert code == 2
@@ -150,11 +149,6 @@ def test_unknown_events_fail_the_comparison_unless_allowed(tmp_path: Path) -> No
         "not verified: 1 unknown-events; use the version that wrote it, or accept it with --allow unknown-events" in err
     )
     assert run_diff(path, "--policy", "random", "--allow", "unknown-events")[0] == 0
-
-
-def reading_more(claim: bytes) -> bytes:
-    """Return a claim whose owner can read later event types than this version."""
-    return encode(DECISIONS, msgspec.structs.replace(decode(DECISIONS, claim), events_version=EVENTS_VERSION + 1))
 
 
 class Page(HTMLParser):

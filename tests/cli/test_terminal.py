@@ -19,6 +19,7 @@ from forebay.events.decisions import RequestRouted
 from forebay.events.topics import DECISIONS
 from tests.core.worlds import PROMPTS, Driver, request
 from tests.harness import fork_server
+from tests.replay.mutations import read_more
 from tests.replay.recorded import GARBAGE, log_of, write
 from tests.replay.recorder import Recorder
 
@@ -124,6 +125,7 @@ def test_at_reports_skipped_records(tmp_path: Path) -> None:
     log = log_of(drive, undecodable=msgspec.msgpack.encode({"type": "kv.blocks_moved"}))
     newer, foreign = tmp_path / "newer.db", tmp_path / "foreign.db"
     asyncio.run(write(log, newer))
+    read_more(newer)
     run = forebay("replay", "at", newer, "--json")
     assert run.exit_code == 2
     assert json.loads(run.stdout)["unverified"] == {"unknown-events": 1}

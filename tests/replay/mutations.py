@@ -5,8 +5,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from forebay.events.codec import decode
-from forebay.events.topics import Topic
+import msgspec
+
+from forebay.events.codec import decode, encode
+from forebay.events.topics import DECISIONS, Topic
+from forebay.events.versions import EVENTS_VERSION
 from forebay.transport.sqlite.log import SqliteLog
 from forebay.transport.sqlite.schema import checksum
 
@@ -49,3 +52,12 @@ def find(path: Path, topic: Topic, wanted: Callable[[Any], bool]) -> tuple[int, 
     finally:
         log.close()
     raise AssertionError("the recording holds no such event")
+
+
+def read_more(path: Path) -> None:
+    """Let the owner of a recording announce that it reads later event types than this version."""
+
+    def change(value: bytes) -> bytes:
+        return encode(DECISIONS, msgspec.structs.replace(decode(DECISIONS, value), events_version=EVENTS_VERSION + 1))
+
+    replace_record(path, DECISIONS, 0, change)

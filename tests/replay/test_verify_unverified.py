@@ -8,16 +8,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from forebay.events.codec import decode, encode
+from forebay.events.codec import decode
 from forebay.events.decisions import RequestRouted, SnapshotTaken
 from forebay.events.topics import DECISIONS, KV_EVENTS, METRICS, PROGRESS, SNAPSHOTS, Topic
-from forebay.events.versions import EVENTS_VERSION
 from forebay.replay.checks import UNVERIFIED
 from forebay.replay.verify.verify import verify
 from forebay.transport.base import Log, LogError
 from forebay.transport.sqlite.log import SqliteLog
 from tests.benchmarks.recordings import Shape, write_recording
-from tests.replay.mutations import find, replace_record, rewrite_topic
+from tests.replay.mutations import find, read_more, replace_record, rewrite_topic
 from tests.replay.verifying import verify as command
 
 
@@ -62,16 +61,6 @@ def test_allowed_names_are_reported(recording: Path) -> None:
 
 
 NEWER = b'{"type":"load.forecast","worker_id":"w0000"}'
-
-
-def read_more(recording: Path) -> None:
-    """Let the owner of a recording announce that it reads later event types than this version."""
-
-    def change(value: bytes) -> bytes:
-        claimed = decode(DECISIONS, value)
-        return encode(DECISIONS, msgspec.structs.replace(claimed, events_version=EVENTS_VERSION + 1))
-
-    replace_record(recording, DECISIONS, 0, change)
 
 
 def test_events_that_the_owner_did_not_know_either_had_no_effect(recording: Path) -> None:
