@@ -3,6 +3,7 @@
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from typing import cast
 
 import pytest
 from aiokafka.errors import CommitFailedError, OutOfOrderSequenceNumber, TopicAuthorizationFailedError
@@ -12,13 +13,14 @@ from forebay.events.topics import REQUESTS, TOKENS
 from forebay.transport.base import Draft, LogError
 from forebay.transport.kafka import log
 from forebay.transport.kafka.log import KafkaLog
-from forebay.transport.kafka.settings import KafkaSettings
+from forebay.transport.kafka.producer import Producer
+from forebay.transport.kafka.settings import RETRY_BACKOFF_MS, KafkaSettings
+from forebay.transport.kafka.wire import Channel, Wire
 from tests.faults.broker import Broker, Faults
 from tests.faults.kafka import server
 from tests.faults.kafka.client import HOST, Host
 from tests.faults.kafka.consumer import FakeConsumer
 from tests.faults.kafka.patches import fake_clients
-from tests.faults.kafka.producer import FakeProducer
 from tests.faults.kafka.server import NAMESPACE, FakeKafka
 from tests.faults.kafka.wire import FakeWire
 from tests.faults.loop import VirtualLoop
@@ -42,16 +44,16 @@ class Scene:
     def values(self) -> list[bytes]:
         return [record.value for record in self.host.kafka.broker.records((REQUESTS.name, 0))]
 
-    async def producer(self) -> FakeProducer:
-        producer = FakeProducer(**SETTINGS.client_options(), enable_idempotence=True)
+    async def producer(self) -> Producer:
+        wire = FakeWire(SETTINGS)
+        await wire.start()
+        producer = Producer(cast("Wire", wire), Channel.APPENDS)
         await producer.start()
         return producer
 
-    async def send(self, producer: FakeProducer, value: bytes) -> Awaitable[object]:
-        batch = producer.create_batch()
-        batch.append(timestamp=1, key=None, value=value)
-        batch.close()
-        return await producer.send_batch(batch, PLACE.topic, partition=0)
+
+def send(producer: Producer, value: bytes) -> "asyncio.Task[int]":
+    return asyncio.ensure_future(producer.append(PLACE, [(Draft(REQUESTS.name, 0, value), 1)], len(value)))
 
 
 def run(test: Callable[[Scene], Awaitable[None]]) -> None:
@@ -82,7 +84,7 @@ def test_a_batch_whose_acknowledgement_is_lost_is_written_once() -> None:
     async def test(scene: Scene) -> None:
         producer = await scene.producer()
         scene.host.faults.pending["append_without_ack"] = 1
-        await (await scene.send(producer, b"a"))
+        await send(producer, b"a")
         assert scene.values == [b"a"]
         assert scene.fired["retry_with_effect"] == 1
 
@@ -93,7 +95,7 @@ def test_batches_after_a_rejected_one_are_out_of_order() -> None:
     async def test(scene: Scene) -> None:
         producer = await scene.producer()
         scene.host.faults.pending["append_rejected"] = 1
-        first, second = await scene.send(producer, b"a"), await scene.send(producer, b"b")
+        first, second = send(producer, b"a"), send(producer, b"b")
         with pytest.raises(Exception, match="Error"):
             await first
         with pytest.raises(OutOfOrderSequenceNumber):
@@ -110,8 +112,8 @@ def test_an_append_to_an_old_leader_is_retried_at_the_new_one() -> None:
         while kafka.leader(PLACE, kafka.epoch) == old:
             kafka.change_leaders()
         began_s = kafka.broker.loop.time()
-        await (await scene.send(producer, b"a"))
-        assert kafka.broker.loop.time() - began_s >= producer.backoff_s
+        await send(producer, b"a")
+        assert kafka.broker.loop.time() - began_s >= RETRY_BACKOFF_MS / 1000
         assert scene.values == [b"a"]
 
     run(test)

@@ -124,7 +124,7 @@ class Result:
             self.problems.append("the changed cost rule changed no decision")
 
     def line(self) -> str:
-        """Return the figures and the verdict."""
+        """Return the measurements and the verdict."""
         counts = self.counts
         verified = ", ".join(f"version {rules}: {one} of {all_}" for rules, (one, all_) in self.verified.items())
         kept = ", ".join(f"{one} of {WARM}" for one in self.kept)

@@ -6,6 +6,7 @@ import copy
 import functools
 import socket
 import sqlite3
+from asyncio.subprocess import Process
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -261,3 +262,17 @@ async def shared_scene(admin_token: str) -> AsyncIterator[Scene]:
     """Yield one scene to all tests of a module whose requests have no effect. Mark these tests with `MODULE_LOOP`."""
     async with make_scene(admin_token=admin_token) as made:
         yield made
+
+
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch) -> list[Process]:
+    """Return the list of processes that this test starts."""
+    started: list[Process] = []
+    start = asyncio.create_subprocess_exec
+
+    async def start_recorded(*arguments: str, **options: Any) -> Process:
+        started.append(await start(*arguments, **options))
+        return started[-1]
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start_recorded)
+    return started

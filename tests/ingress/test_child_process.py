@@ -19,20 +19,6 @@ def child() -> ChildProcess:
     return ChildProcess(SLEEPER, b"{}")
 
 
-@pytest.fixture
-def processes(monkeypatch: pytest.MonkeyPatch) -> list[Process]:
-    """Return the list of processes that this test starts."""
-    started: list[Process] = []
-    start = asyncio.create_subprocess_exec
-
-    async def start_recorded(*arguments: str, **options: Any) -> Process:
-        started.append(await start(*arguments, **options))
-        return started[-1]
-
-    monkeypatch.setattr(asyncio, "create_subprocess_exec", start_recorded)
-    return started
-
-
 async def test_a_process_that_starts_during_close_is_killed(
     child: ChildProcess, processes: list[Process], monkeypatch: pytest.MonkeyPatch
 ) -> None:

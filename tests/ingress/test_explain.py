@@ -56,20 +56,6 @@ def silence() -> Iterator[LogSource]:
         yield LogSource(kafka=KafkaSettings(f"127.0.0.1:{port}"))
 
 
-@pytest.fixture
-def processes(monkeypatch: pytest.MonkeyPatch) -> list[Process]:
-    """Return the list of processes that this test starts."""
-    started: list[Process] = []
-    start = asyncio.create_subprocess_exec
-
-    async def start_recorded(*arguments: str, **options: Any) -> Process:
-        started.append(await start(*arguments, **options))
-        return started[-1]
-
-    monkeypatch.setattr(asyncio, "create_subprocess_exec", start_recorded)
-    return started
-
-
 @asynccontextmanager
 async def pending(scene: Scene, source: LogSource | None, **options: Any) -> AsyncIterator[tuple[Explainer, Any]]:
     """Yield an explainer, and a function that requests an explanation over HTTP."""

@@ -8,7 +8,6 @@ idempotent producer are retried for ever, others until the request timeout.
 import asyncio
 from collections import deque
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 from aiokafka.errors import (
@@ -34,7 +33,7 @@ Headers = Sequence[tuple[str, bytes]]
 
 
 class WireBuilder(BatchBuilder):  # type: ignore[misc]  # aiokafka ships no types
-    """The builder of aiokafka, with its bytes."""
+    """The builder of aiokafka, with its bytes. Unlike in production they are not compressed, which would take long."""
 
     def data(self) -> bytes:
         """Return the batch as bytes."""
@@ -109,12 +108,6 @@ class FakeProducer(FakeClient):
         self._muted: dict[TopicPartition, None] = {}
         self._is_draining = False
         self._partitioner = DefaultPartitioner()
-        self._message_accumulator = SimpleNamespace()  # `KafkaLog` sets a limit there that simulated producers lack
-
-    @property
-    def client(self) -> FakeClient:
-        """The client with the metadata."""
-        return self
 
     async def start(self) -> None:
         """Connect, and get a producer id if the producer is idempotent. Raises KafkaConnectionError."""
@@ -141,23 +134,6 @@ class FakeProducer(FakeClient):
             await asyncio.wait(futures)
         self.cancel_tasks()
 
-    async def partitions_for(self, topic: str) -> set[int]:
-        """Return the known partitions of a topic."""
-        return set(range(await self.counted(topic)))
-
-    def create_batch(self) -> WireBuilder:
-        """Return an empty batch. Unlike in production it is not compressed, which would take most of the time."""
-        return WireBuilder(self._max_batch_size, NO_CODEC)
-
-    async def send_batch(
-        self, batch: WireBuilder, topic: str, *, partition: int
-    ) -> "asyncio.Future[RecordMetadata | None]":
-        """Queue a batch, and return a future for its first offset."""
-        assert partition < await self.counted(topic), "Unrecognized partition"
-        queued = self._queue(TopicPartition(topic, partition), batch)
-        queued.is_sealed = True
-        return asyncio.shield(queued.future)
-
     async def send(
         self, topic: str, value: bytes, key: bytes, *, headers: Headers = ()
     ) -> "asyncio.Future[RecordMetadata]":
@@ -175,7 +151,7 @@ class FakeProducer(FakeClient):
             or batch.is_sealed
             or batch.builder.append(timestamp=at_ms, key=key, value=value, headers=headers) is None
         ):
-            batch = self._queue(place, self.create_batch())
+            batch = self._queue(place, WireBuilder(self._max_batch_size, NO_CODEC))
             batch.builder.append(timestamp=at_ms, key=key, value=value, headers=headers)
         part: asyncio.Future[RecordMetadata] = asyncio.get_running_loop().create_future()
         batch.parts.append(part)
