@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from forebay.events.control import RouterConfig
 from forebay.events.topics import CONTROL, DECISIONS, FLEET, KV_EVENTS, PROGRESS, REQUESTS, TOKENS
 from forebay.ingress.model import DEFAULT_MODEL, Model
+from forebay.live.router.readiness import ready
 from forebay.transport.base import Draft, Log, LogError, Record
 from forebay.transport.kafka.log import KafkaLog
 from forebay.transport.kafka.settings import KafkaSettings
@@ -21,6 +22,7 @@ from tests.faults.leases import LeaseStore, VirtualLeases
 from tests.faults.loop import START_NS, VirtualLoop
 from tests.faults.plan import Fault, Plan
 from tests.faults.process import Process
+from tests.faults.rules import OTHER_RULES, OWN_RULES
 from tests.faults.runtime import EPOCH_NS
 from tests.faults.services import (
     GROUP,
@@ -38,6 +40,7 @@ Service = RouterService | WorkerService | IngressService
 RESTART_S = 0.3  # until a supervisor starts a process again that ended by itself
 TIMEOUT_S = 20.0  # of an ingress, at least the longest deadline of a request
 SESSION_LOST_MS = 1_000  # a longer `group_rebalance` expels a member
+OPERATOR_S = 3.0  # until an operator reacts to routers that are not ready
 STOP_S_MAX = 40.0  # a router that waits before it tries again waits for up to 30 s
 FOREIGN_TOPICS = (REQUESTS, PROGRESS, KV_EVENTS, FLEET, CONTROL, TOKENS, DECISIONS)
 POINT_KINDS = frozenset(
@@ -69,6 +72,7 @@ class Member:
         incarnation: number of starts.
         down: number of faults that keep it from being started again.
         is_lost: whether it never comes back.
+        rules: version of the decision rules of its next process; 0 for services without decision rules.
     """
 
     name: str
@@ -79,6 +83,7 @@ class Member:
     incarnation: int = 0
     down: int = 0
     is_lost: bool = False
+    rules: int = 0
 
 
 class Cluster:
@@ -108,6 +113,9 @@ class Cluster:
         self.plan = plan
         self._store = LeaseStore(loop)
         self.members = {name: Member(name, Faults(self._count)) for name in plan.services}
+        for member in self._router_members():
+            member.rules = OWN_RULES
+        self._blocked_s = 0.0
         self._coordinator = Coordinator(loop, str(plan.seed), self._is_cut)
         self._is_healed = False
 
@@ -136,6 +144,19 @@ class Cluster:
     def ingresses(self) -> list[IngressService]:
         """Return the ingresses that run."""
         return [one.service for one in self._running() if isinstance(one.service, IngressService)]
+
+    def operate(self, passed_s: float) -> None:
+        """Act as an operator who looks at `/ready` of the routers from time to time, `passed_s` seconds apart.
+
+        If the group has no owner, because the last one died with rules that no router has, the operator starts a
+        router with these rules.
+        """
+        running = [one for one in self._router_members() if one.process is not None and one.process.alive]
+        is_blocked = bool(running) and not any(map(_is_ready, running))
+        self._blocked_s = self._blocked_s + passed_s if is_blocked else 0.0
+        if self._blocked_s >= OPERATOR_S:
+            self._blocked_s = 0.0
+            self._restart_with(running[0], self.checks.rules)
 
     def lease_holders(self, kind: str) -> set[str]:
         """Return the names of all holders in the lease store, of kind `worker` or `ingress`."""
@@ -184,6 +205,16 @@ class Cluster:
                 raise Violation(f"{stopping} did not stop within {STOP_S_MAX:g} s")
             await asyncio.sleep(0.1)
 
+    def _router_members(self) -> list[Member]:
+        return [member for name, member in self.members.items() if name.startswith("r")]
+
+    def _restart_with(self, member: Member, rules: int) -> None:
+        """Stop a router in order. Its supervisor starts it again with these decision rules."""
+        assert member.process is not None
+        assert member.service is not None
+        member.rules = rules
+        member.process.spawn(member.service.stop())
+
     def _running(self) -> list[Member]:
         return [one for one in self.members.values() if one.process is not None and one.process.alive]
 
@@ -202,7 +233,7 @@ class Cluster:
 
     def _start(self, member: Member) -> None:
         member.incarnation += 1
-        process = Process(self._loop, member.name, member.incarnation, str(self.plan.seed))
+        process = Process(self._loop, member.name, member.incarnation, str(self.plan.seed), member.rules)
         member.process, member.service = process, self._service(member.name)
         process.on_end = lambda ended: self._on_end(member, ended)
         process.start(lambda running: self._run(member, running))
@@ -284,6 +315,9 @@ class Cluster:
             case "stop":
                 assert member.service is not None
                 process.spawn(member.service.stop())
+                self._keep_down(member, end_s)
+            case "upgrade":
+                self._restart_with(member, OTHER_RULES if member.rules == OWN_RULES else OWN_RULES)
                 self._keep_down(member, end_s)
             case "pause":
                 process.pause()
@@ -387,6 +421,14 @@ class Cluster:
 
 
 KINDS_OF_LEASES = ("worker", "ingress")
+
+
+def _is_ready(member: Member) -> bool:
+    """Return what `/ready` of a router would report now."""
+    assert member.process is not None
+    assert isinstance(member.service, RouterService)
+    router = member.service.router
+    return router is not None and member.process.evaluate(lambda: ready(router)[0])
 
 
 def _unexpected(error: BaseException | None) -> BaseException | None:

@@ -10,11 +10,12 @@ from functools import cached_property
 
 from xxhash import xxh3_64_intdigest
 
+from forebay.core.step import AnyDecision
 from forebay.core.world import World
 from forebay.engine_model.sequence import generate_tokens
 from forebay.events.base import U64_MASK, pack_u32, unpack_u32, unpack_u64
 from forebay.events.codec import DecodeError, decode
-from forebay.events.decisions import JournalRecord, OwnerClaimed, RequestRouted
+from forebay.events.decisions import JournalRecord, OwnerClaimed, RequestRouted, Sealed
 from forebay.events.requests import RequestSubmitted, Sampling
 from forebay.events.snapshots import IndexBlocks
 from forebay.events.tokens import ResponseEnded, TokenChunk, TokensEmitted
@@ -56,7 +57,11 @@ class LogChecks:
 
     Attributes:
         accepted: submissions in the order of their offsets.
-        claims: offsets of the owners' claims.
+        claims: offsets of the owners' valid claims. A router may continue only with the rules of the owner before it,
+            or right after the seal of this owner.
+        rules: version of the decision rules of the newest owner.
+        versions: all versions of the decision rules that owned the group.
+        decisions: number of valid decisions.
         decided: offsets of the claims whose owners have written decisions, seals or snapshots.
     """
 
@@ -64,6 +69,10 @@ class LogChecks:
         self.accepted: list[_Accepted] = []
         self.claims: list[int] = []
         self.decided: set[int] = set()
+        self.rules = 0
+        self.versions: set[int] = set()
+        self.decisions = 0
+        self._seal = -1  # offset of the last valid record, if it is a seal
         self._expected: dict[tuple[str, int], list[list[int]]] = {}
         self._routings: dict[tuple[str, str, int], list[_Routing]] = {}
         self._emitted: dict[tuple[str, int, int, str, int], int] = {}
@@ -91,10 +100,16 @@ class LogChecks:
     def _on_decision(self, record: Record) -> None:
         event = _decoded(DECISIONS, record)
         if isinstance(event, OwnerClaimed):
-            self.claims.append(record.offset)
+            if not self.claims or event.core_version == self.rules or -1 < event.seal == self._seal:
+                self.claims.append(record.offset)
+                self.rules, self._seal = event.core_version, -1
+                self.versions.add(event.core_version)
             return
         if isinstance(event, JournalRecord):
             self.decided.add(event.owner_epoch)
+            if self.claims and event.owner_epoch == self.claims[-1]:
+                self._seal = record.offset if isinstance(event, Sealed) else -1
+                self.decisions += isinstance(event, AnyDecision)
         if isinstance(event, RequestRouted):
             key = event.request_id, event.stage, event.attempt
             routing = _Routing(event.worker_id, event.owner_epoch, record.offset)

@@ -51,6 +51,7 @@ class Scope:
         paused: whether the process is stopped for now.
         dead: whether the process was killed.
         cost: virtual duration of its callbacks, relative to the normal duration.
+        rules: version of the decision rules of its program; 0 if no code of the process depends on them.
     """
 
     def __init__(self, name: str, number: int) -> None:
@@ -60,6 +61,7 @@ class Scope:
         self.paused = False
         self.dead = False
         self.cost = 1
+        self.rules = 0
 
 
 SCOPE: ContextVar[Scope] = ContextVar("scope")
@@ -110,6 +112,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         choices: number of times that the scheduler chose between two or more processes, or between two or more numbers
             of callbacks.
         callbacks: number of callbacks that ran.
+        use_rules: called before callbacks of a process that has a version of the decision rules.
     """
 
     def __init__(self, seed: str) -> None:
@@ -119,6 +122,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.now_ns = START_NS
         self.choices = 0
         self.callbacks = 0
+        self.use_rules: Callable[[int], None] = lambda _: None
         self._random = Random(f"{seed}/scheduler")
         self._ready: dict[Scope, None] = {}  # processes with callbacks, in the order in which they got them
         self._scope_numbers = itertools.count()
@@ -247,6 +251,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
             self.choices += 1
             count = min(count, 1 + int(self._random.random() * BURST_MAX))
         self._trace.update(b"%d.%d;" % (scope.number, count))
+        if scope.rules:
+            self.use_rules(scope.rules)
         for _ in range(count):
             handle = scope.ready.popleft()
             if not handle.cancelled():

@@ -48,15 +48,17 @@ SystemKind = Literal[
     "foreign_record",
 ]
 KafkaKind = Literal["leader_change", "stale_metadata", "group_rebalance"]
+RouterKind = Literal["upgrade"]
 ClientKind = Literal["disconnect", "repeated_id"]
-Kind = ProcessKind | SystemKind | KafkaKind | ClientKind
+Kind = ProcessKind | SystemKind | KafkaKind | ClientKind | RouterKind
 Depth = Literal["log", "kafka"]
 
 PROCESS_KINDS: tuple[ProcessKind, ...] = get_args(ProcessKind)
 SYSTEM_KINDS: tuple[SystemKind, ...] = get_args(SystemKind)
 CLIENT_KINDS: tuple[ClientKind, ...] = get_args(ClientKind)
 KAFKA_KINDS: tuple[KafkaKind, ...] = get_args(KafkaKind)
-KINDS: tuple[str, ...] = (*PROCESS_KINDS, *SYSTEM_KINDS, *CLIENT_KINDS, *KAFKA_KINDS)
+ROUTER_KINDS: tuple[RouterKind, ...] = get_args(RouterKind)
+KINDS: tuple[str, ...] = (*PROCESS_KINDS, *SYSTEM_KINDS, *CLIENT_KINDS, *KAFKA_KINDS, *ROUTER_KINDS)
 
 # A slow engine takes seconds for a response, so faults hit its requests in the middle. Fast ones serve many requests.
 SPEEDUPS = (0.2, 16.0, 32.0)
@@ -72,7 +74,8 @@ class Fault(msgspec.Struct, frozen=True):
         at_ms: when it begins, in virtual milliseconds.
         kind: what happens.
         target: service that it hits; empty for the broker, the lease store and the group of routers.
-        duration_ms: how long it lasts, or how long a killed process stays down. A `loss` has no end.
+        duration_ms: how long it lasts, or how long a killed process stays down. A `loss` has no end. An `upgrade` stops
+            a router in order, and starts it with the other decision rules after this time.
         amount: strength: number of failing calls, factor of a slowdown, or size of a clock jump in milliseconds.
     """
 
@@ -187,6 +190,8 @@ def draw_plan(seed: int, kinds: Sequence[str] = KINDS, depth: Depth = "log") -> 
     )
     faults = _draw_faults(random, plan, kinds)
     requests = _draw_requests(random, plan, kinds)
+    if "upgrade" in kinds:
+        faults = _by_time([*faults, *_draw_upgrades(Random(f"plan/{seed}/upgrade"), plan)])
     if depth == "kafka":
         extra = Random(f"plan/{seed}/kafka")
         faults = _by_time([*faults, *_draw_kafka_faults(extra, plan, kinds)])
@@ -236,6 +241,22 @@ def _draw_faults(random: Random, plan: Plan, kinds: Sequence[str]) -> tuple[Faul
 def _draw_kafka_faults(random: Random, plan: Plan, kinds: Sequence[str]) -> list[Fault]:
     counts = {kind: random.choice((0, 1, 2, 4)) for kind in KAFKA_KINDS if kind in kinds}
     return [_draw_fault(random, plan, kind) for kind, count in counts.items() for _ in range(count)]
+
+
+def _draw_upgrades(random: Random, plan: Plan) -> list[Fault]:
+    """Return no upgrade, upgrades of single routers, or a rolling upgrade of all routers and mostly one back."""
+    routers = [f"r{number}" for number in range(plan.routers)]
+    match random.choice(("none", "none", "some", "rolling")):
+        case "some":
+            targets = random.choices(routers, k=random.choice((1, 2, 3)))
+            times = [random.randrange(FIRST_MS, SPAN_MS) for _ in targets]
+        case "rolling":
+            targets = random.choice((routers, routers + routers))
+            times = sorted(random.randrange(FIRST_MS, SPAN_MS) for _ in targets)
+        case _:
+            return []
+    down_ms = (100, 500, 1_500)
+    return [Fault(at, "upgrade", name, random.choice(down_ms)) for at, name in zip(times, targets, strict=True)]
 
 
 def _moved_to_kafka(request: PlannedRequest) -> PlannedRequest:

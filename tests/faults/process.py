@@ -21,6 +21,7 @@ class Process:
         name: name of the service, for example `w1`.
         incarnation: number of the start of this service, from 1.
         seed: seed of the simulation.
+        rules: version of the decision rules of its program; 0 if no code of the process depends on them.
 
     Attributes:
         name: name of the service.
@@ -30,7 +31,7 @@ class Process:
         on_end: called when the main coroutine has ended, but not after `kill`.
     """
 
-    def __init__(self, loop: VirtualLoop, name: str, incarnation: int, seed: str) -> None:
+    def __init__(self, loop: VirtualLoop, name: str, incarnation: int, seed: str, rules: int = 0) -> None:
         self.name = name
         self.label = f"{name}#{incarnation}"
         self.runtime = VirtualRuntime(loop, f"{seed}/{self.label}")
@@ -38,6 +39,7 @@ class Process:
         self.on_end: Callable[[Process], None] = lambda _: None
         self._loop = loop
         self._scope = loop.scope(self.label)
+        self._scope.rules = rules
         self._context: Context | None = None
         self._task: asyncio.Task[None] | None = None
 

@@ -6,7 +6,7 @@ import logging
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 
@@ -14,10 +14,10 @@ from forebay.core.state.fleet import WorkerPhase
 from forebay.core.state.reply_slot import ResponseState, apply
 from forebay.core.world import World
 from forebay.events.codec import DecodeError, decode
-from forebay.events.topics import CONTROL, DECISIONS, FLEET, PROGRESS, REQUESTS, TOKENS
+from forebay.events.topics import CONTROL, FLEET, PROGRESS, REQUESTS, TOKENS
 from forebay.live.router.standby import Standby
 from forebay.replay.verify.verify import verify
-from forebay.transport.base import LogError, Record
+from forebay.transport.base import Log, LogError, Record
 from tests.faults.broker import Broker, Faults
 from tests.faults.clients import FOREIGN_SLOTS, Client
 from tests.faults.cluster import Cluster
@@ -28,6 +28,7 @@ from tests.faults.kafka.patches import fake_clients
 from tests.faults.loop import NS_PER_S, START_NS, Livelocked, Stalled, VirtualLoop
 from tests.faults.plan import SPAN_MS, Plan
 from tests.faults.process import Process
+from tests.faults.rules import OTHER_RULES, OWN_RULES, Rules
 from tests.faults.services import GROUP
 
 FAULTS_END_S = SPAN_MS / 1000 + 2.0
@@ -71,8 +72,9 @@ def simulate(plan: Plan) -> Result:
     """Run one plan, and return its result."""
     result, began_s = Result(plan), time.process_time()
     gc.freeze()  # so that the collection at the end looks only at what the simulation left
-    with _quiet(), fake_clients() if plan.depth == "kafka" else nullcontext():
+    with _quiet(), Rules() as rules, fake_clients() if plan.depth == "kafka" else nullcontext():
         loop = VirtualLoop(str(plan.seed))
+        loop.use_rules = rules.use
         loop.set_exception_handler(lambda _, __: None)
         cluster = Cluster(loop, plan)
         clients = [
@@ -128,6 +130,7 @@ async def _run(loop: VirtualLoop, cluster: Cluster, clients: list[AnyClient]) ->
     ]
     while loop.time() < began_s + FAULTS_END_S:
         await asyncio.sleep(CHECK_S)
+        cluster.operate(CHECK_S)
         _raise_early(cluster, clients)
     cluster.heal()
     await asyncio.gather(*sending)
@@ -162,6 +165,7 @@ async def _until_quiet(loop: VirtualLoop, cluster: Cluster, clients: list[AnyCli
     ends_s = loop.time() + QUIET_S_MAX
     while True:
         await asyncio.sleep(CHECK_S)
+        cluster.operate(CHECK_S)
         _raise_early(cluster, clients)
         try:
             _check_quiet(cluster, clients)
@@ -215,13 +219,13 @@ def _owned_world(cluster: Cluster) -> World:
 
 
 def _standby_digests(cluster: Cluster) -> dict[int, int]:
-    """Return the digest of each standby by its position in the journal."""
+    """Return the digest of each standby that derives the journal, by its position in the journal."""
     return {
         standby.position: standby.world.digest()
         for one in cluster.routers()
         if one.router is not None
         for standby in one.router.standbys.values()
-        if standby.failed is None
+        if standby.failed is None and standby.blocked is None
     }
 
 
@@ -253,28 +257,52 @@ def _check_responses(cluster: Cluster, clients: list[AnyClient]) -> None:
 
 
 async def _check_journal(loop: VirtualLoop, cluster: Cluster, digests: dict[int, int]) -> None:
-    """Derive the journal again, from the beginning and from snapshots, and compare states."""
-    process = Process(loop, "verify", 1, "verify")
+    """Derive the journal again, from the beginning and from snapshots, each part with its own rules. Compare states.
+
+    All standbys in `digests` have the rules of the last owner, because others derive nothing.
+    """
+    if not cluster.checks.claims:
+        raise Violation("no router ever owned the group")
+    last = cluster.checks.rules
+    others = {OWN_RULES, OTHER_RULES} - {last}
+    verified = await _in_process(loop, cluster, last, lambda log: _verify(log, digests))
+    if len(cluster.checks.versions) > 1:
+        for rules in others:
+            verified += await _in_process(loop, cluster, rules, lambda log: _verify(log, {}))
+    if verified != cluster.checks.decisions:
+        raise Violation(f"{verified} of {cluster.checks.decisions} decisions were verified, by all versions together")
+
+
+async def _in_process(
+    loop: VirtualLoop, cluster: Cluster, rules: int, work: Callable[[Log], Coroutine[object, object, int]]
+) -> int:
+    """Return the result of `work` in a process with these decision rules."""
+    process = Process(loop, "verify", 1, "verify", rules)
     log = Broker.connect(cluster.broker, process, Faults(lambda _: None), lambda _: None)
-    process.start(_forever)
-    await asyncio.sleep(0.01)
-    try:
-        report = await verify(log, PARTITION)
-    except LogError as error:
-        raise Violation(f"the journal cannot be verified: {error}") from error
+    result: asyncio.Future[int] = loop.create_future()
+
+    async def main(_: Process) -> None:
+        try:
+            result.set_result(await work(log))
+        except Violation as violation:
+            result.set_exception(violation)
+        except LogError as error:
+            result.set_exception(Violation(f"the journal cannot be verified: {error}"))
+
+    process.start(main)
+    return await result
+
+
+async def _verify(log: Log, digests: dict[int, int]) -> int:
+    """Verify the decisions that were made with the rules of this process, and return their number."""
+    report = await verify(log, PARTITION)
     if report.divergence is not None:
         raise Violation(f"the journal diverges: {report.divergence}")
     if report.verified != report.decisions:
         raise Violation(f"{report.verified} of {report.decisions} decisions were verified")
     for position, digest in digests.items():
-        replica = Standby(log, PARTITION)
+        replica = Standby(log, PARTITION, waits_for_seal=True)
         await replica.catch_up(position)
         if replica.world.digest() != digest:
             raise Violation(f"a standby has another state at journal offset {position} than the log")
-    end = len(cluster.broker.records((DECISIONS.name, PARTITION)))
-    if not end:
-        raise Violation("no router ever owned the group")
-
-
-async def _forever(_: Process) -> None:
-    await asyncio.Event().wait()
+    return report.verified

@@ -7,9 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from forebay.events.codec import decode
+from forebay.events.decisions import OwnerClaimed
+from forebay.events.topics import DECISIONS
 from tests.depth import sampled
+from tests.faults.coordinator import PARTITION
 from tests.faults.invariants import Violation
 from tests.faults.plan import KAFKA_KINDS, KINDS, Fault, Plan, PlannedRequest, draw_plan, read_plan
+from tests.faults.rules import OTHER_RULES, OWN_RULES
 from tests.faults.shrinking import kind_of, shrink
 from tests.faults.simulation import Result, simulate
 
@@ -18,9 +23,14 @@ PLANS = Path(__file__).with_name("plans")  # what the shrinker left of seeds tha
 SHRINK_S = 20.0
 
 
+def steady_requests(count: int) -> tuple[PlannedRequest, ...]:
+    """Return requests of the same prefix, one every 300 ms."""
+    times = (2_000 + 300 * number for number in range(count))
+    return tuple(PlannedRequest(at_ms, f"q{at_ms}", "i0", 0, 16, 4, 40, 10_000) for at_ms in times)
+
+
 def calm_plan(**changes: object) -> Plan:
     """Return a plan without faults: two routers, two workers and an ingress get two requests."""
-    requests = tuple(PlannedRequest(2_000 + number, f"q{number}", "i0", 0, 16, 4, 40, 10_000) for number in range(2))
     fields: dict[str, object] = {
         "seed": 7,
         "routers": 2,
@@ -30,7 +40,7 @@ def calm_plan(**changes: object) -> Plan:
         "max_num_seqs": 4,
         "speedup": 16.0,
         "snapshot_every": 10,
-        "requests": requests,
+        "requests": steady_requests(2),
         "faults": (),
         **changes,
     }
@@ -45,6 +55,27 @@ def test_no_invariant_is_violated(seed: int) -> None:
 def test_requests_finish_without_faults() -> None:
     result = simulate(calm_plan())
     assert (result.violation, result.outcomes) == ("", {"finished length": 2})
+
+
+def claimed_rules(result: Result) -> list[int]:
+    """Return the version of the decision rules of each claim."""
+    events = [decode(DECISIONS, record.value) for record in result.partitions[(DECISIONS.name, PARTITION)]]
+    return [event.core_version for event in events if isinstance(event, OwnerClaimed)]
+
+
+def test_routers_are_upgraded_and_rolled_back() -> None:
+    upgrades = [Fault(3_000 + 2_000 * at, "upgrade", name, 500) for at, name in enumerate(("r0", "r1", "r0", "r1"))]
+    result = simulate(calm_plan(faults=tuple(upgrades), requests=steady_requests(30)))
+    assert (result.violation, result.outcomes) == ("", {"finished length": 30})
+    claimed = claimed_rules(result)
+    assert (claimed[0], set(claimed), claimed[-1]) == (OWN_RULES, {OWN_RULES, OTHER_RULES}, OWN_RULES)
+
+
+def test_an_operator_starts_the_rules_of_a_lost_owner_again() -> None:
+    faults = (Fault(3_000, "upgrade", "r0", 100), Fault(5_000, "loss", "r1"))
+    result = simulate(calm_plan(faults=faults, requests=steady_requests(30)))
+    assert (result.violation, result.outcomes) == ("", {"finished length": 30})
+    assert claimed_rules(result) == [OWN_RULES, OWN_RULES]
 
 
 @pytest.mark.parametrize("path", sorted(PLANS.glob("*.json")), ids=lambda path: path.stem)

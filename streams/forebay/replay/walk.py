@@ -55,7 +55,7 @@ class Start:
     offset: int
     lost: tuple[LossFacts, ...] | None = None
     unverified: Mapping[str, int] = field(default_factory=dict)
-    rules: int = CORE_VERSION
+    rules: int = field(default_factory=lambda: CORE_VERSION)
 
 
 class StateTime(NamedTuple):
