@@ -10,6 +10,7 @@ NAMES = (
     "log-sync",
     "hop",
     "http",
+    "gateways",
     "owner",
     "kafka",
     "kafka-api",
