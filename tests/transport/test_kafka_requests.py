@@ -116,6 +116,14 @@ def test_a_fetch_response_is_decoded_as_by_aiokafka(
         fetched(payload[: data.draw(st.integers(0, len(payload) - 1))])
 
 
+def test_every_truncation_of_a_response_is_noticed() -> None:
+    payload = FetchResponse_v11(0, 0, 0, [("n.requests", [(0, 0, 7, 7, 0, [(1, 2)], -1, b"batch")])]).encode()
+    assert fetched(payload) == (0, [(TopicPartition("n.requests", 0), 0, 7, b"batch")])
+    for size in range(len(payload)):
+        with pytest.raises(ResponseInvalid):
+            fetched(payload[:size])
+
+
 @given(payload=st.binary(max_size=80), version=st.sampled_from((7, 8)))
 def test_garbage_raises_no_other_error(payload: bytes, version: int) -> None:
     with contextlib.suppress(ResponseInvalid):
