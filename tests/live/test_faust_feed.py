@@ -98,6 +98,20 @@ async def test_records_that_faust_never_delivers_are_read_from_the_log(scene: Sc
     tail.close()
 
 
+async def test_a_rebalance_makes_a_tail_look_for_records_at_once(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(faust_feed, "STILL_S", 3_600.0)
+    await scene.write(1)
+    tail = scene.tail()
+    await scene.read(tail, 1)
+    await scene.write(1)
+    scene.feed.hurry()
+    await scene.read(tail, 2)
+    await scene.write(1)
+    scene.feed.assign({0})
+    await scene.read(tail, 3)
+    tail.close()
+
+
 async def test_a_slow_reader_buffers_a_bounded_number_of_records(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(faust_feed, "BUFFER_RECORDS_MAX", 50)
     monkeypatch.setattr(faust_feed, "PAGE_RECORDS", 20)

@@ -20,7 +20,9 @@ logger = logging.getLogger(__name__)
 
 PAGE_RECORDS = 500
 BUFFER_RECORDS_MAX = 20_000  # a tail that is further behind reads the log instead
-STILL_S = 0.5  # a tail that got no record for this long reads the end of its partition
+# A tail that got no record for this long reads the end of its partition. While the partition stays still, the time
+# doubles up to the maximum.
+STILL_S, STILL_S_MAX = 0.5, 2.0
 
 
 class FedTail:
@@ -40,6 +42,7 @@ class FedTail:
         self._failure: LogError | None = None
         self._filling: asyncio.Task[None] | None = None
         self._following: Tail | None = None  # tail of the log while Faust does not deliver the partition
+        self._hurry = asyncio.Event()
         if feed.is_assigned(partition):
             self._fill()
         else:
@@ -80,6 +83,10 @@ class FedTail:
             topic, partition = self._place
             self._following = self._log.tail(topic, partition, self.position, self._wake)
 
+    def hurry(self) -> None:
+        """Look at once for records that Faust has not delivered."""
+        self._hurry.set()
+
     def push(self, record: Record) -> None:
         """Buffer a record from Faust if it is the next record of this tail. Otherwise read the log up to it."""
         if self._is_followed(record.offset):
@@ -116,12 +123,19 @@ class FedTail:
 
     async def _watch(self) -> None:
         log, (topic, partition) = self._log, self._place
-        before = -1
+        before, still_s = -1, STILL_S
         while self._failure is None:
-            await asyncio.sleep(STILL_S)
+            self._hurry.clear()
+            try:
+                async with asyncio.timeout(still_s):
+                    await self._hurry.wait()
+                before, still_s = self.position, STILL_S
+            except TimeoutError:
+                pass
             if self.position != before or self._filling is not None or self._following is not None:
-                before = self.position
+                before, still_s = self.position, STILL_S
                 continue
+            still_s = min(2 * still_s, STILL_S_MAX)
             try:
                 end = await log.end(topic, partition)
             except LogError as error:
@@ -207,6 +221,13 @@ class Feed:
             if partition not in self._assigned:
                 for tail in tails:
                     tail.follow_log()
+        self.hurry()  # Faust may begin behind records that no tail has
+
+    def hurry(self) -> None:
+        """Let all tails look at once for records that Faust has not delivered, for example during a rebalance."""
+        for tails in self._tails.values():
+            for tail in tails:
+                tail.hurry()
 
     def is_assigned(self, partition: int) -> bool:
         """Return whether Faust delivers a control partition to this router."""

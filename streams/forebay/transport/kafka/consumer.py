@@ -73,7 +73,7 @@ class DenseRecords(fetcher.PartitionRecords):  # type: ignore[misc]
         while (frame := self._records.next_batch()) is not None:
             head = head_of(frame)
             # In format versions 0 and 1, the header of a compressed batch has the offset of its last record.
-            if head.magic > 1:
+            if head.magic > 1 and self.next_fetch_offset < head.base_offset:
                 yield from self._absent(head.base_offset, REMOVED, is_gap=True)
             yield from self._records_of(frame, head)
 
@@ -85,14 +85,18 @@ class DenseRecords(fetcher.PartitionRecords):  # type: ignore[misc]
             records, reason = records_of(frame, head, check_crcs=self._check_crcs)
         except BatchUnreadable as error:
             records, reason = [], str(error)
+        place, next_offset = self._tp, head.next_offset
         for record in records:
+            offset = record.offset
             # Format versions 0 and 1 do not contain the last offset of a batch.
-            if record.offset < self.next_fetch_offset or (record.offset >= head.next_offset and head.magic > 1):
+            if offset < self.next_fetch_offset or (offset >= next_offset and head.magic > 1):
                 continue
-            yield from self._absent(record.offset, reason or REMOVED, is_gap=not reason)
-            self.next_fetch_offset = record.offset + 1
-            yield self._consumer_record(self._tp, record)
-        yield from self._absent(head.next_offset, reason or REMOVED, is_gap=not reason)
+            if offset > self.next_fetch_offset:
+                yield from self._absent(offset, reason or REMOVED, is_gap=not reason)
+            self.next_fetch_offset = offset + 1
+            yield self._consumer_record(place, record)
+        if self.next_fetch_offset < next_offset:
+            yield from self._absent(next_offset, reason or REMOVED, is_gap=not reason)
 
     def _gap(self, frame: memoryview, head: BatchHead) -> str:
         """Return why the batch holds no records for this consumer; an empty string if it does."""

@@ -14,6 +14,7 @@ from aiokafka import ConsumerRebalanceListener, ConsumerRecord, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.errors import CommitFailedError, CoordinatorNotAvailableError, IllegalStateError, KafkaError
 
+from forebay import runtime
 from forebay.transport.base import LogError, Record
 from forebay.transport.kafka.consumer import AbsentRecord, DenseConsumer
 from forebay.transport.kafka.poll import RETRY_S
@@ -28,7 +29,10 @@ Response = TypeVar("Response")
 
 SESSION_MS = 10_000  # a member without heartbeats for this long leaves the group
 POLL_MS = 100  # `take` returns after this time, so that its caller sees positions advance past gaps
-FETCH_WAIT_MS = 100  # maximum time that the broker delays a fetch without new records, and with it a rebalance
+# Maximum time that the broker delays a fetch without new records, and with it a rebalance, and records of a partition
+# that the fetch in flight lacks. Both times become `QUIET_MS` once `take` has returned nothing for `QUIET_S`.
+FETCH_WAIT_MS = 100
+QUIET_S, QUIET_MS = 5.0, 500
 HEARTBEAT_MS = 1_000  # members learn of a rebalance within this time, and no member reads during a rebalance
 COMMIT_S = 5.0  # timeout of the last commit of a leaving member
 
@@ -68,6 +72,8 @@ class KafkaGroup:
         self._name = settings.topic(name)
         self._consumer: DenseConsumer | None = None
         self._admin: AIOKafkaAdminClient | None = None
+        self._busy_s = runtime.monotonic_s()  # when `take` last returned records
+        self._is_quiet = False
 
     async def start(self, listener: RebalanceListener) -> None:
         """Join the group. Raises KafkaUnusable if the broker is unreachable or rejects the connection."""
@@ -103,12 +109,13 @@ class KafkaGroup:
         Offsets without a producer's record, for example of transaction markers, only advance `position`.
         """
         try:
-            fetched = await self._member.getmany(timeout_ms=POLL_MS)
+            fetched = await self._member.getmany(timeout_ms=QUIET_MS if self._is_quiet else POLL_MS)
         except KafkaError as error:
             if not error.retriable:
                 raise LogError(f"{self._full} cannot be read from Kafka: {explain(error)}") from error
             await asyncio.sleep(RETRY_S)
             return {}
+        self._watch_for_quiet(has_records=bool(fetched))
         return {
             place.partition: [record_of(self._topic, message) for message in messages if not _is_gap(message)]
             for place, messages in fetched.items()
@@ -190,6 +197,16 @@ class KafkaGroup:
                 await self.commit(offsets)
         except (LogError, TimeoutError) as error:
             logger.warning("the last commit of the group %s failed: %s", self._name, error)
+
+    def _watch_for_quiet(self, *, has_records: bool) -> None:
+        now_s = runtime.monotonic_s()
+        if has_records:
+            self._busy_s = now_s
+        is_quiet = now_s - self._busy_s >= QUIET_S
+        if is_quiet is not self._is_quiet:
+            self._is_quiet = is_quiet
+            # aiokafka reads it for each fetch, and has no setting to change it.
+            self._member._fetcher._fetch_max_wait_ms = QUIET_MS if is_quiet else FETCH_WAIT_MS
 
     @property
     def _member(self) -> DenseConsumer:

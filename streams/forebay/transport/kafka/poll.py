@@ -11,8 +11,9 @@ A partition whose fetch fails rests for `RETRY_S`, while the polls of its broker
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
+from typing import Any, NamedTuple
 
 from aiokafka import TopicPartition
 from aiokafka.consumer.fetcher import READ_UNCOMMITTED
@@ -216,7 +217,8 @@ class Poller:
         if place in self._paused or not result.data:
             return None
         dense = _records(result, offset)
-        records = list(islice((record for record in dense if record.offset >= position), RECORDS_MAX))
+        fresh = dense if offset == position else (record for record in dense if record.offset >= position)
+        records = list(islice(fresh, RECORDS_MAX))
         if dense.next_fetch_offset <= offset:
             incomplete: Exception = UnknownError(f"the response has no complete batch at offset {offset}")
             return incomplete
@@ -239,8 +241,24 @@ def _is_final(error: Exception) -> bool:
     return not (is_transient(error) or isinstance(error, RETRIED))
 
 
+class _PolledRecord(NamedTuple):
+    """What tails read of a record. aiokafka's `ConsumerRecord` takes longer to create than to decode."""
+
+    partition: int
+    offset: int
+    timestamp: int
+    key: bytes | None
+    value: bytes | None
+    headers: Sequence[tuple[str, bytes | None]]
+
+
+class _PolledRecords(DenseRecords):
+    def _consumer_record(self, place: TopicPartition, record: Any) -> _PolledRecord:
+        return _PolledRecord(place.partition, record.offset, record.timestamp, record.key, record.value, record.headers)
+
+
 def _records(fetched: Fetched, offset: int) -> DenseRecords:
-    return DenseRecords(
+    return _PolledRecords(
         fetched.place,
         Batches(fetched.data),
         aborted_transactions=None,

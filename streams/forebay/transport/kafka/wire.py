@@ -1,16 +1,15 @@
-"""Produce and fetch requests of the Kafka protocol, on the connections of aiokafka's client.
+"""Produce and fetch requests of the Kafka protocol, on connections that aiokafka's client opens.
 
 aiokafka's producer and consumer need several tasks and timers per request: half of the CPU time of a hop and of its
-latency. So tails and appends send their requests here. aiokafka connects, authenticates, refreshes metadata, and
-encodes and decodes the requests. ADR 0024 has the measurements.
-
-Format: https://kafka.apache.org/protocol, requests Produce, Fetch and InitProducerId.
+latency. So tails and appends send their requests here. aiokafka connects, authenticates and refreshes metadata. ADR
+0024 has the measurements.
 """
 
 import asyncio
 import math
 from collections.abc import Mapping, Sequence
 from enum import Enum
+from functools import partial
 from typing import NamedTuple
 
 from aiokafka import TopicPartition
@@ -22,15 +21,14 @@ from aiokafka.errors import (
     UnknownTopicOrPartitionError,
     for_code,
 )
-from aiokafka.protocol.fetch import FetchRequest
-from aiokafka.protocol.produce import ProduceRequest
 from aiokafka.protocol.transaction import InitProducerIdRequest
 
 from forebay import runtime
+from forebay.transport.kafka.connection import BrokerConnection
+from forebay.transport.kafka.requests import FETCH, PRODUCE, fetch_body, fetched, produce_body, produced
 from forebay.transport.kafka.settings import REQUEST_MS, RETRY_BACKOFF_MS, KafkaSettings
 from forebay.transport.kafka.start import start_whole
 
-ALL_REPLICAS = -1
 FETCH_BYTES_MAX = 50 << 20  # of one response
 PARTITION_BYTES_MAX = 1 << 20  # of one partition in a response, unless its first batch is larger
 METADATA_MS = 30_000  # added partitions and leaders that moved are noticed within this time
@@ -72,7 +70,12 @@ class Wire:
     """Connections of a process to the brokers."""
 
     def __init__(self, settings: KafkaSettings) -> None:
-        self._client = AIOKafkaClient(**settings.client_options(), metadata_max_age_ms=METADATA_MS)
+        self._client = AIOKafkaClient(
+            **settings.client_options(),
+            metadata_max_age_ms=METADATA_MS,
+            connections_max_idle_ms=None,  # aiokafka does not see the requests of `BrokerConnection`
+        )
+        self._connections: dict[tuple[int, Channel], BrokerConnection] = {}
 
     async def start(self) -> None:
         """Connect. Raises KafkaError, OSError or TimeoutError."""
@@ -142,16 +145,11 @@ class Wire:
         Raises:
             KafkaError: no response arrived, so the batches may have been appended.
         """
-        by_topic: dict[str, list[tuple[int, bytes]]] = {}
-        for (topic, partition), batch in batches.items():
-            by_topic.setdefault(topic, []).append((partition, batch))
-        request = ProduceRequest(None, ALL_REPLICAS, REQUEST_MS, list(by_topic.items()))
-        response = await self._client.send(node, request, group=channel)
-        return {
-            TopicPartition(topic, partition): _error(code, topic, partition) if code else offset
-            for topic, partitions in response.topics
-            for partition, code, offset, *_ in partitions
-        }
+        connection = await self._connection(node, channel)
+        version = connection.version_of(PRODUCE)
+        body = produce_body(batches, REQUEST_MS)
+        results = await connection.request(PRODUCE, version, body, partial(produced, version))
+        return {place: _error(code, place) if code else offset for place, code, offset in results}
 
     async def fetch(
         self, node: int, channel: Channel, offsets: Mapping[TopicPartition, int], wait_ms: int
@@ -163,27 +161,31 @@ class Wire:
         Raises:
             KafkaError: no response arrived, or the broker rejected the request.
         """
-        # A topic begins again where another one interrupts it, because the order of the partitions matters.
-        by_topic: list[tuple[str, list[tuple[int, int, int]]]] = []
-        for (topic, partition), offset in offsets.items():
-            if not by_topic or by_topic[-1][0] != topic:
-                by_topic.append((topic, []))
-            by_topic[-1][1].append((partition, offset, PARTITION_BYTES_MAX))
-        request = FetchRequest(wait_ms, 1, FETCH_BYTES_MAX, 0, by_topic)
-        response = await self._client.send(node, request, group=channel)
-        if code := getattr(response, "error_code", 0):
+        connection = await self._connection(node, channel)
+        body = fetch_body(offsets, wait_ms, FETCH_BYTES_MAX, PARTITION_BYTES_MAX)
+        code, partitions = await connection.request(FETCH, connection.version_of(FETCH), body, fetched)
+        if code:
             raise for_code(code)
         return [
-            Fetched(
-                TopicPartition(topic, partition), _error(code, topic, partition) if code else None, end, data or b""
-            )
-            for topic, partitions in response.topics
-            for partition, code, end, *_, data in partitions
+            Fetched(place, _error(code, place) if code else None, end, data) for place, code, end, data in partitions
         ]
 
+    async def _connection(self, node: int, channel: Channel) -> BrokerConnection:
+        """Return an open connection to a broker. Raises NodeNotReadyError."""
+        connection = self._connections.get((node, channel))
+        if connection is not None and connection.is_open:
+            return connection
+        if not await self._client.ready(node, group=channel):
+            raise NodeNotReadyError(f"the broker {node} cannot be reached")
+        connection = self._connections.get((node, channel))
+        if connection is None or not connection.is_open:  # otherwise another request has connected meanwhile
+            connection = BrokerConnection(self._client._conns[node, channel], REQUEST_MS / 1000)
+            self._connections[node, channel] = connection
+        return connection
 
-def _error(code: int, topic: str, partition: int) -> KafkaError:
-    error: KafkaError = for_code(code)(f"{topic}/{partition}")
+
+def _error(code: int, place: TopicPartition) -> KafkaError:
+    error: KafkaError = for_code(code)(f"{place.topic}/{place.partition}")
     return error
 
 

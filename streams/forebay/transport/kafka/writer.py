@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from aiokafka import TopicPartition
 from aiokafka.errors import KafkaError
@@ -67,8 +67,7 @@ class LenientWaiter(Waiter):
         self.place(index, -1)
 
 
-@dataclass(frozen=True, slots=True)
-class PendingAppend:
+class PendingAppend(NamedTuple):
     """Queued draft.
 
     Attributes:
@@ -76,14 +75,14 @@ class PendingAppend:
         size: Size of the record in bytes.
         at_ms: Time of the append in milliseconds.
         waiter: Receiver of the offset, None for an append without waiting.
-        index: Index of the draft in `waiter`.
+        draft_index: Index of the draft in `waiter`.
     """
 
     draft: Draft
     size: int
     at_ms: int
     waiter: Waiter | None
-    index: int
+    draft_index: int
 
 
 class KafkaWriter:
@@ -137,7 +136,7 @@ class KafkaWriter:
             ValueError: A draft is too large.
             LogFull: More than `BUFFER_BYTES_MAX` would wait for the broker.
         """
-        size = sum(self.check(draft) for draft in drafts)
+        size = sum(map(self.check, drafts))
         if self._buffered + size > BUFFER_BYTES_MAX:
             raise LogFull(
                 f"{self._buffered >> 20} MiB of records wait for Kafka, the limit is {BUFFER_BYTES_MAX >> 20} MiB;"
@@ -230,7 +229,7 @@ class KafkaWriter:
         self._settle(place, len(sent))
         for offset, pending in enumerate(sent, first):
             if pending.waiter is not None:
-                pending.waiter.place(pending.index, offset)
+                pending.waiter.place(pending.draft_index, offset)
 
     def _settle(self, place: tuple[str, int], count: int) -> None:
         self._settled[place] += count
@@ -244,7 +243,7 @@ class KafkaWriter:
             pending = queue.popleft()
             self._buffered -= pending.size
             if pending.waiter is not None:
-                pending.waiter.refuse(pending.index, reason)
+                pending.waiter.refuse(pending.draft_index, reason)
 
 
 async def _grown(producer: Producer, topic: str, partition: int) -> bool:
@@ -256,7 +255,9 @@ async def _grown(producer: Producer, topic: str, partition: int) -> bool:
 def size_of(draft: Draft) -> int:
     """Return the bytes of a record's value, key and headers."""
     size = len(draft.value) + len(draft.key or b"")
-    return size + sum(len(name.encode()) + len(value.encode()) for name, value in (draft.headers or {}).items())
+    if draft.headers:
+        size += sum(len(name.encode()) + len(value.encode()) for name, value in draft.headers.items())
+    return size
 
 
 def explain(error: Exception) -> str:
