@@ -22,6 +22,7 @@ from forebay.events.names import NameInvalid, require_name
 from forebay.ingress.errors import ApiError, Unusable, invalid
 from forebay.ingress.media.tokens import media_tokens_of
 from forebay.ingress.token_bytes import TokenBytes, text_chars_max
+from forebay.ingress.word_tokens import word_tokens
 
 CONTEXT_TOKENS_DEFAULT = 131_072
 DEFAULT_MODEL = Path(__file__).with_name("default_model")
@@ -36,6 +37,7 @@ TEMPLATE_ERRORS = (
     AttributeError,
     RecursionError,
 )
+WORDS_CHARS_MAX = 8_000  # threads tokenise longer texts; the library then lets other threads run, Python does not
 NO_TEXT = "\ufffd"  # the decoder writes it for bytes that are not a valid character
 RENDERED_CHARS_MAX = (
     16 << 20
@@ -81,6 +83,7 @@ class Model:
             for name in ("bos_token", "eos_token", "pad_token", "unk_token")
         }
         self.token_bytes = TokenBytes(self.tokenizer)
+        self._words = word_tokens(self.tokenizer)
         self.text_chars_max = text_chars_max(self.tokenizer, self.context_tokens)
         self.end_ids = _end_ids(directory, config, self.tokenizer, self._special["eos_token"])
         self.dimensions = _dimensions(config)
@@ -152,6 +155,10 @@ class Model:
             text: the text.
             special: whether to add the special tokens that the tokenizer puts around a prompt.
         """
+        if self._words is not None and not special and len(text) <= WORDS_CHARS_MAX:
+            found = self._words.encode(text)
+            if found is not None:
+                return found
         # The `fast` batch call does not compute the offsets of tokens, which are not needed.
         ids: list[int] = self.tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
         return ids
