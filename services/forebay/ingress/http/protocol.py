@@ -9,8 +9,6 @@ a connection without sending a request:
 - `BODY_S` and `BODY_BYTES_PER_S` bound the time until the body is complete, by a minimum rate.
 - `LINGER_S` bounds how long the rest of a body is discarded after the response was sent.
 - `connections_max` bounds the connections of the process. Connections above the limit get 503.
-
-The protocol also writes the head of a response together with the first part of its body, see `_JoiningTransport`.
 """
 
 import asyncio
