@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models
 from forebay.ingress.errors import ApiError
 from forebay.ingress.model import DEFAULT_MODEL, Decoder, Model, ModelUnusable, word_token_ids
 from forebay.ingress.parsers.text import TextAssembler
+from forebay.ingress.token_bytes import BYTE_OF
 from tests.harness.models.make_default_model import files
 
 MODEL = Model(DEFAULT_MODEL)
@@ -27,6 +28,15 @@ def test_the_default_model_equals_the_output_of_its_script() -> None:
 def test_encoding_and_decoding_any_text_is_lossless(text: str) -> None:
     decoder = MODEL.decoder()
     assert "".join(decoder.push([token]) for token in MODEL.encode(text)) == text
+
+
+PARTS = [MODEL.tokenizer.token_to_id(char) for char, byte in BYTE_OF.items() if byte >= 0x80]
+
+
+@given(st.lists(st.one_of(st.integers(0, MODEL.vocabulary_size + 1), st.sampled_from(PARTS), st.integers(0, 3))))
+def test_texts_of_single_tokens_do_not_change_the_output(token_ids: list[int]) -> None:
+    cached, plain = MODEL.decoder(), Decoder(MODEL.tokenizer)
+    assert [cached.push([token]) for token in token_ids] == [plain.push([token]) for token in token_ids]
 
 
 def test_word_token_ids_are_words() -> None:

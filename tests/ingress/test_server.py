@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 import uvloop
 from fastapi import FastAPI
+from starlette.types import Receive, Scope, Send
 
 from forebay.ingress.http.server import NotListening, PortTaken, build_server, listen
 from tests.harness import fork_server
@@ -115,3 +116,41 @@ def last_line(process: ForkedProcess) -> str:
     """Return the line that a service prints once it serves, empty if its process ends without it."""
     assert process.stdout is not None
     return next((line for line in process.stdout if "stop with Ctrl-C" in line), "")
+
+
+@pytest.mark.parametrize("is_delayed", [False, True])
+@pytest.mark.parametrize("parts", [(b"",), (b"body",), (b"bo", b"dy")])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_head_does_not_wait_for_its_body(
+    loop: Callable[[], asyncio.AbstractEventLoop], parts: tuple[bytes, ...], *, is_delayed: bool
+) -> None:
+    async def app(_: Scope, __: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"x-a", b"b")]})
+        if is_delayed:
+            await head_received.wait()
+        for part in parts:
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body"})
+
+    async def request() -> bytes:
+        server = build_server(app, started.set)
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        await started.wait()
+        async with asyncio.timeout(PATIENCE_S):
+            reader, writer = await asyncio.open_connection(*listener.getsockname())
+            writer.write(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            head = await reader.readuntil(b"\r\n\r\n")
+            head_received.set()
+            rest = await reader.read()
+            writer.close()
+        server.should_exit = True
+        await serving
+        return head + rest
+
+    listener = listen("127.0.0.1", free_ports(1))
+    started, head_received = asyncio.Event(), asyncio.Event()
+    with asyncio.Runner(loop_factory=loop) as runner:
+        response = runner.run(request())
+    chunks = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in parts if part)
+    assert response.startswith(b"HTTP/1.1 200 OK\r\nx-a: b\r\n")
+    assert response.endswith(b"\r\n\r\n" + chunks + b"0\r\n\r\n")

@@ -9,7 +9,7 @@ import logging
 from typing import Any
 
 import msgspec
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Scope
 
 from forebay import runtime
 from forebay.events.names import printable
@@ -41,10 +41,12 @@ class AccessEntry:
         fields: fields of the record that the route adds, such as the request id and the tokens.
     """
 
-    __slots__ = ("_began_s", "_error", "_is_complete", "_status", "fields")
+    __slots__ = ("_began_s", "_error", "_is_complete", "_method", "_path", "_status", "fields")
 
-    def __init__(self) -> None:
+    def __init__(self, method: str, path: str) -> None:
         self.fields: dict[str, Any] = {}
+        self._method = method
+        self._path = path
         self._began_s = runtime.monotonic_s()
         self._status = 0
         self._error = ""
@@ -63,8 +65,9 @@ class AccessEntry:
             if self._status >= 400 or body.startswith(EVENT + b'{"error"'):
                 self._error = _code_of(body.removeprefix(EVENT))
 
-    def write(self, method: str, path: str) -> None:
+    def write(self) -> None:
         """Log the record of this request, at its end."""
+        method, path = self._method, printable(self._path[:PATH_CHARS_MAX])
         status = self._status or CLIENT_CLOSED
         if self._status and not self._is_complete:
             self._error = self._error or INCOMPLETE
@@ -76,31 +79,15 @@ class AccessEntry:
         write_access(f"{method} {path} {status}", fields)
 
 
-class AccessLog:
-    """ASGI middleware that logs each request at its end, except for `UNLOGGED` paths.
+def open_entry(scope: Scope) -> AccessEntry | None:
+    """Return the entry of a request that is logged at its end.
 
-    Args:
-        app: the application that serves the requests, including its error handling.
+    None if the access log is disabled, and for paths in `UNLOGGED`.
     """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request, and log it if the access log is enabled."""
-        if not logger.isEnabledFor(logging.INFO) or scope["type"] != "http" or scope["path"] in UNLOGGED:
-            await self._app(scope, receive, send)
-            return
-        entry = scope[_SCOPE_KEY] = AccessEntry()
-
-        async def observed(message: Message) -> None:
-            entry.observe(message)
-            await send(message)
-
-        try:
-            await self._app(scope, receive, observed)
-        finally:
-            entry.write(scope["method"], printable(scope["path"][:PATH_CHARS_MAX]))
+    if not logger.isEnabledFor(logging.INFO) or scope["path"] in UNLOGGED:
+        return None
+    entry = scope[_SCOPE_KEY] = AccessEntry(scope["method"], scope["path"])
+    return entry
 
 
 def add_fields(scope: Scope, **fields: Any) -> None:

@@ -48,7 +48,7 @@ class IngressAdmission:
 
     def __init__(self, metrics: IngressMetrics, now_s: Callable[[], float] = runtime.monotonic_s) -> None:
         self.in_flight = 0
-        self._metrics = metrics
+        metrics.admitted.set_function(lambda: self.in_flight)
         self._now_s = now_s
         self._started = 0  # requests started in this iteration of the event loop
         self._waiting: deque[asyncio.Future[None]] = deque()
@@ -78,7 +78,6 @@ class IngressAdmission:
                 503, "overloaded", "requests arrive faster than this ingress can prepare them; try again later"
             )
         self.in_flight += count
-        self._metrics.admitted.set(self.in_flight)
 
     async def turn(self) -> None:
         """Wait until the request may be prepared. At most `STARTED_PER_ITERATION` start per event loop iteration."""
@@ -94,7 +93,6 @@ class IngressAdmission:
     def leave(self, count: int = 1) -> None:
         """Record that an admitted request, or `count` choices of it, have ended."""
         self.in_flight -= count
-        self._metrics.admitted.set(self.in_flight)
         began_s, ended = self._window
         took_s = self._now_s() - began_s
         if took_s < RATE_WINDOW_S:

@@ -303,8 +303,8 @@ class Ingress:
 
     async def _append(self, partition: int, request_id: str, event: Event) -> None:
         try:
-            async with asyncio.timeout(ACKNOWLEDGED_S) as limit:
-                check = asyncio.get_running_loop().call_later(CHECKED_S, self._end_if_silent, limit)
+            async with asyncio.timeout(None) as limit:
+                check = asyncio.get_running_loop().call_later(CHECKED_S, self._check_owner, limit)
                 try:
                     await self._log.append([_draft(partition, request_id, event)])
                 finally:
@@ -322,10 +322,10 @@ class Ingress:
         except ValueError as error:
             raise ApiError(413, "request_too_large", str(error)) from error
 
-    def _end_if_silent(self, limit: asyncio.Timeout) -> None:
-        """End the wait for an acknowledgement if the owner is silent, too."""
-        if self.owner_silent_s() > SILENT_S:
-            limit.reschedule(asyncio.get_running_loop().time())
+    def _check_owner(self, limit: asyncio.Timeout) -> None:
+        """End the wait for an acknowledgement now if the owner is silent, too, otherwise after `ACKNOWLEDGED_S`."""
+        left_s = 0.0 if self.owner_silent_s() > SILENT_S else ACKNOWLEDGED_S - CHECKED_S
+        limit.reschedule(asyncio.get_running_loop().time() + left_s)
 
     async def _tokenize(
         self, body: ChatBody | TextBody, refs: Sequence[MediaRef], *, is_patient: bool = False

@@ -16,12 +16,13 @@ from typing import Any, NoReturn
 from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
+from tokenizers.decoders import ByteLevel, DecodeStream
 
 from forebay.events.names import NameInvalid, require_name
 from forebay.ingress.errors import ApiError, Unusable, invalid
 from forebay.ingress.media.tokens import media_tokens_of
 from forebay.ingress.token_bytes import TokenBytes, text_chars_max
+from forebay.ingress.word_tokens import word_tokens
 
 CONTEXT_TOKENS_DEFAULT = 131_072
 DEFAULT_MODEL = Path(__file__).with_name("default_model")
@@ -36,6 +37,7 @@ TEMPLATE_ERRORS = (
     AttributeError,
     RecursionError,
 )
+WORDS_CHARS_MAX = 8_000  # threads tokenise longer texts; the library then lets other threads run, Python does not
 NO_TEXT = "\ufffd"  # the decoder writes it for bytes that are not a valid character
 RENDERED_CHARS_MAX = (
     16 << 20
@@ -81,6 +83,8 @@ class Model:
             for name in ("bos_token", "eos_token", "pad_token", "unk_token")
         }
         self.token_bytes = TokenBytes(self.tokenizer)
+        self._words = word_tokens(self.tokenizer)
+        self._texts = TokenTexts(self.tokenizer) if isinstance(self.tokenizer.decoder, ByteLevel) else None
         self.text_chars_max = text_chars_max(self.tokenizer, self.context_tokens)
         self.end_ids = _end_ids(directory, config, self.tokenizer, self._special["eos_token"])
         self.dimensions = _dimensions(config)
@@ -152,6 +156,10 @@ class Model:
             text: the text.
             special: whether to add the special tokens that the tokenizer puts around a prompt.
         """
+        if self._words is not None and not special and len(text) <= WORDS_CHARS_MAX:
+            found = self._words.encode(text)
+            if found is not None:
+                return found
         # The `fast` batch call does not compute the offsets of tokens, which are not needed.
         ids: list[int] = self.tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
         return ids
@@ -176,7 +184,8 @@ class Model:
             hidden = special.keys() & self.end_ids
         else:
             hidden = {token_id for token_id, text in special.items() if text not in visible}
-        return Decoder(self.tokenizer, frozenset(hidden) if len(hidden) < len(special) else None)
+        hides_all = len(hidden) == len(special)
+        return Decoder(self.tokenizer, None if hides_all else frozenset(hidden), self._texts if hides_all else None)
 
 
 class Decoder:
@@ -185,13 +194,18 @@ class Decoder:
     Args:
         tokenizer: the tokenizer of the model.
         hidden: ids of the special tokens to drop; None to drop all.
+        texts: texts of single tokens; None if the text of a token depends on the tokens before it.
     """
 
-    __slots__ = ("_hidden", "_stream", "_tokenizer")
+    __slots__ = ("_has_part", "_hidden", "_stream", "_texts", "_tokenizer")
 
-    def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int] | None = None) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, hidden: frozenset[int] | None = None, texts: "TokenTexts | None" = None
+    ) -> None:
         self._tokenizer = tokenizer
         self._hidden = hidden
+        self._texts = texts
+        self._has_part = False  # whether the stream has tokens that are only a part of a character
         self._stream = DecodeStream(skip_special_tokens=hidden is None)
 
     def push(self, token_ids: list[int]) -> str:
@@ -202,6 +216,18 @@ class Decoder:
         return "".join([self._step(token_id) for token_id in token_ids if token_id not in hidden])
 
     def _step(self, token_id: int) -> str:
+        if self._texts is None:
+            return self._decode(token_id)
+        if not self._has_part:
+            text = self._texts[token_id]
+            if text is not None:
+                return text
+            self._stream = DecodeStream(skip_special_tokens=True)  # which has not seen the complete tokens before
+        text = self._decode(token_id)
+        self._has_part = not text or text.endswith(NO_TEXT)
+        return text
+
+    def _decode(self, token_id: int) -> str:
         try:
             text: str | None = self._stream.step(self._tokenizer, [token_id])
         except Exception:  # noqa: BLE001 - the library raises bare Exception
@@ -211,6 +237,25 @@ class Decoder:
             text = self._stream.step(self._tokenizer, [token_id])
             return NO_TEXT + (text or "").lstrip(NO_TEXT)
         return text or ""
+
+
+class TokenTexts(dict[int, str | None]):
+    """Text of each token of a byte-level tokenizer, None for a token that is only a part of a character.
+
+    Such a tokenizer decodes the bytes of all tokens together, so the text of complete characters depends on no other
+    token. A lookup takes a tenth of the time of `DecodeStream`, and adds a missing token.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+
+    def __missing__(self, token_id: int) -> str | None:
+        text: str = self._tokenizer.decode([token_id], skip_special_tokens=True)
+        found = None if NO_TEXT in text else text
+        if self._tokenizer.id_to_token(token_id) is not None:  # so the vocabulary bounds the number of entries
+            self[token_id] = found
+        return found
 
 
 def model_name_of(directory: Path | None, name: str) -> str:

@@ -186,7 +186,8 @@ class CompletionFold(ResponseFold):
             assert ended.usage is not None, "a response ends with its usage or an error"
             if not index % self._per_prompt:  # the choices of a prompt share it, so it counts once
                 self.cached_tokens += ended.usage.cached_tokens
-            return self._close(state, index, merge_deltas([delta, choice.composer.finish()]), ended.finish_reason)
+            rest = choice.composer.finish()
+            return self._close(state, index, merge_deltas([delta, rest]) if rest else delta, ended.finish_reason)
         return self._add(choice, delta) if token_ids else []
 
     def _add(self, choice: _Choice, delta: OutputDelta) -> list[bytes]:

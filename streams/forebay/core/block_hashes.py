@@ -6,11 +6,12 @@ hash identifies the block and everything before it. The seed separates caches by
 """
 
 import string
+import struct
 from collections.abc import Iterable, Mapping
 
 from xxhash import xxh3_64_intdigest
 
-from forebay.events.base import U32_BYTES, U64_BYTES, U64_MASK, pack_u64
+from forebay.events.base import U32_BYTES, U64_MASK, pack_u64
 from forebay.events.media import Media
 
 HASH_SEED = 1337
@@ -18,6 +19,8 @@ DIGEST_CHARS = 64  # SHA-256 in hex: vLLM's identifier of images and audio
 DIGEST_CHARS_USED = 16  # 64 bits of the digest
 HEX_DIGITS = frozenset(string.hexdigits)
 NO_MM_HASHES: Mapping[int, Iterable[int]] = {}
+
+_pack_pair = struct.Struct("<QQ").pack  # a third faster than `int.to_bytes` twice
 
 
 def hash_seed(lora_name: str = "", cache_namespace: str = "") -> int:
@@ -93,11 +96,7 @@ def extend_chain(parent: int | None, blocks: Iterable[int]) -> list[int]:
     """
     chain: list[int] = []
     for block in blocks:
-        if parent is None:
-            parent = block
-        else:
-            pair = parent.to_bytes(U64_BYTES, "little") + block.to_bytes(U64_BYTES, "little")
-            parent = xxh3_64_intdigest(pair, HASH_SEED)
+        parent = block if parent is None else xxh3_64_intdigest(_pack_pair(parent, block), HASH_SEED)
         chain.append(parent)
     return chain
 

@@ -1,12 +1,11 @@
 """The HTTP routes of an ingress."""
 
-from collections.abc import Awaitable, Callable
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
-from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -16,20 +15,20 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from forebay import runtime
 from forebay.ingress.access_log import add_fields
 from forebay.ingress.admission import AdmissionMiddleware
-from forebay.ingress.errors import ApiError, internal_error
+from forebay.ingress.errors import ApiError
 from forebay.ingress.explainer import Explainer
 from forebay.ingress.http.admin import BODIES as ADMIN_BODIES
 from forebay.ingress.http.admin import add_admin
 from forebay.ingress.http.api_key import ApiKeyGuard
 from forebay.ingress.http.body import request_id_of
+from forebay.ingress.http.completions import CompletionRoutes, complete, error_response
 from forebay.ingress.http.cors import Cors
 from forebay.ingress.http.drain import DrainMiddleware
 from forebay.ingress.http.embedding_response import EmbeddingResponse
 from forebay.ingress.http.openapi import RUNS, body_of, describe, errors, streamed, text
 from forebay.ingress.http.origin_guard import OriginGuard
 from forebay.ingress.http.pages import add_pages
-from forebay.ingress.http.queries import add_queries, respond_to_query
-from forebay.ingress.http.response import ChoicesResponse, CompletionResponse
+from forebay.ingress.http.queries import add_queries
 from forebay.ingress.http.status import StatusReader, add_status
 from forebay.ingress.http.tokenization import BODIES as TOKENIZATION_BODIES
 from forebay.ingress.http.tokenization import add_tokenization
@@ -57,17 +56,9 @@ def build_app(
         hosts: accepted values of the header `Host`; None accepts every value.
         read_status: returns the status of the group; with None the status route responds with 501.
     """
-    app = FastAPI(title="forebay", summary="OpenAI-compatible ingress", docs_url=None, redoc_url=None)
-    app.add_middleware(AdmissionMiddleware, admission=ingress.admission, metrics=ingress.metrics)
-    app.add_middleware(
-        DrainMiddleware, drain=ingress.drain, on_rejected=lambda error: ingress.metrics.errors.labels(error.code).inc()
-    )
-    settings, reject = ingress.settings, ingress.metrics.reject
-    if settings.api_keys:
-        app.add_middleware(ApiKeyGuard, keys=settings.api_keys, on_rejected=reject)
-    app.add_middleware(OriginGuard, hosts=hosts, origins=settings.cors_origins, on_rejected=reject)
-    if settings.cors_origins:
-        app.add_middleware(Cors, origins=settings.cors_origins)
+    app = IngressApp(title="forebay", summary="OpenAI-compatible ingress", docs_url=None, redoc_url=None)
+    app.front = _front(app, ingress, hosts)
+    settings = ingress.settings
     _add_errors(app, ingress)
     add_pages(app, ingress.settings.model_name)
     _add_completions(app, ingress)
@@ -84,53 +75,48 @@ def build_app(
     return app
 
 
+class IngressApp(FastAPI):
+    """FastAPI application behind ASGI middleware that can serve a request without FastAPI.
+
+    Middleware that is added to FastAPI itself runs inside of several layers of Starlette.
+
+    Attributes:
+        front: the outermost middleware. The innermost one calls `serve_route`.
+    """
+
+    front: ASGIApp
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request through all middleware."""
+        await self.front(scope, receive, send)
+
+    async def serve_route(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request with the routes of FastAPI."""
+        await super().__call__(scope, receive, send)
+
+
+def _front(app: IngressApp, ingress: Ingress, hosts: frozenset[str] | None) -> ASGIApp:
+    """Return the middleware of the application, outermost first: CORS, origin, API key, drain, admission."""
+    settings, metrics = ingress.settings, ingress.metrics
+    front: ASGIApp = CompletionRoutes(app.serve_route, ingress)
+    front = AdmissionMiddleware(front, ingress.admission, metrics)
+    front = DrainMiddleware(front, ingress.drain, lambda error: metrics.reject(error.code))
+    if settings.api_keys:
+        front = ApiKeyGuard(front, settings.api_keys, metrics.reject)
+    front = OriginGuard(front, hosts, settings.cors_origins, metrics.reject)
+    return Cors(front, settings.cors_origins) if settings.cors_origins else front
+
+
 def _add_completions(app: FastAPI, ingress: Ingress) -> None:
     @app.post("/v1/chat/completions", openapi_extra=body_of(ChatBody), responses={**streamed(), **errors(*RUNS)})
     async def chat_completions(request: Request) -> Response:
         """Create a chat completion."""
-        return await _complete(request, ingress, ChatBody)
+        return await complete(request, ingress, ChatBody)
 
     @app.post("/v1/completions", openapi_extra=body_of(TextBody), responses={**streamed(), **errors(*RUNS)})
     async def completions(request: Request) -> Response:
         """Continue a text or a list of token ids."""
-        return await _complete(request, ingress, TextBody)
-
-    for route in app.routes:
-        if isinstance(route, APIRoute) and route.endpoint in (chat_completions, completions):
-            route.app = _without_dependencies(route.endpoint)
-
-
-def _without_dependencies(endpoint: Callable[[Request], Awaitable[Response]]) -> ASGIApp:
-    """Return an ASGI application that calls the endpoint of a route itself.
-
-    FastAPI resolves dependencies and opens exit stacks for each request, which took a fifth of the CPU time of an
-    ingress. These routes have no dependencies.
-    """
-
-    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
-        response = await endpoint(Request(scope, receive, send))
-        await response(scope, receive, send)
-
-    return serve
-
-
-async def _complete(request: Request, ingress: Ingress, kind: type[ChatBody] | type[TextBody]) -> Response:
-    began_s = runtime.monotonic_s()
-    ingress.require_owner()
-    with ingress.bodies.reader() as reader:
-        raw = await reader.read(request)
-        await ingress.admission.turn()
-        body = ingress.parse(kind, raw)
-        if body.queries_route:
-            return await respond_to_query(request, ingress, body)
-        request_id = request_id_of(request, "chatcmpl-" if isinstance(body, ChatBody) else "cmpl-")
-        add_fields(request.scope, request_id=request_id)
-        prepared = await ingress.prepare(body, request.headers.items())
-        add_fields(request.scope, model=body.model)
-    response = ingress.completion(request_id, body, prepared, created_s=int(runtime.wall_s()))
-    if len(prepared) > 1:
-        return ChoicesResponse(ingress, response, prepared, began_s)
-    return CompletionResponse(ingress, response, await ingress.submit(request_id, prepared[0]), began_s)
+        return await complete(request, ingress, TextBody)
 
 
 def _add_embeddings(app: FastAPI, ingress: Ingress) -> None:
@@ -200,12 +186,13 @@ def _add_health(app: FastAPI, ingress: Ingress, registry: CollectorRegistry) -> 
 
 
 def _add_errors(app: FastAPI, ingress: Ingress) -> None:
-    def respond(error: ApiError) -> Response:
-        ingress.metrics.errors.labels(error.code).inc()
-        return Response(error.encoded(), error.status, error.headers(), "application/json")
+    respond = partial(error_response, ingress)
 
     @app.exception_handler(ApiError)
-    async def api_error(_: Request, error: ApiError) -> Response:
+    @app.exception_handler(LogError)
+    @app.exception_handler(ClientDisconnect)
+    @app.exception_handler(Exception)
+    async def api_error(_: Request, error: Exception) -> Response:
         return respond(error)
 
     @app.exception_handler(HTTPException)
@@ -218,18 +205,6 @@ def _add_errors(app: FastAPI, ingress: Ingress) -> None:
             response.headers["allow"] = ", ".join(sorted(_methods_of(app, request)))
             return response
         return respond(ApiError(error.status_code, "http_error", str(error.detail)))
-
-    @app.exception_handler(LogError)
-    async def log_failed(_: Request, error: LogError) -> Response:
-        return respond(ApiError(503, "log_unavailable", str(error)))
-
-    @app.exception_handler(ClientDisconnect)
-    async def client_disconnected(_: Request, __: ClientDisconnect) -> Response:
-        return respond(ApiError(499, "client_disconnected", "the client disconnected before it sent the whole request"))
-
-    @app.exception_handler(Exception)
-    async def unexpected(_: Request, __: Exception) -> Response:
-        return respond(internal_error())
 
 
 def _methods_of(app: FastAPI, request: Request) -> set[str]:

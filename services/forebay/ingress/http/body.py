@@ -2,7 +2,7 @@
 
 from types import TracebackType
 
-from fastapi import Request
+from starlette.requests import ClientDisconnect, Request
 
 from forebay import runtime
 from forebay.events.request_ids import NUMBER_BYTES, http_request_id
@@ -59,11 +59,17 @@ class BodyReader:
         Raises:
             ApiError: 413 if the body exceeds a limit of `BodyLimits`, 503 if all bodies of the process together would
                 exceed `bytes_max` of the `BodyMemory`.
+            ClientDisconnect: the client disconnected before it sent the whole body.
         """
         limits, memory = self._memory.limits, self._memory
         _require_declared(request, limits)
-        parts, size = [], 0
-        async for part in request.stream():
+        parts, size, has_more = [], 0, True
+        while has_more:
+            message = await request.receive()
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnect
+            part = message.get("body", b"")
+            has_more = message.get("more_body", False)
             size += len(part)
             if size > limits.bytes_max:
                 raise limits.too_large()

@@ -1,4 +1,6 @@
-"""Turn every exception of the application into an error in OpenAI's format. This is the outermost ASGI layer.
+"""Turn every exception of the application into an error in OpenAI's format, and log each request.
+
+This is the outermost ASGI layer. It has both tasks, because each layer costs time for each message of a response.
 
 Starlette's handlers see subclasses of `Exception` only, and only before a response has started. A request that is
 cancelled when the process ends, or a stream that fails, would otherwise reach uvicorn, which responds with status 500
@@ -12,6 +14,7 @@ from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from forebay.ingress.access_log import AccessEntry, open_entry
 from forebay.ingress.errors import ApiError, internal_error
 
 logger = logging.getLogger(__name__)
@@ -21,6 +24,8 @@ SEND_S = 2.0  # time for a client to read the error, so that it does not delay t
 
 class ErrorGuard:
     """ASGI middleware that sends an error in OpenAI's format if the application raises an exception.
+
+    It also writes the access log.
 
     Args:
         app: the application, including its other middleware.
@@ -36,7 +41,16 @@ class ErrorGuard:
 
         If the response cannot be completed, the exception propagates, so that uvicorn closes the connection.
         """
-        response = _Response(send)
+        entry = open_entry(scope)
+        if entry is None:
+            await self._run(scope, receive, _Response(send))
+            return
+        try:
+            await self._run(scope, receive, _Response(send, entry))
+        finally:
+            entry.write()
+
+    async def _run(self, scope: Scope, receive: Receive, response: "_Response") -> None:
         try:
             await self._app(scope, receive, response.send)
         except asyncio.CancelledError:
@@ -64,16 +78,19 @@ class ErrorGuard:
 class _Response:
     """Progress of one response."""
 
-    __slots__ = ("_send", "is_complete", "is_event_stream", "is_started")
+    __slots__ = ("_entry", "_send", "is_complete", "is_event_stream", "is_started")
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, entry: AccessEntry | None = None) -> None:
         self._send = send
+        self._entry = entry
         self.is_started = False
         self.is_complete = False
         self.is_event_stream = False
 
     async def send(self, message: Message) -> None:
         """Forward an ASGI message."""
+        if self._entry is not None:
+            self._entry.observe(message)
         if message["type"] == "http.response.start":
             self.is_started = True
             self.is_event_stream = any(

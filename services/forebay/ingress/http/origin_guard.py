@@ -14,6 +14,7 @@ The checks apply to every path except those in `UNCHECKED`.
 
 import ipaddress
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -29,6 +30,8 @@ READING = ("GET", "HEAD")
 JSON = "application/json"
 DEFAULT_PORTS = {"http": 80, "https": 443}
 SHOWN_CHARS_MAX = 256  # length of a header quoted in an error
+
+ADDRESSES_MAX = 16  # cached; clients use few names, and a name has at most 64 KiB
 
 HostAddress = tuple[str, str, int | None]  # scheme, host, port
 
@@ -98,8 +101,9 @@ class OriginGuard:
             return None
         if self._is_permitted(headers):
             return None if reads else _not_json(headers)
-        own = {_address(scope.get("scheme", "http"), host) for host in hosts}
-        for origin in headers.get(b"origin", ()):
+        origins = headers.get(b"origin", ())
+        own = {_address(scope.get("scheme", "http"), host) for host in hosts} if origins else set()
+        for origin in origins:
             scheme, _, host = origin.partition("://")
             address = _address(scheme, host)
             if address is None or own != {address}:
@@ -144,6 +148,7 @@ def _not_json(headers: dict[bytes, list[str]]) -> ApiError | None:
     return ApiError(415, "unsupported_media_type", text)
 
 
+@lru_cache(ADDRESSES_MAX)
 def _address(scheme: str, host: str) -> HostAddress | None:
     """Return scheme, host and port of an origin or a `Host`, None if it is invalid."""
     try:

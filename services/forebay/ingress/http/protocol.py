@@ -16,7 +16,7 @@ import resource
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, cast
 
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
@@ -34,6 +34,7 @@ LINGER_S = 5.0  # a client that is still sending can read the response; nginx wa
 CONNECTIONS_MAX = 8_192  # about 20 kB each, and more than the requests that one process has in flight
 FILES_RESERVED = 256  # file descriptors for the log, Kafka, Redis, workers and fetched media
 REFUSED_MAX = 512  # connections above the limit that get a response; further connections are closed without one
+HTTP = b"HTTP/"  # begin of a response
 PROBES = frozenset({"/live", "/ready", "/health", "/metrics"})  # served on a connection above the limit, too
 
 OnRejected = Callable[[str], None]  # called with the error code
@@ -93,7 +94,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
         The connection is closed if `connections_max` is exceeded by more than `REFUSED_MAX`.
         """
-        super().connection_made(transport)
+        super().connection_made(cast("asyncio.Transport", _JoiningTransport(transport, self.loop)))
         count = len(self.connections)
         limits = self.limits
         if count > limits.connections_max + REFUSED_MAX:
@@ -233,6 +234,48 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.cycle is None or self.cycle.response_complete:
             return False
         return self._phase is not _Phase.BODY or self.cycle.response_started or bool(self.pipeline)
+
+
+class _JoiningTransport:
+    """Transport that delays the head of a response, and writes it together with the first part of the body.
+
+    Each write is a system call and a packet. An application usually sends both parts at once. If it does not, the head
+    is written in the next iteration of the event loop.
+
+    Args:
+        transport: transport of the connection.
+        loop: event loop of the connection.
+    """
+
+    __slots__ = ("_head", "_loop", "_transport")
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport = transport
+        self._loop = loop
+        self._head = b""
+
+    def write(self, data: bytes) -> None:
+        """Write data, or delay it if it is a head."""
+        if self._head:
+            data, self._head = self._head + data, b""
+        elif data.startswith(HTTP):
+            self._head = data
+            self._loop.call_soon(self._flush)
+            return
+        self._transport.write(data)
+
+    def close(self) -> None:
+        """Write a delayed head, and close the connection once everything is written."""
+        self._flush()
+        self._transport.close()
+
+    def _flush(self) -> None:
+        head, self._head = self._head, b""
+        if head and not self._transport.is_closing():
+            self._transport.write(head)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
 
 
 def bounded(limits: ConnectionLimits) -> type[BoundedProtocol]:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 import uvicorn
 from starlette.types import ASGIApp
 
-from forebay.ingress.access_log import AccessLog
 from forebay.ingress.errors import Unusable
 from forebay.ingress.http.drain import AT_ONCE_S, IngressDrain
 from forebay.ingress.http.endpoint import TlsFiles
@@ -152,7 +151,7 @@ def build_server(
     """
     logging.getLogger("uvicorn.error").addFilter(_is_no_duplicate)
     config = uvicorn.Config(
-        AccessLog(ErrorGuard(app, limits.on_rejected)),
+        ErrorGuard(app, limits.on_rejected),
         http=bounded(limits),
         loop="none",
         ws="none",

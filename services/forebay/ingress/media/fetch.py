@@ -63,6 +63,8 @@ class MediaFetcher:
             ApiError: there are too many, one of them cannot be fetched or is invalid, or together they exceed the
                 limits of size or time.
         """
+        if not refs:
+            return []
         if len(refs) > COUNT_MAX:
             text = f"{refs[COUNT_MAX].where}: a request may have at most {COUNT_MAX} images and videos"
             raise invalid(text, refs[COUNT_MAX].where, "too_many_media")

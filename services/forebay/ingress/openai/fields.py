@@ -12,7 +12,6 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     GetJsonSchemaHandler,
-    PrivateAttr,
     ValidationError,
     ValidationInfo,
     model_validator,
@@ -33,19 +32,15 @@ class Body(BaseModel):
     Attributes:
         neutral: unsupported fields, each with the values that are accepted because they would have no effect.
         ignored: fields that are accepted with any value and have no effect.
+        size_bytes: size of the encoded body in bytes; 0 for a part of a body.
     """
 
     model_config = ConfigDict(strict=True, extra="allow", frozen=True)
 
     neutral: ClassVar[Neutral] = {}
     ignored: ClassVar[frozenset[str]] = frozenset()
-
-    _size_bytes: int = PrivateAttr(0)
-
-    @property
-    def size_bytes(self) -> int:
-        """Size of the encoded body in bytes; 0 for a part of a body."""
-        return self._size_bytes
+    # Not a private attribute of pydantic, which initialises these again for each class in the hierarchy of each part.
+    size_bytes: ClassVar[int] = 0
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
@@ -168,7 +163,7 @@ def parse(kind: type[BodyT], raw: bytes, *, ignores_unknown: bool = False) -> Bo
 
 
 def _sized(body: BodyT, raw: bytes) -> BodyT:
-    body._size_bytes = len(raw)
+    body.__dict__["size_bytes"] = len(raw)
     return body
 
 

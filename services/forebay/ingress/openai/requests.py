@@ -5,6 +5,7 @@ Source: OpenAI API reference, chat completions and completions; `cache_salt` and
 
 import re
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -19,7 +20,6 @@ from forebay.ingress.openai.nvext import NAME_CHARS_MAX, WORKER_ID, Nvext
 from forebay.ingress.openai.sampling import JsonObject, SamplingFields, TokenIds
 from forebay.ingress.openai.tools import (
     CALLS_MAX,
-    NO_TOOLS,
     CallId,
     ToolCall,
     ToolChoice,
@@ -237,8 +237,6 @@ class ChatBody(CompletionBody):
     reasoning_effort: Annotated[str, Field(min_length=1, max_length=NAME_CHARS_MAX)] | None = None
     chat_template_kwargs: Annotated[JsonObject, Field(max_length=TEMPLATE_ARGUMENTS_MAX)] | None = None
 
-    _choice: ToolSelection = NO_TOOLS
-
     @classmethod
     def describe(cls, schema: dict[str, Any]) -> None:
         """Add to the JSON schema that `top_logprobs` requires `logprobs`, and `tool_choice` requires `tools`."""
@@ -265,7 +263,7 @@ class ChatBody(CompletionBody):
         parts = sum(map(_parts_count, self.messages))
         if parts > PARTS_MAX:
             raise invalid(f"messages have {parts:,} parts and tool calls; the limit is {PARTS_MAX:,}", "messages")
-        self._choice = choice_of(self.tools, self.tool_choice, self.parallel_tool_calls)
+        _ = self.choice  # raises ApiError for an invalid choice
         return self
 
     @property
@@ -278,15 +276,15 @@ class ChatBody(CompletionBody):
         """Number of alternative tokens to report per output token; None if no log probabilities are requested."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
-    @property
+    @cached_property
     def choice(self) -> ToolSelection:
         """The tools that the model may or must call, from `tools`, `tool_choice` and `parallel_tool_calls`."""
-        return self._choice
+        return choice_of(self.tools, self.tool_choice, self.parallel_tool_calls)
 
     @property
     def forced(self) -> StructuredOutput | None:
         """Structure of the output that a forced tool call requires; None if no tool call is forced."""
-        return self._choice.structure()
+        return self.choice.structure()
 
     def chat(self, tokens: MediaTokens) -> list[dict[str, Any]]:
         """Return the messages as input of a chat template.
