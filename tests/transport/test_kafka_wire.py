@@ -1,11 +1,14 @@
 """`Wire` against a broker whose responses the test writes."""
 
 import asyncio
+import ssl
 import struct
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
+import trustme
 from aiokafka import TopicPartition
 from aiokafka.errors import (
     CorrelationIdError,
@@ -153,6 +156,27 @@ async def test_the_results_of_a_produce_request_are_returned_by_partition(broker
     results = await producing
     assert results[A] == 10
     assert isinstance(results[B], NotLeaderForPartitionError)
+
+
+async def test_a_broker_with_tls_gets_the_same_requests(tmp_path: Path) -> None:
+    authority = trustme.CA(key_type=trustme.KeyType.ECDSA)
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    authority.issue_cert(HOST, key_type=trustme.KeyType.ECDSA).configure_cert(context)
+    broker = Broker()
+    properties = {"security.protocol": "SSL", "ssl.ca.location": str(tmp_path / "ca.pem")}
+    wire = Wire(KafkaSettings(f"{HOST}:{broker.port}", "n", properties))
+    async with await asyncio.start_server(broker.serve, HOST, broker.port, ssl=context):
+        await wire.start()
+        producing = produce(wire)
+        (await broker.next()).respond(produced(0, 0))
+        assert await producing == {A: 10, B: 11}
+        large = b"x" * 300_000  # many TLS records
+        fetching = fetch(wire)
+        (await broker.next()).respond(records(large))
+        assert (await fetching)[0].data == large
+        await wire.close()
+        broker.disconnect()
 
 
 async def test_an_older_broker_gets_an_older_produce_request(broker: Broker, wire: Wire) -> None:
