@@ -65,9 +65,12 @@ async def _answer(writer: asyncio.StreamWriter, request: dict[str, Any], step_s:
 
 def _event(writer: asyncio.StreamWriter, delta: dict[str, str], finish_reason: str | None) -> None:
     choice = {"index": 0, "delta": delta, "finish_reason": finish_reason}
-    text = b"data: %s\n\n" % json.dumps(
-        {"id": "c", "object": "chat.completion.chunk", "created": 0, "model": MODEL, "choices": [choice]}
-    ).encode()
+    text = (
+        b"data: %s\n\n"
+        % json.dumps(
+            {"id": "c", "object": "chat.completion.chunk", "created": 0, "model": MODEL, "choices": [choice]}
+        ).encode()
+    )
     writer.write(b"%x\r\n%s\r\n" % (len(text), text))
 
 
