@@ -81,20 +81,20 @@ class System:
         self._group: asyncio.TaskGroup | None = None
 
     @asynccontextmanager
-    async def started(self, workers: int) -> AsyncIterator["System"]:
+    async def started(self, workers: int, *, card: str = "") -> AsyncIterator["System"]:
         """Run the workers. If a worker dies, the body is cancelled and an exception group with its error is raised."""
         self.keeper.start()
         try:
             async with asyncio.TaskGroup() as self._group:
                 for number in range(workers):
-                    self.start_worker(f"w{number}")
+                    self.start_worker(f"w{number}", card=card)
                 yield self
                 for name in list(self._tasks):
                     await self.stop_worker(name)
         finally:
             await self.keeper.stop()
 
-    def start_worker(self, name: str, *, speedup: float = SPEEDUP, block_size: int = BLOCK) -> None:
+    def start_worker(self, name: str, *, speedup: float = SPEEDUP, block_size: int = BLOCK, card: str = "") -> None:
         """Start a worker, or restart one."""
         config = EngineConfig(
             block_size=block_size,
@@ -110,6 +110,7 @@ class System:
             kv_blocks_total=config.kv_blocks_total,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
+            card=card,
         )
         engine = MockEngine(config, speedup=speedup)
         token = f"{name}-{len(self._tasks)}-{id(engine)}"

@@ -18,7 +18,7 @@ from forebay.events.fleet import WorkerSpec
 from forebay.events.progress import RequestFinished
 from forebay.events.tokens import AttemptStarted, ResponseEnded, TokensEmitted
 from forebay.events.topics import FLEET, PROGRESS, TOKENS
-from forebay.ingress.streams import ReplyReader
+from forebay.ingress.streams import ReplySlot
 from forebay.transport.base import Record, Tail, Wake
 from forebay.transport.sqlite.log import SqliteLog
 from forebay.workers.engines.mock.engine import MockEngine
@@ -45,8 +45,8 @@ class Client:
 async def listening(log: SqliteLog, name: str) -> AsyncIterator[Client]:
     """Follow the response as an ingress does, and yield its client."""
     client = Client()
-    reader = ReplyReader(log, MODEL, SLOT, 0, lambda: None)
-    stream = reader.open(name)
+    slot = ReplySlot(log, SLOT, 0, lambda: None)
+    stream = slot.reader(MODEL).open(name)
 
     async def take() -> None:
         while client.ended is None:
@@ -56,7 +56,7 @@ async def listening(log: SqliteLog, name: str) -> AsyncIterator[Client]:
             stream.tokens = []
             client.ended = stream.ended
 
-    tasks = [asyncio.create_task(reader.run()), asyncio.create_task(take())]
+    tasks = [asyncio.create_task(slot.run()), asyncio.create_task(take())]
     try:
         yield client
         await tasks[1]

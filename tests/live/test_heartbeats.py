@@ -76,6 +76,14 @@ async def test_owner_and_standby_write_heartbeats(log: SqliteLog) -> None:
     assert {one.router_id for one in of_role(log, "standby") if one.position} == {"b"}
 
 
+async def test_an_owner_reports_the_model_card_of_its_workers(log: SqliteLog) -> None:
+    async with System(log).started(workers=2, card="c" * 64) as system, routing(system, "a") as owner:
+        owner.assign({0})
+        await until(lambda: any(one.card == "c" * 64 for one in of_role(log, "owner")))
+    assert of_role(log, "owner")[-1].released
+    assert of_role(log, "owner")[-1].card == "", "without a ready worker there is no card"
+
+
 async def test_an_embedded_owner_writes_none(log: SqliteLog) -> None:
     async with System(log).started(workers=1) as system, system.owned() as owner:
         await until(lambda: len(owner.world.fleet) == 1)

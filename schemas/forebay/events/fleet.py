@@ -10,6 +10,7 @@ import msgspec
 
 from forebay.events.base import Count, Event, Name, Part
 from forebay.events.control import Role
+from forebay.events.models import CardDigest
 from forebay.events.privacy import DROPPED, INGRESS, KEPT, LEASE, LORA, SystemName
 from forebay.events.requests import Task
 from forebay.events.transfer import KvLayout
@@ -38,6 +39,7 @@ class WorkerSpec(Part, frozen=True, kw_only=True):
         tasks: tasks that the model supports.
         role: stage of requests that the worker computes.
         kv_layout: memory layout of the worker's KV blocks, for workers that fetch them; null if unknown.
+        card: digest of the worker's model card on the topic `models`; empty if it stored none.
     """
 
     worker_id: SystemName
@@ -56,6 +58,7 @@ class WorkerSpec(Part, frozen=True, kw_only=True):
     tasks: tuple[Task, ...] = ("generate",)
     role: Role = "aggregated"
     kv_layout: KvLayout | None = None
+    card: CardDigest = ""
 
     @property
     def ranks(self) -> range:

@@ -3,6 +3,7 @@
 from typing import Literal
 
 from forebay.events.base import Count, Event, Name
+from forebay.events.models import CardDigest
 
 
 class RouterHeartbeat(Event, tag="router.heartbeat", frozen=True, kw_only=True):
@@ -27,6 +28,7 @@ class RouterHeartbeat(Event, tag="router.heartbeat", frozen=True, kw_only=True):
         released: whether the owner has sealed its journal and decides no more, so that a standby may claim at once.
         core_version: version of the router's decision rules; 0 from a router that does not report it.
         events_version: version of the event types that the router can read.
+        card: digest of the model card of the owner's ready workers; empty from a standby, or if they stored none.
     """
 
     group: Name
@@ -43,6 +45,7 @@ class RouterHeartbeat(Event, tag="router.heartbeat", frozen=True, kw_only=True):
     released: bool = False
     core_version: Count = 0
     events_version: Count = 1
+    card: CardDigest = ""
 
 
 HeartbeatEvent = RouterHeartbeat

@@ -15,6 +15,7 @@ from forebay.events import (
     heartbeats,
     kv,
     metrics,
+    models,
     progress,
     requests,
     scaling,
@@ -67,6 +68,13 @@ HEARTBEATS = Topic(
     "heartbeats", "json", heartbeats.HeartbeatEvent, "group", "routers that own a group or stand by for it"
 )
 SCALING = Topic("scaling", "json", scaling.ScalingEvent, "one", "the planner's journal: sizes of pools, and why")
+MODELS = Topic(
+    "models",
+    "msgpack",
+    models.ModelEvent,
+    "two: 0 for cards, 1 for content",
+    "model cards, with tokenizers and chat templates",
+)
 DEAD_LETTERS = Topic("dead-letters", "raw", None, "group", "records that did not decode or were rejected, unchanged")
 
 
@@ -81,7 +89,7 @@ def work_topic(pool: str) -> Topic:
 
 FIXED_TOPICS = (
     OPENAI_REQUESTS, OPENAI_RESPONSES, GROUPS, REQUESTS, KV_EVENTS, METRICS, PROGRESS, FLEET, CONTROL, DECISIONS,
-    TOKENS, SNAPSHOTS, SHADOW, HEARTBEATS, SCALING, DEAD_LETTERS,
+    TOKENS, SNAPSHOTS, SHADOW, HEARTBEATS, SCALING, MODELS, DEAD_LETTERS,
 )  # fmt: skip
 
 

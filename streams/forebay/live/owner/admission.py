@@ -247,6 +247,7 @@ class WorkerAdmission:
             pending = [first for pool, first in self._configured.items() if pool not in pools]
             _require_same_block_size(spec, [*others, *pending])
             _require_same_layout(spec, others)
+            _require_same_card(spec, others)
             if self._by_lease is not None and spec.pool not in pools:
                 await self._configure(spec, self._by_lease)
                 return
@@ -389,6 +390,21 @@ def _require_same_layout(spec: WorkerSpec, members: list[WorkerSpec]) -> None:
             and (problem := find_layout_mismatch(spec, other)) is not None
         ):
             raise _Unfit(problem, "kv_layout")
+
+
+def _require_same_card(spec: WorkerSpec, members: list[WorkerSpec]) -> None:
+    """Check that the workers of a model have one model card, because an ingress tokenizes for all of them.
+
+    A worker without a card fits all others. Raises _Unfit.
+    """
+    for other in members if spec.card else ():
+        if other.model == spec.model and other.card not in ("", spec.card):
+            raise _Unfit(
+                f"its model card is {spec.card}, but the card of {other.worker_id} in the pool {other.pool} is"
+                f" {other.card}: start it with the same tokenizer, chat template and configuration of {spec.model},"
+                " give its model another name, or stop the other workers first",
+                "card",
+            )
 
 
 def _require_same_block_size(spec: WorkerSpec, members: list[WorkerSpec]) -> None:

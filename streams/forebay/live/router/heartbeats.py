@@ -53,8 +53,10 @@ class HeartbeatWriter:
             self._due_s = runtime.monotonic_s() + OWNER_EVERY_S  # the loop sleeps until then
             return
         self._fleet_read = fleet_read
-        ready = Counter(worker.spec.role for worker in world.fleet.workers() if worker.phase is WorkerPhase.READY)
-        self._append(self._draft("owner", world, position, ready), OWNER_EVERY_S)
+        specs = [worker.spec for worker in world.fleet.workers() if worker.phase is WorkerPhase.READY]
+        card = next((spec.card for spec in specs if spec.card), "")
+        ready = Counter(spec.role for spec in specs)
+        self._append(self._draft("owner", world, position, ready, card=card), OWNER_EVERY_S)
 
     async def release(self, world: World, position: int) -> None:
         """Append the last heartbeat of an owner that has sealed its journal, so that a standby claims at once."""
@@ -103,6 +105,7 @@ class HeartbeatWriter:
         *,
         preferred: bool = False,
         released: bool = False,
+        card: str = "",
     ) -> Draft:
         heartbeat = RouterHeartbeat(
             group=self._group,
@@ -119,6 +122,7 @@ class HeartbeatWriter:
             released=released,
             core_version=CORE_VERSION,
             events_version=EVENTS_VERSION,
+            card=card,
         )
         return Draft(HEARTBEATS.name, self._partition, encode(HEARTBEATS, heartbeat), self._router_id.encode())
 

@@ -1,0 +1,196 @@
+"""Store and load the model cards and the files of models, on the topic `models`.
+
+Theory of operation. A file is stored once per content: another card with the same file refers to the same pieces. The
+card is appended after its files are durable, so each card on the topic can be loaded. Two processes that store the same
+card at the same time append it twice. Both copies are complete, and the newer one counts. A reader checks the SHA-256
+of the card and of every file, so it never uses content that differs from what a worker announced.
+"""
+
+import asyncio
+import logging
+import zlib
+from collections.abc import Mapping
+from hashlib import sha256
+
+from forebay import runtime
+from forebay.events.codec import DecodeError, decode, encode
+from forebay.events.models import CHUNK_BYTES_MAX, FileChunk, ModelCard, ModelStored, StoredFile
+from forebay.events.topics import MODELS
+from forebay.transport.base import Draft, Log, LogError, Record, Tail
+
+logger = logging.getLogger(__name__)
+
+CARDS, CONTENT = 0, 1  # partitions of the topic
+READ_MAX = 256
+FILE_BYTES_MAX = 128 << 20  # of one file; tokenizers with 260,000 tokens have 35 MB
+LEVEL = 6
+
+
+class ModelMissing(LogError):
+    """The topic has no card with this digest, or retention removed a part of its files."""
+
+
+class ModelDamaged(LogError):
+    """The content of a stored file differs from the digest in its card."""
+
+
+class ModelStore:
+    """The cards on the topic `models`. `run` reads new ones.
+
+    Attributes:
+        cards: newest record of each card, by digest.
+        undecodable: number of records that are no valid cards.
+    """
+
+    def __init__(self, log: Log) -> None:
+        self.cards: dict[str, ModelStored] = {}
+        self.undecodable = 0
+        self._log = log
+        self._wake = asyncio.Event()
+        self._tail: Tail | None = None
+        self._position = 0
+        self._changed = asyncio.Condition()
+
+    async def start(self) -> None:
+        """Read all stored cards, without the content of their files. Raises LogError if the log cannot be read."""
+        end = await self._log.end(MODELS.name, CARDS)
+        begin = await self._log.begin(MODELS.name, CARDS)
+        self._tail = self._log.tail(MODELS.name, CARDS, begin, self._wake)
+        self._position = begin
+        while self._position < end:
+            self._wake.clear()
+            if not self._read():
+                await self._wake.wait()
+
+    async def run(self) -> None:
+        """Read new cards until cancelled. Raises LogError if the log cannot be read."""
+        while True:
+            self._wake.clear()
+            if self._read():
+                async with self._changed:
+                    self._changed.notify_all()
+            else:
+                await self._wake.wait()
+
+    def close(self) -> None:
+        """Stop following the topic."""
+        if self._tail is not None:
+            self._tail.close()
+
+    async def stored(self, digest: str) -> ModelStored:
+        """Wait until the topic has the card with this digest, and return its record. Requires `run`."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: digest in self.cards)
+        return self.cards[digest]
+
+    async def store(self, model: str, card: ModelCard, files: Mapping[str, bytes]) -> str:
+        """Store a card and its files unless they are stored already, and return the digest of the card.
+
+        Args:
+            model: name of the model.
+            card: the card.
+            files: content of each file of the card, by name.
+
+        Raises:
+            LogError: the log failed.
+        """
+        digest = card.digest()
+        if digest in self.cards:
+            return digest
+        known = {one.sha256: one for stored in self.cards.values() for one in stored.stored}
+        places = []
+        for sha in dict.fromkeys(file.sha256 for file in card.files):
+            name = next(file.name for file in card.files if file.sha256 == sha)
+            places.append(known.get(sha) or await self._store_file(sha, files[name]))
+        event = ModelStored(model=model, card=card, stored=tuple(places), at_us=runtime.wall_us())
+        await self._log.append([Draft(MODELS.name, CARDS, encode(MODELS, event), digest.encode())])
+        return digest
+
+    async def load(self, digest: str) -> dict[str, bytes]:
+        """Return the content of all files of a card by name.
+
+        Raises:
+            ModelMissing: the topic lacks the card or a piece of a file.
+            ModelDamaged: a file has another SHA-256 than the card states.
+            LogError: the log cannot be read.
+        """
+        stored = self.cards.get(digest)
+        if stored is None:
+            raise ModelMissing(f"the topic {MODELS.name} has no model card {digest}")
+        places = {one.sha256: one for one in stored.stored}
+        contents: dict[str, bytes] = {}
+        for file in stored.card.files:
+            if file.sha256 not in contents:
+                place = places.get(file.sha256)
+                if place is None:
+                    raise ModelMissing(f"the model card {digest} does not name the location of {file.name}")
+                contents[file.sha256] = await self._load_file(file.name, file.size, place)
+        return {file.name: contents[file.sha256] for file in stored.card.files}
+
+    async def _store_file(self, sha: str, content: bytes) -> StoredFile:
+        packed = await runtime.offload(zlib.compress, content, LEVEL)
+        upload = runtime.random_id()
+        offsets = []
+        for index, at in enumerate(range(0, len(packed), CHUNK_BYTES_MAX)):
+            chunk = FileChunk(sha256=sha, upload=upload, index=index, data=packed[at : at + CHUNK_BYTES_MAX])
+            key = f"{sha}/{upload}/{index}".encode()
+            offsets += await self._log.append([Draft(MODELS.name, CONTENT, encode(MODELS, chunk), key)])
+        return StoredFile(sha256=sha, offsets=tuple(offsets))
+
+    async def _load_file(self, name: str, size: int, place: StoredFile) -> bytes:
+        if size > FILE_BYTES_MAX:
+            raise ModelDamaged(f"{name} has {size:,} bytes, at most {FILE_BYTES_MAX:,} are allowed")
+        pieces = [await self._chunk(name, place.sha256, offset) for offset in place.offsets]
+        content = await runtime.offload(_unpacked, b"".join(pieces), size)
+        if content is None or sha256(content).hexdigest() != place.sha256:
+            raise ModelDamaged(f"the stored content of {name} does not have the SHA-256 {place.sha256} of its card")
+        return content
+
+    async def _chunk(self, name: str, sha: str, offset: int) -> bytes:
+        for record in await self._log.read(MODELS.name, CONTENT, offset, 1):
+            try:
+                chunk = decode(MODELS, record.value)
+            except DecodeError:
+                continue
+            if record.offset == offset and isinstance(chunk, FileChunk) and chunk.sha256 == sha:
+                return chunk.data
+        raise ModelMissing(f"the topic {MODELS.name} has no piece of {name} at offset {offset}")
+
+    def _read(self) -> bool:
+        """Apply the records that are ready, and return whether there were any."""
+        assert self._tail is not None, "the store was not started"
+        records = self._tail.take(READ_MAX)
+        for record in records:
+            self._apply(record)
+            self._position = record.offset + 1
+        return bool(records)
+
+    def _apply(self, record: Record) -> None:
+        if not record.value:
+            self.cards.pop((record.key or b"").decode(errors="replace"), None)
+            return
+        try:
+            event = decode(MODELS, record.value)
+        except DecodeError as error:
+            self._reject(record, str(error))
+            return
+        if not isinstance(event, ModelStored):
+            self._reject(record, f"an event {type(event).__name__}")
+        elif record.key != (digest := event.card.digest()).encode():
+            self._reject(record, f"its key is {record.key!r}, but the card has the digest {digest}")
+        else:
+            self.cards[digest] = event
+
+    def _reject(self, record: Record, reason: str) -> None:
+        self.undecodable += 1
+        logger.warning("ignored record %d of %s, which is no model card: %s", record.offset, MODELS.name, reason)
+
+
+def _unpacked(packed: bytes, size: int) -> bytes | None:
+    """Return `size` bytes of content, or None if the compressed bytes do not hold exactly these."""
+    unpacker = zlib.decompressobj()
+    try:
+        content = unpacker.decompress(packed, size + 1)
+    except zlib.error:
+        return None
+    return content if len(content) == size else None

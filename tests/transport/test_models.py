@@ -1,0 +1,164 @@
+"""Storing and loading model cards on the topic `models`."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable, Mapping
+from hashlib import sha256
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forebay.events.codec import decode, encode
+from forebay.events.models import CHUNK_BYTES_MAX, FileChunk, ModelCard, ModelFile, ModelStored, StoredFile
+from forebay.events.topics import MODELS
+from forebay.transport.base import Draft
+from forebay.transport.models import CARDS, CONTENT, ModelDamaged, ModelMissing, ModelStore
+from forebay.transport.sqlite.log import SqliteLog
+
+FILES = {"config.json": b"{}", "tokenizer.json": b"a tokenizer" * 1_000}
+BIG = random.Random(3).randbytes(CHUNK_BYTES_MAX * 2 + 5)  # does not compress, so it has three pieces
+
+
+def card_of(files: Mapping[str, bytes], context_tokens: int = 4_096) -> ModelCard:
+    """Return the card of a model with these files."""
+    listed = [
+        ModelFile(name=name, sha256=sha256(data).hexdigest(), size=len(data)) for name, data in sorted(files.items())
+    ]
+    return ModelCard(files=tuple(listed), context_tokens=context_tokens)
+
+
+@pytest.fixture
+async def store(log: SqliteLog) -> AsyncIterator[ModelStore]:
+    store = ModelStore(log)
+    await store.start()
+    running = asyncio.create_task(store.run())
+    yield store
+    running.cancel()
+    store.close()
+
+
+def pieces(log: SqliteLog) -> list[FileChunk]:
+    """Return the pieces of files on the topic."""
+    return [decode(MODELS, record.value) for record in log.records(MODELS.name, CONTENT, 0, 1_000)]
+
+
+async def test_another_process_loads_what_was_stored(log: SqliteLog, store: ModelStore) -> None:
+    files = {**FILES, "big.json": BIG, "same.json": FILES["config.json"], "empty.json": b""}
+    card = card_of(files)
+    assert await store.store("m", card, files) == card.digest()
+    other = ModelStore(log)
+    await other.start()
+    assert await other.load(card.digest()) == files
+    assert [piece.index for piece in pieces(log) if piece.sha256 == sha256(BIG).hexdigest()] == [0, 1, 2]
+    assert max(len(piece.data) for piece in pieces(log)) == CHUNK_BYTES_MAX
+    other.close()
+
+
+async def test_equal_content_is_stored_once(log: SqliteLog, store: ModelStore) -> None:
+    first, second = card_of(FILES), card_of(FILES, context_tokens=8_192)
+    assert first.digest() != second.digest()
+    for _ in range(2):
+        await store.store("m", first, FILES)
+        await store.stored(first.digest())
+    await store.store("n", second, FILES)
+    await store.stored(second.digest())
+    assert len(pieces(log)) == len(FILES)
+    assert log.next_offset(MODELS.name, CARDS) == 2
+    assert await store.load(second.digest()) == FILES
+
+
+async def test_a_card_that_arrives_later_is_awaited(log: SqliteLog, store: ModelStore) -> None:
+    card = card_of(FILES)
+    waiting = asyncio.create_task(store.stored(card.digest()))
+    other = ModelStore(log)
+    await other.start()
+    await other.store("m", card, FILES)
+    assert (await waiting).model == "m"
+    other.close()
+
+
+async def test_a_record_without_a_value_removes_a_card(log: SqliteLog, store: ModelStore) -> None:
+    digest = await store.store("m", card_of(FILES), FILES)
+    await store.stored(digest)
+    await log.append([Draft(MODELS.name, CARDS, b"", digest.encode())])
+    other = ModelStore(log)
+    await other.start()
+    assert other.cards == {}
+    with pytest.raises(ModelMissing, match=f"has no model card {digest}"):
+        await other.load(digest)
+    other.close()
+
+
+async def test_records_that_are_no_cards_are_ignored(log: SqliteLog, store: ModelStore) -> None:
+    digest = await store.store("m", card_of(FILES), FILES)
+    stored = await store.stored(digest)
+    chunk = FileChunk(sha256="0" * 64, upload="u", index=0, data=b"x")
+    for key, value in (
+        (digest, b"\xc1"),
+        (digest, encode(MODELS, chunk)),
+        ("f" * 64, encode(MODELS, msgspec.structs.replace(stored, model="other"))),
+    ):
+        await log.append([Draft(MODELS.name, CARDS, value, key.encode())])
+    other = ModelStore(log)
+    await other.start()
+    assert (list(other.cards), other.undecodable) == ([digest], 3)
+    assert other.cards[digest].model == "m"
+    other.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (lambda chunk: msgspec.structs.replace(chunk, data=b"not zlib"), ModelDamaged),
+        (lambda chunk: msgspec.structs.replace(chunk, data=chunk.data[: len(chunk.data) // 2]), ModelDamaged),
+        (lambda chunk: msgspec.structs.replace(chunk, sha256="0" * 64), ModelMissing),
+    ],
+)
+async def test_damaged_content_is_not_used(
+    log: SqliteLog, store: ModelStore, change: Callable[[FileChunk], FileChunk], error: type[Exception]
+) -> None:
+    digest = await store.store("m", card_of(FILES), FILES)
+    stored = await store.stored(digest)
+    changed = encode(MODELS, change(pieces(log)[1]))
+    (offset,) = await log.append([Draft(MODELS.name, CONTENT, changed)])
+    places = (stored.stored[0], StoredFile(sha256=stored.stored[1].sha256, offsets=(offset,)))
+    falsified = msgspec.structs.replace(stored, stored=places)
+    await log.append([Draft(MODELS.name, CARDS, encode(MODELS, falsified), digest.encode())])
+    other = ModelStore(log)
+    await other.start()
+    with pytest.raises(error, match=r"tokenizer\.json"):
+        await other.load(digest)
+    other.close()
+
+
+async def test_content_of_another_size_is_not_used(log: SqliteLog, store: ModelStore) -> None:
+    small = card_of({"config.json": b"{}"})
+    file = msgspec.structs.replace(small.files[0], size=1)
+    card = msgspec.structs.replace(small, files=(file,))
+    await store.store("m", card, {"config.json": b"{}"})
+    await store.stored(card.digest())
+    with pytest.raises(ModelDamaged, match="does not have the SHA-256"):
+        await store.load(card.digest())
+
+
+async def test_a_piece_that_is_missing_is_named(log: SqliteLog, store: ModelStore) -> None:
+    card = card_of(FILES)
+    for stored in ((), (StoredFile(sha256=card.files[0].sha256, offsets=(7,)),)):
+        event = ModelStored(model="m", card=card, stored=stored)
+        await log.append([Draft(MODELS.name, CARDS, encode(MODELS, event), card.digest().encode())])
+        other = ModelStore(log)
+        await other.start()
+        with pytest.raises(ModelMissing, match=r"config\.json"):
+            await other.load(card.digest())
+        other.close()
+
+
+@given(st.dictionaries(st.sampled_from("abcd"), st.binary(max_size=8), min_size=1))
+def test_the_digest_covers_names_and_contents(files: dict[str, bytes]) -> None:
+    digest = card_of(files).digest()
+    assert digest == card_of(dict(reversed(files.items()))).digest()
+    assert digest != card_of({**files, "e": b""}).digest()
+    name = min(files)
+    assert digest != card_of({**files, name: files[name] + b"x"}).digest()
