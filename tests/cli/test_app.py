@@ -80,6 +80,7 @@ def test_help_imports_no_client_and_no_server() -> None:
 def test_commands_are_functions_or_applications() -> None:
     assert {name for name in COMMANDS if isinstance(load(name), typer.core.TyperGroup)} == {
         "control",
+        "model",
         "planner",
         "profile",
         "workload",

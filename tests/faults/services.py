@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from prometheus_client import CollectorRegistry
 
 from forebay import runtime
-from forebay.cli.processes.ingress_process import Readiness
 from forebay.engine_model.model import EngineConfig
 from forebay.events.control import RouterConfig
 from forebay.events.fleet import WorkerSpec
@@ -18,6 +17,8 @@ from forebay.ingress.kafka_api.api import KafkaApi
 from forebay.ingress.kafka_api.metrics import KafkaApiMetrics
 from forebay.ingress.metrics import IngressMetrics
 from forebay.ingress.model import Model
+from forebay.ingress.readiness import Readiness
+from forebay.ingress.served import OneModel
 from forebay.ingress.settings import IngressSettings
 from forebay.live.router.router import Router, RouterSettings
 from forebay.transport.base import LeaseError, Leases, Log, LogError
@@ -225,7 +226,7 @@ class IngressService:
 async def _serve_kafka(log: Log, ingress: Ingress) -> None:
     """Serve the Kafka API if the log is on Kafka."""
     if isinstance(log, KafkaLog):
-        await KafkaApi(log, ingress, KafkaApiMetrics(CollectorRegistry()), API_REPLY_SLOTS).run()
+        await KafkaApi(log, OneModel(ingress), KafkaApiMetrics(CollectorRegistry()), API_REPLY_SLOTS).run()
 
 
 async def until_failed(work: "asyncio.Task[None]", log_failed: "asyncio.Future[LogError]") -> None:

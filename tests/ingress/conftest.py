@@ -41,6 +41,7 @@ from forebay.ingress.http.server import Server, build_server, listen
 from forebay.ingress.ingress import Ingress
 from forebay.ingress.metrics import IngressMetrics
 from forebay.ingress.model import DEFAULT_MODEL, Model
+from forebay.ingress.served import OneModel
 from forebay.ingress.settings import IngressSettings
 from forebay.transport.base import Draft
 from forebay.transport.sqlite.log import SqliteLog
@@ -65,7 +66,7 @@ class Scene:
         self.model = ingress.model
         self.registry = registry
         self.is_ready = True
-        self.app = build_app(ingress, registry)
+        self.app = build_app(OneModel(ingress), registry)
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
         self.client = httpx.AsyncClient(transport=transport, base_url="http://test", timeout=20, headers=HEADERS)
         self._answered = 0

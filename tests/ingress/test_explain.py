@@ -20,6 +20,7 @@ from forebay.events.progress import FirstTokenEmitted
 from forebay.ingress.explain_worker import LogSource
 from forebay.ingress.explainer import Explainer
 from forebay.ingress.http.app import build_app
+from forebay.ingress.served import OneModel
 from forebay.ingress.shared_child import CALLERS_MAX
 from forebay.replay.explain.explain import Explanation, explain
 from forebay.transport.kafka.settings import KafkaSettings
@@ -60,7 +61,7 @@ def silence() -> Iterator[LogSource]:
 async def pending(scene: Scene, source: LogSource | None, **options: Any) -> AsyncIterator[tuple[Explainer, Any]]:
     """Yield an explainer, and a function that requests an explanation over HTTP."""
     explainer = Explainer(source, **options)
-    app = build_app(scene.ingress, CollectorRegistry(), explainer)
+    app = build_app(OneModel(scene.ingress), CollectorRegistry(), explainer)
     try:
         async with httpx.AsyncClient(
             transport=httpx.ASGITransport(app, raise_app_exceptions=False), base_url="http://test", timeout=60

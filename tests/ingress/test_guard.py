@@ -14,6 +14,7 @@ from forebay.ingress.errors import Unusable
 from forebay.ingress.http.app import build_app
 from forebay.ingress.http.origin_guard import PAGES, UNCHECKED, allowed_hosts
 from forebay.ingress.http.server import build_server
+from forebay.ingress.served import OneModel
 from tests.ingress.conftest import ADMIN_TOKEN, HEADERS, NAME, Scene, make_scene
 from tests.system import until
 
@@ -181,7 +182,7 @@ async def test_an_unknown_host_is_rejected(
     served: tuple[str, ...],
     refused: tuple[str, ...],
 ) -> None:
-    app = build_app(scene.ingress, scene.registry, hosts=allowed_hosts(*listening, names))
+    app = build_app(OneModel(scene.ingress), scene.registry, hosts=allowed_hosts(*listening, names))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
         for header in served:
             assert (await client.get("/v1/models", headers={"host": header})).status_code == 200, header

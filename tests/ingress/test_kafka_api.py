@@ -189,7 +189,9 @@ class Fold:
         composer = Composer(TextAssembler(scene.model.decoder(), [stop] if stop else []))
         fold = CompletionFold(request_id, chat_of({**CHAT, **options}), prompt_tokens, [composer], created_s=7)
         self.scene = scene
-        self.request = PendingRequest(request_id, RecordResponse(WindowEntry(0, 0), ReplyAddress("a", ""), fold))
+        self.request = PendingRequest(
+            request_id, RecordResponse(WindowEntry(0, 0), ReplyAddress("a", ""), fold, scene.ingress)
+        )
         self.pieces: list[ResponseRecord] = []
 
     async def read(self, times: int = 1) -> list[ResponseRecord]:

@@ -14,8 +14,10 @@ from forebay.events.requests import RequestCancelled, RequestSubmitted
 from forebay.ingress.errors import ApiError
 from forebay.ingress.kafka_api import partition as partition_module
 from forebay.ingress.kafka_api.metrics import KafkaApiMetrics
-from forebay.ingress.kafka_api.partition import PartitionServer, SharedState
+from forebay.ingress.kafka_api.partition import PartitionServer
+from forebay.ingress.kafka_api.shared import SharedState
 from forebay.ingress.parsers.deltas import OutputDelta
+from forebay.ingress.served import OneModel
 from forebay.transport.base import Record
 from tests.ingress.conftest import NAME, SLOT, Scene
 from tests.system import until
@@ -39,7 +41,7 @@ class FakeKafka:
         metrics = KafkaApiMetrics(CollectorRegistry())
         self.responses: list[Any] = []
         self.server = PartitionServer(
-            SharedState(cast(Any, shared), scene.ingress, cast(Any, self), cast(Any, self), metrics, 16), 3
+            SharedState(cast(Any, shared), OneModel(scene.ingress), cast(Any, self), cast(Any, self), metrics, 16), 3
         )
         self.records = 0
 

@@ -14,6 +14,7 @@ from forebay import runtime
 from forebay.ingress.errors import ApiError
 from forebay.ingress.http.app import build_app
 from forebay.ingress.http.status import SHARED_S, SharedReader, StatusReader
+from forebay.ingress.served import OneModel
 from forebay.replay.status import GroupStatus, owner_status
 from tests.harness.fake_runtime import FakeRuntime
 from tests.harness.memory_log import memory_log
@@ -56,7 +57,7 @@ async def real_status() -> GroupStatus:
 
 @asynccontextmanager
 async def client(scene: Scene, read: StatusReader) -> AsyncIterator[httpx.AsyncClient]:
-    app = build_app(scene.ingress, CollectorRegistry(), read_status=read)
+    app = build_app(OneModel(scene.ingress), CollectorRegistry(), read_status=read)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as made:
         yield made

@@ -21,7 +21,7 @@ from forebay.events.tokens import (
     TokensEmitted,
 )
 from forebay.events.topics import TOKENS
-from forebay.ingress.streams import READ_MAX, ReplyReader
+from forebay.ingress.streams import READ_MAX, ReplyReader, ReplySlot
 from forebay.transport.base import Draft, LogError
 from forebay.transport.sqlite.log import SqliteLog
 from tests.harness.memory_log import memory_log
@@ -40,8 +40,9 @@ async def log() -> AsyncIterator[SqliteLog]:
 
 @asynccontextmanager
 async def reading(log: SqliteLog, offset: int) -> AsyncIterator[ReplyReader]:
-    reader = ReplyReader(log, GROUP, SLOT, offset, lambda: None)
-    running = asyncio.create_task(reader.run())
+    slot = ReplySlot(log, SLOT, offset, lambda: None)
+    reader = slot.reader(GROUP)
+    running = asyncio.create_task(slot.run())
     try:
         yield reader
     finally:
@@ -108,10 +109,11 @@ async def test_a_gap_wakes_the_reader(log: SqliteLog) -> None:
 async def test_a_failed_log_interrupts_all_streams() -> None:
     log, db = memory_log()
     await append(log, output("a", 0, 7))
-    reader = ReplyReader(log, GROUP, SLOT, 0, lambda: None)
+    slot = ReplySlot(log, SLOT, 0, lambda: None)
+    reader = slot.reader(GROUP)
     streams = [reader.open(name) for name in "ab"]
     db.execute(f"UPDATE {TOKENS.name} SET value = x'00'")
     with pytest.raises(LogError):
-        await reader.run()
+        await slot.run()
     assert all(stream.interrupt_reason for stream in streams)
     log.close()

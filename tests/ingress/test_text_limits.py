@@ -176,7 +176,7 @@ def test_separators_within_strings_do_not_count() -> None:
 
 async def test_the_memory_of_all_bodies_is_bounded(scene: Scene) -> None:
     """A second large body is rejected while the first is read. Small bodies are accepted."""
-    scene.ingress.bodies = BodyMemory(BodyLimits(text_bytes_max=BODY_MAX), BODY_MAX)
+    scene.ingress.front.bodies = BodyMemory(BodyLimits(text_bytes_max=BODY_MAX), BODY_MAX)
     large = {"model": NAME, "prompt": "x", "metadata": {"a": "x" * (BODY_MAX // 2)}}
     more = asyncio.Event()
 
@@ -187,7 +187,7 @@ async def test_the_memory_of_all_bodies_is_bounded(scene: Scene) -> None:
         yield raw[-1:]
 
     first = asyncio.create_task(scene.client.post(TEXT, content=slowly()))
-    await until(lambda: scene.ingress.bodies.held)
+    await until(lambda: scene.ingress.front.bodies.held)
     response = await scene.client.post(TEXT, json=large)
     assert (response.status_code, response.json()["error"]["code"]) == (503, "overloaded")
     assert response.headers["retry-after"]
@@ -197,7 +197,7 @@ async def test_the_memory_of_all_bodies_is_bounded(scene: Scene) -> None:
     more.set()
     scene.end((await scene.next_request()).request_id)
     assert (await first).status_code == 200
-    assert scene.ingress.bodies.held == 0
+    assert scene.ingress.front.bodies.held == 0
 
 
 def image_body(image_bytes: int, text_bytes: int) -> dict[str, Any]:

@@ -103,5 +103,5 @@ async def test_the_kafka_api_ignores_unknown_fields_too(scene: Scene) -> None:
     value = msgspec.json.encode({"model": NAME, "messages": [HELLO], "color": 1})
     record = Record("openai-requests", 0, 0, 0, value)
     with pytest.raises(ApiError, match="unknown parameter 'color'"):
-        body_of(record, scene.ingress.bodies.limits)
-    assert body_of(record, scene.ingress.bodies.limits, ignores_unknown=True).model == NAME
+        body_of(record, scene.ingress.front.bodies.limits)
+    assert body_of(record, scene.ingress.front.bodies.limits, ignores_unknown=True).model == NAME

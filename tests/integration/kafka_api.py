@@ -26,6 +26,7 @@ from forebay.ingress.kafka_api.api import KafkaApi
 from forebay.ingress.kafka_api.metrics import KafkaApiMetrics
 from forebay.ingress.metrics import IngressMetrics
 from forebay.ingress.model import DEFAULT_MODEL, Model
+from forebay.ingress.served import OneModel
 from forebay.ingress.settings import IngressSettings
 from forebay.transport.base import Draft
 from forebay.transport.kafka.log import KafkaLog
@@ -209,7 +210,7 @@ async def kafka_api_server(
         ingress = Ingress(log, model, ingress_settings, metrics, lambda: True, reply_from)
         tasks = [
             asyncio.create_task(ingress.run()),
-            asyncio.create_task(KafkaApi(log, ingress, KafkaApiMetrics(registry), REPLY_SLOTS).run()),
+            asyncio.create_task(KafkaApi(log, OneModel(ingress), KafkaApiMetrics(registry), REPLY_SLOTS).run()),
         ]
         try:
             yield registry

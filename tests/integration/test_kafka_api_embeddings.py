@@ -104,7 +104,7 @@ async def test_batches_above_the_capacity_are_all_served(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An input with its vector frees capacity before its record is complete."""
-    monkeypatch.setattr("forebay.ingress.kafka_api.partition.IN_FLIGHT_MAX", 2)
+    monkeypatch.setattr("forebay.ingress.kafka_api.shared.IN_FLIGHT_MAX", 2)
     async with kafka_api_server(settings, model):
         for partition, name in enumerate("xy"):
             await client.submit(body("a", "b", "c"), partition=partition, request_id=name, path=PATH)

@@ -13,28 +13,26 @@ from forebay.events.requests import RequestCancelled
 from forebay.events.tokens import RouteResponse
 from forebay.events.topics import REQUESTS
 from forebay.ingress.adapters import Adapters
-from forebay.ingress.admission import POOL_FULL, IngressAdmission
+from forebay.ingress.admission import POOL_FULL
 from forebay.ingress.commands import CommandClient
 from forebay.ingress.errors import ApiError, invalid, no_router
-from forebay.ingress.http.body import BodyMemory
-from forebay.ingress.http.body_limits import VALUES_MAX, BodyLimits
-from forebay.ingress.http.drain import IngressDrain
+from forebay.ingress.front import Front
 from forebay.ingress.http.pool_settings import PoolConfigurator
-from forebay.ingress.media.fetch import MediaFetcher
 from forebay.ingress.media.refs import MediaRef
 from forebay.ingress.metrics import IngressMetrics
 from forebay.ingress.model import Model
 from forebay.ingress.openai.embeddings import EmbeddingBody
-from forebay.ingress.openai.fields import BodyT, parse
+from forebay.ingress.openai.fields import BodyT
 from forebay.ingress.openai.requests import ChatBody, TextBody
 from forebay.ingress.openai.routing_hints import RoutingHeaders, routing_headers
 from forebay.ingress.parsers.selection import ParserFactory
 from forebay.ingress.prepare import PreparedRequest, Preparer, Target, TokenizedPrompt
+from forebay.ingress.readiness import NO_OWNER, NO_WORKER, Readiness
 from forebay.ingress.response_fold import CompletionFold
 from forebay.ingress.settings import IngressSettings
-from forebay.ingress.streams import ReplyReader, Stream, interruption
-from forebay.ingress.tokenizer import TokenizerPool
+from forebay.ingress.streams import Stream, interruption
 from forebay.transport.base import Draft, Log, LogError, LogFull
+from forebay.transport.heartbeats import RouterHeartbeats
 
 logger = logging.getLogger(__name__)
 
@@ -46,12 +44,7 @@ CHECKED_S = 0.9
 SILENT_S = 0.75
 GRACE_S = 5.0  # the owner enforces the deadline first; this timeout covers a lost owner
 QUERY_S = 10.0  # for a route query: longer than a failover
-
-
-NO_OWNER = "no router owns this model now: a failover is in progress, or Kafka does not respond; try again soon"
 QUEUE_CODES = frozenset({POOL_FULL, "queue_full", "queue_timeout"})
-NO_WORKER = "no worker is ready"
-NO_PREFILL_WORKER = "no prefill worker is ready, and decode workers must not compute prompts"
 
 
 class Ingress:
@@ -63,10 +56,12 @@ class Ingress:
         settings: settings of the ingress.
         metrics: metrics of the ingress.
         ready: returns whether requests can be served.
-        reply_from: offset in the reply slot at which reading begins.
+        reply_from: offset in the reply slot at which reading begins, unless `front` is given.
         find_partition: returns the partition of the model's control topics; None while no router has assigned one.
+        front: parts that the ingress shares with the ingresses of other models in this process. None creates them.
 
     Attributes:
+        front: parts that all models of the process share.
         ready_details: additional fields of the response to `GET /ready`.
         not_ready_reason: returns the error message of `GET /ready` while the ingress is not ready.
         has_owner: returns whether the model has an owner. In the embedded system the owner is a task of this process.
@@ -82,7 +77,18 @@ class Ingress:
         ready: Callable[[], bool],
         reply_from: int,
         find_partition: Callable[[], int | None] = lambda: 0,
+        front: Front | None = None,
     ) -> None:
+        if front is None:
+            front = Front(
+                log,
+                settings,
+                metrics,
+                reply_from,
+                takes_media=bool(model.media.ids),
+                context_tokens=model.context_tokens,
+            )
+        self.front = front
         self.model = model
         self.settings = settings
         self.parsers = ParserFactory(model, settings.tool_call_parser, settings.reasoning_parser)
@@ -93,23 +99,14 @@ class Ingress:
         self.ready_details: dict[str, str] = {}
         self.has_owner: Callable[[], bool] = lambda: True
         self.owner_silent_s: Callable[[], float] = lambda: 0.0
-        self.drain = IngressDrain()
+        self.drain, self.admission = front.drain, front.admission
+        self.tokenizer_pool, self._fetcher = front.tokenizer_pool, front.fetcher
         self.find_partition = find_partition
-        self.admission = IngressAdmission(metrics)
-        self.replies = ReplyReader(log, settings.model_name, settings.reply_slot, reply_from, metrics.undecodable.inc)
+        self.replies = front.slot.reader(settings.model_name)
         self.pools = PoolConfigurator(log, find_partition, metrics.undecodable.inc)
         self.commands = CommandClient(log, self.replies, settings.model_name, settings.reply_slot, self.require_owner)
         self.adapters = Adapters(log, self.commands, settings.model_name, settings.loras, find_partition)
         self._log = log
-        limits = BodyLimits(
-            text_bytes_max=settings.body_bytes_max,
-            media_bytes_max=settings.media_body_bytes_max,
-            takes_media=bool(model.media.ids),
-            values_max=VALUES_MAX + model.context_tokens,
-        )
-        self.bodies = BodyMemory(limits)
-        self.tokenizer_pool = TokenizerPool()
-        self._fetcher = MediaFetcher(settings.media)
 
     async def run(self) -> None:
         """Read the reply slot and dispatch its events to their requests, until cancelled.
@@ -117,11 +114,21 @@ class Ingress:
         Raises LogError if the log cannot be read.
         """
         try:
-            await self.replies.run()
+            await self.front.run()
         finally:
-            self.adapters.close()
-            await self._fetcher.close()
-            self.tokenizer_pool.close()
+            self.close()
+
+    def follow(self, heartbeats: RouterHeartbeats, ready: Readiness) -> None:
+        """Decide by the heartbeats of the group's owner whether the model has an owner and can be served."""
+        ready.enforced = self.has_enforced_prefill
+        self.not_ready_reason = ready.why_not
+        self.has_owner = lambda: heartbeats.has_owner
+        self.owner_silent_s = lambda: heartbeats.owner_age_s or 0.0
+        self.pools.allowed_policies = lambda: None if heartbeats.owner is None else heartbeats.owner.policies
+
+    def close(self) -> None:
+        """Stop following the topics of the model."""
+        self.adapters.close()
 
     async def prepare(
         self, body: ChatBody | TextBody, headers: Iterable[tuple[str, str]], *, is_patient: bool = False
@@ -172,7 +179,7 @@ class Ingress:
 
     def parse(self, kind: type[BodyT], raw: bytes) -> BodyT:
         """Return a parsed body. Raises ApiError (400) for an invalid one, by the settings also for unknown fields."""
-        return parse(kind, raw, ignores_unknown=self.settings.ignore_unknown_fields)
+        return self.front.parse(kind, raw)
 
     async def prepare_embedding(
         self, body: EmbeddingBody, headers: Iterable[tuple[str, str]], *, is_patient: bool = False
@@ -268,6 +275,12 @@ class Ingress:
             raise ApiError(result.error.status, result.error.code, result.error.message)
         return result
 
+    async def has_enforced_prefill(self) -> bool:
+        """Return whether requests are rejected while no prefill worker is ready. Raises ApiError (503)."""
+        model = self.settings.model_name
+        pools = await self.pools.disaggregation_settings()
+        return any(disagg.enforce and disagg.policy == "always" for _, served, disagg in pools if served == model)
+
     def observe(self, error: ApiError) -> ApiError:
         """Return an error of the owner, with the estimated time for a retry if it concerns the router's queue.
 
@@ -317,7 +330,7 @@ class Ingress:
             raise ApiError(503, "log_unavailable", f"{error}; try again soon") from error
         except LogError as error:
             # A failed log does not recover, so all other requests would only reach their deadline.
-            self.replies.interrupt_all(str(error))
+            self.front.slot.interrupt_all(str(error))
             raise ApiError(503, "log_unavailable", str(error)) from error
         except ValueError as error:
             raise ApiError(413, "request_too_large", str(error)) from error

@@ -67,8 +67,8 @@ class Model:
         if not directory.is_dir():
             raise ModelUnusable(f"{directory}: no such model directory; give a directory with a tokenizer.json")
         self.directory = directory
-        config = _read_json(directory / "config.json")
-        tokenizer_config = _read_json(directory / "tokenizer_config.json")
+        config = read_json(directory / "config.json")
+        tokenizer_config = read_json(directory / "tokenizer_config.json")
         path = directory / "tokenizer.json"
         if not path.is_file():
             raise ModelUnusable(f"{path}: no such file; a model directory needs a tokenizer.json")
@@ -76,7 +76,7 @@ class Model:
             self.tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
             raise ModelUnusable(f"{path}: not a valid tokenizer ({error})") from error
-        self.context_tokens = int(config.get("max_position_embeddings", CONTEXT_TOKENS_DEFAULT))
+        self.context_tokens = context_tokens_of(config)
         self.vocabulary_size: int = self.tokenizer.get_vocab_size(with_added_tokens=True)
         self._special = {
             name: _token_text(tokenizer_config.get(name))
@@ -301,7 +301,7 @@ def _template_sources(directory: Path, tokenizer_config: dict[str, Any]) -> dict
 def _end_ids(directory: Path, config: dict[str, Any], tokenizer: Tokenizer, end: str) -> frozenset[int]:
     """Return the token ids that end a response."""
     found = {tokenizer.token_to_id(end)} if end else set()
-    for named in (_read_json(directory / "generation_config.json"), config):
+    for named in (read_json(directory / "generation_config.json"), config):
         given = named.get("eos_token_id")
         found |= set(given if isinstance(given, list) else [given])
     return frozenset(token_id for token_id in found if isinstance(token_id, int))
@@ -335,7 +335,13 @@ def _raise(message: str) -> NoReturn:
     raise TemplateError(message)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def context_tokens_of(config: Mapping[str, Any]) -> int:
+    """Return the maximum number of tokens of a prompt and its response together, by the config.json of a model."""
+    return int(config.get("max_position_embeddings", CONTEXT_TOKENS_DEFAULT))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file, empty if there is no such file. Raises ModelUnusable if it is not valid."""
     if not path.is_file():
         return {}
     try:

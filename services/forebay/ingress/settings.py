@@ -9,13 +9,15 @@ from forebay.ingress.media.refs import PUBLIC_ONLY, MediaSettings
 from forebay.ingress.openai.nvext import NAME_CHARS_MAX
 from forebay.ingress.parsers.selection import AUTO
 
+ALL_MODELS = "all models"  # no name of a model, because it has a space
+
 
 @dataclass(frozen=True, slots=True)
 class IngressSettings:
     """Settings of an ingress.
 
     Attributes:
-        model_name: the model that the ingress serves.
+        model_name: the model that the ingress serves, or `ALL_MODELS`.
         ingress_id: name of the ingress on the log.
         block_size: tokens per KV block of the pool; None if the ingress reads the value from the log.
         reply_slot: partition of `tokens` on which the ingress reads the output of its requests.

@@ -55,31 +55,93 @@ class Stream(ResponseState):
             self._waiter.set_result(None)
 
 
-class ReplyReader:
-    """Reads one reply slot (partition of `tokens`), and dispatches its events to requests, route queries and commands.
-
-    Owners of other groups may write to the same partition; the reader ignores the events of other groups.
+class ReplySlot:
+    """Reads one reply slot (partition of `tokens`), and passes each event to the `ReplyReader` of its group.
 
     Args:
         log: the log with the topic `tokens`.
-        group: the group whose events are dispatched.
-        reply_slot: number of the partition.
+        number: number of the partition.
         offset: first offset to read.
         on_undecodable: called for each record that cannot be decoded.
 
     Attributes:
+        number: number of the partition.
         position: offset of the first record that was not dispatched yet.
     """
 
-    def __init__(self, log: Log, group: str, reply_slot: int, offset: int, on_undecodable: Callable[[], None]) -> None:
+    def __init__(self, log: Log, number: int, offset: int, on_undecodable: Callable[[], None]) -> None:
+        self.number = number
         self.position = offset
-        self._group = group
+        self._readers: dict[str, ReplyReader] = {}
         self._wake = asyncio.Event()
-        self._tail = log.tail(TOKENS.name, reply_slot, offset, self._wake)
+        self._tail = log.tail(TOKENS.name, number, offset, self._wake)
+        self._on_undecodable = on_undecodable
+
+    def reader(self, group: str) -> "ReplyReader":
+        """Return the reader of a group, which is always the same object."""
+        found = self._readers.get(group)
+        if found is None:
+            found = self._readers[group] = ReplyReader(self, group)
+        return found
+
+    async def run(self) -> None:
+        """Read the partition and dispatch its events until cancelled.
+
+        If the log fails, interrupt every request, route query and command in flight, and raise LogError.
+        """
+        try:
+            while True:
+                self._wake.clear()
+                records = self._tail.take(READ_MAX)
+                for record in records:
+                    self._dispatch(record.value)
+                if records:
+                    self.position = records[-1].offset + 1
+                    await asyncio.sleep(0)
+                else:
+                    await self._wake.wait()
+        except LogError as error:
+            self.interrupt_all(str(error))
+            raise
+        finally:
+            self._tail.close()
+
+    def interrupt_all(self, reason: str) -> None:
+        """Interrupt every request, route query and command in flight, for this reason."""
+        for reader in self._readers.values():
+            reader.interrupt_all(reason)
+
+    def _dispatch(self, value: bytes) -> None:
+        try:
+            event: TokenEvent = decode(TOKENS, value)
+        except DecodeError as error:
+            self._on_undecodable()
+            logger.warning("skipped a record of tokens that cannot be decoded: %s", error)
+            return
+        reader = self._readers.get(event.group)
+        if reader is not None:
+            reader.apply(event)
+
+
+class ReplyReader:
+    """Dispatches the events of one group in a reply slot to requests, route queries and commands.
+
+    Args:
+        slot: the reply slot. Owners of other groups may write to it, too.
+        group: the group whose events are dispatched.
+    """
+
+    def __init__(self, slot: ReplySlot, group: str) -> None:
+        self._slot = slot
+        self._group = group
         self._streams: dict[str, Stream] = {}
         self._queries: dict[str, asyncio.Future[RouteResponse | str]] = {}
         self._commands: dict[str, asyncio.Future[CommandResponse | str]] = {}
-        self._on_undecodable = on_undecodable
+
+    @property
+    def position(self) -> int:
+        """Offset of the first record of the slot that was not dispatched yet."""
+        return self._slot.position
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._streams or request_id in self._queries
@@ -121,28 +183,6 @@ class ReplyReader:
         """Return whether a command with this id is in flight."""
         return command_id in self._commands
 
-    async def run(self) -> None:
-        """Read the partition and dispatch its events until cancelled.
-
-        If the log fails, interrupt every request, route query and command in flight, and raise LogError.
-        """
-        try:
-            while True:
-                self._wake.clear()
-                records = self._tail.take(READ_MAX)
-                for record in records:
-                    self._dispatch(record.value)
-                if records:
-                    self.position = records[-1].offset + 1
-                    await asyncio.sleep(0)
-                else:
-                    await self._wake.wait()
-        except LogError as error:
-            self.interrupt_all(str(error))
-            raise
-        finally:
-            self._tail.close()
-
     def interrupt_all(self, reason: str) -> None:
         """Interrupt every request, route query and command in flight, for this reason."""
         for stream in self._streams.values():
@@ -154,15 +194,8 @@ class ReplyReader:
             if not command.done():
                 command.set_result(reason)
 
-    def _dispatch(self, value: bytes) -> None:
-        try:
-            event: TokenEvent = decode(TOKENS, value)
-        except DecodeError as error:
-            self._on_undecodable()
-            logger.warning("skipped a record of tokens that cannot be decoded: %s", error)
-            return
-        if event.group != self._group:
-            return
+    def apply(self, event: TokenEvent) -> None:
+        """Dispatch an event of the group."""
         if isinstance(event, RouteResponse):
             query = self._queries.get(event.request_id)
             if query is not None and not query.done():

@@ -39,9 +39,11 @@ from forebay.ingress.http.app import build_app
 from forebay.ingress.http.endpoint import Endpoint
 from forebay.ingress.http.protocol import ConnectionLimits, connections_allowed
 from forebay.ingress.http.server import build_server, serve_until_drained
-from forebay.ingress.ingress import NO_PREFILL_WORKER, NO_WORKER, Ingress
+from forebay.ingress.ingress import Ingress
 from forebay.ingress.metrics import IngressMetrics
 from forebay.ingress.model import Model
+from forebay.ingress.readiness import NO_PREFILL_WORKER, NO_WORKER
+from forebay.ingress.served import OneModel
 from forebay.live.owner.metrics import OwnerMetrics
 from forebay.live.owner.owner import GroupSettings, Owner
 from forebay.live.owner.retention import Retention
@@ -173,7 +175,7 @@ async def _serve_until(
     limits = ConnectionLimits(system.ingress.metrics.reject, connections_allowed())
     server = build_server(system.app, lambda: on_ready(system.disagg), limits, endpoint.tls)
     ingress, drain = system.ingress, system.ingress.drain
-    serving = serve_until_drained(server, listener, drain, ingress.replies.interrupt_all, drain_s)
+    serving = serve_until_drained(server, listener, drain, ingress.front.slot.interrupt_all, drain_s)
 
     def end_at_once() -> None:
         end_within(END_S, "a second signal")
@@ -234,7 +236,9 @@ async def _running(settings: EmbeddedSettings, engines: Engines, model: Model, h
         stack.push_async_callback(explainer.close)
         disagg = _disagg(owner.world, settings)
         name = settings.engine.settings.model_name
-        app = build_app(ingress, registry, explainer, hosts, lambda: owner_status(log, PARTITION, name, owner.world))
+        app = build_app(
+            OneModel(ingress), registry, explainer, hosts, lambda: owner_status(log, PARTITION, name, owner.world)
+        )
         yield _System(ingress, app, explainer, disagg)
 
 

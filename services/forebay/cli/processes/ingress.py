@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from forebay.cli.common.cluster_options import LOOPBACK, ClusterOptions
-from forebay.cli.common.errors import explained
+from forebay.cli.common.errors import explained, fail
 from forebay.cli.common.logs import AccessLogOption, LoggingOptions
 from forebay.cli.common.option_groups import spread
 from forebay.cli.policies.allowed import AllowPolicyOption, allowed_policies
@@ -51,17 +51,27 @@ def ingress(
     http: HttpOptions,
     logs: LoggingOptions,
 ) -> None:
-    """Serve the OpenAI API and the Kafka API of a distributed system."""
+    """Serve the OpenAI API and the Kafka API of a distributed system.
+
+    Without --model and --model-name, all models are served that have ready workers. Their tokenizers and chat templates
+    come from the topic `models`.
+    """
     logs.start(has_access_log=access_log)
     # Imported here, because no other command should wait for an HTTP server to load.
     from forebay.cli.processes.ingress_process import serve  # noqa: PLC0415
     from forebay.cli.processes.model_source import find_model  # noqa: PLC0415
+    from forebay.ingress.model import DEFAULT_MODEL  # noqa: PLC0415
+    from forebay.ingress.settings import ALL_MODELS  # noqa: PLC0415
 
     with explained():
         cluster = addresses.cluster(host, None)
         directory, called = find_model(model, revision, model_name, weights=False)
+        if model is None and model_name:
+            directory = DEFAULT_MODEL
+        if directory is None and lora:
+            fail("--lora requires --model or --model-name, the model of the adapter")
         settings = http.settings(
-            model_name=called,
+            model_name=ALL_MODELS if directory is None else called,
             block_size=block_size,
             ingress_id=named("--ingress-id", "ingress", ingress_id or f"{socket.gethostname()}-{os.getpid()}"),
             loras=adapters(names("--lora", lora), called),

@@ -1,45 +1,52 @@
 """The process of `forebay ingress`: HTTP and the Kafka API on one event loop."""
 
 import asyncio
-import contextlib
 import socket
+import tempfile
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
+from prometheus_client import CollectorRegistry
 from xxhash import xxh3_64_intdigest
 
 from forebay.cli.common.cluster import connected, leases_at, run_service, until_signal
 from forebay.cli.common.cluster_options import Cluster
+from forebay.cli.common.errors import cause_of
 from forebay.cli.common.logs import announce
 from forebay.cli.common.process_metrics import process_registry
 from forebay.cli.common.shutdown import STOP_S, stop_notice
 from forebay.cli.processes.listening import Hosts, listening
 from forebay.events.topics import TOKENS
-from forebay.ingress.errors import ApiError, Unusable
+from forebay.ingress.catalog import Catalog
+from forebay.ingress.errors import Unusable
 from forebay.ingress.explain_worker import LogSource
 from forebay.ingress.explainer import Explainer
+from forebay.ingress.front import Front
 from forebay.ingress.http.app import build_app
 from forebay.ingress.http.drain import IngressDrain
 from forebay.ingress.http.endpoint import Endpoint
 from forebay.ingress.http.protocol import ConnectionLimits, connections_allowed
 from forebay.ingress.http.server import build_server, serve_until_drained
-from forebay.ingress.http.status import SharedReader
-from forebay.ingress.ingress import NO_OWNER, NO_PREFILL_WORKER, NO_WORKER, Ingress
+from forebay.ingress.http.status import SharedReader, StatusReader
+from forebay.ingress.ingress import Ingress
 from forebay.ingress.kafka_api.api import KafkaApi
 from forebay.ingress.kafka_api.metrics import KafkaApiMetrics
 from forebay.ingress.metrics import IngressMetrics
-from forebay.ingress.model import DEFAULT_MODEL, Model
+from forebay.ingress.model import Model
+from forebay.ingress.readiness import Readiness
+from forebay.ingress.served import OneModel, ServedModels
 from forebay.ingress.settings import IngressSettings
 from forebay.replay.status import GroupStatus, with_heartbeats
+from forebay.transport.base import Log
 from forebay.transport.directory import Directory
 from forebay.transport.heartbeats import HeartbeatMetrics, RouterHeartbeats
 from forebay.transport.kafka.topics import count_topics
+from forebay.transport.models import ModelStore
 from forebay.workers.runtime.lease_keeper import LeaseKeeper
-
-POLL_S = 1.0  # seconds between two checks whether prompts must be computed by prefill workers
 
 
 def serve(
@@ -50,83 +57,40 @@ def serve(
     drain_s: float,
     policies: tuple[str, ...],
 ) -> None:
-    """Serve until SIGINT or SIGTERM. Raises Unusable if the options are invalid, and LogError if the log fails."""
-    loaded = Model(model or DEFAULT_MODEL)
+    """Serve until SIGINT or SIGTERM. With `model` None, serve all models of the system.
+
+    Raises Unusable if the options are invalid, and LogError if the log fails.
+    """
+    loaded = None if model is None else Model(model)
     source = LogSource(kafka=cluster.kafka, policies=policies)
     with listening(endpoint, settings) as (listener, hosts):
         run_service(_run(cluster, loaded, settings, listener, endpoint, drain_s, hosts, Explainer(source)))
 
 
-class Readiness:
-    """Whether an ingress can serve: its group has a partition, an owner and a ready worker that generates responses.
+class _IngressLeases:
+    """Redis leases of an ingress, one per model, so that owners notice its death.
 
-    The owner's heartbeats contain the number of ready workers per role, according to the events of `fleet` that the
-    owner has applied. If prompts must be computed by prefill workers (`enforced`), a prefill worker must be ready, too.
+    Attributes:
+        replaced: fails with Unusable if another ingress takes a lease over.
     """
 
-    def __init__(self, heartbeats: RouterHeartbeats, directory: Directory) -> None:
-        self._heartbeats = heartbeats
-        self._directory = directory
-        self._is_enforced = False
-        self.enforced: Callable[[], Awaitable[bool]] | None = None
+    def __init__(self, keeper: LeaseKeeper, settings: IngressSettings) -> None:
+        self.replaced: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._keeper = keeper
+        self._settings = settings
+        self._held: set[str] = set()
 
-    def __call__(self) -> bool:
-        """Return whether the ingress can serve requests now."""
-        return self._problem() is None
+    def hold(self, model: str) -> None:
+        """Renew the lease of a model from now on."""
+        settings = self._settings
+        if model not in self._held:
+            self._held.add(model)
+            self._keeper.hold(model, settings.ingress_id, settings.incarnation, b"", self._on_replaced)
 
-    def why_not(self) -> str:
-        """Return the reason why the ingress cannot serve requests."""
-        return self._problem() or NO_WORKER
-
-    def partition(self) -> int | None:
-        """Return the control partition of the group; None until a router has assigned one."""
-        return self._directory.partition_of(self._heartbeats.group)
-
-    async def run(self) -> None:
-        """Read the heartbeats of the group's owner until cancelled. Raises LogError if the log fails."""
-        partition = await self._directory.placed(self._heartbeats.group)
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._heartbeats.follow(partition))
-            tasks.create_task(self._look())
-
-    async def _look(self) -> None:
-        while True:
-            if self.enforced is not None:
-                with contextlib.suppress(ApiError):  # if the settings cannot be read, keep the previous ones
-                    self._is_enforced = await self.enforced()
-            await asyncio.sleep(POLL_S)
-
-    def _problem(self) -> str | None:
-        owner = self._heartbeats.owner
-        if self.partition() is None:
-            return NO_WORKER
-        if owner is None or not self._heartbeats.has_owner:
-            return NO_OWNER
-        if owner.ready_aggregated:
-            return None
-        if not owner.ready_decode:
-            return NO_WORKER
-        return NO_PREFILL_WORKER if self._is_enforced and not owner.ready_prefill else None
-
-
-async def _enforced(ingress: Ingress) -> bool:
-    """Return whether requests are rejected while no prefill worker is ready."""
-    model = ingress.settings.model_name
-    pools = await ingress.pools.disaggregation_settings()
-    return any(disagg.enforce and disagg.policy == "always" for _, served, disagg in pools if served == model)
-
-
-def _hold_lease(keeper: LeaseKeeper, settings: IngressSettings) -> "asyncio.Future[None]":
-    """Renew the Redis lease of the ingress. The future fails with Unusable if another ingress takes the lease over."""
-    replaced: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    def on_replaced(_: str) -> None:
-        if not replaced.done():
-            text = f"another ingress with the id {settings.ingress_id} runs; give each its own --ingress-id"
-            replaced.set_exception(Unusable(text))
-
-    keeper.hold(settings.model_name, settings.ingress_id, settings.incarnation, b"", on_replaced)
-    return replaced
+    def _on_replaced(self, _: str) -> None:
+        if not self.replaced.done():
+            text = f"another ingress with the id {self._settings.ingress_id} runs; give each its own --ingress-id"
+            self.replaced.set_exception(Unusable(text))
 
 
 async def _until_draining(part: Awaitable[None], drain: IngressDrain) -> None:
@@ -151,7 +115,7 @@ async def _until_draining(part: Awaitable[None], drain: IngressDrain) -> None:
 
 async def _run(
     cluster: Cluster,
-    model: Model,
+    model: Model | None,
     settings: IngressSettings,
     listener: socket.socket,
     endpoint: Endpoint,
@@ -166,44 +130,99 @@ async def _run(
     async with connected(cluster, registry) as log:
         directory = Directory(log)
         await directory.start()
-        heartbeats = RouterHeartbeats(log, settings.model_name)
-        registry.register(HeartbeatMetrics(heartbeats))
-        ready = Readiness(heartbeats, directory)
-        metrics = IngressMetrics(registry, settings.model_name)
+        metrics = IngressMetrics(registry, None if model is None else settings.model_name)
         reply_from = await log.end(TOKENS.name, slot)
-        ingress = Ingress(log, model, settings, metrics, ready, reply_from, ready.partition)
-        ready.enforced = partial(_enforced, ingress)
-        ingress.not_ready_reason = ready.why_not
-        ingress.has_owner = lambda: heartbeats.has_owner
-        ingress.owner_silent_s = lambda: heartbeats.owner_age_s or 0.0
-        ingress.pools.allowed_policies = lambda: None if heartbeats.owner is None else heartbeats.owner.policies
-
-        derived = SharedReader(lambda: explainer.status(settings.model_name, ingress.require_partition()))
-
-        async def read_status() -> GroupStatus:
-            return with_heartbeats(await derived.read(), heartbeats)
-
-        address, port = listener.getsockname()[:2]
-        url = f"{endpoint.scheme}://{address}:{port}/v1"
-        text = f"forebay: ingress {settings.ingress_id} serves {settings.model_name} on {url}"
-        limits = ConnectionLimits(ingress.metrics.reject, connections_allowed())
-        app = build_app(ingress, registry, explainer, hosts, read_status)
-        server = build_server(app, partial(announce, text), limits, endpoint.tls)
-
-        drain = ingress.drain
-
-        async def stop() -> None:
-            announce(stop_notice(f"ingress {settings.ingress_id}", drain.in_flight, drain_s))
-            drain.begin()
-
-        api = KafkaApi(log, ingress, KafkaApiMetrics(registry), counts.replies)
-        serving = serve_until_drained(server, listener, drain, ingress.replies.interrupt_all, drain_s)
         keeper = LeaseKeeper(leases_at(cluster.redis_url, cluster.kafka.namespace, "ingress"))
-        keeper.start()
-        replaced = _hold_lease(keeper, settings)
-        parts = replaced, serving, ingress.run(), _until_draining(api.run(), drain), ready.run(), directory.run()
-        try:
-            await until_signal(*parts, stop=stop, stop_s=drain_s + STOP_S)
-        finally:
-            await keeper.stop()
-            await explainer.close()
+        leases = _IngressLeases(keeper, settings)
+        with tempfile.TemporaryDirectory(prefix="forebay-models-") as folder:
+            served = (
+                await _all_models(Front(log, settings, metrics, reply_from), directory, Path(folder), leases)
+                if model is None
+                else _one_model(log, model, settings, metrics, directory, reply_from, registry, explainer)
+            )
+            front = served.models.front
+            limits = ConnectionLimits(front.metrics.reject, connections_allowed())
+            app = build_app(served.models, registry, explainer, hosts, served.read_status)
+            address, port = listener.getsockname()[:2]
+            text = f"forebay: ingress {settings.ingress_id} serves {settings.model_name} on"
+            started = partial(announce, f"{text} {endpoint.scheme}://{address}:{port}/v1")
+            server = build_server(app, started, limits, endpoint.tls)
+
+            async def stop() -> None:
+                announce(stop_notice(f"ingress {settings.ingress_id}", front.drain.in_flight, drain_s))
+                front.drain.begin()
+
+            api = KafkaApi(log, served.models, KafkaApiMetrics(registry), counts.replies)
+            serving = serve_until_drained(server, listener, front.drain, front.slot.interrupt_all, drain_s)
+            keeper.start()
+            if model is not None:
+                leases.hold(settings.model_name)
+            parts = served.run(), leases.replaced, serving, _until_draining(api.run(), front.drain), directory.run()
+            try:
+                await until_signal(*parts, stop=stop, stop_s=drain_s + STOP_S)
+            finally:
+                await keeper.stop()
+                await explainer.close()
+
+
+class _Served(NamedTuple):
+    """What an ingress process serves.
+
+    Attributes:
+        models: the models.
+        run: reads their topics and responses until cancelled.
+        read_status: returns the status of the only model; None if there can be several.
+    """
+
+    models: ServedModels
+    run: Callable[[], Coroutine[None, None, None]]
+    read_status: StatusReader | None
+
+
+def _one_model(
+    log: Log,
+    model: Model,
+    settings: IngressSettings,
+    metrics: IngressMetrics,
+    directory: Directory,
+    reply_from: int,
+    registry: CollectorRegistry,
+    explainer: Explainer,
+) -> _Served:
+    """Return the model of a directory."""
+    heartbeats = RouterHeartbeats(log, settings.model_name)
+    registry.register(HeartbeatMetrics(heartbeats))
+    ready = Readiness(heartbeats, directory)
+    ingress = Ingress(log, model, settings, metrics, ready, reply_from, ready.partition)
+    ingress.follow(heartbeats, ready)
+    derived = SharedReader(lambda: explainer.status(settings.model_name, ingress.require_partition()))
+
+    async def read_status() -> GroupStatus:
+        return with_heartbeats(await derived.read(), heartbeats)
+
+    async def run() -> None:
+        await _together(ingress.run(), ready.run())
+
+    return _Served(OneModel(ingress), run, read_status)
+
+
+async def _all_models(front: Front, directory: Directory, folder: Path, leases: "_IngressLeases") -> _Served:
+    """Return all models of the system, whose cards are on the topic `models`."""
+    store = ModelStore(front.log)
+    await store.start()
+    catalog = Catalog(front, directory, store, folder, leases.hold)
+
+    async def run() -> None:
+        await _together(front.run(), catalog.run())
+
+    return _Served(catalog, run, None)
+
+
+async def _together(*parts: Coroutine[None, None, None]) -> None:
+    """Run coroutines until cancelled, or until one fails. Raises the error of that one."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for part in parts:
+                tasks.create_task(part)
+    except BaseExceptionGroup as error:
+        raise cause_of(error) from None

@@ -19,19 +19,11 @@ import httpx
 
 from forebay.ingress.errors import Unusable
 from forebay.ingress.model import model_name_of
+from forebay.ingress.model_cards import TOKENIZER_FILES
 
 LOG = logging.getLogger(__name__)
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
-# Files that an ingress or a mock engine reads.
-TOKENIZER_FILES = (
-    "chat_template.jinja",
-    "config.json",
-    "generation_config.json",
-    "special_tokens_map.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-)
 REQUIRED_FILES = ("config.json", "tokenizer.json")
 MODEL_FILES = ("*.json", "*.jinja", "*.model", "*.py", "*.tiktoken", "*.txt")  # everything but weights
 SAFETENSORS = "*.safetensors"

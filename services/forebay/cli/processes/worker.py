@@ -6,6 +6,9 @@ import logging
 import os
 import socket
 import uuid
+from collections.abc import Mapping
+
+import msgspec
 
 from forebay.cli.common.cluster import connected, leases_at, run_service, until_signal
 from forebay.cli.common.cluster_options import Cluster, ClusterOptions, ServiceOptions
@@ -17,9 +20,12 @@ from forebay.cli.processes.engine_options import EngineOptions
 from forebay.cli.processes.engines import built, ranked_from, reached_at
 from forebay.cli.processes.options import KvEventsOption, names
 from forebay.events.fleet import WorkerSpec
-from forebay.transport.base import LeaseError, Leases
+from forebay.events.models import ModelCard
+from forebay.ingress.model_cards import read_card
+from forebay.transport.base import LeaseError, Leases, Log
 from forebay.transport.directory import Directory
 from forebay.transport.kafka.topics import TopicPlan, count_topics, create_topics
+from forebay.transport.models import ModelStore
 from forebay.workers.engine import Engine
 from forebay.workers.runtime.lease_keeper import LeaseKeeper
 from forebay.workers.runtime.life_cycle import State
@@ -53,17 +59,27 @@ def run_worker(
     logs.start()
     with explained():
         cluster = addresses.cluster(service.metrics_host, service.metrics_port)
+        choice = reached_at(ranked_from(engine.choice(), dp_start_rank), kv_host, addresses.kafka)
         running, spec = built(
-            reached_at(ranked_from(engine.choice(), dp_start_rank), kv_host, addresses.kafka),
+            choice,
             worker_id or f"{socket.gethostname()}-{os.getpid()}",
             pool=pool,
             taints=names("--taint", taint),
             kv_events=kv_events,
         )
-    run_service(_run(cluster, spec, running, lease_ttl_s=lease_ttl_s, drain_s=drain_s))
+        card = read_card(choice.settings.model)
+    run_service(_run(cluster, spec, running, card, lease_ttl_s=lease_ttl_s, drain_s=drain_s))
 
 
-async def _run(cluster: Cluster, spec: WorkerSpec, engine: Engine, *, lease_ttl_s: float, drain_s: float) -> None:
+async def _run(
+    cluster: Cluster,
+    spec: WorkerSpec,
+    engine: Engine,
+    card: tuple[ModelCard, dict[str, bytes]] | None,
+    *,
+    lease_ttl_s: float,
+    drain_s: float,
+) -> None:
     registry = process_registry()
     counts = await count_topics(cluster.kafka)
     if spec.pool not in counts.pools:
@@ -71,6 +87,8 @@ async def _run(cluster: Cluster, spec: WorkerSpec, engine: Engine, *, lease_ttl_
     leases = leases_at(cluster.redis_url, cluster.kafka.namespace)
     probes = Probes()
     async with connected(cluster, registry, {"/ready": probes.ready, "/live": probes.live}) as log:
+        if card is not None:
+            spec = msgspec.structs.replace(spec, card=await stored_card(log, spec.model, *card))
         directory = Directory(log)
         await directory.start()
         announce(f"forebay: worker {spec.worker_id} requests to join {spec.model}, pool {spec.pool}")
@@ -93,6 +111,19 @@ async def _run(cluster: Cluster, spec: WorkerSpec, engine: Engine, *, lease_ttl_
         finally:
             waiting.cancel()
             await keeper.stop()
+
+
+async def stored_card(log: Log, model: str, card: ModelCard, files: Mapping[str, bytes]) -> str:
+    """Store the model card of a worker unless it is stored already, and return its digest.
+
+    Raises LogError if the log fails.
+    """
+    store = ModelStore(log)
+    await store.start()
+    try:
+        return await store.store(model, card, files)
+    finally:
+        store.close()
 
 
 async def warn_if_not_admitted(probes: Probes, name: str, *, check_s: float = CHECK_S) -> None:

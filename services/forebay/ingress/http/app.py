@@ -3,6 +3,8 @@
 from functools import partial
 from importlib.metadata import version
 from typing import Any
+from urllib.parse import parse_qsl
+from weakref import WeakKeyDictionary
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
@@ -12,11 +14,12 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from forebay import runtime
+from forebay.events.names import unknown_name
 from forebay.ingress.access_log import add_fields
 from forebay.ingress.admission import AdmissionMiddleware
 from forebay.ingress.errors import ApiError
 from forebay.ingress.explainer import Explainer
+from forebay.ingress.front import Front
 from forebay.ingress.http.admin import BODIES as ADMIN_BODIES
 from forebay.ingress.http.admin import add_admin
 from forebay.ingress.http.api_key import ApiKeyGuard
@@ -28,20 +31,21 @@ from forebay.ingress.http.embedding_response import EmbeddingResponse
 from forebay.ingress.http.openapi import RUNS, body_of, describe, errors, streamed, text
 from forebay.ingress.http.origin_guard import OriginGuard
 from forebay.ingress.http.pages import add_pages
-from forebay.ingress.http.queries import add_queries
-from forebay.ingress.http.status import StatusReader, add_status
+from forebay.ingress.http.queries import add_explain, add_route_query
+from forebay.ingress.http.status import SharedReader, StatusReader, add_status
 from forebay.ingress.http.tokenization import BODIES as TOKENIZATION_BODIES
 from forebay.ingress.http.tokenization import add_tokenization
 from forebay.ingress.ingress import Ingress
 from forebay.ingress.openai.embeddings import EmbeddingBody
 from forebay.ingress.openai.requests import ChatBody, TextBody
 from forebay.ingress.response_fold import EmbeddingFold
+from forebay.ingress.served import OneModel, ServedModels
 from forebay.replay.status import GroupStatus
 from forebay.transport.base import LogError
 
 
 def build_app(
-    ingress: Ingress,
+    models: ServedModels,
     registry: CollectorRegistry,
     explainer: Explainer | None = None,
     hosts: frozenset[str] | None = None,
@@ -50,29 +54,75 @@ def build_app(
     """Return the HTTP application of an ingress.
 
     Args:
-        ingress: the ingress that runs the requests.
+        models: the models that the ingress serves.
         registry: metrics that /metrics returns.
         explainer: explains the routing of a request; with None the explain route responds with 501.
         hosts: accepted values of the header `Host`; None accepts every value.
         read_status: returns the status of the group; with None the status route responds with 501.
     """
     app = IngressApp(title="forebay", summary="OpenAI-compatible ingress", docs_url=None, redoc_url=None)
-    app.front = _front(app, ingress, hosts)
-    settings = ingress.settings
-    _add_errors(app, ingress)
-    add_pages(app, ingress.settings.model_name)
-    _add_completions(app, ingress)
-    _add_embeddings(app, ingress)
-    _add_models(app, ingress)
-    _add_health(app, ingress, registry)
-    add_queries(app, ingress, explainer or Explainer(None))
-    add_status(app, read_status)
-    add_tokenization(app, ingress)
-    if settings.admin_token:
-        add_admin(app, ingress)
-    bodies = (ChatBody, TextBody, EmbeddingBody, *TOKENIZATION_BODIES, *(ADMIN_BODIES if settings.admin_token else ()))
+    app.front = _front(app, models, hosts)
+    settings = models.front.settings
+    _add_errors(app, models.front)
+    add_pages(app, settings.model_name)
+    _add_completions(app, models)
+    _add_embeddings(app, models)
+    _add_models(app, models)
+    _add_health(app, models, registry)
+    add_route_query(app, models)
+    add_tokenization(app, models)
+    explain = explainer or Explainer(None)
+    if isinstance(models, OneModel):
+        _add_group_routes(app, models.ingress, explain, read_status)
+    else:
+        app.mount("/", GroupRoutes(models, explain))
+    admin = ADMIN_BODIES if settings.admin_token else ()
+    bodies = (ChatBody, TextBody, EmbeddingBody, *TOKENIZATION_BODIES, *admin)
     describe(app, bodies, (GroupStatus,), has_key=bool(settings.api_keys))
     return app
+
+
+def _add_group_routes(app: FastAPI, ingress: Ingress, explainer: Explainer, read_status: StatusReader | None) -> None:
+    """Add the routes about the requests, the workers and the settings of one model."""
+    add_explain(app, ingress, explainer)
+    add_status(app, read_status)
+    if ingress.settings.admin_token:
+        add_admin(app, ingress)
+
+
+class GroupRoutes:
+    """ASGI application with the routes about one model, which the query parameter `model` names.
+
+    The parameter may be left out if there is only one model.
+
+    Args:
+        models: the models.
+        explainer: explains requests, and derives statuses.
+    """
+
+    def __init__(self, models: ServedModels, explainer: Explainer) -> None:
+        self._models = models
+        self._explainer = explainer
+        self._apps: WeakKeyDictionary[Ingress, FastAPI] = WeakKeyDictionary()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request about a model."""
+        name = dict(parse_qsl(scope["query_string"].decode("latin-1"))).get("model", "")
+        try:
+            ingress = await self._models.only(name)
+        except (ApiError, LogError) as error:
+            await error_response(self._models.front, error)(scope, receive, send)
+            return
+        app = self._apps.get(ingress)
+        if app is None:
+            app = self._apps[ingress] = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+            _add_errors(app, self._models.front)
+            _add_group_routes(app, ingress, self._explainer, self._status_of(ingress))
+        await app(scope, receive, send)
+
+    def _status_of(self, ingress: Ingress) -> StatusReader:
+        name = ingress.settings.model_name
+        return SharedReader(lambda: self._explainer.status(name, ingress.require_partition())).read
 
 
 class IngressApp(FastAPI):
@@ -95,39 +145,42 @@ class IngressApp(FastAPI):
         await super().__call__(scope, receive, send)
 
 
-def _front(app: IngressApp, ingress: Ingress, hosts: frozenset[str] | None) -> ASGIApp:
+def _front(app: IngressApp, models: ServedModels, hosts: frozenset[str] | None) -> ASGIApp:
     """Return the middleware of the application, outermost first: CORS, origin, API key, drain, admission."""
-    settings, metrics = ingress.settings, ingress.metrics
-    front: ASGIApp = CompletionRoutes(app.serve_route, ingress)
-    front = AdmissionMiddleware(front, ingress.admission, metrics)
-    front = DrainMiddleware(front, ingress.drain, lambda error: metrics.reject(error.code))
+    settings, metrics = models.front.settings, models.front.metrics
+    front: ASGIApp = CompletionRoutes(app.serve_route, models)
+    front = AdmissionMiddleware(front, models.front.admission, metrics)
+    front = DrainMiddleware(front, models.front.drain, lambda error: metrics.reject(error.code))
     if settings.api_keys:
         front = ApiKeyGuard(front, settings.api_keys, metrics.reject)
     front = OriginGuard(front, hosts, settings.cors_origins, metrics.reject)
     return Cors(front, settings.cors_origins) if settings.cors_origins else front
 
 
-def _add_completions(app: FastAPI, ingress: Ingress) -> None:
+def _add_completions(app: FastAPI, models: ServedModels) -> None:
     @app.post("/v1/chat/completions", openapi_extra=body_of(ChatBody), responses={**streamed(), **errors(*RUNS)})
     async def chat_completions(request: Request) -> Response:
         """Create a chat completion."""
-        return await complete(request, ingress, ChatBody)
+        return await complete(request, models, ChatBody)
 
     @app.post("/v1/completions", openapi_extra=body_of(TextBody), responses={**streamed(), **errors(*RUNS)})
     async def completions(request: Request) -> Response:
         """Continue a text or a list of token ids."""
-        return await complete(request, ingress, TextBody)
+        return await complete(request, models, TextBody)
 
 
-def _add_embeddings(app: FastAPI, ingress: Ingress) -> None:
+def _add_embeddings(app: FastAPI, models: ServedModels) -> None:
+    front = models.front
+
     @app.post("/v1/embeddings", openapi_extra=body_of(EmbeddingBody), responses=errors(*RUNS))
     async def embeddings(request: Request) -> Response:
         """Create embeddings."""
-        ingress.require_owner()
-        with ingress.bodies.reader() as reader:
+        models.require_any()
+        with front.bodies.reader() as reader:
             raw = await reader.read(request)
-            await ingress.admission.turn()
-            body = ingress.parse(EmbeddingBody, raw)
+            await front.admission.turn()
+            body = front.parse(EmbeddingBody, raw)
+            ingress = await models.find(body.model)
             request_id = request_id_of(request, "embd-")
             add_fields(request.scope, request_id=request_id)
             inputs = await ingress.prepare_embedding(body, request.headers.items())
@@ -136,31 +189,23 @@ def _add_embeddings(app: FastAPI, ingress: Ingress) -> None:
         return EmbeddingResponse(ingress, EmbeddingFold(request_id, body, prompt_tokens, len(inputs)), inputs)
 
 
-def _add_models(app: FastAPI, ingress: Ingress) -> None:
-    settings = ingress.settings
-    card = {
-        "id": settings.model_name,
-        "object": "model",
-        "created": int(runtime.wall_s()),
-        "owned_by": "forebay",
-        "max_model_len": ingress.model.context_tokens,
-    }
-
-    def card_of(adapter: str) -> dict[str, Any]:
-        return {**card, "id": adapter, "parent": settings.model_name} if adapter else card
-
+def _add_models(app: FastAPI, models: ServedModels) -> None:
     @app.get("/v1/models", responses=errors())
-    async def models() -> dict[str, Any]:
-        """Return the model and its LoRA adapters."""
-        return {"object": "list", "data": [card, *map(card_of, await ingress.adapters.names())]}
+    async def list_models() -> dict[str, Any]:
+        """Return the models and their LoRA adapters."""
+        return {"object": "list", "data": await models.cards()}
 
     @app.get("/v1/models/{name:path}", responses=errors(404))
     async def model(name: str) -> dict[str, Any]:
         """Return one model."""
-        return card_of(await ingress.adapters.resolve(name))
+        cards = await models.cards()
+        for card in cards:
+            if card["id"] == name:
+                return card
+        raise ApiError(404, "model_not_found", unknown_name("model", name, [card["id"] for card in cards]), "model")
 
 
-def _add_health(app: FastAPI, ingress: Ingress, registry: CollectorRegistry) -> None:
+def _add_health(app: FastAPI, models: ServedModels, registry: CollectorRegistry) -> None:
     @app.get("/live", responses=errors())
     async def live() -> dict[str, str]:
         """Return whether the process responds."""
@@ -170,9 +215,10 @@ def _add_health(app: FastAPI, ingress: Ingress, registry: CollectorRegistry) -> 
     @app.get("/ready", responses=errors())
     async def ready() -> dict[str, str]:
         """Return whether requests can be served."""
-        if not ingress.ready():
-            raise ApiError(503, "not_ready", ingress.not_ready_reason())
-        return {"status": "ready", **ingress.ready_details}
+        reason = models.why_not_ready()
+        if reason is not None:
+            raise ApiError(503, "not_ready", reason)
+        return {"status": "ready", **models.ready_details}
 
     @app.get("/version", responses=errors())
     async def server_version() -> dict[str, str]:
@@ -185,8 +231,8 @@ def _add_health(app: FastAPI, ingress: Ingress, registry: CollectorRegistry) -> 
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
 
-def _add_errors(app: FastAPI, ingress: Ingress) -> None:
-    respond = partial(error_response, ingress)
+def _add_errors(app: FastAPI, front: Front) -> None:
+    respond = partial(error_response, front)
 
     @app.exception_handler(ApiError)
     @app.exception_handler(LogError)

@@ -13,11 +13,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from forebay import runtime
 from forebay.ingress.access_log import add_fields
 from forebay.ingress.errors import ApiError, internal_error
+from forebay.ingress.front import Front
 from forebay.ingress.http.body import request_id_of
 from forebay.ingress.http.queries import respond_to_query
 from forebay.ingress.http.response import ChoicesResponse, CompletionResponse
-from forebay.ingress.ingress import Ingress
 from forebay.ingress.openai.requests import ChatBody, TextBody
+from forebay.ingress.served import ServedModels
 from forebay.transport.base import LogError
 
 BODIES: dict[str, type[ChatBody] | type[TextBody]] = {"/v1/chat/completions": ChatBody, "/v1/completions": TextBody}
@@ -28,12 +29,12 @@ class CompletionRoutes:
 
     Args:
         app: the application that serves all other requests.
-        ingress: the ingress that runs the completions.
+        models: the models that run the completions.
     """
 
-    def __init__(self, app: ASGIApp, ingress: Ingress) -> None:
+    def __init__(self, app: ASGIApp, models: ServedModels) -> None:
         self._app = app
-        self._ingress = ingress
+        self._models = models
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a completion, or run the application."""
@@ -43,29 +44,31 @@ class CompletionRoutes:
             return
         response: Response
         try:
-            response = await complete(Request(scope, receive), self._ingress, kind)
+            response = await complete(Request(scope, receive), self._models, kind)
         except (ApiError, LogError, ClientDisconnect) as error:
-            response = error_response(self._ingress, error)
+            response = error_response(self._models.front, error)
         await response(scope, receive, send)
 
 
-async def complete(request: Request, ingress: Ingress, kind: type[ChatBody] | type[TextBody]) -> Response:
+async def complete(request: Request, models: ServedModels, kind: type[ChatBody] | type[TextBody]) -> Response:
     """Submit a completion, and return its response, which still has to be sent.
 
     Args:
         request: HTTP request of the client.
-        ingress: the ingress that runs the completion.
+        models: the models, one of which runs the completion.
         kind: class of the body.
 
     Raises:
         ApiError: the request is invalid or cannot be served.
     """
     began_s = runtime.monotonic_s()
-    ingress.require_owner()
-    with ingress.bodies.reader() as reader:
+    front = models.front
+    models.require_any()
+    with front.bodies.reader() as reader:
         raw = await reader.read(request)
-        await ingress.admission.turn()
-        body = ingress.parse(kind, raw)
+        await front.admission.turn()
+        body = front.parse(kind, raw)
+        ingress = await models.find(body.model)
         if body.queries_route:
             return await respond_to_query(request, ingress, body)
         request_id = request_id_of(request, "chatcmpl-" if isinstance(body, ChatBody) else "cmpl-")
@@ -78,15 +81,15 @@ async def complete(request: Request, ingress: Ingress, kind: type[ChatBody] | ty
     return CompletionResponse(ingress, response, await ingress.submit(request_id, prepared[0]), began_s)
 
 
-def error_response(ingress: Ingress, error: Exception) -> Response:
+def error_response(front: Front, error: Exception) -> Response:
     """Count an error of a request, and return the response for the client.
 
     Args:
-        ingress: counts the error.
+        front: counts the error.
         error: exception of the route.
     """
     known = _as_api_error(error)
-    ingress.metrics.reject(known.code)
+    front.metrics.reject(known.code)
     return Response(known.encoded(), known.status, known.headers(), "application/json")
 
 

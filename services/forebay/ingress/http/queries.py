@@ -12,6 +12,7 @@ from forebay.ingress.http.openapi import QUERIES, body_of, errors
 from forebay.ingress.ingress import Ingress
 from forebay.ingress.openai.render import route_of
 from forebay.ingress.openai.requests import ChatBody, TextBody
+from forebay.ingress.served import ServedModels
 
 
 class _Kind(msgspec.Struct):
@@ -19,22 +20,33 @@ class _Kind(msgspec.Struct):
     prompt: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
-def add_queries(app: FastAPI, ingress: Ingress, explainer: Explainer) -> None:
-    """Add `POST /v1/route` and `GET /v1/requests/{request_id}/explain` to `app`.
+def add_route_query(app: FastAPI, models: ServedModels) -> None:
+    """Add `POST /v1/route` to `app`.
 
     Args:
-        app: the application to which the routes are added.
-        ingress: sends route queries to the owner.
-        explainer: explains requests.
+        app: the application to which the route is added.
+        models: the models, one of which sends the route query to its owner.
     """
+    front = models.front
 
     @app.post("/v1/route", openapi_extra=body_of(ChatBody, TextBody), responses=errors(*QUERIES))
     async def route(request: Request) -> Response:
         """Return the worker that the router would select for a chat or text completion. Nothing is generated."""
-        ingress.require_owner()
-        with ingress.bodies.reader() as reader:
+        models.require_any()
+        with front.bodies.reader() as reader:
             raw = await reader.read(request)
-            return await respond_to_query(request, ingress, ingress.parse(kind_of(raw), raw))
+            body = front.parse(kind_of(raw), raw)
+            return await respond_to_query(request, await models.find(body.model), body)
+
+
+def add_explain(app: FastAPI, ingress: Ingress, explainer: Explainer) -> None:
+    """Add `GET /v1/requests/{request_id}/explain` to `app`.
+
+    Args:
+        app: the application to which the route is added.
+        ingress: serves the model of the requests.
+        explainer: explains requests.
+    """
 
     @app.get("/v1/requests/{request_id:path}/explain", responses=errors(404, 501, 504))
     async def explain(request_id: str) -> Response:

@@ -8,35 +8,37 @@ from fastapi import FastAPI, Request
 from forebay.ingress.errors import invalid
 from forebay.ingress.http.openapi import BODY_ERRORS, body_of, errors
 from forebay.ingress.http.queries import kind_of
-from forebay.ingress.ingress import Ingress
 from forebay.ingress.openai.requests import ChatBody
 from forebay.ingress.openai.tokenization import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
+from forebay.ingress.served import ServedModels
 
 BODIES = (TokenizeChatBody, TokenizeTextBody, DetokenizeBody)
 CHARS_PER_TOKEN = 4  # decoding a token takes about as long as encoding this much text
 
 
-def add_tokenization(app: FastAPI, ingress: Ingress) -> None:
+def add_tokenization(app: FastAPI, models: ServedModels) -> None:
     """Add `POST /tokenize` and `POST /detokenize` to `app`.
 
     Args:
         app: the application to which the routes are added.
-        ingress: has the model and the threads that tokenize long texts.
+        models: the models, one of which tokenizes.
     """
-    model = ingress.model
+    front = models.front
     responses = errors(*BODY_ERRORS, 404)
 
     @app.post("/tokenize", openapi_extra=body_of(TokenizeChatBody, TokenizeTextBody), responses=responses)
     async def tokenize(request: Request) -> dict[str, Any]:
         """Return the tokens of a text, or of a chat after the chat template."""
-        with ingress.bodies.reader() as reader:
+        with front.bodies.reader() as reader:
             raw = await reader.read(request)
-            await ingress.admission.turn()
+            await front.admission.turn()
             body: TokenizeChatBody | TokenizeTextBody
             if kind_of(raw) is ChatBody:
-                body = ingress.parse(TokenizeChatBody, raw)
+                body = front.parse(TokenizeChatBody, raw)
             else:
-                body = ingress.parse(TokenizeTextBody, raw)
+                body = front.parse(TokenizeTextBody, raw)
+            ingress = await models.only(body.model)
+            model = ingress.model
             token_ids = await ingress.tokenize(body)
         names = [model.tokenizer.id_to_token(one) for one in token_ids] if body.return_token_strs else None
         return {
@@ -49,11 +51,13 @@ def add_tokenization(app: FastAPI, ingress: Ingress) -> None:
     @app.post("/detokenize", openapi_extra=body_of(DetokenizeBody), responses=responses)
     async def detokenize(request: Request) -> dict[str, str]:
         """Return the text of tokens, including special tokens."""
-        with ingress.bodies.reader() as reader:
+        with front.bodies.reader() as reader:
             raw = await reader.read(request)
-            await ingress.admission.turn()
-            body = ingress.parse(DetokenizeBody, raw)
+            await front.admission.turn()
+            body = front.parse(DetokenizeBody, raw)
+            ingress = await models.only(body.model or "")
             await ingress.resolve_adapter(body.model)
+            model = ingress.model
             if body.tokens and (highest := max(body.tokens)) >= model.vocabulary_size:
                 text = f"token id {highest} is not in the vocabulary; ids must be below {model.vocabulary_size}"
                 raise invalid(text, "tokens")

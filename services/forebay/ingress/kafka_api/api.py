@@ -10,9 +10,10 @@ import logging
 from collections.abc import Collection
 
 from forebay.events.topics import OPENAI_REQUESTS, OPENAI_RESPONSES
-from forebay.ingress.ingress import Ingress
 from forebay.ingress.kafka_api.metrics import KafkaApiMetrics
-from forebay.ingress.kafka_api.partition import PartitionServer, SharedState
+from forebay.ingress.kafka_api.partition import PartitionServer
+from forebay.ingress.kafka_api.shared import SharedState
+from forebay.ingress.served import ServedModels
 from forebay.transport.kafka.group import KafkaGroup
 from forebay.transport.kafka.log import KafkaLog
 from forebay.transport.kafka.replies import KafkaReplies
@@ -28,16 +29,16 @@ class KafkaApi:
 
     Args:
         log: the log on Kafka, whose connection settings the API uses.
-        ingress: prepares and submits the requests.
+        models: the models, which prepare and submit the requests.
         metrics: metrics of the Kafka API.
         reply_slots: number of partitions of `tokens`.
     """
 
-    def __init__(self, log: KafkaLog, ingress: Ingress, metrics: KafkaApiMetrics, reply_slots: int) -> None:
+    def __init__(self, log: KafkaLog, models: ServedModels, metrics: KafkaApiMetrics, reply_slots: int) -> None:
         self._metrics = metrics
         self._group = KafkaGroup(log.settings, OPENAI_REQUESTS.name, GROUP)
         self._replies = KafkaReplies(log.settings, OPENAI_RESPONSES.name)
-        self._shared = SharedState(log, ingress, self._group, self._replies, metrics, reply_slots)
+        self._shared = SharedState(log, models, self._group, self._replies, metrics, reply_slots)
         self._servers: dict[int, PartitionServer] = {}
         self._serving: dict[int, asyncio.Task[None]] = {}
         self._tasks: asyncio.TaskGroup | None = None

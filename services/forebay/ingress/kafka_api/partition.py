@@ -25,76 +25,24 @@ from forebay.events.tokens import TokenEvent
 from forebay.events.topics import REQUESTS, TOKENS
 from forebay.ingress.access_log import write_record
 from forebay.ingress.errors import ApiError, deadline_exceeded, internal_error, invalid, retry_headers
-from forebay.ingress.ingress import GRACE_S, Ingress
-from forebay.ingress.kafka_api.metrics import KafkaApiMetrics
+from forebay.ingress.ingress import GRACE_S
 from forebay.ingress.kafka_api.request import ReplyAddress, address, body_of, nonce_of, slot_of
 from forebay.ingress.kafka_api.response import PendingRequest, RecordResponse, ResponseRecord, WindowEntry
-from forebay.ingress.kafka_api.topics import ReplyTopics
+from forebay.ingress.kafka_api.shared import SharedState
 from forebay.ingress.openai.embeddings import EmbeddingBody
 from forebay.ingress.response_fold import EmbeddingFold, ResponseFold, was_rejected
 from forebay.transport.base import Draft, LogError, Record, Tail
-from forebay.transport.kafka.group import Committed, KafkaGroup
-from forebay.transport.kafka.log import KafkaLog
-from forebay.transport.kafka.replies import KafkaReplies, Reply, TopicUnusable
+from forebay.transport.kafka.group import Committed
+from forebay.transport.kafka.replies import Reply, TopicUnusable
 
 logger = logging.getLogger(__name__)
 
-IN_FLIGHT_MAX = 1_024  # per ingress: enough to keep many engines busy, few enough to hold in memory
 WINDOW_MAX = 8_192  # records from the oldest incomplete request on; the next ingress must read them again
 SUBMIT_AHEAD = 1_024  # records that may be submitted before the next commit
 QUEUE_BYTES_MAX = 4 << 20  # fetched but not processed; above this size the partition is paused
 QUEUE_RECORDS_MAX = 1_000
-PLACE_S = 0.1  # poll interval while the model has no control partition or no owner
 READ_MAX = 256  # records per iteration of the event loop
 METADATA = re.compile(r"(\d{1,9}):(\d{1,19}):(\d{1,19})")
-
-
-class SharedState:
-    """State that all `PartitionServer`s of one ingress share: connections, ids in use, number of requests in flight."""
-
-    def __init__(
-        self,
-        log: KafkaLog,
-        ingress: Ingress,
-        group: KafkaGroup,
-        replies: KafkaReplies,
-        metrics: KafkaApiMetrics,
-        reply_slots: int,
-    ) -> None:
-        self.log = log
-        self.ingress = ingress
-        self.group = group
-        self.replies = replies
-        self.metrics = metrics
-        self.reply_slots = reply_slots
-        self.reply_topics = ReplyTopics(log.settings.namespace, ingress.settings.reply_topics)
-        self.ids: set[str] = set()
-        self.commit_soon = asyncio.Event()
-        self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._in_flight = 0
-        self._capacity = asyncio.Event()
-        self._capacity.set()
-
-    async def wait_for_capacity(self) -> None:
-        """Wait until fewer than `IN_FLIGHT_MAX` requests are in flight and the model has an owner."""
-        while self._in_flight >= IN_FLIGHT_MAX:
-            await self._capacity.wait()
-        while self.ingress.find_partition() is None or not self.ingress.has_owner():  # noqa: ASYNC110 - they set no event
-            await asyncio.sleep(PLACE_S)
-
-    def count(self, change: int) -> None:
-        """Add `change` to the number of requests in flight. Wake `wait_for_capacity` if it is below the limit."""
-        self._in_flight += change
-        self.metrics.in_flight.set(self._in_flight)
-        if self._in_flight < IN_FLIGHT_MAX:
-            self._capacity.set()
-        else:
-            self._capacity.clear()
-
-    def fail(self, error: LogError) -> None:
-        """Make `KafkaApi.run` raise this error, because the broker does not accept responses."""
-        if not self.failure.done():
-            self.failure.set_exception(error)
 
 
 class PartitionServer:
@@ -125,6 +73,7 @@ class PartitionServer:
         self._window_end = 0
         self._window: deque[WindowEntry] = deque()
         self._pending: dict[str, PendingRequest] = {}
+        self._pending_of: dict[str, dict[str, PendingRequest]] = {}  # the same by group
         self._deadlines: deque[tuple[float, str, WindowEntry]] = (
             deque()
         )  # ordered, because all requests have the same timeout
@@ -308,9 +257,9 @@ class PartitionServer:
 
     async def _open(self, record: Record, entry: WindowEntry, where: ReplyAddress) -> list[PendingRequest]:
         """Open the requests of a record, one per choice or input. Raises ApiError if one is invalid."""
-        ingress, request_id = self._shared.ingress, kafka_api_request_id(where.request_id)
-        ignores_unknown = ingress.settings.ignore_unknown_fields
-        body = body_of(record, ingress.bodies.limits, ignores_unknown=ignores_unknown)
+        front, request_id = self._shared.front, kafka_api_request_id(where.request_id)
+        body = body_of(record, front.bodies.limits, ignores_unknown=front.settings.ignore_unknown_fields)
+        ingress = await self._shared.find(body.model)
         headers = (record.headers or {}).items()
         fold: ResponseFold
         if isinstance(body, EmbeddingBody):
@@ -324,7 +273,7 @@ class PartitionServer:
         if where.request_id in self._shared.ids:
             text = f"the request id {where.request_id} is already in flight; use another id"
             raise ApiError(409, "duplicate_request_id", text)
-        response = RecordResponse(entry, where, fold)
+        response = RecordResponse(entry, where, fold, ingress)
         for index, (name, prepared) in enumerate(zip(ids, inputs, strict=True)):
             submission = prepared.submission(
                 name,
@@ -335,7 +284,8 @@ class PartitionServer:
                 ingress_id=ingress.settings.ingress_id,
                 patient=True,  # a client would only send it again, and the topic keeps it anyway
             )
-            self._pending[name] = PendingRequest(name, response, index, submission)
+            request = self._pending[name] = PendingRequest(name, response, index, submission)
+            self._pending_of.setdefault(ingress.settings.model_name, {})[name] = request
         self._shared.ids.add(where.request_id)
         return response.requests
 
@@ -343,7 +293,7 @@ class PartitionServer:
         """Append a request to the log, unless it is complete."""
         if request.response.fold.is_over or request.submission is None:
             return
-        ingress = self._shared.ingress
+        ingress = request.response.ingress
         value = encode(REQUESTS, request.submission)
         try:
             partition = ingress.require_partition()
@@ -376,10 +326,10 @@ class PartitionServer:
         try:
             event: TokenEvent = decode(TOKENS, record.value)
         except DecodeError as error:
-            self._shared.ingress.metrics.undecodable.inc()
+            self._shared.front.metrics.undecodable.inc()
             logger.warning("skipped a record of tokens that cannot be decoded: %s", error)
             return
-        for request in apply(self._pending, event, self._shared.ingress.settings.model_name):
+        for request in apply(self._pending_of.get(event.group, {}), event, event.group):
             records = request.response.step(request)
             is_over = request.response.fold.is_over
             if is_over and request.submission is not None:
@@ -396,7 +346,7 @@ class PartitionServer:
             _, request_id, entry = self._deadlines.popleft()
             request = self._incomplete(request_id, entry)
             if request is not None:
-                await self._fail(request, deadline_exceeded(self._shared.ingress.settings.timeout_s))
+                await self._fail(request, deadline_exceeded(self._shared.front.settings.timeout_s))
         while self._undeliverable:
             entry, where, failure = self._undeliverable.popleft()
             diverted = next((one for one in self._pending.values() if one.response.entry is entry), None)
@@ -433,8 +383,8 @@ class PartitionServer:
         shared.metrics.requests.labels("answered" if fold.error is None else "error").inc()
         status = "success" if fold.error is None else "error"
         if was_rejected(request):
-            shared.ingress.metrics.rejected(fold.endpoint)
-        shared.ingress.metrics.ended(fold.endpoint, stream=fold.stream, status=status)
+            request.response.ingress.metrics.rejected(fold.endpoint)
+        request.response.ingress.metrics.ended(fold.endpoint, stream=fold.stream, status=status)
         request.response.write_access(self.partition)
 
     def _drop(self, request: PendingRequest) -> bool:
@@ -442,10 +392,12 @@ class PartitionServer:
         shared = self._shared
         if self._pending.pop(request.request_id, None) is None:
             return False
+        ingress = request.response.ingress
+        del self._pending_of[ingress.settings.model_name][request.request_id]
         if request.submission is None:
             shared.count(-1)
             if request.ended is None:
-                shared.ingress.cancel(request.request_id, request.response.fold.cancel_reason or "stop")
+                ingress.cancel(request.request_id, request.response.fold.cancel_reason or "stop")
         return True
 
     async def _send(self, entry: WindowEntry, where: ReplyAddress, record: ResponseRecord) -> None:

@@ -11,6 +11,7 @@ from forebay.core.state.reply_slot import ResponseState
 from forebay.events.requests import RequestSubmitted
 from forebay.ingress.access_log import write_record
 from forebay.ingress.errors import ApiError
+from forebay.ingress.ingress import Ingress
 from forebay.ingress.kafka_api.request import ReplyAddress
 from forebay.ingress.response_fold import ResponseFold
 
@@ -58,12 +59,14 @@ class RecordResponse:
         entry: state of the request record.
         where: request id and topic of the response.
         fold: builds the response from the events of its requests.
+        ingress: ingress of the model that the record names.
         requests: the requests on the log, one per choice or input.
     """
 
-    __slots__ = ("_began_s", "_sent", "entry", "fold", "requests", "where")
+    __slots__ = ("_began_s", "_sent", "entry", "fold", "ingress", "requests", "where")
 
-    def __init__(self, entry: WindowEntry, where: ReplyAddress, fold: ResponseFold) -> None:
+    def __init__(self, entry: WindowEntry, where: ReplyAddress, fold: ResponseFold, ingress: Ingress) -> None:
+        self.ingress = ingress
         self.entry = entry
         self.where = where
         self.fold = fold

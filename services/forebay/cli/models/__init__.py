@@ -1,0 +1,1 @@
+"""Model cards on the topic `models`: store one, and list them."""

@@ -1,0 +1,49 @@
+"""Options of `forebay model`. The code is imported when a command runs, so that --help does not wait for it."""
+
+from typing import Annotated
+
+import typer
+
+from forebay.cli.common.cluster_options import KafkaOptions
+from forebay.cli.common.option_groups import spread
+from forebay.cli.processes.options import ModelNameOption, RevisionOption
+
+app = typer.Typer(help="Store and list model cards, from which ingresses tokenize.", no_args_is_help=True)
+
+
+@app.callback()
+def _root() -> None:
+    """Store and list model cards, from which ingresses tokenize."""
+
+
+@app.command("publish")
+@spread
+def publish(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Model directory, or ORG/NAME on the Hugging Face Hub.")
+    ],
+    revision: RevisionOption = None,
+    model_name: ModelNameOption = "",
+    *,
+    kafka: KafkaOptions,
+) -> None:
+    """Store the card, tokenizer and chat template of a model on the topic `models`, and print the digest of the card.
+
+    Workers do this at their start, so the command is only needed to store a model before its workers start.
+    """
+    from forebay.cli.models.run import run_publish  # noqa: PLC0415
+
+    run_publish(model=model, revision=revision, model_name=model_name, kafka=kafka)
+
+
+@app.command("list")
+@spread
+def list_models(
+    *,
+    kafka: KafkaOptions,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object per card on stdout.")] = False,
+) -> None:
+    """List the stored model cards, newest first."""
+    from forebay.cli.models.run import run_list  # noqa: PLC0415
+
+    run_list(kafka=kafka, json=json)

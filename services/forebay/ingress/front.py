@@ -1,0 +1,77 @@
+"""Parts of an ingress process that all models which it serves share."""
+
+from forebay.ingress.admission import IngressAdmission
+from forebay.ingress.http.body import BodyMemory
+from forebay.ingress.http.body_limits import VALUES_MAX, BodyLimits
+from forebay.ingress.http.drain import IngressDrain
+from forebay.ingress.media.fetch import MediaFetcher
+from forebay.ingress.metrics import IngressMetrics
+from forebay.ingress.openai.fields import BodyT, parse
+from forebay.ingress.settings import IngressSettings
+from forebay.ingress.streams import ReplySlot
+from forebay.ingress.tokenizer import TokenizerPool
+from forebay.transport.base import Log
+
+CONTEXT_TOKENS_MAX = 2_000_000  # of models that are not known yet, for the number of values in a body
+
+
+class Front:
+    """Reply slot, limits, admission and drain of an ingress process.
+
+    Args:
+        log: the log.
+        settings: settings of the ingress.
+        metrics: metrics of the ingress.
+        reply_from: offset in the reply slot at which reading begins.
+        takes_media: whether a model accepts images or videos.
+        context_tokens: largest context length of a model.
+
+    Attributes:
+        log: the log.
+        settings: settings of the ingress.
+        metrics: metrics of the ingress.
+        slot: reads the responses of all models.
+        drain: state of the drain.
+        admission: admits or rejects requests before their bodies are read.
+        bodies: limits the memory of request bodies.
+        tokenizer_pool: threads that tokenize long prompts.
+        fetcher: fetches images and videos.
+    """
+
+    def __init__(
+        self,
+        log: Log,
+        settings: IngressSettings,
+        metrics: IngressMetrics,
+        reply_from: int,
+        *,
+        takes_media: bool = True,
+        context_tokens: int = CONTEXT_TOKENS_MAX,
+    ) -> None:
+        self.log = log
+        self.settings = settings
+        self.metrics = metrics
+        self.slot = ReplySlot(log, settings.reply_slot, reply_from, metrics.undecodable.inc)
+        self.drain = IngressDrain()
+        self.admission = IngressAdmission(metrics)
+        limits = BodyLimits(
+            text_bytes_max=settings.body_bytes_max,
+            media_bytes_max=settings.media_body_bytes_max,
+            takes_media=takes_media,
+            values_max=VALUES_MAX + context_tokens,
+        )
+        self.bodies = BodyMemory(limits)
+        self.tokenizer_pool = TokenizerPool()
+        self.fetcher = MediaFetcher(settings.media)
+
+    async def run(self) -> None:
+        """Read the reply slot and dispatch its events, until cancelled. Raises LogError if the log cannot be read."""
+        try:
+            await self.slot.run()
+        finally:
+            await self.fetcher.close()
+            self.tokenizer_pool.close()
+
+    def parse(self, kind: type[BodyT], raw: bytes) -> BodyT:
+        """Return a parsed body. Raises ApiError (400) for an invalid one, by the settings also for unknown fields."""
+        return parse(kind, raw, ignores_unknown=self.settings.ignore_unknown_fields)

@@ -1,0 +1,81 @@
+"""State that all partitions of `openai-requests` which one ingress serves share."""
+
+import asyncio
+
+from forebay import runtime
+from forebay.ingress.errors import ApiError
+from forebay.ingress.ingress import Ingress
+from forebay.ingress.kafka_api.metrics import KafkaApiMetrics
+from forebay.ingress.kafka_api.topics import ReplyTopics
+from forebay.ingress.served import ServedModels
+from forebay.transport.base import LogError
+from forebay.transport.kafka.group import KafkaGroup
+from forebay.transport.kafka.log import KafkaLog
+from forebay.transport.kafka.replies import KafkaReplies
+
+IN_FLIGHT_MAX = 1_024  # per ingress: enough to keep many engines busy, few enough to hold in memory
+PLACE_S = 0.1  # poll interval while the model has no control partition or no owner
+OWNER_S = 30.0  # a record waits this long for its model; the records behind it wait, too
+
+
+class SharedState:
+    """State that all `PartitionServer`s of one ingress share: connections, ids in use, number of requests in flight."""
+
+    def __init__(
+        self,
+        log: KafkaLog,
+        models: ServedModels,
+        group: KafkaGroup,
+        replies: KafkaReplies,
+        metrics: KafkaApiMetrics,
+        reply_slots: int,
+    ) -> None:
+        self.log = log
+        self.models = models
+        self.front = models.front
+        self.group = group
+        self.replies = replies
+        self.metrics = metrics
+        self.reply_slots = reply_slots
+        self.reply_topics = ReplyTopics(log.settings.namespace, models.front.settings.reply_topics)
+        self.ids: set[str] = set()
+        self.commit_soon = asyncio.Event()
+        self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._in_flight = 0
+        self._capacity = asyncio.Event()
+        self._capacity.set()
+
+    async def wait_for_capacity(self) -> None:
+        """Wait until fewer than `IN_FLIGHT_MAX` requests are in flight and, for only one model, it has an owner."""
+        while self._in_flight >= IN_FLIGHT_MAX:
+            await self._capacity.wait()
+        while not self.models.has_owner():  # noqa: ASYNC110 - nothing sets an event
+            await asyncio.sleep(PLACE_S)
+
+    async def find(self, model: str) -> Ingress:
+        """Return the ingress of a model. Wait up to `OWNER_S` while it has no owner, for example in a failover.
+
+        Raises ApiError: 404 for an unknown model, 503 if it cannot be served after this time.
+        """
+        until_s = runtime.monotonic_s() + OWNER_S
+        while True:
+            try:
+                return await self.models.find(model)
+            except ApiError as error:
+                if error.status != 503 or runtime.monotonic_s() >= until_s:
+                    raise
+            await asyncio.sleep(PLACE_S)
+
+    def count(self, change: int) -> None:
+        """Add `change` to the number of requests in flight. Wake `wait_for_capacity` if it is below the limit."""
+        self._in_flight += change
+        self.metrics.in_flight.set(self._in_flight)
+        if self._in_flight < IN_FLIGHT_MAX:
+            self._capacity.set()
+        else:
+            self._capacity.clear()
+
+    def fail(self, error: LogError) -> None:
+        """Make `KafkaApi.run` raise this error, because the broker does not accept responses."""
+        if not self.failure.done():
+            self.failure.set_exception(error)

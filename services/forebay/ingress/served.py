@@ -1,0 +1,111 @@
+"""The models that an ingress process serves: one from a directory, or all models of a distributed system."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from forebay import runtime
+from forebay.ingress.front import Front
+from forebay.ingress.ingress import Ingress
+
+
+class ServedModels(Protocol):
+    """The models of an ingress process.
+
+    Attributes:
+        front: parts that all models share.
+    """
+
+    front: Front
+
+    @property
+    def ready_details(self) -> dict[str, str]:
+        """Additional fields of the response to `GET /ready`."""
+        ...
+
+    def has_owner(self) -> bool:
+        """Return whether the only model has an owner, or whether there can be several models."""
+        ...
+
+    def require_any(self) -> None:
+        """Raise ApiError (503) if no model can be served now. Called before the body of a request is read."""
+        ...
+
+    async def find(self, name: str) -> Ingress:
+        """Return the ingress of a model, or of the model that has an adapter of this name.
+
+        Raises ApiError: 404 for an unknown name, 503 if the model cannot be served now.
+        """
+        ...
+
+    async def only(self, name: str) -> Ingress:
+        """Return the ingress of a model. An empty name means the only model. Raises ApiError as `find`."""
+        ...
+
+    async def cards(self) -> list[dict[str, Any]]:
+        """Return the models with ready workers and their adapters, as `GET /v1/models` lists them."""
+        ...
+
+    def why_not_ready(self) -> str | None:
+        """Return why no request can be served now, or None if requests can be served."""
+        ...
+
+
+def card_of(name: str, context_tokens: int, created_s: int, adapters: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Return the entries of a model and its adapters for `GET /v1/models`.
+
+    Args:
+        name: name of the model.
+        context_tokens: its context length.
+        created_s: Unix time in seconds.
+        adapters: names of its adapters.
+    """
+    card = {
+        "id": name,
+        "object": "model",
+        "created": created_s,
+        "owned_by": "forebay",
+        "max_model_len": context_tokens,
+    }
+    return [card, *({**card, "id": adapter, "parent": name} for adapter in adapters)]
+
+
+class OneModel:
+    """The only model of an ingress process."""
+
+    def __init__(self, ingress: Ingress) -> None:
+        self.front = ingress.front
+        self.ingress = ingress
+        self._created_s = int(runtime.wall_s())
+
+    @property
+    def ready_details(self) -> dict[str, str]:
+        """Additional fields of the response to `GET /ready`."""
+        return self.ingress.ready_details
+
+    def has_owner(self) -> bool:
+        """Return whether the model has an owner."""
+        return self.ingress.find_partition() is not None and self.ingress.has_owner()
+
+    def require_any(self) -> None:
+        """Raise ApiError (503) if the model has no owner."""
+        self.ingress.require_owner()
+
+    async def find(self, name: str) -> Ingress:
+        """Return the ingress. It rejects unknown names itself, when it prepares a request."""
+        del name
+        return self.ingress
+
+    async def only(self, name: str) -> Ingress:
+        """Return the ingress. It rejects unknown names itself."""
+        del name
+        return self.ingress
+
+    async def cards(self) -> list[dict[str, Any]]:
+        """Return the model and its adapters."""
+        ingress = self.ingress
+        adapters = await ingress.adapters.names()
+        return card_of(ingress.settings.model_name, ingress.model.context_tokens, self._created_s, adapters)
+
+    def why_not_ready(self) -> str | None:
+        """Return why no request can be served now, or None if requests can be served."""
+        return None if self.ingress.ready() else self.ingress.not_ready_reason()

@@ -1,0 +1,195 @@
+"""The models of a distributed system, as an ingress without a model directory finds and loads them."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from hashlib import sha256
+from pathlib import Path
+
+import msgspec
+import pytest
+from prometheus_client import CollectorRegistry
+
+from forebay.events.codec import encode
+from forebay.events.control import PoolConfigured
+from forebay.events.groups import GroupPlaced
+from forebay.events.heartbeats import RouterHeartbeat
+from forebay.events.models import ModelFile
+from forebay.events.topics import CONTROL, GROUPS, HEARTBEATS
+from forebay.ingress import catalog as module
+from forebay.ingress.catalog import Catalog
+from forebay.ingress.errors import ApiError
+from forebay.ingress.front import Front
+from forebay.ingress.metrics import IngressMetrics
+from forebay.ingress.model import DEFAULT_MODEL
+from forebay.ingress.model_cards import read_card
+from forebay.ingress.settings import ALL_MODELS, IngressSettings
+from forebay.transport.base import Draft
+from forebay.transport.directory import Directory
+from forebay.transport.models import ModelStore
+from forebay.transport.sqlite.log import SqliteLog
+from tests.system import until
+
+MODELS = ("one", "two", "three")
+
+
+class Scene:
+    """A catalog on an embedded log, on which the test writes what routers and workers would write."""
+
+    def __init__(self, log: SqliteLog, catalog: Catalog, store: ModelStore) -> None:
+        self.log = log
+        self.catalog = catalog
+        self.loaded: list[str] = []
+        self._store = store
+
+    async def store(self, changes: dict[str, bytes] | None = None, context_tokens: int = 4_096) -> str:
+        """Store a card of the default model with changed files, and return its digest."""
+        read = read_card(DEFAULT_MODEL)
+        assert read is not None
+        card, files = read[0], read[1] | (changes or {})
+        listed = [
+            ModelFile(name=name, sha256=sha256(content).hexdigest(), size=len(content))
+            for name, content in files.items()
+        ]
+        card = msgspec.structs.replace(card, files=tuple(listed), context_tokens=context_tokens)
+        return await self._store.store("m", card, files)
+
+    async def serve(self, name: str, card: str, *, ready: int = 1) -> None:
+        """Report that the owner of a model has ready workers with this card, and wait until the catalog knows it."""
+        partition = MODELS.index(name)
+        beat = RouterHeartbeat(
+            group=name, router_id="r", role="owner", owner_epoch=7, ready_aggregated=ready, card=card
+        )
+        pool = PoolConfigured(pool="default", model=name, block_size=16)
+        await self.log.append(
+            [
+                Draft(HEARTBEATS.name, partition, encode(HEARTBEATS, beat)),
+                Draft(CONTROL.name, partition, encode(CONTROL, pool)),
+            ]
+        )
+        expected = {name} if ready else set()
+        await until(lambda: {one.name for one in self.catalog.ready()} & {name} == expected)
+
+    async def listed(self) -> dict[str, int]:
+        return {card["id"]: card["max_model_len"] for card in await self.catalog.cards()}
+
+
+@pytest.fixture
+async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
+    async with opened(tmp_path) as scene:
+        yield scene
+
+
+@asynccontextmanager
+async def opened(folder: Path) -> AsyncIterator[Scene]:
+    log = SqliteLog.open(None)
+    for partition, name in enumerate(MODELS):
+        placed = GroupPlaced(group=name, partition=partition)
+        await log.append([Draft(GROUPS.name, 0, encode(GROUPS, placed), name.encode())])
+    directory, store = Directory(log), ModelStore(log)
+    await directory.start()
+    await store.start()
+    settings = IngressSettings(model_name=ALL_MODELS, ingress_id="i")
+    front = Front(log, settings, IngressMetrics(CollectorRegistry(), None), 0)
+    loaded: list[str] = []
+    catalog = Catalog(front, directory, store, folder, loaded.append)
+    running = [asyncio.create_task(catalog.run()), asyncio.create_task(front.run())]
+    scene = Scene(log, catalog, store)
+    scene.loaded = loaded
+    await asyncio.sleep(0)
+    try:
+        yield scene
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        log.close()
+
+
+async def test_a_model_is_loaded_at_its_first_request(scene: Scene) -> None:
+    digest = await scene.store()
+    await scene.serve("one", digest)
+    assert await scene.listed() == {"one": 4_096}
+    assert scene.loaded == []
+    ingress = await scene.catalog.find("one")
+    assert ingress.settings.model_name == "one"
+    assert ingress.model.decode(ingress.model.encode("hello")) == "hello"
+    assert await scene.catalog.find("one") is ingress
+    assert scene.loaded == ["one"]
+
+
+async def test_an_unknown_model_is_rejected_with_the_listed_ones(scene: Scene) -> None:
+    await scene.serve("two", await scene.store())
+    with pytest.raises(ApiError, match=r"'no'.*two") as caught:
+        await scene.catalog.find("no")
+    assert (caught.value.status, caught.value.code) == (404, "model_not_found")
+    with pytest.raises(ApiError, match="name a model; models are: two"):
+        await scene.catalog.only("")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"tokenizer.json": b"{}"}, "not a valid tokenizer"), ({"config.json": b"no"}, "not valid JSON")],
+)
+async def test_a_card_that_cannot_be_used_is_an_error(scene: Scene, changes: dict[str, bytes], message: str) -> None:
+    await scene.serve("one", await scene.store(changes))
+    with pytest.raises(ApiError, match=message) as caught:
+        await scene.catalog.find("one")
+    assert (caught.value.status, caught.value.code) == (503, "model_card_unusable")
+
+
+async def test_a_card_that_is_not_stored_is_an_error(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CARD_S", 0.01)
+    await scene.serve("one", "0" * 64)
+    assert await scene.listed() == {}
+    with pytest.raises(ApiError, match="is not on the topic models") as caught:
+        await scene.catalog.find("one")
+    assert (caught.value.status, caught.value.code) == (503, "no_model_card")
+
+
+async def test_workers_without_a_card_cannot_be_used(scene: Scene) -> None:
+    await scene.serve("one", "")
+    with pytest.raises(ApiError, match="its workers have stored no model card"):
+        await scene.catalog.find("one")
+
+
+async def test_readiness_names_what_each_model_lacks(scene: Scene) -> None:
+    assert scene.catalog.why_not_ready() is not None
+    await scene.serve("one", await scene.store())
+    assert scene.catalog.why_not_ready() is None
+    assert scene.catalog.ready_details == {"models": "one"}
+    await scene.serve("one", "", ready=0)
+    reason = scene.catalog.why_not_ready()
+    assert reason is not None
+    assert "one: no worker is ready" in reason
+
+
+async def test_a_new_card_replaces_the_loaded_one(scene: Scene) -> None:
+    await scene.serve("one", await scene.store())
+    ingress = await scene.catalog.find("one")
+    stream = ingress.replies.open("request")
+    await scene.serve("one", "", ready=0)
+    digest = await scene.store(context_tokens=99)
+    await scene.serve("one", digest)
+    await until(lambda: scene.catalog.ready()[0].card == digest)
+    newer = await scene.catalog.find("one")
+    assert newer is not ingress
+    assert await scene.listed() == {"one": 99}
+    newer.front.slot.interrupt_all("stop")
+    assert stream.interrupt_reason == "stop", "requests of the replaced ingress go on"
+
+
+async def test_the_model_that_was_not_used_for_the_longest_time_is_dropped(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "LOADED_MAX", 2)
+    digest = await scene.store()
+    for name in MODELS:
+        await scene.serve(name, digest)
+    first = await scene.catalog.find("one")
+    second = await scene.catalog.find("two")
+    second.replies.open("in flight")
+    assert await scene.catalog.find("one") is first
+    await scene.catalog.find("three")
+    assert await scene.catalog.find("two") is second, "it has a request in flight"
+    assert await scene.catalog.find("one") is not first

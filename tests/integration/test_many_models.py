@@ -1,0 +1,145 @@
+"""One ingress without a model directory serves all models of the system, from the cards that their workers stored."""
+
+import asyncio
+import json
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from forebay.events.topics import MODELS
+from forebay.ingress.model import DEFAULT_MODEL
+from forebay.transport.kafka.topics import TopicPlan
+from tests.harness import fork_server
+from tests.harness.cluster import GROUP, Cluster
+from tests.integration.conftest import RUN
+from tests.integration.kafka_api import Client
+
+OTHER, THIRD = "org/other-model:chat", "third"
+CONTEXT_TOKENS = 700  # of the other model
+FAST = ("--speedup", "1000")
+PATIENCE_S = 60.0
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
+
+
+def model_directory(folder: Path, context_tokens: int) -> Path:
+    """Return a copy of the default model with another context length."""
+    directory = folder / f"model-{context_tokens}"
+    shutil.copytree(DEFAULT_MODEL, directory)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "max_position_embeddings": context_tokens}))
+    return directory
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster(kafka: str, redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
+    """Run two models with a worker each, and one ingress."""
+    folder = tmp_path_factory.mktemp("many-models")
+    plan = TopicPlan(groups=3, slots=6, replies=1, kafka_api=2)
+    other = str(model_directory(folder, CONTEXT_TOKENS))
+    async with Cluster(kafka, redis_url, f"{RUN}-many-models", folder, plan, spawn=fork_server.spawn) as running:
+        running.router("r1")
+        running.ingress("i1")
+        running.worker("a1", *FAST)
+        running.worker("b1", *FAST, "--model", other, "--model-name", OTHER)
+        await running.until_serving(1)
+        await running.until_serving(1, OTHER)
+        yield running
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def client(cluster: Cluster) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=cluster.urls["i1"], timeout=PATIENCE_S) as client:
+        yield client
+
+
+async def listed(client: httpx.AsyncClient) -> dict[str, int]:
+    """Return the context length of each listed model."""
+    cards = (await client.get("/v1/models")).json()["data"]
+    return {card["id"]: card["max_model_len"] for card in cards}
+
+
+async def until_listed(client: httpx.AsyncClient, *names: str) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while set(await listed(client)) != set(names):  # noqa: ASYNC110 - polls another process
+            await asyncio.sleep(0.1)
+
+
+def chat(model: str, text: str = "hello", **fields: object) -> dict[str, object]:
+    return {"model": model, "messages": [{"role": "user", "content": text}], "max_tokens": 4, **fields}
+
+
+async def test_each_model_is_listed_and_answers(cluster: Cluster, client: httpx.AsyncClient) -> None:
+    await until_listed(client, GROUP, OTHER)
+    found = await listed(client)
+    assert found[OTHER] == CONTEXT_TOKENS < found[GROUP]
+    for model, worker in ((GROUP, "a1"), (OTHER, "b1")):
+        route = await client.post("/v1/route", json=chat(model))
+        assert worker in route.text, route.text
+        response = await client.post("/v1/chat/completions", json=chat(model))
+        assert response.status_code == 200, response.text
+        assert response.json()["model"] == model
+    tokens = [await client.post("/tokenize", json={"model": model, "prompt": "a b c"}) for model in (GROUP, OTHER)]
+    assert [one.json()["max_model_len"] for one in tokens] == [found[GROUP], CONTEXT_TOKENS]
+
+
+async def test_the_limits_of_the_named_model_apply(client: httpx.AsyncClient) -> None:
+    long = "word " * (CONTEXT_TOKENS + 50)
+    rejected = await client.post("/v1/chat/completions", json=chat(OTHER, long))
+    assert rejected.status_code == 400, rejected.text
+    assert (await client.post("/v1/chat/completions", json=chat(GROUP, long))).status_code == 200
+
+
+async def test_an_unknown_model_is_rejected_with_the_names(client: httpx.AsyncClient) -> None:
+    response = await client.post("/v1/chat/completions", json=chat("no-such-model"))
+    assert response.status_code == 404
+    assert response.json()["error"]["code"] == "model_not_found"
+    assert GROUP in response.text
+    assert OTHER in response.text
+    assert (await client.get("/v1/models/no-such-model")).status_code == 404
+    assert (await client.get(f"/v1/models/{OTHER}")).json()["id"] == OTHER
+
+
+async def test_routes_about_one_model_need_its_name(cluster: Cluster, client: httpx.AsyncClient) -> None:
+    response = await client.get("/v1/status")
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "model_required")
+    status = await client.get("/v1/status", params={"model": OTHER})
+    assert [worker["worker_id"] for worker in status.json()["workers"]] == ["b1"], status.text
+    pools = await client.get("/v1/pools", params={"model": OTHER}, headers=cluster.admin_headers)
+    assert pools.status_code == 200, pools.text
+    assert (await client.get("/v1/pools", params={"model": OTHER})).status_code == 401
+
+
+async def test_the_kafka_api_serves_every_model(cluster: Cluster) -> None:
+    bodies = {"first": chat(GROUP), "second": chat(OTHER), "unknown": chat("no-such-model")}
+    answers = {}
+    async with Client(cluster.settings).running() as client:
+        for request_id, body in bodies.items():
+            await client.submit(body, request_id=request_id)
+        for request_id in bodies:
+            (record,) = await client.complete_response(request_id)
+            answers[request_id] = record.status, record.body.get("model")
+    assert answers == {"first": (200, GROUP), "second": (200, OTHER), "unknown": (404, None)}
+
+
+async def test_models_come_and_go(cluster: Cluster, client: httpx.AsyncClient, tmp_path: Path) -> None:
+    await until_listed(client, GROUP, OTHER)
+    cards = await cluster.log.end(MODELS.name, 0)
+    cluster.worker("c1", *FAST, "--model-name", THIRD)
+    await until_listed(client, GROUP, OTHER, THIRD)
+    assert (await client.post("/v1/chat/completions", json=chat(THIRD))).status_code == 200
+    assert await cluster.log.end(MODELS.name, 0) == cards, "its card is that of the first model"
+    await cluster.stop("b1")
+    await until_listed(client, GROUP, THIRD)
+    response = await client.post("/v1/chat/completions", json=chat(OTHER))
+    assert response.status_code == 503, response.text
+    other = str(model_directory(tmp_path, CONTEXT_TOKENS * 2))
+    cluster.worker("b2", *FAST, "--model", other, "--model-name", OTHER)
+    await until_listed(client, GROUP, OTHER, THIRD)
+    assert (await listed(client))[OTHER] == 2 * CONTEXT_TOKENS
+    long = "word " * (CONTEXT_TOKENS + 50)
+    assert (await client.post("/v1/chat/completions", json=chat(OTHER, long))).status_code == 200
