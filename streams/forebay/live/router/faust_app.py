@@ -2,16 +2,14 @@
 
 Theory of operation. All routers are members of one consumer group on the state topics. These topics have equal
 partition counts, so Faust assigns a partition of all of them to the same member. The assignment determines which router
-should own the group of a partition. The claim in the journal determines which router does own it. A rebalance does not
-interrupt an owner that keeps its partition.
+should own the group of a partition, and the claim in the journal which one does. A rebalance does not interrupt an owner
+that keeps its partition.
 
-Most of Faust's CPU time is per message, about 100 µs. The consumer therefore passes the records that a fetch returned
-for a partition to Faust's stream as one message. Its value is the list of the records, and its offset is that of the
-last one. Faust acknowledges and commits this offset, as in a compacted topic.
+Faust takes about 100 µs per message. The consumer therefore passes the records of one fetch and partition to Faust's
+stream as one message, with the list of records as its value and the offset of the last one. Faust commits this offset.
 
-aiokafka makes a member leave the group when the time since its last poll exceeds `POLL_INTERVAL_MS`. Faust polls only
-while it has partitions, so a standby would leave after that time. `_Consumer` therefore polls for an idle member, from
-the event loop of the router. A member then leaves only if its event loop is blocked.
+aiokafka makes a member leave the group `POLL_INTERVAL_MS` after its last poll, and Faust polls only while it has
+partitions. `_Consumer` therefore polls for an idle member, from the event loop of the router.
 """
 
 import asyncio
