@@ -2,8 +2,8 @@
 
 Theory of operation. All routers are members of one consumer group on the state topics. These topics have equal
 partition counts, so Faust assigns a partition of all of them to the same member. The assignment determines which router
-should own the group of a partition, and the claim in the journal which one does. A rebalance does not interrupt an owner
-that keeps its partition.
+should own the group of a partition, and the claim in the journal which one does. A rebalance does not interrupt an
+owner that keeps its partition.
 
 Faust takes about 100 µs per message. The consumer therefore passes the records of one fetch and partition to Faust's
 stream as one message, with the list of records as its value and the offset of the last one. Faust commits this offset.
